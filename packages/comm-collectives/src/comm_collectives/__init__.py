@@ -1,0 +1,1 @@
+"""Collectives that are right for every shape and dtype, and MoE dispatch/combine."""

@@ -1,0 +1,1 @@
+"""A two-pool auto-growth best-fit GPU allocator with statistics and replay."""

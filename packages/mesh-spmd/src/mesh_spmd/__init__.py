@@ -1,0 +1,1 @@
+"""Process meshes, placements and sharding geometry for SPMD training."""

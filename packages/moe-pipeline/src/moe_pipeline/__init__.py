@@ -1,0 +1,1 @@
+"""Mixture-of-Experts layers, and pipeline schedules as data with an executor."""

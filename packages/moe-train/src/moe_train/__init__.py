@@ -1,0 +1,1 @@
+"""End-to-end training of Mixture-of-Experts language models."""

@@ -1,0 +1,1 @@
+"""Crash-safe safetensors checkpoints that load under any parallel layout."""

@@ -1,0 +1,1 @@
+"""Streaming, bit-exact conversion of pretrained weights."""

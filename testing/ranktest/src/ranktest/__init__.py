@@ -1,0 +1,18 @@
+"""Run a function on N ranks, in tests: real forked processes over gloo, never a hang.
+
+The ranks are forked, so that `fn` may be a closure and start-up costs milliseconds; each rank runs
+on one thread because OpenMP's pool does not survive a fork. Keep the parent free of process groups.
+
+    from ranktest import run_ranks
+
+    def fn(rank: int, world_size: int) -> float:
+        x = torch.ones(2) * rank
+        dist.all_reduce(x)
+        return x[0].item()
+
+    assert run_ranks(fn, 4) == [6.0] * 4
+"""
+
+from ranktest.ranks import Outcome, RanksFailedError, collect_ranks, run_ranks
+
+__all__ = ["Outcome", "RanksFailedError", "collect_ranks", "run_ranks"]

@@ -1,0 +1,161 @@
+"""Fork ranks, gather what each returned or raised, and kill whatever is left at the deadline."""
+
+import ctypes
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+
+import torch
+import torch.distributed as dist
+
+_PR_SET_PDEATHSIG = 1
+
+
+class RanksFailedError(AssertionError):
+    """At least one rank raised, died or did not finish; the message holds every rank's traceback."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one rank: a value, or the traceback text of what it raised, or how it ended."""
+
+    rank: int
+    value: object = None
+    error: str | None = None
+    error_type: str | None = None
+    exitcode: int | None = None
+    elapsed_s: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None
+
+
+def run_ranks(
+    fn: Callable[[int, int], object], world_size: int, *, timeout_s: float = 60.0, init: bool = True
+) -> list[object]:
+    """Call `fn(rank, world_size)` on `world_size` forked ranks and return the values by rank.
+
+    With `init` each rank has a gloo process group whose operations time out after `timeout_s`.
+
+    Raises:
+        RanksFailedError: a rank raised, died or was still running after `timeout_s`.
+    """
+    outcomes = collect_ranks(fn, world_size, timeout_s=timeout_s, init=init)
+    failed = [o for o in outcomes if not o.ok]
+    if failed:
+        raise RanksFailedError(
+            f"{len(failed)} of {world_size} ranks failed\n"
+            + "\n".join(f"--- rank {o.rank} (exit code {o.exitcode}):\n{o.error}" for o in failed)
+        )
+    return [o.value for o in outcomes]
+
+
+def collect_ranks(
+    fn: Callable[[int, int], object], world_size: int, *, timeout_s: float = 60.0, init: bool = True
+) -> list[Outcome]:
+    """As `run_ranks`, but report failures as outcomes: for tests in which ranks die on purpose."""
+    context = multiprocessing.get_context("fork")
+    processes: list[ForkProcess] = []
+    pipes: list[Connection] = []
+    started_at = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="ranktest-") as folder:
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            job = _Job(
+                fn, rank, world_size, os.path.join(folder, "store") if init else None, timeout_s
+            )
+            process = context.Process(target=_child, args=(job, sender), daemon=True)
+            with warnings.catch_warnings():
+                # Python >= 3.12 warns that the parent has threads; the children use one thread only.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                process.start()
+            sender.close()
+            processes.append(process)
+            pipes.append(receiver)
+        try:
+            outcomes = _gather(processes, pipes, started_at, started_at + timeout_s)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    return outcomes
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    fn: Callable[[int, int], object]
+    rank: int
+    world_size: int
+    store_path: str | None
+    timeout_s: float
+
+
+def _gather(
+    processes: list[ForkProcess], pipes: list[Connection], started_at: float, deadline: float
+) -> list[Outcome]:
+    outcomes: dict[int, Outcome] = {}
+    while len(outcomes) < len(pipes):
+        pending = {pipes[r]: r for r in range(len(pipes)) if r not in outcomes}
+        ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+        elapsed_s = time.monotonic() - started_at
+        if not ready:
+            for rank in pending.values():
+                text = f"still running after {elapsed_s:.1f} s; killed"
+                outcomes[rank] = Outcome(
+                    rank=rank, error=text, error_type="Timeout", elapsed_s=elapsed_s
+                )
+            break
+        for pipe in ready:
+            rank = pending[pipe]  # type: ignore[index]
+            outcomes[rank] = _read(pipe, rank, processes[rank], elapsed_s)  # type: ignore[arg-type]
+    return [outcomes[rank] for rank in range(len(pipes))]
+
+
+def _read(pipe: Connection, rank: int, process: ForkProcess, elapsed_s: float) -> Outcome:
+    try:
+        fields = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        process.join(5)
+        text = f"ended with exit code {process.exitcode} and no result"
+        return Outcome(
+            rank=rank, error=text, error_type="Died", exitcode=process.exitcode, elapsed_s=elapsed_s
+        )
+    return Outcome(rank=rank, elapsed_s=elapsed_s, **fields)
+
+
+def _child(job: _Job, sender: Connection) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    torch.set_num_threads(1)
+    try:
+        if job.store_path is not None:
+            store = dist.FileStore(job.store_path, job.world_size)
+            timeout = timedelta(seconds=job.timeout_s)
+            dist.init_process_group(
+                "gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout
+            )
+        fields: dict[str, object] = {"value": job.fn(job.rank, job.world_size), "exitcode": 0}
+        payload = pickle.dumps(fields)
+    except BaseException as error:  # noqa: BLE001 - whatever a rank raises is its outcome
+        fields = {
+            "error": traceback.format_exc(),
+            "error_type": type(error).__name__,
+            "exitcode": 1,
+        }
+        payload = pickle.dumps(fields)
+    sender.send_bytes(payload)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Destroying a group whose peers are gone may wait; the process ends here in any case.
+    os._exit(0)
