@@ -23,12 +23,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 class RanksFailedError(AssertionError):
-    """At least one rank raised, died or did not finish; the message holds every rank's traceback."""
+    """At least one rank raised, died or did not finish; the message holds each traceback."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of one rank: a value, or the traceback text of what it raised, or how it ended."""
+    """What became of one rank: its value, the traceback of what it raised, or how it ended."""
 
     rank: int
     value: object = None
@@ -39,6 +39,7 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
+        """Whether the rank returned a value."""
         return self.error is None
 
 
@@ -78,7 +79,7 @@ def collect_ranks(
             )
             process = context.Process(target=_child, args=(job, sender), daemon=True)
             with warnings.catch_warnings():
-                # Python >= 3.12 warns that the parent has threads; the children use one thread only.
+                # Python >= 3.12 warns that the parent has threads; the children use one only.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 process.start()
             sender.close()
@@ -140,7 +141,7 @@ def _child(job: _Job, sender: Connection) -> None:
     torch.set_num_threads(1)
     try:
         if job.store_path is not None:
-            store = dist.FileStore(job.store_path, job.world_size)
+            store = dist.FileStore(job.store_path, job.world_size)  # type: ignore[attr-defined]
             timeout = timedelta(seconds=job.timeout_s)
             dist.init_process_group(
                 "gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout
