@@ -1,0 +1,51 @@
+"""The process group of this rank along one or several mesh axes.
+
+Training needs groups over products of axes, for example gradients over dp x ep. torch's public
+`DeviceMesh.get_group` answers for one axis only.
+
+Invariant: the rank inside the group is the position in `ProcessMesh.groups(*axes)`.
+
+    device_mesh = ProcessMesh((2, 4), ("dp", "ep")).to_device_mesh("cpu")
+    dist.all_reduce(grad, group=axis_group(device_mesh, "dp", "ep"))
+"""
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from mesh_spmd._torch_private import flattened, root_of
+from mesh_spmd.errors import MeshStateError
+from mesh_spmd.mesh import ProcessMesh
+
+
+def axis_group(device_mesh: DeviceMesh, *axes: str) -> ProcessGroup:
+    """Return the process group of the calling rank along `axes`; their order does not matter.
+
+    One axis: not collective. Several axes: the first call for a set of axes is collective over the
+    default process group, and every rank must make it; later calls return the same group. The group
+    belongs to the root of `device_mesh` and lives as long as it.
+
+    Raises:
+        MeshValueError: an axis is unknown or named twice; the mesh has no axis names; or its ranks
+            do not ascend along several axes.
+        MeshStateError: the calling rank is outside the mesh; or several axes are asked of a mesh
+            that leaves out ranks of the default group, which therefore would wait for ever.
+    """
+    if device_mesh.get_coordinate() is None:
+        raise MeshStateError(
+            f"rank {dist.get_rank()} is not in the device mesh of shape {tuple(device_mesh.shape)} "
+            f"and has no group along {', '.join(axes)}; call axis_group on the mesh's ranks only"
+        )
+    mesh = ProcessMesh.from_device_mesh(device_mesh)
+    in_order = mesh.sorted_axes(axes)
+    if len(in_order) == 1:
+        return device_mesh.get_group(in_order[0])
+    mesh.check_ascending(*in_order)
+    covered, world_size = root_of(device_mesh).size(), dist.get_world_size()
+    if covered != world_size:
+        raise MeshStateError(
+            f"a group along {', '.join(in_order)} must be created by all {world_size} ranks of the "
+            f"default process group, but the mesh holds {covered} of them; use a mesh that covers "
+            "every rank, with one more axis for the ranks that do something else"
+        )
+    return flattened(device_mesh, in_order).get_group()
