@@ -1,0 +1,300 @@
+"""Whether a schedule is right, found without running it.
+
+Shares no code with the executor or the generators: it knows only what an action needs, makes and
+frees, and how messages travel. `check` returns every problem it finds, as data.
+
+- *complete*: each stage runs each microbatch forward once and, in training, backward once, and
+  every transfer between ranks happens once;
+- *dependencies*: on its rank, an action finds what it needs already made, and not yet freed
+  (an output is freed by its send, the saved activations by the backward);
+- *links*: the sends of one rank to another have their receives, in the same order;
+- *deadlock*: with `send_buffers` undelivered messages per link and direction at most, every rank
+  reaches the end. 0 is a rendezvous: a send ends only when its receive runs. The executor's sends
+  do not wait for receives, so a schedule that passes with 1 cannot deadlock there. 1F1B needs 1.
+
+    assert check(one_f_one_b(4, 8)) == []
+"""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moe_pipeline.schedule import Action, Kind, Schedule
+
+_COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
+_SEND = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+
+# A message: what is sent, named by the stage whose input or output gradient it is.
+_Message = tuple[str, int, int]
+# A link: sending rank, receiving rank, and direction ("F" activations or "B" gradients).
+_Link = tuple[int, int, str]
+# Something that lies in a rank's memory: its name, stage and microbatch.
+_Thing = tuple[str, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing that is wrong.
+
+    Attributes:
+        kind: "placement", "completeness", "dependency", "freed", "link" or "deadlock".
+        rank: where, or None when it concerns no single rank.
+        index: position in that rank's list, or None.
+        message: what is wrong, in a sentence.
+    """
+
+    kind: str
+    rank: int | None
+    index: int | None
+    message: str
+
+    def __str__(self) -> str:
+        where = "" if self.rank is None else f"rank {self.rank}"
+        if self.index is not None:
+            where += f", action {self.index}"
+        return f"{self.kind}: {where}{': ' if where else ''}{self.message}"
+
+
+def check(schedule: Schedule, *, send_buffers: int = 1) -> list[Problem]:
+    """All problems of `schedule`; an empty list means that it can be executed.
+
+    Args:
+        schedule: any table, also a wrong one.
+        send_buffers: messages that may be under way per link and direction.
+
+    Raises:
+        ValueError: `send_buffers` below 0.
+    """
+    if send_buffers < 0:
+        raise ValueError(f"send_buffers must be at least 0, got {send_buffers}")
+    places, problems = _place(schedule)
+    if problems:
+        return problems
+    problems += _completeness(schedule, places)
+    for rank in range(len(schedule.ranks)):
+        problems += _memory(schedule, places, rank)
+    problems += _links(schedule, places)
+    # A schedule that is wrong already would only report the same fault a second time.
+    return problems or _deadlock(schedule, places, send_buffers)
+
+
+def _place(schedule: Schedule) -> tuple[dict[int, int], list[Problem]]:
+    """The rank of each stage, and actions that are out of range or on a second rank."""
+    places: dict[int, int] = {}
+    problems = []
+    for rank, actions in enumerate(schedule.ranks):
+        for index, action in enumerate(actions):
+            if not 0 <= action.stage < schedule.num_stages:
+                text = f"{action}: stage is outside 0..{schedule.num_stages - 1}"
+            elif not 0 <= action.microbatch < schedule.num_microbatches:
+                text = f"{action}: microbatch is outside 0..{schedule.num_microbatches - 1}"
+            elif places.setdefault(action.stage, rank) != rank:
+                text = f"{action}: stage {action.stage} is on rank {places[action.stage]} already"
+            else:
+                continue
+            problems.append(Problem(kind="placement", rank=rank, index=index, message=text))
+    for stage in sorted(set(range(schedule.num_stages)) - set(places)):
+        text = f"stage {stage} is on no rank"
+        problems.append(Problem(kind="placement", rank=None, index=None, message=text))
+    return places, problems
+
+
+def _expected(schedule: Schedule, places: dict[int, int]) -> Iterator[Action]:
+    last = schedule.num_stages - 1
+    for stage in range(schedule.num_stages):
+        kinds = [Kind.FORWARD]
+        from_before = stage > 0 and places[stage - 1] != places[stage]
+        to_next = stage < last and places[stage + 1] != places[stage]
+        kinds += [Kind.RECV_FORWARD] * from_before + [Kind.SEND_FORWARD] * to_next
+        if schedule.has_backward:
+            kinds.append(Kind.BACKWARD)
+            kinds += [Kind.SEND_BACKWARD] * from_before + [Kind.RECV_BACKWARD] * to_next
+        for kind in kinds:
+            for microbatch in range(schedule.num_microbatches):
+                yield Action(stage, kind, microbatch)
+
+
+def _completeness(schedule: Schedule, places: dict[int, int]) -> list[Problem]:
+    found = Counter(action for actions in schedule.ranks for action in actions)
+    expected = set(_expected(schedule, places))
+    problems = []
+    for action in sorted(expected | set(found)):
+        wanted = int(action in expected)
+        if found[action] != wanted:
+            text = f"{action} occurs {found[action]} times, expected {wanted}"
+            rank = places[action.stage]
+            problems.append(Problem(kind="completeness", rank=rank, index=None, message=text))
+    return problems
+
+
+@dataclass(frozen=True, slots=True)
+class _Effect:
+    needs: tuple[_Thing, ...]
+    makes: tuple[_Thing, ...]
+    frees: tuple[_Thing, ...]
+
+
+def _effect(action: Action, schedule: Schedule, places: dict[int, int]) -> _Effect:
+    """What an action needs, makes and frees on its rank."""
+    stage, microbatch = action.stage, action.microbatch
+    first, last = stage == 0, stage == schedule.num_stages - 1
+
+    def thing(name: str, owner: int = stage) -> _Thing:
+        return (name, owner, microbatch)
+
+    def local(other: int) -> bool:
+        return places[other] == places[stage]
+
+    if action.kind is Kind.RECV_FORWARD:
+        return _Effect((), (thing("input"),), ())
+    if action.kind is Kind.SEND_FORWARD:
+        return _Effect((thing("output"),), (), (thing("output"),))
+    if action.kind is Kind.RECV_BACKWARD:
+        return _Effect((thing("saved"),), (thing("output gradient"),), ())
+    if action.kind is Kind.SEND_BACKWARD:
+        gradient = thing("input gradient")
+        return _Effect((gradient,), (), (gradient,))
+    if action.kind is Kind.FORWARD:
+        needs = () if first else (thing("input"),)
+        makes = (thing("saved"),) if schedule.has_backward else ()
+        if not last:
+            makes += (thing("input", stage + 1) if local(stage + 1) else thing("output"),)
+        return _Effect(needs, makes, needs)
+    needs = (thing("saved"),) if last else (thing("saved"), thing("output gradient"))
+    makes = ()
+    if not first:
+        before = local(stage - 1)
+        makes = (thing("output gradient", stage - 1) if before else thing("input gradient"),)
+    return _Effect(needs, makes, needs)
+
+
+def _memory(schedule: Schedule, places: dict[int, int], rank: int) -> list[Problem]:
+    """Follow one rank's memory: use before making, use after freeing, making twice."""
+    present: set[_Thing] = set()
+    freed: set[_Thing] = set()
+    problems = []
+
+    def report(kind: str, index: int, text: str) -> None:
+        problems.append(Problem(kind=kind, rank=rank, index=index, message=text))
+
+    for index, action in enumerate(schedule.ranks[rank]):
+        effect = _effect(action, schedule, places)
+        for thing in effect.needs:
+            if thing in freed:
+                report("freed", index, f"{action} needs the {_name(thing)}, freed before")
+            elif thing not in present:
+                report("dependency", index, f"{action} needs the {_name(thing)}, not there yet")
+        for thing in effect.makes:
+            if thing in present or thing in freed:
+                report("dependency", index, f"{action} makes the {_name(thing)} a second time")
+        present.update(effect.makes)
+        present.difference_update(effect.frees)
+        freed.update(effect.frees)
+    return problems
+
+
+def _name(thing: _Thing) -> str:
+    name, stage, microbatch = thing
+    return f"{name} of stage {stage}, microbatch {microbatch}"
+
+
+def _message(action: Action, places: dict[int, int]) -> tuple[_Link, _Message] | None:
+    """The link that a transfer uses and the message it carries; None for a computation.
+
+    A transfer whose peer would be outside the pipeline or on the same rank has no link either; the
+    completeness check reports it.
+    """
+    if action.kind in _COMPUTE:
+        return None
+    forward = action.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
+    sends = action.kind in _SEND
+    # Activations go from s to s + 1, gradients from s to s - 1.
+    step = (1 if forward else -1) * (1 if sends else -1)
+    peer = places.get(action.stage + step)
+    here = places[action.stage]
+    if peer is None or peer == here:
+        return None
+    direction = "F" if forward else "B"
+    receiver_stage = action.stage + step if sends else action.stage
+    link = (here, peer, direction) if sends else (peer, here, direction)
+    return link, (direction, receiver_stage, action.microbatch)
+
+
+def _links(schedule: Schedule, places: dict[int, int]) -> list[Problem]:
+    sent: dict[_Link, list[_Message]] = defaultdict(list)
+    received: dict[_Link, list[_Message]] = defaultdict(list)
+    for actions in schedule.ranks:
+        for action in actions:
+            transfer = _message(action, places)
+            if transfer is not None:
+                (sent if action.kind in _SEND else received)[transfer[0]].append(transfer[1])
+    problems = []
+    for link in sorted(set(sent) | set(received)):
+        ours, theirs = sent[link], received[link]
+        if ours == theirs:
+            continue
+        at = next(
+            (i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]),
+            min(len(ours), len(theirs)),
+        )
+        text = (
+            f"link {link[0]}->{link[1]} ({link[2]}): message {at} is sent as "
+            f"{_describe(ours, at)} and received as {_describe(theirs, at)}"
+        )
+        problems.append(Problem(kind="link", rank=link[1], index=None, message=text))
+    return problems
+
+
+def _describe(messages: list[_Message], at: int) -> str:
+    if at >= len(messages):
+        return "nothing"
+    _, stage, microbatch = messages[at]
+    return f"microbatch {microbatch} for stage {stage}"
+
+
+def _deadlock(schedule: Schedule, places: dict[int, int], send_buffers: int) -> list[Problem]:
+    """Let every rank run as far as it can, again and again, until all end or none moves."""
+    at = [0] * len(schedule.ranks)
+    under_way: dict[_Link, deque[_Message]] = defaultdict(deque)
+
+    def waiting(rank: int, link: _Link) -> bool:
+        """Whether `rank` stands at the receive of `link`."""
+        if at[rank] >= len(schedule.ranks[rank]):
+            return False
+        action = schedule.ranks[rank][at[rank]]
+        transfer = _message(action, places)
+        return action.kind not in _SEND and transfer is not None and transfer[0] == link
+
+    def may_run(action: Action) -> bool:
+        transfer = _message(action, places)
+        if transfer is None:
+            return True
+        link, message = transfer
+        if action.kind in _SEND:
+            room = send_buffers + int(waiting(link[1], link))
+            if len(under_way[link]) >= room:
+                return False
+            under_way[link].append(message)
+            return True
+        if not under_way[link]:
+            return False
+        under_way[link].popleft()
+        return True
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule.ranks):
+            while at[rank] < len(actions) and may_run(actions[at[rank]]):
+                at[rank] += 1
+                moved = True
+    return [
+        Problem(
+            kind="deadlock",
+            rank=rank,
+            index=at[rank],
+            message=f"{actions[at[rank]]} waits for ever with {send_buffers} send buffers",
+        )
+        for rank, actions in enumerate(schedule.ranks)
+        if at[rank] < len(actions)
+    ]
