@@ -1,0 +1,70 @@
+"""Tensors as bytes: moving data needs no arithmetic, so every dtype travels as uint8.
+
+Backends refuse many dtypes (gloo: int16, uint16, every fp8 ...). A view of the same memory as bytes
+is accepted everywhere. Reductions must never use it: adding bytes is not adding numbers.
+
+    flat = as_bytes(x)                           # [x.nbytes] uint8, shares memory if x is dense
+    y = from_bytes(flat, x.dtype, x.shape)       # the same memory with its dtype again
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+# The number under which a dtype is named in headers. Append only: both ends must agree.
+_NAMES = (
+    *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
+    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    "float4_e2m1fn_x2",
+)
+DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _NAMES)
+_CODE_OF = {dtype: code for code, dtype in enumerate(DTYPES)}
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """Return the header number of a dtype.
+
+    Raises:
+        TypeError: the dtype has no plain bytes (quantised and other exotic dtypes).
+    """
+    code = _CODE_OF.get(dtype)
+    if code is None:
+        raise TypeError(f"tensors of dtype {dtype} cannot be moved; convert to a plain dtype first")
+    return code
+
+
+def check_dense(x: torch.Tensor, name: str) -> None:
+    """Check that `x` is a dense tensor with data.
+
+    Raises:
+        TypeError: it is not a tensor, or sparse, quantised, on the meta device.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; give a torch.Tensor")
+    if x.layout != torch.strided or x.is_quantized or x.is_meta:
+        raise TypeError(
+            f"{name} has layout {x.layout} on device {x.device}; give a dense tensor with data"
+        )
+    dtype_code(x.dtype)
+
+
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` without gradient history as one contiguous block (no copy if it is one)."""
+    return x.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """View a contiguous tensor of any shape as [nbytes] uint8."""
+    return x.view(-1).view(torch.uint8)
+
+
+def from_bytes(flat: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """View [nbytes] uint8 that starts at an aligned address as a tensor of `dtype` and `shape`."""
+    return flat.view(dtype).view(tuple(shape))
+
+
+def num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """Size in bytes of a contiguous tensor."""
+    return math.prod(shape) * dtype.itemsize
