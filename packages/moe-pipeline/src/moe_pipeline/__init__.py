@@ -35,7 +35,7 @@ _MODULE_OF = {
     "one_f_one_b": "generators",
     "to_csv": "schedule_csv",
 }
-__all__ = list(_MODULE_OF)  # noqa: PLE0605
+__all__ = list(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:

@@ -19,10 +19,10 @@ Dims: T tokens of this rank, E experts, B sequences, S tokens of a sequence, K c
 """
 
 import torch
-from comm_collectives import all_reduce
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from comm_collectives import all_reduce
 from moe_pipeline.config import MoEConfig
 from moe_pipeline.router import Routed
 

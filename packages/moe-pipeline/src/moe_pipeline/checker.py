@@ -155,8 +155,8 @@ def _effect(action: Action, schedule: Schedule, places: dict[int, int]) -> _Effe
         gradient = thing("input gradient")
         return _Effect((gradient,), (), (gradient,))
     if action.kind is Kind.FORWARD:
-        needs = () if first else (thing("input"),)
-        makes = (thing("saved"),) if schedule.has_backward else ()
+        needs: tuple[_Thing, ...] = () if first else (thing("input"),)
+        makes: tuple[_Thing, ...] = (thing("saved"),) if schedule.has_backward else ()
         if not last:
             makes += (thing("input", stage + 1) if local(stage + 1) else thing("output"),)
         return _Effect(needs, makes, needs)

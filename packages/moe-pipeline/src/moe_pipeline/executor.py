@@ -24,11 +24,11 @@ from typing import final
 
 import torch
 import torch.distributed as dist
-from comm_collectives import CommError, SendHandle, isend_tensors, recv_tensors
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup
 
+from comm_collectives import CommError, SendHandle, isend_tensors, recv_tensors
 from moe_pipeline.checker import check
 from moe_pipeline.errors import ScheduleError, StageTransferError
 from moe_pipeline.schedule import Action, Kind, Schedule
@@ -69,7 +69,7 @@ class PipelineExecutor:
             does not fit the groups.
     """
 
-    def __init__(  # noqa: PLR0913 - one argument for each thing that a rank must be told
+    def __init__(
         self,
         stage: Stage,
         schedule: Schedule,
@@ -251,14 +251,14 @@ class PipelineExecutor:
 
     def _backward(self, step: "_Step", microbatch: int) -> None:
         slot = step.slots[microbatch]
-        roots: list[Tensor | GradientEdge] = []
+        roots: list[GradientEdge] = []
         gradients: list[Tensor | None] = []
         for edge, gradient in zip(slot.edges, slot.gradients, strict=True):
             if gradient is not None:
                 roots.append(edge)
                 gradients.append(gradient)
         if slot.loss is not None and slot.loss.requires_grad:
-            roots.append(slot.loss)
+            roots.append(get_gradient_edge(slot.loss))
             gradients.append(None)
         slot.edges, slot.gradients, slot.loss = [], [], None
         if roots:
@@ -341,9 +341,7 @@ def _row_of(schedule: Schedule, stage_index: int) -> tuple[Action, ...]:
     return row
 
 
-def _check_group(
-    name: str, group: ProcessGroup | None, num_stages: int, stage_index: int
-) -> None:
+def _check_group(name: str, group: ProcessGroup | None, num_stages: int, stage_index: int) -> None:
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     if size != num_stages or rank != stage_index:
         raise ValueError(

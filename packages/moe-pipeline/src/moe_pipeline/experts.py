@@ -1,8 +1,8 @@
 """The expert MLPs of one rank, over rows sorted by expert.
 
-`y = weight * down(silu(gate(x)) * up(x))` for each routed row. Parameters have the names and layouts
-of transformers' fused experts: `gate_up_proj` [E_local, 2H, D] with the gate in the first H rows, and
-`down_proj` [E_local, D, H].
+`y = weight * down(silu(gate(x)) * up(x))` for each routed row. Parameters have the names and
+layouts of transformers' fused experts: `gate_up_proj` [E_local, 2H, D] with the gate in the first H
+rows, and `down_proj` [E_local, D, H].
 
 Implementations, one signature:
 
@@ -39,7 +39,9 @@ def loop_experts(
     # One unbind per weight: selecting expert by expert would make one full-size gradient for each.
     experts = zip(gate_up_EGD.unbind(0), down_EDH.unbind(0), strict=True)
     rows = zip(
-        x_RD.split(num_tokens_per_expert), weights_R.split(num_tokens_per_expert), strict=True
+        torch.split(x_RD, list(num_tokens_per_expert)),
+        torch.split(weights_R, list(num_tokens_per_expert)),
+        strict=True,
     )
     outputs = []
     for (x, weights), (gate_up, down) in zip(rows, experts, strict=True):

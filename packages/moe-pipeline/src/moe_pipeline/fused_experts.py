@@ -91,7 +91,7 @@ class FusedExperts(torch.autograd.Function):
         return y_RD
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(
         ctx: Any, grad_y_RD: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, None]:
@@ -135,9 +135,7 @@ def _swiglu_backward(
     grad_gate_up = torch.empty_like(gate_up)
     torch.mul(grad_act, silu, out=grad_gate_up[:, hidden:])
     grad_silu = grad_act.mul_(up)
-    torch.ops.aten.silu_backward.grad_input(
-        grad_silu, gate, grad_input=grad_gate_up[:, :hidden]
-    )
+    torch.ops.aten.silu_backward.grad_input(grad_silu, gate, grad_input=grad_gate_up[:, :hidden])
     return act, grad_gate_up
 
 
@@ -152,7 +150,9 @@ class _Gradients:
 
     @staticmethod
     def allocate(needed: Sequence[bool], *tensors: Tensor) -> "_Gradients":
-        made = [torch.empty_like(t) if need else None for need, t in zip(needed, tensors)]
+        made = [
+            torch.empty_like(t) if need else None for need, t in zip(needed, tensors, strict=False)
+        ]
         return _Gradients(*made)
 
     def weights_of(self, rows: slice) -> Tensor | None:

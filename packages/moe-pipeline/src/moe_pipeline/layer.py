@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from comm_collectives import combine, dispatch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from comm_collectives import combine, dispatch
 from moe_pipeline.aux_loss import balancing_loss
 from moe_pipeline.config import MoEConfig
 from moe_pipeline.experts import Experts
@@ -120,8 +120,6 @@ class MoELayer(nn.Module):
             group=self.ep_group,
             timeout_s=self.timeout_s,
         )
-        y_RD = self.experts(
-            dispatched.x, dispatched.num_tokens_per_expert, dispatched.topk_weights
-        )
+        y_RD = self.experts(dispatched.x, dispatched.num_tokens_per_expert, dispatched.topk_weights)
         out_TD = combine(y_RD, dispatched.handle, timeout_s=self.timeout_s)
         return MoEOutput(hidden=out_TD.view(x.shape), aux_loss=aux_loss, load_E=load_E)

@@ -5,10 +5,10 @@ probabilities at the plan's indices, so that whoever holds a plan can compute th
 without choosing again. Scores are computed in fp32 whatever the dtype of the model (fp64 stays
 fp64), because in bf16 near-ties would decide the routing.
 
-**Ties.** Among equal probabilities the expert with the lower index wins, on every device and in every
-layout. `torch.topk` promises no order among ties, so the choice is made on 64-bit keys that are all
-different: the bits of the non-negative fp32 probability, whose order as integers is their order as
-numbers, followed by the reversed expert index.
+**Ties.** Among equal probabilities the expert with the lower index wins, on every device and in
+every layout. `torch.topk` promises no order among ties, so the choice is made on 64-bit keys that
+are all different: the bits of the non-negative fp32 probability, whose order as integers is their
+order as numbers, followed by the reversed expert index.
 
     router = TopKRouter(config)
     routed = router(x_TD)
