@@ -15,7 +15,7 @@ frees, and how messages travel. `check` returns every problem it finds, as data.
     assert check(one_f_one_b(4, 8)) == []
 """
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -252,49 +252,65 @@ def _describe(messages: list[_Message], at: int) -> str:
     return f"microbatch {microbatch} for stage {stage}"
 
 
-def _deadlock(schedule: Schedule, places: dict[int, int], send_buffers: int) -> list[Problem]:
-    """Let every rank run as far as it can, again and again, until all end or none moves."""
-    at = [0] * len(schedule.ranks)
-    under_way: dict[_Link, deque[_Message]] = defaultdict(deque)
+class _Run:
+    """Ranks that wait for each other's messages, and for nothing else."""
 
-    def waiting(rank: int, link: _Link) -> bool:
-        """Whether `rank` stands at the receive of `link`."""
-        if at[rank] >= len(schedule.ranks[rank]):
-            return False
-        action = schedule.ranks[rank][at[rank]]
-        transfer = _message(action, places)
-        return action.kind not in _SEND and transfer is not None and transfer[0] == link
+    def __init__(self, schedule: Schedule, places: dict[int, int], send_buffers: int) -> None:
+        self.rows = schedule.ranks
+        self.at = [0] * len(schedule.ranks)
+        self._places = places
+        self._send_buffers = send_buffers
+        self._under_way: Counter[_Link] = Counter()
 
-    def may_run(action: Action) -> bool:
-        transfer = _message(action, places)
+    def advance(self, rank: int) -> bool:
+        """Let `rank` run as far as it can; whether it moved."""
+        start = self.at[rank]
+        while self.at[rank] < len(self.rows[rank]) and self._perform(rank):
+            self.at[rank] += 1
+        return self.at[rank] > start
+
+    def _perform(self, rank: int) -> bool:
+        action = self.rows[rank][self.at[rank]]
+        transfer = _message(action, self._places)
         if transfer is None:
             return True
-        link, message = transfer
+        link = transfer[0]
         if action.kind in _SEND:
-            room = send_buffers + int(waiting(link[1], link))
-            if len(under_way[link]) >= room:
+            if self._under_way[link] >= self._send_buffers + int(self._receives(link)):
                 return False
-            under_way[link].append(message)
+            self._under_way[link] += 1
             return True
-        if not under_way[link]:
+        if not self._under_way[link]:
             return False
-        under_way[link].popleft()
+        self._under_way[link] -= 1
         return True
 
-    moved = True
-    while moved:
-        moved = False
-        for rank, actions in enumerate(schedule.ranks):
-            while at[rank] < len(actions) and may_run(actions[at[rank]]):
-                at[rank] += 1
-                moved = True
+    def _receives(self, link: _Link) -> bool:
+        """Whether the receiver of `link` stands at its receive."""
+        receiver = link[1]
+        if self.at[receiver] >= len(self.rows[receiver]):
+            return False
+        action = self.rows[receiver][self.at[receiver]]
+        transfer = _message(action, self._places)
+        return action.kind not in _SEND and transfer is not None and transfer[0] == link
+
+
+def _deadlock(schedule: Schedule, places: dict[int, int], send_buffers: int) -> list[Problem]:
+    """Let every rank run as far as it can, again and again, until all end or none moves.
+
+    Messages of a link are only counted: `_links` has shown that they are received in order.
+    """
+    run = _Run(schedule, places, send_buffers)
+    # A list, not a generator: every rank gets its turn in each round.
+    while any([run.advance(rank) for rank in range(len(run.rows))]):
+        pass
     return [
         Problem(
             kind="deadlock",
             rank=rank,
-            index=at[rank],
-            message=f"{actions[at[rank]]} waits for ever with {send_buffers} send buffers",
+            index=at,
+            message=f"{run.rows[rank][at]} waits for ever with {send_buffers} send buffers",
         )
-        for rank, actions in enumerate(schedule.ranks)
-        if at[rank] < len(actions)
+        for rank, at in enumerate(run.at)
+        if at < len(run.rows[rank])
     ]

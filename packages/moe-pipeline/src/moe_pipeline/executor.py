@@ -10,8 +10,8 @@ that makes it to the last one that needs it:
 - saved activations, output gradients: until the backward;
 - input gradients: until their send has ended.
 
-A stage that recomputes its forward during backward (`torch.utils.checkpoint` around all of it) saves
-its inputs and so keeps them until the backward.
+A stage that recomputes its forward during backward (`torch.utils.checkpoint` around all of it)
+saves its inputs and so keeps them until the backward.
 
     executor = PipelineExecutor(stage, one_f_one_b(4, 8), stage_index=rank, forward_group=pp_group)
     losses = executor.step(inputs, targets)
@@ -331,12 +331,12 @@ def _row_of(schedule: Schedule, stage_index: int) -> tuple[Action, ...]:
             f"0..{schedule.num_stages - 1}"
         )
     row = schedule.ranks[rank]
-    others = {action.stage for action in row} - {stage_index}
+    others = sorted({action.stage for action in row} - {stage_index})
     if others or rank != stage_index:
+        beside = f" beside stages {others}" if others else ""
         raise ValueError(
-            f"schedule {schedule.name} puts stage {stage_index} on rank {rank}"
-            f"{f' with stages {sorted(others)}' if others else ''}; this executor runs one stage on "
-            "each rank, in order"
+            f"schedule {schedule.name} puts stage {stage_index} on rank {rank}{beside}; this "
+            "executor runs one stage on each rank, in order"
         )
     return row
 

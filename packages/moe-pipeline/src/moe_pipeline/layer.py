@@ -3,8 +3,8 @@
 Parameters are named as in transformers' `Qwen3MoeSparseMoeBlock` (`gate.weight`,
 `experts.gate_up_proj`, `experts.down_proj`), so that a state dict fits both.
 
-The layer is given its process groups and asks no global for one. `ep_group`: the ranks over which the
-experts are split, in equal contiguous blocks by rank in the group; each of them brings its own
+The layer is given its process groups and asks no global for one. `ep_group`: the ranks over which
+the experts are split, in equal contiguous blocks by rank in the group; each of them brings its own
 tokens. `token_group`: all ranks that hold tokens of the same global micro-batch (dp x ep), over
 which the auxiliary loss and the load are taken. Without groups the layer is an ordinary module.
 
