@@ -1,0 +1,138 @@
+"""How a key of the configuration is declared, described and checked.
+
+A table is a frozen dataclass whose fields are made by `key`; each carries its help text, unit and
+limits, and is checked when the table is made. Help texts and messages all come from here.
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class LogConfig(Table):
+        table: ClassVar[str] = "log"
+        interval_steps: int = key("steps between lines", unit="steps", default=1, minimum=1)
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+
+def key(
+    help_text: str, *, unit: str = "", default: Any = dataclasses.MISSING, **limits: Any
+) -> Any:
+    """Declare a key: its help, its unit and its limits (`minimum`, `maximum`, `above`, `path`)."""
+    return field(default=default, metadata={"help": help_text, "unit": unit, **limits})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyInfo:
+    """What is known of one key: table, name, kind and choices, default, unit, limits and help."""
+
+    table: str
+    name: str
+    kind: type
+    choices: tuple[str, ...]
+    default: Any
+    unit: str
+    help: str
+    is_path: bool
+    minimum: float | None
+    maximum: float | None
+    above: float | None
+
+    @property
+    def required(self) -> bool:
+        """Whether the key has no default."""
+        return self.default is dataclasses.MISSING
+
+    @property
+    def type_name(self) -> str:
+        """How the key's type is written for people, for example `int` or `list of str`."""
+        if self.choices:
+            return "one of " + ", ".join(f'"{choice}"' for choice in self.choices)
+        return "list of str" if self.kind is tuple else self.kind.__name__
+
+    @property
+    def full_name(self) -> str:
+        """`table.key`, as an override on the command line names it."""
+        return f"{self.table}.{self.name}"
+
+
+def keys_of(table_type: type[Any]) -> tuple[KeyInfo, ...]:
+    """The keys of a table's dataclass, in the order of declaration."""
+    hints = get_type_hints(table_type)
+    infos = []
+    for item in dataclasses.fields(table_type):
+        hint, meta = hints[item.name], item.metadata
+        choices = tuple(get_args(hint)) if get_origin(hint) is Literal else ()
+        infos.append(
+            KeyInfo(
+                table=table_type.table,
+                name=item.name,
+                kind=str if choices else (get_origin(hint) or hint),
+                choices=choices,
+                default=item.default,
+                unit=meta["unit"],
+                help=meta["help"],
+                is_path=bool(meta.get("path", False)),
+                minimum=meta.get("minimum"),
+                maximum=meta.get("maximum"),
+                above=meta.get("above"),
+            )
+        )
+    return tuple(infos)
+
+
+def _is_of_kind(value: object, kind: type) -> bool:
+    if kind is tuple:
+        return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _checked(info: KeyInfo, value: Any) -> Any:
+    """`value` in the key's type; raises TypeError for a wrong type, ValueError for a bad value."""
+    if not _is_of_kind(value, info.kind):
+        raise TypeError(
+            f"{info.full_name} must be {info.type_name}, got {type(value).__name__} {value!r}"
+        )
+    if info.kind is tuple:
+        return tuple(value)
+    if info.choices and value not in info.choices:
+        raise ValueError(f"{info.full_name} must be {info.type_name}, got {value!r}")
+    if info.kind is float:
+        value = float(value)
+    if info.kind in (int, float):
+        _check_range(info, value)
+    return value
+
+
+def _check_range(info: KeyInfo, value: float) -> None:
+    if not math.isfinite(value):
+        raise ValueError(f"{info.full_name}={value} is not a finite number")
+    if info.minimum is not None and value < info.minimum:
+        raise ValueError(
+            f"{info.full_name}={value} is too small; it must be at least {info.minimum}"
+        )
+    if info.above is not None and value <= info.above:
+        raise ValueError(f"{info.full_name}={value} is too small; it must be above {info.above}")
+    if info.maximum is not None and value > info.maximum:
+        raise ValueError(
+            f"{info.full_name}={value} is too large; it must be at most {info.maximum}"
+        )
+
+
+class Table:
+    """Base of the tables: checks each key against its declaration when the table is made."""
+
+    __slots__ = ()
+    table: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for info in keys_of(type(self)):
+            object.__setattr__(self, info.name, _checked(info, getattr(self, info.name)))
+        self._check()
+
+    def _check(self) -> None:
+        """Checks that concern several keys of this table."""
