@@ -29,7 +29,7 @@ def axis_group(device_mesh: DeviceMesh, *axes: str) -> ProcessGroup:
         MeshValueError: an axis is unknown or named twice; the mesh has no axis names; or its ranks
             do not ascend along several axes.
         MeshStateError: the calling rank is outside the mesh; or several axes are asked of a mesh
-            that leaves out ranks of the default group, which therefore would wait for ever.
+            that leaves out ranks of the default group, which torch needs to take part.
     """
     if device_mesh.get_coordinate() is None:
         raise MeshStateError(

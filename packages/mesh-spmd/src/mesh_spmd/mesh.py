@@ -184,7 +184,8 @@ class ProcessMesh:
         """
         if not axes or len(set(axes)) != len(axes):
             raise MeshValueError(
-                f"got axes {tuple(axes)}; name one or more of {', '.join(self.axis_names)}, each once"
+                f"got axes {tuple(axes)}; name one or more of {', '.join(self.axis_names)}, "
+                "each once"
             )
         return tuple(sorted(axes, key=self.axis_index))
 
