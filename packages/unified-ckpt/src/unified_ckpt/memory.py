@@ -1,0 +1,57 @@
+"""The bytes of a tensor as a memoryview, without a copy and without numpy.
+
+byte_view(torch.zeros(3)).nbytes == 12
+"""
+
+import ctypes
+
+import torch
+
+
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """Return the writable bytes of a contiguous CPU tensor; the view keeps the tensor alive.
+
+    Raises:
+        ValueError: the tensor is not on the CPU or not contiguous.
+    """
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(f"need a contiguous CPU tensor, got {tensor.device}, {tensor.stride()}")
+    num_bytes = tensor.numel() * tensor.element_size()
+    if num_bytes == 0:
+        return memoryview(b"")
+    array = (ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr())
+    array.owner = tensor  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")
+
+
+def is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's row-major values are its CPU memory as it lies there."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """View one-byte dtypes as uint8, since torch copies not all of them; others as they are."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def contiguous_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor's values as contiguous CPU memory; copies only where it must."""
+    if is_plain_memory(tensor):
+        return tensor
+    plain = tensor.resolve_conj().resolve_neg()
+    return bits_of(plain).to("cpu").contiguous()
+
+
+def narrow_box(
+    tensor: torch.Tensor, offset: tuple[int, ...], shape: tuple[int, ...]
+) -> torch.Tensor:
+    """Return the view of a box of a tensor."""
+    for dim, (begin, length) in enumerate(zip(offset, shape, strict=True)):
+        if length != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, begin, length)
+    return tensor
