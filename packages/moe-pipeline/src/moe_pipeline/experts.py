@@ -65,7 +65,7 @@ def grouped_mm_experts(
     _check_grouped_mm(gate_up_EGD, down_EDH)
     counts = torch.tensor(num_tokens_per_expert, dtype=torch.int32)
     offsets = counts.cumsum(0, dtype=torch.int32).to(x_RD.device)
-    gate_up_RG = F.grouped_mm(x_RD, gate_up_EGD.transpose(1, 2), offs=offsets)
+    gate_up_RG = F.grouped_mm(x_RD.contiguous(), gate_up_EGD.transpose(1, 2), offs=offsets)
     gate, up = gate_up_RG.chunk(2, dim=1)
     act = F.silu(gate) * up * weights_R.unsqueeze(1)
     y_RD = F.grouped_mm(act, down_EDH.transpose(1, 2), offs=offsets)

@@ -25,7 +25,8 @@ def from_csv(text: str, *, name: str = "csv") -> Schedule:
     backward if any action is one.
 
     Raises:
-        ScheduleError: no action at all, or a cell that is not an action (row and cell are named).
+        ScheduleError: no action at all, a cell that is not an action (row and cell are named), or
+            a stage or microbatch number larger than the number of actions.
     """
     ranks = tuple(
         tuple(_cells(line, row)) for row, line in enumerate(text.splitlines()) if line.strip()
@@ -33,22 +34,20 @@ def from_csv(text: str, *, name: str = "csv") -> Schedule:
     actions = [action for row in ranks for action in row]
     if not actions:
         raise ScheduleError(f"schedule {name} has no actions")
+    num_stages = max(action.stage for action in actions) + 1
+    num_microbatches = max(action.microbatch for action in actions) + 1
+    if max(num_stages, num_microbatches) > len(actions):
+        raise ScheduleError(
+            f"schedule {name} has {len(actions)} actions, too few for {num_stages} stages and "
+            f"{num_microbatches} microbatches; stages and microbatches are numbered from 0"
+        )
     return Schedule(
         name=name,
-        num_stages=max(action.stage for action in actions) + 1,
-        num_microbatches=max(action.microbatch for action in actions) + 1,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
         ranks=ranks,
         has_backward=any(action.kind is Kind.BACKWARD for action in actions),
     )
-
-
-def _cells(line: str, row: int) -> Iterator[Action]:
-    for cell, text in enumerate(line.split(",")):
-        if text.strip():
-            try:
-                yield Action.parse(text)
-            except ScheduleError as error:
-                raise ScheduleError(f"row {row}, cell {cell}: {error}") from error
 
 
 def read_csv(path: Path | str) -> Schedule:

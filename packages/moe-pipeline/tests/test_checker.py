@@ -1,0 +1,180 @@
+"""The oracle writes a schedule's rules as one graph of what must precede what: legal means that each
+expected action is there once and the graph has no cycle. The checker follows memory and lets ranks
+run instead, so the two share no reasoning.
+"""
+
+import random
+from collections import Counter, defaultdict
+from dataclasses import replace
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+
+import pytest
+
+from moe_pipeline.checker import check
+from moe_pipeline.generators import GENERATORS, forward_then_backward, one_f_one_b
+from moe_pipeline.schedule import Action, Kind, Schedule, add_transfers
+
+F, B = Kind.FORWARD, Kind.BACKWARD
+SF, RF, SB, RB = (
+    Kind.SEND_FORWARD,
+    Kind.RECV_FORWARD,
+    Kind.SEND_BACKWARD,
+    Kind.RECV_BACKWARD,
+)
+
+
+def is_legal(schedule, send_buffers=1):
+    """One stage on each rank."""
+    last = schedule.num_stages - 1
+    expected, before = Counter(), []
+    for stage in range(schedule.num_stages):
+        for m in range(schedule.num_microbatches):
+
+            def on(kind, at=stage, microbatch=m):
+                return Action(at, kind, microbatch)
+
+            chain = [on(RF)] * (stage > 0) + [on(F)] + [on(SF)] * (stage < last)
+            if schedule.has_backward:
+                back = [on(RB)] * (stage < last) + [on(B)] + [on(SB)] * (stage > 0)
+                before += [(on(F), back[0]), *pairwise(back)]
+                # The send of an output must find it before the backward has freed the microbatch,
+                # which follows from the gradient's way through the next stage.
+                expected.update(back)
+            expected.update(chain)
+            before += pairwise(chain)
+            if stage < last:
+                before.append((on(SF), on(RF, stage + 1)))
+                if schedule.has_backward:
+                    before.append((on(SB, stage + 1), on(RB)))
+    if Counter(a for row in schedule.ranks for a in row) != expected:
+        return False
+    if any(a.stage != rank for rank, row in enumerate(schedule.ranks) for a in row):
+        return False
+    queues = defaultdict(list)
+    for row in schedule.ranks:
+        before += pairwise(row)
+        for action in row:
+            queues[action.stage, action.kind].append(action)
+    for (stage, kind), sends in queues.items():
+        if kind in (SF, SB):
+            receives = queues[stage + (1 if kind is SF else -1), RF if kind is SF else RB]
+            if [a.microbatch for a in sends] != [a.microbatch for a in receives]:
+                return False
+            # A send ends at the latest when the receive `send_buffers` messages before it has run.
+            before += [
+                (receives[i - send_buffers], sends[i]) for i in range(send_buffers, len(sends))
+            ]
+    graph = defaultdict(set)
+    for first, second in before:
+        graph[second].add(first)
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError:
+        return False
+    return True
+
+
+def with_row(schedule, rank, row):
+    rows = list(schedule.ranks)
+    rows[rank] = tuple(row)
+    return replace(schedule, ranks=tuple(rows))
+
+
+def mutants(schedule):
+    """Every drop, every duplicate (in place and at the end) and every swap on a rank."""
+    for rank, row in enumerate(schedule.ranks):
+        for i in range(len(row)):
+            yield with_row(schedule, rank, row[:i] + row[i + 1 :])
+            yield with_row(schedule, rank, row[: i + 1] + row[i:])
+            yield with_row(schedule, rank, (*row, row[i]))
+            for j in range(i + 1, len(row)):
+                yield with_row(
+                    schedule, rank, (*row[:i], row[j], *row[i + 1 : j], row[i], *row[j + 1 :])
+                )
+
+
+def judge(candidates):
+    rejected = accepted = 0
+    for mutant in candidates:
+        legal = is_legal(mutant)
+        problems = check(mutant)
+        assert legal == (problems == []), (mutant, problems)
+        accepted, rejected = accepted + legal, rejected + (not legal)
+    return accepted, rejected
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (1, 3), (2, 2), (3, 2), (2, 4)])
+def test_every_mutant_is_judged_as_the_oracle_does(name, stages, microbatches):
+    accepted, rejected = judge(mutants(GENERATORS[name](stages, microbatches)))
+    assert rejected > 0
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_mutants_of_larger_schedules_are_judged_as_the_oracle_does(name, seed):
+    draw = random.Random(seed)
+    for _ in range(3):
+        schedule = GENERATORS[name](draw.randint(3, 4), draw.randint(5, 8))
+        candidates = list(mutants(schedule))
+        judge(draw.sample(candidates, 60))
+
+
+def test_rows_exchanged_between_ranks_are_rejected():
+    schedule = one_f_one_b(3, 4)
+    rows = schedule.ranks
+    assert check(replace(schedule, ranks=(rows[1], rows[0], rows[2]))) == []  # only another mapping
+    mixed = with_row(schedule, 0, (*rows[0], rows[1][-1]))
+    assert any(problem.kind == "placement" for problem in check(mixed))
+
+
+def kinds(schedule, **kwargs):
+    return {problem.kind for problem in check(schedule, **kwargs)}
+
+
+def test_each_kind_of_problem_is_named():
+    schedule = forward_then_backward(2, 2)
+    row = schedule.ranks[0]
+    assert kinds(replace(schedule, num_stages=3)) == {"placement"}
+    assert kinds(replace(schedule, num_microbatches=1)) == {"placement"}
+    assert "completeness" in kinds(with_row(schedule, 0, row[:-1]))
+    assert "dependency" in kinds(with_row(schedule, 0, (row[1], row[0], *row[2:])))
+    twice = with_row(schedule, 0, (row[0], row[1], row[1], *row[2:]))
+    assert {"freed", "completeness"} <= kinds(twice)
+    swapped = (row[0], row[2], row[3], row[1], *row[4:])
+    assert "link" in kinds(with_row(schedule, 0, swapped))
+    assert kinds(one_f_one_b(2, 2), send_buffers=0) == {"deadlock"}
+
+
+def test_a_backward_before_its_gradient_can_arrive_is_a_deadlock():
+    text = ["0F0 0SEND_F0 0RECV_B0 0B0 0F1 0SEND_F1 0RECV_B1 0B1"]
+    text += ["1RECV_F0 1F0 1RECV_F1 1F1 1B0 1SEND_B0 1B1 1SEND_B1"]
+    ranks = tuple(tuple(map(Action.parse, row.split())) for row in text)
+    schedule = Schedule(name="t", num_stages=2, num_microbatches=2, ranks=ranks)
+    assert [str(problem) for problem in check(schedule)] == [
+        "deadlock: rank 0, action 2: 0RECV_B0 waits for ever with 1 send buffers",
+        "deadlock: rank 1, action 2: 1RECV_F1 waits for ever with 1 send buffers",
+    ]
+
+
+def test_stages_that_share_a_rank_pass_without_transfers():
+    rows = ["0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"]
+    ranks = tuple(tuple(map(Action.parse, row.split())) for row in rows)
+    schedule = add_transfers(Schedule(name="v", num_stages=4, num_microbatches=1, ranks=ranks))
+    assert check(schedule) == []
+    wrong = [a for a in schedule.ranks[1] if str(a) not in ("1F0", "2F0")]
+    wrong[1:1] = [Action.parse("2F0"), Action.parse("1F0")]
+    assert "dependency" in kinds(with_row(schedule, 1, wrong))
+
+
+def test_a_schedule_without_actions_reports_its_missing_stages():
+    empty = Schedule(name="t", num_stages=2, num_microbatches=1, ranks=((), ()))
+    assert [str(problem) for problem in check(empty)] == [
+        "placement: stage 0 is on no rank",
+        "placement: stage 1 is on no rank",
+    ]
+
+
+def test_negative_send_buffers_are_refused():
+    with pytest.raises(ValueError, match="send_buffers must be at least 0, got -1"):
+        check(one_f_one_b(2, 2), send_buffers=-1)
