@@ -16,6 +16,7 @@ _MODULE_OF = {
     "SendHandle": "p2p",
     "all_reduce": "reduction",
     "all_to_all": "alltoall",
+    "broadcast_nested": "nested",
     "combine": "moe",
     "dispatch": "moe",
     "isend_tensors": "p2p",

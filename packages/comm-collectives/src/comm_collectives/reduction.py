@@ -32,7 +32,10 @@ _WIDER = {
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
     torch.bool: torch.uint8,
+    torch.uint64: torch.int64,
 }
+_ORDERED = ("min", "max")
+_TOP_BIT = -(1 << 63)
 _COMPLEX = {torch.complex64, torch.complex128}
 
 
@@ -68,7 +71,7 @@ def all_reduce(
     check_dense(x, "x")
     _check_op(x.dtype, op)
     call = Call(state, "all_reduce", timeout_s=timeout_s)
-    work = dense(x).to(_working_dtype(x.dtype), copy=True)
+    work = _to_arithmetic(x, op)
     # On the same storage, so that the result lands in `work`.
     flat = torch.view_as_real(work) if work.is_complex() else work
     if state.size > 1 and flat.numel():
@@ -78,17 +81,21 @@ def all_reduce(
         )
     if op == "avg":
         work /= state.size
-    return _narrow(work, x.dtype)
+    return _from_arithmetic(work, x.dtype, op)
 
 
-def _working_dtype(dtype: torch.dtype) -> torch.dtype:
-    if dtype == torch.uint64:
-        return torch.uint64
-    return _WIDER.get(dtype, dtype)
+def _to_arithmetic(x: torch.Tensor, op: str) -> torch.Tensor:
+    """Copy `x` into a dtype that the backend reduces and in which the op gives the same bits."""
+    if x.dtype != torch.uint64:
+        return dense(x).to(_WIDER.get(x.dtype, x.dtype), copy=True)
+    # The same bits as int64: sums and products wrap alike, and order needs the top bit flipped.
+    return dense(x).view(torch.int64) ^ (_TOP_BIT if op in _ORDERED else 0)
 
 
-def _narrow(work: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return work if work.dtype == dtype else work.to(dtype)
+def _from_arithmetic(work: torch.Tensor, dtype: torch.dtype, op: str) -> torch.Tensor:
+    if dtype != torch.uint64:
+        return work.to(dtype)
+    return (work ^ (_TOP_BIT if op in _ORDERED else 0)).view(torch.uint64)
 
 
 def _check_op(dtype: torch.dtype, op: str) -> None:

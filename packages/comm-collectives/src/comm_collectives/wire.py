@@ -7,6 +7,7 @@ is accepted everywhere. Reductions must never use it: adding bytes is not adding
     y = from_bytes(flat, x.dtype, x.shape)       # the same memory with its dtype again
 """
 
+import ctypes
 import math
 from collections.abc import Sequence
 
@@ -52,12 +53,22 @@ def check_dense(x: torch.Tensor, name: str) -> None:
 
 def dense(x: torch.Tensor) -> torch.Tensor:
     """Return `x` without gradient history as one contiguous block (no copy if it is one)."""
-    return x.detach().resolve_conj().resolve_neg().contiguous()
+    plain = x.detach().resolve_conj().resolve_neg()
+    if plain.dtype == torch.complex32 and not plain.is_contiguous():
+        # As pairs of float16, because torch warns when it allocates complex32.
+        return torch.view_as_complex(torch.view_as_real(plain).contiguous())
+    return plain.contiguous()
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """View a contiguous tensor of any shape as [nbytes] uint8."""
     return x.view(-1).view(torch.uint8)
+
+
+def bytes_of(flat: torch.Tensor) -> bytes:
+    """Copy a contiguous uint8 tensor into a bytes object (without numpy, which torch can lack)."""
+    on_host = flat.cpu()
+    return ctypes.string_at(on_host.data_ptr(), on_host.numel()) if on_host.numel() else b""
 
 
 def from_bytes(flat: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
