@@ -1,0 +1,1 @@
+"""From files to batches: find the corpus, train a tokenizer, encode once, pack, order."""

@@ -1,0 +1,91 @@
+"""A cache folder that several processes may use at once.
+
+Invariant: what lies under its final name is complete. Everything is made in a temporary folder and
+published by one rename; of two processes that make the same thing, one waits or its copy is
+dropped.
+
+    with locked(cache_dir / "corpus.lock"):
+        publish(cache_dir / "corpus", make)     # make(folder) fills an empty folder
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+_POLL_S = 0.05
+_LOCK_TIMEOUT_S = 3600.0
+
+logger = logging.getLogger(__name__)
+
+
+def default_cache_dir() -> Path:
+    """`moe-train` in the user's cache folder (XDG_CACHE_HOME, else ~/.cache)."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "moe-train"
+
+
+@contextlib.contextmanager
+def locked(path: Path, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[None]:
+    """Hold an exclusive lock on the file `path`; the system frees it when the process ends.
+
+    On file systems without locks nothing is held: `publish` stays right, work may be done twice.
+
+    Raises:
+        TimeoutError: another process held the lock for `timeout_s`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+") as stream:
+        deadline = time.monotonic() + timeout_s
+        waiting = False
+        while not _try_lock(stream.fileno()):
+            if not waiting:
+                logger.info("waiting for another process that fills %s", path.parent)
+                waiting = True
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"another process has held {path} for {timeout_s:g} s; end it, or set "
+                    "data.cache_dir to another folder"
+                )
+            time.sleep(_POLL_S)
+        yield
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        logger.debug("no locks on this file system; going on without")
+    return True
+
+
+def publish(target: Path, make: Callable[[Path], None]) -> None:
+    """Fill a new folder with `make` and give it the name `target`, replacing what is there."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        make(work)
+        work.chmod(0o755)
+        if target.exists():
+            target.replace(work / ".replaced")
+        work.replace(target)
+        shutil.rmtree(target / ".replaced", ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
+def write_atomic(target: Path, text: str) -> None:
+    """Write a small file under a temporary name and rename it to `target`."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+        stream.write(text)
+    os.replace(name, target)

@@ -1,0 +1,150 @@
+"""Find the documents of a corpus, in an order that depends on their names only.
+
+Invariant: a file is one document however many paths, folders or symbolic links lead to it, and the
+same files give the same list on every machine and in every process.
+
+    for document in find_documents(("python_stdlib",), extensions=(".py",)):
+        print(document.name, document.size_bytes)
+"""
+
+import glob
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_train.config import PYTHON_STDLIB
+
+_SKIPPED_DIRS = frozenset({"__pycache__", "site-packages", "dist-packages"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """One file of the corpus.
+
+    Attributes:
+        name: path below the corpus folder, with the folder's own name in front, `/` between parts.
+        path: where the file is on this machine.
+        size_bytes: its size when it was found.
+        mtime_ns: its time of change when it was found.
+    """
+
+    name: str
+    path: Path
+    size_bytes: int
+    mtime_ns: int
+
+
+def find_documents(
+    corpus: Sequence[str], *, extensions: Sequence[str], max_bytes: int = 0
+) -> list[Document]:
+    """The documents of a corpus, sorted by name within each entry.
+
+    Args:
+        corpus: `python_stdlib`, folders, files or globs. Folders are walked for files with one of
+            the `extensions` (all files if there are none), leaving out hidden folders and installed
+            packages; files and what a glob matches are taken as named.
+        extensions: endings such as `.py`.
+        max_bytes: keep a sample of whole documents of at most this size in all; 0 keeps all. The
+            sample is chosen by a hash of the names and has at least one document.
+
+    Raises:
+        FileNotFoundError: an entry names nothing.
+        ValueError: an entry has no document of the given extensions.
+    """
+    seen: set[str] = set()
+    documents: list[Document] = []
+    for entry in corpus:
+        found = list(_documents_of(entry, tuple(extensions), seen))
+        # An entry whose files all came with an earlier entry is no mistake; an empty one is.
+        if not found and not any(_documents_of(entry, tuple(extensions), set())):
+            endings = ", ".join(extensions) or "any ending"
+            raise ValueError(
+                f"corpus {entry!r} has no files ({endings}); set data.extensions to the endings of "
+                "your text files"
+            )
+        documents += sorted(found, key=lambda document: document.name)
+    return _sample(documents, max_bytes) if max_bytes else documents
+
+
+def name_hash(name: str) -> bytes:
+    """A hash of a document's name that fixes its place in samples and splits on every machine."""
+    return hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+
+
+def read_text(path: Path) -> str | None:
+    """The file's text, or None if it is empty, not UTF-8 or holds NUL characters."""
+    data = path.read_bytes()
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+    return text if text and "\0" not in text else None
+
+
+def _documents_of(entry: str, extensions: tuple[str, ...], seen: set[str]) -> Iterator[Document]:
+    if entry == PYTHON_STDLIB:
+        yield from _walk(Path(sysconfig.get_paths()["stdlib"]), extensions, seen, PYTHON_STDLIB)
+        return
+    path = Path(entry).expanduser()
+    if path.exists():
+        matches = [path]
+    elif glob.has_magic(entry):
+        matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+    else:
+        matches = []
+    if not matches:
+        raise FileNotFoundError(
+            f"corpus {entry!r} does not exist; name a folder, a file, a glob or {PYTHON_STDLIB!r}"
+        )
+    for match in matches:
+        if match.is_dir():
+            yield from _walk(match, extensions, seen, match.resolve().name)
+        elif match.is_file():
+            yield from _document(match, match.resolve().parent.name + "/" + match.name, seen)
+
+
+def _walk(
+    folder: Path, extensions: tuple[str, ...], seen: set[str], name: str
+) -> Iterator[Document]:
+    """Documents below `folder`; links are followed, but each real folder is entered once."""
+    real = os.path.realpath(folder)
+    if real in seen:
+        return
+    seen.add(real)
+    with os.scandir(folder) as scan:
+        entries = sorted(scan, key=lambda item: item.name)
+    for item in entries:
+        item_name = f"{name}/{item.name}"
+        if item.is_dir():
+            if item.name not in _SKIPPED_DIRS and not item.name.startswith("."):
+                yield from _walk(folder / item.name, extensions, seen, item_name)
+        elif item.is_file() and (not extensions or item.name.endswith(extensions)):
+            yield from _document(folder / item.name, item_name, seen)
+
+
+def _document(path: Path, name: str, seen: set[str]) -> Iterator[Document]:
+    real = os.path.realpath(path)
+    if real in seen:
+        return
+    seen.add(real)
+    status = os.stat(real)
+    if status.st_size:
+        yield Document(
+            name=name, path=Path(real), size_bytes=status.st_size, mtime_ns=status.st_mtime_ns
+        )
+
+
+def _sample(documents: list[Document], max_bytes: int) -> list[Document]:
+    """Whole documents in the order of their names' hashes, each that still fits."""
+    room = max_bytes
+    kept: set[Path] = set()
+    for document in sorted(documents, key=lambda item: (name_hash(item.name), item.name)):
+        if document.size_bytes <= room:
+            room -= document.size_bytes
+            kept.add(document.path)
+    if not kept:
+        kept = {min(documents, key=lambda item: (item.size_bytes, item.name)).path}
+    return [document for document in documents if document.path in kept]

@@ -1,0 +1,258 @@
+"""Turn a corpus into token files once, and find them again in the cache ever after.
+
+Invariant: the fingerprint is a function of the documents' names and contents and of the settings
+that shape the token files; equal fingerprints mean equal token files, on every machine.
+
+A warm call costs a walk over the files' names, sizes and times of change. When those are new, the
+contents are hashed; only new contents are encoded.
+
+    prepared = prepare(config)
+    split = PackedSplit(prepared.train_tokens, 256, prepared.eos_token_id, True)
+"""
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from moe_train.config import Config
+from moe_train.data.cache import default_cache_dir, locked, publish, write_atomic
+from moe_train.data.corpus import Document, find_documents, name_hash, read_text
+from moe_train.data.token_file import TokenWriter, open_tokens
+from moe_train.data.tokenizer import encode_batch, end_token_id, load_tokenizer, train_bpe
+
+_VERSION = "1"
+_ENCODE_BATCH_BYTES = 4_000_000
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedCorpus:
+    """A corpus ready to train on.
+
+    Attributes:
+        tokenizer_file: the tokenizer.json that made the tokens.
+        train_tokens: token file of the training documents.
+        validation_tokens: token file of the held-out documents.
+        vocab_size: number of token ids, special ones included.
+        eos_token_id: the token that ends each document.
+        fingerprint: hex digits that stand for the token files' content.
+    """
+
+    tokenizer_file: Path
+    train_tokens: Path
+    validation_tokens: Path
+    vocab_size: int
+    eos_token_id: int
+    fingerprint: str
+
+
+def prepare(config: Config) -> PreparedCorpus:
+    """Find, tokenize and split the corpus of `config`, or find the result in the cache.
+
+    Not collective; any number of processes may call it at once, one of them does the work.
+
+    Raises:
+        FileNotFoundError: a corpus entry or the tokenizer file does not exist.
+        ValueError: no text was found, there are too few documents for a held-out split, or the
+            tokenizer cannot be used.
+    """
+    cache_dir = Path(config.data.cache_dir) if config.data.cache_dir else default_cache_dir()
+    documents = find_documents(
+        config.data.corpus, extensions=config.data.extensions, max_bytes=config.data.max_bytes
+    )
+    settings = _settings(config)
+    seen_as = _digest(
+        [settings] + [f"{d.path}|{d.name}|{d.size_bytes}|{d.mtime_ns}" for d in documents]
+    )
+    index_file = cache_dir / "index" / f"{seen_as}.json"
+    prepared = _lookup(cache_dir, index_file)
+    if prepared is None:
+        with locked(cache_dir / "locks" / f"{seen_as}.lock"):
+            prepared = _lookup(cache_dir, index_file)
+            if prepared is None:
+                prepared = _build(config, cache_dir, settings, documents)
+                write_atomic(index_file, json.dumps({"fingerprint": prepared.fingerprint}))
+    return prepared
+
+
+def split_documents(
+    documents: Sequence[Document], validation_fraction: float
+) -> tuple[list[Document], list[Document]]:
+    """Divide whole documents into training and held-out ones.
+
+    In the order of their names' hashes, documents that still fit are held out until the fraction
+    is reached; so a new document seldom moves another one. Both parts keep the given order.
+
+    Raises:
+        ValueError: fewer than two documents.
+    """
+    if len(documents) < 2:
+        raise ValueError(
+            f"the corpus has {len(documents)} usable document(s), but a held-out split takes whole "
+            "documents and needs at least 2; cut the text into several files or add more"
+        )
+    room = validation_fraction * sum(document.size_bytes for document in documents)
+    held: set[Path] = set()
+    for document in sorted(documents, key=lambda item: (name_hash(item.name), item.name)):
+        if document.size_bytes <= room and len(held) < len(documents) - 1:
+            room -= document.size_bytes
+            held.add(document.path)
+    if not held:
+        held = {min(documents, key=lambda item: (item.size_bytes, item.name)).path}
+    train = [document for document in documents if document.path not in held]
+    return train, [document for document in documents if document.path in held]
+
+
+def _settings(config: Config) -> str:
+    """What shapes the token files beside the documents, as text."""
+    if config.tokenizer.file:
+        path = Path(config.tokenizer.file)
+        if not path.is_file():
+            raise FileNotFoundError(f"tokenizer.file={path} does not exist")
+        tokenizer = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+    else:
+        tokenizer = f"bpe {config.tokenizer.vocab_size} {config.tokenizer.train_bytes}"
+    return f"{_VERSION}|{tokenizer}|{config.data.validation_fraction!r}"
+
+
+def _digest(parts: Iterable[str]) -> str:
+    state = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        data = part.encode("utf-8", "surrogateescape")
+        state.update(len(data).to_bytes(8, "little") + data)
+    return state.hexdigest()
+
+
+def _lookup(cache_dir: Path, index_file: Path) -> PreparedCorpus | None:
+    """What the cache holds for these files, or None when it is missing or damaged."""
+    try:
+        fingerprint = json.loads(index_file.read_bytes())["fingerprint"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return _open(_folder(cache_dir, fingerprint), fingerprint)
+
+
+def _folder(cache_dir: Path, fingerprint: str) -> Path:
+    return cache_dir / "corpora" / fingerprint
+
+
+def _open(folder: Path, fingerprint: str) -> PreparedCorpus | None:
+    try:
+        facts = json.loads((folder / "corpus.json").read_bytes())
+        prepared = PreparedCorpus(
+            tokenizer_file=folder / "tokenizer.json",
+            train_tokens=folder / "train.bin",
+            validation_tokens=folder / "validation.bin",
+            vocab_size=facts["vocab_size"],
+            eos_token_id=facts["eos_token_id"],
+            fingerprint=fingerprint,
+        )
+        open_tokens(prepared.train_tokens)
+        open_tokens(prepared.validation_tokens)
+    except (OSError, ValueError, KeyError):
+        return None
+    return prepared if prepared.tokenizer_file.is_file() else None
+
+
+def _build(
+    config: Config, cache_dir: Path, settings: str, documents: Sequence[Document]
+) -> PreparedCorpus:
+    started = time.perf_counter()
+    usable, digests = _usable(documents)
+    train, validation = split_documents(usable, config.data.validation_fraction)
+    fingerprint = _digest([settings, *digests])
+    folder = _folder(cache_dir, fingerprint)
+    prepared = _open(folder, fingerprint)
+    if prepared is not None:
+        return prepared
+    size_mb = sum(document.size_bytes for document in usable) / 1e6
+    logger.info("preparing %d documents of text, %.1f MB (once)", len(usable), size_mb)
+    publish(folder, lambda work: _fill(work, config, train, validation))
+    prepared = _open(folder, fingerprint)
+    if prepared is None:
+        raise ValueError(f"{folder} was changed while it was made; delete it and start again")
+    logger.info("prepared the corpus in %.1f s: %s", time.perf_counter() - started, folder)
+    return prepared
+
+
+def _usable(documents: Sequence[Document]) -> tuple[list[Document], list[str]]:
+    """The documents that are text, and for each its name and a digest of its content."""
+    usable, digests = [], []
+    for document in documents:
+        text = read_text(document.path)
+        if text is not None:
+            usable.append(document)
+            digests += [document.name, _digest([text])]
+    if len(usable) < len(documents):
+        skipped = len(documents) - len(usable)
+        logger.info("left out %d files that are not UTF-8 text", skipped)
+    return usable, digests
+
+
+def _fill(
+    work: Path, config: Config, train: Sequence[Document], validation: Sequence[Document]
+) -> None:
+    """Write tokenizer, token files and facts into the folder `work`."""
+    if config.tokenizer.file:
+        tokenizer = load_tokenizer(Path(config.tokenizer.file))
+        source = f"tokenizer.file={config.tokenizer.file}"
+        (work / "tokenizer.json").write_bytes(Path(config.tokenizer.file).read_bytes())
+    else:
+        started = time.perf_counter()
+        sample = _sample_texts(train, config.tokenizer.train_bytes)
+        tokenizer = train_bpe(sample, vocab_size=config.tokenizer.vocab_size)
+        source = "the trained tokenizer"
+        tokenizer.save(str(work / "tokenizer.json"))
+        logger.info("trained the tokenizer in %.1f s", time.perf_counter() - started)
+    eos_token_id = end_token_id(tokenizer, source)
+    vocab_size = tokenizer.get_vocab_size()
+    started = time.perf_counter()
+    for name, documents in (("train.bin", train), ("validation.bin", validation)):
+        with TokenWriter(work / name, vocab_size=vocab_size) as writer:
+            _encode(tokenizer, eos_token_id, documents, writer)
+    logger.info("encoded the documents in %.1f s", time.perf_counter() - started)
+    facts = {"vocab_size": vocab_size, "eos_token_id": eos_token_id}
+    (work / "corpus.json").write_text(json.dumps(facts) + "\n")
+
+
+def _sample_texts(documents: Sequence[Document], max_bytes: int) -> Iterator[str]:
+    """Texts in the order of their names' hashes, about `max_bytes` of them, the last one cut."""
+    room = max_bytes
+    for document in sorted(documents, key=lambda item: (name_hash(item.name), item.name)):
+        if room <= 0:
+            return
+        yield (read_text(document.path) or "")[:room]
+        room -= document.size_bytes
+
+
+def _encode(
+    tokenizer: Tokenizer, eos_token_id: int, documents: Sequence[Document], writer: TokenWriter
+) -> None:
+    end = np.array([eos_token_id], dtype=np.int64)
+    for batch in _batches(documents):
+        texts = [read_text(document.path) or "" for document in batch]
+        for ids in encode_batch(tokenizer, texts):
+            writer.append(ids)
+            writer.append(end)
+
+
+def _batches(documents: Sequence[Document]) -> Iterator[list[Document]]:
+    """Runs of documents of a few megabytes, so that memory does not grow with the corpus."""
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += document.size_bytes
+        if size >= _ENCODE_BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,73 @@
+"""Token ids on disk: raw little-endian numbers, and beside them a small JSON that says which.
+
+Invariant: a file whose size does not fit its JSON is refused, so that a torn copy is never read.
+
+    with TokenWriter(Path("train.bin"), vocab_size=4096) as writer:
+        writer.append(ids)
+    tokens = open_tokens(Path("train.bin"))
+"""
+
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_FORMAT = 1
+_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+
+
+class TokenWriter:
+    """Writes one token file; the JSON is written when the writer is closed without an error."""
+
+    def __init__(self, path: Path, *, vocab_size: int) -> None:
+        self._path = path
+        self._dtype_name = "uint16" if vocab_size <= 1 << 16 else "uint32"
+        self._stream = path.open("wb")
+        self.num_tokens = 0
+
+    def append(self, ids: NDArray[np.int64]) -> None:
+        """Add token ids, int64 [N], each below the vocabulary size."""
+        self._stream.write(ids.astype(_DTYPES[self._dtype_name]).tobytes())
+        self.num_tokens += len(ids)
+
+    def __enter__(self) -> "TokenWriter":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stream.close()
+        if error is None:
+            facts = {"format": _FORMAT, "dtype": self._dtype_name, "num_tokens": self.num_tokens}
+            self._path.with_suffix(".json").write_text(json.dumps(facts) + "\n")
+
+
+def open_tokens(path: Path) -> NDArray[Any]:
+    """The token ids of a file, [N] of uint16 or uint32, mapped and read only where touched.
+
+    Raises:
+        ValueError: the description is missing or unreadable, or the file's size does not fit it.
+    """
+    facts_file = path.with_suffix(".json")
+    try:
+        facts = json.loads(facts_file.read_bytes())
+        dtype, num_tokens = _DTYPES[facts["dtype"]], int(facts["num_tokens"])
+        size_bytes = path.stat().st_size
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} cannot be opened as a token file: {type(error).__name__}: {error}"
+        ) from error
+    if facts.get("format") != _FORMAT or size_bytes != num_tokens * dtype.itemsize:
+        raise ValueError(
+            f"{path} has {size_bytes} bytes, but {facts_file.name} describes {num_tokens} tokens "
+            f"of {dtype.itemsize} bytes; delete both files, they are made again"
+        )
+    if num_tokens == 0:
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype=dtype, mode="r", shape=(num_tokens,))
