@@ -1,0 +1,101 @@
+"""A small job that every end-to-end test can vary: tiny decoder, real text, seconds to run."""
+
+import json
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moe_train.config import Config
+from moe_train.config_file import load_config
+
+TINY_MODEL = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "intermediate_size": 48,
+    "norm_topk_prob": True,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.05,
+    "router_aux_loss_coef": 0.01,
+    "eos_token_id": 0,
+    "bos_token_id": 0,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+
+TOML = """
+[model]
+config_file = "config.json"
+[data]
+corpus = ["corpus"]
+sequence_length = 32
+validation_fraction = 0.2
+cache_dir = "cache"
+[tokenizer]
+vocab_size = 512
+train_bytes = 200000
+[parallel]
+timeout_s = 60
+[train]
+output_dir = "run"
+seed = 3
+max_steps = 20
+global_batch_size = 16
+gradient_accumulation_steps = 2
+validation_interval_steps = 0
+validation_sequences = 20
+device = "cpu"
+threads_per_rank = 1
+[optimizer]
+lr = 0.003
+warmup_steps = 3
+[log]
+tensorboard = false
+plots = false
+progress = "off"
+"""
+
+
+@pytest.fixture(scope="session")
+def corpus_files() -> list[Path]:
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    names = ["abc", "bisect", "calendar", "contextlib", "copy", "csv", "dis", "enum", "heapq", "io"]
+    return [stdlib / f"{name}.py" for name in [*names, "queue", "random", "shlex", "textwrap"]]
+
+
+@pytest.fixture
+def job(tmp_path: Path, corpus_files: list[Path]) -> Callable[..., Path]:
+    """Write config.json, corpus and job.toml into `tmp_path`; return the TOML's path."""
+
+    def write(**model_changes: object) -> Path:
+        corpus = tmp_path / "corpus"
+        corpus.mkdir(exist_ok=True)
+        for source in corpus_files:
+            (corpus / source.name).write_bytes(source.read_bytes())
+        (tmp_path / "config.json").write_text(json.dumps({**TINY_MODEL, **model_changes}))
+        toml = tmp_path / "job.toml"
+        toml.write_text(TOML)
+        return toml
+
+    return write
+
+
+@pytest.fixture
+def configure(job: Callable[..., Path]) -> Callable[..., Config]:
+    """`configure("parallel.pp=2", model_changes={...})` returns the loaded job."""
+
+    def load(*overrides: str, model_changes: dict[str, object] | None = None) -> Config:
+        return load_config(job(**(model_changes or {})), overrides)
+
+    return load

@@ -1,0 +1,158 @@
+"""A checkpoint of any layout is a transformers checkpoint, and resumes under any other layout."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from moe_train import job
+from moe_train.config import Config
+from moe_train.generate import generate_text, load_model
+from moe_train.inspect import describe_checkpoint
+from moe_train.signals import StopFlag
+from ranktest import run_ranks
+
+LAYOUTS = {
+    "one": (),
+    "pp2 ep2": ("parallel.pp=2", "parallel.ep=2"),
+    "dp4": ("parallel.dp=4",),
+    "dp2 ep2 f-then-b": (
+        "parallel.dp=2",
+        "parallel.ep=2",
+        "parallel.schedule=forward_then_backward",
+    ),
+}
+
+
+def train(config: Config, resume: str = "") -> None:
+    job.check(config, resume)
+    run_ranks(
+        lambda rank, _: job.train(config, resume, StopFlag()), config.world_size, timeout_s=120
+    )
+
+
+def losses(folder: Path) -> dict[int, float]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+@pytest.mark.parametrize("layout", ["one", "pp2 ep2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_transformers_opens_the_checkpoint_with_every_key_and_the_same_logits(
+    configure: Callable[..., Config], tmp_path: Path, layout: str, dtype: str
+) -> None:
+    overrides = ["train.max_steps=2", f"train.dtype={dtype}"]
+    if dtype == "bfloat16":
+        overrides.append("train.master_weights=true")
+    train(configure(*LAYOUTS[layout], *overrides, model_changes={"mlp_only_layers": [2]}))
+    folder = tmp_path / "run" / "checkpoint-2"
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, dtype="auto"
+    )
+    assert model.dtype == getattr(torch, dtype)
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        assert not report[problem], (problem, report[problem])
+    tokens = torch.randint(0, 512, (3, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model(tokens).logits.float()
+        ours = load_model(folder)
+        positions = torch.arange(40).expand(3, 40)
+        hidden, _ = ours.hidden_states(tokens, positions)
+        tolerance = 1e-5 if dtype == "float32" else 0.06
+        torch.testing.assert_close(ours.logits(hidden).float(), expected, rtol=0, atol=tolerance)
+
+
+def test_the_checkpoint_holds_what_inference_needs(
+    configure: Callable[..., Config], tmp_path: Path
+) -> None:
+    train(configure("train.max_steps=1"))
+    folder = tmp_path / "run" / "checkpoint-1"
+    text = "def f(x):\n    return x  # done\n"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert tokenizer.eos_token_id == 0
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.generation_config.eos_token_id == 0
+    greedy = generate_text(folder, text, max_new_tokens=8, temperature=0, top_k=0, seed=0)
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    answer = model.generate(ids, max_new_tokens=8, do_sample=False)
+    assert greedy == tokenizer.decode(answer[0], skip_special_tokens=True)
+    summary = describe_checkpoint(tmp_path / "run")
+    assert "4 layers" in summary and "step 1" in summary and "optimizer" in summary
+
+
+def test_a_transformers_checkpoint_starts_training_directly(
+    configure: Callable[..., Config], tmp_path: Path
+) -> None:
+    first = configure("train.max_steps=1")
+    train(first)
+    again = tmp_path / "again"
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-1").save_pretrained(again)
+    config = configure(
+        f"model.init_from={again}",
+        "train.max_steps=1",
+        f"train.output_dir={tmp_path / 'second'}",
+        "optimizer.lr=1e-30",
+        "parallel.pp=2",
+    )
+    train(config)
+    with (
+        safe_open(again / "model.safetensors", "pt") as before,
+        safe_open(tmp_path / "second" / "checkpoint-1" / "model.safetensors", "pt") as after,
+    ):
+        assert set(before.keys()) == set(after.keys())
+        for key in list(before.keys()):
+            torch.testing.assert_close(
+                before.get_tensor(key), after.get_tensor(key), rtol=0, atol=0
+            )
+
+
+@pytest.mark.parametrize("layout", ["one", "pp2 ep2"])
+def test_resume_on_the_same_layout_repeats_the_losses_bit_for_bit(
+    configure: Callable[..., Config], tmp_path: Path, layout: str
+) -> None:
+    base = [*LAYOUTS[layout], "train.max_steps=8", "checkpoint.interval_steps=3"]
+    train(configure(*base, f"train.output_dir={tmp_path / 'whole'}"))
+    train(configure(*base, f"train.output_dir={tmp_path / 'parts'}"))
+    (tmp_path / "parts" / "checkpoint-8").rename(tmp_path / "gone")
+    config = configure(*base, f"train.output_dir={tmp_path / 'parts'}")
+    train(config, resume="latest")
+    whole, parts = losses(tmp_path / "whole"), losses(tmp_path / "parts")
+    assert len(whole) == 8
+    assert whole == parts
+
+
+def test_resume_under_other_layouts_continues_within_a_millionth(
+    configure: Callable[..., Config], tmp_path: Path
+) -> None:
+    base = ["train.max_steps=25", "checkpoint.interval_steps=5", "checkpoint.save_total_limit=9"]
+
+    def config(name: str, layout: str) -> Config:
+        return configure(*base, *LAYOUTS[layout], f"train.output_dir={tmp_path / name}")
+
+    train(config("whole", "pp2 ep2"))
+    train(config("one", "one"), resume=str(tmp_path / "whole" / "checkpoint-5"))
+    train(config("four", "dp4"), resume=str(tmp_path / "one" / "checkpoint-15"))
+    train(config("back", "dp2 ep2 f-then-b"), resume=str(tmp_path / "four" / "checkpoint-20"))
+    whole = losses(tmp_path / "whole")
+    for name, first in (("one", 6), ("four", 16), ("back", 21)):
+        resumed = losses(tmp_path / name)
+        assert sorted(resumed) == list(range(first, 26))
+        for step, loss in resumed.items():
+            if step < first + 10:
+                assert abs(loss - whole[step]) <= 1e-6 * whole[step], (name, step)
+
+
+def test_resuming_on_other_data_is_refused(
+    configure: Callable[..., Config], tmp_path: Path
+) -> None:
+    train(configure("train.max_steps=1"))
+    with pytest.raises(ValueError, match=r"seed=3, this run has 4"):
+        job.check(configure("train.seed=4", "train.max_steps=2"), "latest")
+    (tmp_path / "corpus" / "new.py").write_text("x = 1\n" * 500)
+    with pytest.raises(ValueError, match="data_fingerprint"):
+        job.check(configure("train.max_steps=2"), "latest")

@@ -1,0 +1,248 @@
+"""The `moe-train` command as a person uses it: real launches, real signals, real mistakes."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+COMMAND = str(Path(sys.executable).parent / "moe-train")
+FOUR_RANKS = ("parallel.pp=2", "parallel.ep=2", "checkpoint.interval_steps=4")
+
+
+def run(*arguments: str | Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=timeout_s
+    )
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str | Path) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [COMMAND, *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def steps_done(folder: Path) -> int:
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 90
+    while steps_done(folder) < step:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, f"step {step} was not reached"
+        time.sleep(0.02)
+
+
+def descendants(pid: int) -> list[int]:
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if fields[0] != "Z":
+                parents[int(entry.name)] = int(fields[1])
+    found = [pid]
+    for parent in found:
+        found += [child for child, its_parent in parents.items() if its_parent == parent]
+    return found[1:]
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    """The rank processes, by their RANK variable."""
+    by_rank = {}
+    for pid in descendants(process.pid):
+        try:
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        for variable in variables:
+            if variable.startswith(b"RANK="):
+                by_rank.setdefault(int(variable[5:]), pid)
+    return [by_rank[rank] for rank in sorted(by_rank)]
+
+
+def losses(folder: Path) -> dict[int, float]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def test_train_generate_and_inspect(job: Callable[..., Path], tmp_path: Path) -> None:
+    done = run(
+        "train", job(), "train.max_steps=6", *FOUR_RANKS, "log.plots=true", "log.tensorboard=true"
+    )
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "run"
+    assert {"checkpoint-4", "checkpoint-6", "metrics.jsonl", "loss.png", "expert_load.png"} <= {
+        path.name for path in folder.iterdir()
+    }
+    assert "checkpoint-6" in done.stdout
+    text = run(
+        "generate", "--checkpoint", folder / "checkpoint-6", "--prompt", "def ", "--seed", "1"
+    )
+    assert text.returncode == 0, text.stderr
+    assert text.stdout.startswith("def ")
+    shown = run("inspect", folder / "checkpoint-6")
+    assert shown.returncode == 0, shown.stderr
+    assert "step 6" in shown.stdout
+    planned = run("plan", tmp_path / "job.toml", *FOUR_RANKS)
+    assert planned.returncode == 0, planned.stderr
+    assert planned.stdout.count("rank ") >= 4
+
+
+def test_after_kill_9_of_any_rank_the_run_resumes_with_equal_losses(
+    job: Callable[..., Path], tmp_path: Path, started: Callable[..., subprocess.Popen[str]]
+) -> None:
+    toml, seed = job(), random.randrange(10**6)
+    rng = random.Random(seed)
+    common = [*FOUR_RANKS, "train.max_steps=16"]
+    whole = run("train", toml, *common, f"train.output_dir={tmp_path / 'whole'}")
+    assert whole.returncode == 0, whole.stderr
+    target = tmp_path / "killed"
+    process = started("train", toml, *common, f"train.output_dir={target}")
+    wait_for_step(target, rng.randrange(5, 15), process)
+    time.sleep(rng.random() * 0.2)
+    victim = rng.randrange(4)
+    began = time.monotonic()
+    pids = ranks_of(process)
+    os.kill(pids[victim], signal.SIGKILL)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode not in (0, None), (seed, output)
+    assert time.monotonic() - began < 30, seed
+    assert f"rank {victim}" in output and "SIGKILL" in output, (seed, output)
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()], f"orphans, seed {seed}"
+    for folder in target.glob("checkpoint-*"):
+        assert run("inspect", folder).returncode == 0, (seed, folder)
+    again = run("train", toml, *common, f"train.output_dir={target}", "--resume")
+    assert again.returncode == 0, (seed, again.stderr)
+    assert losses(target) == losses(tmp_path / "whole"), seed
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_request_to_stop_saves_and_exits(
+    job: Callable[..., Path],
+    tmp_path: Path,
+    started: Callable[..., subprocess.Popen[str]],
+    signum: signal.Signals,
+) -> None:
+    process = started("train", job(), "parallel.dp=2", "train.max_steps=100000")
+    wait_for_step(tmp_path / "run", 3, process)
+    pids = ranks_of(process)
+    os.killpg(process.pid, signum)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 128 + signum, output
+    (saved,) = (tmp_path / "run").glob("checkpoint-*")
+    assert run("inspect", saved).returncode == 0
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert "Traceback" not in output
+
+
+MISTAKES = {
+    "missing corpus": (["data.corpus=nowhere"], {}, "nowhere"),
+    "too few experts": (["parallel.ep=3", "train.global_batch_size=12"], {}, "num_experts=8"),
+    "layers": (["parallel.pp=3"], {}, "num_hidden_layers=4"),
+    "unknown key": (["train.max_stepz=3"], {}, "max_steps"),
+    "batch": (["parallel.dp=3"], {}, "global_batch_size=16"),
+    "vocabulary": ([], {"vocab_size": 300}, "vocab_size=300"),
+    "model type": ([], {"model_type": "llama"}, "'llama'"),
+    "no checkpoint": (["--resume"], {}, "--resume"),
+    "wrong checkpoint": (["--resume", "corpus"], {}, "corpus"),
+    "too long": (["data.sequence_length=257"], {}, "max_position_embeddings=256"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_ends_in_one_clear_line_before_training(
+    job: Callable[..., Path], tmp_path: Path, mistake: str
+) -> None:
+    arguments, model_changes, expected = MISTAKES[mistake]
+    toml = job(**model_changes)
+    arguments = [str(tmp_path / a) if a == "corpus" else a for a in arguments]
+    done = run("train", toml, *arguments)
+    assert done.returncode == 2, done.stderr
+    message = done.stderr.strip()
+    assert expected in message
+    assert "Traceback" not in message
+    assert len(message.splitlines()) == 1, message
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_an_output_folder_with_checkpoints_is_not_mixed_with_a_new_run(
+    job: Callable[..., Path], tmp_path: Path
+) -> None:
+    (tmp_path / "run" / "checkpoint-7").mkdir(parents=True)
+    done = run("train", job())
+    assert done.returncode == 2
+    assert "--resume" in done.stderr
+
+
+def test_a_damaged_checkpoint_is_named_before_training(
+    job: Callable[..., Path], tmp_path: Path
+) -> None:
+    toml = job()
+    assert run("train", toml, "train.max_steps=2").returncode == 0
+    weights = tmp_path / "run" / "checkpoint-2" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    done = run("train", toml, "train.max_steps=4", "--resume", tmp_path / "run" / "checkpoint-2")
+    assert done.returncode == 2, done.stderr
+    assert "model.safetensors" in done.stderr
+
+
+def test_a_full_disk_ends_the_run_with_the_last_checkpoint_intact(
+    job: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A small tmpfs is the full disk; without the right to mount one, the file size limit is."""
+    toml, disk = job(), tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", str(disk)]
+    mounted = shutil.which("mount") and subprocess.run(mount, capture_output=True).returncode == 0
+    common = [
+        "train.max_steps=40",
+        "checkpoint.interval_steps=1",
+        "checkpoint.save_total_limit=100",
+        f"train.output_dir={disk}",
+    ]
+    limit = [] if mounted else ["prlimit", "--fsize=20000", "--"]
+    try:
+        done = subprocess.run(
+            [*limit, COMMAND, "train", str(toml), *common],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode != 0
+        assert "space" in done.stderr or "too large" in done.stderr.lower(), done.stderr
+        saved = sorted(disk.glob("checkpoint-*"))
+        assert saved or not mounted
+        for folder in saved:
+            assert run("inspect", folder).returncode == 0
+    finally:
+        if mounted:
+            subprocess.run(["umount", str(disk)], check=True)

@@ -1,0 +1,169 @@
+"""Put the libraries together for one rank.
+
+mesh-spmd lays out the parameters, comm-collectives tells every rank about the corpus and reduces
+gradients, moe-pipeline drives the stage, unified-ckpt and weight-convert (through `layout`) read
+and write it. gpu-alloc replays what this allocates, in `plan`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from moe_pipeline import (
+    PipelineExecutor,
+    Schedule,
+    forward_only,
+    forward_then_backward,
+    one_f_one_b,
+)
+from moe_train.checkpoint import Checkpointer
+from moe_train.config import Config
+from moe_train.data.prepare import prepare
+from moe_train.export import checkpoint_files
+from moe_train.grads import GradientStore, ParameterGroup
+from moe_train.layout import is_expert, parameter_layouts, stored_shards
+from moe_train.model.config import Qwen3MoeConfig
+from moe_train.model.init import initialise
+from moe_train.model.stage import DecoderStage, StageOptions, stage_layers
+from moe_train.optim import AdamW
+from moe_train.parallel import Parallel
+from moe_train.sources import Corpus, open_corpus
+from moe_train.step import StepRunner
+
+_SCHEDULES = {"1f1b": one_f_one_b, "forward_then_backward": forward_then_backward}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """Everything one rank needs to train."""
+
+    parallel: Parallel
+    runner: StepRunner
+    checkpointer: Checkpointer
+    corpus: Corpus
+
+
+def read_model_config(config: Config) -> Qwen3MoeConfig:
+    """The decoder's shape, from `model.init_from` or `model.config_file`.
+
+    Raises:
+        ValueError: neither is given, or the file cannot be used.
+    """
+    source = config.model.init_from or config.model.config_file
+    if not source:
+        raise ValueError("model.config_file is empty; name a config.json, or set model.init_from")
+    return Qwen3MoeConfig.from_file(Path(source))
+
+
+def build_stage(config: Config, model: Qwen3MoeConfig, parallel: Parallel) -> DecoderStage:
+    """This rank's part of the decoder, with initial weights that do not depend on the layout."""
+    options = StageOptions(
+        layers=stage_layers(model.num_hidden_layers, parallel.num_stages, parallel.stage),
+        first=parallel.is_first,
+        last=parallel.is_last,
+        ep_group=parallel.ep_group if config.parallel.ep > 1 else None,
+        token_group=parallel.data_group if parallel.num_data_ranks > 1 else None,
+        num_microbatches=config.train.gradient_accumulation_steps,
+        aux_loss_coef=model.router_aux_loss_coef,
+        aux_loss_scope=config.model.router_aux_loss_scope,
+        experts_implementation=config.model.experts_implementation,
+        device=parallel.device,
+        dtype=_DTYPES[config.train.dtype],
+    )
+    return DecoderStage(model, options)
+
+
+def build_training(config: Config, parallel: Parallel) -> Training:
+    """Build this rank's training. Collective over all ranks."""
+    model = read_model_config(config)
+    needs_tokens = parallel.is_first or parallel.is_last
+    prepared = prepare(config) if needs_tokens else None
+    corpus = open_corpus(config, parallel, prepared)
+    files: dict[str, bytes] = {}
+    if parallel.rank == 0 and prepared is not None:
+        files = checkpoint_files(config, model, prepared.tokenizer_file)
+    runner, checkpointer = build_runner(config, model, parallel, files)
+    return Training(parallel=parallel, runner=runner, checkpointer=checkpointer, corpus=corpus)
+
+
+def build_runner(
+    config: Config, model: Qwen3MoeConfig, parallel: Parallel, files: Mapping[str, bytes]
+) -> tuple[StepRunner, Checkpointer]:
+    """The stage with its optimizer, executors and checkpoints; no data.
+
+    Args:
+        files: what rank 0 writes beside the weights.
+    """
+    stage = build_stage(config, model, parallel)
+    layouts = parameter_layouts(stage, model, parallel.stage_mesh)
+    parameters = dict(stage.named_parameters())
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            for shard in stored_shards(layouts[name], parameter.data, parallel.rank, ""):
+                initialise(
+                    shard.key, shard.tensor, seed=config.train.seed, std=model.initializer_range
+                )
+    optimizer = AdamW(parameters, config.optimizer, master_weights=config.train.master_weights)
+    microbatches = config.train.gradient_accumulation_steps
+    train_schedule = _SCHEDULES[config.parallel.schedule](parallel.num_stages, microbatches)
+    runner = StepRunner(
+        parallel=parallel,
+        stage=stage,
+        executor=_executor(config, stage, train_schedule, parallel),
+        evaluator=_executor(
+            config, stage, forward_only(parallel.num_stages, microbatches), parallel
+        ),
+        gradients=GradientStore(
+            parameter_groups(parameters, parallel),
+            fp32_accumulation=config.train.master_weights and config.train.dtype != "float32",
+        ),
+        optimizer=optimizer,
+        max_grad_norm=config.optimizer.max_grad_norm,
+    )
+    checkpointer = Checkpointer(
+        folder=Path(config.train.output_dir),
+        parallel=parallel,
+        parameters={name: p.data for name, p in parameters.items()},
+        layouts=layouts,
+        optimizer=optimizer,
+        files=files,
+        save_total_limit=config.checkpoint.save_total_limit,
+        timeout_s=max(config.parallel.timeout_s, 600.0),
+    )
+    return runner, checkpointer
+
+
+def parameter_groups(
+    parameters: dict[str, nn.Parameter], parallel: Parallel
+) -> list[ParameterGroup]:
+    """Dense parameters are reduced over dp x ep, experts over their own data parallel ranks."""
+    dense = [p for name, p in parameters.items() if not is_expert(name)]
+    experts = [p for name, p in parameters.items() if is_expert(name)]
+    return [
+        ParameterGroup(
+            parameters=dense, reduce_group=parallel.data_group, num_holders=parallel.num_data_ranks
+        ),
+        ParameterGroup(
+            parameters=experts,
+            reduce_group=parallel.dp_group,
+            num_holders=parallel.dp_group.size(),
+        ),
+    ]
+
+
+def _executor(
+    config: Config, stage: DecoderStage, schedule: Schedule, parallel: Parallel
+) -> PipelineExecutor:
+    return PipelineExecutor(
+        stage,
+        schedule,
+        stage_index=parallel.stage,
+        forward_group=parallel.forward_group,
+        backward_group=parallel.backward_group,
+        device=parallel.device,
+        timeout_s=config.parallel.timeout_s,
+    )

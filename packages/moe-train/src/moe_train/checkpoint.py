@@ -1,0 +1,220 @@
+"""What a training checkpoint holds, and how it is written and read under any layout.
+
+`checkpoint-N` is a transformers checkpoint (weights under canonical keys, `config.json`,
+`generation_config.json`, tokenizer) and beside it the optimizer moments, fp32 master weights,
+`trainer_state.json`, and the random state of every rank. unified-ckpt publishes it with one rename.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from moe_train.layout import ParameterLayout, stored_shards
+from moe_train.optim import AdamW
+from moe_train.parallel import Parallel
+from unified_ckpt import (
+    CheckpointError,
+    Shard,
+    get_last_checkpoint,
+    load,
+    load_files,
+    read_index,
+    rotate,
+    save,
+)
+
+STATE_FILE = "trainer_state.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """Where a run stands; `consumed_samples` is the position in the data.
+
+    `data_fingerprint`, `sequence_length` and `seed` fix what sample number n is: resuming with
+    others would silently train on other data.
+    """
+
+    step: int
+    consumed_samples: int
+    data_fingerprint: str
+    sequence_length: int
+    seed: int
+
+    @classmethod
+    def from_json(cls, text: bytes, source: Path) -> "TrainerState":
+        """Parse `trainer_state.json`.
+
+        Raises:
+            ValueError: it is not what this version writes.
+        """
+        try:
+            values = json.loads(text)
+            return cls(**{item.name: item.type(values[item.name]) for item in fields(cls)})  # type: ignore[operator]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{source / STATE_FILE} is not a trainer state: {error!r}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpointer:
+    """Saves and loads this rank's part of the run; `save` and `load` are collective.
+
+    Args:
+        folder: where `checkpoint-N` folders go.
+        parameters: name -> this rank's tensor, with `layouts` of the same names.
+        files: what a transformers checkpoint holds beside weights; written by rank 0.
+        save_total_limit: how many checkpoints to keep; 0 keeps all.
+    """
+
+    folder: Path
+    parallel: Parallel
+    parameters: Mapping[str, Tensor]
+    layouts: Mapping[str, ParameterLayout]
+    optimizer: AdamW
+    files: Mapping[str, bytes]
+    save_total_limit: int
+    timeout_s: float
+
+    def save(self, state: TrainerState) -> Path:
+        """Write `checkpoint-{step}`; it appears complete or not at all."""
+        target = self.folder / f"checkpoint-{state.step}"
+        text = json.dumps(asdict(state), indent=2) + "\n"
+        parts = {"model": self._shards(self.parameters), "optimizer": self._moments()}
+        if self.optimizer.master:
+            parts["master_weights"] = self._shards(self.optimizer.master)
+        save(
+            parts,
+            checkpoint_id=target,
+            files={**self.files, STATE_FILE: text.encode()},
+            rank_files={rng_file(self.parallel.rank): random_state(self.parallel.device)},
+            timeout_s=self.timeout_s,
+        )
+        if self.save_total_limit and self.parallel.rank == 0:
+            rotate(self.folder, keep=self.save_total_limit)
+        return target
+
+    def load(self, source: Path) -> TrainerState:
+        """Restore weights, optimizer, and this rank's random state if the checkpoint has it.
+
+        Raises:
+            ValueError: a key, shape or dtype differs; the message names it.
+        """
+        load(self._shards(self.parameters), checkpoint_id=source, part="model")
+        load(self._moments(), checkpoint_id=source, part="optimizer")
+        if self.optimizer.master and has_part(source, "master_weights"):
+            load(self._shards(self.optimizer.master), checkpoint_id=source, part="master_weights")
+        else:
+            self.optimizer.master_from_parameters()
+        state = read_state(source)
+        self.optimizer.set_step(state.step)
+        if (source / rng_file(self.parallel.rank)).exists():
+            restore_random_state(
+                load_files(source, rng_file(self.parallel.rank)), self.parallel.device
+            )
+        return state
+
+    def load_weights(self, source: Path) -> None:
+        """Start from the weights of a transformers checkpoint, cast to this run's dtype."""
+        load(self._shards(self.parameters), checkpoint_id=source, part="model", cast=True)
+        self.optimizer.master_from_parameters()
+
+    def _shards(self, tensors: Mapping[str, Tensor], suffix: str = "") -> list[Shard]:
+        return [
+            shard
+            for name, tensor in tensors.items()
+            for shard in stored_shards(self.layouts[name], tensor, self.parallel.rank, suffix)
+        ]
+
+    def _moments(self) -> list[Shard]:
+        return [
+            shard
+            for moment, tensors in self.optimizer.moments().items()
+            for shard in self._shards(tensors, f"/{moment}")
+        ]
+
+
+def read_state(source: Path) -> TrainerState:
+    """The trainer state of a checkpoint.
+
+    Raises:
+        ValueError: the folder is not a checkpoint of this trainer.
+    """
+    try:
+        text = load_files(source, STATE_FILE)
+    except CheckpointError as error:
+        raise ValueError(
+            f"{source} is not a training checkpoint ({error}); "
+            "to start from weights alone set model.init_from"
+        ) from error
+    return TrainerState.from_json(text, source)
+
+
+def find_checkpoint(folder: Path, resume: str) -> Path | None:
+    """The checkpoint that `--resume` names: none for "", the newest valid one for "latest".
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not resume:
+        return None
+    if resume != "latest":
+        path = Path(resume)
+        if not path.is_dir():
+            raise ValueError(f"--resume {resume}: no such folder; name a checkpoint-N folder")
+        return path
+    found = get_last_checkpoint(folder)
+    if found is None:
+        raise ValueError(
+            f"--resume: {folder} holds no complete checkpoint; start without --resume, or name one"
+        )
+    return found
+
+
+def has_part(source: Path, part: str) -> bool:
+    """Whether the checkpoint holds tensors of `part`."""
+    try:
+        return bool(read_index(source, part))
+    except CheckpointError:
+        return False
+
+
+def check_same_data(state: TrainerState, now: Callable[[str], object], source: Path) -> None:
+    """Refuse to resume on data that give sample numbers another meaning.
+
+    Args:
+        now: the present value of a field of `TrainerState`.
+
+    Raises:
+        ValueError: names the field, both values and the remedy.
+    """
+    for name in ("data_fingerprint", "sequence_length", "seed"):
+        if getattr(state, name) != now(name):
+            raise ValueError(
+                f"{source} was trained with {name}={getattr(state, name)!r}, this run has "
+                f"{now(name)!r}; restore the data settings, or set model.init_from to begin anew"
+            )
+
+
+def rng_file(rank: int) -> str:
+    """The file of a rank's random state."""
+    return f"rng-rank-{rank:05d}.safetensors"
+
+
+def random_state(device: torch.device) -> bytes:
+    """The state of torch's generators of this rank."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return safetensors.torch.save(states)
+
+
+def restore_random_state(data: bytes, device: torch.device) -> None:
+    """Set torch's generators from `random_state`."""
+    states = safetensors.torch.load(data)
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)

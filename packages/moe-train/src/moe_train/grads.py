@@ -1,0 +1,136 @@
+"""Gradients of a step: accumulation, reduction over the right ranks, norm and clipping.
+
+A parameter's gradient is summed over the ranks that hold the same values and saw other tokens:
+dense parameters over dp x ep, experts over dp. The loss is already divided by the tokens of the
+whole batch, so sums are all that is needed.
+
+    store = GradientStore(groups)
+    ...backward...
+    store.reduce()
+    square = store.norm_squared()        # this rank's share; the sum over all ranks is the norm^2
+    store.scale(coefficient)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from comm_collectives import all_reduce
+
+_BUCKET_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterGroup:
+    """Parameters whose gradients are reduced over the same ranks.
+
+    Args:
+        parameters: in the same order on every rank of `reduce_group`.
+        reduce_group: ranks that hold the same parameters; None when there is only this one.
+        num_holders: how many ranks of this pipeline stage hold each of them (norm bookkeeping).
+    """
+
+    parameters: Sequence[nn.Parameter]
+    reduce_group: dist.ProcessGroup | None
+    num_holders: int
+
+
+class GradientStore:
+    """The gradients of this rank's parameters, in fp32 when `fp32_accumulation` is set.
+
+    With fp32 accumulation a hook adds each micro-batch's gradient to an fp32 buffer and frees the
+    low-precision one at once; otherwise autograd's own accumulation into `.grad` is used.
+    """
+
+    def __init__(self, groups: Sequence[ParameterGroup], *, fp32_accumulation: bool) -> None:
+        self._groups = groups
+        self._buffers: dict[nn.Parameter, Tensor] = {}
+        if fp32_accumulation:
+            for group in groups:
+                for parameter in group.parameters:
+                    self._buffers[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
+                    parameter.register_post_accumulate_grad_hook(self._accumulate)
+
+    def _accumulate(self, parameter: Tensor) -> None:
+        if parameter.grad is not None and isinstance(parameter, nn.Parameter):
+            self._buffers[parameter].add_(parameter.grad)
+            parameter.grad = None
+
+    def of(self, parameter: nn.Parameter) -> Tensor:
+        """The gradient of `parameter`; zeros when no micro-batch reached it."""
+        if parameter in self._buffers:
+            return self._buffers[parameter]
+        if parameter.grad is None:
+            # A rank without tokens still takes part in the reduction.
+            parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad
+
+    def clear(self) -> None:
+        """Forget all gradients, before a step."""
+        for buffer in self._buffers.values():
+            buffer.zero_()
+        for group in self._groups:
+            for parameter in group.parameters:
+                parameter.grad = None
+
+    def reduce(self) -> None:
+        """Sum every gradient over its group's ranks. Collective over each group."""
+        for group in self._groups:
+            if group.reduce_group is None or group.reduce_group.size() == 1:
+                continue
+            for bucket in _buckets(group.parameters):
+                self._reduce_bucket(bucket, group.reduce_group)
+
+    def norm_squared(self) -> float:
+        """This rank's share of the squared global norm, after `reduce`.
+
+        The shares of all ranks add up to the squared norm over all parameters, each counted once.
+        """
+        total = 0.0
+        for group in self._groups:
+            grads = [self.of(parameter) for parameter in group.parameters]
+            if grads:
+                total += float(nn.utils.get_total_norm(grads).double() ** 2) / group.num_holders
+        return total
+
+    def scale(self, coefficient: float) -> None:
+        """Multiply every gradient in place."""
+        for group in self._groups:
+            for parameter in group.parameters:
+                self.of(parameter).mul_(coefficient)
+
+    def _reduce_bucket(
+        self, bucket: Sequence[nn.Parameter], reduce_group: dist.ProcessGroup
+    ) -> None:
+        flat = torch.cat([self.of(parameter).reshape(-1) for parameter in bucket])
+        summed = all_reduce(flat, group=reduce_group)
+        for parameter, piece in zip(bucket, summed.split([p.numel() for p in bucket]), strict=True):
+            if parameter in self._buffers:
+                self._buffers[parameter].copy_(piece.view_as(parameter))
+            else:
+                parameter.grad = piece.view_as(parameter)
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """The factor that torch's `clip_grad_norm_` applies; `max_norm` 0 switches clipping off."""
+    if max_norm <= 0:
+        return 1.0
+    return min(1.0, max_norm / (norm + 1e-6))
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Split into runs of one dtype of about `_BUCKET_BYTES`, identically on every rank."""
+    buckets: list[list[nn.Parameter]] = []
+    size = 0
+    for parameter in parameters:
+        nbytes = parameter.numel() * parameter.element_size()
+        fits = bool(buckets) and size + nbytes <= _BUCKET_BYTES
+        if not fits or buckets[-1][-1].dtype != parameter.dtype:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(parameter)
+        size += nbytes
+    return buckets

@@ -1,0 +1,1 @@
+"""The decoder: transformers' Qwen3-MoE shape, split into pipeline stages."""

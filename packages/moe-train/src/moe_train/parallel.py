@@ -1,0 +1,121 @@
+"""Where this rank stands: its mesh coordinate, device and process groups, made once.
+
+The mesh axes are ("pp", "dp", "ep"), ranks row-major. Tokens are split over dp x ep ("data ranks"),
+experts over ep, layers over pp.
+"""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from mesh_spmd import ProcessMesh, axis_group
+from moe_train.config import Config, ParallelConfig
+
+AXES = ("pp", "dp", "ep")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallel:
+    """This rank's place in the mesh and the groups it talks in.
+
+    `data_rank` counts the ranks that hold other tokens of the same micro-batch, from 0 to
+    `num_data_ranks` - 1. Pipeline transfers have one group per direction, so that a transfer
+    forwards never queues behind one backwards.
+    """
+
+    mesh: ProcessMesh
+    rank: int
+    stage: int
+    num_stages: int
+    data_rank: int
+    num_data_ranks: int
+    device: torch.device
+    ep_group: dist.ProcessGroup
+    dp_group: dist.ProcessGroup
+    data_group: dist.ProcessGroup
+    forward_group: dist.ProcessGroup | None
+    backward_group: dist.ProcessGroup | None
+
+    @property
+    def stage_mesh(self) -> ProcessMesh:
+        """The ("dp", "ep") mesh of the ranks of this rank's pipeline stage."""
+        return self.mesh.submesh("dp", "ep", of=self.rank)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank holds the embedding and needs input tokens."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank holds the head and needs labels."""
+        return self.stage == self.num_stages - 1
+
+
+def make_mesh(config: ParallelConfig) -> ProcessMesh:
+    """The mesh that the configuration asks for; pure data."""
+    return ProcessMesh((config.pp, config.dp, config.ep), AXES)
+
+
+def choose_device(wanted: str) -> torch.device:
+    """`auto` is CUDA when there is one. A CUDA rank takes the card of its LOCAL_RANK.
+
+    Raises:
+        ValueError: CUDA is asked for and there is none.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("train.device='cuda' but torch sees no CUDA device; use 'auto' or 'cpu'")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def start(config: Config) -> Parallel:
+    """Join the job and make every group. Collective over all ranks.
+
+    Uses the process group of the caller if there is one, else the environment of torchrun.
+
+    Raises:
+        ValueError: the number of ranks is not pp x dp x ep.
+    """
+    device = choose_device(config.train.device)
+    timeout = timedelta(seconds=config.parallel.timeout_s)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timeout)
+    mesh = make_mesh(config.parallel)
+    if dist.get_world_size() != mesh.size:
+        sizes = f"pp={config.parallel.pp} x dp={config.parallel.dp} x ep={config.parallel.ep}"
+        raise ValueError(
+            f"the job has {dist.get_world_size()} ranks but parallel.{sizes} needs {mesh.size}; "
+            f"start {mesh.size} ranks or change the sizes"
+        )
+    device_mesh = mesh.to_device_mesh(device.type)
+    rank = dist.get_rank()
+    at = mesh.coordinate(rank)
+    pipelined = config.parallel.pp > 1
+    backward_group: dist.ProcessGroup | None = None
+    for ranks in mesh.groups("pp") if pipelined else ():
+        # Every rank takes part in making every group, as torch requires.
+        group = dist.new_group(list(ranks), timeout=timeout)
+        if rank in ranks and isinstance(group, dist.ProcessGroup):
+            backward_group = group
+    return Parallel(
+        mesh=mesh,
+        rank=rank,
+        stage=at["pp"],
+        num_stages=config.parallel.pp,
+        data_rank=at["dp"] * config.parallel.ep + at["ep"],
+        num_data_ranks=config.parallel.dp * config.parallel.ep,
+        device=device,
+        ep_group=axis_group(device_mesh, "ep"),
+        dp_group=axis_group(device_mesh, "dp"),
+        data_group=axis_group(device_mesh, "dp", "ep"),
+        forward_group=axis_group(device_mesh, "pp") if pipelined else None,
+        backward_group=backward_group,
+    )
