@@ -54,3 +54,12 @@ def read_csv(path: Path | str) -> Schedule:
     """`from_csv` of a file; the schedule is named after it."""
     path = Path(path)
     return from_csv(path.read_text(encoding="utf-8"), name=path.stem)
+
+
+def _cells(line: str, row: int) -> Iterator[Action]:
+    for cell, text in enumerate(line.split(",")):
+        if text.strip():
+            try:
+                yield Action.parse(text)
+            except ScheduleError as error:
+                raise ScheduleError(f"row {row}, cell {cell}: {error}") from error

@@ -1,0 +1,65 @@
+import subprocess
+import sys
+
+import pytest
+
+from moe_pipeline.cli import main
+from moe_pipeline.generators import one_f_one_b
+from moe_pipeline.schedule_csv import to_csv
+
+
+def test_schedule_prints_the_picture(capsys):
+    assert main(["schedule", "1f1b", "--stages", "2", "--microbatches", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "rank 1 |  . F0 B0  - F1 B1  - F2 B2" in out
+
+
+def test_schedule_as_csv_passes_check(capsys, tmp_path):
+    assert main(["schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--csv"]) == 0
+    path = tmp_path / "plan.csv"
+    path.write_text(capsys.readouterr().out, encoding="utf-8")
+    assert main(["check", str(path)]) == 0
+    assert "4 stages, 8 microbatches, 0 problems" in capsys.readouterr().out
+    assert main(["check", str(path), "--send-buffers", "0"]) == 1
+
+
+def test_check_names_the_problem(capsys, tmp_path):
+    path = tmp_path / "bad.csv"
+    path.write_text(to_csv(one_f_one_b(2, 2)).replace(",1B1", ""), encoding="utf-8")
+    assert main(["check", str(path)]) == 1
+    assert "1B1 occurs 0 times, expected 1" in capsys.readouterr().out
+
+
+def test_check_adds_transfers_to_computations(capsys, tmp_path):
+    path = tmp_path / "compute.csv"
+    path.write_text("0F0,,,0B0\n,1F0,1B0\n", encoding="utf-8")
+    assert main(["check", str(path)]) == 0
+    assert "added where stages lie on different ranks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [b"hello\n", b"", b"\xff\xfe"])
+def test_a_file_that_is_no_schedule_is_refused(capsys, tmp_path, content):
+    path = tmp_path / "x.csv"
+    path.write_bytes(content)
+    assert main(["check", str(path)]) == 2
+    assert capsys.readouterr().err.startswith("moe-pipeline: ")
+
+
+def test_wrong_arguments_are_refused(capsys, tmp_path):
+    assert main(["check", str(tmp_path / "none.csv")]) == 2
+    assert main(["schedule", "1f1b", "--stages", "0", "--microbatches", "3"]) == 2
+    assert "num_stages must be at least 1, got 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["schedule", "zigzag", "--stages", "2", "--microbatches", "3"])
+
+
+def test_help_and_schedules_do_not_import_torch():
+    code = (
+        "import sys\n"
+        "from moe_pipeline.cli import main\n"
+        "main(['schedule', '1f1b', '--stages', '2', '--microbatches', '2'])\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
