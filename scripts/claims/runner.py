@@ -1,0 +1,119 @@
+"""Run the commands of claims and judge each figure against its limit.
+
+A command is run once, however many claims read from it. It counts as measured only when it exits
+with 0 and prints the figure: a JSON line for a benchmark, `N passed` for a test.
+"""
+
+import json
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from claims.ledger import Claim
+
+HOLDS = "holds"
+FALLS_SHORT = "falls short"
+FAILED = "failed"
+NOT_HERE = "not measured here (GPU)"
+_LAST_LINES = 15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one claim: the verdict, and the figure's JSON line when there is one."""
+
+    claim: Claim
+    verdict: str
+    figure: dict[str, float] = field(default_factory=dict)
+    reason: str = ""
+
+
+def measure(claims: Sequence[Claim], *, root: Path, has_gpu: bool) -> list[Outcome]:
+    """Run every command once and judge its claims; GPU claims only where there is a GPU."""
+    printed: dict[str, _Printed] = {}
+    outcomes = []
+    for claim in claims:
+        if claim.gpu and not has_gpu:
+            outcomes.append(Outcome(claim=claim, verdict=NOT_HERE))
+            continue
+        if claim.command not in printed:
+            print(f"claims: {claim.command}", flush=True)
+            printed[claim.command] = _run(claim, root)
+        outcomes.append(
+            judge(claim, printed[claim.command].figures, printed[claim.command].failure)
+        )
+    return outcomes
+
+
+def judge(claim: Claim, figures: dict[str, dict[str, float]], failure: str) -> Outcome:
+    """The verdict on one claim, from the figures its command printed, or why it failed."""
+    if failure:
+        return Outcome(claim=claim, verdict=FAILED, reason=failure)
+    if claim.figure not in figures:
+        reason = f"the command printed no figure `{claim.figure}`, only {sorted(figures)}"
+        return Outcome(claim=claim, verdict=FAILED, reason=reason)
+    figure = figures[claim.figure]
+    verdict = HOLDS if claim.holds(figure["value"]) else FALLS_SHORT
+    return Outcome(claim=claim, verdict=verdict, figure=figure)
+
+
+def read_figures(output: str) -> dict[str, dict[str, float]]:
+    """The figures in what a benchmark or pytest printed, by name; the last line of a name counts."""
+    figures: dict[str, dict[str, float]] = {}
+    for line in output.splitlines():
+        if line.startswith("{"):
+            try:
+                fields = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(fields, dict) and isinstance(fields.get("figure"), str):
+                numbers = {k: float(v) for k, v in fields.items() if isinstance(v, int | float)}
+                figures[fields["figure"]] = {"value": math.nan} | numbers
+    passed = re.findall(r"\b(\d+) passed\b", output)
+    if passed:
+        figures.setdefault("passed", {"value": float(passed[-1])})
+    return figures
+
+
+def machine_has_gpu() -> bool:
+    """Whether torch, in the interpreter that runs the claims, sees a CUDA device."""
+    code = "import torch, sys; sys.exit(0 if torch.cuda.is_available() else 1)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    return found.returncode == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Printed:
+    figures: dict[str, dict[str, float]] = field(default_factory=dict)
+    failure: str = ""
+
+
+def _run(claim: Claim, root: Path) -> _Printed:
+    program, *arguments = shlex.split(claim.command)
+    modules = {"python": (), "pytest": ("-m", "pytest", "-q", "-p", "no:cacheprovider")}
+    command = [sys.executable, *modules[program], *arguments]
+    # A test session's report belongs to that session, not to a run that a claim starts.
+    environment = {k: v for k, v in os.environ.items() if k != "TEST_REPORT"}
+    try:
+        done = subprocess.run(
+            command,
+            cwd=root,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=claim.timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return _Printed(failure=f"still running after {claim.timeout_s} s")
+    if done.returncode != 0:
+        tail = "\n".join(done.stdout.splitlines()[-_LAST_LINES:])
+        return _Printed(failure=f"exit status {done.returncode}\n{tail}")
+    return _Printed(figures=read_figures(done.stdout))

@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# All tests marked `gpu`, then the GPU benchmarks of benchmarks/claims.toml, on the machine's own
+# python3: nothing is installed. Needs python >= 3.11, torch >= 2.11, safetensors, pytest, any cupy.
+# Writes benchmarks/results/gpu-<card>.json.
+#
+#   scripts/gpu_check.sh               # from a bare checkout: the source folders go on PYTHONPATH
+#   scripts/gpu_check.sh --installed   # on installed wheels: the packages must be in site-packages
+#
+# PYTHON names another interpreter.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+installed=${1:-}
+
+if [[ -n $installed && $installed != --installed ]]; then
+  echo "gpu_check: unknown argument $installed; the only one is --installed" >&2
+  exit 2
+fi
+
+"$python" scripts/check_gpu.py
+
+if [[ $installed == --installed ]]; then
+  names=()
+  for folder in packages/*/src/*/ testing/*/src/*/; do
+    names+=("$(basename "$folder")")
+  done
+  # From an empty folder, so that nothing of the checkout can be imported instead of a wheel.
+  check=$PWD/scripts/check_install.py
+  empty=$(mktemp -d)
+  (cd "$empty" && "$python" "$check" "${names[0]}" --siblings "${names[@]:1}")
+  rmdir "$empty"
+else
+  for folder in "$PWD"/packages/*/src "$PWD"/testing/*/src; do
+    PYTHONPATH=$folder${PYTHONPATH:+:$PYTHONPATH}
+  done
+  export PYTHONPATH
+fi
+
+# Only files that hold a GPU test: other test files may need libraries that are not here.
+mapfile -t files < <(grep -rlE --include='test_*.py' 'mark\.gpu\b' packages testing integration_tests)
+report=$(mktemp)
+trap 'rm -f "$report"' EXIT
+status=0
+TEST_REPORT=$report "$python" -m pytest -q -m gpu -p no:cacheprovider "${files[@]}" || status=$?
+if [[ ! -s $report ]]; then
+  echo "gpu_check: pytest ended before it had a result" >&2
+  exit 1
+fi
+"$python" scripts/run_claims.py --gpu --gpu-tests "$report" || status=1
+exit "$status"
