@@ -1,0 +1,269 @@
+"""The allocator that programs hold: `TwoPoolPolicy` made safe for threads and finalizers.
+
+Frees may come from finalizers at any moment: in a thread that is already inside the allocator (a
+garbage collection during `malloc`), or while another thread is. `free` therefore never waits; a
+free that finds the allocator busy is queued and done by the next call. When a request finds no
+room, `on_exhausted` (garbage collection) runs without the lock and the request is tried once more
+before `OutOfMemoryError` is raised.
+
+Invariant: no two live allocations overlap, and a pointer is freed exactly once.
+
+>>> from gpu_alloc.sources import AddressSource
+>>> allocator = TwoPoolAllocator(AddressSource(1 << 30))
+>>> allocation = allocator.malloc(1000)
+>>> allocation.size
+1024
+>>> allocator.free(allocation.ptr)
+"""
+
+import gc
+import operator
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar, final
+
+from gpu_alloc.block import Block
+from gpu_alloc.config import AllocatorConfig
+from gpu_alloc.errors import ClosedError, InvalidFreeError, OutOfMemoryError, ReentrantMallocError
+from gpu_alloc.policy import TwoPoolPolicy
+from gpu_alloc.snapshot import Snapshot, take_snapshot
+from gpu_alloc.sources import ChunkSource
+from gpu_alloc.stats import Stats
+from gpu_alloc.trace import TraceEvent
+
+_T = TypeVar("_T")
+
+
+class Allocation(NamedTuple):
+    """What `malloc` returns: the address, and the usable bytes from there on (the request,
+    padded).
+    """
+
+    ptr: int
+    size: int
+
+
+@final
+class TwoPoolAllocator:
+    """Small and large pool over `source`, safe to use from any thread and from finalizers.
+
+    config: None means `AllocatorConfig.from_env()`.
+    on_exhausted: called without the lock held, once per request that is about to fail; it may free
+        memory of this allocator. The default collects Python garbage, which may hold the last
+        reference to arrays.
+
+    Raises ValueError when the source aligns chunks to less than `alignment_size`, and
+    OutOfMemoryError when the pre-allocation does not fit.
+    """
+
+    def __init__(
+        self,
+        source: ChunkSource,
+        config: AllocatorConfig | None = None,
+        *,
+        on_exhausted: Callable[[], object] = gc.collect,
+    ) -> None:
+        self.config = AllocatorConfig.from_env() if config is None else config
+        self._policy = TwoPoolPolicy(source, self.config)
+        self._on_exhausted = on_exhausted
+        # Re-entrant, because a finalizer may run in the thread that holds it; `_busy` then tells
+        # the two apart.
+        self._lock = threading.RLock()
+        self._busy = False
+        self._closed = False
+        self._live: dict[int, Block] = {}
+        self._pending: deque[Block] = deque()
+        self._serial = 0
+        self._events: list[TraceEvent] | None = None
+        self._recorded: set[int] = set()
+
+    def malloc(self, nbytes: int, stream: int = 0) -> Allocation:
+        """Hand out at least `nbytes` bytes for work on `stream` (any integer that names it).
+
+        Zero bytes give `Allocation(0, 0)`, which needs no free. Raises TypeError for a non-integer,
+        ValueError for a negative size, OutOfMemoryError with a report when nothing fits,
+        ReentrantMallocError when called from a finalizer or hook that runs inside this allocator,
+        ClosedError after `close()`.
+        """
+        requested = operator.index(nbytes)
+        if requested <= 0:
+            if requested == 0:
+                return Allocation(0, 0)
+            raise ValueError(f"malloc of {requested} bytes; a size must be 0 or more")
+        allocation = self._try_malloc(requested, stream, last_resort=False)
+        if allocation is None:
+            self._on_exhausted()
+            allocation = self._try_malloc(requested, stream, last_resort=True)
+        if allocation is None:
+            raise OutOfMemoryError(
+                self._exclusively(lambda: self._policy.report(requested, stream))
+            )
+        return allocation
+
+    def free(self, ptr: int) -> None:
+        """Take an allocation back. Never waits for another thread; safe in finalizers. `free(0)`
+        does nothing.
+
+        Raises InvalidFreeError at once, also when the work is queued, for a pointer that is not
+        allocated.
+        """
+        if ptr == 0:
+            return
+        block = self._live.pop(
+            ptr, None
+        )  # atomic: of two threads that free one pointer, one gets None
+        if block is None:
+            raise InvalidFreeError(
+                f"free of {ptr:#x}, which is not allocated here; it was freed before, or belongs "
+                "to another allocator"
+            )
+        self._pending.append(block)
+        if self._lock.acquire(blocking=False):
+            try:
+                if not self._busy:
+                    self._busy = True
+                    try:
+                        self._drain()
+                    finally:
+                        self._busy = False
+            finally:
+                self._lock.release()
+
+    def release_idle(self, *, include_pre_allocated: bool = False) -> int:
+        """Give chunks without a byte in use back to the source; returns the bytes given back.
+
+        Pre-allocated chunks stay unless asked for.
+        """
+        return self._exclusively(
+            lambda: self._policy.release_idle(include_pre_allocated=include_pre_allocated)
+        )
+
+    def close(self) -> None:
+        """Give everything idle back now and every other chunk once its last block is freed;
+        `malloc` then raises.
+        """
+
+        def close() -> None:
+            self._closed = True
+            self._policy.release_idle(include_pre_allocated=True)
+
+        self._exclusively(close)
+
+    def stats(self) -> Stats:
+        """The counters now, with queued frees done."""
+        return self._exclusively(self._policy.stats)
+
+    def reset_peaks(self) -> None:
+        """Let every peak start again from its present value."""
+        self._exclusively(self._policy.reset_peaks)
+
+    def snapshot(self) -> Snapshot:
+        """Every chunk and block and the free lists as they stand, with queued frees done."""
+        return self._exclusively(
+            lambda: take_snapshot(self._policy.pools, self.config.alignment_size)
+        )
+
+    @property
+    def limit_bytes(self) -> int:
+        """Hard limit on the bytes held from the source; 0 is none."""
+        return self._policy.limit_bytes
+
+    def set_limit(self, limit_bytes: int) -> None:
+        """Set the hard limit (0: none). A limit below what is held stops growth; it takes nothing
+        away.
+
+        Raises ValueError for a negative limit.
+        """
+        if limit_bytes < 0:
+            raise ValueError(
+                f"limit_bytes={limit_bytes} is negative; give bytes, or 0 for no limit"
+            )
+        self._policy.limit_bytes = limit_bytes
+
+    def start_recording(self) -> None:
+        """Start a trace afresh; what is live now becomes its first events, so that the trace
+        replays by itself.
+        """
+
+        def start() -> None:
+            self._events = []
+            self._recorded = set()
+            for block in sorted(self._live.copy().values(), key=lambda block: block.serial):
+                self._record_alloc(block)
+
+        self._exclusively(start)
+
+    def stop_recording(self) -> list[TraceEvent]:
+        """End the trace and return its events; empty when none was started."""
+
+        def stop() -> list[TraceEvent]:
+            events, self._events = self._events, None
+            return events if events is not None else []
+
+        return self._exclusively(stop)
+
+    def _exclusively(self, action: Callable[[], _T]) -> _T:
+        with self._lock:
+            if self._busy:
+                raise ReentrantMallocError(_REENTRANT)
+            self._busy = True
+            try:
+                self._drain()
+                return action()
+            finally:
+                self._busy = False
+
+    def _try_malloc(self, requested: int, stream: int, *, last_resort: bool) -> Allocation | None:
+        """`_exclusively`, written out because every request passes here."""
+        with self._lock:
+            if self._busy:
+                raise ReentrantMallocError(_REENTRANT)
+            self._busy = True
+            try:
+                if self._closed:
+                    raise ClosedError(
+                        f"malloc of {requested} bytes after close(); make a new allocator"
+                    )
+                if self._pending:
+                    self._drain()
+                block = self._policy.take(
+                    requested=requested, stream=stream, last_resort=last_resort
+                )
+                if block is None:
+                    return None
+                self._serial += 1
+                block.serial = self._serial
+                if self._events is not None:
+                    self._record_alloc(block)
+                self._live[block.ptr] = block
+                return Allocation(block.ptr, block.size)
+            finally:
+                self._busy = False
+
+    def _drain(self) -> None:
+        pending = self._pending
+        while pending:
+            block = pending.popleft()
+            if self._events is not None and block.serial in self._recorded:
+                self._recorded.remove(block.serial)
+                self._events.append(TraceEvent(action="free", block_id=block.serial, size_bytes=0))
+            self._policy.give(block, drop_idle=self._closed)
+
+    def _record_alloc(self, block: Block) -> None:
+        if self._events is not None:
+            self._recorded.add(block.serial)
+            self._events.append(
+                TraceEvent(
+                    action="alloc",
+                    block_id=block.serial,
+                    size_bytes=block.requested,
+                    stream=block.chunk.stream or 0,
+                )
+            )
+
+
+_REENTRANT = (
+    "the allocator was called from a finalizer or hook that runs inside it; only free() may be "
+    "called there"
+)

@@ -1,0 +1,108 @@
+"""The report of a request that found no memory: the numbers, and what to change.
+
+Invariant: the remedy follows from the numbers in the same report, so a reader can check it.
+
+>>> format_bytes(1536)
+'1.50 KiB'
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+from gpu_alloc.stats import PoolStats, Stats
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def format_bytes(size_bytes: int) -> str:
+    """Readable binary units with three significant digits or more: `512 B`, `1.50 MiB`."""
+    power = min(max(abs(size_bytes).bit_length() - 1, 0) // 10, len(_UNITS) - 1)
+    if power == 0:
+        return f"{size_bytes} B"
+    return f"{size_bytes / (1 << 10 * power):.2f} {_UNITS[power]}"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OomReport:
+    """Why one request failed.
+
+    requested_bytes, padded_bytes: the request before and after padding to the alignment.
+    limit_bytes: the hard limit in force; 0 is none.
+    usable_bytes: free bytes that the request's stream may use in both pools; largest_usable_bytes:
+    the largest block.
+    """
+
+    requested_bytes: int
+    padded_bytes: int
+    pool: str
+    stream: int
+    stats: Stats
+    limit_bytes: int
+    usable_bytes: int
+    largest_usable_bytes: int
+
+    def remedy(self) -> str:
+        """One sentence: the cause that the numbers show, and what to change."""
+        need = format_bytes(self.padded_bytes)
+        held = self.stats.free_bytes
+        if self.limit_bytes and self.padded_bytes > self.limit_bytes:
+            return (
+                f"the request alone exceeds the limit of {format_bytes(self.limit_bytes)}; raise "
+                "memory_limit_in_mb"
+            )
+        if self.usable_bytes >= self.padded_bytes:
+            return (
+                f"memory is fragmented: {format_bytes(self.usable_bytes)} are free but the largest "
+                "block is "
+                f"{format_bytes(self.largest_usable_bytes)}; set {self.pool}_pool_pre_alloc_in_mb "
+                "to about "
+                f"{self.stats.reserved_peak_bytes >> 20}, or raise "
+                f"{self.pool}_pool_auto_growth_chunk_size_in_mb"
+            )
+        if held >= self.padded_bytes:
+            return (
+                f"{format_bytes(held - self.usable_bytes)} are free but belong to other streams; "
+                "allocate on fewer "
+                "streams, or free a stream's memory whole so that its chunks can be given back"
+            )
+        if self.limit_bytes and self.stats.reserved_bytes + self.padded_bytes > self.limit_bytes:
+            return (
+                f"{need} more than the {format_bytes(self.stats.reserved_bytes)} reserved exceeds "
+                "the limit of "
+                f"{format_bytes(self.limit_bytes)}; raise memory_limit_in_mb or keep less alive "
+                "(smaller micro-batch, "
+                "activation recompute)"
+            )
+        return (
+            f"the source has no room for {need} more; keep less alive (smaller micro-batch, "
+            "activation recompute, more "
+            "ranks) or use a larger device"
+        )
+
+    def message(self) -> str:
+        """The whole report as text of a few lines."""
+        stats = self.stats
+        limit = format_bytes(self.limit_bytes) if self.limit_bytes else "none"
+        return "\n".join(
+            (
+                f"out of memory: {format_bytes(self.requested_bytes)} ({self.padded_bytes} bytes "
+                "after padding) for the "
+                f"{self.pool} pool on stream {self.stream}",
+                f"  in use {format_bytes(stats.allocated_bytes)}, reserved "
+                f"{format_bytes(stats.reserved_bytes)} (peak "
+                f"{format_bytes(stats.reserved_peak_bytes)}), limit {limit}, fragmentation "
+                f"{stats.fragmentation:.0%}",
+                _pool_line("small", stats.small),
+                _pool_line("large", stats.large),
+                f"  remedy: {self.remedy()}",
+            )
+        )
+
+
+def _pool_line(name: str, pool: PoolStats) -> str:
+    return (
+        f"  {name} pool: {format_bytes(pool.allocated_bytes)} in {pool.num_live_blocks} blocks, "
+        f"{format_bytes(pool.free_bytes)} free in {pool.num_free_blocks} (largest "
+        f"{format_bytes(pool.largest_free_bytes)}), {pool.num_chunks} chunks"
+    )

@@ -1,0 +1,196 @@
+"""Where a request is placed: two pools over one source, and what is tried when memory is short.
+
+Small requests go to one pool and large ones to the other, so small blocks cannot splinter the
+chunks that large ones need. The policy is that of Paddle's two-pool AutoGrowthBestFitAllocator:
+true best fit in the free list of the request's stream, else growth by a chunk. When the source or
+the limit refuses, these are tried in order: give idle chunks back and grow again, grow by the exact
+request instead of a whole chunk, borrow a free block of the other pool and, when the caller says
+that nothing else is left, give idle pre-allocated chunks back.
+
+Invariant: the bytes taken from the source never exceed the limit in force when they were taken. No
+locking: the allocator that owns a policy serialises the calls.
+
+>>> from gpu_alloc.sources import AddressSource
+>>> policy = TwoPoolPolicy(AddressSource(), AllocatorConfig())
+>>> policy.take(requested=1000, stream=0, last_resort=False).size
+1024
+"""
+
+from typing import final
+
+from gpu_alloc.block import Block, Chunk
+from gpu_alloc.config import MIB, AllocatorConfig
+from gpu_alloc.errors import OutOfMemoryError
+from gpu_alloc.oom import OomReport
+from gpu_alloc.pool import Pool
+from gpu_alloc.sources import ChunkSource
+from gpu_alloc.stats import Stats
+
+
+@final
+class TwoPoolPolicy:
+    """The pools and counters of one allocator.
+
+    Raises ValueError when the source aligns chunks to less than `alignment_size`, and
+    OutOfMemoryError when the pre-allocation does not fit.
+    """
+
+    def __init__(self, source: ChunkSource, config: AllocatorConfig) -> None:
+        if config.alignment_size > source.alignment_bytes:
+            raise ValueError(
+                f"alignment_size={config.alignment_size} but the source aligns chunks to "
+                f"{source.alignment_bytes} bytes "
+                f"only; set alignment_size to at most {source.alignment_bytes}"
+            )
+        self._config = config
+        self._source = source
+        self._align_mask = config.alignment_size - 1
+        self._small_limit_bytes = config.small_pool_size_in_mb * MIB
+        self.small = Pool(
+            name="small", index=0, chunk_bytes=config.small_pool_auto_growth_chunk_size_in_mb * MIB
+        )
+        self.large = Pool(
+            name="large", index=1, chunk_bytes=config.large_pool_auto_growth_chunk_size_in_mb * MIB
+        )
+        self.pools = (self.small, self.large)
+        self.limit_bytes = config.memory_limit_in_mb * MIB
+        self._num_source_calls = 0
+        self._reserved_peak_bytes = 0
+        self._allocated_peak_bytes = 0
+        self._requested_peak_bytes = 0
+        self._pre_allocate(self.small, config.small_pool_pre_alloc_in_mb * MIB)
+        self._pre_allocate(self.large, config.large_pool_pre_alloc_in_mb * MIB)
+
+    def take(self, *, requested: int, stream: int, last_resort: bool) -> Block | None:
+        """Place `requested` bytes (above 0), or return None. `last_resort` allows to break up the
+        pre-allocation.
+        """
+        size = self._padded(requested)
+        pool = self._home(size)
+        block = pool.take(size, stream)
+        if block is None:
+            block = self._find_room(pool, size, stream, last_resort=last_resort)
+            if block is None:
+                return None
+        self.pools[block.chunk.pool_index].count_use(block, requested)
+        small, large = self.pools
+        allocated = small.allocated_bytes + large.allocated_bytes
+        if allocated > self._allocated_peak_bytes:
+            self._allocated_peak_bytes = allocated
+        total_requested = small.requested_bytes + large.requested_bytes
+        if total_requested > self._requested_peak_bytes:
+            self._requested_peak_bytes = total_requested
+        return block
+
+    def give(self, block: Block, *, drop_idle: bool) -> None:
+        """Take a block back; `drop_idle` gives its chunk back too when nothing else in it is in
+        use.
+        """
+        chunk = block.chunk
+        pool = self.pools[chunk.pool_index]
+        pool.give(block)
+        drop = drop_idle or (self._config.free_idle_chunk and not chunk.pre_allocated)
+        if drop and chunk.is_idle():
+            self._release(pool, chunk)
+
+    def release_idle(self, *, include_pre_allocated: bool) -> int:
+        """Give idle chunks of both pools and all streams back to the source; returns their
+        bytes.
+        """
+        released = 0
+        for pool in self.pools:
+            for chunk in pool.idle_chunks(include_pre_allocated=include_pre_allocated):
+                self._release(pool, chunk)
+                released += chunk.size
+        return released
+
+    def stats(self) -> Stats:
+        """The counters now."""
+        return Stats(
+            small=self.small.stats(),
+            large=self.large.stats(),
+            allocated_peak_bytes=self._allocated_peak_bytes,
+            requested_peak_bytes=self._requested_peak_bytes,
+            reserved_peak_bytes=self._reserved_peak_bytes,
+            num_source_calls=self._num_source_calls,
+        )
+
+    def reset_peaks(self) -> None:
+        """Let every peak start again from its present value."""
+        for pool in self.pools:
+            pool.reset_peaks()
+        self._reserved_peak_bytes = self._reserved_bytes()
+        self._allocated_peak_bytes = sum(pool.allocated_bytes for pool in self.pools)
+        self._requested_peak_bytes = sum(pool.requested_bytes for pool in self.pools)
+
+    def report(self, requested: int, stream: int, *, pool: Pool | None = None) -> OomReport:
+        """The numbers behind a request that `take` refused."""
+        size = self._padded(requested)
+        return OomReport(
+            requested_bytes=requested,
+            padded_bytes=size,
+            pool=(self._home(size) if pool is None else pool).name,
+            stream=stream,
+            stats=self.stats(),
+            limit_bytes=self.limit_bytes,
+            usable_bytes=sum(each.free_bytes(stream) for each in self.pools),
+            largest_usable_bytes=max(each.largest_free_bytes(stream) for each in self.pools),
+        )
+
+    def _padded(self, requested: int) -> int:
+        return (requested + self._align_mask) & ~self._align_mask
+
+    def _home(self, size: int) -> Pool:
+        return self.large if size > self._small_limit_bytes else self.small
+
+    def _reserved_bytes(self) -> int:
+        return self.small.reserved_bytes + self.large.reserved_bytes
+
+    def _find_room(self, pool: Pool, size: int, stream: int, *, last_resort: bool) -> Block | None:
+        """The order of the module's docstring, after the home pool's free list had nothing."""
+        granularity = self._source.granularity_bytes
+        exact = _round_up(size, granularity)
+        chunk = max(exact, _round_up(pool.chunk_bytes, granularity))
+        if self._config.free_when_no_cache_hit:
+            self.release_idle(include_pre_allocated=False)
+        if self._grow(pool, chunk, stream):
+            return pool.take(size, stream)
+        released = self.release_idle(include_pre_allocated=False)
+        if (released and self._grow(pool, chunk, stream)) or self._grow(pool, exact, stream):
+            return pool.take(size, stream)
+        other = self.small if pool is self.large else self.large
+        block = other.take(size, stream)
+        if block is None and last_resort and self.release_idle(include_pre_allocated=True):
+            self._grow(pool, exact, stream)
+            block = pool.take(size, stream)
+        return block
+
+    def _grow(
+        self, pool: Pool, size: int, stream: int | None, *, pre_allocated: bool = False
+    ) -> bool:
+        reserved = self._reserved_bytes() + size
+        if self.limit_bytes and reserved > self.limit_bytes:
+            return False
+        self._num_source_calls += 1
+        ptr = self._source.acquire(size)
+        if ptr is None:
+            return False
+        pool.add_chunk(ptr=ptr, size=size, stream=stream, pre_allocated=pre_allocated)
+        self._reserved_peak_bytes = max(self._reserved_peak_bytes, reserved)
+        return True
+
+    def _pre_allocate(self, pool: Pool, size: int) -> None:
+        size = _round_up(size, self._source.granularity_bytes)
+        if size and not self._grow(pool, size, None, pre_allocated=True):
+            report = self.report(size, 0, pool=pool)
+            self.release_idle(include_pre_allocated=True)
+            raise OutOfMemoryError(report)
+
+    def _release(self, pool: Pool, chunk: Chunk) -> None:
+        pool.remove_chunk(chunk)
+        self._num_source_calls += 1
+        self._source.release(chunk.ptr, chunk.size)
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

@@ -1,0 +1,138 @@
+"""Run a trace through the policy without a device, to learn what a configuration would have needed.
+
+Peak reserved memory without a limit says little, since an eager policy reserves what it could do
+without. The comparable figure is `minimal_capacity`: the smallest device on which the trace still
+runs.
+
+>>> trace = [TraceEvent(action="alloc", block_id=1, size_bytes=3 << 20)]
+>>> replay(trace, AllocatorConfig()).peak_reserved_bytes >> 20
+4
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from gpu_alloc.allocator import TwoPoolAllocator
+from gpu_alloc.config import AllocatorConfig
+from gpu_alloc.errors import OutOfMemoryError, TraceError
+from gpu_alloc.oom import OomReport
+from gpu_alloc.sources import AddressSource
+from gpu_alloc.stats import Stats
+from gpu_alloc.trace import TraceEvent
+
+_GRANULARITY_BYTES = 2 << 20
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayResult:
+    """What one replay saw.
+
+    peak_live_bytes: most bytes requested and not yet freed at a time, the floor of any policy.
+    peak_reserved_bytes: most bytes taken from the source at a time.
+    num_events: events done; the event with this index (from 0) ran out of memory when `oom` is not
+        None.
+    stats: the allocator's counters at the end.
+    """
+
+    peak_live_bytes: int
+    peak_reserved_bytes: int
+    num_events: int
+    oom: OomReport | None
+    stats: Stats
+
+
+def replay(
+    trace: Iterable[TraceEvent], config: AllocatorConfig, capacity_bytes: int | None = None
+) -> ReplayResult:
+    """Run `trace` on `capacity_bytes` of invented addresses (None: no limit) to its end or failure.
+
+    Memory is granted in whole 2 MiB pages, as a GPU does. Raises TraceError naming the event for a
+    block that is allocated twice or freed without being allocated, and ValueError for a negative
+    capacity.
+    """
+    source = AddressSource(capacity_bytes, granularity_bytes=_GRANULARITY_BYTES)
+    num_events = 0
+    oom: OomReport | None = None
+    try:
+        allocator = TwoPoolAllocator(source, config, on_exhausted=_nothing_to_reclaim)
+    except OutOfMemoryError as error:
+        return ReplayResult(
+            peak_live_bytes=0,
+            peak_reserved_bytes=0,
+            num_events=0,
+            oom=error.report,
+            stats=error.report.stats,
+        )
+    live: dict[int, int] = {}
+    for event in trace:
+        try:
+            _apply(event, num_events, allocator, live)
+        except OutOfMemoryError as error:
+            oom = error.report
+            break
+        num_events += 1
+    stats = allocator.stats()
+    return ReplayResult(
+        peak_live_bytes=stats.requested_peak_bytes,
+        peak_reserved_bytes=stats.reserved_peak_bytes,
+        num_events=num_events,
+        oom=oom,
+        stats=stats,
+    )
+
+
+def minimal_capacity(
+    trace: Sequence[TraceEvent],
+    config: AllocatorConfig,
+    *,
+    resolution_bytes: int = _GRANULARITY_BYTES,
+) -> int:
+    """Smallest capacity, to `resolution_bytes`, on which `trace` replays to its end, found by
+    bisection.
+
+    The search assumes that more memory never hurts; where a policy breaks that, the result is a
+    capacity that works and of which the next lower step fails. Raises ValueError for a resolution
+    below 1, TraceError as `replay` does.
+    """
+    if resolution_bytes < 1:
+        raise ValueError(
+            f"resolution_bytes={resolution_bytes} is below 1; use for example {_GRANULARITY_BYTES}"
+        )
+    unlimited = replay(trace, config)
+    if unlimited.oom is not None:
+        raise ValueError(
+            f"the trace does not fit under the configuration's own limit: {unlimited.oom.remedy()}"
+        )
+    fails = unlimited.peak_live_bytes // resolution_bytes - 1
+    works = -(-unlimited.peak_reserved_bytes // resolution_bytes)
+    while works - fails > 1:
+        middle = (works + fails) // 2
+        if middle >= 0 and replay(trace, config, middle * resolution_bytes).oom is None:
+            works = middle
+        else:
+            fails = middle
+    return works * resolution_bytes
+
+
+def _apply(
+    event: TraceEvent, index: int, allocator: TwoPoolAllocator, live: dict[int, int]
+) -> None:
+    if event.action == "alloc":
+        if event.block_id in live:
+            raise TraceError(
+                f"event {index} allocates block {event.block_id}, which is live; give it another "
+                "block_id"
+            )
+        live[event.block_id] = allocator.malloc(event.size_bytes, event.stream).ptr
+    elif event.block_id in live:
+        allocator.free(live.pop(event.block_id))
+    else:
+        raise TraceError(
+            f"event {index} frees block {event.block_id}, which is not live; record its alloc first"
+        )
+
+
+def _nothing_to_reclaim() -> None:
+    """Replayed blocks belong to the trace, so collecting garbage could free none."""

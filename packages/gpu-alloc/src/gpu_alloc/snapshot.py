@@ -1,0 +1,129 @@
+"""A picture of an allocator's memory as plain data, and a checker that knows only that data.
+
+The checker shares no code with the policy: it recomputes cover, overlap, merging and the free lists
+from the picture, so that a policy that keeps good statistics but places badly is caught.
+
+>>> check_snapshot(Snapshot(alignment_size=512, chunks=(), free_entries=()))
+[]
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import final
+
+from gpu_alloc.pool import Pool
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockView:
+    """One block: address, size and the bytes requested (0 when free)."""
+
+    ptr: int
+    size: int
+    requested_bytes: int
+    is_free: bool
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkView:
+    """One chunk of `pool` ("small" or "large") with its blocks by rising address; stream None is
+    not yet used.
+    """
+
+    pool: str
+    stream: int | None
+    ptr: int
+    size: int
+    pre_allocated: bool
+    blocks: tuple[BlockView, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """All chunks, and what the free lists hold as (pool, stream, address, size)."""
+
+    alignment_size: int
+    chunks: tuple[ChunkView, ...]
+    free_entries: tuple[tuple[str, int | None, int, int], ...]
+
+
+def take_snapshot(pools: Iterable[Pool], alignment_size: int) -> Snapshot:
+    """Copy the state of `pools`; the caller holds their lock."""
+    chunks: list[ChunkView] = []
+    entries: list[tuple[str, int | None, int, int]] = []
+    for pool in pools:
+        entries.extend((pool.name, *entry) for entry in pool.free_entries())
+        for chunk in pool.chunks.values():
+            views = tuple(
+                BlockView(
+                    ptr=block.ptr,
+                    size=block.size,
+                    requested_bytes=block.requested,
+                    is_free=block.is_free,
+                )
+                for block in chunk.blocks()
+            )
+            chunks.append(
+                ChunkView(
+                    pool=pool.name,
+                    stream=chunk.stream,
+                    ptr=chunk.ptr,
+                    size=chunk.size,
+                    pre_allocated=chunk.pre_allocated,
+                    blocks=views,
+                )
+            )
+    return Snapshot(
+        alignment_size=alignment_size, chunks=tuple(chunks), free_entries=tuple(entries)
+    )
+
+
+def check_snapshot(snapshot: Snapshot) -> list[str]:
+    """Every broken invariant as one sentence; empty when all hold."""
+    problems: list[str] = []
+    ordered = sorted(snapshot.chunks, key=lambda chunk: chunk.ptr)
+    for before, after in pairwise(ordered):
+        if before.ptr + before.size > after.ptr:
+            problems.append(f"chunks at {before.ptr:#x} and {after.ptr:#x} overlap")
+    for chunk in ordered:
+        problems.extend(_check_cover(chunk))
+        problems.extend(_check_blocks(chunk, snapshot.alignment_size))
+    held = sorted(snapshot.free_entries, key=repr)
+    expected = sorted(
+        (
+            (chunk.pool, chunk.stream, block.ptr, block.size)
+            for chunk in ordered
+            for block in chunk.blocks
+            if block.is_free
+        ),
+        key=repr,
+    )
+    if held != expected:
+        problems.append(f"free lists hold {held}, but the free blocks are {expected}")
+    return problems
+
+
+def _check_cover(chunk: ChunkView) -> Iterator[str]:
+    position = chunk.ptr
+    for block in chunk.blocks:
+        if block.ptr != position:
+            yield f"block at {block.ptr:#x} should start at {position:#x} (gap or overlap)"
+        position = block.ptr + block.size
+    if position != chunk.ptr + chunk.size:
+        end = chunk.ptr + chunk.size
+        yield f"chunk at {chunk.ptr:#x} ends at {end:#x}, its blocks at {position:#x}"
+
+
+def _check_blocks(chunk: ChunkView, alignment_size: int) -> Iterator[str]:
+    for block in chunk.blocks:
+        if block.size <= 0 or block.ptr % alignment_size or block.size % alignment_size:
+            yield f"{block} is not aligned to {alignment_size}"
+        if block.is_free != (block.requested_bytes == 0) or block.requested_bytes > block.size:
+            yield f"{block} is counted wrongly"
+    for before, after in pairwise(chunk.blocks):
+        if before.is_free and after.is_free:
+            yield f"free blocks at {before.ptr:#x} and {after.ptr:#x} are not merged"

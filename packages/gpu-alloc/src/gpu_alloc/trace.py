@@ -1,0 +1,134 @@
+"""Allocation traces: which block was taken and given back in which order, as JSON lines.
+
+A trace holds requests, not placements, so one recorded run can be replayed through any
+configuration and capacity. Invariant: `load_trace` returns exactly what `save_trace` was given. The
+first line names the format and its version.
+
+>>> TraceEvent(action="alloc", block_id=1, size_bytes=512).stream
+0
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, final
+
+from gpu_alloc.errors import TraceError
+
+_FORMAT = "gpu-alloc-trace"
+_VERSION = 1
+_KEYS = frozenset(("action", "block_id", "size_bytes", "stream"))
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceEvent:
+    """One step: block `block_id` is taken with `size_bytes` for `stream`, or given back (its size
+    is then ignored).
+
+    Raises TraceError (a ValueError) for an unknown action, a negative size or a field that is no
+    integer.
+    """
+
+    action: Literal["alloc", "free"]
+    block_id: int
+    size_bytes: int
+    stream: int = 0
+
+    def __post_init__(self) -> None:
+        if self.action not in ("alloc", "free"):
+            raise TraceError(f"action {self.action!r} is unknown; expected 'alloc' or 'free'")
+        for name, value in (
+            ("block_id", self.block_id),
+            ("size_bytes", self.size_bytes),
+            ("stream", self.stream),
+        ):
+            if type(value) is not int:
+                raise TraceError(
+                    f"{name}={value!r} is a {type(value).__name__}; expected an integer"
+                )
+        if self.size_bytes < 0:
+            raise TraceError(f"size_bytes={self.size_bytes} is negative; a size is 0 or more")
+
+
+def save_trace(events: Iterable[TraceEvent], path: str | os.PathLike[str]) -> int:
+    """Write the events, one JSON object a line, and return their number. The file appears whole or
+    not at all.
+    """
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    count = 0
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(json.dumps({"format": _FORMAT, "version": _VERSION}) + "\n")
+            for event in events:
+                record: dict[str, str | int] = {"action": event.action, "block_id": event.block_id}
+                record["size_bytes"] = event.size_bytes
+                if event.stream:
+                    record["stream"] = event.stream
+                file.write(json.dumps(record) + "\n")
+                count += 1
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+    return count
+
+
+def load_trace(path: str | os.PathLike[str]) -> list[TraceEvent]:
+    """Read a file that `save_trace` wrote. Raises TraceError naming file and line for whatever is
+    not a trace.
+    """
+    events: list[TraceEvent] = []
+    with Path(path).open(encoding="utf-8") as file:
+        try:
+            lines = enumerate(file, start=1)
+            _, header = next(lines, (1, ""))
+            _check_header(header, path)
+            for number, line in lines:
+                if line.strip():
+                    events.append(_parse_event(line, f"{os.fspath(path)}:{number}"))
+        except UnicodeDecodeError as error:
+            raise TraceError(f"{os.fspath(path)} is not text: {error}") from None
+    return events
+
+
+def _check_header(line: str, path: str | os.PathLike[str]) -> None:
+    header = _parse_object(line, f"{os.fspath(path)}:1")
+    if header.get("format") != _FORMAT:
+        raise TraceError(
+            f'{os.fspath(path)}:1: expected {{"format": "{_FORMAT}", "version": {_VERSION}}} in '
+            "the first line, got "
+            f"{line.strip()[:80]!r}; write traces with save_trace"
+        )
+    if header.get("version") != _VERSION:
+        raise TraceError(
+            f"{os.fspath(path)}:1: trace version {header.get('version')!r}, but this gpu-alloc "
+            f"reads version {_VERSION}; "
+            "update gpu-alloc"
+        )
+
+
+def _parse_object(line: str, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise TraceError(f"{where}: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise TraceError(f"{where}: expected a JSON object, got a {type(value).__name__}")
+    return value
+
+
+def _parse_event(line: str, where: str) -> TraceEvent:
+    record = _parse_object(line, where)
+    unknown = sorted(record.keys() - _KEYS)
+    missing = sorted(_KEYS - {"stream"} - record.keys())
+    if unknown or missing:
+        raise TraceError(
+            f"{where}: unknown keys {unknown}, missing keys {missing}; expected {sorted(_KEYS)}"
+        )
+    try:
+        return TraceEvent(**record)
+    except TraceError as error:
+        raise TraceError(f"{where}: {error}") from None
