@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from unified_ckpt._torch_private import default_store
 from unified_ckpt.errors import SaveArgumentError, SaveError, SavePeerError
 from unified_ckpt.memory import byte_view
 
@@ -60,9 +61,12 @@ class Agreement:
         """The rank of this process in the world."""
         return self._ranks[self.rank]
 
-    def phase(self, name: str) -> "Phase":
-        """Start a phase that ends when every rank has ended it; collective over the group."""
-        return Phase(self, name)
+    def phase(self, name: str, *, checks_arguments: bool = False) -> "Phase":
+        """Start a phase that ends when every rank has ended it; collective over the group.
+
+        With `checks_arguments` a ValueError or TypeError counts as the caller's mistake.
+        """
+        return Phase(self, name, checks_arguments)
 
     def gather(self, name: str, payload: object) -> list[Any]:
         """Return every rank's payload (JSON types), by rank; collective over the group.
@@ -74,22 +78,42 @@ class Agreement:
             return [payload]
         text = json.dumps(payload, separators=(",", ":")).encode()
         try:
-            device = _collective_device(self._group)
-            sizes = self._all_gather(torch.tensor([len(text)], dtype=torch.int64, device=device))
-            lengths = [int(n) for n in sizes]
-            padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-            padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-            texts = self._all_gather(padded)
+            # The mark lets peers that wait in vain say who is missing; it goes when all have met.
+            store = default_store()
+            store.set(self._mark(name, self.rank), "here")
+            texts = self._gather_texts(text)
+            store.delete_key(self._mark(name, self.rank))
         except RuntimeError as error:
-            raise SavePeerError(
-                f"rank {self.global_rank_here}, {self.subject}: waiting for all ranks in "
-                f"{name!r} failed (ranks {self._ranks}, limit {self._timeout_s:g} s): a peer died, "
-                f"is stuck or is slower than that; see the peers' own messages. Cause: {error}"
-            ) from error
-        return [
-            json.loads(bytes(byte_view(text.cpu())[:length]))
-            for text, length in zip(texts, lengths, strict=True)
-        ]
+            raise SavePeerError(self._lost(name, error)) from error
+        return [json.loads(text) for text in texts]
+
+    def _gather_texts(self, text: bytes) -> list[bytes]:
+        device = _collective_device(self._group)
+        sizes = self._all_gather(torch.tensor([len(text)], dtype=torch.int64, device=device))
+        lengths = [int(n) for n in sizes]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+        texts = self._all_gather(padded)
+        return [bytes(byte_view(t.cpu())[:n]) for t, n in zip(texts, lengths, strict=True)]
+
+    def _mark(self, name: str, rank: int) -> str:
+        return f"unified-ckpt/{'-'.join(map(str, self._ranks))}/{name}/{rank}"
+
+    def _lost(self, name: str, error: RuntimeError) -> str:
+        """Describe a gather that failed, naming the ranks that never came to it."""
+        try:
+            store = default_store()
+            absent = [r for r in range(self.size) if not store.check([self._mark(name, r)])]
+            who = f"ranks {[self._ranks[r] for r in absent]} did not arrive"
+            if not absent:
+                who = "all had arrived, so one died or lost its connection while exchanging"
+        except RuntimeError:
+            who = "the store that knows who arrived is gone as well"
+        return (
+            f"rank {self.global_rank_here}, {self.subject}: waiting in {name!r} for ranks "
+            f"{self._ranks} failed: {who} (limit {self._timeout_s:g} s). A rank that does not "
+            f"arrive died, is stuck or is slower than that; see its own messages. Cause: {error}"
+        )
 
     def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -102,9 +126,10 @@ class Agreement:
 class Phase:
     """One phase of an agreement; see the module."""
 
-    def __init__(self, agreement: Agreement, name: str) -> None:
+    def __init__(self, agreement: Agreement, name: str, checks_arguments: bool) -> None:
         self._agreement = agreement
         self._name = name
+        self._checks_arguments = checks_arguments
         self.payload: Any = None
         self.results: list[Any] = []
 
@@ -142,7 +167,8 @@ class Phase:
             f"rank {', '.join(map(str, who))} failed in {self._name!r}: {text}"
             for text, who in ranks_of.items()
         )
-        kind = SaveArgumentError if all(r["mistake"] for r in reports) else SaveError
+        mistake = self._checks_arguments and all(report["mistake"] for report in reports)
+        kind = SaveArgumentError if mistake else SaveError
         return kind(f"{self._agreement.subject}: {causes}")
 
 

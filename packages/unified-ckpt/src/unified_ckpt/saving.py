@@ -73,7 +73,7 @@ def save(
     """
     agreement = Agreement(group, timeout_s=timeout_s, subject=f"save({str(checkpoint_id)!r})")
     first = agreement.rank == 0
-    with agreement.phase("describe") as phase:
+    with agreement.phase("describe", checks_arguments=True) as phase:
         target = Path(os.path.realpath(checkpoint_id))
         own_files = {**(files or {})} if first else {}
         own_rank_files = {**(rank_files or {})}
@@ -86,7 +86,7 @@ def save(
     described = phase.results
     staging: Staging | None = None
     try:
-        with agreement.phase("prepare") as phase:
+        with agreement.phase("prepare", checks_arguments=True) as phase:
             plan = _plan(described)
             if first:
                 removed = clean_leftovers(target.parent)

@@ -1,0 +1,400 @@
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+import torch.distributed as dist
+
+from ranktest import collect_ranks, run_ranks
+from unified_ckpt import (
+    SaveArgumentError,
+    SaveError,
+    SavePeerError,
+    Shard,
+    get_last_checkpoint,
+    load,
+    save,
+    verify_checkpoint,
+)
+
+DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32,
+    torch.uint64, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.complex64, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2,
+    torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2,
+]  # fmt: skip
+
+
+def whole(key: str, tensor: torch.Tensor) -> Shard:
+    return Shard(
+        key=key, tensor=tensor, global_shape=tuple(tensor.shape), offset=(0,) * tensor.dim()
+    )
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    tensor = tensor.detach().contiguous()
+    return tensor.reshape(-1).view(torch.uint8).tolist()
+
+
+def stored(folder: Path, part: str = "model") -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob(f"{part}*.safetensors")):
+        tensors |= safetensors.torch.load_file(path)
+    return tensors
+
+
+def hidden(folder: Path) -> list[str]:
+    return [p.name for p in folder.iterdir() if p.name.startswith(".")]
+
+
+def test_every_dtype_and_shape_opens_in_the_safetensors_library(tmp_path: Path) -> None:
+    tensors = {}
+    for dtype in DTYPES:
+        size = dtype.itemsize
+        for name, shape in {"matrix": (3, 4), "empty": (0, 4), "vector": (5,)}.items():
+            raw = torch.randint(0, 2, (*shape[:-1], shape[-1] * size), dtype=torch.uint8)
+            tensors[f"{dtype}-{name}"] = raw.view(dtype)
+        if dtype != torch.float4_e2m1fn_x2:
+            tensors[f"{dtype}-scalar"] = torch.ones(size, dtype=torch.uint8).view(dtype).view(())
+    save({"model": [whole(k, t) for k, t in tensors.items()]}, checkpoint_id=tmp_path / "c")
+    found = stored(tmp_path / "c")
+    assert found.keys() == tensors.keys()
+    for key, tensor in tensors.items():
+        assert (found[key].dtype, found[key].shape) == (tensor.dtype, tensor.shape), key
+        assert bits(found[key]) == bits(tensor), key
+    with safetensors.safe_open(tmp_path / "c" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert bits(file.get_slice("torch.int64-matrix")[1:2]) == bits(
+            tensors["torch.int64-matrix"][1:2]
+        )
+    back = {
+        key: torch.zeros_like(t.view(torch.uint8) if t.element_size() == 1 else t)
+        for key, t in tensors.items()
+    }
+    back = {key: t.view(tensors[key].dtype) for key, t in back.items()}
+    load([whole(k, t) for k, t in back.items()], checkpoint_id=tmp_path / "c")
+    assert all(bits(back[key]) == bits(tensors[key]) for key in tensors)
+
+
+def test_views_of_every_kind_are_saved_as_their_values(tmp_path: Path) -> None:
+    base = torch.randn(6, 8)
+    views = {
+        "transposed": base.T,
+        "columns": base[:, 2:5],
+        "stepped": base[::2, ::3],
+        "expanded": torch.arange(3.0).expand(4, 3),
+        "leaf": torch.randn(3, requires_grad=True),
+        "conjugated": torch.randn(4, dtype=torch.complex64).conj(),
+        "negated": torch.randn(4, dtype=torch.complex64).conj().imag,
+        "fp8": torch.arange(12, dtype=torch.uint8).view(3, 4).view(torch.float8_e4m3fn).T,
+    }
+    save({"model": [whole(k, v) for k, v in views.items()]}, checkpoint_id=tmp_path / "c")
+    found = stored(tmp_path / "c")
+    for key, view in views.items():
+        assert bits(found[key]) == bits(view.detach().resolve_conj().resolve_neg()), key
+
+
+def test_a_fused_parameter_becomes_many_stored_tensors(tmp_path: Path) -> None:
+    fused = torch.randn(4, 6, 5)
+    shards = [
+        Shard(key=f"experts.{e}.{name}.weight", tensor=part, global_shape=(3, 5), offset=(0, 0))
+        for e in range(4)
+        for name, part in (("gate_proj", fused[e, :3]), ("up_proj", fused[e, 3:]))
+    ]
+    save({"model": shards}, checkpoint_id=tmp_path / "c")
+    assert torch.equal(stored(tmp_path / "c")["experts.2.up_proj.weight"], fused[2, 3:])
+    again = torch.zeros_like(fused)
+    load(
+        [
+            Shard(key=f"experts.{e}.{name}.weight", tensor=part, global_shape=(3, 5), offset=(0, 0))
+            for e in range(4)
+            for name, part in (("gate_proj", again[e, :3]), ("up_proj", again[e, 3:]))
+        ],
+        checkpoint_id=tmp_path / "c",
+    )
+    assert torch.equal(again, fused)
+
+
+def test_files_of_each_rank_and_of_the_first_rank_are_kept(tmp_path: Path) -> None:
+    def fn(rank: int, world_size: int) -> None:
+        save(
+            {"model": [whole("w", torch.ones(3))]},
+            checkpoint_id=tmp_path / "c",
+            files={"config.json": b"{}", "a/b.txt": b"nested", "empty": b""},
+            rank_files={f"rng-rank-{rank:05d}.bin": bytes([rank]) * 10},
+        )
+
+    run_ranks(fn, 2)
+    assert (tmp_path / "c" / "a" / "b.txt").read_bytes() == b"nested"
+    assert (tmp_path / "c" / "rng-rank-00001.bin").read_bytes() == b"\x01" * 10
+    listed = json.loads((tmp_path / "c" / "manifest.json").read_bytes())["files"]
+    assert sorted(listed) == [
+        "a/b.txt", "config.json", "empty", "model.safetensors",
+        "rng-rank-00000.bin", "rng-rank-00001.bin",
+    ]  # fmt: skip
+    assert verify_checkpoint(tmp_path / "c").problems == ()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_with_nothing_and_parts_that_differ_by_rank_are_saved(
+    world_size: int, tmp_path: Path
+) -> None:
+    def fn(rank: int, world_size: int) -> int:
+        parts = {"model": [whole(f"w{rank}", torch.full((3,), float(rank)))]} if rank else {}
+        if rank == 1:
+            parts["optimizer"] = [whole("step", torch.tensor(7))]
+        return save(parts, checkpoint_id=tmp_path / "c").rank_bytes
+
+    sizes = run_ranks(fn, world_size)
+    assert sizes[:2] == [0, 20]
+    assert sorted(stored(tmp_path / "c")) == [f"w{r}" for r in range(1, world_size)]
+    assert stored(tmp_path / "c", "optimizer")["step"].item() == 7
+    assert verify_checkpoint(tmp_path / "c").problems == ()
+
+
+def test_a_subgroup_saves_alone(tmp_path: Path) -> None:
+    def fn(rank: int, world_size: int) -> None:
+        groups = [dist.new_group([0, 2]), dist.new_group([1])]
+        group = groups[rank % 2]
+        tensor = torch.full((2,), float(rank))
+        box = Shard(
+            key="w", tensor=tensor, global_shape=(4 - 2 * (rank % 2),), offset=(rank // 2 * 2,)
+        )
+        save({"model": [box]}, checkpoint_id=tmp_path / f"c{rank % 2}", group=group)
+        if rank != 1:
+            with pytest.raises(SaveArgumentError, match="not in the group"):
+                save({}, checkpoint_id=tmp_path / "d", group=groups[1])
+
+    run_ranks(fn, 3)
+    assert stored(tmp_path / "c0")["w"].tolist() == [0, 0, 2, 2]
+    assert stored(tmp_path / "c1")["w"].tolist() == [1, 1]
+
+
+def test_an_overwrite_replaces_everything_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "parents" / "c"
+    first = save({"model": [whole("a", torch.ones(2))]}, checkpoint_id=target, files={"x": b"1"})
+    second = save({"model": [whole("b", torch.zeros(2))]}, checkpoint_id=str(target))
+    assert (first.replaced, second.replaced) == (False, True)
+    assert sorted(p.name for p in target.iterdir()) == ["manifest.json", "model.safetensors"]
+    assert sorted(stored(target)) == ["b"]
+    assert hidden(target.parent) == []
+
+
+def test_a_link_to_a_checkpoint_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "latest").symlink_to(tmp_path / "c")
+    for value in (1.0, 2.0):
+        save({"model": [whole("w", torch.full((2,), value))]}, checkpoint_id=tmp_path / "latest")
+    assert (tmp_path / "latest").is_symlink()
+    assert stored(tmp_path / "c")["w"].tolist() == [2, 2]
+
+
+def test_folders_that_are_no_checkpoints_are_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("precious")
+    with pytest.raises(SaveArgumentError, match=r"no manifest.json.*choose another checkpoint_id"):
+        save({"model": [whole("w", torch.ones(2))]}, checkpoint_id=tmp_path / "thesis")
+    with pytest.raises(SaveArgumentError, match="not a directory"):
+        save({"model": []}, checkpoint_id=tmp_path / "thesis" / "chapter.tex")
+    assert (tmp_path / "thesis" / "chapter.tex").read_text() == "precious"
+    (tmp_path / "empty").mkdir()
+    save({"model": [whole("w", torch.ones(2))]}, checkpoint_id=tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"parts": {"Model": []}}, "part 'Model' must be lower-case"),
+        ({"parts": {"model": [torch.ones(2)]}}, "holds a Tensor; expected Shard"),
+        ({"files": {"../x": b""}}, "must be a relative path"),
+        ({"files": {"/x": b""}}, "must be a relative path"),
+        ({"files": {"x//y": b""}}, "must be a relative path"),
+        ({"files": {"x": "text"}}, "holds a str; expected bytes"),
+        ({"files": {"manifest.json": b""}}, r"would write \['manifest.json'\]"),
+        ({"files": {"x": b""}, "rank_files": {"x": b""}}, r"would write \['x'\]"),
+        ({"parts": {"model": []}, "files": {"model.safetensors": b""}}, "would write"),
+        ({"max_shard_bytes": 0}, "max_shard_bytes=0"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_written(
+    arguments: dict, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        save(**{"parts": {}, **arguments}, checkpoint_id=tmp_path / "c")
+    assert isinstance(caught.value, SaveArgumentError)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mistake_on_one_rank_raises_on_all_and_the_group_stays_usable(tmp_path: Path) -> None:
+    def fn(rank: int, world_size: int) -> list[str]:
+        messages = []
+        for name, parts in {
+            "hole": {
+                "model": [Shard(key="w", tensor=torch.ones(1), global_shape=(9,), offset=(rank,))]
+            },
+            "type": {"model": [whole("w", torch.ones(2)), *([None] if rank == 1 else [])]},
+        }.items():
+            with pytest.raises(SaveArgumentError) as caught:
+                save(parts, checkpoint_id=tmp_path / name)
+            messages.append(str(caught.value))
+        with pytest.raises(SaveArgumentError, match="ranks disagree about target"):
+            save({}, checkpoint_id=tmp_path / f"r{rank}")
+        save({"model": [whole("w", torch.ones(2))]}, checkpoint_id=tmp_path / "good")
+        return messages
+
+    first, second = run_ranks(fn, 2)
+    assert first == second
+    assert "rank 0, 1 failed in 'prepare'" in first[0] and "no rank holds 7 of its 9" in first[0]
+    assert "rank 1 failed in 'describe': TypeError: part 'model' holds a NoneType" in first[1]
+    assert [p.name for p in tmp_path.iterdir()] == ["good"]
+
+
+def test_a_write_error_on_one_rank_raises_on_all_and_keeps_the_old_checkpoint(
+    tmp_path: Path,
+) -> None:
+    def fn(rank: int, world_size: int) -> str:
+        tensor = torch.full((100_000,), 1.0)
+        box = Shard(key="w", tensor=tensor, global_shape=(200_000,), offset=(100_000 * rank,))
+        save({"model": [box]}, checkpoint_id=tmp_path / "checkpoint-1")
+        tensor.fill_(2.0)
+        if rank == 1:  # the kernel refuses writes beyond this size
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))
+        with pytest.raises(SaveError) as caught:
+            save({"model": [box]}, checkpoint_id=tmp_path / "checkpoint-1")
+        assert not isinstance(caught.value, ValueError)
+        return str(caught.value)
+
+    messages = run_ranks(fn, 2)
+    assert messages[0] == messages[1]
+    assert "rank 1 failed in 'write': OSError: [Errno 27] File too large" in str(messages[0])
+    assert set(stored(tmp_path / "checkpoint-1")["w"].tolist()) == {1.0}
+    assert verify_checkpoint(tmp_path / "checkpoint-1").problems == ()
+    assert hidden(tmp_path) == []
+
+
+def in_small_file_system(options: str, code: str, folder: Path) -> str:
+    """Run code with $DIR on a new tmpfs, in a mount namespace of its own."""
+    unshare = shutil.which("unshare")
+    probe = [unshare or "unshare", "--user", "--map-root-user", "--mount"]
+    mount = f'mount -t tmpfs -o {options} tmpfs "$DIR"'
+    environment = {**os.environ, "DIR": str(folder)}
+    if (
+        unshare is None
+        or subprocess.run(
+            [*probe, "sh", "-c", mount], env=environment, capture_output=True
+        ).returncode
+    ):
+        pytest.skip("this machine gives users no mount namespace")
+    script = f'{mount} && exec "$0" -c "$CODE"'
+    environment["CODE"] = textwrap.dedent(code)
+    done = subprocess.run(
+        [*probe, "sh", "-c", script, sys.executable],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+FULL_DISK = """
+    import os, torch
+    from unified_ckpt import Shard, get_last_checkpoint, save, verify_checkpoint, SaveError
+    folder = os.environ["DIR"]
+    def put(n, step):
+        tensor = torch.ones(n)
+        shard = Shard(key="w", tensor=tensor, global_shape=(n,), offset=(0,))
+        save({"model": [shard]}, checkpoint_id=f"{folder}/checkpoint-{step}", files={f"f{i}": b"" for i in range(NUM)})
+    NUM = 0
+    put(100_000, 1)
+    NUM, size = CASE
+    try:
+        put(size, 2)
+    except SaveError as error:
+        print(error)
+    assert get_last_checkpoint(folder).name == "checkpoint-1", os.listdir(folder)
+    assert verify_checkpoint(f"{folder}/checkpoint-1").problems == ()
+    assert os.listdir(folder) == ["checkpoint-1"], os.listdir(folder)
+    NUM = 0
+    put(100_000, 2)
+    assert get_last_checkpoint(folder).name == "checkpoint-2"
+"""
+
+
+def test_a_full_disk_is_one_clear_message_and_loses_nothing(tmp_path: Path) -> None:
+    code = FULL_DISK.replace("CASE", "0, 1_000_000")
+    said = in_small_file_system("size=2m", code, tmp_path)
+    assert "the checkpoint needs" in said and "nothing was written" in said
+
+
+def test_a_disk_that_fills_up_while_writing_loses_nothing(tmp_path: Path) -> None:
+    # The file system runs out of inodes, which no look at the free bytes foresees.
+    code = FULL_DISK.replace("CASE", "50, 10")
+    said = in_small_file_system("size=2m,nr_inodes=20", code, tmp_path)
+    assert "rank 0 failed in 'write': OSError: [Errno 28] No space left on device" in said
+
+
+def test_a_peer_that_does_not_come_is_named_and_nothing_hangs(tmp_path: Path) -> None:
+    def fn(rank: int, world_size: int) -> str:
+        if rank == 1:
+            time.sleep(5.0)
+        with pytest.raises(SavePeerError) as caught:
+            save(
+                {"model": [whole("w", torch.ones(2))]}, checkpoint_id=tmp_path / "c", timeout_s=1.0
+            )
+        return str(caught.value)
+
+    outcomes = collect_ranks(fn, 3, timeout_s=30)
+    message = str(outcomes[0].value)
+    assert "rank 0, save(" in message and "'describe'" in message
+    assert "ranks [1] did not arrive (limit 1 s)" in message, message
+    assert outcomes[2].ok and outcomes[2].elapsed_s < 5.0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_leftovers_of_a_killed_save_are_removed_by_the_next_one(tmp_path: Path) -> None:
+    def dies(rank: int, world_size: int) -> None:
+        save({"model": [whole("w", torch.ones(2))]}, checkpoint_id=tmp_path / "checkpoint-1")
+        dist.barrier()
+        pid = os.fork()
+        if pid == 0:
+            while not any(n.startswith(".checkpoint-2") for n in os.listdir(tmp_path)):
+                pass
+            os.kill(os.getppid(), signal.SIGKILL)
+            os._exit(0)
+        big = torch.ones(20_000_000)
+        save({"model": [whole("w", big)]}, checkpoint_id=tmp_path / "checkpoint-2")
+
+    collect_ranks(dies, 2, timeout_s=30)
+    assert (tmp_path / "checkpoint-1").is_dir() and not (tmp_path / "checkpoint-2").exists()
+    assert len(hidden(tmp_path)) == 1
+    report = save({"model": [whole("w", torch.ones(2))]}, checkpoint_id=tmp_path / "checkpoint-3")
+    assert len(report.removed_leftovers) == 1 and hidden(tmp_path) == []
+    assert get_last_checkpoint(tmp_path) == tmp_path / "checkpoint-3"
+
+
+@pytest.mark.gpu
+def test_device_tensors_are_saved_and_loaded_over_nccl(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    try:
+        group = dist.new_group([0])
+        w = torch.randn(300, 70, device="cuda", dtype=torch.bfloat16)
+        save({"model": [whole("w", w), whole("t", w.T)]}, checkpoint_id=tmp_path / "c", group=group)
+        again = torch.zeros_like(w)
+        load([whole("w", again)], checkpoint_id=tmp_path / "c")
+        assert torch.equal(w, again)
+        load([whole("t", again.T.zero_())], checkpoint_id=tmp_path / "c")
+        assert torch.equal(w, again)
+    finally:
+        dist.destroy_process_group()
