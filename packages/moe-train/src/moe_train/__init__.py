@@ -1,1 +1,38 @@
-"""End-to-end training of Mixture-of-Experts language models."""
+"""End-to-end training of Mixture-of-Experts language models.
+
+    moe-train train examples/python_stdlib.toml
+
+trains from the command line; from Python, `load_config` reads the same file.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_MODULE_OF = {
+    "Batch": "data.packing",
+    "Config": "config",
+    "MetricsLog": "metrics",
+    "MoeTrainError": "errors",
+    "PackedSplit": "data.packing",
+    "PreparedCorpus": "data.prepare",
+    "ProgressLine": "progress",
+    "RankFailedError": "errors",
+    "SampleOrder": "data.order",
+    "StopFlag": "signals",
+    "describe_checkpoint": "inspect",
+    "dump_toml": "config_file",
+    "generate_text": "generate",
+    "load_config": "config_file",
+    "plan_report": "plan",
+    "prepare": "data.prepare",
+    "run_local": "launch",
+    "unigram_cross_entropy": "data.unigram",
+    "write_plots": "plots",
+}
+__all__ = list(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
+        return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,6 +12,7 @@ import difflib
 import glob
 import json
 import os
+import textwrap
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -79,7 +80,7 @@ def keys_help() -> str:
             default = "required" if key.required else f"default {_toml(key.default)}"
             unit = f", in {key.unit}" if key.unit else ""
             lines.append(f"  {key.full_name}  ({key.type_name}{unit}; {default})")
-            lines.append(f"      {key.help}")
+            lines += textwrap.wrap(key.help, 94, initial_indent=" " * 6, subsequent_indent=" " * 6)
         lines.append("")
     return "\n".join(lines)
 

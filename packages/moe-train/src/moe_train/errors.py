@@ -16,3 +16,11 @@ class MoeTrainError(RuntimeError):
 
 class RankFailedError(MoeTrainError):
     """A rank of a launched job ended with an error; the message names the rank and the cause."""
+
+
+class StoppedUnsavedError(MoeTrainError):
+    """A job was stopped before it could save; `signal_number` is the signal that did it."""
+
+    def __init__(self, message: str, *, signal_number: int) -> None:
+        super().__init__(message)
+        self.signal_number = signal_number
