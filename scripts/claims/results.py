@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from claims.runner import FAILED, NOT_HERE, Outcome
 from workspace import ROOT, read_packages
@@ -86,10 +87,9 @@ def describe_machine() -> dict[str, object]:
 
 def gpu_name() -> str | None:
     """The name that torch gives to the first CUDA device, None without one."""
-    code = "import torch; print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else '')"
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
+    code = "import torch as t; print(t.cuda.get_device_name(0) if t.cuda.is_available() else '')"
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
     return found.stdout.strip() or None
 
 
@@ -119,10 +119,10 @@ def _entry(outcome: Outcome) -> dict[str, object]:
     }
 
 
-def _read(file: Path) -> list[dict[str, str]]:
+def _read(file: Path) -> list[dict[str, Any]]:
     if not file.is_file():
         return []
-    entries: list[dict[str, str]] = json.loads(file.read_text())["claims"]
+    entries: list[dict[str, Any]] = json.loads(file.read_text())["claims"]
     return entries
 
 

@@ -64,7 +64,7 @@ def judge(claim: Claim, figures: dict[str, dict[str, float]], failure: str) -> O
 
 
 def read_figures(output: str) -> dict[str, dict[str, float]]:
-    """The figures in what a benchmark or pytest printed, by name; the last line of a name counts."""
+    """The figures in what a benchmark or pytest printed, by name; the last of a name counts."""
     figures: dict[str, dict[str, float]] = {}
     for line in output.splitlines():
         if line.startswith("{"):

@@ -156,11 +156,11 @@ def _reraises(handler: ast.ExceptHandler) -> bool:
 
 
 def _noqa_without_reason(source: Source) -> Iterator[Problem]:
-    for number, line in enumerate(source.lines, start=1):
-        match = _NOQA.search(line)
+    for comment in source.comments():
+        match = _NOQA.search(comment.string)
         if match and (match["codes"] is None or not re.search(r"\w{2}", match["reason"])):
             yield Problem(
                 path=source.path,
-                line=number,
+                line=comment.start[0],
                 message="noqa without a code and a reason; write `# noqa: CODE - why`",
             )

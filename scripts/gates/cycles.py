@@ -13,7 +13,7 @@ from gates.source import Problem, Source
 
 
 def check_cycles(sources: Iterable[Source]) -> list[Problem]:
-    """One problem for every cycle that remains after the earlier ones are cut at their last edge."""
+    """One problem for every cycle that remains once the earlier ones are cut at one edge."""
     by_module = {source.module: source for source in sources}
     graph = import_graph(by_module)
     problems = []
@@ -77,12 +77,14 @@ def _absolute(node: ast.ImportFrom, source: Source) -> str:
 
 
 def _module_of(source: Source) -> dict[str, str]:
+    """The `_MODULE_OF` table of a lazy `__init__`: public name -> module that defines it."""
     for node in source.tree.body:
-        target = node.target if isinstance(node, ast.AnnAssign) else None
+        target: ast.expr | None = None
         if isinstance(node, ast.Assign):
             target = node.targets[0]
-        if isinstance(target, ast.Name) and target.id == "_MODULE_OF":
-            value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
-            if isinstance(value, ast.Dict):
-                return dict(ast.literal_eval(value))
+        elif isinstance(node, ast.AnnAssign):
+            target = node.target
+        value = getattr(node, "value", None)
+        if isinstance(target, ast.Name) and target.id == "_MODULE_OF" and value is not None:
+            return dict(ast.literal_eval(value))
     return {}

@@ -6,9 +6,7 @@ should serve both, or the two should differ where they mean different things.
 """
 
 import ast
-import io
 import re
-import tokenize
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -70,10 +68,9 @@ def _problem(files: list[list[_Line]], first: tuple[int, int], second: tuple[int
 def _significant_lines(source: Source) -> list[_Line]:
     skipped = _docstring_and_import_lines(source.tree)
     without_comments = source.lines
-    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            without_comments[row - 1] = without_comments[row - 1][:column]
+    for comment in source.comments():
+        row, column = comment.start
+        without_comments[row - 1] = without_comments[row - 1][:column]
     return [
         _Line(path=source.path, number=number, text=" ".join(text.split()))
         for number, text in enumerate(without_comments, start=1)

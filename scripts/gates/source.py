@@ -6,6 +6,8 @@ for problem in check_budgets(sources):
 """
 
 import ast
+import io
+import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +46,12 @@ class Source:
         """Whether this is the `__init__.py` of a package."""
         return self.path.endswith("/__init__.py")
 
+    def comments(self) -> Iterator[tokenize.TokenInfo]:
+        """Every comment; what looks like one inside a string is none."""
+        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
+            if token.type == tokenize.COMMENT:
+                yield token
+
     def functions(self) -> Iterator[FunctionNode]:
         """Every function and method, nested ones included."""
         for node in ast.walk(self.tree):
@@ -71,3 +79,8 @@ def read_sources(folders: Iterable[Path], *, root: Path) -> list[Source]:
                 )
             )
     return sources
+
+
+def as_text(problems: Iterable[Problem]) -> str:
+    """All problems, a line each; empty when there are none."""
+    return "\n".join(str(problem) for problem in problems)

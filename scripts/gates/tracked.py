@@ -14,7 +14,7 @@ from gates.source import Problem
 LEFT_OUT = ("uv.lock",)
 _HOSTS = re.compile(
     r"\b(?:files\.pythonhosted\.org|(?:test\.)?pypi\.org|registry\.npmjs\.org"
-    r"|(?:deb|security)\.debian\.org|download\.pytorch\.org|index-url|extra-index-url)\b"
+    r"|(?:deb|security)\.debian\.org|download\.pytorch\.org|(?:extra-)?index[-_]url)\b"
 )
 _PATHS = re.compile(
     r"(?:^|(?<![\w.~$})\]/-]))/(?:root|home|work|farm|opt|tmp|mnt|Users)/(?=[\w.$<{*])"

@@ -1,0 +1,218 @@
+"""The ledger, the runner, the results and the READMEs of the claims."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from claims.ledger import Claim, check_ledger, read_ledger
+from claims.readmes import BEGIN, END, check_readmes, fill, write_readmes
+from claims.results import describe_machine, read_entries, versions, write_results
+from claims.runner import (
+    FAILED,
+    FALLS_SHORT,
+    HOLDS,
+    NOT_HERE,
+    Outcome,
+    judge,
+    measure,
+    read_figures,
+)
+from gates.source import as_text
+from workspace import Package, read_packages
+
+ENTRY = """\
+[[claim]]
+id = "{id}"
+package = "a-b"
+statement = "It is fast."
+command = "python benchmarks/fast.py"
+figure = "ratio"
+unit = "x"
+limit = "<= 1.05"
+peer = "the other"
+gpu = false
+"""
+CLAIM = Claim(
+    id="fast",
+    package="a-b",
+    statement="It is fast.",
+    command="python benchmarks/fast.py",
+    figure="ratio",
+    unit="x",
+    limit="<= 1.05",
+    peer="the other",
+    gpu=False,
+)
+LINE = '{"figure": "ratio", "value": 1.01, "unit": "x", "low": 0.9, "high": 1.2, "n": 9}'
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A workspace of one package with one benchmark and one test."""
+    package = tmp_path / "packages" / "a-b"
+    (package / "tests").mkdir(parents=True)
+    (package / "pyproject.toml").write_text('[project]\nname = "a-b"\nversion = "0.1.0"\n')
+    (package / "README.md").write_text(f"# a-b\n\n{BEGIN}\nold\n{END}\n\nrest\n")
+    (package / "tests" / "test_x.py").write_text("def test_one(): pass\ndef test_two(): pass\n")
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "fast.py").write_text(f"print('noise')\nprint('''{LINE}''')\n")
+    (tmp_path / "benchmarks" / "claims.toml").write_text(ENTRY.format(id="fast"))
+    return tmp_path
+
+
+def ledger_problems(root: Path, text: str) -> str:
+    (root / "benchmarks" / "claims.toml").write_text(text)
+    return as_text(check_ledger(root))
+
+
+def test_a_good_ledger_has_no_problem_and_is_read(root: Path) -> None:
+    assert check_ledger(root) == []
+    assert read_ledger(root) == [CLAIM]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('peer = "the other"\n', "", "key `peer` is missing"),
+        ("gpu = false", 'gpu = "no"', "expected a bool"),
+        ("gpu = false", "gpu = false\ncolour = 1", "unknown key `colour`"),
+        ('"<= 1.05"', '"about 1"', "write it as `<= 1.05`"),
+        ('"a-b"', '"c-d"', "package 'c-d' is none of a-b, repository"),
+        ("benchmarks/fast.py", "benchmarks/slow.py", "benchmarks/slow.py does not exist"),
+        ("python benchmarks", "make benchmarks", "neither `python <file>` nor `pytest <test>`"),
+        ('"It is fast."', '""', "`statement` is empty"),
+        (
+            "python benchmarks/fast.py",
+            "pytest packages/a-b/tests/test_x.py::test_one",
+            "a test's figure is `passed`",
+        ),
+        (
+            "python benchmarks/fast.py",
+            "pytest packages/a-b/tests/test_x.py::test_three",
+            "has no test test_three",
+        ),
+    ],
+)
+def test_a_bad_entry_is_found(root: Path, old: str, new: str, message: str) -> None:
+    assert message in ledger_problems(root, ENTRY.format(id="fast").replace(old, new))
+
+
+def test_an_id_that_stands_twice_is_found(root: Path) -> None:
+    assert "the id stands twice" in ledger_problems(root, ENTRY.format(id="fast") * 2)
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "holds"),
+    [
+        ("<= 1.05", 1.05, True),
+        ("< 0.3", 0.3, False),
+        (">= 1", 1, True),
+        ("> 1e-6", 1e-6, False),
+        ("<= 1.05", math.nan, False),
+    ],
+)
+def test_a_limit_is_compared_exactly(limit: str, value: float, holds: bool) -> None:
+    assert replace(CLAIM, limit=limit).holds(value) is holds
+
+
+def test_figures_are_read_from_json_lines_and_from_pytest() -> None:
+    output = f"{{broken\n{LINE}\n=== 12 passed, 1 skipped in 3.2s ==="
+    figures = read_figures(output)
+    assert figures["ratio"] == {"value": 1.01, "low": 0.9, "high": 1.2, "n": 9}
+    assert figures["passed"] == {"value": 12}
+
+
+def test_a_command_is_run_once_and_all_its_claims_are_judged(root: Path) -> None:
+    strict = replace(CLAIM, id="faster", limit="<= 1")
+    on_gpu = replace(CLAIM, id="gpu", gpu=True)
+    outcomes = measure([CLAIM, strict, on_gpu], root=root, has_gpu=False)
+    assert [o.verdict for o in outcomes] == [HOLDS, FALLS_SHORT, NOT_HERE]
+
+
+def test_a_test_is_measured_by_what_passed(root: Path) -> None:
+    command = "pytest packages/a-b/tests/test_x.py"
+    claim = replace(CLAIM, command=command, figure="passed", limit=">= 2", unit="tests")
+    (outcome,) = measure([claim], root=root, has_gpu=False)
+    assert (outcome.verdict, outcome.figure["value"]) == (HOLDS, 2)
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (f"print('''{LINE}''')\nraise SystemExit(3)", "exit status 3"),
+        ("print(1)", "printed no figure `ratio`"),
+        ("import time; time.sleep(60)", "still running after 1 s"),
+    ],
+)
+def test_a_command_that_fails_is_no_measurement(root: Path, code: str, reason: str) -> None:
+    (root / "benchmarks" / "fast.py").write_text(code)
+    (outcome,) = measure([replace(CLAIM, timeout_s=1)], root=root, has_gpu=False)
+    assert outcome.verdict == FAILED
+    assert reason in outcome.reason
+
+
+def test_results_say_what_was_measured_on_what(tmp_path: Path) -> None:
+    file = tmp_path / "a-b.json"
+    figure = {"value": 1.01, "low": 0.9, "high": 1.2, "n": 9.0}
+    write_results(file, [Outcome(claim=CLAIM, verdict=HOLDS, figure=figure)])
+    other = replace(CLAIM, id="other")
+    write_results(file, [Outcome(claim=other, verdict=FALLS_SHORT, figure={"value": 2.0})])
+    entries = read_entries(tmp_path)
+    assert entries["fast"]["value"] == 1.01 and entries["fast"]["verdict"] == HOLDS
+    assert entries["other"]["verdict"] == FALLS_SHORT
+    assert json.loads(file.read_text())["versions"].keys() >= {"python", "torch", "mesh-spmd"}
+
+
+def test_a_claim_that_fails_to_run_loses_its_earlier_result(tmp_path: Path) -> None:
+    file = tmp_path / "a-b.json"
+    write_results(file, [Outcome(claim=CLAIM, verdict=HOLDS, figure={"value": 1.0})])
+    write_results(file, [Outcome(claim=CLAIM, verdict=FAILED, reason="exit status 1")])
+    assert read_entries(tmp_path) == {}
+
+
+def test_a_result_does_not_identify_the_machine() -> None:
+    text = json.dumps(describe_machine() | versions())
+    for private in (Path("/etc/hostname").read_text().strip(), str(Path.home()), str(Path.cwd())):
+        assert private not in text
+
+
+def packages_of(root: Path) -> list[Package]:
+    return list(read_packages(root))
+
+
+def test_the_readme_is_filled_from_the_results_and_then_up_to_date(root: Path) -> None:
+    file = root / "results" / "a-b.json"
+    figure = {"value": 1.01, "low": 0.9, "high": 1.2, "n": 9.0}
+    write_results(file, [Outcome(claim=CLAIM, verdict=HOLDS, figure=figure)])
+    entries = read_entries(file.parent)
+    assert "out of date" in as_text(check_readmes(packages_of(root), [CLAIM], entries))
+    assert len(write_readmes(packages_of(root), [CLAIM], entries)) == 1
+    text = (root / "packages/a-b/README.md").read_text()
+    assert "| It is fast. | <= 1.05 x | the other | 1.01 x (0.9 to 1.2) | holds |" in text
+    assert text.endswith("rest\n")
+    assert check_readmes(packages_of(root), [CLAIM], entries) == []
+    assert write_readmes(packages_of(root), [CLAIM], entries) == []
+
+
+def test_a_figure_changed_by_hand_is_found(root: Path) -> None:
+    write_readmes(packages_of(root), [CLAIM], {})
+    readme = root / "packages/a-b/README.md"
+    readme.write_text(readme.read_text().replace("not measured yet", "0.5 x"))
+    assert "out of date" in as_text(check_readmes(packages_of(root), [CLAIM], {}))
+
+
+def test_a_readme_without_a_place_for_its_figures_is_found(root: Path) -> None:
+    (root / "packages/a-b/README.md").write_text("# a-b\n")
+    assert "no figures section" in as_text(check_readmes(packages_of(root), [CLAIM], {}))
+
+
+def test_a_package_without_claims_needs_no_figures() -> None:
+    assert fill("text", [], {}) == "text"
+
+
+def test_a_verdict_needs_the_figure_of_the_claim() -> None:
+    assert judge(CLAIM, {"else": {"value": 1.0}}, "").verdict == FAILED
+    assert judge(CLAIM, {"ratio": {"value": math.nan}}, "").verdict == FALLS_SHORT
