@@ -1,0 +1,219 @@
+"""The whole conversion as data: which files, of which bytes, copied from where.
+
+Every byte of every output file is decided here, from headers alone. That makes a dry run exact,
+makes the executor a loop over copies, and lets a test check a conversion without converting.
+
+Invariant: in each target file the header and the extents tile the file in rising order without
+hole or overlap; over all files, the extents read every data byte of the source exactly once.
+
+    plan = plan_conversion(read_catalog(src), get_spec("qwen3_moe"), to="fused")
+    plan.targets[0].extents[0]  # Extent(file=0, source_offset=264, target_offset=312, ...)
+
+Tensors are dealt to files in natural key order by the rule of `huggingface_hub`
+(`split_state_dict_into_shards_factory`): a file is closed when the next tensor would exceed the
+limit, a tensor above the limit gets a file of its own. Inside a file they stand as the
+safetensors library puts them. So the per-expert output for a model equals, byte for byte, the
+files that transformers writes under the same limit (if that holds one projection of a layer).
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal
+
+from weight_convert.catalog import INDEX_NAME, SINGLE_NAME, Catalog
+from weight_convert.families import FamilySpec
+from weight_convert.header import encode_header, layout_order
+from weight_convert.regroup import (
+    TargetTensor,
+    check_experts,
+    fuse_experts,
+    split_experts,
+    unmapped_expert_keys,
+)
+
+Form = Literal["fused", "per_expert"]
+DEFAULT_MAX_SHARD_BYTES = 50_000_000_000  # the default of transformers 5
+_COUNTS = ("total_parameters", "total_size")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """Copy `size_bytes` of source file `file` at `source_offset` to `target_offset`, in bytes."""
+
+    file: int
+    source_offset: int
+    target_offset: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetFile:
+    """One weight file of the output: its first bytes, then extents in rising target order."""
+
+    name: str
+    header: bytes
+    extents: tuple[Extent, ...]
+    keys: tuple[str, ...]
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversionPlan:
+    """All that a conversion will do.
+
+    Attributes:
+        sources: names of the source's weight files; `Extent.file` indexes them.
+        targets: the weight files to write.
+        index: content of the index file, or None for a single file.
+        carried: (name, bytes) of the files to copy unchanged.
+        data_bytes: bytes of all tensors.
+        num_regrouped: output tensors that are a fusion or a slice of source tensors.
+        warnings: what the user should know about, in sentences.
+    """
+
+    sources: tuple[str, ...]
+    targets: tuple[TargetFile, ...]
+    index: bytes | None
+    carried: tuple[tuple[str, int], ...]
+    data_bytes: int
+    num_regrouped: int
+    warnings: tuple[str, ...]
+
+    def output_files(self) -> tuple[tuple[str, int], ...]:
+        """Return (name, bytes) of every file that the output will hold."""
+        weights = tuple((target.name, target.size_bytes) for target in self.targets)
+        index = () if self.index is None else ((INDEX_NAME, len(self.index)),)
+        return weights + index + self.carried
+
+
+def plan_conversion(
+    catalog: Catalog, spec: FamilySpec, *, to: Form, max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
+) -> ConversionPlan:
+    """Plan the conversion of a catalog into the form `to`; reads and writes nothing.
+
+    Args:
+        catalog: the source.
+        spec: the family of the model.
+        to: "fused" for one tensor per layer and projection, "per_expert" for one per expert.
+        max_shard_bytes: limit on the tensor bytes of one file; a bigger tensor gets its own file.
+
+    Raises:
+        ValueError: `to` or `max_shard_bytes` is not as described.
+        IncompleteExpertsError: see `check_experts`.
+    """
+    if to not in ("fused", "per_expert"):
+        raise ValueError(f"to={to!r}; expected 'fused' or 'per_expert'")
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes={max_shard_bytes}; expected at least 1")
+    check_experts(catalog, spec)
+    regroup = fuse_experts if to == "fused" else split_experts
+    tensors = sorted(regroup(catalog, spec), key=lambda tensor: tensor.order)
+    shards = _deal(tensors, max_shard_bytes)
+    targets = tuple(
+        _lay_out(_file_name(number, len(shards)), shard, catalog.metadata)
+        for number, shard in enumerate(shards, start=1)
+    )
+    return ConversionPlan(
+        sources=catalog.files,
+        targets=targets,
+        index=_index(targets, tensors, catalog.index_metadata or {}),
+        carried=catalog.carried,
+        data_bytes=sum(tensor.size_bytes for tensor in tensors),
+        num_regrouped=sum(tensor.key not in catalog.tensors for tensor in tensors),
+        warnings=_warnings(unmapped_expert_keys(catalog, spec)),
+    )
+
+
+def _deal(tensors: Sequence[TargetTensor], max_shard_bytes: int) -> list[list[TargetTensor]]:
+    """Deal tensors to files in order, oversized ones alone (the rule named above)."""
+    shards: list[list[TargetTensor]] = []
+    current: list[TargetTensor] = []
+    current_bytes = 0
+    for block in _blocks(tensors, max_shard_bytes):
+        size_bytes = sum(tensor.size_bytes for tensor in block)
+        if size_bytes > max_shard_bytes:
+            shards.append(block)
+            continue
+        if current_bytes + size_bytes > max_shard_bytes:
+            shards.append(current)
+            current, current_bytes = [], 0
+        current += block
+        current_bytes += size_bytes
+    return [*shards, current] if current else shards
+
+
+def _blocks(tensors: Sequence[TargetTensor], max_shard_bytes: int) -> Iterator[list[TargetTensor]]:
+    """Yield what stays together: one tensor, or one projection of all experts of a layer.
+
+    transformers keeps the latter in one file, because they share a storage in its memory; here that
+    gives way to the limit.
+    """
+    for _, group in groupby(tensors, key=lambda tensor: tensor.order[:2]):
+        block = list(group)
+        if sum(tensor.size_bytes for tensor in block) <= max_shard_bytes:
+            yield block
+        else:
+            yield from ([tensor] for tensor in block)
+
+
+def _file_name(number: int, total: int) -> str:
+    """Return the name of file `number` (from 1) of `total`."""
+    return SINGLE_NAME if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
+
+
+def _lay_out(name: str, tensors: Sequence[TargetTensor], metadata: Mapping[str, str]) -> TargetFile:
+    """Place tensors in one file; ranges that are neighbours on both sides become one extent."""
+    placed = sorted(tensors, key=lambda tensor: layout_order(tensor.dtype, tensor.key))
+    header = encode_header([(t.key, t.dtype, t.shape) for t in placed], metadata)
+    extents: list[Extent] = []
+    end = len(header)
+    for piece in (piece for tensor in placed for piece in tensor.pieces if piece.size_bytes):
+        begin, size_bytes = piece.offset_bytes, piece.size_bytes
+        last = extents[-1] if extents else None
+        if last and (last.file, last.source_offset + last.size_bytes) == (piece.file, begin):
+            extents.pop()
+            begin, size_bytes = last.source_offset, last.size_bytes + size_bytes
+        extents.append(
+            Extent(
+                file=piece.file,
+                source_offset=begin,
+                target_offset=end + piece.size_bytes - size_bytes,
+                size_bytes=size_bytes,
+            )
+        )
+        end += piece.size_bytes
+    keys = tuple(tensor.key for tensor in placed)
+    return TargetFile(name=name, header=header, extents=tuple(extents), keys=keys, size_bytes=end)
+
+
+def _index(
+    targets: Sequence[TargetFile], tensors: Sequence[TargetTensor], metadata: Mapping[str, Any]
+) -> bytes | None:
+    """Return the index, as transformers writes it; None where it would say nothing.
+
+    Regrouping changes neither the number of elements nor of bytes. Facts of the source's index that
+    only an index can hold keep an index beside a single file.
+    """
+    if len(targets) == 1 and not metadata.keys() - set(_COUNTS):
+        return None
+    counts = {
+        "total_parameters": sum(math.prod(tensor.shape) for tensor in tensors),
+        "total_size": sum(tensor.size_bytes for tensor in tensors),
+    }
+    stated = {key: value for key, value in metadata.items() if key != "total_size"}
+    weight_map = {key: target.name for target in targets for key in target.keys}
+    index = {"metadata": counts | stated, "weight_map": weight_map}
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _warnings(unmapped: Sequence[str]) -> tuple[str, ...]:
+    """Return sentences about tensors that belong to experts but stay as they are."""
+    if not unmapped:
+        return ()
+    return (
+        f"{len(unmapped)} tensors of single experts are not part of the family spec and are "
+        f"carried unchanged, for example {unmapped[0]}; they may not match the converted experts",
+    )

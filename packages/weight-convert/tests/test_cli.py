@@ -1,0 +1,152 @@
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weight_convert.cli import main, parse_size
+
+
+def test_help_imports_neither_torch_nor_safetensors() -> None:
+    code = (
+        "import sys; from weight_convert.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit as stop: assert stop.code == 0\n"
+        "assert not {'torch', 'safetensors', 'numpy'} & set(sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert "convert" in done.stdout
+    assert "verify" in done.stdout
+    assert "inspect" in done.stdout
+
+
+def test_there_and_back_on_the_command_line(
+    oracle: Any, model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = str(model.write(tmp_path / "a", "per_expert", num_files=3))
+    b, c = str(tmp_path / "b"), str(tmp_path / "c")
+    assert main(["convert", a, b, "--to", "fused", "--dry-run"]) == 0
+    dry = capsys.readouterr().out
+    assert "dry run, nothing written" in dry
+    assert not (tmp_path / "b").exists()
+    assert main(["convert", a, b, "--to", "fused"]) == 0
+    wet = capsys.readouterr().out
+    assert dry.splitlines()[:-1] == wet.splitlines()[:-1]
+    assert "2 of 12 tensors regrouped" in wet
+    assert main(["convert", b, c, "--to", "per-expert", "--max-shard-size", "1KB"]) == 0
+    assert oracle.read_folder(tmp_path / "c") == model.per_expert, model.seed
+    assert main(["verify", a, c]) == 0
+    assert "equal: 46 tensors" in capsys.readouterr().out
+    assert main(["inspect", c]) == 0
+    shown = capsys.readouterr().out
+    assert "experts     per-expert" in shown
+    assert "MoE layers  1 of 12 experts" in shown
+    assert "problem     none" in shown
+
+
+def test_what_already_has_the_form_is_said_so(
+    model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = str(model.write(tmp_path / "a", "fused"))
+    assert main(["convert", a, str(tmp_path / "b"), "--to", "fused"]) == 0
+    assert "the experts already were fused" in capsys.readouterr().out
+
+
+def test_differences_are_listed_and_the_status_is_1(
+    model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = str(model.write(tmp_path / "a", "per_expert"))
+    for key in [key for key in model.per_expert if "up_proj" in key or "down_proj" in key]:
+        model.per_expert[key] = ("U8", (0,), b"")
+    b = str(model.write(tmp_path / "b", "per_expert"))
+    assert main(["verify", a, b]) == 1
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[-2] == "... and 6 more"
+    assert shown[-1].startswith("26 differ: 46 tensors")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["convert", "{tmp}/absent", "{tmp}/b", "--to", "fused"], "absent is not a directory"),
+        (["convert", "{tmp}/a", "{tmp}/a", "--to", "fused"], "exists; choose another target"),
+        (
+            ["convert", "{tmp}/a", "{tmp}/b", "--to", "fused", "--model-type", "qwen2_moe"],
+            "did you mean 'qwen3_moe'?",
+        ),
+        (["verify", "{tmp}/a", "{tmp}"], "has neither model.safetensors nor"),
+        (["inspect", "{tmp}/absent"], "names no model_type"),
+        (["convert", "{tmp}/a", "/dev/null/b", "--to", "fused"], "/dev/null"),
+    ],
+)
+def test_mistakes_end_in_one_line_and_status_2(
+    model: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    said: str,
+) -> None:
+    model.write(tmp_path / "a", "per_expert")
+    assert main([argument.format(tmp=tmp_path) for argument in arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("weight-convert: error: ")
+    assert error.count("\n") == 1
+    assert said in error
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_unmapped_tensors_are_warned_about_and_shown(
+    oracle: Any, model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = model.per_expert | {"model.layers.1.mlp.experts.3.up_proj.scale": ("U8", (), b"x")}
+    oracle.write_folder(tmp_path / "a", [tensors], model.config)
+    (tmp_path / "a" / ".hidden").touch()
+    assert main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "fused"]) == 0
+    shown = capsys.readouterr()
+    assert "left out: .hidden (hidden)" in shown.out
+    assert shown.err.startswith("warning: 1 tensors of single experts")
+    assert main(["inspect", str(tmp_path / "a")]) == 0
+    assert "unmapped    1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [("17", 17), ("5GB", 5 * 10**9), ("1.5kb", 1500), ("2 MiB", 2 << 20), ("1TiB", 1 << 40)],
+)
+def test_sizes_are_read(text: str, size_bytes: int) -> None:
+    assert parse_size(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "5XB", "-1", "0", "0.1", "1e9"])
+def test_nonsense_sizes_are_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=r"is no size|less than one byte"):
+        parse_size(text)
+
+
+def test_the_installed_command_answers(tmp_path: Path) -> None:
+    command = Path(sys.executable).with_name("weight-convert")
+    done = subprocess.run(
+        [command, "inspect", tmp_path], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert "names no model_type" in done.stderr
+
+
+def test_a_write_that_fails_midway_leaves_nothing_behind(model: Any, tmp_path: Path) -> None:
+    model.write(tmp_path / "a", "per_expert")
+    code = (
+        "import resource, sys; from weight_convert.cli import main\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))\n"
+        "sys.exit(main(['convert', 'a', 'b', '--to', 'fused']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert "File too large" in done.stderr
+    assert os.listdir(tmp_path) == ["a"]
