@@ -163,7 +163,7 @@ def _install(session: nox.Session, package: Package, tree: Path, torch: str | No
     built = [package.name, *package.siblings, *(["ranktest"] if has_torch else [])]
     for name in built:
         command = ("uv", "build", "--quiet", "--wheel", "--package", name, "-o", str(wheels))
-        session.run_install(*command, external=True)
+        session.run_install(*command, external=True, log=False)
     files = sorted(str(f) for f in wheels.glob("*.whl"))
     for lock in (pylock, tools):
         session.install("--quiet", "--no-deps", "-r", str(lock))
@@ -187,6 +187,7 @@ def _export(session: nox.Session, target: Path, *selection: str) -> None:
         "-o",
         str(target),
         external=True,
+        log=False,
     )
 
 

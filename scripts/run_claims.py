@@ -18,7 +18,7 @@ from pathlib import Path
 from claims.ledger import Claim, read_ledger
 from claims.readmes import check_readmes, number, write_readmes
 from claims.results import RESULTS, gpu_name, read_entries, write_results
-from claims.runner import FAILED, FALLS_SHORT, NOT_HERE, Outcome, machine_has_gpu, measure
+from claims.runner import FAILED, FALLS_SHORT, NOT_HERE, Outcome, measure
 from workspace import ROOT, read_packages
 
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not chosen and not arguments.gpu:
         print("claims: no claim matches; see benchmarks/claims.toml", file=sys.stderr)
         return 2
-    outcomes = measure(chosen, root=ROOT, has_gpu=machine_has_gpu())
+    outcomes = measure(chosen, root=ROOT, has_gpu=gpu_name() is not None)
     _record(outcomes, arguments.gpu_tests)
     print(table(outcomes))
     for outcome in outcomes:

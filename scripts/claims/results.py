@@ -6,6 +6,7 @@ with its own date; every figure is a ratio or a count taken within one run.
 """
 
 import datetime
+import functools
 import importlib.metadata
 import json
 import os
@@ -85,8 +86,12 @@ def describe_machine() -> dict[str, object]:
     return machine | ({"gpu": gpu} if gpu else {})
 
 
+@functools.cache
 def gpu_name() -> str | None:
-    """The name that torch gives to the first CUDA device, None without one."""
+    """The name that torch gives to the first CUDA device, None without one.
+
+    Asked in another process: the claims program itself stays free of torch and of the device.
+    """
     code = "import torch as t; print(t.cuda.get_device_name(0) if t.cuda.is_available() else '')"
     command = [sys.executable, "-c", code]
     found = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -81,13 +81,6 @@ def read_figures(output: str) -> dict[str, dict[str, float]]:
     return figures
 
 
-def machine_has_gpu() -> bool:
-    """Whether torch, in the interpreter that runs the claims, sees a CUDA device."""
-    code = "import torch, sys; sys.exit(0 if torch.cuda.is_available() else 1)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
-    return found.returncode == 0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Printed:
     figures: dict[str, dict[str, float]] = field(default_factory=dict)
