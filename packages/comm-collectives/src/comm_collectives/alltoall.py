@@ -10,6 +10,7 @@ argument and the output is new, so neither can happen. Rows travel as bytes.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any, cast
 
 import torch
@@ -186,7 +187,7 @@ def _input_splits(x: torch.Tensor, splits: Sequence[int] | None, size: int) -> t
 
 def _checked_splits(splits: Sequence[int], size: int, name: str) -> tuple[int, ...]:
     try:
-        checked = tuple(int(n) for n in splits)
+        checked = tuple(index(n) for n in splits)
     except TypeError as error:
         raise TypeError(f"{name}={splits!r} must be a sequence of integers") from error
     if len(checked) != size or any(n < 0 for n in checked):

@@ -21,6 +21,8 @@ from comm_collectives.reports import GRACE_S, PeersView, Report, ask_peers, has_
 # A rank that waits for longer than this says so in the store, so that a peer whose limit passes
 # earlier does not count it among the missing. Shorter waits cost nothing.
 _SLOW_S = 1.0
+# Gloo closes a connection whose transfer ran into its limit; what comes later fails with this.
+_CLOSED_WORDS = ("pair closure",)
 _TIMEOUT_WORDS = ("timed out", "timeout")
 _PEER_WORDS = ("connection closed", "connection reset", "broken pipe", "connection refused", "peer")
 
@@ -95,6 +97,8 @@ def wait_for(work: dist.Work, timeout_s: float | None) -> None:
 def classify(error: RuntimeError, timeout_s: float | None) -> tuple[type[CommError], str]:
     """Tell a passed limit, a lost peer and a refused operation apart, by the backend's text."""
     text = str(error).lower()
+    if any(word in text for word in _CLOSED_WORDS):
+        return PeerFailedError, "has no connection to a peer since an earlier call timed out"
     if any(word in text for word in _TIMEOUT_WORDS):
         limit = "the group's limit" if timeout_s is None else f"{timeout_s:g} s"
         return CollectiveTimeoutError, f"timed out after {limit}"

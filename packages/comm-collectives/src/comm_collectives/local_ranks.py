@@ -6,16 +6,21 @@ answers = run_local("comm_collectives.check:rank_main", 2, timeout_s=60)
 import importlib
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
+import warnings
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 
 import torch
 import torch.distributed as dist
 
 from comm_collectives.errors import CommError
+
+# A fork costs no second import of torch; elsewhere than on Linux it is not safe.
+_START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 
 
 def run_local(entry: str, num_ranks: int, *, timeout_s: float) -> list[str]:
@@ -26,8 +31,8 @@ def run_local(entry: str, num_ranks: int, *, timeout_s: float) -> list[str]:
     Raises:
         CommError: a rank died, raised or did not finish within `timeout_s`; the text names it.
     """
-    context = multiprocessing.get_context("spawn")
-    processes: list[SpawnProcess] = []
+    context = multiprocessing.get_context(_START_METHOD)
+    processes: list[BaseProcess] = []
     pipes: dict[Connection, int] = {}
     with tempfile.TemporaryDirectory(prefix="comm-collectives-") as folder:
         store = os.path.join(folder, "store")
@@ -35,8 +40,11 @@ def run_local(entry: str, num_ranks: int, *, timeout_s: float) -> list[str]:
             for rank in range(num_ranks):
                 receiver, sender = context.Pipe(duplex=False)
                 args = (entry, rank, num_ranks, store, timeout_s, sender)
-                process = context.Process(target=_rank, args=args, daemon=True)
-                process.start()
+                process: BaseProcess = context.Process(target=_rank, args=args, daemon=True)  # type: ignore[attr-defined]
+                with warnings.catch_warnings():
+                    # Python >= 3.12 warns that the parent has threads; a rank uses one of its own.
+                    warnings.simplefilter("ignore", DeprecationWarning)
+                    process.start()
                 sender.close()
                 processes.append(process)
                 pipes[receiver] = rank

@@ -2,7 +2,8 @@
 
 A header travels ahead of the tensors, so shapes, dtypes and their number may change at each
 transfer and may be zero. Transfers of one direction between two ranks arrive in the order in which
-they were sent, and each carries its number, so that a skipped one is noticed.
+they were sent, and each carries its number, so that a skipped one is noticed. A limit that passes
+is final: gloo closes the connection between the two ranks, so give up the group after it.
 
     handle = isend_tensors([hidden, position_ids], dst=1)   # on rank 0; returns at once
     hidden, position_ids = recv_tensors(src=0)              # on rank 1
