@@ -1,3 +1,4 @@
+import itertools
 import math
 import random
 
@@ -73,9 +74,7 @@ def test_tilings_are_accepted_and_holes_and_overlaps_are_named() -> None:
         tiling: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), ())]
         for edges in cuts:
             tiling = [
-                ((*o, a), (*s, b - a))
-                for o, s in tiling
-                for a, b in zip(edges, edges[1:], strict=False)
+                ((*o, a), (*s, b - a)) for o, s in tiling for a, b in itertools.pairwise(edges)
             ]
         rng.shuffle(tiling)
         assert check_tiling(shape, tiling) is None, seed

@@ -11,10 +11,10 @@ from unified_ckpt.dtypes import dtype_of, header_shape, stored_dtype, torch_shap
 from unified_ckpt.errors import CorruptCheckpointError
 from unified_ckpt.header import HeaderEntry, encode_header, read_header
 
-NAMES = (
-    "BOOL U8 I8 U16 I16 U32 I32 U64 I64 F16 BF16 F32 F64 C64 "
-    "F8_E4M3 F8_E4M3FNUZ F8_E5M2 F8_E5M2FNUZ F8_E8M0 F4"
-).split()
+NAMES = [
+    "BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F16", "BF16", "F32", "F64",
+    "C64", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "F8_E8M0", "F4",
+]  # fmt: skip
 
 
 def bits(tensor: torch.Tensor) -> list[int]:

@@ -1,0 +1,110 @@
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from unified_ckpt import commit
+from unified_ckpt.commit import Staging, clean_leftovers, hidden_name
+
+
+def fill(folder: Path, text: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "manifest.json").write_text(text)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+def publish(target: Path, text: str) -> bool:
+    staging = Staging.make(target)
+    try:
+        fill(staging.folder, text)
+        return staging.publish()
+    finally:
+        staging.close()
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_publishing_creates_and_replaces(
+    can_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not can_exchange:
+        monkeypatch.setattr(commit, "exchange", lambda a, b: False)
+    assert publish(tmp_path / "c", "one") is False
+    assert publish(tmp_path / "c", "two") is True
+    assert (tmp_path / "c" / "manifest.json").read_text() == "two"
+    assert names(tmp_path) == ["c"]
+
+
+def test_a_replacement_without_exchange_that_fails_gives_the_old_one_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commit, "exchange", lambda a, b: False)
+    publish(tmp_path / "c", "one")
+    staging = Staging.make(tmp_path / "c")
+    fill(staging.folder, "two")
+    real = Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        if self == staging.folder:
+            raise OSError(5, "Input/output error")
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(OSError, match="Input/output"):
+        staging.publish()
+    staging.close()
+    assert names(tmp_path) == ["c"]
+    assert (tmp_path / "c" / "manifest.json").read_text() == "one"
+
+
+def test_a_checkpoint_that_stepped_aside_before_a_crash_gets_its_name_back(tmp_path: Path) -> None:
+    fill(hidden_name(tmp_path / "c", "old"), "one")
+    fill(hidden_name(tmp_path / "c", "tmp"), "half")
+    clean_leftovers(tmp_path)
+    assert names(tmp_path) == ["c"]
+    assert (tmp_path / "c" / "manifest.json").read_text() == "one"
+    fill(hidden_name(tmp_path / "c", "old"), "zero")
+    clean_leftovers(tmp_path)
+    assert (tmp_path / "c" / "manifest.json").read_text() == "one"
+    assert names(tmp_path) == ["c"]
+
+
+def test_only_leftovers_of_this_package_are_removed(tmp_path: Path) -> None:
+    mine = hidden_name(tmp_path / "c", "tmp")
+    keep = [".git", "c", ".c.unified-ckpt-tmp-123", "c.unified-ckpt-tmp-0123456789abcdef"]
+    for name in (mine.name, *keep):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".d.unified-ckpt-tmp-0123456789abcdef").write_text("a file")
+    assert clean_leftovers(tmp_path) == [mine]
+    assert names(tmp_path) == sorted([*keep, ".d.unified-ckpt-tmp-0123456789abcdef"])
+    assert clean_leftovers(tmp_path / "nothing") == []
+
+
+def test_a_save_that_runs_in_another_process_is_left_alone_until_it_dies(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        Staging.make(tmp_path / "c")
+        os.write(write_end, b"x")
+        time.sleep(60)
+        os._exit(0)
+    os.read(read_end, 1)
+    (folder,) = tmp_path.iterdir()
+    assert clean_leftovers(tmp_path) == []
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert clean_leftovers(tmp_path) == [folder]
+    assert names(tmp_path) == []
+
+
+def test_new_folders_follow_the_umask(tmp_path: Path) -> None:
+    old = os.umask(0o027)
+    try:
+        publish(tmp_path / "a" / "c", "x")
+    finally:
+        os.umask(old)
+    assert (tmp_path / "a" / "c").stat().st_mode & 0o777 == 0o750

@@ -1,0 +1,62 @@
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from unified_ckpt.files import (
+    exchange,
+    free_bytes,
+    make_folders,
+    open_for_read,
+    open_for_write,
+    read_at,
+    write_at,
+)
+
+
+def test_many_buffers_of_any_length_are_written_and_read_in_order(tmp_path: Path) -> None:
+    seed = random.randrange(2**32)
+    rng = random.Random(seed)
+    buffers = [rng.randbytes(rng.choice([0, 1, 7, 300])) for _ in range(2500)]
+    with open_for_write(tmp_path / "x") as fd:
+        write_at(fd, buffers, 5)
+    data = b"".join(buffers)
+    assert (tmp_path / "x").read_bytes() == bytes(5) + data, seed
+    out = [memoryview(bytearray(len(b))) for b in buffers]
+    with open_for_read(tmp_path / "x") as fd:
+        assert read_at(fd, out, 5) == len(data)
+        assert b"".join(bytes(o) for o in out) == data, seed
+        assert read_at(fd, [memoryview(bytearray(100))], len(data)) == 5
+
+
+def test_partial_reads_and_writes_are_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_write, real_read = os.pwritev, os.preadv
+    monkeypatch.setattr(os, "pwritev", lambda fd, bs, at: real_write(fd, [bytes(bs[0][:3])], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, bs, at: real_read(fd, [bs[0][:2]], at))
+    with open_for_write(tmp_path / "x") as fd:
+        write_at(fd, [b"hello ", b"", b"wide", b" world"], 0)
+    out = memoryview(bytearray(16))
+    with open_for_read(tmp_path / "x") as fd:
+        assert read_at(fd, [out[:5], out[5:]], 0) == 16
+    assert bytes(out) == b"hello wide world"
+
+
+def test_exchange_swaps_two_directories(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    if not exchange(tmp_path / "a", tmp_path / "b"):
+        pytest.skip("this file system cannot exchange names")
+    assert [p.name for p in (tmp_path / "a").iterdir()] == ["b"]
+    with pytest.raises(FileNotFoundError):
+        exchange(tmp_path / "a", tmp_path / "nothing")
+
+
+def test_folders_are_made_with_their_parents_and_may_exist(tmp_path: Path) -> None:
+    make_folders(tmp_path / "a" / "b")
+    make_folders(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").is_dir()
+    assert free_bytes(tmp_path) > 0

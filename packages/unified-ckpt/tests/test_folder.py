@@ -1,0 +1,63 @@
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from unified_ckpt import Shard, get_last_checkpoint, rotate, save
+from unified_ckpt.folder import is_complete
+
+
+def put(folder: Path, step: int) -> Path:
+    tensor = torch.full((3,), float(step))
+    shard = Shard(key="w", tensor=tensor, global_shape=(3,), offset=(0,))
+    return save({"model": [shard]}, checkpoint_id=folder / f"checkpoint-{step}").path
+
+
+def test_the_newest_is_chosen_by_number_not_by_name_or_date(tmp_path: Path) -> None:
+    for step in (100, 20, 9):
+        put(tmp_path, step)
+    (tmp_path / "checkpoint-best").mkdir()
+    (tmp_path / "my-checkpoint-999").mkdir()
+    assert get_last_checkpoint(tmp_path) == tmp_path / "checkpoint-100"
+
+
+def test_no_folder_and_no_checkpoint_give_none(tmp_path: Path) -> None:
+    assert get_last_checkpoint(tmp_path / "nothing") is None
+    assert get_last_checkpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize("damage", ["missing file", "short file", "no manifest", "bad manifest"])
+def test_a_newer_checkpoint_that_is_not_complete_is_passed_over(
+    damage: str, tmp_path: Path
+) -> None:
+    put(tmp_path, 1)
+    new = put(tmp_path, 2)
+    if damage == "missing file":
+        (new / "model.safetensors").unlink()
+    elif damage == "short file":
+        os.truncate(new / "model.safetensors", 20)
+    elif damage == "no manifest":
+        (new / "manifest.json").unlink()
+    else:
+        (new / "manifest.json").write_text("{}")
+    assert not is_complete(new)
+    assert get_last_checkpoint(tmp_path) == tmp_path / "checkpoint-1"
+
+
+def test_rotation_keeps_the_newest_complete_ones_and_touches_nothing_else(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 40):
+        put(tmp_path, step)
+    (put(tmp_path, 50) / "model.safetensors").unlink()
+    (tmp_path / "checkpoint-0").mkdir()
+    (tmp_path / "logs").mkdir()
+    assert rotate(tmp_path, 2) == [tmp_path / "checkpoint-2", tmp_path / "checkpoint-1"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "checkpoint-0", "checkpoint-3", "checkpoint-40", "checkpoint-50", "logs",
+    ]  # fmt: skip
+    assert rotate(tmp_path, 2) == []
+
+
+def test_rotation_refuses_to_remove_everything(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep=0 would remove every checkpoint"):
+        rotate(tmp_path, 0)

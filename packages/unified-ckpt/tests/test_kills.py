@@ -1,0 +1,124 @@
+"""SIGKILL at random moments of saves, overwrites and rotation: nothing that was there is lost.
+
+The ranks save one checkpoint after the other, each filled with its step number, and are killed from
+outside at a uniformly random moment. What stands under a checkpoint's name afterwards must be whole,
+a state that was saved, and no older than the last save that returned.
+"""
+
+import os
+import random
+import signal
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ranktest import collect_ranks
+from unified_ckpt import Shard, get_last_checkpoint, load, rotate, save, verify_checkpoint
+
+NUMEL = 60_000
+MODES = ["one rank", "all ranks"]
+
+
+def kill_me_after(delay_s: float) -> None:
+    """Let a child process kill this one, so that no lock of this process delays it."""
+    victim = os.getpid()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        time.sleep(delay_s)
+        os.kill(victim, signal.SIGKILL)
+        os._exit(0)
+
+
+def shards(rank: int, world_size: int, step: float) -> list[Shard]:
+    step = float(step)
+    rows = Shard(
+        key="rows",
+        tensor=torch.full((NUMEL,), step),
+        global_shape=(NUMEL * world_size,),
+        offset=(NUMEL * rank,),
+    )
+    columns = Shard(
+        key="columns",
+        tensor=torch.full((50, 20), step),
+        global_shape=(50, 20 * world_size),
+        offset=(0, 20 * rank),
+    )
+    replica = Shard(key="replica", tensor=torch.tensor(step), global_shape=(), offset=())
+    return [rows, columns, replica]
+
+
+def run_and_kill(folder: Path, mode: str, seed: int, *, overwrite: bool) -> None:
+    rng = random.Random(seed)
+    world_size, delay_s = 2, rng.uniform(0.0, 0.25)
+    victims = {rng.randrange(world_size)} if mode == "one rank" else set(range(world_size))
+
+    def fn(rank: int, world_size: int) -> None:
+        for step in range(1, 10_000):
+            name = "checkpoint-0" if overwrite else f"checkpoint-{step}"
+            save(
+                {
+                    "model": shards(rank, world_size, step),
+                    "optimizer": shards(rank, world_size, step),
+                },
+                checkpoint_id=folder / name,
+                rank_files={f"rank-{rank}": b"%d" % step},
+                timeout_s=5.0,
+            )
+            (folder / f"returned-{rank}").write_text(str(step))
+            if rank == 0:
+                rotate(folder, 2)
+            if step == 1:
+                dist.barrier()
+                if rank in victims:
+                    kill_me_after(delay_s)
+
+    outcomes = collect_ranks(fn, world_size, timeout_s=30)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error_type == ("Died" if rank in victims else "SavePeerError"), outcome
+
+
+def state_of(checkpoint: Path, part: str) -> set[float]:
+    found: set[float] = set()
+    for key, shape in {"rows": (2 * NUMEL,), "columns": (50, 40), "replica": ()}.items():
+        tensor = torch.full(shape, -1.0)
+        whole = Shard(key=key, tensor=tensor, global_shape=shape, offset=(0,) * len(shape))
+        load([whole], checkpoint_id=checkpoint, part=part)
+        found |= set(tensor.flatten().tolist())
+    return found
+
+
+def check_after_kill(folder: Path) -> None:
+    returned = max(int(p.read_text() or 0) for p in folder.glob("returned-*"))
+    newest = get_last_checkpoint(folder)
+    assert newest is not None
+    (newest_step,) = state_of(newest, "model")
+    assert newest_step >= returned, (newest_step, returned)
+    for checkpoint in folder.glob("checkpoint-*"):
+        assert verify_checkpoint(checkpoint).problems == (), checkpoint
+        states = state_of(checkpoint, "model") | state_of(checkpoint, "optimizer")
+        assert len(states) == 1, (checkpoint, states)
+        (step,) = states
+        assert checkpoint.name in ("checkpoint-0", f"checkpoint-{step:.0f}")
+    shard = shards(0, 1, 1.0)
+    save({"model": shard}, checkpoint_id=folder / "checkpoint-99999")
+    assert not [p for p in folder.iterdir() if p.name.startswith(".")]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_kill_at_any_moment_loses_nothing(mode: str, overwrite: bool, tmp_path: Path) -> None:
+    for number in range(3):
+        seed = random.randrange(2**32)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        run_and_kill(folder, mode, seed, overwrite=overwrite)
+        try:
+            check_after_kill(folder)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {sorted(os.listdir(folder))}: {error}") from error

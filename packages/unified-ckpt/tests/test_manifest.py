@@ -1,0 +1,68 @@
+import json
+import random
+import zlib
+from pathlib import Path
+
+import pytest
+
+from unified_ckpt.boxes import Region
+from unified_ckpt.errors import CorruptCheckpointError
+from unified_ckpt.manifest import (
+    FileRecord,
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+    read_manifest,
+)
+
+MANIFEST = Manifest(
+    files={
+        "model.safetensors": FileRecord(
+            100, ((Region(0, 60), 2**32 - 1), (Region(60, 4, (5, 2), (8, 4)), 0))
+        ),
+        "é.json": FileRecord(0, ()),
+    }
+)
+
+
+def test_a_manifest_is_json_and_comes_back_as_it_was() -> None:
+    raw = encode_manifest(MANIFEST)
+    assert decode_manifest(raw, Path("m")) == MANIFEST
+    assert json.loads(raw)["files"]["model.safetensors"]["bytes"] == 100
+
+
+def test_every_flipped_bit_of_a_manifest_is_found() -> None:
+    raw = encode_manifest(MANIFEST)
+    for bit in range(8 * len(raw)):
+        bad = bytearray(raw)
+        bad[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(CorruptCheckpointError, match="manifest"):
+            decode_manifest(bytes(bad), Path("m"))
+    with pytest.raises(CorruptCheckpointError):
+        decode_manifest(raw[: random.randrange(len(raw))], Path("m"))
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"format": "other", "version": 1, "files": {}},
+        {"format": "unified-ckpt", "version": 2, "files": {}},
+        {"format": "unified-ckpt", "version": 1},
+        {
+            "format": "unified-ckpt",
+            "version": 1,
+            "files": {"x": {"bytes": 1, "pieces": [[0, -1, 3]]}},
+        },
+        {"format": "unified-ckpt", "version": 1, "files": {"x": {"bytes": 1, "pieces": [3]}}},
+        {"format": "unified-ckpt", "version": 1, "files": []},
+    ],
+)
+def test_a_manifest_of_another_kind_is_refused(table: dict) -> None:
+    body = json.dumps(table, separators=(",", ":")).encode()[:-1]
+    with pytest.raises(CorruptCheckpointError, match="malformed manifest"):
+        decode_manifest(body + b',"crc32":"%08x"}\n' % zlib.crc32(body), Path("m"))
+
+
+def test_no_manifest_is_none(tmp_path: Path) -> None:
+    assert read_manifest(tmp_path) is None
+    assert read_manifest(tmp_path / "nothing") is None
