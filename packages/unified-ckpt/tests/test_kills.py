@@ -1,8 +1,9 @@
 """SIGKILL at random moments of saves, overwrites and rotation: nothing that was there is lost.
 
 The ranks save one checkpoint after the other, each filled with its step number, and are killed from
-outside at a uniformly random moment. What stands under a checkpoint's name afterwards must be whole,
-a state that was saved, and no older than the last save that returned.
+outside at a uniformly random moment. What stands under a checkpoint's name then must be whole and
+bit for bit a state that was saved; the newest is no older than the last save that returned.
+`benchmarks/unified_ckpt_kills.py` runs the same with large counts.
 """
 
 import os
@@ -113,7 +114,7 @@ def check_after_kill(folder: Path) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_kill_at_any_moment_loses_nothing(mode: str, overwrite: bool, tmp_path: Path) -> None:
-    for number in range(3):
+    for number in range(2):
         seed = random.randrange(2**32)
         folder = tmp_path / str(number)
         folder.mkdir()
