@@ -337,14 +337,3 @@ def test_combine_wants_the_rows_of_its_dispatch() -> None:
         cc.combine(torch.ones(3, 3), sent.handle)
     with pytest.raises(TypeError, match=r"y_RD is torch\.int64"):
         cc.combine(torch.ones(2, 3, dtype=torch.int64), sent.handle)
-
-
-@pytest.mark.gpu
-def test_cuda_equals_cpu() -> None:
-    x, weights = torch.randn(50, 16, dtype=torch.float64), torch.rand(50, 2, dtype=torch.float64)
-    idx = torch.rand(50, _E).topk(2, dim=1).indices
-    experts, grad = _experts(16), torch.randn(50, 16, dtype=torch.float64)
-    want = _layer((x, idx, weights), experts, grad, None, 4)
-    inputs = (x.cuda(), idx.cuda(), weights.cuda())
-    for a, b in zip(_layer(inputs, experts.cuda(), grad.cuda(), None, 4), want, strict=True):
-        torch.testing.assert_close(a.cpu(), b, rtol=0, atol=1e-12)
