@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -113,3 +115,16 @@ def test_several_axes_whose_ranks_do_not_ascend_are_refused() -> None:
             axis_group(device_mesh, "dp", "ep")
 
     on_ranks(fn, 4)
+
+
+def test_groups_over_several_axes_do_not_import_dynamo() -> None:
+    code = """
+import sys
+import torch.distributed as dist
+from mesh_spmd import ProcessMesh, axis_group
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+device_mesh = ProcessMesh((1, 1), ("dp", "ep")).to_device_mesh("cpu")
+assert dist.get_world_size(axis_group(device_mesh, "dp", "ep")) == 1
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

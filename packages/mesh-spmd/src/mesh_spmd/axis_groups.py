@@ -12,10 +12,15 @@ Invariant: the rank inside the group is the position in `ProcessMesh.groups(*axe
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakIdKeyDictionary
 
-from mesh_spmd._torch_private import flattened, root_of
+from mesh_spmd._torch_private import root_of
 from mesh_spmd.errors import MeshStateError
 from mesh_spmd.mesh import ProcessMesh
+
+# By the root mesh itself, not by its value: an equal mesh of a later job has other groups.
+# torch's own `DeviceMesh._flatten` would import torch._dynamo, seconds on every rank.
+_GROUPS_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def axis_group(device_mesh: DeviceMesh, *axes: str) -> ProcessGroup:
@@ -41,11 +46,29 @@ def axis_group(device_mesh: DeviceMesh, *axes: str) -> ProcessGroup:
     if len(in_order) == 1:
         return device_mesh.get_group(in_order[0])
     mesh.check_ascending(*in_order)
-    covered, world_size = root_of(device_mesh).size(), dist.get_world_size()
+    root = root_of(device_mesh)
+    covered, world_size = root.size(), dist.get_world_size()
     if covered != world_size:
         raise MeshStateError(
             f"a group along {', '.join(in_order)} must be created by all {world_size} ranks of the "
             f"default process group, but the mesh holds {covered} of them; use a mesh that covers "
             "every rank, with one more axis for the ranks that do something else"
         )
-    return flattened(device_mesh, in_order).get_group()
+    groups = _GROUPS_OF.setdefault(root, {})
+    if in_order not in groups:
+        groups[in_order] = _new_group(root, in_order)
+    group: ProcessGroup = groups[in_order]
+    return group
+
+
+def _new_group(root: DeviceMesh, axes: tuple[str, ...]) -> ProcessGroup:
+    """Make the groups of all ranks along `axes`, as torch requires, and return this rank's."""
+    rank = dist.get_rank()
+    mine = None
+    for ranks in ProcessMesh.from_device_mesh(root).groups(*axes):
+        group = dist.new_group(list(ranks), group_desc="mesh_" + "_".join(axes))
+        if rank in ranks:
+            mine = group
+    if not isinstance(mine, ProcessGroup):
+        raise MeshStateError(f"rank {rank} is in no group along {', '.join(axes)} of {root}")
+    return mine
