@@ -23,6 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import shorten
 from types import FrameType
 from uuid import uuid4
 
@@ -201,7 +202,7 @@ class _Supervisor:
         lines = [_describe(cause, exit_codes.get(cause, 1), errors)]
         for rank in failed:
             if rank in errors and rank != cause:
-                summary = errors[rank].summary.splitlines()[0]
+                summary = shorten(errors[rank].summary, 200, placeholder=" ...")
                 lines.append(f"then rank {rank}, step {errors[rank].step}: {summary}")
         if unsaved:
             lines.append(f"then ranks {_numbers(unsaved)} killed: {self._kill_reason}")
