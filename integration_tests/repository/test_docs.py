@@ -1,4 +1,4 @@
-"""docs/architecture.md is kept true: its diagram and the files it names; and links lead somewhere."""
+"""docs/architecture.md is held to the code: its diagram, the files it names; and all our links."""
 
 import re
 from pathlib import Path
