@@ -93,33 +93,31 @@ def exchange_rows(
     x: torch.Tensor,
     sent: Sequence[int],
     received: Sequence[int],
-    *,
-    spare_rows: int = 0,
-) -> torch.Tensor:
+    out: torch.Tensor,
+) -> None:
     """Exchange rows of a contiguous `x` without gradients; the primitive under everything here.
 
-    Returns [sum(received) + spare_rows, ...]; the spare rows at the end are left uninitialised.
+    `out` is contiguous, [sum(received), ...], with the row shape, dtype and device of `x`.
     """
-    rows = sum(received)
-    shape = (rows + spare_rows, *x.shape[1:])
     row_bytes = num_bytes(x.dtype, x.shape[1:])
+    source, target = as_bytes(x), as_bytes(out)
     travel = call.state.transport_type(x.device)
-    source = as_bytes(x)
-    if travel != source.device.type:
-        source = source.to(travel)
-    target = torch.empty(num_bytes(x.dtype, shape), dtype=torch.uint8, device=source.device)
+    staged = travel != x.device.type
+    if staged:
+        source, target = source.to(travel), torch.empty_like(target, device=travel)
     call.run(
         lambda: dist.all_to_all_single(
-            target[: rows * row_bytes],
+            target,
             source,
             [n * row_bytes for n in received],
             [n * row_bytes for n in sent],
             group=group,
             async_op=True,
         ),
-        on_cpu=source.device.type == "cpu",
+        on_cpu=travel == "cpu",
     )
-    return from_bytes(target.to(x.device), x.dtype, shape)
+    if staged:
+        as_bytes(out).copy_(target)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,9 +135,9 @@ class _AllToAll(torch.autograd.Function):
         ctx.exchange = exchange
         if exchange.state.size == 1:
             return dense(x).clone()
-        return exchange_rows(
-            exchange.call, exchange.group, dense(x), exchange.sent, exchange.received
-        )
+        y = _new_rows(x, sum(exchange.received))
+        exchange_rows(exchange.call, exchange.group, dense(x), exchange.sent, exchange.received, y)
+        return y
 
     @staticmethod
     @once_differentiable
@@ -149,8 +147,16 @@ class _AllToAll(torch.autograd.Function):
             return grad, None
         timeout_s = exchange.call.timeout_s
         call = Call(exchange.state, "all_to_all (backward)", timeout_s=timeout_s)
-        rows = exchange_rows(call, exchange.group, dense(grad), exchange.received, exchange.sent)
+        rows = _new_rows(grad, sum(exchange.sent))
+        exchange_rows(call, exchange.group, dense(grad), exchange.received, exchange.sent, rows)
         return rows, None
+
+
+def _new_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
+    # As bytes, because torch warns when it allocates complex32.
+    shape = (rows, *x.shape[1:])
+    flat = torch.empty(num_bytes(x.dtype, shape), dtype=torch.uint8, device=x.device)
+    return from_bytes(flat, x.dtype, shape)
 
 
 def _control_device(x: torch.Tensor, state: GroupState) -> torch.device:

@@ -18,12 +18,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import get_backend_config
 
+from comm_collectives.scratch import ScratchPool
+
 
 @final
 class GroupState:
     """A process group as this rank sees it. `rank` is inside the group, `ranks` are global."""
 
-    __slots__ = ("_calls", "_transfers", "backend_of", "name", "rank", "ranks", "size")
+    __slots__ = ("_calls", "_transfers", "backend_of", "name", "rank", "ranks", "scratch", "size")
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank: int = group.rank()
@@ -31,6 +33,7 @@ class GroupState:
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
         self.name: str = group.group_name
         self.backend_of: dict[str, str] = _parse_backends(get_backend_config(group))
+        self.scratch = ScratchPool()
         self._calls: Iterator[int] = itertools.count(1)
         self._transfers: dict[tuple[int, int], Iterator[int]] = defaultdict(
             lambda: itertools.count(1)

@@ -21,6 +21,7 @@ from comm_collectives.alltoall import exchange_rows
 from comm_collectives.calls import Call
 from comm_collectives.groups import GroupState
 from comm_collectives.routing_plan import RoutingPlan, WireSide
+from comm_collectives.scratch import Scratch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,59 +170,87 @@ class _GroupRouting(Routing):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         source, expert = self._plan.source, self._plan.expert
         weight_N = weight_TK.reshape(-1).index_select(0, self._choices.order_N)
-        token_N = self._choices.token_N
-        wire = _load(x_TD, token_N, self._sent_row, weight_N, self._sent_weight, source)
-        wire = self._exchange(label, wire, source.wire_rows_P, expert.wire_rows_P, padded=True)
-        x_RD = wire[:, : x_TD.shape[1]].index_select(
-            0, self._place(self._received_row, wire.shape[0] - 1)
-        )
+        sent = self._load(x_TD, self._choices.token_N, weight_N, source)
+        got = self._exchange(label, sent, source.wire_rows_P, expert.wire_rows_P, padded=True)
+        wire, last = got.rows, got.rows.shape[0] - 1
         weight = _as_weights(wire, weight_TK.dtype)
-        spare = (wire.shape[0] - 1) * (weight.numel() // max(1, wire.shape[0]))
-        return x_RD, weight.index_select(0, self._place(self._received_weight, spare))
+        spare = last * (weight.numel() // max(1, wire.shape[0]))
+        x_RD = wire[:, : x_TD.shape[1]].index_select(0, self._place(self._received_row, last))
+        weight_R = weight.index_select(0, self._place(self._received_weight, spare))
+        self._state.scratch.give_back(got)
+        return x_RD, weight_R
 
     def rows_to_experts(self, x_TD: torch.Tensor, label: Label) -> torch.Tensor:
         source, expert = self._plan.source, self._plan.expert
-        wire = x_TD.index_select(0, self._choices.token_N)
-        wire = self._exchange(label, wire, source.rows_P, expert.rows_P, padded=True)
-        running = torch.arange(expert.num_rows, device=wire.device)
-        return wire.index_select(0, self._place(running, wire.shape[0] - 1))
+        sent = self._gather(x_TD, self._choices.token_N, x_TD.shape[1])
+        got = self._exchange(label, sent, source.rows_P, expert.rows_P, padded=True)
+        running = torch.arange(expert.num_rows, device=x_TD.device)
+        x_RD = got.rows.index_select(0, self._place(running, got.rows.shape[0] - 1))
+        self._state.scratch.give_back(got)
+        return x_RD
 
     def rows_to_tokens(self, y_RD: torch.Tensor, label: Label) -> torch.Tensor:
         source, expert = self._plan.source, self._plan.expert
-        wire = y_RD.index_select(0, self._local_R)
-        wire = self._exchange(label, wire, expert.rows_P, source.rows_P)
-        running = torch.arange(source.num_rows, device=wire.device)
-        return _sum_rows(wire, self._choices.slots_TK(running))
+        sent = self._gather(y_RD, self._local_R, y_RD.shape[1])
+        got = self._exchange(label, sent, expert.rows_P, source.rows_P)
+        running = torch.arange(source.num_rows, device=y_RD.device)
+        y_TD = _sum_rows(got.rows, self._choices.slots_TK(running))
+        self._state.scratch.give_back(got)
+        return y_TD
 
     def to_tokens(
         self, y_RD: torch.Tensor, weight_R: torch.Tensor, label: Label
     ) -> tuple[torch.Tensor, torch.Tensor]:
         source, expert = self._plan.source, self._plan.expert
         weight_N = weight_R.index_select(0, self._local_R)
-        wire = _load(
-            y_RD, self._local_R, self._received_row, weight_N, self._received_weight, expert
-        )
-        wire = self._exchange(label, wire, expert.wire_rows_P, source.wire_rows_P)
-        y_TD = _sum_rows(wire[:, : y_RD.shape[1]], self._choices.slots_TK(self._sent_row))
-        weight = _as_weights(wire, weight_R.dtype)
-        return y_TD, weight[self._choices.slots_TK(self._sent_weight)]
+        sent = self._load(y_RD, self._local_R, weight_N, expert)
+        got = self._exchange(label, sent, expert.wire_rows_P, source.wire_rows_P)
+        y_TD = _sum_rows(got.rows[:, : y_RD.shape[1]], self._choices.slots_TK(self._sent_row))
+        weight = _as_weights(got.rows, weight_R.dtype)
+        weight_TK = weight[self._choices.slots_TK(self._sent_weight)]
+        self._state.scratch.give_back(got)
+        return y_TD, weight_TK
+
+    def _load(
+        self, x_D: torch.Tensor, index_N: torch.Tensor, weight_N: torch.Tensor, side: WireSide
+    ) -> Scratch:
+        """Fill wire rows [M, columns]: x_D[index] at their positions, the weights in the gaps."""
+        if side is self._plan.source:
+            row_N, weight_position_N = self._sent_row, self._sent_weight
+        else:
+            row_N, weight_position_N = self._received_row, self._received_weight
+        # A gap row gets a copy of row 0 first: one gather is cheaper than one per peer.
+        index_M = index_N.new_zeros(sum(side.wire_rows_P)).scatter_(0, row_N, index_N)
+        columns = wire_columns(x_D.shape[1], x_D.element_size(), weight_N.element_size())
+        wire = self._gather(x_D, index_M, columns)
+        _as_weights(wire.rows, weight_N.dtype).scatter_(0, weight_position_N, weight_N)
+        return wire
+
+    def _gather(self, x_D: torch.Tensor, index_M: torch.Tensor, columns: int) -> Scratch:
+        """Gather rows into scratch memory [M, columns]; columns beyond D are left as they are."""
+        wire = self._state.scratch.take((index_M.numel(), columns), x_D.dtype, x_D.device)
+        torch.index_select(x_D, 0, index_M, out=wire.rows[:, : x_D.shape[1]])
+        return wire
 
     def _exchange(
         self,
         label: Label,
-        wire: torch.Tensor,
+        wire: Scratch,
         sent: Sequence[int],
         received: Sequence[int],
         *,
         padded: bool = False,
-    ) -> torch.Tensor:
+    ) -> Scratch:
         """Exchange rows; where padding is wanted, a last row of zeros stands behind them."""
         call = Call(self._state, label.name, timeout_s=label.timeout_s)
         spare = int(padded and self._plan.is_padded)
-        result = exchange_rows(call, self._group, wire, sent, received, spare_rows=spare)
-        if spare:
-            result[-1].zero_()
-        return result
+        total, pool = sum(received), self._state.scratch
+        rows = wire.rows
+        got = pool.take((total + spare, rows.shape[1]), rows.dtype, rows.device)
+        exchange_rows(call, self._group, rows, sent, received, got.rows[:total])
+        pool.give_back(wire)
+        got.rows[total:].zero_()
+        return got
 
     def _place(self, position: torch.Tensor, spare: int) -> torch.Tensor:
         """Order positions by local row; padding rows point at the spare row of zeros."""
@@ -250,29 +279,6 @@ def wire_columns(hidden_size: int, itemsize: int, weight_itemsize: int) -> int:
     while hidden_size * itemsize % weight_itemsize:
         hidden_size += 1
     return hidden_size
-
-
-def _load(
-    x_D: torch.Tensor,
-    index_N: torch.Tensor,
-    row_N: torch.Tensor,
-    weight_N: torch.Tensor,
-    weight_position_N: torch.Tensor,
-    side: WireSide,
-) -> torch.Tensor:
-    """Fill a wire matrix [M, columns]: rows x_D[index] at their positions, weights in the gaps."""
-    num_wire = sum(side.wire_rows_P)
-    # A gap row gets a copy of row 0 first: one gather is cheaper than one per peer.
-    source_M = index_N.new_zeros(num_wire).scatter_(0, row_N, index_N)
-    hidden = x_D.shape[1]
-    columns = wire_columns(hidden, x_D.element_size(), weight_N.element_size())
-    if columns == hidden:
-        wire = x_D.index_select(0, source_M)
-    else:
-        wire = x_D.new_zeros((num_wire, columns))
-        wire[:, :hidden] = x_D.index_select(0, source_M)
-    _as_weights(wire, weight_N.dtype).scatter_(0, weight_position_N, weight_N)
-    return wire
 
 
 def _as_weights(wire: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
