@@ -84,10 +84,11 @@ class AddressSource(ChunkSource):
 
     def release(self, ptr: int, size_bytes: int) -> None:
         """See `ChunkSource.release`. Raises ValueError for a chunk that is not out."""
-        if self._chunks.pop(ptr, None) != size_bytes:
+        if self._chunks.get(ptr) != size_bytes:
             raise ValueError(
                 f"no chunk of {size_bytes} bytes at {ptr:#x} is out; release each chunk once, whole"
             )
+        del self._chunks[ptr]
         self.used_bytes -= size_bytes
 
 
