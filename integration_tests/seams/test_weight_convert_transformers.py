@@ -120,7 +120,10 @@ def test_transformers_loads_the_fused_directory_with_the_same_logits(
     assert not info["missing_keys"], seed
     assert not info["unexpected_keys"], seed
     assert not info["mismatched_keys"], seed
-    assert torch.equal(logits(loaded.eval()), logits(model)), seed
+    for key, tensor in model.state_dict().items():
+        assert as_bytes(loaded.state_dict()[key]) == as_bytes(tensor), (key, seed)
+    # Equal weights at other addresses: CPU kernels may round differently with the alignment.
+    torch.testing.assert_close(logits(loaded.eval()), logits(model), rtol=1e-6, atol=1e-6)
 
 
 def test_a_base_model_and_tied_embeddings_convert_too(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_there_and_back_on_the_command_line(
     assert main(["inspect", c]) == 0
     shown = capsys.readouterr().out
     assert "experts     per-expert" in shown
-    assert "MoE layers  1 of 12 experts" in shown
+    assert "MoE layers  1, 12 experts each" in shown
     assert "problem     none" in shown
 
 
@@ -80,7 +80,8 @@ def test_differences_are_listed_and_the_status_is_1(
             "did you mean 'qwen3_moe'?",
         ),
         (["verify", "{tmp}/a", "{tmp}"], "has neither model.safetensors nor"),
-        (["inspect", "{tmp}/absent"], "names no model_type"),
+        (["inspect", "{tmp}/absent"], "absent is not a directory"),
+        (["inspect", "{tmp}"], "names no model_type"),
         (["convert", "{tmp}/a", "/dev/null/b", "--to", "fused"], "/dev/null"),
     ],
 )
@@ -150,3 +151,13 @@ def test_a_write_that_fails_midway_leaves_nothing_behind(model: Any, tmp_path: P
     assert done.returncode == 2
     assert "File too large" in done.stderr
     assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_reader_that_stops_listening_is_no_error(model: Any, tmp_path: Path) -> None:
+    model.write(tmp_path / "a", "per_expert")
+    code = "import sys; from weight_convert.cli import main; sys.exit(main(['inspect', 'a']))"
+    command = f'"{sys.executable}" -c "{code}" | true'
+    done = subprocess.run(
+        command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.stderr == ""

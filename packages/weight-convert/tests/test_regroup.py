@@ -57,6 +57,14 @@ def test_numbers_in_names_sort_as_numbers() -> None:
     assert sorted(names, key=natural_key) == expected
 
 
+def test_a_name_of_thousands_of_digits_is_carried(oracle: Any, model: Any, tmp_path: Path) -> None:
+    key = f"{E1}.{'9' * 5000}.up_proj.weight"
+    catalog = catalog_of(oracle, tmp_path / "m", model.fused | {key: ("U8", (), b"x")}, {})
+    check_experts(catalog, SPEC)
+    assert sorted(natural_key(t.key) for t in split_experts(catalog, SPEC))
+    assert unmapped_expert_keys(catalog, SPEC) == []
+
+
 def test_a_missing_expert_is_named(oracle: Any, model: Any, tmp_path: Path) -> None:
     tensors = dict(model.per_expert)
     del tensors[f"{E1}.10.up_proj.weight"]

@@ -83,8 +83,7 @@ def read_catalog(directory: Path) -> Catalog:
         CorruptFileError: a damaged weight file, index or config; a tensor that the index names but
             the file lacks; a tensor stored twice.
     """
-    if not directory.is_dir():
-        raise WeightConvertError(f"{directory} is not a directory; give a model directory")
+    _require_directory(directory)
     index = _read_index(directory)
     files = tuple(sorted(set(index["weight_map"].values()))) if index else (SINGLE_NAME,)
     tensors, metadata = _read_tensors(directory, files)
@@ -107,9 +106,11 @@ def detect_spec(directory: Path) -> FamilySpec:
     """Return the family spec that `config.json` of a model directory names by its `model_type`.
 
     Raises:
+        WeightConvertError: no such directory.
         UnknownFamilyError: there is no `config.json`, it has no `model_type`, or no spec is known.
         CorruptFileError: `config.json` is not a JSON object.
     """
+    _require_directory(directory)
     model_type = _read_json_object(directory / CONFIG_NAME, required=False).get("model_type")
     if not isinstance(model_type, str):
         raise UnknownFamilyError(
@@ -117,6 +118,12 @@ def detect_spec(directory: Path) -> FamilySpec:
             f'(spec=get_spec("..."), or --model-type on the command line)'
         )
     return get_spec(model_type)
+
+
+def _require_directory(directory: Path) -> None:
+    """Raise unless `directory` is one."""
+    if not directory.is_dir():
+        raise WeightConvertError(f"{directory} is not a directory; give a model directory")
 
 
 def _read_json_object(path: Path, *, required: bool) -> dict[str, Any]:

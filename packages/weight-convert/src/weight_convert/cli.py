@@ -9,6 +9,7 @@ Exit status: 0 done (or equal), 1 the directories differ, 2 an error, 130 interr
 """
 
 import argparse
+import os
 import re
 import sys
 import time
@@ -33,6 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         status: int = args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (WeightConvertError, OSError) as error:
         print(f"weight-convert: error: {error}", file=sys.stderr)
         return 2
@@ -112,8 +117,6 @@ def _spec(args: argparse.Namespace) -> FamilySpec | None:
 def _convert(args: argparse.Namespace) -> int:
     """Run `convert`."""
     src = Path(args.src)
-    if not src.is_dir():
-        raise WeightConvertError(f"{src} is not a directory; give a model directory")
     started_s = time.perf_counter()
     report = convert(
         src,
@@ -159,7 +162,7 @@ def _inspect(args: argparse.Namespace) -> int:
     dtypes = ", ".join(f"{name} {size:,} bytes" for name, size in summary.bytes_by_dtype.items())
     print(f"family      {summary.model_type}")
     print(f"experts     {summary.form.replace('_', '-')}")
-    print(f"MoE layers  {summary.num_moe_layers} of {summary.num_experts} experts")
+    print(f"MoE layers  {summary.num_moe_layers}, {summary.num_experts} experts each")
     print(f"tensors     {summary.num_tensors:,} in {summary.num_files} files")
     print(f"data        {summary.data_bytes:,} bytes ({dtypes})")
     if summary.num_unmapped:

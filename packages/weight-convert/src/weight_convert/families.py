@@ -27,7 +27,7 @@ from weight_convert.errors import UnknownFamilyError
 
 # E experts, P parts of a fused tensor, h rows of one part, d columns.
 _LAYER = r"(?P<layer>(?:.+\.)?layers\.\d+)"
-_EXPERT = r"(?P<expert>0|[1-9]\d*)"
+_EXPERT = r"(?P<expert>0|[1-9]\d{0,17})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +117,7 @@ class FamilySpec:
             tensor itself.
 
         Raises:
-            ValueError: a fused name with a shape that is not `[E, P*h, d]` with at least one
-            expert.
+            ValueError: a fused name whose shape is not `[E, P*h, d]` with E at least 1.
         """
         found = self.fused_group(name)
         if found is None:

@@ -14,6 +14,7 @@ once, and a tensor outside the family's expert names keeps its key, dtype, shape
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 
 from weight_convert.catalog import Catalog, SourceTensor
@@ -54,11 +55,12 @@ StoredExperts = Mapping[str, Mapping[tuple[int, int], SourceTensor]]
 FusedTensors = Mapping[str, SourceTensor]
 
 
+@lru_cache(maxsize=1024)  # the experts of a projection share one key object: time and memory
 def natural_key(key: str) -> _NaturalKey:
     """Return a sort key under which `layers.2` precedes `layers.10`, as in transformers."""
     fields: list[tuple[int, str, int]] = []
     for field in key.split("."):
-        stem = field.rstrip("0123456789")
+        stem = field.rstrip("0123456789") if len(field) < 1000 else field  # int() has a limit
         digits = field[len(stem) :]
         fields.append((1 if stem else 0, stem, int(digits) if digits else -1))
     return tuple(fields)
