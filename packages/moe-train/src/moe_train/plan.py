@@ -16,6 +16,7 @@ from moe_train.build import build_runner, read_model_config
 from moe_train.config import Config
 from moe_train.config_file import dump_toml
 from moe_train.data.packing import Batch
+from moe_train.errors import MoeTrainError
 from moe_train.job import check_model
 from moe_train.launch import run_local
 from moe_train.model.config import Qwen3MoeConfig
@@ -75,7 +76,8 @@ def plan_report(config: Config) -> str:
     with tempfile.TemporaryDirectory(prefix="moe-train-plan-") as folder:
         toml = Path(folder) / "plan.toml"
         toml.write_text(dump_toml(config), encoding="utf-8")
-        run_local(config.world_size, "moe_train.plan_rank", [str(toml), folder])
+        if run_local(config.world_size, "moe_train.plan_rank", [str(toml), folder]) is not None:
+            raise MoeTrainError("the plan was stopped before every rank had run its steps")
         for rank in range(config.world_size):
             result = replay(load_trace(trace_file(Path(folder), rank)), settings)
             live, reserved = result.peak_live_bytes, result.peak_reserved_bytes

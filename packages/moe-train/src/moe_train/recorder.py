@@ -31,7 +31,7 @@ class AllocationRecorder:
         self._mode = _OutputsMode(self.saw)
 
     def __enter__(self) -> "AllocationRecorder":
-        self._mode.__enter__()
+        self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's class has no types
         return self
 
     def __exit__(
@@ -40,7 +40,7 @@ class AllocationRecorder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._mode.__exit__(kind, error, trace)
+        self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch's class has no types
         for finalizer in self._live.values():
             finalizer.detach()
 
@@ -67,7 +67,7 @@ class _OutputsMode(TorchDispatchMode):
     """Hands the tensors that each operator returns to a function."""
 
     def __init__(self, saw: Callable[[Iterable[Tensor]], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's class has no types
         self._saw = saw
 
     def __torch_dispatch__(
@@ -77,6 +77,12 @@ class _OutputsMode(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        # An output may be a view of memory that was there before the recording.
+        given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
         result = func(*args, **(kwargs or {}))
-        self._saw(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        self._saw(t for t in _tensors(result) if t.untyped_storage()._cdata not in given)
         return result
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
