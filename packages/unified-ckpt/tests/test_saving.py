@@ -123,6 +123,27 @@ def test_a_fused_parameter_becomes_many_stored_tensors(tmp_path: Path) -> None:
     assert torch.equal(again, fused)
 
 
+def test_tensors_of_many_chunks_split_by_columns_are_exact(tmp_path: Path) -> None:
+    w = torch.arange(4099 * 3001, dtype=torch.float32).view(4099, 3001)
+
+    def fn(rank: int, world_size: int) -> tuple[int, int]:
+        begin, end = ((0, 1000), (1000, 3001))[rank]
+        save({"model": [box("w", w[:, begin:end], (4099, 3001), (0, begin))]}, checkpoint_id=folder)
+        same, rows = torch.zeros(4099, end - begin), torch.zeros(2000, 3001)
+        same_report = load([box("w", same, (4099, 3001), (0, begin))], checkpoint_id=folder)
+        rows_report = load([box("w", rows, (4099, 3001), (1999 * rank, 0))], checkpoint_id=folder)
+        assert torch.equal(same, w[:, begin:end])
+        assert torch.equal(rows, w[1999 * rank : 1999 * rank + 2000])
+        assert same_report.verified_bytes == same_report.num_bytes == same.numel() * 4
+        return rows_report.num_bytes, rows.numel() * 4
+
+    folder = tmp_path / "c"
+    for read, needed in run_ranks(fn, 2):
+        assert read == needed
+    assert torch.equal(stored(folder)["w"], w)
+    assert verify_checkpoint(folder).problems == ()
+
+
 def test_files_of_each_rank_and_of_the_first_rank_are_kept(tmp_path: Path) -> None:
     def fn(rank: int, world_size: int) -> None:
         save(

@@ -63,3 +63,11 @@ def test_a_dtensor_is_refused_with_the_remedy() -> None:
             Shard(key="w", tensor=tensor, global_shape=(2,), offset=(0,))
 
     run_ranks(fn, 1)
+
+
+def test_parameters_of_a_class_of_their_own_are_taken() -> None:
+    class Expert(torch.nn.Parameter):
+        pass
+
+    shard = Shard(key="w", tensor=Expert(torch.zeros(2)), global_shape=(2,), offset=(0,))
+    assert shard.meta.shape == (2,)

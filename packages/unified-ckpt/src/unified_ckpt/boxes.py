@@ -61,6 +61,8 @@ def box_region(
     start: int,
 ) -> Region:
     """Return where a non-empty box of a row-major tensor that begins at byte `start` lies."""
+    if shape == global_shape:
+        return Region(start, math.prod(shape) * itemsize_bytes)
     strides = [0] * len(global_shape)
     step = itemsize_bytes
     for dim in reversed(range(len(global_shape))):

@@ -1,4 +1,4 @@
-"""CRC-32 of buffers, computed on a second thread while the first one writes or reads.
+"""CRC-32 of buffers, computed on other threads while the calling one writes or reads.
 
 zlib's CRC releases the interpreter lock, so it overlaps with system calls. Small buffers are
 summed on the spot, where handing them over would cost more.
@@ -14,7 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
 _INLINE_BYTES = 64 * 1024
-_MAX_PENDING = 4  # bounds how many staged buffers are alive
+_WORKERS = 2
+_MAX_PENDING = 8  # bounds how many staged buffers are alive
 
 
 class PendingSum:
@@ -32,10 +33,10 @@ class PendingSum:
 
 
 class Checksums:
-    """Sums buffers on one worker thread; a context manager that waits for the thread."""
+    """Sums buffers on worker threads; a context manager that waits for the threads."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="unified-ckpt-crc")
+        self._pool = ThreadPoolExecutor(max_workers=_WORKERS, thread_name_prefix="unified-ckpt-crc")
         self._pending: deque[Future[int]] = deque()
 
     def start(self, buffer: memoryview) -> PendingSum:

@@ -7,11 +7,10 @@ its `tensor` is then a view. `BoxMeta` is the same without the memory; plans are
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from unified_ckpt.boxes import Shape, describe_box
 from unified_ckpt.dtypes import stored_dtype
@@ -27,6 +26,7 @@ class Shard:
             empty and 0-dim included. `save` reads it, `load` fills it in place.
         global_shape: shape of the stored tensor.
         offset: where the box begins, one number per dim.
+        meta: the same box without its memory; derived.
 
     Raises:
         TypeError: `tensor` is not a plain strided tensor of a dtype that safetensors holds.
@@ -37,40 +37,34 @@ class Shard:
     tensor: torch.Tensor
     global_shape: Shape
     offset: Shape
+    meta: "BoxMeta" = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "global_shape", tuple(int(n) for n in self.global_shape))
         object.__setattr__(self, "offset", tuple(int(n) for n in self.offset))
         self._check_tensor()
-        BoxMeta(
+        meta = BoxMeta(
             key=self.key,
             dtype=stored_dtype(self.tensor.dtype).name,
             global_shape=self.global_shape,
             offset=self.offset,
             shape=tuple(self.tensor.shape),
         )
+        object.__setattr__(self, "meta", meta)
 
     def _check_tensor(self) -> None:
         tensor = self.tensor
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{self.key!r}: tensor is a {type(tensor).__name__}, not a Tensor")
-        if isinstance(tensor, DTensor):
-            raise TypeError(f"{self.key!r}: tensor is a DTensor; pass its local tensor and box")
+        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            # DTensor, FakeTensor and the like: the object is not the memory of its values.
+            raise TypeError(
+                f"{self.key!r}: tensor is a {type(tensor).__name__}; pass its local tensor and box"
+            )
         if tensor.layout != torch.strided or tensor.is_quantized:
             raise TypeError(f"{self.key!r}: tensor is not a plain strided tensor: {tensor.layout}")
         if tensor.device.type == "meta":
             raise TypeError(f"{self.key!r}: tensor is on the meta device and holds no values")
-
-    @property
-    def meta(self) -> "BoxMeta":
-        """The same box without its memory."""
-        return BoxMeta(
-            key=self.key,
-            dtype=stored_dtype(self.tensor.dtype).name,
-            global_shape=self.global_shape,
-            offset=self.offset,
-            shape=tuple(self.tensor.shape),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,62 @@
+"""Kill ranks of unified-ckpt with SIGKILL at random moments, a thousand times; count what is lost.
+
+Runs the code of the package's test with large counts: saves, overwrites and rotation on two real
+ranks, one or all of them killed from outside. A state counts as lost when a checkpoint that a save
+had returned is gone, mixed, or damaged, or when the next save does not work or leaves rubbish.
+
+    python benchmarks/unified_ckpt_kills.py --kills 1000
+"""
+
+import argparse
+import importlib.util
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+TEST = Path(__file__).parents[1] / "packages" / "unified-ckpt" / "tests" / "test_kills.py"
+
+
+def load_test() -> ModuleType:
+    """Import the package's test of kills from its file."""
+    spec = importlib.util.spec_from_file_location("unified_ckpt_test_kills", TEST)
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError(TEST)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the kills and print the number of lost states as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=None, help="replay the kills of one seed")
+    arguments = parser.parse_args(argv)
+    kills = load_test()
+    seeds = [random.randrange(2**32) for _ in range(arguments.kills)]
+    if arguments.seed is not None:
+        seeds = [arguments.seed]
+    lost = 0
+    for number, seed in enumerate(seeds):
+        mode, overwrite = kills.MODES[seed % 2], bool(seed // 2 % 2)
+        with tempfile.TemporaryDirectory(prefix="unified-ckpt-kills-") as folder:
+            try:
+                kills.run_and_kill(Path(folder), mode, seed, overwrite=overwrite)
+                kills.check_after_kill(Path(folder))
+            except (AssertionError, RuntimeError, OSError, ValueError) as error:
+                lost += 1
+                print(f"seed {seed} ({mode}, overwrite={overwrite}): {error}", file=sys.stderr)
+        if (number + 1) % 100 == 0:
+            print(f"{number + 1} kills, {lost} lost", file=sys.stderr)
+    n = len(seeds)
+    figure = {"figure": "unified_ckpt_lost", "value": lost, "unit": "states", "n": n}
+    print(json.dumps({**figure, "low": lost, "high": lost}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
