@@ -11,6 +11,7 @@ import argparse
 import logging
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -191,7 +192,7 @@ def _train(arguments: argparse.Namespace) -> int:
     stopped_by = run_local(config.world_size, "moe_train.rank_job", [str(resolved), resume])
     if stopped_by is None:
         return 0
-    again = "moe-train train " + str(arguments.config) + " --resume"
+    again = shlex.join(["moe-train", "train", str(arguments.config), *overrides, "--resume"])
     print(f"stopped by {stopped_by.name} after saving; go on with: {again}", file=sys.stderr)
     return 128 + int(stopped_by)
 
