@@ -122,11 +122,10 @@ def test_frozen_experts_still_pass_gradients_to_rows_and_weights(seed, implement
     assert experts.gate_up_proj.grad is None
 
 
-def test_auto_names_an_implementation_for_every_dtype():
+def test_auto_names_an_implementation_that_takes_the_weights():
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float16):
-        for device in ("cpu", "cuda"):
-            assert choose_implementation(torch.device(device), dtype) in ALL
-    assert choose_implementation(torch.device("cpu"), torch.float64) != "grouped_mm"
+        experts = make("auto", hidden=15, dtype=dtype)
+        assert choose_implementation(experts.gate_up_proj, experts.down_proj) == "fused"
 
 
 @pytest.mark.parametrize(
@@ -153,7 +152,7 @@ def test_weights_and_dtypes_that_do_not_fit_are_refused():
 
 def test_grouped_mm_says_which_sizes_and_dtypes_it_cannot_take():
     counts = (3, 0, 0, 0, 0, 0)
-    with pytest.raises(ValueError, match="has no fp64; choose 'loop' or 'fused'"):
+    with pytest.raises(ValueError, match="has no fp64; choose 'fused' or 'loop'"):
         make("grouped_mm", dtype=torch.float64)(
             torch.zeros(3, 16, dtype=torch.float64), counts, torch.zeros(3)
         )

@@ -39,11 +39,13 @@ def test_gradients_of_empty_experts_are_exact_zeros(seed):
 def test_blocks_cover_every_row_once_and_keep_to_the_limit():
     counts = (5, 0, 3, 9, 1, 1, 0, 2)
     blocks = list(_blocks(counts, 6))
-    rows = [row for block in blocks for _, start, end in block.spans for row in range(start, end)]
-    assert rows == list(range(sum(counts)))
-    assert [expert for block in blocks for expert, _, _ in block.spans] == [0, 2, 3, 4, 5, 7]
+    assert [block.start for block in blocks[1:]] == [block.end for block in blocks[:-1]]
+    assert (blocks[0].start, blocks[-1].end) == (0, sum(counts))
+    experts = [pair for block in blocks for pair in zip(block.experts, block.counts, strict=True)]
+    assert experts == [(expert, count) for expert, count in enumerate(counts) if count]
     for block in blocks:
-        assert block.end - block.start <= 6 or len(block.spans) == 1
+        assert block.end - block.start == sum(block.counts)
+        assert block.end - block.start <= 6 or len(block.experts) == 1
     assert list(_blocks((0, 0), 6)) == []
 
 
