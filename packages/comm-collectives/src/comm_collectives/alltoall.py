@@ -60,29 +60,14 @@ def all_to_all(
         raise ValueError("x has no dims; all_to_all moves rows along dim 0, so give [rows, ...]")
     sent, refused = _checked_input_splits(x, input_splits, state.size)
     call = Call(state, "all_to_all", timeout_s=timeout_s)
-    if output_splits is not None:
-        if refused is not None:
-            raise refused
-        received = _checked_splits(output_splits, state.size, "output_splits")
-    elif state.size == 1:
-        if refused is not None:
-            raise refused
+    if output_splits is None and state.size > 1:
+        received = _ask_counts(x, sent, resolved, call, refused)
+    elif refused is not None:
+        raise refused
+    elif output_splits is None:
         received = sent
     else:
-        numel = math.prod(x.shape[1:])
-        signature = Signature(
-            words=(dtype_code(x.dtype), numel),
-            text=f"rows of {numel} x {x.dtype} (dtype number, elements)",
-        )
-        counts = exchange_counts(
-            call,
-            resolved,
-            [[rows] for rows in sent],
-            signature=signature,
-            device=_control_device(x, state),
-            refused=refused,
-        )
-        received = tuple(row[0] for row in counts.rows)
+        received = _checked_splits(output_splits, state.size, "output_splits")
     exchange = _Exchange(group=resolved, state=state, sent=sent, received=received, call=call)
     return cast(torch.Tensor, _AllToAll.apply(x, exchange))
 
@@ -157,6 +142,29 @@ def _new_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
     shape = (rows, *x.shape[1:])
     flat = torch.empty(num_bytes(x.dtype, shape), dtype=torch.uint8, device=x.device)
     return from_bytes(flat, x.dtype, shape)
+
+
+def _ask_counts(
+    x: torch.Tensor,
+    sent: tuple[int, ...],
+    group: dist.ProcessGroup,
+    call: Call,
+    refused: Exception | None,
+) -> tuple[int, ...]:
+    """Tell each peer how many rows it gets, and return how many come from each."""
+    numel = math.prod(x.shape[1:])
+    counts = exchange_counts(
+        call,
+        group,
+        [[rows] for rows in sent],
+        signature=Signature(
+            words=(dtype_code(x.dtype), numel),
+            text=f"rows of {numel} x {x.dtype} (dtype number, elements)",
+        ),
+        device=_control_device(x, call.state),
+        refused=refused,
+    )
+    return tuple(row[0] for row in counts.rows)
 
 
 def _control_device(x: torch.Tensor, state: GroupState) -> torch.device:
