@@ -9,7 +9,13 @@ from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from gpu_alloc import (
     AddressSource,
@@ -159,7 +165,8 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert stats.reserved_peak_bytes >= stats.reserved_bytes >= stats.allocated_bytes
 
 
-TestAllocatorMachine = AllocatorMachine.TestCase
-TestAllocatorMachine.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, database=None
-)
+def test_random_operations_keep_memory_sound() -> None:
+    run_state_machine_as_test(
+        AllocatorMachine,
+        settings=settings(max_examples=40, stateful_step_count=40, deadline=None, database=None),
+    )
