@@ -5,6 +5,7 @@ run(["job.toml", "", "train.max_steps=50"], stop)
 """
 
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -35,5 +36,6 @@ def current_step() -> int:
 
 def num_cores() -> int:
     """Cores that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
