@@ -166,10 +166,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--mib", type=int, default=512, help="size of the state of large tensors")
     parser.add_argument("--small", type=int, default=20_000, help="number of 4 KiB tensors")
     parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--only", choices=["large", "small"], help="measure one of the two states")
     arguments = parser.parse_args(argv)
-    large = make_state(arguments.mib)
-    small = {f"model.layers.{i}.norm": torch.rand(1024) for i in range(arguments.small)}
-    for name, tensors in (("small", small), ("large", large)):
+    for name in ("small", "large") if arguments.only is None else (arguments.only,):
+        tensors = (
+            make_state(arguments.mib)
+            if name == "large"
+            else {f"model.layers.{i}.norm": torch.rand(1024) for i in range(arguments.small)}
+        )
         with tempfile.TemporaryDirectory(prefix="unified-ckpt-bench-", dir=Path.cwd()) as temporary:
             prefix = f"unified_ckpt_{{}}_{name}"
             measure_saves(prefix.format("save"), tensors, Path(temporary), arguments.runs)

@@ -12,7 +12,7 @@ class CheckpointError(RuntimeError):
 
 
 class SaveError(CheckpointError):
-    """A save failed on at least one rank; raised on every rank, and nothing was published."""
+    """A save failed on at least one rank; raised on every rank that still runs."""
 
 
 class SaveArgumentError(SaveError, ValueError):

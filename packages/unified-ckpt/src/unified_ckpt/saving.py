@@ -54,7 +54,8 @@ def save(
     """Write a checkpoint directory; collective over `group`, every rank of it must call.
 
     Every distinct box is written once. An existing checkpoint of that name is replaced in one step
-    after the new one is durable. If the call raises, the name shows what it showed before.
+    after the new one is durable. If the call raises in a phase before 'commit' (messages name it),
+    the name shows what it showed before; in 'commit', the old or the new checkpoint, complete.
 
     Args:
         parts: tensors by part, for example `model`, `optimizer`, `master_weights`; ranks may hold
@@ -68,35 +69,61 @@ def save(
 
     Raises:
         SaveArgumentError: (a ValueError) the arguments of some rank, or of all together, are wrong.
-        SavePeerError: a rank did not arrive; nothing was published unless it was in 'commit'.
+        SavePeerError: a rank did not arrive in time, or its connection was lost.
         SaveError: some rank failed, for example because the disk is full. On every rank.
     """
     agreement = Agreement(group, timeout_s=timeout_s, subject=f"save({str(checkpoint_id)!r})")
-    first = agreement.rank == 0
     with agreement.phase("describe", checks_arguments=True) as phase:
-        target = Path(os.path.realpath(checkpoint_id))
-        own_files = {**(files or {})} if first else {}
-        own_rank_files = {**(rank_files or {})}
-        phase.payload = {
-            "target": str(target),
-            "max_shard_bytes": int(max_shard_bytes),
-            "parts": _describe_parts(parts),
-            "files": _describe_blobs(own_files) + _describe_blobs(own_rank_files),
+        request = _Request(
+            target=Path(os.path.realpath(checkpoint_id)),
+            max_shard_bytes=int(max_shard_bytes),
+            parts=parts,
+            files=(files or {}) if agreement.rank == 0 else {},
+            rank_files=rank_files or {},
+        )
+        phase.payload = request.describe()
+    return _save(agreement, request, described=phase.results)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """What one rank asks for."""
+
+    target: Path
+    max_shard_bytes: int
+    parts: Mapping[str, Sequence[Shard]]
+    files: Mapping[str, bytes]
+    rank_files: Mapping[str, bytes]
+
+    def describe(self) -> dict[str, Any]:
+        """Check the request as far as one rank can, and return it without contents."""
+        return {
+            "target": str(self.target),
+            "max_shard_bytes": self.max_shard_bytes,
+            "parts": _describe_parts(self.parts),
+            "files": _describe_blobs(self.files) + _describe_blobs(self.rank_files),
         }
-    described = phase.results
+
+
+def _save(
+    agreement: Agreement, request: _Request, *, described: Sequence[Mapping[str, Any]]
+) -> SaveReport:
+    first = agreement.rank == 0
     staging: Staging | None = None
     try:
         with agreement.phase("prepare", checks_arguments=True) as phase:
             plan = _plan(described)
             if first:
-                removed = clean_leftovers(target.parent)
-                _check_space(target, plan, described)
-                staging = Staging.make(target)
+                removed = clean_leftovers(request.target.parent)
+                _check_space(request.target, plan, described)
+                staging = Staging.make(request.target)
                 phase.payload = [str(staging.folder), [str(path) for path in removed]]
         folder, removed_names = phase.results[0]
         with agreement.phase("write") as phase:
-            blobs = {**own_files, **own_rank_files, **(plan.indexes if first else {})}
-            phase.payload = _write(plan, parts, blobs, rank=agreement.rank, folder=Path(folder))
+            blobs = {**request.files, **request.rank_files, **(plan.indexes if first else {})}
+            phase.payload = _write(
+                plan, request.parts, blobs, rank=agreement.rank, folder=Path(folder)
+            )
         written = phase.results
         with agreement.phase("commit") as phase:
             if staging is not None:
@@ -108,13 +135,17 @@ def save(
         if staging is not None:
             staging.close()
     return SaveReport(
-        path=target,
+        path=request.target,
         num_files=num_files,
-        num_bytes=plan.num_bytes + sum(n for rank in described for _, n in rank["files"]),
+        num_bytes=plan.num_bytes + _blob_bytes(described),
         rank_bytes=plan.rank_bytes[agreement.rank],
         replaced=replaced,
         removed_leftovers=tuple(Path(name) for name in removed_names),
     )
+
+
+def _blob_bytes(described: Sequence[Mapping[str, Any]]) -> int:
+    return sum(num_bytes for rank in described for _, num_bytes in rank["files"])
 
 
 def _describe_parts(parts: Mapping[str, Sequence[Shard]]) -> dict[str, list[list[Any]]]:
@@ -162,7 +193,7 @@ def _plan(described: Sequence[Mapping[str, Any]]) -> SavePlan:
 
 def _check_space(target: Path, plan: SavePlan, described: Sequence[Mapping[str, Any]]) -> None:
     folder = next(path for path in target.parents if path.exists())
-    needed = plan.num_bytes + sum(n for rank in described for _, n in rank["files"])
+    needed = plan.num_bytes + _blob_bytes(described)
     needed += _MANIFEST_BYTES_PER_PIECE * (64 + sum(len(file.pieces) for file in plan.files))
     free = free_bytes(folder)
     if needed > free:
