@@ -1,9 +1,11 @@
 """Our MoE layer against transformers' Qwen3-MoE block: same state dict, same numbers."""
 
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
+
 from moe_pipeline.config import MoEConfig
 from moe_pipeline.layer import MoELayer
 from moe_pipeline.router import TopKRouter
@@ -13,18 +15,23 @@ transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture
-def seed():
+def seed() -> Iterator[int]:
     value = random.SystemRandom().randrange(2**31)
     print(f"seed={value}")
     torch.manual_seed(value)
-    return value
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors this small only lose time to a pool of threads
+    yield value
+    torch.set_num_threads(threads)
 
 
-def pair(experts, k, norm, implementation="auto", hidden=64, intermediate=32):
+def pair(
+    experts: int, k: int, norm: bool, implementation: str = "auto"
+) -> tuple[torch.nn.Module, MoELayer]:
     """Their block in its plain implementation and our layer, with the same weights."""
     config = transformers.Qwen3MoeConfig(
-        hidden_size=hidden,
-        moe_intermediate_size=intermediate,
+        hidden_size=64,
+        moe_intermediate_size=32,
         num_experts=experts,
         num_experts_per_tok=k,
         norm_topk_prob=norm,
@@ -35,8 +42,8 @@ def pair(experts, k, norm, implementation="auto", hidden=64, intermediate=32):
         torch.nn.init.normal_(parameter, std=0.15)
     ours = MoELayer(
         MoEConfig(
-            hidden_size=hidden,
-            moe_intermediate_size=intermediate,
+            hidden_size=64,
+            moe_intermediate_size=32,
             num_experts=experts,
             num_experts_per_tok=k,
             norm_topk_prob=norm,
@@ -47,15 +54,19 @@ def pair(experts, k, norm, implementation="auto", hidden=64, intermediate=32):
     return theirs, ours
 
 
-def relative(a, b):
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a - b).norm() / b.norm().clamp(min=1e-30)).item()
 
 
-@pytest.mark.parametrize("norm", [True, False])
-@pytest.mark.parametrize(("experts", "k"), [(8, 2), (60, 8), (5, 1), (4, 4)])
+@pytest.mark.parametrize(
+    ("experts", "k", "norm"),
+    [(8, 2, True), (60, 8, False), (60, 7, True), (5, 1, False), (4, 4, True)],
+)
 @pytest.mark.parametrize("implementation", ["loop", "fused", "grouped_mm"])
 @pytest.mark.parametrize("balanced", [True, False])
-def test_values_and_gradients_equal_transformers(seed, implementation, experts, k, norm, balanced):
+def test_values_and_gradients_equal_transformers(
+    seed: int, implementation: str, experts: int, k: int, norm: bool, balanced: bool
+) -> None:
     theirs, ours = pair(experts, k, norm, implementation)
     x = torch.randn(3, 20, 64)
     if not balanced:
@@ -77,10 +88,6 @@ def test_values_and_gradients_equal_transformers(seed, implementation, experts, 
     named = dict(theirs.named_parameters())
     for name, parameter in ours.named_parameters():
         wanted = named[name].grad
-        if k == 1 and norm and name == "gate.weight":
-            # The only weight is 1, whatever the scores: what is left is rounding.
-            assert parameter.grad.norm() < 1e-4 * factors.norm()
-            continue
         # A saturated router leaves next to no gradient; then rounding is all there is to compare.
         floor = 1e-6 * factors.norm()
         limit = 2e-6 if name == "gate.weight" else 1e-6
@@ -89,7 +96,7 @@ def test_values_and_gradients_equal_transformers(seed, implementation, experts, 
 
 @pytest.mark.parametrize(("experts", "k"), [(8, 2), (128, 8), (60, 4)])
 @pytest.mark.parametrize("norm", [True, False])
-def test_router_equals_transformers(seed, experts, k, norm):
+def test_router_equals_transformers(seed: int, experts: int, k: int, norm: bool) -> None:
     theirs, ours = pair(experts, k, norm)
     x = torch.randn(100, 64)
     _, weights, idx = theirs.gate(x)
@@ -98,15 +105,14 @@ def test_router_equals_transformers(seed, experts, k, norm):
     torch.testing.assert_close(routed.topk_weights_TK, weights, rtol=1e-6, atol=1e-7)
 
 
-def test_state_dicts_fit_both_ways(seed):
+def test_state_dicts_fit_both_ways(seed: int) -> None:
     theirs, ours = pair(8, 2, True)
     theirs.load_state_dict(ours.state_dict())
-    assert list(theirs.state_dict()) == list(ours.state_dict()) or set(theirs.state_dict()) == set(
-        ours.state_dict()
-    )
+    shapes = [{key: value.shape for key, value in m.state_dict().items()} for m in (theirs, ours)]
+    assert shapes[0] == shapes[1]
 
 
-def test_auxiliary_loss_is_that_of_transformers_over_k(seed):
+def test_auxiliary_loss_is_that_of_transformers_over_k(seed: int) -> None:
     theirs, ours = pair(8, 3, True)
     x = torch.randn(2, 30, 64)
     logits, _, _ = theirs.gate(x.reshape(-1, 64))

@@ -1,5 +1,6 @@
 import os
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,3 +13,12 @@ def seed() -> int:
     print(f"TEST_SEED={value}")
     torch.manual_seed(value)
     return value
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors as small as the tests' only lose time to a pool of threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

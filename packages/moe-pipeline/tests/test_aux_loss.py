@@ -1,11 +1,11 @@
 import pytest
 import torch
-from ranktest import run_ranks
 from torch.testing import assert_close
 
 from moe_pipeline.aux_loss import balancing_loss
 from moe_pipeline.config import MoEConfig
 from moe_pipeline.router import TopKRouter
+from ranktest import run_ranks
 
 
 def make(scope="micro_batch", experts=6, k=2, coef=0.1):

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from ranktest import collect_ranks, run_ranks
 from torch import nn
 
 from moe_pipeline.config import MoEConfig
@@ -15,6 +14,7 @@ from moe_pipeline.executor import PipelineExecutor
 from moe_pipeline.generators import forward_only, forward_then_backward, one_f_one_b
 from moe_pipeline.layer import MoELayer
 from moe_pipeline.stage_io import StageOutput
+from ranktest import collect_ranks, run_ranks
 
 WIDTH = 8
 

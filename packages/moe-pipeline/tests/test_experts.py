@@ -146,7 +146,9 @@ def test_weights_and_dtypes_that_do_not_fit_are_refused():
     counts = (3, 0, 0, 0, 0, 0)
     with pytest.raises(ValueError, match="one weight for each of the 3 rows"):
         make("fused")(torch.zeros(3, 16), counts, torch.zeros(3, 1))
-    with pytest.raises(TypeError, match="experts hold torch.float32 and got rows in torch.float64"):
+    with pytest.raises(
+        TypeError, match=r"experts hold torch\.float32 and got rows in torch\.float64"
+    ):
         make("fused")(torch.zeros(3, 16, dtype=torch.float64), counts, torch.zeros(3))
 
 
@@ -156,7 +158,7 @@ def test_grouped_mm_says_which_sizes_and_dtypes_it_cannot_take():
         make("grouped_mm", dtype=torch.float64)(
             torch.zeros(3, 16, dtype=torch.float64), counts, torch.zeros(3)
         )
-    with pytest.raises(ValueError, match="hidden_size=15 in torch.float32 has 60"):
+    with pytest.raises(ValueError, match=r"hidden_size=15 in torch\.float32 has 60"):
         make("grouped_mm", hidden=15)(torch.zeros(3, 15), counts, torch.zeros(3))
 
 

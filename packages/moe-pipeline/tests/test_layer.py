@@ -2,11 +2,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranktest import run_ranks
 from torch.testing import assert_close
 
 from moe_pipeline.config import MoEConfig
 from moe_pipeline.layer import MoELayer
+from ranktest import run_ranks
 
 HIDDEN, INTERMEDIATE = 12, 5
 
