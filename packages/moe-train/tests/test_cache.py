@@ -64,7 +64,7 @@ def test_cache_is_in_the_users_cache_folder(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_cache_dir() == tmp_path / "moe-train"
-    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.setenv("HOME", str(tmp_path / "someone"))
     for useless in ("", "relative"):
         monkeypatch.setenv("XDG_CACHE_HOME", useless)
-        assert default_cache_dir() == Path("/home/someone/.cache/moe-train")
+        assert default_cache_dir() == tmp_path / "someone" / ".cache" / "moe-train"

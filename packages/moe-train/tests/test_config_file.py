@@ -72,8 +72,8 @@ def test_folder_with_glob_signs_in_its_name_is_not_a_pattern(tmp_path: Path) -> 
 
 
 def test_home_is_expanded(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/someone")
-    assert load_config(job, ["data.cache_dir=~/c"]).data.cache_dir == "/home/someone/c"
+    monkeypatch.setenv("HOME", "/someone")
+    assert load_config(job, ["data.cache_dir=~/c"]).data.cache_dir == "/someone/c"
 
 
 @pytest.mark.parametrize(

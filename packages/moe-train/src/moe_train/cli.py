@@ -207,7 +207,7 @@ def _train_as_rank(config: Config, resume: str, argv: list[str]) -> int:
             f"{config.world_size}; start {config.world_size} ranks or change [parallel]"
         )
     from moe_train import job
-    from moe_train.rank_main import leave, run_rank
+    from moe_train.rank_main import RankJobError, leave, run_rank
     from moe_train.signals import StopFlag
 
     if rank == 0:
@@ -217,9 +217,10 @@ def _train_as_rank(config: Config, resume: str, argv: list[str]) -> int:
         _save_resolved(config)
     stop = StopFlag()
     stop.install()
-    failure = run_rank("moe_train.rank_job", argv, stop)
-    if failure is not None:
-        print(f"rank {rank}, step {failure.step}: {failure.text}", file=sys.stderr)
+    try:
+        run_rank("moe_train.rank_job", argv, stop)
+    except RankJobError as failure:
+        print(f"rank {rank}, step {failure.error.step}: {failure.error.text}", file=sys.stderr)
         leave(_EXIT_FAILED)
     return 0
 

@@ -18,9 +18,9 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import shorten
@@ -105,32 +105,31 @@ class _Supervisor:
         self._kill_s: float | None = None
         self._kill_reason = ""
         self._killed: set[int] = set()
-        self._elastic = _ElasticThread(run_dir, world_size)
 
     def run(self) -> signal.Signals | None:
         # Under nohup SIGHUP is ignored, and has to stay so.
         hangup_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         handled = [n for n in _SIGNALS if not (n == signal.SIGHUP and hangup_ignored)]
         previous = {number: signal.signal(number, self._on_signal) for number in handled}
-        self._elastic.start()
-        try:
-            while self._elastic.is_alive():
-                self._elastic.join(_POLL_S)
-                self._look()
-        finally:
-            self._kill_all()
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-        if self._elastic.error is not None:
-            raise self._elastic.error
-        if self._elastic.exit_codes and self._killed_by is not None:
+        with ThreadPoolExecutor(1, "moe-train-elastic") as thread:
+            elastic = thread.submit(_run_elastic, self._run_dir, self._world_size)
+            try:
+                while not elastic.done():
+                    wait([elastic], _POLL_S)
+                    self._look()
+            finally:
+                self._kill_all()
+                for number, handler in previous.items():
+                    signal.signal(number, handler)
+        exit_codes = elastic.result()
+        if exit_codes and self._killed_by is not None:
             raise StoppedUnsavedError(
                 f"stopped at once by a second {self._killed_by.name}; the last complete checkpoint "
                 "stands",
                 signal_number=int(self._killed_by),
             )
-        if self._elastic.exit_codes:
-            raise RankFailedError(self._report(self._elastic.exit_codes))
+        if exit_codes:
+            raise RankFailedError(self._report(exit_codes))
         return self._stop_signal
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -215,38 +214,28 @@ class _Supervisor:
         return self._ended_s.get(rank, math.inf) - _SILENT_DEATH_LEAD_S
 
 
-class _ElasticThread(threading.Thread):
-    """Runs torch elastic's agent; afterwards holds the exit codes of failed ranks, or its error."""
-
-    def __init__(self, run_dir: Path, world_size: int) -> None:
-        super().__init__(name="moe-train-elastic", daemon=True)
-        self.exit_codes: dict[int, int] = {}
-        self.error: Exception | None = None
-        self._run_dir = run_dir
-        self._config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=world_size,
-            run_id=uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            max_restarts=0,
-            monitor_interval=_POLL_S,
-            logs_specs=DefaultLogsSpecs(log_dir=str(run_dir / "elastic")),
-        )
-
-    def run(self) -> None:
-        _quiet_elastic()
-        # -P: a module of the current folder must not stand in for an installed one.
-        args = ("-P", "-m", "moe_train.rank_main", str(self._run_dir))
-        try:
-            elastic_launch(self._config, sys.executable)(*args)
-        except ChildFailedError as error:
-            self.exit_codes = {rank: f.exitcode for rank, f in error.failures.items()}
-        # It is raised again in the main thread, which is the one that has a caller.
-        except Exception as error:  # noqa: BLE001
-            self.error = error
+def _run_elastic(run_dir: Path, world_size: int) -> dict[int, int]:
+    """Start the ranks and wait for their end; the exit codes of those that failed."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world_size,
+        run_id=uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        monitor_interval=_POLL_S,
+        logs_specs=DefaultLogsSpecs(log_dir=str(run_dir / "elastic")),
+    )
+    _quiet_elastic()
+    # -P: a module of the current folder must not stand in for an installed one.
+    args = ("-P", "-m", "moe_train.rank_main", str(run_dir))
+    try:
+        elastic_launch(config, sys.executable)(*args)
+    except ChildFailedError as error:
+        return {rank: failure.exitcode for rank, failure in error.failures.items()}
+    return {}
 
 
 def _quiet_elastic() -> None:

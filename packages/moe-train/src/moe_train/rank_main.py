@@ -24,6 +24,7 @@ from importlib import import_module
 from pathlib import Path
 
 from moe_train.data.cache import write_atomic
+from moe_train.errors import MoeTrainError
 from moe_train.signals import StopFlag
 
 _PR_SET_PDEATHSIG = 1
@@ -72,10 +73,19 @@ def error_file(run_dir: Path, rank: int) -> Path:
     return run_dir / f"rank-{rank}.error.json"
 
 
-def run_rank(module: str, argv: Sequence[str], stop: StopFlag) -> RankError | None:
-    """Import `module` and call its `run`; what it raises comes back as a value.
+class RankJobError(MoeTrainError):
+    """A rank's job raised; `error` says where and why."""
 
-    KeyboardInterrupt and SystemExit are not caught.
+    def __init__(self, error: RankError) -> None:
+        super().__init__(f"rank {error.rank}, step {error.step}: {error.summary}")
+        self.error = error
+
+
+def run_rank(module: str, argv: Sequence[str], stop: StopFlag) -> None:
+    """Import `module` and call its `run`.
+
+    Raises:
+        RankJobError: whatever exception the job raised, with rank and step.
     """
     step = 0
     try:
@@ -85,15 +95,15 @@ def run_rank(module: str, argv: Sequence[str], stop: StopFlag) -> RankError | No
         finally:
             step = job.current_step()
     # Whatever a job raises must reach the person who started it, with rank and step.
-    except Exception as error:  # noqa: BLE001
-        return RankError(
+    except Exception as error:
+        raised = RankError(
             rank=_rank(),
             step=step,
             monotonic_s=time.monotonic(),
             text=traceback.format_exc(),
             summary=f"{type(error).__name__}: {error}",
         )
-    return None
+        raise RankJobError(raised) from error
 
 
 def main(run_dir: Path) -> int:
@@ -104,12 +114,13 @@ def main(run_dir: Path) -> int:
     _die_with(job.launcher_pid)
     write_atomic(pid_file(run_dir, _rank()), str(os.getpid()))
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    failure = run_rank(job.module, job.argv, stop)
-    if failure is None:
-        write_atomic(done_file(run_dir, _rank()), "")
-        return 0
-    write_atomic(error_file(run_dir, failure.rank), json.dumps(asdict(failure)))
-    return 1
+    try:
+        run_rank(job.module, job.argv, stop)
+    except RankJobError as failure:
+        write_atomic(error_file(run_dir, _rank()), json.dumps(asdict(failure.error)))
+        return 1
+    write_atomic(done_file(run_dir, _rank()), "")
+    return 0
 
 
 def leave(exit_code: int) -> None:
