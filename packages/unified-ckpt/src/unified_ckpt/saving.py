@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from unified_ckpt.agreement import Agreement
 from unified_ckpt.commit import Staging, clean_leftovers
-from unified_ckpt.files import free_bytes
+from unified_ckpt.files import free_bytes, sync_tree
 from unified_ckpt.manifest import MANIFEST_NAME, FileRecord, Manifest, encode_manifest
 from unified_ckpt.save_plan import DEFAULT_MAX_SHARD_BYTES, SavePlan, plan_save
 from unified_ckpt.shard import BoxMeta, Shard
@@ -218,6 +218,8 @@ def _write(
         )
     sums = write_share(plan, parts, rank=rank, folder=folder)
     records = write_blobs(blobs, folder)
+    if rank != 0:  # rank 0 does the same when it publishes; other machines have names of their own
+        sync_tree(folder)
     return {"sums": sums, "blobs": {name: record.to_json() for name, record in records.items()}}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from unified_ckpt.boxes import Region
 from unified_ckpt.checksums import Checksums, PendingSum
-from unified_ckpt.files import Buffer, make_folders, open_for_write, sync_folder, write_at
+from unified_ckpt.files import Buffer, open_for_write, write_at
 from unified_ckpt.manifest import FileRecord
 from unified_ckpt.memory import bits_of, byte_view, contiguous_on_cpu, narrow_box
 from unified_ckpt.save_plan import DEFAULT_CHUNK_BYTES, FilePlan, Piece, SavePlan
@@ -24,7 +24,7 @@ _BATCH_BYTES = 16 * 1024 * 1024
 def write_share(
     plan: SavePlan, parts: Mapping[str, Sequence[Shard]], *, rank: int, folder: Path
 ) -> list[list[int]]:
-    """Write and fsync this rank's bytes of every file.
+    """Write and fsync this rank's bytes of every file; the folder is left to `sync_tree`.
 
     Returns:
         Per file of the plan, the CRC-32 of what this rank wrote: the header if it owns the file,
@@ -34,7 +34,6 @@ def write_share(
         pending = [
             _write_file(file, parts.get(file.part, ()), rank, folder, sums) for file in plan.files
         ]
-    sync_folder(folder)
     return [[crc.value() for crc in file] for file in pending]
 
 
@@ -50,16 +49,18 @@ def file_records(plan: SavePlan, sums: Sequence[Sequence[Sequence[int]]]) -> dic
 
 
 def write_blobs(blobs: Mapping[str, bytes], folder: Path) -> dict[str, FileRecord]:
-    """Write and fsync whole files, nested names allowed; return their manifest records."""
+    """Write and fsync whole files, nested names allowed; return their manifest records.
+
+    Folders are left to `sync_tree`.
+    """
     records = {}
     with Checksums() as sums:
         for name, blob in blobs.items():
             path = folder / name
-            make_folders(path.parent)
+            path.parent.mkdir(parents=True, exist_ok=True)
             with open_for_write(path) as fd:
                 write_at(fd, [blob], 0)
                 os.fsync(fd)
-            sync_folder(path.parent)
             pieces = [
                 (Region(i, len(chunk)), sums.start(chunk).value())
                 for i in range(0, len(blob), DEFAULT_CHUNK_BYTES)
