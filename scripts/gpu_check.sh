@@ -38,13 +38,14 @@ fi
 
 # Only files that hold a GPU test: other test files may need libraries that are not here.
 mapfile -t files < <(grep -rlE --include='test_*.py' 'mark\.gpu\b' packages testing integration_tests)
-report=$(mktemp)
-trap 'rm -f "$report"' EXIT
+reports=$(mktemp -d)
+trap 'rm -rf "$reports"' EXIT
 status=0
-TEST_REPORT=$report "$python" -m pytest -q -m gpu -p no:cacheprovider "${files[@]}" || status=$?
-if [[ ! -s $report ]]; then
-  echo "gpu_check: pytest ended before it had a result" >&2
-  exit 1
+TEST_REPORT=$reports/gpu.json "$python" -m pytest -q -m gpu -p no:cacheprovider "${files[@]}" ||
+  status=$?
+# No test that passed is a failure too: everything may have been skipped.
+"$python" scripts/summary.py --reports "$reports" gpu || status=1
+if [[ -s $reports/gpu.json ]]; then
+  "$python" scripts/run_claims.py --gpu --gpu-tests "$reports/gpu.json" || status=1
 fi
-"$python" scripts/run_claims.py --gpu --gpu-tests "$report" || status=1
 exit "$status"
