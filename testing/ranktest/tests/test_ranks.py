@@ -58,3 +58,16 @@ def test_backward_runs_in_a_forked_rank_after_backward_in_the_parent() -> None:
     w = torch.randn(512, 512, requires_grad=True)
     (w @ w).sum().backward()
     assert run_ranks(fn, 2) == [1.0, 1.0]
+
+
+def test_a_rank_that_is_done_does_not_disturb_a_slower_peer() -> None:
+    def fn(rank: int, world_size: int) -> int:
+        if rank == 1:
+            time.sleep(0.5)
+        group = dist.new_group([0, 1])
+        if rank == 1:
+            time.sleep(0.5)
+            assert isinstance(group, dist.ProcessGroup)
+        return rank
+
+    assert run_ranks(fn, 2, timeout_s=30) == [0, 1]

@@ -158,5 +158,10 @@ def _child(job: _Job, sender: Connection) -> None:
     sender.send_bytes(payload)
     sys.stdout.flush()
     sys.stderr.flush()
+    if "value" in fields:
+        # A rank that ends closes its sockets, upon which a slower peer that still connects a group
+        # fails; the parent kills this rank when all have reported. One that failed ends at once,
+        # as a real one would, so that its peers notice.
+        time.sleep(job.timeout_s)
     # Destroying a group whose peers are gone may wait; the process ends here in any case.
     os._exit(0)
