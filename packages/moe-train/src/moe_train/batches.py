@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_train.data.order import SampleOrder
 from moe_train.data.packing import Batch, PackedSplit
-from moe_train.model.stage import IGNORED_LABEL
+from moe_train.model.loss import IGNORED_LABEL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,9 +25,8 @@ from moe_train.model.layers import (
     KeyValueCache,
     attention_context,
 )
+from moe_train.model.loss import head_loss
 from moe_train.model.norm import RMSNorm
-
-IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +166,9 @@ class DecoderStage(nn.Module):
             return StageOutput(tensors=(hidden_BSd, inputs[1]), loss=aux_loss)
         if not isinstance(target, Target):
             raise TypeError(f"the last stage needs a Target, got {type(target).__name__}")
-        loss = token_loss(self.logits(hidden_BSd), target.labels_BS) * target.scale
+        normed_BSd = self.model.norm(hidden_BSd)
+        loss = head_loss(normed_BSd.flatten(0, 1), self.head, target.labels_BS.flatten())
+        loss = loss * target.scale
         self.record.loss += loss.detach()
         return StageOutput(tensors=(), loss=loss if aux_loss is None else loss + aux_loss)
 
@@ -194,11 +195,14 @@ class DecoderStage(nn.Module):
 
     def logits(self, hidden_BSd: Tensor) -> Tensor:
         """Vocabulary logits [B, S, V] in the weights' dtype; last stage only."""
-        normed_BSd = self.model.norm(hidden_BSd)
+        return F.linear(self.model.norm(hidden_BSd), self.head)
+
+    @property
+    def head(self) -> Tensor:
+        """The head's weight [V, d]; last stage only."""
         if self.config.tie_word_embeddings:
-            return F.linear(normed_BSd, self.model.embed_tokens.weight)
-        logits_BSV: Tensor = self.lm_head(normed_BSd)
-        return logits_BSV
+            return self.model.embed_tokens.weight
+        return self.lm_head.weight
 
     def _count(self, layer: int, load_E: Tensor) -> None:
         previous = self.record.load_E.get(layer)
@@ -220,16 +224,6 @@ def moe_config(config: Qwen3MoeConfig, options: StageOptions) -> MoEConfig:
         router_aux_loss_coef=options.aux_loss_coef,
         moe_aux_loss_scope=options.aux_loss_scope,
         experts_implementation=options.experts_implementation,
-    )
-
-
-def token_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-    """Sum of the cross entropies of the labels that are not -100, in fp32."""
-    return F.cross_entropy(
-        logits_BSV.flatten(0, 1).float(),
-        labels_BS.flatten(),
-        ignore_index=IGNORED_LABEL,
-        reduction="sum",
     )
 
 
