@@ -3,14 +3,21 @@
 `torch.distributed` keeps the store of the default group to itself; it tells who did not arrive.
 """
 
-from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 
-def default_store() -> Store:
-    """Return the store that `init_process_group` made.
+def shared_store() -> Store | None:
+    """Return the store that `init_process_group` made; None if it is a `FileStore`.
+
+    A rank that is killed while it appends to a FileStore leaves half a record, on which every later
+    call of its peers spins forever.
 
     Raises:
         ValueError: no process group has been initialised.
     """
-    return _get_default_store()
+    store = _get_default_store()
+    inner = store
+    while isinstance(inner, PrefixStore):
+        inner = inner.underlying_store
+    return None if isinstance(inner, FileStore) else store

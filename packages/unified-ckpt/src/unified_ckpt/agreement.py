@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unified_ckpt._torch_private import default_store
+from unified_ckpt._torch_private import shared_store
 from unified_ckpt.errors import SaveArgumentError, SaveError, SavePeerError
 from unified_ckpt.memory import byte_view
 
@@ -79,10 +79,12 @@ class Agreement:
         text = json.dumps(payload, separators=(",", ":")).encode()
         try:
             # The mark lets peers that wait in vain say who is missing; it goes when all have met.
-            store = default_store()
-            store.set(self._mark(name, self.rank), "here")
+            store = shared_store()
+            if store is not None:
+                store.set(self._mark(name, self.rank), "here")
             texts = self._gather_texts(text)
-            store.delete_key(self._mark(name, self.rank))
+            if store is not None:
+                store.delete_key(self._mark(name, self.rank))
         except RuntimeError as error:
             raise SavePeerError(self._lost(name, error)) from error
         return [json.loads(text) for text in texts]
@@ -101,19 +103,24 @@ class Agreement:
 
     def _lost(self, name: str, error: RuntimeError) -> str:
         """Describe a gather that failed, naming the ranks that never came to it."""
-        try:
-            store = default_store()
-            absent = [r for r in range(self.size) if not store.check([self._mark(name, r)])]
-            who = f"ranks {[self._ranks[r] for r in absent]} did not arrive"
-            if not absent:
-                who = "all had arrived, so one died or lost its connection while exchanging"
-        except RuntimeError:
-            who = "the store that knows who arrived is gone as well"
         return (
             f"rank {self.global_rank_here}, {self.subject}: waiting in {name!r} for ranks "
-            f"{self._ranks} failed: {who} (limit {self._timeout_s:g} s). A rank that does not "
-            f"arrive died, is stuck or is slower than that; see its own messages. Cause: {error}"
+            f"{self._ranks} failed: {self._absent(name)} (limit {self._timeout_s:g} s). A rank "
+            "that does not arrive died, is stuck or is slower than that; see its own messages. "
+            f"Cause: {error}"
         )
+
+    def _absent(self, name: str) -> str:
+        try:
+            store = shared_store()
+            if store is None:
+                return "a peer did not arrive (which one, a FileStore cannot tell)"
+            absent = [r for r in range(self.size) if not store.check([self._mark(name, r)])]
+        except RuntimeError:
+            return "the store that knows who arrived is gone as well"
+        if not absent:
+            return "all had arrived, so one died or lost its connection while exchanging"
+        return f"ranks {[self._ranks[r] for r in absent]} did not arrive"
 
     def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
