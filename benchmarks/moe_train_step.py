@@ -29,7 +29,7 @@ from moe_train.model.init import decays
 from moe_train.parallel import start
 
 ROOT = Path(__file__).resolve().parent.parent
-# batched_mm copies the weights of an expert for every routed row: minutes and gigabytes a step here.
+# batched_mm copies an expert's weights for every routed row: minutes and gigabytes a step here.
 PEERS = ("grouped_mm", "eager")
 
 
