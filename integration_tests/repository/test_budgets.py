@@ -110,3 +110,20 @@ def test_commands_and_adapters_may_import_late(parse: Parse, name: str) -> None:
 def test_a_noqa_needs_a_code_and_a_reason(parse: Parse, comment: str) -> None:
     assert "noqa without" in found(parse, f"x = 1  {comment}\n")
     assert found(parse, 'x = "# noqa"  # noqa: RUF001 - the sign is meant\n') == ""
+
+
+@pytest.mark.parametrize(
+    "statement", ["import torch._C", "from torch.utils._pytree import x", "from torch.nn import _y"]
+)
+def test_private_torch_names_are_imported_in_the_adapter_alone(
+    parse: Parse, statement: str
+) -> None:
+    assert "private torch name" in found(parse, statement)
+
+
+def test_the_adapter_may_import_private_torch_names(parse: Parse) -> None:
+    assert found(parse, "from torch.distributed import _a\n", "p/_torch_private.py") == ""
+
+
+def test_public_torch_names_are_free(parse: Parse) -> None:
+    assert found(parse, "import torch.nn\nfrom torch import __version__\n") == ""

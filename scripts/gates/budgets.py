@@ -36,6 +36,7 @@ def check_budgets(sources: Iterable[Source]) -> list[Problem]:
         for function in source.functions():
             problems += _function(source, function)
         problems += _statements(source)
+        problems += _private_torch(source)
         problems += _noqa_without_reason(source)
     return problems
 
@@ -131,6 +132,26 @@ def _statements(source: Source) -> Iterator[Problem]:
             message="import inside a function; import at the top "
             "(only cli.py and the CuPy and CUDA adapters may import late)",
         )
+
+
+def _private_torch(source: Source) -> Iterator[Problem]:
+    """Imports of private names of torch anywhere but in the package's one adapter module."""
+    if source.path.endswith("/_torch_private.py"):
+        return
+    for node in ast.walk(source.tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            if re.match(r"torch\..*\b_(?!_)", name):
+                yield Problem(
+                    path=source.path,
+                    line=node.lineno,
+                    message=f"private torch name {name}; import it in _torch_private.py, "
+                    "the one module that an upgrade of torch has to check",
+                )
 
 
 def _forbidden(node: ast.AST) -> str | None:
