@@ -139,12 +139,10 @@ def _private_torch(source: Source) -> Iterator[Problem]:
     if source.path.endswith("/_torch_private.py"):
         return
     for node in ast.walk(source.tree):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        for name in names:
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        for name in (prefix + alias.name for alias in node.names):
             if re.match(r"torch\..*\b_(?!_)", name):
                 yield Problem(
                     path=source.path,
