@@ -1,6 +1,8 @@
 import re
 from pathlib import Path
 
+import gpu_alloc
+
 README = Path(__file__).parents[1] / "README.md"
 
 
@@ -12,7 +14,7 @@ def test_the_example_of_the_readme_runs() -> None:
 
 def test_the_tour_names_every_source_file() -> None:
     text = README.read_text(encoding="utf-8")
-    files = (Path(__file__).parents[1] / "src" / "gpu_alloc").glob("*.py")
+    files = Path(str(gpu_alloc.__file__)).parent.glob("*.py")
     assert [file.name for file in files if f"`{file.name}`" not in text] == []
 
 

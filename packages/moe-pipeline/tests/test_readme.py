@@ -1,6 +1,8 @@
 import re
 from pathlib import Path
 
+import moe_pipeline
+
 README = Path(__file__).parents[1] / "README.md"
 
 
@@ -12,6 +14,6 @@ def test_readme_example_runs():
 
 def test_tour_names_every_source_file():
     text = README.read_text(encoding="utf-8")
-    folder = Path(__file__).parents[1] / "src" / "moe_pipeline"
+    folder = Path(str(moe_pipeline.__file__)).parent
     for path in folder.glob("*.py"):
         assert f"`{path.name}`" in text, path.name

@@ -3,6 +3,8 @@ from pathlib import Path
 
 import pytest
 
+import moe_train
+
 README = Path(__file__).parents[1] / "README.md"
 
 
@@ -15,7 +17,7 @@ def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_the_tour_names_every_source_file() -> None:
     text = README.read_text(encoding="utf-8")
-    files = (Path(__file__).parents[1] / "src" / "moe_train").rglob("*.py")
+    files = Path(str(moe_train.__file__)).parent.rglob("*.py")
     # Folders are named as a whole; their files speak for themselves.
     folders = ("model", "data")
     missing = [f.name for f in files if f"`{f.name}`" not in text and f.parent.name not in folders]
