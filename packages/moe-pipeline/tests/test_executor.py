@@ -1,5 +1,4 @@
 import os
-import time
 import weakref
 from dataclasses import replace
 
@@ -276,19 +275,17 @@ def test_a_rank_killed_mid_step_gives_named_errors_in_seconds(generate):
             return StageOutput(loss=y.sum()) if rank == 3 else StageOutput(tensors=(y,))
 
         executor = PipelineExecutor(stage, generate(4, 8), stage_index=rank)
-        started = time.monotonic()
-        with pytest.raises(StageTransferError) as caught:
-            executor.step([(torch.ones(WIDTH),)] * 8 if rank == 0 else None)
-        return str(caught.value), time.monotonic() - started
+        # The error ends this rank's process, upon which its other neighbour fails in turn.
+        executor.step([(torch.ones(WIDTH),)] * 8 if rank == 0 else None)
 
-    outcomes = collect_ranks(fn, 4, timeout_s=40)
+    outcomes = collect_ranks(fn, 4, timeout_s=60)
     assert outcomes[2].error_type == "Died"
     for rank in (0, 1, 3):
-        assert outcomes[rank].ok, outcomes[rank].error
-        text, elapsed_s = outcomes[rank].value
-        assert text.startswith(f"rank {rank}, stage {rank}: ")
-        assert "of schedule" in text and "failed: " in text
-        assert elapsed_s < 20
+        assert outcomes[rank].error_type == StageTransferError.__name__, outcomes[rank].error
+        last = outcomes[rank].error.strip().splitlines()[-1]
+        assert f"StageTransferError: rank {rank}, stage {rank}: " in last
+        assert "of schedule" in last and "failed: " in last
+        assert outcomes[rank].elapsed_s < 20
 
 
 def test_an_error_inside_a_stage_keeps_its_type_and_names_the_action():

@@ -18,6 +18,7 @@ frees, and how messages travel. `check` returns every problem it finds, as data.
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import final
 
 from moe_pipeline.schedule import Action, Kind, Schedule
 
@@ -252,6 +253,7 @@ def _describe(messages: list[_Message], at: int) -> str:
     return f"microbatch {microbatch} for stage {stage}"
 
 
+@final
 class _Run:
     """Ranks that wait for each other's messages, and for nothing else."""
 

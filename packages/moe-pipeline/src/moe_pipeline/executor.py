@@ -252,14 +252,14 @@ class PipelineExecutor:
     def _backward(self, step: "_Step", microbatch: int) -> None:
         slot = step.slots[microbatch]
         roots: list[GradientEdge] = []
-        gradients: list[Tensor | None] = []
+        gradients: list[Tensor] = []
         for edge, gradient in zip(slot.edges, slot.gradients, strict=True):
             if gradient is not None:
                 roots.append(edge)
                 gradients.append(gradient)
         if slot.loss is not None and slot.loss.requires_grad:
             roots.append(get_gradient_edge(slot.loss))
-            gradients.append(None)
+            gradients.append(torch.ones_like(slot.loss))
         slot.edges, slot.gradients, slot.loss = [], [], None
         if roots:
             torch.autograd.backward(roots, gradients)
@@ -293,6 +293,7 @@ class _Slot:
     loss_value: Tensor | None = None
 
 
+@final
 class _Outbox:
     """Sends under way in one direction, oldest first."""
 

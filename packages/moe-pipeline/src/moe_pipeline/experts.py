@@ -19,6 +19,7 @@ Dims: R routed rows sorted by expert, D hidden, H intermediate, E local experts,
 """
 
 from collections.abc import Callable, Sequence
+from typing import final
 
 import torch
 import torch.nn.functional as F
@@ -77,6 +78,7 @@ def grouped_mm_experts(
     return _DenseGradient.apply(y_RD)  # type: ignore[no-any-return]
 
 
+@final
 class _DenseGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
@@ -122,6 +124,7 @@ def choose_implementation(gate_up_EGD: Tensor, down_EDH: Tensor) -> str:
     return "grouped_mm" if on_gpu and not _grouped_mm_obstacle(gate_up_EGD, down_EDH) else "fused"
 
 
+@final
 class Experts(nn.Module):
     """The experts that one rank holds."""
 

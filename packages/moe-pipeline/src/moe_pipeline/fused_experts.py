@@ -19,7 +19,7 @@ Dims: R routed rows sorted by expert, D hidden, H intermediate, E local experts,
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +62,7 @@ def _max_rows(x_RD: Tensor, intermediate_size: int) -> int:
     return max(1, _CPU_BLOCK_ELEMENTS // intermediate_size)
 
 
+@final
 class FusedExperts(torch.autograd.Function):
     """`weight * down(silu(gate) * up)` for all experts; see the module's docstring."""
 

@@ -16,6 +16,7 @@ Dims: T tokens of this rank, R routed rows received, D hidden, E experts of the 
 """
 
 from dataclasses import dataclass
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,7 @@ class MoEOutput:
     load_E: Tensor
 
 
+@final
 class MoELayer(nn.Module):
     """A sparse block of experts; see the module's docstring.
 

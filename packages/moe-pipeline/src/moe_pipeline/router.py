@@ -18,6 +18,7 @@ Dims: T tokens of this rank, D hidden, E experts of the layer, K choices per tok
 """
 
 from dataclasses import dataclass
+from typing import final
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +58,7 @@ class Routed:
     probs_TE: Tensor
 
 
+@final
 class TopKRouter(nn.Module):
     """Softmax over all experts, then the k most probable (Qwen3-MoE, Mixtral).
 

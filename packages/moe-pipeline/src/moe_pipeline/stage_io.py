@@ -8,7 +8,7 @@ send holds an output once it is on its way; its place in the graph is kept as a 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
@@ -31,7 +31,10 @@ class StageOutput:
 
 
 class Stage(Protocol):
-    """A stage: an `nn.Module` or any callable of this form."""
+    """A stage: an `nn.Module` or any callable of this form.
+
+    It must not modify its inputs in place: the executor hands them over as views.
+    """
 
     def __call__(self, *inputs: Tensor, target: object | None) -> StageOutput:
         """Run one microbatch."""
@@ -45,6 +48,7 @@ class GradientSink:
     gradients: list[Tensor | None] = field(default_factory=list)
 
 
+@final
 class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(
