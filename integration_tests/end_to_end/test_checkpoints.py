@@ -124,7 +124,11 @@ def test_resume_on_the_same_layout_repeats_the_losses_bit_for_bit(
 def test_resume_under_other_layouts_continues_within_a_millionth(
     configure: Callable[..., Config], tmp_path: Path
 ) -> None:
+    """The learning rate is moderate: layouts agree within 1e-7 until rounding moves a token whose
+    second and third expert are all but tied, a step of 1e-6 that no arithmetic in fp32 avoids.
+    """
     base = ["train.max_steps=25", "checkpoint.interval_steps=5", "checkpoint.save_total_limit=9"]
+    base.append("optimizer.lr=1e-3")
 
     def config(name: str, layout: str) -> Config:
         return configure(*base, *LAYOUTS[layout], f"train.output_dir={tmp_path / name}")

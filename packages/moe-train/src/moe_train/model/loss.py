@@ -45,7 +45,9 @@ class _HeadLoss(torch.autograd.Function):
         sums_T1 = exps_TV.sum(dim=-1, keepdim=True)
         ctx.save_for_backward(hidden_TD, weight_VD, exps_TV, sums_T1, index_T1, counts_T1)
         ctx.is_used = False
-        return (sums_T1.log() - chosen_T1).mul_(counts_T1).sum()
+        # Summed in fp64, so that the number does not depend on how a batch is cut over ranks.
+        losses_T1 = (sums_T1.log() - chosen_T1).mul_(counts_T1)
+        return losses_T1.sum(dtype=torch.float64).to(losses_T1.dtype)
 
     @staticmethod
     @once_differentiable

@@ -209,7 +209,7 @@ class DecoderStage(nn.Module):
         self.record.load_E[layer] = load_E if previous is None else previous + load_E
 
     def _empty_record(self) -> StageRecord:
-        zero = torch.zeros((), dtype=torch.float32, device=self.options.device)
+        zero = torch.zeros((), dtype=torch.float64, device=self.options.device)
         return StageRecord(loss=zero, aux_loss=zero.clone(), load_E={})
 
 
