@@ -85,8 +85,12 @@ for _package in PACKAGES:
 
 @nox.session(venv_backend="none")
 def seams(session: nox.Session) -> None:
-    """Tests in which two real packages meet."""
-    _workspace_tests(session, "integration_tests/seams")
+    """Tests in which two real packages meet, or one meets a library that it can do without."""
+    # The wheel session of gpu-alloc has no CuPy: the package has to work alone.
+    with_cupy = sorted(
+        str(f.relative_to(ROOT)) for f in ROOT.glob("packages/gpu-alloc/tests/test_cupy_*.py")
+    )
+    _workspace_tests(session, "integration_tests/seams", *with_cupy)
 
 
 @nox.session(venv_backend="none")
