@@ -164,6 +164,28 @@ def test_a_request_to_stop_saves_and_exits(
     assert "Traceback" not in output
 
 
+def test_under_torchrun_the_given_ranks_train(job: Callable[..., Path], tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [
+            *torchrun,
+            "--nproc-per-node=2",
+            "--no-python",
+            COMMAND,
+            "train",
+            str(job()),
+            "parallel.dp=2",
+            "train.max_steps=2",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "checkpoint-2" / "trainer_state.json").exists()
+    assert len(losses(tmp_path / "run")) == 2
+
+
 MISTAKES = {
     "missing corpus": (["data.corpus=nowhere"], {}, "nowhere"),
     "too few experts": (["parallel.ep=3", "train.global_batch_size=12"], {}, "num_experts=8"),
