@@ -8,9 +8,7 @@ bit for bit a state that was saved; the newest is no older than the last save th
 
 import os
 import random
-import signal
-import time
-import warnings
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -24,15 +22,18 @@ MODES = ["one rank", "all ranks"]
 
 
 def kill_me_after(delay_s: float) -> None:
-    """Let a child process kill this one, so that no lock of this process delays it."""
-    victim = os.getpid()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        time.sleep(delay_s)
-        os.kill(victim, signal.SIGKILL)
-        os._exit(0)
+    """Let another program kill this process, so that no lock of this process delays it.
+
+    Not a fork: this process has threads by now, and a child may inherit a lock that one of them
+    holds. Its streams are closed, so that it keeps no pipe of the test open.
+    """
+    subprocess.Popen(
+        ["sh", "-c", f"sleep {delay_s:.4f}; kill -9 {os.getpid()}"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def shards(rank: int, world_size: int, step: float) -> list[Shard]:
