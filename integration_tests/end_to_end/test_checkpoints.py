@@ -106,11 +106,14 @@ def test_a_transformers_checkpoint_starts_training_directly(
         assert torch.equal(tensor, after[key]), key
 
 
-@pytest.mark.parametrize("layout", ["one", "pp2 ep2"])
+@pytest.mark.parametrize(
+    ("layout", "dtype"), [("one", "float32"), ("pp2 ep2", "float32"), ("one", "bfloat16")]
+)
 def test_resume_on_the_same_layout_repeats_the_losses_bit_for_bit(
-    configure: Callable[..., Config], tmp_path: Path, layout: str
+    configure: Callable[..., Config], tmp_path: Path, layout: str, dtype: str
 ) -> None:
     base = [*LAYOUTS[layout], "train.max_steps=8", "checkpoint.interval_steps=3"]
+    base += [f"train.dtype={dtype}", f"train.master_weights={str(dtype == 'bfloat16').lower()}"]
     train(configure(*base, f"train.output_dir={tmp_path / 'whole'}"))
     train(configure(*base, f"train.output_dir={tmp_path / 'parts'}"))
     (tmp_path / "parts" / "checkpoint-8").rename(tmp_path / "gone")
