@@ -235,6 +235,14 @@ def test_a_damaged_checkpoint_is_named_before_training(
     done = run("train", toml, "train.max_steps=4", "--resume", tmp_path / "run" / "checkpoint-2")
     assert done.returncode == 2, done.stderr
     assert "model.safetensors" in done.stderr
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    for command in (
+        ["inspect", str(checkpoint)],
+        ["generate", "--checkpoint", str(checkpoint), "--prompt", "x"],
+    ):
+        done = run(*command)
+        assert done.returncode == 2, done.stderr
+        assert "model.safetensors" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_full_disk_ends_the_run_with_the_last_checkpoint_intact(

@@ -54,7 +54,6 @@ def global_batches(config: Config, steps: int, *, documents: bool) -> list[list[
 
 
 def local_part(batch: Batch, data_rank: int, num_data_ranks: int) -> Batch:
-    rows = slice(data_rank, None)
     size = batch.input_ids.shape[0] // num_data_ranks
     rows = slice(data_rank * size, (data_rank + 1) * size)
     return Batch(

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from moe_train.data.order import SampleOrder
 from moe_train.data.packing import Batch, PackedSplit
@@ -55,11 +54,6 @@ def validation_steps(split: PackedSplit, count: int, plan: BatchPlan) -> Iterato
 def count_predictions(batches: Sequence[Batch]) -> int:
     """How many labels are predicted (not ignored)."""
     return sum(int((batch.labels != IGNORED_LABEL).sum()) for batch in batches)
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move without waiting where the device allows it."""
-    return tensor.to(device, non_blocking=True)
 
 
 def _with_padding(split: PackedSplit, samples: NDArray[np.int64], count: int) -> Batch:

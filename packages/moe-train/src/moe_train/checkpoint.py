@@ -19,6 +19,7 @@ from moe_train.optim import AdamW
 from moe_train.parallel import Parallel
 from unified_ckpt import (
     CheckpointError,
+    CorruptCheckpointError,
     Shard,
     get_last_checkpoint,
     load,
@@ -175,9 +176,15 @@ def find_checkpoint(folder: Path, resume: str) -> Path | None:
 
 
 def has_part(source: Path, part: str) -> bool:
-    """Whether the checkpoint holds tensors of `part`."""
+    """Whether the checkpoint holds tensors of `part`.
+
+    Raises:
+        CorruptCheckpointError: it does, and they are damaged; that is not the same as having none.
+    """
     try:
         return bool(read_index(source, part))
+    except CorruptCheckpointError:
+        raise
     except CheckpointError:
         return False
 

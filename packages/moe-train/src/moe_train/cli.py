@@ -19,6 +19,7 @@ from pathlib import Path
 from moe_train.config import Config
 from moe_train.config_file import dump_toml, format_compact, keys_help, load_config
 from moe_train.errors import MoeTrainError, RankFailedError, StoppedUnsavedError
+from unified_ckpt.errors import CheckpointError
 
 _EXIT_FAILED = 1
 _EXIT_USER_ERROR = 2
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("moe-train: interrupted before training began", file=sys.stderr)
         return 130
-    except (ValueError, TypeError, OSError, MoeTrainError) as error:
+    except (ValueError, TypeError, OSError, MoeTrainError, CheckpointError) as error:
         if os.environ.get("RANK", "0") == "0":  # under torchrun one of the ranks says it
             print(f"moe-train: {' '.join(str(error).split())}", file=sys.stderr)
         return _EXIT_USER_ERROR

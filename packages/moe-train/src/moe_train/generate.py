@@ -39,14 +39,12 @@ def load_model(checkpoint: Path, device: torch.device | None = None) -> DecoderS
         ),
     )
     layouts = single_rank_layouts(stage, config)
-    with torch.no_grad():
-        for name, parameter in stage.named_parameters():
-            load(
-                list(stored_shards(layouts[name], parameter.data, 0, "")),
-                checkpoint_id=checkpoint,
-                part="model",
-                cast=True,
-            )
+    shards = [
+        shard
+        for name, parameter in stage.named_parameters()
+        for shard in stored_shards(layouts[name], parameter.data, 0, "")
+    ]
+    load(shards, checkpoint_id=checkpoint, part="model", cast=True)
     return stage.eval()
 
 

@@ -91,10 +91,13 @@ def plan_report(config: Config) -> str:
 def record_rank(config: Config, folder: Path) -> None:
     """Build this rank, run two steps on random tokens, and write its trace. Collective."""
     parallel = start(config)
+    model = read_model_config(config)
     with AllocationRecorder() as recorder:
-        runner, _ = build_runner(config, read_model_config(config), parallel, {})
+        runner, _ = build_runner(config, model, parallel, {})
         for _ in range(2):
-            runner.train(_random_batches(config, parallel), lr=config.optimizer.lr)
+            runner.train(
+                _random_batches(config, model.vocab_size, parallel), lr=config.optimizer.lr
+            )
     save_trace(recorder.events, trace_file(folder, parallel.rank))
 
 
@@ -103,13 +106,12 @@ def trace_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.jsonl"
 
 
-def _random_batches(config: Config, parallel: Parallel) -> list[Batch]:
+def _random_batches(config: Config, vocab_size: int, parallel: Parallel) -> list[Batch]:
     if not (parallel.is_first or parallel.is_last):
         return []
     count = config.train.gradient_accumulation_steps
     rows = config.train.global_batch_size // (count * parallel.num_data_ranks)
     length = config.data.sequence_length
-    vocab_size = read_model_config(config).vocab_size
     generator = torch.Generator().manual_seed(config.train.seed + parallel.data_rank)
     batches = []
     for _ in range(count):

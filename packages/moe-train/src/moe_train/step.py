@@ -13,7 +13,7 @@ from torch import Tensor
 
 from comm_collectives import all_reduce
 from moe_pipeline import PipelineExecutor
-from moe_train.batches import count_predictions, to_device
+from moe_train.batches import count_predictions
 from moe_train.data.packing import Batch
 from moe_train.errors import MoeTrainError
 from moe_train.grads import GradientStore, clip_coefficient
@@ -102,11 +102,9 @@ class StepRunner:
         inputs: list[tuple[Tensor, ...]] | None = None
         targets: list[object] | None = None
         if self.parallel.is_first:
-            inputs = [
-                (to_device(b.input_ids, device), to_device(b.position_ids, device)) for b in batches
-            ]
+            inputs = [(b.input_ids.to(device), b.position_ids.to(device)) for b in batches]
         if self.parallel.is_last:
-            targets = [Target(to_device(b.labels, device), scale) for b in batches]
+            targets = [Target(b.labels.to(device), scale) for b in batches]
         return inputs, targets
 
     def _num_tokens(self, batches: Sequence[Batch]) -> int:
