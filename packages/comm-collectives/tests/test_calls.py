@@ -3,20 +3,24 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import comm_collectives as cc
-from comm_collectives.calls import classify, first_line
+from comm_collectives.agreement import AgreementPolicy
+from comm_collectives.groups import group_state
+from comm_collectives.meeting import WireMeeting
+from comm_collectives.moe_options import MoeOptions
 from ranktest import collect_ranks, run_ranks
 
 _LIMIT_S = 0.5
 _SECONDS = 8.0  # limit + enquiry, with room for a busy machine
 
 
-def _failure(fn: object) -> tuple[str, str, float]:
+def _failure(fn: Callable[[], object]) -> tuple[str, str, float]:
     """Name and text of what `fn()` raises, and after how long."""
     started = time.monotonic()
     with pytest.raises(cc.CommError) as caught:
@@ -24,22 +28,37 @@ def _failure(fn: object) -> tuple[str, str, float]:
     return type(caught.value).__name__, str(caught.value), time.monotonic() - started
 
 
-def _calls(x: torch.Tensor) -> dict[str, object]:
+def _calls(x: torch.Tensor) -> dict[str, Callable[[], object]]:
     idx = torch.zeros(3, 1, dtype=torch.int64)
     return {
         "all_to_all": lambda: cc.all_to_all(x, input_splits=[1, 1, 1], timeout_s=_LIMIT_S),
         "all_reduce": lambda: cc.all_reduce(x, timeout_s=_LIMIT_S),
         "broadcast_nested": lambda: cc.broadcast_nested({"x": x}, src=2, timeout_s=_LIMIT_S),
         "dispatch": lambda: cc.dispatch(
-            x, idx, torch.ones(3, 1), num_experts=3, group=dist.group.WORLD, timeout_s=_LIMIT_S
+            x,
+            idx,
+            torch.ones(3, 1),
+            num_experts=3,
+            group=dist.group.WORLD,
+            options=MoeOptions(timeout_s=_LIMIT_S),
         ),
     }
 
 
-@pytest.mark.parametrize("name", ["all_to_all", "dispatch"])
-def test_rank_that_never_calls_is_named(name: str) -> None:
+def _wire(every: int = 1) -> None:
+    """Let the default group meet over its own transport, as across hosts."""
+    state = group_state(None)
+    state.policy = AgreementPolicy(every=every)
+    state.meeting = WireMeeting(state.transport, state.size, "cpu")
+
+
+@pytest.mark.parametrize("name", ["all_to_all", "all_reduce", "dispatch"])
+@pytest.mark.parametrize("place", ["board", "wire"])
+def test_rank_that_never_calls_is_named(name: str, place: str) -> None:
     def fn(rank: int, world_size: int) -> object:
         cc.all_reduce(torch.ones(1))
+        if place == "wire":
+            _wire()
         if rank == 2:
             time.sleep(_LIMIT_S + 2.5)  # past the limit and the enquiry of the others
             return None
@@ -49,8 +68,11 @@ def test_rank_that_never_calls_is_named(name: str) -> None:
         kind, text, elapsed_s = outcome
         assert kind == "CollectiveTimeoutError"
         assert f"rank {rank}: {name}" in text
-        assert "call 2 of group (0, 1, 2)" in text
-        assert "did not arrive: rank 2 (no report" in text
+        assert "call 2 of group (0, 1, 2) timed out a" in text
+        if place == "board":
+            assert "did not arrive: rank 2 (last in all_reduce call 1)" in text
+        else:
+            assert "did not arrive: rank 2 (no report" in text
         assert f"arrived: rank {1 - rank}" in text
         assert elapsed_s < _SECONDS
 
@@ -68,24 +90,27 @@ def test_killed_rank_is_named(name: str) -> None:
     for rank in (0, 1):
         assert outcomes[rank].ok, outcomes[rank].error
         kind, text, elapsed_s = outcomes[rank].value
-        # A rank may reach its limit before the broken connection shows.
-        assert kind in ("PeerFailedError", "CollectiveTimeoutError")
+        assert kind == "PeerFailedError", text
         assert f"rank {rank}: {name}" in text
-        assert "did not arrive: rank 2" in text
-        assert f"arrived: rank {1 - rank}" in text
+        assert "rank 2 has ended or given up its group" in text
         assert elapsed_s < _SECONDS
 
 
-def test_rank_killed_inside_a_call_is_noticed() -> None:
+@pytest.mark.parametrize("place", ["board", "wire"])
+@pytest.mark.parametrize("num_elements", [1, 100_000])
+def test_rank_killed_inside_a_call_is_noticed(num_elements: int, place: str) -> None:
     def fn(rank: int, world_size: int) -> object:
-        cc.all_reduce(torch.ones(1))
+        x = torch.ones(num_elements)
+        cc.all_reduce(x)
+        if place == "wire":
+            _wire(every=64)
         if rank == 1:
             signal.setitimer(signal.ITIMER_REAL, 0.5)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            cc.all_reduce(torch.ones(1), group=None)
+            cc.all_reduce(x)
         if rank == 2:
             time.sleep(1.0)
-        return _failure(lambda: cc.all_reduce(torch.ones(1), timeout_s=10))
+        return _failure(lambda: cc.all_reduce(x, timeout_s=10))
 
     outcomes = collect_ranks(fn, 3, timeout_s=30)
     assert outcomes[1].error_type == "Died"
@@ -102,7 +127,7 @@ def test_failure_in_backward_is_named() -> None:
         y = cc.all_to_all(x, timeout_s=_LIMIT_S)
         if rank == 1:
             time.sleep(_LIMIT_S + 2.5)  # past the limit and the enquiry of the others
-            return None
+            return y.shape
         return _failure(lambda: y.sum().backward())
 
     kind, text, _ = run_ranks(fn, 2, timeout_s=30)[0]
@@ -130,6 +155,7 @@ def test_rank_in_another_call_is_said_to_be_there() -> None:
 
 def test_rank_that_waits_since_long_counts_as_arrived() -> None:
     def fn(rank: int, world_size: int) -> object:
+        cc.all_reduce(torch.ones(1))
         if rank == 1:
             return _failure(lambda: cc.all_reduce(torch.ones(1), timeout_s=4))
         if rank == 0:
@@ -139,8 +165,23 @@ def test_rank_that_waits_since_long_counts_as_arrived() -> None:
         return None
 
     _, text, _ = run_ranks(fn, 3, timeout_s=40)[0]
-    assert "did not arrive: rank 2 (no report" in text
+    assert "did not arrive: rank 2 (last in all_reduce call 1)" in text
     assert "arrived: rank 1" in text
+
+
+def test_rank_that_comes_after_the_others_gave_up_is_told_so() -> None:
+    def fn(rank: int, world_size: int) -> object:
+        cc.all_reduce(torch.ones(1))
+        if rank == 1:
+            time.sleep(1.5)
+        outcome = _failure(lambda: cc.all_reduce(torch.ones(1), timeout_s=_LIMIT_S))
+        return [*outcome, cc.all_to_all(torch.full((2,), rank)).tolist()]
+
+    first, second = run_ranks(fn, 2, timeout_s=30)
+    assert first[0] == second[0] == "CollectiveTimeoutError"
+    assert "came too late: rank 0 had given up waiting" in second[1]
+    # Both failed in the same call, so the group goes on.
+    assert first[3] == second[3] == [0, 1]
 
 
 def test_late_rank_is_no_failure() -> None:
@@ -151,27 +192,99 @@ def test_late_rank_is_no_failure() -> None:
     assert run_ranks(fn, 2) == [2.0, 2.0]
 
 
-def test_group_works_again_after_a_timeout() -> None:
+def _differing_calls(rank: int) -> dict[str, Callable[[], object]]:
+    big = torch.ones(3000)
+    return {
+        "dtype": lambda: cc.all_reduce(big.int() if rank == 1 else big),
+        "op": lambda: cc.all_reduce(big, op="max" if rank == 1 else "sum"),
+        "shape": lambda: cc.all_reduce(big[: 3000 - rank % 2]),
+        "operation": lambda: cc.all_to_all(big) if rank == 1 else cc.all_reduce(big),
+        "row shape": lambda: cc.all_to_all(big.view(-1, 2 if rank == 1 else 1)),
+        "call site": (
+            (lambda: cc.all_reduce(big)),  # one line ...
+            (lambda: cc.all_reduce(big)),  # ... and another
+        )[rank == 1],
+    }
+
+
+@pytest.mark.parametrize("place", ["board", "wire"])
+def test_mismatch_is_the_same_error_on_every_rank_and_names_what_differs(place: str) -> None:
     def fn(rank: int, world_size: int) -> object:
+        if place == "wire":
+            _wire()
+        found = {name: _failure(call) for name, call in _differing_calls(rank).items()}
+        return found, float(cc.all_reduce(torch.ones(1)))
+
+    outcomes = run_ranks(fn, 3)
+    for rank, (found, total) in enumerate(outcomes):
+        assert total == 3.0
+        for name, (kind, text, elapsed_s) in found.items():
+            assert kind == "MismatchError", text
+            assert f"rank {rank}: " in text
+            assert "of group (0, 1, 2): " + name in text
+            assert "ranks 0, 2: " in text
+            assert "rank 1: " in text
+            assert text.count("test_calls.py:") == 2
+            assert elapsed_s < 2.0
+
+
+def test_refused_arguments_are_the_same_error_on_every_rank() -> None:
+    def fn(rank: int, world_size: int) -> object:
+        x = torch.ones(4)
+        first = _failure(lambda: cc.all_reduce(x, op="sum" if rank else "mean"))
+        second = _failure(lambda: cc.all_to_all(x, input_splits=[2, 2] if rank else [2.5, 1.5]))
+        return first, second
+
+    for first, second in run_ranks(fn, 2):
+        assert first[0] == "RefusedError"
+        assert "refused: rank 0: op='mean' is unknown" in first[1]
+        assert second[0] == "RefusedTypeError"
+        assert "refused: rank 0: input_splits=[2.5, 1.5] must be" in second[1]
+
+
+def test_named_call_sites_are_one_call() -> None:
+    def fn(rank: int, world_size: int) -> float:
         if rank == 0:
-            name, _, _ = _failure(lambda: cc.all_reduce(torch.ones(1), timeout_s=0.5))
-            assert name == "CollectiveTimeoutError"
-        else:
-            time.sleep(3)
-            cc.all_reduce(torch.ones(1))
-        return cc.all_to_all(torch.full((2,), rank)).tolist()
+            with cc.call_site("total"):
+                return float(cc.all_reduce(torch.ones(1)))
+        with cc.call_site("total"):
+            return float(cc.all_reduce(torch.ones(1)))
 
-    assert run_ranks(fn, 2, timeout_s=30) == [[0, 1], [0, 1]]
+    assert run_ranks(fn, 2) == [2.0, 2.0]
 
 
-def test_classify_tells_limits_and_lost_peers_apart() -> None:
-    assert classify(RuntimeError("Operation timed out!"), 2.0) == (
-        cc.CollectiveTimeoutError,
-        "timed out after 2 s",
-    )
-    assert classify(RuntimeError("Connection closed by peer"), None)[0] is cc.PeerFailedError
-    assert classify(RuntimeError("Invalid scalar type"), None)[0] is cc.CommError
-    assert first_line(RuntimeError("")) == "RuntimeError"
+def test_earlier_mismatch_is_found_at_the_next_comparison_across_hosts() -> None:
+    def fn(rank: int, world_size: int) -> object:
+        _wire(every=3)
+        big = torch.ones(3000)
+        cc.all_reduce(big)
+        cc.all_reduce(big.int() if rank else big)  # wrong without a word ...
+        kind, text, _ = _failure(lambda: cc.all_reduce(big))  # ... and found here
+        return kind, text, float(cc.all_reduce(torch.ones(1)))
+
+    for kind, text, total in run_ranks(fn, 2):
+        assert kind == "MismatchError"
+        assert "all_reduce call 3" in text
+        assert "an earlier call differs between ranks: rank 0: call 2 was all_reduce" in text
+        assert "dtype=float32" in text
+        assert "dtype=int32" in text
+        assert total == 2.0
+
+
+def test_call_that_hangs_across_hosts_is_found_to_differ_while_it_waits() -> None:
+    def fn(rank: int, world_size: int) -> object:
+        _wire(every=64)
+        big = torch.ones(3000)
+        cc.all_reduce(torch.ones(1))
+        if rank == 0:
+            return _failure(lambda: cc.all_reduce(big, timeout_s=20))
+        return _failure(lambda: cc.broadcast_nested({"x": big}, src=0, timeout_s=20))
+
+    for rank, (kind, text, elapsed_s) in enumerate(run_ranks(fn, 2, timeout_s=40)):
+        assert kind == "MismatchError", (rank, text)
+        assert "all_reduce(" in text
+        assert "broadcast_nested(" in text
+        assert elapsed_s < 6.0
 
 
 def test_limit_has_to_be_positive() -> None:

@@ -1,70 +1,130 @@
-"""The matrix at 2 and 4 real ranks, and the canary: a check that cannot fail proves nothing."""
-
-import dataclasses
+"""The matrix on real ranks, two and four: which cells there are, and how each of them ends."""
 
 import pytest
 import torch
 
+from comm_collectives.check import FEW_DTYPES, check_cells
 from comm_collectives.check_cases import (
+    ABORTED,
+    FAILED,
+    REFUSED,
     RIGHT,
+    TIMED_OUT,
+    TORCH_SHAPES_OF,
     WRONG,
-    Case,
+    CaseResult,
     all_cases,
+    canaries,
     expected_verdict,
+    judge,
     run_case,
-    run_matrix,
+    torch_cases,
 )
+from comm_collectives.check_problems import Case
+from comm_collectives.check_ranks import BOARD, WIRE
+from comm_collectives.check_table import total
 from comm_collectives.wire import DTYPES
-from ranktest import run_ranks
+
+_RIGHT, _WRONG = CaseResult(verdict=RIGHT), CaseResult(verdict=WRONG, detail="other values")
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_every_cell_ends_as_it_must_on_every_rank(world_size: int) -> None:
+def _raised(error: str = "RefusedTypeError", text: str = "rank 0: no", elapsed_s: float = 0.1):  # type: ignore[no-untyped-def]
+    return CaseResult(verdict=FAILED, detail=text, error=error, elapsed_s=elapsed_s)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_every_cell_ends_as_it_must_on_every_rank(
+    num_ranks: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcomes = check_cells(num_ranks, BOARD)
+    with capsys.disabled():
+        print(f"\n{num_ranks} ranks: {total('comm_collectives', outcomes)}")
+    bad = [outcome for outcome in outcomes if not outcome.is_good]
+    assert [f"{outcome.order.what}: {outcome.verdict}: {outcome.detail}" for outcome in bad] == []
+    assert [outcome.order.what for outcome in outcomes] == [*canaries(), *all_cases()]
+    assert len(outcomes) > 4000
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_cells_end_as_they_must_over_the_wire(num_ranks: int) -> None:
+    outcomes = check_cells(num_ranks, WIRE, FEW_DTYPES if num_ranks == 2 else FEW_DTYPES[-2:])
+    bad = [outcome for outcome in outcomes if not outcome.is_good]
+    assert [f"{outcome.order.what}: {outcome.verdict}: {outcome.detail}" for outcome in bad] == []
+    assert len(outcomes) > 600
+
+
+@pytest.mark.parametrize(
+    ("results", "verdict"),
+    [
+        ([_RIGHT, _RIGHT], RIGHT),
+        ([_RIGHT, _WRONG], WRONG),
+        ([_raised(), _raised()], REFUSED),
+        ([_raised(), _raised(elapsed_s=1.5)], FAILED),
+        ([_raised(), _raised(error="RefusedError")], FAILED),
+        ([_RIGHT, _raised()], FAILED),
+        ([_WRONG, _raised()], FAILED),
+        ([_raised(text="timed out; did not arrive: rank 1"), _RIGHT], FAILED),
+        ([_raised(error="RuntimeError", text="Timed out waiting 10ms"), _RIGHT], TIMED_OUT),
+        ([_RIGHT, CaseResult(verdict=TIMED_OUT, detail="no answer")], TIMED_OUT),
+        ([_raised(), CaseResult(verdict=ABORTED, detail="was killed by SIGABRT")], ABORTED),
+    ],
+)
+def test_results_of_all_ranks_come_to_one_verdict(results: list[CaseResult], verdict: str) -> None:
+    found, detail = judge(results)
+    assert found == verdict
+    assert bool(detail) == (verdict != RIGHT)
+
+
+def test_result_exception_and_silence_of_a_cell_are_told_apart() -> None:
+    def fails() -> str:
+        raise KeyError("x")
+
+    assert run_case(lambda: "").verdict == RIGHT
+    assert run_case(lambda: "wrong").detail == "wrong"
+    result = run_case(fails)
+    assert (result.verdict, result.error) == (FAILED, "KeyError")
+    assert result.elapsed_s >= 0
+
+
+def test_every_collective_meets_every_dtype_in_every_shape() -> None:
     cases = all_cases()
-
-    def fn(rank: int, world_size: int) -> list[tuple[str, str]]:
-        return [(r.verdict, r.detail) for r in run_matrix(cases)]
-
-    for rank, results in enumerate(run_ranks(fn, world_size)):
-        for case, (verdict, detail) in zip(cases, results, strict=True):
-            assert verdict == expected_verdict(case), f"rank {rank}: {case}: {detail}"
-
-
-def test_matrix_holds_every_collective_dtype_and_shape() -> None:
-    cases = [case for case in all_cases() if not case.spoiled]
-    cells = {(case.collective, case.dtype, case.shape) for case in cases}
-    assert len(cells) == len(cases) == 4 * (4 * len(DTYPES) + 4)
-
-
-def test_canary_is_noticed_and_its_unspoiled_twin_is_right() -> None:
-    canary = all_cases()[0]
-    assert canary.spoiled
-
-    def fn(rank: int, world_size: int) -> tuple[str, str]:
-        twin = dataclasses.replace(canary, spoiled=False)
-        return run_case(canary).verdict, run_case(twin).verdict
-
-    assert run_ranks(fn, 2) == [(WRONG, RIGHT)] * 2
+    assert len(set(cases)) == len(cases)
+    names = {case.collective for case in cases if not case.collective.startswith("dispatch")}
+    assert len(names) == 10 + 5
+    for name in names:
+        own = [case for case in cases if case.collective == name and not case.is_async]
+        shapes = {case.shape for case in own}
+        assert len(shapes) >= (3 if name.startswith("torch_order.") else 7)
+        small = {(case.dtype, case.shape) for case in own if case.columns == 3}
+        assert len(small) == len(DTYPES) * len(shapes)
+        assert any(case.columns > 128 for case in own)
+    assert {case.op for case in cases} == {"", "sum", "avg", "min", "max", "product"}
+    ways = {case.collective for case in cases if case.collective.startswith("dispatch")}
+    assert len(ways) == 9
+    is_async = {case.collective for case in cases if case.is_async}
+    assert (names | ways) - is_async == {"broadcast_nested", "isend_tensors"}
 
 
-def test_touched_input_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from comm_collectives import check_cases
+def test_cells_in_torchs_order_are_named_after_their_functions() -> None:
+    names = {case.collective for case in torch_cases()}
+    assert names == {f"torch.{name}" for name in TORCH_SHAPES_OF}
+    assert len(names) == 12
 
-    real = check_cases.all_to_all
 
-    def touching(x: torch.Tensor, **kwargs: object) -> torch.Tensor:
-        y = real(x, **kwargs)  # type: ignore[arg-type]
-        x += 1
-        return y
+def test_only_reductions_without_arithmetic_are_refused_and_only_canaries_wrong() -> None:
+    assert {expected_verdict(case) for case in canaries()} == {WRONG}
+    refused = [case for case in all_cases() if expected_verdict(case) == REFUSED]
+    assert {case.collective for case in refused} == {
+        *("all_reduce", "reduce_scatter"),
+        *("torch_order.all_reduce", "torch_order.reduce_scatter_tensor"),
+    }
+    assert {case.dtype for case in refused if case.op == "sum"} == {
+        torch.bool,
+        *(d for d in DTYPES if d.itemsize == 1 and d.is_floating_point),
+    }
 
-    monkeypatch.setattr(check_cases, "all_to_all", touching)
 
-    def fn(rank: int, world_size: int) -> list[str]:
-        return [
-            run_case(Case(collective="all_to_all", dtype=torch.int32, shape=shape)).detail
-            for shape in ("even", "strided")
-        ]
-
-    for even, strided in run_ranks(fn, 2):
-        assert even == "the input holds other values than it should"
-        assert strided == "the memory around the input holds other values than it should"
+def test_cell_is_printed_with_all_that_it_takes_to_run_it() -> None:
+    case = Case(collective="x", dtype=torch.int8, shape="even", op="sum", is_async=True)
+    assert str(case) == "x int8 sum even 3 columns async"
+    assert str(canaries()[0]) == ("all_to_all float32 even 3 columns (canary: result spoiled)")

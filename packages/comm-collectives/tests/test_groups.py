@@ -15,8 +15,8 @@ def test_calls_are_numbered_per_group_and_transfers_per_direction() -> None:
         cc.all_reduce(torch.ones(1))
         cc.all_reduce(torch.ones(1))
         cc.all_reduce(torch.ones(1), group=other)
-        _, world = group_state(None)
-        _, second = group_state(other)
+        world = group_state(None)
+        second = group_state(other)
         numbers = [world.next_call(), second.next_call()]
         return [*numbers, world.next_transfer(0, 1), world.next_transfer(1, 0)]
 
@@ -25,14 +25,14 @@ def test_calls_are_numbered_per_group_and_transfers_per_direction() -> None:
 
 def test_state_stays_with_its_group() -> None:
     def fn(rank: int, world_size: int) -> None:
-        assert group_state(None)[1] is group_state(dist.group.WORLD)[1]
+        assert group_state(None) is group_state(dist.group.WORLD)
 
     run_ranks(fn, 1)
 
 
 def test_gloo_carries_everything_through_the_host() -> None:
     def fn(rank: int, world_size: int) -> None:
-        _, state = group_state(None)
+        state = group_state(None)
         assert state.control_type == "cpu"
         assert [state.transport_type(torch.device(d)) for d in ("cpu", "cuda", "mps")] == [
             "cpu"

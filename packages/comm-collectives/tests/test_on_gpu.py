@@ -8,10 +8,9 @@ import torch
 import torch.distributed as dist
 
 import comm_collectives as cc
-from comm_collectives.alltoall import exchange_rows
 from comm_collectives.calls import Call
-from comm_collectives.counts import Signature, exchange_counts
 from comm_collectives.groups import group_state
+from comm_collectives.wire import as_bytes
 from ranktest import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -70,7 +69,7 @@ def test_nccl_with_one_rank() -> None:
     def fn(rank: int, world_size: int) -> None:
         torch.cuda.set_device(0)
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-        group, state = group_state(None)
+        state = group_state(None)
         assert state.control_type == "cuda"
         cuda = torch.device("cuda")
         assert state.transport_type(cuda) == state.transport_type(torch.device("cpu")) == "cuda"
@@ -78,20 +77,122 @@ def test_nccl_with_one_rank() -> None:
         got = cc.broadcast_nested(value, src=0, device="cuda")
         assert isinstance(got, dict)
         assert got["a"].is_cuda
-        # One rank needs no exchange; the exchanges themselves, as many ranks make them:
+        # One rank needs no exchange; the transfers themselves, as many ranks make them:
+        x = torch.arange(6, device="cuda").view(3, 2)
+        transport = state.transport
         for timeout_s in (None, 20.0):
             call = Call(state, "test", timeout_s=timeout_s)
-            x = torch.arange(6, device="cuda").view(3, 2)
             y = torch.empty_like(x)
-            exchange_rows(call, group, x, [3], [3], y)
-            assert torch.equal(y, x)
-            signature = Signature(words=(1, 2), text="")
-            counts = exchange_counts(
-                call, group, [[7, 8]], signature=signature, device=cuda, flags=1
+            source, target, size = as_bytes(x), as_bytes(y), [x.nbytes]
+            call.run(
+                lambda t=target, s=source, n=size: transport.exchange(t, s, n, n), on_cpu=False
             )
-            assert (counts.flags, counts.rows) == (1, [[7, 8]])
+            assert torch.equal(y, x)
+            y = torch.empty_like(x)
+            target = as_bytes(y)
+            call.run(lambda t=target, s=source: transport.all_gather(t, s), on_cpu=False)
+            assert torch.equal(y, x)
+            total = x.clone()
+            call.run(lambda t=total: transport.all_reduce(t, "sum"), on_cpu=False)
+            target = as_bytes(total)
+            call.run(lambda t=target: transport.broadcast(t, 0), on_cpu=False)
+            assert torch.equal(total, x)
         assert cc.all_reduce(x.t()).tolist() == x.t().tolist()
         assert cc.all_to_all(x).tolist() == x.tolist()
         dist.destroy_process_group()
 
     run_ranks(fn, 1, init=False)
+
+
+def _busy(x: torch.Tensor) -> torch.Tensor:
+    """Keep the current stream busy for a while, and return `x` + 1 at its end."""
+    torch.cuda._sleep(200_000_000)
+    return x + 1
+
+
+def test_asynchronous_call_waits_for_the_stream_that_makes_its_input() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        x = torch.full((1000,), float(rank), device="cuda")
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            handle = cc.all_reduce(_busy(x), async_op=True)
+            total = handle.wait()
+            # Used on the stream that waited, without a synchronisation of the host.
+            doubled = total * 2
+        stream.synchronize()
+        assert doubled.unique().tolist() == [6.0]
+
+    run_ranks(fn, 2)
+
+
+def test_memory_of_an_asynchronous_call_is_not_reused_too_early() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        main = torch.cuda.current_stream()
+        for turn in range(20):
+            x = torch.full((1 << 20,), float(rank + turn), device="cuda")
+            handle = cc.all_to_all(x, async_op=True)
+            del x
+            torch.full((1 << 20,), -1.0, device="cuda")  # would land in the freed input
+            y = handle.wait()
+            kept = y.clone()
+            del y, handle
+            torch.full((1 << 20,), -2.0, device="cuda")  # would land in the freed result
+            main.synchronize()
+            half = 1 << 19
+            assert kept[:half].unique().tolist() == [float(turn)]
+            assert kept[half:].unique().tolist() == [float(turn + 1)]
+
+    run_ranks(fn, 2)
+
+
+def test_asynchronous_call_over_nccl_orders_streams_by_events() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        torch.cuda.set_device(0)
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        x = torch.zeros(1000, device="cuda", requires_grad=True)
+        handle = cc.all_reduce(_busy(x), async_op=True)
+        y = handle.wait()
+        (y * 3).sum().backward()
+        assert y.unique().tolist() == [1.0]
+        assert x.grad is not None
+        assert x.grad.unique().tolist() == [3.0]
+        dist.destroy_process_group()
+
+    run_ranks(fn, 1, init=False)
+
+
+def test_gradients_are_reduced_while_the_backward_runs_on_cuda() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))).cuda()
+        x = torch.full((8, 64), 1.0 + rank, device="cuda")
+        with cc.overlap_gradients(model.parameters(), op="sum", bucket_bytes=1):
+            model(x).square().sum().backward()
+        got = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        model(x).square().sum().backward()
+        for p, grad in zip(model.parameters(), got, strict=True):
+            assert p.grad is not None
+            torch.testing.assert_close(grad, cc.all_reduce(p.grad))
+
+    run_ranks(fn, 2)
+
+
+def test_quantised_dispatch_on_cuda_equals_the_host() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        group = dist.group.WORLD
+        generator = torch.Generator().manual_seed(rank)
+        x = torch.randn(20, 256, generator=generator)
+        idx = torch.rand(20, 4, generator=generator).topk(2, dim=1).indices
+        weights = torch.rand(20, 2, generator=generator)
+        for route in ("flat", "dedup"):
+            options = cc.MoeOptions(route=route, payload="float8_e4m3")
+            rows = []
+            for device in ("cuda", "cpu"):
+                args = [t.to(device) for t in (x, idx, weights)]
+                sent = cc.dispatch(*args, num_experts=4, group=group, options=options)
+                rows.append(sent.x.cpu())
+            torch.testing.assert_close(rows[0], rows[1], rtol=0, atol=0)
+
+    run_ranks(fn, 2)

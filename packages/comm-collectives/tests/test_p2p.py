@@ -128,7 +128,7 @@ def test_transfer_out_of_step_is_a_mismatch() -> None:
             time.sleep(0.5)
             del handle  # never waited for: the payload is never received
             return
-        _, state = group_state(None)
+        state = group_state(None)
         state.next_transfer(1, 0)  # as if an earlier receive had been given up
         with pytest.raises(cc.MismatchError, match=r"transfer 2 .*: transfer 1 arrived"):
             cc.recv_tensors(src=1, timeout_s=5)

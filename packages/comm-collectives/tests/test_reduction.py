@@ -80,7 +80,7 @@ def test_bools_are_or_and_and() -> None:
         (torch.bool, "sum"),
         (torch.int64, "avg"),
         (torch.complex64, "max"),
-        (torch.complex32, "sum"),
+        (torch.complex32, "min"),
     ],
 )
 def test_undefined_arithmetic_is_the_same_type_error_everywhere(
@@ -92,6 +92,65 @@ def test_undefined_arithmetic_is_the_same_type_error_everywhere(
             cc.all_reduce(torch.zeros(2, dtype=torch.uint8).repeat(8).view(dtype), op=op)
 
     run_ranks(fn, 2)
+
+
+_COUNTS = [1, 3, 500]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_extremes_keep_a_nan_of_any_rank(world_size: int) -> None:
+    """Gloo loses it, depending on the rank that has it."""
+
+    def fn(rank: int, world_size: int) -> None:
+        for count in _COUNTS:
+            for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+                x = torch.full((world_size, count), float(rank), dtype=dtype)
+                x[rank] = torch.nan  # rank r has it in row r
+                for op in ("min", "max"):
+                    assert bool(cc.all_reduce(x, op=op).isnan().all()), (count, dtype, op)
+
+    run_ranks(fn, world_size)
+
+
+def test_complex_products_and_half_complex_sums() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        for count in _COUNTS:
+            x = torch.full((count,), complex(1 + rank, 2), dtype=torch.complex64)
+            assert torch.equal(
+                cc.all_reduce(x, op="product"), torch.full_like(x, (1 + 2j) * (2 + 2j))
+            )
+            pairs = torch.tensor([1.5 + rank, 2.0]).half().repeat(count, 1)
+            total = cc.all_reduce(torch.view_as_complex(pairs))
+            assert total.dtype == torch.complex32
+            want = torch.tensor([4.0, 4.0]).half().repeat(count, 1)
+            assert torch.equal(torch.view_as_real(total), want)
+
+    run_ranks(fn, 2)
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "min", "max", "product"])
+def test_numbers_of_any_count_are_reduced_alike_on_every_rank(op: str) -> None:
+    """Small ones travel with the meeting, and some reductions are made in pieces."""
+    reduce = {
+        "sum": torch.sum,
+        "avg": torch.mean,
+        "min": torch.amin,
+        "max": torch.amax,
+        "product": torch.prod,
+    }[op]
+
+    def fn(rank: int, world_size: int) -> None:
+        for count in (0, 1, 2, 49, 1000):
+            inputs = [
+                torch.randn(count, generator=torch.Generator().manual_seed(r)).double()
+                for r in range(world_size)
+            ]
+            got = cc.all_reduce(inputs[rank], op=op)
+            want = reduce(torch.stack(inputs), 0)
+            assert torch.allclose(got, want, rtol=1e-15), (op, count)
+            assert torch.equal(cc.all_reduce(got, op="max"), cc.all_reduce(got, op="min"))
+
+    run_ranks(fn, 3)
 
 
 def test_unknown_op_lists_the_known_ones() -> None:

@@ -28,7 +28,7 @@ def test_only_this_call_or_a_later_one_of_the_same_group_counts() -> None:
 
 def test_peers_that_report_end_the_enquiry_at_once() -> None:
     def fn(rank: int, world_size: int) -> tuple[list[int], float]:
-        _, state = group_state(None)
+        state = group_state(None)
         started = time.monotonic()
         view = ask_peers(state, _report(1), grace_s=20)
         assert view.problem is None
@@ -41,7 +41,7 @@ def test_peers_that_report_end_the_enquiry_at_once() -> None:
 
 def test_old_reports_are_kept_but_do_not_count() -> None:
     def fn(rank: int, world_size: int) -> object:
-        _, state = group_state(None)
+        state = group_state(None)
         if rank == 1:
             post(state, _report(2))
             time.sleep(1.5)
@@ -62,7 +62,7 @@ def test_broken_store_is_said_to_be_broken(monkeypatch: pytest.MonkeyPatch, brok
     monkeypatch.setattr(reports, "default_store", default_store)
 
     def fn(rank: int, world_size: int) -> str | None:
-        _, state = group_state(None)
+        state = group_state(None)
         started = time.monotonic()
         view = ask_peers(state, _report(1), grace_s=0.2)
         assert time.monotonic() - started < 5

@@ -52,3 +52,17 @@ def test_only_dense_tensors_with_data_pass() -> None:
     for bad in (torch.eye(2).to_sparse(), torch.empty(2, device="meta"), [1.0]):
         with pytest.raises(TypeError, match="x "):
             check_dense(bad, "x")  # type: ignore[arg-type]
+
+
+def test_one_expanded_element_has_bytes() -> None:
+    x = torch.tensor(1.0).expand(1, 1)
+    assert x.stride() == (0, 0)
+    assert as_bytes(dense(x)).tolist() == [0, 0, 128, 63]
+
+
+def test_tensors_that_wrap_others_are_refused() -> None:
+    from torch.nested import nested_tensor
+
+    jagged = nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    with pytest.raises(TypeError, match="x is a NestedTensor, which wraps other tensors"):
+        check_dense(jagged, "x")

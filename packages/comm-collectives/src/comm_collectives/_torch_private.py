@@ -1,10 +1,19 @@
 """The private torch names that this package needs, in one place that an upgrade has to check.
 
-`torch.distributed` keeps the store of the default group to itself; the failure reports need it.
+`torch.distributed` keeps the store of the default group and a group's time limit to itself; the
+failure reports need the one and meetings the other. A backend's base class is private as well.
 """
 
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend as Backend
 from torch._C._distributed_c10d import Store as Store
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, default_pg_timeout
+from torch.utils._python_dispatch import (
+    is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
+)
 
 
 def default_store() -> Store:
@@ -14,3 +23,23 @@ def default_store() -> Store:
         ValueError: no process group has been initialised.
     """
     return _get_default_store()
+
+
+def group_timeout_s(group: dist.ProcessGroup) -> float:
+    """Return a group's own time limit in seconds, torch's default if its backend does not tell."""
+    devices = {device.type for device in group._device_types}
+    backend = group._get_backend(torch.device("cpu" if "cpu" in devices else min(devices)))
+    try:
+        limit = backend.options._timeout
+    except (AttributeError, RuntimeError):  # backends of others need not have options
+        limit = default_pg_timeout
+    return float(timedelta.total_seconds(limit))
+
+
+def backends_may_be_python() -> bool:
+    """Whether this torch lets a backend be a subclass written in Python."""
+    try:
+        Backend(0, 1)
+    except TypeError:  # "No constructor defined": torch 2.11
+        return False
+    return True

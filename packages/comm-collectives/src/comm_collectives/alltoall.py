@@ -7,199 +7,147 @@ argument and the output is new, so neither can happen. Rows travel as bytes.
     y = all_to_all(x, input_splits=[2, 0, 5])   # rows 0-1 to rank 0, none to rank 1, 2-6 to rank 2
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import index
-from typing import Any, cast
+from typing import Literal, overload
 
 import torch
-import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
+from comm_collectives.autograd import Back, attach, wants_grad, zeros_for
 from comm_collectives.calls import Call
-from comm_collectives.counts import Signature, exchange_counts
-from comm_collectives.groups import GroupState, check_timeout, group_state
-from comm_collectives.wire import as_bytes, check_dense, dense, dtype_code, from_bytes, num_bytes
+from comm_collectives.counts import exchange_counts
+from comm_collectives.errors import MismatchError
+from comm_collectives.frames import WANTS_GRAD, Argument
+from comm_collectives.groups import (
+    Group,
+    GroupState,
+    group_state,
+    travel_argument,
+)
+from comm_collectives.handles import Handle, launch
+from comm_collectives.wire import (
+    as_bytes,
+    check_dense,
+    dense,
+    dtype_argument,
+    new_tensor,
+    num_bytes,
+    shape_argument,
+)
+
+_Splits = Sequence[int] | None
 
 
+@overload
 def all_to_all(
     x: torch.Tensor,
     *,
-    input_splits: Sequence[int] | None = None,
-    output_splits: Sequence[int] | None = None,
-    group: dist.ProcessGroup | None = None,
+    input_splits: _Splits = ...,
+    output_splits: _Splits = ...,
+    group: Group | None = ...,
+    timeout_s: float | None = ...,
+    async_op: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def all_to_all(
+    x: torch.Tensor,
+    *,
+    input_splits: _Splits = ...,
+    output_splits: _Splits = ...,
+    group: Group | None = ...,
+    timeout_s: float | None = ...,
+    async_op: Literal[True],
+) -> Handle[torch.Tensor]: ...
+def all_to_all(
+    x: torch.Tensor,
+    *,
+    input_splits: _Splits = None,
+    output_splits: _Splits = None,
+    group: Group | None = None,
     timeout_s: float | None = None,
-) -> torch.Tensor:
+    async_op: bool = False,
+) -> torch.Tensor | Handle[torch.Tensor]:
     """Send consecutive rows of `x` to each rank and return the rows received, by source rank.
 
     Collective: every rank of the group must call, also one without rows. Differentiable; the
-    backward is an all-to-all in the other direction and must then run on every rank too.
+    backward is an all-to-all in the other direction, in which every rank takes part.
 
     Args:
         x: [rows, ...], any plain dtype, any strides; not modified. The trailing shape and the dtype
             are the same on every rank.
         input_splits: rows for each rank, summing to `rows`; None splits evenly.
-        output_splits: rows from each rank; None asks the peers (one more small exchange, which also
-            detects peers with another dtype or row shape).
+        output_splits: rows from each rank; None asks the peers. Give them on all ranks or on none.
         group: None is the default group.
         timeout_s: limit in seconds for each exchange; None is the group's own limit.
+        async_op: return a Handle at once; its `wait` returns the rows.
 
     Returns:
         New tensor [sum(output_splits), ...] of the dtype and device of `x`.
 
     Raises:
-        ValueError: the splits do not fit `x` or the group.
-        TypeError: `x` is not a dense tensor of a plain dtype.
+        RefusedError: the splits of some rank do not fit its `x` or the group (on every rank).
+        RefusedTypeError: some rank's `x` is not a dense tensor of a plain dtype (on every rank).
+        MismatchError: ranks differ in dtype, trailing shape or splits (on every rank).
         CommError: the exchange failed; see the subclasses.
     """
-    resolved, state = group_state(group)
-    check_timeout(timeout_s)
-    check_dense(x, "x")
-    if x.dim() == 0:
-        raise ValueError("x has no dims; all_to_all moves rows along dim 0, so give [rows, ...]")
-    sent, refused = _checked_input_splits(x, input_splits, state.size)
-    call = Call(state, "all_to_all", timeout_s=timeout_s)
-    if output_splits is None and state.size > 1:
-        received = _ask_counts(x, sent, resolved, call, refused)
-    elif refused is not None:
-        raise refused
-    elif output_splits is None:
-        received = sent
-    else:
-        received = _checked_splits(output_splits, state.size, "output_splits")
-    exchange = _Exchange(group=resolved, state=state, sent=sent, received=received, call=call)
-    return cast(torch.Tensor, _AllToAll.apply(x, exchange))
+    state = group_state(group)
+
+    def run() -> torch.Tensor:
+        return _all_to_all(x, input_splits, output_splits, state, timeout_s)
+
+    inputs = [x] if isinstance(x, torch.Tensor) else []
+    return launch(state, "all_to_all", run, inputs=inputs, async_op=async_op)  # type: ignore[no-any-return]
 
 
 def exchange_rows(
-    call: Call,
-    group: dist.ProcessGroup,
-    x: torch.Tensor,
-    sent: Sequence[int],
-    received: Sequence[int],
-    out: torch.Tensor,
+    call: Call, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], out: torch.Tensor
 ) -> None:
     """Exchange rows of a contiguous `x` without gradients; the primitive under everything here.
 
     `out` is contiguous, [sum(received), ...], with the row shape, dtype and device of `x`.
     """
     row_bytes = num_bytes(x.dtype, x.shape[1:])
-    source, target = as_bytes(x), as_bytes(out)
-    travel = call.state.transport_type(x.device)
-    staged = travel != x.device.type
-    if staged:
-        source, target = source.to(travel), torch.empty_like(target, device=travel)
-    call.run(
-        lambda: dist.all_to_all_single(
-            target,
-            source,
-            [n * row_bytes for n in received],
-            [n * row_bytes for n in sent],
-            group=group,
-            async_op=True,
-        ),
-        on_cpu=travel == "cpu",
-    )
-    if staged:
-        as_bytes(out).copy_(target)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Exchange:
-    group: dist.ProcessGroup
-    state: GroupState
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
-    call: Call
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
-        ctx.exchange = exchange
-        if exchange.state.size == 1:
-            return dense(x).clone()
-        y = _new_rows(x, sum(exchange.received))
-        exchange_rows(exchange.call, exchange.group, dense(x), exchange.sent, exchange.received, y)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        exchange = ctx.exchange
-        if exchange.state.size == 1:
-            return grad, None
-        timeout_s = exchange.call.timeout_s
-        call = Call(exchange.state, "all_to_all (backward)", timeout_s=timeout_s)
-        rows = _new_rows(grad, sum(exchange.sent))
-        exchange_rows(call, exchange.group, dense(grad), exchange.received, exchange.sent, rows)
-        return rows, None
-
-
-def _new_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
-    # As bytes, because torch warns when it allocates complex32.
-    shape = (rows, *x.shape[1:])
-    flat = torch.empty(num_bytes(x.dtype, shape), dtype=torch.uint8, device=x.device)
-    return from_bytes(flat, x.dtype, shape)
-
-
-def _ask_counts(
-    x: torch.Tensor,
-    sent: tuple[int, ...],
-    group: dist.ProcessGroup,
-    call: Call,
-    refused: Exception | None,
-) -> tuple[int, ...]:
-    """Tell each peer how many rows it gets, and return how many come from each."""
-    numel = math.prod(x.shape[1:])
-    counts = exchange_counts(
+    exchange_bytes(
         call,
-        group,
-        [[rows] for rows in sent],
-        signature=Signature(
-            words=(dtype_code(x.dtype), numel),
-            text=f"rows of {numel} x {x.dtype} (dtype number, elements)",
-        ),
-        device=_control_device(x, call.state),
-        refused=refused,
+        as_bytes(x),
+        [n * row_bytes for n in sent],
+        [n * row_bytes for n in received],
+        as_bytes(out),
     )
-    return tuple(row[0] for row in counts.rows)
 
 
-def _control_device(x: torch.Tensor, state: GroupState) -> torch.device:
-    travel = state.transport_type(x.device)
-    return x.device if x.device.type == travel else torch.device(travel)
+def exchange_bytes(
+    call: Call,
+    source: torch.Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    target: torch.Tensor,
+) -> None:
+    """All-to-all of flat uint8 tensors; by way of the host where the backend needs it."""
+    state = call.state
+    if state.size == 1:
+        target.copy_(source)
+        return
+    travel = state.transport_type(source.device)
+    place = target
+    if travel != source.device.type:
+        source, place = source.to(travel), torch.empty_like(target, device=travel)
+    call.run(
+        lambda: state.transport.exchange(place, source, received, sent), on_cpu=travel == "cpu"
+    )
+    for observe in state.observers:
+        observe(call.name, sent)
+    if place is not target:
+        target.copy_(place)
 
 
-def _checked_input_splits(
-    x: torch.Tensor, splits: Sequence[int] | None, size: int
-) -> tuple[tuple[int, ...], Exception | None]:
-    """Return the splits, or zeros and what is wrong with them, for the peers to know."""
-    try:
-        return _input_splits(x, splits, size), None
-    except (TypeError, ValueError) as error:
-        return (0,) * size, error
+def checked_splits(splits: Sequence[int], size: int, name: str) -> tuple[int, ...]:
+    """Return `splits` as integers, one for each of `size` ranks.
 
-
-def _input_splits(x: torch.Tensor, splits: Sequence[int] | None, size: int) -> tuple[int, ...]:
-    rows = x.shape[0]
-    if splits is None:
-        if rows % size:
-            raise ValueError(
-                f"x has {rows} rows, which {size} ranks cannot share evenly; give input_splits"
-            )
-        return (rows // size,) * size
-    checked = _checked_splits(splits, size, "input_splits")
-    if sum(checked) != rows:
-        raise ValueError(
-            f"input_splits={list(checked)} sum to {sum(checked)} but x has {rows} rows; "
-            "make them cover x exactly"
-        )
-    return checked
-
-
-def _checked_splits(splits: Sequence[int], size: int, name: str) -> tuple[int, ...]:
+    Raises:
+        TypeError: they are not integers.
+        ValueError: there are not as many as ranks, or one is negative.
+    """
     try:
         checked = tuple(index(n) for n in splits)
     except TypeError as error:
@@ -209,3 +157,92 @@ def _checked_splits(splits: Sequence[int], size: int, name: str) -> tuple[int, .
             f"{name}={list(checked)} must hold {size} row counts >= 0, one per rank of the group"
         )
     return checked
+
+
+def _all_to_all(
+    x: torch.Tensor,
+    input_splits: _Splits,
+    output_splits: _Splits,
+    state: GroupState,
+    timeout_s: float | None,
+) -> torch.Tensor:
+    refused: ValueError | TypeError | None = None
+    arguments: tuple[Argument, ...] = ()
+    sent = received = (0,) * state.size
+    try:
+        sent, received = _check(x, input_splits, output_splits, state.size)
+        arguments = (
+            dtype_argument(x.dtype),
+            shape_argument("row shape", x.shape[1:]),
+            travel_argument(state, x.device),
+            Argument("output_splits given", output_splits is not None),
+        )
+    except (TypeError, ValueError) as error:
+        refused = error
+    call = Call(state, "all_to_all", arguments=arguments, timeout_s=timeout_s)
+    flags = WANTS_GRAD if refused is None and wants_grad(x) else 0
+    if output_splits is None:
+        counts = exchange_counts(call, [[n] for n in sent], flags=flags, refused=refused)
+        received, flags = tuple(row[0] for row in counts.rows), counts.flags
+    elif call.is_due():
+        rows = [[*sent, *received]] * state.size
+        counts = exchange_counts(call, rows, flags=flags, refused=refused)
+        _compare_splits(call, counts.rows)
+        flags = counts.flags
+    else:
+        call.go_alone(refused)
+    y = new_tensor((sum(received), *x.shape[1:]), x.dtype, x.device)
+    exchange_rows(call, dense(x), sent, received, y)
+    if not flags & WANTS_GRAD:
+        return y
+    shape = x.shape
+
+    def back(grads: tuple[torch.Tensor, ...], call: Call) -> tuple[torch.Tensor, ...]:
+        rows = new_tensor(shape, grads[0].dtype, grads[0].device)
+        exchange_rows(call, grads[0], received, sent, rows)
+        return (rows,)
+
+    return attach((x,), (y,), call, Back(run=back, zeros=zeros_for(y)))[0]
+
+
+def _check(
+    x: torch.Tensor, input_splits: _Splits, output_splits: _Splits, size: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    check_dense(x, "x")
+    if x.dim() == 0:
+        raise ValueError("x has no dims; all_to_all moves rows along dim 0, so give [rows, ...]")
+    sent = _checked_input_splits(x, input_splits, size)
+    if output_splits is None:
+        return sent, (0,) * size
+    return sent, checked_splits(output_splits, size, "output_splits")
+
+
+def _checked_input_splits(x: torch.Tensor, splits: _Splits, size: int) -> tuple[int, ...]:
+    rows = x.shape[0]
+    if splits is None:
+        if rows % size:
+            raise ValueError(
+                f"x has {rows} rows, which {size} ranks cannot share evenly; give input_splits"
+            )
+        return (rows // size,) * size
+    checked = checked_splits(splits, size, "input_splits")
+    if sum(checked) != rows:
+        raise ValueError(
+            f"input_splits={list(checked)} sum to {sum(checked)} but x has {rows} rows; "
+            "make them cover x exactly"
+        )
+    return checked
+
+
+def _compare_splits(call: Call, rows: Sequence[Sequence[int]]) -> None:
+    """Check that what each rank sends is what its peer expects; every rank sees all of it."""
+    ranks, size = call.state.ranks, call.state.size
+    for src in range(size):
+        for dst in range(size):
+            sent, expected = rows[src][dst], rows[dst][size + src]
+            if sent != expected:
+                raise MismatchError(
+                    f"{call}: input_splits of rank {ranks[src]} hold {sent} rows for rank "
+                    f"{ranks[dst]}, whose output_splits expect {expected}; make them equal, or "
+                    f"leave output_splits out (at {call.site.text})"
+                )

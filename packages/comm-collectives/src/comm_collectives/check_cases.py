@@ -1,207 +1,225 @@
 """The correctness matrix: collective x dtype x shape, each cell with an answer known beforehand.
 
-Every value is a function of (source rank, destination rank, row), so data that arrives in the wrong
-place is wrong data. Inputs are compared again afterwards, also what lies between the elements of a
-strided view. One more cell, the canary, spoils its own data: a check that does not notice is blind.
+A cell ends on each rank in a result, which is compared, or in an exception; what came of it on all
+ranks together is its verdict. A check that cannot fail proves nothing, so some cells are canaries,
+whose data is spoiled on purpose.
 
-    results = run_matrix(all_cases(2))     # inside each rank, with a process group
+    result = run_case(case, runner)      # inside each rank, with a process group
+    verdict, detail = judge([result_of_rank_0, result_of_rank_1])
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 
-from comm_collectives.alltoall import all_to_all
-from comm_collectives.groups import group_state
-from comm_collectives.moe import combine, dispatch
-from comm_collectives.nested import broadcast_nested
-from comm_collectives.p2p import isend_tensors, recv_tensors
-from comm_collectives.reduction import all_reduce
-from comm_collectives.wire import DTYPES, as_bytes, dense
+from comm_collectives.check_data import OPS, SCALAR, is_defined
+from comm_collectives.check_moe import MOE_COLLECTIVES, MOE_DTYPES, MOE_SHAPES
+from comm_collectives.check_problems import (
+    ALIASED,
+    EMPTY,
+    EVEN,
+    EXPANDED,
+    ONE_EMPTY,
+    OVERLAPPING,
+    STRIDED,
+    UNEVEN,
+    Case,
+)
+from comm_collectives.wire import DTYPES
 
-RIGHT, WRONG, REFUSED, FAILED = "right", "wrong", "refused", "failed"
-SHAPES = ("even", "uneven", "empty", "strided")
-_COLUMNS = 3
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_SMALL_FLOATS = tuple(d for d in DTYPES if "float8" in str(d) or "float4" in str(d))
-_NO_ARITHMETIC = (torch.bool, torch.complex32, *_SMALL_FLOATS)
+RIGHT, REFUSED, WRONG, FAILED = "right", "refused", "silently wrong", "failed"
+ABORTED, TIMED_OUT = "aborted", "timed out"
+VERDICTS = (RIGHT, REFUSED, WRONG, FAILED, ABORTED, TIMED_OUT)
+SOON_S = 1.0  # within which a refusal has to be there on every rank
+COLUMNS = (3, 401)  # rows that travel with a meeting, and rows that are too big for it
+_MOVED = (EVEN, UNEVEN, EMPTY, ONE_EMPTY, STRIDED, EXPANDED, OVERLAPPING)
+_SHAPES_OF: dict[str, tuple[str, ...]] = {
+    "all_to_all": _MOVED,
+    "all_gather": _MOVED,
+    "reduce_scatter": _MOVED,
+    "all_reduce": (EVEN, UNEVEN, EMPTY, STRIDED, EXPANDED, OVERLAPPING, SCALAR),
+    "broadcast": (*_MOVED, SCALAR),
+    "gather": (*_MOVED, SCALAR),
+    "scatter": (*_MOVED, SCALAR),
+    "broadcast_nested": (*_MOVED, SCALAR),
+    "isend_tensors": (*_MOVED, SCALAR),
+    "send and recv": (*_MOVED, SCALAR),
+}
+# Functions in torch's argument order: where what lies in given tensors can be awkward.
+_TWO_LISTS = (EVEN, UNEVEN, EMPTY, ONE_EMPTY, STRIDED, EXPANDED)
+_TWO_TENSORS = (EVEN, EMPTY, STRIDED, EXPANDED, ALIASED)
+TORCH_SHAPES_OF: dict[str, tuple[str, ...]] = {
+    "all_to_all_single": (*_TWO_LISTS, ALIASED),
+    "all_to_all": _TWO_LISTS,
+    "all_gather_into_tensor": _TWO_TENSORS,
+    "all_gather": _TWO_LISTS,
+    "reduce_scatter_tensor": _TWO_TENSORS,
+    "reduce_scatter": _TWO_LISTS,
+    "all_reduce": (EVEN, UNEVEN, EMPTY, STRIDED),
+    "broadcast": (EVEN, EMPTY, STRIDED),
+    "gather": _TWO_LISTS,
+    "scatter": _TWO_LISTS,
+    "send and recv": (EVEN, UNEVEN, EMPTY, STRIDED, EXPANDED),
+    "broadcast_object_list": (EVEN, EMPTY, STRIDED, EXPANDED),
+}
+TORCH_ORDER = "torch_order"  # the module of ours that has functions of those names
+_DROP_INS = (
+    *("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor"),
+    *("all_reduce", "broadcast"),
+)
+_REDUCING = ("all_reduce", "reduce_scatter", "reduce_scatter_tensor")
+_WIDE_ON = (EVEN, UNEVEN, STRIDED)
+_NOT_ASYNC = ("broadcast_nested", "isend_tensors")
+_ASYNC_DTYPE = torch.bfloat16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One cell: a collective on rows of a dtype, shared out as `shape` says."""
-
-    collective: str
-    dtype: torch.dtype
-    shape: str
-    spoiled: bool = False
-
-    def __str__(self) -> str:
-        mark = " (canary)" if self.spoiled else ""
-        return f"{self.collective} {str(self.dtype).removeprefix('torch.')} {self.shape}{mark}"
+# What torch and pickle are known to raise, and what a mistake of this package could.
+_EXCEPTIONS = (
+    *(RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError),
+    *(AssertionError, OSError, ImportError, Warning, pickle.PickleError),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseResult:
-    """What came of a case on one rank: RIGHT, WRONG, REFUSED (a TypeError) or FAILED, and why."""
+    """What came of a cell on one rank.
+
+    Attributes:
+        verdict: RIGHT, WRONG, or FAILED if it raised, until all ranks are looked at together; or
+            ABORTED or TIMED_OUT if the rank did not come back.
+        detail: what is wrong, or the text of the exception.
+        error: the class of the exception.
+        elapsed_s: from the start of the cell.
+    """
 
     verdict: str
     detail: str = ""
+    error: str = ""
+    elapsed_s: float = 0.0
 
 
-def all_cases() -> list[Case]:
-    """Return every cell, the canary first."""
-    cases = [Case(collective="all_to_all", dtype=torch.float32, shape="even", spoiled=True)]
-    for collective, dtypes in _DTYPES_OF.items():
-        cases += [
-            Case(collective=collective, dtype=dtype, shape=shape)
-            for shape in SHAPES
-            for dtype in dtypes
-        ]
+def canaries() -> list[Case]:
+    """Return the cells that must be found wrong."""
+    return [
+        Case(
+            collective="all_to_all",
+            dtype=torch.float32,
+            shape=EVEN,
+            columns=columns,
+            spoiled=spoiled,
+        )
+        for spoiled in ("result", "input")
+        for columns in COLUMNS
+    ]
+
+
+def all_cases(
+    *, dtypes: Sequence[torch.dtype] = DTYPES, columns: Sequence[int] = COLUMNS
+) -> list[Case]:
+    """Return every cell of this package, but for the canaries, on these dtypes."""
+    cases = []
+    for name, shapes in _SHAPES_OF.items():
+        cases += _cells(name, shapes, dtypes, columns)
+        if name not in _NOT_ASYNC:
+            cases += _async_cells(name, shapes, columns)
+    for name in MOE_COLLECTIVES:
+        cases += _cells(name, MOE_SHAPES, [d for d in MOE_DTYPES if d in dtypes], columns)
+        cases += _async_cells(name, MOE_SHAPES, columns)
+    for function in _DROP_INS:
+        name, shapes = f"{TORCH_ORDER}.{function}", TORCH_SHAPES_OF[function]
+        cases += _cells(name, shapes, dtypes, columns)
+        cases += _async_cells(name, shapes, columns)
     return cases
 
 
+def torch_cases(
+    *, dtypes: Sequence[torch.dtype] = DTYPES, columns: Sequence[int] = COLUMNS
+) -> list[Case]:
+    """Return the cells of torch.distributed itself."""
+    cases = []
+    for name, shapes in TORCH_SHAPES_OF.items():
+        cases += _cells(f"torch.{name}", shapes, dtypes, columns)
+    return cases
+
+
+def _async_cells(collective: str, shapes: Sequence[str], columns: Sequence[int]) -> list[Case]:
+    """Return the cells of a collective as asynchronous calls: one dtype, no ops but the sum."""
+    cells = _cells(collective, shapes, [_ASYNC_DTYPE], columns)
+    return [replace(cell, is_async=True) for cell in cells if cell.op in ("", OPS[0])]
+
+
+def _cells(
+    collective: str,
+    shapes: Sequence[str],
+    dtypes: Sequence[torch.dtype],
+    columns: Sequence[int],
+) -> list[Case]:
+    """Return the cells of one collective; wide rows and the other ops come in a few shapes."""
+    ops = OPS if collective.rpartition(".")[2] in _REDUCING else ("",)
+    return [
+        Case(collective=collective, dtype=dtype, shape=shape, columns=wide, op=op)
+        for shape in shapes
+        for wide in (columns if shape in _WIDE_ON else columns[:1])
+        for op in (ops if shape == EVEN else ops[:1])
+        for dtype in dtypes
+    ]
+
+
 def expected_verdict(case: Case) -> str:
-    """Return what has to come of a case on every rank."""
+    """Return what has to come of a cell."""
     if case.spoiled:
         return WRONG
-    no_sum = case.collective == "all_reduce" and case.dtype in _NO_ARITHMETIC
-    return REFUSED if no_sum else RIGHT
+    return RIGHT if not case.op or is_defined(case.dtype, case.op) else REFUSED
 
 
-def run_case(case: Case, group: dist.ProcessGroup | None = None) -> CaseResult:
-    """Run one cell on this rank and compare with the answer. Collective over the group."""
-    _, state = group_state(group)
-    run = _RUNNER_OF[case.collective]
+def run_case(run: Callable[[], str]) -> CaseResult:
+    """Run a cell on this rank; `run` returns what is wrong, or ""."""
+    started = time.monotonic()
     try:
-        problem = run(case, state.rank, state.size, group)
-    except TypeError as error:
-        return CaseResult(verdict=REFUSED, detail=str(error))
-    except (RuntimeError, ValueError) as error:
-        return CaseResult(verdict=FAILED, detail=f"{type(error).__name__}: {error}")
-    return CaseResult(verdict=WRONG if problem else RIGHT, detail=problem)
-
-
-def run_matrix(cases: list[Case], group: dist.ProcessGroup | None = None) -> list[CaseResult]:
-    """Run cells in turn on this rank. Collective over the group."""
-    return [run_case(case, group) for case in cases]
-
-
-def _run_all_to_all(case: Case, rank: int, size: int, group: dist.ProcessGroup | None) -> str:
-    sent = [_num_rows(case.shape, rank, dst) for dst in range(size)]
-    received = [_num_rows(case.shape, src, rank) for src in range(size)]
-    x = torch.cat([_bytes(case, rank, dst, n) for dst, n in enumerate(sent)])
-    want = torch.cat([_bytes(case, src, rank, n) for src, n in enumerate(received)])
-    view, guard = _place(x, case)
-    y = all_to_all(view, input_splits=sent, group=group)
-    if case.spoiled:
-        want = want + 1
-    return _compare(y, want.view(case.dtype)) or guard()
-
-
-def _run_broadcast(case: Case, rank: int, size: int, group: dist.ProcessGroup | None) -> str:
-    src = size - 1
-    want = _bytes(case, src, 0, _num_rows(case.shape, src, 0))
-    view, guard = _place(want, case)
-    value = {"x": [view, (1.5, None)], "name": str(case)} if rank == src else None
-    got = broadcast_nested(value, src=src, group=group)
-    if not isinstance(got, dict) or got["name"] != str(case) or got["x"][1] != (1.5, None):
-        return f"the structure arrived as {got!r}"
-    return _compare(got["x"][0], want.view(case.dtype)) or (guard() if rank == src else "")
-
-
-def _run_transfer(case: Case, rank: int, size: int, group: dist.ProcessGroup | None) -> str:
-    """Around the ring: every rank sends first, which must not wait for the receiver."""
-    after, before = (rank + 1) % size, (rank - 1) % size
-    if size == 1:
-        return ""
-    view, guard = _place(_bytes(case, rank, after, _num_rows(case.shape, rank, after)), case)
-    handle = isend_tensors([view, view[:0]], dst=after, group=group)
-    got, nothing = recv_tensors(src=before, group=group)
-    handle.wait()
-    want = _bytes(case, before, rank, _num_rows(case.shape, before, rank))
-    if nothing.numel():
-        return "an empty tensor arrived with elements"
-    return _compare(got, want.view(case.dtype)) or guard()
-
-
-def _run_all_reduce(case: Case, rank: int, size: int, group: dist.ProcessGroup | None) -> str:
-    rows = 0 if case.shape == "empty" else 4
-    number = torch.arange(rows * _COLUMNS).view(rows, _COLUMNS)
-    if case.dtype in _NO_ARITHMETIC:
-        all_reduce(_bytes(case, rank, 0, rows).view(case.dtype), group=group)
-        return "a sum came back although none is defined"
-    view, guard = _place((number % 5 + rank).to(case.dtype).view(torch.uint8), case)
-    total = sum((number % 5 + r for r in range(size)), torch.zeros_like(number))
-    return _compare(all_reduce(view, group=group), total.to(case.dtype)) or guard()
-
-
-def _run_moe(case: Case, rank: int, size: int, group: dist.ProcessGroup | None) -> str:
-    """Experts that do nothing: each token comes back as its weights' sum times itself, exactly."""
-    tokens = {"even": 6, "uneven": 5 * rank, "empty": 0, "strided": 4}[case.shape]
-    num_experts, choices = 2 * size, 2
-    x = (torch.arange(tokens * _COLUMNS).view(tokens, _COLUMNS) % 7 + rank).to(case.dtype)
-    number = torch.arange(tokens * choices).view(tokens, choices)
-    # Uneven: everything goes to the last expert.
-    idx = (number * 3 + rank) % num_experts
-    if case.shape == "uneven":
-        idx = torch.full_like(idx, num_experts - 1)
-    weights = (number % 3).to(case.dtype) / 2
-    view, guard = _place(x.view(torch.uint8), case)
-    sent = dispatch(
-        view, idx, weights, num_experts=num_experts, group=group, expert_alignment=1 + rank % 2
+        problem = run()
+    except _EXCEPTIONS as error:
+        return CaseResult(
+            verdict=FAILED,
+            detail=str(error),
+            error=type(error).__name__,
+            elapsed_s=time.monotonic() - started,
+        )
+    return CaseResult(
+        verdict=WRONG if problem else RIGHT, detail=problem, elapsed_s=time.monotonic() - started
     )
-    out = combine(sent.x * sent.topk_weights[:, None], sent.handle)
-    return _compare(out, x * weights.sum(1, keepdim=True)) or guard()
 
 
-def _num_rows(shape: str, src: int, dst: int) -> int:
-    return {"even": 2, "uneven": (2 * src + 3 * dst) % 4, "empty": 0, "strided": 1 + dst}[shape]
+def judge(results: Sequence[CaseResult]) -> tuple[str, str]:
+    """Return what came of a cell on all ranks together, and the detail that says most."""
+    for verdict in (ABORTED, TIMED_OUT):
+        for rank, result in enumerate(results):
+            if result.verdict == verdict or (verdict == TIMED_OUT and is_nameless(result)):
+                return verdict, on_rank(rank, result)
+    bad = [(rank, result) for rank, result in enumerate(results) if result.verdict != RIGHT]
+    if not bad:
+        return RIGHT, ""
+    classes = {result.error for result in results}
+    if classes == {""}:
+        return WRONG, on_rank(*bad[0])
+    latest = max(result.elapsed_s for result in results)
+    if len(classes) > 1:
+        return FAILED, "not alike on every rank: " + "; ".join(on_rank(*each) for each in bad)
+    if latest > SOON_S:
+        return FAILED, f"after {latest:.1f} s: {on_rank(*bad[0])}"
+    return REFUSED, on_rank(*bad[0])
 
 
-def _bytes(case: Case, src: int, dst: int, rows: int) -> torch.Tensor:
-    """Rows of the case's dtype as bytes [rows, columns * itemsize]; a bool is a byte of 0 or 1."""
-    width = _COLUMNS * case.dtype.itemsize
-    number = torch.arange(rows * width).view(rows, width) * 5 + 31 * src + 67 * dst
-    return (number % (2 if case.dtype == torch.bool else 251)).to(torch.uint8)
+def is_nameless(result: CaseResult) -> bool:
+    """Whether a rank ended in a time limit whose text names no rank."""
+    text = result.detail.lower()
+    return bool(result.error) and ("timed out" in text or "timeout" in text) and "rank" not in text
 
 
-def _place(flat: torch.Tensor, case: Case) -> tuple[torch.Tensor, Callable[[], str]]:
-    """Return the rows as a tensor of the dtype (a strided view if asked) and a check that it and
-    its surroundings are as they were."""
-    x = flat.view(case.dtype)
-    if case.shape != "strided":
-        before = flat.clone()
-        return x, lambda: _compare(flat, before, "the input")
-    frame = torch.ones(3 * flat.shape[0], 2 * flat.shape[1], dtype=torch.uint8)
-    frame[::3, : flat.shape[1]] = flat
-    view = frame.view(case.dtype)[::3, : x.shape[1]]
-    snapshot = frame.clone()
-    return view, lambda: _compare(frame, snapshot, "the memory around the input")
-
-
-def _compare(got: torch.Tensor, want: torch.Tensor, what: str = "the result") -> str:
-    if got.dtype != want.dtype or got.shape != want.shape:
-        return f"{what} is {tuple(got.shape)} {got.dtype}, not {tuple(want.shape)} {want.dtype}"
-    if not torch.equal(as_bytes(dense(got)), as_bytes(dense(want))):
-        return f"{what} holds other values than it should"
-    return ""
-
-
-_Runner = Callable[[Case, int, int, dist.ProcessGroup | None], str]
-_RUNNER_OF: dict[str, _Runner] = {
-    "all_to_all": _run_all_to_all,
-    "broadcast_nested": _run_broadcast,
-    "send and receive": _run_transfer,
-    "all_reduce": _run_all_reduce,
-    "dispatch and combine": _run_moe,
-}
-_DTYPES_OF: dict[str, tuple[torch.dtype, ...]] = {
-    "all_to_all": DTYPES,
-    "broadcast_nested": DTYPES,
-    "send and receive": DTYPES,
-    "all_reduce": DTYPES,
-    "dispatch and combine": _FLOATS,
-}
+def on_rank(rank: int, result: CaseResult) -> str:
+    """Return what came of a cell on a rank, in one line."""
+    error = f"{result.error}: " if result.error else ""
+    lines = result.detail.splitlines()
+    return f"rank {rank}: {error}{lines[0] if lines else ''}"

@@ -2,13 +2,16 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from comm_collectives.plan_command import add_plan_arguments, run_plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status: 0 right, 1 wrong, 2 misused."""
     args = _parser().parse_args(argv)
-    return _check(args)
+    run: Callable[[argparse.Namespace], int] = args.run
+    return run(args)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -19,29 +22,82 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser(
         "check",
-        help="run every collective with every dtype and shape on local ranks",
-        description="Start gloo ranks on this machine, run every collective with every dtype and "
-        "shape, compare each result with the known answer and print a table.",
+        help="run every collective with every dtype, shape and mistake on local ranks",
+        description="Start ranks on this machine, run every collective with every dtype and shape, "
+        "compare each result with the known answer, make every mistake on purpose, and print a "
+        "table. About 20 seconds for two ranks, half a minute more with --wire, a minute with "
+        "--raw. Exit status 1 if anything did not end as it must.",
     )
     check.add_argument("--world-size", type=int, default=2, help="number of ranks (default: 2)")
     check.add_argument(
-        "--timeout-s", type=float, default=120.0, help="limit in seconds for it all (default: 120)"
+        "--backend",
+        choices=("gloo", "comm_shm"),
+        default="gloo",
+        help="of the process groups; comm_shm goes through shared memory (default: gloo)",
     )
-    check.add_argument("--json", action="store_true", help="print every cell as JSON instead")
+    check.add_argument(
+        "--wire",
+        action="store_true",
+        help="compare calls over the group's own transport as well, as it is across hosts",
+    )
+    check.add_argument(
+        "--raw",
+        action="store_true",
+        help="do the same with torch.distributed itself, for comparison: a few dtypes",
+    )
+    check.add_argument("--all", action="store_true", help="with --raw: every dtype")
+    check.add_argument("--json", action="store_true", help="print every outcome as JSON instead")
+    check.set_defaults(run=_check)
+    bench = commands.add_parser(
+        "bench",
+        help="measure the shared-memory backend against gloo on local ranks",
+        description="Start ranks on this machine, run the collectives of gloo and of comm_shm in "
+        "alternating rounds, and print how many times faster comm_shm is, per size.",
+    )
+    bench.add_argument("--world-size", type=int, default=2, help="number of ranks (default: 2)")
+    bench.add_argument(
+        "--timeout-s", type=float, default=600.0, help="limit in seconds for it all (default: 600)"
+    )
+    bench.add_argument("--quick", action="store_true", help="only up to 1 MiB, in fewer rounds")
+    bench.add_argument("--json", action="store_true", help="print every time as JSON instead")
+    bench.set_defaults(run=_bench)
+    plan = commands.add_parser(
+        "plan",
+        help="predict bytes and times of MoE dispatch and choose how rows travel",
+        description="Predict, for uniform routing, the bytes per rank and the time of every way to "
+        "move MoE rows between ranks, and choose one. Nothing is run.",
+    )
+    add_plan_arguments(plan)
+    plan.set_defaults(run=run_plan)
     return parser
 
 
 def _check(args: argparse.Namespace) -> int:
-    from comm_collectives.check import check_machine, format_table, to_json
+    from comm_collectives.check import FEW_DTYPES, check_machine
+    from comm_collectives.check_ranks import BOARD, WIRE
+    from comm_collectives.check_table import format_table, to_json
     from comm_collectives.errors import CommError
+    from comm_collectives.wire import DTYPES
 
-    if args.world_size < 1 or args.timeout_s <= 0:
-        print("comm-collectives: --world-size and --timeout-s must be positive", file=sys.stderr)
-        return 2
+    raw_dtypes = () if not args.raw else DTYPES if args.all else FEW_DTYPES
     try:
-        report = check_machine(args.world_size, timeout_s=args.timeout_s)
+        report = check_machine(
+            args.world_size,
+            places=(BOARD, WIRE) if args.wire else (BOARD,),
+            raw_dtypes=raw_dtypes,
+            backend=args.backend,
+        )
+    except ValueError as error:
+        print(f"comm-collectives: --world-size: {error}", file=sys.stderr)
+        return 2
     except CommError as error:
         print(f"comm-collectives: {error}", file=sys.stderr)
         return 1
     print(to_json(report) if args.json else format_table(report))
-    return 1 if report.problems or report.is_blind else 0
+    return 1 if report.problems or report.missed_canaries else 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from comm_collectives.bench import run_bench
+
+    return run_bench(args)

@@ -1,31 +1,24 @@
-"""The small exchange ahead of a payload: how many rows come, of what kind, and whether all is well.
+"""The meeting ahead of a payload: how many rows come, of what kind, and whether all is well.
 
-Every rank sends every peer a few int64 words: a status, a signature of its rows, and its counts. So
-one rank's refused arguments, or rows of another width or dtype, end the call on every rank at once,
-instead of leaving the others to wait. A rank that refuses its own arguments still takes part.
+Counts ride on the frame in which ranks agree anyway, so one rank's refused arguments, or rows of
+another width or dtype, end the call on every rank at once, instead of leaving the others to wait.
 
-    received = exchange_counts(call, counts, signature=(code, numel), flags=0, ...)
+    received = exchange_counts(call, [[2, 0], [1, 3]])
+    received.rows[1]       # what rank 1 has for this rank
 """
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from comm_collectives.calls import Call
-from comm_collectives.errors import MismatchError, PeerFailedError
+from comm_collectives.frames import PART_BYTES
+from comm_collectives.wire import as_bytes
 
-_REFUSED = 1 << 32  # status bit of a rank whose arguments are wrong; lower bits are the caller's
-_NUM_STATUS = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Signature:
-    """What must be equal on every rank: words for the wire and how to say them in an error."""
-
-    words: tuple[int, ...]
-    text: str
+_WORD_BYTES = 8
+_INLINE = PART_BYTES // _WORD_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,60 +31,44 @@ class Counts:
 
 def exchange_counts(
     call: Call,
-    group: dist.ProcessGroup,
     counts: Sequence[Sequence[int]],
     *,
-    signature: Signature,
-    device: torch.device,
     flags: int = 0,
-    refused: Exception | None = None,
+    refused: ValueError | TypeError | None = None,
 ) -> Counts:
     """Send `counts[r]` to each rank r and return what each rank sent here. Collective.
 
     Args:
-        call: the call under whose name the exchange runs.
-        group: the process group of the call.
-        counts: one list per rank, all of one length, which is the same on every rank.
-        signature: what has to agree between the ranks.
-        device: where the words travel.
+        call: the call on whose behalf; its arguments are what the ranks have to agree on.
+        counts: one list per rank, all of one length, which follows from those arguments.
         flags: bits (below 2^32) that every rank shall know of.
-        refused: what is wrong with this rank's arguments; raised here after the exchange.
+        refused: what is wrong with this rank's arguments; raised on every rank.
 
     Raises:
-        PeerFailedError: a peer refused its own arguments.
-        MismatchError: a peer's signature differs.
+        RefusedError, MismatchError: on every rank alike; see `Call.meet`.
     """
-    status = _REFUSED if refused is not None else flags
-    head = [status, *signature.words]
-    sent = torch.tensor([[*head, *row] for row in counts], dtype=torch.int64, device=device)
-    received = torch.empty_like(sent)
-    call.run(
-        lambda: dist.all_to_all_single(received, sent, group=group, async_op=True),
-        on_cpu=device.type == "cpu",
-    )
-    if refused is not None:
-        raise refused
-    words: list[list[int]] = received.tolist()
-    _check(call, words, signature)
-    flags_of_all = 0
-    for row in words:
-        flags_of_all |= row[0]
-    width = _NUM_STATUS + len(signature.words)
-    return Counts(flags=flags_of_all, rows=[row[width:] for row in words])
+    width = len(counts[0])
+    inline = min(width, _INLINE)
+    layout = struct.Struct(f"<{inline}q")
+    parts = [layout.pack(*row[:inline]) for row in counts]
+    agreed = call.meet(parts=parts, status=flags, refused=refused)
+    rows = [list(layout.unpack_from(part)) for part in agreed.parts]
+    if width > inline:
+        for row, rest in zip(rows, _exchange_rest(call, counts, inline), strict=True):
+            row += rest
+    return Counts(flags=agreed.flags, rows=rows)
 
 
-def _check(call: Call, words: list[list[int]], signature: Signature) -> None:
+def _exchange_rest(call: Call, counts: Sequence[Sequence[int]], start: int) -> list[list[int]]:
+    """Exchange what did not fit into the frame."""
     state = call.state
-    head = f"rank {state.global_rank}: {call.name} call {call.number} of group {state.ranks}"
-    refusing = [state.ranks[r] for r, row in enumerate(words) if row[0] & _REFUSED]
-    if refusing:
-        names = ", ".join(f"rank {rank}" for rank in refusing)
-        raise PeerFailedError(f"{head}: {names} refused the arguments given there; see its error")
-    width = len(signature.words)
-    for r, row in enumerate(words):
-        theirs = tuple(row[_NUM_STATUS : _NUM_STATUS + width])
-        if theirs != signature.words:
-            raise MismatchError(
-                f"{head}: this rank has {signature.text}, described by {signature.words}, but "
-                f"rank {state.ranks[r]} described its rows by {theirs}; pass the same kind of rows"
-            )
+    rest = [row[start:] for row in counts]
+    sent = torch.tensor(rest, dtype=torch.int64, device=state.control_type)
+    received = torch.empty_like(sent)
+    splits = [sent.shape[1] * _WORD_BYTES] * state.size
+    call.run(
+        lambda: state.transport.exchange(as_bytes(received), as_bytes(sent), splits, splits),
+        on_cpu=state.control_type == "cpu",
+    )
+    rows: list[list[int]] = received.tolist()
+    return rows

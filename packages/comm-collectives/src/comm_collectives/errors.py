@@ -1,7 +1,8 @@
 """What can go wrong between ranks, as exceptions whose text names rank, call and peers.
 
 Invariant: every failure of a transfer that this package starts surfaces as a `CommError`; a user's
-own mistake (a wrong shape, dtype or split) is a `ValueError` or `TypeError`.
+own mistake (a wrong shape, dtype or split) is a `ValueError` or `TypeError`. Where the others wait
+for the rank that made it, all of them raise the same class, which is both.
 
     try:
         y = comm_collectives.all_to_all(x, timeout_s=30)
@@ -15,12 +16,31 @@ class CommError(RuntimeError):
 
 
 class CollectiveTimeoutError(CommError):
-    """A transfer did not finish in time; the text names the ranks that did not arrive."""
+    """A transfer did not finish in time, here or on the rank that gave up first.
+
+    The text names the ranks that did not arrive.
+    """
 
 
 class PeerFailedError(CommError):
-    """A peer died, closed its connections, or refused its own arguments in this call."""
+    """A peer died or closed its connections."""
 
 
 class MismatchError(CommError):
     """Two ranks entered the same call with arguments that do not fit each other."""
+
+
+class RefusedError(CommError, ValueError):
+    """Arguments of a rank are wrong; raised on every rank of the call, with that rank's reason."""
+
+
+class RefusedTypeError(RefusedError, TypeError):
+    """As RefusedError, where the reason is a type or dtype."""
+
+
+class MutatedInputError(CommError):
+    """A tensor was changed in place while a transfer still read it."""
+
+
+class LostGradientWarning(UserWarning):
+    """Gradients arrived for the input of a call whose output this rank's loss does not use."""

@@ -1,4 +1,4 @@
-"""What this rank knows of a process group: its place in it, its device, and its call numbers.
+"""What this rank knows of a process group: its place in it, its transport, and its call numbers.
 
 Call numbers count this package's calls in one group. Ranks run the same program, so the numbers
 agree, and an error can say `all_to_all call 7` and mean the same call on every rank. Transfers
@@ -9,31 +9,89 @@ between two ranks are counted per direction, because pipeline stages make differ
 """
 
 import itertools
+import threading
+import zlib
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, final
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import get_backend_config
 
+from comm_collectives.agreement import AgreementPolicy
+from comm_collectives.frames import Argument
+from comm_collectives.history import History
+from comm_collectives.meeting import Meeting
+from comm_collectives.pending import PendingBackwards
 from comm_collectives.scratch import ScratchPool
+from comm_collectives.transport import TorchTransport, Transport
 
 
 @final
 class GroupState:
-    """A process group as this rank sees it. `rank` is inside the group, `ranks` are global."""
+    """A process group as this rank sees it. `rank` is inside the group, `ranks` are global.
 
-    __slots__ = ("_calls", "_transfers", "backend_of", "name", "rank", "ranks", "scratch", "size")
+    Attributes:
+        lock: held by the thread that is in a call; calls of one group run one after another.
+        meeting: where the ranks compare their calls; None before the first one.
+        policy: when they do.
+        pending: backwards that this rank owes.
+        history: the calls since the last comparison, where not every call is compared.
+        worker: the thread of its asynchronous calls, once there was one.
+        responder: the thread that takes part in backwards whose graph is gone.
+        given_up: transfers that failed while the backend may still use their buffers.
+        failed_calls: the calls in which this rank failed.
+        channels: what this rank and a peer send each other apart from the calls, by peer.
+        observers: told of each all-to-all: the call's name and the bytes for each rank.
+    """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank: int = group.rank()
-        self.size: int = group.size()
-        self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
-        self.name: str = group.group_name
-        self.backend_of: dict[str, str] = _parse_backends(get_backend_config(group))
+    __slots__ = (
+        *("__weakref__", "_calls", "_transfers", "backend_of", "channels", "failed_calls"),
+        *(
+            "given_up",
+            "history",
+            "lock",
+            "meeting",
+            "name",
+            "observers",
+            "pending",
+            "policy",
+            "rank",
+            "ranks",
+        ),
+        *("responder", "scratch", "size", "transport", "worker"),
+    )
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        ranks: tuple[int, ...],
+        name: str,
+        transport: Transport,
+        backend_of: Mapping[str, str],
+    ) -> None:
+        self.rank = rank
+        self.size = len(ranks)
+        self.ranks = ranks
+        self.name = name
+        self.transport = transport
+        self.backend_of = backend_of
         self.scratch = ScratchPool()
+        self.lock = threading.RLock()
+        self.meeting: Meeting | None = None
+        self.policy = AgreementPolicy()
+        self.pending = PendingBackwards()
+        self.history = History()
+        self.worker: Any = None  # a handles.Worker, which is made on top of this
+        self.channels: dict[int, Any] = {}  # of channel.Channel, likewise
+        self.responder: threading.Thread | None = None
+        self.given_up: list[object] = []
+        self.failed_calls: list[int] = []
+        self.observers: list[Callable[[str, Sequence[int]], None]] = []
         self._calls: Iterator[int] = itertools.count(1)
         self._transfers: dict[tuple[int, int], Iterator[int]] = defaultdict(
             lambda: itertools.count(1)
@@ -68,6 +126,18 @@ class GroupState:
         return "cpu" if "cpu" in self.backend_of else next(iter(self.backend_of))
 
 
+class CustomGroup(ABC):
+    """A group that is not torch's; every function here takes it where it takes a ProcessGroup."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def state(self) -> GroupState:
+        """Return what this rank knows of the group; always the same object."""
+
+
+Group = dist.ProcessGroup | CustomGroup
+
 # Call numbers belong to a group, and a group has no slot of its own for them.
 _STATES: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
 
@@ -93,13 +163,58 @@ def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
-def group_state(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup, GroupState]:
-    """Resolve `group` and return it with what is known of it."""
+def group_state(group: Group | None) -> GroupState:
+    """Return what this rank knows of `group`, or of the default group for None.
+
+    Raises:
+        ValueError: there is no default group, or this rank is not a member.
+    """
+    if isinstance(group, CustomGroup):
+        return group.state()
     resolved = resolve_group(group)
     state = _STATES.get(resolved)
     if state is None:
-        state = _STATES[resolved] = GroupState(resolved)
-    return resolved, state
+        state = _STATES[resolved] = GroupState(
+            rank=resolved.rank(),
+            ranks=tuple(dist.get_process_group_ranks(resolved)),
+            name=resolved.group_name,
+            transport=TorchTransport(resolved),
+            backend_of=_parse_backends(get_backend_config(resolved)),
+        )
+    return state
+
+
+def set_agreement(policy: AgreementPolicy, *, group: Group | None = None) -> None:
+    """Say when the ranks of a group compare their calls. Every rank has to, at the same point.
+
+    Args:
+        policy: the same on every rank.
+        group: None is the default group.
+
+    Raises:
+        TypeError: `policy` is not an AgreementPolicy.
+    """
+    if not isinstance(policy, AgreementPolicy):
+        raise TypeError(f"policy is a {type(policy).__name__}; give an AgreementPolicy")
+    group_state(group).policy = policy
+
+
+def travel_argument(state: GroupState, device: torch.device) -> Argument:
+    """Return the kind of device on which a tensor on `device` travels, for ranks to agree on."""
+    kind = state.transport_type(device)
+    return Argument("device", zlib.crc32(kind.encode()), kind)
+
+
+def check_root(state: GroupState, rank: int, name: str) -> None:
+    """Check that `rank` is a rank of the group.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not 0 <= rank < state.size:
+        raise ValueError(
+            f"{name}={rank} is not a rank of a group of {state.size}; give 0..{state.size - 1}"
+        )
 
 
 def check_peer(state: GroupState, peer: int, name: str) -> None:
@@ -108,10 +223,7 @@ def check_peer(state: GroupState, peer: int, name: str) -> None:
     Raises:
         ValueError: `peer` is outside the group or is this rank.
     """
-    if not 0 <= peer < state.size:
-        raise ValueError(
-            f"{name}={peer} is not a rank of a group of {state.size}; give 0..{state.size - 1}"
-        )
+    check_root(state, peer, name)
     if peer == state.rank:
         raise ValueError(f"{name}={peer} is this rank itself; hand the tensors over directly")
 

@@ -4,46 +4,35 @@ Terms are DeepEP's. The backward of one is the other, and both exchanges of the 
 every rank, also on one without tokens or rows, whatever the experts did with an empty input: an
 empty tensor ties each combine to its dispatch in the autograd graph.
 
-    d = dispatch(x_TD, topk_idx_TK, topk_weights_TK, num_experts=64, group=ep_group)
-    y_RD = experts(d.x, d.num_tokens_per_expert) * d.topk_weights[:, None]
-    out_TD = combine(y_RD, d.handle)
+    d = dispatch(x, topk_idx, topk_weights, num_experts=64, group=ep_group)
+    y = experts(d.x, d.num_tokens_per_expert) * d.topk_weights[:, None]
+    out = combine(y, d.handle)
 
 Legend: T tokens, D hidden size, K choices per token, R received rows, E experts.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast, overload
 
 import torch
-import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from comm_collectives.autograd import Back, attach, wants_grad, zeros_for
 from comm_collectives.calls import Call
-from comm_collectives.counts import Signature, exchange_counts
-from comm_collectives.groups import GroupState, check_timeout, group_state
-from comm_collectives.routing import (
-    Label,
-    Routing,
-    SortedChoices,
-    group_routing,
-    local_routing,
-    wire_columns,
-)
-from comm_collectives.routing_plan import plan_routing
-from comm_collectives.wire import check_dense, dtype_code
+from comm_collectives.frames import WANTS_GRAD, Argument
+from comm_collectives.groups import Group, group_state
+from comm_collectives.handles import Handle, finished, launch
+from comm_collectives.moe_handle import DispatchHandle as DispatchHandle
+from comm_collectives.moe_handle import Terms
+from comm_collectives.moe_options import MoeOptions
+from comm_collectives.moe_request import FLOATS, Request, Settled, flags_of_all
+from comm_collectives.routing import Travel
+from comm_collectives.wire import check_dense, dtype_argument
+from comm_collectives.wire_format import Movement
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_WANTS_GRAD = 1  # flag in the count exchange: this rank will run a backward
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DispatchHandle:
-    """What combine needs of a dispatch. Opaque; belongs to one dispatch."""
-
-    routing: Routing
-    num_rows: int
-    timeout_s: float | None
-    anchor: torch.Tensor
+_DEFAULTS = MoeOptions()
+_Tensors = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,274 +53,265 @@ class Dispatched:
 
 
 def dispatch(
-    x_TD: torch.Tensor,
-    topk_idx_TK: torch.Tensor,
-    topk_weights_TK: torch.Tensor,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
     *,
     num_experts: int,
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
     expert_alignment: int = 1,
-    timeout_s: float | None = None,
+    options: MoeOptions = _DEFAULTS,
 ) -> Dispatched:
     """Bring each token's row to the ranks that hold its experts.
 
     Collective over `group`: every rank must call, also one without tokens. Experts are split
-    evenly: rank r of the group holds experts r * E / W up to (r + 1) * E / W. Two exchanges:
-    counts, then rows and weights together; the backward reuses the counts and needs one.
+    evenly: rank r of the group holds experts r * E / W up to (r + 1) * E / W. Counts are exchanged,
+    then rows and weights together (twice on the hierarchical route); the backward reuses the
+    counts.
 
     Args:
-        x_TD: [T, D] float16, bfloat16, float32 or float64; T may differ between ranks and be 0.
-        topk_idx_TK: [T, K] int64, expert numbers in 0..num_experts-1.
-        topk_weights_TK: [T, K] floating; carried along, not applied.
+        x: [T, D] float16, bfloat16, float32 or float64; T may differ between ranks and be 0.
+        topk_idx: [T, K] int64, expert numbers in 0..num_experts-1, or -1 for no expert: nothing
+            travels for that choice and its weight gets zero gradient. K may be anything, also 0,
+            and a token may choose an expert more than once.
+        topk_weights: [T, K] floating; carried along, not applied.
         num_experts: E, a multiple of the group's size.
         group: None means that this rank holds all experts: nothing is exchanged, and no process
             group is needed.
         expert_alignment: pad each expert's rows to a multiple of this; an expert without rows stays
             empty.
-        timeout_s: limit in seconds of each exchange, also in backward and for combine; None is the
-            group's own limit.
+        options: route, payload, limits; see `MoeOptions`.
 
     Raises:
-        ValueError, TypeError: arguments that do not fit; the group's other ranks then raise
-            PeerFailedError in the same call.
-        MismatchError: ranks differ in hidden size or dtypes.
+        ValueError, TypeError: arguments that do not fit; between ranks these are RefusedError and
+            RefusedTypeError, raised on every rank.
+        MismatchError: ranks differ in hidden size, dtypes, num_experts or options.
         CommError: an exchange failed; see the subclasses.
     """
-    check_timeout(timeout_s)
-    _check_numbers(num_experts, expert_alignment)
-    args = (x_TD, topk_idx_TK, topk_weights_TK)
-    resolved, state = (None, None) if group is None else group_state(group)
-    if resolved is None or state is None or state.size == 1:
-        choices = _sort_choices(*args, num_experts)
-        rows = [choices.counts_E]
-        plan = plan_routing(rows, rows, weights_per_row=1, alignment=expert_alignment)
-        routing, seed = local_routing(choices, plan), None
-    else:
-        call = Call(state, "dispatch (counts)", timeout_s=timeout_s)
-        routing, seed = _agree(args, num_experts, expert_alignment, resolved, call)
-    x_RD, weights_R, anchor = _Dispatch.apply(x_TD, topk_weights_TK, seed, routing, timeout_s)
-    handle = DispatchHandle(
-        routing=routing,
-        num_rows=x_RD.shape[0],
-        timeout_s=timeout_s,
-        anchor=anchor,
-    )
-    return Dispatched(
-        x=x_RD,
-        topk_weights=weights_R,
-        num_tokens_per_expert=routing.num_tokens_per_expert,
-        handle=handle,
-    )
+    request = _request(x, topk_idx, topk_weights, num_experts, group, expert_alignment, options)
+    return cast(Dispatched, _dispatch(request, async_op=False))
 
 
+def dispatch_async(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    num_experts: int,
+    group: Group | None = None,
+    expert_alignment: int = 1,
+    options: MoeOptions = _DEFAULTS,
+) -> Handle[Dispatched]:
+    """As `dispatch`, but return at once; the handle's `wait` returns the rows. Collective."""
+    request = _request(x, topk_idx, topk_weights, num_experts, group, expert_alignment, options)
+    return cast(Handle[Dispatched], _dispatch(request, async_op=True))
+
+
+@overload
 def combine(
-    y_RD: torch.Tensor, handle: DispatchHandle, *, timeout_s: float | None = None
-) -> torch.Tensor:
-    """Bring the experts' rows back and sum those of each token, in the order of its choices.
+    y: torch.Tensor,
+    handle: DispatchHandle,
+    *,
+    timeout_s: float | None = ...,
+    async_op: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def combine(
+    y: torch.Tensor,
+    handle: DispatchHandle,
+    *,
+    timeout_s: float | None = ...,
+    async_op: Literal[True],
+) -> Handle[torch.Tensor]: ...
+def combine(
+    y: torch.Tensor,
+    handle: DispatchHandle,
+    *,
+    timeout_s: float | None = None,
+    async_op: bool = False,
+) -> torch.Tensor | Handle[torch.Tensor]:
+    """Bring the experts' rows back and sum those of each token.
 
-    Collective over the group of the dispatch. The sum does not depend on the number of ranks: one
-    rank and many give the same bits (float16 and bfloat16 are summed in float32 where torch's
-    EmbeddingBag does).
+    Collective over the group of the dispatch, and so is its backward: gradients of the rows that
+    this rank's experts made come that way, whoever's tokens they are. So every rank's loss has to
+    use the result; `0 * out.sum()` is enough. If gradients are lost because one does not, the next
+    call of the group raises a RefusedError on every rank.
+
+    On the flat route a token's rows are summed in the order of its choices and the sum does not
+    depend on the number of ranks: one rank and many give the same bits. On the others they are
+    summed per rank (and node) first, by expert, then over these. float16 and bfloat16 are summed in
+    float32 where torch's EmbeddingBag does, and travel rounded.
 
     Args:
-        y_RD: [R, D'] rows in the order of `Dispatched.x`, weights already applied, same floating
+        y: [R, D'] rows in the order of `Dispatched.x`, weights already applied, same floating
             dtype on every rank; padding rows are ignored.
         handle: of the dispatch.
         timeout_s: limit in seconds; None is the limit given to dispatch.
+        async_op: return a Handle at once; its `wait` returns the sums.
 
     Returns:
-        [T, D'] of y's dtype.
+        [T, D'] of y's dtype; zeros for a token without experts.
 
     Raises:
-        ValueError, TypeError: `y_RD` does not fit the handle.
+        ValueError, TypeError: `y` does not fit the handle; between ranks these are RefusedError
+            and RefusedTypeError, raised on every rank where ranks compare this call.
+        MismatchError: ranks differ in hidden size, dtype or the dispatch whose handle they give.
         CommError: the exchange failed; see the subclasses.
     """
-    check_timeout(timeout_s)
-    check_dense(y_RD, "y_RD")
-    if y_RD.dim() != 2 or y_RD.shape[0] != handle.num_rows:
-        raise ValueError(
-            f"y_RD has shape {tuple(y_RD.shape)}; the dispatch gave {handle.num_rows} rows, "
-            f"so pass [{handle.num_rows}, hidden size], padding rows included"
-        )
-    if y_RD.dtype not in _FLOATS:
-        raise TypeError(f"y_RD is {y_RD.dtype}; combine sums, so give one of {_FLOATS}")
-    anchor = handle.anchor
-    if handle.routing.exchanges and torch.is_grad_enabled() and not anchor.requires_grad:
-        # Experts with parameters want a gradient on some ranks; a rank without rows joins in.
-        anchor = torch.zeros(0, device=y_RD.device, requires_grad=True)
     limit_s = handle.timeout_s if timeout_s is None else timeout_s
-    return cast(torch.Tensor, _Combine.apply(y_RD, anchor, handle.routing, limit_s))
+    if handle.state is None:
+        _check_rows(y, handle)
+        out = _move_back(y, handle, WANTS_GRAD)
+        return finished("combine", out) if async_op else out
+    state = handle.state
+
+    def run() -> torch.Tensor:
+        refused: ValueError | TypeError | None = None
+        arguments: tuple[Argument, ...] = ()
+        try:
+            _check_rows(y, handle)
+            arguments = (
+                Argument("dispatch call", handle.number),
+                Argument("hidden size", y.shape[1]),
+                dtype_argument(y.dtype),
+            )
+        except (TypeError, ValueError) as error:
+            refused = error
+        call = Call(state, "combine", arguments=arguments, timeout_s=limit_s)
+        wanted = refused is None and wants_grad(y, handle.anchor)
+        flags = flags_of_all(call, WANTS_GRAD if wanted else 0, refused)
+        return _move_back(y, handle, flags, call)
+
+    return cast(torch.Tensor, launch(state, "combine", run, inputs=_tensors(y), async_op=async_op))
 
 
-class _Dispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_TD: torch.Tensor,
-        weights_TK: torch.Tensor,
-        seed: torch.Tensor | None,
-        routing: Routing,
-        timeout_s: float | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        ctx.routing, ctx.timeout_s = routing, timeout_s
-        x_RD, weights_R = routing.to_experts(
-            x_TD.detach(), weights_TK.detach(), Label(name="dispatch", timeout_s=timeout_s)
-        )
-        return x_RD, weights_R, x_TD.new_zeros(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, grad_x_RD: torch.Tensor, grad_weights_R: torch.Tensor, _anchor: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
-        grad_x_TD, grad_weights_TK = ctx.routing.to_tokens(
-            grad_x_RD.contiguous(),
-            grad_weights_R.contiguous(),
-            Label(name="dispatch (backward)", timeout_s=ctx.timeout_s),
-        )
-        return grad_x_TD, grad_weights_TK, None, None, None
-
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        y_RD: torch.Tensor,
-        anchor: torch.Tensor,
-        routing: Routing,
-        timeout_s: float | None,
-    ) -> torch.Tensor:
-        ctx.routing, ctx.timeout_s = routing, timeout_s
-        label = Label(name="combine", timeout_s=timeout_s)
-        return routing.rows_to_tokens(y_RD.detach().contiguous(), label)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        label = Label(name="combine (backward)", timeout_s=ctx.timeout_s)
-        return ctx.routing.rows_to_experts(grad_TD, label), None, None, None
-
-
-def _agree(
-    args: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+def _request(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
     num_experts: int,
+    group: Group | None,
     alignment: int,
-    group: dist.ProcessGroup,
-    call: Call,
-) -> tuple[Routing, torch.Tensor | None]:
-    """Exchange counts and plan; the tensor, if any, makes this rank take part in the backward."""
-    state = call.state
-    num_local = _experts_per_rank(num_experts, state)
-    x_TD, _, weights_TK = args
-    refused: Exception | None = None
-    signature = Signature(words=(0, 0, 0), text="nothing usable")
-    device = torch.device(state.control_type)
-    counts_E: tuple[int, ...] = (0,) * num_experts
-    try:
-        choices = _sort_choices(*args, num_experts)
-        counts_E = choices.counts_E
-        signature = _signature(x_TD, weights_TK)
-        if x_TD.device.type == state.transport_type(x_TD.device):
-            device = x_TD.device
-    except (TypeError, ValueError) as error:
-        refused = error
-    wants_grad = refused is None and (x_TD.requires_grad or weights_TK.requires_grad)
-    counts = exchange_counts(
-        call,
-        group,
-        [counts_E[at : at + num_local] for at in range(0, num_experts, num_local)],
-        signature=signature,
-        device=device,
-        flags=_WANTS_GRAD if wants_grad and torch.is_grad_enabled() else 0,
-        refused=refused,
-    )
-    columns = wire_columns(x_TD.shape[1], x_TD.element_size(), weights_TK.element_size())
-    plan = plan_routing(
-        [counts_E[at : at + num_local] for at in range(0, num_experts, num_local)],
-        counts.rows,
-        weights_per_row=columns * x_TD.element_size() // weights_TK.element_size(),
+    options: MoeOptions,
+) -> Request:
+    given = None if group is None else group_state(group)
+    return Request(
+        x=x,
+        topk_idx=topk_idx,
+        topk_weights=topk_weights,
+        num_experts=num_experts,
         alignment=alignment,
-    )
-    joins = bool(counts.flags & _WANTS_GRAD) and torch.is_grad_enabled()
-    seed = torch.zeros(0, device=x_TD.device, requires_grad=True) if joins else None
-    return group_routing(choices, plan, group, state), seed
-
-
-def _signature(x_TD: torch.Tensor, weights_TK: torch.Tensor) -> Signature:
-    hidden = x_TD.shape[1]
-    return Signature(
-        words=(hidden, dtype_code(x_TD.dtype), dtype_code(weights_TK.dtype)),
-        text=f"rows of {hidden} x {x_TD.dtype} with {weights_TK.dtype} weights "
-        "(elements, dtype number, dtype number)",
+        options=options,
+        group=group,
+        state=given if given is not None and given.size > 1 else None,
     )
 
 
-def _sort_choices(
-    x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, weights_TK: torch.Tensor, num_experts: int
-) -> SortedChoices:
-    _check_inputs(x_TD, topk_idx_TK, weights_TK)
-    flat = topk_idx_TK.reshape(-1)
-    try:
-        counts = torch.bincount(flat, minlength=num_experts)
-    except RuntimeError as error:  # bincount refuses negative numbers, which costs no pass of ours
-        lowest = int(flat.min())
-        if lowest >= 0:
-            raise
-        raise ValueError(
-            f"topk_idx holds {lowest}; every choice must be an expert in 0..{num_experts - 1}"
-        ) from error
-    if counts.numel() > num_experts:
-        raise ValueError(
-            f"topk_idx holds {counts.numel() - 1} but num_experts={num_experts}; "
-            f"every choice must be an expert in 0..{num_experts - 1}"
-        )
-    return SortedChoices(
-        order_N=torch.argsort(flat, stable=True),
-        num_choices=topk_idx_TK.shape[1],
-        counts_E=tuple(counts.tolist()),
+def _dispatch(request: Request, *, async_op: bool) -> Dispatched | Handle[Dispatched]:
+    state = request.state
+    if state is None:
+        out = _move_out(request, request.settle_alone())
+        return finished("dispatch", out) if async_op else out
+
+    def run() -> Dispatched:
+        return _move_out(request, request.settle(state))
+
+    inputs = _tensors(request.x, request.topk_idx, request.topk_weights)
+    launched: Handle[Dispatched] = launch(state, "dispatch", run, inputs=inputs, async_op=async_op)
+    return launched
+
+
+def _move_out(request: Request, settled: Settled) -> Dispatched:
+    """Bring the rows to the experts, and make that part of the graph."""
+    x, weights, routing = request.x, request.topk_weights, settled.routing
+    out = _travel("dispatch", settled.terms, settled.call)
+    x_RD, weights_R = routing.to_experts(x.detach(), weights.detach(), out)
+    outputs: _Tensors = x_RD, weights_R, x.new_zeros(0)
+
+    def back(grads: _Tensors, call: Call | None) -> _Tensors:
+        travel = _travel("dispatch_backward", settled.terms, call)
+        return routing.to_tokens(grads[0], grads[1], travel)
+
+    if settled.flags & WANTS_GRAD and settled.call is None:
+        outputs = _Local.apply(back, outputs, x, weights)
+    elif settled.flags & WANTS_GRAD and settled.call is not None:
+        way_back = Back(run=back, zeros=zeros_for(*outputs))
+        outputs = attach((x, weights), outputs, settled.call, way_back)
+    return Dispatched(
+        x=outputs[0],
+        topk_weights=outputs[1],
+        num_tokens_per_expert=routing.num_tokens_per_expert,
+        handle=DispatchHandle(
+            routing=routing,
+            choices=settled.choices,
+            terms=settled.terms,
+            state=request.state,
+            number=0 if settled.call is None else settled.call.number,
+            expert_alignment=request.alignment,
+            num_rows=x_RD.shape[0],
+            timeout_s=request.options.timeout_s,
+            anchor=outputs[2],
+        ),
     )
 
 
-def _check_inputs(x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, weights_TK: torch.Tensor) -> None:
-    check_dense(x_TD, "x")
-    check_dense(topk_idx_TK, "topk_idx")
-    check_dense(weights_TK, "topk_weights")
-    if x_TD.dtype not in _FLOATS or weights_TK.dtype not in _FLOATS:
-        raise TypeError(
-            f"x is {x_TD.dtype} and topk_weights {weights_TK.dtype}; both must be one of {_FLOATS}"
-        )
-    if topk_idx_TK.dtype != torch.int64:
-        raise TypeError(f"topk_idx is {topk_idx_TK.dtype}; convert to torch.int64")
-    if x_TD.dim() != 2 or x_TD.shape[1] == 0:
-        raise ValueError(f"x has shape {tuple(x_TD.shape)}; give [tokens, hidden size > 0]")
-    shape = tuple(topk_idx_TK.shape)
-    if len(shape) != 2 or shape[0] != x_TD.shape[0] or shape[1] == 0:
-        raise ValueError(
-            f"topk_idx has shape {shape}; with {x_TD.shape[0]} tokens in x give "
-            f"[{x_TD.shape[0]}, choices per token > 0]"
-        )
-    if tuple(weights_TK.shape) != shape:
-        raise ValueError(
-            f"topk_weights has shape {tuple(weights_TK.shape)}, topk_idx {shape}; make them equal"
-        )
-    if not x_TD.device == topk_idx_TK.device == weights_TK.device:
-        raise ValueError(
-            f"x is on {x_TD.device}, topk_idx on {topk_idx_TK.device} and topk_weights on "
-            f"{weights_TK.device}; move them to one device"
-        )
+def _move_back(
+    y: torch.Tensor, handle: DispatchHandle, flags: int, call: Call | None = None
+) -> torch.Tensor:
+    """Bring the rows to their tokens, and make that part of the graph."""
+    routing, terms = handle.routing, handle.terms
+    travel = _travel("combine", terms, call)
+    out_TD = routing.rows_to_tokens(y.detach().contiguous(), travel)
+
+    def back(grads: _Tensors, call: Call | None) -> _Tensors:
+        y_RD = routing.rows_to_experts(grads[0], _travel("combine_backward", terms, call))
+        return y_RD, y_RD.new_zeros(0)
+
+    if not flags & WANTS_GRAD:
+        return out_TD
+    inputs, outputs = (y, handle.anchor), (out_TD,)
+    if call is None:
+        return cast(torch.Tensor, _Local.apply(back, outputs, *inputs)[0])
+    # The gradients of these rows go on to the tokens, which are other ranks' too.
+    way_back = Back(run=back, zeros=zeros_for(*outputs), others_lose=True)
+    return attach(inputs, outputs, call, way_back)[0]
 
 
-def _check_numbers(num_experts: int, alignment: int) -> None:
-    if num_experts < 1:
-        raise ValueError(f"num_experts={num_experts} must be at least 1")
-    if alignment < 1:
-        raise ValueError(f"expert_alignment={alignment} must be at least 1")
+class _Local(torch.autograd.Function):
+    """The node of a movement within one rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        back: Callable[[_Tensors, None], _Tensors],
+        outputs: _Tensors,
+        *inputs: torch.Tensor,
+    ) -> _Tensors:
+        ctx.back = back
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (None, None, *ctx.back(tuple(grad.contiguous() for grad in grads), None))
 
 
-def _experts_per_rank(num_experts: int, state: GroupState) -> int:
-    if num_experts % state.size:
+def _travel(movement: Movement, terms: Terms, call: Call | None) -> Travel:
+    quantised = movement == "dispatch" or (terms.quantize_backward and movement != "combine")
+    return Travel(movement=movement, payload=terms.payload if quantised else "full", call=call)
+
+
+def _tensors(*given: object) -> list[torch.Tensor]:
+    """Those of the arguments, checked later, that are tensors."""
+    return [x for x in given if isinstance(x, torch.Tensor)]
+
+
+def _check_rows(y: torch.Tensor, handle: DispatchHandle) -> None:
+    check_dense(y, "y")
+    if y.dim() != 2 or y.shape[0] != handle.num_rows or y.shape[1] == 0:
         raise ValueError(
-            f"the group has {state.size} ranks but num_experts={num_experts}; "
-            f"choose a number of ranks that divides {num_experts}"
+            f"y has shape {tuple(y.shape)}; the dispatch gave {handle.num_rows} rows, "
+            f"so pass [{handle.num_rows}, hidden size > 0], padding rows included"
         )
-    return num_experts // state.size
+    if y.dtype not in FLOATS:
+        raise TypeError(f"y is {y.dtype}; combine sums, so give one of {FLOATS}")

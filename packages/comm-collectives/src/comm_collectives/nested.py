@@ -1,219 +1,270 @@
 """Broadcast of nested values with tensors in them, without pickle and without guessing sizes.
 
-The structure travels as JSON, small tensors in one flat buffer behind it, big ones by themselves
-straight into their place. A value without big tensors takes one message if it is short, two if not.
+The structure travels as JSON and a table of ints, small tensors in chunks behind it, big ones by
+themselves straight into their place. The first bytes ride on the meeting of the ranks, so a few
+scalars need no transfer of their own.
 
     state = broadcast_nested({"step": 3, "rng": rng_state} if rank == 0 else None, src=0)
 """
 
-import json
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, overload
 
 import torch
-import torch.distributed as dist
 
 from comm_collectives.calls import Call
-from comm_collectives.errors import MismatchError, PeerFailedError
-from comm_collectives.groups import check_timeout, group_state
-from comm_collectives.nested_codec import decode, encode
-from comm_collectives.wire import (
-    DTYPES,
-    as_bytes,
-    bytes_of,
-    dense,
-    dtype_code,
-    from_bytes,
-    num_bytes,
+from comm_collectives.failures import first_line
+from comm_collectives.frames import PART_BYTES, Argument
+from comm_collectives.groups import Group, GroupState, check_root, group_state
+from comm_collectives.handles import Handle, launch
+from comm_collectives.nested_codec import Packed, decode, encode
+from comm_collectives.nested_packing import (
+    Buffer,
+    Chunk,
+    Packer,
+    Table,
+    Unpacker,
+    aligned,
+    describe,
+    make_plan,
 )
+from comm_collectives.nested_sharing import Cargo, find_cargo
+from comm_collectives.pieces import broadcast_bytes
+from comm_collectives.wire import as_bytes, dense
 
-_FIRST_BYTES = 4096  # the first message: three words, then as much of the block as fits
-_HEAD_BYTES = 24
-_ROOM_BYTES = _FIRST_BYTES - _HEAD_BYTES
-_BIG_BYTES = 1 << 20  # from here on a tensor travels by itself, uncopied
-_ALIGN_BYTES = 16
-_MAGIC_VALUE, _MAGIC_REFUSED = 0x636F6D6D_01, 0x636F6D6D_02
+_LENGTHS = struct.Struct("<3q")  # bytes of the text, of the table, of all up to the second chunk
 
 
+@overload
 def broadcast_nested(
     obj: object,
     *,
     src: int,
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = ...,
+    device: torch.device | str | None = ...,
+    timeout_s: float | None = ...,
+    async_op: Literal[False] = ...,
+) -> object: ...
+@overload
+def broadcast_nested(
+    obj: object,
+    *,
+    src: int,
+    group: Group | None = ...,
+    device: torch.device | str | None = ...,
+    timeout_s: float | None = ...,
+    async_op: Literal[True],
+) -> Handle[object]: ...
+def broadcast_nested(
+    obj: object,
+    *,
+    src: int,
+    group: Group | None = None,
     device: torch.device | str | None = None,
     timeout_s: float | None = None,
+    async_op: bool = False,
 ) -> object:
     """Return, on every rank, the value that rank `src` gave. Collective.
 
-    Supported: None, bool, int, float, str, bytes, tensors of every plain dtype, and lists, tuples,
-    dicts, OrderedDicts, namedtuples and dataclasses of them, kept as they are. Tensors carry no
-    gradient history and arrive contiguous; one that occurs twice arrives as one; of a view only
-    its own elements travel. On `src` the containers are new and the tensors share memory with the
-    given ones (unless moved).
+    Supported: None, bool, int, float, complex, str, bytes, plain tensors of every dtype, and lists,
+    tuples, dicts, OrderedDicts (with their attributes, as a state dict's `_metadata`), namedtuples
+    and dataclasses (rebuilt from their fields; no constructor runs) of them, kept as they are.
+
+    A container, tensor or bytes object that occurs twice arrives as one. Tensors that share memory
+    on `src` share it on the receivers where that makes nothing larger; `nested_sharing.py` has the
+    exact rule. Of a large storage only what the tensors need travels. Tensors carry no gradient
+    history; those without gaps keep their strides, others arrive contiguous. On `src` the
+    containers are new and the tensors share memory with the given ones, unless moved to another
+    device.
+
+    Memory, besides the value itself: a chunk (a sixteenth of the payload, but 1 to 4 MiB) and the
+    structure as text. Large tensors with gaps, or that change device, are copied one at a time.
 
     Args:
         obj: the value on `src`; ignored elsewhere.
         src: rank inside the group.
         group: None is the default group.
-        device: where the tensors go; None leaves each on the kind of device it has on `src`, if the
-            group can move data there, else on the host.
-        timeout_s: limit in seconds for each message; None is the group's own limit.
+        device: where this rank wants its tensors; None leaves each on the kind of device that it
+            has on `src`, if the group can move data there, else on the host.
+        timeout_s: limit in seconds for each transfer; None is the group's own limit.
+        async_op: return a Handle at once; its `wait` returns the value.
 
     Raises:
-        ValueError: `src` is not a rank of the group.
-        TypeError: on `src`, a part cannot be sent; on a receiver, a class is unknown there.
-        PeerFailedError: `src` refused its value (raised on every other rank), or a peer died.
-        CommError: a message failed; see the subclasses.
+        RefusedError: `src` is not a rank of the group, a rank does not have its `device`, or the
+            value contains itself or is nested too deeply (on every rank).
+        RefusedTypeError: a part of the value cannot be sent (on every rank, with the path to it).
+        TypeError: on a receiver, a class is unknown or has other fields there.
+        MismatchError: ranks differ in `src` or make different calls (on every rank).
+        CommError: a transfer failed; see the subclasses.
     """
-    resolved, state = group_state(group)
-    check_timeout(timeout_s)
-    if not 0 <= src < state.size:
-        raise ValueError(
-            f"src={src} is not a rank of a group of {state.size}; give 0..{state.size - 1}"
+    state = group_state(group)
+    given = _look_at(state, obj, src, device)
+
+    def run() -> object:
+        call = Call(
+            state,
+            "broadcast_nested",
+            arguments=(Argument("src", src),),
+            timeout_s=timeout_s,
+            compares_site=False,
         )
-    channel = _Channel(
-        call=Call(state, "broadcast_nested", timeout_s=timeout_s), group=resolved, src=src
-    )
-    if state.rank == src:
-        return _send(channel, obj, device)
-    return _receive(channel, device)
+        channel = _Channel(call=call, src=src)
+        if given.packed is None:
+            return _receive(channel, given)
+        return _send(channel, given.packed, given.device)
+
+    inputs = [] if given.packed is None else given.packed.tensors
+    return launch(state, "broadcast_nested", run, inputs=inputs, async_op=async_op)
+
+
+@dataclass(slots=True)
+class _Given:
+    """What this rank's arguments come to."""
+
+    packed: Packed | None = None
+    device: torch.device | None = None
+    refused: ValueError | TypeError | None = None
+
+
+def _look_at(state: GroupState, obj: object, src: int, device: torch.device | str | None) -> _Given:
+    given = _Given()
+    try:
+        check_root(state, src, "src")
+        given.device = _check_device(device)
+        if state.rank == src:
+            given.packed = encode(obj)
+    except (TypeError, ValueError) as error:
+        given.refused = error
+    return given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Channel:
+    """The way from `src` to all others; the only place that knows of calls and transports."""
+
     call: Call
-    group: dist.ProcessGroup
     src: int
+
+    @property
+    def state(self) -> GroupState:
+        """The group as this rank sees it."""
+        return self.call.state
+
+    @property
+    def kinds(self) -> list[str]:
+        """Kinds of device on which the group can move data; alike on every rank."""
+        return sorted(self.state.backend_of)
+
+    def meet(self, first: bytes, refused: ValueError | TypeError | None = None) -> bytes:
+        """Meet the other ranks, and return the first PART_BYTES that the source has to say."""
+        parts = [first[:PART_BYTES]] * self.state.size
+        agreed = self.call.meet(parts=parts, refused=refused)
+        return agreed.parts[self.src]
 
     def broadcast(self, flat: torch.Tensor) -> torch.Tensor:
         """Broadcast a flat uint8 tensor in place."""
-        if flat.numel() and self.call.state.size > 1:
-            self.call.run(
-                lambda: dist.broadcast(flat, group=self.group, group_src=self.src, async_op=True),
-                on_cpu=flat.device.type == "cpu",
-            )
+        broadcast_bytes(self.call, flat, self.src)
         return flat
 
-    def broadcast_block(self, block: torch.Tensor) -> None:
-        """Broadcast what did not fit into the first message, in place."""
-        control = self.call.state.control_type
-        rest = block[_ROOM_BYTES:]
-        if rest.device.type == control:
-            self.broadcast(rest)
+    def broadcast_host(self, flat: torch.Tensor) -> None:
+        """Broadcast a flat uint8 tensor on the host in place, by way of the group's device."""
+        control = self.state.control_type
+        if control == "cpu":
+            self.broadcast(flat)
+        elif self.state.rank == self.src:
+            self.broadcast(flat.to(control))
         else:
-            rest.copy_(self.broadcast(rest.to(control)))
+            flat.copy_(self.broadcast(torch.empty_like(flat, device=control)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Leaf:
-    """A tensor to come: where it travels, and its place in the block (None: by itself)."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    kind: str
-    start: int | None
-
-    @property
-    def num_bytes(self) -> int:
-        return num_bytes(self.dtype, self.shape)
+def _send(channel: _Channel, packed: Packed, device: torch.device | None) -> object:
+    cargo = find_cargo(packed.tensors)
+    if channel.state.size > 1:
+        _send_cargo(channel, packed, cargo)
+    return decode(packed.text, _own(packed.tensors, cargo, device), packed.blobs)
 
 
-def _send(channel: _Channel, obj: object, device: torch.device | str | None) -> object:
-    state = channel.call.state
+def _send_cargo(channel: _Channel, packed: Packed, cargo: Cargo) -> None:
+    table = describe(cargo, len(packed.tensors), packed.blobs, channel.state.transport_type)
+    plan = make_plan(table)
+    packer = Packer(cargo.items, packed.blobs)
+    first, *others = plan.chunks
+    words = table.to_bytes(channel.kinds)
+    offset = aligned(_LENGTHS.size + len(packed.text) + len(words))
+    total = offset + first.num_bytes
+    lengths = _LENGTHS.pack(len(packed.text), len(words), total)
+    head = b"".join((lengths, packed.text, words))
+    buffer = Buffer.of(max(total, PART_BYTES))
+    buffer.memory[: len(head)] = head
+    packer.fill(buffer.behind(offset), first)
+    channel.meet(bytes(buffer.memory[:PART_BYTES]))
+    channel.broadcast_host(buffer.flat[PART_BYTES:])
+    buffer = _room_for(others)
+    for chunk in others:
+        packer.fill(buffer, chunk)
+        channel.broadcast_host(buffer.flat[: chunk.num_bytes])
+    for group, number in plan.big:
+        channel.broadcast(as_bytes(dense(cargo.items[number])).to(group.kind))
+
+
+def _receive(channel: _Channel, given: _Given) -> object:
+    first = channel.meet(b"", given.refused)
+    text_bytes, words_bytes, total = _LENGTHS.unpack_from(first)
+    buffer = Buffer.of(max(total, PART_BYTES))
+    buffer.memory[:PART_BYTES] = first
+    channel.broadcast_host(buffer.flat[PART_BYTES:])
+    offset = aligned(_LENGTHS.size + text_bytes + words_bytes)
+    head = bytes(buffer.memory[_LENGTHS.size : offset])
+    table = Table.parse(head[text_bytes : text_bytes + words_bytes], channel.kinds)
+    unpacker = Unpacker(table, given.device)
+    plan = make_plan(table)
+    unpacker.take(buffer.behind(offset), plan.chunks[0])
+    buffer = _room_for(plan.chunks[1:])
+    for chunk in plan.chunks[1:]:
+        channel.broadcast_host(buffer.flat[: chunk.num_bytes])
+        unpacker.take(buffer, chunk)
+    for group, number in plan.big:
+        flat = torch.empty(group.item_bytes, dtype=torch.uint8, device=group.kind)
+        unpacker.take_big(channel.broadcast(flat), group, number)
+    return decode(head[:text_bytes], unpacker.tensors(), unpacker.blobs())
+
+
+def _room_for(chunks: Sequence[Chunk]) -> Buffer:
+    return Buffer.of(max((chunk.num_bytes for chunk in chunks), default=0))
+
+
+def _own(
+    tensors: Sequence[torch.Tensor], cargo: Cargo, device: torch.device | None
+) -> list[torch.Tensor]:
+    """What the source itself gets: the same memory, or what becomes of it on another device."""
+    own = {number: tensor.detach() for number, tensor in enumerate(tensors)}
+    if device is not None:
+        moved = {
+            number: dense(item).to(device)
+            for number, item in cargo.items.items()
+            if item.device != device
+        }
+        own |= moved
+        own |= {
+            view.number: view.of(moved[view.base]) for view in cargo.views if view.base in moved
+        }
+    return [own[number] for number in range(len(tensors))]
+
+
+def _check_device(device: torch.device | str | None) -> torch.device | None:
+    """Return the device with its index.
+
+    Raises:
+        ValueError: this rank does not have it.
+    """
+    if device is None:
+        return None
     try:
-        text, tensors = encode(obj)
-    except (TypeError, ValueError) as error:
-        _send_block(channel, _MAGIC_REFUSED, str(error).encode(), [], [])
-        raise
-    leaves = _lay_out(tensors, [state.transport_type(t.device) for t in tensors])
-    table = [[dtype_code(leaf.dtype), leaf.kind, leaf.start, *leaf.shape] for leaf in leaves]
-    head = json.dumps([text, table], separators=(",", ":")).encode()
-    _send_block(channel, _MAGIC_VALUE, head, tensors, leaves)
-    for tensor, leaf in zip(tensors, leaves, strict=True):
-        if leaf.start is None:
-            channel.broadcast(as_bytes(dense(tensor)).to(leaf.kind))
-    own = [t.detach() if device is None else t.detach().to(device) for t in tensors]
-    return decode(text, own)
-
-
-def _send_block(
-    channel: _Channel,
-    magic: int,
-    head: bytes,
-    tensors: Sequence[torch.Tensor],
-    leaves: Sequence[_Leaf],
-) -> None:
-    offset = _aligned(len(head))
-    ends = [leaf.start + leaf.num_bytes for leaf in leaves if leaf.start is not None]
-    block = torch.zeros(offset + max(ends, default=0), dtype=torch.uint8)
-    block[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-    for tensor, leaf in zip(tensors, leaves, strict=True):
-        if leaf.start is not None and leaf.num_bytes:
-            at = offset + leaf.start
-            block[at : at + leaf.num_bytes] = as_bytes(dense(tensor))
-    first = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
-    words = torch.tensor([magic, len(head), block.numel()], dtype=torch.int64)
-    first[:_HEAD_BYTES] = words.view(torch.uint8)
-    inline = block[:_ROOM_BYTES]
-    first[_HEAD_BYTES : _HEAD_BYTES + inline.numel()] = inline
-    channel.broadcast(first.to(channel.call.state.control_type))
-    channel.broadcast_block(block)
-
-
-def _receive(channel: _Channel, device: torch.device | str | None) -> object:
-    state = channel.call.state
-    buffer = torch.empty(_FIRST_BYTES, dtype=torch.uint8, device=state.control_type)
-    first = channel.broadcast(buffer).cpu()
-    magic, head_bytes, block_bytes = first[:_HEAD_BYTES].view(torch.int64).tolist()
-    name = (
-        f"rank {state.global_rank}: broadcast_nested call {channel.call.number} of group "
-        f"{state.ranks} from rank {state.ranks[channel.src]}"
-    )
-    if magic not in (_MAGIC_VALUE, _MAGIC_REFUSED):
-        raise MismatchError(f"{name}: something else arrived; the ranks make different calls")
-    block = torch.empty(block_bytes, dtype=torch.uint8)
-    inline = block[:_ROOM_BYTES]
-    inline.copy_(first[_HEAD_BYTES : _HEAD_BYTES + inline.numel()])
-    channel.broadcast_block(block)
-    head = bytes_of(block[:head_bytes])
-    if magic == _MAGIC_REFUSED:
-        raise PeerFailedError(f"{name}: the source refused its value: {head.decode()}")
-    text, table = json.loads(head)
-    leaves = [
-        _Leaf(dtype=DTYPES[code], shape=tuple(shape), kind=kind, start=start)
-        for code, kind, start, *shape in table
-    ]
-    small = block[_aligned(head_bytes) :]
-    tensors = []
-    for leaf in leaves:
-        if leaf.start is None:
-            flat = torch.empty(leaf.num_bytes, dtype=torch.uint8, device=leaf.kind)
-            channel.broadcast(flat)
-        else:
-            # A copy, since a view would keep the whole block alive.
-            flat = small[leaf.start : leaf.start + leaf.num_bytes].clone().to(leaf.kind)
-        tensor = from_bytes(flat, leaf.dtype, leaf.shape)
-        tensors.append(tensor if device is None else tensor.to(device))
-    return decode(text, tensors)
-
-
-def _lay_out(tensors: Sequence[torch.Tensor], kinds: Sequence[str]) -> list[_Leaf]:
-    leaves = []
-    start = 0
-    for tensor, kind in zip(tensors, kinds, strict=True):
-        size = num_bytes(tensor.dtype, tensor.shape)
-        alone = size >= _BIG_BYTES
-        leaves.append(
-            _Leaf(
-                dtype=tensor.dtype,
-                shape=tuple(tensor.shape),
-                kind=kind,
-                start=None if alone else start,
-            )
-        )
-        start += 0 if alone else _aligned(size)
-    return leaves
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA raises the latter
+        raise ValueError(
+            f"device={device!r} cannot be used on this rank ({first_line(error)}); "
+            "give one that it has, or None"
+        ) from error

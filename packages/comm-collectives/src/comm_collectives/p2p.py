@@ -11,17 +11,16 @@ is final: gloo closes the connection between the two ranks, so give up the group
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import final
 
 import torch
-import torch.distributed as dist
 
-from comm_collectives.calls import classify, first_line, wait_for
-from comm_collectives.errors import CommError, MismatchError
-from comm_collectives.groups import GroupState, check_peer, check_timeout, group_state
-from comm_collectives.header import FIRST_WORDS, TransferHeader
-from comm_collectives.wire import as_bytes, check_dense, dense, from_bytes, num_bytes
+from comm_collectives.channel import Channel, Message, Transfer
+from comm_collectives.errors import MismatchError
+from comm_collectives.groups import Group, check_peer, check_timeout, group_state
+from comm_collectives.header import WANTS_GRADIENT
+from comm_collectives.transport import Pending
+from comm_collectives.wire import check_dense
 
 
 @final
@@ -31,7 +30,7 @@ class SendHandle:
     __slots__ = ("_buffers", "_transfer", "_works")
 
     def __init__(
-        self, transfer: "_Transfer", works: list[dist.Work], buffers: list[torch.Tensor]
+        self, transfer: Transfer, works: list[Pending], buffers: list[torch.Tensor]
     ) -> None:
         self._transfer = transfer
         self._works = works
@@ -53,7 +52,7 @@ def isend_tensors(
     tensors: Sequence[torch.Tensor],
     *,
     dst: int,
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
     timeout_s: float | None = None,
 ) -> SendHandle:
     """Start to send tensors to rank `dst` of the group; does not wait for the receiver.
@@ -72,38 +71,17 @@ def isend_tensors(
         TypeError: an item is not a dense tensor of a plain dtype.
         CommError: the peer is already known to be gone.
     """
-    resolved, state = group_state(group)
-    check_timeout(timeout_s)
-    check_peer(state, dst, "dst")
     for i, tensor in enumerate(tensors):
         check_dense(tensor, f"tensors[{i}]")
-    number = state.next_transfer(state.rank, dst)
-    transfer = _Transfer(
-        name="isend_tensors", state=state, src=state.rank, dst=dst, number=number, limit_s=timeout_s
-    )
-    header = TransferHeader.describe(
-        tensors, number, [state.transport_type(t.device) for t in tensors]
-    )
-    buffers = [words.to(state.control_type) for words in header.to_messages()]
-    for tensor, kind in zip(tensors, header.travels, strict=True):
-        if tensor.numel():
-            payload = as_bytes(dense(tensor))
-            buffers.append(payload if payload.device.type == kind else payload.to(kind))
-    works: list[dist.Work] = []
-    try:
-        for buffer in buffers:
-            work = dist.isend(buffer, group=resolved, group_dst=dst)
-            if work is not None:
-                works.append(work)
-    except RuntimeError as error:
-        raise transfer.explain(error) from error
+    transfer = sending("isend_tensors", dst, group, timeout_s)
+    works, buffers = Channel.of(transfer.state, dst).send(tensors, transfer)
     return SendHandle(transfer, works, buffers)
 
 
 def recv_tensors(
     *,
     src: int,
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
     device: torch.device | str | None = None,
     timeout_s: float | None = None,
 ) -> list[torch.Tensor]:
@@ -125,73 +103,59 @@ def recv_tensors(
         CollectiveTimeoutError: nothing came in time.
         PeerFailedError: the peer is gone.
     """
-    resolved, state = group_state(group)
+    transfer = receiving("recv_tensors", src, group, timeout_s)
+    channel = Channel.of(transfer.state, src)
+
+    def run() -> list[torch.Tensor]:
+        message = take_transfer(channel, transfer)
+        if message.header.flags & WANTS_GRADIENT:
+            channel.give_gradient([], transfer)
+        return message.tensors
+
+    tensors = channel.run(transfer, run)
+    return [t if device is None else t.to(device) for t in tensors]
+
+
+def sending(name: str, dst: int, group: Group | None, timeout_s: float | None) -> Transfer:
+    """Number a transfer to `dst`.
+
+    Raises:
+        ValueError: `dst` is not another rank of the group, or the limit is not positive.
+    """
+    state = group_state(group)
+    check_timeout(timeout_s)
+    check_peer(state, dst, "dst")
+    number = state.next_transfer(state.rank, dst)
+    return Transfer(
+        name=name, state=state, src=state.rank, dst=dst, number=number, limit_s=timeout_s
+    )
+
+
+def receiving(name: str, src: int, group: Group | None, timeout_s: float | None) -> Transfer:
+    """Number a transfer from `src`.
+
+    Raises:
+        ValueError: `src` is not another rank of the group, or the limit is not positive.
+    """
+    state = group_state(group)
     check_timeout(timeout_s)
     check_peer(state, src, "src")
     number = state.next_transfer(src, state.rank)
-    transfer = _Transfer(
-        name="recv_tensors", state=state, src=src, dst=state.rank, number=number, limit_s=timeout_s
+    return Transfer(
+        name=name, state=state, src=src, dst=state.rank, number=number, limit_s=timeout_s
     )
 
-    def receive(buffer: torch.Tensor) -> torch.Tensor:
-        try:
-            work = dist.irecv(buffer, group=resolved, group_src=src)
-            if work is not None:
-                transfer.wait(work)
-        except CommError:
-            raise
-        except RuntimeError as error:
-            raise transfer.explain(error) from error
-        return buffer
 
-    words = receive(_empty_words(FIRST_WORDS, state)).tolist()
-    rest = TransferHeader.words_to_come(words)
-    if rest:
-        words += receive(_empty_words(rest, state)).tolist()
-    header = TransferHeader.from_words(words)
-    if header is None or header.number != number:
-        found = "no header" if header is None else f"transfer {header.number}"
-        raise MismatchError(f"{transfer.name_it()}: {found} arrived; an earlier call was skipped")
-    tensors = []
-    for dtype, shape, kind in zip(header.dtypes, header.shapes, header.travels, strict=True):
-        flat = torch.empty(num_bytes(dtype, shape), dtype=torch.uint8, device=kind)
-        if flat.numel():
-            receive(flat)
-        tensor = from_bytes(flat, dtype, shape)
-        tensors.append(tensor if device is None else tensor.to(device))
-    return tensors
+def take_transfer(channel: Channel, transfer: Transfer) -> Message:
+    """Return the transfer of this number.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Transfer:
-    name: str
-    state: GroupState
-    src: int
-    dst: int
-    number: int
-    limit_s: float | None
-
-    def wait(self, work: dist.Work) -> None:
-        try:
-            wait_for(work, self.limit_s)
-        except RuntimeError as error:
-            raise self.explain(error) from error
-
-    def explain(self, error: RuntimeError) -> CommError:
-        kind, what = classify(error, self.limit_s)
-        peer = self.src if self.dst == self.state.rank else self.dst
-        missing = (
-            "" if kind is CommError else f"; rank {self.state.ranks[peer]} did not do its part"
+    Raises:
+        MismatchError: another one arrived.
+        CommError: nothing came in time, or the peer is gone.
+    """
+    message = channel.take(transfer)
+    if message.header.number != transfer.number:
+        raise MismatchError(
+            f"{transfer}: transfer {message.header.number} arrived; an earlier call was skipped"
         )
-        return kind(f"{self.name_it()} {what}{missing}. Cause: {first_line(error)}")
-
-    def name_it(self) -> str:
-        ranks = self.state.ranks
-        return (
-            f"rank {self.state.global_rank}: {self.name}, transfer {self.number} from rank "
-            f"{ranks[self.src]} to rank {ranks[self.dst]} of group {ranks}"
-        )
-
-
-def _empty_words(count: int, state: GroupState) -> torch.Tensor:
-    return torch.empty(count, dtype=torch.int64, device=state.control_type)
+    return message

@@ -1,115 +1,224 @@
 """All-reduce that is right for strided inputs and every dtype whose arithmetic is defined.
 
-Raw gloo reduces the wrong elements of a strided tensor without a word, and refuses int16 and the
-wider unsigned integers. Here the input is never touched, the result is a new tensor, and a dtype
-that the backend lacks is reduced in a wider one where that is exact.
+Raw gloo reduces the wrong elements of a strided tensor without a word, loses a NaN in a maximum,
+and refuses int16 and the wider unsigned integers. Here the input is never touched, the result is a
+new tensor, and what the backend does not get right is exchanged in pieces and reduced by the ranks.
 
     total = all_reduce(x)            # x unchanged
     largest = all_reduce(x, op="max")
 """
 
+from dataclasses import dataclass
+from typing import Literal, overload
+
 import torch
-import torch.distributed as dist
 
+from comm_collectives.arithmetic import (
+    NO_FACTOR,
+    OPS,
+    from_backend,
+    gradient_factors,
+    is_native,
+    reduce_rows,
+    to_backend,
+)
+from comm_collectives.arithmetic import check_op as check_op
+from comm_collectives.autograd import Back, attach, wants_grad, zeros_for
 from comm_collectives.calls import Call
-from comm_collectives.groups import check_timeout, group_state
-from comm_collectives.wire import check_dense, dense
+from comm_collectives.frames import PART_BYTES, WANTS_GRAD, Argument
+from comm_collectives.groups import (
+    Group,
+    GroupState,
+    group_state,
+    travel_argument,
+)
+from comm_collectives.handles import Handle, launch
+from comm_collectives.pieces import (
+    even_splits,
+    exchange_pieces,
+    from_parts,
+    gather_rows,
+    return_pieces,
+    rides,
+)
+from comm_collectives.wire import (
+    as_bytes,
+    bytes_of,
+    check_dense,
+    dense,
+    dtype_argument,
+    shape_argument,
+)
 
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.SUM,  # divided afterwards: gloo has no average
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "product": dist.ReduceOp.PRODUCT,
-}
-_NATIVE = {
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    *(torch.int8, torch.uint8, torch.int32, torch.int64),
-}
-# Sums and products modulo 2^n survive a detour through more bits, and order does too.
-_WIDER = {
-    torch.int16: torch.int32,
-    torch.uint16: torch.int32,
-    torch.uint32: torch.int64,
-    torch.bool: torch.uint8,
-    torch.uint64: torch.int64,
-}
-_ORDERED = ("min", "max")
-_TOP_BIT = -(1 << 63)
-_COMPLEX = {torch.complex64, torch.complex128}
 
-
+@overload
+def all_reduce(
+    x: torch.Tensor,
+    *,
+    op: str = ...,
+    group: Group | None = ...,
+    timeout_s: float | None = ...,
+    async_op: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def all_reduce(
+    x: torch.Tensor,
+    *,
+    op: str = ...,
+    group: Group | None = ...,
+    timeout_s: float | None = ...,
+    async_op: Literal[True],
+) -> Handle[torch.Tensor]: ...
 def all_reduce(
     x: torch.Tensor,
     *,
     op: str = "sum",
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
     timeout_s: float | None = None,
-) -> torch.Tensor:
+    async_op: bool = False,
+) -> torch.Tensor | Handle[torch.Tensor]:
     """Reduce `x` element by element over the ranks and return the same result on each.
 
-    Collective: every rank of the group must call with the same shape, dtype and op. Not
-    differentiable. `x` may have any strides and is not modified.
+    Collective: every rank of the group must call with the same shape, dtype and op. `x` may have
+    any strides and is not modified. The result is the same on every rank; up to 384 bytes travel
+    with the meeting, in one exchange.
+
+    Differentiable: the gradient is that of the sum of all ranks' losses. That of min and max goes
+    to the ranks that attain it, in equal shares, as in `torch.amax`; that of a product is exact
+    with zeros too.
 
     Args:
-        x: any shape; floating (not fp8), integer, complex (sum, avg), bool (min, max, product).
-            Sums of integers wrap around, as everywhere in torch.
+        x: any shape; floating (not fp8), integer, complex (sum, avg, product), bool (min, max,
+            product). Sums of integers wrap around and extremes keep a NaN, as everywhere in torch.
         op: one of "sum", "avg" (floating and complex only), "min", "max", "product".
         group: None is the default group.
         timeout_s: limit in seconds; None is the group's own limit.
+        async_op: return a Handle at once; its `wait` returns the result.
 
     Returns:
         New contiguous tensor of the shape, dtype and device of `x`.
 
     Raises:
-        ValueError: the op is unknown.
-        TypeError: the op is not defined for the dtype (raised alike on every rank).
+        RefusedError: the op of some rank is unknown (on every rank).
+        RefusedTypeError: the op is not defined for the dtype of some rank (on every rank).
+        MismatchError: ranks differ in shape, dtype or op (on every rank where it is compared).
         CommError: the reduction failed; see the subclasses.
     """
-    resolved, state = group_state(group)
-    check_timeout(timeout_s)
-    check_dense(x, "x")
-    _check_op(x.dtype, op)
-    call = Call(state, "all_reduce", timeout_s=timeout_s)
-    work = _to_arithmetic(x, op)
+    state = group_state(group)
+
+    def run() -> torch.Tensor:
+        return all_reduce_call(x, op, state, timeout_s)
+
+    inputs = [x] if isinstance(x, torch.Tensor) else []
+    return launch(state, "all_reduce", run, inputs=inputs, async_op=async_op)  # type: ignore[no-any-return]
+
+
+def reduce_plain(call: Call, x: torch.Tensor, op: str) -> torch.Tensor:
+    """Reduce without a meeting and without gradients; `op` is known to fit the dtype."""
+    state = call.state
+    if not is_native(x.dtype, op):
+        return _reduce_by_pieces(call, x, op, with_factor=False).result
+    work = to_backend(x, op)
     # On the same storage, so that the result lands in `work`.
     flat = torch.view_as_real(work) if work.is_complex() else work
     if state.size > 1 and flat.numel():
-        call.run(
-            lambda: dist.all_reduce(flat, op=_OPS[op], group=resolved, async_op=True),
-            on_cpu=flat.device.type == "cpu",
-        )
+        travel = state.transport_type(flat.device)
+        place = flat if travel == flat.device.type else flat.to(travel)
+        plain = "sum" if op == "avg" else op  # gloo has no average
+        call.run(lambda: state.transport.all_reduce(place, plain), on_cpu=travel == "cpu")
+        if place is not flat:
+            flat.copy_(place)
     if op == "avg":
         work /= state.size
-    return _from_arithmetic(work, x.dtype, op)
+    return from_backend(work, x.dtype, op)
 
 
-def _to_arithmetic(x: torch.Tensor, op: str) -> torch.Tensor:
-    """Copy `x` into a dtype that the backend reduces and in which the op gives the same bits."""
-    if x.dtype != torch.uint64:
-        return dense(x).to(_WIDER.get(x.dtype, x.dtype), copy=True)
-    # The same bits as int64: sums and products wrap alike, and order needs the top bit flipped.
-    return dense(x).view(torch.int64) ^ (_TOP_BIT if op in _ORDERED else 0)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reduced:
+    """The result, and the gradient of this rank's input per gradient of it where that varies."""
+
+    result: torch.Tensor
+    factor: torch.Tensor | None = None
 
 
-def _from_arithmetic(work: torch.Tensor, dtype: torch.dtype, op: str) -> torch.Tensor:
-    if dtype != torch.uint64:
-        return work.to(dtype)
-    return (work ^ (_TOP_BIT if op in _ORDERED else 0)).view(torch.uint64)
+def all_reduce_call(
+    x: torch.Tensor,
+    op: str,
+    state: GroupState,
+    timeout_s: float | None,
+    *,
+    refused: ValueError | TypeError | None = None,
+) -> torch.Tensor:
+    """Run `all_reduce` on this thread; `refused` is what is wrong already."""
+    arguments: tuple[Argument, ...] = ()
+    try:
+        check_dense(x, "x")
+        check_op(x.dtype, op)
+        arguments = (
+            dtype_argument(x.dtype),
+            shape_argument("shape", x.shape),
+            Argument("op", OPS.index(op), op),
+            travel_argument(state, x.device),
+        )
+    except (TypeError, ValueError) as error:
+        refused = refused or error
+    call = Call(state, "all_reduce", arguments=arguments, timeout_s=timeout_s)
+    flags = WANTS_GRAD if refused is None and wants_grad(x) else 0
+    if refused is not None or x.nbytes > PART_BYTES or not _comes_along(x, state):
+        flags = call.meet_if_due(status=flags, refused=refused)
+        reduced = _reduce(call, x, op, with_factor=bool(flags & WANTS_GRAD))
+    else:
+        parts = [bytes_of(as_bytes(dense(x)))] * state.size
+        agreed = call.meet(parts=parts, status=flags)
+        flags = agreed.flags
+        told = [part[: x.nbytes] for part in agreed.parts]
+        rows = from_parts(told, x.dtype, (state.size, *x.shape), x.device)
+        reduced = _reduce_all(rows, op, state.rank, with_factor=bool(flags & WANTS_GRAD))
+    if not flags & WANTS_GRAD:
+        return reduced.result
+    return _attach(x, reduced, op, call)
 
 
-def _check_op(dtype: torch.dtype, op: str) -> None:
-    if op not in _OPS:
-        raise ValueError(f"op={op!r} is unknown; choose one of {', '.join(_OPS)}")
-    if dtype in _NATIVE and (op != "avg" or dtype.is_floating_point):
-        return
-    if dtype in _COMPLEX and op in ("sum", "avg"):
-        return
-    if dtype in _WIDER and (
-        op in ("min", "max", "product") or (op == "sum" and dtype != torch.bool)
-    ):
-        return
-    raise TypeError(
-        f"op={op!r} is not defined for {dtype}; convert to a dtype with that arithmetic first "
-        "(float32 for fp8, int64 for counting bools)"
-    )
+def _attach(x: torch.Tensor, reduced: _Reduced, op: str, call: Call) -> torch.Tensor:
+    # The gradient of the sum of all ranks' losses: theirs are added up, whatever the op.
+    backward_op = op if op in NO_FACTOR else "sum"
+    factor = reduced.factor
+
+    def back(grads: tuple[torch.Tensor, ...], call: Call) -> tuple[torch.Tensor, ...]:
+        return (reduce_plain(call, grads[0], backward_op),)
+
+    def finish(grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (grads[0] if factor is None else grads[0] * factor,)
+
+    y = reduced.result
+    return attach((x,), (y,), call, Back(run=back, zeros=zeros_for(y), finish=finish))[0]
+
+
+def _comes_along(x: torch.Tensor, state: GroupState) -> bool:
+    """Whether a small `x` travels with the frames."""
+    return state.size > 1 and state.policy.every > 0 and rides(state, x.device)
+
+
+def _reduce(call: Call, x: torch.Tensor, op: str, *, with_factor: bool) -> _Reduced:
+    if with_factor and op not in NO_FACTOR:
+        return _reduce_by_pieces(call, x, op, with_factor=True)
+    return _Reduced(result=reduce_plain(call, x, op))
+
+
+def _reduce_by_pieces(call: Call, x: torch.Tensor, op: str, *, with_factor: bool) -> _Reduced:
+    """Reduce a piece on each rank, in the order of the ranks, and gather the pieces."""
+    splits = even_splits(x.numel(), call.state.size)
+    rows = exchange_pieces(call, dense(x).view(-1), splits)
+    piece = reduce_rows(rows, op)
+    factor = None
+    if with_factor:
+        factor = return_pieces(call, gradient_factors(rows, op), splits).view(x.shape)
+    return _Reduced(result=gather_rows(call, piece, splits).view(x.shape), factor=factor)
+
+
+def _reduce_all(rows: torch.Tensor, op: str, rank: int, *, with_factor: bool) -> _Reduced:
+    """Reduce the rows of all ranks, which every rank has."""
+    factor = None
+    if with_factor and op not in NO_FACTOR:
+        factor = gradient_factors(rows, op)[rank].clone()
+    return _Reduced(result=reduce_rows(rows, op), factor=factor)

@@ -1,58 +1,120 @@
 """Carry rows from tokens to experts and back; the four movements that dispatch and combine need.
 
-Every movement is one gather of rows by index on each side and, between ranks, one exchange. There
-is no scattered addition: the k rows of a token are summed in the order of its k choices, so that
-results do not depend on the number of ranks and repeat bit for bit.
+Each route is a `Routing`. All bring the experts the same rows in the same order; they differ in how
+often a token's row travels, and therefore in the order in which `combine` adds.
 
-Legend: T tokens, D hidden size, K choices per token, N = T * K routed rows sent, R rows received
-with padding, M rows on the wire, W ranks.
+Legend: T tokens, D hidden size, K choices per token, N choices that name an expert, R rows of the
+local experts with padding, C columns of a row as it travels.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar, final
 
 import torch
-import torch.distributed as dist
-from torch.nn.functional import embedding_bag
 
 from comm_collectives.alltoall import exchange_rows
 from comm_collectives.calls import Call
-from comm_collectives.groups import GroupState
-from comm_collectives.routing_plan import RoutingPlan, WireSide
-from comm_collectives.scratch import Scratch
+from comm_collectives.payload import Payload, RowCodec, row_codec
+from comm_collectives.routing_choices import Bags, SortedChoices
+from comm_collectives.routing_plan import Placing
+from comm_collectives.wire_format import Movement, RowFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SortedChoices:
-    """The routed rows of this rank in expert order; `order_N` indexes the flat choices [T * K]."""
+class RowForm:
+    """How the rows [N, D] of one movement travel: as their elements, or as bytes of a codec.
 
-    order_N: torch.Tensor
-    num_choices: int
-    counts_E: tuple[int, ...]
+    Attributes:
+        columns: elements of a row as `encode` returns it.
+        wire_columns: the same with the room that weights beside it need.
+        size: the sizes in bytes.
+    """
+
+    hidden: int
+    dtype: torch.dtype
+    codec: RowCodec | None
+    columns: int
+    wire_columns: int
+    size: RowFormat
+
+    def encode(self, x_ND: torch.Tensor) -> torch.Tensor:
+        """Return rows [N, C] as they travel, which may be `x_ND` itself."""
+        return x_ND if self.codec is None else self.codec.encode(x_ND)
+
+    def decode(self, rows_NC: torch.Tensor) -> torch.Tensor:
+        """Return rows [N, D] as they were, but for the rounding; zero bytes are zeros."""
+        if self.codec is None:
+            return rows_NC
+        return self.codec.decode(rows_NC, hidden=self.hidden, dtype=self.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Travel:
+    """One movement: which it is, what rows become on the wire, and the call that makes it.
+
+    `call` is None where nothing is exchanged.
+    """
+
+    movement: Movement
+    payload: Payload = "full"
+    call: Call | None = None
 
     @property
-    def token_N(self) -> torch.Tensor:
-        """The token of each sorted row."""
-        return self.order_N.div(self.num_choices, rounding_mode="floor")
+    def name(self) -> str:
+        """The movement as errors name it."""
+        return self.movement if self.call is None else str(self.call)
 
-    def slots_TK(self, position_N: torch.Tensor) -> torch.Tensor:
-        """Where the row of each choice stands, given the position of each sorted row."""
-        slot = torch.empty_like(self.order_N).scatter_(0, self.order_N, position_N)
-        return slot.view(-1, self.num_choices)
+    def form(self, x_ND: torch.Tensor, weight_itemsize: int = 1) -> RowForm:
+        """Return how the rows of `x_ND` travel, with weights of that many bytes beside them."""
+        return _row_form(self.movement, self.payload, x_ND.shape[1], x_ND.dtype, weight_itemsize)
+
+    def exchange(
+        self,
+        rows: torch.Tensor,
+        sent: Sequence[int],
+        received: Sequence[int],
+        out: torch.Tensor,
+    ) -> None:
+        """Exchange contiguous rows; `sent` and `received` by rank. Collective.
+
+        This is the one place where rows of tokens are handed to the group.
+        """
+        if self.call is None:
+            raise RuntimeError(f"{self.movement} has no call to exchange rows in")
+        exchange_rows(self.call, rows, sent, received, out)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Label:
-    """Under which name an exchange is counted and reported, and its limit in seconds."""
-
-    name: str
-    timeout_s: float | None
+@lru_cache(maxsize=256)
+def _row_form(
+    movement: Movement, payload: Payload, hidden: int, dtype: torch.dtype, weight_itemsize: int
+) -> RowForm:
+    is_full = payload == "full"
+    size = RowFormat(
+        hidden_size=hidden,
+        itemsize=dtype.itemsize,
+        weight_itemsize=weight_itemsize,
+        block_scaled=not is_full,
+    )
+    itemsize = dtype.itemsize if is_full else 1
+    return RowForm(
+        hidden=hidden,
+        dtype=dtype,
+        codec=None if is_full else row_codec(payload, dtype),
+        columns=size.bare_row_bytes // itemsize,
+        wire_columns=size.row_bytes_of(movement) // itemsize,
+        size=size,
+    )
 
 
 class Routing(ABC):
-    """The four movements; the label names and limits the exchange, if there is one."""
+    """The four movements.
+
+    `to_experts` comes first. It may come again, with the same rows or others: the routes that learn
+    from it which rows arrive then learn the same.
+    """
 
     __slots__ = ()
 
@@ -61,65 +123,83 @@ class Routing(ABC):
 
     @abstractmethod
     def to_experts(
-        self, x_TD: torch.Tensor, weight_TK: torch.Tensor, label: Label
+        self, x_TD: torch.Tensor, weight_TK: torch.Tensor, travel: Travel
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Bring rows and their weights to the experts: x_RD and weight_R, padding zero."""
 
     @abstractmethod
-    def rows_to_experts(self, x_TD: torch.Tensor, label: Label) -> torch.Tensor:
+    def rows_to_experts(self, x_TD: torch.Tensor, travel: Travel) -> torch.Tensor:
         """Bring rows alone to the experts: x_RD, padding zero."""
 
     @abstractmethod
-    def rows_to_tokens(self, y_RD: torch.Tensor, label: Label) -> torch.Tensor:
+    def rows_to_tokens(self, y_RD: torch.Tensor, travel: Travel) -> torch.Tensor:
         """Bring rows back and sum those of each token: y_TD."""
 
     @abstractmethod
     def to_tokens(
-        self, y_RD: torch.Tensor, weight_R: torch.Tensor, label: Label
+        self, y_RD: torch.Tensor, weight_R: torch.Tensor, travel: Travel
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Bring rows and weights back: y_TD summed, weight_TK each in its place."""
 
 
+class Proposal(ABC):
+    """What this rank's choices ask for, before it is known what the others ask.
+
+    Attributes:
+        counts: what each rank has to be told, equally many numbers for each.
+    """
+
+    __slots__ = ()
+
+    counts: Sequence[Sequence[int]]
+
+    @abstractmethod
+    def routing(self, received: Sequence[Sequence[int]], *, alignment: int) -> Routing:
+        """Return the routing, given what each rank told this one."""
+
+
 @final
 class _LocalRouting(Routing):
-    """One rank holds all experts: rows are only reordered, nothing is exchanged."""
+    """One rank holds all experts: rows are reordered, and rounded as on a wire, not exchanged."""
 
     exchanges = False
     __slots__ = ("_choices", "_local_N", "_num_rows", "num_tokens_per_expert")
 
-    def __init__(self, choices: SortedChoices, plan: RoutingPlan) -> None:
+    def __init__(self, choices: SortedChoices, placing: Placing) -> None:
         self._choices = choices
-        self._num_rows = plan.num_local_rows
+        self._num_rows = placing.num_rows
         self._local_N: torch.Tensor | None = None
-        if plan.is_padded:
+        if placing.is_padded:
             device = choices.order_N.device
-            (self._local_N,) = _spread([plan.local_shift_B], plan.block_rows_B, device)
-        self.num_tokens_per_expert = plan.num_tokens_per_expert
+            (self._local_N,) = spread([placing.local_shift_B], placing.block_rows_B, device)
+        self.num_tokens_per_expert = placing.num_tokens_per_expert
 
     def to_experts(
-        self, x_TD: torch.Tensor, weight_TK: torch.Tensor, label: Label
+        self, x_TD: torch.Tensor, weight_TK: torch.Tensor, travel: Travel
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        weight_N = weight_TK.reshape(-1).index_select(0, self._choices.order_N)
-        return self.rows_to_experts(x_TD, label), self._pad(weight_N)
+        weight_N = self._choices.sorted_weights(weight_TK)
+        return self.rows_to_experts(x_TD, travel), self._pad(weight_N)
 
-    def rows_to_experts(self, x_TD: torch.Tensor, label: Label) -> torch.Tensor:
-        return self._pad(x_TD.index_select(0, self._choices.token_N))
+    def rows_to_experts(self, x_TD: torch.Tensor, travel: Travel) -> torch.Tensor:
+        return self._pad(_rounded(x_TD, travel).index_select(0, self._choices.token_N))
 
-    def rows_to_tokens(self, y_RD: torch.Tensor, label: Label) -> torch.Tensor:
-        return _sum_rows(y_RD, self._slots_TK())
+    def rows_to_tokens(self, y_RD: torch.Tensor, travel: Travel) -> torch.Tensor:
+        return self._bags().sum(_rounded(y_RD, travel))
 
     def to_tokens(
-        self, y_RD: torch.Tensor, weight_R: torch.Tensor, label: Label
+        self, y_RD: torch.Tensor, weight_R: torch.Tensor, travel: Travel
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        slot_TK = self._slots_TK()
-        return _sum_rows(y_RD, slot_TK), weight_R[slot_TK]
+        weight_N = weight_R
+        if self._local_N is not None:
+            weight_N = weight_R.index_select(0, self._local_N)
+        return self.rows_to_tokens(y_RD, travel), self._choices.unsorted_weights(weight_N)
 
-    def _slots_TK(self) -> torch.Tensor:
+    def _bags(self) -> Bags:
         order_N = self._choices.order_N
         position_N = self._local_N
         if position_N is None:
             position_N = torch.arange(order_N.numel(), device=order_N.device)
-        return self._choices.slots_TK(position_N)
+        return self._choices.bags(position_N)
 
     def _pad(self, rows_N: torch.Tensor) -> torch.Tensor:
         if self._local_N is None:
@@ -128,174 +208,33 @@ class _LocalRouting(Routing):
         return padded.index_copy_(0, self._local_N, rows_N)
 
 
-@final
-class _GroupRouting(Routing):
-    """Experts are spread over the ranks of a group; each movement is one all-to-all."""
-
-    exchanges = True
-    __slots__ = (
-        *("_choices", "_group", "_local_R", "_plan", "_received_row", "_received_weight"),
-        *("_sent_row", "_sent_weight", "_state", "num_tokens_per_expert"),
-    )
-
-    def __init__(
-        self,
-        choices: SortedChoices,
-        plan: RoutingPlan,
-        group: dist.ProcessGroup,
-        state: GroupState,
-    ) -> None:
-        self._choices, self._plan, self._group, self._state = choices, plan, group, state
-        self.num_tokens_per_expert = plan.num_tokens_per_expert
-        device = choices.order_N.device
-        source, expert = plan.source, plan.expert
-        # Positions on the wire of the rows and of the weights that this rank sends ...
-        self._sent_row, self._sent_weight = _spread(
-            [source.row_shift_P, source.weight_shift_P], source.rows_P, device
-        )
-        # ... and receives, and the rows' places among the local experts, block by block.
-        num_local = len(plan.num_tokens_per_expert)
-        self._received_row, self._received_weight, self._local_R = _spread(
-            [
-                [shift for shift in expert.row_shift_P for _ in range(num_local)],
-                [shift for shift in expert.weight_shift_P for _ in range(num_local)],
-                plan.local_shift_B,
-            ],
-            plan.block_rows_B,
-            device,
-        )
-
-    def to_experts(
-        self, x_TD: torch.Tensor, weight_TK: torch.Tensor, label: Label
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        source, expert = self._plan.source, self._plan.expert
-        weight_N = weight_TK.reshape(-1).index_select(0, self._choices.order_N)
-        sent = self._load(x_TD, self._choices.token_N, weight_N, source)
-        got = self._exchange(label, sent, source.wire_rows_P, expert.wire_rows_P, padded=True)
-        wire, last = got.rows, got.rows.shape[0] - 1
-        weight = _as_weights(wire, weight_TK.dtype)
-        spare = last * (weight.numel() // max(1, wire.shape[0]))
-        x_RD = wire[:, : x_TD.shape[1]].index_select(0, self._place(self._received_row, last))
-        weight_R = weight.index_select(0, self._place(self._received_weight, spare))
-        self._state.scratch.give_back(got)
-        return x_RD, weight_R
-
-    def rows_to_experts(self, x_TD: torch.Tensor, label: Label) -> torch.Tensor:
-        source, expert = self._plan.source, self._plan.expert
-        sent = self._gather(x_TD, self._choices.token_N, x_TD.shape[1])
-        got = self._exchange(label, sent, source.rows_P, expert.rows_P, padded=True)
-        running = torch.arange(expert.num_rows, device=x_TD.device)
-        x_RD = got.rows.index_select(0, self._place(running, got.rows.shape[0] - 1))
-        self._state.scratch.give_back(got)
-        return x_RD
-
-    def rows_to_tokens(self, y_RD: torch.Tensor, label: Label) -> torch.Tensor:
-        source, expert = self._plan.source, self._plan.expert
-        sent = self._gather(y_RD, self._local_R, y_RD.shape[1])
-        got = self._exchange(label, sent, expert.rows_P, source.rows_P)
-        running = torch.arange(source.num_rows, device=y_RD.device)
-        y_TD = _sum_rows(got.rows, self._choices.slots_TK(running))
-        self._state.scratch.give_back(got)
-        return y_TD
-
-    def to_tokens(
-        self, y_RD: torch.Tensor, weight_R: torch.Tensor, label: Label
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        source, expert = self._plan.source, self._plan.expert
-        weight_N = weight_R.index_select(0, self._local_R)
-        sent = self._load(y_RD, self._local_R, weight_N, expert)
-        got = self._exchange(label, sent, expert.wire_rows_P, source.wire_rows_P)
-        y_TD = _sum_rows(got.rows[:, : y_RD.shape[1]], self._choices.slots_TK(self._sent_row))
-        weight = _as_weights(got.rows, weight_R.dtype)
-        weight_TK = weight[self._choices.slots_TK(self._sent_weight)]
-        self._state.scratch.give_back(got)
-        return y_TD, weight_TK
-
-    def _load(
-        self, x_D: torch.Tensor, index_N: torch.Tensor, weight_N: torch.Tensor, side: WireSide
-    ) -> Scratch:
-        """Fill wire rows [M, columns]: x_D[index] at their positions, the weights in the gaps."""
-        if side is self._plan.source:
-            row_N, weight_position_N = self._sent_row, self._sent_weight
-        else:
-            row_N, weight_position_N = self._received_row, self._received_weight
-        # A gap row gets a copy of row 0 first: one gather is cheaper than one per peer.
-        index_M = index_N.new_zeros(sum(side.wire_rows_P)).scatter_(0, row_N, index_N)
-        columns = wire_columns(x_D.shape[1], x_D.element_size(), weight_N.element_size())
-        wire = self._gather(x_D, index_M, columns)
-        _as_weights(wire.rows, weight_N.dtype).scatter_(0, weight_position_N, weight_N)
-        return wire
-
-    def _gather(self, x_D: torch.Tensor, index_M: torch.Tensor, columns: int) -> Scratch:
-        """Gather rows into scratch memory [M, columns]; columns beyond D are left as they are."""
-        wire = self._state.scratch.take((index_M.numel(), columns), x_D.dtype, x_D.device)
-        torch.index_select(x_D, 0, index_M, out=wire.rows[:, : x_D.shape[1]])
-        return wire
-
-    def _exchange(
-        self,
-        label: Label,
-        wire: Scratch,
-        sent: Sequence[int],
-        received: Sequence[int],
-        *,
-        padded: bool = False,
-    ) -> Scratch:
-        """Exchange rows; where padding is wanted, a last row of zeros stands behind them."""
-        call = Call(self._state, label.name, timeout_s=label.timeout_s)
-        spare = int(padded and self._plan.is_padded)
-        total, pool = sum(received), self._state.scratch
-        rows = wire.rows
-        got = pool.take((total + spare, rows.shape[1]), rows.dtype, rows.device)
-        exchange_rows(call, self._group, rows, sent, received, got.rows[:total])
-        pool.give_back(wire)
-        got.rows[total:].zero_()
-        return got
-
-    def _place(self, position: torch.Tensor, spare: int) -> torch.Tensor:
-        """Order positions by local row; padding rows point at the spare row of zeros."""
-        num_rows = self._plan.num_local_rows
-        if self._plan.is_padded:
-            placed = position.new_full((num_rows,), spare)
-        else:
-            placed = position.new_empty(num_rows)
-        return placed.scatter_(0, self._local_R, position)
-
-
-def local_routing(choices: SortedChoices, plan: RoutingPlan) -> Routing:
+def local_routing(choices: SortedChoices, placing: Placing) -> Routing:
     """Route within this rank, which holds all experts."""
-    return _LocalRouting(choices, plan)
+    return _LocalRouting(choices, placing)
 
 
-def group_routing(
-    choices: SortedChoices, plan: RoutingPlan, group: dist.ProcessGroup, state: GroupState
-) -> Routing:
-    """Route between the ranks of a group, over which the experts are spread."""
-    return _GroupRouting(choices, plan, group, state)
-
-
-def wire_columns(hidden_size: int, itemsize: int, weight_itemsize: int) -> int:
-    """Columns of a wire row: the hidden size, rounded up so that whole weights fit into a row."""
-    while hidden_size * itemsize % weight_itemsize:
-        hidden_size += 1
-    return hidden_size
-
-
-def _as_weights(wire: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return wire.view(-1).view(dtype)
-
-
-def _sum_rows(y_MD: torch.Tensor, slot_TK: torch.Tensor) -> torch.Tensor:
-    """Sum the rows of each token in the order of its choices (a bag of rows: EmbeddingBag)."""
-    return embedding_bag(slot_TK, y_MD, mode="sum")
-
-
-def _spread(
+def spread(
     shifts: Sequence[Sequence[int]], lengths: Sequence[int], device: torch.device
 ) -> tuple[torch.Tensor, ...]:
     """Give each running number of piece p its position: running number plus shift of p."""
     table = torch.tensor([*shifts, lengths], dtype=torch.int64, device=device)
     total = sum(lengths)
-    spread = table[:-1].repeat_interleave(table[-1], dim=1, output_size=total)
-    spread += torch.arange(total, device=device)
-    return spread.unbind(0)
+    positions = table[:-1].repeat_interleave(table[-1], dim=1, output_size=total)
+    positions += torch.arange(total, device=device)
+    return positions.unbind(0)
+
+
+def place(
+    value_N: torch.Tensor, local_N: torch.Tensor, placing: Placing, spare: int
+) -> torch.Tensor:
+    """Bring one value per choice into the order of the local rows; padding rows get `spare`."""
+    if placing.is_padded:
+        placed = value_N.new_full((placing.num_rows,), spare)
+    else:
+        placed = value_N.new_empty(placing.num_rows)
+    return placed.scatter_(0, local_N, value_N)
+
+
+def _rounded(x_ND: torch.Tensor, travel: Travel) -> torch.Tensor:
+    form = travel.form(x_ND)
+    return form.decode(form.encode(x_ND))

@@ -13,6 +13,9 @@ from collections.abc import Sequence
 
 import torch
 
+from comm_collectives._torch_private import is_traceable_wrapper_subclass
+from comm_collectives.frames import Argument
+
 # The number under which a dtype is named in headers. Append only: both ends must agree.
 _NAMES = (
     *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
@@ -36,14 +39,39 @@ def dtype_code(dtype: torch.dtype) -> int:
     return code
 
 
+def dtype_argument(dtype: torch.dtype, name: str = "dtype") -> Argument:
+    """Return a dtype as something on which the ranks of a call have to agree."""
+    return Argument(name, dtype_code(dtype), str(dtype).removeprefix("torch."))
+
+
+def shape_argument(name: str, shape: Sequence[int]) -> Argument:
+    """Return a shape (or splits) as something on which the ranks of a call have to agree."""
+    return Argument(name, hash(tuple(shape)), str(tuple(shape)))
+
+
+def new_tensor(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    """Allocate a contiguous tensor, uninitialised."""
+    # As bytes, because torch warns when it allocates complex32.
+    flat = torch.empty(num_bytes(dtype, shape), dtype=torch.uint8, device=device)
+    return from_bytes(flat, dtype, shape)
+
+
 def check_dense(x: torch.Tensor, name: str) -> None:
     """Check that `x` is a dense tensor with data.
 
     Raises:
-        TypeError: it is not a tensor, or sparse, quantised, on the meta device.
+        TypeError: it is not a tensor, or one that wraps others (DTensor, nested), or sparse,
+            quantised, on the meta device.
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; give a torch.Tensor")
+    if x.is_nested or is_traceable_wrapper_subclass(x):
+        raise TypeError(
+            f"{name} is a {type(x).__name__}, which wraps other tensors; give those "
+            "(for a DTensor its to_local())"
+        )
     if x.layout != torch.strided or x.is_quantized or x.is_meta:
         raise TypeError(
             f"{name} has layout {x.layout} on device {x.device}; give a dense tensor with data"
@@ -62,7 +90,10 @@ def dense(x: torch.Tensor) -> torch.Tensor:
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """View a contiguous tensor of any shape as [nbytes] uint8."""
-    return x.view(-1).view(torch.uint8)
+    flat = x.view(-1)
+    if flat.stride(0) != 1:  # one element, expanded: contiguous all the same
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8)
 
 
 def bytes_of(flat: torch.Tensor) -> bytes:

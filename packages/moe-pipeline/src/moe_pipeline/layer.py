@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from comm_collectives import combine, dispatch
+from comm_collectives import MoeOptions, combine, dispatch
 from moe_pipeline.aux_loss import balancing_loss
 from moe_pipeline.config import MoEConfig
 from moe_pipeline.experts import Experts
@@ -120,7 +120,7 @@ class MoELayer(nn.Module):
             routed.topk_weights_TK,
             num_experts=self.config.num_experts,
             group=self.ep_group,
-            timeout_s=self.timeout_s,
+            options=MoeOptions(timeout_s=self.timeout_s),
         )
         y_RD = self.experts(dispatched.x, dispatched.num_tokens_per_expert, dispatched.topk_weights)
         out_TD = combine(y_RD, dispatched.handle, timeout_s=self.timeout_s)

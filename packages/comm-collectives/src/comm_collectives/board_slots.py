@@ -1,0 +1,82 @@
+"""How a board lies in shared memory: for each rank two alternating slots, and a few words.
+
+Invariant: a slot's number says what its bytes are. It is negative while they change, so whoever
+finds the same positive number before and after reading has read one post, and all of it.
+
+    areas = Areas(memory, size=2)
+    slot = Slot(areas, rank=0)
+    slot.numbers[0], slot.posted(1)
+"""
+
+from typing import final
+
+COMMON_BYTES = 128  # the head that all peers read
+PART_BYTES = 384  # what one peer reads
+LINE_BYTES = 64  # a cache line
+
+_WORD_BYTES = 8
+
+
+@final
+class Slot:
+    """What all ranks said in the calls of even, or of odd, numbers; as one rank sees it."""
+
+    __slots__ = ("commons", "numbers", "own_common", "own_parts", "part_numbers", "parts")
+
+    def __init__(self, areas: "Areas", rank: int) -> None:
+        size = areas.size
+        self.numbers = areas.take_words()  # by rank; negative while that number is being written
+        self.part_numbers = areas.take_words()  # by rank: the last number that had parts
+        self.commons = areas.take(size * COMMON_BYTES)
+        self.own_common = self.commons[rank * COMMON_BYTES :][:COMMON_BYTES]
+        # By reader, then by writer, so that a reader's parts lie together.
+        parts = [areas.take(size * PART_BYTES) for _ in range(size)]
+        self.parts = parts[rank]
+        self.own_parts = [part[rank * PART_BYTES :][:PART_BYTES] for part in parts]
+
+    def posted(self, number: int) -> bool:
+        """Whether every rank has posted `number` or a later call."""
+        numbers = self.numbers.tolist()
+        lowest = min(numbers)
+        return lowest >= number or (lowest < -number and not self._missing(numbers, number))
+
+    def missing(self, number: int) -> tuple[int, ...]:
+        """Ranks that have posted neither `number` nor a later call."""
+        return self._missing(self.numbers.tolist(), number)
+
+    def _missing(self, numbers: list[int], number: int) -> tuple[int, ...]:
+        # Who is writing number + 2 over it has posted it.
+        return tuple(peer for peer, last in enumerate(numbers) if -number <= last < number)
+
+
+@final
+class Areas:
+    """Cuts the shared memory into areas, the same on every rank, each on cache lines of its own."""
+
+    __slots__ = ("_memory", "_next", "size")
+
+    def __init__(self, memory: memoryview, size: int) -> None:
+        self._memory = memory
+        self._next = 0
+        self.size = size
+
+    @staticmethod
+    def num_bytes(size: int) -> int:
+        """Bytes that a board of `size` ranks needs."""
+        words = _lines(size * _WORD_BYTES)
+        slot = 2 * words + size * COMMON_BYTES + size * _lines(size * PART_BYTES)
+        return LINE_BYTES + 2 * words + 2 * slot
+
+    def take(self, num_bytes: int) -> memoryview:
+        """Return the next area."""
+        start = self._next
+        self._next += _lines(num_bytes)
+        return self._memory[start : start + num_bytes]
+
+    def take_words(self) -> memoryview:
+        """Return one 64-bit word for each rank."""
+        return self.take(self.size * _WORD_BYTES).cast("q")
+
+
+def _lines(num_bytes: int) -> int:
+    return -(-num_bytes // LINE_BYTES) * LINE_BYTES

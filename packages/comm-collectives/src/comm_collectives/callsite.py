@@ -1,0 +1,100 @@
+"""Where in the user's program a collective was called: one of the things on which ranks must agree.
+
+The site is the innermost line outside this package and torch. Two ranks whose lines differ make
+different calls, even if shapes and dtypes fit. Programs that call from two places and mean one call
+say so:
+
+    with call_site("total loss"):
+        total = all_reduce(loss if is_last else zero)
+"""
+
+import os
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import CodeType
+
+import torch
+
+_LIKE_A_PROGRAM = "check_misuse"  # files of this package whose calls stand for a user's
+_INSIDE = tuple(os.path.dirname(os.path.abspath(p)) for p in (__file__, str(torch.__file__)))
+
+
+@dataclass(frozen=True, slots=True)
+class CallSite:
+    """A place in the user's program as text, and as the number that travels.
+
+    One that the user has named is compared for every call, also for those that rightly stand in
+    two lines, such as a broadcast.
+    """
+
+    text: str
+    word: int
+    is_named: bool = False
+
+
+_NAMED: ContextVar[CallSite | None] = ContextVar("comm_collectives_call_site", default=None)
+# Walking the stack is cheap only if each code object and each line is looked at once.
+_IS_INSIDE: dict[CodeType, bool] = {}
+_SITES: dict[tuple[CodeType, int], CallSite] = {}
+
+
+@contextmanager
+def call_site(name: str) -> Iterator[None]:
+    """Name the collectives called inside, instead of naming them by file and line.
+
+    For calls that stand in several places of a program and still are one call of the group. Not
+    collective itself, but every rank has to use the same name.
+
+    Raises:
+        ValueError: the name is empty.
+    """
+    if not name:
+        raise ValueError("name is empty; give the calls inside a name, the same on every rank")
+    with use_site(_site(name, is_named=True)):
+        yield
+
+
+@contextmanager
+def use_site(site: CallSite) -> Iterator[None]:
+    """Let the calls inside count as made at `site`."""
+    token = _NAMED.set(site)
+    try:
+        yield
+    finally:
+        _NAMED.reset(token)
+
+
+def current_site() -> CallSite:
+    """Return the name given by `call_site`, or else the innermost line of the user's program."""
+    named = _NAMED.get()
+    if named is not None:
+        return named
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_inside(frame.f_code):
+        frame = frame.f_back
+    key = (frame.f_code, frame.f_lineno)
+    site = _SITES.get(key)
+    if site is None:
+        # Folders above differ between hosts; the file and its package do not.
+        path = "/".join(frame.f_code.co_filename.replace(os.sep, "/").split("/")[-2:])
+        site = _SITES[key] = _site(f"{path}:{frame.f_lineno}")
+    return site
+
+
+def _site(text: str, *, is_named: bool = False) -> CallSite:
+    return CallSite(text, zlib.crc32(text.encode()), is_named)
+
+
+def _is_inside(code: CodeType) -> bool:
+    inside = _IS_INSIDE.get(code)
+    if inside is None:
+        folder, file = os.path.split(os.path.abspath(code.co_filename))
+        inside = not file.startswith(_LIKE_A_PROGRAM) and any(
+            folder == top or folder.startswith(top + os.sep) for top in _INSIDE
+        )
+        _IS_INSIDE[code] = inside
+    return inside

@@ -1,0 +1,58 @@
+"""How this package waits: time, sleep, and work that may hang.
+
+Everything that waits with a limit asks the clock of its transport, so that the simulator can run
+the same code in virtual time.
+
+    deadline_s = clock.now_s() + 2.0
+    while not arrived() and clock.now_s() < deadline_s:
+        clock.sleep(0.02)
+"""
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import final
+
+
+class Clock(ABC):
+    """The time of one rank."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def now_s(self) -> float:
+        """Return the time in seconds since some moment; never goes back."""
+
+    @abstractmethod
+    def sleep(self, duration_s: float) -> None:
+        """Wait."""
+
+    @abstractmethod
+    def aside(self, work: Callable[[], None], limit_s: float) -> bool:
+        """Run `work`, which may hang, and wait for it for so long; False if it is not done."""
+
+
+@final
+class SystemClock(Clock):
+    """The machine's own time."""
+
+    __slots__ = ()
+
+    def now_s(self) -> float:
+        """As `time.monotonic`."""
+        return time.monotonic()
+
+    def sleep(self, duration_s: float) -> None:
+        """As `time.sleep`."""
+        time.sleep(duration_s)
+
+    def aside(self, work: Callable[[], None], limit_s: float) -> bool:
+        """Run in a thread, which is left behind if it takes too long."""
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        thread.join(limit_s)
+        return not thread.is_alive()
+
+
+SYSTEM_CLOCK = SystemClock()

@@ -1,0 +1,194 @@
+"""How long an exchange of so many bytes takes: an alpha-beta line per size class.
+
+One line (latency + bytes / bandwidth) cannot follow real links: caches, protocols and chunking give
+every size class a latency and a bandwidth of its own. The lines meet at knots, so the cost has no
+jumps, and what is fitted to small messages says nothing about large ones.
+
+    curve = fit_cost_model([(4096, 30e-6), (65536, 50e-6), (1 << 20, 500e-6)])
+    curve.seconds(100_000)                           # between the second and the third line's knots
+    CostCurve.line(alpha_s=10e-6, bytes_per_s=50e9)  # the plain alpha-beta line
+"""
+
+import math
+import statistics
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Self
+
+MAX_LINES = 8
+_NEGLIGIBLE = 1e-3  # a relative error that is not worth a line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostCurve:
+    """Seconds by bytes: constant up to the first knot, straight between knots, then a last line.
+
+    Attributes:
+        knots: pairs (bytes, seconds), both rising (seconds may stay equal).
+        bytes_per_s: bandwidth beyond the last knot.
+
+    Raises:
+        ValueError: no knots, knots out of order, or numbers that are not positive and finite.
+    """
+
+    knots: tuple[tuple[float, float], ...]
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if not self.knots:
+            raise ValueError("knots is empty; give at least (0, latency in seconds)")
+        for num_bytes, seconds in self.knots:
+            if not (0 <= num_bytes < math.inf and 0 <= seconds < math.inf):
+                raise ValueError(
+                    f"knot ({num_bytes}, {seconds}) must be (bytes, seconds), both >= 0 and finite"
+                )
+        for before, after in pairwise(self.knots):
+            if before[0] >= after[0] or before[1] > after[1]:
+                raise ValueError(
+                    f"knot {after} follows {before}; bytes must rise and seconds must not fall"
+                )
+        if not 0 < self.bytes_per_s < math.inf:
+            raise ValueError(f"bytes_per_s={self.bytes_per_s} must be positive and finite")
+
+    @classmethod
+    def line(cls, *, alpha_s: float, bytes_per_s: float) -> Self:
+        """Return the plain line `alpha_s + bytes / bytes_per_s`."""
+        return cls(knots=((0.0, alpha_s),), bytes_per_s=bytes_per_s)
+
+    @property
+    def alpha_s(self) -> float:
+        """Seconds of the smallest exchange."""
+        return self.knots[0][1]
+
+    def seconds(self, num_bytes: float) -> float:
+        """Return the time of an exchange of `num_bytes`."""
+        at = bisect_right(self.knots, num_bytes, key=lambda knot: knot[0])
+        if at == 0:
+            return self.alpha_s
+        low, low_s = self.knots[at - 1]
+        if at == len(self.knots):
+            return low_s + (num_bytes - low) / self.bytes_per_s
+        high, high_s = self.knots[at]
+        return low_s + (high_s - low_s) * (num_bytes - low) / (high - low)
+
+
+def fit_cost_model(
+    samples: Iterable[tuple[float, float]], *, max_lines: int = MAX_LINES
+) -> CostCurve:
+    """Fit a cost curve to measured pairs (bytes, seconds), minimising relative errors.
+
+    Repeated sizes count by their median, so that a disturbed measurement does no harm. Starting
+    with one line, knots are added where they help most, as long as they explain more than noise
+    (generalised cross-validation). About one size per factor of 2 is a good measurement.
+
+    Raises:
+        ValueError: fewer than two different sizes, sizes or times that are not positive, or
+            `max_lines` below 1.
+    """
+    times: dict[float, list[float]] = {}
+    for num_bytes, seconds in samples:
+        if not (0 < num_bytes < math.inf and 0 < seconds < math.inf):
+            raise ValueError(
+                f"sample ({num_bytes}, {seconds}) must be (bytes, seconds), both positive"
+            )
+        times.setdefault(num_bytes, []).append(seconds)
+    if len(times) < 2:
+        raise ValueError(
+            f"{len(times)} different sizes cannot show latency and bandwidth; measure at least two"
+        )
+    if max_lines < 1:
+        raise ValueError(f"max_lines={max_lines} must be at least 1")
+    sizes = sorted(times)
+    medians = [statistics.median(times[size]) for size in sizes]
+    knots = _best_knots(sizes, medians, max_lines)
+    (low, low_s), (high, high_s) = knots[-2:]
+    bytes_per_s = (high - low) / (high_s - low_s) if high_s > low_s else high / high_s
+    return CostCurve(knots=knots, bytes_per_s=bytes_per_s)
+
+
+_Knots = tuple[tuple[float, float], ...]
+
+
+def _best_knots(sizes: Sequence[float], seconds: Sequence[float], max_lines: int) -> _Knots:
+    """Add knots one by one, each where it helps most, and return the set with the best score."""
+    positions = [sizes[0], sizes[-1]]
+    score, best = _score(sizes, seconds, positions)
+    while len(positions) <= max_lines:
+        candidates = [sorted([*positions, size]) for size in sizes if size not in positions]
+        scored = [(*_score(sizes, seconds, candidate), candidate) for candidate in candidates]
+        if not scored:
+            break
+        new_score, knots, positions = min(scored)
+        if new_score < score:
+            score, best = new_score, knots
+    return best
+
+
+def _score(
+    sizes: Sequence[float], seconds: Sequence[float], positions: list[float]
+) -> tuple[float, _Knots]:
+    """Fit with knots at these positions; the score is the mean square error, corrected.
+
+    The correction divides by the squared share of sizes that the fit leaves free: an added knot
+    takes two, its height and its position. A fit that leaves none free scores worst.
+    """
+    heights = _not_falling(_fit_heights(sizes, seconds, positions))
+    knots = tuple(zip(positions, heights, strict=True))
+    free = len(sizes) - 2 * (len(positions) - 1)
+    if free < 1:
+        return math.inf if len(positions) > 2 else 0.0, knots
+    curve = CostCurve(knots=knots, bytes_per_s=1.0)
+    squares = sum(
+        (curve.seconds(n) / time - 1) ** 2 for n, time in zip(sizes, seconds, strict=True)
+    )
+    return squares / free**2, knots
+
+
+def _fit_heights(
+    sizes: Sequence[float], seconds: Sequence[float], positions: Sequence[float]
+) -> list[float]:
+    """Least squares of relative errors over the seconds at the knots.
+
+    Every size is a mean of its two neighbouring knots, so the normal equations are tridiagonal;
+    they have one solution, because every knot is itself a size.
+    """
+    diagonal = [0.0] * len(positions)
+    beside = [0.0] * (len(positions) - 1)
+    right = [0.0] * len(positions)
+    for size, time in zip(sizes, seconds, strict=True):
+        low = min(bisect_right(positions, size), len(positions) - 1) - 1
+        share = (size - positions[low]) / (positions[low + 1] - positions[low])
+        near, far, weight = 1 - share, share, 1 / time**2
+        diagonal[low] += weight * near * near
+        diagonal[low + 1] += weight * far * far
+        beside[low] += weight * near * far
+        right[low] += weight * near * time
+        right[low + 1] += weight * far * time
+    return _solve_tridiagonal(diagonal, beside, right)
+
+
+def _solve_tridiagonal(
+    diagonal: list[float], beside: list[float], right: list[float]
+) -> list[float]:
+    for i, upper in enumerate(beside):
+        factor = upper / diagonal[i]
+        diagonal[i + 1] -= factor * upper
+        right[i + 1] -= factor * right[i]
+    solution = [right[-1] / diagonal[-1]]
+    for i in range(len(beside) - 1, -1, -1):
+        solution.append((right[i] - beside[i] * solution[-1]) / diagonal[i])
+    return solution[::-1]
+
+
+def _not_falling(heights: Sequence[float]) -> list[float]:
+    """Replace falling stretches by their means, and negative heights by 0."""
+    pools: list[tuple[float, int]] = []
+    for height in heights:
+        mean, count = max(height, 0.0), 1
+        while pools and pools[-1][0] > mean:
+            other, others = pools.pop()
+            mean, count = (mean * count + other * others) / (count + others), count + others
+        pools.append((mean, count))
+    return [mean for mean, count in pools for _ in range(count)]

@@ -1,0 +1,173 @@
+"""DeepEP's calls: which arguments go where, and what comes back, for both of its interfaces.
+
+Facts are from the sources of DeepEP 2.1.0: `deep_ep/buffers/legacy.py`, `elastic.py` beside it, and
+the kernels. Only the normal kernels are used, on the current stream: `async_finish` and its like
+stay off, so that the stream waits for the kernels; the host waits for their counts alone.
+
+    calls = BufferCalls(deep_ep.Buffer(group, num_nvl_bytes, num_rdma_bytes), {}, {})
+    got = calls.dispatch(x_TD, idx_TK, weight_TK, num_experts=64)
+    y_TD, _ = calls.combine(got.x_UD, got.handle, None)
+
+Legend: T tokens, D hidden size, K choices per token, U received tokens, L local experts.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """What a dispatch brought: tokens [U, D], their local experts and weights [U, K], counts.
+
+    `counts_L` are the rows of each local expert as DeepEP counted them, `handle` what its combine
+    and later dispatches need. `source_U` numbers the tokens by source rank and place there; None
+    where they already come in that order.
+    """
+
+    x_UD: torch.Tensor
+    expert_UK: torch.Tensor
+    weight_UK: torch.Tensor
+    counts_L: tuple[int, ...]
+    handle: Any
+    source_U: torch.Tensor | None = None
+
+
+class DeepEpCalls(ABC):
+    """DeepEP's calls in one generation of its interface; collective over the buffer's group."""
+
+    __slots__ = ("_buffer", "_combine_options", "_dispatch_options")
+
+    def __init__(
+        self, buffer: Any, dispatch_options: Mapping[str, Any], combine_options: Mapping[str, Any]
+    ) -> None:
+        self._buffer = buffer
+        self._dispatch_options = dict(dispatch_options)
+        self._combine_options = dict(combine_options)
+
+    @abstractmethod
+    def dispatch(
+        self, x_TD: torch.Tensor, idx_TK: torch.Tensor, weight_TK: torch.Tensor, num_experts: int
+    ) -> Delivery:
+        """Send tokens to the ranks of their experts; -1 in `idx_TK` chooses none."""
+
+    @abstractmethod
+    def dispatch_again(self, x_TD: torch.Tensor, handle: Any) -> torch.Tensor:
+        """Send other rows the way of an earlier dispatch: [U, D]."""
+
+    def combine(
+        self, y_UD: torch.Tensor, handle: Any, weight_UK: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Sum rows back into their tokens [T, D], and weights into [T, K]."""
+        y_TD, weight_TK, _ = self._buffer.combine(
+            y_UD, handle=handle, topk_weights=weight_UK, **self._combine_options
+        )
+        return y_TD, weight_TK
+
+    @abstractmethod
+    def check(self, x_TD: torch.Tensor, idx_TK: torch.Tensor) -> None:
+        """Check what only this generation demands.
+
+        Raises:
+            ValueError: the buffer or its kernels cannot take these tokens.
+        """
+
+
+@final
+class BufferCalls(DeepEpCalls):
+    """`deep_ep.Buffer` (V1)."""
+
+    __slots__ = ()
+
+    def dispatch(
+        self, x_TD: torch.Tensor, idx_TK: torch.Tensor, weight_TK: torch.Tensor, num_experts: int
+    ) -> Delivery:
+        """See `DeepEpCalls.dispatch`; one call for the layout and one for the rows."""
+        per_rank, per_node, per_expert, in_rank, _ = self._buffer.get_dispatch_layout(
+            idx_TK, num_experts
+        )
+        x_UD, expert_UK, weight_UK, counts, handle, _ = self._buffer.dispatch(
+            x_TD,
+            topk_idx=idx_TK,
+            topk_weights=weight_TK,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            num_tokens_per_expert=per_expert,
+            is_token_in_rank=in_rank,
+            **self._dispatch_options,
+        )
+        return Delivery(
+            x_UD=x_UD,
+            expert_UK=expert_UK,
+            weight_UK=weight_UK,
+            counts_L=tuple(counts),
+            handle=handle,
+        )
+
+    def dispatch_again(self, x_TD: torch.Tensor, handle: Any) -> torch.Tensor:
+        """See `DeepEpCalls.dispatch_again`."""
+        x_UD: torch.Tensor = self._buffer.dispatch(x_TD, handle=handle, **self._dispatch_options)[0]
+        return x_UD
+
+    def check(self, x_TD: torch.Tensor, idx_TK: torch.Tensor) -> None:
+        """See `DeepEpCalls.check`: nothing, its buffer moves any number of tokens in pieces."""
+
+
+@final
+class ElasticCalls(DeepEpCalls):
+    """`deep_ep.ElasticBuffer` (V2), in the form with one row per received token."""
+
+    __slots__ = ()
+
+    def dispatch(
+        self, x_TD: torch.Tensor, idx_TK: torch.Tensor, weight_TK: torch.Tensor, num_experts: int
+    ) -> Delivery:
+        """See `DeepEpCalls.dispatch`."""
+        x_UD, expert_UK, weight_UK, handle, _ = self._buffer.dispatch(
+            x_TD,
+            topk_idx=idx_TK,
+            topk_weights=weight_TK,
+            num_experts=num_experts,
+            **self._dispatch_options,
+        )
+        return Delivery(
+            x_UD=x_UD,
+            expert_UK=expert_UK,
+            weight_UK=weight_UK,
+            counts_L=tuple(handle.num_recv_tokens_per_expert_list),
+            handle=handle,
+            # Rows come in no fixed order unless the buffer was made deterministic.
+            source_U=handle.recv_src_metadata[: x_UD.shape[0], 0],
+        )
+
+    def dispatch_again(self, x_TD: torch.Tensor, handle: Any) -> torch.Tensor:
+        """See `DeepEpCalls.dispatch_again`.
+
+        DeepEP 2.1.0 chooses the number of SMs before it reads the number of experts from the
+        handle, so both are given.
+        """
+        given = {"num_experts": handle.num_experts, "num_sms": handle.num_sms}
+        x_UD: torch.Tensor = self._buffer.dispatch(
+            x_TD, handle=handle, **{**given, **self._dispatch_options}
+        )[0]
+        return x_UD
+
+    def check(self, x_TD: torch.Tensor, idx_TK: torch.Tensor) -> None:
+        """See `DeepEpCalls.check`; waits for the device, since a kernel that objects ends it."""
+        most = self._dispatch_options.get("num_max_tokens_per_rank")
+        most = self._buffer.num_max_tokens_per_rank if most is None else most
+        if x_TD.shape[0] > most:
+            raise ValueError(
+                f"x has {x_TD.shape[0]} tokens but the ElasticBuffer takes {most}; make it with a "
+                f"num_max_tokens_per_rank of at least {x_TD.shape[0]}"
+            )
+        sorted_TK = idx_TK.sort(1).values
+        is_twice = (sorted_TK[:, 1:] == sorted_TK[:, :-1]) & (sorted_TK[:, 1:] >= 0)
+        if bool(is_twice.any()):
+            raise ValueError(
+                "topk_idx names an expert twice for one token; ElasticBuffer takes each expert at "
+                "most once per token"
+            )

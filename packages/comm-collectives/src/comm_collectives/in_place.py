@@ -1,0 +1,57 @@
+"""Writing a result into a tensor that the user gave: any strides, and memory shared with the input.
+
+check_apart(output, "output")
+write(output, y)                 # nothing outside the view is touched
+"""
+
+import torch
+
+# What torch cannot copy between strides, or not without a warning, as integers of its size.
+_INTEGERS_OF = {torch.complex32: torch.int32, torch.float4_e2m1fn_x2: torch.uint8}
+
+
+def write(output: torch.Tensor, y: torch.Tensor) -> None:
+    """Write contiguous `y` into `output` of the same dtype and as many elements."""
+    target, y = output.detach(), y.view(output.shape)
+    integers = _INTEGERS_OF.get(output.dtype)
+    if integers is None or target.is_conj() or target.is_neg():
+        target.copy_(y)
+    else:
+        target.view(integers).copy_(y.view(integers))
+
+
+def mark_written(x: torch.Tensor) -> None:
+    """Let autograd know that a backend wrote into a tensor."""
+    if not x.is_inference():
+        torch.autograd.graph.increment_version(x)
+
+
+def extent(x: torch.Tensor) -> tuple[int, int]:
+    """Return the first address of a tensor's elements and the one after the last."""
+    if not x.numel():
+        return 0, 0
+    steps = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (steps + 1) * x.itemsize
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors may share memory."""
+    (start_a, end_a), (start_b, end_b) = extent(a), extent(b)
+    return a.device == b.device and start_a < end_b and start_b < end_a
+
+
+def check_apart(x: torch.Tensor, name: str) -> None:
+    """Check that each element of a tensor to be written has memory of its own.
+
+    Raises:
+        ValueError: it has not.
+    """
+    reach = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and x.numel():
+            if stride <= reach:
+                raise ValueError(
+                    f"elements of {name} may share memory (shape {list(x.shape)}, strides "
+                    f"{list(x.stride())}); give {name}.contiguous() and copy from it"
+                )
+            reach += stride * (size - 1)

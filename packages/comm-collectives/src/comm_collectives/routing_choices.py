@@ -1,0 +1,128 @@
+"""The choices of this rank's tokens in expert order, and sums over the rows of each token.
+
+A choice is one (token, expert) pair. A choice of -1 names no expert: no row travels for it, and its
+weight gets no gradient.
+
+Invariant: there is no scattered addition. The rows of a token are summed in a fixed order, one bag
+of rows per token (torch's EmbeddingBag), so that results repeat bit for bit.
+
+    choices = sort_choices(torch.tensor([[1, 0], [-1, 1]]), num_experts=2)
+    choices.token_N                           # tensor([0, 0, 1])
+    choices.bags(position_N).sum(y_MD)        # [2, D]
+
+Legend: T tokens, K choices per token, N choices that name an expert, M rows, D hidden size.
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch.nn.functional import embedding_bag
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bags:
+    """Which rows belong together, in the order of the sum.
+
+    Attributes:
+        slots: [T, K] with equally many rows to each bag, else [N], bag after bag.
+        offsets: [T], where each bag begins in [N]; None for [T, K].
+    """
+
+    slots: torch.Tensor
+    offsets: torch.Tensor | None = None
+
+    def sum(self, y_MD: torch.Tensor) -> torch.Tensor:
+        """Return the sum of each bag's rows, [T, D]; zeros for an empty bag."""
+        return embedding_bag(self.slots, y_MD, self.offsets, mode="sum")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SortedChoices:
+    """The choices in expert order; `order_N` indexes the flat choices [T * K]."""
+
+    order_N: torch.Tensor
+    num_tokens: int
+    num_choices: int
+    counts_E: tuple[int, ...]
+
+    @property
+    def token_N(self) -> torch.Tensor:
+        """The token of each sorted choice."""
+        return self.order_N.div(max(1, self.num_choices), rounding_mode="floor")
+
+    def bags(self, position_N: torch.Tensor) -> Bags:
+        """Return each token's rows in the order of its choices; `position_N`: where they are."""
+        if self._is_whole:
+            slot = torch.empty_like(position_N).scatter_(0, self.order_N, position_N)
+            return Bags(slots=slot.view(self.num_tokens, self.num_choices))
+        ordered_N, sorted_N = self.order_N.sort()
+        token_N = ordered_N.div(max(1, self.num_choices), rounding_mode="floor")
+        counts = torch.bincount(token_N, minlength=self.num_tokens)
+        return Bags(slots=position_N.index_select(0, sorted_N), offsets=counts.cumsum(0) - counts)
+
+    def sorted_weights(self, weight_TK: torch.Tensor) -> torch.Tensor:
+        """Return the weight of each sorted choice."""
+        return weight_TK.reshape(-1).index_select(0, self.order_N)
+
+    def unsorted_weights(self, weight_N: torch.Tensor) -> torch.Tensor:
+        """Return [T, K]: each weight at its choice, zeros at choices that name no expert."""
+        shape = (self.num_tokens, self.num_choices)
+        if self._is_whole:
+            flat = weight_N.new_empty(weight_N.shape)
+        else:
+            flat = weight_N.new_zeros(self.num_tokens * self.num_choices)
+        return flat.scatter_(0, self.order_N, weight_N).view(shape)
+
+    def describes(self, topk_idx_TK: torch.Tensor) -> bool:
+        """Whether these are exactly the choices in `topk_idx_TK`."""
+        if tuple(topk_idx_TK.shape) != (self.num_tokens, self.num_choices):
+            return False
+        flat, device = topk_idx_TK.reshape(-1), topk_idx_TK.device
+        if device != self.order_N.device:
+            return False
+        counts = torch.tensor(self.counts_E, dtype=torch.int64, device=device)
+        expert_N = torch.arange(len(self.counts_E), device=device).repeat_interleave(counts)
+        if not torch.equal(flat.index_select(0, self.order_N), expert_N):
+            return False
+        return self._is_whole or int((flat >= 0).sum()) == self.order_N.numel()
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether every choice names an expert, so that bags are rows of a matrix."""
+        return 0 < self.num_tokens * self.num_choices == self.order_N.numel()
+
+
+def sort_choices(topk_idx_TK: torch.Tensor, num_experts: int) -> SortedChoices:
+    """Sort the choices by expert, those of one expert by token.
+
+    Raises:
+        ValueError: a choice is neither -1 nor an expert.
+    """
+    flat = topk_idx_TK.reshape(-1)
+    # Ahead of bincount, which allocates as many counters as the largest number asks for.
+    lowest, highest = (int(end) for end in flat.aminmax()) if flat.numel() else (0, 0)
+    for choice in (lowest, highest):
+        if not -1 <= choice < num_experts:
+            raise ValueError(
+                f"topk_idx holds {choice} but num_experts={num_experts}; every choice must be an "
+                f"expert in 0..{num_experts - 1}, or -1 for none"
+            )
+    if lowest < 0:
+        num_none, *counts_E = torch.bincount(flat + 1, minlength=num_experts + 1).tolist()
+    else:
+        num_none, counts_E = 0, torch.bincount(flat, minlength=num_experts).tolist()
+    return SortedChoices(
+        order_N=torch.argsort(flat, stable=True)[num_none:],
+        num_tokens=topk_idx_TK.shape[0],
+        num_choices=topk_idx_TK.shape[1],
+        counts_E=tuple(counts_E),
+    )
+
+
+def bags_of(bag_N: torch.Tensor, position_N: torch.Tensor, num_bags: int) -> Bags:
+    """Return the rows at `position_N` as bags, row j in bag `bag_N[j]`, in their present order."""
+    counts = torch.bincount(bag_N, minlength=num_bags)
+    order_N = torch.argsort(bag_N, stable=True)
+    return Bags(slots=position_N.index_select(0, order_N), offsets=counts.cumsum(0) - counts)

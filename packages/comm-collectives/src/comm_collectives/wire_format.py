@@ -1,0 +1,330 @@
+"""What one MoE layer puts on the wire, in bytes: pure functions of counts, without torch.
+
+Executor and planner both ask here, so that what is sent and what is predicted cannot differ.
+
+**Routes.** `flat`: one row per routed choice, straight to the expert's rank. `dedup`: one row per
+token and rank. `hierarchical`: one row per token and node to the rank of that node with this rank's
+local index, which forwards one row per token and rank inside its node. A node is `ranks_per_node`
+consecutive ranks of the group.
+
+**Movements.** `dispatch` and its backward, `combine` and its backward. Dispatch and the backward of
+combine go from tokens to experts; the other two take the same way back, stages in reverse order,
+each with as many rows as the forward one (deduplicated: partial sums).
+
+**A row** is a token's hidden vector, in full or block-scaled (one byte per element, then one fp32
+scale per block of 128). **A message** is what one rank sends to one peer in one stage; u unique
+tokens, n routed choices (flat: u = n):
+
+    movement             flat                      dedup, and both stages of hierarchical
+    dispatch             n rows | gap rows         u rows | n int32 row numbers | n weights
+    dispatch_backward    n rows | gap rows         u rows | n weights
+    combine              n rows                    u rows
+    combine_backward     n rows                    u rows
+
+Gap rows are whole rows that hold the n weights. Sections of a deduplicated message that has more
+than rows are each padded to 16 bytes. Rows that travel with weights are padded to the size of a
+weight; rows alone are not padded at all, so that the messages of all peers are one matrix. A
+message without choices has 0 bytes. The rows of stage 2 of hierarchical are those of all sources
+that the forwarding rank received from, in one message per peer. Counts travel beforehand, with the
+count exchange, and are not part of the figures here; nor is what a rank keeps for itself a message
+on a wire, although executors move it alike and the matrices show it on their diagonal.
+
+    row_format = RowFormat(hidden_size=7168, itemsize=2, weight_itemsize=4, block_scaled=True)
+    row_format.row_bytes                                                            # 7392
+    message_layout("dedup", "dispatch", row_format, tokens=3, choices=5).num_bytes  # 22240
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal, Self, get_args
+
+Route = Literal["flat", "dedup", "hierarchical"]
+Movement = Literal["dispatch", "combine", "dispatch_backward", "combine_backward"]
+ROUTES: tuple[Route, ...] = get_args(Route)
+MOVEMENTS: tuple[Movement, ...] = get_args(Movement)
+
+BLOCK_ELEMENTS = 128
+SCALE_BYTES = 4  # fp32
+INDEX_BYTES = 4  # int32
+SECTION_BYTES = 16  # alignment of sections: any dtype can be viewed there
+
+_CARRIES_WEIGHTS = ("dispatch", "dispatch_backward")
+_TOWARDS_TOKENS = ("combine", "dispatch_backward")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowFormat:
+    """How one token's row travels.
+
+    Attributes:
+        hidden_size: elements of a row.
+        itemsize: bytes of an element in full.
+        weight_itemsize: bytes of a routing weight.
+        block_scaled: one byte per element and one fp32 scale per block of 128, instead of in full.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+
+    hidden_size: int
+    itemsize: int
+    weight_itemsize: int
+    block_scaled: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "itemsize", "weight_itemsize"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+    @property
+    def bare_row_bytes(self) -> int:
+        """Bytes of a row where rows travel alone."""
+        if not self.block_scaled:
+            return self.hidden_size * self.itemsize
+        return round_up(self.hidden_size, SCALE_BYTES) + SCALE_BYTES * self.num_blocks
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row where weights travel along: whole elements and whole weights."""
+        element = SCALE_BYTES if self.block_scaled else self.itemsize
+        # Sizes of elements are powers of two, so the larger is a multiple of the smaller.
+        return round_up(self.bare_row_bytes, max(element, self.weight_itemsize))
+
+    @property
+    def num_blocks(self) -> int:
+        """Scales of a block-scaled row."""
+        return -(-self.hidden_size // BLOCK_ELEMENTS)
+
+    @property
+    def weights_per_row(self) -> int:
+        """How many routing weights fit into a gap row."""
+        return self.row_bytes // self.weight_itemsize
+
+    def during(self, movement: Movement, *, quantize_backward: bool = False) -> Self:
+        """Return the format in a movement, this being the one of dispatch.
+
+        Combine travels in full, and so do both backwards unless `quantize_backward`.
+        """
+        if movement == "dispatch" or (quantize_backward and movement.endswith("backward")):
+            return self
+        return replace(self, block_scaled=False)
+
+    def row_bytes_of(self, movement: Movement) -> int:
+        """Bytes of a row in a movement."""
+        return self.row_bytes if movement in _CARRIES_WEIGHTS else self.bare_row_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageLayout:
+    """One message: rows start at byte 0, the other sections where this says.
+
+    `num_rows` counts rows of tokens, without gap rows. An absent section starts where it would.
+    """
+
+    num_rows: int
+    index_at: int
+    weights_at: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingCounts:
+    """How much goes from each rank where; W ranks, M nodes of `ranks_per_node` consecutive ranks.
+
+    Attributes:
+        ranks_per_node: ranks of one node.
+        choices_WW: routed choices of the first rank's tokens for experts of the second.
+        tokens_WW: unique tokens among them.
+        tokens_WM: unique tokens of each rank with any choice in each node.
+    """
+
+    ranks_per_node: int
+    choices_WW: tuple[tuple[int, ...], ...]
+    tokens_WW: tuple[tuple[int, ...], ...]
+    tokens_WM: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """W."""
+        return len(self.choices_WW)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WireStage:
+    """One exchange: bytes from each rank (first) to each rank (second).
+
+    `name` is "ranks" (flat, dedup), "between nodes" or "inside nodes".
+    """
+
+    name: str
+    bytes_WW: tuple[tuple[int, ...], ...]
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of all ranks that leave their rank."""
+        kept = sum(row[rank] for rank, row in enumerate(self.bytes_WW))
+        return sum(sum(row) for row in self.bytes_WW) - kept
+
+
+def message_layout(
+    route: Route, movement: Movement, row_format: RowFormat, *, tokens: int, choices: int
+) -> MessageLayout:
+    """Lay out the message that carries `choices` routed choices of `tokens` unique tokens.
+
+    For both stages of `hierarchical` and for `dedup` the answer is the same; for `flat` the number
+    of tokens does not matter.
+    """
+    num_rows = choices if route == "flat" else tokens
+    row_bytes = row_format.row_bytes_of(movement)
+    rows_end = num_rows * row_bytes
+    if movement not in _CARRIES_WEIGHTS:
+        return _layout(num_rows, rows_end, rows_end, rows_end)
+    if route == "flat":
+        gap_rows = -(-choices // row_format.weights_per_row)
+        return _layout(num_rows, rows_end, rows_end, rows_end + gap_rows * row_bytes)
+    index_at = round_up(rows_end, SECTION_BYTES)
+    index_bytes = choices * INDEX_BYTES if movement == "dispatch" else 0
+    weights_at = index_at + round_up(index_bytes, SECTION_BYTES)
+    end = weights_at + round_up(choices * row_format.weight_itemsize, SECTION_BYTES)
+    return _layout(num_rows, index_at, weights_at, end)
+
+
+def count_routing(
+    topk_idx_WTK: Sequence[Sequence[Sequence[int]]], *, num_experts: int, ranks_per_node: int
+) -> RoutingCounts:
+    """Count a routing: for each rank, for each of its tokens, the chosen experts.
+
+    Rank r holds experts r * E / W up to (r + 1) * E / W. A token may choose an expert twice: that
+    is two choices of one token.
+
+    Raises:
+        ValueError: the ranks divide neither the experts nor into nodes, or an expert is unknown.
+    """
+    num_ranks = len(topk_idx_WTK)
+    check_divides("num_experts", num_experts, "ranks", num_ranks)
+    check_divides("ranks", num_ranks, "ranks_per_node", ranks_per_node)
+    num_local, num_nodes = num_experts // num_ranks, num_ranks // ranks_per_node
+    choices_WW = [[0] * num_ranks for _ in range(num_ranks)]
+    tokens_WW = [[0] * num_ranks for _ in range(num_ranks)]
+    tokens_WM = [[0] * num_nodes for _ in range(num_ranks)]
+    for source, topk_idx_TK in enumerate(topk_idx_WTK):
+        for experts in topk_idx_TK:
+            if any(not 0 <= e < num_experts for e in experts):
+                raise ValueError(
+                    f"rank {source} has a token with choices {list(experts)}; every choice must "
+                    f"be an expert in 0..{num_experts - 1}"
+                )
+            ranks = [e // num_local for e in experts]
+            for rank in ranks:
+                choices_WW[source][rank] += 1
+            for rank in set(ranks):
+                tokens_WW[source][rank] += 1
+            for node in {rank // ranks_per_node for rank in ranks}:
+                tokens_WM[source][node] += 1
+    return RoutingCounts(
+        ranks_per_node=ranks_per_node,
+        choices_WW=_frozen(choices_WW),
+        tokens_WW=_frozen(tokens_WW),
+        tokens_WM=_frozen(tokens_WM),
+    )
+
+
+def wire_stages(
+    counts: RoutingCounts, route: Route, movement: Movement, row_format: RowFormat
+) -> tuple[WireStage, ...]:
+    """Return the exchanges of a movement in their order, each with its bytes per pair of ranks."""
+    if route == "hierarchical":
+        pieces = [
+            ("between nodes", *_between_nodes(counts)),
+            ("inside nodes", *_inside_nodes(counts)),
+        ]
+    else:
+        pieces = [("ranks", counts.tokens_WW, counts.choices_WW)]
+    stages = [
+        WireStage(name=name, bytes_WW=_message_bytes(tokens, choices, route, movement, row_format))
+        for name, tokens, choices in pieces
+    ]
+    if movement not in _TOWARDS_TOKENS:
+        return tuple(stages)
+    return tuple(
+        WireStage(name=stage.name, bytes_WW=tuple(zip(*stage.bytes_WW, strict=True)))
+        for stage in reversed(stages)
+    )
+
+
+def round_up(count: int, alignment: int) -> int:
+    """Return the smallest multiple of `alignment` that is at least `count`."""
+    return -(-count // alignment) * alignment
+
+
+def check_divides(name: str, count: int, divisor_name: str, divisor: int) -> None:
+    """Check that `count` things can be shared evenly.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if divisor < 1 or count < 1 or count % divisor:
+        raise ValueError(
+            f"{name}={count} cannot be shared evenly by {divisor_name}={divisor}; "
+            f"choose {name} as a multiple of {divisor_name}"
+        )
+
+
+_Matrix = Sequence[Sequence[int]]
+
+
+def _between_nodes(counts: RoutingCounts) -> tuple[_Matrix, _Matrix]:
+    """Tokens and choices from each rank to the rank of each node with its local index."""
+    size, per_node = counts.num_ranks, counts.ranks_per_node
+    tokens = [[0] * size for _ in range(size)]
+    choices = [[0] * size for _ in range(size)]
+    for source in range(size):
+        for node in range(size // per_node):
+            first = node * per_node
+            forwarder = first + source % per_node
+            tokens[source][forwarder] = counts.tokens_WM[source][node]
+            choices[source][forwarder] = sum(counts.choices_WW[source][first : first + per_node])
+    return tokens, choices
+
+
+def _inside_nodes(counts: RoutingCounts) -> tuple[_Matrix, _Matrix]:
+    """Tokens and choices from each forwarding rank to the ranks of its node, all sources summed."""
+    size, per_node = counts.num_ranks, counts.ranks_per_node
+    tokens = [[0] * size for _ in range(size)]
+    choices = [[0] * size for _ in range(size)]
+    for target in range(size):
+        first = target // per_node * per_node
+        for source in range(size):
+            forwarder = first + source % per_node
+            tokens[forwarder][target] += counts.tokens_WW[source][target]
+            choices[forwarder][target] += counts.choices_WW[source][target]
+    return tokens, choices
+
+
+def _message_bytes(
+    tokens_WW: _Matrix,
+    choices_WW: _Matrix,
+    route: Route,
+    movement: Movement,
+    row_format: RowFormat,
+) -> tuple[tuple[int, ...], ...]:
+    @cache  # few pairs of counts are different where routing is even
+    def num_bytes(tokens: int, choices: int) -> int:
+        layout = message_layout(route, movement, row_format, tokens=tokens, choices=choices)
+        return layout.num_bytes
+
+    return tuple(
+        tuple(map(num_bytes, tokens, choices))
+        for tokens, choices in zip(tokens_WW, choices_WW, strict=True)
+    )
+
+
+def _layout(num_rows: int, index_at: int, weights_at: int, num_bytes: int) -> MessageLayout:
+    return MessageLayout(
+        num_rows=num_rows, index_at=index_at, weights_at=weights_at, num_bytes=num_bytes
+    )
+
+
+def _frozen(matrix: list[list[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(row) for row in matrix)

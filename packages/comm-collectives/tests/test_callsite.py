@@ -1,0 +1,42 @@
+"""Call sites: the user's line, never one of this package."""
+
+import threading
+
+import pytest
+
+import comm_collectives as cc
+from comm_collectives.callsite import CallSite, current_site, use_site
+
+
+def test_site_is_the_line_of_the_caller() -> None:
+    first = current_site()
+    second = current_site()
+    assert first.text.startswith("tests/test_callsite.py:")
+    assert int(second.text.split(":")[1]) == int(first.text.split(":")[1]) + 1
+    assert first.word != second.word
+
+
+def test_same_line_is_the_same_site() -> None:
+    assert len({current_site() for _ in range(3)}) == 1
+
+
+def test_name_replaces_the_line_inside_its_block_and_thread_only() -> None:
+    seen = []
+    with cc.call_site("loss"):
+        assert current_site().text == "loss"
+        thread = threading.Thread(target=lambda: seen.append(current_site().text))
+        thread.start()
+        thread.join()
+    assert seen != ["loss"]
+    assert current_site().text != "loss"
+
+
+def test_site_of_another_thread_can_be_used() -> None:
+    site = CallSite("train.py:3", 7)
+    with use_site(site):
+        assert current_site() is site
+
+
+def test_empty_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="name is empty"), cc.call_site(""):
+        pass
