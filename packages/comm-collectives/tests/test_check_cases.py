@@ -102,7 +102,7 @@ def test_every_collective_meets_every_dtype_in_every_shape() -> None:
     ways = {case.collective for case in cases if case.collective.startswith("dispatch")}
     assert len(ways) == 9
     is_async = {case.collective for case in cases if case.is_async}
-    assert (names | ways) - is_async == {"broadcast_nested", "isend_tensors"}
+    assert (names | ways) - is_async == {"isend_tensors"}
 
 
 def test_cells_in_torchs_order_are_named_after_their_functions() -> None:

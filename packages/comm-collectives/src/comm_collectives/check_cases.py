@@ -72,7 +72,7 @@ _DROP_INS = (
 )
 _REDUCING = ("all_reduce", "reduce_scatter", "reduce_scatter_tensor")
 _WIDE_ON = (EVEN, UNEVEN, STRIDED)
-_NOT_ASYNC = ("broadcast_nested", "isend_tensors")
+_NOT_ASYNC = ("isend_tensors",)  # it always is
 _ASYNC_DTYPE = torch.bfloat16
 
 

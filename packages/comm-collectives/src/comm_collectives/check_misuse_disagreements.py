@@ -3,6 +3,9 @@
 DISAGREEMENTS[0].run(At(rank=1, size=2))      # a MismatchError on every rank
 """
 
+from collections.abc import Callable
+from threading import Thread
+
 from comm_collectives.alltoall import all_to_all
 from comm_collectives.broadcasting import broadcast
 from comm_collectives.check_misuse import At, Misuse
@@ -20,6 +23,28 @@ def _two_lines(at: At) -> None:
     else:
         all_reduce(bias)
         all_reduce(scale)
+
+
+def _two_threads(at: At) -> None:
+    bias, scale = at.x, at.x
+    jobs = [
+        lambda: all_reduce(bias),
+        lambda: all_reduce(scale),
+    ]
+    errors: list[RuntimeError] = []
+
+    def run(job: Callable[[], object]) -> None:
+        try:
+            job()
+        except RuntimeError as error:
+            errors.append(error)
+
+    for job in reversed(jobs) if at.odd else jobs:
+        thread = Thread(target=run, args=(job,))
+        thread.start()
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def _skips_a_call(at: At) -> None:
@@ -162,6 +187,11 @@ DISAGREEMENTS = (
         says=("splits", "{odd}: "),
     ),
     Misuse(name="same shape, other order", run=_two_lines, says=("call site", "{odd}: ")),
+    Misuse(
+        name="same shape, other order, by threads",
+        run=_two_threads,
+        says=("call site", "{odd}: "),
+    ),
     Misuse(name="one rank skips a call", run=_skips_a_call, says=("call site", "{odd}: ")),
     Misuse(
         name="asynchronous calls in another order",

@@ -99,7 +99,8 @@ def _nested(
 ) -> Any:
     name = str(case)
     value = {"x": [x, (1.5, None)], "name": name} if state.rank == problem.root else None
-    got = broadcast_nested(value, src=problem.root, group=group)
+    result: Any = broadcast_nested(value, src=problem.root, **_options(case, group))
+    got = result.wait() if isinstance(result, Handle) else result
     if not isinstance(got, dict) or got["name"] != name or got["x"][1] != (1.5, None):
         return f"the structure arrived as {got!r}"
     return got["x"][0]
