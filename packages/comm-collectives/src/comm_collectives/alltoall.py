@@ -159,6 +159,39 @@ def checked_splits(splits: Sequence[int], size: int, name: str) -> tuple[int, ..
     return checked
 
 
+def row_splits(rows: int, splits: _Splits, size: int, name: str) -> tuple[int, ...]:
+    """Return how many of `rows` go to each of `size` ranks; None shares them out evenly.
+
+    Raises:
+        TypeError: the splits are not integers.
+        ValueError: they do not fit the rows or the group.
+    """
+    if splits is None:
+        if rows % size:
+            raise ValueError(
+                f"x has {rows} rows, which {size} ranks cannot share evenly; give {name}"
+            )
+        return (rows // size,) * size
+    checked = checked_splits(splits, size, name)
+    if sum(checked) != rows:
+        raise ValueError(
+            f"{name}={list(checked)} sum to {sum(checked)} but x has {rows} rows; "
+            "make them cover x exactly"
+        )
+    return checked
+
+
+def first_difference(
+    sent: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]
+) -> tuple[int, int] | None:
+    """Return the first source and destination where `expected[dst][src]` is not what is sent."""
+    for src, row in enumerate(sent):
+        for dst, count in enumerate(row):
+            if count != expected[dst][src]:
+                return src, dst
+    return None
+
+
 def _all_to_all(
     x: torch.Tensor,
     input_splits: _Splits,
@@ -211,38 +244,22 @@ def _check(
     check_dense(x, "x")
     if x.dim() == 0:
         raise ValueError("x has no dims; all_to_all moves rows along dim 0, so give [rows, ...]")
-    sent = _checked_input_splits(x, input_splits, size)
+    sent = row_splits(x.shape[0], input_splits, size, "input_splits")
     if output_splits is None:
         return sent, (0,) * size
     return sent, checked_splits(output_splits, size, "output_splits")
 
 
-def _checked_input_splits(x: torch.Tensor, splits: _Splits, size: int) -> tuple[int, ...]:
-    rows = x.shape[0]
-    if splits is None:
-        if rows % size:
-            raise ValueError(
-                f"x has {rows} rows, which {size} ranks cannot share evenly; give input_splits"
-            )
-        return (rows // size,) * size
-    checked = checked_splits(splits, size, "input_splits")
-    if sum(checked) != rows:
-        raise ValueError(
-            f"input_splits={list(checked)} sum to {sum(checked)} but x has {rows} rows; "
-            "make them cover x exactly"
-        )
-    return checked
-
-
 def _compare_splits(call: Call, rows: Sequence[Sequence[int]]) -> None:
     """Check that what each rank sends is what its peer expects; every rank sees all of it."""
     ranks, size = call.state.ranks, call.state.size
-    for src in range(size):
-        for dst in range(size):
-            sent, expected = rows[src][dst], rows[dst][size + src]
-            if sent != expected:
-                raise MismatchError(
-                    f"{call}: input_splits of rank {ranks[src]} hold {sent} rows for rank "
-                    f"{ranks[dst]}, whose output_splits expect {expected}; make them equal, or "
-                    f"leave output_splits out (at {call.site.text})"
-                )
+    sent, expected = [row[:size] for row in rows], [row[size:] for row in rows]
+    wrong = first_difference(sent, expected)
+    if wrong is None:
+        return
+    src, dst = wrong
+    raise MismatchError(
+        f"{call}: input_splits of rank {ranks[src]} hold {sent[src][dst]} rows for rank "
+        f"{ranks[dst]}, whose output_splits expect {expected[dst][src]}; make them equal, or "
+        f"leave output_splits out (at {call.site.text})"
+    )

@@ -13,7 +13,7 @@ from typing import Literal, overload
 
 import torch
 
-from comm_collectives.alltoall import checked_splits
+from comm_collectives.alltoall import row_splits
 from comm_collectives.arithmetic import NO_FACTOR, OPS, check_op, gradient_factors, reduce_rows
 from comm_collectives.autograd import Back, Gradients, attach, wants_grad, zeros_for
 from comm_collectives.calls import Call
@@ -149,28 +149,6 @@ def reduce_scatter(
     return launch(state, "reduce_scatter", run, inputs=inputs, async_op=async_op)  # type: ignore[no-any-return]
 
 
-def row_splits(rows: int, splits: Sequence[int] | None, size: int) -> tuple[int, ...]:
-    """Return how many of `rows` each rank keeps.
-
-    Raises:
-        TypeError: the splits are not integers.
-        ValueError: they do not fit the rows or the group.
-    """
-    if splits is None:
-        if rows % size:
-            raise ValueError(
-                f"x has {rows} rows, which {size} ranks cannot share evenly; give splits"
-            )
-        return (rows // size,) * size
-    checked = checked_splits(splits, size, "splits")
-    if sum(checked) != rows:
-        raise ValueError(
-            f"splits={list(checked)} sum to {sum(checked)} but x has {rows} rows; make them cover "
-            "x exactly"
-        )
-    return checked
-
-
 def all_gather_call(
     x: torch.Tensor,
     state: GroupState,
@@ -226,7 +204,7 @@ def reduce_scatter_call(
     try:
         check_rows(x, name)
         check_op(x.dtype, op)
-        kept = row_splits(x.shape[0], splits, state.size)
+        kept = row_splits(x.shape[0], splits, state.size, "splits")
         arguments = (
             *row_arguments(state, x),
             shape_argument("splits", kept),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from comm_collectives.alltoall import checked_splits
+from comm_collectives.alltoall import checked_splits, first_difference
 from comm_collectives.calls import Call
 from comm_collectives.errors import MismatchError
 from comm_collectives.in_place import check_apart
@@ -111,7 +111,7 @@ def compare_splits(call: Call, rows: Sequence[Sequence[int]]) -> None:
     """
     size, ranks = call.state.size, call.state.ranks
     sent, expected = [row[:size] for row in rows], [row[size:] for row in rows]
-    wrong = _first_difference(sent, expected)
+    wrong = first_difference(sent, expected)
     if wrong is None:
         return
     suspects = []
@@ -119,7 +119,7 @@ def compare_splits(call: Call, rows: Sequence[Sequence[int]]) -> None:
         # Whether all would fit if this rank had given its tensors the other way round.
         turned_sent = [*sent[:rank], expected[rank], *sent[rank + 1 :]]
         turned_expected = [*expected[:rank], sent[rank], *expected[rank + 1 :]]
-        if _first_difference(turned_sent, turned_expected) is None:
+        if first_difference(turned_sent, turned_expected) is None:
             suspects.append(f"rank {ranks[rank]}")
     swapped = ""
     if suspects:
@@ -132,16 +132,6 @@ def compare_splits(call: Call, rows: Sequence[Sequence[int]]) -> None:
         f"{call}: rank {ranks[src]} sends {sent[src][dst]} rows to rank {ranks[dst]}, which "
         f"expects {expected[dst][src]}{swapped} (at {call.site.text})"
     )
-
-
-def _first_difference(
-    sent: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]
-) -> tuple[int, int] | None:
-    for src, row in enumerate(sent):
-        for dst, count in enumerate(row):
-            if count != expected[dst][src]:
-                return src, dst
-    return None
 
 
 def times(size: int, whole: str, part: str) -> Callable[[torch.Tensor, torch.Tensor], str]:
