@@ -153,7 +153,8 @@ def main() -> None:
         figures = measure(name)
         right += bool(figures["right"])
         print(f"{name:20} {figures}", flush=True)
-    print(json.dumps({"huge_calls_right": right, "calls": len(CALLS), "elements": HUGE}))
+    spread = {"value": right, "low": right, "high": right, "unit": "calls", "n": len(CALLS)}
+    print(json.dumps({"figure": "huge_calls_right", **spread}))
 
 
 if __name__ == "__main__":

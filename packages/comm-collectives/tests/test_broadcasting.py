@@ -82,7 +82,7 @@ def test_mistakes_of_one_rank_end_the_call_on_every_rank() -> None:
             broadcast("x" if rank == 0 else torch.ones(1), src=1)  # type: ignore[call-overload]
         with pytest.raises(RefusedError, match="src=2 is not a rank"):
             broadcast(torch.ones(1), src=2 if rank == 0 else 0)
-        with pytest.raises(RefusedError, match="device='tpu9x' is no device"):
+        with pytest.raises(RefusedError, match="device='tpu9x' cannot be used"):
             broadcast(torch.ones(1), src=0, device="tpu9x" if rank == 1 else None)
         with pytest.raises(RefusedError, match="41 dims; at most 40"):
             broadcast(torch.ones((1,) * 41), src=0)

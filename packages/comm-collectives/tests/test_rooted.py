@@ -106,7 +106,7 @@ def test_mistakes_of_one_rank_end_the_call_on_every_rank() -> None:
             scatter([torch.ones(1)] * 2, src=0 if rank == 0 else 2)
         with pytest.raises(RefusedError, match=r"dst=-1 is not a rank"):
             gather(torch.ones(1), dst=-1)
-        with pytest.raises(RefusedError, match="device='tpu9x' is no device"):
+        with pytest.raises(RefusedError, match="device='tpu9x' cannot be used"):
             scatter([torch.ones(1)] * 2, src=0, device="tpu9x" if rank == 1 else None)
         with pytest.raises(RefusedTypeError, match="rank 1: x is a list"):
             gather(torch.ones(2) if rank == 0 else [1], dst=0)  # type: ignore[call-overload]

@@ -54,5 +54,7 @@ __all__ = list(_MODULE_OF)
 
 def __getattr__(name: str) -> Any:
     if name in _MODULE_OF:
-        return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        globals()[name] = value  # so that the next use does not come here
+        return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

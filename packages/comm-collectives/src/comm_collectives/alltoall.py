@@ -25,6 +25,7 @@ from comm_collectives.groups import (
     travel_argument,
 )
 from comm_collectives.handles import Handle, launch
+from comm_collectives.riding import apart, load_rows
 from comm_collectives.wire import (
     as_bytes,
     check_dense,
@@ -70,7 +71,9 @@ def all_to_all(
     """Send consecutive rows of `x` to each rank and return the rows received, by source rank.
 
     Collective: every rank of the group must call, also one without rows. Differentiable; the
-    backward is an all-to-all in the other direction, in which every rank takes part.
+    backward is an all-to-all in the other direction, in which every rank takes part. Few rows
+    travel with the meeting, in one exchange: up to 384 bytes for each rank with what is said of
+    them, and 512 KiB of each rank on one host.
 
     Args:
         x: [rows, ...], any plain dtype, any strides; not modified. The trailing shape and the dtype
@@ -214,18 +217,26 @@ def _all_to_all(
         refused = error
     call = Call(state, "all_to_all", arguments=arguments, timeout_s=timeout_s)
     flags = WANTS_GRAD if refused is None and wants_grad(x) else 0
-    if output_splits is None:
-        counts = exchange_counts(call, [[n] for n in sent], flags=flags, refused=refused)
-        received, flags = tuple(row[0] for row in counts.rows), counts.flags
-    elif call.is_due():
-        rows = [[*sent, *received]] * state.size
-        counts = exchange_counts(call, rows, flags=flags, refused=refused)
-        _compare_splits(call, counts.rows)
-        flags = counts.flags
+    load = apart(state)
+    if refused is None:
+        words = 1 if output_splits is None else 2 * state.size
+        load = load_rows(x, sent, num_words=words, state=state)
+    coming = None
+    if output_splits is None or call.is_due():
+        rows = [[n] for n in sent] if output_splits is None else [[*sent, *received]] * state.size
+        counts = exchange_counts(call, rows, flags=flags, refused=refused, load=load)
+        flags, coming = counts.flags, counts.coming
+        if output_splits is None:
+            received = tuple(row[0] for row in counts.rows)
+        else:
+            _compare_splits(call, counts.rows)
     else:
         call.go_alone(refused)
-    y = new_tensor((sum(received), *x.shape[1:]), x.dtype, x.device)
-    exchange_rows(call, dense(x), sent, received, y)
+    if coming is None:
+        y = new_tensor((sum(received), *x.shape[1:]), x.dtype, x.device)
+        exchange_rows(call, dense(x), sent, received, y)
+    else:
+        y = coming.rows(call, x, sent, received)
     if not flags & WANTS_GRAD:
         return y
     shape = x.shape

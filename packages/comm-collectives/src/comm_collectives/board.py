@@ -132,11 +132,19 @@ class Board:
         """Return how much memory a board of `size` ranks needs."""
         return Areas.num_bytes(size)
 
-    def post(self, number: int, common: bytes, parts: Sequence[bytes] | None) -> None:
+    def post(
+        self,
+        number: int,
+        common: bytes,
+        parts: Sequence[bytes] | None,
+        *,
+        beside: Callable[[], None] | None = None,
+    ) -> None:
         """Say `common` (at most COMMON_BYTES) to all, and `parts[r]` (PART_BYTES) to rank r.
 
         `parts` has one entry for each rank, this one included; None says nothing to anyone. Never
-        waits. Shorter texts are padded with zero bytes.
+        waits. Shorter texts are padded with zero bytes. `beside` writes what lies beside the board
+        and belongs to this post.
 
         Raises:
             ValueError: `number` does not follow the last one, or something is too long.
@@ -149,6 +157,8 @@ class Board:
             for place, part in zip(slot.own_parts, parts, strict=True):
                 place[:] = part.ljust(PART_BYTES, b"\0")
             slot.part_numbers[rank] = number
+        if beside is not None:
+            beside()
         slot.numbers[rank] = number
         self._last = number
         # Of two ranks that post last at once, at least one sees both posts.
@@ -221,6 +231,11 @@ class Board:
                 for text, wrote in zip(texts, written, strict=True)
             ]
         return self._whole(texts, number, before, slot.numbers.tolist())
+
+    def overwritten(self, number: int) -> tuple[int, ...]:
+        """Ranks that have begun to write over their post of call `number`."""
+        numbers = self._slots[number & 1].numbers.tolist()
+        return tuple(peer for peer, last in enumerate(numbers) if last != number)
 
     def all_equal(self, number: int, common: bytes) -> bool:
         """Whether every rank said `common` in call `number`; after a complete `wait`."""

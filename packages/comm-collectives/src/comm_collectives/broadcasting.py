@@ -24,12 +24,11 @@ from comm_collectives.pieces import (
     COMES_ALONG,
     Device,
     broadcast_bytes,
-    check_device,
+    checked_device,
     describe_each,
-    from_parts,
 )
 from comm_collectives.reduction import reduce_plain
-from comm_collectives.wire import as_bytes, check_dense, dense, from_bytes, num_bytes
+from comm_collectives.wire import as_bytes, check_dense, dense, from_bytes, joined, num_bytes
 
 
 @overload
@@ -124,7 +123,7 @@ def broadcast_call(
     is_src = state.rank == src
     try:
         check_root(state, src, "src")
-        check_device(device)
+        checked_device(device)
         if x is not None or is_src:
             check_dense(x, "x")  # type: ignore[arg-type]
             status, parts = describe_each([x], state, with_data=is_src)  # type: ignore[list-item]
@@ -140,7 +139,7 @@ def broadcast_call(
     own = as_bytes(dense(x)) if is_src and x is not None else None
     if agreed.flags & COMES_ALONG:
         payload = told[src][1][: num_bytes(dtype, shape)]
-        flat = from_parts([payload], torch.uint8, (len(payload),), kind)
+        flat = joined([payload], torch.uint8, (len(payload),), kind)
     elif own is not None:
         flat = own
         broadcast_bytes(call, own.to(kind), src)

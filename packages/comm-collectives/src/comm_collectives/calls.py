@@ -11,7 +11,9 @@ for longer than its limit (the group's own when none is given) plus the few seco
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import TypeVar, final
+
+import torch
 
 from comm_collectives.agreement import (
     EARLIER,
@@ -23,10 +25,10 @@ from comm_collectives.agreement import (
 from comm_collectives.board import Arrival
 from comm_collectives.callsite import CallSite, current_site
 from comm_collectives.errors import (
+    ERROR_NAMED,
     CollectiveTimeoutError,
     CommError,
     MismatchError,
-    PeerFailedError,
     RefusedError,
     RefusedTypeError,
 )
@@ -37,13 +39,15 @@ from comm_collectives.failures import (
     first_line,
     who_is_missing,
 )
-from comm_collectives.frames import BACKWARD, REFUSED, REFUSED_TYPE, Argument, Head, Words
+from comm_collectives.frames import BACKWARD, Argument, Head, Words, status_of
 from comm_collectives.groups import GroupState, check_timeout
 from comm_collectives.meeting import BoardMeeting, Meeting, Met, open_meeting
 from comm_collectives.reports import GRACE_S, Report, ask_peers, post, tell_awaited
 from comm_collectives.transport import Pending
 from comm_collectives.verdict import first_failure, in_one_class
 from comm_collectives.waiting import wait_for, wait_in_slices
+
+T = TypeVar("T")
 
 BACKWARD_OF = " (backward)"  # ends the name of a call that is the backward of another
 
@@ -113,6 +117,7 @@ class Call:
         parts: Sequence[bytes] | None = None,
         status: int = 0,
         refused: ValueError | TypeError | None = None,
+        sheet: torch.Tensor | None = None,
     ) -> Agreed:
         """Compare this call with those of the other ranks. Collective.
 
@@ -120,6 +125,7 @@ class Call:
             parts: up to PART_BYTES for each rank; all ranks give parts, or none does.
             status: flags that every rank shall know of, BACKWARD for the backward of a call.
             refused: what is wrong with this rank's arguments; every rank then raises.
+            sheet: flat uint8 on the host that all ranks may `read`; see `Meeting`.
 
         Raises:
             RefusedError, RefusedTypeError: arguments of a rank are wrong.
@@ -133,8 +139,8 @@ class Call:
         meeting = self._meeting()
         while True:
             refused = refused or self.state.pending.take_lost()
-            head = self._head(status | _status_of(refused))
-            met = meeting.meet(head.pack(), parts, self)
+            head = self._head(status | status_of(refused))
+            met = meeting.meet(head.pack(), parts, self, sheet)
             if met.all_equal and refused is None:
                 self.state.history.clear()
                 return Agreed(flags=status, parts=met.parts)
@@ -151,6 +157,15 @@ class Call:
             self.number = self.state.next_call()
             if self.is_noted:
                 history.add(self.number, self._head(0))
+
+    @in_one_class
+    def read(self, take: Callable[[torch.Tensor], T]) -> T:
+        """Return what `take` makes of the sheets of the last meeting; see `Meeting.read`."""
+        return self._meeting().read(take, self)
+
+    def open_sheets(self) -> None:
+        """Make room for calls like this to travel with their meeting from now on. Collective."""
+        self._meeting().open_sheets(self.state.rank, self.state.transport, self)
 
     @in_one_class
     def answer(self) -> None:
@@ -324,7 +339,7 @@ class Call:
     def in_class_of_first(self, error: CommError) -> CommError:
         """Return the error in the class in which the first rank failed."""
         first = self._settle(type(error))
-        kind = _KINDS.get(first.problem)
+        kind = ERROR_NAMED.get(first.problem)
         if kind is None or kind is type(error):
             return error
         return kind(
@@ -355,7 +370,7 @@ class Call:
                 self._compare(rank, report, own)
 
     def _compare(self, rank: int, theirs: Report, own: Report) -> None:
-        kind = _KINDS.get(theirs.problem)
+        kind = ERROR_NAMED.get(theirs.problem)
         if kind is not None and issubclass(kind, RefusedError):
             raise kind(f"{self} refused: rank {rank}: {theirs.text}")
         # Ranks that owe a backward take part in it first, and then all meet.
@@ -379,18 +394,3 @@ class Call:
             return self.not_all_here(Arrival(missing=dead, dead=dead, withdrawn=()))
         who = who_is_missing(self.state, self._report(problem=kind))
         return kind(f"{self} {what}; {who}. Cause: {first_line(error)}")
-
-
-def _status_of(refused: ValueError | TypeError | None) -> int:
-    if refused is None:
-        return 0
-    return REFUSED | (REFUSED_TYPE if isinstance(refused, TypeError) else 0)
-
-
-_KINDS = {
-    kind.__name__: kind
-    for kind in (
-        *(CommError, CollectiveTimeoutError, MismatchError, PeerFailedError),
-        *(RefusedError, RefusedTypeError),
-    )
-}

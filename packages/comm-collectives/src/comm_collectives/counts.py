@@ -5,6 +5,8 @@ another width or dtype, end the call on every rank at once, instead of leaving t
 
     received = exchange_counts(call, [[2, 0], [1, 3]])
     received.rows[1]       # what rank 1 has for this rank
+
+Small rows can travel in the same meeting; see `riding`.
 """
 
 import struct
@@ -14,7 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from comm_collectives.calls import Call
-from comm_collectives.frames import PART_BYTES
+from comm_collectives.frames import PART_BYTES, TRAVELS_APART, WANTS_SHEETS
+from comm_collectives.riding import Coming, Load
 from comm_collectives.wire import as_bytes
 
 _WORD_BYTES = 8
@@ -23,10 +26,15 @@ _INLINE = PART_BYTES // _WORD_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """What the peers told: `flags` of every rank or-ed together, and each peer's counts."""
+    """What the peers told: `flags` of every rank or-ed together, and each peer's counts.
+
+    Attributes:
+        coming: the rows that came along; None if they travel apart.
+    """
 
     flags: int
     rows: list[list[int]]
+    coming: Coming | None = None
 
 
 def exchange_counts(
@@ -35,6 +43,7 @@ def exchange_counts(
     *,
     flags: int = 0,
     refused: ValueError | TypeError | None = None,
+    load: Load | None = None,
 ) -> Counts:
     """Send `counts[r]` to each rank r and return what each rank sent here. Collective.
 
@@ -43,20 +52,35 @@ def exchange_counts(
         counts: one list per rank, all of one length, which follows from those arguments.
         flags: bits (below 2^32) that every rank shall know of.
         refused: what is wrong with this rank's arguments; raised on every rank.
+        load: this rank's rows, if they can travel along; every rank gives one, or none does.
 
     Raises:
         RefusedError, MismatchError: on every rank alike; see `Call.meet`.
     """
+    sheet = None
+    if load is not None:
+        counts = [[at, *row] for at, row in zip(load.at, counts, strict=True)]
+        flags, sheet = flags | load.flags, load.sheet
     width = len(counts[0])
     inline = min(width, _INLINE)
     layout = struct.Struct(f"<{inline}q")
     parts = [layout.pack(*row[:inline]) for row in counts]
-    agreed = call.meet(parts=parts, status=flags, refused=refused)
+    if load is not None and load.parts is not None:
+        parts = [words + rows for words, rows in zip(parts, load.parts, strict=True)]
+    agreed = call.meet(parts=parts, status=flags, refused=refused, sheet=sheet)
+    if agreed.flags & WANTS_SHEETS:
+        call.open_sheets()
     rows = [list(layout.unpack_from(part)) for part in agreed.parts]
     if width > inline:
         for row, rest in zip(rows, _exchange_rest(call, counts, inline), strict=True):
             row += rest
-    return Counts(flags=agreed.flags, rows=rows)
+    if load is None:
+        return Counts(flags=agreed.flags, rows=rows)
+    at = [row.pop(0) for row in rows]
+    if agreed.flags & TRAVELS_APART:
+        return Counts(flags=agreed.flags, rows=rows)
+    told = [part[layout.size :] for part in agreed.parts]
+    return Counts(flags=agreed.flags, rows=rows, coming=Coming(at=at, parts=told))
 
 
 def _exchange_rest(call: Call, counts: Sequence[Sequence[int]], start: int) -> list[list[int]]:

@@ -44,3 +44,13 @@ class MutatedInputError(CommError):
 
 class LostGradientWarning(UserWarning):
     """Gradients arrived for the input of a call whose output this rank's loss does not use."""
+
+
+# By the name under which a failure is reported to the other ranks.
+ERROR_NAMED = {
+    kind.__name__: kind
+    for kind in (
+        *(CommError, CollectiveTimeoutError, MismatchError, PeerFailedError),
+        *(RefusedError, RefusedTypeError),
+    )
+}

@@ -27,6 +27,8 @@ REFUSED = 1 << 32
 REFUSED_TYPE = 1 << 33
 BACKWARD = 1 << 34
 WANTS_GRAD = 1
+TRAVELS_APART = 4  # the data of some rank has an exchange of its own
+WANTS_SHEETS = 8  # but would not, if the group had sheets
 _OPERATION_WORDS: dict[str, int] = {}
 
 
@@ -121,3 +123,10 @@ def operation_name(word: int) -> str:
     """Return the operation with this number, as far as this rank has made it itself."""
     names = [name for name, known in _OPERATION_WORDS.items() if known == word]
     return names[0] if names else "another operation"
+
+
+def status_of(refused: ValueError | TypeError | None) -> int:
+    """Return the status bits for what is wrong with a rank's arguments."""
+    if refused is None:
+        return 0
+    return REFUSED | (REFUSED_TYPE if isinstance(refused, TypeError) else 0)

@@ -104,7 +104,7 @@ class Reduce(Case):
 
 @final
 class Rows(Case):
-    """all_to_all of uneven rows; some ranks may leave the result unused, others want a gradient."""
+    """all_to_all of uneven rows, which may ride; some ranks may not use the result."""
 
     name = "all_to_all"
 
@@ -119,7 +119,8 @@ class Rows(Case):
         ranks = torch.arange(size)
         self._src = ranks.repeat_interleave(size).repeat_interleave(flat)
         self._dst = ranks.repeat(size).repeat_interleave(flat)
-        self._rows = torch.arange(int(flat.sum()), dtype=torch.float32)[:, None] + torch.arange(2)
+        columns = torch.arange(draw.chance.choice((2, 20, 60)))
+        self._rows = torch.arange(int(flat.sum()), dtype=torch.float32)[:, None] + columns
         self._starts = [0, *self._splits.sum(1).cumsum(0).tolist()]
 
     def call(self, rank: SimRank) -> Tensors:

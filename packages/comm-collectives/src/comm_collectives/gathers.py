@@ -23,14 +23,12 @@ from comm_collectives.handles import Handle, launch
 from comm_collectives.pieces import (
     check_rows,
     exchange_pieces,
-    from_parts,
     gather_rows,
     meet_rows,
     return_pieces,
-    rides,
     row_arguments,
 )
-from comm_collectives.wire import as_bytes, bytes_of, dense, num_bytes, shape_argument
+from comm_collectives.wire import as_bytes, bytes_of, dense, joined, num_bytes, shape_argument
 
 
 @overload
@@ -178,7 +176,7 @@ def all_gather_call(
     if met.parts is None:
         y = gather_rows(call, dense(x), counts, out)
     else:
-        y = from_parts(met.parts, x.dtype, (sum(counts), *x.shape[1:]), x.device)
+        y = joined(met.parts, x.dtype, (sum(counts), *x.shape[1:]), x.device)
     if not met.flags & WANTS_GRAD:
         return y
 
@@ -218,7 +216,7 @@ def reduce_scatter_call(
         agreed = call.meet(parts=_parts(x, kept), status=status)
         flags, own = agreed.flags, (kept[state.rank], *x.shape[1:])
         told = [part[: num_bytes(x.dtype, own)] for part in agreed.parts]
-        rows = from_parts(told, x.dtype, (state.size, *own), x.device)
+        rows = joined(told, x.dtype, (state.size, *own), x.device)
     else:
         flags = call.meet_if_due(status=status, refused=refused)
         rows = exchange_pieces(call, dense(x), kept)
@@ -241,7 +239,7 @@ def reduce_scatter_call(
 def _comes_along(x: torch.Tensor, splits: Sequence[int], state: GroupState) -> bool:
     """Whether all pieces of `x` travel with the frames."""
     most = max(splits) * num_bytes(x.dtype, x.shape[1:])
-    return most <= PART_BYTES and state.policy.every > 0 and rides(state, x.device)
+    return most <= PART_BYTES and state.policy.every > 0 and state.rides(x.device)
 
 
 def _parts(x: torch.Tensor, splits: Sequence[int]) -> list[bytes]:

@@ -14,6 +14,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, final
 from weakref import WeakKeyDictionary
 
@@ -120,6 +121,10 @@ class GroupState:
             return device.type
         return self.control_type
 
+    def rides(self, device: torch.device) -> bool:
+        """Whether small data travels with the frames: not where that stops an accelerator."""
+        return self.transport_type(device) == "cpu" == self.control_type
+
     @property
     def control_type(self) -> str:
         """Device type for small control messages: the host if the group can, else its device."""
@@ -201,7 +206,11 @@ def set_agreement(policy: AgreementPolicy, *, group: Group | None = None) -> Non
 
 def travel_argument(state: GroupState, device: torch.device) -> Argument:
     """Return the kind of device on which a tensor on `device` travels, for ranks to agree on."""
-    kind = state.transport_type(device)
+    return _device_argument(state.transport_type(device))
+
+
+@cache
+def _device_argument(kind: str) -> Argument:
     return Argument("device", zlib.crc32(kind.encode()), kind)
 
 

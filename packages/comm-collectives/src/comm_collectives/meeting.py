@@ -11,14 +11,18 @@ different calls still understand each other.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import Protocol, TypeVar, final
 
 import torch
 
 from comm_collectives.board import Arrival, Board
+from comm_collectives.errors import CommError
 from comm_collectives.frames import HEAD_BYTES, PART_BYTES
+from comm_collectives.sheets import Sheets
 from comm_collectives.transport import Pending, Transport
 from comm_collectives.wire import bytes_of
+
+T = TypeVar("T")
 
 TEXT_BYTES = 1536
 _FRAME_BYTES = HEAD_BYTES + PART_BYTES
@@ -50,13 +54,38 @@ class Waiter(Protocol):
 
 
 class Meeting(ABC):
-    """Exchange of frames. Every method is collective."""
+    """Exchange of frames, and of sheets where there are any. Every method is collective."""
 
     __slots__ = ()
 
     @abstractmethod
-    def meet(self, head: bytes, parts: Sequence[bytes] | None, waiter: Waiter) -> Met:
-        """Give each rank the head and its part, and return theirs."""
+    def meet(
+        self,
+        head: bytes,
+        parts: Sequence[bytes] | None,
+        waiter: Waiter,
+        sheet: torch.Tensor | None = None,
+    ) -> Met:
+        """Give each rank the head and its part, and return theirs; show all of them the sheet.
+
+        A sheet is flat uint8 on the host, of at most `sheet_bytes`.
+        """
+
+    @property
+    def sheet_bytes(self) -> int:
+        """How much a rank can show all others; 0 where nothing, the same on every rank."""
+        return 0
+
+    @abstractmethod
+    def open_sheets(self, rank: int, transport: Transport, waiter: Waiter) -> None:
+        """Make sheets if that is possible here; only the first time does something."""
+
+    def read(self, take: Callable[[torch.Tensor], T], waiter: Waiter) -> T:
+        """Return what `take` makes of the sheets that all showed in the last meeting.
+
+        They are [ranks, sheet_bytes] uint8, and are written over later: copy what you need.
+        """
+        raise CommError("this group has no sheets to read; look at sheet_bytes first")
 
     @abstractmethod
     def tell(self, text: bytes, waiter: Waiter) -> list[bytes]:
@@ -72,7 +101,13 @@ class WireMeeting(Meeting):
     def __init__(self, transport: Transport, size: int, device: str) -> None:
         self._transport, self._size, self._device = transport, size, device
 
-    def meet(self, head: bytes, parts: Sequence[bytes] | None, waiter: Waiter) -> Met:
+    def meet(
+        self,
+        head: bytes,
+        parts: Sequence[bytes] | None,
+        waiter: Waiter,
+        sheet: torch.Tensor | None = None,
+    ) -> Met:
         """Swap frames of 512 bytes."""
         given = [b""] * self._size if parts is None else parts
         frames = self._swap([(head + part).ljust(_FRAME_BYTES, b"\0") for part in given], waiter)
@@ -83,6 +118,9 @@ class WireMeeting(Meeting):
             parts=[frame[HEAD_BYTES:] for frame in frames],
             all_equal=all(theirs == padded for theirs in heads),
         )
+
+    def open_sheets(self, rank: int, transport: Transport, waiter: Waiter) -> None:
+        """Without shared memory there are none."""
 
     def tell(self, text: bytes, waiter: Waiter) -> list[bytes]:
         """Swap texts in one exchange."""
@@ -106,15 +144,43 @@ class WireMeeting(Meeting):
 class BoardMeeting(Meeting):
     """Frames lie in shared memory; `board` also tells who is dead and where everybody was last."""
 
-    __slots__ = ("_number", "_size", "board")
+    __slots__ = ("_number", "_sheets", "_size", "_tried", "board")
 
-    def __init__(self, board: Board, size: int) -> None:
+    def __init__(self, board: Board, size: int, sheets: Sheets | None = None) -> None:
         self.board, self._size = board, size
+        self._sheets, self._tried = sheets, sheets is not None
         self._number = 0
 
-    def meet(self, head: bytes, parts: Sequence[bytes] | None, waiter: Waiter) -> Met:
+    @property
+    def sheet_bytes(self) -> int:
+        """See Meeting."""
+        return 0 if self._sheets is None else self._sheets.sheet_bytes
+
+    def open_sheets(self, rank: int, transport: Transport, waiter: Waiter) -> None:
+        """See Meeting."""
+        if not self._tried:
+            self._tried = True
+            self._sheets = Sheets.open(rank, self._size, _all_gather(transport, self._size, waiter))
+
+    def read(self, take: Callable[[torch.Tensor], T], waiter: Waiter) -> T:
+        """See Meeting."""
+        if self._sheets is None:
+            return super().read(take, waiter)
+        taken = take(self._sheets.of(self._number))
+        gone_on = self.board.overwritten(self._number)
+        if gone_on:
+            raise waiter.not_all_here(Arrival(missing=(), dead=(), withdrawn=gone_on))
+        return taken
+
+    def meet(
+        self,
+        head: bytes,
+        parts: Sequence[bytes] | None,
+        waiter: Waiter,
+        sheet: torch.Tensor | None = None,
+    ) -> Met:
         """Post the frame, wait for the others, and read theirs only if they differ."""
-        number = self._arrive(head, parts, waiter)
+        number = self._arrive(head, parts, waiter, sheet)
         received = self.board.parts(number) if parts is not None else []
         if self.board.all_equal(number, head):
             return Met(heads=[head] * self._size, parts=received, all_equal=True)
@@ -142,10 +208,19 @@ class BoardMeeting(Meeting):
             raise waiter.not_all_here(Arrival(missing=(), dead=(), withdrawn=gone_on))
         return heads
 
-    def _arrive(self, head: bytes, parts: Sequence[bytes] | None, waiter: Waiter) -> int:
+    def _arrive(
+        self,
+        head: bytes,
+        parts: Sequence[bytes] | None,
+        waiter: Waiter,
+        sheet: torch.Tensor | None = None,
+    ) -> int:
         self._number += 1
-        number = self._number
-        self.board.post(number, head, parts)
+        number, sheets = self._number, self._sheets
+        if sheet is None or sheets is None:
+            self.board.post(number, head, parts)
+        else:
+            self.board.post(number, head, parts, beside=lambda: sheets.show(number, sheet))
         arrival = self.board.wait(number, waiter.limit_s)
         if not arrival.complete:
             arrival = self.board.withdraw(number)
@@ -159,21 +234,26 @@ def open_meeting(
 ) -> Meeting:
     """Find out where this group meets. Collective, once per group."""
     if transport.may_share_memory and device == "cpu":
-
-        def all_gather(text: bytes) -> list[bytes]:
-            # With its length ahead, since a text may end in zeros.
-            message = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-            width = _JOIN_BYTES
-            sent = torch.frombuffer(bytearray(message.ljust(width, b"\0")), dtype=torch.uint8)
-            received = torch.empty(width * size, dtype=torch.uint8, device=device)
-            waiter.run(lambda: transport.all_gather(received, sent), on_cpu=True)
-            data = bytes_of(received)
-            return [_without_length(data[at : at + width]) for at in range(0, len(data), width)]
-
-        board = Board.open(rank, size, all_gather)
+        board = Board.open(rank, size, _all_gather(transport, size, waiter))
         if board is not None:
             return BoardMeeting(board, size)
     return WireMeeting(transport, size, device)
+
+
+def _all_gather(transport: Transport, size: int, waiter: Waiter) -> Callable[[bytes], list[bytes]]:
+    """Return a function that hands a short text of each rank to all, by the transport."""
+
+    def all_gather(text: bytes) -> list[bytes]:
+        # With its length ahead, since a text may end in zeros.
+        message = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+        width = _JOIN_BYTES
+        sent = torch.frombuffer(bytearray(message.ljust(width, b"\0")), dtype=torch.uint8)
+        received = torch.empty(width * size, dtype=torch.uint8)
+        waiter.run(lambda: transport.all_gather(received, sent), on_cpu=True)
+        data = bytes_of(received)
+        return [_without_length(data[at : at + width]) for at in range(0, len(data), width)]
+
+    return all_gather
 
 
 def _without_length(message: bytes) -> bytes:

@@ -15,7 +15,6 @@ from typing import Literal, overload
 import torch
 
 from comm_collectives.calls import Call
-from comm_collectives.failures import first_line
 from comm_collectives.frames import PART_BYTES, Argument
 from comm_collectives.groups import Group, GroupState, check_root, group_state
 from comm_collectives.handles import Handle, launch
@@ -31,7 +30,7 @@ from comm_collectives.nested_packing import (
     make_plan,
 )
 from comm_collectives.nested_sharing import Cargo, find_cargo
-from comm_collectives.pieces import broadcast_bytes
+from comm_collectives.pieces import broadcast_bytes, checked_device
 from comm_collectives.wire import as_bytes, dense
 
 _LENGTHS = struct.Struct("<3q")  # bytes of the text, of the table, of all up to the second chunk
@@ -132,7 +131,7 @@ def _look_at(state: GroupState, obj: object, src: int, device: torch.device | st
     given = _Given()
     try:
         check_root(state, src, "src")
-        given.device = _check_device(device)
+        given.device = checked_device(device)
         if state.rank == src:
             given.packed = encode(obj)
     except (TypeError, ValueError) as error:
@@ -251,20 +250,3 @@ def _own(
             view.number: view.of(moved[view.base]) for view in cargo.views if view.base in moved
         }
     return [own[number] for number in range(len(tensors))]
-
-
-def _check_device(device: torch.device | str | None) -> torch.device | None:
-    """Return the device with its index.
-
-    Raises:
-        ValueError: this rank does not have it.
-    """
-    if device is None:
-        return None
-    try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA raises the latter
-        raise ValueError(
-            f"device={device!r} cannot be used on this rank ({first_line(error)}); "
-            "give one that it has, or None"
-        ) from error

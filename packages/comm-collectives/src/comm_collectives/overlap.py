@@ -14,6 +14,7 @@ rank waits for another.
     optimizer.step()
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -83,13 +84,16 @@ def fill_buckets(
 ) -> list[list[torch.nn.Parameter]]:
     """Share parameters out, last ones first; one dtype and device in each bucket."""
     open_buckets: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
+    filled_bytes: dict[tuple[torch.dtype, torch.device], int] = defaultdict(int)
     full: list[list[torch.nn.Parameter]] = []
     for param in reversed(list(params)):
         kind = (param.dtype, param.device)
         bucket = open_buckets.setdefault(kind, [])
         bucket.append(param)
-        if sum(p.numel() * p.element_size() for p in bucket) >= bucket_bytes:
+        filled_bytes[kind] += param.numel() * param.element_size()
+        if filled_bytes[kind] >= bucket_bytes:
             full.append(open_buckets.pop(kind))
+            del filled_bytes[kind]
     return full + list(open_buckets.values())
 
 

@@ -16,6 +16,7 @@ import torch
 
 from comm_collectives.alltoall import exchange_bytes, exchange_rows
 from comm_collectives.calls import Call
+from comm_collectives.failures import first_line
 from comm_collectives.frames import PART_BYTES, Argument
 from comm_collectives.groups import GroupState, travel_argument
 from comm_collectives.header import TransferHeader
@@ -25,7 +26,6 @@ from comm_collectives.wire import (
     check_dense,
     dense,
     dtype_argument,
-    from_bytes,
     new_tensor,
     num_bytes,
     shape_argument,
@@ -74,21 +74,21 @@ def row_arguments(state: GroupState, x: torch.Tensor) -> tuple[Argument, ...]:
     )
 
 
-def rides(state: GroupState, device: torch.device) -> bool:
-    """Whether small data travels with the frames: not where that stops an accelerator."""
-    return state.transport_type(device) == "cpu" == state.control_type
-
-
-def check_device(device: Device) -> None:
-    """Check that there is such a kind of device.
+def checked_device(device: Device) -> torch.device | None:
+    """Return the device with its index.
 
     Raises:
-        ValueError: there is not.
+        ValueError: this rank does not have it.
     """
+    if device is None:
+        return None
     try:
-        torch.device("cpu" if device is None else device)
-    except RuntimeError as error:
-        raise ValueError(f"device={device!r} is no device: {error}") from error
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA raises the latter
+        raise ValueError(
+            f"device={device!r} cannot be used on this rank ({first_line(error)}); "
+            "give one that it has, or None"
+        ) from error
 
 
 def describe_each(
@@ -108,7 +108,7 @@ def describe_each(
         if len(headers[-1]) > PART_BYTES:
             raise ValueError(f"a tensor has {tensor.dim()} dims; at most 40 can be described")
     fits = with_data and all(
-        rides(state, tensor.device) and len(header) + tensor.nbytes <= PART_BYTES
+        state.rides(tensor.device) and len(header) + tensor.nbytes <= PART_BYTES
         for header, tensor in zip(headers, tensors, strict=True)
     )
     if not fits:
@@ -134,7 +134,7 @@ def meet_rows(
     x = dense(x)
     row_bytes = num_bytes(x.dtype, x.shape[1:])
     head, payload = _COUNT.pack(len(x)), b""
-    comes_along = rides(call.state, x.device)
+    comes_along = call.state.rides(x.device)
     if comes_along and x.nbytes <= _ROOM_BYTES:
         payload = bytes_of(as_bytes(x))
     parts = [head + payload if r in readers else head for r in range(call.state.size)]
@@ -144,16 +144,6 @@ def meet_rows(
     told = [part[_COUNT.size : end] for part, end in zip(agreed.parts, ends, strict=True)]
     small = comes_along and max(ends) <= PART_BYTES
     return RowsMet(flags=agreed.flags, counts=counts, parts=told if small else None)
-
-
-def from_parts(
-    parts: Sequence[bytes], dtype: torch.dtype, shape: Sequence[int], device: torch.device
-) -> torch.Tensor:
-    """Return bytes that came with the frames as one tensor of `shape`, by rank."""
-    data = bytearray(b"".join(parts))
-    if not data:
-        return new_tensor(shape, dtype, device)
-    return from_bytes(torch.frombuffer(data, dtype=torch.uint8), dtype, shape).to(device)
 
 
 def even_splits(rows: int, size: int) -> tuple[int, ...]:

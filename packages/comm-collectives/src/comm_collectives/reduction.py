@@ -36,19 +36,22 @@ from comm_collectives.handles import Handle, launch
 from comm_collectives.pieces import (
     even_splits,
     exchange_pieces,
-    from_parts,
     gather_rows,
     return_pieces,
-    rides,
 )
+from comm_collectives.riding import fits_sheet
+from comm_collectives.sheets import SHEET_BYTES
 from comm_collectives.wire import (
     as_bytes,
     bytes_of,
     check_dense,
     dense,
     dtype_argument,
+    joined,
     shape_argument,
 )
+
+_MOST_READ_BYTES = 1 << 21
 
 
 @overload
@@ -80,8 +83,8 @@ def all_reduce(
     """Reduce `x` element by element over the ranks and return the same result on each.
 
     Collective: every rank of the group must call with the same shape, dtype and op. `x` may have
-    any strides and is not modified. The result is the same on every rank; up to 384 bytes travel
-    with the meeting, in one exchange.
+    any strides and is not modified. The result is the same on every rank; up to 384 bytes, or
+    on one host 512 KiB, travel with the meeting, in one exchange.
 
     Differentiable: the gradient is that of the sum of all ranks' losses. That of min and max goes
     to the ranks that attain it, in equal shares, as in `torch.amax`; that of a product is exact
@@ -151,8 +154,10 @@ def all_reduce_call(
 ) -> torch.Tensor:
     """Run `all_reduce` on this thread; `refused` is what is wrong already."""
     arguments: tuple[Argument, ...] = ()
+    rides = False
     try:
         check_dense(x, "x")
+        rides = _rides(x, state)  # known before the rest is refused, since those whose x rides meet
         check_op(x.dtype, op)
         arguments = (
             dtype_argument(x.dtype),
@@ -164,16 +169,13 @@ def all_reduce_call(
         refused = refused or error
     call = Call(state, "all_reduce", arguments=arguments, timeout_s=timeout_s)
     flags = WANTS_GRAD if refused is None and wants_grad(x) else 0
-    if refused is not None or x.nbytes > PART_BYTES or not _comes_along(x, state):
-        flags = call.meet_if_due(status=flags, refused=refused)
-        reduced = _reduce(call, x, op, with_factor=bool(flags & WANTS_GRAD))
+    if rides:
+        flags, reduced = _reduce_in_meeting(call, x, op, flags, refused)
     else:
-        parts = [bytes_of(as_bytes(dense(x)))] * state.size
-        agreed = call.meet(parts=parts, status=flags)
-        flags = agreed.flags
-        told = [part[: x.nbytes] for part in agreed.parts]
-        rows = from_parts(told, x.dtype, (state.size, *x.shape), x.device)
-        reduced = _reduce_all(rows, op, state.rank, with_factor=bool(flags & WANTS_GRAD))
+        flags = call.meet_if_due(status=flags, refused=refused)
+        if _may_ride(x, state):  # next time
+            call.open_sheets()
+        reduced = _reduce(call, x, op, with_factor=bool(flags & WANTS_GRAD))
     if not flags & WANTS_GRAD:
         return reduced.result
     return _attach(x, reduced, op, call)
@@ -194,9 +196,40 @@ def _attach(x: torch.Tensor, reduced: _Reduced, op: str, call: Call) -> torch.Te
     return attach((x,), (y,), call, Back(run=back, zeros=zeros_for(y), finish=finish))[0]
 
 
-def _comes_along(x: torch.Tensor, state: GroupState) -> bool:
-    """Whether a small `x` travels with the frames."""
-    return state.size > 1 and state.policy.every > 0 and rides(state, x.device)
+def _may_ride(x: torch.Tensor, state: GroupState) -> bool:
+    """Whether `x` may travel with a meeting: the same on every rank, if shapes agree."""
+    # On sheets every rank reads what every other shows.
+    most = min(SHEET_BYTES, _MOST_READ_BYTES // state.size)
+    compares = state.size > 1 and state.policy.every > 0
+    return compares and x.nbytes <= most and state.rides(x.device)
+
+
+def _rides(x: torch.Tensor, state: GroupState) -> bool:
+    """Whether `x` travels with this meeting."""
+    return _may_ride(x, state) and (x.nbytes <= PART_BYTES or fits_sheet(x.nbytes, state))
+
+
+def _reduce_in_meeting(
+    call: Call, x: torch.Tensor, op: str, flags: int, refused: ValueError | TypeError | None
+) -> tuple[int, _Reduced]:
+    """Reduce what all ranks show each other; return the flags of all as well."""
+    state, flat = call.state, as_bytes(dense(x)).cpu()
+
+    def reduced(rows: torch.Tensor, flags: int) -> _Reduced:
+        return _reduce_all(rows, op, state.rank, with_factor=bool(flags & WANTS_GRAD))
+
+    if x.nbytes <= PART_BYTES:
+        agreed = call.meet(parts=[bytes_of(flat)] * state.size, status=flags, refused=refused)
+        told = [part[: x.nbytes] for part in agreed.parts]
+        rows = joined(told, x.dtype, (state.size, *x.shape), x.device)
+        return agreed.flags, reduced(rows, agreed.flags)
+    agreed = call.meet(status=flags, refused=refused, sheet=flat)
+
+    def take(sheets: torch.Tensor) -> _Reduced:
+        rows = sheets[:, : x.nbytes].view(x.dtype).view(state.size, *x.shape)
+        return reduced(rows.to(x.device), agreed.flags)
+
+    return agreed.flags, call.read(take)
 
 
 def _reduce(call: Call, x: torch.Tensor, op: str, *, with_factor: bool) -> _Reduced:

@@ -22,9 +22,8 @@ from comm_collectives.header import TransferHeader
 from comm_collectives.pieces import (
     COMES_ALONG,
     Device,
-    check_device,
+    checked_device,
     describe_each,
-    from_parts,
     meet_rows,
     row_arguments,
     send_from_one,
@@ -35,6 +34,7 @@ from comm_collectives.wire import (
     check_dense,
     dense,
     from_bytes,
+    joined,
     new_tensor,
     num_bytes,
 )
@@ -185,7 +185,7 @@ def _gather(
         whole = new_tensor(shape, x.dtype, x.device)
         send_to_one(call, dense(rows), met.counts, dst, whole)
     else:
-        whole = from_parts(met.parts if is_dst else [], x.dtype, shape, x.device)
+        whole = joined(met.parts if is_dst else [], x.dtype, shape, x.device)
     # Not views, which autograd would not let the user change in place.
     parts = [part.data for part in whole.split(list(received))]
     if is_dst and not x.dim():
@@ -223,7 +223,7 @@ def _scatter(
     status = 0
     try:
         check_root(state, src, "src")
-        check_device(device)
+        checked_device(device)
         if state.rank == src:
             given = _checked_tensors(tensors, state.size)
             status, parts = describe_each(given, state, with_data=True)
@@ -244,7 +244,7 @@ def _scatter(
     dtype, shape, kind = header.dtypes[0], header.shapes[0], torch.device(header.travels[0])
     own_bytes = num_bytes(dtype, shape)
     if agreed.flags & COMES_ALONG:
-        y = from_parts([payload[:own_bytes]], dtype, shape, kind)
+        y = joined([payload[:own_bytes]], dtype, shape, kind)
     else:
         flat = _flat(given) if given else torch.empty(0, dtype=torch.uint8, device=kind)
         own = torch.empty(own_bytes, dtype=torch.uint8, device=flat.device)

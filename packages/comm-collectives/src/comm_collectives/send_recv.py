@@ -25,7 +25,7 @@ from comm_collectives.groups import Group
 from comm_collectives.handles import Handle, put_in_graph
 from comm_collectives.header import WANTS_GRADIENT
 from comm_collectives.p2p import SendHandle, receiving, sending, take_transfer
-from comm_collectives.pieces import Device, check_device
+from comm_collectives.pieces import Device, checked_device
 from comm_collectives.wire import check_dense, new_tensor
 
 
@@ -149,7 +149,7 @@ def recv(
         CollectiveTimeoutError: nothing came in time.
         PeerFailedError: the peer is gone.
     """
-    check_device(device)
+    checked_device(device)
     transfer = receiving("recv", src, group, timeout_s)
     channel = Channel.of(transfer.state, src)
 

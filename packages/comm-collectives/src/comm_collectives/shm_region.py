@@ -109,12 +109,18 @@ class Region:
 
     @staticmethod
     def open(
-        rank: int, size: int, num_bytes: int, all_gather: Callable[[bytes], list[bytes]]
+        rank: int,
+        size: int,
+        num_bytes: int,
+        all_gather: Callable[[bytes], list[bytes]],
+        *,
+        spare_bytes: int = 0,
     ) -> "Region | None":
         """Open one region for the `size` ranks of a group. Collective: every rank calls this.
 
         `all_gather` hands a message of at most 256 bytes to all ranks and returns everybody's, by
-        rank; it may pad them. It is called at most three times, on every rank alike.
+        rank; it may pad them. It is called at most three times, on every rank alike. Afterwards
+        `spare_bytes` of /dev/shm have to be free still.
 
         Returns:
             The region; or None, on every rank, if any rank does not share memory with the others
@@ -131,7 +137,7 @@ class Region:
                 f"rank={rank}, size={size}, num_bytes={num_bytes}: "
                 "give 0 <= rank < size and at least one byte"
             )
-        candidate = _Candidate(rank, size, num_bytes)
+        candidate = _Candidate(rank, size, num_bytes, spare_bytes)
         try:
             if all(
                 step(all_gather) for step in (candidate.offer, candidate.attach, candidate.confirm)
@@ -250,11 +256,12 @@ class _Kernel:
 class _Candidate:
     """A region in the making. Each step ends in an exchange, after which all ranks decide alike."""
 
-    __slots__ = ("_nonce", "_path", "fd", "mapping", "num_bytes", "rank", "size")
+    __slots__ = ("_nonce", "_path", "_spare_bytes", "fd", "mapping", "num_bytes", "rank", "size")
     mapping: mmap.mmap  # from `attach` on
 
-    def __init__(self, rank: int, size: int, num_bytes: int) -> None:
+    def __init__(self, rank: int, size: int, num_bytes: int, spare_bytes: int) -> None:
         self.rank, self.size, self.num_bytes = rank, size, num_bytes
+        self._spare_bytes = spare_bytes
         self.fd = -1
         self._nonce = token_bytes(_NONCE_BYTES)
         self._path = ""
@@ -325,6 +332,9 @@ class _Candidate:
     def _check(self) -> None:
         if self.rank == 0:
             os.posix_fallocate(self.fd, 0, self._total_bytes)
+            room = os.fstatvfs(self.fd)
+            if room.f_bavail * room.f_frsize < self._spare_bytes:
+                raise OSError("too little would be left for others")
         if self.mapping[: len(self._nonce)] != self._nonce:
             raise OSError("the ranks do not see each other's writes")
         if _unlocked(self.fd, self.rank, self.size):

@@ -7,10 +7,14 @@ board = Board(SimRegion(page, world, ranks=(0, 1, 2), index=1), clock=clock, loo
 from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
+import torch
+
 from comm_collectives.board import Board
+from comm_collectives.sheets import Sheets
 from comm_collectives.sim_scheduler import Signal
 from comm_collectives.sim_world import World
 
+_SHEET_BYTES = 1024
 _LOOK_S = 0.05  # how often a waiting rank looks for peers that are dead already
 
 
@@ -18,10 +22,11 @@ _LOOK_S = 0.05  # how often a waiting rank looks for peers that are dead already
 class Page:
     """What is shared: the bytes, and a signal for each word on which somebody waits."""
 
-    __slots__ = ("_signals", "memory")
+    __slots__ = ("_signals", "memory", "sheets")
 
     def __init__(self, size: int) -> None:
         self.memory = memoryview(bytearray(Board.num_bytes(size)))
+        self.sheets = torch.zeros(Sheets.num_bytes(size, _SHEET_BYTES), dtype=torch.uint8)
         self._signals: dict[int, Signal] = {}
 
     def signal(self, index: int) -> Signal:

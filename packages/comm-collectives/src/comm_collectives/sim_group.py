@@ -12,6 +12,7 @@ from typing import cast, final
 from comm_collectives.board import Board
 from comm_collectives.groups import CustomGroup, GroupState
 from comm_collectives.meeting import BoardMeeting, WireMeeting
+from comm_collectives.sheets import Sheets
 from comm_collectives.sim_board import Page, SimRegion
 from comm_collectives.sim_scheduler import Signal
 from comm_collectives.sim_transport import SimTransport
@@ -93,7 +94,8 @@ def _new_state(world: World, ranks: tuple[int, ...], rank: int) -> GroupState:
     if world.setting.shared_memory:
         region = SimRegion(shared.page, world, ranks=ranks, index=index)
         board = Board(region, clock=transport.clock, look_s=_SELDOM_S)
-        state.meeting = BoardMeeting(board, len(ranks))
+        sheets = Sheets(shared.page.sheets, index, len(ranks))
+        state.meeting = BoardMeeting(board, len(ranks), sheets)
     else:
         state.meeting = WireMeeting(transport, len(ranks), "cpu")
     return state

@@ -29,6 +29,7 @@ from comm_collectives.handles import Handle, launch
 from comm_collectives.in_place import check_apart, mark_written, overlap, write
 from comm_collectives.pieces import row_arguments
 from comm_collectives.reduction import all_reduce_call
+from comm_collectives.riding import apart, load_rows
 from comm_collectives.swapped import (
     both_splits,
     check_output,
@@ -256,8 +257,14 @@ def _all_to_all(
         except (TypeError, ValueError) as error:
             refused = error
     call = Call(state, "all_to_all_single", arguments=arguments)
-    told = exchange_counts(call, [[*sent, *received]] * state.size, refused=refused)
+    load = apart(state)
+    if refused is None:
+        load = load_rows(input, sent, num_words=2 * state.size, state=state)
+    told = exchange_counts(call, [[*sent, *received]] * state.size, refused=refused, load=load)
     compare_splits(call, told.rows)
+    if told.coming is not None:
+        write(output, told.coming.rows(call, input, sent, received))
+        return
     x = dense(input)
     fits = output.is_contiguous() and not overlap(output, x)
     room = output.detach() if fits else new_tensor(output.shape, output.dtype, output.device)

@@ -25,6 +25,7 @@ _NAMES = (
 )
 DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _NAMES)
 _CODE_OF = {dtype: code for code, dtype in enumerate(DTYPES)}
+_ARGUMENTS: dict[tuple[str, torch.dtype], Argument] = {}
 
 
 def dtype_code(dtype: torch.dtype) -> int:
@@ -41,7 +42,11 @@ def dtype_code(dtype: torch.dtype) -> int:
 
 def dtype_argument(dtype: torch.dtype, name: str = "dtype") -> Argument:
     """Return a dtype as something on which the ranks of a call have to agree."""
-    return Argument(name, dtype_code(dtype), str(dtype).removeprefix("torch."))
+    known = _ARGUMENTS.get((name, dtype))
+    if known is None:
+        text = str(dtype).removeprefix("torch.")
+        known = _ARGUMENTS[name, dtype] = Argument(name, dtype_code(dtype), text)
+    return known
 
 
 def shape_argument(name: str, shape: Sequence[int]) -> Argument:
@@ -105,6 +110,16 @@ def bytes_of(flat: torch.Tensor) -> bytes:
 def from_bytes(flat: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """View [nbytes] uint8 that starts at an aligned address as a tensor of `dtype` and `shape`."""
     return flat.view(dtype).view(tuple(shape))
+
+
+def joined(
+    parts: Sequence[bytes], dtype: torch.dtype, shape: Sequence[int], device: torch.device
+) -> torch.Tensor:
+    """Copy pieces of bytes, one after the other, into one new tensor of `shape`."""
+    data = bytearray(b"".join(parts))
+    if not data:
+        return new_tensor(shape, dtype, device)
+    return from_bytes(torch.frombuffer(data, dtype=torch.uint8), dtype, shape).to(device)
 
 
 def num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
