@@ -119,6 +119,7 @@ def test_sheet_that_was_written_over_is_an_error_and_no_data() -> None:
         meeting.meet(b"first", None, waiter, sheet)
         assert meeting.read(lambda sheets: sheets[:, 0].tolist(), waiter) == [1, 2]
         number = meeting._number
+        torch.distributed.barrier()  # until then the peer may still look at the heads
         if rank == 0:
             meeting.board.post(number + 1, b"", None)
             meeting.board.post(number + 2, b"", None)
