@@ -1,10 +1,15 @@
-"""Forward and backward of our MoE layer against transformers' Qwen3-MoE block, on one CPU thread.
+"""Forward and backward of our experts and MoE layer against peers and the floor, on one CPU thread.
 
-Same weights, input and output gradient; ours computes its auxiliary loss as well. transformers runs
-in whichever of its implementations is fastest for the shape (measured first). Both alternate in one
-process, and what is compared is the CPU time of the process, which on one thread is what a quiet
-machine would show as time passed. The floor printed beside is that of the experts' matrix products
-alone, without routing, activation or gradients of anything else.
+Three shapes of experts, in fp32 and bf16. All sides have the same weights, routing, input and
+output gradient, and run in turn in one process; compared is the CPU time of the process, which on
+one thread is what a quiet machine would show as time passed. Every side starts with no gradients,
+as after `zero_grad()`.
+
+- floor: the six products of each expert alone, on sorted rows, into memory that is there.
+- experts: from tokens and their routing to tokens. Ours with and without
+  `gradient_accumulation_fusion`, transformers' Qwen3-MoE experts in the fastest of its
+  implementations, and the plain way: sort, two `grouped_mm`, sum.
+- layer: with the router; ours computes its auxiliary loss as well.
 
     python benchmarks/moe_pipeline_layer.py
     python benchmarks/moe_pipeline_layer.py --runs 15 --case e8k2_fp32
@@ -21,13 +26,24 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from moe_pipeline import MoEConfig, MoELayer
+from moe_pipeline.config import ExpertsOptions, MoEConfig
+from moe_pipeline.layer import MoELayer
+from moe_pipeline.token_experts import token_experts_function
 
-# batched_mm copies an expert's weights for every routed row; beyond this it is left out.
-BATCHED_MM_LIMIT_BYTES = 1 << 30
+PEERS = ("eager", "grouped_mm", "sorted")
+FIGURES = {
+    "experts_over_floor": ("experts", "floor"),
+    "experts_plain_over_floor": ("experts_plain", "floor"),
+    "experts": ("experts", "peer"),
+    "experts_plain": ("experts_plain", "peer"),
+    "layer": ("layer", "peer_layer"),
+    "layer_plain": ("layer_plain", "peer_layer"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +60,11 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Few large experts and many small ones, in fp32 and bf16."""
+    """Mixtral and Qwen3-MoE in small, and the latter with few rows: 256, 128, 16 an expert."""
     shapes = {
-        "e8k2": (1024, 8, 2, 256, 256),
-        "e8k2_wide": (2048, 8, 2, 512, 512),
-        "e64k8": (1024, 64, 8, 256, 256),
-        "e64k8_wide": (1024, 64, 8, 512, 256),
+        "e8k2": (1024, 8, 2, 512, 1024),
+        "e64k8": (1024, 64, 8, 512, 192),
+        "e128k8": (256, 128, 8, 512, 192),
     }
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     return [
@@ -67,8 +82,49 @@ def cases() -> list[Case]:
     ]
 
 
-class Pair:
-    """Both layers with the same weights, and one step of each."""
+class Floor:
+    """The six products of each expert, in a forward and a backward pass over the experts."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor, counts: list[int]) -> None:
+        d, h = down.shape[1:]
+        like = down.detach()
+        widths = {"x": d, "pre": 2 * h, "act": h, "y": d}
+        rows = {n: torch.randn(sum(counts), w).to(like.dtype) for n, w in widths.items()}
+        outs = {f"{n}_out": torch.zeros_like(t) for n, t in rows.items()}
+        pieces = {n: t.split(counts) for n, t in {**rows, **outs}.items()}
+        self.experts = [
+            dict(zip(pieces, p, strict=True)) for p in zip(*pieces.values(), strict=True)
+        ]
+        self.gate_up, self.down = gate_up.detach().unbind(), like.unbind()
+        self.grads = [torch.zeros_like(t).unbind() for t in (gate_up.detach(), like)]
+
+    def __call__(self) -> None:
+        for e, t in enumerate(self.experts):
+            torch.mm(t["x"], self.gate_up[e].t(), out=t["pre_out"])
+            torch.mm(t["act"], self.down[e].t(), out=t["y_out"])
+        for e, t in enumerate(self.experts):
+            torch.mm(t["y"], self.down[e], out=t["act_out"])
+            torch.mm(t["y"].t(), t["act"], out=self.grads[1][e])
+            torch.mm(t["pre"].t(), t["x"], out=self.grads[0][e])
+            torch.mm(t["pre"], self.gate_up[e], out=t["x_out"])
+
+
+def sorted_experts(
+    x_TD: Tensor, idx_TK: Tensor, weights_TK: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor:
+    """Sort, two grouped products, sum: what one would write with torch alone."""
+    order = torch.argsort(idx_TK.flatten())
+    tokens = order // idx_TK.shape[1]
+    counts = torch.bincount(idx_TK.flatten(), minlength=gate_up.shape[0])
+    offsets = counts.cumsum(0).to(torch.int32)
+    gate, up = F.grouped_mm(x_TD[tokens], gate_up.mT, offs=offsets).chunk(2, dim=1)
+    act = F.silu(gate) * up * weights_TK.flatten()[order].unsqueeze(1)
+    y = F.grouped_mm(act, down.mT, offs=offsets)
+    return torch.zeros_like(x_TD).index_add(0, tokens, y)
+
+
+class Sides:
+    """One step of each side, over weights that they all share."""
 
     def __init__(self, case: Case) -> None:
         torch.manual_seed(0)
@@ -78,63 +134,65 @@ class Pair:
             "moe_intermediate_size": case.intermediate,
             "num_experts": case.experts,
             "num_experts_per_tok": case.choices,
-            "norm_topk_prob": True,
         }
-        self.config = Qwen3MoeConfig(**names)
+        self.config = Qwen3MoeConfig(**names, norm_topk_prob=True)
         self.theirs = Qwen3MoeSparseMoeBlock(self.config).to(case.dtype)
         for parameter in self.theirs.parameters():
             torch.nn.init.normal_(parameter, std=0.05)
-        self.ours = MoELayer(MoEConfig(**names), dtype=case.dtype)
-        self.ours.load_state_dict(self.theirs.state_dict())
-        shape = (1, case.tokens, case.hidden)
-        self.x = torch.randn(shape, dtype=case.dtype, requires_grad=True)
-        self.gradient = torch.randn(shape, dtype=case.dtype)
-        self.floor_rows: list[tuple[torch.Tensor, ...]] = []
-        self.floor_grads: list[torch.Tensor] = []
-        self.floor_s = 0.0
+        self.layers = {fusion: self._layer(names, fusion=fusion) for fusion in (True, False)}
+        self.x = torch.randn(case.tokens, case.hidden).to(case.dtype).requires_grad_()
+        self.gradient = torch.randn(case.tokens, case.hidden).to(case.dtype)
+        with torch.no_grad():
+            _, weights, self.idx = self.theirs.gate(self.x)
+        self.weights = weights.requires_grad_()
+        held = self.theirs.experts
+        counts = torch.bincount(self.idx.flatten(), minlength=case.experts).tolist()
+        self.floor = Floor(held.gate_up_proj, held.down_proj, counts)
 
-    def run_ours(self) -> None:
-        """One forward and backward of our layer."""
-        out = self.ours(self.x)
+    def _layer(self, names: dict[str, Any], *, fusion: bool) -> MoELayer:
+        options = ExpertsOptions(gradient_accumulation_fusion=fusion)
+        layer = MoELayer(MoEConfig(**names, experts=options), dtype=self.case.dtype)
+        layer.load_state_dict(self.theirs.state_dict(), strict=False)
+        return layer
+
+    def run_experts(self, *, fusion: bool) -> None:
+        """Ours, from tokens and routing."""
+        experts = self.layers[fusion].experts
+        options = experts.config.experts
+        out = token_experts_function(self.x, self.idx, self.weights, experts.weights, options)
+        self._backward(out, experts)
+
+    def run_peer(self, name: str) -> None:
+        """A peer, from tokens and routing."""
+        self.config._experts_implementation = name
+        self._backward(self._peer(name, self.idx, self.weights), self.theirs)
+
+    def run_layer(self, *, fusion: bool) -> None:
+        """Our layer."""
+        out = self.layers[fusion](self.x)
         torch.autograd.backward([out.hidden, out.aux_loss], [self.gradient, None])
-        self._forget(self.ours)
+        self._forget(self.layers[fusion])
 
-    def run_theirs(self, implementation: str) -> None:
-        """One forward and backward of theirs."""
-        self.config._experts_implementation = implementation
-        self.theirs(self.x).backward(self.gradient)
-        self._forget(self.theirs)
+    def run_peer_layer(self, name: str) -> None:
+        """A peer's experts behind transformers' router."""
+        self.config._experts_implementation = name
+        _, weights, idx = self.theirs.gate(self.x)
+        self._backward(self._peer(name, idx, weights), self.theirs)
 
-    def run_floor(self) -> None:
-        """The six products of each expert, forward and backward, into memory that is there."""
-        if not self.floor_rows:
-            self._allocate_floor()
-        gate_up, down = self.ours.experts.gate_up_proj, self.ours.experts.down_proj
-        grad_gate_up, grad_down = self.floor_grads
-        with torch.no_grad():
-            start = time.process_time()
-            for expert, (x, act, both, y) in enumerate(self.floor_rows):
-                torch.mm(x, gate_up[expert].t(), out=both)
-                torch.mm(act, down[expert].t(), out=y)
-                torch.mm(y, down[expert], out=act)
-                torch.mm(both, gate_up[expert], out=x)
-                torch.mm(both.t(), x, out=grad_gate_up[expert])
-                torch.mm(y.t(), act, out=grad_down[expert])
-            self.floor_s = time.process_time() - start
+    def _peer(self, name: str, idx: Tensor, weights: Tensor) -> Tensor:
+        held = self.theirs.experts
+        if name == "sorted":
+            return sorted_experts(self.x, idx, weights, held.gate_up_proj, held.down_proj)
+        out: Tensor = held(self.x, idx, weights)
+        return out
 
-    def _allocate_floor(self) -> None:
-        case = self.case
-        with torch.no_grad():
-            counts = self.ours(self.x).load_E.tolist()
-        widths = (case.hidden, case.intermediate, 2 * case.intermediate, case.hidden)
-        full = [torch.zeros(sum(counts), width, dtype=case.dtype) for width in widths]
-        self.floor_rows = list(zip(*(rows.split(counts) for rows in full), strict=True))
-        experts = self.ours.experts.parameters()
-        self.floor_grads = [torch.zeros_like(parameter) for parameter in experts]
+    def _backward(self, out: Tensor, module: torch.nn.Module) -> None:
+        out.backward(self.gradient)
+        self._forget(module)
 
-    def _forget(self, layer: torch.nn.Module) -> None:
-        layer.zero_grad(set_to_none=True)
-        self.x.grad = None
+    def _forget(self, module: torch.nn.Module) -> None:
+        module.zero_grad()
+        self.x.grad = self.weights.grad = None
 
 
 def seconds(step: Callable[[], None]) -> float:
@@ -143,59 +201,69 @@ def seconds(step: Callable[[], None]) -> float:
     return time.process_time() - start
 
 
-def fastest(pair: Pair) -> str:
-    """The implementation of transformers that is fastest for this shape; best of three each."""
-    case = pair.case
-    names = ["eager", "grouped_mm"]
-    copied = case.tokens * case.choices * 2 * case.intermediate * case.hidden * case.dtype.itemsize
-    if copied <= BATCHED_MM_LIMIT_BYTES:
-        names.append("batched_mm")
-    best = {}
-    for name in names:
-        pair.run_theirs(name)
-        best[name] = min(seconds(partial(pair.run_theirs, name)) for _ in range(3))
+def fastest(sides: Sides) -> str:
+    """The peer that is fastest for this shape; one that is hopeless is not tried again."""
+    best: dict[str, float] = {}
+    for name in PEERS:
+        best[name] = seconds(partial(sides.run_peer, name))
+    for name in [n for n, s in best.items() if s < 3 * min(best.values())]:
+        best[name] = min(seconds(partial(sides.run_peer, name)) for _ in range(5))
     return min(best, key=best.__getitem__)
 
 
-def measure(case: Case, runs: int) -> dict[str, object]:
-    pair = Pair(case)
-    peer = fastest(pair)
-    for _ in range(2):
-        pair.run_ours()
-    ratios, floors = [], []
-    for _ in range(runs):
-        ours_s = seconds(pair.run_ours)
-        ratios.append(ours_s / seconds(partial(pair.run_theirs, peer)))
-        pair.run_floor()
-        floors.append(ours_s / pair.floor_s)
-    ratios.sort()
-    return {
-        "figure": f"moe_layer_{case.name}",
-        "value": round(statistics.median(ratios), 3),
-        "unit": "x",
-        "low": round(ratios[0], 3),
-        "high": round(ratios[-1], 3),
-        "n": runs,
-        "peer": peer,
-        "over_floor": round(statistics.median(floors), 3),
+def measure(case: Case, runs: int) -> list[dict[str, object]]:
+    sides = Sides(case)
+    peer = fastest(sides)
+    steps: dict[str, Callable[[], None]] = {
+        "floor": sides.floor,
+        "experts": partial(sides.run_experts, fusion=True),
+        "experts_plain": partial(sides.run_experts, fusion=False),
+        "peer": partial(sides.run_peer, peer),
+        "layer": partial(sides.run_layer, fusion=True),
+        "layer_plain": partial(sides.run_layer, fusion=False),
+        "peer_layer": partial(sides.run_peer_layer, peer),
     }
+    for step in steps.values():
+        step()
+    rounds = [{name: seconds(step) for name, step in steps.items()} for _ in range(runs)]
+    lines = []
+    for figure, (ours, theirs) in FIGURES.items():
+        ratios = sorted(times[ours] / times[theirs] for times in rounds)
+        lines.append(
+            {
+                "figure": f"moe_{figure}_{case.name}",
+                "value": round(statistics.median(ratios), 3),
+                "unit": "x",
+                "low": round(ratios[0], 3),
+                "high": round(ratios[-1], 3),
+                "n": runs,
+                "peer": theirs if theirs == "floor" else peer,
+            }
+        )
+    return lines
 
 
-def summary(precision: str, lines: list[dict[str, object]]) -> dict[str, object]:
-    """The geometric mean over the shapes, with the best and the worst shape."""
-    values = sorted(float(str(line["value"])) for line in lines)
-    return {
-        "figure": f"moe_layer_{precision}",
-        "value": round(statistics.geometric_mean(values), 3),
-        "unit": "x",
-        "low": values[0],
-        "high": values[-1],
-        "n": len(values),
-    }
+def summary(precision: str, lines: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Each figure's worst shape."""
+    found = []
+    for figure in FIGURES:
+        named = {f"moe_{figure}_{case.name}" for case in cases()}
+        values = sorted(float(str(line["value"])) for line in lines if line["figure"] in named)
+        found.append(
+            {
+                "figure": f"moe_{figure}_{precision}",
+                "value": values[-1],
+                "unit": "x",
+                "low": values[0],
+                "high": values[-1],
+                "n": len(values),
+            }
+        )
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print one JSON line for each case, then one for each dtype."""
+    """Print JSON lines: the figures of each case, then the worst of each figure and dtype."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--runs", type=int, default=11, help="measured runs of each side")
     parser.add_argument("--case", choices=[case.name for case in cases()])
@@ -204,11 +272,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines: dict[str, list[dict[str, object]]] = {}
     for case in cases():
         if arguments.case in (None, case.name):
-            line = measure(case, arguments.runs)
-            lines.setdefault(case.name.rpartition("_")[2], []).append(line)
+            measured = measure(case, arguments.runs)
+            lines.setdefault(case.name.rpartition("_")[2], []).extend(measured)
+            for line in measured:
+                print(json.dumps(line), flush=True)
+    for precision, found in lines.items() if arguments.case is None else ():
+        for line in summary(precision, found):
             print(json.dumps(line), flush=True)
-    for precision, measured in lines.items() if arguments.case is None else ():
-        print(json.dumps(summary(precision, measured)), flush=True)
     return 0
 
 

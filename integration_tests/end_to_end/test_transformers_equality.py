@@ -185,3 +185,19 @@ def test_layouts_agree_with_the_auxiliary_loss_on(
             assert abs(a.aux_loss - b.aux_loss) <= 1e-6 * a.aux_loss, where
             assert abs(a.grad_norm - b.grad_norm) <= 1e-5 * a.grad_norm, where
             assert a.load_LE == b.load_LE, where
+
+
+def test_recomputed_layers_train_alike(configure: Callable[..., Config], tmp_path: Path) -> None:
+    def train(*overrides: str) -> list[StepResult]:
+        config = configure(*overrides, model_changes={"router_aux_loss_coef": 0.1})
+        save_reference(tmp_path / "hf", tmp_path / "config.json")
+        return train_ours(config, tmp_path / "hf", documents=True)
+
+    plain = train()
+    for overrides in ((), LAYOUTS["pp=2 x ep=2"]):
+        again = train(*overrides, "train.recompute=layers")
+        for number, (a, b) in enumerate(zip(plain, again, strict=True), start=1):
+            where = f"{overrides}, step {number}"
+            assert abs(a.loss - b.loss) <= 1e-6 * a.loss, f"{where}: {a.loss} {b.loss}"
+            assert abs(a.aux_loss - b.aux_loss) <= 1e-6 * a.aux_loss, where
+            assert a.load_LE == b.load_LE, where

@@ -1,28 +1,14 @@
 """Our MoE layer against transformers' Qwen3-MoE block: same state dict, same numbers."""
 
-import random
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from moe_pipeline.config import MoEConfig
+from moe_pipeline.config import ExpertsOptions, MoEConfig, RouterOptions
 from moe_pipeline.layer import MoELayer
 from moe_pipeline.router import TopKRouter
 
 qwen3_moe = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
 transformers = pytest.importorskip("transformers")
-
-
-@pytest.fixture
-def seed() -> Iterator[int]:
-    value = random.SystemRandom().randrange(2**31)
-    print(f"seed={value}")
-    torch.manual_seed(value)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tensors this small only lose time to a pool of threads
-    yield value
-    torch.set_num_threads(threads)
 
 
 def pair(
@@ -46,8 +32,8 @@ def pair(
             moe_intermediate_size=32,
             num_experts=experts,
             num_experts_per_tok=k,
-            norm_topk_prob=norm,
-            experts_implementation=implementation,
+            router=RouterOptions(norm_topk_prob=norm),
+            experts=ExpertsOptions(experts_implementation=implementation),
         )
     )
     ours.load_state_dict(theirs.state_dict())
@@ -117,5 +103,5 @@ def test_auxiliary_loss_is_that_of_transformers_over_k(seed: int) -> None:
     x = torch.randn(2, 30, 64)
     logits, _, _ = theirs.gate(x.reshape(-1, 64))
     expected = qwen3_moe.load_balancing_loss_func((logits,), 8, 3) / 3
-    coefficient = ours.config.router_aux_loss_coef
+    coefficient = ours.config.losses.router_aux_loss_coef
     torch.testing.assert_close(ours(x).aux_loss, coefficient * expected)

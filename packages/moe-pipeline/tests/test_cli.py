@@ -5,6 +5,7 @@ import pytest
 
 from moe_pipeline.cli import main
 from moe_pipeline.generators import one_f_one_b
+from moe_pipeline.generators_dualpipe import dualpipe
 from moe_pipeline.schedule_csv import to_csv
 
 
@@ -45,6 +46,46 @@ def test_a_file_that_is_no_schedule_is_refused(capsys, tmp_path, content):
     assert capsys.readouterr().err.startswith("moe-pipeline: ")
 
 
+def test_schedules_and_simulations_are_drawn(capsys, tmp_path):
+    picture, timeline = tmp_path / "a.svg", tmp_path / "b.svg"
+    sizes = ["--stages", "4", "--microbatches", "8"]
+    assert main(["schedule", "zbv", *sizes, "--svg", str(picture)]) == 0
+    assert "zbv: 8 stages on 4 ranks, 8 microbatches, 51 slots" in capsys.readouterr().out
+    assert picture.read_text(encoding="utf-8").count("<title>") == 4 * 8 * 6
+    assert main(["simulate", "1f1b", *sizes, "--forward", "2", "--svg", str(timeline)]) == 0
+    assert "makespan 44, idle 27.3 %" in capsys.readouterr().out
+    assert timeline.read_text(encoding="utf-8").count("<title>") == 4 * 8 * 2
+
+
+def test_simulate_reads_files_and_wants_sizes_for_names(capsys, tmp_path):
+    path = tmp_path / "plan.csv"
+    path.write_text(to_csv(one_f_one_b(2, 3)), encoding="utf-8")
+    assert main(["simulate", str(path)]) == 0
+    assert "plan: 2 stages on 2 ranks, 3 microbatches\nmakespan 12" in capsys.readouterr().out
+    assert main(["simulate", "1f1b"]) == 2
+    assert "1f1b needs --stages and --microbatches" in capsys.readouterr().err
+
+
+def test_a_plan_passes_check_and_keeps_its_cap(capsys, tmp_path):
+    sizes = ["--stages", "3", "--microbatches", "4", "--memory-cap", "5"]
+    assert main(["plan", *sizes, "--csv", "--svg", str(tmp_path / "a.svg")]) == 0
+    path = tmp_path / "plan.csv"
+    path.write_text(capsys.readouterr().out, encoding="utf-8")
+    assert main(["check", str(path)]) == 0
+    assert main(["simulate", str(path)]) == 0
+    assert "peak 5 bytes" in capsys.readouterr().out
+    assert main(["plan", *sizes[:-1], "1"]) == 2
+    assert "memory_cap_bytes=1 is less than the 2 bytes" in capsys.readouterr().err
+
+
+def test_check_knows_copies(capsys, tmp_path):
+    path = tmp_path / "dual.csv"
+    path.write_text(to_csv(dualpipe(4, 4)), encoding="utf-8")
+    assert main(["check", str(path)]) == 1
+    assert "stage 0 is on rank 0 already" in capsys.readouterr().out
+    assert main(["check", str(path), "--copies", "2"]) == 0
+
+
 def test_wrong_arguments_are_refused(capsys, tmp_path):
     assert main(["check", str(tmp_path / "none.csv")]) == 2
     assert main(["schedule", "1f1b", "--stages", "0", "--microbatches", "3"]) == 2
@@ -58,6 +99,7 @@ def test_help_and_schedules_do_not_import_torch():
         "import sys\n"
         "from moe_pipeline.cli import main\n"
         "main(['schedule', '1f1b', '--stages', '2', '--microbatches', '2'])\n"
+        "main(['plan', '--stages', '2', '--microbatches', '2', '--memory-cap', '4'])\n"
         "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
         "assert 'torch' not in sys.modules\n"
     )

@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moe_pipeline.config import MoEConfig
+from moe_pipeline.config import MoEConfig, RouterLosses
 from moe_pipeline.errors import ScheduleError, StageTransferError
 from moe_pipeline.executor import PipelineExecutor
 from moe_pipeline.generators import forward_only, forward_then_backward, one_f_one_b
+from moe_pipeline.groups import MoEGroups
 from moe_pipeline.layer import MoELayer
 from moe_pipeline.stage_io import StageOutput
 from ranktest import collect_ranks, run_ranks
@@ -142,7 +143,7 @@ def test_moe_layers_in_stages_equal_one_process(seed, generate):
         moe_intermediate_size=4,
         num_experts=4,
         num_experts_per_tok=2,
-        router_aux_loss_coef=0.2,
+        losses=RouterLosses(router_aux_loss_coef=0.2),
         initializer_range=0.4,
     )
     generator = torch.Generator().manual_seed(seed)
@@ -165,7 +166,8 @@ def test_moe_layers_in_stages_equal_one_process(seed, generate):
         ep_groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         pp_groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
         ep_group = ep_groups[stage]
-        layer = MoELayer(config, ep_group=ep_group, token_group=ep_group, dtype=torch.float64)
+        groups = MoEGroups(ep=ep_group, tokens=ep_group)
+        layer = MoELayer(config, groups=groups, dtype=torch.float64)
         source = layers()[stage]
         mine = slice(2 * part, 2 * part + 2)
         with torch.no_grad():

@@ -1,48 +1,101 @@
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from moe_pipeline.config import MoEConfig
+from moe_pipeline.config import (
+    ExpertsOptions,
+    MoEConfig,
+    RouterLosses,
+    RouterOptions,
+    SharedExpertOptions,
+)
+from moe_pipeline.groups import MoEGroups
 from moe_pipeline.layer import MoELayer
 from ranktest import run_ranks
 
 HIDDEN, INTERMEDIATE = 12, 5
+SHARED = SharedExpertOptions(moe_shared_expert_intermediate_size=7, moe_shared_expert_gate=True)
 
 
-def config_for(**kwargs):
+def config_for(*, implementation="auto", scope="micro_batch", router=None, **kwargs):
     values = dict(
         hidden_size=HIDDEN,
         moe_intermediate_size=INTERMEDIATE,
         num_experts=8,
         num_experts_per_tok=3,
-        router_aux_loss_coef=0.3,
+        router=router or RouterOptions(),
+        losses=RouterLosses(
+            router_aux_loss_coef=0.3, router_z_loss_coef=0.2, moe_aux_loss_scope=scope
+        ),
+        experts=ExpertsOptions(experts_implementation=implementation),
         initializer_range=0.4,
     )
     return MoEConfig(**{**values, **kwargs})
 
 
-def dense_reference(layer, x_TD):
-    """Each token through its experts, one at a time; and the auxiliary loss by its formula."""
+def dense_reference(layer, x_TD, idx=None):
+    """Each token through its experts, one at a time; and the losses by their formulas."""
     config = layer.config
-    probs = torch.softmax(x_TD @ layer.gate.weight.t(), dim=-1)
-    weights, idx = probs.topk(config.num_experts_per_tok)
-    if config.norm_topk_prob:
+    logits = x_TD @ layer.gate.weight.t()
+    probs = torch.softmax(logits, dim=-1)
+    idx = probs.topk(config.num_experts_per_tok).indices if idx is None else idx
+    weights = probs.gather(1, idx.clamp(min=0)) * (idx >= 0)
+    if config.router.norm_topk_prob:
         weights = weights / weights.sum(-1, keepdim=True)
+    latent = config.moe_latent_size is not None
+    inner = layer.fc1_latent_proj(x_TD) if latent else x_TD
     rows = []
     for token in range(len(x_TD)):
-        total = torch.zeros_like(x_TD[token])
+        total = torch.zeros_like(inner[token])
         for choice, expert in enumerate(idx[token].tolist()):
-            both = layer.experts.gate_up_proj[expert] @ x_TD[token]
+            if expert < 0:
+                continue
+            both = layer.experts.gate_up_proj[expert] @ inner[token]
             gate, up = both[:INTERMEDIATE], both[INTERMEDIATE:]
             down = layer.experts.down_proj[expert]
             total = total + weights[token, choice] * (down @ (F.silu(gate) * up))
         rows.append(total)
-    counts = torch.bincount(idx.flatten(), minlength=config.num_experts)
-    aux = config.router_aux_loss_coef * config.num_experts
+    hidden = torch.stack(rows)
+    hidden = layer.fc2_latent_proj(hidden) if latent else hidden
+    if config.shared_expert is not None:
+        state = dict(layer.named_parameters())
+        names = ("gate_proj", "up_proj", "down_proj")
+        gate, up, down = (state[f"shared_experts.{name}.weight"] for name in names)
+        shared = (F.silu(x_TD @ gate.t()) * (x_TD @ up.t())) @ down.t()
+        hidden = hidden + torch.sigmoid(x_TD @ state["shared_expert_gate.weight"].t()) * shared
+    counts = torch.bincount(idx[idx >= 0], minlength=config.num_experts)
+    aux = config.losses.router_aux_loss_coef * config.num_experts
     aux = aux * ((counts.double() / counts.sum()) * probs.mean(0)).sum()
-    return torch.stack(rows), aux, counts
+    z = config.losses.router_z_loss_coef * logits.logsumexp(-1).square().mean()
+    return hidden, aux, z, counts
+
+
+def check_against_the_reference(layer, x, **given):
+    out = layer(x, **given)
+    hidden, aux, z, counts = dense_reference(layer, x.reshape(-1, HIDDEN), *given.values())
+    assert_close(out.hidden, hidden.view(x.shape), atol=1e-10, rtol=1e-10)
+    assert_close(out.aux_loss, aux, atol=1e-12, rtol=1e-10)
+    assert_close(out.z_loss, z, atol=1e-12, rtol=1e-10)
+    assert torch.equal(out.load_E, counts)
+    factors = torch.randn_like(x)
+    inputs = [x, *layer.parameters()]
+    ours = (out.hidden * factors).sum() + out.aux_loss + out.z_loss
+    theirs = (hidden.view(x.shape) * factors).sum() + aux + z
+    ours, theirs = (torch.autograd.grad(value, inputs) for value in (ours, theirs))
+    assert_close(ours, theirs, atol=1e-10, rtol=1e-10)
+
+
+def unbalanced(config):
+    """A layer and tokens with a strong pull towards the first expert."""
+    layer = MoELayer(config, dtype=torch.float64)
+    x = torch.randn(4, 5, HIDDEN, dtype=torch.float64, requires_grad=True)
+    with torch.no_grad():
+        layer.gate.weight[0] += x.mean((0, 1)) * 4
+    return layer, x
 
 
 @pytest.mark.parametrize("norm", [True, False])
@@ -50,35 +103,49 @@ def dense_reference(layer, x_TD):
 @pytest.mark.parametrize("implementation", ["loop", "fused", "auto"])
 def test_layer_equals_the_dense_reference(seed, implementation, experts, k, norm):
     config = config_for(
+        implementation=implementation,
         num_experts=experts,
         num_experts_per_tok=k,
-        norm_topk_prob=norm,
-        experts_implementation=implementation,
+        router=RouterOptions(norm_topk_prob=norm),
     )
-    layer = MoELayer(config, dtype=torch.float64)
-    x = torch.randn(4, 5, HIDDEN, dtype=torch.float64, requires_grad=True)
-    # A strong pull towards the first expert, so that routing is far from balanced.
-    with torch.no_grad():
-        layer.gate.weight[0] += x.mean((0, 1)) * 4
-    out = layer(x)
-    hidden, aux, counts = dense_reference(layer, x.reshape(-1, HIDDEN))
-    assert_close(out.hidden, hidden.view(x.shape), atol=1e-10, rtol=1e-10)
-    assert_close(out.aux_loss, aux, atol=1e-12, rtol=1e-10)
-    assert torch.equal(out.load_E, counts)
-    factors = torch.randn_like(x)
-    inputs = [x, *layer.parameters()]
-    ours = torch.autograd.grad((out.hidden * factors).sum() + out.aux_loss, inputs)
-    theirs = torch.autograd.grad((hidden.view(x.shape) * factors).sum() + aux, inputs)
-    assert_close(ours, theirs, atol=1e-10, rtol=1e-10)
+    check_against_the_reference(*unbalanced(config))
+
+
+@pytest.mark.parametrize("latent", [None, 7])
+@pytest.mark.parametrize("shared", [None, SHARED])
+def test_shared_and_latent_experts_equal_the_dense_reference(seed, shared, latent):
+    config = config_for(shared_expert=shared, moe_latent_size=latent)
+    check_against_the_reference(*unbalanced(config))
+
+
+def test_given_choices_are_taken_and_missing_ones_skipped(seed):
+    layer, x = unbalanced(config_for())
+    idx = torch.rand(20, 8).topk(3).indices
+    idx[3, 1], idx[7, :2] = -1, -1
+    check_against_the_reference(layer, x, topk_idx_TK=idx)
+
+
+def test_replayed_choices_give_the_same_bits(seed):
+    layer, x = unbalanced(config_for())
+    first = layer(x)
+    again = layer(x, topk_idx_TK=first.topk_idx_TK)
+    assert torch.equal(first.hidden, again.hidden)
+    assert torch.equal(first.aux_loss, again.aux_loss)
 
 
 def test_names_are_those_of_transformers():
-    layer = MoELayer(config_for())
-    shapes = {name: tuple(p.shape) for name, p in layer.state_dict().items()}
+    config = config_for(shared_expert=SHARED, moe_latent_size=4)
+    shapes = {name: tuple(p.shape) for name, p in MoELayer(config).state_dict().items()}
     assert shapes == {
         "gate.weight": (8, HIDDEN),
-        "experts.gate_up_proj": (8, 2 * INTERMEDIATE, HIDDEN),
-        "experts.down_proj": (8, HIDDEN, INTERMEDIATE),
+        "experts.gate_up_proj": (8, 2 * INTERMEDIATE, 4),
+        "experts.down_proj": (8, 4, INTERMEDIATE),
+        "shared_experts.gate_proj.weight": (7, HIDDEN),
+        "shared_experts.up_proj.weight": (7, HIDDEN),
+        "shared_experts.down_proj.weight": (HIDDEN, 7),
+        "shared_expert_gate.weight": (1, HIDDEN),
+        "fc1_latent_proj.weight": (4, HIDDEN),
+        "fc2_latent_proj.weight": (HIDDEN, 4),
     }
 
 
@@ -91,11 +158,12 @@ def test_tokens_without_batch_dim_give_the_same_numbers(seed):
 
 @pytest.mark.parametrize("shape", [(0, HIDDEN), (2, 0, HIDDEN), (0, 4, HIDDEN)])
 def test_zero_tokens_give_zero_gradients(shape):
-    layer = MoELayer(config_for())
+    layer = MoELayer(config_for(shared_expert=SHARED, moe_latent_size=4))
     x = torch.empty(shape, requires_grad=True)
     out = layer(x)
-    (out.hidden.sum() + out.aux_loss).backward()
+    (out.hidden.sum() + out.aux_loss + out.z_loss).backward()
     assert out.hidden.shape == shape
+    assert x.grad.shape == shape
     assert all(not p.grad.any() for p in layer.parameters())
 
 
@@ -109,13 +177,13 @@ def test_non_contiguous_input_and_input_without_gradient_work(seed):
 
 
 def test_bf16_layer_is_close_to_the_fp32_layer(seed):
-    layer = MoELayer(config_for(), dtype=torch.bfloat16)
-    exact = MoELayer(config_for())
+    layer = MoELayer(config_for(shared_expert=SHARED), dtype=torch.bfloat16)
+    exact = MoELayer(config_for(shared_expert=SHARED))
     exact.load_state_dict(layer.state_dict())
     x = torch.randn(40, HIDDEN).bfloat16()
     out, expected = layer(x), exact(x.float())
     assert out.hidden.dtype == torch.bfloat16
-    assert out.aux_loss.dtype == torch.float32
+    assert out.aux_loss.dtype == out.z_loss.dtype == torch.float32
     assert torch.equal(out.load_E, expected.load_E)
     assert (out.hidden - expected.hidden).norm() < 2e-2 * expected.hidden.norm()
 
@@ -130,86 +198,50 @@ def test_same_input_gives_the_same_bits_twice(seed):
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-def test_wrong_shapes_are_refused():
+def test_load_is_counted_once_per_training_forward_and_not_in_evaluation(seed):
+    router = RouterOptions(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
+    layer, x = MoELayer(config_for(router=router)), torch.randn(10, HIDDEN)
+    total = layer(x).load_E + layer(x).load_E
+    assert torch.equal(layer.gate.tokens_per_expert, total)
+    layer.eval()
+    layer(x)
+    assert torch.equal(layer.gate.tokens_per_expert, total)
+
+
+@pytest.mark.parametrize("scope", ["micro_batch", "sequence", "global_batch"])
+def test_dropping_rows_changes_neither_losses_nor_load(seed, scope):
+    limited = RouterOptions(moe_expert_capacity_factor=0.5)
+    layer, x = unbalanced(config_for(scope=scope))
+    dropping = MoELayer(config_for(scope=scope, router=limited), dtype=torch.float64)
+    dropping.load_state_dict(layer.state_dict())
+    out, dropped = layer(x), dropping(x)
+    assert (dropped.topk_idx_TK < 0).any()
+    assert torch.equal(out.load_E, dropped.load_E)
+    assert torch.equal(out.aux_loss, dropped.aux_loss)
+    assert torch.equal(out.z_loss, dropped.z_loss)
+    if scope == "global_batch":
+        assert torch.equal(out.balance.counts_E, dropped.balance.counts_E)
+
+
+def test_wrong_shapes_and_dtypes_are_refused():
     with pytest.raises(ValueError, match=r"\[batch, sequence, hidden\] or \[tokens, hidden\]"):
         MoELayer(config_for())(torch.zeros(HIDDEN))
     with pytest.raises(ValueError, match="hidden_size=12"):
         MoELayer(config_for())(torch.zeros(4, 7))
     with pytest.raises(ValueError, match="pass the layer"):
-        MoELayer(config_for(moe_aux_loss_scope="sequence"))(torch.zeros(4, HIDDEN))
+        MoELayer(config_for(scope="sequence"))(torch.zeros(4, HIDDEN))
+    with pytest.raises(TypeError, match=r"torch\.float32 and got torch\.float64; convert"):
+        MoELayer(config_for())(torch.zeros(4, HIDDEN).double())
 
 
-def groups_of(rank, world_size, ep_size):
-    """The ep group of this rank, from consecutive ranks; all ranks create all groups."""
-    own = None
-    for first in range(0, world_size, ep_size):
-        ranks = list(range(first, first + ep_size))
-        group = dist.new_group(ranks)
-        own = group if rank in ranks else own
-    return own
-
-
-LAYOUTS = [(2, 2), (4, 4), (4, 2), (2, 1), (4, 1)]  # ranks, ep; dp is the quotient
-
-
-@pytest.mark.parametrize(("world_size", "ep_size"), LAYOUTS)
-@pytest.mark.parametrize("scope", ["micro_batch", "sequence"])
-@pytest.mark.parametrize("implementation", ["loop", "fused"])
-def test_ranks_equal_one_process(seed, world_size, ep_size, scope, implementation):
-    config = config_for(moe_aux_loss_scope=scope, experts_implementation=implementation)
-    whole = MoELayer(config, dtype=torch.float64)
-    # Unequal numbers of sequences; the second rank has none. Routing is unbalanced, and with a
-    # large negative row the last expert gets nothing.
-    sizes = [2, 0, 3, 1][:world_size]
-    x = torch.randn(sum(sizes), 5, HIDDEN, dtype=torch.float64)
-    x[..., 0] = 1
-    with torch.no_grad():
-        whole.gate.weight[0, 0] += 2
-        whole.gate.weight[7, 0] -= 50
-    factors = torch.randn_like(x)
-    pieces, factor_pieces = x.split(sizes), factors.split(sizes)
-
+def test_sizes_that_do_not_divide_are_refused():
     def fn(rank, world_size):
-        ep_group = groups_of(rank, world_size, ep_size)
-        layer = MoELayer(
-            config,
-            ep_group=ep_group if ep_size > 1 else None,
-            token_group=dist.group.WORLD,
-            dtype=torch.float64,
-        )
-        local = config.num_experts // ep_size
-        mine = slice(rank % ep_size * local, (rank % ep_size + 1) * local)
-        with torch.no_grad():
-            layer.gate.weight.copy_(whole.gate.weight)
-            layer.experts.gate_up_proj.copy_(whole.experts.gate_up_proj[mine])
-            layer.experts.down_proj.copy_(whole.experts.down_proj[mine])
-        own = pieces[rank].clone().requires_grad_()
-        out = layer(own)
-        ((out.hidden * factor_pieces[rank]).sum() + out.aux_loss).backward()
-        grads = [own.grad, *(p.grad for p in layer.parameters())]
-        return [t.numpy() for t in (out.hidden.detach(), out.aux_loss.detach(), out.load_E, *grads)]
-
-    ranks = [[torch.as_tensor(t) for t in values] for values in run_ranks(fn, world_size)]
-    x.requires_grad_()
-    out = whole(x)
-    ((out.hidden * factors).sum() + out.aux_loss).backward()
-    hidden, aux, load, grad_x, grad_gate, grad_gate_up, grad_down = zip(*ranks, strict=True)
-    close = dict(atol=1e-12, rtol=1e-12)
-    assert load[0][7] == 0
-    assert_close(torch.cat(hidden), out.hidden, **close)
-    assert_close(sum(aux), out.aux_loss, **close)
-    assert all(torch.equal(each, out.load_E) for each in load)
-    assert_close(torch.cat(grad_x), x.grad, **close)
-    assert_close(sum(grad_gate), whole.gate.weight.grad, **close)
-    for parts, name in ((grad_gate_up, "gate_up_proj"), (grad_down, "down_proj")):
-        replicas = [torch.cat(parts[i : i + ep_size]) for i in range(0, world_size, ep_size)]
-        assert_close(sum(replicas), getattr(whole.experts, name).grad, **close)
-
-
-def test_experts_that_do_not_divide_are_refused():
-    def fn(rank, world_size):
+        groups = MoEGroups(ep=dist.group.WORLD)
         with pytest.raises(ValueError, match="ep axis has 2 ranks but num_experts=7"):
-            MoELayer(config_for(num_experts=7), ep_group=dist.group.WORLD)
+            MoELayer(config_for(num_experts=7), groups=groups)
+        groups = MoEGroups(etp=dist.group.WORLD)
+        with pytest.raises(ValueError, match="etp axis has 2 ranks but moe_intermediate_size=5"):
+            MoELayer(config_for(), groups=groups)
 
     run_ranks(fn, 2)
 
@@ -217,7 +249,7 @@ def test_experts_that_do_not_divide_are_refused():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gpu_layer_agrees_with_the_cpu(seed, dtype):
-    config = config_for(hidden_size=64, moe_intermediate_size=32)
+    config = replace(config_for(shared_expert=SHARED), hidden_size=64, moe_intermediate_size=32)
     layer = MoELayer(config, dtype=dtype)
     on_gpu = MoELayer(config, dtype=dtype, device="cuda")
     on_gpu.load_state_dict(layer.state_dict())

@@ -1,10 +1,18 @@
+import random
+
 import pytest
 
+from moe_pipeline.checker import check
+from moe_pipeline.costs import StageCosts
 from moe_pipeline.errors import ScheduleError
+from moe_pipeline.greedy import Policy, Task, run_policy
+from moe_pipeline.rows import finish
 from moe_pipeline.schedule import Action, Kind, Schedule, add_transfers
 
 
-@pytest.mark.parametrize("text", ["2F0", "1B3", "0SEND_F1", "1RECV_F1", "12SEND_B10", "0RECV_B7"])
+@pytest.mark.parametrize(
+    "text", ["2F0", "1B3", "1I3", "0W3", "0SEND_F1", "1RECV_F1", "12SEND_B10", "0RECV_B7"]
+)
 def test_action_text_round_trips(text):
     assert str(Action.parse(text)) == text
 
@@ -44,3 +52,31 @@ def test_stages_on_one_rank_exchange_nothing():
 def test_transfers_are_not_added_twice():
     with pytest.raises(ScheduleError, match="has sends or receives already"):
         add_transfers(add_transfers(compute_only("0F0 0B0", "1F0 1B0", stages=2)))
+
+
+def test_a_message_that_would_fill_its_link_is_received_early():
+    """Rank 1 sends two messages before rank 0 wants the first."""
+    rows = ("0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3", "1F0 1F1 1F2 1F3 3F0 3F1 3F2 3F3")
+    ranks = tuple(tuple(map(Action.parse, row.split())) for row in rows)
+    bare = Schedule(name="t", num_stages=4, num_microbatches=4, ranks=ranks, has_backward=False)
+    schedule = add_transfers(bare)
+    row = text_of(schedule)[0].split()
+    assert row.index("2RECV_F0") < row.index("0F3")
+    assert check(schedule, send_buffers=1) == []
+
+
+def test_one_send_buffer_is_enough_for_any_legal_order(seed):
+    """Random orders: each rank shuffles what it may do, one microbatch after another."""
+    draw = random.Random(seed)
+    for _ in range(20):
+        p, m = draw.randint(2, 4), draw.randint(2, 5)
+        policy = Policy(
+            forward_at=tuple(draw.randint(0, 60) for _ in range(2 * p)),
+            gradient_at=tuple(draw.randint(0, 60) for _ in range(2 * p)),
+            in_flight=tuple(draw.randint(1, m) for _ in range(2 * p)),
+            weight_delay=draw.choice((0, 1000)),
+        )
+        costs = [StageCosts(forward_s=draw.randint(1, 9)) for _ in range(2 * p)]
+        task = Task(num_ranks=p, num_microbatches=m, costs=costs, memory_cap_bytes=100)
+        rows = run_policy(task, policy).rows
+        assert check(finish("t", rows, m, num_stages=2 * p), send_buffers=1) == []

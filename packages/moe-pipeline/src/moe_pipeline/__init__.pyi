@@ -1,49 +1,139 @@
+from moe_pipeline.aux_loss import BalanceTerms as BalanceTerms
+from moe_pipeline.aux_loss import global_batch_loss as global_batch_loss
+from moe_pipeline.aux_loss import global_batch_shares as global_batch_shares
+from moe_pipeline.catalog import SCHEDULES as SCHEDULES
 from moe_pipeline.checker import Problem as Problem
 from moe_pipeline.checker import check as check
+from moe_pipeline.config import ExpertsOptions as ExpertsOptions
 from moe_pipeline.config import MoEConfig as MoEConfig
+from moe_pipeline.config import RouterLosses as RouterLosses
+from moe_pipeline.config import RouterOptions as RouterOptions
+from moe_pipeline.config import SharedExpertOptions as SharedExpertOptions
+from moe_pipeline.costs import StageCosts as StageCosts
+from moe_pipeline.cross_entropy import chunked_cross_entropy as chunked_cross_entropy
+from moe_pipeline.dropout import dropout_add as dropout_add
 from moe_pipeline.errors import MoEPipelineError as MoEPipelineError
 from moe_pipeline.errors import ScheduleError as ScheduleError
 from moe_pipeline.errors import StageTransferError as StageTransferError
 from moe_pipeline.executor import PipelineExecutor as PipelineExecutor
+from moe_pipeline.expert_bias import update_expert_bias as update_expert_bias
 from moe_pipeline.experts import Experts as Experts
+from moe_pipeline.families import Family as Family
+from moe_pipeline.families import family_of as family_of
+from moe_pipeline.folding import ExpertAxes as ExpertAxes
+from moe_pipeline.folding import fold_experts as fold_experts
 from moe_pipeline.generators import forward_only as forward_only
 from moe_pipeline.generators import forward_then_backward as forward_then_backward
 from moe_pipeline.generators import one_f_one_b as one_f_one_b
+from moe_pipeline.generators_dualpipe import dualpipe as dualpipe
+from moe_pipeline.generators_dualpipe import dualpipe_v as dualpipe_v
+from moe_pipeline.generators_interleaved import interleaved_1f1b as interleaved_1f1b
+from moe_pipeline.generators_interleaved import interleaved_forward_only as interleaved_forward_only
+from moe_pipeline.generators_interleaved import (
+    interleaved_forward_then_backward as interleaved_forward_then_backward,
+)
+from moe_pipeline.generators_interleaved import looped_bfs as looped_bfs
+from moe_pipeline.generators_v import v_half as v_half
+from moe_pipeline.generators_v import v_min as v_min
+from moe_pipeline.generators_v import zbv as zbv
+from moe_pipeline.generators_zero_bubble import zb_1p as zb_1p
+from moe_pipeline.generators_zero_bubble import zb_2p as zb_2p
+from moe_pipeline.groups import MoEGroups as MoEGroups
 from moe_pipeline.layer import MoELayer as MoELayer
 from moe_pipeline.layer import MoEOutput as MoEOutput
 from moe_pipeline.picture import format_schedule as format_schedule
-from moe_pipeline.router import RoutingPlan as RoutingPlan
+from moe_pipeline.planner import plan as plan
+from moe_pipeline.recomputing import is_replaying as is_replaying
+from moe_pipeline.recomputing import recompute as recompute
+from moe_pipeline.recomputing import recompute_contexts as recompute_contexts
+from moe_pipeline.recomputing import recorded as recorded
+from moe_pipeline.rng import counter_key as counter_key
+from moe_pipeline.rng import counter_normal as counter_normal
+from moe_pipeline.rng import counter_uniform as counter_uniform
 from moe_pipeline.router import TopKRouter as TopKRouter
+from moe_pipeline.router_replay import record_routing as record_routing
+from moe_pipeline.router_replay import replay_routing as replay_routing
+from moe_pipeline.routing_plan import Routed as Routed
+from moe_pipeline.routing_plan import RoutingPlan as RoutingPlan
 from moe_pipeline.schedule import Action as Action
 from moe_pipeline.schedule import Kind as Kind
 from moe_pipeline.schedule import Schedule as Schedule
 from moe_pipeline.schedule import add_transfers as add_transfers
 from moe_pipeline.schedule_csv import from_csv as from_csv
 from moe_pipeline.schedule_csv import to_csv as to_csv
+from moe_pipeline.scope_check import check_aux_scope as check_aux_scope
+from moe_pipeline.simulator import Simulation as Simulation
+from moe_pipeline.simulator import simulate as simulate
 from moe_pipeline.stage_io import StageOutput as StageOutput
+from moe_pipeline.svg import to_svg as to_svg
+from moe_pipeline.upcycling import upcycled_state as upcycled_state
 
 __all__ = [
+    "SCHEDULES",
     "Action",
+    "BalanceTerms",
+    "ExpertAxes",
     "Experts",
+    "ExpertsOptions",
+    "Family",
     "Kind",
     "MoEConfig",
+    "MoEGroups",
     "MoELayer",
     "MoEOutput",
     "MoEPipelineError",
     "PipelineExecutor",
     "Problem",
+    "Routed",
+    "RouterLosses",
+    "RouterOptions",
     "RoutingPlan",
     "Schedule",
     "ScheduleError",
+    "SharedExpertOptions",
+    "Simulation",
+    "StageCosts",
     "StageOutput",
     "StageTransferError",
     "TopKRouter",
     "add_transfers",
     "check",
+    "check_aux_scope",
+    "chunked_cross_entropy",
+    "counter_key",
+    "counter_normal",
+    "counter_uniform",
+    "dropout_add",
+    "dualpipe",
+    "dualpipe_v",
+    "family_of",
+    "fold_experts",
     "format_schedule",
     "forward_only",
     "forward_then_backward",
     "from_csv",
+    "global_batch_loss",
+    "global_batch_shares",
+    "interleaved_1f1b",
+    "interleaved_forward_only",
+    "interleaved_forward_then_backward",
+    "is_replaying",
+    "looped_bfs",
     "one_f_one_b",
+    "plan",
+    "recompute",
+    "recompute_contexts",
+    "record_routing",
+    "recorded",
+    "replay_routing",
+    "simulate",
     "to_csv",
+    "to_svg",
+    "upcycled_state",
+    "update_expert_bias",
+    "v_half",
+    "v_min",
+    "zb_1p",
+    "zb_2p",
+    "zbv",
 ]

@@ -3,10 +3,10 @@
 Shares no code with the executor or the generators: it knows only what an action needs, makes and
 frees, and how messages travel. `check` returns every problem it finds, as data.
 
-- *complete*: each stage runs each microbatch forward once and, in training, backward once, and
-  every transfer between ranks happens once;
+- *complete*: each stage runs each microbatch forward once and, in training, backward once (whole,
+  or as its halves I and W), and every transfer between ranks happens once;
 - *dependencies*: on its rank, an action finds what it needs already made, and not yet freed
-  (an output is freed by its send, the saved activations by the backward);
+  (an output is freed by its send, the saved activations by the backward, what W needs by W);
 - *links*: the sends of one rank to another have their receives, in the same order;
 - *deadlock*: with `send_buffers` undelivered messages per link and direction at most, every rank
   reaches the end. 0 is a rendezvous: a send ends only when its receive runs. The executor's sends
@@ -22,7 +22,8 @@ from typing import final
 
 from moe_pipeline.schedule import Action, Kind, Schedule
 
-_COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
+_COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
+_HALVES = (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 _SEND = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 
 # A message: what is sent, named by the stage whose input or output gradient it is.
@@ -79,43 +80,83 @@ def check(schedule: Schedule, *, send_buffers: int = 1) -> list[Problem]:
     return problems or _deadlock(schedule, places, send_buffers)
 
 
-def _place(schedule: Schedule) -> tuple[dict[int, int], list[Problem]]:
-    """The rank of each stage, and actions that are out of range or on a second rank."""
-    places: dict[int, int] = {}
+@final
+class _Places:
+    """Which rank each microbatch of each stage lies on: where it is first mentioned."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, int], int] = {}
+        self.ranks_of: dict[int, list[int]] = defaultdict(list)
+
+    def note(self, stage: int, microbatch: int, rank: int) -> int:
+        """The rank of the two, which is `rank` when they were not known before."""
+        if rank not in self.ranks_of[stage]:
+            self.ranks_of[stage].append(rank)
+        return self._found.setdefault((stage, microbatch), rank)
+
+    def of(self, stage: int, microbatch: int) -> int:
+        """Their rank; one that is never mentioned would lie where the stage's first one does."""
+        return self._found.get((stage, microbatch), self.ranks_of[stage][0])
+
+
+def _place(schedule: Schedule) -> tuple[_Places, list[Problem]]:
+    """The rank of each stage, and actions that are out of range or on a rank too many."""
+    places = _Places()
     problems = []
     for rank, actions in enumerate(schedule.ranks):
         for index, action in enumerate(actions):
-            if not 0 <= action.stage < schedule.num_stages:
-                text = f"{action}: stage is outside 0..{schedule.num_stages - 1}"
-            elif not 0 <= action.microbatch < schedule.num_microbatches:
-                text = f"{action}: microbatch is outside 0..{schedule.num_microbatches - 1}"
-            elif places.setdefault(action.stage, rank) != rank:
-                text = f"{action}: stage {action.stage} is on rank {places[action.stage]} already"
-            else:
-                continue
-            problems.append(Problem(kind="placement", rank=rank, index=index, message=text))
-    for stage in sorted(set(range(schedule.num_stages)) - set(places)):
-        text = f"stage {stage} is on no rank"
-        problems.append(Problem(kind="placement", rank=None, index=None, message=text))
+            text = _misplaced(action, rank, schedule, places)
+            if text:
+                problem = Problem(kind="placement", rank=rank, index=index, message=text)
+                problems.append(problem)
+    for stage in range(schedule.num_stages):
+        if not places.ranks_of[stage]:
+            text = f"stage {stage} is on no rank"
+            problems.append(Problem(kind="placement", rank=None, index=None, message=text))
     return places, problems
 
 
-def _expected(schedule: Schedule, places: dict[int, int]) -> Iterator[Action]:
+def _misplaced(action: Action, rank: int, schedule: Schedule, places: _Places) -> str:
+    """What is wrong with the place of `action`, "" if nothing; notes the place if in range."""
+    stage, microbatch = action.stage, action.microbatch
+    if not 0 <= stage < schedule.num_stages:
+        return f"{action}: stage is outside 0..{schedule.num_stages - 1}"
+    if not 0 <= microbatch < schedule.num_microbatches:
+        return f"{action}: microbatch is outside 0..{schedule.num_microbatches - 1}"
+    before = places.note(stage, microbatch, rank)
+    ranks = places.ranks_of[stage]
+    if before == rank and ranks.index(rank) < schedule.copies:
+        return ""
+    if schedule.copies == 1:
+        return f"{action}: stage {stage} is on rank {ranks[0]} already"
+    if before != rank:
+        return f"{action}: microbatch {microbatch} of stage {stage} is on rank {before} already"
+    return f"{action}: stage {stage} has {schedule.copies} copies and is on ranks {ranks}"
+
+
+def _expected(schedule: Schedule, places: _Places) -> Iterator[Action]:
+    halved = {
+        (action.stage, action.microbatch)
+        for actions in schedule.ranks
+        for action in actions
+        if action.kind in _HALVES
+    }
     last = schedule.num_stages - 1
     for stage in range(schedule.num_stages):
-        kinds = [Kind.FORWARD]
-        from_before = stage > 0 and places[stage - 1] != places[stage]
-        to_next = stage < last and places[stage + 1] != places[stage]
-        kinds += [Kind.RECV_FORWARD] * from_before + [Kind.SEND_FORWARD] * to_next
-        if schedule.has_backward:
-            kinds.append(Kind.BACKWARD)
-            kinds += [Kind.SEND_BACKWARD] * from_before + [Kind.RECV_BACKWARD] * to_next
-        for kind in kinds:
-            for microbatch in range(schedule.num_microbatches):
+        for microbatch in range(schedule.num_microbatches):
+            here = places.of(stage, microbatch)
+            from_before = stage > 0 and places.of(stage - 1, microbatch) != here
+            to_next = stage < last and places.of(stage + 1, microbatch) != here
+            kinds = [Kind.FORWARD]
+            kinds += [Kind.RECV_FORWARD] * from_before + [Kind.SEND_FORWARD] * to_next
+            if schedule.has_backward:
+                kinds += _HALVES if (stage, microbatch) in halved else [Kind.BACKWARD]
+                kinds += [Kind.SEND_BACKWARD] * from_before + [Kind.RECV_BACKWARD] * to_next
+            for kind in kinds:
                 yield Action(stage, kind, microbatch)
 
 
-def _completeness(schedule: Schedule, places: dict[int, int]) -> list[Problem]:
+def _completeness(schedule: Schedule, places: _Places) -> list[Problem]:
     found = Counter(action for actions in schedule.ranks for action in actions)
     expected = set(_expected(schedule, places))
     problems = []
@@ -123,7 +164,7 @@ def _completeness(schedule: Schedule, places: dict[int, int]) -> list[Problem]:
         wanted = int(action in expected)
         if found[action] != wanted:
             text = f"{action} occurs {found[action]} times, expected {wanted}"
-            rank = places[action.stage]
+            rank = places.of(action.stage, action.microbatch)
             problems.append(Problem(kind="completeness", rank=rank, index=None, message=text))
     return problems
 
@@ -135,7 +176,16 @@ class _Effect:
     frees: tuple[_Thing, ...]
 
 
-def _effect(action: Action, schedule: Schedule, places: dict[int, int]) -> _Effect:
+# Of each transfer what it needs, makes and frees.
+_TRANSFER_EFFECTS = {
+    Kind.RECV_FORWARD: ((), ("input",), ()),
+    Kind.SEND_FORWARD: (("output",), (), ("output",)),
+    Kind.RECV_BACKWARD: (("saved",), ("output gradient",), ()),
+    Kind.SEND_BACKWARD: (("input gradient",), (), ("input gradient",)),
+}
+
+
+def _effect(action: Action, schedule: Schedule, places: _Places) -> _Effect:
     """What an action needs, makes and frees on its rank."""
     stage, microbatch = action.stage, action.microbatch
     first, last = stage == 0, stage == schedule.num_stages - 1
@@ -144,32 +194,29 @@ def _effect(action: Action, schedule: Schedule, places: dict[int, int]) -> _Effe
         return (name, owner, microbatch)
 
     def local(other: int) -> bool:
-        return places[other] == places[stage]
+        return places.of(other, microbatch) == places.of(stage, microbatch)
 
-    if action.kind is Kind.RECV_FORWARD:
-        return _Effect((), (thing("input"),), ())
-    if action.kind is Kind.SEND_FORWARD:
-        return _Effect((thing("output"),), (), (thing("output"),))
-    if action.kind is Kind.RECV_BACKWARD:
-        return _Effect((thing("saved"),), (thing("output gradient"),), ())
-    if action.kind is Kind.SEND_BACKWARD:
-        gradient = thing("input gradient")
-        return _Effect((gradient,), (), (gradient,))
+    if action.kind in _TRANSFER_EFFECTS:
+        needed, made, freed = _TRANSFER_EFFECTS[action.kind]
+        return _Effect(*(tuple(map(thing, names)) for names in (needed, made, freed)))
+    if action.kind is Kind.WEIGHT_GRADIENT:
+        kept = (thing("work on weights"),)
+        return _Effect(kept, (), kept)
     if action.kind is Kind.FORWARD:
-        needs: tuple[_Thing, ...] = () if first else (thing("input"),)
-        makes: tuple[_Thing, ...] = (thing("saved"),) if schedule.has_backward else ()
+        needs = (thing("input"),) * (not first)
+        makes = (thing("saved"),) * schedule.has_backward
         if not last:
             makes += (thing("input", stage + 1) if local(stage + 1) else thing("output"),)
         return _Effect(needs, makes, needs)
-    needs = (thing("saved"),) if last else (thing("saved"), thing("output gradient"))
-    makes = ()
+    needs = (thing("saved"), *(() if last else (thing("output gradient"),)))
+    makes = (thing("work on weights"),) * (action.kind is Kind.INPUT_GRADIENT)
     if not first:
         before = local(stage - 1)
-        makes = (thing("output gradient", stage - 1) if before else thing("input gradient"),)
+        makes += (thing("output gradient", stage - 1) if before else thing("input gradient"),)
     return _Effect(needs, makes, needs)
 
 
-def _memory(schedule: Schedule, places: dict[int, int], rank: int) -> list[Problem]:
+def _memory(schedule: Schedule, places: _Places, rank: int) -> list[Problem]:
     """Follow one rank's memory: use before making, use after freeing, making twice."""
     present: set[_Thing] = set()
     freed: set[_Thing] = set()
@@ -199,7 +246,7 @@ def _name(thing: _Thing) -> str:
     return f"{name} of stage {stage}, microbatch {microbatch}"
 
 
-def _message(action: Action, places: dict[int, int]) -> tuple[_Link, _Message] | None:
+def _message(action: Action, places: _Places) -> tuple[_Link, _Message] | None:
     """The link that a transfer uses and the message it carries; None for a computation.
 
     A transfer whose peer would be outside the pipeline or on the same rank has no link either; the
@@ -211,9 +258,11 @@ def _message(action: Action, places: dict[int, int]) -> tuple[_Link, _Message] |
     sends = action.kind in _SEND
     # Activations go from s to s + 1, gradients from s to s - 1.
     step = (1 if forward else -1) * (1 if sends else -1)
-    peer = places.get(action.stage + step)
-    here = places[action.stage]
-    if peer is None or peer == here:
+    if not places.ranks_of.get(action.stage + step):
+        return None
+    peer = places.of(action.stage + step, action.microbatch)
+    here = places.of(action.stage, action.microbatch)
+    if peer == here:
         return None
     direction = "F" if forward else "B"
     receiver_stage = action.stage + step if sends else action.stage
@@ -221,7 +270,7 @@ def _message(action: Action, places: dict[int, int]) -> tuple[_Link, _Message] |
     return link, (direction, receiver_stage, action.microbatch)
 
 
-def _links(schedule: Schedule, places: dict[int, int]) -> list[Problem]:
+def _links(schedule: Schedule, places: _Places) -> list[Problem]:
     sent: dict[_Link, list[_Message]] = defaultdict(list)
     received: dict[_Link, list[_Message]] = defaultdict(list)
     for actions in schedule.ranks:
@@ -257,7 +306,7 @@ def _describe(messages: list[_Message], at: int) -> str:
 class _Run:
     """Ranks that wait for each other's messages, and for nothing else."""
 
-    def __init__(self, schedule: Schedule, places: dict[int, int], send_buffers: int) -> None:
+    def __init__(self, schedule: Schedule, places: _Places, send_buffers: int) -> None:
         self.rows = schedule.ranks
         self.at = [0] * len(schedule.ranks)
         self._places = places
@@ -297,7 +346,7 @@ class _Run:
         return action.kind not in _SEND and transfer is not None and transfer[0] == link
 
 
-def _deadlock(schedule: Schedule, places: dict[int, int], send_buffers: int) -> list[Problem]:
+def _deadlock(schedule: Schedule, places: _Places, send_buffers: int) -> list[Problem]:
     """Let every rank run as far as it can, again and again, until all end or none moves.
 
     Messages of a link are only counted: `_links` has shown that they are received in order.

@@ -332,6 +332,12 @@ def _row_of(schedule: Schedule, stage_index: int) -> tuple[Action, ...]:
             f"0..{schedule.num_stages - 1}"
         )
     row = schedule.ranks[rank]
+    halves = [a for a in row if a.kind in (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)]
+    if halves:
+        raise ValueError(
+            f"schedule {schedule.name} splits backwards ({halves[0]}), which this executor does "
+            "not run; choose one with whole backwards such as 1f1b"
+        )
     others = sorted({action.stage for action in row} - {stage_index})
     if others or rank != stage_index:
         beside = f" beside stages {others}" if others else ""

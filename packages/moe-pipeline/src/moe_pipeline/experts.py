@@ -1,21 +1,27 @@
 """The expert MLPs of one rank, over rows sorted by expert.
 
-`y = weight * down(silu(gate(x)) * up(x))` for each routed row. Parameters have the names and
-layouts of transformers' fused experts: `gate_up_proj` [E_local, 2H, D] with the gate in the first H
-rows, and `down_proj` [E_local, D, H].
+`y = weight * (down(act(gate_up(x))) + bias)` for each routed row; `moe_pipeline.activations` says
+what `act` is. Parameters have the names and layouts of transformers' fused experts: `gate_up_proj`
+[E, 2H, D] with the gate in the first H rows (`up_proj` [E, H, D] without a gate), `down_proj`
+[E, D, H], and with biases `gate_up_proj_bias` or `up_proj_bias` [E, G] and `down_proj_bias` [E, D].
 
-Implementations, one signature:
+Implementations, one signature (`experts_function`):
 
 - `loop`: plain autograd, one product per expert and projection. Any float dtype, differentiable
   twice; the reference.
 - `fused`: `moe_pipeline.fused_experts`. Saves the least. Any float dtype.
-- `grouped_mm`: `torch.nn.functional.grouped_mm`. No fp64; D and H in multiples of 16 bytes.
+- `grouped_mm`: `moe_pipeline.grouped_experts`. No fp64; D and H in multiples of 16 bytes.
 - `auto`: what `choose_implementation` says.
+
+Under expert tensor parallelism (etp) a rank holds H / etp of each expert's gate, up and down, and
+its output is a part of the sum over the ranks; `down_proj_bias` is a parameter of rank 0 alone and
+None elsewhere, so that the sum holds it once.
 
     experts = Experts(config, num_local_experts=8)
     y_RD = experts(x_RD, (3, 0, 5, 1, 0, 0, 2, 1), topk_weights_R)
 
-Dims: R routed rows sorted by expert, D hidden, H intermediate, E local experts, G = 2H.
+Dims: R routed rows sorted by expert, D width of a row, H intermediate, E local experts, G = 2H (H
+without a gate).
 """
 
 from collections.abc import Callable, Sequence
@@ -25,129 +31,180 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_pipeline.config import MoEConfig
-from moe_pipeline.fused_experts import FusedExperts
+from moe_pipeline.activations import Activation
+from moe_pipeline.config import ExpertsOptions, MoEConfig
+from moe_pipeline.expert_weights import ExpertWeights
+from moe_pipeline.fp8_experts import fp8_experts
+from moe_pipeline.fused_experts import fused_experts
+from moe_pipeline.grad_buffers import GradBuffers
+from moe_pipeline.grouped_experts import grouped_mm_experts, grouped_mm_obstacle
 
 
 def loop_experts(
     x_RD: Tensor,
     weights_R: Tensor,
-    gate_up_EGD: Tensor,
-    down_EDH: Tensor,
+    weights: ExpertWeights,
     num_tokens_per_expert: tuple[int, ...],
+    activation: Activation,
 ) -> Tensor:
     """One product per expert and projection, with autograd's own backward."""
     # One unbind per weight: selecting expert by expert would make one full-size gradient for each.
-    experts = zip(gate_up_EGD.unbind(0), down_EDH.unbind(0), strict=True)
+    num_experts = len(num_tokens_per_expert)
+    experts = zip(
+        weights.gate_up_EGD.unbind(0),
+        weights.down_EDH.unbind(0),
+        _unbind(weights.gate_up_bias_EG, num_experts),
+        _unbind(weights.down_bias_ED, num_experts),
+        strict=True,
+    )
     rows = zip(
         torch.split(x_RD, list(num_tokens_per_expert)),
-        torch.split(weights_R, list(num_tokens_per_expert)),
+        torch.split(weights_R.unsqueeze(1), list(num_tokens_per_expert)),
         strict=True,
     )
     outputs = []
-    for (x, weights), (gate_up, down) in zip(rows, experts, strict=True):
-        gate, up = F.linear(x, gate_up).chunk(2, dim=1)
-        outputs.append(F.linear(F.silu(gate) * up * weights.unsqueeze(1), down))
+    for (x, w), (gate_up, down, gate_up_bias, down_bias) in zip(rows, experts, strict=True):
+        act = activation(F.linear(x, gate_up, gate_up_bias)) * w
+        y = F.linear(act.to(x.dtype), down)
+        outputs.append(y if down_bias is None else y + (w * down_bias).to(x.dtype))
     return torch.cat(outputs)
 
 
-def grouped_mm_experts(
-    x_RD: Tensor,
-    weights_R: Tensor,
-    gate_up_EGD: Tensor,
-    down_EDH: Tensor,
-    num_tokens_per_expert: tuple[int, ...],
-) -> Tensor:
-    """Two `grouped_mm` products over all experts, with autograd's own backward.
-
-    Raises:
-        ValueError: fp64, or D or H whose rows are not a multiple of 16 bytes.
-    """
-    obstacle = _grouped_mm_obstacle(gate_up_EGD, down_EDH)
-    if obstacle:
-        raise ValueError(
-            f"experts_implementation='grouped_mm' {obstacle}; choose 'fused' or 'loop'"
-        )
-    counts = torch.tensor(num_tokens_per_expert, dtype=torch.int32)
-    offsets = counts.cumsum(0, dtype=torch.int32).to(x_RD.device)
-    gate_up_RG = F.grouped_mm(x_RD.contiguous(), gate_up_EGD.transpose(1, 2), offs=offsets)
-    gate, up = gate_up_RG.chunk(2, dim=1)
-    act = F.silu(gate) * up * weights_R.unsqueeze(1)
-    y_RD = F.grouped_mm(act, down_EDH.transpose(1, 2), offs=offsets)
-    # grouped_mm's backward refuses an expanded gradient, such as that of `y.sum()`.
-    return _DenseGradient.apply(y_RD)  # type: ignore[no-any-return]
+def _unbind(bias: Tensor | None, num_experts: int) -> Sequence[Tensor | None]:
+    return [None] * num_experts if bias is None else bias.unbind(0)
 
 
-@final
-class _DenseGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:
-        return grad.contiguous()
-
-
-def fused_experts(
-    x_RD: Tensor,
-    weights_R: Tensor,
-    gate_up_EGD: Tensor,
-    down_EDH: Tensor,
-    num_tokens_per_expert: tuple[int, ...],
-) -> Tensor:
-    """`FusedExperts` on contiguous rows."""
-    return FusedExperts.apply(  # type: ignore[no-any-return]
-        x_RD.contiguous(), weights_R, gate_up_EGD, down_EDH, num_tokens_per_expert
-    )
-
-
-ExpertsFunction = Callable[[Tensor, Tensor, Tensor, Tensor, tuple[int, ...]], Tensor]
+ExpertsFunction = Callable[[Tensor, Tensor, ExpertWeights, tuple[int, ...], Activation], Tensor]
 
 IMPLEMENTATIONS: dict[str, ExpertsFunction] = {
     "loop": loop_experts,
     "fused": fused_experts,
     "grouped_mm": grouped_mm_experts,
+    "fp8": fp8_experts,  # chosen by `ExpertsOptions.fp8`
 }
 
 
-def choose_implementation(gate_up_EGD: Tensor, down_EDH: Tensor) -> str:
-    """What `auto` stands for, by device, dtype and sizes of the weights.
+def choose_implementation(weights: ExpertWeights, options: ExpertsOptions) -> str:
+    """The implementation that `options` name, or for `auto`, by device, dtype and sizes:
 
+    - option `fp8`: `moe_pipeline.fp8_experts`, which refuses what it cannot take.
     - CUDA in bf16, in sizes that `grouped_mm` takes: `grouped_mm`, one kernel for all experts.
-    - Everything else: `fused`. On a CPU it measured as fast as `grouped_mm` in bf16 and faster in
-      fp32 (`benchmarks/moe_pipeline_layer.py`), and saves a third as much.
+    - Everything else, and whatever has `grad_buffers`: `fused`. On a CPU it measured faster than
+      `grouped_mm` (`benchmarks/moe_pipeline_layer.py`), and saves a third as much.
 
     Not measured on CUDA by this package's benchmarks yet.
     """
-    on_gpu = gate_up_EGD.device.type == "cuda" and gate_up_EGD.dtype == torch.bfloat16
-    return "grouped_mm" if on_gpu and not _grouped_mm_obstacle(gate_up_EGD, down_EDH) else "fused"
+    if options.fp8:
+        return "fp8"
+    if options.experts_implementation != "auto":
+        return options.experts_implementation
+    on_gpu = weights.down_EDH.device.type == "cuda" and weights.down_EDH.dtype == torch.bfloat16
+    if on_gpu and weights.grad_buffers is None and not grouped_mm_obstacle(weights):
+        return "grouped_mm"
+    return "fused"
+
+
+def experts_function(
+    x_RD: Tensor,
+    weights_R: Tensor,
+    weights: ExpertWeights,
+    num_tokens_per_expert: Sequence[int],
+    options: ExpertsOptions,
+) -> Tensor:
+    """Apply each row's expert and router weight, with weights held anywhere. Not collective.
+
+    Args:
+        x_RD: [R, D] rows sorted by local expert, any strides, in the dtype of the weights.
+        weights_R: [R] router weights, any float dtype.
+        weights: the experts' weights.
+        num_tokens_per_expert: rows of each local expert; sums to R; zeros allowed.
+        options: activation and implementation. Biases are used where `weights` has them.
+
+    Returns:
+        [R, D], same dtype as `x_RD`.
+
+    Raises:
+        ValueError: shapes or counts that do not fit, or what the implementation cannot take.
+        TypeError: `x_RD` in another dtype than the weights.
+    """
+    counts = tuple(num_tokens_per_expert)
+    _check(x_RD, weights_R, weights, counts)
+    activation = Activation.of(options, interleaved=weights.interleaved)
+    function = IMPLEMENTATIONS[choose_implementation(weights, options)]
+    return function(x_RD, weights_R, weights, counts, activation)
 
 
 @final
 class Experts(nn.Module):
-    """The experts that one rank holds."""
+    """The experts that one rank holds; see the module's docstring.
+
+    With `gradient_accumulation_fusion`, backward adds the gradients of the parameters straight into
+    their `grad`; `moe_pipeline.grad_buffers` says what does not see them then.
+
+    Args:
+        config: sizes, activation, implementation.
+        num_local_experts: E; None: all experts of the layer.
+        etp_rank: which slice of each expert this rank holds.
+        etp_size: into how many slices experts are cut.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: `moe_intermediate_size` is not divisible by `etp_size`, or
+            `gradient_accumulation_fusion` with an implementation that has none.
+    """
+
+    down_proj_bias: nn.Parameter | None
 
     def __init__(
         self,
         config: MoEConfig,
         *,
         num_local_experts: int | None = None,
+        etp_rank: int = 0,
+        etp_size: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.config = config
+        options = config.experts
+        _check_options(config, etp_rank, etp_size)
         local = config.num_experts if num_local_experts is None else num_local_experts
-        d, h = config.hidden_size, config.moe_intermediate_size
-        self.gate_up_proj = nn.Parameter(torch.empty(local, 2 * h, d, device=device, dtype=dtype))
-        self.down_proj = nn.Parameter(torch.empty(local, d, h, device=device, dtype=dtype))
+        d, h = config.expert_size, config.moe_intermediate_size // etp_size
+        g = 2 * h if options.has_gate else h
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(local, *shape, device=device, dtype=dtype))
+
+        self._first = first = "gate_up_proj" if options.has_gate else "up_proj"
+        self.register_parameter(first, parameter(g, d))
+        self.down_proj = parameter(d, h)
+        if options.has_bias:
+            self.register_parameter(f"{first}_bias", parameter(g))
+            self.register_parameter("down_proj_bias", parameter(d) if etp_rank == 0 else None)
+        self._grad_buffers = GradBuffers() if options.gradient_accumulation_fusion else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw both weights from a normal distribution with `initializer_range`."""
-        nn.init.normal_(self.gate_up_proj, std=self.config.initializer_range)
-        nn.init.normal_(self.down_proj, std=self.config.initializer_range)
+        """Draw projections from a normal distribution with `initializer_range`; biases are 0."""
+        for name, parameter in self.named_parameters():
+            if name.endswith("_bias"):
+                nn.init.zeros_(parameter)
+            else:
+                nn.init.normal_(parameter, std=self.config.initializer_range)
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """The parameters, as the implementations take them."""
+        has_bias = self.config.experts.has_bias
+        return ExpertWeights(
+            gate_up_EGD=getattr(self, self._first),
+            down_EDH=self.down_proj,
+            gate_up_bias_EG=getattr(self, f"{self._first}_bias") if has_bias else None,
+            down_bias_ED=self.down_proj_bias if has_bias else None,
+            grad_buffers=self._grad_buffers,
+        )
 
     def forward(
         self, x_RD: Tensor, num_tokens_per_expert: Sequence[int], topk_weights_R: Tensor
@@ -157,54 +214,67 @@ class Experts(nn.Module):
         Args:
             x_RD: [R, D] rows sorted by local expert, in the dtype of the parameters.
             num_tokens_per_expert: rows of each local expert; sums to R; zeros allowed.
-            topk_weights_R: [R] router weights, any float dtype; taken in the dtype of `x_RD`.
+            topk_weights_R: [R] router weights, any float dtype.
 
         Returns:
-            [R, D], same dtype as `x_RD`.
+            [R, D], same dtype as `x_RD`. Under etp: this rank's part of the sum.
 
         Raises:
             ValueError: shapes or counts that do not fit.
             TypeError: `x_RD` in another dtype than the parameters.
         """
-        counts = tuple(num_tokens_per_expert)
-        self._check(x_RD, counts, topk_weights_R)
-        name = self.config.experts_implementation
-        if name == "auto":
-            name = choose_implementation(self.gate_up_proj, self.down_proj)
-        weights_R = topk_weights_R.to(x_RD.dtype)
-        return IMPLEMENTATIONS[name](x_RD, weights_R, self.gate_up_proj, self.down_proj, counts)
-
-    def _check(self, x_RD: Tensor, counts: tuple[int, ...], weights_R: Tensor) -> None:
-        local, _, d = self.gate_up_proj.shape
-        if x_RD.dim() != 2 or x_RD.shape[1] != d:
-            raise ValueError(f"experts expect [rows, {d}], got shape {tuple(x_RD.shape)}")
-        if len(counts) != local or sum(counts) != x_RD.shape[0] or min(counts, default=0) < 0:
-            raise ValueError(
-                f"num_tokens_per_expert={counts} must hold {local} counts that sum to the "
-                f"{x_RD.shape[0]} rows"
-            )
-        if weights_R.shape != x_RD.shape[:1]:
-            raise ValueError(
-                f"topk_weights_R must have one weight for each of the {x_RD.shape[0]} rows, "
-                f"got shape {tuple(weights_R.shape)}"
-            )
-        if x_RD.dtype != self.gate_up_proj.dtype:
-            raise TypeError(
-                f"experts hold {self.gate_up_proj.dtype} and got rows in {x_RD.dtype}; "
-                "convert the input or the layer"
-            )
+        return experts_function(
+            x_RD, topk_weights_R, self.weights, num_tokens_per_expert, self.config.experts
+        )
 
 
-def _grouped_mm_obstacle(gate_up_EGD: Tensor, down_EDH: Tensor) -> str | None:
-    """Why `grouped_mm` cannot take these weights, or None."""
-    dtype = gate_up_EGD.dtype
-    if dtype == torch.float64:
-        return "has no fp64"
-    _, hidden, intermediate = down_EDH.shape
-    for name, size in (("hidden_size", hidden), ("moe_intermediate_size", intermediate)):
-        if size * dtype.itemsize % 16:
-            return (
-                f"needs rows in multiples of 16 bytes, but {name}={size} in {dtype} has "
-                f"{size * dtype.itemsize}"
-            )
-    return None
+def _check_options(config: MoEConfig, etp_rank: int, etp_size: int) -> None:
+    h, options = config.moe_intermediate_size, config.experts
+    if h % etp_size:
+        raise ValueError(
+            f"etp axis has {etp_size} ranks but moe_intermediate_size={h}; choose a divisor of {h}"
+        )
+    if not 0 <= etp_rank < etp_size:
+        raise ValueError(f"etp_rank={etp_rank} is not in 0..{etp_size - 1}")
+    if options.gradient_accumulation_fusion and options.experts_implementation not in (
+        "auto",
+        "fused",
+    ):
+        raise ValueError(
+            "gradient_accumulation_fusion is of experts_implementation='fused' (or 'auto'), got "
+            f"{options.experts_implementation!r}; change one of them"
+        )
+
+
+def check_rows(x_RD: Tensor, weights: ExpertWeights) -> None:
+    """Refuse rows of another width or dtype than the weights'.
+
+    Raises:
+        ValueError: another width, or not two dims.
+        TypeError: another dtype.
+    """
+    d = weights.gate_up_EGD.shape[2]
+    if x_RD.dim() != 2 or x_RD.shape[1] != d:
+        raise ValueError(f"experts expect [rows, {d}], got shape {tuple(x_RD.shape)}")
+    if x_RD.dtype != weights.gate_up_EGD.dtype:
+        raise TypeError(
+            f"experts hold {weights.gate_up_EGD.dtype} and got rows in {x_RD.dtype}; "
+            "convert the input or the layer"
+        )
+
+
+def _check(
+    x_RD: Tensor, weights_R: Tensor, weights: ExpertWeights, counts: tuple[int, ...]
+) -> None:
+    check_rows(x_RD, weights)
+    local = weights.gate_up_EGD.shape[0]
+    if len(counts) != local or sum(counts) != x_RD.shape[0] or min(counts, default=0) < 0:
+        raise ValueError(
+            f"num_tokens_per_expert={counts} must hold {local} counts that sum to the "
+            f"{x_RD.shape[0]} rows"
+        )
+    if weights_R.shape != x_RD.shape[:1]:
+        raise ValueError(
+            f"topk_weights_R must have one weight for each of the {x_RD.shape[0]} rows, "
+            f"got shape {tuple(weights_R.shape)}"
+        )

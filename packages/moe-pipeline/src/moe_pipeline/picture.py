@@ -2,79 +2,52 @@
 
     print(format_schedule(one_f_one_b(4, 8)))
 
-The picture places each computation in the earliest time slot that its rank and its inputs allow,
-forward one slot, backward two, transfers none.
+The picture places each computation in the earliest time slot that its rank and its inputs allow:
+forward, I and W one slot, a whole backward two, transfers none (`simulate` with its default costs).
 """
 
-from moe_pipeline.errors import ScheduleError
-from moe_pipeline.schedule import COMPUTE, Action, Kind, Schedule
-
-_SLOTS = {Kind.FORWARD: 1, Kind.BACKWARD: 2}
+from moe_pipeline.schedule import Kind, Schedule
+from moe_pipeline.simulator import Simulation, simulate
 
 
 def format_schedule(schedule: Schedule) -> str:
-    """One line per rank, time to the right; `F3` forward of microbatch 3, `B3` backward.
+    """One line per rank, time to the right; `F3` forward of microbatch 3, `B3` its backward.
 
     With several stages on a rank the stage stands before: `2F3`. A dot is an idle slot.
 
     Raises:
         ScheduleError: a computation whose inputs are never made, so that it has no place in time.
     """
-    starts, length = _place_in_time(schedule)
-    several = any(len({a.stage for a in actions}) > 1 for actions in schedule.ranks)
-    labels = {a: str(a) if several else str(a)[len(str(a.stage)) :] for a in starts}
-    width = max((len(label) for label in labels.values()), default=1) + 1
-    busy = 0
-    lines = []
-    for rank, actions in enumerate(schedule.ranks):
-        cells = ["."] * length
-        for action in actions:
-            if action.kind in COMPUTE:
-                busy += _SLOTS[action.kind]
-                cells[starts[action]] = labels[action]
-                for slot in range(starts[action] + 1, starts[action] + _SLOTS[action.kind]):
-                    cells[slot] = "-"
-        lines.append(f"rank {rank} |" + "".join(f"{cell:>{width}}" for cell in cells).rstrip())
-    total = length * len(schedule.ranks)
-    head = (
-        f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_microbatches} microbatches, "
-        f"{length} slots (F 1, B 2), idle {100 * (total - busy) / max(total, 1):.1f} %"
+    found = simulate(schedule)
+    several = any(len({span.action.stage for span in row}) > 1 for row in found.spans)
+    rows = [_cells(found, rank, several) for rank in range(len(schedule.ranks))]
+    width = max((len(cell) for row in rows for cell in row), default=1) + 1
+    lines = [
+        f"rank {rank} |" + "".join(f"{cell:>{width}}" for cell in row).rstrip()
+        for rank, row in enumerate(rows)
+    ]
+    return "\n".join([_head(schedule, found), *lines])
+
+
+def _cells(found: Simulation, rank: int, several: bool) -> list[str]:
+    cells = ["."] * int(found.makespan_s)
+    for span in found.spans[rank]:
+        action = span.action
+        label = str(action) if several else f"{action.kind.value}{action.microbatch}"
+        start, end = int(span.start_s), int(span.end_s)
+        cells[start:end] = [label, *["-"] * (end - start - 1)]
+    return cells
+
+
+def _head(schedule: Schedule, found: Simulation) -> str:
+    kinds = {span.action.kind for row in found.spans for span in row}
+    sizes = {Kind.FORWARD: "F 1", Kind.BACKWARD: "B 2"}
+    if Kind.INPUT_GRADIENT in kinds:
+        sizes |= {Kind.INPUT_GRADIENT: "I 1", Kind.WEIGHT_GRADIENT: "W 1"}
+    ranks = len(schedule.ranks)
+    on = "" if ranks == schedule.num_stages else f" on {ranks} ranks"
+    return (
+        f"{schedule.name}: {schedule.num_stages} stages{on}, {schedule.num_microbatches} "
+        f"microbatches, {int(found.makespan_s)} slots ({', '.join(sizes.values())}), "
+        f"idle {100 * found.bubble:.1f} %"
     )
-    return "\n".join([head, *lines])
-
-
-def _place_in_time(schedule: Schedule) -> tuple[dict[Action, int], int]:
-    rows = [[a for a in actions if a.kind in COMPUTE] for actions in schedule.ranks]
-    starts: dict[Action, int] = {}
-    free_at = [0] * len(rows)
-    at = [0] * len(rows)
-    moved = True
-    while moved:
-        moved = False
-        for rank, row in enumerate(rows):
-            while at[rank] < len(row):
-                action = row[at[rank]]
-                before = _inputs(action, schedule)
-                if any(other not in starts for other in before):
-                    break
-                ready = [starts[other] + _SLOTS[other.kind] for other in before]
-                starts[action] = max([free_at[rank], *ready])
-                free_at[rank] = starts[action] + _SLOTS[action.kind]
-                at[rank] += 1
-                moved = True
-    stuck = [row[i] for row, i in zip(rows, at, strict=True) if i < len(row)]
-    if stuck:
-        raise ScheduleError(
-            f"schedule {schedule.name} cannot be drawn: {', '.join(map(str, stuck))} wait for ever"
-        )
-    return starts, max(free_at, default=0)
-
-
-def _inputs(action: Action, schedule: Schedule) -> list[Action]:
-    stage, microbatch = action.stage, action.microbatch
-    if action.kind is Kind.FORWARD:
-        return [Action(stage - 1, Kind.FORWARD, microbatch)] if stage > 0 else []
-    before = [Action(stage, Kind.FORWARD, microbatch)]
-    if stage < schedule.num_stages - 1:
-        before.append(Action(stage + 1, Kind.BACKWARD, microbatch))
-    return before

@@ -6,6 +6,8 @@ knows nothing about the policy. The text of an action follows torch's grammar
 
     2F0        stage 2 runs forward on microbatch 0
     1B3        stage 1 runs backward on microbatch 3
+    1I3        the half of it that makes the gradient of the stage's input
+    1W3        the half that makes the gradients of its weights
     0SEND_F1   stage 0 sends the outputs of microbatch 1 to stage 1
     1RECV_F1   stage 1 receives them
     1SEND_B1   stage 1 sends their gradients to stage 0
@@ -15,7 +17,9 @@ knows nothing about the policy. The text of an action follows torch's grammar
 """
 
 import re
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -27,13 +31,15 @@ class Kind(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    INPUT_GRADIENT = "I"
+    WEIGHT_GRADIENT = "W"
     SEND_FORWARD = "SEND_F"
     RECV_FORWARD = "RECV_F"
     SEND_BACKWARD = "SEND_B"
     RECV_BACKWARD = "RECV_B"
 
 
-COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD})
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT})
 _KINDS = {kind.value: kind for kind in Kind}
 _TEXT = re.compile(r"(\d+)([A-Z_]+)(\d+)")
 
@@ -76,6 +82,10 @@ class Schedule:
         num_microbatches: microbatches of a step, numbered from 0.
         ranks: for each rank its actions.
         has_backward: whether each forward is to be followed by a backward.
+        copies: on how many ranks a stage may lie, each running some of the microbatches (DualPipe:
+            2). Whoever runs such a schedule adds up the copies' gradients.
+        paired: forwards that may run together with the backward that follows them on their rank,
+            so that one hides the other's communication. Running the two in turn is right as well.
     """
 
     name: str
@@ -83,47 +93,155 @@ class Schedule:
     num_microbatches: int
     ranks: tuple[tuple[Action, ...], ...]
     has_backward: bool = True
+    copies: int = 1
+    paired: frozenset[Action] = frozenset()
 
     def stage_ranks(self) -> dict[int, int]:
         """Which rank each stage lies on: the first rank that computes it."""
         found: dict[int, int] = {}
+        for (stage, _), rank in self.places().items():
+            found.setdefault(stage, rank)
+        return found
+
+    def places(self) -> dict[tuple[int, int], int]:
+        """The rank of each (stage, microbatch): the first rank that computes it."""
+        found: dict[tuple[int, int], int] = {}
         for rank, actions in enumerate(self.ranks):
             for action in actions:
                 if action.kind in COMPUTE:
-                    found.setdefault(action.stage, rank)
+                    found.setdefault((action.stage, action.microbatch), rank)
         return found
+
+
+# What a computation takes from another rank, and what it gives: (receive, send, towards stage).
+_FLOW = {
+    Kind.FORWARD: (Kind.RECV_FORWARD, Kind.SEND_FORWARD, 1),
+    Kind.BACKWARD: (Kind.RECV_BACKWARD, Kind.SEND_BACKWARD, -1),
+    Kind.INPUT_GRADIENT: (Kind.RECV_BACKWARD, Kind.SEND_BACKWARD, -1),
+}
+_SLOTS = {Kind.BACKWARD: 2}  # all others take one
+# Sending rank, receiving rank, and the kind of the receive.
+_Link = tuple[int, int, Kind]
 
 
 def add_transfers(schedule: Schedule) -> Schedule:
     """Insert the sends and receives that a compute-only schedule implies.
 
-    A send follows the computation that makes the tensors at once; a receive stands directly before
-    the computation that needs them. Neighbouring stages on one rank exchange nothing.
+    A send follows the computation that makes the tensors. A receive stands before the computation
+    that needs them; earlier, as late as can be, where a link would otherwise have to hold two
+    messages. So one send buffer for each link is enough, whatever the order of the computations.
+    Neighbouring stages on one rank exchange nothing.
 
     Raises:
         ScheduleError: the schedule has transfers already.
     """
     if any(action.kind not in COMPUTE for actions in schedule.ranks for action in actions):
         raise ScheduleError(f"schedule {schedule.name} has sends or receives already")
-    places = schedule.stage_ranks()
-    ranks = tuple(
-        tuple(part for action in actions for part in _surround(action, places))
-        for actions in schedule.ranks
-    )
+    lowering = _Lowering(schedule)
+    ranks = tuple(tuple(lowering.row(rank)) for rank in range(len(schedule.ranks)))
     return replace(schedule, ranks=ranks)
 
 
-def _surround(action: Action, places: dict[int, int]) -> Iterable[Action]:
-    stage, microbatch = action.stage, action.microbatch
-    if action.kind is Kind.FORWARD:
-        source, target = stage - 1, stage + 1
-        recv, send = Kind.RECV_FORWARD, Kind.SEND_FORWARD
-    else:
-        source, target = stage + 1, stage - 1
-        recv, send = Kind.RECV_BACKWARD, Kind.SEND_BACKWARD
-    here = places[stage]
-    if places.get(source, here) != here:
-        yield Action(stage, recv, microbatch)
-    yield action
-    if places.get(target, here) != here:
-        yield Action(stage, send, microbatch)
+class _Lowering:
+    """Finds a place for every receive.
+
+    Why one buffer is enough: put each action at a moment of a run in which no message waits for a
+    buffer: computations at their start, sends at the end of theirs, receives not before their
+    send and, by their place in the row, before the next send on their link. Every action then waits
+    for earlier moments only, the next send for this receive included, so none waits for itself.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._rows = schedule.ranks
+        self._places = schedule.places()
+        self._starts = _start_slots(schedule, self._places)
+        self._links: dict[_Link, list[tuple[int, Action]]] = defaultdict(list)
+        for rank, actions in enumerate(schedule.ranks):
+            for action in actions:
+                to = self._peer(action, towards=1)
+                if to is not None:
+                    recv, _, step = _FLOW[action.kind]
+                    receive = Action(action.stage + step, recv, action.microbatch)
+                    self._links[rank, to, recv].append((self._end(action), receive))
+
+    def row(self, rank: int) -> Iterator[Action]:
+        """The actions of `rank` with its receives and sends."""
+        gaps = self._receives(rank)
+        for index, action in enumerate(self._rows[rank]):
+            yield from (receive for _, late, receive in gaps[index] if late)
+            yield action
+            yield from (receive for _, late, receive in gaps[index + 1] if not late)
+            if self._peer(action, towards=1) is not None:
+                yield Action(action.stage, _FLOW[action.kind][1], action.microbatch)
+
+    def _peer(self, action: Action, *, towards: int) -> int | None:
+        """The rank that gets (1) or gives (-1) a message of `action`; None: there is no message."""
+        if action.kind not in _FLOW:
+            return None
+        here = self._places[action.stage, action.microbatch]
+        step = _FLOW[action.kind][2] * towards
+        there = self._places.get((action.stage + step, action.microbatch), here)
+        return None if there == here else there
+
+    def _end(self, action: Action) -> int:
+        return self._starts.get(action, 0) + _SLOTS.get(action.kind, 1)
+
+    def _receives(self, rank: int) -> dict[int, list[tuple[int, bool, Action]]]:
+        """By index of the computation that they stand before: (sent at, after the send?, receive).
+
+        A receive that must make room before the computation in front of it has ended stands before
+        that one's send, all others after it.
+        """
+        row = self._rows[rank]
+        gaps: dict[int, list[tuple[int, bool, Action]]] = defaultdict(list)
+        users: dict[Action, int] = {}
+        for index, action in enumerate(row):
+            if self._peer(action, towards=-1) is not None:
+                receive = Action(action.stage, _FLOW[action.kind][0], action.microbatch)
+                users.setdefault(receive, index)
+        starts = [self._starts.get(action, 0) for action in row]
+        for (_, to, _), messages in self._links.items():
+            if to == rank:
+                place, next_sent = len(row), None
+                for sent, receive in reversed(messages):
+                    place = min(place, users.pop(receive, place))
+                    late = True
+                    if next_sent is not None and self._starts:
+                        place = min(place, bisect_left(starts, next_sent))
+                        late = place == 0 or self._end(row[place - 1]) < next_sent
+                    gaps[place].append((sent, late, receive))
+                    next_sent = sent
+        for receive, index in users.items():  # never sent: the checker will say so
+            gaps[index].append((0, True, receive))
+        for gap in gaps.values():
+            gap.sort(key=lambda entry: entry[0])
+        return gaps
+
+
+def _start_slots(schedule: Schedule, places: dict[tuple[int, int], int]) -> dict[Action, int]:
+    """The earliest start of every computation, F, I and W one slot each; empty when some never can.
+
+    Neither the simulator nor the checker use this, and both are held against what comes of it.
+    """
+    starts: dict[Action, int] = {}
+    ends: dict[tuple[int, int, int], int] = {}
+    at, now = [0] * len(schedule.ranks), [0] * len(schedule.ranks)
+    waiting = list(range(len(schedule.ranks)))
+    while waiting:
+        rank = waiting.pop()
+        row = schedule.ranks[rank]
+        while at[rank] < len(row):
+            action = row[at[rank]]
+            step = _FLOW[action.kind][2] if action.kind in _FLOW else 0
+            source = (action.stage - step, action.microbatch)
+            need = (*source, step)
+            if step and source in places and need not in ends:
+                break
+            starts[action] = max(now[rank], ends.get(need, 0) if step else 0)
+            now[rank] = starts[action] + _SLOTS.get(action.kind, 1)
+            at[rank] += 1
+            if step:
+                ends[action.stage, action.microbatch, step] = now[rank]
+                waiting.append(places.get((action.stage + step, action.microbatch), rank))
+    done = all(i == len(row) for i, row in zip(at, schedule.ranks, strict=True))
+    return starts if done else {}

@@ -71,6 +71,7 @@ def build_stage(config: Config, model: Qwen3MoeConfig, parallel: Parallel) -> De
         aux_loss_coef=model.router_aux_loss_coef,
         aux_loss_scope=config.model.router_aux_loss_scope,
         experts_implementation=config.model.experts_implementation,
+        recompute=config.train.recompute == "layers",
         device=parallel.device,
         dtype=_DTYPES[config.train.dtype],
     )

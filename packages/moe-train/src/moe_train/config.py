@@ -166,6 +166,11 @@ class TrainConfig(Table):
     master_weights: bool = key(
         "keep float32 copies of bfloat16 parameters in the optimizer", default=False
     )
+    recompute: Literal["none", "layers"] = key(
+        "what is computed again in the backward instead of being kept: nothing, or each decoder "
+        "layer (tokens keep their experts)",
+        default="none",
+    )
     validation_interval_steps: int = key(
         "steps between validations; 0 validates only at the end",
         unit="steps",

@@ -16,7 +16,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_pipeline import MoEConfig, MoELayer, MoEOutput, StageOutput
+from moe_pipeline import (
+    ExpertsOptions,
+    MoEConfig,
+    MoEGroups,
+    MoELayer,
+    MoEOutput,
+    RouterLosses,
+    RouterOptions,
+    StageOutput,
+    recompute,
+)
 from moe_train.model.config import Qwen3MoeConfig
 from moe_train.model.layers import (
     Attention,
@@ -39,6 +49,7 @@ class StageOptions:
         ep_group: ranks that share the experts; None when this rank holds all of them.
         token_group: ranks that hold other tokens of the same micro-batch (auxiliary loss).
         num_microbatches: micro-batches of a step; the auxiliary loss is their mean.
+        recompute: in training, keep each layer's input only and compute the rest again.
     """
 
     layers: range
@@ -50,6 +61,7 @@ class StageOptions:
     aux_loss_coef: float = 0.0
     aux_loss_scope: str = "micro_batch"
     experts_implementation: str = "auto"
+    recompute: bool = False
     device: torch.device | None = None
     dtype: torch.dtype = torch.float32
 
@@ -86,8 +98,7 @@ class DecoderLayer(nn.Module):
         if config.is_sparse(layer):
             self.mlp = MoELayer(
                 moe_config(config, options),
-                ep_group=options.ep_group,
-                token_group=options.token_group,
+                groups=MoEGroups(ep=options.ep_group, tokens=options.token_group),
                 device=device,
                 dtype=dtype,
             )
@@ -183,7 +194,10 @@ class DecoderStage(nn.Module):
         )
         aux_losses: list[Tensor] = []
         for name, layer in self.model.layers.items():
-            x_BSd, routed = layer(x_BSd, context, cache)
+            if options.recompute and self.training and torch.is_grad_enabled():
+                x_BSd, routed = recompute(layer, x_BSd, context, None)
+            else:
+                x_BSd, routed = layer(x_BSd, context, cache)
             if routed is not None and self.training:
                 aux_losses.append(routed.aux_loss)
                 self._count(int(name), routed.load_E)
@@ -220,10 +234,11 @@ def moe_config(config: Qwen3MoeConfig, options: StageOptions) -> MoEConfig:
         moe_intermediate_size=config.moe_intermediate_size,
         num_experts=config.num_experts,
         num_experts_per_tok=config.num_experts_per_tok,
-        norm_topk_prob=config.norm_topk_prob,
-        router_aux_loss_coef=options.aux_loss_coef,
-        moe_aux_loss_scope=options.aux_loss_scope,
-        experts_implementation=options.experts_implementation,
+        router=RouterOptions(norm_topk_prob=config.norm_topk_prob),
+        losses=RouterLosses(
+            router_aux_loss_coef=options.aux_loss_coef, moe_aux_loss_scope=options.aux_loss_scope
+        ),
+        experts=ExpertsOptions(experts_implementation=options.experts_implementation),
     )
 
 

@@ -1,0 +1,33 @@
+"""Every named schedule, by name: `SCHEDULES[name](ranks, microbatches)`.
+
+schedule = SCHEDULES["zbv"](4, 8)
+"""
+
+from collections.abc import Callable
+
+from moe_pipeline.generators import GENERATORS
+from moe_pipeline.generators_dualpipe import dualpipe, dualpipe_v
+from moe_pipeline.generators_interleaved import (
+    interleaved_1f1b,
+    interleaved_forward_only,
+    interleaved_forward_then_backward,
+    looped_bfs,
+)
+from moe_pipeline.generators_v import v_half, v_min, zbv
+from moe_pipeline.generators_zero_bubble import zb_1p, zb_2p
+from moe_pipeline.schedule import Schedule
+
+SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
+    **GENERATORS,
+    "interleaved_1f1b": interleaved_1f1b,
+    "looped_bfs": looped_bfs,
+    "interleaved_forward_then_backward": interleaved_forward_then_backward,
+    "interleaved_forward_only": interleaved_forward_only,
+    "zb_1p": zb_1p,
+    "zb_2p": zb_2p,
+    "zbv": zbv,
+    "v_half": v_half,
+    "v_min": v_min,
+    "dualpipe": dualpipe,
+    "dualpipe_v": dualpipe_v,
+}

@@ -1,0 +1,143 @@
+"""Expert tensor parallelism: ranks that hold slices of the same experts share their rows.
+
+Each rank of the group brings the rows that its own dispatch gave it, for the same local experts.
+All of them pass the slice of every rank, and the partial results are summed where the row came
+from. Ranks may bring any number of rows, also none.
+
+Invariant: a rank gets its results in the order of its rows, and with the sum over slices they are
+those of one rank with whole experts.
+
+    layout = share_counts(num_tokens_per_expert, group=etp_group)
+    x_SD, weights_S = gather_rows(x_RD, weights_R, layout)
+    partial_SD = experts(x_SD, layout.num_tokens_per_expert, weights_S)
+    y_RD = return_rows(partial_SD, layout)
+
+Dims: R rows of this rank, S rows of the group, W its ranks, E local experts, D width of a row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from comm_collectives import all_gather, reduce_scatter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SharedLayout:
+    """Whose rows lie where, after the rows of all ranks are sorted by expert. Holds no gradient.
+
+    Attributes:
+        rows_of_rank: rows that each rank of the group brings; their sum is S.
+        num_tokens_per_expert: rows of each local expert over the group; their sum is S.
+        to_experts_S: int64 [S], where each sorted row stands among the rows by rank.
+        to_ranks_S: the inverse permutation.
+        group: the ranks.
+        timeout_s: limit for each exchange.
+    """
+
+    rows_of_rank: tuple[int, ...]
+    num_tokens_per_expert: tuple[int, ...]
+    to_experts_S: Tensor
+    to_ranks_S: Tensor
+    group: ProcessGroup
+    timeout_s: float | None
+
+
+def share_counts(
+    num_tokens_per_expert: Sequence[int],
+    *,
+    group: ProcessGroup,
+    device: torch.device | str | None = None,
+    timeout_s: float | None = None,
+) -> SharedLayout:
+    """Tell the group how many rows this rank has for each expert. Collective, of integers only.
+
+    Args:
+        num_tokens_per_expert: E counts; the same E on every rank.
+        group: the ranks that hold slices of these experts.
+        device: of the rows.
+        timeout_s: limit for this exchange and those of the rows.
+    """
+    own_1E = torch.tensor([list(num_tokens_per_expert)], dtype=torch.int64)
+    own_1E = own_1E.to(device) if device is not None else own_1E
+    counts_WE = all_gather(own_1E, group=group, timeout_s=timeout_s).cpu()
+    order_S = rows_by_expert(counts_WE)
+    return SharedLayout(
+        rows_of_rank=tuple(counts_WE.sum(dim=1).tolist()),
+        num_tokens_per_expert=tuple(counts_WE.sum(dim=0).tolist()),
+        to_experts_S=order_S.to(own_1E.device),
+        to_ranks_S=torch.argsort(order_S).to(own_1E.device),
+        group=group,
+        timeout_s=timeout_s,
+    )
+
+
+def rows_by_expert(counts_WE: Tensor) -> Tensor:
+    """Where rows sorted by expert, then rank, stand among rows sorted by rank, then expert.
+
+    Args:
+        counts_WE: int64 [W, E], rows of each rank for each expert.
+
+    Returns:
+        int64 [S], a permutation.
+    """
+    num_ranks, num_experts = counts_WE.shape
+    expert_WE = torch.arange(num_experts).expand(num_ranks, num_experts)
+    expert_S = torch.repeat_interleave(expert_WE.reshape(-1), counts_WE.reshape(-1))
+    return torch.sort(expert_S, stable=True).indices
+
+
+def gather_rows(x_RD: Tensor, weights_R: Tensor, layout: SharedLayout) -> tuple[Tensor, Tensor]:
+    """Return the rows of all ranks and their weights, sorted by expert, then rank.
+
+    Collective over the layout's group, and so is the backward, which sums over the ranks.
+
+    Args:
+        x_RD: [R, D] rows of this rank, sorted by expert.
+        weights_R: [R] their weights.
+        layout: of their counts.
+
+    Returns:
+        [S, D] and [S].
+    """
+    x_SD = all_gather(x_RD, group=layout.group, timeout_s=layout.timeout_s)
+    weights_S = all_gather(weights_R, group=layout.group, timeout_s=layout.timeout_s)
+    to, back = layout.to_experts_S, layout.to_ranks_S
+    return _Permutation.apply(x_SD, to, back), _Permutation.apply(weights_S, to, back)
+
+
+def return_rows(partial_SD: Tensor, layout: SharedLayout) -> Tensor:
+    """Sum the slices' results over the ranks, and return those of this rank's rows.
+
+    Collective over the layout's group, and so is the backward.
+
+    Args:
+        partial_SD: [S, D], results of this rank's slice, in the order of `gather_rows`.
+        layout: as given there.
+
+    Returns:
+        [R, D], in the order of this rank's rows.
+    """
+    by_rank_SD = _Permutation.apply(partial_SD, layout.to_ranks_S, layout.to_experts_S)
+    return reduce_scatter(
+        by_rank_SD, splits=layout.rows_of_rank, group=layout.group, timeout_s=layout.timeout_s
+    )
+
+
+@final
+class _Permutation(torch.autograd.Function):
+    """`x[order]`, whose gradient is `grad[inverse]`: autograd itself would add into zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(order, inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        order, inverse = ctx.saved_tensors
+        return _Permutation.apply(grad, inverse, order), None, None

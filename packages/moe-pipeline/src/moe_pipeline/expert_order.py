@@ -1,0 +1,46 @@
+"""Routed rows in the order in which experts take them.
+
+    order = ExpertOrder.of(topk_idx_TK, num_experts=8)
+    x_RD = x_TD[order.choice_R // topk_idx_TK.shape[1]]
+
+Dims: T tokens, K choices, R choices of an expert, sorted by expert and among them by token.
+"""
+
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+
+@final
+class ExpertOrder(NamedTuple):
+    """Which choice each row is.
+
+    Attributes:
+        choice_R: int64 [R], index of the choice in the flattened [T, K]; token t is `choice // K`.
+        num_tokens_per_expert: rows of each expert.
+    """
+
+    choice_R: Tensor
+    num_tokens_per_expert: tuple[int, ...]
+
+    @classmethod
+    def of(cls, topk_idx_TK: Tensor, *, num_experts: int) -> "ExpertOrder":
+        """Sort the choices. On CUDA it waits for the counts.
+
+        Args:
+            topk_idx_TK: int64 [T, K] in 0..num_experts-1, or -1: no expert.
+            num_experts: experts of this rank, all that tokens may choose.
+
+        Raises:
+            ValueError: a number that is no expert's.
+        """
+        flat = topk_idx_TK.reshape(-1)
+        order = torch.argsort(flat, stable=True)
+        counts = torch.bincount(flat + 1, minlength=num_experts + 1).tolist()
+        if len(counts) > num_experts + 1:
+            raise ValueError(
+                f"topk_idx names expert {len(counts) - 2}, but there are {num_experts} experts; "
+                f"use 0..{num_experts - 1}, or -1 for none"
+            )
+        return cls(order[counts[0] :], tuple(counts[1:]))

@@ -1,0 +1,64 @@
+"""Which ranks share experts: the experts' own axes, folded over the ranks of attention's axes.
+
+Attention divides ranks into dp x tp (x cp), the experts of an MoE layer divide the same ranks into
+expert-dp x ep x etp, with no relation between the two but the set of ranks. Pure arithmetic, the
+same on every rank; making the process groups is up to the caller.
+
+    axes = fold_experts(range(8), ep_size=2, etp_size=2)
+    axes.ep        # ((0, 2), (1, 3), (4, 6), (5, 7)): each spreads all experts over its ranks
+    axes.etp       # ((0, 1), (2, 3), (4, 5), (6, 7)): each spreads the slices of its experts
+    axes.expert_dp # ((0, 4), (1, 5), (2, 6), (3, 7)): hold the same; sum their experts' gradients
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertAxes:
+    """The groups of ranks along each axis; every rank is in one group of each.
+
+    Attributes:
+        ep: for `MoEGroups.ep`.
+        etp: for `MoEGroups.etp`.
+        expert_dp: ranks that hold the same slices of the same experts: the gradients of
+            `MoELayer.experts` are to be summed over them, those of all other parameters of the
+            layer over `MoEGroups.tokens`.
+    """
+
+    ep: tuple[tuple[int, ...], ...]
+    etp: tuple[tuple[int, ...], ...]
+    expert_dp: tuple[tuple[int, ...], ...]
+
+
+def fold_experts(ranks: Sequence[int], *, ep_size: int = 1, etp_size: int = 1) -> ExpertAxes:
+    """Lay expert-dp x ep x etp over ranks; neighbours are in one etp group. Not collective.
+
+    Args:
+        ranks: all ranks of one pipeline stage, in the order in which axes are to be laid.
+        ep_size: ranks over which the experts are split.
+        etp_size: ranks over which each expert is split.
+
+    Raises:
+        ValueError: the sizes do not divide the number of ranks, or a rank comes twice.
+    """
+    if ep_size < 1 or etp_size < 1:
+        raise ValueError(f"ep_size={ep_size} and etp_size={etp_size} must be at least 1")
+    if len(set(ranks)) != len(ranks):
+        raise ValueError(f"ranks={list(ranks)} holds a rank twice; give each once")
+    block = ep_size * etp_size
+    if len(ranks) % block:
+        raise ValueError(
+            f"ep_size={ep_size} x etp_size={etp_size} = {block} does not divide the "
+            f"{len(ranks)} ranks; choose sizes whose product does"
+        )
+    blocks = [tuple(ranks[first : first + block]) for first in range(0, len(ranks), block)]
+    return ExpertAxes(
+        ep=tuple(each[slot::etp_size] for each in blocks for slot in range(etp_size)),
+        etp=tuple(
+            each[slot * etp_size : (slot + 1) * etp_size]
+            for each in blocks
+            for slot in range(ep_size)
+        ),
+        expert_dp=tuple(zip(*blocks, strict=True)),
+    )

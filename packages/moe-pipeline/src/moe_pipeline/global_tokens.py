@@ -1,0 +1,69 @@
+"""The tokens of a global micro-batch side by side, for choices that depend on all of them.
+
+Every rank sees the same rows in the same order and makes the same decision, so that nothing more
+has to be exchanged and no layout decides otherwise than one process.
+
+    everyone = gather_tokens([scores_TE], groups, token_ids_T)
+    (scores_GE,) = everyone.rows
+    own_TE = decide(scores_GE)[everyone.own_T]
+
+Dims: T tokens of this rank, G tokens of the global micro-batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from comm_collectives import all_gather
+from moe_pipeline.groups import MoEGroups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GlobalTokens:
+    """What `gather_tokens` returns.
+
+    Attributes:
+        rows: the tensors [G, ...] of all tokens, in token order.
+        own_T: int64 [T], where this rank's tokens stand there.
+    """
+
+    rows: tuple[Tensor, ...]
+    own_T: Tensor
+
+
+def gather_tokens(
+    rows: Sequence[Tensor], groups: MoEGroups, token_ids_T: Tensor | None
+) -> GlobalTokens:
+    """Bring together the rows of all ranks of `groups.tokens`, in token order.
+
+    Tokens are ordered by `token_ids_T`; without it, and among equal ids, by rank and then by place.
+    Not differentiable. Collective over `groups.tokens` (one all-gather for each tensor and one for
+    the order), on every rank whatever its number of tokens; without that group no communication.
+
+    Args:
+        rows: tensors [T, ...].
+        groups: of the layer.
+        token_ids_T: integers [T], each token's number in the global micro-batch; on every rank or
+            on none.
+    """
+    num_tokens = rows[0].shape[0]
+    group, own_rank = groups.tokens, 0
+    place_T2 = torch.zeros(num_tokens, 2, dtype=torch.int64, device=rows[0].device)
+    if token_ids_T is not None:
+        place_T2[:, 1] = token_ids_T
+    with torch.no_grad():
+        if group is not None:
+            own_rank = dist.get_rank(group)
+            place_T2[:, 0] = own_rank
+            place_T2 = all_gather(place_T2, group=group, timeout_s=groups.timeout_s)
+            rows = [all_gather(each, group=group, timeout_s=groups.timeout_s) for each in rows]
+        rank_G, id_G = place_T2.unbind(1)
+        order_G = torch.argsort(id_G, stable=True)
+        position_G = torch.empty_like(order_G)
+        position_G[order_G] = torch.arange(len(order_G), device=order_G.device)
+        return GlobalTokens(
+            rows=tuple(each[order_G] for each in rows), own_T=position_G[rank_G == own_rank]
+        )

@@ -1,0 +1,61 @@
+"""All of a layer's experts on one rank, over tokens instead of routed rows.
+
+The same numbers as `comm_collectives.dispatch`, `experts_function` and `combine` without a group,
+and less memory: `fused` saves the tokens and gathers their rows when it needs them, instead of
+saving k rows for each token.
+
+    out_TD = token_experts_function(x_TD, topk_idx_TK, topk_weights_TK, weights, options)
+
+Dims: T tokens, K choices, R routed rows sorted by expert, D width of a row, E experts.
+"""
+
+from torch import Tensor
+
+from comm_collectives import combine, dispatch
+from moe_pipeline.activations import Activation
+from moe_pipeline.config import ExpertsOptions
+from moe_pipeline.expert_order import ExpertOrder
+from moe_pipeline.expert_weights import ExpertWeights
+from moe_pipeline.experts import check_rows, choose_implementation, experts_function
+from moe_pipeline.fused_experts import fused_token_experts
+
+
+def token_experts_function(
+    x_TD: Tensor,
+    topk_idx_TK: Tensor,
+    topk_weights_TK: Tensor,
+    weights: ExpertWeights,
+    options: ExpertsOptions,
+) -> Tensor:
+    """Send each token through its experts and sum what they return. Not collective.
+
+    Args:
+        x_TD: [T, D] in the dtype of the weights.
+        topk_idx_TK: int64 [T, K] in 0..E-1, or -1 for none.
+        topk_weights_TK: [T, K] router weights, any float dtype.
+        weights: of all E experts.
+        options: activation and implementation.
+
+    Returns:
+        [T, D], same dtype as `x_TD`; zeros for a token without experts.
+
+    Raises:
+        ValueError: shapes that do not fit, an unknown expert, or what the implementation cannot
+            take.
+        TypeError: `x_TD` in another dtype than the weights.
+    """
+    num_experts = weights.down_EDH.shape[0]
+    if choose_implementation(weights, options) != "fused":
+        there = dispatch(x_TD, topk_idx_TK, topk_weights_TK, num_experts=num_experts)
+        counts = there.num_tokens_per_expert
+        y_RD = experts_function(there.x, there.topk_weights, weights, counts, options)
+        return combine(y_RD, there.handle)
+    check_rows(x_TD, weights)
+    if topk_idx_TK.shape != topk_weights_TK.shape or topk_idx_TK.shape[:1] != x_TD.shape[:1]:
+        raise ValueError(
+            f"topk_idx {tuple(topk_idx_TK.shape)} and topk_weights {tuple(topk_weights_TK.shape)} "
+            f"must both be [{x_TD.shape[0]}, choices], one line for each row of x_TD"
+        )
+    order = ExpertOrder.of(topk_idx_TK, num_experts=num_experts)
+    activation = Activation.of(options, interleaved=weights.interleaved)
+    return fused_token_experts(x_TD, topk_weights_TK, weights, order, activation)

@@ -1,0 +1,208 @@
+"""A dense MLP turned into experts, so that the new block computes what the MLP computed.
+
+Fine-grained ("granular") upcycling with virtual groups, arXiv 2410.07524: the MLP's H units are cut
+into G shards of the experts' width; experts are copies of shards, and each run of G experts that
+holds every shard once is a virtual group. All experts of a group get the same router row, so a
+token that chooses `m * G` experts chooses m whole groups, and its experts' outputs sum to the MLP's
+(G = 1: each expert is a copy of the whole MLP, arXiv 2212.05055). The rows of different groups are
+drawn at random, so groups see different tokens and drift apart in training.
+
+What is left is one factor: chosen weights that sum to s give each shard the weight `s / G`, so the
+down projection is multiplied by `G / s`. That is exact where the weights are normalised; where they
+are plain probabilities no constant is, see `approximate`.
+
+    config = MoEConfig(hidden_size=d, moe_intermediate_size=H // 4, num_experts=32,
+                       num_experts_per_tok=4)
+    layer = MoELayer(config)
+    layer.load_state_dict(upcycled_state(dense.state_dict(), config))
+
+A shared expert takes the first units of the MLP, the shards are cut from the rest.
+
+Dims: H units of the dense MLP, D hidden, E experts, h units of an expert, G = shards.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from moe_pipeline.config import MoEConfig
+
+
+def upcycled_state(
+    dense: Mapping[str, Tensor],
+    config: MoEConfig,
+    *,
+    seed: int = 0,
+    local_experts: range | None = None,
+    approximate: bool = False,
+) -> dict[str, Tensor]:
+    """The state dict of a `MoELayer(config)` that equals the dense MLP `dense`.
+
+    Equal up to rounding: G and s that are powers of two cost none, and two groups whose logits for
+    a token agree to rounding may be chosen half and half. Rows that a capacity factor drops are
+    missing from the sum.
+
+    Args:
+        dense: `gate_proj.weight` [H, D] (unless `has_gate` is False), `up_proj.weight` [H, D],
+            `down_proj.weight` [D, H], and with `has_bias` also a `.bias` of each. Its activation
+            must be the experts'.
+        config: of the new layer, with `num_experts` a multiple of G and `num_experts_per_tok`
+            too.
+        seed: of the router's rows, normal with `initializer_range`; the same on every rank.
+        local_experts: the experts of this rank; None: all.
+        approximate: accept weights that are not normalised: the factor is then the one for equal
+            probabilities, and the block only resembles the MLP.
+
+    Returns:
+        Tensors in the dtype and on the device of `dense`. Not collective.
+
+    Raises:
+        ValueError: sizes or a routing rule with which the block cannot equal the MLP.
+    """
+    _check_rule(config)
+    shards = _num_shards(dense, config)
+    local = range(config.num_experts) if local_experts is None else local_experts
+    options, shared = config.experts, _shared_size(config)
+    names = ["gate_proj", "up_proj"] if options.has_gate else ["up_proj"]
+    fused = "gate_up_proj" if options.has_gate else "up_proj"
+    factor = shards / _weight_sum(config, shards, approximate)
+    down = dense["down_proj.weight"]
+    state = {
+        "gate.weight": _router_rows(config, shards, seed).to(down),
+        f"experts.{fused}": _pick(
+            [_cut(dense[f"{name}.weight"][shared:], shards) for name in names], local
+        ),
+        "experts.down_proj": _pick([_cut(down[:, shared:].t() * factor, shards)], local)
+        .transpose(1, 2)
+        .contiguous(),
+    }
+    if options.has_bias:
+        state |= _biases(dense, config, names, local)
+    if config.router.moe_router_bias:
+        state["gate.bias"] = down.new_zeros(config.num_experts)
+    if config.router.moe_router_enable_expert_bias:
+        zeros = torch.zeros(config.num_experts, device=down.device)
+        state["gate.e_score_correction_bias"] = zeros
+    return state | _shared_state(dense, config)
+
+
+def _check_rule(config: MoEConfig) -> None:
+    if config.moe_latent_size is not None:
+        raise ValueError(
+            f"moe_latent_size={config.moe_latent_size}: a narrower path cannot equal the dense "
+            "MLP; set it to None"
+        )
+    plain = config.experts.has_gate and config.experts.swiglu_limit is None
+    if config.shared_expert is not None and (config.experts.has_bias or not plain):
+        raise ValueError(
+            "a shared expert is gated, without bias and without limit, so it cannot take over "
+            "units of a dense MLP with has_bias, has_gate=False or swiglu_limit; set "
+            "shared_expert=None"
+        )
+    rule = config.router.moe_router_selection
+    if rule != "token_choice":
+        raise ValueError(
+            f"moe_router_selection={rule!r} does not give each token whole virtual groups; "
+            "upcycle with 'token_choice'"
+        )
+
+
+def _shared_size(config: MoEConfig) -> int:
+    shared = config.shared_expert
+    return 0 if shared is None else shared.moe_shared_expert_intermediate_size
+
+
+def _num_shards(dense: Mapping[str, Tensor], config: MoEConfig) -> int:
+    """G, after checking that shards, groups and choices fit."""
+    d, units = dense["down_proj.weight"].shape
+    width, rest = config.moe_intermediate_size, units - _shared_size(config)
+    if d != config.hidden_size:
+        raise ValueError(f"the dense MLP has hidden size {d}, and hidden_size={config.hidden_size}")
+    if rest < width or rest % width:
+        raise ValueError(
+            f"moe_intermediate_size={width} does not divide the {rest} units of the dense MLP that "
+            f"go to routed experts; choose a divisor of {rest}"
+        )
+    shards = rest // width
+    for name in ("num_experts", "num_experts_per_tok"):
+        value = getattr(config, name)
+        if value % shards:
+            raise ValueError(
+                f"{name}={value} must be a multiple of {shards}, the experts that together make "
+                f"one copy of the dense MLP ({rest} units in experts of {width})"
+            )
+    per_group = config.num_experts // config.router.n_group
+    if config.router.n_group > 1 and per_group % shards:
+        raise ValueError(
+            f"n_group={config.router.n_group} makes groups of {per_group} experts and cuts "
+            f"through copies of {shards} experts; choose a divisor of "
+            f"{config.num_experts // shards}"
+        )
+    return shards
+
+
+def _weight_sum(config: MoEConfig, shards: int, approximate: bool) -> float:
+    """What the weights of a token's choices sum to."""
+    router = config.router
+    if router.norm_topk_prob or not router.moe_router_pre_softmax:
+        return router.routed_scaling_factor
+    if not approximate:
+        raise ValueError(
+            "norm_topk_prob=False: the chosen probabilities sum to another number for each token, "
+            "so no weights make the block equal the dense MLP; set norm_topk_prob=True, or accept "
+            "the factor for equal probabilities with approximate=True"
+        )
+    each = 0.5 if router.moe_router_score_function == "sigmoid" else 1 / config.num_experts
+    return router.routed_scaling_factor * config.num_experts_per_tok * each
+
+
+def _router_rows(config: MoEConfig, shards: int, seed: int) -> Tensor:
+    """One random row for each virtual group, fp32 on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(config.num_experts // shards, config.hidden_size, generator=generator)
+    return (rows * config.initializer_range).repeat_interleave(shards, dim=0)
+
+
+def _cut(units: Tensor, shards: int) -> Tensor:
+    """[G * h, ...] to [G, h, ...]."""
+    return units.reshape(shards, -1, *units.shape[1:])
+
+
+def _pick(parts: list[Tensor], local: range) -> Tensor:
+    """Local experts [E, parts * h, ...] from shards [G, h, ...]: expert e holds shard e % G."""
+    shards = torch.cat(parts, dim=1)
+    index = torch.tensor(list(local), device=shards.device) % shards.shape[0]
+    return shards[index]
+
+
+def _biases(
+    dense: Mapping[str, Tensor], config: MoEConfig, names: list[str], local: range
+) -> dict[str, Tensor]:
+    """A bias of a chosen expert counts with its weight, so copies sum to s times the bias."""
+    shared, width = _shared_size(config), config.moe_intermediate_size
+    fused = "gate_up_proj_bias" if config.experts.has_gate else "up_proj_bias"
+    parts = [dense[f"{name}.bias"][shared:] for name in names]
+    shards = parts[0].shape[0] // width
+    down = dense["down_proj.bias"] / _weight_sum(config, shards, approximate=True)
+    return {
+        f"experts.{fused}": _pick([_cut(part, shards) for part in parts], local),
+        "experts.down_proj_bias": down.expand(len(local), -1).contiguous(),
+    }
+
+
+def _shared_state(dense: Mapping[str, Tensor], config: MoEConfig) -> dict[str, Tensor]:
+    """The first units of the MLP; a gate starts at sigmoid(0) = 1/2, so its half is doubled."""
+    if config.shared_expert is None:
+        return {}
+    size = _shared_size(config)
+    gated = config.shared_expert.moe_shared_expert_gate
+    down = dense["down_proj.weight"][:, :size] * (2.0 if gated else 1.0)
+    state = {
+        "shared_experts.gate_proj.weight": dense["gate_proj.weight"][:size].clone(),
+        "shared_experts.up_proj.weight": dense["up_proj.weight"][:size].clone(),
+        "shared_experts.down_proj.weight": down,
+    }
+    if gated:
+        state["shared_expert_gate.weight"] = down.new_zeros(1, config.hidden_size)
+    return state
