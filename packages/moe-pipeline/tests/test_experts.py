@@ -4,10 +4,12 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from moe_pipeline import activations, fused_experts
 from moe_pipeline.activations import Activation
 from moe_pipeline.config import ExpertsOptions, MoEConfig
 from moe_pipeline.expert_weights import ExpertWeights
-from moe_pipeline.experts import Experts, choose_implementation, experts_function
+from moe_pipeline.experts import choose_implementation, experts_function
+from moe_pipeline.local_experts import Experts
 
 ALL = ["loop", "fused", "grouped_mm"]
 KINDS = {
@@ -134,7 +136,9 @@ def test_gradcheck(seed, implementation, kind, layout):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("implementation", ["fused", "grouped_mm"])
-def test_many_blocks_agree_with_the_loop(seed, implementation, dtype, kind):
+def test_many_blocks_agree_with_the_loop(seed, monkeypatch, implementation, dtype, kind):
+    monkeypatch.setattr(fused_experts, "_CPU_BLOCK_ELEMENTS", 256 * 512)
+    monkeypatch.setattr(activations, "_CPU_CHUNK_ELEMENTS", 50 * 512)
     sizes = dict(experts=10, hidden=32, intermediate=512, dtype=dtype, options=KINDS[kind])
     experts, loop = make(implementation, **sizes), make("loop", **sizes)
     loop.load_state_dict(experts.state_dict())

@@ -7,7 +7,7 @@ from torch.testing import assert_close
 from moe_pipeline.activations import Activation
 from moe_pipeline.config import ExpertsOptions, MoEConfig
 from moe_pipeline.expert_weights import ExpertWeights
-from moe_pipeline.experts import Experts, loop_experts
+from moe_pipeline.experts import loop_experts
 from moe_pipeline.fp8_experts import (
     FP8_DTYPE,
     FP8_LARGEST,
@@ -18,6 +18,7 @@ from moe_pipeline.fp8_experts import (
     scaled_grouped_mm,
 )
 from moe_pipeline.grouped_experts import grouped_experts
+from moe_pipeline.local_experts import Experts
 
 COUNTS = (5, 0, 17, 1, 0, 9)
 ROWS = sum(COUNTS)

@@ -7,8 +7,8 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from moe_pipeline.config import ExpertsOptions, MoEConfig
-from moe_pipeline.experts import Experts
 from moe_pipeline.grad_buffers import GradBuffers, GradTarget
+from moe_pipeline.local_experts import Experts
 
 COUNTS = (3, 0, 5, 1)
 

@@ -17,7 +17,6 @@ from moe_pipeline.errors import ScheduleError as ScheduleError
 from moe_pipeline.errors import StageTransferError as StageTransferError
 from moe_pipeline.executor import PipelineExecutor as PipelineExecutor
 from moe_pipeline.expert_bias import update_expert_bias as update_expert_bias
-from moe_pipeline.experts import Experts as Experts
 from moe_pipeline.families import Family as Family
 from moe_pipeline.families import family_of as family_of
 from moe_pipeline.folding import ExpertAxes as ExpertAxes
@@ -28,10 +27,6 @@ from moe_pipeline.generators import one_f_one_b as one_f_one_b
 from moe_pipeline.generators_dualpipe import dualpipe as dualpipe
 from moe_pipeline.generators_dualpipe import dualpipe_v as dualpipe_v
 from moe_pipeline.generators_interleaved import interleaved_1f1b as interleaved_1f1b
-from moe_pipeline.generators_interleaved import interleaved_forward_only as interleaved_forward_only
-from moe_pipeline.generators_interleaved import (
-    interleaved_forward_then_backward as interleaved_forward_then_backward,
-)
 from moe_pipeline.generators_interleaved import looped_bfs as looped_bfs
 from moe_pipeline.generators_v import v_half as v_half
 from moe_pipeline.generators_v import v_min as v_min
@@ -41,6 +36,7 @@ from moe_pipeline.generators_zero_bubble import zb_2p as zb_2p
 from moe_pipeline.groups import MoEGroups as MoEGroups
 from moe_pipeline.layer import MoELayer as MoELayer
 from moe_pipeline.layer import MoEOutput as MoEOutput
+from moe_pipeline.local_experts import Experts as Experts
 from moe_pipeline.picture import format_schedule as format_schedule
 from moe_pipeline.planner import plan as plan
 from moe_pipeline.recomputing import is_replaying as is_replaying
@@ -115,8 +111,6 @@ __all__ = [
     "global_batch_loss",
     "global_batch_shares",
     "interleaved_1f1b",
-    "interleaved_forward_only",
-    "interleaved_forward_then_backward",
     "is_replaying",
     "looped_bfs",
     "one_f_one_b",

@@ -72,7 +72,7 @@ class _Values:
         value = self.get(*names)
         if value is None:
             raise ValueError(
-                f"a {self.model_type} configuration needs {' or '.join(names)}, and has neither; "
+                f"a {self.model_type} configuration needs {' or '.join(names)}, which it lacks; "
                 "give the whole config.json"
             )
         return value

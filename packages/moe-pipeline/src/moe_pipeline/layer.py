@@ -34,9 +34,9 @@ from comm_collectives import Dispatched, MoeOptions, combine, dispatch
 from moe_pipeline.aux_loss import BalanceTerms, router_losses
 from moe_pipeline.config import MoEConfig
 from moe_pipeline.etp import gather_rows, return_rows, share_counts
-from moe_pipeline.experts import Experts
 from moe_pipeline.groups import MoEGroups
 from moe_pipeline.latent import latent_projections
+from moe_pipeline.local_experts import Experts
 from moe_pipeline.recomputing import is_replaying, keep_plan, recorded, replayed_plan
 from moe_pipeline.router import TopKRouter
 from moe_pipeline.routing_plan import Routed, RoutingPlan
@@ -197,6 +197,12 @@ class MoELayer(nn.Module):
         rows_TD = x_TD
         if self.fc1_latent_proj is not None:
             rows_TD = self.fc1_latent_proj(x_TD).to(x_TD.dtype)
+        if self.groups.ep_size == 1 and self.groups.etp_size == 1:
+            # Nothing travels, and the experts save tokens instead of k rows for each.
+            if not is_replaying():
+                keep_plan(self, plan)
+            out_TD: Tensor = self.experts(rows_TD, plan.topk_idx_TK, weights_TK)
+            return out_TD if self.fc2_latent_proj is None else self.fc2_latent_proj(out_TD)
         dispatched = dispatch(
             rows_TD,
             plan.topk_idx_TK,

@@ -32,12 +32,11 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from comm_collectives import combine, dispatch
 from moe_pipeline.activations import Activation
 from moe_pipeline.config import ACTIVATIONS, ExpertsOptions
 from moe_pipeline.expert_weights import ExpertWeights
-from moe_pipeline.experts import experts_function
 from moe_pipeline.grad_buffers import GradBuffers
+from moe_pipeline.token_experts import token_experts_function
 
 _INSTEAD = "set_experts_implementation('grouped_mm') or 'eager' on the model instead"
 
@@ -108,16 +107,9 @@ class RegisteredExperts:
         index_TK = top_k_index.to(torch.int64)
         index_TK = index_TK.masked_fill((index_TK < 0) | (index_TK >= num_experts), -1)
         with torch.autocast(device_type=hidden_states.device.type, enabled=False):
-            there = dispatch(
-                hidden_states.to(weights.down_EDH.dtype),
-                index_TK,
-                top_k_weights,
-                num_experts=num_experts,
-            )
-            y_RD = experts_function(
-                there.x, there.topk_weights, weights, there.num_tokens_per_expert, known.options
-            )
-            return combine(y_RD, there.handle).to(hidden_states.dtype)
+            x_TD = hidden_states.to(weights.down_EDH.dtype)
+            y_TD = token_experts_function(x_TD, index_TK, top_k_weights, weights, known.options)
+            return y_TD.to(hidden_states.dtype)
 
 
 @final
