@@ -81,17 +81,6 @@ def test_a_layer_alone_is_recorded_under_the_number_of_its_call():
         assert torch.equal(layer(torch.randn(3, HIDDEN)).topk_idx_TK, choices["0"])
 
 
-def test_safetensors_can_save_a_record(seed, tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
-    model = two_layers()
-    with record_routing(model) as choices:
-        model(torch.randn(5, HIDDEN, dtype=torch.float64))
-    safetensors.save_file(choices, tmp_path / "choices.safetensors")
-    loaded = safetensors.load_file(tmp_path / "choices.safetensors")
-    assert sorted(loaded) == sorted(choices)
-    assert all(torch.equal(loaded[key], choices[key]) for key in choices)
-
-
 ROUTERS = {
     "softmax": {},
     "softmax of the chosen": dict(moe_router_pre_softmax=False),
