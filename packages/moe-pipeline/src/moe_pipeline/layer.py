@@ -193,16 +193,20 @@ class MoELayer(nn.Module):
 
     def _routed_experts(self, x_TD: Tensor, weights_TK: Tensor, plan: RoutingPlan) -> Tensor:
         """Bring the tokens to their experts and the results back; keep the plan."""
-        timeout_s = self.groups.timeout_s
         rows_TD = x_TD
         if self.fc1_latent_proj is not None:
             rows_TD = self.fc1_latent_proj(x_TD).to(x_TD.dtype)
         if self.groups.ep_size == 1 and self.groups.etp_size == 1:
             # Nothing travels, and the experts save tokens instead of k rows for each.
-            if not is_replaying():
-                keep_plan(self, plan)
+            keep_plan(self, plan)
             out_TD: Tensor = self.experts(rows_TD, plan.topk_idx_TK, weights_TK)
-            return out_TD if self.fc2_latent_proj is None else self.fc2_latent_proj(out_TD)
+        else:
+            out_TD = self._through_ranks(rows_TD, weights_TK, plan)
+        return out_TD if self.fc2_latent_proj is None else self.fc2_latent_proj(out_TD)
+
+    def _through_ranks(self, rows_TD: Tensor, weights_TK: Tensor, plan: RoutingPlan) -> Tensor:
+        """Exchange rows with the ranks that share the experts; the plan gets the way they take."""
+        timeout_s = self.groups.timeout_s
         dispatched = dispatch(
             rows_TD,
             plan.topk_idx_TK,
@@ -211,10 +215,9 @@ class MoELayer(nn.Module):
             group=self.groups.ep,
             options=MoeOptions(timeout_s=timeout_s, reuse=plan.handle),
         )
-        if not is_replaying():
-            keep_plan(self, replace(plan, handle=dispatched.handle))
-        out_TD = combine(self._apply_experts(dispatched), dispatched.handle, timeout_s=timeout_s)
-        return out_TD if self.fc2_latent_proj is None else self.fc2_latent_proj(out_TD)
+        # Ahead of what the experts record: a recompute takes both in this order.
+        keep_plan(self, replace(plan, handle=dispatched.handle))
+        return combine(self._apply_experts(dispatched), dispatched.handle, timeout_s=timeout_s)
 
     def _apply_experts(self, dispatched: Dispatched) -> Tensor:
         """The local experts' weighted results [R, D], with the slices of the etp group summed."""

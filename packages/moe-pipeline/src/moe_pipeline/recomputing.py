@@ -127,12 +127,15 @@ def replayed_plan(owner: nn.Module) -> RoutingPlan | None:
 
 
 def keep_plan(owner: nn.Module, plan: RoutingPlan) -> None:
-    """Keep a plan for `replayed_plan`, its handle without its graph; outside a tape do nothing.
+    """Keep a plan for `replayed_plan`, its handle without its graph.
+
+    Outside a tape, and in a recompute, which has a plan, do nothing.
 
     Raises:
         ValueError: a tensor of the plan requires grad.
     """
-    if _CURRENT.get() is None:
+    current = _CURRENT.get()
+    if current is None or current.replays:
         return
     if plan.handle is not None:
         plan = replace(plan, handle=_without_graph(plan.handle))
