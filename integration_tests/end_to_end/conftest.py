@@ -9,6 +9,10 @@ import pytest
 
 from moe_train.config import Config
 from moe_train.config_file import load_config
+from moe_train.job import check as check_job
+from moe_train.job import train as run_job
+from moe_train.signals import StopFlag
+from ranktest import run_ranks
 
 TINY_MODEL = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -41,7 +45,7 @@ config_file = "config.json"
 corpus = ["corpus"]
 sequence_length = 32
 validation_fraction = 0.2
-cache_dir = "cache"
+cache_dir = "CACHE"
 [tokenizer]
 vocab_size = 512
 train_bytes = 200000
@@ -74,8 +78,14 @@ def corpus_files() -> list[Path]:
     return [stdlib / f"{name}.py" for name in [*names, "queue", "random", "shlex", "textwrap"]]
 
 
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all tests: the same corpus is tokenized once."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
-def job(tmp_path: Path, corpus_files: list[Path]) -> Callable[..., Path]:
+def job(tmp_path: Path, corpus_files: list[Path], cache_dir: Path) -> Callable[..., Path]:
     """Write config.json, corpus and job.toml into `tmp_path`; return the TOML's path."""
 
     def write(**model_changes: object) -> Path:
@@ -85,7 +95,7 @@ def job(tmp_path: Path, corpus_files: list[Path]) -> Callable[..., Path]:
             (corpus / source.name).write_bytes(source.read_bytes())
         (tmp_path / "config.json").write_text(json.dumps({**TINY_MODEL, **model_changes}))
         toml = tmp_path / "job.toml"
-        toml.write_text(TOML)
+        toml.write_text(TOML.replace("CACHE", str(cache_dir)))
         return toml
 
     return write
@@ -99,3 +109,27 @@ def configure(job: Callable[..., Path]) -> Callable[..., Config]:
         return load_config(job(**(model_changes or {})), overrides)
 
     return load
+
+
+@pytest.fixture
+def train() -> Callable[..., None]:
+    """`train(config, resume="")` runs a job on forked ranks, which need not import torch again."""
+
+    def run(config: Config, resume: str = "") -> None:
+        check_job(config, resume)
+        run_ranks(
+            lambda rank, _: run_job(config, resume, StopFlag()), config.world_size, timeout_s=120
+        )
+
+    return run
+
+
+@pytest.fixture
+def losses() -> Callable[[Path], dict[int, float]]:
+    """`losses(output_dir)` by step."""
+
+    def read(folder: Path) -> dict[int, float]:
+        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+    return read

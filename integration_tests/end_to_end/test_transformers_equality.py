@@ -20,6 +20,7 @@ from moe_train.step import StepResult
 from ranktest import run_ranks
 
 STEPS = 20
+FEW_STEPS = 8
 LAYOUTS = {
     "one process": (),
     "pp=2 x ep=2": ("parallel.pp=2", "parallel.ep=2"),
@@ -63,19 +64,21 @@ def local_part(batch: Batch, data_rank: int, num_data_ranks: int) -> Batch:
     )
 
 
-def train_ours(config: Config, weights: Path, documents: bool) -> list[StepResult]:
-    """Run STEPS steps on every rank of the configured layout and return rank 0's results."""
+def train_ours(
+    config: Config, weights: Path, *, documents: bool, steps: int = FEW_STEPS
+) -> list[StepResult]:
+    """Run `steps` steps on every rank of the configured layout and return rank 0's results."""
 
     def fn(rank: int, world_size: int) -> list[StepResult]:
         parallel = start(config)
         runner, checkpointer = build_runner(config, read_model_config(config), parallel, {})
         checkpointer.load_weights(weights)
         results = []
-        for number, step in enumerate(global_batches(config, STEPS, documents=documents), start=1):
+        for number, step in enumerate(global_batches(config, steps, documents=documents), start=1):
             local: list[Batch] = []
             if parallel.is_first or parallel.is_last:
                 local = [local_part(b, parallel.data_rank, parallel.num_data_ranks) for b in step]
-            lr = learning_rate(number, STEPS, config.optimizer)
+            lr = learning_rate(number, steps, config.optimizer)
             results.append(runner.train(local, lr=lr))
         return results
 
@@ -153,7 +156,7 @@ def test_twenty_adamw_steps_equal_those_of_transformers(
 ) -> None:
     config = configure(*LAYOUTS[layout], model_changes={"router_aux_loss_coef": 0.0})
     reference = save_reference(tmp_path / "hf", tmp_path / "config.json")
-    ours = train_ours(config, tmp_path / "hf", documents=True)
+    ours = train_ours(config, tmp_path / "hf", documents=True, steps=STEPS)
     losses, norms = train_reference(reference, config, documents=True)
     assert losses[0] - losses[-1] > 0.01, (
         "the reference did not learn; the test would prove nothing"
@@ -171,7 +174,7 @@ def test_layouts_agree_with_the_auxiliary_loss_on(
     for name, overrides in LAYOUTS.items():
         config = configure(
             *overrides,
-            f"model.router_aux_loss_scope={scope}",
+            f"moe.moe_router_load_balancing_scope={scope}",
             model_changes={"router_aux_loss_coef": 0.1},
         )
         save_reference(tmp_path / "hf", tmp_path / "config.json")
