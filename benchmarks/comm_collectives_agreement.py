@@ -1,18 +1,19 @@
 """What it costs that the ranks compare every call: the same calls with agreement on and off.
 
-Two gloo ranks of one host, calls of 1 and of 65,536 float32 elements. With agreement every call
-meets the other rank first and compares operation, dtype, shape or splits, reduce op and call site;
-calls of this size travel in the meeting itself, which is what makes up for it. Without agreement
-(`AgreementPolicy(every=0)`) the data goes straight to gloo. Blocks of calls alternate;
-every figure is the median over the rounds of time with / time without, with the quartiles, for the
-worse of all_reduce and all_to_all with given splits. Then the same calls against bare
-torch.distributed, for the record.
+Two gloo ranks of one host, calls of 1 and of 65,536 float32 elements, or of those given. With
+agreement every call meets the other rank first and compares operation, dtype, shape or splits,
+reduce op and call site; what is at most 512 KiB of a rank travels in the meeting itself, which is
+what makes up for it. Without agreement (`AgreementPolicy(every=0)`) the data goes straight to gloo.
+Blocks of calls alternate; every figure is the median over the rounds of time with / time without,
+with the quartiles, for the worse of all_reduce and all_to_all with given splits. Then the same
+calls against bare torch.distributed, for the record.
 
-    python benchmarks/comm_collectives_agreement.py
+    python benchmarks/comm_collectives_agreement.py [elements ...]
 """
 
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -39,10 +40,10 @@ def timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def rank_main(rank: int, world_size: int) -> dict[str, list[float]]:
+def rank_main(sizes: tuple[int, ...]) -> dict[str, list[float]]:
     """Measure on one rank; returns the ratios of each round."""
     ratios: dict[str, list[float]] = {}
-    for size in SIZES:
+    for size in sizes:
         x, rows, out = torch.ones(size), torch.ones(RANKS * size), torch.empty(RANKS * size)
         splits = [size] * RANKS
         calls: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
@@ -72,10 +73,11 @@ def report(figure: str, values: list[float]) -> None:
 
 def main() -> None:
     """Print every figure; those of the claims last."""
-    ratios: Any = run_ranks(rank_main, RANKS, timeout_s=900)[0]
+    sizes = tuple(map(int, sys.argv[1:])) or SIZES
+    ratios: Any = run_ranks(lambda rank, world_size: rank_main(sizes), RANKS, timeout_s=900)[0]
     for name, values in ratios.items():
         report(f"agreement_{name}", values)
-    for size in SIZES:
+    for size in sizes:
         both = [ratios[f"{name}_{size}"] for name in ("all_reduce", "all_to_all")]
         report(f"agreement_on_vs_off_{size}", max(both, key=statistics.median))
 

@@ -105,6 +105,8 @@ def test_refusals_keep_their_kind() -> None:
     assert isinstance(both, ValueError)
 
 
-def test_policy_has_no_negative_interval() -> None:
+def test_policy_has_no_negative_or_broken_interval() -> None:
+    with pytest.raises(TypeError, match=r"every=1.5 is a float; give an int"):
+        AgreementPolicy(every=1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="every=-1 must be >= 0"):
         AgreementPolicy(every=-1)

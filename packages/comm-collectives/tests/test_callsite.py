@@ -27,7 +27,7 @@ def test_name_replaces_the_line_inside_its_block_and_thread_only() -> None:
         thread = threading.Thread(target=lambda: seen.append(current_site().text))
         thread.start()
         thread.join()
-    assert seen != ["loss"]
+    assert len(seen) == 1 and seen != ["loss"]
     assert current_site().text != "loss"
 
 
@@ -40,3 +40,19 @@ def test_site_of_another_thread_can_be_used() -> None:
 def test_empty_name_is_refused() -> None:
     with pytest.raises(ValueError, match="name is empty"), cc.call_site(""):
         pass
+
+
+def test_name_that_is_no_text_is_refused() -> None:
+    with pytest.raises(TypeError, match="name=7 is a int; give a str"), cc.call_site(7):  # type: ignore[arg-type]
+        pass
+
+
+def test_equal_code_in_two_files_is_two_sites() -> None:
+    """Python's code objects are equal if all but the name of their file is."""
+    source = "def where():\n    return current_site()\n"
+    sites = []
+    for file in ("job/first.py", "job/second.py"):
+        names = {"current_site": current_site}
+        exec(compile(source, file, "exec"), names)
+        sites.append(names["where"]())
+    assert [site.text for site in sites] == ["job/first.py:2", "job/second.py:2"]

@@ -161,3 +161,18 @@ def test_other_threads_run_while_a_call_waits() -> None:
         return counted[0]
 
     assert run_ranks(fn, 2)[0] > 10_000
+
+
+@pytest.mark.parametrize("kind", ["meta", "sparse"])
+def test_input_that_cannot_be_watched_is_refused_on_every_rank(kind: str) -> None:
+    """What an asynchronous call does with its inputs beforehand must not part the ranks."""
+
+    def fn(rank: int, world_size: int) -> None:
+        x = torch.ones(3)
+        odd = x.to("meta") if kind == "meta" else x.to_sparse()
+        with cc.debug_mode():
+            handle = cc.all_gather(odd if rank else x, timeout_s=10, async_op=True)
+        with pytest.raises(cc.RefusedTypeError, match="rank 1: x has layout"):
+            handle.wait()
+
+    run_ranks(fn, 2, timeout_s=30)

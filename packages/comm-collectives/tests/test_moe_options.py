@@ -26,6 +26,18 @@ def test_options_that_do_not_fit_are_refused(given: dict[str, Any], text: str) -
         MoeOptions(**given)
 
 
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"route": "hierarchical", "ranks_per_node": 2.0}, "ranks_per_node=2.0 is a float; give"),
+        ({"timeout_s": "3"}, "timeout_s='3' is a str; give seconds"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        MoeOptions(**given)
+
+
 def test_every_combination_of_route_and_payload_is_accepted() -> None:
     for route, per_node in (("flat", None), ("dedup", None), ("hierarchical", 2)):
         for payload in ("full", "float8_e4m3", "int8"):

@@ -72,6 +72,8 @@ def test_quantised_gradients_on_one_rank_alone_are_a_mismatch() -> None:
         ({"topk_weights": torch.ones(2, 2)}, "RefusedError", "make them equal"),
         ({"num_experts": 5}, "RefusedError", "choose a number of ranks that divides 5"),
         ({"expert_alignment": 0}, "RefusedError", "expert_alignment=0 must be at least 1"),
+        ({"expert_alignment": 2.0}, "RefusedTypeError", "expert_alignment=2.0 is a float; give an"),
+        ({"num_experts": 4.0}, "RefusedTypeError", "num_experts=4.0 is a float; give an int"),
     ],
 )
 def test_wrong_arguments_of_one_rank_end_the_call_on_every_rank(

@@ -97,5 +97,7 @@ def test_asynchronous_dispatch_and_combine_return_handles_on_one_rank_and_many()
 
 
 def test_mistakes_are_refused_when_made() -> None:
+    with pytest.raises(TypeError, match=r"num_chunks=2.0 is a float; give an integer"):
+        OverlappedMoe(num_experts=2, group=None, num_chunks=2.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="num_chunks=0"):
         OverlappedMoe(num_experts=2, group=None, num_chunks=0)

@@ -159,3 +159,30 @@ def test_wrong_peer_is_refused(peer: int, match: str) -> None:
                 cc.isend_tensors([], dst=peer)
 
     run_ranks(fn, 2)
+
+
+@pytest.mark.parametrize("given", [torch.ones(3, 2), iter([torch.ones(2)]), None])
+def test_what_is_no_list_is_refused_before_anything_is_sent(given: object) -> None:
+    """A tensor would be sent as its rows, and an iterator as nothing."""
+
+    def fn(rank: int, world_size: int) -> list[int]:
+        if rank == 0:
+            with pytest.raises(TypeError, match=r"tensors is a .*; give a list of tensors"):
+                cc.isend_tensors(given, dst=1)  # type: ignore[arg-type]
+            cc.isend_tensors((torch.ones(4),), dst=1).wait()
+            return []
+        return [t.numel() for t in cc.recv_tensors(src=0, timeout_s=20)]
+
+    assert run_ranks(fn, 2) == [[], [4]]
+
+
+def test_unknown_device_is_refused_before_anything_is_received() -> None:
+    def fn(rank: int, world_size: int) -> list[int]:
+        if rank == 0:
+            cc.isend_tensors([torch.ones(4)], dst=1).wait()
+            return []
+        with pytest.raises(ValueError, match="device='tpu9x' cannot be used on this rank"):
+            cc.recv_tensors(src=0, device="tpu9x")
+        return [t.numel() for t in cc.recv_tensors(src=0, timeout_s=20)]
+
+    assert run_ranks(fn, 2) == [[], [4]]

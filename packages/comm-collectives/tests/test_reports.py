@@ -5,6 +5,7 @@ import time
 import pytest
 
 from comm_collectives import reports
+from comm_collectives._torch_private import default_store
 from comm_collectives.groups import group_state
 from comm_collectives.reports import Report, ask_peers, has_arrived, post
 from ranktest import run_ranks
@@ -70,3 +71,15 @@ def test_broken_store_is_said_to_be_broken(monkeypatch: pytest.MonkeyPatch, brok
 
     want = {"raises": "connection refused", "hangs": "the store does not answer"}[broken]
     assert run_ranks(fn, 2) == [want] * 2
+
+
+def test_enquiry_leaves_the_limit_of_the_programs_store_as_it_was() -> None:
+    """The store is the default group's: a later `new_group` waits in it for as long as it says."""
+
+    def fn(rank: int, world_size: int) -> None:
+        store = default_store()
+        before = store.timeout
+        assert len(ask_peers(group_state(None), _report(1), grace_s=20).reports) == 1
+        assert store.timeout == before
+
+    run_ranks(fn, 2)

@@ -215,6 +215,7 @@ def test_mistakes_are_told_to_who_made_them() -> None:
         (lambda: send(torch.ones(1), dst=2), ValueError, "not a rank of a group of 2"),
         (lambda: recv(src=-1), ValueError, "not a rank of a group of 2"),
         (lambda: recv(src=1, device="tpu9x"), ValueError, "cannot be used"),
+        (lambda: recv(src=1, device=3.5), ValueError, "device=3.5 cannot be used"),  # type: ignore[call-overload]
         (lambda: recv(src=1, timeout_s=0), ValueError, "must be positive"),
         (lambda: send([1.0], dst=1), TypeError, "x is a list"),  # type: ignore[call-overload]
     ]

@@ -1,5 +1,7 @@
 """One task at a time, in a seeded order, in virtual time."""
 
+import threading
+
 import pytest
 
 from comm_collectives.sim_scheduler import (
@@ -117,9 +119,15 @@ def test_use_outside_of_a_simulation_is_refused(threads: Threads) -> None:
 
 
 def test_threads_are_used_again_and_end(threads: Threads) -> None:
+    before, most = set(threading.enumerate()), 0
     for _ in range(3):
         scheduler = Scheduler(seed=1, threads=threads)
         for _ in range(4):
             scheduler.spawn(lambda s=scheduler: s.sleep(1.0))
         scheduler.run(limit_s=30.0)
+        most = max(most, len(set(threading.enumerate()) - before))
     threads.close()
+    assert 4 <= most < 12
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+        assert not thread.is_alive()

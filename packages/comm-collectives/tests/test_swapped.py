@@ -26,6 +26,13 @@ def test_splits_that_fit_only_the_other_way_round_are_told() -> None:
         both_splits(output, x, [1, 3], [3, 0], 2)
 
 
+def test_splits_that_are_no_sequence_are_named() -> None:
+    x = torch.ones(4)
+    assert both_splits(x, x, [], (), 2) == ((2, 2), (2, 2))
+    with pytest.raises(TypeError, match="output_split_sizes=2 must be a sequence of integers"):
+        both_splits(x, x, 2, None, 2)  # type: ignore[arg-type]
+
+
 def test_equal_sizes_do_not_tell() -> None:
     """The limit that the documentation states."""
     a, b = torch.ones(4), torch.ones(4)

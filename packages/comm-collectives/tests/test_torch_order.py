@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import comm_collectives as cc
 from comm_collectives import torch_order
 from comm_collectives.errors import (
     MismatchError,
@@ -341,5 +342,44 @@ def test_mistakes_of_one_rank_end_the_call_on_every_rank() -> None:
             torch_order.broadcast(x.int() if rank else x, src=0)
         with pytest.raises(MismatchError, match=r"row shape|rows"):
             torch_order.all_gather_into_tensor(torch.ones(2 + 2 * rank), torch.ones(1 + rank))
+
+    run_ranks(fn, 2, timeout_s=20)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "comm_shm"])
+def test_default_device_of_the_program_changes_nothing(backend: str) -> None:
+    """Nothing that travels may land there: here it would have no data, elsewhere another stream."""
+
+    def calls(group: dist.ProcessGroup, x: torch.Tensor, rank: int) -> list[torch.Tensor]:
+        got = [cc.all_reduce(x, group=group), cc.all_gather(x, group=group)]
+        cc.send(x, dst=1 - rank, group=group, async_op=True)
+        got.append(cc.recv(src=1 - rank, group=group))
+        z = x.clone().requires_grad_()
+        (cc.all_to_all(z, group=group) * 2).sum().backward()
+        assert z.grad is not None
+        strided = x.repeat_interleave(2)[::2]
+        reduce = dist.all_reduce if backend == "comm_shm" else torch_order.all_reduce
+        reduce(strided, group=group)
+        return [*got, z.grad, strided]
+
+    def fn(rank: int, world_size: int) -> None:
+        cc.register_backends()
+        sizes = (4, 400, 200_000)  # with the meeting, beside it, and apart
+        inputs = [torch.full((size,), rank + 1.0) for size in sizes]
+        group = dist.new_group(backend=backend)
+        with torch.device("meta"):  # from the group's first call on
+            got = [y for x in inputs for y in calls(group, x, rank)]
+        wanted = [y for x in inputs for y in calls(group, x, rank)]
+        assert all(map(torch.equal, got, wanted))
+
+    run_ranks(fn, 2)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch has not made up its mind about nested tensors
+def test_tensor_of_tensors_is_refused_on_every_rank() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        odd = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        with pytest.raises(RefusedTypeError, match=r"rank 1: tensor is a .* wraps other tensors"):
+            torch_order.all_reduce(odd if rank else torch.ones(2))
 
     run_ranks(fn, 2, timeout_s=20)

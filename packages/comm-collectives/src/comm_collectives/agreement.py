@@ -40,6 +40,8 @@ class AgreementPolicy:
     call_sites: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.every, int):
+            raise TypeError(f"every={self.every!r} is a {type(self.every).__name__}; give an int")
         if self.every < 0:
             raise ValueError(f"every={self.every} must be >= 0 (0: only with counts; 1: always)")
 

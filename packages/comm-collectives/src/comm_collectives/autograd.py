@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, final
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -119,7 +119,7 @@ def attach(
     origin, alive, results = Origin.of(call), _Alive(state, call.number), tuple(outputs)
 
     def make() -> Gradients:
-        joins = torch.zeros(0, requires_grad=True)
+        joins = torch.zeros(0, requires_grad=True, device="cpu")
         return cast(Gradients, _Node.apply(joins, origin, back, alive, results, *inputs))
 
     return put_in_graph(results, make)
@@ -224,6 +224,8 @@ def _watch_over(state: GroupState) -> None:
             target=_respond, args=(ref(state), state.pending.dropped_event), daemon=True
         )
         state.responder.start()
+        # It waits for the event, and ends when it finds the group gone.
+        finalize(state, state.pending.dropped_event.set).atexit = False
 
 
 def _respond(state_of: "ref[GroupState]", dropped: threading.Event) -> None:

@@ -119,10 +119,12 @@ def broadcast_call(
     refused: ValueError | TypeError | None = None,
 ) -> _Got:
     """Run `broadcast` on this thread without gradients; `refused` is what is wrong already."""
+    arguments: tuple[Argument, ...] = ()
     status, parts = 0, [b""]
     is_src = state.rank == src
     try:
         check_root(state, src, "src")
+        arguments = (Argument("src", int(src)),)
         checked_device(device)
         if x is not None or is_src:
             check_dense(x, "x")  # type: ignore[arg-type]
@@ -130,7 +132,6 @@ def broadcast_call(
             status |= WANTS_GRAD if is_src and wants_grad(x) else 0  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
         refused = refused or error
-    arguments = (Argument("src", src),)
     call = Call(state, "broadcast", arguments=arguments, timeout_s=timeout_s, compares_site=False)
     agreed = call.meet(parts=parts * state.size, status=status, refused=refused)
     told = [TransferHeader.unpack(part) for part in agreed.parts]

@@ -82,10 +82,11 @@ class Call:
         compares_site: bool = True,
         site: CallSite | None = None,
     ) -> None:
-        self.refused: ValueError | None = None
+        self.refused: ValueError | TypeError | None = None
         try:
             check_timeout(timeout_s)
-        except ValueError as error:  # the others wait for this rank, so it meets them and tells
+        except (TypeError, ValueError) as error:
+            # The others wait for this rank, so it meets them and tells.
             self.refused, timeout_s = error, None
         self.state = state
         self.name = name

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import CodeType
 
 import torch
 
@@ -37,9 +36,10 @@ class CallSite:
 
 
 _NAMED: ContextVar[CallSite | None] = ContextVar("comm_collectives_call_site", default=None)
-# Walking the stack is cheap only if each code object and each line is looked at once.
-_IS_INSIDE: dict[CodeType, bool] = {}
-_SITES: dict[tuple[CodeType, int], CallSite] = {}
+# Walking the stack is cheap only if each file and each line is looked at once. Code objects would
+# not do as keys: they are equal if all but the name of their file is.
+_IS_INSIDE: dict[str, bool] = {}
+_SITES: dict[tuple[str, int], CallSite] = {}
 
 
 @contextmanager
@@ -50,8 +50,11 @@ def call_site(name: str) -> Iterator[None]:
     collective itself, but every rank has to use the same name.
 
     Raises:
-        ValueError: the name is empty.
+        TypeError: the name is not a str.
+        ValueError: it is empty.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"name={name!r} is a {type(name).__name__}; give a str, such as a title")
     if not name:
         raise ValueError("name is empty; give the calls inside a name, the same on every rank")
     with use_site(_site(name, is_named=True)):
@@ -74,13 +77,13 @@ def current_site() -> CallSite:
     if named is not None:
         return named
     frame = sys._getframe(1)
-    while frame.f_back is not None and _is_inside(frame.f_code):
+    while frame.f_back is not None and _is_inside(frame.f_code.co_filename):
         frame = frame.f_back
-    key = (frame.f_code, frame.f_lineno)
+    key = (frame.f_code.co_filename, frame.f_lineno)
     site = _SITES.get(key)
     if site is None:
         # Folders above differ between hosts; the file and its package do not.
-        path = "/".join(frame.f_code.co_filename.replace(os.sep, "/").split("/")[-2:])
+        path = "/".join(key[0].replace(os.sep, "/").split("/")[-2:])
         site = _SITES[key] = _site(f"{path}:{frame.f_lineno}")
     return site
 
@@ -89,12 +92,12 @@ def _site(text: str, *, is_named: bool = False) -> CallSite:
     return CallSite(text, zlib.crc32(text.encode()), is_named)
 
 
-def _is_inside(code: CodeType) -> bool:
-    inside = _IS_INSIDE.get(code)
+def _is_inside(path: str) -> bool:
+    inside = _IS_INSIDE.get(path)
     if inside is None:
-        folder, file = os.path.split(os.path.abspath(code.co_filename))
+        folder, file = os.path.split(os.path.abspath(path))
         inside = not file.startswith(_LIKE_A_PROGRAM) and any(
             folder == top or folder.startswith(top + os.sep) for top in _INSIDE
         )
-        _IS_INSIDE[code] = inside
+        _IS_INSIDE[path] = inside
     return inside

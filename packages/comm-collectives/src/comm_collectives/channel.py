@@ -13,8 +13,10 @@ of a group or its lock: only two of its ranks are involved.
 
 import threading
 import time
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from queue import SimpleQueue
@@ -103,7 +105,7 @@ class Channel:
         self._arrived: dict[int, deque[Message]] = defaultdict(deque)
         self._unwanted: set[int] = set()
         # A queue that a finaliser may put into.
-        self._outbox: SimpleQueue[Callable[[], None]] | None = None
+        self._outbox: SimpleQueue[Callable[[], None] | None] | None = None
         self._workers: dict[str, Worker] = {}
 
     @staticmethod
@@ -178,7 +180,7 @@ class Channel:
         direction = self._direction(transfer)
         if direction not in self._workers:
             name = f"comm_collectives {direction} {self._peer}"
-            self._workers[direction] = Worker(name)
+            self._workers[direction] = Worker(name, self)
         worker = self._workers[direction]
         return launch_on(worker, transfer.name, self._on_stream(run), inputs=inputs)
 
@@ -202,6 +204,7 @@ class Channel:
             if self._outbox is None:
                 self._outbox = SimpleQueue()
                 threading.Thread(target=_work_off, args=(self._outbox,), daemon=True).start()
+                weakref.finalize(self, self._outbox.put, None).atexit = False
 
     def forget(self, number: int) -> None:
         """Discard the gradient of a transfer when it comes: nobody will take it."""
@@ -287,10 +290,8 @@ class Channel:
             wait_for(work, transfer.limit_s)
 
 
-def _work_off(outbox: "SimpleQueue[Callable[[], None]]") -> None:
-    while True:
-        job = outbox.get()
-        try:
+def _work_off(outbox: "SimpleQueue[Callable[[], None] | None]") -> None:
+    while (job := outbox.get()) is not None:
+        with suppress(RuntimeError):  # the peer, who waits for it, has an error of its own
             job()
-        except RuntimeError:
-            continue  # the peer, who waits for it, has an error of its own
+        del job  # what it holds must not live until the next one comes

@@ -35,7 +35,6 @@ from comm_collectives.reduction import all_reduce
 
 MISMATCH, REFUSAL, TYPE_REFUSAL = "MismatchError", "RefusedError", "RefusedTypeError"
 TIMEOUT, PEER_FAILED = "CollectiveTimeoutError", "PeerFailedError"
-WAITING_S = 2.0  # within which a mismatch has to be found that shows only while a rank waits
 _AFTER_S = 5.0
 _NUMBERED = re.compile(r"(call|transfer) \d+")
 _SITE = re.compile(r"\w+\.py:\d+")

@@ -18,7 +18,6 @@ from itertools import pairwise
 from typing import Self
 
 MAX_LINES = 8
-_NEGLIGIBLE = 1e-3  # a relative error that is not worth a line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,13 +63,14 @@ def describe_absent(
     if arrival.dead:
         names = _names(state, arrival.dead)
         return PeerFailedError, f"lost a peer: {names} has ended or given up its group"
+    others = [rank for rank in range(state.size) if rank != state.rank]
     gave_up = [rank for rank in arrival.withdrawn if rank != state.rank]
     if not arrival.missing:
-        return (
-            CollectiveTimeoutError,
-            f"came too late: {_names(state, gave_up)} had given up waiting",
-        )
-    others = [rank for rank in range(state.size) if rank != state.rank]
+        text = f"came too late: {_names(state, gave_up)} had given up waiting"
+        if not gave_up:  # this rank did, and just then all had come
+            late = _names(state, others)
+            text = f"timed out after {limit_s:g} s; arrived too late: the last of {late}"
+        return CollectiveTimeoutError, text
     arrived = [rank for rank in others if rank not in arrival.missing]
     missing = ", ".join(
         f"rank {state.ranks[rank]}{_last_seen(state, rank)}" for rank in arrival.missing

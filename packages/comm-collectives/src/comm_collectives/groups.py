@@ -15,6 +15,8 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
+from numbers import Real
+from operator import index
 from typing import Any, final
 from weakref import WeakKeyDictionary
 
@@ -179,13 +181,15 @@ def group_state(group: Group | None) -> GroupState:
     resolved = resolve_group(group)
     state = _STATES.get(resolved)
     if state is None:
-        state = _STATES[resolved] = GroupState(
+        new = GroupState(
             rank=resolved.rank(),
             ranks=tuple(dist.get_process_group_ranks(resolved)),
             name=resolved.group_name,
             transport=TorchTransport(resolved),
             backend_of=_parse_backends(get_backend_config(resolved)),
         )
+        # Two threads may come at once, and have to find the same.
+        state = _STATES.setdefault(resolved, new)
     return state
 
 
@@ -214,12 +218,27 @@ def _device_argument(kind: str) -> Argument:
     return Argument("device", zlib.crc32(kind.encode()), kind)
 
 
+def check_integer(value: Any, name: str) -> None:
+    """Check that an argument is an integer, of Python or of another library.
+
+    Raises:
+        TypeError: it is not.
+    """
+    try:
+        index(value)
+    except TypeError as error:
+        kind = type(value).__name__
+        raise TypeError(f"{name}={value!r} is a {kind}; give an integer") from error
+
+
 def check_root(state: GroupState, rank: int, name: str) -> None:
     """Check that `rank` is a rank of the group.
 
     Raises:
-        ValueError: it is not.
+        TypeError: it is no integer.
+        ValueError: it is not a rank of the group.
     """
+    check_integer(rank, name)
     if not 0 <= rank < state.size:
         raise ValueError(
             f"{name}={rank} is not a rank of a group of {state.size}; give 0..{state.size - 1}"
@@ -230,6 +249,7 @@ def check_peer(state: GroupState, peer: int, name: str) -> None:
     """Check that `peer` is another rank of the group.
 
     Raises:
+        TypeError: `peer` is no integer.
         ValueError: `peer` is outside the group or is this rank.
     """
     check_root(state, peer, name)
@@ -241,10 +261,21 @@ def check_timeout(timeout_s: float | None) -> None:
     """Check a time limit in seconds.
 
     Raises:
-        ValueError: it is not positive.
+        TypeError: it is no number.
+        ValueError: it is not positive, or longer than Python can wait.
     """
-    if timeout_s is not None and not timeout_s > 0:
-        raise ValueError(f"timeout_s={timeout_s} must be positive, or None for the group's own")
+    if timeout_s is None:
+        return
+    if not isinstance(timeout_s, Real):
+        raise TypeError(
+            f"timeout_s={timeout_s!r} is a {type(timeout_s).__name__}; give seconds, or None for "
+            "the group's own limit"
+        )
+    if not 0 < timeout_s <= threading.TIMEOUT_MAX:
+        raise ValueError(
+            f"timeout_s={timeout_s} must be positive and at most {threading.TIMEOUT_MAX:.0e}, or "
+            "None for the group's own limit"
+        )
 
 
 def _parse_backends(config: str) -> dict[str, str]:

@@ -12,6 +12,7 @@ behind it, without stopping the host for longer than the call itself needs the h
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -27,6 +28,7 @@ from comm_collectives.errors import CollectiveTimeoutError, MutatedInputError
 from comm_collectives.groups import GroupState
 from comm_collectives.walk import replace_tensors, tensors_in
 from comm_collectives.watch import Watch
+from comm_collectives.wire import is_dense
 
 T = TypeVar("T")
 Tensors = tuple[torch.Tensor, ...]
@@ -136,18 +138,22 @@ def finished(name: str, value: T) -> Handle[T]:
 
 @final
 class Worker:
-    """The thread on which a group's asynchronous calls run in the order in which they were made."""
+    """The thread on which calls of `owner` run in the order in which they were made.
+
+    Ends with its owner.
+    """
 
     __slots__ = ("_done", "_jobs", "_lock", "_streams", "_submitted", "_thread")
 
-    def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+    def __init__(self, name: str, owner: object) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._submitted = 0  # counted by callers, and `_done` by the thread alone
         self._done = 0
         self._streams: dict[torch.device, torch.Stream] = {}
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
+        weakref.finalize(owner, self._jobs.put, None).atexit = False
 
     @property
     def is_busy(self) -> bool:
@@ -180,8 +186,9 @@ class Worker:
         return self._streams[device]
 
     def _work(self) -> None:
-        while True:
-            self._jobs.get()()
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # what it holds must not live until the next one comes
             self._done += 1
 
 
@@ -203,9 +210,11 @@ def launch(
         with state.lock:
             return run()
     if worker is None:
-        worker = state.worker = Worker(f"comm_collectives {state.name}")
-    watch = Watch(inputs)
-    future, event = _submit(state, worker, run, inputs)
+        worker = state.worker = Worker(f"comm_collectives {state.name}", state)
+    # What cannot be watched cannot be moved either: the call itself refuses it, on every rank.
+    plain = [x for x in inputs if is_dense(x)]
+    watch = Watch(plain)
+    future, event = _submit(state, worker, run, plain)
     handle = Handle(name, future, watch, event)
     return handle if async_op else handle.wait()
 

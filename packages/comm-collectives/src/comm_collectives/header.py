@@ -79,7 +79,8 @@ class TransferHeader:
         words = self.to_words()
         first = words[:FIRST_WORDS] + [0] * (FIRST_WORDS - len(words))
         parts = [first, words[FIRST_WORDS:]]
-        return [torch.tensor(part, dtype=torch.int64) for part in parts if part]
+        # On the host, whatever the program's default device is.
+        return [torch.tensor(part, dtype=torch.int64, device="cpu") for part in parts if part]
 
     @staticmethod
     def words_to_come(first: Sequence[int]) -> int:

@@ -248,7 +248,7 @@ def _all_gather(transport: Transport, size: int, waiter: Waiter) -> Callable[[by
         message = len(text).to_bytes(_LENGTH_BYTES, "little") + text
         width = _JOIN_BYTES
         sent = torch.frombuffer(bytearray(message.ljust(width, b"\0")), dtype=torch.uint8)
-        received = torch.empty(width * size, dtype=torch.uint8)
+        received = torch.empty(width * size, dtype=torch.uint8, device="cpu")
         waiter.run(lambda: transport.all_gather(received, sent), on_cpu=True)
         data = bytes_of(received)
         return [_without_length(data[at : at + width]) for at in range(0, len(data), width)]

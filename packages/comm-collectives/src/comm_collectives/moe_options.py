@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from comm_collectives.deepep import DeepEpBackend
-from comm_collectives.groups import check_timeout
+from comm_collectives.groups import check_integer, check_timeout
 from comm_collectives.moe_handle import DispatchHandle
 from comm_collectives.payload import Payload
 from comm_collectives.wire_format import Route
@@ -46,6 +46,7 @@ class MoeOptions:
 
     Raises:
         ValueError: a field is out of its range, or fits no other.
+        TypeError: a field that is a number is none.
     """
 
     route: Route = "flat"
@@ -75,6 +76,8 @@ class MoeOptions:
             )
 
     def _check_nodes(self) -> None:
+        if self.ranks_per_node is not None:
+            check_integer(self.ranks_per_node, "ranks_per_node")
         if self.route == "hierarchical":
             if self.ranks_per_node is None or self.ranks_per_node < 1:
                 raise ValueError(

@@ -20,7 +20,7 @@ from comm_collectives.calls import Call
 from comm_collectives.counts import exchange_counts
 from comm_collectives.deepep import DeepEpBackend
 from comm_collectives.frames import WANTS_GRAD, Argument
-from comm_collectives.groups import Group, GroupState
+from comm_collectives.groups import Group, GroupState, check_integer
 from comm_collectives.moe_handle import Terms
 from comm_collectives.moe_options import MoeOptions
 from comm_collectives.routing import Proposal, Routing, local_routing
@@ -123,12 +123,12 @@ class Request:
         if isinstance(options.backend, DeepEpBackend) and self.state is not None:
             options.backend.check(self.x, self.topk_idx, self.topk_weights, group=self.group)
         terms = Terms(
-            num_experts=self.num_experts,
+            num_experts=int(self.num_experts),
             hidden_size=self.x.shape[1],
             dtype=self.x.dtype,
             weight_dtype=self.topk_weights.dtype,
             route=options.route,
-            ranks_per_node=options.ranks_per_node or 0,
+            ranks_per_node=int(options.ranks_per_node or 0),
             payload=options.payload,
             quantize_backward=options.quantize_backward,
             backend="deepep" if isinstance(options.backend, DeepEpBackend) else "torch",
@@ -152,6 +152,8 @@ class Request:
         return NodeProposal(choices, state, self.options.ranks_per_node or 1)
 
     def _check_numbers(self) -> None:
+        check_integer(self.num_experts, "num_experts")
+        check_integer(self.alignment, "expert_alignment")
         if self.num_experts < 1:
             raise ValueError(f"num_experts={self.num_experts} must be at least 1")
         if self.alignment < 1:

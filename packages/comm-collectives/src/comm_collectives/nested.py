@@ -105,7 +105,7 @@ def broadcast_nested(
         call = Call(
             state,
             "broadcast_nested",
-            arguments=(Argument("src", src),),
+            arguments=given.arguments,
             timeout_s=timeout_s,
             compares_site=False,
         )
@@ -122,6 +122,7 @@ def broadcast_nested(
 class _Given:
     """What this rank's arguments come to."""
 
+    arguments: tuple[Argument, ...] = ()
     packed: Packed | None = None
     device: torch.device | None = None
     refused: ValueError | TypeError | None = None
@@ -131,6 +132,7 @@ def _look_at(state: GroupState, obj: object, src: int, device: torch.device | st
     given = _Given()
     try:
         check_root(state, src, "src")
+        given.arguments = (Argument("src", int(src)),)
         given.device = checked_device(device)
         if state.rank == src:
             given.packed = encode(obj)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from comm_collectives.groups import Group
+from comm_collectives.groups import Group, check_integer
 from comm_collectives.handles import Handle
 from comm_collectives.moe import Dispatched, combine, dispatch_async
 from comm_collectives.moe_options import MoeOptions
@@ -30,7 +30,8 @@ class OverlappedMoe:
             hide more of the transfer and make each piece less efficient.
 
     Raises:
-        ValueError: `num_chunks` is not positive, or `options.reuse` is given.
+        TypeError: `num_chunks` is no integer.
+        ValueError: it is not positive, or `options.reuse` is given.
     """
 
     num_experts: int
@@ -40,6 +41,7 @@ class OverlappedMoe:
     options: MoeOptions = _DEFAULTS
 
     def __post_init__(self) -> None:
+        check_integer(self.num_chunks, "num_chunks")
         if self.num_chunks < 1:
             raise ValueError(f"num_chunks={self.num_chunks} must be at least 1")
         if self.options.reuse is not None:

@@ -19,6 +19,7 @@ from comm_collectives.channel import Channel, Message, Transfer
 from comm_collectives.errors import MismatchError
 from comm_collectives.groups import Group, check_peer, check_timeout, group_state
 from comm_collectives.header import WANTS_GRADIENT
+from comm_collectives.pieces import Device, checked_device
 from comm_collectives.transport import Pending
 from comm_collectives.wire import check_dense
 
@@ -68,9 +69,11 @@ def isend_tensors(
 
     Raises:
         ValueError: `dst` is not another rank of the group.
-        TypeError: an item is not a dense tensor of a plain dtype.
+        TypeError: `tensors` is no list or tuple, or an item not a dense tensor of a plain dtype.
         CommError: the peer is already known to be gone.
     """
+    if not isinstance(tensors, list | tuple):
+        raise TypeError(f"tensors is a {type(tensors).__name__}; give a list of tensors")
     for i, tensor in enumerate(tensors):
         check_dense(tensor, f"tensors[{i}]")
     transfer = sending("isend_tensors", dst, group, timeout_s)
@@ -82,7 +85,7 @@ def recv_tensors(
     *,
     src: int,
     group: Group | None = None,
-    device: torch.device | str | None = None,
+    device: Device = None,
     timeout_s: float | None = None,
 ) -> list[torch.Tensor]:
     """Receive the next list of tensors that rank `src` of the group sends here.
@@ -98,11 +101,12 @@ def recv_tensors(
         timeout_s: limit in seconds of each wait; None is the group's own limit.
 
     Raises:
-        ValueError: `src` is not another rank of the group.
+        ValueError: `src` is not another rank of the group, or the device is unknown.
         MismatchError: transfers of this direction got out of step.
         CollectiveTimeoutError: nothing came in time.
         PeerFailedError: the peer is gone.
     """
+    checked_device(device)
     transfer = receiving("recv_tensors", src, group, timeout_s)
     channel = Channel.of(transfer.state, src)
 
@@ -121,6 +125,7 @@ def sending(name: str, dst: int, group: Group | None, timeout_s: float | None) -
 
     Raises:
         ValueError: `dst` is not another rank of the group, or the limit is not positive.
+        TypeError: one of them is no number.
     """
     state = group_state(group)
     check_timeout(timeout_s)
@@ -136,6 +141,7 @@ def receiving(name: str, src: int, group: Group | None, timeout_s: float | None)
 
     Raises:
         ValueError: `src` is not another rank of the group, or the limit is not positive.
+        TypeError: one of them is no number.
     """
     state = group_state(group)
     check_timeout(timeout_s)

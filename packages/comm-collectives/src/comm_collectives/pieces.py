@@ -84,7 +84,7 @@ def checked_device(device: Device) -> torch.device | None:
         return None
     try:
         return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA raises the latter
+    except (RuntimeError, TypeError, AssertionError) as error:  # the last: torch without CUDA
         raise ValueError(
             f"device={device!r} cannot be used on this rank ({first_line(error)}); "
             "give one that it has, or None"

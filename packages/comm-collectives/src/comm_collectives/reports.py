@@ -10,7 +10,6 @@ nothing is stuck elsewhere or dead. Best effort: a store that is gone is said to
 
 import json
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import lru_cache
 
 from comm_collectives._torch_private import Store, default_store
@@ -152,5 +151,4 @@ def _read(store: Store, rank: int) -> Report | None:
     key = _KEY.format(rank)
     if not store.check([key]):
         return None
-    store.set_timeout(timedelta(seconds=GRACE_S))
     return Report.from_json(store.get(key))

@@ -172,7 +172,11 @@ def _gather(
         check_dense(x, "x")
         check_root(state, dst, "dst")
         rows = x if x.dim() else x.reshape(1)
-        arguments = (Argument("dst", dst), Argument("dims", x.dim()), *row_arguments(state, rows))
+        arguments = (
+            Argument("dst", int(dst)),
+            Argument("dims", x.dim()),
+            *row_arguments(state, rows),
+        )
     except (TypeError, ValueError) as error:
         refused = error
     call = Call(state, "gather", arguments=arguments, timeout_s=timeout_s, compares_site=False)
@@ -218,11 +222,13 @@ def _scatter(
     timeout_s: float | None,
 ) -> torch.Tensor:
     refused: ValueError | TypeError | None = None
+    arguments: tuple[Argument, ...] = ()
     parts = [b""] * state.size
     given: Sequence[torch.Tensor] = ()
     status = 0
     try:
         check_root(state, src, "src")
+        arguments = (Argument("src", int(src)),)
         checked_device(device)
         if state.rank == src:
             given = _checked_tensors(tensors, state.size)
@@ -233,7 +239,7 @@ def _scatter(
     call = Call(
         state,
         "scatter",
-        arguments=(Argument("src", src),),
+        arguments=arguments,
         timeout_s=timeout_s,
         compares_site=False,
     )

@@ -176,7 +176,7 @@ def _attach(y: torch.Tensor, channel: Channel, transfer: Transfer) -> torch.Tens
     alive = _Alive(channel, transfer)
 
     def make() -> tuple[torch.Tensor, ...]:
-        joins = torch.zeros(0, requires_grad=True)
+        joins = torch.zeros(0, requires_grad=True, device="cpu")
         return (cast(torch.Tensor, _Received.apply(joins, y, channel, transfer, alive)),)
 
     return put_in_graph((y,), make)[0]
@@ -217,7 +217,6 @@ class _Received(torch.autograd.Function):
         alive: "_Alive",
     ) -> torch.Tensor:
         ctx.channel, ctx.transfer, ctx.alive = channel, transfer, alive
-        ctx.save_for_backward(joins)
         return y
 
     @staticmethod

@@ -29,7 +29,7 @@ def target_of(x: torch.Tensor, landings: Landings) -> torch.Tensor:
     plain = x.detach()
     if plain.is_contiguous() and not plain.is_conj() and not plain.is_neg():
         return plain.view(-1)
-    stand_in = torch.empty(plain.shape, dtype=plain.dtype)
+    stand_in = torch.empty(plain.shape, dtype=plain.dtype, device=plain.device)
     landings.append((plain, stand_in))
     return stand_in.view(-1)
 

@@ -288,8 +288,8 @@ def all_to_all(place: Place, outputs: Tensors, sources: Tensors, opts: Options) 
     head = Head("all_to_all", sources[0].dtype)
 
     def over_gloo() -> Any:
-        flat = torch.empty(sum(target.nbytes for target in targets), dtype=torch.uint8)
         sizes = [target.nbytes for target in targets]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
         # Before the others, whose stand-ins these may be.
         landings[:0] = zip(targets, flat.split(sizes), strict=True)
         return place.gloo.alltoall_base(

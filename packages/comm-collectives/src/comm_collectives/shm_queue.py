@@ -54,7 +54,6 @@ class Operation:
         limit_s: how long it may take.
         results: the tensors that it fills, as its future gives them.
         landings: (tensor, contiguous stand-in that the operation fills) pairs to copy at the end.
-        keeps: what must stay alive until then.
     """
 
     name: str
@@ -64,7 +63,6 @@ class Operation:
     limit_s: float = math.inf
     results: Sequence[torch.Tensor] = ()
     landings: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    keeps: object = None
 
 
 @final

@@ -210,7 +210,7 @@ class Region:
         """Leave the region: the others see this rank as dead. Not collective; twice is harmless."""
         self._close()
         self.memory = self._words = self._asleep = memoryview(b"")
-        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def _spin(self, ready: Callable[[], bool], deadline: float) -> bool:
         """Look for a moment, longer if that paid off lately, and yield the core in between."""

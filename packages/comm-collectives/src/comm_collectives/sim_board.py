@@ -26,7 +26,8 @@ class Page:
 
     def __init__(self, size: int) -> None:
         self.memory = memoryview(bytearray(Board.num_bytes(size)))
-        self.sheets = torch.zeros(Sheets.num_bytes(size, _SHEET_BYTES), dtype=torch.uint8)
+        num_bytes = Sheets.num_bytes(size, _SHEET_BYTES)
+        self.sheets = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
         self._signals: dict[int, Signal] = {}
 
     def signal(self, index: int) -> Signal:

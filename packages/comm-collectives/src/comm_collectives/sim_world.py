@@ -57,9 +57,6 @@ class KeyValues:
         """Keep a value where there is none (`expected` is empty), and return what is there."""
         return self._values.setdefault(key, desired)
 
-    def set_timeout(self, limit: object) -> None:
-        """Nothing here waits."""
-
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)

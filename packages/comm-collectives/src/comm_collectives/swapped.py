@@ -80,7 +80,7 @@ def both_splits(
 
     def checked(name: str, splits: Sequence[int] | None, x: torch.Tensor) -> tuple[int, ...]:
         rows = len(x)
-        if splits is None or len(splits) == 0:
+        if splits is None or (isinstance(splits, Sequence) and not splits):
             if rows % size:
                 raise ValueError(
                     f"{name} has {rows} rows, which {size} ranks cannot share evenly; give "

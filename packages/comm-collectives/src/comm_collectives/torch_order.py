@@ -37,7 +37,7 @@ from comm_collectives.swapped import (
     same_rows,
     times,
 )
-from comm_collectives.wire import check_dense, dense, new_tensor
+from comm_collectives.wire import check_dense, dense, is_dense, new_tensor
 
 _OP_OF = (
     (dist.ReduceOp.SUM, "sum"),
@@ -332,7 +332,7 @@ def _launch(
 ) -> Handle[None] | None:
     """Run a call, watching the input unless the call itself changes it."""
     given = [x for x in (output, input) if isinstance(x, torch.Tensor)]
-    usable = [x for x in given if x.layout == torch.strided and not x.is_quantized]
+    usable = [x for x in given if is_dense(x)]
     # Empty ones keep the memory alive, and do not see it change.
     kept = [x.data.as_strided((0,), (1,)) for x in usable]
     if len(usable) == 2 and not overlap(*usable):

@@ -84,6 +84,15 @@ def check_dense(x: torch.Tensor, name: str) -> None:
     dtype_code(x.dtype)
 
 
+def is_dense(x: torch.Tensor) -> bool:
+    """Whether `check_dense` finds nothing wrong with a tensor."""
+    try:
+        check_dense(x, "x")
+    except TypeError:
+        return False
+    return True
+
+
 def dense(x: torch.Tensor) -> torch.Tensor:
     """Return `x` without gradient history as one contiguous block (no copy if it is one)."""
     plain = x.detach().resolve_conj().resolve_neg()
