@@ -168,3 +168,15 @@ def test_one_rank_gets_a_new_tensor() -> None:
         assert x.tolist() == [1, 1]
 
     run_ranks(fn, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_first_call_of_a_group_rounds_as_later_ones(dtype: torch.dtype) -> None:
+    def fn(rank: int, world_size: int) -> None:
+        generator = torch.Generator().manual_seed(rank)
+        x = torch.randn(20_000, generator=generator).to(dtype)
+        first, second, third = (cc.all_reduce(x) for _ in range(3))
+        assert torch.equal(first, second)
+        assert torch.equal(second, third)
+
+    run_ranks(fn, 4)

@@ -173,9 +173,12 @@ def all_reduce_call(
         flags, reduced = _reduce_in_meeting(call, x, op, flags, refused)
     else:
         flags = call.meet_if_due(status=flags, refused=refused)
-        if _may_ride(x, state):  # next time
+        if _may_ride(x, state):
             call.open_sheets()
-        reduced = _reduce(call, x, op, with_factor=bool(flags & WANTS_GRAD))
+        with_factor = bool(flags & WANTS_GRAD) and op not in NO_FACTOR
+        # With new sheets `x` rides from the next time on; the first sum is rounded like those.
+        alike = _rides(x, state)
+        reduced = _reduce(call, x, op, with_factor=with_factor, in_rank_order=alike)
     if not flags & WANTS_GRAD:
         return reduced.result
     return _attach(x, reduced, op, call)
@@ -232,9 +235,11 @@ def _reduce_in_meeting(
     return agreed.flags, call.read(take)
 
 
-def _reduce(call: Call, x: torch.Tensor, op: str, *, with_factor: bool) -> _Reduced:
-    if with_factor and op not in NO_FACTOR:
-        return _reduce_by_pieces(call, x, op, with_factor=True)
+def _reduce(
+    call: Call, x: torch.Tensor, op: str, *, with_factor: bool, in_rank_order: bool
+) -> _Reduced:
+    if with_factor or in_rank_order:
+        return _reduce_by_pieces(call, x, op, with_factor=with_factor)
     return _Reduced(result=reduce_plain(call, x, op))
 
 
