@@ -1,6 +1,10 @@
 """Every family's decoder against transformers': logits, loss, gradients, files, generation."""
 
+import copy
 import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +13,16 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from moe_train.checkpoint import read_part
 from moe_train.generate import load_model, next_logits
 from moe_train.layout import single_rank_layouts, stage_tensors, stored_tensors
 from moe_train.model.layers import KeyValueCache
-from moe_train.model.stage import DecoderStage, Target
+from moe_train.model.stage import DecoderStage, StageOptions, Target
+from moe_train.model_source import read_decoder
+from ranktest.fixtures import one_thread as one_thread
 from unified_ckpt import save
 
 SIZES: dict[str, Any] = {
@@ -48,6 +56,7 @@ YARN = {
 }
 LATENT = {
     "head_dim": 6,
+    "num_key_value_heads": 4,
     "kv_lora_rank": 12,
     "qk_nope_head_dim": 10,
     "qk_rope_head_dim": 6,
@@ -81,10 +90,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_mtp_layers": 0,
         },
     ),
-    "glm4_moe": (
-        "glm4_moe",
-        {"use_qk_norm": True, "attention_bias": True, "num_mtp_layers": 0},
-    ),
+    "glm4_moe": ("glm4_moe", {"use_qk_norm": True, "attention_bias": True, "num_mtp_layers": 0}),
     "glm4_moe_plain": ("glm4_moe", {"first_k_dense_replace": 2, "num_mtp_layers": 0}),
     "ernie4_5_moe": ("ernie4_5_moe", {"tie_word_embeddings": True}),
     "ernie4_5_moe_some": (
@@ -95,45 +101,106 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def reference_of(case: str, **changes: Any) -> PreTrainedModel:
-    """transformers' model with random weights: norms around 1, every bias and sink off 0."""
+@dataclass(frozen=True)
+class Reference:
+    """transformers' model in two dtypes and the folder that the fp32 one saved itself to."""
+
+    models: dict[torch.dtype, PreTrainedModel]
+    folder: Path
+
+    def logits(self, batch: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+        tokens, _, positions = batch
+        model, masks = self.models[dtype], {}
+        if model.config.model_type == "gpt_oss":
+            # It does not derive documents from positions.
+            windows = {"full_attention": 99, "sliding_attention": model.config.sliding_window}
+            masks["attention_mask"] = {
+                kind: additive_mask(positions, window).to(dtype) for kind, window in windows.items()
+            }
+        return model(input_ids=tokens, position_ids=positions, use_cache=False, **masks).logits
+
+
+class InDouble(TorchFunctionMode):
+    """Every conversion to fp32 becomes one to fp64: norms, routers and rotary tables are in fp32
+    in transformers whatever the dtype of the model."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.float:
+            return args[0].double()
+        return func(*map(_wide, args), **{k: _wide(v) for k, v in (kwargs or {}).items()})
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+def additive_mask(positions: Tensor, window: int) -> Tensor:
+    """[B, 1, S, S]: 0 where a token of the same document lies at most `window` - 1 behind."""
+    places = torch.arange(positions.shape[1])
+    behind = places[:, None] - places
+    allowed = (behind >= 0) & (behind < window) & (behind <= positions[:, :, None])
+    return torch.where(allowed, 0.0, torch.finfo(torch.float32).min)[:, None]
+
+
+def reference_model(case: str) -> PreTrainedModel:
+    """With random weights: norms around 1, every bias and sink off 0."""
+    torch.manual_seed(7)
     model_type, values = CASES[case]
     known = AutoConfig.for_model(model_type).to_dict()
     sizes = {key: value for key, value in SIZES.items() if key in known}
-    config = AutoConfig.for_model(model_type, **{**sizes, **values, **changes})
+    config = AutoConfig.for_model(model_type, **{**sizes, **values})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             middle = 1.0 if name.endswith("norm.weight") else 0.0
             tensor.copy_(torch.randn(tensor.shape) * 0.2 + middle)
-    return model.eval()
+    return model
 
 
-def save_reference(model: PreTrainedModel, folder: Path) -> Path:
-    """A checkpoint folder as transformers writes it."""
-    model.save_pretrained(folder)
-    return folder
+@pytest.fixture(scope="module", params=CASES)
+def reference(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Reference:
+    with InDouble():
+        double = reference_model(request.param).double().eval()
+    single = copy.deepcopy(double).float()
+    folder = tmp_path_factory.mktemp(request.param)
+    single.save_pretrained(folder)
+    # The only experts of transformers that know fp64.
+    double.config._experts_implementation = "eager"
+    return Reference({torch.float32: single, torch.float64: double}, folder)
 
 
-def batch_of(vocab_size: int = 64) -> tuple[Tensor, Tensor, Tensor]:
+def stage_of(folder: Path, dtype: torch.dtype) -> DecoderStage:
+    """Our whole decoder in training mode, where experts report their loads."""
+    config = read_decoder(folder)
+    stage = DecoderStage(
+        config,
+        StageOptions(
+            layers=range(config.num_hidden_layers),
+            first=True,
+            last=True,
+            experts_implementation="loop" if dtype == torch.float64 else "auto",
+            dtype=dtype,
+        ),
+    )
+    stored = stored_tensors(single_rank_layouts(stage, config), stage_tensors(stage), rank=0)
+    read_part(folder, "model", [stored], cast=True)
+    return stage
+
+
+def batch_of() -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, labels (some ignored) and positions; two sequences hold several documents."""
-    tokens = torch.randint(0, vocab_size, (3, 12))
-    labels = torch.randint(0, vocab_size, (3, 12))
+    tokens = torch.randint(0, 64, (3, 12))
+    labels = torch.randint(0, 64, (3, 12))
     labels[0, :3] = -100
     positions = torch.arange(12).expand(3, 12).clone()
     positions[0, 7:] -= 7
     positions[1, 5:] -= 5
     positions[1, 8:] -= 3
     return tokens, labels, positions
-
-
-ATOL = 1e-5
-
-
-def reference_loss(model: PreTrainedModel, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    tokens, labels, positions = batch
-    logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
 def stored_gradients(stage: DecoderStage) -> dict[str, Tensor]:
@@ -149,48 +216,43 @@ def stored_gradients(stage: DecoderStage) -> dict[str, Tensor]:
 
 def reference_gradients(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
     """transformers' gradients, stored by its own rules for weights."""
+    holder = copy.deepcopy(model)
     with torch.no_grad():
-        for parameter in model.parameters():
-            gradient = parameter.grad
-            parameter.copy_(torch.zeros_like(parameter) if gradient is None else gradient)
-    save_reference(model, folder)
+        for target, source in zip(holder.parameters(), model.parameters(), strict=True):
+            target.copy_(torch.zeros_like(source) if source.grad is None else source.grad)
+    holder.save_pretrained(folder)
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_logits_loss_and_gradients_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
-    reference = reference_of(case)
-    stage = load_model(save_reference(reference, tmp_path / "weights"))
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+def test_logits_loss_and_gradients_equal_those_of_transformers(
+    reference: Reference, tmp_path: Path, dtype: torch.dtype, limit: float
+) -> None:
+    stage = stage_of(reference.folder, dtype)
     tokens, labels, positions = batch = batch_of()
-    with torch.no_grad():
-        hidden, _ = stage.hidden_states(tokens, positions)
-        expected = reference(input_ids=tokens, position_ids=positions, use_cache=False).logits
-        torch.testing.assert_close(stage.logits(hidden), expected, rtol=1e-5, atol=ATOL)
-    loss = stage(tokens, positions, target=Target(labels, 1.0)).loss
-    theirs = reference_loss(reference, batch)
-    torch.testing.assert_close(loss, theirs, rtol=1e-5, atol=ATOL)
+    with InDouble() if dtype == torch.float64 else nullcontext():
+        theirs = reference.logits(batch, dtype)
+        with torch.no_grad():
+            ours = stage.logits(stage.hidden_states(tokens, positions)[0])
+        loss = stage(tokens, positions, target=Target(labels, 0.1)).loss
+    torch.testing.assert_close(ours, theirs, rtol=limit, atol=limit)
+    their_loss = 0.1 * F.cross_entropy(theirs.flatten(0, 1), labels.flatten(), reduction="sum")
+    torch.testing.assert_close(loss, their_loss, rtol=limit, atol=limit)
     loss.backward()
-    theirs.backward()
-    ours = stored_gradients(stage)
-    for key, gradient in reference_gradients(reference, tmp_path / "gradients").items():
-        if "e_score_correction_bias" in key:
+    their_loss.backward()
+    gradients = stored_gradients(stage)
+    for key, gradient in reference_gradients(reference.models[dtype], tmp_path).items():
+        if key.endswith("e_score_correction_bias"):
             continue
-        scale = float(gradient.abs().max())
-        assert scale > 0 or "experts" in key, f"{key}: the reference has no gradient"
-        torch.testing.assert_close(
-            ours.pop(key),
-            gradient,
-            rtol=1e-5,
-            atol=ATOL * max(scale, 1.0),
-            msg=lambda m: f"{key}: {m}",
-        )
-    assert not ours, f"transformers has no {sorted(ours)}"
+        assert bool(gradient.any()) or "experts" in key, f"{key}: the reference has no gradient"
+        torch.testing.assert_close(gradients.pop(key), gradient, rtol=10 * limit, atol=limit)
+    assert not gradients, f"transformers has no {sorted(gradients)}"
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_saved_decoder_opens_in_transformers_bit_for_bit(case: str, tmp_path: Path) -> None:
-    reference = reference_of(case)
-    stage = load_model(save_reference(reference, tmp_path / "theirs"))
+def test_a_saved_decoder_opens_in_transformers_bit_for_bit(
+    reference: Reference, tmp_path: Path
+) -> None:
+    stage = load_model(reference.folder)
     stored = stored_tensors(single_rank_layouts(stage, stage.config), stage_tensors(stage), rank=0)
     files = {"config.json": stage.config.to_json("float32").encode()}
     save({"model": stored.shards}, checkpoint_id=tmp_path / "ours", files=files)
@@ -199,25 +261,23 @@ def test_a_saved_decoder_opens_in_transformers_bit_for_bit(case: str, tmp_path: 
     )
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         assert not report[problem], (problem, report[problem])
-    expected = reference.state_dict()
+    expected = reference.models[torch.float32].state_dict()
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, expected.pop(name)), name
     assert not expected
-    theirs, ours = (load_file(tmp_path / f / "model.safetensors") for f in ("theirs", "ours"))
+    folders = (reference.folder, tmp_path / "ours")
+    theirs, ours = (load_file(folder / "model.safetensors") for folder in folders)
     assert {k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in theirs.items()}
-    given, written = (
-        json.loads((tmp_path / f / "config.json").read_text()) for f in ("theirs", "ours")
-    )
+    given, written = (json.loads((folder / "config.json").read_text()) for folder in folders)
     assert written == given
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_generation_with_the_cache_equals_the_whole_sequence(case: str, tmp_path: Path) -> None:
-    stage = load_model(save_reference(reference_of(case), tmp_path))
+def test_generation_with_the_cache_equals_the_whole_sequence(reference: Reference) -> None:
+    stage = load_model(reference.folder)
     tokens = torch.randint(0, 64, (11,)).tolist()
     cache, done = KeyValueCache(), 0
     for length in (4, 1, 3, 1, 1, 1):
         logits = next_logits(stage, tokens[done : done + length], done, cache)
         done += length
         whole = next_logits(stage, tokens[:done], 0, KeyValueCache())
-        torch.testing.assert_close(logits, whole, rtol=1e-5, atol=ATOL)
+        torch.testing.assert_close(logits, whole, rtol=1e-5, atol=1e-5)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from moe_pipeline import activations, fused_experts
+from moe_pipeline import activations, expert_blocks
 from moe_pipeline.activations import Activation
 from moe_pipeline.config import ExpertsOptions, MoEConfig
 from moe_pipeline.expert_weights import ExpertWeights
@@ -137,7 +137,7 @@ def test_gradcheck(seed, implementation, kind, layout):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("implementation", ["fused", "grouped_mm"])
 def test_many_blocks_agree_with_the_loop(seed, monkeypatch, implementation, dtype, kind):
-    monkeypatch.setattr(fused_experts, "_CPU_BLOCK_ELEMENTS", 256 * 512)
+    monkeypatch.setattr(expert_blocks, "_CPU_BLOCK_ELEMENTS", 256 * 512)
     monkeypatch.setattr(activations, "_CPU_CHUNK_ELEMENTS", 50 * 512)
     sizes = dict(experts=10, hidden=32, intermediate=512, dtype=dtype, options=KINDS[kind])
     experts, loop = make(implementation, **sizes), make("loop", **sizes)

@@ -3,7 +3,7 @@ import torch
 
 from moe_pipeline.activations import Activation
 from moe_pipeline.expert_weights import ExpertWeights
-from moe_pipeline.fused_experts import _blocks, fused_experts
+from moe_pipeline.fused_experts import fused_experts
 
 ACT = Activation()
 
@@ -66,19 +66,6 @@ def test_gradients_keep_the_strides_of_the_weights(seed):
     for leaf, weight in zip(stored, (gate_up, down), strict=True):
         assert leaf.grad.is_contiguous()
         torch.testing.assert_close(leaf.grad.mT, weight.grad)
-
-
-def test_blocks_cover_every_row_once_and_keep_to_the_limit():
-    counts = (5, 0, 3, 9, 1, 1, 0, 2)
-    blocks = list(_blocks(counts, 6))
-    assert [block.start for block in blocks[1:]] == [block.end for block in blocks[:-1]]
-    assert (blocks[0].start, blocks[-1].end) == (0, sum(counts))
-    experts = [pair for block in blocks for pair in zip(block.experts, block.counts, strict=True)]
-    assert experts == [(expert, count) for expert, count in enumerate(counts) if count]
-    for block in blocks:
-        assert block.end - block.start == sum(block.counts)
-        assert block.end - block.start <= 6 or len(block.experts) == 1
-    assert list(_blocks((0, 0), 6)) == []
 
 
 def test_inputs_are_not_modified(seed):

@@ -1,31 +1,35 @@
+from dataclasses import replace
+
+import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_train.model.config import Qwen3MoeConfig
-from moe_train.model.layers import Attention, KeyValueCache, attention_context, document_mask
+from moe_train.model.layers import (
+    Attention,
+    AttentionContext,
+    AttentionOptions,
+    KeyValueCache,
+    attention_context,
+    document_mask,
+    sink_attention,
+)
+from moe_train.model.rotary import RotaryOptions
+
+OPTIONS = AttentionOptions(num_heads=4, num_kv_heads=2, head_dim=8, qk_norm="head")
+ROTARY = RotaryOptions(dim=8, theta=1e4)
 
 
-def tiny_config() -> Qwen3MoeConfig:
-    return Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        intermediate_size=48,
-    )
-
-
-def make_attention() -> Attention:
+def make_attention(**changes: object) -> Attention:
     torch.manual_seed(0)
-    attention = Attention(tiny_config(), 0, None, torch.float64)
+    options = replace(OPTIONS, **changes)  # type: ignore[arg-type]
+    attention = Attention(options, hidden_size=32, layer=0, device=None, dtype=torch.float64)
     for parameter in attention.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return attention
+
+
+def context_of(positions: torch.Tensor, **options: int) -> AttentionContext:
+    return attention_context(positions, ROTARY, torch.float64, **options)
 
 
 def test_document_mask_is_causal_inside_each_document_only() -> None:
@@ -48,9 +52,9 @@ def test_a_packed_sequence_equals_its_documents_apart() -> None:
     attention = make_attention()
     x = torch.randn(1, 9, 32, dtype=torch.float64)
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
-    packed = attention(x, attention_context(positions, 8, 1e4, torch.float64), None)
+    packed = attention(x, context_of(positions), None)
     for part in (slice(0, 4), slice(4, 9)):
-        context = attention_context(positions[:, part], 8, 1e4, torch.float64)
+        context = context_of(positions[:, part])
         alone = attention(x[:, part], context, None)
         torch.testing.assert_close(packed[:, part], alone, rtol=1e-12, atol=1e-12)
 
@@ -58,7 +62,7 @@ def test_a_packed_sequence_equals_its_documents_apart() -> None:
 def test_attention_equals_a_loop_over_heads() -> None:
     attention = make_attention()
     x = torch.randn(2, 5, 32, dtype=torch.float64)
-    context = attention_context(torch.arange(5).expand(2, 5), 8, 1e4, torch.float64)
+    context = context_of(torch.arange(5).expand(2, 5))
 
     def rotated(t: torch.Tensor) -> torch.Tensor:
         # Each pair (i, i + half) turns by position * theta^(-i / half): complex multiplication.
@@ -79,14 +83,75 @@ def test_attention_equals_a_loop_over_heads() -> None:
     torch.testing.assert_close(attention(x, context, None), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_the_cache_gives_what_the_whole_sequence_gives() -> None:
-    attention = make_attention()
-    x = torch.randn(1, 7, 32, dtype=torch.float64)
-    positions = torch.arange(7)[None]
-    whole = attention(x, attention_context(positions, 8, 1e4, torch.float64), None)
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_the_cache_gives_what_the_whole_sequence_gives(window: int | None, has_sinks: bool) -> None:
+    attention = make_attention(has_sinks=has_sinks)
+    x = torch.randn(1, 9, 32, dtype=torch.float64)
+    positions = torch.arange(9)[None]
+    context = attention_context(positions, ROTARY, torch.float64, window=window)
+    whole = attention(x, context, None)
     cache = KeyValueCache()
     parts = []
-    for piece in (slice(0, 4), slice(4, 5), slice(5, 6), slice(6, 7)):
-        context = attention_context(positions[:, piece], 8, 1e4, torch.float64)
+    for piece in (slice(0, 4), slice(4, 5), slice(5, 8), slice(8, 9)):
+        context = attention_context(
+            positions[:, piece], ROTARY, torch.float64, window=window, num_cached=cache.num_cached
+        )
         parts.append(attention(x[:, piece], context, cache))
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-12, atol=1e-12)
+
+
+def test_a_window_is_the_token_itself_and_those_before_it() -> None:
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1], [0, 1, 2, 3, 4, 5, 6]])
+    for window in range(1, 9):
+        mask = document_mask(positions, window)
+        documents = [[0] * 5 + [1] * 2, [0] * 7]
+        assert mask is not None
+        for b, row in enumerate(documents):
+            for i in range(7):
+                seen = [j for j in range(7) if bool(mask[b, 0, i, j])]
+                assert seen == [j for j in range(i + 1) if row[i] == row[j] and i - j < window]
+    assert document_mask(positions[1:], 7) is None
+
+
+def test_sinks_take_a_part_of_every_softmax() -> None:
+    q, k, v = (torch.randn(2, heads, 5, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    sinks = torch.randn(4, dtype=torch.float64)
+    for mask in (None, document_mask(torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]]), 2)):
+        out = sink_attention(q, k, v, sinks, mask)
+        for b in range(2):
+            for head in range(4):
+                for i in range(5):
+                    allowed = [j for j in range(i + 1) if mask is None or bool(mask[b, 0, i, j])]
+                    scores = torch.stack([q[b, head, i] @ k[b, head // 2, j] for j in allowed])
+                    weights = torch.cat((scores / 8**0.5, sinks[head : head + 1])).softmax(0)
+                    expected = sum(
+                        w * v[b, head // 2, j] for w, j in zip(weights[:-1], allowed, strict=True)
+                    )
+                    torch.testing.assert_close(out[b, head, i], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"qk_norm": "none", "qkv_bias": True},
+        {"qk_norm": "projection", "clip_qkv": 0.2},
+        {"o_bias": True, "has_sinks": True, "num_kv_heads": 4},
+        {"rope_interleaved": True, "num_kv_heads": 1},
+    ],
+)
+def test_every_variant_keeps_packed_documents_apart(changes: dict[str, object]) -> None:
+    attention = make_attention(**changes)
+    x = torch.randn(1, 9, 32, dtype=torch.float64)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    packed = attention(x, context_of(positions), None)
+    for part in (slice(0, 4), slice(4, 9)):
+        alone = attention(x[:, part], context_of(positions[:, part]), None)
+        torch.testing.assert_close(packed[:, part], alone, rtol=1e-12, atol=1e-12)
+
+
+def test_heads_that_do_not_divide_and_unknown_norms_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"num_attention_heads=4 .*num_key_value_heads=3"):
+        replace(OPTIONS, num_kv_heads=3)
+    with pytest.raises(ValueError, match="qk_norm='layer'"):
+        replace(OPTIONS, qk_norm="layer")

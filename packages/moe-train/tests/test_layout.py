@@ -3,22 +3,25 @@ import torch
 from torch import nn
 
 from mesh_spmd import ProcessMesh
-from moe_train.layout import is_expert, parameter_layouts, single_rank_layouts, stored_shards
-from moe_train.model.config import Qwen3MoeConfig
+from moe_train.layout import is_expert, parameter_layouts, single_rank_layouts, stored_tensors
+from moe_train.model.config import DecoderConfig
 from moe_train.model.init import initialise
 from moe_train.model.stage import DecoderStage, StageOptions
 
-CONFIG = Qwen3MoeConfig(
-    vocab_size=20,
-    hidden_size=8,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=4,
-    num_experts=12,
-    num_experts_per_tok=2,
-    moe_intermediate_size=6,
-    intermediate_size=8,
+CONFIG = DecoderConfig.from_dict(
+    {
+        "model_type": "qwen3_moe",
+        "vocab_size": 20,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 4,
+        "num_experts": 12,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 6,
+        "intermediate_size": 8,
+    }
 )
 
 
@@ -45,7 +48,7 @@ def test_every_stored_expert_is_held_by_exactly_the_ranks_of_its_ep_coordinate()
         module = Shards(4)
         for name, layout in parameter_layouts(module, CONFIG, mesh).items():
             tensor = module.get_parameter(name)
-            for shard in stored_shards(layout, tensor.data, rank, ""):
+            for shard in stored_tensors({name: layout}, {name: tensor}, rank).shards:
                 assert shard.offset == (0, 0)
                 assert tuple(shard.tensor.shape) == tuple(shard.global_shape)
                 holders.setdefault(shard.key, []).append(rank)
@@ -62,7 +65,7 @@ def test_writing_to_the_shards_fills_the_parameter() -> None:
     layouts = single_rank_layouts(stage, CONFIG)
     for name, parameter in stage.named_parameters():
         parameter.data.fill_(float("nan"))
-        for shard in stored_shards(layouts[name], parameter.data, 0, "/exp_avg"):
+        for shard in stored_tensors(layouts, {name: parameter}, 0, "/exp_avg").shards:
             assert shard.key.endswith("/exp_avg")
             shard.tensor.fill_(1.0)
         assert bool((parameter == 1).all()), name
@@ -73,7 +76,7 @@ def test_gate_stands_before_up() -> None:
     name = "model.layers.0.mlp.experts.gate_up_proj"
     parameter = stage.get_parameter(name)
     parameter.data.copy_(torch.arange(parameter.numel()).view_as(parameter))
-    shards = stored_shards(single_rank_layouts(stage, CONFIG)[name], parameter.data, 0, "")
+    shards = stored_tensors(single_rank_layouts(stage, CONFIG), {name: parameter}, 0).shards
     by_key = {shard.key: shard.tensor for shard in shards}
     for expert in (0, 2, 11):
         prefix = f"model.layers.0.mlp.experts.{expert}"
@@ -87,13 +90,14 @@ def test_initial_weights_do_not_depend_on_the_layout() -> None:
     name = "model.layers.0.mlp.experts.gate_up_proj"
     with torch.no_grad():
         whole = stage.get_parameter(name).data
-        for shard in stored_shards(layouts[name], whole, 0, ""):
+        for shard in stored_tensors(layouts, {name: whole}, 0).shards:
             initialise(shard.key, shard.tensor, seed=9, std=0.02)
     mesh = ProcessMesh((1, 3), ("dp", "ep"))
     for rank in range(3):
         module = Shards(4)
         part = module.get_parameter(name).data
-        for shard in stored_shards(parameter_layouts(module, CONFIG, mesh)[name], part, rank, ""):
+        layouts = parameter_layouts(module, CONFIG, mesh)
+        for shard in stored_tensors(layouts, {name: part}, rank).shards:
             initialise(shard.key, shard.tensor, seed=9, std=0.02)
         assert torch.equal(part, whole[rank * 4 : rank * 4 + 4])
     assert 0.015 < float(whole.std()) < 0.025
@@ -109,7 +113,7 @@ def test_norms_begin_at_one() -> None:
 def test_a_tensor_of_another_shape_is_refused() -> None:
     layouts = single_rank_layouts(whole_stage(), CONFIG)
     with pytest.raises(ValueError, match=r"\(3,\).*\(8,\)"):
-        list(stored_shards(layouts["model.norm.weight"], torch.zeros(3), 0, ""))
+        stored_tensors(layouts, {"model.norm.weight": torch.zeros(3)}, 0)
 
 
 def test_only_experts_are_sharded_over_ep() -> None:

@@ -3,7 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from moe_train.model.config import Qwen3MoeConfig
+from moe_train.model.config import DecoderConfig
+from moe_train.model.layers import AttentionOptions
+from moe_train.model.rotary import RotaryOptions
 
 VALUES = {
     "model_type": "qwen3_moe",
@@ -20,42 +22,52 @@ VALUES = {
 
 
 def test_head_dim_defaults_to_hidden_over_heads() -> None:
-    assert Qwen3MoeConfig.from_dict(VALUES).head_dim == 8
+    attention = DecoderConfig.from_dict(VALUES).attention
+    assert isinstance(attention, AttentionOptions) and attention.head_dim == 8
 
 
 def test_both_spellings_of_transformers_are_read() -> None:
-    old = Qwen3MoeConfig.from_dict({**VALUES, "rope_theta": 5e5})
+    old = DecoderConfig.from_dict({**VALUES, "rope_theta": 5e5})
     renamed = {**VALUES, "num_local_experts": 4, "rope_parameters": {"rope_theta": 5e5}}
     del renamed["num_experts"]
-    new = Qwen3MoeConfig.from_dict(renamed)
-    assert (old.num_experts, old.rope_theta) == (new.num_experts, new.rope_theta) == (4, 5e5)
+    new = DecoderConfig.from_dict(renamed)
+    assert (old.num_experts, old.rotary) == (new.num_experts, new.rotary)
+    assert new.rotary == RotaryOptions(dim=8, theta=5e5)
 
 
 def test_sparse_layers_follow_step_and_exceptions() -> None:
-    config = Qwen3MoeConfig.from_dict({**VALUES, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
+    config = DecoderConfig.from_dict({**VALUES, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
     assert [config.is_sparse(layer) for layer in range(4)] == [False, True, False, False]
 
 
 def test_unknown_keys_survive_a_round_trip() -> None:
-    config = Qwen3MoeConfig.from_dict({**VALUES, "my_note": [1, 2]})
+    config = DecoderConfig.from_dict({**VALUES, "my_note": [1, 2]})
     written = json.loads(config.to_json("bfloat16"))
     assert written["my_note"] == [1, 2]
     assert written["dtype"] == "bfloat16"
-    assert Qwen3MoeConfig.from_dict(written).hidden_size == 32
+    assert DecoderConfig.from_dict(written).hidden_size == 32
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mixtral"}, "'mixtral'"),
+        ({"model_type": "mixtrl"}, "'mixtrl'.*did you mean 'mixtral'"),
         ({"num_experts_per_tok": 5}, "exceeds num_experts=4"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4"),
         ({"hidden_size": 0}, "hidden_size=0"),
         ({"hidden_size": None}, "missing hidden_size"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"use_sliding_window": True, "sliding_window": 0.5}, "sliding_window=0.5"),
+        ({"model_type": "olmoe", "sliding_window": 4}, "sliding_window=4"),
+        ({"model_type": "gpt_oss", "layer_types": ["full_attention"]}, "names 1 layers"),
+        ({"model_type": "gpt_oss", "layer_types": ["linear"] * 4}, "'linear'"),
+        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
+        ({"num_experts": None}, "num_experts"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters"),
+        ({"partial_rotary_factor": 0.1}, "partial_rotary_factor"),
         ({"attention_dropout": 0.1}, "attention_dropout"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
+        ({"rope_scaling": {"type": "dynamic"}}, "dynamic"),
         ({"head_dim": 7}, "even"),
     ],
 )
@@ -63,10 +75,29 @@ def test_what_cannot_be_built_is_refused_with_the_value(
     change: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        Qwen3MoeConfig.from_dict({**VALUES, **change})
+        DecoderConfig.from_dict({**VALUES, **change})
 
 
 def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json"):
-        Qwen3MoeConfig.from_file(tmp_path)
+        DecoderConfig.from_file(tmp_path)
+
+
+def test_what_the_file_leaves_open_is_what_transformers_takes() -> None:
+    config = DecoderConfig.from_dict({**VALUES, "model_type": "gpt_oss", "sliding_window": 3})
+    assert isinstance(config.attention, AttentionOptions)
+    assert config.attention.head_dim == 64 and config.attention.o_bias
+    assert config.rotary.theta == 150000.0 and config.rotary.yarn is not None
+    assert config.rms_norm_eps == 1e-5
+    assert DecoderConfig.from_dict({**VALUES, "model_type": "ernie4_5_moe"}).tie_word_embeddings
+
+
+def test_layers_for_multi_token_prediction_can_be_left_out_of_the_file_too() -> None:
+    values = {**VALUES, "model_type": "glm4_moe", "num_mtp_layers": 2}
+    config = DecoderConfig.from_dict(values)
+    assert list(config.mtp_layers) == [4, 5] and config.is_sparse(5) and config.window(5) is None
+    without = config.with_mtp_layers(0)
+    written = json.loads(without.to_json("float32"))
+    assert written["num_nextn_predict_layers"] == 0 and "num_mtp_layers" not in written
+    assert DecoderConfig.from_dict(written).num_nextn_predict_layers == 0

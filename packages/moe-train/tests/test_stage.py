@@ -3,14 +3,15 @@ import itertools
 import pytest
 import torch
 
-from moe_train.layout import single_rank_layouts, stored_shards
-from moe_train.model.config import Qwen3MoeConfig
+from moe_train.layout import single_rank_layouts, stage_tensors, stored_tensors
+from moe_train.model.config import DecoderConfig
 from moe_train.model.init import initialise
-from moe_train.model.stage import DecoderStage, StageOptions, Target, stage_layers
+from moe_train.model.stage import EMBEDDING, DecoderStage, StageOptions, Target, stage_layers
 
 
-def config_of(**changes: object) -> Qwen3MoeConfig:
+def config_of(**changes: object) -> DecoderConfig:
     values: dict[str, object] = {
+        "model_type": "qwen3_moe",
         "vocab_size": 40,
         "hidden_size": 16,
         "num_hidden_layers": 4,
@@ -23,10 +24,10 @@ def config_of(**changes: object) -> Qwen3MoeConfig:
         "intermediate_size": 24,
         "mlp_only_layers": (1,),
     }
-    return Qwen3MoeConfig(**{**values, **changes})  # type: ignore[arg-type]
+    return DecoderConfig.from_dict({**values, **changes})
 
 
-def make_stage(config: Qwen3MoeConfig, layers: range, **options: object) -> DecoderStage:
+def make_stage(config: DecoderConfig, layers: range, **options: object) -> DecoderStage:
     last = layers.stop == config.num_hidden_layers
     stage = DecoderStage(
         config,
@@ -38,15 +39,14 @@ def make_stage(config: Qwen3MoeConfig, layers: range, **options: object) -> Deco
             **options,  # type: ignore[arg-type]
         ),
     )
-    layouts = single_rank_layouts(stage, config)
-    with torch.no_grad():
-        for name, parameter in stage.named_parameters():
-            for shard in stored_shards(layouts[name], parameter.data, 0, ""):
-                initialise(shard.key, shard.tensor, seed=5, std=0.3)
+    stored = stored_tensors(single_rank_layouts(stage, config), stage_tensors(stage), 0)
+    for shard in stored.shards:
+        initialise(shard.key, shard.tensor, seed=5, std=0.3)
+    stored.write_back()
     return stage
 
 
-def batch(config: Qwen3MoeConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def batch(config: DecoderConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     tokens = torch.randint(0, config.vocab_size, (3, 11))
     labels = tokens[:, 1:].clone()
     labels[0, :4] = -100
@@ -109,15 +109,47 @@ def test_evaluation_has_no_auxiliary_loss() -> None:
     assert stage.eval()(tokens, positions).loss is None
 
 
-def test_tied_embeddings_share_the_head_and_refuse_to_be_split() -> None:
+def test_tied_embeddings_share_the_head() -> None:
     config = config_of(tie_word_embeddings=True)
     stage = make_stage(config, range(4))
     assert "lm_head.weight" not in dict(stage.named_parameters())
     hidden = torch.randn(1, 2, 16)
     expected = stage.model.norm(hidden) @ stage.model.embed_tokens.weight.T
     torch.testing.assert_close(stage.logits(hidden), expected)
-    with pytest.raises(ValueError, match="tie_word_embeddings"):
-        make_stage(config, range(0, 2))
+
+
+def test_the_copies_of_a_tied_embedding_are_equal_and_their_gradients_add_up() -> None:
+    config = config_of(tie_word_embeddings=True)
+    tokens, labels, positions = batch(config)
+    whole = make_stage(config, range(4))
+    whole(tokens, positions, target=Target(labels, 0.1)).loss.backward()
+    first, last = make_stage(config, range(0, 2)), make_stage(config, range(2, 4))
+    copies = [stage.get_parameter(EMBEDDING) for stage in (first, last)]
+    assert torch.equal(*copies)
+    middle = first(tokens, positions)
+    (last(*middle.tensors, target=Target(labels, 0.1)).loss + middle.loss).backward()
+    together = sum(copy.grad for copy in copies)
+    torch.testing.assert_close(together, whole.get_parameter(EMBEDDING).grad, rtol=1e-5, atol=1e-6)
+
+
+def test_layers_for_multi_token_prediction_are_kept_or_trained() -> None:
+    changes = {"model_type": "glm4_moe", "n_routed_experts": 4, "num_nextn_predict_layers": 1}
+    config = config_of(**changes)
+    tokens, labels, positions = batch(config)
+    losses = []
+    for coef in (0.0, 0.3):
+        stage = make_stage(config, range(2, 4), mtp_loss_coef=coef)
+        assert (EMBEDDING in dict(stage.named_parameters())) == (coef > 0)
+        hidden = torch.randn(3, 10, 16, generator=torch.Generator().manual_seed(2))
+        stage(hidden, positions, target=Target(labels, 0.1, tokens)).loss.backward()
+        ahead = [p for n, p in stage.named_parameters() if ".layers.4." in n]
+        assert all(p.requires_grad == (coef > 0) == (p.grad is not None) for p in ahead), coef
+        record = stage.take_record()
+        assert (record.mtp_loss > 0) == (coef > 0)
+        losses.append(record.loss)
+    assert torch.equal(*losses)
+    with pytest.raises(ValueError, match="input_ids_BS"):
+        stage(hidden, positions, target=Target(labels, 0.1))
 
 
 def test_the_last_stage_names_a_missing_target() -> None:

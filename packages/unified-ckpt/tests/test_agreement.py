@@ -129,6 +129,21 @@ def test_a_peer_that_is_killed_is_named_at_once(tmp_path: Path) -> None:
     assert outcomes[2].ok or "the store that knows" in str(outcomes[2].error), outcomes
 
 
+def test_a_flag_of_any_rank_is_seen_by_all_and_an_absent_rank_is_named(tmp_path: Path) -> None:
+    def fn(rank: int, world_size: int) -> list[bool]:
+        join_over_tcp(tmp_path, rank, world_size)
+        seen = make().any_of("decide", [rank == 1, False, rank == 0])
+        if rank == 1:
+            time.sleep(3.0)
+            return seen
+        with pytest.raises(SavePeerError, match=r"'decide'.*ranks \[1\] did not arrive"):
+            make(timeout_s=0.7).any_of("decide", [False])
+        return seen
+
+    assert run_ranks(fn, 2, init=False) == [[True, False, True]] * 2
+    assert make().any_of("x", [True, False]) == [True, False]
+
+
 def test_half_a_record_in_a_file_store_does_not_hang_the_peers(tmp_path: Path) -> None:
     """What a rank leaves that is killed while it appends; torch's own calls then spin forever."""
 

@@ -53,12 +53,68 @@ def test_verify_says_when_there_are_no_checksums(
     assert "there are no checksums" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_diff_answers_0_when_equal_and_1_with_every_difference(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["diff", str(checkpoint), str(checkpoint)]) == 0
+    assert "the same, bit by bit" in capsys.readouterr().out
+    tensor = torch.ones(2, 3, dtype=torch.bfloat16)
+    tensor[1, 2] = 5
+    shard = Shard(key="w", tensor=tensor, global_shape=(2, 3), offset=(0, 0))
+    other = save({"model": [shard]}, checkpoint_id=tmp_path / "d").path
+    assert main(["diff", str(checkpoint), str(other)]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "model 'w': 1 of 6 elements differ, the first at [1, 2]"
+    assert said[1].startswith("optimizer '*': only in ")
+    assert said[2] == "file 'config.json': only in the first checkpoint"
+    assert said[3].endswith("3 differences")
+
+
+def test_reshard_and_export_write_checkpoints_with_the_same_tensors(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["reshard", str(checkpoint), "--to", "ep=2,tp=2", str(tmp_path / "r")]) == 0
+    assert main(["diff", str(checkpoint), str(tmp_path / "r")]) == 0
+    assert main(["export", str(tmp_path / "r"), str(tmp_path / "e")]) == 0
+    assert sorted(p.name for p in (tmp_path / "e").iterdir()) == [
+        "config.json", "manifest.json", "model.safetensors",
+    ]  # fmt: skip
+    assert "written for 2 ranks (ep=2,tp=2)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("layout", ["ep", "pp=2", "tp=0", "tp=two", "tp=99999"])
+def test_a_layout_that_cannot_be_is_one_line_and_2(
+    layout: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["reshard", str(checkpoint), "--to", layout, str(tmp_path / "r")]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"unified-ckpt: --to {layout}") and captured.err.count("\n") == 1
+    assert not (tmp_path / "r").exists()
+
+
+def test_nothing_that_is_no_checkpoint_is_overwritten(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("x")
+    assert main(["export", str(checkpoint), str(tmp_path / "mine")]) == 2
+    assert "is not a checkpoint that may be replaced" in capsys.readouterr().err
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "x"
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "export", "reshard", "diff"])
 def test_what_is_no_checkpoint_is_one_line_and_2(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    more = {
+        "export": [str(tmp_path / "out")],
+        "reshard": ["--to", "tp=2", str(tmp_path / "out")],
+        "diff": [str(tmp_path)],
+    }
     for folder in (tmp_path / "nothing", tmp_path):
-        assert main([command, str(folder)]) == 2
+        if command == "diff" and folder == tmp_path:
+            continue  # two directories without tensors are the same
+        assert main([command, str(folder), *more.get(command, [])]) == 2
         captured = capsys.readouterr()
         assert captured.out == "" and captured.err.count("\n") == 1
         assert captured.err.startswith("unified-ckpt: ") and str(folder) in captured.err
@@ -72,4 +128,5 @@ def test_help_does_not_import_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "inspect" in done.stdout and "verify" in done.stdout
+    for command in ("inspect", "verify", "diff", "reshard", "export"):
+        assert command in done.stdout

@@ -46,14 +46,14 @@ def test_a_replacement_without_exchange_that_fails_gives_the_old_one_back(
     publish(tmp_path / "c", "one")
     staging = Staging.make(tmp_path / "c")
     fill(staging.folder, "two")
-    real = Path.rename
+    real = commit.rename
 
-    def rename(self: Path, target: Path) -> Path:
-        if self == staging.folder:
+    def rename(old: Path, new: Path) -> None:
+        if old == staging.folder:
             raise OSError(5, "Input/output error")
-        return real(self, target)
+        real(old, new)
 
-    monkeypatch.setattr(Path, "rename", rename)
+    monkeypatch.setattr(commit, "rename", rename)
     with pytest.raises(OSError, match="Input/output"):
         staging.publish()
     staging.close()

@@ -5,13 +5,15 @@ import pytest
 import torch
 
 from unified_ckpt import Shard, get_last_checkpoint, rotate, save
+from unified_ckpt.errors import DamagedCheckpointWarning
 from unified_ckpt.folder import is_complete
 
 
 def put(folder: Path, step: int) -> Path:
     tensor = torch.full((3,), float(step))
     shard = Shard(key="w", tensor=tensor, global_shape=(3,), offset=(0,))
-    return save({"model": [shard]}, checkpoint_id=folder / f"checkpoint-{step}").path
+    files = {"config.json": b"{}"}
+    return save({"model": [shard]}, checkpoint_id=folder / f"checkpoint-{step}", files=files).path
 
 
 def test_the_newest_is_chosen_by_number_not_by_name_or_date(tmp_path: Path) -> None:
@@ -42,7 +44,42 @@ def test_a_newer_checkpoint_that_is_not_complete_is_passed_over(
     else:
         (new / "manifest.json").write_text("{}")
     assert not is_complete(new)
-    assert get_last_checkpoint(tmp_path) == tmp_path / "checkpoint-1"
+    with pytest.warns(DamagedCheckpointWarning, match=r"checkpoint-2 is passed over, an .*: "):
+        assert get_last_checkpoint(tmp_path) == tmp_path / "checkpoint-1"
+
+
+def flip(path: Path, offset: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[offset] ^= 1
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize(("name", "offset"), [("model.safetensors", 30), ("config.json", 1)])
+def test_a_damaged_header_or_small_file_is_found_without_reading_the_tensors(
+    name: str, offset: int, tmp_path: Path
+) -> None:
+    put(tmp_path, 1)
+    flip(put(tmp_path, 2) / name, offset)
+    with pytest.warns(DamagedCheckpointWarning, match=rf"checkpoint-2/{name}"):
+        assert get_last_checkpoint(tmp_path) == tmp_path / "checkpoint-1"
+
+
+def test_a_damaged_tensor_is_found_when_all_is_verified(tmp_path: Path) -> None:
+    put(tmp_path, 1)
+    new = put(tmp_path, 2)
+    flip(new / "model.safetensors", -1)
+    assert get_last_checkpoint(tmp_path) == new
+    with pytest.warns(DamagedCheckpointWarning, match=r"model.safetensors: 'w': bytes"):
+        assert get_last_checkpoint(tmp_path, verify="full") == tmp_path / "checkpoint-1"
+    with pytest.raises(ValueError, match="verify='all'; expected 'quick' or 'full'"):
+        get_last_checkpoint(tmp_path, verify="all")
+
+
+def test_rotation_keeps_what_is_protected(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        put(tmp_path, step)
+    removed = rotate(tmp_path, 1, protect=[tmp_path / "checkpoint-2"])
+    assert [path.name for path in removed] == ["checkpoint-3", "checkpoint-1"]
 
 
 def test_rotation_keeps_the_newest_complete_ones_and_touches_nothing_else(tmp_path: Path) -> None:

@@ -84,6 +84,9 @@ def entry(dtype: object = "F32", shape: object = (2,), offsets: object = (0, 8))
         (file_of({"a": entry()}, bytes(9)), "the tensors end at"),
         (file_of({"a": entry(shape=[2**62, 2**62])}, bytes(8)), "does not fill"),
         (file_of({"a": entry("F4", [3], [0, 1])}, bytes(1)), "does not fill"),
+        (file_of({"a": entry(shape=[1] * 65)}, bytes(8)), "no tensor has 65 dims"),
+        (file_of({"a": entry(shape=[2**63])}, bytes(8)), "no tensor has 1 dims of such sizes"),
+        (file_of(b'{"a:b":1,"a:b":2}'), "'a:b' appears twice"),
     ],
 )
 def test_malformed_files_are_refused_with_a_reason(

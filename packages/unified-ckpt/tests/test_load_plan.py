@@ -2,6 +2,7 @@ import pytest
 
 from unified_ckpt import BoxMeta, LoadError, StoredTensor, plan_load
 from unified_ckpt.boxes import Region
+from unified_ckpt.load_plan import SplitTensor
 
 STORED = {
     "w": StoredTensor(dtype="F32", shape=(4, 6), file="b.safetensors", begin=80, end=176),
@@ -63,3 +64,19 @@ def test_what_does_not_fit_is_named(box: BoxMeta, cast: bool, message: str) -> N
 def test_cast_plans_the_bytes_of_the_stored_dtype() -> None:
     plan = plan_load([want("w", (4, 6), (0, 0), (1, 6), "BF16")], STORED, cast=True)
     assert plan.num_bytes == 24
+
+
+def test_boxes_stored_apart_are_read_where_they_overlap_the_want() -> None:
+    halves = (
+        ((0, 0), StoredTensor(dtype="F32", shape=(2, 6), file="a", begin=80, end=128)),
+        ((2, 0), StoredTensor(dtype="F32", shape=(2, 6), file="b", begin=8, end=56)),
+    )
+    split = {"w": SplitTensor(dtype="F32", shape=(4, 6), boxes=halves)}
+    plan = plan_load([want("w", (4, 6), (1, 2), (2, 3))], split)
+    assert [(r.file, r.region, r.offset, r.shape) for r in plan.reads] == [
+        ("a", Region(112, 12), (0, 0), (1, 3)),
+        ("b", Region(16, 12), (1, 0), (1, 3)),
+    ]
+    hole = {"w": SplitTensor(dtype="F32", shape=(4, 6), boxes=halves[:1])}
+    with pytest.raises(LoadError, match="'w': the stored boxes hold 3 of the 6 elements"):
+        plan_load([want("w", (4, 6), (1, 2), (2, 3))], hole)

@@ -17,6 +17,7 @@ from unified_ckpt import (
 )
 from unified_ckpt import reader as reader_module
 from unified_ckpt.memory import narrow_box
+from unified_ckpt.options import SaveOptions
 from unified_ckpt.reader import Reader
 
 
@@ -191,7 +192,8 @@ def test_a_damaged_header_index_or_manifest_is_found_before_reading(tmp_path: Pa
         "model.safetensors.index.json": 60,
         "manifest.json": 40,
     }.items():
-        save({"model": tensors}, checkpoint_id=tmp_path / "c", max_shard_bytes=8)
+        options = SaveOptions(max_shard_bytes=8)
+        save({"model": tensors}, checkpoint_id=tmp_path / "c", options=options)
         flip(tmp_path / "c" / name, offset)
         with pytest.raises(CorruptCheckpointError, match=name):
             load(tensors, checkpoint_id=tmp_path / "c")

@@ -17,10 +17,10 @@ from unified_ckpt.manifest import (
 
 MANIFEST = Manifest(
     files={
-        "model.safetensors": FileRecord(
+        "model.safetensors": FileRecord.of(
             100, ((Region(0, 60), 2**32 - 1), (Region(60, 4, (5, 2), (8, 4)), 0))
         ),
-        "é.json": FileRecord(0, ()),
+        "é.json": FileRecord.of(0, ()),
     }
 )
 
@@ -45,16 +45,34 @@ def test_every_flipped_bit_of_a_manifest_is_found() -> None:
 @pytest.mark.parametrize(
     "table",
     [
-        {"format": "other", "version": 1, "files": {}},
-        {"format": "unified-ckpt", "version": 2, "files": {}},
-        {"format": "unified-ckpt", "version": 1},
+        {"format": "other", "version": 2, "files": {}},
+        {"format": "unified-ckpt", "version": 1, "files": {}},
+        {"format": "unified-ckpt", "version": 2},
         {
             "format": "unified-ckpt",
-            "version": 1,
-            "files": {"x": {"bytes": 1, "pieces": [[0, -1, 3]]}},
+            "version": 2,
+            "files": {"x": {"bytes": 1, "runs": [[0, [-1], "00000003"]], "strided": []}},
         },
-        {"format": "unified-ckpt", "version": 1, "files": {"x": {"bytes": 1, "pieces": [3]}}},
-        {"format": "unified-ckpt", "version": 1, "files": []},
+        {"format": "unified-ckpt", "version": 2, "files": {"x": {"bytes": 1, "runs": [3]}}},
+        {"format": "unified-ckpt", "version": 2, "files": []},
+        *(
+            {"format": "unified-ckpt", "version": 2, "files": {name: entry}}
+            for name, entry in {
+                "../x": {"bytes": 0, "runs": [], "strided": []},
+                "/x": {"bytes": 0, "runs": [], "strided": []},
+                "y" * 300: {"bytes": 0, "runs": [], "strided": []},
+                "too long": {"bytes": 3, "runs": [[0, [4], "00000003"]], "strided": []},
+                "overlap": {"bytes": 8, "runs": [[0, [4], "00000003"], [3, [4], "00000003"]]},
+                "endless": {"bytes": 8, "runs": [], "strided": [[0, 0, [10**18], [0], 1]]},
+                "twice": {
+                    "bytes": 4,
+                    "runs": [[0, [4], "00000003"]],
+                    "strided": [[0, 1, [2], [2], 1]],
+                },
+                "odd sums": {"bytes": 4, "runs": [[0, [4], "000003"]], "strided": []},
+                "fewer sums": {"bytes": 4, "runs": [[0, [2, 2], "00000003"]], "strided": []},
+            }.items()
+        ),
     ],
 )
 def test_a_manifest_of_another_kind_is_refused(table: dict) -> None:

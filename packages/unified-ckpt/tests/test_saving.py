@@ -24,6 +24,7 @@ from unified_ckpt import (
     save,
     verify_checkpoint,
 )
+from unified_ckpt.options import SaveOptions
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32,
@@ -230,23 +231,23 @@ def test_folders_that_are_no_checkpoints_are_not_replaced(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"parts": {"Model": []}}, "part 'Model' must be lower-case"),
-        ({"parts": {"model": [torch.ones(2)]}}, "holds a Tensor; expected Shard"),
+        ({"state_dict": {"Model": []}}, "part 'Model' must be lower-case"),
+        ({"state_dict": {"model": [torch.ones(2)]}}, "holds a Tensor; expected Shard"),
         ({"files": {"../x": b""}}, "must be a relative path"),
         ({"files": {"/x": b""}}, "must be a relative path"),
         ({"files": {"x//y": b""}}, "must be a relative path"),
         ({"files": {"x": "text"}}, "holds a str; expected bytes"),
         ({"files": {"manifest.json": b""}}, r"would write \['manifest.json'\]"),
         ({"files": {"x": b""}, "rank_files": {"x": b""}}, r"would write \['x'\]"),
-        ({"parts": {"model": []}, "files": {"model.safetensors": b""}}, "would write"),
-        ({"max_shard_bytes": 0}, "max_shard_bytes=0"),
+        ({"state_dict": {"model": []}, "files": {"model.safetensors": b""}}, "would write"),
+        ({"options": SaveOptions(max_shard_bytes=0)}, "max_shard_bytes=0"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_written(
     arguments: dict, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        save(**{"parts": {}, **arguments}, checkpoint_id=tmp_path / "c")
+        save(**{"state_dict": {}, **arguments}, checkpoint_id=tmp_path / "c")
     assert isinstance(caught.value, SaveArgumentError)
     assert list(tmp_path.iterdir()) == []
 

@@ -24,6 +24,7 @@ from typing import TypeVar, final
 
 import torch
 
+from comm_collectives.eager import Framing
 from comm_collectives.errors import CommError, MismatchError
 from comm_collectives.failures import classify, first_line
 from comm_collectives.groups import GroupState
@@ -93,12 +94,16 @@ class Channel:
     """All messages between this rank and one peer of a group."""
 
     __slots__ = (
-        *("__weakref__", "_arrived", "_changed", "_is_reading", "_outbox", "_peer", "_sending"),
-        *("_state", "_unwanted", "_workers"),
+        *("__weakref__", "_arrived", "_changed", "_incoming", "_is_reading", "_outbox"),
+        *("_outgoing", "_peer", "_sending", "_state", "_unwanted", "_workers"),
     )
 
     def __init__(self, state: GroupState, peer: int) -> None:
         self._state, self._peer = state, peer
+        # Only gloo is known to take a message that is shorter than the memory offered for it.
+        is_gloo = state.backend_of.get("cpu") == "gloo"
+        self._outgoing = Framing() if is_gloo else None
+        self._incoming = Framing() if is_gloo else None
         self._sending = threading.Lock()
         self._changed = threading.Condition()
         self._is_reading = False
@@ -127,13 +132,10 @@ class Channel:
         state = self._state
         kinds = [state.transport_type(t.device) for t in tensors]
         header = TransferHeader.describe(tensors, transfer.number, kinds, flags)
-        buffers = [words.to(state.control_type) for words in header.to_messages()]
-        for tensor, kind in zip(tensors, kinds, strict=True):
-            if tensor.numel():
-                buffers.append(as_bytes(dense(tensor)).to(kind))
         try:
             # A gradient may be sent by another thread, and belongs behind its own header.
             with self._sending:
+                buffers = self._messages(header, tensors)
                 works = [state.transport.send(buffer, self._peer) for buffer in buffers]
         except RuntimeError as error:
             raise transfer.explain(error) from error
@@ -261,8 +263,24 @@ class Channel:
         else:
             self._arrived[number].append(message)
 
+    def _messages(
+        self, header: TransferHeader, tensors: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        if self._outgoing is not None:
+            return self._outgoing.pack(header, tensors)
+        buffers = [words.to(self._state.control_type) for words in header.to_messages()]
+        for tensor, kind in zip(tensors, header.travels, strict=True):
+            if tensor.numel():
+                buffers.append(as_bytes(dense(tensor)).to(kind))
+        return buffers
+
     def _receive(self, transfer: Transfer) -> Message:
         """Receive the next message, whatever it is."""
+        if self._incoming is not None:
+            found = self._incoming.unpack(lambda flat: self._receive_into(flat, transfer))
+            if found is None:
+                raise MismatchError(f"{transfer}: no header arrived; an earlier call was skipped")
+            return Message(header=found[0], tensors=found[1])
         words = self._receive_words(FIRST_WORDS, transfer)
         rest = TransferHeader.words_to_come(words)
         if rest:

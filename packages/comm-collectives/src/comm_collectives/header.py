@@ -49,6 +49,11 @@ class TransferHeader:
             flags=flags,
         )
 
+    @property
+    def num_words(self) -> int:
+        """Length of `to_words`."""
+        return _FIXED_WORDS + sum(3 + len(shape) for shape in self.shapes)
+
     def to_words(self) -> list[int]:
         """Return the header as integers, without padding."""
         words = [_MAGIC, self.number, 0, len(self.dtypes), self.flags]

@@ -16,6 +16,7 @@ from moe_pipeline.errors import MoEPipelineError as MoEPipelineError
 from moe_pipeline.errors import ScheduleError as ScheduleError
 from moe_pipeline.errors import StageTransferError as StageTransferError
 from moe_pipeline.executor import PipelineExecutor as PipelineExecutor
+from moe_pipeline.executor_table import stage_holders as stage_holders
 from moe_pipeline.expert_bias import update_expert_bias as update_expert_bias
 from moe_pipeline.families import Family as Family
 from moe_pipeline.families import family_of as family_of
@@ -37,7 +38,15 @@ from moe_pipeline.groups import MoEGroups as MoEGroups
 from moe_pipeline.layer import MoELayer as MoELayer
 from moe_pipeline.layer import MoEOutput as MoEOutput
 from moe_pipeline.local_experts import Experts as Experts
+from moe_pipeline.measuring import measure_costs as measure_costs
+from moe_pipeline.memory_track import MemoryTrack as MemoryTrack
+from moe_pipeline.offload import ActivationOffload as ActivationOffload
+from moe_pipeline.output_discarding import discard_outputs as discard_outputs
+from moe_pipeline.output_discarding import discarded as discarded
 from moe_pipeline.picture import format_schedule as format_schedule
+from moe_pipeline.pipeline_groups import PipelineGroups as PipelineGroups
+from moe_pipeline.pipeline_groups import connect_pairs as connect_pairs
+from moe_pipeline.pipeline_groups import make_pipeline_groups as make_pipeline_groups
 from moe_pipeline.planner import plan as plan
 from moe_pipeline.recomputing import is_replaying as is_replaying
 from moe_pipeline.recomputing import recompute as recompute
@@ -58,27 +67,42 @@ from moe_pipeline.schedule import add_transfers as add_transfers
 from moe_pipeline.schedule_csv import from_csv as from_csv
 from moe_pipeline.schedule_csv import to_csv as to_csv
 from moe_pipeline.scope_check import check_aux_scope as check_aux_scope
+from moe_pipeline.selective import MATRIX_PRODUCTS as MATRIX_PRODUCTS
+from moe_pipeline.selective import recompute_modules as recompute_modules
+from moe_pipeline.selective import selective_recompute as selective_recompute
+from moe_pipeline.shapes import TensorShape as TensorShape
+from moe_pipeline.shapes import infer_shapes as infer_shapes
 from moe_pipeline.simulator import Simulation as Simulation
 from moe_pipeline.simulator import simulate as simulate
 from moe_pipeline.stage_io import StageOutput as StageOutput
 from moe_pipeline.svg import to_svg as to_svg
+from moe_pipeline.tied import TiedParameters as TiedParameters
+from moe_pipeline.token_loss import token_scale as token_scale
 from moe_pipeline.upcycling import upcycled_state as upcycled_state
+from moe_pipeline.weight_queue import WeightQueue as WeightQueue
+from moe_pipeline.weight_queue import split_backward as split_backward
+from moe_pipeline.weight_token import put_off as put_off
+from moe_pipeline.weight_token import splittable as splittable
 
 __all__ = [
+    "MATRIX_PRODUCTS",
     "SCHEDULES",
     "Action",
+    "ActivationOffload",
     "BalanceTerms",
     "ExpertAxes",
     "Experts",
     "ExpertsOptions",
     "Family",
     "Kind",
+    "MemoryTrack",
     "MoEConfig",
     "MoEGroups",
     "MoELayer",
     "MoEOutput",
     "MoEPipelineError",
     "PipelineExecutor",
+    "PipelineGroups",
     "Problem",
     "Routed",
     "RouterLosses",
@@ -91,14 +115,20 @@ __all__ = [
     "StageCosts",
     "StageOutput",
     "StageTransferError",
+    "TensorShape",
+    "TiedParameters",
     "TopKRouter",
+    "WeightQueue",
     "add_transfers",
     "check",
     "check_aux_scope",
     "chunked_cross_entropy",
+    "connect_pairs",
     "counter_key",
     "counter_normal",
     "counter_uniform",
+    "discard_outputs",
+    "discarded",
     "dropout_add",
     "dualpipe",
     "dualpipe_v",
@@ -110,19 +140,29 @@ __all__ = [
     "from_csv",
     "global_batch_loss",
     "global_batch_shares",
+    "infer_shapes",
     "interleaved_1f1b",
     "is_replaying",
     "looped_bfs",
+    "make_pipeline_groups",
+    "measure_costs",
     "one_f_one_b",
     "plan",
+    "put_off",
     "recompute",
     "recompute_contexts",
+    "recompute_modules",
     "record_routing",
     "recorded",
     "replay_routing",
+    "selective_recompute",
     "simulate",
+    "split_backward",
+    "splittable",
+    "stage_holders",
     "to_csv",
     "to_svg",
+    "token_scale",
     "upcycled_state",
     "update_expert_bias",
     "v_half",

@@ -1,63 +1,56 @@
-"""Run one rank's row of a schedule.
+"""Run a schedule: one rank's row over process groups, or all rows in one process.
 
 The executor holds no policy: it performs the actions that the table lists, in that order, and the
-table has been proved by `check` before the first one. What a microbatch needs is kept in a
-`_Slot`, and each action takes from it what it uses, so that a tensor lives exactly from the action
-that makes it to the last one that needs it:
+table has been proved by `check` before the first one. A tensor lives exactly from the action that
+makes it to the last one that needs it:
 
 - inputs: until their forward, and on only if an operation of the stage saved them;
-- outputs: until their send has ended; the graph keeps gradient edges, not the tensors;
-- saved activations, output gradients: until the backward;
-- input gradients: until their send has ended.
+- outputs: until their receiver is known to have them, or the next stage on this rank takes them;
+- saved activations: until B or I; what the queue of weight gradients keeps of them: until W;
+- output gradients: until the first operation of the backward has used them;
+- input gradients: as outputs.
 
 A stage that recomputes its forward during backward (`torch.utils.checkpoint` around all of it)
 saves its inputs and so keeps them until the backward.
 
-    executor = PipelineExecutor(stage, one_f_one_b(4, 8), stage_index=rank, forward_group=pp_group)
+    executor = PipelineExecutor({rank: stage}, one_f_one_b(4, 8), rank=rank, forward_group=pp_group)
     losses = executor.step(inputs, targets)
 """
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import final
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup
 
-from comm_collectives import CommError, SendHandle, isend_tensors, recv_tensors
-from moe_pipeline.checker import check
-from moe_pipeline.errors import ScheduleError, StageTransferError
+from moe_pipeline.errors import StageTransferError
+from moe_pipeline.executor_links import GroupLinks, LinkBrokenError, Links, LocalLinks, Transport
+from moe_pipeline.executor_slots import Slot
+from moe_pipeline.executor_table import Table
+from moe_pipeline.memory_track import MemoryTrack
 from moe_pipeline.schedule import Action, Kind, Schedule
-from moe_pipeline.stage_io import (
-    GradientSink,
-    Stage,
-    StageOutput,
-    gate_inputs,
-    pack_activations,
-    pack_gradients,
-    unpack_activations,
-    unpack_gradients,
-)
+from moe_pipeline.stage_io import Stage, StageOutput, gate_inputs, gate_output
+from moe_pipeline.stage_message import activations, gradients
+from moe_pipeline.weight_queue import WeightQueue, split_backward
 
-# Sends whose receiver has not caught up, per direction. Holds their tensors' memory down; any
-# number from 1 is free of deadlock for a schedule that passes check(send_buffers=1).
-_MAX_SENDS_UNDER_WAY = 4
+_Key = tuple[int, int]  # stage, microbatch
 
 
 @final
 class PipelineExecutor:
-    """Runs a schedule on this rank's stage; see the module's docstring.
+    """Runs a schedule; see the module's docstring.
 
     Args:
-        stage: called as `stage(*inputs, target=target)`, returns a `StageOutput`.
-        schedule: one stage on each rank; checked here.
-        stage_index: which stage this rank runs, also its rank in the groups.
-        forward_group: ranks of the stages, in order; None: the default group. Not used when the
-            schedule has one stage.
+        stages: by number the stages that this rank computes, each called as
+            `stage(*inputs, target=target)` and returning a `StageOutput`.
+        schedule: any that `check` accepts.
+        rank: which row of the schedule this process performs, also its rank in the groups. None:
+            all of them, in this process alone.
+        forward_group: the ranks of the schedule, in order; None: the default group. Not used when
+            the schedule has one rank or `rank` is None.
         backward_group: the same ranks, for gradients; None: the forward group.
         device: where received tensors are put; None: as `recv_tensors` leaves them.
         timeout_s: limit for each transfer, which includes waiting for the other stage to compute;
@@ -65,46 +58,48 @@ class PipelineExecutor:
 
     Raises:
         ScheduleError: `check` finds problems.
-        ValueError: `stage_index` is not in the schedule, lies with another stage on one rank, or
-            does not fit the groups.
+        ValueError: `rank` is not in the schedule or does not fit the groups; stages are missing or
+            not this rank's; groups are given without a rank.
     """
 
     def __init__(
         self,
-        stage: Stage,
+        stages: Mapping[int, Stage],
         schedule: Schedule,
         *,
-        stage_index: int,
+        rank: int | None = None,
         forward_group: ProcessGroup | None = None,
         backward_group: ProcessGroup | None = None,
         device: torch.device | str | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        problems = check(schedule)
-        if problems:
-            shown = "; ".join(str(problem) for problem in problems[:5])
-            raise ScheduleError(
-                f"schedule {schedule.name} has {len(problems)} problems, the first: {shown}"
-            )
-        self.stage = stage
+        self._table = Table.of(schedule, rank)
+        _check_stages(stages, self._table, rank)
         self.schedule = schedule
-        self.stage_index = stage_index
-        self._actions = _row_of(schedule, stage_index)
-        self._is_first = stage_index == 0
-        self._is_last = stage_index == schedule.num_stages - 1
-        self._forward_group = forward_group
-        self._backward_group = forward_group if backward_group is None else backward_group
-        if schedule.num_stages > 1:
-            for name, group in (
-                ("forward_group", self._forward_group),
-                ("backward_group", self._backward_group),
-            ):
-                _check_group(name, group, schedule.num_stages, stage_index)
-        self._device = device
-        self._timeout_s = timeout_s
-        self._do: dict[Kind, Callable[[_Step, int], None]] = {
+        self._stages = dict(stages)
+        self._keys = self._table.keys()
+        self._links: Links
+        if rank is None:
+            if forward_group is not None or backward_group is not None:
+                raise ValueError("groups need rank=: which row of the schedule this process runs")
+            self._links = LocalLinks()
+        elif len(schedule.ranks) == 1:
+            self._links = LocalLinks()
+        else:
+            forward = _group("forward_group", forward_group, len(schedule.ranks), rank)
+            backward = forward
+            if backward_group is not None:
+                backward = _group("backward_group", backward_group, len(schedule.ranks), rank)
+            transport = Transport(
+                forward=forward, backward=backward, device=device, timeout_s=timeout_s
+            )
+            self._links = GroupLinks(self._table, rank, transport)
+        self._failure = ""
+        self._do: dict[Kind, Callable[[_Step, Slot, Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
+            Kind.INPUT_GRADIENT: self._input_gradient,
+            Kind.WEIGHT_GRADIENT: self._weight_gradient,
             Kind.SEND_FORWARD: self._send_forward,
             Kind.RECV_FORWARD: self._recv_forward,
             Kind.SEND_BACKWARD: self._send_backward,
@@ -113,8 +108,10 @@ class PipelineExecutor:
 
     def step(
         self,
-        inputs: Sequence[tuple[Tensor, ...]] | None = None,
+        inputs: Sequence[tuple[Any, ...] | None] | None = None,
         targets: Sequence[object] | None = None,
+        *,
+        track: MemoryTrack | None = None,
     ) -> list[Tensor | None]:
         """Run all microbatches; gradients add up in the parameters' `.grad`.
 
@@ -122,236 +119,207 @@ class PipelineExecutor:
         stages return is differentiated as it is, so divide by tokens or microbatches in the stage.
 
         Args:
-            inputs: on the first stage one tuple of tensors for each microbatch; ignored elsewhere.
-            targets: one object for each microbatch, given to this rank's stage; None: each is None.
+            inputs: the first stage's positional arguments for each microbatch that it runs here
+                (None for others); ignored on ranks without the first stage.
+            targets: one object for each microbatch, given to every stage of this rank; None: each
+                is None.
+            track: records the activation bytes of this step.
 
         Returns:
-            For each microbatch this stage's loss, detached, or None where it returned none.
+            For each microbatch the sum of the losses that this rank's stages returned, detached,
+            or None where they returned none. Summed over ranks and microbatches: the whole loss.
 
         Raises:
             ValueError: wrong number of inputs or targets; the last stage returned no loss.
-            StageTransferError: a transfer failed; names stage, rank and action.
+            StageTransferError: a transfer failed, or another rank did; names rank, stage, action
+                and who is to blame. Every rank whose step needs the failed one raises it.
         """
-        count = self.schedule.num_microbatches
-        if self._is_first and (inputs is None or len(inputs) != count):
-            got = "none" if inputs is None else f"{len(inputs)}"
-            raise ValueError(
-                f"schedule {self.schedule.name} has {count} microbatches; "
-                f"the first stage got {got} inputs"
+        if self._failure:
+            raise StageTransferError(
+                f"an earlier step of schedule {self.schedule.name} failed: {self._failure}; make "
+                "new process groups and a new executor"
             )
-        if targets is not None and len(targets) != count:
-            raise ValueError(
-                f"schedule {self.schedule.name} has {count} microbatches; "
-                f"stage {self.stage_index} got {len(targets)} targets"
-            )
-        given = list(inputs) if self._is_first and inputs is not None else [()] * count
-        step = _Step(
-            slots=[_Slot(inputs=tuple(tensors)) for tensors in given],
-            targets=[None] * count if targets is None else list(targets),
-        )
-        for action in self._actions:
-            self._perform(action, step)
-        self._settle_all(step)
-        return [slot.loss_value for slot in step.slots]
+        self._links.begin()
+        step = _Step({}, track)
+        self._guard(lambda: self._fill(step, inputs, targets), self._keys[0], "the inputs")
+        at = dict.fromkeys(self._table.rows, 0)
+        moved = True
+        while moved:
+            moved = False
+            for rank, row in self._table.rows.items():
+                while at[rank] < len(row) and self._links.ready(row[at[rank]]):
+                    self._perform(step, row[at[rank]])
+                    at[rank] += 1
+                    moved = True
+        self._guard(self._links.settle, self._keys[-1], "the last sends")
+        if track is not None:
+            track.finish()
+        return self._losses(step)
 
-    def _perform(self, action: Action, step: "_Step") -> None:
-        transfer = action.kind not in (Kind.FORWARD, Kind.BACKWARD)
+    def _fill(
+        self,
+        step: "_Step",
+        inputs: Sequence[tuple[Any, ...] | None] | None,
+        targets: Sequence[object] | None,
+    ) -> None:
+        """Make the slots, with what the caller gives."""
+        count, name = self.schedule.num_microbatches, self.schedule.name
+        needed = inputs if any(stage == 0 for stage, _ in self._keys) else None
+        for what, given in (("inputs", needed), ("targets", targets)):
+            if given is not None and len(given) != count:
+                raise ValueError(
+                    f"schedule {name} has {count} microbatches, but {len(given)} {what} are given"
+                )
+        for stage, microbatch in self._keys:
+            slot = Slot(target=None if targets is None else targets[microbatch])
+            if stage == 0:
+                first = None if needed is None else needed[microbatch]
+                if first is None:
+                    raise ValueError(
+                        f"schedule {name} runs microbatch {microbatch} of the first stage on this "
+                        "rank, but its inputs are not given; give a tuple for it"
+                    )
+                slot.given = tuple(first)
+            step.slots[stage, microbatch] = slot
+
+    def _losses(self, step: "_Step") -> list[Tensor | None]:
+        losses: list[Tensor | None] = [None] * self.schedule.num_microbatches
+        for (_, microbatch), slot in step.slots.items():
+            if slot.loss_value is not None:
+                before = losses[microbatch]
+                losses[microbatch] = slot.loss_value if before is None else before + slot.loss_value
+        return losses
+
+    def _perform(self, step: "_Step", action: Action) -> None:
+        key = (action.stage, action.microbatch)
+        self._guard(lambda: self._do[action.kind](step, step.slots[key], action), key, str(action))
+        if step.track is not None:
+            step.track.after(action)
+
+    def _guard(self, do: Callable[[], None], key: _Key, what: str) -> None:
+        """Do it; if that fails, tell all ranks before raising here."""
+        name = self._links.name(self._table.places[key])
+        where = f"{name.split(' (')[0]}, stage {key[0]}: {what} of schedule {self.schedule.name}"
         try:
-            self._do[action.kind](step, action.microbatch)
-        except CommError as error:
-            if transfer:
-                raise self._transfer_error(str(action), error) from error
-            error.add_note(self._where(str(action)))
+            do()
+        except LinkBrokenError as broken:
+            self._failure = self._links.give_up(broken.cause, observed=broken.observed)
+            raise StageTransferError(f"{where} failed: {self._failure}") from broken.__cause__
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._failure = self._links.give_up(f"{name} failed in {what}: {text}", observed=False)
+            error.add_note(where)
             raise
-        except Exception as error:
-            error.add_note(self._where(str(action)))
-            raise
 
-    def _settle_all(self, step: "_Step") -> None:
-        try:
-            step.forward_sends.settle()
-            step.backward_sends.settle()
-        except CommError as error:
-            raise self._transfer_error("the last sends", error) from error
+    def _recv_forward(self, step: "_Step", slot: Slot, action: Action) -> None:
+        slot.arrived = self._links.receive(action)
 
-    def _where(self, what: str) -> str:
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        return f"rank {rank}, stage {self.stage_index}: {what} of schedule {self.schedule.name}"
-
-    def _transfer_error(self, what: str, error: CommError) -> StageTransferError:
-        return StageTransferError(f"{self._where(what)} failed: {error}")
-
-    def _recv_forward(self, step: "_Step", microbatch: int) -> None:
-        message = recv_tensors(
-            src=self.stage_index - 1,
-            group=self._forward_group,
-            device=self._device,
-            timeout_s=self._timeout_s,
-        )
-        slot = step.slots[microbatch]
-        slot.inputs, slot.wants_gradient = unpack_activations(message)
-
-    def _forward(self, step: "_Step", microbatch: int) -> None:
-        slot = step.slots[microbatch]
+    def _forward(self, step: "_Step", slot: Slot, action: Action) -> None:
+        key = (action.stage, action.microbatch)
+        if key in self._table.halves:
+            slot.queue = WeightQueue()
+        recording = nullcontext() if step.track is None else step.track.forward(key)
+        splitting = nullcontext() if slot.queue is None else split_backward(slot.queue)
         with torch.set_grad_enabled(self.schedule.has_backward):
-            inputs, slot.inputs = slot.inputs, ()
-            if self.schedule.has_backward and slot.wants_gradient:
-                inputs, slot.sink = gate_inputs(inputs, slot.wants_gradient)
-            output = self.stage(*inputs, target=step.targets[microbatch])
-        step.targets[microbatch] = None
-        self._check_output(output, microbatch)
-        slot.loss_value = None if output.loss is None else output.loss.detach()
-        if self.schedule.has_backward:
-            slot.loss = output.loss
-        if not self._is_last:
-            slot.outputs = output.tensors
-            if self.schedule.has_backward:
-                slot.edges = [get_gradient_edge(t) for t in output.tensors if t.requires_grad]
+            inputs = self._take_inputs(slot)
+            target, slot.target = slot.target, None
+            with recording, splitting:
+                output = self._stages[action.stage](*inputs, target=target)
+            del inputs, target
+            self._check_output(output, action)
+            if output.loss is not None:
+                slot.loss_value = output.loss.detach()
+                slot.loss = output.loss if self.schedule.has_backward else None
+            if action.stage < self.schedule.num_stages - 1:
+                self._keep_outputs(slot, output.tensors)
+                if self._table.is_local(action.stage + 1, action.stage, action.microbatch):
+                    step.slots[action.stage + 1, action.microbatch].arrived = slot.take_outputs()
 
-    def _check_output(self, output: StageOutput, microbatch: int) -> None:
+    def _take_inputs(self, slot: Slot) -> tuple[Any, ...]:
+        """The inputs, which the slot then holds no longer."""
+        if slot.arrived is None:
+            given, slot.given = slot.given, ()
+            return given
+        parcel, slot.arrived = slot.arrived, None
+        if not self.schedule.has_backward:
+            return tuple(parcel.nest(parcel.tensors))
+        tensors, slot.sink = gate_inputs(parcel.tensors, parcel.flags)
+        return tuple(parcel.nest(tensors))
+
+    def _keep_outputs(self, slot: Slot, tensors: tuple[Any, ...]) -> None:
+        slot.outputs, wanting = activations(tensors)
+        if self.schedule.has_backward:
+            slot.roots = [gate_output(tensor) for tensor in wanting]
+
+    def _check_output(self, output: StageOutput, action: Action) -> None:
+        stage, microbatch = action.stage, action.microbatch
         if not isinstance(output, StageOutput):
-            raise TypeError(
-                f"stage {self.stage_index} must return a StageOutput, got {type(output).__name__}"
-            )
+            raise TypeError(f"stage {stage} must return a StageOutput, got {type(output).__name__}")
         if output.loss is not None and output.loss.dim() != 0:
             raise ValueError(
-                f"stage {self.stage_index} returned a loss of shape {tuple(output.loss.shape)} for "
+                f"stage {stage} returned a loss of shape {tuple(output.loss.shape)} for "
                 f"microbatch {microbatch}; reduce it to a scalar"
             )
-        if output.loss is None and self._is_last and self.schedule.has_backward:
+        is_last = stage == self.schedule.num_stages - 1
+        if output.loss is None and is_last and self.schedule.has_backward:
             raise ValueError(
                 f"the last stage returned no loss for microbatch {microbatch}, but schedule "
                 f"{self.schedule.name} runs its backward"
             )
 
-    def _send_forward(self, step: "_Step", microbatch: int) -> None:
-        slot = step.slots[microbatch]
-        message, slot.outputs = pack_activations(slot.outputs), ()
-        step.forward_sends.add(
-            microbatch,
-            isend_tensors(
-                message,
-                dst=self.stage_index + 1,
-                group=self._forward_group,
-                timeout_s=self._timeout_s,
-            ),
-        )
+    def _send_forward(self, step: "_Step", slot: Slot, action: Action) -> None:
+        self._links.send(action, slot.take_outputs())
 
-    def _recv_backward(self, step: "_Step", microbatch: int) -> None:
-        message = recv_tensors(
-            src=self.stage_index + 1,
-            group=self._backward_group,
-            device=self._device,
-            timeout_s=self._timeout_s,
-        )
-        slot = step.slots[microbatch]
-        slot.gradients = unpack_gradients(message, len(slot.edges))
-        # The next stage has used these outputs, so their sends have ended.
-        step.forward_sends.settle(microbatch)
+    def _recv_backward(self, step: "_Step", slot: Slot, action: Action) -> None:
+        slot.put_output_gradients(self._links.receive(action).gradients())
 
-    def _backward(self, step: "_Step", microbatch: int) -> None:
-        slot = step.slots[microbatch]
-        roots: list[GradientEdge] = []
-        gradients: list[Tensor] = []
-        for edge, gradient in zip(slot.edges, slot.gradients, strict=True):
-            if gradient is not None:
-                roots.append(edge)
-                gradients.append(gradient)
-        if slot.loss is not None and slot.loss.requires_grad:
-            roots.append(get_gradient_edge(slot.loss))
-            gradients.append(torch.ones_like(slot.loss))
-        slot.edges, slot.gradients, slot.loss = [], [], None
-        if roots:
-            torch.autograd.backward(roots, gradients)
+    def _backward(self, step: "_Step", slot: Slot, action: Action) -> None:
+        slot.run_backward()
+        stage, microbatch = action.stage, action.microbatch
+        if stage > 0 and self._table.is_local(stage - 1, stage, microbatch):
+            before = step.slots[stage - 1, microbatch]
+            before.put_output_gradients(slot.take_input_gradients())
 
-    def _send_backward(self, step: "_Step", microbatch: int) -> None:
-        slot = step.slots[microbatch]
-        message = pack_gradients(slot.sink.gradients)
-        slot.sink = GradientSink()
-        step.backward_sends.add(
-            microbatch,
-            isend_tensors(
-                message,
-                dst=self.stage_index - 1,
-                group=self._backward_group,
-                timeout_s=self._timeout_s,
-            ),
-        )
+    def _input_gradient(self, step: "_Step", slot: Slot, action: Action) -> None:
+        with nullcontext() if slot.queue is None else slot.queue.deferring():
+            self._backward(step, slot, action)
 
+    def _weight_gradient(self, step: "_Step", slot: Slot, action: Action) -> None:
+        queue, slot.queue = slot.queue, None
+        if queue is not None:
+            queue.run()
 
-@dataclass(slots=True)
-class _Slot:
-    """What one microbatch holds on this rank between two actions."""
-
-    inputs: tuple[Tensor, ...] = ()
-    wants_gradient: list[bool] = field(default_factory=list)
-    sink: GradientSink = field(default_factory=GradientSink)
-    outputs: tuple[Tensor, ...] = ()
-    edges: list[GradientEdge] = field(default_factory=list)
-    gradients: list[Tensor | None] = field(default_factory=list)
-    loss: Tensor | None = None
-    loss_value: Tensor | None = None
+    def _send_backward(self, step: "_Step", slot: Slot, action: Action) -> None:
+        self._links.send(action, gradients(slot.take_input_gradients()))
 
 
 @final
-class _Outbox:
-    """Sends under way in one direction, oldest first."""
-
-    def __init__(self) -> None:
-        self._handles: deque[tuple[int, SendHandle]] = deque()
-
-    def add(self, microbatch: int, handle: SendHandle) -> None:
-        self._handles.append((microbatch, handle))
-        while len(self._handles) > _MAX_SENDS_UNDER_WAY:
-            self._handles.popleft()[1].wait()
-
-    def settle(self, through: int | None = None) -> None:
-        """End the sends up to and with microbatch `through`, if it is under way; None: all."""
-        if through is not None and all(through != number for number, _ in self._handles):
-            return
-        while self._handles:
-            number, handle = self._handles.popleft()
-            handle.wait()
-            if number == through:
-                return
-
-
-@dataclass(slots=True)
 class _Step:
-    slots: list[_Slot]
-    targets: list[object]
-    forward_sends: _Outbox = field(default_factory=_Outbox)
-    backward_sends: _Outbox = field(default_factory=_Outbox)
+    """The slots of a step, and what records its memory."""
+
+    def __init__(self, slots: dict[_Key, Slot], track: MemoryTrack | None) -> None:
+        self.slots = slots
+        self.track = track
 
 
-def _row_of(schedule: Schedule, stage_index: int) -> tuple[Action, ...]:
-    rank = schedule.stage_ranks().get(stage_index)
-    if rank is None:
+def _check_stages(stages: Mapping[int, Stage], table: Table, rank: int | None) -> None:
+    wanted = table.stages()
+    if sorted(stages) != wanted:
+        who = "one process runs" if rank is None else f"rank {rank} runs"
         raise ValueError(
-            f"stage_index={stage_index} is not in schedule {schedule.name}, which has stages "
-            f"0..{schedule.num_stages - 1}"
+            f"{who} stages {wanted} of schedule {table.schedule.name}, but stages {sorted(stages)} "
+            "are given; give exactly those, by number"
         )
-    row = schedule.ranks[rank]
-    halves = [a for a in row if a.kind in (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)]
-    if halves:
-        raise ValueError(
-            f"schedule {schedule.name} splits backwards ({halves[0]}), which this executor does "
-            "not run; choose one with whole backwards such as 1f1b"
-        )
-    others = sorted({action.stage for action in row} - {stage_index})
-    if others or rank != stage_index:
-        beside = f" beside stages {others}" if others else ""
-        raise ValueError(
-            f"schedule {schedule.name} puts stage {stage_index} on rank {rank}{beside}; this "
-            "executor runs one stage on each rank, in order"
-        )
-    return row
 
 
-def _check_group(name: str, group: ProcessGroup | None, num_stages: int, stage_index: int) -> None:
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    if size != num_stages or rank != stage_index:
+def _group(name: str, group: ProcessGroup | None, num_ranks: int, rank: int) -> ProcessGroup:
+    found = dist.group.WORLD if group is None else group
+    if found is None:
+        raise ValueError(f"{name}=None is the default group, which does not exist; give one")
+    size, at = dist.get_world_size(found), dist.get_rank(found)
+    if size != num_ranks or at != rank:
         raise ValueError(
-            f"{name} has {size} ranks and this is rank {rank} of it; the schedule has {num_stages} "
-            f"stages and stage_index={stage_index}; give the ranks of the stages, in order"
+            f"{name} has {size} ranks and this is rank {at} of it; the schedule has {num_ranks} "
+            f"ranks and rank={rank}; give its ranks, in order"
         )
+    return found

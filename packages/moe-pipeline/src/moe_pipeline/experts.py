@@ -32,7 +32,13 @@ from moe_pipeline.config import ExpertsOptions
 from moe_pipeline.expert_weights import ExpertWeights
 from moe_pipeline.fp8_experts import fp8_experts
 from moe_pipeline.fused_experts import fused_experts
-from moe_pipeline.grouped_experts import grouped_mm_experts, grouped_mm_obstacle
+from moe_pipeline.grouped_experts import (
+    grouped_experts,
+    grouped_mm_experts,
+    grouped_mm_obstacle,
+)
+from moe_pipeline.split_linear import looped_product
+from moe_pipeline.weight_token import current_splitting
 
 
 def loop_experts(
@@ -42,7 +48,16 @@ def loop_experts(
     num_tokens_per_expert: tuple[int, ...],
     activation: Activation,
 ) -> Tensor:
-    """One product per expert and projection, with autograd's own backward."""
+    """One product per expert and projection, with autograd's own backward.
+
+    Under `split_backward` each projection is one function that can put its weight's gradient off.
+    """
+    if current_splitting() is not None:
+
+        def product(rows_RK: Tensor, weight_ENK: Tensor, _: Tensor) -> Tensor:
+            return looped_product(rows_RK, weight_ENK, num_tokens_per_expert)
+
+        return grouped_experts(x_RD, weights_R, weights, num_tokens_per_expert, activation, product)
     # One unbind per weight: selecting expert by expert would make one full-size gradient for each.
     num_experts = len(num_tokens_per_expert)
     experts = zip(

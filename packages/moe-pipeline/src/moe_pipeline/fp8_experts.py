@@ -23,7 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from moe_pipeline.activations import Activation
 from moe_pipeline.expert_weights import ExpertWeights
-from moe_pipeline.grouped_experts import grouped_experts
+from moe_pipeline.grouped_experts import grouped_experts, taken
+from moe_pipeline.weight_token import WeightToken, put_off, splittable
 
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_LARGEST = torch.finfo(FP8_DTYPE).max
@@ -95,14 +96,15 @@ def fp8_product(rows_RK: Tensor, weight_ENK: Tensor, offsets_E: Tensor, kernel: 
 
     Args:
         rows_RK: bf16, contiguous; the rows of expert e end at `offsets_E[e]`.
-        weight_ENK: bf16, in strides that `grouped_mm` takes.
+        weight_ENK: bf16, any strides; its gradient may be put off.
         offsets_E: int32 [E] on the same device.
         kernel: makes the product; on CUDA `scaled_grouped_mm`.
     """
     if rows_RK.shape[0] == 0:  # grouped kernels refuse such strides; this has gradients of zero
         return rows_RK @ weight_ENK.sum(0).t()
+    weight_ENK, token = splittable(taken(weight_ENK))
     return _Fp8Product.apply(  # type: ignore[no-any-return]
-        rows_RK, weight_ENK, offsets_E, kernel
+        rows_RK, weight_ENK, offsets_E, kernel, token
     )
 
 
@@ -110,25 +112,35 @@ def fp8_product(rows_RK: Tensor, weight_ENK: Tensor, offsets_E: Tensor, kernel: 
 class _Fp8Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows_RK: Tensor, weight_ENK: Tensor, offsets_E: Tensor, kernel: Kernel
+        ctx: Any,
+        rows_RK: Tensor,
+        weight_ENK: Tensor,
+        offsets_E: Tensor,
+        kernel: Kernel,
+        token: WeightToken | None,
     ) -> Tensor:
         needs_rows, needs_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(
             rows_RK if needs_weight else None, weight_ENK if needs_rows else None, offsets_E
         )
+        ctx.token = token
         return kernel(quantize_rows(rows_RK), quantize_rows(weight_ENK), offsets_E)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, ...]:
         rows_RK, weight_ENK, offsets_E = ctx.saved_tensors
         grad_RN = grad_RN.contiguous()
         grad_RK = grad_ENK = None
         if weight_ENK is not None:
             grad_RK = F.grouped_mm(grad_RN, weight_ENK, offs=offsets_E)
         if rows_RK is not None:
-            grad_ENK = F.grouped_mm(grad_RN.mT, rows_RK, offs=offsets_E)
-        return grad_RK, grad_ENK, None, None
+            grad_ENK = put_off(ctx.token, _grad_of_weight, rows_RK, grad_RN, offsets_E)
+        return grad_RK, grad_ENK, None, None, None
+
+
+def _grad_of_weight(rows_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
+    return F.grouped_mm(grad_RN.mT, rows_RK, offs=offsets_E)
 
 
 def fp8_experts(

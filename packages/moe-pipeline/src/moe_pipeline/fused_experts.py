@@ -16,29 +16,28 @@ to compute again. Further points make it fast:
   work on it runs on pieces that fit in the cache; for half precision in fp32, rounded once.
 
 The gradient is not itself differentiable: use the `loop` implementation for second derivatives.
+Weight gradients that are put off (`moe_pipeline.weight_queue`) keep the gradient of the gate-up
+output and the weighted activation until then, so that no product is repeated.
 
 Dims: R routed rows sorted by expert, S the R rows or T tokens that it is given, K choices of a
 token, D width of a row, H intermediate, E local experts, G = 2H (H without a gate).
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_pipeline.activations import Activation, compute_dtype
+from moe_pipeline.expert_blocks import Block, Way, blocks, max_rows
 from moe_pipeline.expert_order import ExpertOrder
 from moe_pipeline.expert_weights import ExpertWeights
 from moe_pipeline.grad_buffers import GradBuffers, GradTarget
-
-# Elements of a block's [rows, H] intermediate. It bounds the memory of what is computed again; each
-# block costs some Python, which is slow between products that have emptied the cache.
-_CPU_BLOCK_ELEMENTS = 1 << 21
-_OTHER_BLOCK_ELEMENTS = 1 << 24
+from moe_pipeline.weight_token import WeightToken, put_off, splittable
 
 _WEIGHT_NAMES = ("gate_up_EGD", "down_EDH", "gate_up_bias_EG", "down_bias_ED")
 
@@ -52,6 +51,19 @@ class _Spec(NamedTuple):
     grad_buffers: GradBuffers | None
     # The weights themselves: hooks on saved tensors, such as recompute's, give back others.
     leaves: tuple[Tensor | None, ...]
+    tokens: tuple[WeightToken | None, WeightToken | None]  # of both projections
+
+    def is_put_off(self, index: int) -> bool:
+        """Whether a weight's gradient is not computed by the backward that runs now."""
+        token = dict(enumerate(self.tokens)).get(index)
+        return token is not None and token.is_deferring
+
+    def target(self, index: int, like: Tensor) -> tuple[GradTarget, bool]:
+        """Where a weight's gradient is put, completed for empty experts; whether it is kept."""
+        kept = self.kept_target(index)
+        target = GradTarget(torch.empty_like(like), False) if kept is None else kept
+        target.zero([e for e, count in enumerate(self.num_tokens_per_expert) if count == 0])
+        return target, kept is not None
 
     def kept_target(self, index: int) -> GradTarget | None:
         """The `grad` of a weight, if gradients go straight there."""
@@ -69,8 +81,8 @@ def fused_experts(
     activation: Activation,
 ) -> Tensor:
     """`FusedExperts` on sorted rows; see `moe_pipeline.experts.experts_function`."""
-    spec = _Spec(num_tokens_per_expert, 0, activation, weights.grad_buffers, _leaves(weights))
-    return _apply(spec, None, x_RD, weights_R, weights)
+    spec, aliases = _specified(num_tokens_per_expert, 0, activation, weights)
+    return _apply(spec, None, x_RD, weights_R, aliases)
 
 
 def fused_token_experts(
@@ -82,9 +94,9 @@ def fused_token_experts(
 ) -> Tensor:
     """`FusedExperts` on tokens, of which no row is saved; see `moe_pipeline.token_experts`."""
     counts, num_choices = order.num_tokens_per_expert, weights_TK.shape[1]
-    spec = _Spec(counts, num_choices, activation, weights.grad_buffers, _leaves(weights))
+    spec, aliases = _specified(counts, num_choices, activation, weights)
     weights_R = weights_TK.reshape(-1).index_select(0, order.choice_R)
-    return _apply(spec, order.choice_R, x_TD, weights_R, weights)
+    return _apply(spec, order.choice_R, x_TD, weights_R, aliases)
 
 
 def _apply(
@@ -99,6 +111,20 @@ def _apply(
     )
 
 
+def _specified(
+    counts: tuple[int, ...], num_choices: int, activation: Activation, weights: ExpertWeights
+) -> tuple[_Spec, ExpertWeights]:
+    """What `FusedExperts` is told, and the weights that it is given."""
+    gate_up_EGD, gate_up_token = splittable(weights.gate_up_EGD)
+    down_EDH, down_token = splittable(weights.down_EDH)
+    leaves = () if weights.grad_buffers is None else _tensors(weights)
+    tokens = gate_up_token, down_token
+    spec = _Spec(counts, num_choices, activation, weights.grad_buffers, leaves, tokens)
+    if tokens != (None, None):
+        weights = replace(weights, gate_up_EGD=gate_up_EGD, down_EDH=down_EDH)
+    return spec, weights
+
+
 def _tensors(weights: ExpertWeights) -> tuple[Tensor | None, ...]:
     return (
         weights.gate_up_EGD,
@@ -106,64 +132,6 @@ def _tensors(weights: ExpertWeights) -> tuple[Tensor | None, ...]:
         weights.gate_up_bias_EG,
         weights.down_bias_ED,
     )
-
-
-def _leaves(weights: ExpertWeights) -> tuple[Tensor | None, ...]:
-    return () if weights.grad_buffers is None else _tensors(weights)
-
-
-class _Block(NamedTuple):
-    """Neighbouring experts that are worked on together: rows [start, end) and who owns which."""
-
-    start: int
-    end: int
-    experts: tuple[int, ...]  # only those with rows
-    counts: tuple[int, ...]  # rows of each of them
-
-    def of(self, rows: Tensor) -> Tensor:
-        """The block's part of a tensor of all rows."""
-        return rows[self.start : self.end]
-
-    def each(self, *rows: Tensor) -> Iterator[tuple[Any, ...]]:
-        """(expert, its part of each tensor) for tensors of the block's rows."""
-        return zip(self.experts, *(r.split(self.counts) for r in rows), strict=True)
-
-    def products(self, rows: Tensor, weights: Sequence[Tensor], out: Tensor) -> None:
-        """Each expert's rows times its weight, into its part of `out`."""
-        # Between two products all else is out of the cache, and every line of Python counts: one
-        # split for all experts costs a fraction of as many slices.
-        mine = [weights[expert] for expert in self.experts]
-        pieces = zip(rows.split(self.counts), mine, out.split(self.counts), strict=True)
-        for row, weight, to in pieces:
-            torch.mm(row, weight, out=to)
-
-    def outer_products(self, target: GradTarget | None, left: Tensor, right: Tensor) -> None:
-        """Each expert's `left.t() @ right`, where it is wanted."""
-        if target is not None:
-            lefts = left.t().split(self.counts, dim=1)
-            target.write(self.experts, lefts, right.split(self.counts))
-
-
-def _blocks(num_tokens_per_expert: Sequence[int], max_rows: int) -> Iterator[_Block]:
-    start = end = 0
-    experts: list[int] = []
-    counts: list[int] = []
-    for expert, count in enumerate(num_tokens_per_expert):
-        if experts and end - start + count > max_rows:
-            yield _Block(start, end, tuple(experts), tuple(counts))
-            start, experts, counts = end, [], []
-        if count:
-            experts.append(expert)
-            counts.append(count)
-            end += count
-    if experts:
-        yield _Block(start, end, tuple(experts), tuple(counts))
-
-
-def _max_rows(x_RD: Tensor, intermediate_size: int) -> int:
-    on_cpu = x_RD.device.type == "cpu"
-    elements = _CPU_BLOCK_ELEMENTS if on_cpu else _OTHER_BLOCK_ELEMENTS
-    return max(1, elements // max(1, intermediate_size))
 
 
 @final
@@ -179,11 +147,11 @@ class FusedExperts(torch.autograd.Function):
         `others`: router weights [R], gate_up_EGD, down_EDH and their biases or None.
         """
         weights_R, gate_up_EGD, down_EDH, gate_up_bias_EG, down_bias_ED = others
-        way = _Way.of(order_R, x_SD.shape[0], spec)
+        way = Way.of(order_R, x_SD.shape[0], spec.num_choices)
         gate_up_RG = x_SD.new_empty(weights_R.shape[0], gate_up_EGD.shape[1])
         y_RD = way.new_rows(x_SD, weights_R.shape[0])
         gate_up_EDG, down_EHD = gate_up_EGD.mT.unbind(), down_EDH.mT.unbind()
-        for block in _blocks(spec.num_tokens_per_expert, _max_rows(x_SD, down_EDH.shape[2])):
+        for block in blocks(spec.num_tokens_per_expert, max_rows(x_SD, down_EDH.shape[2])):
             gate_up, weights = block.of(gate_up_RG), block.of(weights_R)
             block.products(way.rows(block, x_SD), gate_up_EDG, gate_up)
             if gate_up_bias_EG is not None:
@@ -210,10 +178,11 @@ class FusedExperts(torch.autograd.Function):
         gate_up_EGD, down_EDH, _, down_bias_ED = weights_E
         spec: _Spec = ctx.spec
         grad_out = grad_out.contiguous()
-        way = _Way.of(order_R, ctx.num_sources, spec)
+        way = Way.of(order_R, ctx.num_sources, spec.num_choices)
         grads = _Gradients.allocate(ctx, way, grad_out, (weights_R, *weights_E))
         gate_ups, downs = gate_up_EGD.unbind(), down_EDH.unbind()
-        for block in _blocks(spec.num_tokens_per_expert, _max_rows(grad_out, down_EDH.shape[2])):
+        later = _Later.of(spec)
+        for block in blocks(spec.num_tokens_per_expert, max_rows(grad_out, down_EDH.shape[2])):
             grad_y, weights = way.rows(block, grad_out), block.of(weights_R)
             grad_act = grad_y.new_empty(grad_y.shape[0], down_EDH.shape[2])
             block.products(grad_y, downs, grad_act)
@@ -221,6 +190,7 @@ class FusedExperts(torch.autograd.Function):
             act, grad_gate_up = spec.activation.backward(
                 block.of(gate_up_RG), weights, grad_act, grad_weights
             )
+            later.keep(block, act, grad_gate_up)
             block.outer_products(grads.down, grad_y, act)
             if grads.gate_up is not None:
                 block.outer_products(grads.gate_up, grad_gate_up, way.rows(block, x_SD))
@@ -230,48 +200,59 @@ class FusedExperts(torch.autograd.Function):
             if grad_weights is not None and down_bias_ED is not None:
                 for expert, g, out in block.each(grad_y, grad_weights):
                     out.addmv_(g.to(out.dtype), down_bias_ED[expert].to(out.dtype))
+        later.put_off(way, x_SD, grad_out)
         grad_x = None if grads.x_RD is None else way.back(grads.x_RD)
         return (None, None, grad_x, *grads.of_weights())
 
 
-class _Way(NamedTuple):
-    """How tokens become rows and rows become tokens; without an order rows stay rows."""
+class _Later(NamedTuple):
+    """What the products of put off weight gradients need, block by block."""
 
-    token_R: Tensor | None  # whose token each row is
-    row_SK: Tensor | None  # where each choice of a token went; R: nowhere
+    spec: _Spec
+    blocks: list[Block]
+    acts: list[Tensor] | None  # None: not put off
+    grads_gate_up: list[Tensor] | None
 
     @staticmethod
-    def of(order_R: Tensor | None, num_sources: int, spec: _Spec) -> "_Way":
-        if order_R is None:
-            return _Way(None, None)
-        rows = order_R.shape[0]
-        row_SK = order_R.new_full((num_sources * spec.num_choices,), rows)
-        row_SK[order_R] = torch.arange(rows, device=order_R.device)
-        token_R = order_R.div(max(1, spec.num_choices), rounding_mode="floor")
-        return _Way(token_R, row_SK.view(num_sources, spec.num_choices))
+    def of(spec: _Spec) -> "_Later":
+        """Empty, for the backward that runs now."""
+        gate_up, down = spec.is_put_off(0), spec.is_put_off(1)
+        return _Later(spec, [], [] if down else None, [] if gate_up else None)
 
-    def rows(self, block: _Block, sources: Tensor) -> Tensor:
-        """The block's rows of tokens, or of rows."""
-        if self.token_R is None:
-            return block.of(sources)
-        return sources.index_select(0, block.of(self.token_R))
+    def keep(self, block: Block, act: Tensor, grad_gate_up: Tensor) -> None:
+        """The block's activation and gradient, as far as they are needed later."""
+        self.blocks.append(block)
+        if self.acts is not None:
+            self.acts.append(act)
+        if self.grads_gate_up is not None:
+            self.grads_gate_up.append(grad_gate_up)
 
-    def new_rows(self, like: Tensor, num_rows: int) -> Tensor:
-        """Memory for all rows, to be given to `back` when they are written."""
-        if self.row_SK is None:
-            return like.new_empty(num_rows, like.shape[1])
-        # One more row, of zeros, for choices that went nowhere.
-        rows = like.new_empty(num_rows + 1, like.shape[1])
-        rows[num_rows].zero_()
-        return rows
+    def put_off(self, way: "Way", x_SD: Tensor | None, grad_out: Tensor) -> None:
+        """Leave the products that were not computed to their tokens."""
+        order = () if way.token_R is None else (way.token_R,)
+        given = (x_SD, self.grads_gate_up), (grad_out, self.acts)
+        for index, (sources, factors) in enumerate(given):
+            token = self.spec.tokens[index]
+            if token is not None and sources is not None and factors is not None:
+                work = partial(_products_later, self.spec, index, token.weight, self.blocks)
+                put_off(token, work, sources, *factors, *order)
 
-    def back(self, rows: Tensor) -> Tensor:
-        """Each token's sum over its choices, in their order and in fp32 for half precision."""
-        if self.row_SK is None:
-            return rows
-        if self.row_SK.numel() == 0:
-            return rows.new_zeros(self.row_SK.shape[0], rows.shape[1])
-        return F.embedding_bag(self.row_SK, rows, mode="sum")
+
+def _products_later(
+    spec: _Spec, index: int, weight: Tensor, blocks: Sequence[Block], *held: Tensor
+) -> Tensor | None:
+    """The gradient of one projection; None if it went straight to the weight's `grad`.
+
+    `held`: what rows are taken from, the other factor for each block, and whose row is whose.
+    """
+    sources, factors, order = held[0], held[1 : 1 + len(blocks)], held[1 + len(blocks) :]
+    way = Way(order[0] if order else None, None)
+    target, is_kept = spec.target(index, weight)
+    for block, factor in zip(blocks, factors, strict=True):
+        rows = way.rows(block, sources)
+        left, right = (rows, factor) if index else (factor, rows)
+        block.outer_products(target, left, right)
+    return None if is_kept else target.grad
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,21 +268,16 @@ class _Gradients:
     through_autograd: tuple[bool, ...]  # of the four targets
 
     @staticmethod
-    def allocate(ctx: Any, way: _Way, grad_out: Tensor, saved: Sequence[Tensor]) -> "_Gradients":
+    def allocate(ctx: Any, way: Way, grad_out: Tensor, saved: Sequence[Tensor]) -> "_Gradients":
         """`saved`: router weights, projections and biases."""
         spec: _Spec = ctx.spec
         needs_x, needs_weights, *needs = ctx.needs_input_grad[2:]
         targets: list[GradTarget | None] = [None] * len(needs)
         through_autograd = [False] * len(needs)
-        empty = [e for e, count in enumerate(spec.num_tokens_per_expert) if count == 0]
         for i, need in enumerate(needs):
-            if need:
-                target = spec.kept_target(i)
-                through_autograd[i] = target is None
-                if target is None:
-                    target = GradTarget(torch.empty_like(saved[1 + i]), False)
-                target.zero(empty)
-                targets[i] = target
+            if need and not spec.is_put_off(i):
+                targets[i], is_kept = spec.target(i, saved[1 + i])
+                through_autograd[i] = not is_kept
         gate_up, down, gate_up_bias, down_bias = targets
         return _Gradients(
             x_RD=way.new_rows(grad_out, saved[0].shape[0]) if needs_x else None,
@@ -314,7 +290,7 @@ class _Gradients:
         )
 
     def write_biases(
-        self, block: _Block, grad_gate_up: Tensor, grad_y: Tensor, weights: Tensor
+        self, block: Block, grad_gate_up: Tensor, grad_y: Tensor, weights: Tensor
     ) -> None:
         if self.gate_up_bias is not None:
             for expert, g in block.each(grad_gate_up):

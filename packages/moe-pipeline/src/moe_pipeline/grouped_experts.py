@@ -52,16 +52,16 @@ def grouped_experts(
     """Experts by any differentiable grouped product.
 
     `product(rows [R, K], weight [E, N, K], offsets int32 [E])` gives [R, N]: the rows of expert e,
-    which end at `offsets[e]`, times its transposed weight.
+    which end at `offsets[e]`, times its transposed weight, which may have any strides.
     """
     counts = torch.tensor(num_tokens_per_expert, dtype=torch.int32)
     offsets = counts.cumsum(0, dtype=torch.int32).to(x_RD.device)
-    pre_RG = product(x_RD.contiguous(), taken(weights.gate_up_EGD), offsets)
+    pre_RG = product(x_RD.contiguous(), weights.gate_up_EGD, offsets)
     if weights.gate_up_bias_EG is not None:
         pre_RG = pre_RG + _per_row(weights.gate_up_bias_EG, counts)
     weights_R1 = weights_R.unsqueeze(1)
     act = (activation(pre_RG) * weights_R1).to(x_RD.dtype)
-    y_RD = product(act, taken(weights.down_EDH), offsets)
+    y_RD = product(act, weights.down_EDH, offsets)
     if weights.down_bias_ED is not None:
         y_RD = y_RD + (_per_row(weights.down_bias_ED, counts) * weights_R1).to(x_RD.dtype)
     # grouped_mm's backward refuses an expanded gradient, such as that of `y.sum()`.
@@ -69,7 +69,7 @@ def grouped_experts(
 
 
 def _product(rows_RK: Tensor, weight_ENK: Tensor, offsets_E: Tensor) -> Tensor:
-    return F.grouped_mm(rows_RK, weight_ENK.mT, offs=offsets_E)
+    return F.grouped_mm(rows_RK, taken(weight_ENK).mT, offs=offsets_E)
 
 
 def grouped_mm_obstacle(weights: ExpertWeights) -> str | None:

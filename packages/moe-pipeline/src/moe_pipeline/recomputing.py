@@ -32,6 +32,8 @@ from torch.utils.checkpoint import checkpoint
 
 from comm_collectives import DispatchHandle
 from moe_pipeline.routing_plan import RoutingPlan
+from moe_pipeline.weight_queue import split_again
+from moe_pipeline.weight_token import Splitting, current_splitting
 
 _Value = TypeVar("_Value")
 _SAME_CALLS = (
@@ -79,7 +81,9 @@ def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextM
     # forward of here is a replay.
     tape = _Tape() if current is None else current.inner_tape()
     replays = current is not None and current.replays
-    return _Run(tape, replays=replays), _Run(tape, replays=True)
+    # The second forward has to save what the first one saved: split in both, or in neither.
+    splitting = current_splitting()
+    return _Run(tape, replays=replays), _Run(tape, replays=True, splitting=splitting)
 
 
 def is_replaying() -> bool:
@@ -155,13 +159,24 @@ class _Tape:
 class _Pass:
     """One run of the function over its tape; a recompute starts again at the beginning."""
 
-    __slots__ = ("_num_inner", "_num_taken", "replays", "run", "surrounding", "tape")
+    __slots__ = ("_num_inner", "_num_taken", "_split", "replays", "run", "surrounding", "tape")
 
     def __init__(self, run: "_Run", surrounding: "_Pass | None") -> None:
         self.run, self.surrounding = run, surrounding
         self.tape, self.replays = run.tape, run.replays
         self._num_taken: dict[int, int] = {}
         self._num_inner = 0
+        self._split = None if run.splitting is None else split_again(run.splitting)
+
+    def begin(self) -> None:
+        """Put in force what the first forward was under."""
+        if self._split is not None:
+            self._split.__enter__()
+
+    def end(self) -> None:
+        """Put it out of force."""
+        if self._split is not None:
+            self._split.__exit__(None, None, None)
 
     def take(self, owner: nn.Module) -> object:
         index = self._num_taken.get(id(owner), 0)
@@ -195,11 +210,13 @@ _CURRENT: ContextVar[_Pass | None] = ContextVar("moe_pipeline.recompute", defaul
 class _Run(AbstractContextManager[None]):
     """Puts a tape in force; may be entered again, by any thread: it holds nothing of a pass."""
 
-    def __init__(self, tape: _Tape, *, replays: bool) -> None:
-        self.tape, self.replays = tape, replays
+    def __init__(self, tape: _Tape, *, replays: bool, splitting: Splitting | None = None) -> None:
+        self.tape, self.replays, self.splitting = tape, replays, splitting
 
     def __enter__(self) -> None:
-        _CURRENT.set(_Pass(self, _CURRENT.get()))
+        current = _Pass(self, _CURRENT.get())
+        current.begin()
+        _CURRENT.set(current)
 
     def __exit__(
         self,
@@ -209,9 +226,13 @@ class _Run(AbstractContextManager[None]):
     ) -> None:
         # What was entered within and left open by an error ends too, and may end once more later.
         current = _CURRENT.get()
+        ended = []
         while current is not None and current.run is not self:
+            ended.append(current)
             current = current.surrounding
         if current is not None:
+            for each in (*ended, current):
+                each.end()
             _CURRENT.set(current.surrounding)
 
 

@@ -9,16 +9,22 @@ function keeps the tokens as they came, which the experts keep anyway.
 Dims: T tokens, D hidden, E experts.
 """
 
+from functools import partial
 from typing import Any, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_pipeline.weight_token import WeightToken, put_off, splittable
+
 
 def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
     """Return `x @ weight.t() + bias`, [T, E] in fp32, or fp64 if an argument is; differentiable."""
-    return _FullPrecisionLinear.apply(x_TD, weight_ED, bias_E)  # type: ignore[no-any-return]
+    weight_ED, token = splittable(weight_ED)
+    return _FullPrecisionLinear.apply(  # type: ignore[no-any-return]
+        x_TD, weight_ED, bias_E, token
+    )
 
 
 def with_values(computed_TE: Tensor, values_TE: Tensor) -> Tensor:
@@ -44,9 +50,16 @@ class _FullPrecisionLinear(torch.autograd.Function):
     """A linear layer whose casts are repeated in backward instead of saved."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        weight_ED: Tensor,
+        bias_E: Tensor | None,
+        token: WeightToken | None,
+    ) -> Tensor:
         """[T, D] in, [T, E] out."""
         ctx.save_for_backward(x_TD, weight_ED)
+        ctx.token = token
         ctx.bias_dtype = None if bias_E is None else bias_E.dtype
         dtype = torch.promote_types(torch.promote_types(x_TD.dtype, weight_ED.dtype), torch.float)
         with torch.autocast(device_type=x_TD.device.type, enabled=False):
@@ -57,17 +70,23 @@ class _FullPrecisionLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, ...]:
         """Each in the dtype of its argument; differentiable."""
         x_TD, weight_ED = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
         dtype = grad_TE.dtype
         grad_x = grad_weight = grad_bias = None
         with torch.autocast(device_type=grad_TE.device.type, enabled=False):
             if wants_x:
                 grad_x = (grad_TE @ weight_ED.to(dtype)).to(x_TD.dtype)
             if wants_weight:
-                grad_weight = (grad_TE.t() @ x_TD.to(dtype)).to(weight_ED.dtype)
+                work = partial(_grad_of_weight, weight_ED.dtype)
+                grad_weight = put_off(ctx.token, work, x_TD, grad_TE)
             if wants_bias:
                 grad_bias = grad_TE.sum(dim=0).to(ctx.bias_dtype)
-        return grad_x, grad_weight, grad_bias
+        return grad_x, grad_weight, grad_bias, None
+
+
+def _grad_of_weight(dtype: torch.dtype, x_TD: Tensor, grad_TE: Tensor) -> Tensor:
+    with torch.autocast(device_type=grad_TE.device.type, enabled=False):
+        return (grad_TE.t() @ x_TD.to(grad_TE.dtype)).to(dtype)
 
 
 @final

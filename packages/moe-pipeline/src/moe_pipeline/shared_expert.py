@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from moe_pipeline.config import MoEConfig, SharedExpertOptions
+from moe_pipeline.weight_token import WeightToken, put_off, splittable
 
 
 @final
@@ -72,7 +73,10 @@ class SharedExpert(nn.Module):
         if plain or self.config.experts.experts_implementation == "loop":
             act_TS = _gated(F.linear(x_TD, gate), F.linear(x_TD, up), scale_T1, act)
             return F.linear(act_TS, down)
-        return _FusedMLP.apply(x_TD, scale_T1, gate, up, down, act)  # type: ignore[no-any-return]
+        weights, tokens = zip(*(splittable(w) for w in (gate, up, down)), strict=True)
+        return _FusedMLP.apply(  # type: ignore[no-any-return]
+            x_TD, scale_T1, *weights, (act, tokens)
+        )
 
 
 @final
@@ -130,8 +134,9 @@ class _FusedMLP(torch.autograd.Function):
         gate_SD: Tensor,
         up_SD: Tensor,
         down_DS: Tensor,
-        act: str,
+        act_and_tokens: tuple[str, tuple[WeightToken | None, ...]],
     ) -> Tensor:
+        act, ctx.tokens = act_and_tokens
         gate_TS, up_TS = F.linear(x_TD, gate_SD), F.linear(x_TD, up_SD)
         ctx.save_for_backward(x_TD, scale_T1, gate_SD, up_SD, down_DS, gate_TS, up_TS)
         ctx.act = act
@@ -141,7 +146,7 @@ class _FusedMLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, scale_T1, gate_SD, up_SD, down_DS, gate_TS, up_TS = ctx.saved_tensors
-        need_x, need_scale, need_gate, need_up, need_down, _ = ctx.needs_input_grad
+        need_x, need_scale, need_gate, need_up, need_down, *_ = ctx.needs_input_grad
         inputs = [gate_TS.detach().requires_grad_(), up_TS.detach().requires_grad_()]
         if need_scale:
             scale_T1 = scale_T1.detach().requires_grad_()
@@ -153,11 +158,17 @@ class _FusedMLP(torch.autograd.Function):
         grad_x = None
         if need_x:
             grad_x = torch.addmm(grad_gate_TS @ gate_SD, grad_up_TS, up_SD)
-        return (
-            grad_x,
-            grads[2] if need_scale else None,
-            grad_gate_TS.t() @ x_TD if need_gate else None,
-            grad_up_TS.t() @ x_TD if need_up else None,
-            grad_TD.t() @ act_TS.detach() if need_down else None,
-            None,
+        products = (
+            (need_gate, grad_gate_TS, x_TD),
+            (need_up, grad_up_TS, x_TD),
+            (need_down, grad_TD, act_TS.detach()),
         )
+        grad_weights = (
+            put_off(token, _outer_product, left, right) if need else None
+            for token, (need, left, right) in zip(ctx.tokens, products, strict=True)
+        )
+        return (grad_x, grads[2] if need_scale else None, *grad_weights, None)
+
+
+def _outer_product(left: Tensor, right: Tensor) -> Tensor:
+    return left.t() @ right

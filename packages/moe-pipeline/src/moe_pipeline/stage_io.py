@@ -1,9 +1,14 @@
-"""What crosses the border of a stage: its result, its messages, and the gradients of its inputs.
+"""What crosses the border of a stage: its result, and the gradients at both of its ends.
 
-Early release rests on two things here. `InputGate` stands between a stage's inputs and its first
+Early release rests on two gates. `gate_inputs` stands between a stage's inputs and its first
 operation, so that the gradients of the inputs are caught without keeping the inputs: an input lives
-on only if an operation saved it. And a message is made of detached tensors, so that nothing but the
-send holds an output once it is on its way; its place in the graph is kept as a gradient edge.
+on only if an operation saved it. `gate_output` stands behind an output: the graph keeps neither the
+output nor, once its first operation has used it, the gradient that came back for it.
+
+    inputs, sink = gate_inputs([x], [True])
+    root, source = gate_output(stage(*inputs))
+    source.gradient = received
+    root.backward()                                       # sink.gradients has that of x
 """
 
 from collections.abc import Sequence
@@ -13,20 +18,20 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
-from moe_pipeline.errors import StageTransferError
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageOutput:
     """What a stage returns for one microbatch.
 
     Attributes:
-        tensors: sent to the next stage, any number, dtypes and shapes; not sent by the last stage.
+        tensors: the positional inputs of the next stage; dropped on the last one. Each is a
+            tensor, None, a number or string, or a dict, list, tuple or namedtuple of such; number,
+            dtypes and shapes may change at every microbatch.
         loss: 0-d, added to what this stage differentiates: on the last stage the whole loss, on
             others the auxiliary losses of their layers; None: nothing to add.
     """
 
-    tensors: tuple[Tensor, ...] = ()
+    tensors: tuple[Any, ...] = ()
     loss: Tensor | None = None
 
 
@@ -36,20 +41,29 @@ class Stage(Protocol):
     It must not modify its inputs in place: the executor hands them over as views.
     """
 
-    def __call__(self, *inputs: Tensor, target: object | None) -> StageOutput:
+    def __call__(self, *inputs: Any, target: object | None) -> StageOutput:
         """Run one microbatch."""
         ...
 
 
 @dataclass(slots=True)
 class GradientSink:
-    """Where `InputGate` leaves the gradients: one for each gated input, None if it had no part."""
+    """Where gated inputs leave their gradients: one for each, None if it had no part."""
 
     gradients: list[Tensor | None] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class GradientSource:
+    """Where a gated output takes its gradient from, and what it has to look like."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    gradient: Tensor | None = None
+
+
 @final
-class _Gate(torch.autograd.Function):
+class _InputGate(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, anchor: Tensor, sink: GradientSink, *inputs: Tensor
@@ -64,9 +78,23 @@ class _Gate(torch.autograd.Function):
         return (None, None, *(None for _ in gradients))
 
 
+@final
+class _OutputGate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: GradientSource, output: Tensor) -> Tensor:
+        ctx.source = source
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, Tensor | None]:
+        source: GradientSource = ctx.source
+        gradient, source.gradient = source.gradient, None
+        return None, gradient
+
+
 def gate_inputs(
     inputs: Sequence[Tensor], wanted: Sequence[bool]
-) -> tuple[tuple[Tensor, ...], GradientSink]:
+) -> tuple[list[Tensor], GradientSink]:
     """Make the wanted inputs differentiable; their gradients will go to the sink.
 
     Without a backward through any of them the sink keeps None for each.
@@ -74,42 +102,16 @@ def gate_inputs(
     chosen = [x for x, want in zip(inputs, wanted, strict=True) if want]
     sink = GradientSink([None] * len(chosen))
     if not chosen:
-        return tuple(inputs), sink
+        return list(inputs), sink
     anchor = torch.empty((), requires_grad=True)
-    gated = iter(_Gate.apply(anchor, sink, *chosen))
-    return tuple(next(gated) if want else x for x, want in zip(inputs, wanted, strict=True)), sink
+    gated = iter(_InputGate.apply(anchor, sink, *chosen))
+    return [next(gated) if want else x for x, want in zip(inputs, wanted, strict=True)], sink
 
 
-def pack_activations(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Message to the next stage: which tensors want a gradient, then the tensors."""
-    flags = torch.tensor([t.requires_grad for t in tensors], dtype=torch.uint8)
-    return [flags, *(t.detach() for t in tensors)]
+def gate_output(output: Tensor) -> tuple[Tensor, GradientSource]:
+    """A 0-d root whose backward is that of `output`, with the gradient that the source then holds.
 
-
-def unpack_activations(message: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[bool]]:
-    """The tensors of `pack_activations`, and which of them want a gradient."""
-    flags = [bool(flag) for flag in message[0].tolist()]
-    if len(flags) != len(message) - 1:
-        raise StageTransferError(
-            f"a message of activations announces {len(flags)} tensors and carries "
-            f"{len(message) - 1}; do both stages run the same schedule?"
-        )
-    return tuple(message[1:]), flags
-
-
-def pack_gradients(gradients: Sequence[Tensor | None]) -> list[Tensor]:
-    """Message to the previous stage: which gradients exist, then those."""
-    flags = torch.tensor([g is not None for g in gradients], dtype=torch.uint8)
-    return [flags, *(g for g in gradients if g is not None)]
-
-
-def unpack_gradients(message: Sequence[Tensor], expected: int) -> list[Tensor | None]:
-    """The gradients of `pack_gradients`, for `expected` outputs that wanted one."""
-    flags = message[0].tolist()
-    if len(flags) != expected or sum(flags) != len(message) - 1:
-        raise StageTransferError(
-            f"a message of gradients covers {len(flags)} tensors, but {expected} sent tensors "
-            "want a gradient; do both stages run the same schedule?"
-        )
-    present = iter(message[1:])
-    return [next(present) if flag else None for flag in flags]
+    The source does not know the root: that would be a cycle through the graph, which none collects.
+    """
+    source = GradientSource(output.shape, output.dtype)
+    return _OutputGate.apply(source, output), source

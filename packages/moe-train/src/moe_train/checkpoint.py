@@ -6,7 +6,7 @@
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -14,13 +14,12 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from moe_train.layout import ParameterLayout, stored_shards
+from moe_train.layout import ParameterLayout, StoredTensors, stored_tensors
 from moe_train.optim import AdamW
 from moe_train.parallel import Parallel
 from unified_ckpt import (
     CheckpointError,
     CorruptCheckpointError,
-    Shard,
     get_last_checkpoint,
     load,
     load_files,
@@ -66,7 +65,7 @@ class Checkpointer:
 
     Args:
         folder: where `checkpoint-N` folders go.
-        parameters: name -> this rank's tensor, with `layouts` of the same names.
+        parameters: name -> this rank's parameter or buffer, with `layouts` of the same names.
         files: what a transformers checkpoint holds beside weights; written by rank 0.
         save_total_limit: how many checkpoints to keep; 0 keeps all.
     """
@@ -84,9 +83,12 @@ class Checkpointer:
         """Write `checkpoint-{step}`; it appears complete or not at all."""
         target = self.folder / f"checkpoint-{state.step}"
         text = json.dumps(asdict(state), indent=2) + "\n"
-        parts = {"model": self._shards(self.parameters), "optimizer": self._moments()}
+        parts = {
+            "model": self._stored(self.parameters).shards,
+            "optimizer": [shard for moment in self._moments() for shard in moment.shards],
+        }
         if self.optimizer.master:
-            parts["master_weights"] = self._shards(self.optimizer.master)
+            parts["master_weights"] = self._stored(self.optimizer.master).shards
         save(
             parts,
             checkpoint_id=target,
@@ -104,10 +106,10 @@ class Checkpointer:
         Raises:
             ValueError: a key, shape or dtype differs; the message names it.
         """
-        load(self._shards(self.parameters), checkpoint_id=source, part="model")
-        load(self._moments(), checkpoint_id=source, part="optimizer")
+        read_part(source, "model", [self._stored(self.parameters)])
+        read_part(source, "optimizer", self._moments())
         if self.optimizer.master and has_part(source, "master_weights"):
-            load(self._shards(self.optimizer.master), checkpoint_id=source, part="master_weights")
+            read_part(source, "master_weights", [self._stored(self.optimizer.master)])
         else:
             self.optimizer.master_from_parameters()
         state = read_state(source)
@@ -120,22 +122,34 @@ class Checkpointer:
 
     def load_weights(self, source: Path) -> None:
         """Start from the weights of a transformers checkpoint, cast to this run's dtype."""
-        load(self._shards(self.parameters), checkpoint_id=source, part="model", cast=True)
+        read_part(source, "model", [self._stored(self.parameters)], cast=True)
         self.optimizer.master_from_parameters()
 
-    def _shards(self, tensors: Mapping[str, Tensor], suffix: str = "") -> list[Shard]:
+    def _stored(self, tensors: Mapping[str, Tensor], suffix: str = "") -> StoredTensors:
+        return stored_tensors(self.layouts, tensors, self.parallel.rank, suffix)
+
+    def _moments(self) -> list[StoredTensors]:
         return [
-            shard
-            for name, tensor in tensors.items()
-            for shard in stored_shards(self.layouts[name], tensor, self.parallel.rank, suffix)
+            self._stored(tensors, f"/{moment}")
+            for moment, tensors in self.optimizer.moments().items()
         ]
 
-    def _moments(self) -> list[Shard]:
-        return [
-            shard
-            for moment, tensors in self.optimizer.moments().items()
-            for shard in self._shards(tensors, f"/{moment}")
-        ]
+
+def read_part(
+    source: Path, part: str, stored: Sequence[StoredTensors], *, cast: bool = False
+) -> None:
+    """Fill this rank's tensors from one part of a checkpoint.
+
+    Args:
+        cast: convert what is stored in another dtype instead of refusing it.
+
+    Raises:
+        ValueError: a key, shape or dtype differs; the message names it.
+    """
+    shards = [shard for tensors in stored for shard in tensors.shards]
+    load(shards, checkpoint_id=source, part=part, cast=cast)
+    for tensors in stored:
+        tensors.write_back()
 
 
 def read_state(source: Path) -> TrainerState:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from moe_train.config_moe import MoeTable
 from moe_train.keys import KeyInfo, Table, key, keys_of
 
 PYTHON_STDLIB = "python_stdlib"
@@ -32,11 +33,6 @@ class ModelConfig(Table):
         "folder of a transformers checkpoint to start from; empty starts from random weights",
         default="",
         path=True,
-    )
-    router_aux_loss_scope: Literal["micro_batch", "sequence"] = key(
-        "tokens over which the load-balancing loss takes its means: a global micro-batch or each "
-        "sequence",
-        default="micro_batch",
     )
     experts_implementation: Literal["auto", "fused", "grouped_mm", "loop"] = key(
         "how the experts' matrix products are computed; auto picks the fastest for the device",
@@ -171,6 +167,19 @@ class TrainConfig(Table):
         "layer (tokens keep their experts)",
         default="none",
     )
+    loss_chunk_tokens: int = key(
+        "tokens of which the head computes logits and loss at a time, which saves memory; 0 takes "
+        "all of a micro-batch at once",
+        unit="tokens",
+        default=0,
+        minimum=0,
+    )
+    mtp_loss_coef: float = key(
+        "factor of the loss of the multi-token prediction layers (num_nextn_predict_layers of "
+        "config.json); 0 leaves the layers out",
+        default=0.3,
+        minimum=0,
+    )
     validation_interval_steps: int = key(
         "steps between validations; 0 validates only at the end",
         unit="steps",
@@ -275,6 +284,7 @@ class Config:
     """
 
     model: ModelConfig
+    moe: MoeTable = field(default_factory=MoeTable)
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -300,6 +310,7 @@ TABLES: dict[str, type[Table]] = {
     table.table: table
     for table in (
         ModelConfig,
+        MoeTable,
         DataConfig,
         TokenizerConfig,
         ParallelConfig,

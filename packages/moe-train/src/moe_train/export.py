@@ -7,11 +7,11 @@ from tokenizers import Tokenizer
 
 from moe_train.config import Config
 from moe_train.config_file import dump_toml
-from moe_train.model.config import Qwen3MoeConfig
+from moe_train.model.config import DecoderConfig
 
 
 def checkpoint_files(
-    config: Config, model: Qwen3MoeConfig, tokenizer_file: Path
+    config: Config, model: DecoderConfig, tokenizer_file: Path
 ) -> dict[str, bytes]:
     """File name -> content: model and generation config, tokenizer, and the run's own config."""
     text = tokenizer_file.read_bytes()

@@ -9,11 +9,11 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from moe_train.layout import single_rank_layouts, stored_shards
-from moe_train.model.config import Qwen3MoeConfig
+from moe_train.checkpoint import read_part
+from moe_train.layout import single_rank_layouts, stage_tensors, stored_tensors
 from moe_train.model.layers import KeyValueCache
 from moe_train.model.stage import DecoderStage, StageOptions
-from unified_ckpt import load
+from moe_train.model_source import read_decoder
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -22,11 +22,11 @@ def load_model(checkpoint: Path, device: torch.device | None = None) -> DecoderS
     """The whole decoder on this device, with the weights of `checkpoint`, in their dtype.
 
     Raises:
-        ValueError: the folder is not a Qwen3-MoE checkpoint, or a tensor does not fit.
+        ValueError: the folder is not a checkpoint of a known family, or a tensor does not fit.
     """
     if not checkpoint.is_dir():
         raise ValueError(f"{checkpoint} is not a folder; name a checkpoint-N folder")
-    config = Qwen3MoeConfig.from_file(checkpoint)
+    config = read_decoder(checkpoint)
     dtype_name = str(config.extra.get("dtype", config.extra.get("torch_dtype", "float32")))
     stage = DecoderStage(
         config,
@@ -39,12 +39,8 @@ def load_model(checkpoint: Path, device: torch.device | None = None) -> DecoderS
         ),
     )
     layouts = single_rank_layouts(stage, config)
-    shards = [
-        shard
-        for name, parameter in stage.named_parameters()
-        for shard in stored_shards(layouts[name], parameter.data, 0, "")
-    ]
-    load(shards, checkpoint_id=checkpoint, part="model", cast=True)
+    stored = stored_tensors(layouts, stage_tensors(stage), rank=0)
+    read_part(checkpoint, "model", [stored], cast=True)
     return stage.eval()
 
 

@@ -4,7 +4,8 @@ from collections import defaultdict
 from pathlib import Path
 
 from moe_train.checkpoint import has_part, read_state
-from moe_train.model.config import Qwen3MoeConfig
+from moe_train.model.config import DecoderConfig
+from moe_train.model_source import read_decoder
 from unified_ckpt import get_last_checkpoint, read_index
 
 _PARTS = ("model", "optimizer", "master_weights")
@@ -21,7 +22,7 @@ def describe_checkpoint(path: Path) -> str:
     folder = path if (path / "config.json").is_file() else get_last_checkpoint(path)
     if folder is None:
         raise ValueError(f"{path} holds no complete checkpoint")
-    lines = [str(folder), *_describe_model(Qwen3MoeConfig.from_file(folder))]
+    lines = [str(folder), *_describe_model(read_decoder(folder))]
     if (folder / "trainer_state.json").is_file():
         state = read_state(folder)
         lines.append(
@@ -36,11 +37,11 @@ def describe_checkpoint(path: Path) -> str:
     return "\n".join(lines)
 
 
-def _describe_model(config: Qwen3MoeConfig) -> list[str]:
+def _describe_model(config: DecoderConfig) -> list[str]:
     sparse = sum(config.is_sparse(layer) for layer in range(config.num_hidden_layers))
     return [
-        f"model       qwen3_moe: {config.num_hidden_layers} layers ({sparse} with experts), "
-        f"hidden {config.hidden_size}, vocabulary {config.vocab_size}",
+        f"model       {config.model_type}: {config.num_hidden_layers} layers ({sparse} with "
+        f"experts), hidden {config.hidden_size}, vocabulary {config.vocab_size}",
         f"experts     {config.num_experts} of width {config.moe_intermediate_size}, "
         f"{config.num_experts_per_tok} per token",
     ]

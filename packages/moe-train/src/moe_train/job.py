@@ -10,13 +10,14 @@ from pathlib import Path
 import torch.distributed as dist
 from tokenizers import Tokenizer
 
-from moe_train.build import build_training, read_model_config
+from moe_train.balancing import check_balancing
+from moe_train.build import build_training, read_model_config, training_schedule
 from moe_train.checkpoint import check_same_data, find_checkpoint, read_state
 from moe_train.config import Config
 from moe_train.data.prepare import prepare
 from moe_train.loop import Position, Reporter, TrainingLoop
 from moe_train.metrics import MetricsLog
-from moe_train.model.config import Qwen3MoeConfig
+from moe_train.model.config import DecoderConfig
 from moe_train.model.stage import stage_layers
 from moe_train.parallel import choose_device, start
 from moe_train.plots import write_plots
@@ -71,14 +72,16 @@ def check(config: Config, resume: str) -> None:
             )
 
 
-def check_model(config: Config, model: Qwen3MoeConfig) -> None:
+def check_model(config: Config, model: DecoderConfig) -> None:
     """Check the decoder against the layout.
 
     Raises:
-        ValueError: layers, experts or positions do not fit the layout or the data.
+        ValueError: layers, experts or positions do not fit the layout or the data, or balancing
+            does not fit the schedule or the family.
     """
     parallel = config.parallel
     stage_layers(model.num_hidden_layers, parallel.pp, 0)
+    check_balancing(config, model, training_schedule(config))
     if model.num_experts % parallel.ep:
         choices = [str(d) for d in range(1, model.num_experts + 1) if model.num_experts % d == 0]
         raise ValueError(
@@ -89,11 +92,6 @@ def check_model(config: Config, model: Qwen3MoeConfig) -> None:
         raise ValueError(
             f"data.sequence_length={config.data.sequence_length} exceeds the model's "
             f"max_position_embeddings={model.max_position_embeddings}; shorten the sequences"
-        )
-    if model.tie_word_embeddings and parallel.pp > 1:
-        raise ValueError(
-            f"config.json: tie_word_embeddings=true needs parallel.pp=1, got pp={parallel.pp}; "
-            "untie the embeddings or set parallel.pp=1"
         )
 
 

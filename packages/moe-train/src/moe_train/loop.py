@@ -164,6 +164,12 @@ def step_metrics(result: StepResult) -> dict[str, object]:
         "aux_loss": result.aux_loss,
         "grad_norm": result.grad_norm,
     }
+    # Losses that most jobs have not.
+    values.update(
+        (name, value)
+        for name, value in (("z_loss", result.z_loss), ("mtp_loss", result.mtp_loss))
+        if value
+    )
     worst = 0.0
     for layer, load_E in enumerate(result.load_LE):
         total = sum(load_E)

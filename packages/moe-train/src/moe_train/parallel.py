@@ -5,6 +5,7 @@ experts over ep, layers over pp.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -23,7 +24,9 @@ class Parallel:
 
     `data_rank` counts the ranks that hold other tokens of the same micro-batch, from 0 to
     `num_data_ranks` - 1. Pipeline transfers have one group per direction, so that a transfer
-    forwards never queues behind one backwards.
+    forwards never queues behind one backwards. `embedding_group` holds all ranks of the first and
+    of the last stage, where they are two and this rank is on one of them: they may share an
+    embedding.
     """
 
     mesh: ProcessMesh
@@ -38,6 +41,7 @@ class Parallel:
     data_group: dist.ProcessGroup
     forward_group: dist.ProcessGroup | None
     backward_group: dist.ProcessGroup | None
+    embedding_group: dist.ProcessGroup | None
 
     @property
     def stage_mesh(self) -> ProcessMesh:
@@ -99,12 +103,8 @@ def start(config: Config) -> Parallel:
     rank = dist.get_rank()
     at = mesh.coordinate(rank)
     pipelined = config.parallel.pp > 1
-    backward_group: dist.ProcessGroup | None = None
-    for ranks in mesh.groups("pp") if pipelined else ():
-        # Every rank takes part in making every group, as torch requires.
-        group = dist.new_group(list(ranks), timeout=timeout)
-        if rank in ranks and isinstance(group, dist.ProcessGroup):
-            backward_group = group
+    groups = [own_group(ranks, rank, timeout) for ranks in mesh.groups("pp") if pipelined]
+    ends = [r for r in range(mesh.size) if mesh.coordinate(r)["pp"] in (0, config.parallel.pp - 1)]
     return Parallel(
         mesh=mesh,
         rank=rank,
@@ -117,5 +117,13 @@ def start(config: Config) -> Parallel:
         dp_group=axis_group(device_mesh, "dp"),
         data_group=axis_group(device_mesh, "dp", "ep"),
         forward_group=axis_group(device_mesh, "pp") if pipelined else None,
-        backward_group=backward_group,
+        backward_group=next(filter(None, groups), None),
+        embedding_group=own_group(ends, rank, timeout) if pipelined else None,
     )
+
+
+def own_group(ranks: Sequence[int], rank: int, timeout: timedelta) -> dist.ProcessGroup | None:
+    """Make a group of `ranks`; None where this rank is not in it. Collective over all ranks."""
+    # Every rank takes part in making every group, as torch requires.
+    group = dist.new_group(list(ranks), timeout=timeout)
+    return group if rank in ranks and isinstance(group, dist.ProcessGroup) else None

@@ -19,7 +19,9 @@ from moe_train.data.packing import Batch
 from moe_train.errors import MoeTrainError
 from moe_train.job import check_model
 from moe_train.launch import run_local
-from moe_train.model.config import Qwen3MoeConfig
+from moe_train.layout import is_expert
+from moe_train.model.config import DecoderConfig
+from moe_train.model.stage import DecoderStage, StageOptions
 from moe_train.parallel import Parallel, start
 from moe_train.recorder import AllocationRecorder
 
@@ -34,26 +36,17 @@ class ParameterCount:
     active: int
 
 
-def count_parameters(model: Qwen3MoeConfig) -> ParameterCount:
-    """Count from the shapes alone."""
-    hidden, head = model.hidden_size, model.head_dim
-    queries, keys = model.num_attention_heads * head, model.num_key_value_heads * head
-    attention = hidden * (2 * queries + 2 * keys) + 2 * head
-    attention += (queries + 2 * keys + hidden) if model.attention_bias else 0
-    expert = 3 * hidden * model.moe_intermediate_size
-    embeddings = model.vocab_size * hidden * (1 if model.tie_word_embeddings else 2)
-    total = active = embeddings + hidden
-    for layer in range(model.num_hidden_layers):
-        common = attention + 2 * hidden
-        if model.is_sparse(layer):
-            common += model.num_experts * hidden
-            total += common + model.num_experts * expert
-            active += common + model.num_experts_per_tok * expert
-        else:
-            common += 3 * hidden * model.intermediate_size
-            total += common
-            active += common
-    return ParameterCount(total=total, active=active)
+def count_parameters(model: DecoderConfig) -> ParameterCount:
+    """Count the parameters of a decoder without memory; those of multi-token prediction too."""
+    layers = range(model.num_hidden_layers)
+    options = StageOptions(layers=layers, first=True, last=True, device=torch.device("meta"))
+    total = idle = 0
+    for name, parameter in DecoderStage(model, options).named_parameters():
+        total += parameter.numel()
+        if is_expert(name):
+            used = model.num_experts_per_tok
+            idle += parameter.numel() // model.num_experts * (model.num_experts - used)
+    return ParameterCount(total=total, active=total - idle)
 
 
 def plan_report(config: Config) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from comm_collectives import all_reduce
-from moe_pipeline import PipelineExecutor
+from moe_pipeline import PipelineExecutor, TopKRouter, update_expert_bias
 from moe_train.batches import count_predictions
 from moe_train.data.packing import Batch
 from moe_train.errors import MoeTrainError
@@ -21,7 +21,7 @@ from moe_train.model.stage import DecoderStage, StageRecord, Target
 from moe_train.optim import AdamW
 from moe_train.parallel import Parallel
 
-_HEAD = 5  # norm^2, loss, auxiliary loss, stop requests, predicted tokens
+_HEAD = 7  # norm^2, loss, three losses beside it, stop requests, predicted tokens
 
 
 class NonFiniteLossError(MoeTrainError):
@@ -32,12 +32,16 @@ class NonFiniteLossError(MoeTrainError):
 class StepResult:
     """Figures of one step, equal on every rank.
 
-    `loss`: mean cross entropy per predicted token, in nats. `load_LE`: routed rows per layer and
-    expert (layers without experts are all zero). `stop_requested`: some rank was asked to stop.
+    `loss`: mean cross entropy per predicted token, in nats. `aux_loss`, `z_loss`, `mtp_loss`: of
+    load balancing, router logits and multi-token prediction, coefficients included; they are not
+    in `loss`. `load_LE`: routed rows per layer and expert (layers without experts are all zero;
+    those of multi-token prediction come last). `stop_requested`: some rank was asked to stop.
     """
 
     loss: float
     aux_loss: float
+    z_loss: float
+    mtp_loss: float
     grad_norm: float
     num_tokens: int
     load_LE: list[list[int]]
@@ -46,7 +50,12 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRunner:
-    """Runs steps on one rank; every method is collective over all ranks of the job."""
+    """Runs steps on one rank; every method is collective over all ranks of the job.
+
+    Args:
+        max_grad_norm: 0 does not clip.
+        updates_expert_bias: after each update of the weights move the routers' expert biases.
+    """
 
     parallel: Parallel
     stage: DecoderStage
@@ -55,6 +64,7 @@ class StepRunner:
     gradients: GradientStore
     optimizer: AdamW
     max_grad_norm: float
+    updates_expert_bias: bool = False
 
     def train(self, batches: Sequence[Batch], *, lr: float, stop: bool = False) -> StepResult:
         """Forward, backward and update on this rank's micro-batches.
@@ -84,6 +94,9 @@ class StepRunner:
         if coefficient < 1.0:
             self.gradients.scale(coefficient)
         self.optimizer.step(self.gradients, lr)
+        if self.updates_expert_bias:
+            # Routers have counted global micro-batches, so every rank moves its copies alike.
+            update_expert_bias(m for m in self.stage.modules() if isinstance(m, TopKRouter))
         return result
 
     def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:
@@ -104,7 +117,7 @@ class StepRunner:
         if self.parallel.is_first:
             inputs = [(b.input_ids.to(device), b.position_ids.to(device)) for b in batches]
         if self.parallel.is_last:
-            targets = [Target(b.labels.to(device), scale) for b in batches]
+            targets = [Target(b.labels.to(device), scale, b.input_ids.to(device)) for b in batches]
         return inputs, targets
 
     def _num_tokens(self, batches: Sequence[Batch]) -> int:
@@ -118,7 +131,7 @@ class StepRunner:
         self, record: StageRecord, norm_squared: float, num_tokens: int, stop: bool
     ) -> StepResult:
         config = self.stage.config
-        shape = (config.num_hidden_layers, config.num_experts)
+        shape = (config.num_hidden_layers + len(config.mtp_layers), config.num_experts)
         one_of_stage = self.parallel.data_rank == 0
         load_LE = torch.zeros(shape, dtype=torch.float64, device=self.parallel.device)
         if one_of_stage:
@@ -128,15 +141,19 @@ class StepRunner:
             norm_squared,
             float(record.loss),
             float(record.aux_loss),
+            float(record.z_loss),
+            float(record.mtp_loss),
             float(stop),
             float(num_tokens if one_of_stage else 0),
         ]
         head_tensor = torch.tensor(head, dtype=torch.float64, device=self.parallel.device)
         total = all_reduce(torch.cat((head_tensor, load_LE.flatten()))).cpu()
-        square, loss, aux_loss, stops, tokens = total[:_HEAD].tolist()
+        square, loss, aux_loss, z_loss, mtp_loss, stops, tokens = total[:_HEAD].tolist()
         return StepResult(
             loss=loss,
             aux_loss=aux_loss,
+            z_loss=z_loss,
+            mtp_loss=mtp_loss,
             grad_norm=math.sqrt(square) if square >= 0 else math.nan,
             num_tokens=int(tokens),
             load_LE=[[int(v) for v in row] for row in total[_HEAD:].view(shape).tolist()],

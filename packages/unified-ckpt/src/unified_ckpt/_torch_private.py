@@ -1,10 +1,14 @@
 """The private torch names that this package needs, in one place that an upgrade has to check.
 
 `torch.distributed` keeps the store of the default group to itself; it tells who did not arrive.
+Version counters of tensors tell whether one was changed in place.
 """
 
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+import torch
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
+
+__all__ = ["PrefixStore", "Store", "TCPStore", "shared_store", "version_of"]
 
 
 def shared_store() -> Store | None:
@@ -21,3 +25,8 @@ def shared_store() -> Store | None:
     while isinstance(inner, PrefixStore):
         inner = inner.underlying_store
     return None if isinstance(inner, FileStore) else store
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor, or what it views, was changed in place; 0 if torch counts not."""
+    return 0 if tensor.is_inference() else tensor._version

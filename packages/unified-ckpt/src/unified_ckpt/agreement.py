@@ -10,7 +10,9 @@ is bounded by `timeout_s` and by the group's own timeout, whichever is shorter.
 """
 
 import json
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -22,6 +24,7 @@ from unified_ckpt._torch_private import shared_store
 from unified_ckpt.errors import SaveArgumentError, SaveError, SavePeerError
 from unified_ckpt.memory import byte_view
 
+_LATE_MARKS_S = 1.0
 _USER_MISTAKES = (ValueError, TypeError)
 
 
@@ -89,6 +92,26 @@ class Agreement:
             raise SavePeerError(self._lost(name, error)) from error
         return [json.loads(text) for text in texts]
 
+    def any_of(self, name: str, flags: Sequence[bool]) -> list[bool]:
+        """Return for every flag whether any rank raised it; collective over the group.
+
+        One small all-reduce, cheap enough for every training step.
+
+        Raises:
+            SavePeerError: a peer did not take part within the time limit.
+        """
+        if self.size == 1:
+            return list(flags)
+        device = _collective_device(self._group)
+        raised = torch.tensor(flags, dtype=torch.int32, device=device)
+        try:
+            work = dist.all_reduce(raised, dist.ReduceOp.MAX, group=self._group, async_op=True)
+            if work is not None:
+                work.wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            raise SavePeerError(self._lost(name, error, late_marks=True)) from error
+        return [bool(flag) for flag in raised.tolist()]
+
     def _gather_texts(self, text: bytes) -> list[bytes]:
         device = _collective_device(self._group)
         sizes = self._all_gather(torch.tensor([len(text)], dtype=torch.int64, device=device))
@@ -101,14 +124,26 @@ class Agreement:
     def _mark(self, name: str, rank: int) -> str:
         return f"unified-ckpt/{'-'.join(map(str, self._ranks))}/{name}/{rank}"
 
-    def _lost(self, name: str, error: RuntimeError) -> str:
-        """Describe a gather that failed, naming the ranks that never came to it."""
+    def _lost(self, name: str, error: RuntimeError, *, late_marks: bool = False) -> str:
+        """Describe a gather that failed, naming the ranks that never came to it.
+
+        With `late_marks` those who wait in vain say so only now.
+        """
+        if late_marks:
+            self._mark_late(name)
         return (
             f"rank {self.global_rank_here}, {self.subject}: waiting in {name!r} for ranks "
             f"{self._ranks} failed: {self._absent(name)} (limit {self._timeout_s:g} s). A rank "
             "that does not arrive died, is stuck or is slower than that; see its own messages. "
             f"Cause: {error}"
         )
+
+    def _mark_late(self, name: str) -> None:
+        with suppress(RuntimeError):  # the store is gone; `_absent` says so
+            store = shared_store()
+            if store is not None:
+                store.set(self._mark(name, self.rank), "here")
+                time.sleep(_LATE_MARKS_S)  # the others' waits end within moments of this one's
 
     def _absent(self, name: str) -> str:
         try:

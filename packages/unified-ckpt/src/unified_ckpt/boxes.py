@@ -9,6 +9,7 @@ bytes: a `Region`. The row-major bytes of the box are the runs one after the oth
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -112,22 +113,57 @@ def split_box(shape: Shape, itemsize_bytes: int, chunk_bytes: int) -> Iterator[t
 def check_tiling(global_shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> str | None:
     """Say how (offset, shape) boxes fail to cover a tensor exactly once, or None if they do.
 
-    The boxes must be non-empty and inside the tensor. They are swept along the dim that tells most
-    of them apart, so that a sharding of n boxes costs about n log n.
+    The boxes must be non-empty and inside the tensor. The cost of a sharding without fault is
+    linear in its boxes; only the search for the fault's place costs more.
     """
+    if _tiles(global_shape, boxes):
+        return None
     clash = _find_overlap(boxes) if len(boxes) > 1 else None
     if clash is not None:
         a, b = boxes[clash[0]], boxes[clash[1]]
         return f"{describe_box(*a)} and {describe_box(*b)} overlap without being equal"
     held = sum(math.prod(shape) for _, shape in boxes)
     wanted = math.prod(global_shape)
-    if held != wanted:
-        return (
-            f"no rank holds {wanted - held} of its {wanted} elements; "
-            f"held: {', '.join(describe_box(*b) for b in boxes[:4]) or 'nothing'}"
-            + (f" and {len(boxes) - 4} more" if len(boxes) > 4 else "")
-        )
-    return None
+    return (
+        f"no rank holds {wanted - held} of its {wanted} elements; "
+        f"held: {', '.join(describe_box(*b) for b in boxes[:4]) or 'nothing'}"
+        + (f" and {len(boxes) - 4} more" if len(boxes) > 4 else "")
+    )
+
+
+def _tiles(global_shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
+    """Whether boxes cover a tensor exactly once.
+
+    A box is determined by its corners with alternating signs (the mixed difference of its indicator
+    function), and sums of boxes by the sums of their corners. So the boxes tile the tensor if and
+    only if all inner corners cancel and those of the tensor remain.
+    """
+    if len(boxes) == 1 and boxes[0][1] == global_shape:
+        return True
+    if math.prod(global_shape) == 0:
+        return not boxes
+    cut = [d for d, n in enumerate(global_shape) if any(shape[d] != n for _, shape in boxes)]
+    if not cut or not boxes:
+        return False
+    corners: dict[tuple[int, ...], int] = defaultdict(int)
+    for sign, box in ((-1, ((0,) * len(global_shape), global_shape)), *((1, b) for b in boxes)):
+        offset, shape = box
+        ends = [((offset[d], 1), (offset[d] + shape[d], -1)) for d in cut]
+        for corner in itertools.product(*ends):
+            corners[tuple(at for at, _ in corner)] += sign * math.prod(s for _, s in corner)
+    return not any(corners.values())
+
+
+def overlap(a: tuple[Shape, Shape], b: tuple[Shape, Shape]) -> tuple[Shape, Shape] | None:
+    """Return the (offset, shape) box that two boxes share, None if it is empty."""
+    offset, shape = [], []
+    for a_begin, a_size, b_begin, b_size in zip(*a, *b, strict=True):
+        begin, end = max(a_begin, b_begin), min(a_begin + a_size, b_begin + b_size)
+        if begin >= end:
+            return None
+        offset.append(begin)
+        shape.append(end - begin)
+    return tuple(offset), tuple(shape)
 
 
 def describe_box(offset: Shape, shape: Shape) -> str:

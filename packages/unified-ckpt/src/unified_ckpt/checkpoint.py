@@ -10,12 +10,12 @@ transformers directory has none; it is read the same way, without checksums.
 import json
 import zlib
 from collections.abc import Iterable, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from unified_ckpt.errors import CorruptCheckpointError, LoadError
 from unified_ckpt.header import HeaderEntry, read_header
 from unified_ckpt.load_plan import StoredTensor
-from unified_ckpt.manifest import FileRecord, Manifest, read_manifest
+from unified_ckpt.manifest import FileRecord, Manifest, check_name, read_manifest
 
 
 class Checkpoint:
@@ -93,6 +93,11 @@ class Checkpoint:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorruptCheckpointError(f"{path}: malformed index: {error!r}") from error
 
+    def keys(self, part: str) -> list[str]:
+        """Return the stored keys of a part, from its index or its one file's header."""
+        where = self.files_of(part)
+        return list(self._header(where) if isinstance(where, str) else where)
+
     def tensors(self, part: str, keys: Iterable[str] | None = None) -> dict[str, StoredTensor]:
         """Return the stored tensors of a part; with `keys` only those of them that it holds.
 
@@ -135,10 +140,10 @@ def check_inside(name: str, folder: Path) -> str:
     Raises:
         CorruptCheckpointError: it leads outside.
     """
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts:
-        raise CorruptCheckpointError(f"{folder}: file name {name!r} leads outside the checkpoint")
-    return name
+    try:
+        return check_name(name)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{folder}: {error}") from error
 
 
 def check_bytes(raw: bytes, record: FileRecord, path: Path, *, whole: bool = True) -> None:
@@ -150,12 +155,13 @@ def check_bytes(raw: bytes, record: FileRecord, path: Path, *, whole: bool = Tru
     if whole and len(raw) != record.num_bytes:
         raise CorruptCheckpointError(f"{path}: {len(raw)} bytes, expected {record.num_bytes}")
     view = memoryview(raw)
-    for region, crc in record.pieces:
-        if not region.contiguous or region.end > len(raw):
-            continue
-        if zlib.crc32(view[region.start : region.end]) != crc:
+    for begin, length, crc in zip(record.begins, record.lengths, record.sums, strict=True):
+        end = begin + length
+        if end > len(raw):
+            break  # they are in order
+        if zlib.crc32(view[begin:end]) != crc:
             raise CorruptCheckpointError(
-                f"{path}: bytes {region.start} to {region.end} differ from their checksum"
+                f"{path}: bytes {begin} to {end} differ from their checksum"
             )
 
 

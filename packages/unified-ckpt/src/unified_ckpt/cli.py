@@ -1,37 +1,106 @@
-"""The command `unified-ckpt`: look into a checkpoint and check it, without writing anything.
+"""The command `unified-ckpt`: look into checkpoints, check, compare, reshard and export them.
 
 unified-ckpt inspect run/checkpoint-10 --keys
 unified-ckpt verify run/checkpoint-10
+unified-ckpt diff run/checkpoint-10 run/checkpoint-20
+unified-ckpt reshard run/checkpoint-10 --to ep=4,tp=2 resharded
+unified-ckpt export run/checkpoint-10 model
 """
 
 import argparse
+import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+_AXES = ("tp", "ep", "etp")
+_MAX_RANKS = 4096
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, or 1 if damage was found, or 2 if it could not be looked at."""
-    parser = argparse.ArgumentParser(
-        prog="unified-ckpt", description="Look into a checkpoint directory, or check it."
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    inspect = commands.add_parser("inspect", help="list parts, files, dtypes and sizes")
-    inspect.add_argument("directory", type=Path, help="a checkpoint, or a transformers directory")
-    inspect.add_argument("--keys", action="store_true", help="list every tensor as well")
-    verify = commands.add_parser("verify", help="compare every byte with its checksum")
-    verify.add_argument("directory", type=Path, help="a checkpoint, or a transformers directory")
-    arguments = parser.parse_args(argv)
+    """Run the command; return 0, or 1 if damage or a difference was found, or 2 for bad input."""
+    arguments = _parser().parse_args(argv)
     from unified_ckpt.errors import CheckpointError
 
     try:
-        if arguments.command == "inspect":
-            return _inspect(arguments.directory, keys=arguments.keys)
-        return _verify(arguments.directory)
-    except (CheckpointError, OSError) as error:
+        return int(arguments.run(arguments))
+    except (CheckpointError, OSError, ValueError) as error:
         print(f"unified-ckpt: {error}", file=sys.stderr)
         return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="unified-ckpt", description="Look into checkpoints, check, compare or rewrite them."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = "a checkpoint, or a transformers directory"
+    inspect = commands.add_parser("inspect", help="list parts, files, dtypes and sizes")
+    inspect.add_argument("directory", type=Path, help=one)
+    inspect.add_argument("--keys", action="store_true", help="list every tensor as well")
+    inspect.set_defaults(run=lambda a: _inspect(a.directory, keys=a.keys))
+    verify = commands.add_parser("verify", help="compare every byte with its checksum")
+    verify.add_argument("directory", type=Path, help=one)
+    verify.set_defaults(run=lambda a: _verify(a.directory))
+    diff = commands.add_parser("diff", help="compare keys, dtypes, shapes and values bit by bit")
+    diff.add_argument("a", type=Path, help=one)
+    diff.add_argument("b", type=Path, help=one)
+    diff.set_defaults(run=lambda a: _diff(a.a, a.b))
+    reshard = commands.add_parser(
+        "reshard", help="write it so that each rank of a layout reads ranges of its own files"
+    )
+    reshard.add_argument("directory", type=Path, help=one)
+    reshard.add_argument("--to", required=True, help="the layout, such as ep=4,tp=2,etp=1")
+    reshard.add_argument("out", type=Path, help="the directory to write")
+    reshard.set_defaults(run=lambda a: _reshard(a.directory, a.to, a.out))
+    export = commands.add_parser("export", help="write the weights alone, as transformers reads")
+    export.add_argument("directory", type=Path, help=one)
+    export.add_argument("out", type=Path, help="the directory to write")
+    export.set_defaults(run=lambda a: _export(a.directory, a.out))
+    return parser
+
+
+def _diff(a: Path, b: Path) -> int:
+    from unified_ckpt.diff import diff_checkpoints
+
+    count = 0
+    for difference in diff_checkpoints(a, b):
+        print(difference)
+        count += 1
+    print(f"{a} and {b}: " + (f"{count} differences" if count else "the same, bit by bit"))
+    return 1 if count else 0
+
+
+def _reshard(directory: Path, layout: str, out: Path) -> int:
+    from unified_ckpt.layouts import ParallelDegrees
+    from unified_ckpt.rewrite import reshard
+
+    sizes = _sizes(layout)
+    world_size = math.lcm(sizes["tp"], sizes["ep"] * sizes["etp"])
+    if world_size > _MAX_RANKS:
+        raise ValueError(f"--to {layout} means {world_size} ranks; at most {_MAX_RANKS} are taken")
+    reshard(directory, out, ParallelDegrees(world_size=world_size, **sizes))
+    print(f"{out}: written for {world_size} ranks ({layout})")
+    return 0
+
+
+def _sizes(layout: str) -> dict[str, int]:
+    sizes = dict.fromkeys(_AXES, 1)
+    for item in layout.split(","):
+        name, _, text = item.partition("=")
+        if name not in _AXES or not text.isdecimal() or int(text) < 1:
+            raise ValueError(f"--to {layout}: {item!r} is not one of tp=N, ep=N, etp=N with N >= 1")
+        sizes[name] = int(text)
+    return sizes
+
+
+def _export(directory: Path, out: Path) -> int:
+    from unified_ckpt.rewrite import export_model
+
+    export_model(directory, out)
+    print(f"{out}: weights written")
+    return 0
 
 
 def _inspect(directory: Path, *, keys: bool) -> int:

@@ -23,7 +23,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from unified_ckpt.files import exchange, make_folders, remove_tree, sync_folder, sync_tree
+from unified_ckpt.files import (
+    exchange,
+    make_folder,
+    make_folders,
+    remove_tree,
+    rename,
+    sync_folder,
+    sync_tree,
+)
 from unified_ckpt.manifest import MANIFEST_NAME
 
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.unified-ckpt-(?P<kind>tmp|old)-[0-9a-f]{16}\Z")
@@ -48,7 +56,7 @@ class Staging:
         check_replaceable(target)
         make_folders(target.parent)
         folder = hidden_name(target, "tmp")
-        folder.mkdir()
+        make_folder(folder)
         return cls(folder=folder, target=target, lock_fd=_lock_new(folder))
 
     def publish(self) -> bool:
@@ -59,7 +67,7 @@ class Staging:
         sync_tree(self.folder)
         replaced = self.target.exists()
         if not replaced:
-            self.folder.rename(self.target)
+            rename(self.folder, self.target)
         elif not exchange(self.folder, self.target):
             self._step_aside()
         sync_folder(self.target.parent)
@@ -68,11 +76,11 @@ class Staging:
     def _step_aside(self) -> None:
         """Replace where names cannot be swapped; see the module for a crash in between."""
         aside = hidden_name(self.target, "old")
-        self.target.rename(aside)
+        rename(self.target, aside)
         try:
-            self.folder.rename(self.target)
+            rename(self.folder, self.target)
         except OSError:
-            aside.rename(self.target)
+            rename(aside, self.target)
             raise
         sync_folder(self.target.parent)
         remove_tree(aside)
@@ -122,7 +130,7 @@ def clean_leftovers(parent: Path) -> list[Path]:
             continue
         target = parent / match["name"]
         if match["kind"] == "old" and not target.exists():
-            path.rename(target)
+            rename(path, target)
             sync_folder(parent)
         else:
             remove_tree(path)

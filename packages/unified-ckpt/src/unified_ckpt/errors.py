@@ -29,3 +29,7 @@ class LoadError(CheckpointError):
 
 class CorruptCheckpointError(LoadError):
     """Bytes of a checkpoint are missing, malformed, or differ from their checksum."""
+
+
+class DamagedCheckpointWarning(UserWarning):
+    """A newer checkpoint is damaged or incomplete and was passed over for an older one."""

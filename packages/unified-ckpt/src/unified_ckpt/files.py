@@ -1,24 +1,26 @@
 """System calls on files: positioned writes and reads that finish, durable names, atomic exchange.
 
-Every byte of a checkpoint passes through `write_at` and `read_at`. A name is durable once its
-folder has been fsynced.
+Nothing else in this package changes the file system, so that the order of these calls is all there
+is to know about a crash; `benchmarks/unified_ckpt_power_loss.py` records and replays it. A name is
+durable once its folder has been fsynced.
 
     with open_for_write(path) as fd:
         write_at(fd, [b"header", b"data"], 0)
-        os.fsync(fd)
+        sync_file(fd)
 """
 
 import ctypes
 import errno
 import os
-import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 _MAX_BUFFERS = 1024  # IOV_MAX on Linux
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_SYNC_FILE_RANGE_WRITE = 2
 _NOT_SUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 
 Buffer = bytes | memoryview
@@ -74,6 +76,23 @@ def read_at(fd: int, buffers: Sequence[memoryview], start: int) -> int:
     return total
 
 
+def read_runs(fd: int, buffer: memoryview, starts: Iterable[int], run_bytes: int) -> int:
+    """Fill a buffer with equally long runs of a file, one call each; return the bytes read.
+
+    Stops at the first run that the file does not hold in full.
+    """
+    done = 0
+    for start in starts:
+        run = buffer[done : done + run_bytes]
+        got = os.preadv(fd, [run], start)
+        if got != run_bytes:
+            got += read_at(fd, [run[got:]], start + got)
+        done += got
+        if got != run_bytes:
+            break
+    return done
+
+
 def _drop(left: list[memoryview], num_bytes: int) -> None:
     """Remove the first bytes of reversed buffers."""
     while num_bytes:
@@ -82,6 +101,21 @@ def _drop(left: list[memoryview], num_bytes: int) -> None:
             left.append(head[num_bytes:])
             return
         num_bytes -= len(head)
+
+
+def sync_file(fd: int) -> None:
+    """Make a file's bytes and size durable; its name needs `sync_folder`."""
+    os.fsync(fd)
+
+
+def begin_writeback(fd: int, start: int, num_bytes: int) -> None:
+    """Ask the kernel to start writing a range to the disk, so that a later fsync waits less.
+
+    A hint: where the file system or the C library has no `sync_file_range`, nothing happens.
+    """
+    call = _libc_function("sync_file_range")
+    if call is not None and num_bytes:
+        call(fd, ctypes.c_int64(start), ctypes.c_int64(num_bytes), _SYNC_FILE_RANGE_WRITE)
 
 
 def sync_folder(path: Path) -> None:
@@ -99,12 +133,30 @@ def sync_tree(root: Path) -> None:
         sync_folder(Path(folder))
 
 
+def make_folder(path: Path, *, exist_ok: bool = False) -> None:
+    """Make a folder; its name is not durable yet.
+
+    Raises:
+        FileExistsError: something has that name, unless it is a folder and `exist_ok`.
+    """
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        if not (exist_ok and path.is_dir()):
+            raise
+
+
 def make_folders(path: Path) -> None:
     """Make a folder and its parents, each durable in its parent."""
     missing = [p for p in (path, *path.parents) if not p.exists()]
     for folder in reversed(missing):
-        folder.mkdir(exist_ok=True)
+        make_folder(folder, exist_ok=True)
         sync_folder(folder.parent)
+
+
+def rename(old: Path, new: Path) -> None:
+    """Give a file or folder another name in one step; not durable yet."""
+    os.rename(old, new)
 
 
 def free_bytes(folder: Path) -> int:
@@ -119,19 +171,38 @@ def exchange(a: Path, b: Path) -> bool:
     Raises:
         OSError: the swap failed for another reason.
     """
-    try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except AttributeError:
-        return False
-    result = renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE)
-    if result == 0:
+    number = _renameat2(a, b)
+    if number == 0:
         return True
-    number = ctypes.get_errno()
     if number in _NOT_SUPPORTED:
         return False
     raise OSError(number, os.strerror(number), str(a), None, str(b))
 
 
+def _renameat2(a: Path, b: Path) -> int:
+    """Swap two names; return 0 or the error's number."""
+    call = _libc_function("renameat2")
+    if call is None:
+        return errno.ENOSYS
+    if call(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+        return 0
+    return ctypes.get_errno()
+
+
+@cache
+def _libc_function(name: str) -> Callable[..., int] | None:
+    return getattr(ctypes.CDLL(None, use_errno=True), name, None)
+
+
 def remove_tree(path: Path) -> None:
     """Remove a folder as far as permissions allow; what stays has a hidden name and no reader."""
-    shutil.rmtree(path, ignore_errors=True)
+    for folder, folders, names in os.walk(path, topdown=False):
+        for name in names:
+            with suppress(OSError):
+                os.unlink(os.path.join(folder, name))
+        for name in folders:  # a link to a folder is listed here, too
+            with suppress(OSError):
+                full = os.path.join(folder, name)
+                (os.unlink if os.path.islink(full) else os.rmdir)(full)
+    with suppress(OSError):
+        os.rmdir(path)

@@ -20,6 +20,9 @@ from unified_ckpt.dtypes import StoredDtype, dtype_of, header_shape, torch_shape
 from unified_ckpt.errors import CorruptCheckpointError
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library refuses longer headers
+_MAX_DIMS = 64  # of torch; bounds the work of multiplying them
+_MAX_DIM = 2**63 - 1
+_quote = json.encoder.encode_basestring  # a JSON string, not only of ASCII
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,20 +45,20 @@ def encode_header(entries: Sequence[HeaderEntry]) -> tuple[bytes, tuple[HeaderEn
     Raises:
         ValueError: the header would be longer than readers accept.
     """
-    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     spans: list[tuple[int, int]] = []
+    lines = ['"__metadata__":{"format":"pt"}']
     for entry in entries:
         dtype = dtype_of(entry.dtype)
         shape = entry.shape or ()
         begin, position = position, position + math.prod(shape) * dtype.itemsize_bytes
         spans.append((begin, position))
-        table[entry.key] = {
-            "dtype": entry.dtype,
-            "shape": header_shape(dtype, shape),
-            "data_offsets": (begin, position),
-        }
-    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+        dims = ",".join(map(str, header_shape(dtype, shape)))
+        lines.append(
+            f'{_quote(entry.key)}:{{"dtype":"{entry.dtype}","shape":[{dims}],'
+            f'"data_offsets":[{begin},{position}]}}'
+        )
+    text = f"{{{','.join(lines)}}}".encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(
@@ -86,8 +89,7 @@ def read_header(path: Path) -> tuple[bytes, tuple[HeaderEntry, ...]]:
     if len(raw) != length:
         raise CorruptCheckpointError(f"{path}: header is cut short")
     try:
-        table = json.loads(raw, object_pairs_hook=_no_duplicates)
-        entries = _entries(table, 8 + length, file_bytes)
+        entries = _entries(_parse(raw), 8 + length, file_bytes)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path}: malformed safetensors header: {error}") from error
     return struct.pack("<Q", length) + raw, entries
@@ -102,6 +104,16 @@ def _header_length(path: Path, first: bytes, file_bytes: int) -> int:
             f"{path}: states a header of {length} bytes, but the file has {file_bytes} bytes"
         )
     return length
+
+
+def _parse(raw: bytes) -> object:
+    """Parse JSON and refuse keys that appear twice, of which the parser would drop one."""
+    table = json.loads(raw)
+    if isinstance(table, dict):
+        pairs = len(table) + sum(len(v) for v in table.values() if isinstance(v, dict))
+        if raw.count(b":") == pairs:  # every pair is there; most headers end here
+            return table
+    return json.loads(raw, object_pairs_hook=_no_duplicates)
 
 
 def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -130,6 +142,8 @@ def _entries(table: object, base: int, file_bytes: int) -> tuple[HeaderEntry, ..
 def _entry(key: str, value: dict[str, object], base: int) -> HeaderEntry:
     dtype: StoredDtype = dtype_of(str(value["dtype"]))
     shape = _ints(key, value["shape"])
+    if len(shape) > _MAX_DIMS or (shape and max(shape) > _MAX_DIM):
+        raise ValueError(f"{key!r}: no tensor has {len(shape)} dims of such sizes")
     begin, end = _ints(key, value["data_offsets"])
     bits = math.prod(shape) * dtype.bits
     if bits % 8 or end - begin != bits // 8:
@@ -144,6 +158,6 @@ def _entry(key: str, value: dict[str, object], base: int) -> HeaderEntry:
 
 
 def _ints(key: str, value: object) -> Shape:
-    if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
+    if not isinstance(value, list) or {*map(type, value)} - {int} or (value and min(value) < 0):
         raise ValueError(f"{key!r}: expected a list of numbers, got {value!r}")
     return tuple(value)

@@ -3,30 +3,36 @@
 Plain CPU memory is read into directly; other destinations (strided views, devices, other dtypes) go
 through one small buffer. Nothing is collective: each rank loads what it wants.
 
-    load([Shard(key="w", tensor=w, global_shape=(4,), offset=(0,))],
-         checkpoint_id="run/checkpoint-10")
+    load({"model": model, "optimizer": optimizer, "epoch": 0}, checkpoint_id="run/checkpoint-10")
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from unified_ckpt.checkpoint import Checkpoint
-from unified_ckpt.dtypes import dtype_of
+from unified_ckpt.collector import collector_paused
 from unified_ckpt.errors import LoadError
-from unified_ckpt.load_plan import plan_load
-from unified_ckpt.reader import Destination, Reader
+from unified_ckpt.load_jobs import LoadJob, make_jobs
+from unified_ckpt.load_sources import Sources
+from unified_ckpt.optimizer_state import allocate_states
+from unified_ckpt.options import LoadOptions
+from unified_ckpt.reader import Reader
 from unified_ckpt.shard import Shard
+from unified_ckpt.state import FlatState, StateDict, flatten_state, place_tensor
+from unified_ckpt.values import find_value, restore_value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
     """What a load did.
 
-    `num_bytes` were read; `verified_bytes` of them were compared with checksums: those pieces that
-    were read whole (see `verify_checkpoint` for all of them). `missing` keys were left untouched.
+    `num_tensors` boxes were filled; `num_bytes` were read; `verified_bytes` of them were compared
+    with checksums: those pieces that were read whole (see `verify_checkpoint` for all of them).
+    `missing` keys and paths were left untouched.
     """
 
     num_tensors: int
@@ -35,74 +41,155 @@ class LoadReport:
     missing: tuple[str, ...]
 
 
+@collector_paused()
 def load(
-    wants: Sequence[Shard],
+    state_dict: StateDict | Sequence[Shard],
     *,
     checkpoint_id: Path | str,
     part: str = "model",
     strict: bool = True,
-    verify: bool = True,
+    verify: bool | Literal["touched"] = True,
     cast: bool = False,
+    options: LoadOptions | None = None,
 ) -> LoadReport:
-    """Fill every `Shard.tensor` from the stored tensor of its key; not collective.
+    """Fill a state in place from a checkpoint that was saved under any layout; not collective.
 
     Args:
-        wants: the boxes to fill, in any layout; the tensors are changed in place, also leaves that
-            require grad.
+        state_dict: what to fill, in the form that `save` takes: tensors are changed in place, also
+            leaves that require grad; Python values are replaced; objects with `load_state_dict` get
+            their state; an optimizer that has no states yet gets those that are stored. Or shards
+            of one part.
         checkpoint_id: a checkpoint directory, or a plain transformers directory of safetensors.
-        part: `model`, or another part that was saved.
-        strict: raise if a key is missing; otherwise leave its tensor as it is and report it.
-        verify: compare the pieces that are read whole with their checksums; costs no extra reads.
+        part: the part that a sequence of shards is read from.
+        strict: raise if a key is missing; otherwise leave its tensor or value and report it.
+        verify: compare the pieces (of at most 1 MiB, or a box of a tensor that several ranks
+            wrote) that are read whole with their checksums; costs no extra reads. With `touched`
+            also those that are read in part, which are then read once more, whole.
         cast: convert where the stored dtype differs from the destination's.
+        options: what to take where the checkpoint lacks a tensor, and what to leave alone.
 
     Raises:
         LoadError: a key is missing, or has another shape or dtype. Nothing was changed.
         CorruptCheckpointError: bytes are missing or differ from their checksum. Destinations may
             be partly filled.
+        TypeError: the state dict cannot be filled.
+        ValueError: a tensor does not fit its box, or shares memory between its elements.
     """
+    options = options or LoadOptions()
     checkpoint = Checkpoint(checkpoint_id)
-    metas = [want.meta for want in wants]
-    for want in wants:
-        _check_destination(want)
-    index = checkpoint.tensors(part, dict.fromkeys(meta.key for meta in metas)) if metas else {}
-    plan = plan_load(metas, index, cast=cast)
-    if plan.missing and strict:
-        shown = ", ".join(map(repr, plan.missing[:5]))
-        more = f" and {len(plan.missing) - 5} more" if len(plan.missing) > 5 else ""
-        raise LoadError(
-            f"{checkpoint.folder}: part {part!r} lacks {shown}{more}; "
-            "check the key names, or pass strict=False to leave such tensors as they are"
-        )
-    destinations = [
-        Destination(want.key, want.tensor.detach(), _torch_dtype(index[want.key].dtype))
-        if want.key in index
-        else None
-        for want in wants
-    ]
-    with torch.no_grad(), Reader(checkpoint, verify=verify) as reader:
-        reader.run(plan, destinations)
-    for want in wants:
-        if not want.tensor.is_inference():
-            torch.autograd.graph.increment_version(want.tensor)
+    sources = Sources(checkpoint, options)
+    flat = _flatten(state_dict, part, sources, options)
+    _check_destinations(flat)
+    jobs, missing = make_jobs(flat.parts, sources, cast=cast)
+    lost_values = [path for path in flat.values if not find_value(sources.values, path)[0]]
+    if strict:
+        _check_nothing_missing(checkpoint, missing, lost_values)
+        _check_no_state_dropped(flat, sources)
+    with (
+        torch.no_grad(),
+        Reader(checkpoint, verify=bool(verify), touched=verify == "touched") as reader,
+    ):
+        for job in jobs:
+            reader.run(job.plan, job.destinations)
+            job.finish()
+    _mark_changed(jobs)
+    _put_values(flat, sources)
     return LoadReport(
-        num_tensors=sum(destination is not None for destination in destinations),
+        num_tensors=sum(job.num_tensors for job in jobs),
         num_bytes=reader.num_bytes,
         verified_bytes=reader.verified_bytes,
-        missing=plan.missing,
+        missing=(*dict.fromkeys(key for _, key in missing), *lost_values),
     )
 
 
-def _torch_dtype(name: str) -> torch.dtype:
-    torch_dtype = dtype_of(name).torch_dtype
-    if torch_dtype is None:
-        raise LoadError(f"torch has no dtype for {name}")
-    return torch_dtype
+def _flatten(
+    state_dict: StateDict | Sequence[Shard], part: str, sources: Sources, options: LoadOptions
+) -> FlatState:
+    if not isinstance(state_dict, Mapping):
+        for want in state_dict:
+            if not isinstance(want, Shard):
+                raise TypeError(f"wants hold a {type(want).__name__}; expected Shard")
+        state_dict = {part: list(state_dict)}
+    elif not isinstance(state_dict, MutableMapping):
+        raise TypeError(f"state_dict is a {type(state_dict).__name__}; load must change it")
+
+    def allocate(optimizer: torch.optim.Optimizer, stored_part: str) -> None:
+        if sources.has_part(stored_part):
+            index = sources.index(stored_part)
+            stored = index.resolve(index.tensor_keys())
+            allocate_states(
+                optimizer, stored, stored_part, lambda k, t: place_tensor(k, t, options.layout)
+            )
+
+    return flatten_state(
+        state_dict,
+        layout=options.layout,
+        ignored_keys=options.ignored_keys,
+        optimizer_hook=allocate,
+    )
 
 
-def _check_destination(want: Shard) -> None:
-    strides = zip(want.tensor.shape, want.tensor.stride(), strict=True)
-    if any(size > 1 and stride == 0 for size, stride in strides):
-        raise ValueError(
-            f"{want.key!r}: the destination {tuple(want.tensor.shape)} with strides "
-            f"{want.tensor.stride()} shares memory between elements; pass a tensor that does not"
+def _check_nothing_missing(
+    checkpoint: Checkpoint, missing: Sequence[tuple[str, str]], lost_values: Sequence[str]
+) -> None:
+    for part in dict.fromkeys(part for part, _ in missing):
+        keys = list(dict.fromkeys(key for of, key in missing if of == part))
+        raise LoadError(
+            f"{checkpoint.folder}: part {part!r} lacks {_first(keys)}; "
+            "check the key names, or pass strict=False to leave such tensors as they are"
         )
+    if lost_values:
+        raise LoadError(
+            f"{checkpoint.folder}: no value was saved for {_first(lost_values)}; check the paths, "
+            "or pass strict=False to leave such values as they are"
+        )
+
+
+def _first(names: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, names[:5]))
+    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
+
+
+def _check_no_state_dropped(flat: FlatState, sources: Sources) -> None:
+    """Refuse to leave an optimizer without states that the checkpoint holds."""
+    for part in dict.fromkeys(part for part, _ in flat.bare):
+        if not sources.has_part(part):
+            continue
+        stored = {key.partition("/")[0] for key in sources.index(part).tensor_keys() if "/" in key}
+        for bare_part, name in flat.bare:
+            if bare_part == part and name in stored:
+                raise LoadError(
+                    f"part {part!r} holds states of {name!r}, but the optimizer's state dict has "
+                    "none to fill; pass the optimizer itself, or get_optimizer_state_dict(...)"
+                )
+
+
+def _check_destinations(flat: FlatState) -> None:
+    for shards in flat.parts.values():
+        for want in shards:
+            tensor = want.tensor
+            if 0 in tensor.stride() and any(
+                size > 1 and stride == 0
+                for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            ):
+                raise ValueError(
+                    f"{want.key!r}: the destination {tuple(tensor.shape)} with strides "
+                    f"{tensor.stride()} shares memory between elements; pass a tensor that does not"
+                )
+
+
+def _mark_changed(jobs: Sequence[LoadJob]) -> None:
+    """Let autograd know, so that it refuses to use values that were saved for a backward."""
+    for job in jobs:
+        for tensor in job.changed:
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+
+
+def _put_values(flat: FlatState, sources: Sources) -> None:
+    for path, slot in {**flat.empty, **flat.values}.items():
+        found, value = find_value(sources.values, path)
+        if found:
+            slot.put(restore_value(value, slot.get()))
+    for owner, holder in flat.stateful:
+        owner.load_state_dict(holder[0])

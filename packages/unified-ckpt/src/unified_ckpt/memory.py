@@ -7,6 +7,8 @@ import ctypes
 
 import torch
 
+_BYTE = ctypes.c_ubyte
+
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """Return the writable bytes of a contiguous CPU tensor; the view keeps the tensor alive.
@@ -14,24 +16,19 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     Raises:
         ValueError: the tensor is not on the CPU or not contiguous.
     """
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if not tensor.is_cpu or not tensor.is_contiguous():
         raise ValueError(f"need a contiguous CPU tensor, got {tensor.device}, {tensor.stride()}")
-    num_bytes = tensor.numel() * tensor.element_size()
+    num_bytes = tensor.nbytes
     if num_bytes == 0:
         return memoryview(b"")
-    array = (ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr())
+    array = (_BYTE * num_bytes).from_address(tensor.data_ptr())
     array.owner = tensor  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:
     """Whether the tensor's row-major values are its CPU memory as it lies there."""
-    return (
-        tensor.device.type == "cpu"
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,29 +1,37 @@
-"""Execute a load plan: read byte ranges into destinations, and check the pieces read whole.
+"""Execute a load plan: read byte ranges into destinations, and check them with their checksums.
 
-with Reader(checkpoint, verify=True) as reader:
-    reader.run(plan, metas, tensors)
+Checksums belong to pieces, contiguous ones of at most `CHUNK_BYTES`. A piece that is read whole is
+checked as it comes. A piece that a read touches in part is checked only with `touched=True`, which
+reads it once more, whole.
+
+    with Reader(checkpoint, verify=True) as reader:
+        reader.run(plan, destinations)
 """
 
-from bisect import bisect_left
+import zlib
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 from types import TracebackType
 
 import torch
 
 from unified_ckpt.boxes import Region
 from unified_ckpt.checkpoint import Checkpoint
-from unified_ckpt.checksums import Checksums, PendingSum
+from unified_ckpt.checksums import Checksums, PendingSum, crc_of_file, crc_of_runs
 from unified_ckpt.errors import CorruptCheckpointError, LoadError
-from unified_ckpt.files import open_for_read, read_at
+from unified_ckpt.files import open_for_read, read_at, read_runs
 from unified_ckpt.load_plan import LoadPlan, Read
 from unified_ckpt.manifest import FileRecord
 from unified_ckpt.memory import bits_of, byte_view, is_plain_memory, narrow_box
 
 _BATCH_BYTES = 16 * 1024 * 1024
-_PAGE_BYTES = 4096  # the disk reads whole pages, so smaller gaps are read over, not skipped
+_PAGE_BYTES = 4096  # the disk reads whole pages, so smaller gaps cost only a copy
+_TINY_RUN_BYTES = 512  # below it a call for each run costs more than reading over the gaps
+_MANY_RUNS = 4096
 _SPAN_BYTES = 4 * 1024 * 1024
 
 
@@ -40,13 +48,19 @@ class Reader:
     """Reads the files of one checkpoint; a context manager that ends its checksum thread.
 
     `num_bytes` and `verified_bytes` count what was read and what was compared with checksums.
+
+    Args:
+        checkpoint: the opened directory.
+        verify: check what is read whole.
+        touched: with `verify`, also read and check the rest of pieces that are read in part.
     """
 
-    def __init__(self, checkpoint: Checkpoint, *, verify: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, verify: bool, touched: bool = False) -> None:
         self._checkpoint = checkpoint
         self._verify = verify
+        self.touched = verify and touched
         self._stack = ExitStack()
-        self._sums = self._stack.enter_context(Checksums())
+        self.sums = self._stack.enter_context(Checksums())
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self.num_bytes = 0
         self.verified_bytes = 0
@@ -83,15 +97,33 @@ class Reader:
             except FileNotFoundError as error:
                 raise CorruptCheckpointError(f"{path}: file is missing") from error
 
-    def start_sum(self, buffer: memoryview) -> PendingSum:
-        """Begin to sum a buffer on the checksum thread."""
-        return self._sums.start(buffer)
-
     def scratch(self, num_bytes: int) -> torch.Tensor:
         """Return reused memory, uint8 `[num_bytes]`; the previous caller's is overwritten."""
         if self._buffer.numel() < num_bytes:
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
         return self._buffer[:num_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """Bytes in memory that must have a checksum; of `inside` they are the strided runs in it."""
+
+    buffer: memoryview
+    inside: Region | None
+    crc: int
+    piece: Region
+    key: str
+
+
+def _first_damaged(checks: Sequence[_Check]) -> _Check | None:
+    for check in checks:
+        if check.inside is None:
+            crc = zlib.crc32(check.buffer)
+        else:
+            crc = crc_of_runs(check.buffer, check.inside)
+        if crc != check.crc:
+            return check
+    return None
 
 
 class _FileReader:
@@ -101,16 +133,18 @@ class _FileReader:
         self._owner = owner
         self._fd = fd
         self._path = path
-        self._pieces = _Pieces(record)
+        self._pieces = _Pieces(record, touched=owner.touched)
         self._batch: list[tuple[Region, memoryview, str]] = []
         self._batch_bytes = 0
-        self._unchecked: list[tuple[PendingSum, int, Region, str]] = []
+        self._unchecked: list[PendingSum[_Check | None]] = []
 
     def read(self, read: Read, destination: Destination) -> None:
-        box = narrow_box(destination.tensor, read.offset, read.shape)
+        box = destination.tensor
+        if box.shape != read.shape:
+            box = narrow_box(box, read.offset, read.shape)
         stored_dtype = destination.stored_dtype
         if box.dtype == stored_dtype and is_plain_memory(box):
-            self._read_direct(read.region, byte_view(bits_of(box)), destination.key)
+            self._read_direct(read.region, byte_view(box), destination.key)
             return
         self._flush()
         memory = self._owner.scratch(read.region.num_bytes)
@@ -126,6 +160,11 @@ class _FileReader:
         """Do and check what is still open."""
         self._flush()
         self._check_pending()
+        for piece, crc, key in self._pieces.partly_read():
+            self._owner.num_bytes += piece.num_bytes
+            self._owner.verified_bytes += piece.num_bytes
+            if crc_of_file(self._fd, piece) != crc:
+                raise self._damaged(piece, key)
 
     def _convert(self, typed: torch.Tensor, box: torch.Tensor, key: str) -> None:
         try:
@@ -152,8 +191,7 @@ class _FileReader:
             return
         start = self._batch[0][0].start
         self._read_at([buffer for _, buffer, _ in self._batch], start, self._batch[0][2])
-        for region, buffer, key in self._batch:
-            self._start_checks(region, buffer, key)
+        self._start_checks(self._batch)
         self._batch = []
         self._batch_bytes = 0
 
@@ -162,12 +200,16 @@ class _FileReader:
         run = region.run_bytes
         if region.contiguous:
             self._read_at([buffer], region.start, key)
-        elif region.strides[-1] - run < _PAGE_BYTES and run < _PAGE_BYTES:
+        elif _better_over_gaps(region):
             self._fill_over_gaps(region, buffer, key)
         else:
-            for number, start in enumerate(region.run_starts()):
-                self._read_at([buffer[number * run : (number + 1) * run]], start, key)
-        self._start_checks(region, buffer, key)
+            done = read_runs(self._fd, buffer, region.run_starts(), run)
+            self._owner.num_bytes += done
+            if done != len(buffer):
+                raise CorruptCheckpointError(
+                    f"{self._path}: ends before byte {region.end}, which {key!r} needs"
+                )
+        self._start_checks([(region, buffer, key)])
 
     def _fill_over_gaps(self, region: Region, buffer: memoryview, key: str) -> None:
         run, count, stride = region.run_bytes, region.counts[-1], region.strides[-1]
@@ -194,38 +236,116 @@ class _FileReader:
                 f"{start + wanted}"
             )
 
-    def _start_checks(self, region: Region, buffer: memoryview, key: str) -> None:
-        for piece, crc in self._pieces.within(region):
-            begin = piece.start - region.start if region.contiguous else 0
-            part = buffer[begin : begin + piece.num_bytes]
-            self._owner.verified_bytes += piece.num_bytes
-            self._unchecked.append((self._owner.start_sum(part), crc, piece, key))
+    def _start_checks(self, reads: Sequence[tuple[Region, memoryview, str]]) -> None:
+        """Check on another thread what a call has read, while the next one reads."""
+        checks = []
+        for region, buffer, key in reads:
+            for piece, crc in self._pieces.within(region, key):
+                begin = piece.start - region.start if region.contiguous else 0
+                inside = None
+                if piece.counts and region.contiguous:
+                    inside = Region(begin, piece.run_bytes, piece.counts, piece.strides)
+                    begin = 0
+                part = buffer if inside else buffer[begin : begin + piece.num_bytes]
+                self._owner.verified_bytes += piece.num_bytes
+                checks.append(_Check(part, inside, crc, piece, key))
+        if checks:
+            self._unchecked.append(self._owner.sums.call(_first_damaged, checks))
 
     def _check_pending(self) -> None:
-        for pending, crc, piece, key in self._unchecked:
-            if pending.value() != crc:
-                raise CorruptCheckpointError(
-                    f"{self._path}: {key!r} is damaged: bytes {piece.start} to {piece.end} differ "
-                    "from their checksum; load an older checkpoint"
-                )
+        for pending in self._unchecked:
+            damaged = pending.value()
+            if damaged is not None:
+                raise self._damaged(damaged.piece, damaged.key)
         self._unchecked = []
+
+    def _damaged(self, piece: Region, key: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
+            f"{self._path}: {key!r} is damaged: bytes {piece.start} to {piece.end} differ from "
+            "their checksum; load an older checkpoint"
+        )
+
+
+def _better_over_gaps(region: Region) -> bool:
+    run, stride, count = region.run_bytes, region.strides[-1], region.counts[-1]
+    return run < _TINY_RUN_BYTES and stride - run < _PAGE_BYTES and count > _MANY_RUNS
 
 
 class _Pieces:
-    """Finds the checksummed pieces of a file that a read covers."""
+    """Finds the checksummed pieces of a file that reads cover, whole or in part."""
 
-    def __init__(self, record: FileRecord | None) -> None:
-        pieces = () if record is None else record.pieces
-        self._exact = dict(pieces)
-        self._runs = sorted((r.start, r.end, crc) for r, crc in pieces if r.contiguous)
-        self._starts = [start for start, _, _ in self._runs]
+    def __init__(self, record: FileRecord | None, *, touched: bool) -> None:
+        self._record = record or FileRecord(0, (), (), ())
+        self._strided = dict(self._record.strided)
+        self._by_start = sorted(
+            ((piece.start, piece.end, piece) for piece in self._strided), key=itemgetter(0, 1)
+        )
+        self._longest = max((end - start for start, end, _ in self._by_start), default=0)
+        self._touched = touched
+        self._done: set[Region] = set()
+        self._partly: dict[Region, tuple[int, str]] = {}
 
-    def within(self, region: Region) -> Iterator[tuple[Region, int]]:
-        if region in self._exact:
-            yield region, self._exact[region]
-        elif region.contiguous:
-            number = bisect_left(self._starts, region.start)
-            while number < len(self._runs) and self._runs[number][1] <= region.end:
-                start, end, crc = self._runs[number]
-                yield Region(start, end - start), crc
+    def within(self, region: Region, key: str) -> Iterator[tuple[Region, int]]:
+        """Yield the pieces that a read covers whole, and remember those that it touches."""
+        begins, lengths, sums = self._record.begins, self._record.lengths, self._record.sums
+        if region.counts:
+            crc = self._strided.get(region)
+            if crc is not None:
+                self._done.add(region)
+                yield region, crc
+            elif self._touched:
+                self._remember(region, key)
+            return
+        number, end = bisect_left(begins, region.start), region.end
+        while number < len(begins) and begins[number] + lengths[number] <= end:
+            piece = Region(begins[number], lengths[number])
+            if self._touched:
+                self._done.add(piece)
+            yield piece, sums[number]
+            number += 1
+        for piece in self._strided_between(region.start, end):
+            if region.start <= piece.start and piece.end <= end:
+                self._done.add(piece)
+                yield piece, self._strided[piece]
+        if self._touched:
+            self._remember(region, key)
+
+    def partly_read(self) -> Iterator[tuple[Region, int, str]]:
+        """Yield the pieces that were touched but never read whole."""
+        for piece, (crc, key) in self._partly.items():
+            if piece not in self._done:
+                yield piece, crc, key
+
+    def _remember(self, region: Region, key: str) -> None:
+        begins, lengths, sums = self._record.begins, self._record.lengths, self._record.sums
+        for start, end in _spans(region):
+            number = max(0, bisect_right(begins, start) - 1)
+            while number < len(begins) and begins[number] < end:
+                if begins[number] + lengths[number] > start:
+                    piece = Region(begins[number], lengths[number])
+                    self._partly.setdefault(piece, (sums[number], key))
                 number += 1
+            for piece in self._strided_between(start, end):
+                self._partly.setdefault(piece, (self._strided[piece], key))
+
+    def _strided_between(self, start: int, end: int) -> Iterator[Region]:
+        """Yield the strided pieces whose extent meets the bytes from `start` to `end`."""
+        number = bisect_left(self._by_start, start - self._longest, key=itemgetter(0))
+        while number < len(self._by_start) and self._by_start[number][0] < end:
+            if self._by_start[number][1] > start:
+                yield self._by_start[number][2]
+            number += 1
+
+
+def _spans(region: Region) -> Iterator[tuple[int, int]]:
+    """Yield (begin, end) of what a region touches; runs that lie close together count as one."""
+    if region.contiguous:
+        yield region.start, region.end
+        return
+    inner = region.run_bytes
+    outer = region
+    if region.strides[-1] < _SPAN_BYTES:
+        inner += (region.counts[-1] - 1) * region.strides[-1]
+        outer = Region(region.start, 0, region.counts[:-1], region.strides[:-1])
+    for start in outer.run_starts():
+        yield start, start + inner

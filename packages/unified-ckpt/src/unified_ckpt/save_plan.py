@@ -8,11 +8,14 @@ that is split over ranks goes into a file that several ranks write at their own 
     plan.files[0].name == "model.safetensors"
 """
 
+import itertools
 import json
 import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from unified_ckpt.boxes import Region, Shape, box_region, check_tiling, split_box
 from unified_ckpt.dtypes import dtype_of
@@ -37,34 +40,77 @@ class Piece:
     region: Region
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class FilePlan:
-    """One safetensors file: `owner` writes the header, `pieces` tile the bytes after it."""
+    """One safetensors file: `owner` writes the header, `pieces` tile the bytes after it.
+
+    `header`, `entries` and `pieces` are made when they are asked for, as a rank needs those of the
+    files that it writes only.
+    """
 
     name: str
     part: str
-    header: bytes
-    num_bytes: int
     owner: int
-    entries: tuple[HeaderEntry, ...]
-    pieces: tuple[Piece, ...]
+    writers: frozenset[int]
+    tensor_bytes: int
+    tensors: "tuple[_Written, ...]" = field(repr=False)
+    chunk_bytes: int
+
+    @cached_property
+    def _layout(self) -> tuple[bytes, tuple[HeaderEntry, ...]]:
+        stored = [written.tensor for written in self.tensors]
+        return encode_header([HeaderEntry(key=t.key, dtype=t.dtype, shape=t.shape) for t in stored])
+
+    @property
+    def header(self) -> bytes:
+        """The first bytes of the file, before the tensors."""
+        return self._layout[0]
+
+    @property
+    def entries(self) -> tuple[HeaderEntry, ...]:
+        """The tensors with their places in the file, in that order."""
+        return self._layout[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file."""
+        return len(self.header) + self.tensor_bytes
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """What is written after the header, in the order of the tensors."""
+        return tuple(
+            piece
+            for written, entry in zip(self.tensors, self.entries, strict=True)
+            for piece in _pieces(written, entry.begin, self.chunk_bytes)
+        )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class SavePlan:
-    """All files of a save.
-
-    `indexes` holds the bytes of each `.index.json` by name, `rank_bytes` what each rank writes.
-    """
+    """All files of a save; `rank_bytes` is what each rank writes."""
 
     files: tuple[FilePlan, ...]
-    indexes: Mapping[str, bytes]
     rank_bytes: tuple[int, ...]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all files of the plan."""
         return sum(f.num_bytes for f in self.files) + sum(map(len, self.indexes.values()))
+
+    @property
+    def index_names(self) -> list[str]:
+        """Names of the `.index.json` of parts in several files."""
+        counts = Counter(file.part for file in self.files)
+        return [f"{part}.safetensors.index.json" for part, count in counts.items() if count > 1]
+
+    @cached_property
+    def indexes(self) -> Mapping[str, bytes]:
+        """The bytes of each `.index.json` by name."""
+        return {
+            name: _index([f for f in self.files if name == f"{f.part}.safetensors.index.json"])
+            for name in self.index_names
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +130,7 @@ class _Tensor:
     shape: Shape
     boxes: tuple[_Held, ...]
     lowest_rank: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +148,43 @@ class _Written:
         return (len(ranks) > 1, first)
 
 
+class _Holders:
+    """Who holds a box: shard index by rank, of the lowest replica id only."""
+
+    def __init__(self) -> None:
+        self._replica_id: int | None = None
+        self._index_of: dict[int, int] = {}
+
+    def add(self, rank: int, index: int, replica_id: int | None) -> None:
+        if replica_id != self._replica_id:
+            lower = self._replica_id is None or (
+                replica_id is not None and replica_id < self._replica_id
+            )
+            if self._index_of and not lower:
+                return
+            self._replica_id, self._index_of = replica_id, {}
+        self._index_of.setdefault(rank, index)
+
+    def writers(self) -> tuple[tuple[int, int], ...]:
+        return tuple(self._index_of.items())
+
+
 def plan_save(
     held: Sequence[Mapping[str, Sequence[BoxMeta]]],
     *,
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    apart: Mapping[str, Collection[str]] | None = None,
+    left_out: Mapping[str, Collection[str]] | None = None,
 ) -> SavePlan:
     """Plan a save from what each rank holds (`held[rank][part]`, boxes in the rank's own order).
 
     A file holds at most `max_shard_bytes` of tensors unless one tensor alone is larger. A piece,
     the unit of checksums, has at most `chunk_bytes`.
+
+    Args:
+        apart: by part, tensors whose boxes become stored tensors of their own (`split_key`).
+        left_out: by part, tensors that are checked but not written.
 
     Raises:
         ValueError: ranks disagree about a tensor, boxes overlap, or a tensor has a hole.
@@ -121,22 +195,23 @@ def plan_save(
         )
     parts = sorted({part for boxes in held for part in boxes}, key=lambda p: (p != "model", p))
     tensors = {part: _tensors_of(part, held) for part in parts}
+    for part, keys in (left_out or {}).items():
+        tensors[part] = [t for t in tensors.get(part, []) if t.key not in keys]
+    for part, keys in (apart or {}).items():
+        split = [_boxes_apart(t) if t.key in keys else [t] for t in tensors.get(part, [])]
+        tensors[part] = sorted(itertools.chain(*split), key=lambda t: t.key)
     rank_bytes, writers = _assign(tensors, len(held))
     files: list[FilePlan] = []
-    indexes: dict[str, bytes] = {}
     for part in parts:
         written = [_Written(t, writers[part, t.key]) for t in tensors[part]]
-        part_files = _plan_files(part, written, max_shard_bytes, chunk_bytes)
-        files += part_files
-        if len(part_files) > 1:
-            indexes[f"{part}.safetensors.index.json"] = _index(part_files)
-    return SavePlan(files=tuple(files), indexes=indexes, rank_bytes=rank_bytes)
+        files += _plan_files(part, written, max_shard_bytes, chunk_bytes)
+    return SavePlan(files=tuple(files), rank_bytes=rank_bytes)
 
 
 def _tensors_of(part: str, held: Sequence[Mapping[str, Sequence[BoxMeta]]]) -> list[_Tensor]:
     """Merge what the ranks hold into stored tensors, by key; equal boxes become one."""
     first: dict[str, tuple[int, BoxMeta]] = {}
-    holders: dict[str, dict[tuple[Shape, Shape], dict[int, int]]] = defaultdict(dict)
+    holders: dict[str, dict[tuple[Shape, Shape], _Holders]] = defaultdict(dict)
     for rank, parts in enumerate(held):
         for index, meta in enumerate(parts.get(part, ())):
             known_rank, known = first.setdefault(meta.key, (rank, meta))
@@ -145,14 +220,19 @@ def _tensors_of(part: str, held: Sequence[Mapping[str, Sequence[BoxMeta]]]) -> l
                     f"{part} {meta.key!r}: rank {known_rank} says {known.dtype} "
                     f"{known.global_shape}, rank {rank} says {meta.dtype} {meta.global_shape}"
                 )
+            if meta.flattened_range is not None:
+                raise ValueError(f"{part} {meta.key!r}: plan its boxes(), not its flattened_range")
             if meta.numel:
-                box = holders[meta.key].setdefault((meta.offset, meta.shape), {})
-                box.setdefault(rank, index)
+                boxes_of_key, place = holders[meta.key], (meta.offset, meta.shape)
+                if place not in boxes_of_key:
+                    boxes_of_key[place] = _Holders()
+                boxes_of_key[place].add(rank, index, meta.replica_id)
     tensors = []
     for key in sorted(first):
         lowest_rank, meta = first[key]
         boxes = sorted(holders[key])
-        problem = check_tiling(meta.global_shape, boxes)
+        whole = len(boxes) == 1 and boxes[0][1] == meta.global_shape  # most are
+        problem = None if whole else check_tiling(meta.global_shape, boxes)
         if problem is not None:
             raise ValueError(f"{part} {key!r} {meta.global_shape}: {problem}")
         size = dtype_of(meta.dtype).itemsize_bytes
@@ -162,13 +242,37 @@ def _tensors_of(part: str, held: Sequence[Mapping[str, Sequence[BoxMeta]]]) -> l
                 meta.dtype,
                 meta.global_shape,
                 tuple(
-                    _Held(*box, tuple(holders[key][box].items()), math.prod(box[1]) * size)
+                    _Held(*box, holders[key][box].writers(), math.prod(box[1]) * size)
                     for box in boxes
                 ),
                 lowest_rank,
+                math.prod(meta.global_shape) * size,
             )
         )
     return tensors
+
+
+def split_key(key: str, offset: Shape, shape: Shape, global_shape: Shape) -> str:
+    """Return the stored key of a box that is a stored tensor of its own: `KEY@0:4,8:16@4,16`."""
+    box = ",".join(f"{o}:{o + n}" for o, n in zip(offset, shape, strict=True))
+    return f"{key}@{box}@{','.join(map(str, global_shape))}"
+
+
+def _boxes_apart(tensor: _Tensor) -> list[_Tensor]:
+    """Make every box of a tensor that is in several boxes a stored tensor of its own."""
+    if len(tensor.boxes) < 2:
+        return [tensor]
+    return [
+        _Tensor(
+            split_key(tensor.key, box.offset, box.shape, tensor.shape),
+            tensor.dtype,
+            box.shape,
+            (replace(box, offset=(0,) * len(box.shape)),),
+            tensor.lowest_rank,
+            box.num_bytes,
+        )
+        for box in tensor.boxes
+    ]
 
 
 def _assign(
@@ -211,15 +315,11 @@ def _plan_files(
     ]
 
 
-def _num_bytes(written: _Written) -> int:
-    return sum(box.num_bytes for box in written.tensor.boxes)
-
-
 def _pack(written: Sequence[_Written], max_shard_bytes: int) -> list[list[_Written]]:
     packs: list[list[_Written]] = []
     used = 0
     for tensor in written:
-        size = _num_bytes(tensor)
+        size = tensor.tensor.num_bytes
         if not packs or used + size > max_shard_bytes:
             packs.append([])
             used = 0
@@ -232,27 +332,24 @@ def _pack(written: Sequence[_Written], max_shard_bytes: int) -> list[list[_Writt
 
 
 def _plan_file(name: str, part: str, pack: Sequence[_Written], chunk_bytes: int) -> FilePlan:
-    header, entries = encode_header(
-        [HeaderEntry(key=w.tensor.key, dtype=w.tensor.dtype, shape=w.tensor.shape) for w in pack]
-    )
-    pieces = [
-        piece
-        for written, entry in zip(pack, entries, strict=True)
-        for piece in _pieces(written, entry.begin, chunk_bytes)
-    ]
+    writers = {rank for written in pack for rank, _ in written.writers}
     return FilePlan(
         name=name,
         part=part,
-        header=header,
-        num_bytes=entries[-1].end if entries else len(header),
-        owner=min((p.rank for p in pieces), default=pack[0].tensor.lowest_rank if pack else 0),
-        entries=entries,
-        pieces=tuple(pieces),
+        owner=min(writers, default=pack[0].tensor.lowest_rank if pack else 0),
+        writers=frozenset(writers),
+        tensor_bytes=sum(written.tensor.num_bytes for written in pack),
+        tensors=tuple(pack),
+        chunk_bytes=chunk_bytes,
     )
 
 
 def _pieces(written: _Written, start: int, chunk_bytes: int) -> list[Piece]:
     tensor = written.tensor
+    if len(tensor.boxes) == 1 and tensor.num_bytes <= chunk_bytes:  # most, and much faster
+        ((rank, shard_index),) = written.writers
+        region = Region(start, tensor.num_bytes)
+        return [Piece(rank, shard_index, (0,) * len(tensor.shape), tensor.shape, region)]
     size = dtype_of(tensor.dtype).itemsize_bytes
     pieces = []
     for box, (rank, shard_index) in zip(tensor.boxes, written.writers, strict=True):
@@ -265,16 +362,19 @@ def _pieces(written: _Written, start: int, chunk_bytes: int) -> list[Piece]:
 
 def _index(files: Sequence[FilePlan]) -> bytes:
     """Write the index as transformers does: every key's file, and the bytes of all tensors."""
-    weight_map = {entry.key: file.name for file in files for entry in file.entries}
-    total = sum(entry.end - entry.begin for file in files for entry in file.entries)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
+    weight_map = {written.tensor.key: file.name for file in files for written in file.tensors}
+    total = sum(file.tensor_bytes for file in files)
+    lines = [f"    {json.dumps(key, ensure_ascii=False)}: " for key in sorted(weight_map)]
+    names = [json.dumps(weight_map[key]) for key in sorted(weight_map)]
+    rows = ",\n".join(map(operator.add, lines, names))
+    head = f'{{\n  "metadata": {{\n    "total_size": {total}\n  }},\n  "weight_map": {{\n'
+    return f"{head}{rows}\n  }}\n}}\n".encode()
 
 
 def describe_plan(plan: SavePlan) -> str:
     """Return one line per file: its name, size, writers and number of tensors."""
     return "\n".join(
-        f"{f.name}  {f.num_bytes} B  {len(f.entries)} tensors  "
-        f"ranks {sorted({p.rank for p in f.pieces} | {f.owner})}"
+        f"{f.name}  {f.num_bytes} B  {len(f.tensors)} tensors  "
+        f"ranks {sorted(f.writers | {f.owner})}"
         for f in plan.files
     )

@@ -8,25 +8,34 @@ hidden directory), write (each rank its bytes, checksummed, fsynced), commit (ma
 """
 
 import errno
-import os
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from unified_ckpt.agreement import Agreement
+from unified_ckpt.collector import collector_paused
 from unified_ckpt.commit import Staging, clean_leftovers
 from unified_ckpt.files import free_bytes, sync_tree
 from unified_ckpt.manifest import MANIFEST_NAME, FileRecord, Manifest, encode_manifest
-from unified_ckpt.save_plan import DEFAULT_MAX_SHARD_BYTES, SavePlan, plan_save
-from unified_ckpt.shard import BoxMeta, Shard
+from unified_ckpt.options import SaveOptions
+from unified_ckpt.request import (
+    STATE_NAME,
+    Request,
+    blob_bytes,
+    make_request,
+    plan_request,
+    state_file_bytes,
+)
+from unified_ckpt.save_plan import SavePlan
+from unified_ckpt.shard import Shard
+from unified_ckpt.state import StateDict
 from unified_ckpt.writer import file_records, write_blobs, write_share
 
-_MANIFEST_BYTES_PER_PIECE = 128  # an upper estimate for the free-space check
-_PART = re.compile(r"[a-z][a-z0-9_]*\Z")
+_TABLE_BYTES_PER_TENSOR = 512  # in header, index and manifest: estimates for the space check
+_BYTES_PER_TABLE_BYTE = 32 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +50,15 @@ class SaveReport:
     removed_leftovers: tuple[Path, ...]
 
 
+@collector_paused()
 def save(
-    parts: Mapping[str, Sequence[Shard]],
+    state_dict: StateDict,
     *,
     checkpoint_id: Path | str,
     group: dist.ProcessGroup | None = None,
     files: Mapping[str, bytes] | None = None,
     rank_files: Mapping[str, bytes] | None = None,
-    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+    options: SaveOptions | None = None,
     timeout_s: float = 1800.0,
 ) -> SaveReport:
     """Write a checkpoint directory; collective over `group`, every rank of it must call.
@@ -58,13 +68,17 @@ def save(
     the name shows what it showed before; in 'commit', the old or the new checkpoint, complete.
 
     Args:
-        parts: tensors by part, for example `model`, `optimizer`, `master_weights`; ranks may hold
-            different parts, or nothing. Part `model` gets transformers' file names.
+        state_dict: nested; the keys at the top are parts, for example `model`, `optimizer`,
+            `master_weights`; ranks may hold different parts, or nothing. Leaves are DTensors, plain
+            tensors (whole, or with a box of `options.layout`), `Shard`s, and Python values, which
+            become JSON and must be equal on the ranks that have them. Objects with `state_dict`
+            (modules, schedulers) and optimizers of named parameters are taken as such, and a
+            sequence of `Shard`s as a part. Part `model` gets transformers' file names.
         checkpoint_id: the directory, on a file system that all ranks share; the same on every rank.
         group: the ranks that save together, None for all; without process groups this one alone.
         files: more files by relative name, written by the group's first rank (others' are ignored).
         rank_files: more files by relative name, written by every rank; names must be unique.
-        max_shard_bytes: most bytes of tensors in one file, unless one tensor is larger.
+        options: what to leave out, store apart or compress; the same on every rank.
         timeout_s: bound on each wait for the other ranks.
 
     Raises:
@@ -74,45 +88,45 @@ def save(
     """
     agreement = Agreement(group, timeout_s=timeout_s, subject=f"save({str(checkpoint_id)!r})")
     with agreement.phase("describe", checks_arguments=True) as phase:
-        request = _Request(
-            target=Path(os.path.realpath(checkpoint_id)),
-            max_shard_bytes=int(max_shard_bytes),
-            parts=parts,
-            files=(files or {}) if agreement.rank == 0 else {},
-            rank_files=rank_files or {},
+        request = make_request(
+            state_dict,
+            checkpoint_id=checkpoint_id,
+            options=options,
+            files=files if agreement.rank == 0 else None,
+            rank_files=rank_files,
         )
         phase.payload = request.describe()
     return _save(agreement, request, described=phase.results)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
-    """What one rank asks for."""
+@collector_paused()
+def save_request(make: Callable[[], Request], *, timeout_s: float) -> SaveReport:
+    """As `save` over all ranks, of a request that was taken apart before; collective.
 
-    target: Path
-    max_shard_bytes: int
-    parts: Mapping[str, Sequence[Shard]]
-    files: Mapping[str, bytes]
-    rank_files: Mapping[str, bytes]
+    Args:
+        make: returns this rank's request; what it raises, all ranks raise.
+        timeout_s: bound on each wait for the other ranks.
 
-    def describe(self) -> dict[str, Any]:
-        """Check the request as far as one rank can, and return it without contents."""
-        return {
-            "target": str(self.target),
-            "max_shard_bytes": self.max_shard_bytes,
-            "parts": _describe_parts(self.parts),
-            "files": _describe_blobs(self.files) + _describe_blobs(self.rank_files),
-        }
+    Raises:
+        SaveError: as `save`.
+    """
+    agreement = Agreement(None, timeout_s=timeout_s, subject="save in the background")
+    with agreement.phase("describe", checks_arguments=True) as phase:
+        request = make()
+        if agreement.rank != 0:
+            request = replace(request, files={})
+        phase.payload = request.describe()
+    return _save(agreement, request, described=phase.results)
 
 
 def _save(
-    agreement: Agreement, request: _Request, *, described: Sequence[Mapping[str, Any]]
+    agreement: Agreement, request: Request, *, described: Sequence[Mapping[str, Any]]
 ) -> SaveReport:
     first = agreement.rank == 0
     staging: Staging | None = None
     try:
         with agreement.phase("prepare", checks_arguments=True) as phase:
-            plan = _plan(described)
+            plan = plan_request(described)
             if first:
                 removed = clean_leftovers(request.target.parent)
                 _check_space(request.target, plan, described)
@@ -120,16 +134,18 @@ def _save(
                 phase.payload = [str(staging.folder), [str(path) for path in removed]]
         folder, removed_names = phase.results[0]
         with agreement.phase("write") as phase:
-            blobs = {**request.files, **request.rank_files, **(plan.indexes if first else {})}
-            phase.payload = _write(
+            blobs = {**request.files, **request.rank_files}
+            if first:
+                blobs |= plan.indexes
+                if state := state_file_bytes(described):
+                    blobs[STATE_NAME] = state
+            phase.payload = write_rank(
                 plan, request.parts, blobs, rank=agreement.rank, folder=Path(folder)
             )
         written = phase.results
         with agreement.phase("commit") as phase:
             if staging is not None:
-                manifest = _manifest(plan, written)
-                write_blobs({MANIFEST_NAME: encode_manifest(manifest)}, staging.folder)
-                phase.payload = [len(manifest.files) + 1, staging.publish()]
+                phase.payload = publish_written(staging, plan, written, {})
         num_files, replaced = phase.results[0]
     finally:
         if staging is not None:
@@ -137,64 +153,19 @@ def _save(
     return SaveReport(
         path=request.target,
         num_files=num_files,
-        num_bytes=plan.num_bytes + _blob_bytes(described),
+        num_bytes=sum(rank["num_bytes"] for rank in written),
         rank_bytes=plan.rank_bytes[agreement.rank],
         replaced=replaced,
         removed_leftovers=tuple(Path(name) for name in removed_names),
     )
 
 
-def _blob_bytes(described: Sequence[Mapping[str, Any]]) -> int:
-    return sum(num_bytes for rank in described for _, num_bytes in rank["files"])
-
-
-def _describe_parts(parts: Mapping[str, Sequence[Shard]]) -> dict[str, list[list[Any]]]:
-    """Check this rank's parts and return their boxes as JSON types."""
-    described = {}
-    for part, shards in parts.items():
-        if not _PART.match(part):
-            raise ValueError(f"part {part!r} must be lower-case letters, digits and underscores")
-        for shard in shards:
-            if not isinstance(shard, Shard):
-                raise TypeError(f"part {part!r} holds a {type(shard).__name__}; expected Shard")
-        described[part] = [shard.meta.to_json() for shard in shards]
-    return described
-
-
-def _describe_blobs(blobs: Mapping[str, bytes]) -> list[tuple[str, int]]:
-    """Check the names and types of this rank's whole files and return their sizes."""
-    for name, blob in blobs.items():
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or str(path) != name or name == ".":
-            raise ValueError(f"file name {name!r} must be a relative path inside the checkpoint")
-        if not isinstance(blob, bytes):
-            raise TypeError(f"file {name!r} holds a {type(blob).__name__}; expected bytes")
-    return [(name, len(blob)) for name, blob in blobs.items()]
-
-
-def _plan(described: Sequence[Mapping[str, Any]]) -> SavePlan:
-    """Plan from every rank's description; the same on every rank."""
-    for name in ("target", "max_shard_bytes"):
-        values = [rank[name] for rank in described]
-        if any(value != values[0] for value in values):
-            raise ValueError(f"ranks disagree about {name}: {values}; pass the same on every rank")
-    held = [
-        {part: [BoxMeta.from_json(box) for box in boxes] for part, boxes in rank["parts"].items()}
-        for rank in described
-    ]
-    plan = plan_save(held, max_shard_bytes=described[0]["max_shard_bytes"])
-    names = [MANIFEST_NAME, *(file.name for file in plan.files), *plan.indexes]
-    names += [name for rank in described for name, _ in rank["files"]]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"several ranks or arguments would write {twice}; give each its own name")
-    return plan
-
-
 def _check_space(target: Path, plan: SavePlan, described: Sequence[Mapping[str, Any]]) -> None:
     folder = next(path for path in target.parents if path.exists())
-    needed = plan.num_bytes + _blob_bytes(described)
-    needed += _MANIFEST_BYTES_PER_PIECE * (64 + sum(len(file.pieces) for file in plan.files))
+    needed = blob_bytes(described)
+    for file in plan.files:
+        needed += file.tensor_bytes + file.tensor_bytes // _BYTES_PER_TABLE_BYTE
+        needed += _TABLE_BYTES_PER_TENSOR * (1 + len(file.tensors))
     free = free_bytes(folder)
     if needed > free:
         raise OSError(
@@ -204,7 +175,7 @@ def _check_space(target: Path, plan: SavePlan, described: Sequence[Mapping[str, 
         )
 
 
-def _write(
+def write_rank(
     plan: SavePlan,
     parts: Mapping[str, Sequence[Shard]],
     blobs: Mapping[str, bytes],
@@ -212,6 +183,11 @@ def _write(
     rank: int,
     folder: Path,
 ) -> dict[str, Any]:
+    """Write and fsync one rank's bytes and whole files; return their checksums as JSON types.
+
+    Raises:
+        FileNotFoundError: the ranks do not share the file system.
+    """
     if not folder.is_dir():
         raise FileNotFoundError(
             f"this rank does not see {folder}; all ranks must share the checkpoint's file system"
@@ -220,7 +196,30 @@ def _write(
     records = write_blobs(blobs, folder)
     if rank != 0:  # rank 0 does the same when it publishes; other machines have names of their own
         sync_tree(folder)
-    return {"sums": sums, "blobs": {name: record.to_json() for name, record in records.items()}}
+    own_bytes = sum(file.num_bytes for file in plan.files if file.owner == rank)
+    return {
+        "sums": sums,
+        "blobs": {name: record.to_json() for name, record in records.items()},
+        "num_bytes": own_bytes + sum(record.num_bytes for record in records.values()),
+    }
+
+
+def publish_written(
+    staging: Staging,
+    plan: SavePlan,
+    written: Sequence[Mapping[str, Any]],
+    blobs: Mapping[str, bytes],
+) -> tuple[int, bool]:
+    """Write more whole files and the manifest of what all ranks wrote, then publish.
+
+    Returns:
+        The number of files, and whether a checkpoint was replaced.
+    """
+    records = write_blobs(blobs, staging.folder)
+    manifest = _manifest(plan, written)
+    manifest = Manifest(files={**manifest.files, **records})
+    write_blobs({MANIFEST_NAME: encode_manifest(manifest)}, staging.folder)
+    return len(manifest.files) + 1, staging.publish()
 
 
 def _manifest(plan: SavePlan, written: Sequence[Mapping[str, Any]]) -> Manifest:

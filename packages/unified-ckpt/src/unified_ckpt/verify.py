@@ -3,28 +3,32 @@
 verify_checkpoint("run/checkpoint-10").problems == ()
 """
 
-import zlib
 from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 
 from unified_ckpt.boxes import Region
 from unified_ckpt.checkpoint import Checkpoint
+from unified_ckpt.checksums import crc_of_file
 from unified_ckpt.errors import CorruptCheckpointError, LoadError
-from unified_ckpt.files import open_for_read, read_at
+from unified_ckpt.files import open_for_read
 from unified_ckpt.header import HeaderEntry, read_header
 from unified_ckpt.manifest import FileRecord
-
-_READ_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One damaged place: the file, the tensor there (None outside of tensors) and the fault."""
+    """One damaged place: the file, the tensor there (None outside of tensors) and the fault.
+
+    `begin` and `end` are the bytes of the file among which the damage lies; None where all of the
+    file is meant.
+    """
 
     file: str
     key: str | None
     message: str
+    begin: int | None = None
+    end: int | None = None
 
     def __str__(self) -> str:
         return f"{self.file}: " + (f"{self.key!r}: " if self.key else "") + self.message
@@ -98,36 +102,25 @@ def _verify_file(path: Path, name: str, record: FileRecord) -> tuple[list[Proble
     size = path.stat().st_size
     if size != record.num_bytes:
         return [Problem(name, None, f"has {size} bytes, expected {record.num_bytes}")], 0
-    covered = sum(region.num_bytes for region, _ in record.pieces)
+    covered = record.covered_bytes
     problems = []
     if covered != record.num_bytes:
         message = f"the manifest has checksums for {covered} of {record.num_bytes} bytes"
         problems.append(Problem(name, None, message))
     with open_for_read(path) as fd:
-        damaged = [r for r, crc in record.pieces if _region_crc(fd, r) != crc]
+        damaged = [r for r, crc in record.pieces() if crc_of_file(fd, r) != crc]
     keys = _KeyLookup(path, name, damaged)
     problems += [
         Problem(
             name,
             keys.key_at(region.start),
             f"bytes {region.start} to {region.end} differ from their checksum",
+            region.start,
+            region.end,
         )
         for region in damaged
     ]
     return problems, covered
-
-
-def _region_crc(fd: int, region: Region) -> int | None:
-    """Return the CRC-32 of a region's bytes, None where the file ends too early."""
-    crc = 0
-    buffer = memoryview(bytearray(min(region.run_bytes, _READ_BYTES)))
-    for start in region.run_starts():
-        for begin in range(0, region.run_bytes, _READ_BYTES):
-            part = buffer[: min(_READ_BYTES, region.run_bytes - begin)]
-            if read_at(fd, [part], start + begin) != len(part):
-                return None
-            crc = zlib.crc32(part, crc)
-    return crc
 
 
 class _KeyLookup:

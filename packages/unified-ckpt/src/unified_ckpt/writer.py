@@ -6,16 +6,36 @@ staged piece by piece.
     sums = write_share(plan, shards, rank=0, folder=staging)
 """
 
-import os
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from unified_ckpt.boxes import Region
-from unified_ckpt.checksums import Checksums, PendingSum
-from unified_ckpt.files import Buffer, open_for_write, write_at
-from unified_ckpt.manifest import FileRecord
-from unified_ckpt.memory import bits_of, byte_view, contiguous_on_cpu, narrow_box
-from unified_ckpt.save_plan import DEFAULT_CHUNK_BYTES, FilePlan, Piece, SavePlan
+from unified_ckpt.checksums import (
+    CHUNK_BYTES,
+    Checksums,
+    PendingSum,
+    chunk_lengths,
+    crc_of_chunks,
+)
+from unified_ckpt.files import (
+    Buffer,
+    begin_writeback,
+    make_folders,
+    open_for_write,
+    sync_file,
+    write_at,
+)
+from unified_ckpt.manifest import FileRecord, sums_to_text, text_to_sums
+from unified_ckpt.memory import (
+    bits_of,
+    byte_view,
+    contiguous_on_cpu,
+    is_plain_memory,
+    narrow_box,
+)
+from unified_ckpt.save_plan import FilePlan, Piece, SavePlan
 from unified_ckpt.shard import Shard
 
 _BATCH_BYTES = 16 * 1024 * 1024
@@ -23,29 +43,66 @@ _BATCH_BYTES = 16 * 1024 * 1024
 
 def write_share(
     plan: SavePlan, parts: Mapping[str, Sequence[Shard]], *, rank: int, folder: Path
-) -> list[list[int]]:
+) -> list[Any]:
     """Write and fsync this rank's bytes of every file; the folder is left to `sync_tree`.
 
     Returns:
-        Per file of the plan, the CRC-32 of what this rank wrote: the header if it owns the file,
-        then its pieces in the plan's order.
+        Per file of the plan, as JSON types: its manifest record if this rank wrote all of it; else
+        the CRC-32 of what it wrote, as `sums_to_text`: the header if it owns the file, then its
+        pieces in the plan's order, of a contiguous piece each chunk's.
     """
+
+    def bytes_of(file: FilePlan, piece: Piece) -> memoryview:
+        return _piece_bytes(piece, parts[file.part][piece.shard_index])
+
+    return write_pieces(plan, bytes_of, rank=rank, folder=folder)
+
+
+def write_pieces(
+    plan: SavePlan, bytes_of: Callable[[FilePlan, Piece], memoryview], *, rank: int, folder: Path
+) -> list[Any]:
+    """As `write_share`, with a function that makes a piece's row-major bytes when it is written."""
     with Checksums() as sums:
-        pending = [
-            _write_file(file, parts.get(file.part, ()), rank, folder, sums) for file in plan.files
-        ]
-    return [[crc.value() for crc in file] for file in pending]
+        pending = [_write_file(file, bytes_of, rank, folder, sums) for file in plan.files]
+    return [
+        _result(file, [crc for sums in file_sums for crc in sums.value()], rank)
+        for file, file_sums in zip(plan.files, pending, strict=True)
+    ]
 
 
-def file_records(plan: SavePlan, sums: Sequence[Sequence[Sequence[int]]]) -> dict[str, FileRecord]:
+def _result(file: FilePlan, sums: Sequence[int], rank: int) -> Any:
+    if file.owner != rank or file.writers - {rank}:
+        return sums_to_text(sums)
+    left = iter(sums)
+    regions = [Region(0, len(file.header)), *(piece.region for piece in file.pieces)]
+    pieces = [pair for region in regions for pair in _summed(region, left)]
+    return FileRecord.of(file.num_bytes, pieces).to_json()
+
+
+def file_records(plan: SavePlan, sums: Sequence[Sequence[Any]]) -> dict[str, FileRecord]:
     """Join what `write_share` returned on every rank (`sums[rank][file]`) into manifest records."""
     records = {}
     for number, file in enumerate(plan.files):
-        left = [iter(rank_sums[number]) for rank_sums in sums]
-        pieces = [(Region(0, len(file.header)), next(left[file.owner]))]
-        pieces += [(piece.region, next(left[piece.rank])) for piece in file.pieces]
-        records[file.name] = FileRecord(file.num_bytes, tuple(pieces))
+        if not isinstance(sums[file.owner][number], str):
+            records[file.name] = FileRecord.from_json(sums[file.owner][number])
+            continue
+        left = [iter(text_to_sums(rank_sums[number])) for rank_sums in sums]
+        pieces = list(_summed(Region(0, len(file.header)), left[file.owner]))
+        for piece in file.pieces:
+            pieces += _summed(piece.region, left[piece.rank])
+        records[file.name] = FileRecord.of(file.num_bytes, pieces)
     return records
+
+
+def _summed(region: Region, sums: Iterator[int]) -> Iterator[tuple[Region, int]]:
+    """Pair a piece, or each chunk of a contiguous one, with its checksum."""
+    if region.counts or region.run_bytes <= CHUNK_BYTES:
+        yield region, next(sums)
+        return
+    start = region.start
+    for length in chunk_lengths(region.run_bytes):
+        yield Region(start, length), next(sums)
+        start += length
 
 
 def write_blobs(blobs: Mapping[str, bytes], folder: Path) -> dict[str, FileRecord]:
@@ -54,45 +111,51 @@ def write_blobs(blobs: Mapping[str, bytes], folder: Path) -> dict[str, FileRecor
     Folders are left to `sync_tree`.
     """
     records = {}
-    with Checksums() as sums:
-        for name, blob in blobs.items():
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open_for_write(path) as fd:
-                write_at(fd, [blob], 0)
-                os.fsync(fd)
-            pieces = [
-                (Region(i, len(chunk)), sums.start(chunk).value())
-                for i in range(0, len(blob), DEFAULT_CHUNK_BYTES)
-                if (chunk := memoryview(blob)[i : i + DEFAULT_CHUNK_BYTES])
-            ]
-            records[name] = FileRecord(len(blob), tuple(pieces))
+    for name, blob in blobs.items():
+        path = folder / name
+        make_folders(path.parent)
+        with open_for_write(path) as fd:
+            write_at(fd, [blob], 0)
+            sync_file(fd)
+        whole = Region(0, len(blob))
+        pieces = list(_summed(whole, iter(crc_of_chunks(memoryview(blob))))) if blob else []
+        records[name] = FileRecord.of(len(blob), pieces)
     return records
 
 
 def _write_file(
-    file: FilePlan, shards: Sequence[Shard], rank: int, folder: Path, sums: Checksums
-) -> list[PendingSum]:
-    mine = [piece for piece in file.pieces if piece.rank == rank]
-    if not mine and file.owner != rank:
+    file: FilePlan,
+    bytes_of: Callable[[FilePlan, Piece], memoryview],
+    rank: int,
+    folder: Path,
+    sums: Checksums,
+) -> list[PendingSum[list[int]]]:
+    if rank != file.owner and rank not in file.writers:
         return []
-    pending: list[PendingSum] = []
+    mine = [piece for piece in file.pieces if piece.rank == rank]
+    pending: list[PendingSum[list[int]]] = []
     with open_for_write(folder / file.name) as fd:
         batch = _Batch(fd)
         if file.owner == rank:
-            pending.append(sums.start(memoryview(file.header)))
+            pending.append(sums.start_chunks(memoryview(file.header)))
             batch.add(0, file.header)
         for piece in mine:
-            buffer = _piece_bytes(piece, shards[piece.shard_index])
-            pending.append(sums.start(buffer))
+            buffer = bytes_of(file, piece)
+            if piece.region.counts:
+                pending.append(sums.call(lambda b: [zlib.crc32(b)], buffer))
+            else:
+                pending.append(sums.start_chunks(buffer))
             _add_runs(batch, piece.region, buffer)
         batch.flush()
-        os.fsync(fd)
+        sync_file(fd)
     return pending
 
 
 def _piece_bytes(piece: Piece, shard: Shard) -> memoryview:
-    box = narrow_box(shard.tensor.detach(), piece.offset, piece.shape)
+    tensor = shard.tensor
+    if piece.shape == shard.meta.shape and is_plain_memory(tensor):
+        return byte_view(tensor)  # by far the most; the rest of this function costs more
+    box = narrow_box(tensor.detach(), piece.offset, piece.shape)
     return byte_view(bits_of(contiguous_on_cpu(box)))
 
 
@@ -122,8 +185,9 @@ class _Batch:
         self._num_bytes += len(buffer)
 
     def flush(self) -> None:
-        """Write what was collected."""
+        """Write what was collected, and let the disk begin with it."""
         write_at(self._fd, self._buffers, self._start)
+        begin_writeback(self._fd, self._start, self._num_bytes)
         self._start += self._num_bytes
         self._num_bytes = 0
         self._buffers = []

@@ -1,114 +1,119 @@
-"""The shape of a Qwen3-MoE decoder, read from and written as transformers' `config.json`.
+"""The shape of a decoder, read from and written as transformers' `config.json`.
 
 Keys that this decoder does not use are carried through unchanged, so that a checkpoint made from a
-transformers configuration has the same `config.json`. What the decoder cannot do (sliding windows,
-scaled rotary embeddings, other activations) is refused when the file is read, never ignored.
+transformers configuration has the same `config.json`. What the decoder cannot do (other
+activations, dropout, quantised weights) is refused when the file is read, never ignored.
 
-    config = Qwen3MoeConfig.from_file(Path("config.json"))
+    config = DecoderConfig.from_file(Path("config.json"))       # of any family in model.families
+    config.attention, config.rotary, config.moe, config.windows
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-# transformers has written the same value under several names over its versions.
-_SPELLINGS = {"num_local_experts": "num_experts", "torch_dtype": "dtype"}
-_REFUSED = {
-    "use_sliding_window": (False, None),
-    "attention_dropout": (0, 0.0, None),
-    "hidden_act": ("silu",),
+from moe_pipeline import MoEConfig, family_of
+from moe_train.model.families import ConfigReader, FamilyRules, rules_of
+from moe_train.model.layers import AttentionOptions
+from moe_train.model.mla import MLAOptions
+from moe_train.model.rope_config import latent_softmax_scale, read_rotary, rope_parameters
+from moe_train.model.rotary import RotaryOptions
+
+# What the value has to be where the file has the key, and why nothing else is built.
+_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "attention_dropout": ((0, 0.0, None), "there is no dropout"),
+    "hidden_act": (("silu", None), "the MLPs are SwiGLU"),
+    "mlp_bias": ((False, None), "the MLPs have no biases"),
+    "use_bias": ((False, None), "the MLPs have no biases"),
+    "moe_layer_freq": ((1, None), "experts are in every layer behind the dense ones"),
+    "router_jitter_noise": ((0, 0.0, None), "the router's input has no noise"),
+    "quantization_config": ((None,), "weights are not stored quantised; dequantise them first"),
 }
+_LATENT_NORM_EPS = 1e-6  # of transformers' latent norms, whatever rms_norm_eps is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Qwen3MoeConfig:
-    """Sizes of the decoder; the names are those of transformers' `Qwen3MoeConfig`.
+class DecoderConfig:
+    """What a decoder is made of, whatever its family.
 
-    Raises:
-        ValueError: a size is not positive, heads do not divide, or k exceeds the experts.
+    Attributes:
+        model_type: of the `config.json`.
+        intermediate_size: width of the MLP in layers without experts.
+        num_attention_heads: query heads.
+        attention: grouped-query or latent attention.
+        rotary: how queries and keys are rotated.
+        windows: each layer's sliding window; None for none.
+        sparse_layers: whether each layer has experts.
+        moe: of the layers with experts.
+        num_nextn_predict_layers: layers behind the others for multi-token prediction, with experts.
+        extra: the whole file, as it was read.
     """
 
+    model_type: str
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    num_experts: int
-    num_experts_per_tok: int
-    moe_intermediate_size: int
     intermediate_size: int
-    head_dim: int
-    norm_topk_prob: bool = False
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    max_position_embeddings: int = 32768
-    initializer_range: float = 0.02
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    decoder_sparse_step: int = 1
-    mlp_only_layers: tuple[int, ...] = ()
-    router_aux_loss_coef: float = 0.001
+    num_attention_heads: int
+    attention: AttentionOptions | MLAOptions
+    rotary: RotaryOptions
+    windows: tuple[int | None, ...]
+    sparse_layers: tuple[bool, ...]
+    moe: MoEConfig
+    rms_norm_eps: float
+    initializer_range: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    num_nextn_predict_layers: int = 0
     eos_token_id: int | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if item.type is int and (not isinstance(value, int) or value <= 0):
-                raise ValueError(f"config.json: {item.name}={value!r}; expected a positive integer")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"config.json: num_attention_heads={self.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads={self.num_key_value_heads}; choose a divisor"
-            )
-        if self.num_experts_per_tok > self.num_experts:
-            raise ValueError(
-                f"config.json: num_experts_per_tok={self.num_experts_per_tok} exceeds "
-                f"num_experts={self.num_experts}; choose at most {self.num_experts}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"config.json: head_dim={self.head_dim}; rotary needs an even number")
-
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Qwen3MoeConfig":
+    def from_dict(cls, values: Mapping[str, Any]) -> "DecoderConfig":
         """Read the dictionary of a transformers `config.json`.
 
         Raises:
-            ValueError: another model type, a missing size, or a feature that is not supported.
+            ValueError: an unknown model type, a missing or impossible size, or a feature that is
+                not supported.
         """
-        given = {_SPELLINGS.get(key, key): value for key, value in values.items()}
-        model_type = given.get("model_type")
-        if model_type != "qwen3_moe":
-            raise ValueError(
-                f"config.json: model_type={model_type!r}; this trainer builds 'qwen3_moe' decoders"
-            )
-        for key, allowed in _REFUSED.items():
-            if given.get(key, allowed[0]) not in allowed:
-                raise ValueError(
-                    f"config.json: {key}={given[key]!r} is not supported; use {allowed[0]!r}"
-                )
-        known = {item.name for item in fields(cls)} - {"extra"}
-        own = {key: value for key, value in given.items() if key in known and value is not None}
-        own["rope_theta"] = _rope_theta(given)
-        own["mlp_only_layers"] = tuple(given.get("mlp_only_layers") or ())
-        eos = given.get("eos_token_id")
-        own["eos_token_id"] = eos[0] if isinstance(eos, list) else eos
-        if "hidden_size" in own and "num_attention_heads" in own:
-            own.setdefault("head_dim", own["hidden_size"] // own["num_attention_heads"])
-        missing = [
-            item.name
-            for item in fields(cls)
-            if item.type is int and item.name not in own and item.name != "max_position_embeddings"
-            if item.name not in ("decoder_sparse_step",)
-        ]
-        if missing:
-            raise ValueError(f"config.json: missing {', '.join(missing)}; add them")
-        return cls(**own, extra=dict(values))
+        read = ConfigReader(values)
+        model_type = values.get("model_type")
+        rules = rules_of(model_type)
+        _refuse_unsupported(values)
+        hidden_size, heads = read.size("hidden_size"), read.size("num_attention_heads")
+        eos = read.get("eos_token_id")
+        attention: AttentionOptions | MLAOptions
+        if rules.is_latent:
+            attention = _latent_attention(read, rules)
+            head_dim = attention.qk_rope_head_dim
+        else:
+            attention = _grouped_attention(read, rules)
+            head_dim = attention.head_dim
+        return cls(
+            model_type=str(model_type),
+            vocab_size=read.size("vocab_size"),
+            hidden_size=hidden_size,
+            num_hidden_layers=read.size("num_hidden_layers"),
+            intermediate_size=read.size("intermediate_size"),
+            num_attention_heads=heads,
+            attention=attention,
+            rotary=read_rotary(read, rules, head_dim),
+            windows=rules.windows(read),
+            sparse_layers=rules.sparse_layers(read),
+            moe=_moe(read),
+            rms_norm_eps=read.get("rms_norm_eps", default=rules.rms_norm_eps),
+            initializer_range=read.get("initializer_range", default=0.02),
+            max_position_embeddings=read.size("max_position_embeddings", default=32768),
+            tie_word_embeddings=read.get("tie_word_embeddings", default=rules.tie_word_embeddings),
+            num_nextn_predict_layers=_num_mtp_layers(read, rules),
+            eos_token_id=eos[0] if isinstance(eos, list) else eos,
+            extra=dict(values),
+        )
 
     @classmethod
-    def from_file(cls, path: Path) -> "Qwen3MoeConfig":
+    def from_file(cls, path: Path) -> "DecoderConfig":
         """Read `config.json`, or the one inside a checkpoint folder.
 
         Raises:
@@ -119,26 +124,118 @@ class Qwen3MoeConfig:
             values = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ValueError(f"cannot read the model config {file}: {error}") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"the model config {file} is not a JSON object")
         return cls.from_dict(values)
 
     def to_json(self, dtype: str) -> str:
         """The text of a `config.json` that transformers opens; `dtype` is the weights' dtype."""
         values = dict(self.extra)
         values.pop("torch_dtype", None)
-        values.setdefault("architectures", ["Qwen3MoeForCausalLM"])
+        values.setdefault("architectures", [rules_of(self.model_type).architecture])
         values["dtype"] = dtype
         return json.dumps(values, indent=2, sort_keys=True) + "\n"
 
+    def with_mtp_layers(self, count: int) -> "DecoderConfig":
+        """This decoder with so many layers for multi-token prediction, also in its file."""
+        extra = {k: v for k, v in self.extra.items() if k != "num_mtp_layers"}
+        extra["num_nextn_predict_layers"] = count
+        return replace(self, num_nextn_predict_layers=count, extra=extra)
+
+    @property
+    def mtp_layers(self) -> range:
+        """Global numbers of the layers for multi-token prediction."""
+        first = self.num_hidden_layers
+        return range(first, first + self.num_nextn_predict_layers)
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer."""
+        return self.moe.num_experts
+
+    @property
+    def num_experts_per_tok(self) -> int:
+        """Experts of a token."""
+        return self.moe.num_experts_per_tok
+
+    @property
+    def moe_intermediate_size(self) -> int:
+        """Width of an expert."""
+        return self.moe.moe_intermediate_size
+
+    @property
+    def router_aux_loss_coef(self) -> float:
+        """Coefficient of the load-balancing loss."""
+        return self.moe.losses.router_aux_loss_coef
+
     def is_sparse(self, layer: int) -> bool:
-        """Whether decoder layer `layer` has experts (transformers' rule)."""
-        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+        """Whether decoder layer `layer` has experts; those of multi-token prediction have."""
+        return layer >= self.num_hidden_layers or self.sparse_layers[layer]
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of decoder layer `layer`."""
+        return None if layer >= self.num_hidden_layers else self.windows[layer]
 
 
-def _rope_theta(given: Mapping[str, Any]) -> float:
-    """Newer files nest it in `rope_parameters`, older ones have it beside `rope_scaling`."""
-    nested = given.get("rope_parameters") or {}
-    scaling = given.get("rope_scaling") or {}
-    kind = nested.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind != "default":
-        raise ValueError(f"config.json: rope_type={kind!r} is not supported; use 'default'")
-    return float(nested.get("rope_theta", given.get("rope_theta", 10000.0)))
+def _refuse_unsupported(values: Mapping[str, Any]) -> None:
+    for key, (allowed, why) in _REFUSED.items():
+        if key in values and values[key] not in allowed:
+            raise ValueError(
+                f"config.json: {key}={values[key]!r} is not supported, only {allowed[0]!r}: {why}"
+            )
+
+
+def _grouped_attention(read: ConfigReader, rules: FamilyRules) -> AttentionOptions:
+    heads = read.size("num_attention_heads")
+    head_dim = read.size("head_dim", default=rules.head_dim or read.size("hidden_size") // heads)
+    # null says one key head per query head; a file without the key is not whole.
+    is_null = "num_key_value_heads" in read.values and not read.get("num_key_value_heads")
+    return AttentionOptions(
+        num_heads=heads,
+        num_kv_heads=heads if is_null else read.size("num_key_value_heads"),
+        head_dim=head_dim,
+        qkv_bias=rules.qkv_bias(read),
+        o_bias=rules.o_bias(read),
+        qk_norm=rules.qk_norm if rules.has_qk_norm(read) else "none",
+        norm_eps=read.get("rms_norm_eps", default=rules.rms_norm_eps),
+        clip_qkv=read.get("clip_qkv"),
+        has_sinks=rules.has_sinks,
+        rope_interleaved=rules.is_rope_interleaved,
+    )
+
+
+def _latent_attention(read: ConfigReader, rules: FamilyRules) -> MLAOptions:
+    nope, rope = read.size("qk_nope_head_dim"), read.size("qk_rope_head_dim")
+    return MLAOptions(
+        q_lora_rank=read.get("q_lora_rank"),
+        kv_lora_rank=read.size("kv_lora_rank"),
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=rope,
+        v_head_dim=read.size("v_head_dim"),
+        softmax_scale=latent_softmax_scale(rope_parameters(read, rules), nope + rope),
+        attention_bias=rules.qkv_bias(read),
+        rope_interleave=read.get("rope_interleave", default=rules.is_rope_interleaved),
+        rms_norm_eps=_LATENT_NORM_EPS,
+    )
+
+
+def _moe(read: ConfigReader) -> MoEConfig:
+    family = family_of(read.need("model_type"))
+    try:
+        return family.config(read.values)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"config.json: {error}") from error
+
+
+def _num_mtp_layers(read: ConfigReader, rules: FamilyRules) -> int:
+    count = read.get("num_nextn_predict_layers", "num_mtp_layers", default=0)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise ValueError(
+            f"config.json: num_nextn_predict_layers={count!r}; expected an integer, at least 0"
+        )
+    if count and not rules.has_mtp:
+        raise ValueError(
+            f"config.json: num_nextn_predict_layers={count} is not supported for "
+            f"model_type={read.get('model_type')!r}; use 0 to train and save without these layers"
+        )
+    return count

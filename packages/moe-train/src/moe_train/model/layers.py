@@ -1,28 +1,80 @@
-"""Attention, norms and the dense MLP of the decoder, numerically those of transformers' Qwen3-MoE.
+"""Attention, norms and the dense MLP of the decoder, numerically those of transformers.
+
+One attention serves every family with grouped queries: what differs (biases, norms of queries and
+keys, rotation, sinks) is in `AttentionOptions`. DeepSeek's latent attention is in `model.mla`.
 
 Packed sequences: a document starts where its position is 0, and a token attends to its own
 document only. The mask is derived from the positions, so that it needs no second tensor on its way
 through the pipeline; a batch without inner document starts takes the fast causal path.
 
-Shape legend: B sequences, S positions, H query heads, K key/value heads, D head dim, d hidden size.
+    context = attention_context(position_ids_BS, RotaryOptions(dim=8, theta=1e4), torch.float32)
+    y_BSd = Attention(options, hidden_size=32, layer=0, device=None, dtype=torch.float32)(
+        x_BSd, context, None
+    )
+
+Shape legend: B sequences, S positions, P positions with those in the cache, H query heads,
+K key/value heads, G = H / K, D head dim, d hidden size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_train.model.config import Qwen3MoeConfig
 from moe_train.model.norm import RMSNorm
+from moe_train.model.rotary import RotaryOptions, rotary_tables, rotate
+
+QK_NORMS = ("none", "head", "projection")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionOptions:
+    """What grouped-query attention is made of.
+
+    Attributes:
+        num_heads, num_kv_heads, head_dim: sizes; `num_kv_heads` divides `num_heads`.
+        qkv_bias, o_bias: whether the projections have biases.
+        qk_norm: RMSNorm of queries and keys: "none", of each "head", or of the whole "projection"
+            before it is split into heads (OLMoE).
+        norm_eps: of those norms.
+        clip_qkv: queries, keys and values are clamped to this absolute value; None: not.
+        has_sinks: each head has a learnt logit that takes part in the softmax and attends to
+            nothing (GPT-OSS).
+        rope_interleaved: a rotated pair is (2i, 2i + 1).
+
+    Raises:
+        ValueError: heads do not divide, or an unknown norm.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: str = "none"
+    norm_eps: float = 1e-6
+    clip_qkv: float | None = None
+    has_sinks: bool = False
+    rope_interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"config.json: num_attention_heads={self.num_heads} is not a multiple of "
+                f"num_key_value_heads={self.num_kv_heads}; choose a divisor"
+            )
+        if self.qk_norm not in QK_NORMS:
+            raise ValueError(f"qk_norm={self.qk_norm!r}; choose one of {', '.join(QK_NORMS)}")
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionContext:
-    """What all layers share for one micro-batch: rotary tables and the attention mask.
+    """What the layers share for one micro-batch: rotary tables and the attention mask.
 
-    `cos_BSD`, `sin_BSD`: rotary tables in the activations' dtype. `mask_B1SS`: boolean, True where
-    attention is allowed, or None for plain causal attention.
+    `cos_BSD`, `sin_BSD`: rotary tables, as wide as the rotated dims. `mask_B1SS`: boolean, True
+    where attention is allowed (with a cache [1, 1, S, P]), or None for plain causal attention.
     """
 
     cos_BSD: Tensor
@@ -31,26 +83,72 @@ class AttentionContext:
 
 
 def attention_context(
-    position_ids_BS: Tensor, head_dim: int, theta: float, dtype: torch.dtype
+    position_ids_BS: Tensor,
+    rotary: RotaryOptions,
+    dtype: torch.dtype,
+    *,
+    window: int | None = None,
+    num_cached: int = 0,
 ) -> AttentionContext:
-    """Rotary tables (computed in fp32, as transformers does) and the document mask."""
-    device = position_ids_BS.device
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    angles = position_ids_BS[..., None].float() * (1.0 / theta**exponents)
-    table = torch.cat((angles, angles), dim=-1)
-    return AttentionContext(
-        table.cos().to(dtype), table.sin().to(dtype), document_mask(position_ids_BS)
+    """The context of layers with one window.
+
+    Args:
+        position_ids_BS: int64; a document starts at each 0.
+        dtype: of the activations.
+        window: a token attends to itself and `window - 1` tokens before it; None: to all.
+        num_cached: positions in the cache, which this batch of one document each continues.
+    """
+    windows = attention_contexts(
+        position_ids_BS, rotary, dtype, windows=(window,), num_cached=num_cached
     )
+    return windows[window]
 
 
-def document_mask(position_ids_BS: Tensor) -> Tensor | None:
-    """Causal inside each document; None when no sequence holds an inner document start."""
+def attention_contexts(
+    position_ids_BS: Tensor,
+    rotary: RotaryOptions,
+    dtype: torch.dtype,
+    *,
+    windows: Sequence[int | None],
+    num_cached: int = 0,
+) -> dict[int | None, AttentionContext]:
+    """The context for each window among `windows`, over the same rotary tables."""
+    cos_BSR, sin_BSR = rotary_tables(position_ids_BS, rotary, dtype)
+    return {
+        window: AttentionContext(
+            cos_BSR,
+            sin_BSR,
+            continued_mask(position_ids_BS, num_cached, window)
+            if num_cached
+            else document_mask(position_ids_BS, window),
+        )
+        for window in dict.fromkeys(windows)
+    }
+
+
+def document_mask(position_ids_BS: Tensor, window: int | None = None) -> Tensor | None:
+    """Causal inside each document and window; None where plain causal attention is the same."""
+    length = position_ids_BS.shape[1]
     starts_BS = position_ids_BS == 0
-    if not bool(starts_BS[:, 1:].any()):
+    has_documents = bool(starts_BS[:, 1:].any())
+    has_window = window is not None and window < length
+    if not has_documents and not has_window:
         return None
     document_BS = starts_BS.cumsum(dim=1)
-    same_BSS = document_BS[:, :, None] == document_BS[:, None, :]
-    return same_BSS.tril()[:, None]
+    allowed_BSS = (document_BS[:, :, None] == document_BS[:, None, :]).tril()
+    return (allowed_BSS.triu(1 - window) if has_window and window else allowed_BSS)[:, None]
+
+
+def continued_mask(position_ids_BS: Tensor, num_cached: int, window: int | None) -> Tensor | None:
+    """[1, 1, S, P]: causal over the cached positions and these; None for one unbounded token."""
+    length, device = position_ids_BS.shape[1], position_ids_BS.device
+    if length == 1 and window is None:
+        return None
+    allowed = torch.ones(length, num_cached + length, dtype=torch.bool, device=device)
+    allowed = allowed.tril(num_cached)
+    if window is not None:
+        allowed = allowed.triu(num_cached + 1 - window)
+    return allowed[None, None]
 
 
 class KeyValueCache:
@@ -68,70 +166,140 @@ class KeyValueCache:
         self._layers[layer] = (k_BKSD, v_BKSD)
         return k_BKSD, v_BKSD
 
+    @property
+    def num_cached(self) -> int:
+        """Positions that every layer holds; 0 before the first call."""
+        return min((k.shape[2] for k, _ in self._layers.values()), default=0)
+
 
 class Attention(nn.Module):
-    """Grouped-query attention with norms on queries and keys and rotary embeddings."""
+    """Grouped-query attention with rotary embeddings; see `AttentionOptions`.
+
+    Args:
+        options: what it is made of.
+        hidden_size: width of a token.
+        layer: number of the layer, for the cache.
+        device: of the parameters.
+        dtype: of the parameters.
+    """
 
     def __init__(
-        self, config: Qwen3MoeConfig, layer: int, device: torch.device | None, dtype: torch.dtype
+        self,
+        options: AttentionOptions,
+        *,
+        hidden_size: int,
+        layer: int,
+        device: torch.device | None,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
+        self.options = options
         self.layer = layer
-        self.head_dim = config.head_dim
-        queries = config.num_attention_heads * config.head_dim
-        keys = config.num_key_value_heads * config.head_dim
-        hidden, bias = config.hidden_size, config.attention_bias
-        self.q_proj = nn.Linear(hidden, queries, bias=bias, device=device, dtype=dtype)
-        self.k_proj = nn.Linear(hidden, keys, bias=bias, device=device, dtype=dtype)
-        self.v_proj = nn.Linear(hidden, keys, bias=bias, device=device, dtype=dtype)
-        self.o_proj = nn.Linear(queries, hidden, bias=bias, device=device, dtype=dtype)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, device, dtype)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, device, dtype)
+        queries = options.num_heads * options.head_dim
+        keys = options.num_kv_heads * options.head_dim
+
+        def linear(size_in: int, size_out: int, bias: bool) -> nn.Linear:
+            return nn.Linear(size_in, size_out, bias=bias, device=device, dtype=dtype)
+
+        self.q_proj = linear(hidden_size, queries, options.qkv_bias)
+        self.k_proj = linear(hidden_size, keys, options.qkv_bias)
+        self.v_proj = linear(hidden_size, keys, options.qkv_bias)
+        self.o_proj = linear(queries, hidden_size, options.o_bias)
+        if options.qk_norm != "none":
+            per_head = options.qk_norm == "head"
+            widths = (options.head_dim,) * 2 if per_head else (queries, keys)
+            self.q_norm = RMSNorm(widths[0], options.norm_eps, device, dtype)
+            self.k_norm = RMSNorm(widths[1], options.norm_eps, device, dtype)
+        if options.has_sinks:
+            self.sinks = nn.Parameter(torch.empty(options.num_heads, device=device, dtype=dtype))
 
     def forward(
         self, x_BSd: Tensor, context: AttentionContext, cache: KeyValueCache | None
     ) -> Tensor:
         """Attend within each document; with a cache, `x_BSd` continues the cached positions."""
-        B, S, _ = x_BSd.shape
-        q_BHSD = self.q_norm(self.q_proj(x_BSd).view(B, S, -1, self.head_dim)).transpose(1, 2)
-        k_BKSD = self.k_norm(self.k_proj(x_BSd).view(B, S, -1, self.head_dim)).transpose(1, 2)
-        v_BKSD = self.v_proj(x_BSd).view(B, S, -1, self.head_dim).transpose(1, 2)
-        q_BHSD = _rotate(q_BHSD, context)
-        k_BKSD = _rotate(k_BKSD, context)
+        q_BHSD, k_BKSD, v_BKSD = self._projections(x_BSd)
+        interleaved = self.options.rope_interleaved
+        q_BHSD = rotate(q_BHSD, context.cos_BSD, context.sin_BSD, interleaved=interleaved)
+        k_BKSD = rotate(k_BKSD, context.cos_BSD, context.sin_BSD, interleaved=interleaved)
         if cache is not None:
             k_BKSD, v_BKSD = cache.extend(self.layer, k_BKSD, v_BKSD)
-        out_BHSD = F.scaled_dot_product_attention(
-            q_BHSD,
-            k_BKSD,
-            v_BKSD,
-            attn_mask=context.mask_B1SS,
-            is_causal=context.mask_B1SS is None and k_BKSD.shape[2] == S,
-            enable_gqa=True,
-        )
-        out_BSd: Tensor = self.o_proj(out_BHSD.transpose(1, 2).reshape(B, S, -1))
+        if self.options.has_sinks:
+            out_BHSD = sink_attention(q_BHSD, k_BKSD, v_BKSD, self.sinks, context.mask_B1SS)
+        else:
+            out_BHSD = F.scaled_dot_product_attention(
+                q_BHSD,
+                k_BKSD,
+                v_BKSD,
+                attn_mask=context.mask_B1SS,
+                is_causal=context.mask_B1SS is None and k_BKSD.shape[2] == q_BHSD.shape[2],
+                enable_gqa=True,
+            )
+        out_BSd: Tensor = self.o_proj(out_BHSD.transpose(1, 2).flatten(2))
         return out_BSd
+
+    def _projections(self, x_BSd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, H, S, D], keys and values [B, K, S, D], normed and clipped."""
+        options = self.options
+        q, k, v = self.q_proj(x_BSd), self.k_proj(x_BSd), self.v_proj(x_BSd)
+        if options.qk_norm == "projection":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if options.clip_qkv is not None:
+            q, k, v = (x.clamp(-options.clip_qkv, options.clip_qkv) for x in (q, k, v))
+        q, k, v = (x.unflatten(-1, (-1, options.head_dim)) for x in (q, k, v))
+        if options.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def sink_attention(
+    q_BHSD: Tensor, k_BKPD: Tensor, v_BKPD: Tensor, sinks_H: Tensor, mask_B1SP: Tensor | None
+) -> Tensor:
+    """Attention whose softmax has one more logit per head, which attends to nothing.
+
+    The weights of a query therefore add up to less than 1 (arXiv 2309.17453; GPT-OSS). The scores
+    are held in memory, in fp32 or wider: no kernel of torch takes sinks.
+
+    Returns:
+        [B, H, S, D] in the dtype of `q_BHSD`.
+    """
+    B, H, S, D = q_BHSD.shape
+    K, P = k_BKPD.shape[1], k_BKPD.shape[2]
+    wide = torch.promote_types(q_BHSD.dtype, torch.float32)
+    q_BKGSD = q_BHSD.unflatten(1, (K, H // K))
+    scores = (q_BKGSD @ k_BKPD[:, :, None].transpose(-1, -2)).to(wide).mul(D**-0.5)
+    if mask_B1SP is None:
+        allowed = torch.ones(S, P, dtype=torch.bool, device=q_BHSD.device).tril(P - S)
+        scores = scores.masked_fill(~allowed, -torch.inf)
+    else:
+        scores = scores.masked_fill(~mask_B1SP[:, :, None], -torch.inf)
+    sinks = sinks_H.to(wide).view(1, K, H // K, 1, 1).expand(B, -1, -1, S, -1)
+    weights = torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
+    return (weights.to(v_BKPD.dtype) @ v_BKPD[:, :, None]).flatten(1, 2)
 
 
 class DenseMLP(nn.Module):
-    """SwiGLU MLP of the layers without experts."""
+    """SwiGLU MLP of the layers without experts.
+
+    Args:
+        hidden_size, intermediate_size: widths outside and inside.
+        device: of the parameters.
+        dtype: of the parameters.
+    """
 
     def __init__(
-        self, config: Qwen3MoeConfig, device: torch.device | None, dtype: torch.dtype
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        device: torch.device | None,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(hidden, inner, bias=False, device=device, dtype=dtype)
-        self.up_proj = nn.Linear(hidden, inner, bias=False, device=device, dtype=dtype)
-        self.down_proj = nn.Linear(inner, hidden, bias=False, device=device, dtype=dtype)
+        outer, inner = hidden_size, intermediate_size
+        self.gate_proj = nn.Linear(outer, inner, bias=False, device=device, dtype=dtype)
+        self.up_proj = nn.Linear(outer, inner, bias=False, device=device, dtype=dtype)
+        self.down_proj = nn.Linear(inner, outer, bias=False, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape and dtype as `x`."""
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
-
-
-def _rotate(x_BHSD: Tensor, context: AttentionContext) -> Tensor:
-    """Rotary position embedding, half-split convention (Su et al., 2021)."""
-    half = x_BHSD.shape[-1] // 2
-    turned_BHSD = torch.cat((-x_BHSD[..., half:], x_BHSD[..., :half]), dim=-1)
-    return x_BHSD * context.cos_BSD[:, None] + turned_BHSD * context.sin_BSD[:, None]

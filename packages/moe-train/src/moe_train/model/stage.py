@@ -6,147 +6,118 @@ a parameter has one name in every layout.
 
     stage = DecoderStage(config, StageOptions(layers=range(0, 2), first=True, last=False))
     output = stage(input_ids_BS, position_ids_BS)      # StageOutput(tensors=(hidden, positions))
+
+Where the last of several stages needs the embedding (a tied head, multi-token prediction) it holds
+a copy under the same name. Both copies are drawn and stored under one key, and their gradients are
+summed (`Parallel.embedding_group`), so that they stay equal.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_pipeline import (
-    ExpertsOptions,
-    MoEConfig,
-    MoEGroups,
-    MoELayer,
-    MoEOutput,
-    RouterLosses,
-    RouterOptions,
-    StageOutput,
-    recompute,
-)
-from moe_train.model.config import Qwen3MoeConfig
+from moe_pipeline import MoEGroups, MoEOutput, StageOutput, chunked_cross_entropy, recompute
+from moe_train.model.balance import DeferredBalance
+from moe_train.model.config import DecoderConfig
+from moe_train.model.decoder_layer import DecoderLayer, LayerOptions, moe_config
 from moe_train.model.layers import (
-    Attention,
     AttentionContext,
-    DenseMLP,
     KeyValueCache,
     attention_context,
+    attention_contexts,
 )
 from moe_train.model.loss import head_loss
+from moe_train.model.mtp import MTPLayer, MTPTokens, SharedWeights, mtp_loss
 from moe_train.model.norm import RMSNorm
+
+EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageOptions:
+class StageOptions(LayerOptions):
     """What part of the decoder a rank builds, and with whom it shares tokens and experts.
 
     Args:
         layers: global numbers of the decoder layers of this stage.
         first, last: whether the stage holds the embedding, and the norm and head.
-        ep_group: ranks that share the experts; None when this rank holds all of them.
-        token_group: ranks that hold other tokens of the same micro-batch (auxiliary loss).
         num_microbatches: micro-batches of a step; the auxiliary loss is their mean.
+        mtp_loss_coef: weight of the multi-token prediction loss, where the decoder has its layers;
+            0: they are kept as they are, without gradients.
         recompute: in training, keep each layer's input only and compute the rest again.
+        loss_chunk_tokens: tokens whose logits are there at a time; 0: all of a micro-batch.
     """
 
     layers: range
     first: bool
     last: bool
-    ep_group: dist.ProcessGroup | None = None
-    token_group: dist.ProcessGroup | None = None
     num_microbatches: int = 1
-    aux_loss_coef: float = 0.0
-    aux_loss_scope: str = "micro_batch"
-    experts_implementation: str = "auto"
+    mtp_loss_coef: float = 0.3
     recompute: bool = False
-    device: torch.device | None = None
-    dtype: torch.dtype = torch.float32
+    loss_chunk_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the last stage needs: `labels_BS` (-100 is ignored) and 1 / (predicted tokens)."""
+    """What the last stage needs of a micro-batch.
+
+    `labels_BS` (-100 is ignored), 1 / (predicted tokens), and the tokens, which are needed for
+    multi-token prediction.
+    """
 
     labels_BS: Tensor
     scale: float
+    input_ids_BS: Tensor | None = None
 
 
 @dataclass(slots=True)
 class StageRecord:
     """Sums over the micro-batches of one step, read by the training loop and then replaced.
 
-    `loss`: this rank's share of the mean token loss. `aux_loss`: its share of the auxiliary loss.
+    `loss`: this rank's share of the mean token loss. `aux_loss`, `z_loss`, `mtp_loss`: its shares
+    of the losses of load balancing, router logits and multi-token prediction, with coefficients.
     `load_E[layer]`: routed rows of each expert over all ranks that share the micro-batch.
     """
 
     loss: Tensor
     aux_loss: Tensor
+    z_loss: Tensor
+    mtp_loss: Tensor
     load_E: dict[int, Tensor]
-
-
-class DecoderLayer(nn.Module):
-    """Attention and MLP (dense or experts), each behind a norm and a residual."""
-
-    def __init__(self, config: Qwen3MoeConfig, layer: int, options: StageOptions) -> None:
-        super().__init__()
-        device, dtype = options.device, options.dtype
-        self.self_attn = Attention(config, layer, device, dtype)
-        self.mlp: MoELayer | DenseMLP
-        if config.is_sparse(layer):
-            self.mlp = MoELayer(
-                moe_config(config, options),
-                groups=MoEGroups(ep=options.ep_group, tokens=options.token_group),
-                device=device,
-                dtype=dtype,
-            )
-        else:
-            self.mlp = DenseMLP(config, device, dtype)
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps, device, dtype)
-        self.post_attention_layernorm = RMSNorm(size, eps, device, dtype)
-
-    def forward(
-        self, x_BSd: Tensor, context: AttentionContext, cache: KeyValueCache | None
-    ) -> tuple[Tensor, MoEOutput | None]:
-        """Return the new hidden states, and what the experts reported if the layer has any."""
-        x_BSd = x_BSd + self.self_attn(self.input_layernorm(x_BSd), context, cache)
-        normed_BSd = self.post_attention_layernorm(x_BSd)
-        if isinstance(self.mlp, DenseMLP):
-            return x_BSd + self.mlp(normed_BSd), None
-        routed = self.mlp(normed_BSd)
-        return x_BSd + routed.hidden, routed
 
 
 class _Body(nn.Module):
     """Holds what transformers keeps under `model.`, so that names agree."""
 
-    def __init__(self, config: Qwen3MoeConfig, options: StageOptions) -> None:
+    def __init__(self, config: DecoderConfig, options: StageOptions) -> None:
         super().__init__()
         device, dtype = options.device, options.dtype
-        if options.first or (options.last and config.tie_word_embeddings):
-            self.embed_tokens = nn.Embedding(
-                config.vocab_size, config.hidden_size, device=device, dtype=dtype
-            )
-        self.layers = nn.ModuleDict(
-            {str(layer): DecoderLayer(config, layer, options) for layer in options.layers}
-        )
+        size, eps = config.hidden_size, config.rms_norm_eps
+        if options.first or (options.last and shares_embedding(config, options)):
+            self.embed_tokens = nn.Embedding(config.vocab_size, size, device=device, dtype=dtype)
+        layers: dict[str, nn.Module] = {
+            str(layer): DecoderLayer(config, layer, options) for layer in options.layers
+        }
         if options.last:
-            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device, dtype)
+            self.norm = RMSNorm(size, eps, device, dtype)
+            for layer in config.mtp_layers:
+                layers[str(layer)] = MTPLayer(
+                    DecoderLayer(config, layer, options),
+                    hidden_size=size,
+                    rms_norm_eps=eps,
+                    device=device,
+                    dtype=dtype,
+                ).requires_grad_(options.mtp_loss_coef > 0)
+        self.layers = nn.ModuleDict(layers)
 
 
 class DecoderStage(nn.Module):
     """A contiguous range of decoder layers with the embedding or the head where they belong."""
 
-    def __init__(self, config: Qwen3MoeConfig, options: StageOptions) -> None:
+    def __init__(self, config: DecoderConfig, options: StageOptions) -> None:
         super().__init__()
-        if config.tie_word_embeddings and not (options.first and options.last):
-            raise ValueError(
-                "config.json: tie_word_embeddings=true needs the embedding and the head on one "
-                "stage; set parallel.pp=1 or untie the embeddings"
-            )
         self.config = config
         self.options = options
         self.model = _Body(config, options)
@@ -159,6 +130,7 @@ class DecoderStage(nn.Module):
                 dtype=options.dtype,
             )
         self.record = self._empty_record()
+        self._deferred, self._deferred_mtp = self._balance(), self._balance()
 
     def take_record(self) -> StageRecord:
         """Return the sums since the last call and start new ones."""
@@ -178,34 +150,34 @@ class DecoderStage(nn.Module):
         if not isinstance(target, Target):
             raise TypeError(f"the last stage needs a Target, got {type(target).__name__}")
         normed_BSd = self.model.norm(hidden_BSd)
-        loss = head_loss(normed_BSd.flatten(0, 1), self.head, target.labels_BS.flatten())
+        loss = self._token_loss(normed_BSd.flatten(0, 1), self.head, target.labels_BS.flatten())
         loss = loss * target.scale
         self.record.loss += loss.detach()
-        return StageOutput(tensors=(), loss=loss if aux_loss is None else loss + aux_loss)
+        parts = [loss, aux_loss]
+        if self.training and self.config.mtp_layers and self.options.mtp_loss_coef:
+            parts += self._mtp_losses(normed_BSd, inputs[1], target)
+        present = [part for part in parts if part is not None]
+        return StageOutput(tensors=(), loss=torch.stack(present).sum())
 
     def hidden_states(
         self, first_BS: Tensor, position_ids_BS: Tensor, cache: KeyValueCache | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Hidden states after this stage's layers, and its auxiliary loss while training."""
-        options, config = self.options, self.config
+        """Hidden states after this stage's layers, and its auxiliary loss while training.
+
+        Args:
+            cache: of the positions so far, which these continue.
+        """
+        options = self.options
         x_BSd = self.model.embed_tokens(first_BS) if options.first else first_BS
-        context = attention_context(
-            position_ids_BS, config.head_dim, config.rope_theta, x_BSd.dtype
-        )
-        aux_losses: list[Tensor] = []
-        for name, layer in self.model.layers.items():
-            if options.recompute and self.training and torch.is_grad_enabled():
-                x_BSd, routed = recompute(layer, x_BSd, context, None)
+        contexts = self._contexts(position_ids_BS, x_BSd.dtype, cache)
+        reports: dict[int, MoEOutput | None] = {}
+        for number in options.layers:
+            layer, context = self.model.layers[str(number)], contexts[self.config.window(number)]
+            if self._recomputes:
+                x_BSd, reports[number] = recompute(layer, x_BSd, context, None)
             else:
-                x_BSd, routed = layer(x_BSd, context, cache)
-            if routed is not None and self.training:
-                aux_losses.append(routed.aux_loss)
-                self._count(int(name), routed.load_E)
-        if not aux_losses or options.aux_loss_coef == 0:
-            return x_BSd, None
-        aux_loss = torch.stack(aux_losses).sum() / options.num_microbatches
-        self.record.aux_loss += aux_loss.detach()
-        return x_BSd, aux_loss
+                x_BSd, reports[number] = layer(x_BSd, context, cache)
+        return x_BSd, self._router_loss(reports, self._deferred)
 
     def logits(self, hidden_BSd: Tensor) -> Tensor:
         """Vocabulary logits [B, S, V] in the weights' dtype; last stage only."""
@@ -218,28 +190,112 @@ class DecoderStage(nn.Module):
             return self.model.embed_tokens.weight
         return self.lm_head.weight
 
-    def _count(self, layer: int, load_E: Tensor) -> None:
-        previous = self.record.load_E.get(layer)
-        self.record.load_E[layer] = load_E if previous is None else previous + load_E
+    @property
+    def _recomputes(self) -> bool:
+        return self.options.recompute and self.training and torch.is_grad_enabled()
+
+    def _contexts(
+        self, position_ids_BS: Tensor, dtype: torch.dtype, cache: KeyValueCache | None
+    ) -> dict[int | None, AttentionContext]:
+        """What the layers of each window share."""
+        windows = [self.config.window(number) for number in self.options.layers]
+        return attention_contexts(
+            position_ids_BS,
+            self.config.rotary,
+            dtype,
+            windows=windows,
+            num_cached=0 if cache is None else cache.num_cached,
+        )
+
+    def _mtp_losses(
+        self, normed_BSd: Tensor, position_ids_BS: Tensor, target: Target
+    ) -> list[Tensor | None]:
+        """The multi-token prediction loss and the auxiliary loss of its experts."""
+        if target.input_ids_BS is None:
+            raise ValueError(
+                f"num_nextn_predict_layers={len(self.config.mtp_layers)} needs the tokens on the "
+                "last stage; give Target(..., input_ids_BS=...)"
+            )
+        layers = [self.model.layers[str(number)] for number in self.config.mtp_layers]
+        out = mtp_loss(
+            [layer for layer in layers if isinstance(layer, MTPLayer)],
+            normed_BSd,
+            MTPTokens(target.input_ids_BS, target.labels_BS, position_ids_BS),
+            SharedWeights(self.model.embed_tokens.weight, self.head),
+            attention_context(position_ids_BS, self.config.rotary, normed_BSd.dtype),
+            token_loss=self._token_loss,
+            recomputed=self._recomputes,
+        )
+        loss = self.options.mtp_loss_coef * target.scale * out.loss
+        self.record.mtp_loss += loss.detach()
+        reports = dict(zip(self.config.mtp_layers, out.routed, strict=True))
+        return [loss, self._router_loss(reports, self._deferred_mtp)]
+
+    def _token_loss(self, hidden_Td: Tensor, head_Vd: Tensor, labels_T: Tensor) -> Tensor:
+        """Sum of the cross entropies of the labels that are not -100."""
+        chunk = self.options.loss_chunk_tokens
+        if chunk == 0:
+            return head_loss(hidden_Td, head_Vd, labels_T)
+        itemsize = torch.promote_types(head_Vd.dtype, torch.float32).itemsize
+        chunk_bytes = chunk * head_Vd.shape[0] * itemsize
+        return chunked_cross_entropy(hidden_Td, head_Vd, labels_T, chunk_bytes=chunk_bytes)
+
+    def _router_loss(
+        self, reports: dict[int, MoEOutput | None], deferred: DeferredBalance
+    ) -> Tensor | None:
+        """This rank's share of the layers' router losses, while training; counts their loads."""
+        options = self.options
+        sparse = {n: routed for n, routed in reports.items() if routed is not None}
+        if not self.training or not sparse:
+            return None
+        for number, routed in sparse.items():
+            previous = self.record.load_E.get(number, 0)
+            self.record.load_E[number] = previous + routed.load_E
+        losses: list[Tensor] = []
+        if options.aux_loss_coef:
+            losses.append(self._aux_loss(sparse, deferred))
+        if options.z_loss_coef:
+            z_losses = torch.stack([routed.z_loss for routed in sparse.values()])
+            losses.append(z_losses.sum() / options.num_microbatches)
+            self.record.z_loss += losses[-1].detach()
+        return torch.stack(losses).sum() if losses else None
+
+    def _aux_loss(self, sparse: dict[int, MoEOutput], deferred: DeferredBalance) -> Tensor:
+        terms = {n: routed.balance for n, routed in sparse.items() if routed.balance is not None}
+        if self.options.aux_loss_scope == "global_batch":
+            later = deferred.add(terms)
+            total = deferred.take_loss()
+            if total is not None:
+                self.record.aux_loss += total
+            return later
+        aux_losses = torch.stack([routed.aux_loss for routed in sparse.values()])
+        aux_loss = aux_losses.sum() / self.options.num_microbatches
+        self.record.aux_loss += aux_loss.detach()
+        return aux_loss
+
+    def _balance(self) -> DeferredBalance:
+        options = self.options
+        return DeferredBalance(
+            moe_config(self.config, options),
+            MoEGroups(tokens=options.token_group),
+            num_microbatches=options.num_microbatches,
+        )
 
     def _empty_record(self) -> StageRecord:
         zero = torch.zeros((), dtype=torch.float64, device=self.options.device)
-        return StageRecord(loss=zero, aux_loss=zero.clone(), load_E={})
+        return StageRecord(
+            loss=zero,
+            aux_loss=zero.clone(),
+            z_loss=zero.clone(),
+            mtp_loss=zero.clone(),
+            load_E={},
+        )
 
 
-def moe_config(config: Qwen3MoeConfig, options: StageOptions) -> MoEConfig:
-    """The experts' configuration of one layer."""
-    return MoEConfig(
-        hidden_size=config.hidden_size,
-        moe_intermediate_size=config.moe_intermediate_size,
-        num_experts=config.num_experts,
-        num_experts_per_tok=config.num_experts_per_tok,
-        router=RouterOptions(norm_topk_prob=config.norm_topk_prob),
-        losses=RouterLosses(
-            router_aux_loss_coef=options.aux_loss_coef, moe_aux_loss_scope=options.aux_loss_scope
-        ),
-        experts=ExpertsOptions(experts_implementation=options.experts_implementation),
-    )
+def shares_embedding(config: DecoderConfig, options: StageOptions) -> bool:
+    """Whether the last stage uses the embedding, of which it then holds a copy."""
+    predicts_further = config.num_nextn_predict_layers > 0 and options.mtp_loss_coef > 0
+    return config.tie_word_embeddings or predicts_further
 
 
 def stage_layers(num_layers: int, num_stages: int, stage: int) -> range:

@@ -1,0 +1,65 @@
+"""Move a small MoE training state between random pairs of layouts, bit for bit; count the bytes.
+
+Runs the code of the package's test with large counts: 1 to 4 real ranks on either side, tensor,
+pipeline, expert, expert-tensor and data parallel, flat and row sharding, uneven experts. The second
+figure is bytes read over the unique bytes that a rank asked for, the worst rank of all pairs.
+
+    python benchmarks/unified_ckpt_layouts.py --pairs 500
+"""
+
+import argparse
+import importlib.util
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+TEST = Path(__file__).parents[1] / "packages" / "unified-ckpt" / "tests" / "test_layout_pairs.py"
+
+
+def load_test() -> ModuleType:
+    """Import the package's test of layouts from its file."""
+    spec = importlib.util.spec_from_file_location("unified_ckpt_test_layout_pairs", TEST)
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError(TEST)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the pairs and print failures and the worst ratio of bytes as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--pairs", type=int, default=500)
+    parser.add_argument("--scale", type=int, default=8, help="factor of the tensors' sizes")
+    parser.add_argument("--seed", type=int, default=None, help="replay one pair")
+    arguments = parser.parse_args(argv)
+    seeds = [random.randrange(2**32) for _ in range(arguments.pairs)]
+    if arguments.seed is not None:
+        seeds = [arguments.seed]
+    pairs = load_test()
+    failures, ratios = 0, []
+    for number, seed in enumerate(seeds):
+        with tempfile.TemporaryDirectory(prefix="unified-ckpt-layouts-") as folder:
+            try:
+                target = Path(folder) / "checkpoint-1"
+                ratios.append(pairs.run_pair(seed, target, scale=arguments.scale))
+            except (RuntimeError, ValueError, AssertionError) as error:
+                failures += 1
+                print(f"seed {seed}: {error}", file=sys.stderr)
+        if (number + 1) % 50 == 0:
+            print(f"{number + 1} pairs, {failures} failures", file=sys.stderr)
+    n = len(seeds)
+    report = {"figure": "unified_ckpt_layout_failures", "value": failures, "unit": "pairs", "n": n}
+    print(json.dumps({**report, "low": failures, "high": failures}))
+    worst = round(max(ratios, default=float("inf")), 4)
+    report = {"figure": "unified_ckpt_layout_bytes", "value": worst, "unit": "x", "n": len(ratios)}
+    print(json.dumps({**report, "low": round(min(ratios, default=0.0), 4), "high": worst}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

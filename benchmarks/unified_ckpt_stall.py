@@ -1,0 +1,193 @@
+"""How long a trainer stands still for a save: ours and torch's async save against a plain memcpy.
+
+The floor copies the same bytes into memory that is there already, with all of torch's threads.
+Ours, whole: the time inside `async_save`. Ours, chunked: all time inside `begin_save`,
+`offload_chunk` and `finish` over a step of 8 micro-batches, so waiting before the next optimizer
+step counts. The first save counts as every other. All sides alternate, and before each the saver
+process is idle. Beside them: by how much a step with a chunked save takes longer than one without.
+
+    python benchmarks/unified_ckpt_stall.py --mib 512 --runs 7
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from unified_ckpt import Shard
+from unified_ckpt.async_saving import async_save
+from unified_ckpt.saver import AsyncSaver
+from unified_ckpt.saver_config import AsyncSaverConfig
+from unified_ckpt.zero_cost import ZeroCostSaver
+
+MICRO_BATCHES = 8
+
+
+def make_state(mib: int) -> dict[str, torch.Tensor]:
+    """Weights as in a small model: large matrices, expert slices and vectors, bf16 and fp32."""
+    tensors: dict[str, torch.Tensor] = {}
+    left, number = mib << 20, 0
+    while left > 0:
+        for shape, dtype in (
+            ((1024, 1024), torch.float32),
+            ((768, 2048), torch.bfloat16),
+            ((2048,), torch.float32),
+        ):
+            tensor = torch.rand(shape).to(dtype)
+            tensors[f"layers.{number}.{len(tensors) % 3}"] = tensor
+            left -= tensor.nbytes
+        number += 1
+    return tensors
+
+
+def shards(tensors: dict[str, torch.Tensor]) -> list[Shard]:
+    return [
+        Shard(key=key, tensor=t, global_shape=tuple(t.shape), offset=(0,) * t.dim())
+        for key, t in tensors.items()
+    ]
+
+
+def seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def report(figure: str, ours: Sequence[float], floor: Sequence[float]) -> None:
+    ratios = sorted(a / b for a, b in zip(ours, floor, strict=True))
+    fields = {
+        "figure": figure,
+        "value": round(statistics.median(ratios), 4),
+        "unit": "x",
+        "low": round(ratios[0], 4),
+        "high": round(ratios[-1], 4),
+        "n": len(ratios),
+    }
+    print(json.dumps(fields), flush=True)
+
+
+class Memcpy:
+    """The floor: the state copied into warm memory, tensor by tensor as one flat copy."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        total = sum(t.nbytes for t in tensors.values())
+        self._source = torch.zeros(total, dtype=torch.uint8)
+        self._target = torch.zeros(total, dtype=torch.uint8)
+
+    def seconds(self) -> float:
+        return seconds(lambda: self._target.copy_(self._source))
+
+
+class Compute:
+    """A micro-batch that takes a given time: real matrix products on all of torch's threads."""
+
+    def __init__(self, goal_s: float) -> None:
+        self._a, self._b = torch.rand(512, 512), torch.rand(512, 512)
+        once = min(seconds(lambda: self._a @ self._b) for _ in range(20))
+        self._repeats = max(1, int(goal_s / once))
+
+    def __call__(self) -> None:
+        for _ in range(self._repeats):
+            self._a @ self._b
+
+
+def measure_whole(
+    tensors: dict[str, torch.Tensor], saver: AsyncSaver, folder: Path, runs: int
+) -> None:
+    parts, memcpy = {"model": shards(tensors)}, Memcpy(tensors)
+    saver.prepare(parts)
+    ours, floor, peer = [], [], []
+    for run in range(runs):
+
+        def save_once(run: int = run) -> None:
+            async_save(parts, checkpoint_id=folder / "ours", saver=saver)
+
+        memcpy.seconds()
+        before = memcpy.seconds()
+        ours.append(seconds(save_once))
+        floor.append((before + memcpy_after(saver, memcpy)) / 2)
+        started = time.perf_counter()
+        outcome = dcp_save(tensors, folder / f"dcp-{run}")
+        peer.append(time.perf_counter() - started)
+        outcome.result()
+    report("unified_ckpt_stall_first", ours[:1], floor[:1])
+    report("unified_ckpt_stall_async", ours, floor)
+    report("unified_ckpt_stall_async_total", [sum(ours)], [sum(floor)])
+    report("unified_ckpt_stall_dcp_first", peer[:1], floor[:1])
+    report("unified_ckpt_stall_dcp", peer, floor)
+
+
+def memcpy_after(saver: AsyncSaver, memcpy: Memcpy) -> float:
+    saver.wait()
+    return memcpy.seconds()
+
+
+def dcp_save(tensors: dict[str, torch.Tensor], path: Path) -> "Future[Any]":
+    outcome = dcp.async_save(dict(tensors), checkpoint_id=path)
+    return outcome if isinstance(outcome, Future) else outcome.upload_completion
+
+
+def measure_chunked(
+    tensors: dict[str, torch.Tensor], saver: AsyncSaver, folder: Path, runs: int
+) -> None:
+    parts, memcpy = {"model": shards(tensors)}, Memcpy(tensors)
+    zero_cost = ZeroCostSaver(saver, num_micro_batches=MICRO_BATCHES)
+    zero_cost.prepare(parts)
+    memcpy.seconds()
+    micro_batch = Compute(4 * memcpy.seconds() / MICRO_BATCHES)
+    stalls, longer, floor = [], [], []
+
+    def step(checkpoint_id: Path | None) -> float:
+        started = time.perf_counter()
+        if checkpoint_id is not None:
+            zero_cost.begin_save(parts, checkpoint_id=checkpoint_id)
+        for _ in range(MICRO_BATCHES):
+            zero_cost.offload_chunk()
+            micro_batch()
+        zero_cost.finish()
+        return time.perf_counter() - started
+
+    for _ in range(runs):
+        before = memcpy.seconds()
+        zero_cost.stall_s = 0.0
+        with_save = step(folder / "chunked")
+        stalls.append(zero_cost.stall_s)
+        floor.append((before + memcpy_after(saver, memcpy)) / 2)
+        longer.append(with_save - step(None))
+    zero_cost.close()
+    report("unified_ckpt_stall_chunked_first", stalls[:1], floor[:1])
+    report("unified_ckpt_stall_chunked", stalls, floor)
+    report("unified_ckpt_stall_chunked_total", [sum(stalls)], [sum(floor)])
+    report("unified_ckpt_step_longer_by", longer, floor)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure whole and chunked saves."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--mib", type=int, default=512, help="size of the state")
+    parser.add_argument("--runs", type=int, default=7)
+    arguments = parser.parse_args(argv)
+    tensors = make_state(arguments.mib)
+    with tempfile.TemporaryDirectory(prefix="unified-ckpt-bench-", dir=Path.cwd()) as temporary:
+        folder = Path(temporary)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        with AsyncSaver(config=AsyncSaverConfig()) as saver:
+            measure_whole(tensors, saver, folder, arguments.runs)
+        with AsyncSaver(config=AsyncSaverConfig()) as saver:
+            measure_chunked(tensors, saver, folder, arguments.runs)
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""Small tensors travel in the message of their header: one message instead of one for each.
+
+The receiver must offer memory before it knows what comes. So both ends keep, for each direction,
+how many bytes the first message of a transfer may have, and let it grow alike with what has
+travelled; gloo does not mind a message that is shorter than the memory offered. What does not fit
+follows in messages of its own, without a copy.
+
+    framing = Framing()
+    buffers = framing.pack(header, tensors)          # one end
+    header, tensors = framing.unpack(receive)        # the other
+"""
+
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+
+from comm_collectives.header import FIRST_WORDS, TransferHeader
+from comm_collectives.wire import as_bytes, dense, from_bytes, num_bytes
+
+_FIRST_BYTES = 16 << 10
+# Above it the copies cost more than the message that they save.
+_MOST_BYTES = 512 << 10
+_ALIGNMENT = 64
+_WORD_BYTES = 8
+
+
+@final
+class Framing:
+    """One direction between two ranks; the ends call `pack` and `unpack` once for each transfer."""
+
+    __slots__ = ("_capacity",)
+
+    def __init__(self) -> None:
+        self._capacity = _FIRST_BYTES
+
+    def pack(self, header: TransferHeader, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The messages of a transfer, flat uint8: the first, then those of tensors left out of it.
+
+        What is left out shares memory with the tensors if they are contiguous.
+        """
+        packed = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
+        places, size = _places(header, self._capacity)
+        first = torch.empty(min(size, self._capacity), dtype=torch.uint8, device="cpu")
+        fitting = min(packed.numel(), self._capacity)
+        first[:fitting] = packed[:fitting]
+        messages = [first]
+        if fitting < packed.numel():
+            messages.append(packed[fitting:])
+        for tensor, kind, place in zip(tensors, header.travels, places, strict=True):
+            if not tensor.numel():
+                continue
+            flat = as_bytes(dense(tensor))
+            if place is None:
+                messages.append(flat.to(kind))
+            else:
+                first[place : place + flat.numel()] = flat
+        self._grow(header)
+        return messages
+
+    def unpack(
+        self, receive: Callable[[torch.Tensor], None]
+    ) -> tuple[TransferHeader, list[torch.Tensor]] | None:
+        """Receive a transfer; each tensor in memory of its own. None: what came has no header.
+
+        Args:
+            receive: receives the next message into a flat uint8 tensor, or into a part of it.
+        """
+        first = torch.empty(self._capacity, dtype=torch.uint8, device="cpu")
+        receive(first)
+        words = _words(first, FIRST_WORDS)
+        more = TransferHeader.words_to_come(words)
+        if more:
+            words = _words(first, FIRST_WORDS + more)
+            rest = torch.empty((FIRST_WORDS + more - len(words)) * _WORD_BYTES, dtype=torch.uint8)
+            if rest.numel():
+                receive(rest)
+                words += _words(rest, len(rest))
+        header = TransferHeader.from_words(words)
+        if header is None:
+            return None
+        places, _ = _places(header, self._capacity)
+        tensors = []
+        kinds = zip(header.dtypes, header.shapes, header.travels, places, strict=True)
+        for dtype, shape, kind, place in kinds:
+            size = num_bytes(dtype, shape)
+            if place is None:
+                flat = torch.empty(size, dtype=torch.uint8, device=kind)
+                if size:
+                    receive(flat)
+            else:
+                flat = first[place : place + size].clone()
+            tensors.append(from_bytes(flat, dtype, shape))
+        self._grow(header)
+        return header, tensors
+
+    def _grow(self, header: TransferHeader) -> None:
+        _, wanted = _places(header, _MOST_BYTES)
+        self._capacity = max(self._capacity, min(wanted, _MOST_BYTES))
+
+
+def _places(header: TransferHeader, capacity: int) -> tuple[list[int | None], int]:
+    """Where each tensor begins in the first message (None: not in it), and that one's bytes."""
+    end = _aligned(header.num_words * _WORD_BYTES)
+    places: list[int | None] = []
+    for dtype, shape, kind in zip(header.dtypes, header.shapes, header.travels, strict=True):
+        after = _aligned(end + num_bytes(dtype, shape))
+        fits = kind == "cpu" and after <= capacity
+        places.append(end if fits else None)
+        end = after if fits else end
+    return places, end
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _words(flat: torch.Tensor, most: int) -> list[int]:
+    words: list[int] = flat[: most * _WORD_BYTES].view(torch.int64).tolist()
+    return words

@@ -1,0 +1,63 @@
+"""The private torch names that this package needs, in one place that an upgrade has to check.
+
+The same in torch 2.11 to 2.15.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, _SetExcludeDispatchKeyGuard
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._ops import OpOverload as OpOverload
+from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+# What a torch function mode and what a dispatch mode see of `F.grouped_mm`.
+GROUPED_MM = torch._grouped_mm
+GROUPED_MM_OPERATION = torch.ops.aten._grouped_mm.default
+
+
+def run_backward(
+    roots: Sequence[Tensor | GradientEdge],
+    gradients: Sequence[Tensor | None],
+    *,
+    retain_graph: bool,
+    create_graph: bool,
+    inputs: Sequence[Tensor | GradientEdge],
+) -> None:
+    """What `torch.autograd.backward` does in the end.
+
+    Torch puts torch function modes aside for the body of a public function, so that a forward that
+    runs again in that backward would not see them; the engine hands on those in force here.
+    """
+    _engine_run_backward(
+        tuple(roots),
+        tuple(gradients),
+        retain_graph,
+        create_graph,
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+SavedTensorsHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+def saved_tensors_hooks_in_force() -> SavedTensorsHooks | None:
+    """The innermost `torch.autograd.graph.saved_tensors_hooks`, which alone is asked; or None."""
+    hooks: SavedTensorsHooks | None = _top_saved_tensors_default_hooks(False)
+    return hooks
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """Within a dispatch mode: a tensor without graph, whose changes in place are counted."""
+    with _SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often the tensor's memory was changed in place, as autograd counts."""
+    return tensor._version

@@ -1,0 +1,111 @@
+"""Parameters that several ranks hold together, and whose gradients are therefore one sum.
+
+Two cases, one rule: embeddings that the first and the last stage share, and the copies of a stage
+that DualPipe puts on two ranks. Each holder sees only a part of the step, so after it the gradients
+are summed over the holders, which keeps equal parameters equal. That they are equal at first is
+checked, since nothing later would notice. A rank that holds both ends of the pipeline uses one
+`nn.Parameter` in both stages and needs nothing here.
+
+    tied = TiedParameters([stage.embed_tokens.weight], group=first_and_last)
+    executor.step(inputs, targets)
+    tied.reduce_gradients()
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from comm_collectives import all_gather, all_reduce
+
+_DIGEST_BYTES = 32
+
+
+@final
+class TiedParameters:
+    """The parameters that the ranks of `group` hold together, in the same order on each.
+
+    Making it is collective over the group and compares the values, bit by bit through a hash.
+
+    Args:
+        parameters: of any shapes and dtypes.
+        group: the ranks that hold them.
+        timeout_s: limit of each exchange; None: the group's own.
+
+    Raises:
+        ValueError: on every rank of the group: numbers, shapes, dtypes or values differ.
+        CommError: a rank did not come; names it.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        group: ProcessGroup,
+        timeout_s: float | None = None,
+    ) -> None:
+        self._parameters = list(parameters)
+        self._group = group
+        self._timeout_s = timeout_s
+        self._check()
+
+    def reduce_gradients(self) -> None:
+        """Sum the gradients over the holders, in place. Collective over the group.
+
+        A parameter without gradient counts as zero; one that no holder has a gradient of keeps
+        None, so that an optimizer skips it everywhere or nowhere.
+
+        Raises:
+            CommError: a rank did not come, or its gradients have other shapes or dtypes.
+        """
+        found = torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.int64)
+        found = all_reduce(found, group=self._group, timeout_s=self._timeout_s)
+        kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = defaultdict(list)
+        for parameter, holders in zip(self._parameters, found.tolist(), strict=True):
+            if holders:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                kinds[parameter.grad.dtype, parameter.grad.device].append(parameter)
+        for parameters in kinds.values():
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            self._sum(gradients)
+
+    def _sum(self, gradients: list[Tensor]) -> None:
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        flat = all_reduce(flat, group=self._group, timeout_s=self._timeout_s)
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+    def _check(self) -> None:
+        counts = self._gather(torch.tensor([len(self._parameters)]))
+        if len(set(counts.tolist())) > 1:
+            raise ValueError(
+                f"the ranks of the group tie {counts.tolist()} parameters; give each the same ones"
+            )
+        digests = [_digest(parameter) for parameter in self._parameters]
+        mine = torch.tensor(digests, dtype=torch.uint8).reshape(-1, _DIGEST_BYTES)
+        theirs = self._gather(mine).view(len(counts), -1, _DIGEST_BYTES)
+        for index, parameter in enumerate(self._parameters):
+            differs = theirs[:, index].ne(theirs[:1, index]).any(dim=1)
+            if differs.any():
+                others = differs.nonzero().flatten().tolist()
+                raise ValueError(
+                    f"tied parameter {index} (here of shape {tuple(parameter.shape)}, "
+                    f"{parameter.dtype}) differs between rank 0 and ranks {others} of the group; "
+                    "give the holders the same initial values, dtype and shape"
+                )
+
+    def _gather(self, rows: Tensor) -> Tensor:
+        return all_gather(rows, group=self._group, timeout_s=self._timeout_s)
+
+
+def _digest(parameter: Tensor) -> list[int]:
+    flat = parameter.detach().cpu().contiguous().flatten()
+    head = f"{tuple(parameter.shape)} {parameter.dtype}".encode()
+    content = bytes(flat.view(torch.uint8).untyped_storage()) if flat.numel() else b""
+    return list(hashlib.sha256(head + content).digest())

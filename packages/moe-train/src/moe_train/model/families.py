@@ -1,0 +1,283 @@
+"""What a `config.json` means where the families of decoders differ.
+
+A family is data: which keys say that a projection has a bias, which norm queries and keys pass,
+which layers have experts or a window. Nothing here builds a layer: the answers become the options
+of `model.layers`, `model.mla` and `model.rotary`. What is MoE is read by `moe_pipeline.family_of`.
+
+    rules = rules_of("glm4_moe")
+    read = ConfigReader(config_json_dict)
+    rules.qkv_bias(read), rules.sparse_layers(read)
+
+The defaults are those that transformers gives a key that the file lacks.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigReader:
+    """A `config.json` that names what it misses or what it asks for in vain."""
+
+    values: Mapping[str, Any]
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        """The value of the first of these keys that is there and not null."""
+        present = (self.values[name] for name in names if self.values.get(name) is not None)
+        return next(present, default)
+
+    def need(self, *names: str) -> Any:
+        """Like `get`, of a key that has no default.
+
+        Raises:
+            ValueError: there is none.
+        """
+        value = self.get(*names)
+        if value is None:
+            raise ValueError(f"config.json: missing {' or '.join(names)}; add it")
+        return value
+
+    def size(self, *names: str, default: int | None = None) -> int:
+        """A positive integer.
+
+        Raises:
+            ValueError: it is missing without a default, or is something else.
+        """
+        value = self.need(*names) if default is None else self.get(*names, default=default)
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise ValueError(f"config.json: {names[0]}={value!r}; expected a positive integer")
+        return value
+
+
+Flag = Callable[[ConfigReader], bool]
+Layers = Callable[[ConfigReader], tuple[bool, ...]]
+Windows = Callable[[ConfigReader], tuple[int | None, ...]]
+
+
+def _key(name: str, default: bool) -> Flag:
+    return lambda read: bool(read.get(name, default=default))
+
+
+def _always(value: bool) -> Flag:
+    return lambda _: value
+
+
+def _num_layers(read: ConfigReader) -> range:
+    return range(read.size("num_hidden_layers"))
+
+
+def _every_layer(read: ConfigReader) -> tuple[bool, ...]:
+    return tuple(True for _ in _num_layers(read))
+
+
+def _qwen_layers(read: ConfigReader) -> tuple[bool, ...]:
+    dense = set(read.get("mlp_only_layers", default=()))
+    step = read.size("decoder_sparse_step", default=1)
+    return tuple(n not in dense and (n + 1) % step == 0 for n in _num_layers(read))
+
+
+def _behind_dense(default: int) -> Layers:
+    """Every layer from `first_k_dense_replace` on."""
+
+    def layers(read: ConfigReader) -> tuple[bool, ...]:
+        first = read.get("first_k_dense_replace", default=default)
+        return tuple(n >= first for n in _num_layers(read))
+
+    return layers
+
+
+def _ernie_layers(read: ConfigReader) -> tuple[bool, ...]:
+    start, end = read.get("moe_layer_start_index", default=1), read.get("moe_layer_end_index")
+    last = len(_num_layers(read)) - 1 if end in (None, -1) else end
+    step = read.size("moe_layer_interval", default=1)
+    return tuple(start <= n <= last and (n + 1) % step == 0 for n in _num_layers(read))
+
+
+def _no_windows(read: ConfigReader) -> tuple[int | None, ...]:
+    if read.get("sliding_window"):
+        raise ValueError(
+            f"config.json: sliding_window={read.get('sliding_window')} is not supported for "
+            f"model_type={read.get('model_type')!r}, which has none in transformers; use null"
+        )
+    return tuple(None for _ in _num_layers(read))
+
+
+def _one_window(read: ConfigReader) -> tuple[int | None, ...]:
+    """The same in every layer (Mixtral)."""
+    window = read.size("sliding_window") if read.get("sliding_window") else None
+    return tuple(window for _ in _num_layers(read))
+
+
+def _switched_window(read: ConfigReader) -> tuple[int | None, ...]:
+    """The same in every layer, behind a switch (Qwen3-MoE)."""
+    if not read.get("use_sliding_window", default=False):
+        return tuple(None for _ in _num_layers(read))
+    return _one_window(read)
+
+
+def _windows_by_type(default: Callable[[ConfigReader, int], bool]) -> Windows:
+    """By `layer_types`, or by a rule where the file has none."""
+
+    def windows(read: ConfigReader) -> tuple[int | None, ...]:
+        types = read.get("layer_types")
+        if types is None:
+            slides = [default(read, n) for n in _num_layers(read)]
+        else:
+            slides = [_is_sliding(kind) for kind in types]
+        if len(slides) != len(_num_layers(read)):
+            raise ValueError(
+                f"config.json: layer_types names {len(slides)} layers and num_hidden_layers="
+                f"{len(_num_layers(read))}; give one type for each"
+            )
+        if not any(slides):
+            return tuple(None for _ in slides)
+        window = read.size("sliding_window")
+        return tuple(window if slide else None for slide in slides)
+
+    return windows
+
+
+def _is_sliding(kind: object) -> bool:
+    if kind not in ("sliding_attention", "full_attention"):
+        raise ValueError(
+            f"config.json: layer_types has {kind!r}; it is 'full_attention' or 'sliding_attention'"
+        )
+    return kind == "sliding_attention"
+
+
+def _qwen2_slides(read: ConfigReader, layer: int) -> bool:
+    below = layer < read.get("max_window_layers", default=28)
+    return bool(read.get("use_sliding_window", default=False)) and below and layer % 2 == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyRules:
+    """How one `model_type` is read; each attribute says so of the part of its name.
+
+    Attributes:
+        architecture: transformers' class, for `architectures` in the file.
+        qkv_bias, o_bias: whether the attention's projections have biases.
+        qk_norm: the kind of `AttentionOptions.qk_norm`, where `has_qk_norm` says so.
+        sparse_layers: which layers have experts.
+        windows: each layer's sliding window, None for none.
+        rope: what `rope_parameters` is where the file has none.
+        partial_rotary_factor: rotated share of a head where the file does not say.
+        is_rope_interleaved, is_rope_fp32: see `model.layers` and `model.rotary`.
+        has_sinks: attention sinks.
+        is_latent: DeepSeek's latent attention instead of grouped queries.
+        has_mtp: `num_nextn_predict_layers` more layers predict tokens further ahead.
+        head_dim, rms_norm_eps, tie_word_embeddings: where the file does not say; a `head_dim` of 0
+            is the hidden size over the heads.
+    """
+
+    architecture: str
+    qkv_bias: Flag = field(default=_key("attention_bias", False))
+    o_bias: Flag = field(default=_key("attention_bias", False))
+    qk_norm: str = "none"
+    has_qk_norm: Flag = field(default=_always(True))
+    sparse_layers: Layers = field(default=_every_layer)
+    windows: Windows = field(default=_no_windows)
+    rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_theta": 10000.0})
+    partial_rotary_factor: float = 1.0
+    is_rope_interleaved: bool = False
+    is_rope_fp32: bool = False
+    has_sinks: bool = False
+    is_latent: bool = False
+    has_mtp: bool = False
+    head_dim: int = 0
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+
+
+def rules_of(model_type: object) -> FamilyRules:
+    """The rules of a `model_type`.
+
+    Raises:
+        ValueError: no decoder of that type is known.
+    """
+    if isinstance(model_type, str) and model_type in RULES:
+        return RULES[model_type]
+    near = get_close_matches(str(model_type), RULES, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(
+        f"config.json: model_type={model_type!r}; this trainer builds the decoders "
+        f"{', '.join(sorted(RULES))}{hint}"
+    )
+
+
+RULES: Mapping[str, FamilyRules] = {
+    "mixtral": FamilyRules(
+        architecture="MixtralForCausalLM",
+        rms_norm_eps=1e-5,
+        qkv_bias=_always(False),
+        o_bias=_always(False),
+        windows=_one_window,
+        rope={"rope_theta": 1e6},
+    ),
+    "olmoe": FamilyRules(architecture="OlmoeForCausalLM", rms_norm_eps=1e-5, qk_norm="projection"),
+    "qwen2_moe": FamilyRules(
+        architecture="Qwen2MoeForCausalLM",
+        qkv_bias=_key("qkv_bias", True),
+        o_bias=_always(False),
+        sparse_layers=_qwen_layers,
+        windows=_windows_by_type(_qwen2_slides),
+    ),
+    "qwen3_moe": FamilyRules(
+        architecture="Qwen3MoeForCausalLM",
+        qk_norm="head",
+        sparse_layers=_qwen_layers,
+        windows=_switched_window,
+    ),
+    "deepseek_v2": FamilyRules(
+        architecture="DeepseekV2ForCausalLM",
+        sparse_layers=_behind_dense(0),
+        is_rope_interleaved=True,
+        is_latent=True,
+    ),
+    "deepseek_v3": FamilyRules(
+        architecture="DeepseekV3ForCausalLM",
+        sparse_layers=_behind_dense(3),
+        is_rope_interleaved=True,
+        is_latent=True,
+        has_mtp=True,
+    ),
+    "glm4_moe": FamilyRules(
+        architecture="Glm4MoeForCausalLM",
+        rms_norm_eps=1e-5,
+        o_bias=_always(False),
+        qk_norm="head",
+        has_qk_norm=_key("use_qk_norm", False),
+        sparse_layers=_behind_dense(1),
+        partial_rotary_factor=0.5,
+        has_mtp=True,
+    ),
+    "ernie4_5_moe": FamilyRules(
+        architecture="Ernie4_5_MoeForCausalLM",
+        rms_norm_eps=1e-5,
+        qkv_bias=_key("use_bias", False),
+        o_bias=_key("use_bias", False),
+        sparse_layers=_ernie_layers,
+        rope={"rope_theta": 500000.0},
+        is_rope_interleaved=True,
+        is_rope_fp32=True,
+        tie_word_embeddings=True,
+    ),
+    "gpt_oss": FamilyRules(
+        architecture="GptOssForCausalLM",
+        rms_norm_eps=1e-5,
+        qkv_bias=_key("attention_bias", True),
+        o_bias=_key("attention_bias", True),
+        windows=_windows_by_type(lambda _, layer: layer % 2 == 0),
+        rope={
+            "rope_theta": 150000.0,
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        has_sinks=True,
+        head_dim=64,
+    ),
+}

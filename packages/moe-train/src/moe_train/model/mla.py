@@ -1,0 +1,207 @@
+"""Multi-head latent attention: keys and values of all heads come from one small latent per token.
+
+DeepSeek-V2 (arXiv 2405.04434, section 2.1) projects a token down to `kv_lora_rank` numbers and up
+again to each head's key and value; only one rotary key per token, shared by all heads, stands
+beside. Generation therefore keeps kv_lora_rank + qk_rope_head_dim numbers per token instead of
+heads x (key + value), whatever the number of heads.
+
+Invariant: parameters have the names and shapes of transformers' `DeepseekV2Attention` and
+`DeepseekV3Attention`, and so have values and gradients.
+
+    attention = LatentAttention(options, hidden_size=64, num_heads=4, layer=0, device=None,
+                                dtype=torch.float32)
+    y_BSd = attention(x_BSd, context, None)
+
+Shape legend: B sequences, S positions, P positions with those in the cache, H heads,
+d hidden size, C kv_lora_rank, R qk_rope_head_dim, N qk_nope_head_dim, Q = N + R, V v_head_dim.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_train.model.layers import AttentionContext, KeyValueCache
+from moe_train.model.norm import RMSNorm
+from moe_train.model.rotary import rotate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLAOptions:
+    """Sizes and rules of the attention; the names are those of transformers' configurations.
+
+    Attributes:
+        q_lora_rank: width of the queries' latent; None: queries come from the token directly.
+        kv_lora_rank: width of the latent of keys and values.
+        qk_nope_head_dim: width of a head's query and key that has no position.
+        qk_rope_head_dim: width that is rotated; the rotary tables have it too.
+        v_head_dim: width of a head's value.
+        softmax_scale: factor of the scores; `(N + R) ** -0.5`, times YaRN's mscale squared.
+        attention_bias: biases on the projections from and to the hidden size, without `q_proj`.
+        rope_interleave: a pair that is rotated together lies side by side (V2 and V3 as
+            published) instead of half a width apart.
+        rms_norm_eps: of the norms of both latents. transformers' DeepSeek layers take their norm
+            class' default, 1e-6, whatever the model's `rms_norm_eps` is.
+
+    Raises:
+        ValueError: a width that is not positive, an odd rotary width, a scale or eps not positive.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    softmax_scale: float
+    attention_bias: bool
+    rope_interleave: bool
+    rms_norm_eps: float
+
+    def __post_init__(self) -> None:
+        for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            _check_width(name, getattr(self, name))
+        if self.q_lora_rank is not None:
+            _check_width("q_lora_rank", self.q_lora_rank)
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(
+                f"qk_rope_head_dim={self.qk_rope_head_dim} is odd; rotary embeddings turn pairs, "
+                "choose an even number"
+            )
+        for name in ("softmax_scale", "rms_norm_eps"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name}={value!r}; expected a positive finite number")
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of a head's whole query and key."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention of DeepSeek-V2 and V3; see the module's docstring.
+
+    Args:
+        options: widths and rules.
+        hidden_size: width of a token.
+        num_heads: heads of queries, keys and values.
+        layer: number of the layer, for the cache.
+        device: of the parameters.
+        dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        options: MLAOptions,
+        *,
+        hidden_size: int,
+        num_heads: int,
+        layer: int,
+        device: torch.device | None,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.options = options
+        self.layer = layer
+
+        def linear(size_in: int, size_out: int, bias: bool = False) -> nn.Linear:
+            return nn.Linear(size_in, size_out, bias=bias, device=device, dtype=dtype)
+
+        queries = num_heads * options.qk_head_dim
+        eps, bias = options.rms_norm_eps, options.attention_bias
+        if options.q_lora_rank is None:
+            self.q_proj = linear(hidden_size, queries)
+        else:
+            self.q_a_proj = linear(hidden_size, options.q_lora_rank, bias)
+            self.q_a_layernorm = RMSNorm(options.q_lora_rank, eps, device, dtype)
+            self.q_b_proj = linear(options.q_lora_rank, queries)
+        latent = options.kv_lora_rank
+        self.kv_a_proj_with_mqa = linear(hidden_size, latent + options.qk_rope_head_dim, bias)
+        self.kv_a_layernorm = RMSNorm(latent, eps, device, dtype)
+        keys_and_values = options.qk_nope_head_dim + options.v_head_dim
+        self.kv_b_proj = linear(latent, num_heads * keys_and_values)
+        self.o_proj = linear(num_heads * options.v_head_dim, hidden_size, bias)
+
+    def forward(
+        self, x_BSd: Tensor, context: AttentionContext, cache: KeyValueCache | None
+    ) -> Tensor:
+        """Attend within each document; with a cache, `x_BSd` continues the cached positions.
+
+        The cache holds the normed latent and the rotated key, each as one head.
+
+        Args:
+            x_BSd: [B, S, d], in the dtype of the parameters.
+            context: rotary tables of width R, and the mask: of these S positions, or with a cache
+                [1, 1, S, P]; None: causal.
+            cache: of the positions so far, which this batch continues.
+
+        Raises:
+            ValueError: rotary tables of another width.
+        """
+        self._check(context)
+        q_BHSQ = self._queries(x_BSd, context)
+        latent_B1PC, k_rot_B1PR = self._latents(x_BSd, context)
+        if cache is not None:
+            latent_B1PC, k_rot_B1PR = cache.extend(self.layer, latent_B1PC, k_rot_B1PR)
+        k_BHPQ, v_BHPV = self._expand(latent_B1PC, k_rot_B1PR)
+        queries, keys = q_BHSQ.shape[2], k_BHPQ.shape[2]
+        mask = context.mask_B1SS
+        if mask is None and 1 < queries < keys:
+            mask = torch.ones(queries, keys, dtype=torch.bool, device=x_BSd.device)
+            mask = mask.tril(keys - queries)
+        out_BHSV = F.scaled_dot_product_attention(
+            q_BHSQ,
+            k_BHPQ,
+            v_BHPV,
+            attn_mask=mask,
+            is_causal=mask is None and queries == keys,
+            scale=self.options.softmax_scale,
+        )
+        out_BSd: Tensor = self.o_proj(out_BHSV.transpose(1, 2).flatten(2))
+        return out_BSd
+
+    def _queries(self, x_BSd: Tensor, context: AttentionContext) -> Tensor:
+        options = self.options
+        if options.q_lora_rank is None:
+            flat = self.q_proj(x_BSd)
+        else:
+            flat = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSd)))
+        q_BHSQ = flat.unflatten(-1, (-1, options.qk_head_dim)).transpose(1, 2)
+        parts = q_BHSQ.split((options.qk_nope_head_dim, options.qk_rope_head_dim), dim=-1)
+        return torch.cat((parts[0], self._rotate(parts[1], context)), dim=-1)
+
+    def _latents(self, x_BSd: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:
+        """The normed latent [B, 1, S, C] and the rotated shared key [B, 1, S, R]."""
+        options = self.options
+        widths = (options.kv_lora_rank, options.qk_rope_head_dim)
+        latent_BSC, k_BSR = self.kv_a_proj_with_mqa(x_BSd).split(widths, dim=-1)
+        k_rot_B1SR = self._rotate(k_BSR[:, None], context)
+        return self.kv_a_layernorm(latent_BSC)[:, None], k_rot_B1SR
+
+    def _expand(self, latent_B1PC: Tensor, k_rot_B1PR: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [B, H, P, Q] and values [B, H, P, V] of all heads."""
+        options = self.options
+        widths = (options.qk_nope_head_dim, options.v_head_dim)
+        flat = self.kv_b_proj(latent_B1PC[:, 0])
+        k_BHPN, v_BHPV = flat.unflatten(-1, (-1, sum(widths))).transpose(1, 2).split(widths, dim=-1)
+        k_rot_BHPR = k_rot_B1PR.expand(-1, k_BHPN.shape[1], -1, -1)
+        return torch.cat((k_BHPN, k_rot_BHPR), dim=-1), v_BHPV
+
+    def _rotate(self, x: Tensor, context: AttentionContext) -> Tensor:
+        interleaved = self.options.rope_interleave
+        return rotate(x, context.cos_BSD, context.sin_BSD, interleaved=interleaved)
+
+    def _check(self, context: AttentionContext) -> None:
+        width, expected = context.cos_BSD.shape[-1], self.options.qk_rope_head_dim
+        if width != expected:
+            raise ValueError(
+                f"layer {self.layer} got rotary tables of width {width} but qk_rope_head_dim="
+                f"{expected}; make the attention context with head_dim={expected}"
+            )
+
+
+def _check_width(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ValueError(f"{name}={value!r}; expected a positive integer")

@@ -1,0 +1,198 @@
+"""Multi-token prediction: extra decoder layers that predict the token after the next one.
+
+DeepSeek-V3 (arXiv 2412.19437, section 2.2). At depth k = 1 .. D, with h^0 the main model's hidden
+states behind its final norm, for every position i of a document:
+
+    h'_i = eh_proj [ enorm(Emb(t_{i+k})) ; hnorm(h^{k-1}_i) ]      (eq. 21)
+    h^k  = shared_head.norm(block_k(h'))                           (eq. 22)
+    p_i  = softmax(head h^k_i), which predicts t_{i+k+1}           (eq. 23)
+
+and the loss is `mtp_loss_coef / D * sum_k mean_i -log p_i[t_{i+k+1}]` (eq. 24 and 25), the mean
+over the tokens that the main model predicts. Embedding and head are those of the main model. The
+paper writes [h ; Emb]; the published weights, and so this file, have the embedding first.
+
+**The embedding** of the shared tokens is needed on the last stage. With one stage it is there. With
+several the last stage holds a copy under the same name, `model.embed_tokens.weight`: it is drawn
+and stored under the same key, and the gradients of both copies are summed over the ranks of the
+first and of the last stage (`Parallel.embedding_group`), so that both take the same updates.
+
+Stored keys are DeepSeek's: `model.layers.{N}.enorm.weight`, `.hnorm`, `.eh_proj`,
+`.shared_head.norm`, and the decoder layer's own (`model.layers.{N}.self_attn...`) with N from
+num_hidden_layers on. In the module the decoder layer is `mtp_block`, as in transformers'
+`MtpLayer`; `stored_name` leaves that word out. Published checkpoints repeat the shared weights as
+`model.layers.{N}.embed_tokens.weight` and `.shared_head.head.weight` (`SHARED_KEYS`); they are not
+read.
+
+    layer = MTPLayer(decoder_layer, hidden_size=64, rms_norm_eps=1e-6, device=None, dtype=...)
+    tokens = MTPTokens(input_ids_BS, labels_BS, position_ids_BS)
+    out = mtp_loss([layer], normed_BSd, tokens, SharedWeights(embed.weight, head), context)
+    loss = main_loss + mtp_loss_coef * scale * out.loss
+
+Shape legend: B sequences, S positions, d hidden size, V vocabulary, T = B * S.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_pipeline import MoEOutput, recompute
+from moe_train.model.layers import AttentionContext
+from moe_train.model.loss import IGNORED_LABEL, head_loss
+from moe_train.model.norm import RMSNorm
+
+SHARED_KEYS = ("embed_tokens.weight", "shared_head.head.weight")
+"""Endings, behind `model.layers.{N}.`, of the copies of shared weights in published checkpoints."""
+
+_BLOCK = ".mtp_block."
+
+
+@final
+class MTPLayer(nn.Module):
+    """The layer of one depth: two norms, a projection, a decoder layer and the head's norm.
+
+    Args:
+        block: the decoder layer, called as `block(x_BSd, context, None)`; returns the new hidden
+            states, and what its experts reported or None.
+        hidden_size: width of a token.
+        rms_norm_eps: of the three norms.
+        device: of the parameters.
+        dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        *,
+        hidden_size: int,
+        rms_norm_eps: float,
+        device: torch.device | None,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.enorm = RMSNorm(hidden_size, rms_norm_eps, device, dtype)
+        self.hnorm = RMSNorm(hidden_size, rms_norm_eps, device, dtype)
+        self.eh_proj = nn.Linear(
+            2 * hidden_size, hidden_size, bias=False, device=device, dtype=dtype
+        )
+        self.mtp_block = block
+        norm = RMSNorm(hidden_size, rms_norm_eps, device, dtype)
+        self.shared_head = nn.ModuleDict({"norm": norm})
+
+    def forward(
+        self, hidden_BSd: Tensor, embedded_BSd: Tensor, context: AttentionContext
+    ) -> tuple[Tensor, MoEOutput | None]:
+        """Hidden states for the head and the next depth, and what the experts reported.
+
+        Collective as the decoder layer is.
+
+        Args:
+            hidden_BSd: normed hidden states of the depth before; 0: of the main model.
+            embedded_BSd: embeddings of the tokens k places ahead.
+            context: rotary tables and mask of the main model. The shift by k places does not
+                matter, because rotary scores depend on differences of positions alone.
+        """
+        both = torch.cat((self.enorm(embedded_BSd), self.hnorm(hidden_BSd)), dim=-1)
+        out_BSd, routed = self.mtp_block(self.eh_proj(both), context, None)
+        return self.shared_head["norm"](out_BSd), routed
+
+
+@dataclass(frozen=True, slots=True)
+class MTPTokens:
+    """The tokens of a micro-batch as the last stage knows them, int64 [B, S] each.
+
+    `labels_BS` are the main model's: the next token of each place, or -100. Positions start again
+    at 0 with each document.
+    """
+
+    input_ids_BS: Tensor
+    labels_BS: Tensor
+    position_ids_BS: Tensor
+
+    def at_depth(self, depth: int) -> tuple[Tensor, Tensor]:
+        """For each place the token `depth` places ahead, and the label that follows that one.
+
+        The label is -100 where it lies behind the end of the sequence or in another document, or is
+        ignored by the main model. Where there is no token ahead the id is 0: nothing that counts
+        attends to such a place.
+        """
+        length = self.labels_BS.shape[1]
+        last_B1 = self.labels_BS[:, -1:].clamp(min=0)
+        tokens = torch.cat((self.input_ids_BS, last_B1), dim=1)[:, depth:]
+        ahead_BS = F.pad(tokens, (0, depth))[:, :length]
+        labels_BS = F.pad(self.labels_BS[:, depth:], (0, depth), value=IGNORED_LABEL)[:, :length]
+        positions = F.pad(self.position_ids_BS[:, depth:], (0, depth), value=-1)[:, :length]
+        same_document = positions == self.position_ids_BS + depth
+        return ahead_BS, labels_BS.masked_fill(~same_document, IGNORED_LABEL)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedWeights:
+    """The main model's embedding and head, both [V, d]."""
+
+    embedding_Vd: Tensor
+    head_Vd: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class MTPOutput:
+    """What `mtp_loss` returns.
+
+    Attributes:
+        loss: 0-d, fp32 or fp64: cross entropies summed over tokens, averaged over depths, without
+            coefficient.
+        routed: what the experts of each depth reported; None for a dense layer.
+    """
+
+    loss: Tensor
+    routed: list[MoEOutput | None] = field(default_factory=list)
+
+
+def mtp_loss(
+    layers: Sequence[MTPLayer],
+    hidden_BSd: Tensor,
+    tokens: MTPTokens,
+    shared: SharedWeights,
+    context: AttentionContext,
+    *,
+    token_loss: Callable[[Tensor, Tensor, Tensor], Tensor] = head_loss,
+    recomputed: bool = False,
+) -> MTPOutput:
+    """The loss of all depths; its gradient reaches the main model, the embedding and the head.
+
+    Collective as the decoder layers are.
+
+    Args:
+        layers: of depth 1, 2, ...; at least one.
+        hidden_BSd: the main model's hidden states behind its final norm.
+        tokens: of this micro-batch.
+        shared: embedding and head.
+        context: of the main model's layers.
+        token_loss: `(hidden_Td, head_Vd, labels_T)` to a sum of cross entropies without the labels
+            of -100, as `head_loss`.
+        recomputed: keep each depth's inputs only and compute the rest again in backward.
+
+    Raises:
+        ValueError: no layers.
+    """
+    if not layers:
+        raise ValueError("mtp_loss got no layers; leave it out when num_nextn_predict_layers=0")
+    losses, reports = [], []
+    for depth, layer in enumerate(layers, start=1):
+        ahead_BS, labels_BS = tokens.at_depth(depth)
+        embedded_BSd = F.embedding(ahead_BS, shared.embedding_Vd)
+        if recomputed:
+            hidden_BSd, routed = recompute(layer, hidden_BSd, embedded_BSd, context)
+        else:
+            hidden_BSd, routed = layer(hidden_BSd, embedded_BSd, context)
+        losses.append(token_loss(hidden_BSd.flatten(0, 1), shared.head_Vd, labels_BS.flatten()))
+        reports.append(routed)
+    return MTPOutput(torch.stack(losses).mean(), reports)
+
+
+def stored_name(name: str) -> str:
+    """The name under which a parameter of an `MTPLayer` is stored: without `mtp_block`."""
+    return name.replace(_BLOCK, ".")

@@ -1,0 +1,98 @@
+"""The rotary part of a `config.json`, in the spellings of transformers 4 and 5.
+
+Version 4 has `rope_theta` and `partial_rotary_factor` beside `rope_scaling`; version 5 has it all
+in `rope_parameters`, where a key that the file still has outside fills a gap.
+
+    rotary = read_rotary(ConfigReader(values), rules_of("gpt_oss"), head_dim=64)
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from moe_train.model.families import ConfigReader, FamilyRules
+from moe_train.model.rotary import RotaryOptions, YarnOptions, mscale
+
+
+def read_rotary(read: ConfigReader, rules: FamilyRules, head_dim: int) -> RotaryOptions:
+    """How the decoder rotates queries and keys.
+
+    Args:
+        head_dim: width of a head, of which a share is rotated.
+
+    Raises:
+        ValueError: a scaling other than YaRN, or one that differs from layer to layer.
+    """
+    rope = rope_parameters(read, rules)
+    share = rope.get("partial_rotary_factor", rules.partial_rotary_factor)
+    dim = int(head_dim * share)
+    if dim <= 0 or dim % 2:
+        raise ValueError(
+            f"config.json: head_dim={head_dim} with partial_rotary_factor={share} rotates {dim} "
+            "dims; rotary needs a positive even number"
+        )
+    return RotaryOptions(
+        dim=dim,
+        theta=float(rope["rope_theta"]),
+        yarn=_yarn(read, rope) if rope["rope_type"] == "yarn" else None,
+        is_fp32=rules.is_rope_fp32,
+    )
+
+
+def rope_parameters(read: ConfigReader, rules: FamilyRules) -> dict[str, Any]:
+    """The file's rotary keys under their names of transformers 5; `rope_type` is always there.
+
+    Raises:
+        ValueError: a scaling that is not supported.
+    """
+    given = read.get("rope_parameters", "rope_scaling", default={})
+    if not isinstance(given, Mapping) or any(isinstance(v, Mapping) for v in given.values()):
+        raise ValueError(
+            f"config.json: rope_parameters={given!r} is not supported; give one set of rotary "
+            "parameters for all layers"
+        )
+    outside = {
+        name: read.get(name)
+        for name in ("rope_theta", "partial_rotary_factor")
+        if read.get(name) is not None
+    }
+    inside = {name: value for name, value in given.items() if value is not None}
+    # A family's own scaling holds for files that say nothing of scaling.
+    default = {"rope_theta": rules.rope["rope_theta"]} if given else rules.rope
+    rope = {**default, **outside, **inside}
+    rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
+    if rope["rope_type"] not in ("default", "yarn"):
+        raise ValueError(
+            f"config.json: rope_type={rope['rope_type']!r} is not supported; use 'default' or "
+            "'yarn'"
+        )
+    return rope
+
+
+def latent_softmax_scale(rope: Mapping[str, Any], qk_head_dim: int) -> float:
+    """Factor of the scores of DeepSeek's attention, which YaRN's mscale changes twice."""
+    scale = float(qk_head_dim**-0.5)
+    all_dims = rope.get("mscale_all_dim", 0)
+    if rope["rope_type"] == "default" or not all_dims:
+        return scale
+    return scale * mscale(rope["factor"], all_dims) ** 2
+
+
+def _yarn(read: ConfigReader, rope: Mapping[str, Any]) -> YarnOptions:
+    longest = read.get("max_position_embeddings", default=1)
+    original = read.get("original_max_position_embeddings")
+    original = original or rope.get("original_max_position_embeddings", longest)
+    factor = rope.get("factor") or longest / original
+    attention_factor = rope.get("attention_factor")
+    if attention_factor is None:
+        one, every = rope.get("mscale"), rope.get("mscale_all_dim")
+        attention_factor = mscale(factor)
+        if one and every:
+            attention_factor = mscale(factor, one) / mscale(factor, every)
+    return YarnOptions(
+        factor=float(factor),
+        original_max_position_embeddings=int(original),
+        attention_factor=float(attention_factor),
+        beta_fast=float(rope.get("beta_fast", 32.0)),
+        beta_slow=float(rope.get("beta_slow", 1.0)),
+        truncate=bool(rope.get("truncate", True)),
+    )

@@ -1,0 +1,35 @@
+"""Which decoder a `config.json` or a checkpoint folder describes.
+
+A folder is believed where its weights and its `config.json` disagree about multi-token prediction:
+transformers writes `num_nextn_predict_layers` but drops those layers' weights.
+
+    config = read_decoder(Path("checkpoint-250"))
+"""
+
+from itertools import takewhile
+from pathlib import Path
+
+from moe_train.model.config import DecoderConfig
+from unified_ckpt import CheckpointError, read_index
+
+
+def read_decoder(source: Path) -> DecoderConfig:
+    """The decoder of a `config.json`, or of a folder that holds one.
+
+    In a folder with weights, the layers for multi-token prediction are those that it has weights
+    of, at most `num_nextn_predict_layers`.
+
+    Raises:
+        ValueError: the file cannot be used.
+    """
+    config = DecoderConfig.from_file(source)
+    if not config.mtp_layers or not source.is_dir():
+        return config
+    try:
+        keys = read_index(source, "model").keys()
+    except CheckpointError:
+        # A folder without readable weights; whoever loads them says what is wrong.
+        return config
+    present = [f"model.layers.{n}.eh_proj.weight" in keys for n in config.mtp_layers]
+    count = len(list(takewhile(bool, present)))
+    return config if count == len(present) else config.with_mtp_layers(count)

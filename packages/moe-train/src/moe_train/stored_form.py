@@ -1,0 +1,109 @@
+"""Under which keys, and in which layout, transformers stores the tensors of a decoder.
+
+Two catalogues are joined: `moe_pipeline.family_of` says how a family names and lays out the tensors
+of an MoE block in memory, weight-convert how a fused expert tensor is cut into stored tensors. What
+remains is here: the few names that differ on disk, and multi-token prediction.
+
+    form = stored_form("mixtral", "model.layers.0.mlp.experts.down_proj", (8, 64, 96))
+    form.views[3].key      # "model.layers.0.block_sparse_moe.experts.3.w2.weight"
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_pipeline import family_of
+from moe_train.model.mtp import stored_name
+from weight_convert import FamilySpec, FusedExperts, StoredView, get_spec
+
+_BLOCK = re.compile(r"(?P<layer>.+\.layers\.\d+)\.mlp\.(?P<rest>.+)")
+
+_MIXTRAL = FamilySpec(
+    model_type="mixtral",
+    experts=(
+        FusedExperts(
+            fused="{layer}.mlp.experts.gate_up_proj",
+            parts=(
+                "{layer}.block_sparse_moe.experts.{expert}.w1.weight",
+                "{layer}.block_sparse_moe.experts.{expert}.w3.weight",
+            ),
+        ),
+        FusedExperts(
+            fused="{layer}.mlp.experts.down_proj",
+            parts=("{layer}.block_sparse_moe.experts.{expert}.w2.weight",),
+        ),
+    ),
+    router="{layer}.block_sparse_moe.gate.weight",
+    num_experts_keys=("num_local_experts", "num_experts"),
+)
+
+# Names of transformers' modules that its files spell differently.
+_RENAMED_ON_DISK: Mapping[str, tuple[str, str]] = {
+    "mixtral": (".mlp.", ".block_sparse_moe."),
+    "ernie4_5_moe": (".mlp.gate.moe_statics.", ".mlp.moe_statics."),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredForm:
+    """How one tensor in memory is stored.
+
+    Attributes:
+        shape: its shape in the stored layout, over all ranks.
+        views: which boxes of it, in that layout, are which stored tensors.
+        to_stored, to_memory: change its layout and undo that. Experts stay on dim 0, so both work
+            on any range of them; the result shares memory where the layouts are the same.
+    """
+
+    shape: tuple[int, ...]
+    views: tuple[StoredView, ...]
+    to_stored: Callable[[Tensor], Tensor]
+    to_memory: Callable[[Tensor], Tensor]
+
+
+def stored_form(model_type: str, name: str, shape: tuple[int, ...]) -> StoredForm:
+    """The stored form of the parameter or buffer `name` of a `DecoderStage`.
+
+    Args:
+        model_type: the family.
+        shape: of the whole tensor, over all ranks.
+    """
+    name = stored_name(name)
+    block = _BLOCK.fullmatch(name)
+    keys = {key.ours: key for key in family_of(model_type).block_keys}
+    if block is None or block["rest"] not in keys:
+        return _plain(name, shape)
+    key = keys[block["rest"]]
+    spec = _spec_of_experts(model_type)
+    if spec is not None and spec.fused_group(name) is not None:
+        views = spec.stored_views(name, shape)
+        return StoredForm(shape=shape, views=views, to_stored=key.to_theirs, to_memory=key.to_ours)
+    old, new = _RENAMED_ON_DISK.get(model_type, ("", ""))
+    theirs = f"{block['layer']}.mlp.{key.theirs}".replace(old, new)
+    stored_shape = tuple(key.to_theirs(torch.empty(shape, device="meta")).shape)
+    return StoredForm(
+        shape=stored_shape,
+        views=_plain(theirs, stored_shape).views,
+        to_stored=key.to_theirs,
+        to_memory=key.to_ours,
+    )
+
+
+def _plain(name: str, shape: tuple[int, ...]) -> StoredForm:
+    """A tensor that is stored as it is."""
+    view = StoredView(key=name, offset=(0,) * len(shape), shape=shape, stored_shape=shape)
+    return StoredForm(shape=shape, views=(view,), to_stored=_same, to_memory=_same)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _spec_of_experts(model_type: str) -> FamilySpec | None:
+    """How fused experts are cut; None for GPT-OSS, which stores them fused."""
+    if model_type == "gpt_oss":
+        return None
+    return _MIXTRAL if model_type == "mixtral" else get_spec("qwen3_moe")

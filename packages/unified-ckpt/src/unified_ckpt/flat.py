@@ -1,0 +1,84 @@
+"""Flat ranges of row-major tensors as boxes: what sharding stage 1 and flat FSDP parameters hold.
+
+A rank that holds elements 5 to 20 of a (4, 6) tensor holds the end of a row, whole rows, and the
+start of another: at most 2 * dims - 1 boxes, whose row-major elements follow each other in the
+range. So a flat shard is planned, checked, written and read like any other.
+
+    flat_boxes((4, 6), 5, 20)  # [((0, 5), (1, 1)), ((1, 0), (2, 6)), ((3, 0), (1, 2))]
+"""
+
+import math
+from collections.abc import Sequence
+
+Shape = tuple[int, ...]
+Box = tuple[Shape, Shape]  # (offset, shape)
+
+
+def flat_boxes(shape: Shape, begin: int, end: int) -> list[Box]:
+    """Decompose elements `begin` to `end` of a row-major tensor into (offset, shape) boxes.
+
+    The boxes are in row-major order and none is empty; an empty range gives none.
+
+    Raises:
+        ValueError: the range does not lie inside the tensor.
+    """
+    if not 0 <= begin <= end <= math.prod(shape):
+        raise ValueError(
+            f"flattened_range ({begin}, {end}) does not lie in the {math.prod(shape)} elements "
+            f"of {shape}"
+        )
+    return _boxes(shape, begin, end) if begin < end else []
+
+
+def _boxes(shape: Shape, begin: int, end: int) -> list[Box]:
+    if not shape:
+        return [((), ())]
+    inner = math.prod(shape[1:])
+    first, last = begin // inner, (end - 1) // inner
+    starts_inside, ends_inside = begin % inner != 0, end % inner != 0
+    if first == last and (starts_inside or ends_inside):
+        return _row(shape, first, begin - first * inner, end - first * inner)
+    head = _row(shape, first, begin - first * inner, inner) if starts_inside else []
+    tail = _row(shape, last, 0, end - last * inner) if ends_inside else []
+    top, bottom = first + starts_inside, last + 1 - ends_inside
+    rest = (0,) * (len(shape) - 1)
+    middle = [((top, *rest), (bottom - top, *shape[1:]))] if bottom > top else []
+    return [*head, *middle, *tail]
+
+
+def _row(shape: Shape, row: int, begin: int, end: int) -> list[Box]:
+    return [((row, *o), (1, *s)) for o, s in _boxes(shape[1:], begin, end)]
+
+
+def flat_buffer_ranges(
+    numels: Sequence[int], *, num_ranks: int, rank: int, align: int = 1
+) -> list[tuple[int, int]]:
+    """Return which elements of every parameter lie in a rank's part of one flat buffer.
+
+    The parameters stand one after the other, each at a multiple of `align` elements; the buffer is
+    padded to a multiple of `num_ranks * align` and cut into equal parts (stage 1 with split
+    parameters in Paddle, flat parameters in FSDP). Padding belongs to no parameter.
+
+    Args:
+        numels: elements of each parameter, in the buffer's order.
+
+    Returns:
+        One (begin, end) per parameter, (0, 0) where the rank holds nothing of it.
+    """
+    if num_ranks < 1 or not 0 <= rank < num_ranks or align < 1:
+        raise ValueError(
+            f"rank {rank} of num_ranks={num_ranks} with align={align}; "
+            "expected 0 <= rank < num_ranks and align >= 1"
+        )
+    starts, position = [], 0
+    for numel in numels:
+        starts.append(position)
+        position += -(-numel // align) * align
+    unit = num_ranks * align
+    part = -(-position // unit) * unit // num_ranks
+    low, high = rank * part, (rank + 1) * part
+    ranges = []
+    for start, numel in zip(starts, numels, strict=True):
+        begin, end = max(low - start, 0), min(high - start, numel)
+        ranges.append((begin, end) if begin < end else (0, 0))
+    return ranges

@@ -1,0 +1,127 @@
+"""Where each wanted tensor is read from: its own key and part, or what options say stands for it.
+
+A want may be read from the key that it is tied to, a model's weight from the master weights (saved
+with `skip_save_model_weight`), and a master weight from the model's (`master_weight_compatible`).
+
+    sources = Sources(checkpoint, LoadOptions())
+    sources.find("model", "lm_head.weight")  # Source(part="model", key="embed.weight", cast=False)
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from unified_ckpt.checkpoint import Checkpoint
+from unified_ckpt.errors import CorruptCheckpointError, LoadError
+from unified_ckpt.options import MASTER_WEIGHTS, MODEL, LoadOptions
+from unified_ckpt.part_index import PartIndex
+from unified_ckpt.request import STATE_NAME
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A stored tensor that stands for a want; `cast` says that its dtype may differ."""
+
+    part: str
+    key: str
+    cast: bool
+
+
+class Sources:
+    """Looks wants up in a checkpoint.
+
+    Attributes:
+        values: Python values of the checkpoint by dotted path.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, options: LoadOptions) -> None:
+        self._checkpoint = checkpoint
+        self._options = options
+        self._indexes: dict[str, PartIndex | None] = {}
+        content = _read_state_file(checkpoint)
+        self.values: Mapping[str, Any] = content.get("values", {})
+        self._tied = {**content.get("tied", {}), **options.tied}
+        self._skipped_model = bool(content.get("skip_save_model_weight", False))
+
+    def index(self, part: str) -> PartIndex:
+        """Return the index of a part.
+
+        Raises:
+            LoadError: the checkpoint holds no such part.
+        """
+        found = self._index_if_any(part)
+        return found if found is not None else PartIndex(self._checkpoint, part)
+
+    def has_part(self, part: str) -> bool:
+        """Whether the checkpoint holds a part."""
+        return self._index_if_any(part) is not None
+
+    def find(self, part: str, key: str) -> Source | None:
+        """Return what stands for a tensor of a part, None if nothing does."""
+        for source, cast in self._parts_for(part):
+            index = self._index_if_any(source)
+            if index is not None:
+                if key in index:
+                    return Source(source, key, cast)
+                tied = self._tied_key(key)
+                if tied is not None and tied in index:
+                    return Source(source, tied, cast)
+        return None
+
+    def require_part(self, part: str) -> None:
+        """Check that a part, or one that stands for it, is stored.
+
+        Raises:
+            LoadError: none is.
+        """
+        if all(self._index_if_any(source) is None for source, _ in self._parts_for(part)):
+            self.index(part)
+
+    def _parts_for(self, part: str) -> list[tuple[str, bool]]:
+        if part == MASTER_WEIGHTS and self._options.remove_master_weight:
+            return [(MODEL, True)]
+        if part == MASTER_WEIGHTS and self._options.master_weight_compatible:
+            return [(part, False), (MODEL, True)]
+        if part == MODEL and self._skipped_model:
+            return [(part, False), (MASTER_WEIGHTS, True)]
+        return [(part, False)]
+
+    def _tied_key(self, key: str) -> str | None:
+        if not self._tied:
+            return None
+        parameter, slash, state = key.partition("/")
+        stored = self._tied.get(parameter)
+        return None if stored is None else f"{stored}{slash}{state}"
+
+    def _index_if_any(self, part: str) -> PartIndex | None:
+        if part not in self._indexes:
+            try:
+                self._indexes[part] = PartIndex(self._checkpoint, part)
+            except CorruptCheckpointError:
+                raise
+            except LoadError:
+                self._indexes[part] = None
+        return self._indexes[part]
+
+
+def _read_state_file(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the contents of `unified_ckpt.json`, empty if there is none.
+
+    Raises:
+        CorruptCheckpointError: it is not what this package writes.
+    """
+    path = checkpoint.folder / STATE_NAME
+    if not path.is_file() and (
+        checkpoint.manifest is None or STATE_NAME not in checkpoint.manifest.files
+    ):
+        return {}
+    try:
+        content = json.loads(checkpoint.read_file(STATE_NAME))
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{path}: not JSON: {error}") from error
+    if not isinstance(content, dict) or not all(
+        isinstance(content.get(name, {}), dict) for name in ("values", "tied")
+    ):
+        raise CorruptCheckpointError(f"{path}: values and tied must be objects")
+    return content

@@ -1,0 +1,191 @@
+"""The saver processes of all ranks meet before each snapshot is used, in a gloo group of their own.
+
+They meet through a store that the first rank's trainer hosts. For each snapshot there is one
+verdict, written once: `go` when all have arrived, or the failure of the first rank that said that
+it cannot come. So all ranks take a snapshot or none does. Saves run over the last gloo group where
+every saver still has it, else over a new one; a saver that was started anew joins at the next
+snapshot. No trainer takes part.
+
+    meeting = SaverMeeting(store, rank=0, size=2, timeout_s=60)
+    meeting.enter(1, note={}, save=True)
+    ...  # save over the default group
+    meeting.leave()  # after an error: the next meeting makes a new group
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from unified_ckpt._torch_private import PrefixStore, Store, TCPStore
+from unified_ckpt.errors import SaveError, SavePeerError
+
+_PREFIX = "unified-ckpt-savers"
+_KEPT_VERDICTS = 64  # far more than snapshots can be under way
+_POLL_S = (0.001, 0.05)  # the first and the longest pause between two looks at the store
+
+
+def host_store(*, timeout_s: float) -> TCPStore:
+    """Open the store on a free port of this machine; `port` tells which."""
+    return TCPStore(
+        "0.0.0.0",
+        0,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def connect_store(host: str, port: int, *, timeout_s: float) -> TCPStore:
+    """Connect to the store that `host_store` opened."""
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+
+def post_failure(store: Store, number: int, text: str) -> None:
+    """Tell all savers that a rank cannot take part in a snapshot, unless they agreed already."""
+    _post(store, number, {"error": text})
+
+
+def _post(store: Store, number: int, verdict: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the verdict if there is none yet; return the one that holds."""
+    held = store.compare_set(f"{_PREFIX}/{number}/verdict", "", json.dumps(verdict))
+    found: dict[str, Any] = json.loads(bytes(held))
+    return found
+
+
+class SaverMeeting:
+    """One saver's part in the meetings; a single rank meets nobody.
+
+    Args:
+        store: connected to the first rank's trainer; None for a single rank.
+        rank: of this saver, its trainer's rank in the trainer's group.
+        size: number of savers.
+        timeout_s: bound on each wait for the others.
+    """
+
+    def __init__(self, store: Store | None, *, rank: int, size: int, timeout_s: float) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._timeout_s = timeout_s
+        self._group = -1  # the number of the save whose group is still open
+        self._past: list[int] = []  # snapshots that the store still knows, on the first rank
+
+    def enter(self, number: int, *, note: Mapping[str, Any], save: bool) -> None:
+        """Wait for all savers to come to a snapshot; collective over the savers.
+
+        Args:
+            number: of the snapshot, the same on all ranks.
+            note: JSON types that must be equal on all ranks.
+            save: whether a group is needed afterwards.
+
+        Raises:
+            SaveError: some saver cannot come, did not come in time, or brought another note.
+            SavePeerError: the store or the new group failed.
+        """
+        if self._store is None:
+            return
+        try:
+            mine = {"group": self._group, "note": dict(note)}
+            self._store.set(_here(number, self._rank), json.dumps(mine))
+            verdict = self._decide(number) if self._rank == 0 else self._await(number)
+            if verdict["error"]:
+                raise SaveError(verdict["error"])
+            if save and verdict["group"] != self._group:
+                self._form(verdict["group"])
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, SaveError):
+                raise
+            raise SavePeerError(
+                f"rank {self._rank}'s saver process could not meet the others for snapshot "
+                f"{number}: {error}"
+            ) from error
+
+    def agreed(self, number: int) -> bool:
+        """Whether the verdict about a snapshot, which must be there, was to use it."""
+        if self._store is None:
+            return True
+        return not _post(self._store, number, {"error": "its saver process died"})["error"]
+
+    def leave(self) -> None:
+        """Give up the group; the next meeting that needs one makes a new one."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._group = -1
+
+    def _decide(self, number: int) -> dict[str, Any]:
+        """The first rank reads what all have and writes the verdict."""
+        for rank in range(self._size):
+            self._wait(number, _here(number, rank))
+        if self._has(f"{_PREFIX}/{number}/verdict"):
+            return self._post(number, {"error": ""})
+        here = [json.loads(self._read(_here(number, rank))) for rank in range(self._size)]
+        for rank, other in enumerate(here):
+            if other["note"] != here[0]["note"]:
+                text = (
+                    f"rank 0's saver process has {here[0]['note']}, but rank {rank}'s has "
+                    f"{other['note']}; all ranks must make the same calls"
+                )
+                return self._post(number, {"error": text})
+        groups = {other["group"] for other in here}
+        group = groups.pop() if groups != {-1} and len(groups) == 1 else number
+        verdict = self._post(number, {"error": "", "group": group})
+        self._forget(number)
+        return verdict
+
+    def _await(self, number: int) -> dict[str, Any]:
+        self._wait(number, f"{_PREFIX}/{number}/verdict")
+        return self._post(number, {"error": "no verdict"})
+
+    def _wait(self, number: int, key: str) -> None:
+        """Wait for a key or a verdict; write the verdict that the time is over, if it is."""
+        deadline, pause_s = time.monotonic() + self._timeout_s, _POLL_S[0]
+        while not (self._has(key) or self._has(f"{_PREFIX}/{number}/verdict")):
+            if time.monotonic() > deadline:
+                absent = [r for r in range(self._size) if not self._has(_here(number, r))]
+                text = (
+                    f"the saver processes of ranks {absent or [0]} did not come to snapshot "
+                    f"{number} within {self._timeout_s:g} s; rank {self._rank}'s waited for them"
+                )
+                self._post(number, {"error": text})
+                return
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_S[1])
+
+    def _forget(self, number: int) -> None:
+        """Remove from the store what nobody asks for any more."""
+        self._past.append(number)
+        if self._store is None or len(self._past) <= _KEPT_VERDICTS:
+            return
+        old = self._past.pop(0)
+        for key in (f"{_PREFIX}/{old}/verdict", *(_here(old, r) for r in range(self._size))):
+            self._store.delete_key(key)
+
+    def _post(self, number: int, verdict: Mapping[str, Any]) -> dict[str, Any]:
+        return {} if self._store is None else _post(self._store, number, verdict)
+
+    def _read(self, key: str) -> bytes:
+        return b"" if self._store is None else bytes(self._store.get(key))
+
+    def _has(self, key: str) -> bool:
+        return self._store is not None and bool(self._store.check([key]))
+
+    def _form(self, group: int) -> None:
+        self.leave()
+        if self._store is None:
+            return
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore(f"{_PREFIX}/group-{group}", self._store),
+            rank=self._rank,
+            world_size=self._size,
+            timeout=timedelta(seconds=self._timeout_s),
+        )
+        self._group = group
+
+
+def _here(number: int, rank: int) -> str:
+    return f"{_PREFIX}/{number}/here/{rank}"

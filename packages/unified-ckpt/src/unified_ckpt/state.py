@@ -1,0 +1,277 @@
+"""A nested state dict as shards by part and plain values by path, and the way back.
+
+The keys at the top are parts: `{"model": model, "optimizer": optimizer, "scheduler": {...}}`.
+Tensors inside become stored tensors under their dotted keys, optimizer states under their
+parameter's key, and Python values (bool, int, float, str, None, lists and dicts of them) JSON.
+A tensor at the top belongs to the part `model`; a sequence of `Shard`s at the top is a part.
+
+    flat = flatten_state({"model": model, "epoch": 3})
+    flat.parts["model"], flat.values["epoch"].get()
+"""
+
+import re
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from unified_ckpt.dtensor import dtensor_shards, is_dtensor
+from unified_ckpt.layouts import Layout, LocalBox
+from unified_ckpt.optimizer_state import (
+    MASTER_NAMES,
+    MOMENTS,
+    hyperparameters,
+    is_optimizer_state,
+    optimizer_entries,
+)
+from unified_ckpt.options import MASTER_WEIGHTS, MODEL
+from unified_ckpt.shard import Shard
+
+StateDict = Mapping[str, Any]
+OptimizerHook = Callable[[torch.optim.Optimizer, str], None]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object that keeps its own state: modules, schedulers, data loaders; torch's protocol."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Take a state."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueSlot:
+    """Where a Python value stands in a state dict."""
+
+    container: Any
+    key: Any
+
+    def get(self) -> Any:
+        """Return the value that stands there."""
+        return self.container[self.key]
+
+    def put(self, value: Any) -> None:
+        """Replace the value."""
+        self.container[self.key] = value
+
+
+@dataclass(frozen=True, slots=True)
+class FlatState:
+    """A state dict in pieces.
+
+    Attributes:
+        parts: shards by part, in boxes (no flat ranges).
+        values: where each Python value stands, by dotted path.
+        empty: likewise, empty collections at the top: parts without tensors, or values.
+        flat_keys: by part, keys that were given as flat ranges.
+        bare: (part, parameter) pairs of which an optimizer has no state yet.
+        stateful: objects, and a list of one: the state dict that they gave and will take back.
+    """
+
+    parts: dict[str, list[Shard]] = field(default_factory=dict)
+    values: dict[str, ValueSlot] = field(default_factory=dict)
+    empty: dict[str, ValueSlot] = field(default_factory=dict)
+    flat_keys: dict[str, set[str]] = field(default_factory=dict)
+    bare: list[tuple[str, str]] = field(default_factory=list)
+    stateful: list[tuple[Stateful, list[dict[str, Any]]]] = field(default_factory=list)
+
+
+def flatten_state(
+    state_dict: StateDict,
+    *,
+    layout: Layout | None = None,
+    ignored_keys: Sequence[str] = (),
+    optimizer_hook: OptimizerHook | None = None,
+) -> FlatState:
+    """Take a state dict apart; nothing is copied.
+
+    Args:
+        layout: boxes of plain tensors; those that it does not know are whole.
+        ignored_keys: regular expressions that leave out what they are found in.
+        optimizer_hook: called with each optimizer and its part before its state is read.
+
+    Raises:
+        TypeError: a leaf is neither a tensor nor JSON; the message names its path.
+        ValueError: a tensor does not fit its box, or a DTensor is `Partial`.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict is a {type(state_dict).__name__}; expected a mapping")
+    walker = _Walker(layout, ignored_keys, optimizer_hook)
+    for name, value in state_dict.items():
+        walker.visit_top(name, state_dict, value)
+    return walker.flat
+
+
+def find_tied_keys(state_dict: Mapping[str, Any]) -> dict[str, str]:
+    """Return alias -> first key of plain tensors that are the same memory, for `tied` options.
+
+    The first of them in the order of `state_dict` is the stored key, as in transformers, whose
+    models name the embedding before the head. Under pipeline parallelism the two may be on
+    different ranks, which only the caller knows.
+    """
+    first: dict[tuple[Any, ...], str] = {}
+    tied = {}
+    for key, tensor in state_dict.items():
+        if not isinstance(tensor, torch.Tensor) or is_dtensor(tensor) or not tensor.numel():
+            continue
+        memory = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        if first.setdefault(memory, key) != key:
+            tied[key] = first[memory]
+    return tied
+
+
+class _Walker:
+    """Goes through a nested state dict once; see `flatten_state`."""
+
+    def __init__(
+        self, layout: Layout | None, ignored_keys: Sequence[str], hook: OptimizerHook | None
+    ) -> None:
+        self.flat = FlatState()
+        self._layout = layout
+        self._ignored = [re.compile(pattern) for pattern in ignored_keys]
+        self._hook = hook
+
+    def visit_top(self, name: str, container: StateDict, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self._add_tensor(MODEL, name, value)
+        elif isinstance(value, Shard):
+            self._add_shards(MODEL, [value])
+        elif isinstance(value, list | tuple) and _holds_tensors(value):
+            self._add_shards(name, value)
+        elif isinstance(value, Mapping | list | tuple) and not value:
+            self.flat.parts.setdefault(name, [])
+            self.flat.empty[name] = ValueSlot(container, name)
+        else:
+            self._visit(name, "", container, name, value)
+
+    def _visit(self, part: str, key: str, container: Any, place: Any, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self._add_tensor(part, key, value)
+        elif isinstance(value, Shard):
+            self._add_shards(part, [value])
+        elif is_optimizer_state(value):
+            self._visit_optimizer(part, key, value)
+        elif isinstance(value, Stateful):
+            holder = [value.state_dict()]
+            self.flat.stateful.append((value, holder))
+            self._visit(part, key, holder, 0, holder[0])
+        elif isinstance(value, Mapping) and (
+            _holds_tensors(value) or self._ignores_inside(f"{part}.{key}" if key else part, value)
+        ):
+            for name, item in value.items():
+                self._visit(part, f"{key}.{name}" if key else str(name), value, name, item)
+        elif _are_shards(value):
+            self._add_shards(part, value)
+        elif isinstance(value, list | tuple) and _holds_tensors(value):
+            for number, item in enumerate(value):
+                self._visit(part, f"{key}.{number}", value, number, item)
+        else:
+            self._add_value(f"{part}.{key}" if key else part, container, place, value)
+
+    def _visit_optimizer(self, part: str, key: str, value: Any) -> None:
+        prefix = f"{key}." if key else ""
+        if isinstance(value, torch.optim.Optimizer) and self._hook is not None:
+            self._hook(value, part)
+        entries, groups = optimizer_entries(value, part)
+        for name, state in entries:
+            if not state:
+                self.flat.bare.append((part, f"{prefix}{name}"))
+            for state_name, item in state.items():
+                self._visit_state(part, f"{prefix}{name}", state_name, state, item)
+        for number, group in enumerate(groups):
+            for field_name in hyperparameters(group):
+                place = f"{prefix}param_groups.{number}.{field_name}"
+                self._visit(part, place, group, field_name, group[field_name])
+
+    def _visit_state(
+        self, part: str, name: str, state_name: str, state: MutableMapping[str, Any], item: Any
+    ) -> None:
+        if state_name in MASTER_NAMES and isinstance(item, torch.Tensor):
+            self._add_tensor(MASTER_WEIGHTS, name, item)
+        else:
+            stored = f"{name}/{MOMENTS.get(state_name, state_name)}"
+            self._visit(part, stored, state, state_name, item)
+
+    def _add_value(self, path: str, container: Any, place: Any, value: Any) -> None:
+        if not self._is_ignored(path):
+            self.flat.values[path] = ValueSlot(container, place)
+
+    def _add_tensor(self, part: str, key: str, tensor: torch.Tensor) -> None:
+        self._add_shards(part, place_tensor(key, tensor, self._layout))
+
+    def _add_shards(self, part: str, shards: Sequence[Shard]) -> None:
+        held = self.flat.parts.setdefault(part, [])
+        for shard in shards:
+            if not isinstance(shard, Shard):
+                raise TypeError(f"part {part!r} holds a {type(shard).__name__}; expected Shard")
+            if self._ignored and self._is_ignored(shard.key):
+                continue
+            if shard.flattened_range is None:
+                held.append(shard)
+            else:
+                self.flat.flat_keys.setdefault(part, set()).add(shard.key)
+                held += shard.boxes()
+
+    def _ignores_inside(self, path: str, value: Mapping[Any, Any]) -> bool:
+        return bool(self._ignored) and any(
+            self._is_ignored(f"{path}.{name}")
+            or (isinstance(item, Mapping) and self._ignores_inside(f"{path}.{name}", item))
+            for name, item in value.items()
+        )
+
+    def _is_ignored(self, key: str) -> bool:
+        return any(pattern.search(key) for pattern in self._ignored)
+
+
+def place_tensor(key: str, tensor: torch.Tensor, layout: Layout | None) -> Sequence[Shard]:
+    """Return what a tensor is of which stored tensors: its placements or the layout say it."""
+    if is_dtensor(tensor):
+        return dtensor_shards(key, tensor)
+    box = _ask(layout, key, tensor)
+    parameter, slash, state = key.partition("/")
+    if box is None and slash and tensor.dim():
+        box = _ask(layout, parameter, tensor)
+        if isinstance(box, LocalBox):
+            box = box if box.fits(tensor) else None
+        elif box is not None:
+            box = [_renamed(shard, f"{shard.key}/{state}") for shard in box]
+    if box is None:
+        return [LocalBox.whole(tensor.shape).shard(key, tensor)]
+    return [box.shard(key, tensor)] if isinstance(box, LocalBox) else box
+
+
+def _ask(
+    layout: Layout | None, key: str, tensor: torch.Tensor
+) -> LocalBox | Sequence[Shard] | None:
+    if layout is None:
+        return None
+    return layout.get(key) if isinstance(layout, Mapping) else layout(key, tensor)
+
+
+def _renamed(shard: Shard, key: str) -> Shard:
+    return Shard(
+        key=key,
+        tensor=shard.tensor,
+        global_shape=shard.global_shape,
+        offset=shard.offset,
+        local_shape=shard.local_shape,
+        flattened_range=shard.flattened_range,
+        replica_id=shard.replica_id,
+    )
+
+
+def _are_shards(value: object) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], Shard)
+
+
+def _holds_tensors(value: object) -> bool:
+    """Whether anything in a value is not for JSON; what holds none is stored as one value."""
+    if isinstance(value, torch.Tensor | Shard | torch.optim.Optimizer | Stateful):
+        return True
+    if isinstance(value, Mapping):
+        return any(_holds_tensors(item) for item in value.values())
+    return isinstance(value, list | tuple) and any(_holds_tensors(item) for item in value)
