@@ -55,7 +55,7 @@ class Framing:
                 messages.append(flat.to(kind))
             else:
                 first[place : place + flat.numel()] = flat
-        self._grow(header)
+        self._grow(header, places)
         return messages
 
     def unpack(
@@ -91,10 +91,12 @@ class Framing:
             else:
                 flat = first[place : place + size].clone()
             tensors.append(from_bytes(flat, dtype, shape))
-        self._grow(header)
+        self._grow(header, places)
         return header, tensors
 
-    def _grow(self, header: TransferHeader) -> None:
+    def _grow(self, header: TransferHeader, places: Sequence[int | None]) -> None:
+        if self._capacity == _MOST_BYTES or None not in places:
+            return
         _, wanted = _places(header, _MOST_BYTES)
         self._capacity = max(self._capacity, min(wanted, _MOST_BYTES))
 

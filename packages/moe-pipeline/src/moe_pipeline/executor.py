@@ -192,24 +192,29 @@ class PipelineExecutor:
 
     def _perform(self, step: "_Step", action: Action) -> None:
         key = (action.stage, action.microbatch)
-        self._guard(lambda: self._do[action.kind](step, step.slots[key], action), key, str(action))
+        self._guard(lambda: self._do[action.kind](step, step.slots[key], action), key, action)
         if step.track is not None:
             step.track.after(action)
 
-    def _guard(self, do: Callable[[], None], key: _Key, what: str) -> None:
+    def _guard(self, do: Callable[[], None], key: _Key, what: object) -> None:
         """Do it; if that fails, tell all ranks before raising here."""
-        name = self._links.name(self._table.places[key])
-        where = f"{name.split(' (')[0]}, stage {key[0]}: {what} of schedule {self.schedule.name}"
         try:
             do()
         except LinkBrokenError as broken:
             self._failure = self._links.give_up(broken.cause, observed=broken.observed)
-            raise StageTransferError(f"{where} failed: {self._failure}") from broken.__cause__
+            raise StageTransferError(
+                f"{self._where(key, what)} failed: {self._failure}"
+            ) from broken.__cause__
         except BaseException as error:
+            name = self._links.name(self._table.places[key])
             text = f"{type(error).__name__}: {error}".splitlines()[0]
             self._failure = self._links.give_up(f"{name} failed in {what}: {text}", observed=False)
-            error.add_note(where)
+            error.add_note(self._where(key, what))
             raise
+
+    def _where(self, key: _Key, what: object) -> str:
+        name = self._links.name(self._table.places[key])
+        return f"{name.split(' (')[0]}, stage {key[0]}: {what} of schedule {self.schedule.name}"
 
     def _recv_forward(self, step: "_Step", slot: Slot, action: Action) -> None:
         slot.arrived = self._links.receive(action)
