@@ -30,6 +30,19 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
     _gpu_deselected.extend(item.nodeid for item in items if item.get_closest_marker("gpu"))
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Under pytest-xdist only the workers see the tests; each tells the process that reports."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["gpu_deselected"] = list(_gpu_deselected)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object, error: object) -> None:
+    told = getattr(node, "workeroutput", {}).get("gpu_deselected", [])
+    _gpu_deselected.extend(item for item in told if item not in _gpu_deselected)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
     if _gpu_deselected:
         terminalreporter.write_line(f"{len(_gpu_deselected)} gpu tests deselected")

@@ -222,7 +222,8 @@ def _workspace_tests(
 
 
 def _pytest(session: nox.Session, *folders: str) -> tuple[str, ...]:
-    return ("pytest", "-q", "-m", "not gpu", *folders, *session.posargs)
+    # Two workers: many tests are one process that computes, or processes that wait for each other.
+    return ("pytest", "-q", "-m", "not gpu", "-n", "2", *folders, *session.posargs)
 
 
 def _check(

@@ -62,6 +62,7 @@ def test_config_refuses_what_no_layer_can_have(change, words):
         (ExpertsOptions, {"hidden_act": "relu"}, "choose one of silu, gelu"),
         (ExpertsOptions, {"swiglu_limit": 7.0, "has_gate": False}, "is for gated silu experts"),
         (ExpertsOptions, {"swiglu_limit": 0.0}, "swiglu_limit=0.0 must be positive"),
+        (ExpertsOptions, {"swiglu_limit": 7.0, "swiglu_alpha": 0.0}, "swiglu_alpha=0.0 must be"),
         (RouterOptions, {"moe_router_score_function": "relu"}, "choose one of softmax, sigmoid"),
         (RouterOptions, {"moe_router_selection": "best"}, "choose one of token_choice, expert_ch"),
         (RouterOptions, {"moe_token_drop_policy": "last"}, "choose one of probs, position"),

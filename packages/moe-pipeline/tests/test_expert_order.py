@@ -28,3 +28,5 @@ def test_no_choices_give_no_rows(shape):
 def test_an_expert_that_does_not_exist_is_refused():
     with pytest.raises(ValueError, match=r"names expert 4, but there are 4 experts; use 0\.\.3"):
         ExpertOrder.of(torch.tensor([[4]]), num_experts=4)
+    with pytest.raises(ValueError, match=r"names expert -3, but there are 4 experts"):
+        ExpertOrder.of(torch.tensor([[1, -2], [-1, -3]]), num_experts=4)

@@ -236,10 +236,10 @@ def test_wrong_shapes_and_dtypes_are_refused():
 
 def test_sizes_that_do_not_divide_are_refused():
     def fn(rank, world_size):
-        groups = MoEGroups(ep=dist.group.WORLD)
+        groups = MoEGroups(ep=dist.group.WORLD, tokens=dist.group.WORLD)
         with pytest.raises(ValueError, match="ep axis has 2 ranks but num_experts=7"):
             MoELayer(config_for(num_experts=7), groups=groups)
-        groups = MoEGroups(etp=dist.group.WORLD)
+        groups = MoEGroups(etp=dist.group.WORLD, tokens=dist.group.WORLD)
         with pytest.raises(ValueError, match="etp axis has 2 ranks but moe_intermediate_size=5"):
             MoELayer(config_for(), groups=groups)
 

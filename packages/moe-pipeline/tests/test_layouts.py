@@ -312,7 +312,8 @@ def test_bf16_slices_of_experts_are_close_to_whole_ones(seed):
     x = torch.randn(40, HIDDEN).bfloat16()
 
     def fn(rank, world_size):
-        layer = MoELayer(config, groups=MoEGroups(etp=dist.group.WORLD), dtype=torch.bfloat16)
+        groups = MoEGroups(etp=dist.group.WORLD, tokens=dist.group.WORLD)
+        layer = MoELayer(config, groups=groups, dtype=torch.bfloat16)
         load_slices(layer, whole, (0, rank), (1, 2))
         own = x[:30] if rank == 0 else x[30:]
         own = own.clone().requires_grad_()

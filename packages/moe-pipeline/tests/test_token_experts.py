@@ -145,5 +145,10 @@ def test_shapes_and_dtypes_that_do_not_fit_are_refused():
         token_experts_function(torch.zeros(4, HIDDEN), idx, router, weights, options)
     with pytest.raises(ValueError, match="one line for each row"):
         token_experts_function(torch.zeros(3, HIDDEN), idx, router[:, :1], weights, options)
+    counts = torch.ones(4, dtype=torch.int64)  # as many experts as rows
+    with pytest.raises(ValueError, match="not a tensor but a tuple of ints"):
+        token_experts_function(torch.zeros(4, HIDDEN), counts, torch.ones(4), weights, options)
+    with pytest.raises(TypeError, match=r"topk_idx is torch\.bool; convert"):
+        token_experts_function(torch.zeros(3, HIDDEN), idx.bool(), router, weights, options)
     with pytest.raises(TypeError, match="got rows in torch"):
         token_experts_function(torch.zeros(3, HIDDEN).double(), idx, router, weights, options)

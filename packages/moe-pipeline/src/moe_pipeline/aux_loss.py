@@ -77,11 +77,6 @@ class LossShares:
     plan: RoutingPlan
     balance: BalanceTerms | None = None
 
-    @property
-    def num_parts(self) -> int | None:
-        """`plan.num_parts`; None outside training."""
-        return self.plan.num_parts
-
 
 def router_losses(
     routed: Routed,
@@ -156,13 +151,12 @@ def count_load(
 
     Raises:
         ValueError: scope "sequence" without `sequence_shape`, or with one of another number of
-            tokens; `groups.sequence` not within `groups.tokens`; counts filled in partly.
+            tokens; counts filled in partly.
     """
     by_sequence = _by_sequence(config)
     if plan.load_E is not None:
         _known(plan, config)
         return plan
-    _check_groups(groups)
     num_tokens = plan.topk_idx_TK.shape[0]
     num_sequences, sequence_load_BX = 0, None
     if by_sequence:
@@ -305,18 +299,3 @@ def _checked_shape(shape: tuple[int, int] | None, num_tokens: int) -> tuple[int,
             f"{num_tokens}; give (batch, sequence) of the tokens on this rank"
         )
     return shape
-
-
-def _check_groups(groups: MoEGroups) -> None:
-    """Ranks that share a sequence share its micro-batch, else its tokens were counted wrongly."""
-    if groups.sequence is None:
-        return
-    sequence = dist.get_process_group_ranks(groups.sequence)
-    tokens = [dist.get_rank()]
-    if groups.tokens is not None:
-        tokens = dist.get_process_group_ranks(groups.tokens)
-    if not set(sequence) <= set(tokens):
-        raise ValueError(
-            f"groups.sequence has the ranks {sequence}, groups.tokens {tokens}; ranks that hold "
-            "parts of a sequence share its micro-batch, so give a groups.tokens that contains them"
-        )

@@ -164,6 +164,8 @@ class ExpertsOptions:
                 raise ValueError("swiglu_limit is for gated silu experts; leave it None")
             if not 0.0 < self.swiglu_limit < float("inf"):
                 raise ValueError(f"swiglu_limit={self.swiglu_limit} must be positive, or None")
+            if not 0.0 < self.swiglu_alpha < float("inf"):
+                raise ValueError(f"swiglu_alpha={self.swiglu_alpha} must be positive and finite")
         if self.fp8 and (
             self.experts_implementation != "auto" or self.gradient_accumulation_fusion
         ):

@@ -37,10 +37,14 @@ class ExpertOrder(NamedTuple):
         """
         flat = topk_idx_TK.reshape(-1)
         order = torch.argsort(flat, stable=True)
-        counts = torch.bincount(flat + 1, minlength=num_experts + 1).tolist()
-        if len(counts) > num_experts + 1:
+        # The first count is of all numbers below -1.
+        below, none, *counts = torch.bincount(
+            flat.clamp(min=-2) + 2, minlength=num_experts + 2
+        ).tolist()
+        if below or len(counts) > num_experts:
+            wrong = int(flat.min()) if below else len(counts) - 1
             raise ValueError(
-                f"topk_idx names expert {len(counts) - 2}, but there are {num_experts} experts; "
+                f"topk_idx names expert {wrong}, but there are {num_experts} experts; "
                 f"use 0..{num_experts - 1}, or -1 for none"
             )
-        return cls(order[counts[0] :], tuple(counts[1:]))
+        return cls(order[none:], tuple(counts))

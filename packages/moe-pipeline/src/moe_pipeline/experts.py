@@ -77,7 +77,7 @@ def loop_experts(
         act = activation(F.linear(x, gate_up, gate_up_bias)) * w
         y = F.linear(act.to(x.dtype), down)
         outputs.append(y if down_bias is None else y + (w * down_bias).to(x.dtype))
-    return torch.cat(outputs)
+    return torch.cat(outputs).to(x_RD.dtype)  # autocast's products are in its own
 
 
 def _unbind(bias: Tensor | None, num_experts: int) -> Sequence[Tensor | None]:

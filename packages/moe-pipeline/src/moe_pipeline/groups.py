@@ -1,6 +1,9 @@
 """The process groups of an MoE layer: made once by the caller, handed in, never asked of a global.
 
-MoEGroups(ep=ep_group, tokens=dp_ep_group)
+    MoEGroups(ep=ep_group, tokens=dp_ep_group)
+
+Groups that contradict each other would still run, and give wrong sums: so what one rank can see of
+that is refused when they are put together.
 """
 
 from dataclasses import dataclass
@@ -22,6 +25,11 @@ class MoEGroups:
             parallel), in the order of their tokens.
         sequence: ranks over which each sequence is split (cp, sequence parallel), in order.
         timeout_s: limit for each exchange; None: that of the group.
+
+    Raises:
+        TypeError: a group that this rank is not in.
+        ValueError: ep and etp share a rank besides this one; or ep, etp or sequence has a rank that
+            `tokens` lacks.
     """
 
     ep: ProcessGroup | None = None
@@ -29,6 +37,26 @@ class MoEGroups:
     tokens: ProcessGroup | None = None
     sequence: ProcessGroup | None = None
     timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        axes = {name: _ranks(name, getattr(self, name)) for name in ("ep", "etp", "sequence")}
+        shared = sorted(set(axes["ep"]) & set(axes["etp"]))
+        if len(shared) > 1:
+            raise ValueError(
+                f"groups.ep has the ranks {axes['ep']}, groups.etp {axes['etp']}: ranks that hold "
+                f"slices of the same experts cannot hold different ones, and {shared} would do "
+                "both; lay the axes with fold_experts"
+            )
+        tokens = _ranks("tokens", self.tokens)
+        if not tokens and any(axes.values()):
+            tokens = [dist.get_rank()]
+        for name, ranks in axes.items():
+            if not set(ranks) <= set(tokens):
+                raise ValueError(
+                    f"groups.{name} has the ranks {ranks}, groups.tokens {tokens}; each rank "
+                    "brings tokens of the same micro-batch, so give a groups.tokens that contains "
+                    "them all"
+                )
 
     @property
     def ep_size(self) -> int:
@@ -44,3 +72,15 @@ class MoEGroups:
     def etp_rank(self) -> int:
         """Which slice of each expert this rank holds."""
         return 0 if self.etp is None else dist.get_rank(self.etp)
+
+
+def _ranks(name: str, group: object) -> list[int]:
+    """The global ranks of a group, in its order; none of None."""
+    if group is None:
+        return []
+    if not isinstance(group, ProcessGroup):
+        raise TypeError(
+            f"groups.{name} is {group!r}, which is what a rank outside of a group gets instead of "
+            "it; give the group that this rank is in, or None"
+        )
+    return dist.get_process_group_ranks(group)

@@ -163,14 +163,15 @@ class MoELayer(nn.Module):
             groups=self.groups,
             training=self.training,
         )
-        if self.training and not is_replaying():
-            self.gate.count(shares.load_E)
         hidden_TD = self._routed_experts(x_TD, routed.topk_weights_TK, shares.plan)
         if self.shared_experts is not None:
             scale_T1 = None if self.shared_expert_gate is None else self.shared_expert_gate(x_TD)
             hidden_TD = hidden_TD + self.shared_experts(x_TD, scale_T1)
+        # Last, so that a forward that fails has not counted.
+        if self.training and not is_replaying():
+            self.gate.count(shares.load_E)
         return MoEOutput(
-            hidden=hidden_TD.view(x.shape),
+            hidden=hidden_TD.to(x.dtype).view(x.shape),  # autocast may have left another
             aux_loss=shares.aux_loss,
             z_loss=shares.z_loss,
             load_E=shares.load_E,

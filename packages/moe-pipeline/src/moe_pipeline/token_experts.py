@@ -9,6 +9,7 @@ saving k rows for each token.
 Dims: T tokens, K choices, R routed rows sorted by expert, D width of a row, E experts.
 """
 
+import torch
 from torch import Tensor
 
 from comm_collectives import combine, dispatch
@@ -42,20 +43,28 @@ def token_experts_function(
     Raises:
         ValueError: shapes that do not fit, an unknown expert, or what the implementation cannot
             take.
-        TypeError: `x_TD` in another dtype than the weights.
+        TypeError: `x_TD` in another dtype than the weights, or choices that are not int64.
     """
     num_experts = weights.down_EDH.shape[0]
+    _check_choices(x_TD, topk_idx_TK, topk_weights_TK)
     if choose_implementation(weights, options) != "fused":
         there = dispatch(x_TD, topk_idx_TK, topk_weights_TK, num_experts=num_experts)
         counts = there.num_tokens_per_expert
         y_RD = experts_function(there.x, there.topk_weights, weights, counts, options)
         return combine(y_RD, there.handle)
     check_rows(x_TD, weights)
-    if topk_idx_TK.shape != topk_weights_TK.shape or topk_idx_TK.shape[:1] != x_TD.shape[:1]:
-        raise ValueError(
-            f"topk_idx {tuple(topk_idx_TK.shape)} and topk_weights {tuple(topk_weights_TK.shape)} "
-            f"must both be [{x_TD.shape[0]}, choices], one line for each row of x_TD"
-        )
     order = ExpertOrder.of(topk_idx_TK, num_experts=num_experts)
     activation = Activation.of(options, interleaved=weights.interleaved)
     return fused_token_experts(x_TD, topk_weights_TK, weights, order, activation)
+
+
+def _check_choices(x_TD: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> None:
+    shape = topk_idx_TK.shape
+    if len(shape) != 2 or shape != topk_weights_TK.shape or shape[:1] != x_TD.shape[:1]:
+        raise ValueError(
+            f"topk_idx {tuple(shape)} and topk_weights {tuple(topk_weights_TK.shape)} "
+            f"must both be [{x_TD.shape[0]}, choices], one line for each row of x_TD; counts of "
+            "rows sorted by expert are not a tensor but a tuple of ints"
+        )
+    if topk_idx_TK.dtype != torch.int64:
+        raise TypeError(f"topk_idx is {topk_idx_TK.dtype}; convert it to torch.int64")

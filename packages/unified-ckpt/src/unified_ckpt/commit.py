@@ -14,17 +14,17 @@ there, and `clean_leftovers`, which the next save calls, gives it its name back.
     staging.publish()
 """
 
-import errno
-import fcntl
 import os
 import re
 import secrets
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from unified_ckpt.files import (
     exchange,
+    lock_folder,
     make_folder,
     make_folders,
     remove_tree,
@@ -36,6 +36,8 @@ from unified_ckpt.manifest import MANIFEST_NAME
 
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.unified-ckpt-(?P<kind>tmp|old)-[0-9a-f]{16}\Z")
 _UNLOCKED_AGE_S = 24 * 3600.0  # where locks do not work, a leftover this old counts as dead
+_MAX_NAME_BYTES = 255
+_MAX_ATTEMPTS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,19 +53,29 @@ class Staging:
         """Make the directory, durable parents included, and lock it.
 
         Raises:
-            ValueError: the target exists and is no checkpoint, so it will not be replaced.
+            ValueError: the target exists and is no checkpoint, so it will not be replaced; or its
+                name leaves no room for that of the hidden directory.
         """
         check_replaceable(target)
+        _check_name_length(target)
         make_folders(target.parent)
-        folder = hidden_name(target, "tmp")
-        make_folder(folder)
-        return cls(folder=folder, target=target, lock_fd=_lock_new(folder))
+        for _ in range(_MAX_ATTEMPTS):
+            folder = hidden_name(target, "tmp")
+            make_folder(folder)
+            lock_fd = _lock_new(folder)
+            if lock_fd is not None:
+                return cls(folder=folder, target=target, lock_fd=lock_fd)
+        raise OSError(f"something removes every directory that is made in {target.parent}")
 
     def publish(self) -> bool:
         """Make everything durable, then give it its name; return whether a checkpoint was replaced.
 
         All ranks must have fsynced their files.
+
+        Raises:
+            ValueError: meanwhile something that is no checkpoint stands under the target's name.
         """
+        check_replaceable(self.target)
         sync_tree(self.folder)
         replaced = self.target.exists()
         if not replaced:
@@ -116,48 +128,77 @@ def check_replaceable(target: Path) -> None:
         )
 
 
+def _check_name_length(target: Path) -> None:
+    length, hidden = (
+        len(os.fsencode(path.name)) for path in (target, hidden_name(target, "tmp"))
+    )
+    if hidden > _MAX_NAME_BYTES:
+        raise ValueError(
+            f"the name {target.name[:40]!r}... has {length} bytes; choose a checkpoint_id whose "
+            f"last name has at most {_MAX_NAME_BYTES - hidden + length}, since the directory that "
+            "becomes it has a longer one"
+        )
+
+
 def clean_leftovers(parent: Path) -> list[Path]:
     """Remove what killed saves left in a directory; return the paths removed or given back.
 
-    Directories that a running save holds are left alone.
+    Directories that a running save holds are left alone, and those that this user may not touch.
     """
     if not parent.is_dir():
         return []
     done = []
     for path in sorted(parent.iterdir()):
         match = _LEFTOVER.match(path.name)
-        if match is None or not path.is_dir() or _is_alive(path):
+        if match is None or not path.is_dir():
             continue
-        target = parent / match["name"]
-        if match["kind"] == "old" and not target.exists():
-            rename(path, target)
-            sync_folder(parent)
-        else:
-            remove_tree(path)
-        done.append(path)
+        lock_fd = _lock_dead(path)
+        if lock_fd is None:
+            continue
+        try:
+            _clean(path, parent / match["name"], old=match["kind"] == "old")
+        finally:
+            os.close(lock_fd)
+        if not path.is_dir():
+            done.append(path)
     return done
 
 
-def _lock_new(folder: Path) -> int:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP):
-            os.close(fd)
-            raise
-    return fd
+def _clean(path: Path, target: Path, *, old: bool) -> None:
+    if not old or target.exists():
+        remove_tree(path)
+        return
+    with suppress(PermissionError):  # another user's, who gets it back with a save of his own
+        rename(path, target)
+        sync_folder(target.parent)
 
 
-def _is_alive(folder: Path) -> bool:
-    """Whether a running save holds the directory; where locks do not work, whether it is young."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _lock_new(folder: Path) -> int | None:
+    """Lock a directory just made; None if another process took it for a leftover before that."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return time.time() - os.fstat(fd).st_mtime < _UNLOCKED_AGE_S
-    finally:
+        fd, _ = lock_folder(folder)
+    except (BlockingIOError, FileNotFoundError):
+        return None
+    try:
+        if os.path.samestat(os.fstat(fd), folder.stat()):
+            return fd
+    except FileNotFoundError:
+        pass  # removed before the lock was there
+    os.close(fd)
+    return None
+
+
+def _lock_dead(folder: Path) -> int | None:
+    """Lock a leftover, so that its maker or another cleaner sees it; None if it is not to go.
+
+    That is one that a running save holds (where locks do not work, a young one), that is gone by
+    now, or that this user may not open.
+    """
+    try:
+        fd, locked = lock_folder(folder)
+    except (BlockingIOError, FileNotFoundError, NotADirectoryError, PermissionError):
+        return None
+    if not locked and time.time() - os.fstat(fd).st_mtime < _UNLOCKED_AGE_S:
         os.close(fd)
-    return False
+        return None
+    return fd

@@ -11,6 +11,7 @@ durable once its folder has been fsynced.
 
 import ctypes
 import errno
+import fcntl
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -159,6 +160,25 @@ def rename(old: Path, new: Path) -> None:
     os.rename(old, new)
 
 
+def lock_folder(folder: Path) -> tuple[int, bool]:
+    """Lock a folder until the descriptor that is returned is closed; do not wait for it.
+
+    The second value is False where the file system has no locks (NFS, Lustre without `flock`).
+
+    Raises:
+        BlockingIOError: another descriptor holds the lock.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise
+    except OSError:
+        return fd, False
+    return fd, True
+
+
 def free_bytes(folder: Path) -> int:
     """Bytes that this user may still write to the folder's file system."""
     stats = os.statvfs(folder)
@@ -195,7 +215,14 @@ def _libc_function(name: str) -> Callable[..., int] | None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder as far as permissions allow; what stays has a hidden name and no reader."""
+    """Remove a folder as far as permissions allow; what stays has a hidden name and no reader.
+
+    Of a link to a folder only the link goes.
+    """
+    if path.is_symlink():
+        with suppress(OSError):
+            os.unlink(path)
+        return
     for folder, folders, names in os.walk(path, topdown=False):
         for name in names:
             with suppress(OSError):

@@ -7,6 +7,7 @@ One process acts as every rank of a planned save, one after the other, and reads
     export_model("run/checkpoint-10", "model")  # what transformers reads
 """
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -209,8 +210,9 @@ def _write(
         offset = tuple(a + b for a, b in zip(meta.offset, piece.offset, strict=True))
         return byte_view(readers[file.part].read(meta.key, offset, piece.shape))
 
-    clean_leftovers(target.absolute().parent)
-    staging = Staging.make(target.absolute())
+    place = Path(os.path.realpath(target))  # what a link names is replaced, not the link
+    clean_leftovers(place.parent)
+    staging = Staging.make(place)
     try:
         sums = [
             write_pieces(plan, bytes_of, rank=rank, folder=staging.folder)
