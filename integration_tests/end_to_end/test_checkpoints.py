@@ -1,5 +1,6 @@
 """A checkpoint of any layout is a transformers checkpoint, and resumes under any other layout."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -66,12 +67,16 @@ def test_the_checkpoint_holds_what_inference_needs(
     assert tokenizer.eos_token_id == 0
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.generation_config.eos_token_id == 0
+    summary = describe_checkpoint(tmp_path / "run")
+    assert "4 layers" in summary and "step 1" in summary and "optimizer" in summary
     greedy = generate_text(folder, text, max_new_tokens=8, temperature=0, top_k=0, seed=0)
     ids = tokenizer(text, return_tensors="pt")["input_ids"]
     answer = model.generate(ids, max_new_tokens=8, do_sample=False)
     assert greedy == tokenizer.decode(answer[0], skip_special_tokens=True)
-    summary = describe_checkpoint(tmp_path / "run")
-    assert "4 layers" in summary and "step 1" in summary and "optimizer" in summary
+    values = json.loads((folder / "config.json").read_text())
+    values["eos_token_id"] = [0, int(answer[0, ids.shape[1]])]
+    (folder / "config.json").write_text(json.dumps(values))
+    assert generate_text(folder, text, max_new_tokens=8, temperature=0, top_k=0, seed=0) == text
 
 
 def test_a_transformers_checkpoint_starts_training_directly(
@@ -156,3 +161,15 @@ def test_resuming_on_other_data_is_refused(
     (tmp_path / "corpus" / "new.py").write_text("x = 1\n" * 500)
     with pytest.raises(ValueError, match="data_fingerprint"):
         job.check(configure("train.max_steps=2"), "latest")
+
+
+def test_what_a_later_save_could_not_replace_is_refused_before_training(
+    configure: Callable[..., Config], tmp_path: Path, train: Callable[..., None]
+) -> None:
+    train(configure("train.max_steps=1"))
+    torn = tmp_path / "run" / "checkpoint-3"
+    torn.mkdir()
+    (torn / "model.safetensors").write_bytes(b"half a copy")
+    with pytest.raises(ValueError, match=r"checkpoint-3 is no complete .*step 3; move it away"):
+        job.check(configure("train.max_steps=4"), "latest")
+    assert job.check(configure("train.max_steps=2"), "latest") == tmp_path / "run" / "checkpoint-1"

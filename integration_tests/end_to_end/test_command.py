@@ -15,7 +15,7 @@ import pytest
 
 from moe_train.cli import main
 from moe_train.config_file import load_config
-from unified_ckpt import verify_checkpoint
+from unified_ckpt import get_last_checkpoint, verify_checkpoint
 
 COMMAND = str(Path(sys.executable).parent / "moe-train")
 FOUR_RANKS = ("parallel.pp=2", "parallel.ep=2", "checkpoint.interval_steps=4")
@@ -141,8 +141,15 @@ def test_after_kill_9_of_any_rank_the_run_resumes_with_equal_losses(
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()], f"orphans, seed {seed}"
     for folder in target.glob("checkpoint-*"):
         assert not verify_checkpoint(folder).problems, (seed, folder)
+    newest, damaged = get_last_checkpoint(target), target / "checkpoint-99"
+    assert newest is not None, seed
+    shutil.copytree(newest, damaged)
+    (damaged / "config.json").write_text("{}")
     again = run("train", toml, *common, f"train.output_dir={target}", "--resume")
     assert again.returncode == 0, (seed, again.stderr)
+    # Once, and not by every rank.
+    assert again.stderr.count(f"warning: {damaged} is passed over") == 1, again.stderr
+    assert "DamagedCheckpointWarning" not in again.stderr
     assert losses(target) == losses(tmp_path / "whole"), seed
 
 

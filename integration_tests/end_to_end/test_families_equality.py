@@ -249,6 +249,24 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(
     assert not gradients, f"transformers has no {sorted(gradients)}"
 
 
+@torch.no_grad()
+def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(reference: Reference) -> None:
+    half = copy.deepcopy(reference.models[torch.float32]).to(torch.bfloat16)
+    half.config._experts_implementation = "eager"
+    tokens, _, positions = batch = batch_of()
+    exact = reference.logits(batch, torch.float32)
+    theirs = Reference({torch.bfloat16: half}, reference.folder).logits(batch, torch.bfloat16)
+    stage = stage_of(reference.folder, torch.bfloat16)
+    ours = stage.logits(stage.hidden_states(tokens, positions)[0])
+    assert ours.dtype == torch.bfloat16
+
+    def error(logits: Tensor) -> float:
+        """Of the middle token: rounding may send a few to another expert, on either side."""
+        return float(((logits.float() - exact).norm(dim=-1) / exact.norm(dim=-1)).median())
+
+    assert error(ours) <= 1.5 * error(theirs) <= 0.05, (error(ours), error(theirs))
+
+
 def test_a_saved_decoder_opens_in_transformers_bit_for_bit(
     reference: Reference, tmp_path: Path
 ) -> None:

@@ -140,6 +140,15 @@ OLD: dict[str, dict[str, Any]] = {
 }
 
 
+# Keys whose lack means something else to us, as the changelog or their help says.
+OURS = {
+    "router_aux_loss_coef",
+    "max_position_embeddings",
+    "eos_token_id",
+    "num_nextn_predict_layers",
+}
+
+
 def of(values: dict[str, Any]) -> DecoderConfig:
     return replace(DecoderConfig.from_dict(values), extra={})
 
@@ -152,6 +161,25 @@ def test_the_spelling_of_transformers_4_means_what_that_of_5_means(model_type: s
     assert "rope_parameters" in new and not new.get("rope_scaling")
     assert of(old) == of(new)
     assert of(old) == of({**read.to_diff_dict(), "model_type": model_type})
+
+
+@pytest.mark.parametrize("model_type", OLD)
+def test_a_missing_key_means_what_transformers_takes_for_it_or_is_refused(model_type: str) -> None:
+    whole = {**COMMON, **OLD[model_type], "model_type": model_type}
+    # DeepSeek-V3's groups go together: eight cannot be left of one.
+    dropped = [{key} for key in whole if key not in {*OURS, "model_type"}]
+    dropped.append({"n_group", "topk_group", "routed_scaling_factor", "n_shared_experts"})
+    refused = set()
+    for keys in dropped:
+        values = {key: value for key, value in whole.items() if key not in keys}
+        try:
+            ours = of(values)
+        except ValueError as error:
+            assert "missing" in str(error) or "needs" in str(error), (keys, error)
+            refused |= keys
+            continue
+        assert ours == of(transformers.AutoConfig.for_model(**values).to_dict()), keys
+    assert refused >= {"vocab_size", "hidden_size"} and len(refused) < len(whole) / 2, refused
 
 
 @pytest.mark.parametrize("model_type", OLD)

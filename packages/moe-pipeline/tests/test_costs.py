@@ -17,8 +17,8 @@ def test_all_of_an_activation_is_left_to_w_unless_said():
     assert StageCosts(activation_bytes=7, weight_gradient_bytes=0).left_for_weights == 0
 
 
-@pytest.mark.parametrize("bad", [-1.0, float("nan")])
-def test_negative_numbers_and_nan_are_refused(bad):
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_numbers_that_are_no_cost_are_refused(bad):
     with pytest.raises(ValueError, match="forward_s must be at least 0"):
         StageCosts(forward_s=bad)
 

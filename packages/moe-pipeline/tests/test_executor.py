@@ -388,6 +388,8 @@ def test_wrong_numbers_of_inputs_and_targets_are_refused():
         executor.step([(), ()])
     with pytest.raises(ValueError, match="but 1 targets are given"):
         executor.step([(), (), ()], [None])
+    with pytest.raises(TypeError, match=r"the inputs of microbatch 1 are a Tensor; give a tuple"):
+        executor.step([(), torch.ones(1), ()])
 
 
 def test_schedules_that_fail_the_check_are_refused():
@@ -405,6 +407,11 @@ def test_rank_and_stages_must_fit_schedule_and_groups():
         PipelineExecutor({0: stage}, one_f_one_b(2, 2), rank=1)
     with pytest.raises(ValueError, match="forward_group=None is the default group, which does not"):
         PipelineExecutor({1: stage}, one_f_one_b(2, 2), rank=1)
+    with pytest.raises(ValueError, match=r"timeout_s=0 must be above 0"):
+        PipelineExecutor({0: stage}, one_f_one_b(1, 2), rank=0, timeout_s=0)
+    idle = replace(one_f_one_b(1, 2), ranks=(one_f_one_b(1, 2).ranks[0], ()))
+    with pytest.raises(ValueError, match="rank 1 has nothing to do in schedule 1f1b"):
+        PipelineExecutor({}, idle, rank=1)
 
     def fn(rank, world_size):
         with pytest.raises(ValueError, match="forward_group has 2 ranks and this is rank"):

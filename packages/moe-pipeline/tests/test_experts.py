@@ -326,8 +326,11 @@ def test_grouped_mm_says_which_sizes_and_dtypes_it_cannot_take():
         make("grouped_mm", dtype=torch.float64)(
             torch.zeros(3, 16, dtype=torch.float64), counts, torch.zeros(3)
         )
-    with pytest.raises(ValueError, match=r"hidden_size=15 in torch\.float32 has 60"):
+    with pytest.raises(ValueError, match=r"hidden_size .*=15 in torch\.float32 has 60"):
         make("grouped_mm", hidden=15)(torch.zeros(3, 15), counts, torch.zeros(3))
+    experts = make("grouped_mm", intermediate=12, etp_size=2)
+    with pytest.raises(ValueError, match=r"moe_intermediate_size \(of this etp rank\)=6"):
+        experts(torch.zeros(3, 16), counts, torch.zeros(3))
 
 
 @pytest.mark.gpu

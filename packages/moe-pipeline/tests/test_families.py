@@ -163,7 +163,8 @@ def test_deepseek_v2_groups_only_when_asked():
     assert (grouped.router.n_group, grouped.router.topk_group) == (4, 2)
     assert grouped.router.moe_router_group_score == "max"
     assert not grouped.router.norm_topk_prob
-    assert grouped.shared_expert is None
+    none = config_of("deepseek_v2", **sizes, topk_method="greedy", n_shared_experts=0)
+    assert none.shared_expert is None
 
 
 def test_ernie_names_its_keys_in_its_own_way():

@@ -172,7 +172,7 @@ def test_what_fp8_cannot_take_is_named():
         experts_with()(x, COUNTS, w)
     with pytest.raises(ValueError, match=r"needs weights in torch\.bfloat16, got torch\.float32"):
         experts_with(torch.float32)(x.float(), COUNTS, w)
-    with pytest.raises(ValueError, match=r"multiples of 16, got hidden_size=24"):
+    with pytest.raises(ValueError, match=r"multiples of 16, got hidden_size .*=24"):
         experts_with(hidden=24)(x[:, :24], COUNTS, w)
     for other in ({"gradient_accumulation_fusion": True}, {"experts_implementation": "loop"}):
         with pytest.raises(ValueError, match="fp8=True has its own implementation"):

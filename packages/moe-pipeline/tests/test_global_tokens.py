@@ -4,7 +4,7 @@ import torch.distributed as dist
 
 from moe_pipeline.global_tokens import gather_tokens
 from moe_pipeline.groups import MoEGroups
-from ranktest import run_ranks
+from ranktest import collect_ranks, run_ranks
 
 
 def test_alone_everything_is_ones_own():
@@ -41,3 +41,12 @@ def test_every_rank_sees_all_tokens_in_order_and_finds_its_own(with_ids):
         place = dict(zip(everything, [i for own in ids for i in own], strict=True))
         everything.sort(key=place.__getitem__)
     assert run_ranks(fn, len(counts)) == [everything] * len(counts)
+
+
+def test_ids_on_some_ranks_only_are_refused_on_all():
+    def fn(rank, world_size):
+        ids = torch.tensor([7, 3]) if rank == 0 else None
+        gather_tokens([torch.zeros(2)], MoEGroups(tokens=dist.group.WORLD, timeout_s=20.0), ids)
+
+    outcomes = collect_ranks(fn, 2)
+    assert [outcome.error_type for outcome in outcomes] == ["MismatchError"] * 2

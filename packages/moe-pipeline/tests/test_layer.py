@@ -223,6 +223,30 @@ def test_dropping_rows_changes_neither_losses_nor_load(seed, scope):
         assert torch.equal(out.balance.counts_E, dropped.balance.counts_E)
 
 
+@pytest.mark.parametrize("implementation", ["loop", "fused"])
+@pytest.mark.parametrize("latent", [None, 7])
+@pytest.mark.parametrize("shared", [None, SHARED])
+def test_autocast_returns_the_dtype_of_the_input(seed, implementation, shared, latent):
+    config = config_for(implementation=implementation, shared_expert=shared, moe_latent_size=latent)
+    layer, x = MoELayer(config), torch.randn(6, HIDDEN, requires_grad=True)
+    exact = layer(x).hidden
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = layer(x).hidden
+    assert out.dtype == x.dtype
+    assert (out - exact).norm() < 2e-2 * exact.norm()
+    out.sum().backward()
+    assert all(p.grad is not None for p in [x, *layer.experts.parameters()])
+
+
+def test_a_forward_that_fails_has_counted_nothing():
+    router = RouterOptions(moe_router_enable_expert_bias=True)
+    config = config_for(router=router, experts=ExpertsOptions(fp8=True))
+    layer = MoELayer(config, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="fp8=True needs sizes in multiples of 16"):
+        layer(torch.randn(6, HIDDEN).bfloat16())
+    assert not layer.gate.tokens_per_expert.any()
+
+
 def test_wrong_shapes_and_dtypes_are_refused():
     with pytest.raises(ValueError, match=r"\[batch, sequence, hidden\] or \[tokens, hidden\]"):
         MoELayer(config_for())(torch.zeros(HIDDEN))

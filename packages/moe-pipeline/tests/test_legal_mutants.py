@@ -9,7 +9,7 @@ from torch import nn
 from moe_pipeline.catalog import SCHEDULES
 from moe_pipeline.checker import check
 from moe_pipeline.executor import PipelineExecutor
-from moe_pipeline.interleaved_zero_bubble import interleaved_zero_bubble
+from moe_pipeline.generators_interleaved_zb import interleaved_zero_bubble
 from moe_pipeline.stage_io import StageOutput
 from ranktest import run_ranks
 

@@ -1,3 +1,4 @@
+import pytest
 import torch
 from torch import nn
 
@@ -120,3 +121,15 @@ def test_measuring_puts_gradients_and_random_state_back():
     assert costs.activation_bytes > 4 * 3 * WIDTH
     assert stage.weight.grad.eq(1).all() and stage.bias.grad is None
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_stage_that_fails_while_it_is_measured_keeps_its_gradients():
+    class Failing(nn.Linear):
+        def forward(self, x, *, target):
+            raise RuntimeError("no")
+
+    stage = Failing(WIDTH, WIDTH)
+    stage.weight.grad = torch.ones(WIDTH, WIDTH)
+    with pytest.raises(RuntimeError, match="no"):
+        measure_costs(stage, (torch.randn(3, WIDTH),))
+    assert stage.weight.grad.eq(1).all()

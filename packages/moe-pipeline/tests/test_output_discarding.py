@@ -1,3 +1,4 @@
+import gc
 import weakref
 
 import pytest
@@ -243,3 +244,14 @@ def test_outputs_without_gradient_or_memory_are_left_alone(seed):
 def test_several_outputs_are_refused(x):
     with discard_outputs(), pytest.raises(TypeError, match="one tensor, got tuple"):
         discarded(lambda x: (x, x), x)
+
+
+def test_a_graph_that_is_dropped_without_backward_is_freed(x):
+    model = block()
+    storages = Storages()
+    with storages, discard_outputs():
+        hidden = model["up"](discarded(model["norm"], x.sin()))
+        y = model["down"](discarded(F.gelu, hidden.sin())).sum()
+    del hidden, y
+    gc.collect()
+    assert storages.alive_bytes(x, *model.parameters()) == 0

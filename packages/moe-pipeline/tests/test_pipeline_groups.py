@@ -60,5 +60,9 @@ def test_ranks_that_disagree_or_occur_twice_are_refused():
             make_pipeline_groups([[2, 0]], timeout_s=20)
         with pytest.raises(ValueError, match=r"ranks \[1\] occur twice"):
             make_pipeline_groups([[0, 1], [1, 2]], timeout_s=20)
+        with pytest.raises(
+            ValueError, match=r"a pipeline is empty in pipelines=\[\[0, 1\], \[\]\]"
+        ):
+            make_pipeline_groups([[0, 1], []], timeout_s=20)
 
     run_ranks(fn, 3)

@@ -62,7 +62,7 @@ def span_of(schedule, costs=None):
     return simulate(schedule, costs).makespan_s
 
 
-@pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 1), (2, 3), (3, 2), (3, 3)])
+@pytest.mark.parametrize(("p", "m"), list(product((1, 2, 3), (1, 2, 3, 4))))
 def test_no_schedule_of_a_small_pipeline_is_faster(p, m):
     for cap in range(2, 2 * m + 1):
         slots = int(span_of(plan(StageCosts(), p, m, cap)))

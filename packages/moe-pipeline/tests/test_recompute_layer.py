@@ -188,6 +188,18 @@ def run(block, x, factors, way):
     return [out[0].detach(), *losses, *grads], counts, loads if counters else []
 
 
+def test_a_caller_may_add_to_the_load_that_it_got(seed):
+    layer, x = MoELayer(config_for(), dtype=torch.float64), torch.randn(9, HIDDEN).double()
+    gradient = []
+    for extra in (0, 100):
+        layer.zero_grad()
+        out = recompute(layer, x)
+        out.load_E[0] += extra
+        (out.hidden.sum() + out.aux_loss).backward()
+        gradient.append(layer.gate.weight.grad)
+    assert torch.equal(*gradient)
+
+
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize("implementation", ["loop", "fused"])
 def test_noise_in_the_second_forward_changes_nothing(seed, router, implementation):

@@ -21,7 +21,9 @@ def test_action_text_is_read_field_by_field():
     assert Action.parse(" 3SEND_B12 ") == Action(3, Kind.SEND_BACKWARD, 12)
 
 
-@pytest.mark.parametrize("text", ["", "F", "2F", "F0", "2X0", "2f0", "2F0F", "-1F0", "2SEND0"])
+@pytest.mark.parametrize(
+    "text", ["", "F", "2F", "F0", "2X0", "2f0", "2F0F", "-1F0", "2SEND0", "9" * 5000 + "F0"]
+)
 def test_text_that_is_no_action_is_refused(text):
     with pytest.raises(ScheduleError, match="is not an action; expected <stage><kind><microbatch>"):
         Action.parse(text)

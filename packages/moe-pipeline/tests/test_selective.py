@@ -276,3 +276,53 @@ def test_hooks_around_see_what_is_kept(x):
     assert packed.count((5, 32)) == 3  # each up projection's result
     loss.backward()
     assert_close(gradients(model, x), expected, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_operations_with_several_results_are_kept(x, dropout):
+    operation = ATEN._scaled_dot_product_flash_attention_for_cpu.default
+    linear = nn.Linear(8, 8).double()
+    runs = []
+
+    def attend(x):
+        y = linear(x)
+        runs.append(1)
+        variance, _ = torch.var_mean(y, 0)
+        y, *_ = operation(y[None, None], y[None, None], y[None, None])
+        return F.dropout(y, dropout) * variance
+
+    expected, state = run_with_gradients(attend, x, linear)
+    for keep in ([operation], [operation, ATEN.var_mean.correction]):
+        torch.set_rng_state(state)
+        found, _ = run_with_gradients(
+            lambda x, keep=keep: selective_recompute(attend, x, keep=keep), x, linear
+        )
+        assert_close(found, expected)
+    assert len(runs) == 5
+
+
+def run_with_gradients(function, x, module):
+    """Output and gradients, and the state of the random numbers before it."""
+    state = torch.get_rng_state()
+    module.zero_grad()
+    x = x.detach().clone().requires_grad_()
+    y = function(x)
+    y.square().sum().backward()
+    return [y, x.grad, *(p.grad for p in module.parameters())], state
+
+
+@pytest.mark.parametrize("operation", [ATEN.rand_like.default, ATEN.native_dropout.default])
+def test_random_numbers_after_a_kept_random_operation_are_the_same_again(x, operation):
+    linear = nn.Linear(8, 8).double()
+
+    def noisy(x):
+        y = linear(x)
+        y = torch.native_dropout(torch.rand_like(y) * y.sin(), 0.5, True)[0]
+        return y.cos() * torch.rand_like(y)
+
+    expected, state = run_with_gradients(noisy, x, linear)
+    torch.set_rng_state(state)
+    found, _ = run_with_gradients(
+        lambda x: selective_recompute(noisy, x, keep=[operation]), x, linear
+    )
+    assert_close(found, expected)

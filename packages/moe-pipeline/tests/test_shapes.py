@@ -1,4 +1,5 @@
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
@@ -7,6 +8,8 @@ from torch import Tensor, nn
 
 from moe_pipeline.config import MoEConfig, RouterLosses
 from moe_pipeline.layer import MoELayer, MoEOutput
+from moe_pipeline.recomputing import recompute
+from moe_pipeline.selective import MATRIX_PRODUCTS, recompute_modules, selective_recompute
 from moe_pipeline.shapes import TensorShape, infer_shapes
 from moe_pipeline.stage_io import StageOutput
 
@@ -144,3 +147,12 @@ def test_shared_parameters_stay_shared():
     weight = nn.Parameter(torch.ones(3, 2), requires_grad=False)
     found = infer_shapes([Tied(weight)], (torch.ones(4, 3),))
     assert found == [(TensorShape((4, 2), torch.float32, False),)]
+
+
+def test_modules_that_are_recomputed_have_the_shapes_of_others(seed):
+    stage = Embed()
+    expected = infer_shapes([stage], (IDS,))
+    ways = {"embed": recompute, "norm": partial(selective_recompute, keep=MATRIX_PRODUCTS)}
+    recompute_modules(stage, ways)
+    assert infer_shapes([stage], (IDS,)) == expected
+    assert stage.norm.num_batches_tracked == 0 and stage.calls == 0

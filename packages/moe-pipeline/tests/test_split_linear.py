@@ -88,6 +88,11 @@ def test_products_by_any_name_are_split(seed):
     for product in products:
         assert_same_bits([x, weight], product, grad)
     assert_same_bits([x, weight, bias], lambda: torch.addmm(bias, x, weight), grad)
+    # By these names it is left to torch.
+    queue = WeightQueue()
+    with split_backward(queue):
+        y = torch.addmm(input=bias, mat1=x, mat2=weight)
+    assert_close(y, torch.addmm(bias, x, weight))
     stored = drawn(4, 5)
     assert_same_bits([x, stored], lambda: x @ stored.t(), grad)
     batch = drawn(2, 3, 5)
@@ -203,7 +208,11 @@ def test_grouped_products_give_the_same_bits(seed, dtype, stored):
     def function():
         return F.grouped_mm(x, weight.mT if right is None else right, offs=offsets)
 
-    assert_same_bits([x, weight], function, grad)
+    def by_position():
+        return torch._grouped_mm(x, weight.mT if right is None else right, offsets)
+
+    for each in (function, by_position):
+        assert_same_bits([x, weight], each, grad)
 
 
 @pytest.mark.parametrize("counts", [(4, 0, 5), (0, 0, 0)])

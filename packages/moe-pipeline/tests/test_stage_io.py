@@ -1,10 +1,11 @@
 import gc
 import weakref
 
+import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moe_pipeline.stage_io import gate_inputs, gate_output
+from moe_pipeline.stage_io import StageOutput, gate_inputs, gate_output
 
 
 def test_gate_catches_the_gradients_of_the_wanted_inputs(seed):
@@ -74,3 +75,20 @@ def test_the_gate_of_an_output_keeps_neither_output_nor_graph():
     assert storage.expired() and source.shape == (1000,)
     del root
     assert graph() is None
+
+
+def test_a_bare_tensor_or_a_number_is_no_stage_output():
+    assert StageOutput(tensors=[1.0]).loss is None
+    with pytest.raises(TypeError, match=r"tensors of type Tensor; give a tuple .* \(hidden,\)"):
+        StageOutput(tensors=torch.ones(2))
+    with pytest.raises(TypeError, match="a loss of type float; give a 0-d tensor, or None"):
+        StageOutput(loss=1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bfloat16, torch.float8_e5m2])
+def test_outputs_of_every_dtype_have_a_root(dtype):
+    x = torch.ones(3, requires_grad=True)
+    root, source = gate_output((2 * x).to(dtype))
+    source.gradient = torch.ones(3, dtype=dtype)
+    root.backward()
+    assert x.grad.tolist() == [2.0] * 3

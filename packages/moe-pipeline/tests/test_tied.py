@@ -122,3 +122,20 @@ def test_different_values_and_numbers_are_refused_on_every_rank():
         TiedParameters([same, nn.Parameter(torch.tensor(2.0))], group=group)
 
     run_ranks(fn, 3)
+
+
+def test_parameters_are_compared_by_their_own_values_wherever_they_lie():
+    """Parts of a buffer whose other parts differ, and one that is strided."""
+
+    def fn(rank, world_size):
+        buffer = torch.zeros(12)
+        buffer[3:9] = torch.arange(6.0)
+        buffer[:3] = float(rank)
+        part = nn.Parameter(buffer[3:9])
+        matrix = torch.arange(6.0).view(2, 3)
+        strided = nn.Parameter(matrix if rank else matrix.t().contiguous().t())
+        TiedParameters([part, strided], group=dist.group.WORLD)
+        with pytest.raises(ValueError, match=r"tied parameter 0 .* differs"):
+            TiedParameters([nn.Parameter(buffer[2:9])], group=dist.group.WORLD)
+
+    run_ranks(fn, 2)

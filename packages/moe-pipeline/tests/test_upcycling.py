@@ -146,6 +146,7 @@ def test_biases_and_experts_without_a_gate(seed, gated):
     experts = ExpertsOptions(has_bias=True, has_gate=gated, hidden_act="silu" if gated else "gelu")
     config = config_for(8, 12, 6, experts=experts, router=SIGMOID)
     dense, x = dense_weights(bias=True), torch.randn(20, HIDDEN, dtype=torch.float64)
+    dense = {name: each for name, each in dense.items() if gated or "gate" not in name}
     out, _ = moe_block(upcycled_state(dense, config), x, config)
     assert_close(out, dense_mlp(dense, x, gated), atol=1e-12, rtol=1e-12)
 
@@ -202,4 +203,33 @@ def test_plain_probabilities_need_consent_and_get_the_factor_of_equal_ones(seed)
 )
 def test_what_cannot_equal_the_mlp_is_refused(config, message):
     with pytest.raises(ValueError, match=message):
+        upcycled_state(dense_weights(), config)
+
+
+@pytest.mark.parametrize(
+    ("dense", "experts", "message"),
+    [
+        (dense_weights(bias=True), {}, "has_bias=False has .*got .*down_proj.bias"),
+        (dense_weights(), {"has_bias": True}, "has_bias=True has .*up_proj.bias"),
+        (dense_weights(), {"has_gate": False, "hidden_act": "gelu"}, "has_gate=False"),
+        (
+            {**dense_weights(), "gate_proj.weight": torch.zeros(12, HIDDEN)},
+            {},
+            r"gate_proj.weight .* \(12, 16\).* 24 units .* \(24, 16\)",
+        ),
+        (
+            {**dense_weights(), "down_proj.weight": torch.zeros(12, UNITS)},
+            {},
+            r"down_proj.weight .* \(12, 24\).*hidden_size=16",
+        ),
+    ],
+)
+def test_another_mlp_than_that_of_the_experts_is_refused(dense, experts, message):
+    with pytest.raises(ValueError, match=message):
+        upcycled_state(dense, config_for(6, 8, 4, experts=ExpertsOptions(**experts)))
+
+
+def test_weights_of_zero_are_refused():
+    config = config_for(6, 8, 4, router=RouterOptions(routed_scaling_factor=0.0))
+    with pytest.raises(ValueError, match=r"routed_scaling_factor=0\.0"):
         upcycled_state(dense_weights(), config)

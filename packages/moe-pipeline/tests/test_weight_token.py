@@ -229,3 +229,20 @@ def test_aliases_end_with_the_split(tensors):
         split(lambda: F.linear(x, weight), WeightQueue())
     gc.collect()
     assert len(gc.get_referrers(weight)) == count
+
+
+def test_a_weight_that_is_frozen_after_its_forward_gets_no_gradient(tensors):
+    x, weight = tensors
+    other = torch.ones_like(weight).requires_grad_()
+    for deferring in (False, True):
+        queue = WeightQueue()
+        with split_backward(queue):
+            y = (outer(x, weight) + outer(x, other)).sum()
+        weight.requires_grad_(False)
+        with queue.deferring() if deferring else queue.at_once():
+            y.backward()
+        queue.run()
+        weight.requires_grad_(True)
+    assert weight.grad is None
+    expected = 2 * x.sum(0)[:, None].expand_as(other)
+    assert_close(other.grad, expected, atol=1e-12, rtol=1e-12)

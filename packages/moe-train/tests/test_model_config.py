@@ -20,6 +20,8 @@ VALUES = {
     "intermediate_size": 48,
 }
 
+MLA = dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 4)
+
 
 def test_head_dim_defaults_to_hidden_over_heads() -> None:
     attention = DecoderConfig.from_dict(VALUES).attention
@@ -64,7 +66,11 @@ def test_unknown_keys_survive_a_round_trip() -> None:
         ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
         ({"num_experts": None}, "num_experts"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters"),
-        ({"partial_rotary_factor": 0.1}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.5}, "'qwen3_moe', which rotates whole heads"),
+        ({"model_type": "glm4_moe", "partial_rotary_factor": 0.1}, "rotates 0 dims"),
+        ({"clip_qkv": 8.0}, "clip_qkv=8.0"),
+        ({"model_type": "deepseek_v2", "rope_interleave": False}, "rope_interleave=False"),
+        ({"model_type": "deepseek_v3", **MLA}, "missing q_lora_rank; add it, null for"),
         ({"attention_dropout": 0.1}, "attention_dropout"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"rope_scaling": {"type": "dynamic"}}, "dynamic"),
@@ -101,3 +107,12 @@ def test_layers_for_multi_token_prediction_can_be_left_out_of_the_file_too() -> 
     written = json.loads(without.to_json("float32"))
     assert written["num_nextn_predict_layers"] == 0 and "num_mtp_layers" not in written
     assert DecoderConfig.from_dict(written).num_nextn_predict_layers == 0
+
+
+def test_every_token_that_ends_a_text_is_known() -> None:
+    of = {
+        given: DecoderConfig.from_dict({**VALUES, "eos_token_id": json.loads(given)})
+        for given in ("[7, 9]", "7", "[]", "null", "0")
+    }
+    assert [c.eos_token_ids for c in of.values()] == [(7, 9), (7,), (), (), (0,)]
+    assert [c.eos_token_id for c in of.values()] == [7, 7, None, None, 0]

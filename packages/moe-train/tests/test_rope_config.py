@@ -1,5 +1,7 @@
 import math
 
+import pytest
+
 from moe_train.model.config import DecoderConfig
 from moe_train.model.families import ConfigReader, rules_of
 from moe_train.model.rope_config import latent_softmax_scale, rope_parameters
@@ -37,6 +39,18 @@ def test_yarn_reads_alike_in_both_spellings_and_infers_what_is_missing() -> None
     ).rotary.yarn
     assert inferred is not None
     assert (inferred.factor, inferred.attention_factor) == (4.0, 1.0)
+    factor_only = {**VALUES, "rope_scaling": {"type": "yarn", "factor": 4.0}}
+    inferred = DecoderConfig.from_dict({**factor_only, "max_position_embeddings": 512}).rotary.yarn
+    assert inferred is not None and inferred.original_max_position_embeddings == 512
+    with pytest.raises(ValueError, match="missing max_position_embeddings"):
+        DecoderConfig.from_dict(factor_only)
+
+
+def test_latent_attention_infers_the_factor_of_yarn_too() -> None:
+    yarn = {"rope_type": "yarn", "original_max_position_embeddings": 32, "mscale_all_dim": 1.0}
+    values = {"max_position_embeddings": 128, "rope_parameters": yarn}
+    rope = rope_parameters(ConfigReader(values), rules_of("deepseek_v3"))
+    assert latent_softmax_scale(rope, 16) == 0.25 * (0.1 * math.log(4.0) + 1) ** 2
 
 
 def test_what_stands_outside_fills_gaps_and_the_family_fills_an_empty_file() -> None:

@@ -82,7 +82,7 @@ def test_reshard_and_export_write_checkpoints_with_the_same_tensors(
     assert "written for 2 ranks (ep=2,tp=2)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("layout", ["ep", "pp=2", "tp=0", "tp=two", "tp=99999"])
+@pytest.mark.parametrize("layout", ["ep", "pp=2", "tp=0", "tp=two", "tp=99999", "tp=2,tp=4"])
 def test_a_layout_that_cannot_be_is_one_line_and_2(
     layout: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

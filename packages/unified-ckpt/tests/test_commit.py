@@ -1,6 +1,10 @@
+import errno
+import fcntl
 import os
 import signal
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -99,6 +103,85 @@ def test_a_save_that_runs_in_another_process_is_left_alone_until_it_dies(tmp_pat
     os.waitpid(pid, 0)
     assert clean_leftovers(tmp_path) == [folder]
     assert names(tmp_path) == []
+
+
+def in_a_process(fn: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        failed = True
+        try:
+            fn()
+            failed = False
+        finally:
+            traceback.print_exc()
+            os._exit(failed)
+    return pid
+
+
+def test_savers_that_share_a_folder_do_not_disturb_each_other(tmp_path: Path) -> None:
+    def fn(name: str) -> None:
+        for number in range(150):
+            clean_leftovers(tmp_path)
+            publish(tmp_path / name, str(number))
+
+    pids = [in_a_process(lambda name=name: fn(name)) for name in ("a", "b", "c", "c")]
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0, 0, 0]
+    assert names(tmp_path) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EBADF])
+def test_a_file_system_without_locks_keeps_what_is_young(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(fd: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    publish(tmp_path / "c", "one")
+    leftover = hidden_name(tmp_path / "d", "tmp")
+    leftover.mkdir()
+    assert clean_leftovers(tmp_path) == []
+    os.utime(leftover, (0, 0))
+    assert clean_leftovers(tmp_path) == [leftover]
+
+
+def test_what_another_user_left_or_holds_does_not_stop_a_save(tmp_path: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    for folder in (tmp_path, *tmp_path.parents):
+        if not folder.stat().st_mode & 0o001:
+            folder.chmod(folder.stat().st_mode | 0o011)
+    tmp_path.chmod(0o777)
+    theirs = hidden_name(tmp_path / "d", "tmp")
+    theirs.mkdir(mode=0o700)
+
+    def fn() -> None:
+        os.setgid(65534)
+        os.setuid(65534)
+        if clean_leftovers(tmp_path):
+            raise AssertionError("said to have removed what it may not remove")
+        publish(tmp_path / "c", "one")
+
+    assert os.waitpid(in_a_process(fn), 0)[1] == 0
+    assert names(tmp_path) == sorted([theirs.name, "c"])
+
+
+def test_what_came_under_the_name_during_a_save_is_not_removed(tmp_path: Path) -> None:
+    staging = Staging.make(tmp_path / "c")
+    fill(staging.folder, "one")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "thesis.tex").write_text("x")
+    with pytest.raises(ValueError, match="is not a checkpoint that may be replaced"):
+        staging.publish()
+    staging.close()
+    assert names(tmp_path) == ["c"] and names(tmp_path / "c") == ["thesis.tex"]
+
+
+def test_a_name_too_long_for_its_hidden_one_is_refused_with_the_limit(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has 230 bytes; choose .* at most 220, since"):
+        Staging.make(tmp_path / ("ü" * 115))
+    assert names(tmp_path) == []
+    publish(tmp_path / ("x" * 220), "one")
 
 
 def test_new_folders_follow_the_umask(tmp_path: Path) -> None:

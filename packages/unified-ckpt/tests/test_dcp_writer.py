@@ -1,3 +1,4 @@
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,38 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_no_rubbish(tmp_path: Path) 
     run_ranks(fn, 2)
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
     assert verify_checkpoint(target).problems == ()
+
+
+def test_writers_that_failed_leave_nothing_that_later_saves_must_make_room_for(
+    tmp_path: Path,
+) -> None:
+    """A new writer for every save, in one process that lives on: no lock, no bytes, no fd."""
+    fds = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        writer = UnifiedStorageWriter(tmp_path / "c")
+        with pytest.raises(
+            CheckpointException, match=r"'bad' is .* holds \S*Unwilling; convert it"
+        ):
+            dcp.save({"model": {"w": WEIGHT}, "bad": Unwilling()}, storage_writer=writer)
+    assert len(list(tmp_path.iterdir())) == 1  # the last writer still lives
+    child = os.fork()
+    if child == 0:
+        del writer
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert len(list(tmp_path.iterdir())) == 1
+    del writer
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+    assert len(os.listdir("/proc/self/fd")) <= fds
+
+
+def test_tuples_come_back_as_tuples(tmp_path: Path) -> None:
+    writer = UnifiedStorageWriter(tmp_path / "c")
+    dcp.save({"betas": (0.9, 0.95), "list": [1]}, storage_writer=writer)
+    back = {"betas": (0.0, 0.0), "list": [0]}
+    dcp.load(back, storage_reader=UnifiedStorageReader(tmp_path / "c"))
+    assert back == {"betas": (0.9, 0.95), "list": [1]}
 
 
 def test_a_rank_that_is_killed_while_writing_leaves_the_old_checkpoint(tmp_path: Path) -> None:

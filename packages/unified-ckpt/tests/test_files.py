@@ -13,6 +13,7 @@ from unified_ckpt.files import (
     open_for_read,
     open_for_write,
     read_at,
+    remove_tree,
     write_at,
 )
 
@@ -62,6 +63,17 @@ def test_folders_are_made_with_their_parents_and_may_exist(tmp_path: Path) -> No
     make_folders(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b").is_dir()
     assert free_bytes(tmp_path) > 0
+
+
+def test_of_a_link_to_a_folder_only_the_link_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "x").touch()
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "inside").symlink_to(tmp_path / "kept")
+    (tmp_path / "link").symlink_to(tmp_path / "kept")
+    remove_tree(tmp_path / "link")
+    remove_tree(tmp_path / "tree")
+    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")) == ["kept", "kept/x"]
 
 
 def test_only_one_module_changes_the_file_system() -> None:

@@ -95,6 +95,17 @@ def test_rotation_keeps_the_newest_complete_ones_and_touches_nothing_else(tmp_pa
     assert rotate(tmp_path, 2) == []
 
 
+def test_rotation_removes_the_link_to_a_checkpoint_elsewhere_and_not_the_checkpoint(
+    tmp_path: Path,
+) -> None:
+    archived = put(tmp_path / "archive", 1)
+    put(tmp_path / "run", 2)
+    (tmp_path / "run" / "checkpoint-1").symlink_to(archived)
+    assert rotate(tmp_path / "run", 1) == [tmp_path / "run" / "checkpoint-1"]
+    assert is_complete(archived)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-2"]
+
+
 def test_rotation_refuses_to_remove_everything(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep=0 would remove every checkpoint"):
         rotate(tmp_path, 0)

@@ -137,6 +137,19 @@ def test_missing_keys_raise_or_are_reported_and_left_alone(tmp_path: Path) -> No
     assert (report.num_tensors, report.missing) == (1, ("b",))
 
 
+def test_a_part_that_is_not_stored_raises_or_is_reported(tmp_path: Path) -> None:
+    folder = put(tmp_path, w=torch.ones(2))
+    w, other = torch.zeros(2), torch.full((2,), 7.0)
+    state = {"model": [whole("w", w)], "extra": [whole("t", other)]}
+    with pytest.raises(LoadError, match="no part 'extra'"):
+        load(state, checkpoint_id=folder)
+    assert w.sum() == 0
+    assert load(state, checkpoint_id=folder, strict=False).missing == ("t",)
+    assert (w.sum(), other.tolist()) == (2, [7, 7])
+    with pytest.raises(LoadError, match="no part 'extra'"):  # nothing that was asked for is there
+        load({"extra": state["extra"]}, checkpoint_id=folder, strict=False)
+
+
 def test_another_dtype_raises_or_is_cast(tmp_path: Path) -> None:
     w = torch.randn(50)
     folder = put(tmp_path, w=w, i=torch.arange(3))

@@ -1,23 +1,20 @@
 import math
 import os
 import signal
+import threading
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
 from ranktest import run_ranks
-from unified_ckpt import LoadError, SaveError, SavePeerError, Shard, load
+from unified_ckpt import LoadError, SaveError, SavePeerError, Shard, folder, load, manager
+from unified_ckpt.agreement import Agreement
 from unified_ckpt.commit import hidden_name
-from unified_ckpt.errors import DamagedCheckpointWarning
-from unified_ckpt.manager import (
-    CheckpointManager,
-    ManagerOptions,
-    best_of,
-    due_by_steps,
-    encode_metrics,
-)
+from unified_ckpt.errors import DamagedCheckpointWarning, SaveArgumentError
+from unified_ckpt.manager import CheckpointManager, ManagerOptions, due_by_steps
 
 QUIET = ManagerOptions(signals=())
 
@@ -42,13 +39,6 @@ def flip(path: Path) -> None:
 def test_steps_are_due_by_their_multiple() -> None:
     assert [s for s in range(9) if due_by_steps(s, 4)] == [4, 8]
     assert not due_by_steps(4, None)
-
-
-def test_the_best_is_the_first_of_the_least_or_greatest_and_never_nan() -> None:
-    values = {Path("a"): 2.0, Path("b"): math.nan, Path("c"): None, Path("d"): 1.0, Path("e"): 1.0}
-    assert best_of(values, "min") == Path("d")
-    assert best_of(values, "max") == Path("a")
-    assert best_of({Path("b"): math.nan}, "min") is None
 
 
 def test_old_checkpoints_go_after_the_new_one_is_there_and_the_best_stays(tmp_path: Path) -> None:
@@ -81,13 +71,73 @@ def test_the_checkpoint_just_saved_stays_below_a_higher_number(tmp_path: Path) -
         assert names(tmp_path) == ["checkpoint-4", "checkpoint-9"]
 
 
-def test_leftovers_are_cleaned_at_start_and_a_second_manager_is_refused(tmp_path: Path) -> None:
+def test_leftovers_are_cleaned_at_start_and_a_second_manager_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager, "_LOCK_WAIT_S", 0.1)
     hidden_name(tmp_path / "checkpoint-1", "tmp").mkdir()
     with CheckpointManager(tmp_path, QUIET):
         assert names(tmp_path) == []
-        with pytest.raises(SaveError, match=r"another process manages .* and holds its lock"):
+        with pytest.raises(SaveError, match=r"another process manages .* has held its lock"):
             CheckpointManager(tmp_path, QUIET)
     CheckpointManager(tmp_path, QUIET).close()
+
+
+def test_a_child_that_outlives_the_manager_does_not_keep_the_folder(tmp_path: Path) -> None:
+    first = CheckpointManager(tmp_path, QUIET)
+    pid = os.fork()
+    if pid == 0:  # as a data loader's worker, with a copy of the lock
+        time.sleep(60)
+        os._exit(0)
+    first.close()
+    began_s = time.monotonic()
+    CheckpointManager(tmp_path, QUIET).close()
+    assert time.monotonic() - began_s < 5.0
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def test_a_manager_waits_for_the_children_of_a_job_that_was_killed(tmp_path: Path) -> None:
+    job = os.fork()
+    if job == 0:
+        CheckpointManager(tmp_path, QUIET)
+        if os.fork() == 0:
+            time.sleep(0.5)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(job, 0)
+    CheckpointManager(tmp_path, QUIET).close()
+
+
+def test_a_manager_that_cannot_be_made_holds_nothing(tmp_path: Path) -> None:
+    said = []
+
+    def fn() -> None:
+        with pytest.raises(SaveArgumentError, match="main thread only") as caught:
+            CheckpointManager(tmp_path)
+        said.append(str(caught.value))
+
+    thread = threading.Thread(target=fn)
+    thread.start()
+    thread.join()
+    assert said
+    before = signal.getsignal(signal.SIGTERM)
+    (tmp_path / "file").touch()
+    with pytest.raises(SaveError, match="rank 0 failed in 'open': "):
+        CheckpointManager(tmp_path / "file")
+    assert signal.getsignal(signal.SIGTERM) == before
+    CheckpointManager(tmp_path).close()
+
+
+def test_ranks_that_would_save_at_different_steps_are_told_at_once(tmp_path: Path) -> None:
+    def fn(rank: int, world_size: int) -> str:
+        with pytest.raises(SaveArgumentError) as caught:
+            CheckpointManager(tmp_path, ManagerOptions(save_steps=5 * (rank + 1)))
+        CheckpointManager(tmp_path).close()
+        return str(caught.value)
+
+    first, second = run_ranks(fn, 2)
+    assert first == second and "disagree about save_steps: [5, 10]" in first
 
 
 def test_resume_falls_back_to_the_newest_valid_one_and_says_so(tmp_path: Path) -> None:
@@ -108,6 +158,74 @@ def test_resume_falls_back_to_the_newest_valid_one_and_says_so(tmp_path: Path) -
         said = [str(warning.message) for warning in caught]
         assert "checkpoint-3 is passed over" in said[0] and "file is missing" in said[0]
         assert "checkpoint-2 is damaged" in said[1] and "rank 0" in said[1] and "'w'" in said[1]
+
+
+def test_resume_looks_at_no_checkpoint_older_than_the_one_that_it_loads(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, QUIET) as opened:
+        for step in (1, 2):
+            opened.save(shards(step), step)
+        (opened.path(1) / "model.safetensors").unlink()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert opened.resume(lambda path: path.name, verify="full") == (
+                opened.path(2),
+                "checkpoint-2",
+            )
+        with pytest.raises(ValueError, match="verify='all'"):
+            opened.resume(lambda path: path.name, verify="all")
+
+
+def test_metrics_count_on_the_first_rank_and_a_wrong_one_is_told_to_all(tmp_path: Path) -> None:
+    def fn(rank: int, world_size: int) -> str:
+        options = ManagerOptions(signals=(), timeout_s=10)
+        with CheckpointManager(tmp_path, options) as opened:
+            state = shards(1, rank, world_size)
+            opened.save(state, 1, metrics={"loss": None if rank else 1.0})
+            with pytest.raises(SaveArgumentError) as caught:
+                opened.save(state, 2, metrics={"loss": 1.0 if rank else None})
+            return str(caught.value)
+
+    first, second = run_ranks(fn, 2)
+    assert first == second and "rank 0 failed in 'metrics': TypeError" in first
+    assert names(tmp_path) == ["checkpoint-1"]
+
+
+def test_a_rotation_that_fails_is_told_to_all_ranks_and_the_new_checkpoint_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rename(old: Path, new: Path) -> None:
+        raise PermissionError(13, f"cannot rename {old.name}")
+
+    monkeypatch.setattr(folder, "rename", rename)
+
+    def fn(rank: int, world_size: int) -> str:
+        options = ManagerOptions(save_total_limit=1, signals=(), timeout_s=10)
+        with CheckpointManager(tmp_path, options) as opened:
+            opened.save(shards(1, rank, world_size), 1)
+            with pytest.raises(SaveError) as caught:
+                opened.save(shards(2, rank, world_size), 2)
+            return str(caught.value)
+
+    first, second = run_ranks(fn, 2)
+    assert first == second and "rank 0 failed in 'rotate': PermissionError" in first
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
+
+
+@pytest.mark.parametrize(
+    ("step", "files", "message"),
+    [
+        (-1, {}, "step=-1 is negative"),
+        (2.5, {}, "float"),
+        (1, {"metrics.json": b""}, "files has 'metrics.json'"),
+    ],
+)
+def test_what_would_be_lost_under_its_name_is_refused(
+    step: int, files: dict[str, bytes], message: str, tmp_path: Path
+) -> None:
+    opened = CheckpointManager(tmp_path, QUIET)
+    with opened, pytest.raises(SaveArgumentError, match=message):
+        opened.save(shards(1), step, files=files)
+    assert names(tmp_path) == []
 
 
 def test_all_ranks_fall_back_when_one_of_them_finds_damage(tmp_path: Path) -> None:
@@ -158,6 +276,27 @@ def test_a_signal_on_one_rank_saves_on_all_at_the_same_step(tmp_path: Path) -> N
     assert run_ranks(fn, 2) == [expected, expected]
 
 
+def test_a_signal_to_stop_that_comes_while_ranks_decide_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = Agreement.any_of
+
+    def any_of(self: Agreement, name: str, flags: list[bool]) -> list[bool]:
+        if flags[1]:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return ask(self, name, flags)
+
+    with CheckpointManager(tmp_path) as opened:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        monkeypatch.setattr(Agreement, "any_of", any_of)
+        first = opened.decide(1)
+        monkeypatch.undo()
+        assert (first.save, first.stop) == (True, False)
+        assert opened.decide(2).stop
+        assert not opened.decide(3).save
+
+
 def test_minutes_are_those_of_the_first_rank(tmp_path: Path) -> None:
     def fn(rank: int, world_size: int) -> list[bool]:
         options = ManagerOptions(save_minutes=0.3 / 60 if rank == 0 else 1e-9, signals=())
@@ -169,6 +308,15 @@ def test_minutes_are_those_of_the_first_rank(tmp_path: Path) -> None:
             return [first, decision.save, decision.reasons == ("minutes",), manager.decide(3).save]
 
     assert run_ranks(fn, 2) == [[False, True, True, False]] * 2
+
+
+def test_minutes_begin_anew_with_a_decision_since_a_save_in_the_background_takes_time(
+    tmp_path: Path,
+) -> None:
+    options = ManagerOptions(save_minutes=0.2 / 60, signals=())
+    with CheckpointManager(tmp_path, options) as opened:
+        time.sleep(0.25)
+        assert [opened.decide(1).save, opened.decide(2).save] == [True, False]
 
 
 def test_a_rank_that_does_not_decide_is_named_in_time(tmp_path: Path) -> None:
@@ -194,8 +342,3 @@ def test_wrong_options_are_named(options: dict) -> None:
     (name,) = options
     with pytest.raises(ValueError, match=name):
         ManagerOptions(**options)
-
-
-def test_a_metric_that_is_no_number_is_refused() -> None:
-    with pytest.raises((TypeError, ValueError)):
-        encode_metrics(1, {"loss": "low"})

@@ -126,6 +126,16 @@ def test_a_fresh_optimizer_gets_fp32_moments_from_a_compressed_checkpoint(tmp_pa
         check_bounds(mine["exp_avg_sq"], theirs["exp_avg_sq"], "moment2")
 
 
+def test_empty_moments_are_not_compressed_and_come_back(tmp_path: Path) -> None:
+    moments = {"w/moment1": torch.zeros(0, 3), "v/moment1": torch.ones(3)}
+    options = SaveOptions(moment_compression="int8")
+    save({"optimizer": moments}, checkpoint_id=tmp_path / "c", options=options)
+    back = {key: tensor * 0 for key, tensor in moments.items()}
+    load({"optimizer": back}, checkpoint_id=tmp_path / "c")
+    assert torch.allclose(back["v/moment1"], moments["v/moment1"])
+    assert read_index(tmp_path / "c", "optimizer")["w/moment1"].dtype == "F32"
+
+
 def test_other_states_and_bits_stay_as_they_are(tmp_path: Path) -> None:
     state = {
         "w/max_exp_avg_sq": torch.rand(9),

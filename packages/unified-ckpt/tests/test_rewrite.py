@@ -131,6 +131,35 @@ def test_an_export_is_what_transformers_reads_and_nothing_else(tmp_path: Path) -
         export_model(empty, tmp_path / "d")
 
 
+def test_files_that_belong_to_no_part_are_copied_and_compared_whatever_their_name(
+    tmp_path: Path,
+) -> None:
+    files = {"rng/rank-0.safetensors": b"r", "lora.fp16.safetensors": b"l", "a-b.json": b"{}"}
+    state = {"model": [whole("w", torch.randn(4, 6)), whole("v", torch.randn(4, 6))]}
+    source = save(state, checkpoint_id=tmp_path / "a", files=files).path
+    (source / "model-00001-of-00002.safetensors").write_bytes(b"stale")  # of another save
+    target = reshard(source, tmp_path / "b", ParallelDegrees(world_size=2, tp=2))
+    assert {name: (target / name).read_bytes() for name in files} == files
+    assert verify_checkpoint(target).problems == ()
+    assert [str(d) for d in diff_checkpoints(source, target)] == []
+    (source / "rng" / "rank-0.safetensors").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"rank-0.safetensors: file is missing"):
+        reshard(source, tmp_path / "c", ParallelDegrees(world_size=1))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_a_link_as_the_target_keeps_being_one_and_what_it_names_is_replaced(
+    tmp_path: Path,
+) -> None:
+    source = put(tmp_path / "a", model())
+    (tmp_path / "link").symlink_to(tmp_path / "b")
+    for _ in range(2):  # the link names nothing, then a checkpoint
+        export_model(source, tmp_path / "link")
+        assert (tmp_path / "link").is_symlink()
+        assert verify_checkpoint(tmp_path / "b").problems == ()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "link"]
+
+
 def test_damage_stops_the_writing_and_leaves_nothing(tmp_path: Path) -> None:
     source = put(tmp_path / "a", model())
     stored = read_index(source)["model.embed_tokens.weight"]

@@ -35,7 +35,7 @@ def test_a_handler_that_was_set_later_is_not_taken_away() -> None:
 def test_a_second_signal_goes_to_the_former_handler() -> None:
     calls = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: calls.append(number))
-    with SignalWatch([signal.SIGUSR1]) as watch:
+    with SignalWatch([signal.SIGUSR1], repeat_s=0.0) as watch:
         os.kill(os.getpid(), signal.SIGUSR1)
         assert calls == [] and watch.seen
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -46,11 +46,29 @@ def test_a_second_signal_goes_to_the_former_handler() -> None:
 def test_a_second_sigterm_ends_a_process_that_is_stuck() -> None:
     code = (
         "import os, signal, time\nfrom unified_ckpt.signals import SignalWatch\n"
-        "watch = SignalWatch()\nos.kill(os.getpid(), signal.SIGTERM)\nprint('noted', flush=True)\n"
+        "watch = SignalWatch(repeat_s=0.1)\nos.kill(os.getpid(), signal.SIGTERM)\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\nprint('noted', flush=True)\ntime.sleep(0.2)\n"
         "os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(20)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "noted\n")
+
+
+def test_asking_twice_for_a_checkpoint_does_not_end_the_process() -> None:
+    before = signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # which ends it
+    with SignalWatch([signal.SIGUSR1], repeat_s=0.0) as watch:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert watch.seen == {signal.SIGUSR1}
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_what_asks_to_end_stays_when_only_the_rest_is_cleared() -> None:
+    with SignalWatch() as watch:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        watch.clear(stopping=False)
+        assert watch.seen == {signal.SIGTERM}
 
 
 def test_other_threads_are_told_to_use_the_main_thread() -> None:

@@ -1,5 +1,6 @@
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -125,6 +126,45 @@ def test_a_missing_value_raises_before_anything_changes(tmp_path: Path) -> None:
     assert back["model"]["w"].sum() == 0
     report = load(back, checkpoint_id=tmp_path / "c", strict=False)
     assert (report.missing, back["step"], back["epoch"]) == (("epoch",), 1, 5)
+
+
+def test_values_in_tuples_beside_tensors_come_back(tmp_path: Path) -> None:
+    class Pair(NamedTuple):
+        ids: torch.Tensor
+        epoch: int
+
+    def make(fill: int) -> dict[str, Any]:
+        deep = Pair(torch.full((2,), fill), fill), fill
+        return {"data": {"deep": deep, "same": (torch.full((1,), fill), "x")}}
+
+    save(make(3), checkpoint_id=tmp_path / "c")
+    back = make(0)
+    load(back, checkpoint_id=tmp_path / "c")
+    assert back["data"]["deep"][0].ids.tolist() == [3, 3]
+    assert (back["data"]["deep"][0].epoch, back["data"]["deep"][1]) == (3, 3)
+    assert back["data"]["same"][0].item() == 3 and back["data"]["same"][1] == "x"
+
+
+def test_a_mapping_that_cannot_change_is_named_before_anything_changes(tmp_path: Path) -> None:
+    save({"model": {"w": torch.ones(2)}, "extra": {"n": 1, "t": torch.ones(1)}},
+         checkpoint_id=tmp_path / "c")  # fmt: skip
+    frozen = MappingProxyType({"n": 0, "t": torch.zeros(1)})
+    back = {"model": {"w": torch.zeros(2)}, "extra": frozen}
+    with pytest.raises(TypeError, match=r"extra.n: stands in a mappingproxy, which load cannot"):
+        load(back, checkpoint_id=tmp_path / "c")
+    assert back["model"]["w"].sum() == 0 and frozen["t"].item() == 0
+
+
+def test_two_leaves_of_one_path_are_refused(tmp_path: Path) -> None:
+    one = torch.ones(1)
+    for state, message in (
+        ({"model": {"a.b": one, "a": {"b": one * 2}}}, "part 'model' have the key 'a.b'"),
+        ({"w": one, "model": {"w": one * 2}}, "part 'model' have the key 'w'"),
+        ({"extra": {"a.b": 1, "a": {"b": 2, "t": one}}}, "two values have the path 'extra.a.b'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            save(state, checkpoint_id=tmp_path / "c")
+    assert not list(tmp_path.iterdir())
 
 
 def test_empty_collections_at_the_top_are_parts_or_values(tmp_path: Path) -> None:

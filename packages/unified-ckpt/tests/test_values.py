@@ -1,11 +1,16 @@
 import json
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from unified_ckpt.values import encode_value, find_value, restore_value
+
+
+class Point(NamedTuple):
+    x: int
+    y: tuple[int, ...]
 
 
 @pytest.mark.parametrize(
@@ -13,12 +18,19 @@ from unified_ckpt.values import encode_value, find_value, restore_value
     [
         None, True, 3, 0.1, "x", (), [1, (2, 3)], {"a": (1, None)}, {3: 4, None: [True]},
         {"@items": 1}, Counter({30: 2}), OrderedDict(b=1, a=(2,)), {"deep": {1: {2: (3,)}}},
+        defaultdict(list, a=[1]), Point(1, (2, 3)), {"p": [Point(0, ())]},
     ],
 )  # fmt: skip
 def test_values_come_back_through_json_in_the_templates_types(value: Any) -> None:
     text = json.dumps(encode_value(value, "path"))
     back = restore_value(json.loads(text), value)
     assert back == value and type(back) is type(value)
+
+
+def test_a_defaultdict_keeps_its_factory_and_a_named_tuple_of_other_length_is_plain() -> None:
+    back = restore_value({"a": 1}, defaultdict(list, b=[2]))
+    assert back == {"a": 1} and back["new"] == []
+    assert type(restore_value([1, 2, 3], Point(1, ()))) is tuple
 
 
 def test_what_json_cannot_hold_is_named() -> None:

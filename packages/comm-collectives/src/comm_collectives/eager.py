@@ -29,10 +29,11 @@ _WORD_BYTES = 8
 class Framing:
     """One direction between two ranks; the ends call `pack` and `unpack` once for each transfer."""
 
-    __slots__ = ("_capacity",)
+    __slots__ = ("_buffer", "_capacity")
 
     def __init__(self) -> None:
         self._capacity = _FIRST_BYTES
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def pack(self, header: TransferHeader, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The messages of a transfer, flat uint8: the first, then those of tensors left out of it.
@@ -66,7 +67,7 @@ class Framing:
         Args:
             receive: receives the next message into a flat uint8 tensor, or into a part of it.
         """
-        first = torch.empty(self._capacity, dtype=torch.uint8, device="cpu")
+        first = self._offered()
         receive(first)
         words = _words(first, FIRST_WORDS)
         more = TransferHeader.words_to_come(words)
@@ -93,6 +94,13 @@ class Framing:
             tensors.append(from_bytes(flat, dtype, shape))
         self._grow(header, places)
         return header, tensors
+
+    def _offered(self) -> torch.Tensor:
+        """Memory for a first message; the same one again, as new pages cost more than the copy."""
+        if self._buffer.numel() < self._capacity:
+            self._buffer = torch.empty(self._capacity, dtype=torch.uint8, device="cpu")
+        self._buffer[:_WORD_BYTES] = 0  # so that an earlier header is not taken for one
+        return self._buffer
 
     def _grow(self, header: TransferHeader, places: Sequence[int | None]) -> None:
         if self._capacity == _MOST_BYTES or None not in places:

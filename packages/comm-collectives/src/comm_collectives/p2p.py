@@ -59,7 +59,8 @@ def isend_tensors(
     """Start to send tensors to rank `dst` of the group; does not wait for the receiver.
 
     Not collective: only this rank and `dst`, which calls `recv_tensors`. Not differentiable. Inputs
-    of any shape, plain dtype and strides are not modified; contiguous ones are not copied.
+    of any shape, plain dtype and strides are not modified; large contiguous ones are not copied,
+    small ones travel in one message with their header.
 
     Args:
         tensors: any number of tensors, zero included.

@@ -29,6 +29,9 @@ from moe_pipeline.generators_dualpipe import dualpipe as dualpipe
 from moe_pipeline.generators_dualpipe import dualpipe_v as dualpipe_v
 from moe_pipeline.generators_interleaved import interleaved_1f1b as interleaved_1f1b
 from moe_pipeline.generators_interleaved import looped_bfs as looped_bfs
+from moe_pipeline.generators_interleaved_zb import (
+    interleaved_zero_bubble as interleaved_zero_bubble,
+)
 from moe_pipeline.generators_v import v_half as v_half
 from moe_pipeline.generators_v import v_min as v_min
 from moe_pipeline.generators_v import zbv as zbv
@@ -78,6 +81,9 @@ from moe_pipeline.stage_io import StageOutput as StageOutput
 from moe_pipeline.svg import to_svg as to_svg
 from moe_pipeline.tied import TiedParameters as TiedParameters
 from moe_pipeline.token_loss import token_scale as token_scale
+from moe_pipeline.torch_schedules import PipelineScheduleMulti as PipelineScheduleMulti
+from moe_pipeline.torch_schedules import PipelineScheduleSingle as PipelineScheduleSingle
+from moe_pipeline.torch_schedules import get_schedule_class as get_schedule_class
 from moe_pipeline.upcycling import upcycled_state as upcycled_state
 from moe_pipeline.weight_queue import WeightQueue as WeightQueue
 from moe_pipeline.weight_queue import split_backward as split_backward
@@ -103,6 +109,8 @@ __all__ = [
     "MoEPipelineError",
     "PipelineExecutor",
     "PipelineGroups",
+    "PipelineScheduleMulti",
+    "PipelineScheduleSingle",
     "Problem",
     "Routed",
     "RouterLosses",
@@ -138,10 +146,12 @@ __all__ = [
     "forward_only",
     "forward_then_backward",
     "from_csv",
+    "get_schedule_class",
     "global_batch_loss",
     "global_batch_shares",
     "infer_shapes",
     "interleaved_1f1b",
+    "interleaved_zero_bubble",
     "is_replaying",
     "looped_bfs",
     "make_pipeline_groups",

@@ -9,6 +9,7 @@ activation unit for each stage and microbatch, held from F to W.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from math import inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,7 @@ class StageCosts:
         weight_gradient_bytes: what of them I leaves to W; None: all.
 
     Raises:
-        ValueError: a negative number, or more left to W than there was.
+        ValueError: a negative or infinite number, or more left to W than there was.
     """
 
     forward_s: float = 1.0
@@ -39,8 +40,8 @@ class StageCosts:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None and not value >= 0:
-                raise ValueError(f"{field.name} must be at least 0, got {value}")
+            if value is not None and not 0 <= value < inf:
+                raise ValueError(f"{field.name} must be at least 0 and finite, got {value}")
         if self.left_for_weights > self.activation_bytes:
             raise ValueError(
                 f"weight_gradient_bytes={self.weight_gradient_bytes} exceeds "

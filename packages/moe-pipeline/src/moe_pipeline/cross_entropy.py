@@ -145,7 +145,8 @@ def _chunk(
         if grad_CD is not None:
             torch.mm(grad_CV, weight_VD, out=grad_CD)
         if grad_VD is not None:
-            _add_product(grad_VD, grad_CV.t(), hidden_CD)
+            # What ignored tokens hold may be NaN, which a gradient of zero does not undo.
+            _add_product(grad_VD, grad_CV.t(), hidden_CD.masked_fill(ignored_C1, 0.0))
     return losses_C1.sum(dtype=torch.float64)
 
 

@@ -58,8 +58,9 @@ class PipelineExecutor:
 
     Raises:
         ScheduleError: `check` finds problems.
-        ValueError: `rank` is not in the schedule or does not fit the groups; stages are missing or
-            not this rank's; groups are given without a rank.
+        ValueError: `rank` is not in the schedule, has nothing to do in it, or does not fit the
+            groups; stages are missing or not this rank's; groups are given without a rank; a limit
+            that is not positive.
     """
 
     def __init__(
@@ -75,6 +76,8 @@ class PipelineExecutor:
     ) -> None:
         self._table = Table.of(schedule, rank)
         _check_stages(stages, self._table, rank)
+        if timeout_s is not None and not timeout_s > 0:
+            raise ValueError(f"timeout_s={timeout_s} must be above 0, or None")
         self.schedule = schedule
         self._stages = dict(stages)
         self._keys = self._table.keys()
@@ -131,6 +134,7 @@ class PipelineExecutor:
 
         Raises:
             ValueError: wrong number of inputs or targets; the last stage returned no loss.
+            TypeError: inputs of a microbatch that are no tuple or list.
             StageTransferError: a transfer failed, or another rank did; names rank, stage, action
                 and who is to blame. Every rank whose step needs the failed one raises it.
         """
@@ -178,6 +182,11 @@ class PipelineExecutor:
                     raise ValueError(
                         f"schedule {name} runs microbatch {microbatch} of the first stage on this "
                         "rank, but its inputs are not given; give a tuple for it"
+                    )
+                if not isinstance(first, tuple | list):
+                    raise TypeError(
+                        f"the inputs of microbatch {microbatch} are a {type(first).__name__}; give "
+                        "a tuple of the first stage's positional arguments, such as (x,)"
                     )
                 slot.given = tuple(first)
             step.slots[stage, microbatch] = slot
@@ -309,6 +318,11 @@ class _Step:
 
 def _check_stages(stages: Mapping[int, Stage], table: Table, rank: int | None) -> None:
     wanted = table.stages()
+    if not wanted:
+        raise ValueError(
+            f"rank {rank} has nothing to do in schedule {table.schedule.name}; give a schedule "
+            "whose every row has actions"
+        )
     if sorted(stages) != wanted:
         who = "one process runs" if rank is None else f"rank {rank} runs"
         raise ValueError(

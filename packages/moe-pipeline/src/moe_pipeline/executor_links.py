@@ -11,7 +11,8 @@ nobody has to look at a clock or a store while all goes well. Without backward m
 only; there the last stage says at the end that all is well, and each tells the one before, so that
 every rank has what to wait for.
 
-    links = GroupLinks(table, rank=0, groups=Groups(forward=pp_group, backward=pp_group))
+    links = GroupLinks(table, 0, Transport(forward=pp, backward=pp, device=None, timeout_s=60))
+    links.begin()
     links.send(action, parcel)
 """
 

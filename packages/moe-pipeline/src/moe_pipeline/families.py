@@ -109,7 +109,8 @@ class Family:
         """Sizes, routing rule, losses and experts of this family's MoE layers.
 
         The balancing loss is over the micro-batch, or over each sequence if the configuration has
-        DeepSeek's `seq_aux`; its coefficient is 0 where the configuration has none.
+        DeepSeek's `seq_aux`; its coefficient is 0 where the configuration has none. Other keys that
+        are missing mean what they mean in transformers.
 
         Args:
             values: the dict of a `config.json`, or a configuration object of transformers.
@@ -226,17 +227,26 @@ def _deepseek_v2_router(values: _Values) -> RouterOptions:
     )
 
 
-def _sigmoid_with_bias(values: _Values) -> RouterOptions:
-    values.refuse_other("scoring_func", "sigmoid", "the routers of this family use no other scores")
-    return RouterOptions(
-        moe_router_score_function="sigmoid",
-        norm_topk_prob=values.get("norm_topk_prob", default=True),
-        routed_scaling_factor=values.get("routed_scaling_factor", default=1.0),
-        n_group=values.get("n_group", default=1),
-        topk_group=values.get("topk_group", default=1),
-        moe_router_group_score="top2_sum",
-        moe_router_enable_expert_bias=True,
-    )
+def _sigmoid_with_bias(
+    *, routed_scaling_factor: float, n_group: int, topk_group: int
+) -> Callable[[_Values], RouterOptions]:
+    """The router of DeepSeek-V3 and GLM-4, with the family's own defaults."""
+
+    def router(values: _Values) -> RouterOptions:
+        why = "the routers of this family use no other scores"
+        values.refuse_other("scoring_func", "sigmoid", why)
+        scale = values.get("routed_scaling_factor", default=routed_scaling_factor)
+        return RouterOptions(
+            moe_router_score_function="sigmoid",
+            norm_topk_prob=values.get("norm_topk_prob", default=True),
+            routed_scaling_factor=scale,
+            n_group=values.get("n_group", default=n_group),
+            topk_group=values.get("topk_group", default=topk_group),
+            moe_router_group_score="top2_sum",
+            moe_router_enable_expert_bias=True,
+        )
+
+    return router
 
 
 def _ernie_router(values: _Values) -> RouterOptions:
@@ -259,16 +269,22 @@ def _gpt_oss_experts(values: _Values) -> ExpertsOptions:
     )
 
 
-def _counted_shared(values: _Values) -> SharedExpertOptions | None:
+def _counted_shared(default: int) -> Callable[[_Values], SharedExpertOptions | None]:
     """So many experts of the routed ones' width, as one MLP."""
-    count = values.get("n_shared_experts", "moe_num_shared_experts", default=0)
-    if not count:
-        return None
-    for name in ("mlp_bias", "use_bias"):
-        values.refuse_other(name, False, "shared experts have no bias here")
-    return SharedExpertOptions(
-        moe_shared_expert_intermediate_size=count * values.need("moe_intermediate_size")
-    )
+
+    def shared(values: _Values) -> SharedExpertOptions | None:
+        names = ("n_shared_experts", "moe_num_shared_experts")
+        is_given = any(name in values.values for name in names)
+        count = values.get(*names, default=0 if is_given else default)
+        if not count:
+            return None
+        for name in ("mlp_bias", "use_bias"):
+            values.refuse_other(name, False, "shared experts have no bias here")
+        return SharedExpertOptions(
+            moe_shared_expert_intermediate_size=count * values.need("moe_intermediate_size")
+        )
+
+    return shared
 
 
 def _gated_shared(values: _Values) -> SharedExpertOptions:
@@ -301,6 +317,7 @@ _ROUTED = _same("gate.weight", "experts.gate_up_proj", "experts.down_proj")
 _SHARED = _same(*(f"shared_experts.{name}" for name in _PROJECTIONS))
 _BIAS = "gate.e_score_correction_bias"
 
+_DEEPSEEK_V3 = (*_ROUTED, *_same(_BIAS), *_SHARED)
 _QWEN2_SHARED = (
     *(BlockKey(f"shared_expert.{name}", f"shared_experts.{name}") for name in _PROJECTIONS),
     *_same("shared_expert_gate.weight"),
@@ -351,22 +368,25 @@ FAMILIES: Mapping[str, Family] = {
             model_type="deepseek_v2",
             block_keys=(*_ROUTED, *_SHARED),
             router=_deepseek_v2_router,
-            shared=_counted_shared,
+            shared=_counted_shared(default=2),
         ),
-        *(
-            Family(
-                model_type=model_type,
-                block_keys=(*_ROUTED, *_same(_BIAS), *_SHARED),
-                router=_sigmoid_with_bias,
-                shared=_counted_shared,
-            )
-            for model_type in ("deepseek_v3", "glm4_moe")
+        Family(
+            model_type="deepseek_v3",
+            block_keys=_DEEPSEEK_V3,
+            router=_sigmoid_with_bias(routed_scaling_factor=2.5, n_group=8, topk_group=4),
+            shared=_counted_shared(default=1),
+        ),
+        Family(
+            model_type="glm4_moe",
+            block_keys=_DEEPSEEK_V3,
+            router=_sigmoid_with_bias(routed_scaling_factor=1.0, n_group=1, topk_group=1),
+            shared=_counted_shared(default=1),
         ),
         Family(
             model_type="ernie4_5_moe",
             block_keys=(*_ROUTED, _ERNIE_BIAS, *_SHARED),
             router=_ernie_router,
-            shared=_counted_shared,
+            shared=_counted_shared(default=2),
         ),
         Family(
             model_type="gpt_oss",

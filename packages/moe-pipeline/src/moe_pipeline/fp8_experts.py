@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from moe_pipeline.activations import Activation
 from moe_pipeline.expert_weights import ExpertWeights
-from moe_pipeline.grouped_experts import grouped_experts, taken
+from moe_pipeline.grouped_experts import grouped_experts, row_sizes, taken
 from moe_pipeline.weight_token import WeightToken, put_off, splittable
 
 FP8_DTYPE = torch.float8_e4m3fn
@@ -167,8 +167,7 @@ def fp8_obstacle(weights: ExpertWeights) -> str | None:
     down_EDH = weights.down_EDH
     if down_EDH.dtype != torch.bfloat16:
         return f"needs weights in torch.bfloat16, got {down_EDH.dtype}; convert the layer"
-    _, hidden, intermediate = down_EDH.shape
-    for name, size in (("hidden_size", hidden), ("moe_intermediate_size", intermediate)):
+    for name, size in row_sizes(weights).items():
         if size % _ALIGNMENT:
             return f"needs sizes in multiples of {_ALIGNMENT}, got {name}={size}; choose another"
     if down_EDH.device.type != "cuda":

@@ -1,13 +1,14 @@
 """The schedules themselves, each a pure function from sizes to a table.
 
-One stage on each rank. Sends and receives are included (`add_transfers`).
+One stage on each rank. Sends and receives are included.
 
     schedule = one_f_one_b(num_stages=4, num_microbatches=8)
 """
 
 from collections.abc import Callable
 
-from moe_pipeline.schedule import Action, Kind, Schedule, add_transfers
+from moe_pipeline.rows import check_sizes, finish
+from moe_pipeline.schedule import Action, Kind, Schedule
 
 _RankRow = list[tuple[Kind, int]]
 
@@ -80,19 +81,6 @@ def _build(
     *,
     has_backward: bool = True,
 ) -> Schedule:
-    for what, value in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
-        if value < 1:
-            raise ValueError(f"{what} must be at least 1, got {value}")
-    ranks = tuple(
-        tuple(Action(stage, kind, microbatch) for kind, microbatch in row(stage))
-        for stage in range(num_stages)
-    )
-    return add_transfers(
-        Schedule(
-            name=name,
-            num_stages=num_stages,
-            num_microbatches=num_microbatches,
-            ranks=ranks,
-            has_backward=has_backward,
-        )
-    )
+    check_sizes(num_stages=num_stages, num_microbatches=num_microbatches)
+    rows = [[Action(stage, kind, m) for kind, m in row(stage)] for stage in range(num_stages)]
+    return finish(name, rows, num_microbatches, has_backward=has_backward)

@@ -48,20 +48,26 @@ def gather_tokens(
         groups: of the layer.
         token_ids_T: integers [T], each token's number in the global micro-batch; on every rank or
             on none.
+
+    Raises:
+        MismatchError: some ranks gave `token_ids_T` and some did not, which the shapes [2] and [1]
+            of what is gathered show.
     """
     num_tokens = rows[0].shape[0]
     group, own_rank = groups.tokens, 0
-    place_T2 = torch.zeros(num_tokens, 2, dtype=torch.int64, device=rows[0].device)
+    num_columns = 1 if token_ids_T is None else 2
+    place_TC = torch.zeros(num_tokens, num_columns, dtype=torch.int64, device=rows[0].device)
     if token_ids_T is not None:
-        place_T2[:, 1] = token_ids_T
+        place_TC[:, 1] = token_ids_T
     with torch.no_grad():
         if group is not None:
             own_rank = dist.get_rank(group)
-            place_T2[:, 0] = own_rank
-            place_T2 = all_gather(place_T2, group=group, timeout_s=groups.timeout_s)
+            place_TC[:, 0] = own_rank
+            place_TC = all_gather(place_TC, group=group, timeout_s=groups.timeout_s)
             rows = [all_gather(each, group=group, timeout_s=groups.timeout_s) for each in rows]
-        rank_G, id_G = place_T2.unbind(1)
-        order_G = torch.argsort(id_G, stable=True)
+        # The id, or without one the rank; then the place.
+        rank_G, order_by_G = place_TC[:, 0], place_TC[:, -1]
+        order_G = torch.argsort(order_by_G, stable=True)
         position_G = torch.empty_like(order_G)
         position_G[order_G] = torch.arange(len(order_G), device=order_G.device)
         return GlobalTokens(

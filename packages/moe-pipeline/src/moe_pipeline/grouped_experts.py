@@ -77,14 +77,22 @@ def grouped_mm_obstacle(weights: ExpertWeights) -> str | None:
     dtype = weights.down_EDH.dtype
     if dtype == torch.float64:
         return "has no fp64"
-    _, hidden, intermediate = weights.down_EDH.shape
-    for name, size in (("hidden_size", hidden), ("moe_intermediate_size", intermediate)):
+    for name, size in row_sizes(weights).items():
         if size * dtype.itemsize % _ALIGNMENT_BYTES:
             return (
                 f"needs rows in multiples of {_ALIGNMENT_BYTES} bytes, but {name}={size} in "
                 f"{dtype} has {size * dtype.itemsize}"
             )
     return None
+
+
+def row_sizes(weights: ExpertWeights) -> dict[str, int]:
+    """The widths of the rows that products take, by the options that they follow from."""
+    _, width, intermediate = weights.down_EDH.shape
+    return {
+        "hidden_size (or moe_latent_size)": width,
+        "moe_intermediate_size (of this etp rank)": intermediate,
+    }
 
 
 def taken(weight: Tensor) -> Tensor:

@@ -57,9 +57,10 @@ class MoEOutput:
             over the ranks of `groups.tokens` it is the loss of the global micro-batch. Under scope
             "global_batch" it is 0, and `balance` is for `global_batch_loss`.
         z_loss: 0-d, this rank's share of the router z-loss, likewise.
-        load_E: int64 [E], routed rows per expert of the global micro-batch; no gradient.
+        load_E: int64 [E], routed rows per expert of the global micro-batch; no gradient; the
+            caller's own.
         topk_idx_TK: int64 [T, K], the experts of each token, -1 for none; no gradient. Give it back
-            to `forward` to replay the routing.
+            to `forward` to replay the routing. It is the plan's: not to be changed in place.
         balance: what the balancing loss of a whole step is made of; None under other scopes.
     """
 
@@ -74,6 +75,10 @@ class MoEOutput:
 @final
 class MoELayer(nn.Module):
     """A sparse block of experts; see the module's docstring.
+
+    Initial weights come from torch's generator, in the order of the parameters, so they are not
+    those of another layout: ranks of one seed would even hold the same experts. Where ranks share a
+    layer, load a state, or draw rows by their global number (`counter_normal`).
 
     Args:
         config: sizes, routing rule, losses, experts.
@@ -174,7 +179,7 @@ class MoELayer(nn.Module):
             hidden=hidden_TD.to(x.dtype).view(x.shape),  # autocast may have left another
             aux_loss=shares.aux_loss,
             z_loss=shares.z_loss,
-            load_E=shares.load_E,
+            load_E=shares.load_E.clone(),  # the plan's own is read again by a recompute
             topk_idx_TK=routed.plan.topk_idx_TK,
             balance=shares.balance,
         )

@@ -1,7 +1,7 @@
 """What one microbatch of a stage takes, measured on the stage alone, for simulator and planner.
 
 costs = measure_costs(stage, inputs, halves=True)
-schedule = plan([costs] * 4, num_ranks=4, num_microbatches=16, memory_cap_bytes=budget)
+schedule = plan([costs] * 8, num_ranks=4, num_microbatches=16, memory_cap_bytes=budget)
 """
 
 from collections.abc import Sequence
@@ -50,12 +50,14 @@ def measure_costs(
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None  # autograd would add to it in place
-    with torch.random.fork_rng(), torch.enable_grad():
-        _forward(stage, tuple(inputs) if is_first else _own(inputs), target, slot, track)
-        track.after(Action(0, Kind.FORWARD, 0))
-        _backward(slot, track)
-    for parameter, gradient in zip(parameters, before, strict=True):
-        parameter.grad = gradient
+    try:
+        with torch.random.fork_rng(), torch.enable_grad():
+            _forward(stage, tuple(inputs) if is_first else _own(inputs), target, slot, track)
+            track.after(Action(0, Kind.FORWARD, 0))
+            _backward(slot, track)
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
     track.finish()
     kept, left = (num_bytes for _, num_bytes in track.timeline[:2])
     return StageCosts(activation_bytes=kept, weight_gradient_bytes=left if halves else None)

@@ -43,8 +43,11 @@ def discard_outputs() -> Iterator[None]:
     and not discarded goes on to them.
     """
     hooks = _Hooks(saved_tensors_hooks_in_force())
-    with saved_tensors_hooks(hooks.pack, hooks.unpack):
-        yield
+    try:
+        with saved_tensors_hooks(hooks.pack, hooks.unpack):
+            yield
+    finally:
+        hooks.forget()
 
 
 def discarded(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -148,6 +151,10 @@ class _Hooks:
         storage = output.untyped_storage()
         if output.grad_fn is not None and storage.nbytes() > 0:
             self._outputs[storage.data_ptr()] = _Output(output, output.grad_fn)
+
+    def forget(self) -> None:
+        """Let go of the outputs: the graph holds the hooks, and would so hold itself for ever."""
+        self._outputs.clear()
 
     def pack(self, tensor: Tensor) -> Any:
         """A view of a discarded output, or what the hooks around make of the tensor."""

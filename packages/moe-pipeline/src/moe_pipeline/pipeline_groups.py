@@ -40,8 +40,8 @@ def make_pipeline_groups(pipelines: Sequence[Sequence[int]], *, timeout_s: float
         timeout_s: limit of each exchange here, and of the groups afterwards.
 
     Raises:
-        ValueError: a rank is in two pipelines or twice in one, or a pipeline not ascending; or the
-            ranks gave different pipelines (raised on every rank).
+        ValueError: a rank is in two pipelines or twice in one, or a pipeline empty or not
+            ascending; or the ranks gave different pipelines (raised on every rank).
         CommError: a rank did not come within the limit, or died; names it.
     """
     members = [rank for ranks in pipelines for rank in ranks]
@@ -49,6 +49,8 @@ def make_pipeline_groups(pipelines: Sequence[Sequence[int]], *, timeout_s: float
         twice = sorted({rank for rank in members if members.count(rank) > 1})
         raise ValueError(f"ranks {twice} occur twice in pipelines={[list(p) for p in pipelines]}")
     for ranks in pipelines:
+        if not ranks:
+            raise ValueError(f"a pipeline is empty in pipelines={[list(p) for p in pipelines]}")
         if list(ranks) != sorted(ranks):
             raise ValueError(
                 f"pipeline {list(ranks)} is not in ascending order, in which torch numbers the "

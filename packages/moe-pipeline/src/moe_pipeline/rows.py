@@ -24,11 +24,6 @@ def check_sizes(**sizes: int) -> None:
             raise ValueError(f"{name} must be at least 1, got {value}")
 
 
-def looped_rank(stage: int, num_ranks: int) -> int:
-    """The rank of a stage when stages go round the ranks, 0 1 2 0 1 2."""
-    return stage % num_ranks
-
-
 def folded_rank(stage: int, num_ranks: int) -> int:
     """The rank of a stage when stages go to and fro, 0 1 2 2 1 0; two on a rank make a V."""
     turn, at = divmod(stage, num_ranks)

@@ -41,7 +41,7 @@ class Kind(StrEnum):
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT})
 _KINDS = {kind.value: kind for kind in Kind}
-_TEXT = re.compile(r"(\d+)([A-Z_]+)(\d+)")
+_TEXT = re.compile(r"(\d{1,18})([A-Z_]+)(\d{1,18})")
 
 
 @dataclass(frozen=True, slots=True, order=True)

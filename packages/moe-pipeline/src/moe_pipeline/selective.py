@@ -18,11 +18,12 @@ the second forward runs once in I and never in W (`moe_pipeline.weight_queue`).
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeVar, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tag, Tensor, nn
 
 from moe_pipeline._torch_private import (
     GROUPED_MM_OPERATION,
@@ -145,13 +146,13 @@ class RecomputedModules:
 
 
 @final
+@dataclass(slots=True, eq=False)
 class _Forward:
-    """A module's forward in another way; copies with its module."""
+    """A module's forward in another way; copies with its module, also in `infer_shapes`."""
 
-    def __init__(
-        self, module: nn.Module, way: Callable[..., Any], before: Callable[..., Any] | None
-    ) -> None:
-        self.module, self.way, self.before = module, way, before
+    module: nn.Module
+    way: Callable[..., Any]
+    before: Callable[..., Any] | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.way(self.own, *args, **kwargs)
@@ -182,12 +183,20 @@ def _fits(name: str, pattern: str) -> bool:
     return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
 
 
-class _Result(NamedTuple):
-    """What a kept operation returned: one tensor, or what the hooks around made of it."""
+class _Part(NamedTuple):
+    """A tensor that a kept operation returned, or what the hooks around made of it."""
 
-    shapes: tuple[torch.Size, ...]  # of its arguments
     version: int
     packed: Any
+
+
+class _Result(NamedTuple):
+    """What a kept operation returned."""
+
+    shapes: tuple[torch.Size, ...]  # of its arguments
+    parts: list[Any]  # a `_Part` for each tensor, all else as it is
+    several: type[Any] | None  # tuple or list, where it did not return one tensor
+    random: tuple[torch.device, Tensor] | None  # state of the generator that it drew from
 
 
 @final
@@ -198,14 +207,16 @@ class _Kept:
         self.keep, self.outer = keep, outer
         self.results: dict[Any, list[_Result]] = {}
 
-    def put(self, operation: Any, args: tuple[Any, ...], out: Tensor) -> None:
+    def put(self, operation: Any, args: tuple[Any, ...], out: Any) -> None:
         """Keep a result."""
-        out = detached(out)
-        packed = out if self.outer is None else self.outer[0](out)
-        result = _Result(_shapes(args), version_of(out), packed)
+        several = type(out) if isinstance(out, tuple | list) else None
+        outs = out if several else (out,)
+        parts = [self._packed(part) for part in outs]
+        random = _random_state(outs) if Tag.nondeterministic_seeded in operation.tags else None
+        result = _Result(_shapes(args), parts, several, random)
         self.results.setdefault(operation, []).append(result)
 
-    def take(self, operation: Any, args: tuple[Any, ...], index: int) -> Tensor:
+    def take(self, operation: Any, args: tuple[Any, ...], index: int) -> Any:
         """The result of the first forward's call `index` of the operation."""
         results = self.results.get(operation, [])
         if index >= len(results) or results[index].shapes != _shapes(args):
@@ -215,14 +226,42 @@ class _Kept:
                 "operation out of keep"
             )
         result = results[index]
+        if result.random is not None:  # what is drawn after it has to be what was
+            _set_random_state(*result.random)
+        parts = [self._unpacked(operation, part) for part in result.parts]
+        return parts[0] if result.several is None else result.several(parts)
+
+    def _packed(self, part: Any) -> Any:
+        if not isinstance(part, Tensor):
+            return part
+        part = detached(part)
+        return _Part(version_of(part), part if self.outer is None else self.outer[0](part))
+
+    def _unpacked(self, operation: Any, part: Any) -> Any:
+        if not isinstance(part, _Part):
+            return part
         if self.outer is not None:
-            return detached(self.outer[1](result.packed))
-        if version_of(result.packed) != result.version:
+            return detached(self.outer[1](part.packed))
+        if version_of(part.packed) != part.version:
             raise RuntimeError(
                 f"selective_recompute: what {operation} returned was changed in place, so it "
                 "cannot be kept; leave the operation out of keep, or do not change its result"
             )
-        return detached(result.packed)
+        return detached(part.packed)
+
+
+def _random_state(outs: Iterable[Any]) -> tuple[torch.device, Tensor]:
+    """The device of the first tensor, and the state of its default generator."""
+    device = next((out.device for out in outs if isinstance(out, Tensor)), torch.device("cpu"))
+    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return device, state
+
+
+def _set_random_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
 
 
 def _shapes(args: tuple[Any, ...]) -> tuple[torch.Size, ...]:

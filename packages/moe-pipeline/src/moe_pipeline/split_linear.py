@@ -63,18 +63,18 @@ def _matmul(
 
 
 def _addmm(
-    splitting: Splitting, function: Callable[..., Tensor], bias: Tensor, *others: Any, **named: Any
+    splitting: Splitting, function: Callable[..., Tensor], *others: Any, **named: Any
 ) -> Tensor:
     """`bias + mat1 @ mat2` with a bias for each column, as GPT-2's layers call it."""
-    if len(others) == 2 and not named and _takes(*others):
-        mat1, mat2 = others
+    if len(others) == 3 and not named and _takes(*others[1:]):
+        bias, mat1, mat2 = others
         if type(bias) in _PLAIN_TYPES and bias.shape == mat2.shape[1:]:
             alias_KN, token = splitting.of(mat2)
             if token is not None:
                 return _split(
                     lambda: function(bias, mat1, alias_KN), mat1, alias_KN, bias, token, True
                 )
-    return function(bias, *others, **named)
+    return function(*others, **named)
 
 
 def _grouped_mm(
@@ -82,9 +82,11 @@ def _grouped_mm(
     function: Callable[..., Tensor],
     mat_a: Tensor,
     mat_b: Tensor,
+    *others: Any,
     **named: Any,
 ) -> Tensor:
     """Rows [R, K] by a stacked weight [E, K, N]."""
+    named |= zip(("offs", "bias", "out_dtype"), others, strict=False)
     offsets = named.get("offs")
     plain = all(value is None for name, value in named.items() if name != "offs")
     if plain and offsets is not None and mat_a.dim() == 2 and mat_b.dim() == 3:

@@ -29,10 +29,26 @@ class StageOutput:
             dtypes and shapes may change at every microbatch.
         loss: 0-d, added to what this stage differentiates: on the last stage the whole loss, on
             others the auxiliary losses of their layers; None: nothing to add.
+
+    Raises:
+        TypeError: `tensors` is no tuple or list, or `loss` no tensor.
     """
 
     tensors: tuple[Any, ...] = ()
     loss: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        # A bare tensor would be taken for a tuple of its rows.
+        if not isinstance(self.tensors, tuple | list):
+            raise TypeError(
+                f"StageOutput got tensors of type {type(self.tensors).__name__}; give a tuple of "
+                "what the next stage takes, such as (hidden,)"
+            )
+        if not isinstance(self.loss, Tensor | None):
+            raise TypeError(
+                f"StageOutput got a loss of type {type(self.loss).__name__}; give a 0-d tensor, or "
+                "None"
+            )
 
 
 class Stage(Protocol):
@@ -58,7 +74,6 @@ class GradientSource:
     """Where a gated output takes its gradient from, and what it has to look like."""
 
     shape: torch.Size
-    dtype: torch.dtype
     gradient: Tensor | None = None
 
 
@@ -83,7 +98,7 @@ class _OutputGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source: GradientSource, output: Tensor) -> Tensor:
         ctx.source = source
-        return output.new_zeros(())
+        return output.new_zeros((), dtype=torch.float32)  # of a complex root torch wants a gradient
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[None, Tensor | None]:
@@ -113,5 +128,5 @@ def gate_output(output: Tensor) -> tuple[Tensor, GradientSource]:
 
     The source does not know the root: that would be a cycle through the graph, which none collects.
     """
-    source = GradientSource(output.shape, output.dtype)
+    source = GradientSource(output.shape)
     return _OutputGate.apply(source, output), source

@@ -11,6 +11,7 @@ checked, since nothing later would notice. A rank that holds both ends of the pi
     tied.reduce_gradients()
 """
 
+import ctypes
 import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
@@ -106,6 +107,8 @@ class TiedParameters:
 
 def _digest(parameter: Tensor) -> list[int]:
     flat = parameter.detach().cpu().contiguous().flatten()
-    head = f"{tuple(parameter.shape)} {parameter.dtype}".encode()
-    content = bytes(flat.view(torch.uint8).untyped_storage()) if flat.numel() else b""
-    return list(hashlib.sha256(head + content).digest())
+    found = hashlib.sha256(f"{tuple(parameter.shape)} {parameter.dtype}".encode())
+    if flat.numel():
+        # Its bytes where they lie: its storage may be that of other parameters too.
+        found.update((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr()))
+    return list(found.digest())

@@ -58,9 +58,11 @@ def upcycled_state(
         Tensors in the dtype and on the device of `dense`. Not collective.
 
     Raises:
-        ValueError: sizes or a routing rule with which the block cannot equal the MLP.
+        ValueError: tensors that are not those of such an MLP, or sizes or a routing rule with which
+            the block cannot equal it.
     """
     _check_rule(config)
+    _check_dense(dense, config)
     shards = _num_shards(dense, config)
     local = range(config.num_experts) if local_experts is None else local_experts
     options, shared = config.experts, _shared_size(config)
@@ -87,6 +89,29 @@ def upcycled_state(
     return state | _shared_state(dense, config)
 
 
+def _check_dense(dense: Mapping[str, Tensor], config: MoEConfig) -> None:
+    """Refuse a tensor that is missing, that would be left out, or that has another shape."""
+    options = config.experts
+    names = ["gate_proj", "up_proj", "down_proj"] if options.has_gate else ["up_proj", "down_proj"]
+    wanted = {f"{name}.weight" for name in names}
+    if options.has_bias:
+        wanted |= {f"{name}.bias" for name in names}
+    if dense.keys() != wanted:
+        raise ValueError(
+            f"a dense MLP for experts with has_gate={options.has_gate} and has_bias="
+            f"{options.has_bias} has {sorted(wanted)}, got {sorted(dense)}; set both as the MLP is"
+        )
+    d, units = config.hidden_size, dense["up_proj.weight"].shape[0]
+    for name, tensor in sorted(dense.items()):
+        shape: tuple[int, ...] = (d, units) if name.startswith("down_proj") else (units, d)
+        shape = shape if name.endswith("weight") else shape[:1]
+        if tensor.shape != shape:
+            raise ValueError(
+                f"{name} of the dense MLP has shape {tuple(tensor.shape)}; with hidden_size={d} "
+                f"and the {units} units of up_proj.weight it has to be {shape}"
+            )
+
+
 def _check_rule(config: MoEConfig) -> None:
     if config.moe_latent_size is not None:
         raise ValueError(
@@ -100,6 +125,8 @@ def _check_rule(config: MoEConfig) -> None:
             "units of a dense MLP with has_bias, has_gate=False or swiglu_limit; set "
             "shared_expert=None"
         )
+    if config.router.routed_scaling_factor == 0.0:
+        raise ValueError("routed_scaling_factor=0.0 leaves nothing of the MLP; give another")
     rule = config.router.moe_router_selection
     if rule != "token_choice":
         raise ValueError(
@@ -115,10 +142,8 @@ def _shared_size(config: MoEConfig) -> int:
 
 def _num_shards(dense: Mapping[str, Tensor], config: MoEConfig) -> int:
     """G, after checking that shards, groups and choices fit."""
-    d, units = dense["down_proj.weight"].shape
+    units = dense["down_proj.weight"].shape[1]
     width, rest = config.moe_intermediate_size, units - _shared_size(config)
-    if d != config.hidden_size:
-        raise ValueError(f"the dense MLP has hidden size {d}, and hidden_size={config.hidden_size}")
     if rest < width or rest % width:
         raise ValueError(
             f"moe_intermediate_size={width} does not divide the {rest} units of the dense MLP that "

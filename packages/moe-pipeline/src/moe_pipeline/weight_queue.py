@@ -42,7 +42,7 @@ from torch.overrides import TorchFunctionMode
 
 from moe_pipeline._torch_private import run_backward
 from moe_pipeline.split_linear import REPLACEMENTS
-from moe_pipeline.weight_token import Splitting, WorkList, current_splitting
+from moe_pipeline.weight_token import Splitting, WorkList, current_splitting, name_of
 
 
 @final
@@ -75,7 +75,7 @@ class WeightQueue:
             name: for errors; None: that of the function.
             held: tensors that `work` keeps alive, to be counted in `held_bytes`.
         """
-        self._work.add(lambda *_: work(), tuple(held), name=name or _name_of(work))
+        self._work.add(lambda *_: work(), tuple(held), name=name or name_of(work))
 
     def run(self) -> None:
         """Run and forget all work in order (W); an error says which, and forgets the rest."""
@@ -119,10 +119,6 @@ def split_again(splitting: Splitting | None) -> Iterator[None]:
     else:
         with _SplitMode(Splitting(splitting.work_list)):
             yield
-
-
-def _name_of(work: Callable[[], None]) -> str:
-    return str(getattr(work, "__qualname__", repr(work)))
 
 
 @final

@@ -40,6 +40,8 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from moe_pipeline._torch_private import run_backward
+
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
@@ -81,8 +83,8 @@ class WorkList:
         """Put off `work(*held)`; its result goes to the token's weight."""
         # Detached: a saved tensor comes with its graph, which would stay alive.
         kept = tuple(tensor.detach() for tensor in held)
-        name = getattr(work, "__qualname__", repr(work)) if name is None else name
-        self._entries.append(_Entry(work, kept, token, self.num_backwards, name))
+        named = name_of(work) if name is None else name
+        self._entries.append(_Entry(work, kept, token, self.num_backwards, named))
 
     @property
     def held_bytes(self) -> int:
@@ -111,6 +113,12 @@ class WorkList:
             except Exception as error:
                 error.add_note(f"in work {position} of {total} of a weight queue: {_told(entry)}")
                 raise
+
+
+def name_of(work: Callable[..., object]) -> str:
+    """Of a function, or of the one inside a partial, whose repr would print tensors."""
+    inner = getattr(work, "func", work)
+    return str(getattr(inner, "__qualname__", type(work).__name__))
 
 
 def _sum_key(entry: _Entry) -> tuple[int, int]:
@@ -233,11 +241,17 @@ def put_off(
 def deliver(leaf: Tensor, box: list[Tensor]) -> None:
     """Give a leaf the gradient in `box` as autograd does, hooks included; empties the box.
 
-    In a box, as a gradient that nobody else holds becomes `leaf.grad` without a copy.
+    In a box, as a gradient that nobody else holds becomes `leaf.grad` without a copy. A leaf that
+    was frozen since its forward gets none.
     """
+    if not leaf.requires_grad:
+        box.clear()
+        return
     with torch.enable_grad():
         root = _Delivery.apply(box, leaf)
-    torch.autograd.backward(root)  # 0-d: without a gradient, for which torch would load sympy
+    # Not torch's own function, which compares shapes first: this runs for every weight in every W.
+    ones = torch.ones_like(root)
+    run_backward((root,), (ones,), retain_graph=False, create_graph=False, inputs=())
 
 
 def _leaf_of(weight: Tensor) -> Tensor | None:

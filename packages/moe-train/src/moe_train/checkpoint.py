@@ -6,6 +6,8 @@
 """
 
 import json
+import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -20,6 +22,7 @@ from moe_train.parallel import Parallel
 from unified_ckpt import (
     CheckpointError,
     CorruptCheckpointError,
+    DamagedCheckpointWarning,
     get_last_checkpoint,
     load,
     load_files,
@@ -29,6 +32,8 @@ from unified_ckpt import (
 )
 
 STATE_FILE = "trainer_state.json"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,11 +186,29 @@ def find_checkpoint(folder: Path, resume: str) -> Path | None:
         if not path.is_dir():
             raise ValueError(f"--resume {resume}: no such folder; name a checkpoint-N folder")
         return path
-    found = get_last_checkpoint(folder)
+    found = newest_checkpoint(folder)
     if found is None:
         raise ValueError(
             f"--resume: {folder} holds no complete checkpoint; start without --resume, or name one"
         )
+    return found
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest valid checkpoint of a run, or None; a line of the log for each damaged newer one.
+
+    Not collective.
+    """
+    category = DamagedCheckpointWarning
+    with warnings.catch_warnings(record=True, action="always", category=category) as caught:
+        found = get_last_checkpoint(folder)
+    for warning in caught:
+        if issubclass(warning.category, category):
+            logger.warning("warning: %s", " ".join(str(warning.message).split()))
+        else:
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
     return found
 
 

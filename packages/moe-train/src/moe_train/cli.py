@@ -182,15 +182,17 @@ def _train(arguments: argparse.Namespace) -> int:
         resume = str(Path(resume).expanduser().absolute())
     config = load_config(arguments.config, overrides)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return _train_as_rank(config, resume, [str(arguments.config), resume, *overrides])
+        return _train_as_rank(config, resume, [str(arguments.config), *overrides])
     from moe_train import job
 
     print(format_compact(config), flush=True)
-    job.check(config, resume)
+    # Ranks take the checkpoint that was checked, and do not look for it again.
+    source = job.check(config, resume)
     resolved = _save_resolved(config)
     from moe_train.launch import run_local
 
-    stopped_by = run_local(config.world_size, "moe_train.rank_job", [str(resolved), resume])
+    argv = [str(resolved), str(source or "")]
+    stopped_by = run_local(config.world_size, "moe_train.rank_job", argv)
     if stopped_by is None:
         return 0
     again = shlex.join(["moe-train", "train", str(arguments.config), *overrides, "--resume"])
@@ -198,8 +200,12 @@ def _train(arguments: argparse.Namespace) -> int:
     return 128 + int(stopped_by)
 
 
-def _train_as_rank(config: Config, resume: str, argv: list[str]) -> int:
-    """Train as one of the ranks that torchrun has started."""
+def _train_as_rank(config: Config, resume: str, job_args: list[str]) -> int:
+    """Train as one of the ranks that torchrun has started.
+
+    Args:
+        job_args: the config's path and the overrides.
+    """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != config.world_size:
         raise ValueError(
@@ -213,13 +219,15 @@ def _train_as_rank(config: Config, resume: str, argv: list[str]) -> int:
 
     if rank == 0:
         print(format_compact(config), flush=True)
-    job.check(config, resume)
+    else:  # what every rank finds out about the checkpoints, one says
+        logging.getLogger("moe_train.checkpoint").setLevel(logging.ERROR)
+    source = job.check(config, resume)
     if rank == 0:
         _save_resolved(config)
     stop = StopFlag()
     stop.install()
     try:
-        run_rank("moe_train.rank_job", argv, stop)
+        run_rank("moe_train.rank_job", [job_args[0], str(source or ""), *job_args[1:]], stop)
     except RankJobError as failure:
         print(f"rank {rank}, step {failure.error.step}: {failure.error.text}", file=sys.stderr)
         leave(_EXIT_FAILED)

@@ -25,7 +25,7 @@ class ModelConfig(Table):
 
     table: ClassVar[str] = "model"
     config_file: str = key(
-        "path of the model's config.json as transformers writes it; may be empty with init_from",
+        "path of the model's config.json as transformers writes it; not used with init_from",
         default="",
         path=True,
     )

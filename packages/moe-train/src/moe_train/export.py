@@ -16,7 +16,11 @@ def checkpoint_files(
     """File name -> content: model and generation config, tokenizer, and the run's own config."""
     text = tokenizer_file.read_bytes()
     end = _end_token(Tokenizer.from_file(str(tokenizer_file)), model.eos_token_id)
-    generation: dict[str, object] = {"eos_token_id": model.eos_token_id, "do_sample": True}
+    ends = list(model.eos_token_ids)
+    generation: dict[str, object] = {
+        "eos_token_id": ends if len(ends) > 1 else model.eos_token_id,
+        "do_sample": True,
+    }
     if end is not None:
         generation["pad_token_id"] = model.eos_token_id
     tokenizer_config = {

@@ -53,7 +53,7 @@ def generate_text(
     top_k: int,
     seed: int,
 ) -> str:
-    """Continue `prompt`; the answer holds the prompt and ends at the end-of-text token.
+    """Continue `prompt`; the answer holds the prompt and ends before an end-of-text token.
 
     Args:
         temperature: 0 takes the most probable token each time.
@@ -73,8 +73,7 @@ def generate_text(
     tokenizer = Tokenizer.from_file(str(file))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     stage = load_model(checkpoint, device)
-    eos = stage.config.eos_token_id
-    tokens = tokenizer.encode(prompt).ids or [eos or 0]
+    tokens = tokenizer.encode(prompt).ids or [stage.config.eos_token_id or 0]
     limit = stage.config.max_position_embeddings
     if len(tokens) >= limit:
         raise ValueError(f"the prompt has {len(tokens)} tokens; the model takes fewer than {limit}")
@@ -85,7 +84,7 @@ def generate_text(
         start = len(tokens) - len(fresh)
         logits_V = next_logits(stage, fresh, start, cache)
         token = pick(logits_V, temperature, top_k, generator)
-        if token == eos:
+        if token in stage.config.eos_token_ids:
             break
         tokens = [*tokens, token]
         fresh = [token]

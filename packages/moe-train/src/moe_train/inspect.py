@@ -3,10 +3,10 @@
 from collections import defaultdict
 from pathlib import Path
 
-from moe_train.checkpoint import has_part, read_state
+from moe_train.checkpoint import has_part, newest_checkpoint, read_state
 from moe_train.model.config import DecoderConfig
 from moe_train.model_source import read_decoder
-from unified_ckpt import get_last_checkpoint, read_index
+from unified_ckpt import read_index
 
 _PARTS = ("model", "optimizer", "master_weights")
 
@@ -19,7 +19,7 @@ def describe_checkpoint(path: Path) -> str:
     """
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder; name a checkpoint-N folder or an output folder")
-    folder = path if (path / "config.json").is_file() else get_last_checkpoint(path)
+    folder = path if (path / "config.json").is_file() else newest_checkpoint(path)
     if folder is None:
         raise ValueError(f"{path} holds no complete checkpoint")
     lines = [str(folder), *_describe_model(read_decoder(folder))]

@@ -1,7 +1,7 @@
 """One training job: what is checked before any rank starts, and what each rank then runs.
 
-check(config, resume)          # once, in the launching process; raises for every known mistake
-train(config, resume, stop)    # on every rank
+source = check(config, resume)     # once, in the launching process; raises for every known mistake
+train(config, str(source or ""), stop)                                             # on every rank
 """
 
 import os
@@ -25,6 +25,8 @@ from moe_train.progress import ProgressLine
 from moe_train.signals import StopFlag
 from moe_train.sources import open_splits
 from unified_ckpt import CheckpointError, read_index
+from unified_ckpt.commit import check_replaceable
+from unified_ckpt.folder import numbered_checkpoints, step_of
 
 _POSITION = Position()
 
@@ -34,8 +36,11 @@ def current_step() -> int:
     return _POSITION.step
 
 
-def check(config: Config, resume: str) -> None:
+def check(config: Config, resume: str) -> Path | None:
     """Refuse what cannot work, before any process starts; prepares the corpus on the way.
+
+    Returns:
+        The checkpoint that the job goes on from; None for a new run.
 
     Raises:
         ValueError: one message with what was given, what is expected and what to change.
@@ -70,6 +75,8 @@ def check(config: Config, resume: str) -> None:
                 f"{source} is at step {state.step} and train.max_steps={config.train.max_steps}; "
                 "raise train.max_steps to train further"
             )
+        _check_nothing_in_the_way(folder, range(state.step + 1, config.train.max_steps + 1))
+    return source
 
 
 def check_model(config: Config, model: DecoderConfig) -> None:
@@ -144,6 +151,19 @@ def _check_checkpoint(source: Path) -> None:
             read_index(source, part)
     except CheckpointError as error:
         raise ValueError(f"--resume: {error}") from error
+
+
+def _check_nothing_in_the_way(folder: Path, steps: range) -> None:
+    """What a save may not replace must not be found when a step's work would be lost with it."""
+    for path in numbered_checkpoints(folder):
+        if step_of(path) in steps:
+            try:
+                check_replaceable(path)
+            except ValueError as error:
+                raise ValueError(
+                    f"{path} is no complete checkpoint, so that no save may replace it, but the "
+                    f"run will come to step {step_of(path)}; move it away"
+                ) from error
 
 
 def _check_output_folder(folder: Path, source: Path | None) -> None:

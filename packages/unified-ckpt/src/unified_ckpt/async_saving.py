@@ -82,10 +82,11 @@ def async_save(
         saver.abandon(ticket, error)
 
     offloader = saver.offloader
-    offloader.start(tensors, ticket.buffer.views(ticket.layout), ticket.layout)
     try:
+        offloader.start(tensors, ticket.buffer.views(ticket.layout), ticket.layout)
+        saver.expect(ticket)
         offloader.finish(submit, on_error=fail, timeout_s=saver.config.timeout_s)
-    except SaveError as error:
-        fail(error)
+    except BaseException as error:  # an open ticket would hold up all later ones
+        saver.abandon(ticket, error, still_copying=offloader.busy)
         raise
     return AsyncSaveResponse(staging_completion=staged, upload_completion=ticket.upload_completion)

@@ -86,13 +86,15 @@ def _reshard(directory: Path, layout: str, out: Path) -> int:
 
 
 def _sizes(layout: str) -> dict[str, int]:
-    sizes = dict.fromkeys(_AXES, 1)
+    sizes: dict[str, int] = {}
     for item in layout.split(","):
         name, _, text = item.partition("=")
         if name not in _AXES or not text.isdecimal() or int(text) < 1:
             raise ValueError(f"--to {layout}: {item!r} is not one of tp=N, ep=N, etp=N with N >= 1")
+        if name in sizes:
+            raise ValueError(f"--to {layout}: {name} is there twice; name each axis once")
         sizes[name] = int(text)
-    return sizes
+    return dict.fromkeys(_AXES, 1) | sizes
 
 
 def _export(directory: Path, out: Path) -> int:

@@ -31,6 +31,7 @@ from unified_ckpt.files import (
     rename,
     sync_folder,
     sync_tree,
+    unlock_folder,
 )
 from unified_ckpt.manifest import MANIFEST_NAME
 
@@ -103,7 +104,7 @@ class Staging:
         That is a save that failed, or the checkpoint that was replaced.
         """
         remove_tree(self.folder)
-        os.close(self.lock_fd)
+        unlock_folder(self.lock_fd)
 
 
 def hidden_name(target: Path, kind: str) -> Path:
@@ -129,9 +130,7 @@ def check_replaceable(target: Path) -> None:
 
 
 def _check_name_length(target: Path) -> None:
-    length, hidden = (
-        len(os.fsencode(path.name)) for path in (target, hidden_name(target, "tmp"))
-    )
+    length, hidden = (len(os.fsencode(path.name)) for path in (target, hidden_name(target, "tmp")))
     if hidden > _MAX_NAME_BYTES:
         raise ValueError(
             f"the name {target.name[:40]!r}... has {length} bytes; choose a checkpoint_id whose "
@@ -158,7 +157,7 @@ def clean_leftovers(parent: Path) -> list[Path]:
         try:
             _clean(path, parent / match["name"], old=match["kind"] == "old")
         finally:
-            os.close(lock_fd)
+            unlock_folder(lock_fd)
         if not path.is_dir():
             done.append(path)
     return done
@@ -184,7 +183,7 @@ def _lock_new(folder: Path) -> int | None:
             return fd
     except FileNotFoundError:
         pass  # removed before the lock was there
-    os.close(fd)
+    unlock_folder(fd)
     return None
 
 
@@ -199,6 +198,6 @@ def _lock_dead(folder: Path) -> int | None:
     except (BlockingIOError, FileNotFoundError, NotADirectoryError, PermissionError):
         return None
     if not locked and time.time() - os.fstat(fd).st_mtime < _UNLOCKED_AGE_S:
-        os.close(fd)
+        unlock_folder(fd)
         return None
     return fd

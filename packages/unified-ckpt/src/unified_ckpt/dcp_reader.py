@@ -123,11 +123,12 @@ class UnifiedStorageReader(StorageReader):
         record = self._record or self._read_record(Checkpoint(folder))
         parts: dict[str, list[Shard]] = {}
         filled = []
+        templates = getattr(planner, "state_dict", {})  # DCP's own planners have it, flat
         for item in plan.items:
             name = item.storage_index.fqn
             if item.type == LoadItemType.BYTE_IO:
                 pickled = io.BytesIO()
-                torch.save(restore_value(record.objects[name], None), pickled)
+                torch.save(restore_value(record.objects[name], templates.get(name)), pickled)
                 pickled.seek(0)
                 planner.load_bytes(item, pickled)
                 continue

@@ -10,7 +10,9 @@ the state dict become JSON in `dcp.json`.
 import io
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+import re
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,7 @@ class UnifiedStorageWriter(StorageWriter):
         self._prefixes = Prefixes() if prefixes is None else Prefixes(prefixes)
         self._max_shard_bytes = max_shard_bytes
         self._staging: Staging | None = None
+        self._close: Callable[[], object] = lambda: None  # removes what the hidden directory holds
         self._files: FilesPlan | None = None
         self._names: dict[str, tuple[str, str]] = {}
 
@@ -109,6 +112,8 @@ class UnifiedStorageWriter(StorageWriter):
         self._files = plan_save(held, max_shard_bytes=self._max_shard_bytes)
         clean_leftovers(self._target.parent)
         self._staging = Staging.make(self._target)
+        # DCP tells a writer nothing when a rank fails, and most writers serve one save only.
+        self._close = weakref.finalize(self, _close_own, self._staging, os.getpid())
         folder = self._staging.folder
         return [
             replace(plan, storage_data=_Orders(self._files, folder, rank))
@@ -186,9 +191,14 @@ class UnifiedStorageWriter(StorageWriter):
         return held
 
     def _discard(self) -> None:
-        if self._staging is not None:
-            self._staging.close()
+        self._close()
         self._staging = None
+
+
+def _close_own(staging: Staging, process: int) -> None:
+    """Close a staging in the process that made it, not in one that was forked from it."""
+    if os.getpid() == process:
+        staging.close()
 
 
 def _box_of(item: WriteItem, prefixes: Prefixes) -> BoxMeta:
@@ -215,5 +225,10 @@ def _object_json(name: str, data: io.BytesIO) -> Any:
     try:
         value = torch.load(data, weights_only=True)
     except pickle.UnpicklingError as error:
-        raise TypeError(f"{name!r} is neither a tensor nor a JSON value: {error}") from error
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        raise TypeError(
+            f"{name!r} is neither a tensor nor a JSON value, but holds "
+            f"{found[1] if found else 'other objects'}; convert it to numbers, strings, lists and "
+            "dicts, or leave it out"
+        ) from error
     return encode_value(value, name)

@@ -7,6 +7,7 @@ Values are compared bit by bit, at most 16 MiB at a time, however the two are di
 """
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,8 @@ class Difference:
 
 def diff_checkpoints(a: Path | str, b: Path | str) -> Iterator[Difference]:
     """Yield every difference; not collective. How tensors are divided into files does not count.
+
+    Files that hold no tensors of a part are compared whole, one at a time.
 
     Raises:
         LoadError: one of them cannot be read.
@@ -96,7 +99,7 @@ def _unravel(number: int, shape: Shape) -> list[int]:
 
 
 def _diff_files(a: Checkpoint, b: Checkpoint) -> Iterator[Difference]:
-    files_a, files_b = other_files(a.folder), other_files(b.folder)
+    files_a, files_b = other_files(a), other_files(b)
     for name in sorted(files_a | files_b):
         if name not in files_a or name not in files_b:
             side = "first" if name in files_a else "second"
@@ -105,8 +108,19 @@ def _diff_files(a: Checkpoint, b: Checkpoint) -> Iterator[Difference]:
             yield Difference(None, name, "contents differ")
 
 
-def other_files(folder: Path) -> set[str]:
-    """Names of the files that hold no tensors and do not say where tensors are."""
+def other_files(checkpoint: Checkpoint) -> set[str]:
+    """Names of the files that belong to no part, relative to the directory.
+
+    Those that the manifest lists are here also if they are missing. Shards of a part that its index
+    does not name are not.
+    """
+    folder = checkpoint.folder
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    tables = (".safetensors", ".safetensors.index.json")
-    return {name for name in names if name != MANIFEST_NAME and not name.endswith(tables)}
+    names |= set(checkpoint.manifest.files) if checkpoint.manifest else set()
+    names.discard(MANIFEST_NAME)
+    for part in list_parts(folder):
+        of_part = re.compile(rf"{re.escape(part)}(-\d+-of-\d+)?\.safetensors(\.index\.json)?\Z")
+        names -= {name for name in names if of_part.match(name)}
+        where = checkpoint.files_of(part)
+        names -= set() if isinstance(where, str) else set(where.values())
+    return names

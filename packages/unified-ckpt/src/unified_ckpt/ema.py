@@ -60,6 +60,8 @@ class EmaConfig:
     def __post_init__(self) -> None:
         if not 0.0 <= self.decay < 1.0:
             raise ValueError(f"decay={self.decay} must be at least 0 and less than 1")
+        if self.loss_threshold is not None and math.isnan(self.loss_threshold):
+            raise ValueError("loss_threshold=nan takes no snapshot in; pass None to take in all")
         if self.source == EMA_PART:
             raise ValueError(f"source={self.source!r} is the average itself; name another part")
 
@@ -219,6 +221,28 @@ class EmaMemory:
             flat_source, flat_target = source.view(-1), target.view(-1)
             for at in range(0, flat_target.numel(), _UNIT_NUMEL):
                 yield flat_source[at : at + _UNIT_NUMEL], flat_target[at : at + _UNIT_NUMEL]
+
+
+def average_for(config: EmaConfig, layout: StagingLayout, current: EmaMemory | None) -> EmaMemory:
+    """Return the average for snapshots of a layout: the current one, or a new one if there is none.
+
+    Raises:
+        SaveArgumentError: the layout lacks the source part, has other shards of it than the current
+            average, or a part of the average's name.
+        SaveError: there is not enough memory.
+    """
+    if EMA_PART in layout.part_names:
+        raise SaveArgumentError(
+            f"part {EMA_PART!r} is where the moving average is saved; give yours another name"
+        )
+    if current is None:
+        return EmaMemory.allocate(config, layout)
+    if not current.fits(layout):
+        raise SaveArgumentError(
+            f"the shards of part {config.source!r} are not those of the moving average; make a "
+            "new AsyncSaver for another layout and call load_ema"
+        )
+    return current
 
 
 def _average_layout(config: EmaConfig, layout: StagingLayout) -> StagingLayout:

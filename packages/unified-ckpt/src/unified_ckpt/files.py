@@ -13,6 +13,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -22,6 +23,7 @@ _MAX_BUFFERS = 1024  # IOV_MAX on Linux
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _SYNC_FILE_RANGE_WRITE = 2
+_LOCK_POLL_S = 0.05
 _NOT_SUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 
 Buffer = bytes | memoryview
@@ -160,23 +162,34 @@ def rename(old: Path, new: Path) -> None:
     os.rename(old, new)
 
 
-def lock_folder(folder: Path) -> tuple[int, bool]:
-    """Lock a folder until the descriptor that is returned is closed; do not wait for it.
+def lock_folder(folder: Path, *, wait_s: float = 0.0) -> tuple[int, bool]:
+    """Lock a folder until `unlock_folder` gets the descriptor that is returned.
 
     The second value is False where the file system has no locks (NFS, Lustre without `flock`).
 
     Raises:
-        BlockingIOError: another descriptor holds the lock.
+        BlockingIOError: another descriptor holds the lock, and still does after `wait_s`.
     """
+    give_up_s = time.monotonic() + wait_s
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise
-    except OSError:
-        return fd, False
-    return fd, True
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fd, True
+        except BlockingIOError:
+            if time.monotonic() >= give_up_s:
+                os.close(fd)
+                raise
+        except OSError:
+            return fd, False
+        time.sleep(_LOCK_POLL_S)
+
+
+def unlock_folder(fd: int) -> None:
+    """Release what `lock_folder` locked, also where a forked child has a copy of the descriptor."""
+    with suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
 def free_bytes(folder: Path) -> int:

@@ -91,8 +91,7 @@ def valid_checkpoints(folder: Path | str, *, verify: Depth = "quick") -> Iterato
     Raises:
         ValueError: `verify` is neither `quick` nor `full`.
     """
-    if verify not in ("quick", "full"):
-        raise ValueError(f"verify={verify!r}; expected 'quick' or 'full'")
+    check_depth(verify)
     for path in numbered_checkpoints(Path(folder)):
         fault = find_fault(path, verify)
         if fault is None:
@@ -103,6 +102,16 @@ def valid_checkpoints(folder: Path | str, *, verify: Depth = "quick") -> Iterato
                 DamagedCheckpointWarning,
                 stacklevel=3,
             )
+
+
+def check_depth(verify: Depth) -> None:
+    """Refuse an unknown `verify`.
+
+    Raises:
+        ValueError: it is neither `quick` nor `full`.
+    """
+    if verify not in ("quick", "full"):
+        raise ValueError(f"verify={verify!r}; expected 'quick' or 'full'")
 
 
 def step_of(checkpoint: Path) -> int:

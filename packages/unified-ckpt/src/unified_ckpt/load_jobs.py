@@ -54,19 +54,22 @@ class LoadJob:
 
 
 def make_jobs(
-    parts: Mapping[str, Sequence[Shard]], sources: Sources, *, cast: bool
+    parts: Mapping[str, Sequence[Shard]], sources: Sources, *, cast: bool, strict: bool = True
 ) -> tuple[list[LoadJob], list[tuple[str, str]]]:
     """Plan all reads of a load; return the jobs and the (part, key) pairs that are not stored.
 
     Raises:
-        LoadError: a part is not stored, or a tensor has another shape or dtype than wanted.
+        LoadError: a part is not stored (without `strict`: not one of them is), or a tensor has
+            another shape or dtype than wanted.
     """
     groups: dict[tuple[str, bool], list[tuple[str, Shard]]] = {}
     missing: list[tuple[str, str]] = []
     seen: set[tuple[object, ...]] = set()
+    wanted = [part for part, shards in parts.items() if shards]
+    lost = [part for part in wanted if not sources.has_source(part)]
+    if lost and (strict or lost == wanted):
+        sources.index(lost[0])  # raises
     for part, shards in parts.items():
-        if shards:
-            sources.require_part(part)
         for shard in shards:
             source = sources.find(part, shard.key)
             if source is None:

@@ -12,8 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from unified_ckpt.checkpoint import Checkpoint
+from unified_ckpt.dtypes import StoredDtype, dtype_of
 from unified_ckpt.errors import CorruptCheckpointError, LoadError
+from unified_ckpt.load_plan import SplitTensor, StoredTensor
+from unified_ckpt.optimizer_state import MASTER_FIELD, StoredStates
 from unified_ckpt.options import MASTER_WEIGHTS, MODEL, LoadOptions
 from unified_ckpt.part_index import PartIndex
 from unified_ckpt.request import STATE_NAME
@@ -39,6 +44,7 @@ class Sources:
         self._checkpoint = checkpoint
         self._options = options
         self._indexes: dict[str, PartIndex | None] = {}
+        self._master_dtypes: dict[str, StoredDtype] | None = None
         content = _read_state_file(checkpoint)
         self.values: Mapping[str, Any] = content.get("values", {})
         self._tied = {**content.get("tied", {}), **options.tied}
@@ -69,14 +75,43 @@ class Sources:
                     return Source(source, tied, cast)
         return None
 
-    def require_part(self, part: str) -> None:
-        """Check that a part, or one that stands for it, is stored.
+    def has_source(self, part: str) -> bool:
+        """Whether the checkpoint holds a part, or one that stands for it."""
+        return any(self.has_part(source) for source, _ in self._parts_for(part))
 
-        Raises:
-            LoadError: none is.
-        """
-        if all(self._index_if_any(source) is None for source, _ in self._parts_for(part)):
-            self.index(part)
+    def states_of(self, part: str, prefix: str) -> StoredStates:
+        """Return what the checkpoint holds of an optimizer, whose keys begin with `prefix`."""
+        tensors: dict[str, StoredTensor | SplitTensor] = {}
+        if self.has_part(part):
+            index = self.index(part)
+            keys = [key for key in index.tensor_keys() if key.startswith(prefix)]
+            stored = index.resolve(sorted(keys))
+            tensors = {key.removeprefix(prefix): tensor for key, tensor in stored.items()}
+        start = f"{part}.{prefix}"
+        values = {
+            path.removeprefix(start): value
+            for path, value in self.values.items()
+            if path.startswith(start)
+        }
+        name = self.values.get(f"{start}{MASTER_FIELD}")
+        return StoredStates(
+            tensors=tensors,
+            values=values,
+            master_name=name if isinstance(name, str) else None,
+            master_dtype=self._master_dtype,
+        )
+
+    def _master_dtype(self, key: str) -> torch.dtype | None:
+        source = self.find(MASTER_WEIGHTS, key)
+        if source is None:
+            return None
+        if source.part == MODEL:
+            return torch.float32
+        if self._master_dtypes is None:
+            index = self.index(MASTER_WEIGHTS)
+            stored = index.resolve(index.tensor_keys())
+            self._master_dtypes = {key: dtype_of(each.dtype) for key, each in stored.items()}
+        return self._master_dtypes[source.key].torch_dtype
 
     def _parts_for(self, part: str) -> list[tuple[str, bool]]:
         if part == MASTER_WEIGHTS and self._options.remove_master_weight:

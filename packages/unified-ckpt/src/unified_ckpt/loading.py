@@ -7,6 +7,7 @@ through one small buffer. Nothing is collective: each rank loads what it wants.
 """
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,8 +19,9 @@ from unified_ckpt.collector import collector_paused
 from unified_ckpt.errors import LoadError
 from unified_ckpt.load_jobs import LoadJob, make_jobs
 from unified_ckpt.load_sources import Sources
-from unified_ckpt.optimizer_state import allocate_states
-from unified_ckpt.options import LoadOptions
+from unified_ckpt.optimizer_state import allocate_states, remove_states
+from unified_ckpt.options import MASTER_WEIGHTS, LoadOptions
+from unified_ckpt.param_groups import StoredGroups
 from unified_ckpt.reader import Reader
 from unified_ckpt.shard import Shard
 from unified_ckpt.state import FlatState, StateDict, flatten_state, place_tensor
@@ -61,7 +63,8 @@ def load(
             of one part.
         checkpoint_id: a checkpoint directory, or a plain transformers directory of safetensors.
         part: the part that a sequence of shards is read from.
-        strict: raise if a key is missing; otherwise leave its tensor or value and report it.
+        strict: raise if a key is missing; otherwise leave its tensor or value and report it. If
+            none of the parts is stored, that raises all the same.
         verify: compare the pieces (of at most 1 MiB, or a box of a tensor that several ranks
             wrote) that are read whole with their checksums; costs no extra reads. With `touched`
             also those that are read in part, which are then read once more, whole.
@@ -69,7 +72,8 @@ def load(
         options: what to take where the checkpoint lacks a tensor, and what to leave alone.
 
     Raises:
-        LoadError: a key is missing, or has another shape or dtype. Nothing was changed.
+        LoadError: a key is missing, or has another shape or dtype; or parameters of one group were
+            saved with different hyperparameters. Nothing was changed.
         CorruptCheckpointError: bytes are missing or differ from their checksum. Destinations may
             be partly filled.
         TypeError: the state dict cannot be filled.
@@ -78,13 +82,33 @@ def load(
     options = options or LoadOptions()
     checkpoint = Checkpoint(checkpoint_id)
     sources = Sources(checkpoint, options)
-    flat = _flatten(state_dict, part, sources, options)
-    _check_destinations(flat)
-    jobs, missing = make_jobs(flat.parts, sources, cast=cast)
-    lost_values = [path for path in flat.values if not find_value(sources.values, path)[0]]
-    if strict:
-        _check_nothing_missing(checkpoint, missing, lost_values)
-        _check_no_state_dropped(flat, sources)
+    hooks = _OptimizerHooks(sources, options)
+    with ExitStack() as on_error:
+        on_error.callback(hooks.undo)
+        flat = _flatten(state_dict, part, hooks, options)
+        _check_destinations(flat)
+        jobs, missing = make_jobs(flat.parts, sources, cast=cast, strict=strict)
+        missing += hooks.lost_masters
+        lost_values = [path for path in flat.values if not find_value(sources.values, path)[0]]
+        dropped = _dropped_states(flat, sources)
+        if strict:
+            _check_nothing_missing(checkpoint, missing, lost_values)
+            _check_no_state_dropped(dropped)
+        reader = _read(checkpoint, jobs, verify=verify)
+        on_error.pop_all()
+    _put_values(flat, sources)
+    return LoadReport(
+        num_tensors=sum(job.num_tensors for job in jobs),
+        num_bytes=reader.num_bytes,
+        verified_bytes=reader.verified_bytes,
+        missing=(*dict.fromkeys(key for _, key in [*missing, *dropped]), *lost_values),
+    )
+
+
+def _read(
+    checkpoint: Checkpoint, jobs: Sequence[LoadJob], *, verify: bool | Literal["touched"]
+) -> Reader:
+    """Run all jobs; return the reader for what it counted."""
     with (
         torch.no_grad(),
         Reader(checkpoint, verify=bool(verify), touched=verify == "touched") as reader,
@@ -93,17 +117,40 @@ def load(
             reader.run(job.plan, job.destinations)
             job.finish()
     _mark_changed(jobs)
-    _put_values(flat, sources)
-    return LoadReport(
-        num_tensors=sum(job.num_tensors for job in jobs),
-        num_bytes=reader.num_bytes,
-        verified_bytes=reader.verified_bytes,
-        missing=(*dict.fromkeys(key for _, key in missing), *lost_values),
-    )
+    return reader
+
+
+class _OptimizerHooks:
+    """Gives fresh optimizers memory for stored states, and finds the stored groups of theirs."""
+
+    def __init__(self, sources: Sources, options: LoadOptions) -> None:
+        self._sources = sources
+        self._layout = options.layout
+        self._groups = StoredGroups(sources.values)
+        self._added: list[tuple[torch.optim.Optimizer, list[tuple[torch.Tensor, str]]]] = []
+        self.lost_masters: list[tuple[str, str]] = []
+
+    def prepare(self, optimizer: torch.optim.Optimizer, part: str, prefix: str) -> None:
+        stored = self._sources.states_of(part, prefix)
+        added = allocate_states(
+            optimizer, stored, part, lambda key, tensor: place_tensor(key, tensor, self._layout)
+        )
+        self._added.append((optimizer, added))
+        self.lost_masters += [(MASTER_WEIGHTS, key) for key in stored.lost_masters]
+
+    def group_number(
+        self, where: str, names: Sequence[str], position: int, fields: Sequence[str]
+    ) -> int:
+        return self._groups.number(where, names, position, fields)
+
+    def undo(self) -> None:
+        """Take away what was added, so that a failed load leaves a fresh optimizer fresh."""
+        for optimizer, added in self._added:
+            remove_states(optimizer, added)
 
 
 def _flatten(
-    state_dict: StateDict | Sequence[Shard], part: str, sources: Sources, options: LoadOptions
+    state_dict: StateDict | Sequence[Shard], part: str, hooks: _OptimizerHooks, options: LoadOptions
 ) -> FlatState:
     if not isinstance(state_dict, Mapping):
         for want in state_dict:
@@ -112,21 +159,16 @@ def _flatten(
         state_dict = {part: list(state_dict)}
     elif not isinstance(state_dict, MutableMapping):
         raise TypeError(f"state_dict is a {type(state_dict).__name__}; load must change it")
-
-    def allocate(optimizer: torch.optim.Optimizer, stored_part: str) -> None:
-        if sources.has_part(stored_part):
-            index = sources.index(stored_part)
-            stored = index.resolve(index.tensor_keys())
-            allocate_states(
-                optimizer, stored, stored_part, lambda k, t: place_tensor(k, t, options.layout)
-            )
-
-    return flatten_state(
-        state_dict,
-        layout=options.layout,
-        ignored_keys=options.ignored_keys,
-        optimizer_hook=allocate,
+    flat = flatten_state(
+        state_dict, layout=options.layout, ignored_keys=options.ignored_keys, hooks=hooks
     )
+    for path, slot in flat.all_values():
+        if not isinstance(slot.container, MutableMapping | list):
+            raise TypeError(
+                f"{path}: stands in a {type(slot.container).__name__}, which load cannot change; "
+                "use a dict or a list, or add it to ignored_keys"
+            )
+    return flat
 
 
 def _check_nothing_missing(
@@ -134,9 +176,10 @@ def _check_nothing_missing(
 ) -> None:
     for part in dict.fromkeys(part for part, _ in missing):
         keys = list(dict.fromkeys(key for of, key in missing if of == part))
+        made = "" if part != MASTER_WEIGHTS else "or master_weight_compatible=True of LoadOptions, "
         raise LoadError(
             f"{checkpoint.folder}: part {part!r} lacks {_first(keys)}; "
-            "check the key names, or pass strict=False to leave such tensors as they are"
+            f"check the key names, {made}or pass strict=False to leave such tensors as they are"
         )
     if lost_values:
         raise LoadError(
@@ -150,18 +193,25 @@ def _first(names: Sequence[str]) -> str:
     return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
 
 
-def _check_no_state_dropped(flat: FlatState, sources: Sources) -> None:
-    """Refuse to leave an optimizer without states that the checkpoint holds."""
-    for part in dict.fromkeys(part for part, _ in flat.bare):
-        if not sources.has_part(part):
-            continue
-        stored = {key.partition("/")[0] for key in sources.index(part).tensor_keys() if "/" in key}
-        for bare_part, name in flat.bare:
-            if bare_part == part and name in stored:
-                raise LoadError(
-                    f"part {part!r} holds states of {name!r}, but the optimizer's state dict has "
-                    "none to fill; pass the optimizer itself, or get_optimizer_state_dict(...)"
-                )
+def _dropped_states(flat: FlatState, sources: Sources) -> list[tuple[str, str]]:
+    """Return the (part, parameter) pairs whose states are stored, but have no place to go to."""
+    dropped = []
+    stored: dict[str, set[str]] = {}
+    for part, name in flat.bare:
+        if part not in stored:
+            keys = sources.index(part).tensor_keys() if sources.has_part(part) else set()
+            stored[part] = {key.partition("/")[0] for key in keys if "/" in key}
+        if name in stored[part]:
+            dropped.append((part, name))
+    return dropped
+
+
+def _check_no_state_dropped(dropped: Sequence[tuple[str, str]]) -> None:
+    for part, name in dropped:
+        raise LoadError(
+            f"part {part!r} holds states of {name!r}, but the optimizer's state dict has "
+            "none to fill; pass the optimizer itself, or get_optimizer_state_dict(...)"
+        )
 
 
 def _check_destinations(flat: FlatState) -> None:
@@ -187,9 +237,10 @@ def _mark_changed(jobs: Sequence[LoadJob]) -> None:
 
 
 def _put_values(flat: FlatState, sources: Sources) -> None:
-    for path, slot in {**flat.empty, **flat.values}.items():
+    for path, slot in flat.all_values():
         found, value = find_value(sources.values, path)
         if found:
             slot.put(restore_value(value, slot.get()))
+    flat.rebuild()
     for owner, holder in flat.stateful:
         owner.load_state_dict(holder[0])

@@ -14,13 +14,12 @@ the group, so that all ranks save at the same step or none does.
                 break
 """
 
-import fcntl
-import json
-import math
+import operator
 import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -29,23 +28,31 @@ from typing import Any, Literal, TypeVar
 import torch.distributed as dist
 
 from unified_ckpt.agreement import Agreement
-from unified_ckpt.checkpoint import load_files
 from unified_ckpt.commit import clean_leftovers
 from unified_ckpt.errors import (
     CorruptCheckpointError,
     DamagedCheckpointWarning,
     LoadError,
+    SaveArgumentError,
     SaveError,
     SavePeerError,
 )
-from unified_ckpt.files import make_folders
-from unified_ckpt.folder import Depth, is_complete, numbered_checkpoints, rotate, valid_checkpoints
+from unified_ckpt.files import lock_folder, make_folders, unlock_folder
+from unified_ckpt.folder import (
+    Depth,
+    check_depth,
+    is_complete,
+    numbered_checkpoints,
+    rotate,
+    valid_checkpoints,
+)
+from unified_ckpt.metrics import best_of, read_metric, with_metrics
 from unified_ckpt.options import SaveOptions
 from unified_ckpt.saving import SaveReport, save
 from unified_ckpt.signals import DEFAULT_SIGNALS, Signals, SignalWatch, stops_training
 from unified_ckpt.state import StateDict
 
-METRICS_NAME = "metrics.json"
+_LOCK_WAIT_S = 10.0  # children of a job that was killed hold its lock until they notice
 
 _T = TypeVar("_T")
 
@@ -56,8 +63,8 @@ class ManagerOptions:
 
     Attributes:
         save_steps: save when the step is a multiple of it; None for never.
-        save_minutes: save when so many minutes have passed since the last save, by the clock of the
-            group's first rank; None for never.
+        save_minutes: save when so many minutes have passed since the last save, or since a decision
+            for one, by the clock of the group's first rank; None for never.
         save_total_limit: how many of the newest checkpoints stay; None for all.
         best_metric: name of the metric whose best checkpoint stays as well; None for none.
         best_mode: whether the best is the least (`min`) or the greatest (`max`).
@@ -109,6 +116,8 @@ class CheckpointManager:
             CPU tensors (gloo) spares a device synchronisation per decision.
 
     Raises:
+        SaveArgumentError: (a ValueError) ranks name different folders or times to save, or signals
+            cannot be watched because this is not the main thread. On every rank.
         SaveError: another process manages the folder, or it cannot be made. On every rank.
     """
 
@@ -124,17 +133,45 @@ class CheckpointManager:
         self._group = group
         self._saved_at_s = time.monotonic()
         self._lock_fd = -1
+        self._watch = SignalWatch(())
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            self._open()
+            undo.pop_all()
+
+    def _open(self) -> None:
         agreement = self._agreement("open")
-        with agreement.phase("open"):
+        with agreement.phase("open", checks_arguments=True) as phase:
+            options = self.options
+            phase.payload = {
+                "folder": str(self.folder),
+                "save_steps": options.save_steps,
+                "save_minutes is None": options.save_minutes is None,
+                "signals": [int(number) for number in options.signals],
+            }
+            self._watch = SignalWatch(options.signals)
             if agreement.rank == 0:
                 make_folders(self.folder)
                 self._lock_fd = _lock(self.folder)
                 clean_leftovers(self.folder)
-        self._watch = SignalWatch(self.options.signals)
+        for name in phase.payload:
+            values = [result[name] for result in phase.results]
+            if any(value != values[0] for value in values):
+                raise SaveArgumentError(
+                    f"{agreement.subject}: ranks disagree about {name}: {values}; pass the same on "
+                    "every rank"
+                )
 
     def path(self, step: int) -> Path:
-        """Return the directory of a step's checkpoint."""
-        return self.folder / f"checkpoint-{int(step)}"
+        """Return the directory of a step's checkpoint.
+
+        Raises:
+            TypeError: the step is no whole number.
+            ValueError: the step is negative.
+        """
+        if operator.index(step) < 0:
+            raise ValueError(f"step={step} is negative; count steps from 0")
+        return self.folder / f"checkpoint-{operator.index(step)}"
 
     def decide(self, step: int) -> Decision:
         """Say whether to save after this step, and whether to stop; collective.
@@ -153,14 +190,16 @@ class CheckpointManager:
         if minutes is not None or options.signals:
             flags = agreement.any_of("decide", flags)
         by_minutes, by_signal, stop = flags
-        if by_signal:
-            self._watch.clear()
+        if by_signal:  # one that came meanwhile is answered by this save, unless it asks to end
+            self._watch.clear(stopping=stop)
         causes = {
             "steps": due_by_steps(step, options.save_steps),
             "minutes": by_minutes,
             "signal": by_signal,
         }
         reasons = tuple(name for name, holds in causes.items() if holds)
+        if reasons:  # a save in the background completes much later
+            self._saved_at_s = time.monotonic()
         return Decision(save=bool(reasons), stop=stop, reasons=reasons)
 
     def save(
@@ -178,24 +217,34 @@ class CheckpointManager:
         Args:
             state_dict: what to save, as in `save`.
             step: the number in the directory's name.
-            metrics: numbers of this step, for `best_metric`; the first rank's count.
+            metrics: numbers of this step, for `best_metric`, written as `metrics.json`; the first
+                rank's count, others' are ignored.
             files: more files by relative name, as in `save`.
             rank_files: more files of every rank, as in `save`.
             options: as in `save`.
 
         Raises:
-            SaveError: as `save`; nothing was removed then.
+            SaveArgumentError: as `save`; or the step or a metric is no number, or `files` has a
+                `metrics.json`.
+            SaveError: as `save`; nothing was removed then. In 'rotate', the new checkpoint is
+                committed, but an old one could not be removed.
         """
+        agreement = self._agreement(f"save({step})")
+        with agreement.phase("metrics", checks_arguments=True):
+            place = self.path(step)
+            if agreement.rank == 0:
+                files = with_metrics(files or {}, step, metrics or {})
         report = save(
             state_dict,
-            checkpoint_id=self.path(step),
+            checkpoint_id=place,
             group=self._group,
-            files={**(files or {}), METRICS_NAME: encode_metrics(step, metrics or {})},
+            files=files,
             rank_files=rank_files,
             options=options,
             timeout_s=self.options.timeout_s,
         )
-        self.committed(step)
+        with agreement.phase("rotate"):
+            self.committed(step)
         return report
 
     def committed(self, step: int) -> list[Path]:
@@ -242,12 +291,20 @@ class CheckpointManager:
 
         Raises:
             LoadError: `load_one` failed on some rank for another reason. On every rank.
+            SaveError: the first rank cannot list the folder. On every rank.
+            SavePeerError: a peer did not arrive within the time limit.
+            ValueError: `verify` is neither `quick` nor `full`.
         """
+        check_depth(verify)
         agreement = self._agreement("resume")
-        with agreement.phase("list") as phase:
-            if agreement.rank == 0:
-                phase.payload = [str(p) for p in valid_checkpoints(self.folder, verify=verify)]
-        for name in phase.results[0]:
+        candidates = valid_checkpoints(self.folder, verify=verify)
+        while True:
+            with agreement.phase("list") as phase:  # one at a time: a full check reads all bytes
+                found = next(candidates, None) if agreement.rank == 0 else None
+                phase.payload = None if found is None else str(found)
+            name = phase.results[0]
+            if name is None:
+                return None
             failures, value = _load_together(agreement, load_one, Path(name))
             if not failures:
                 return Path(name), value
@@ -256,13 +313,12 @@ class CheckpointManager:
                 DamagedCheckpointWarning,
                 stacklevel=2,
             )
-        return None
 
     def close(self) -> None:
         """Release the folder and give the signals their former handlers back."""
         self._watch.close()
         if self._lock_fd >= 0:
-            os.close(self._lock_fd)
+            unlock_folder(self._lock_fd)
             self._lock_fd = -1
 
     def __enter__(self) -> "CheckpointManager":
@@ -284,35 +340,6 @@ class CheckpointManager:
 def due_by_steps(step: int, save_steps: int | None) -> bool:
     """Whether a step is one after which to save."""
     return save_steps is not None and step > 0 and step % save_steps == 0
-
-
-def best_of(values: Mapping[Path, float | None], mode: Literal["min", "max"]) -> Path | None:
-    """Return the path of the best value, the first one of equals; None and NaN never count."""
-    counted = {p: v for p, v in values.items() if v is not None and not math.isnan(v)}
-    if not counted:
-        return None
-    sign = 1 if mode == "min" else -1
-    return min(counted, key=lambda path: sign * counted[path])
-
-
-def encode_metrics(step: int, metrics: Mapping[str, float]) -> bytes:
-    """Write the metrics of a checkpoint as they stand in its `metrics.json`.
-
-    Raises:
-        TypeError: a metric is not a number.
-    """
-    numbers = {name: float(value) for name, value in metrics.items()}
-    return json.dumps({"step": int(step), "metrics": numbers}).encode()
-
-
-def read_metric(checkpoint: Path, name: str) -> float | None:
-    """Return a metric of a checkpoint, None where it has none."""
-    try:
-        table: Any = json.loads(load_files(checkpoint, METRICS_NAME))
-        value = table["metrics"].get(name)
-    except (LoadError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return float(value) if isinstance(value, int | float) else None
 
 
 def _load_together(
@@ -339,14 +366,10 @@ def _load_together(
 
 
 def _lock(folder: Path) -> int:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock_folder(folder, wait_s=_LOCK_WAIT_S)[0]  # without locks saves are safe as well
     except BlockingIOError as error:
-        os.close(fd)
         raise BlockingIOError(
-            f"another process manages {folder} and holds its lock; end it, or use another folder"
+            f"another process manages {folder} and has held its lock for {_LOCK_WAIT_S:g} s; end "
+            "it, or use another folder"
         ) from error
-    except OSError:
-        return fd  # a file system without locks; saves still do not disturb each other
-    return fd

@@ -45,7 +45,8 @@ def compress_moments(shards: Sequence[Shard]) -> list[Shard]:
     compressed: list[Shard] = []
     for shard in shards:
         moment = moment_of(shard.key)
-        if moment is None or not shard.tensor.dtype.is_floating_point or not shard.tensor.dim():
+        blockless = not shard.tensor.dim() or 0 in shard.global_shape
+        if moment is None or blockless or not shard.tensor.dtype.is_floating_point:
             compressed.append(shard)
             continue
         codes, scales = quantize(shard.tensor, moment, key=shard.key)

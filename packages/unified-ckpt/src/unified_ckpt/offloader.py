@@ -25,6 +25,8 @@ from unified_ckpt.offload_plan import ByteSlice, OffloadPlan, plan_offload
 from unified_ckpt.staging import StagingLayout
 
 _Task = Callable[[], object]
+_JOIN_TIMEOUT_S = 60.0
+_FAILURES = (RuntimeError, ValueError, OSError)  # of a copy, or of what is called after it
 
 
 class Offloader:
@@ -79,13 +81,20 @@ class Offloader:
         """Number of chunks that have not been issued."""
         return len(self._plan.chunks) - self._next
 
+    @property
+    def busy(self) -> bool:
+        """Whether copies, or what is called after them, are still under way."""
+        return self._num_done < self._num_issued
+
     def issue_next(self) -> None:
-        """Let the next chunk be copied, if one is left; returns at once."""
+        """Let the next chunk be copied, if one is left; returns at once.
+
+        A copy that cannot be begun makes `finish` raise.
+        """
         if self.chunks_left:
             chunk, sources, views = self._plan.chunks[self._next], self._sources, self._views
             self._next += 1
-            if self._on_device:
-                self._device.issue(chunk, sources, views)
+            self._issue_on_device(chunk)
             self._put(lambda: _copy_chunk(chunk, sources, views))
 
     def finish(
@@ -104,7 +113,7 @@ class Offloader:
             SaveError: a copy failed, or was not done in time; `then` is not called.
         """
         while self.chunks_left:
-            if self._num_done < self._num_issued:  # the thread is busy: help
+            if self.busy:  # help
                 self._copy_here()
             else:
                 self.issue_next()
@@ -125,17 +134,23 @@ class Offloader:
     def _copy_here(self) -> None:
         chunk = self._plan.chunks[self._next]
         self._next += 1
-        if self._on_device:
-            self._device.issue(chunk, self._sources, self._views)
+        self._issue_on_device(chunk)
         try:
             _copy_chunk(chunk, self._sources, self._views)
-        except RuntimeError as error:
+        except _FAILURES as error:
             self._error = error
 
+    def _issue_on_device(self, chunk: Sequence[ByteSlice]) -> None:
+        if self._on_device:
+            try:
+                self._device.issue(chunk, self._sources, self._views)
+            except _FAILURES as error:
+                self._error = error
+
     def close(self) -> None:
-        """End the thread after its last task."""
+        """End the thread after its last task; one that is stuck is left behind."""
         self._tasks.put(None)
-        self._thread.join()
+        self._thread.join(_JOIN_TIMEOUT_S)
 
     def _put(self, task: _Task) -> None:
         self._num_issued += 1
@@ -148,7 +163,7 @@ class Offloader:
         while (task := self._tasks.get()) is not None:
             try:
                 task()
-            except (RuntimeError, ValueError, OSError) as error:
+            except _FAILURES as error:
                 self._error = error
             with self._changed:
                 self._num_done += 1

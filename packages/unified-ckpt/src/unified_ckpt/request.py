@@ -19,6 +19,7 @@ from typing import Any
 from unified_ckpt.manifest import MANIFEST_NAME
 from unified_ckpt.moments import compress_moments
 from unified_ckpt.options import MASTER_WEIGHTS, MODEL, OPTIMIZER, SaveOptions, base_key
+from unified_ckpt.param_groups import merge_groups
 from unified_ckpt.save_plan import SavePlan, plan_save
 from unified_ckpt.shard import BoxMeta, Shard
 from unified_ckpt.state import FlatState, StateDict, flatten_state
@@ -209,12 +210,12 @@ def state_file_bytes(described: Sequence[Mapping[str, Any]]) -> bytes:
     """Return the contents of `unified_ckpt.json`, empty if there is nothing to say.
 
     Raises:
-        ValueError: ranks give different values for one path.
+        ValueError: ranks give different values for one path, or one parameter.
     """
-    merged: dict[str, Any] = {}
+    held, merged = merge_groups([description["values"] for description in described])
     rank_of: dict[str, int] = {}
-    for rank, description in enumerate(described):
-        for path, value in description["values"].items():
+    for rank, values in enumerate(held):
+        for path, value in values.items():
             if path in merged and not _same(merged[path], value):
                 raise ValueError(
                     f"{path!r} is {merged[path]!r} on rank {rank_of[path]}, {value!r} on rank "

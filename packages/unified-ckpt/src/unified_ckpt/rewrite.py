@@ -1,7 +1,8 @@
 """Write a checkpoint again with its tensors divided into other files, in bounded memory.
 
 One process acts as every rank of a planned save, one after the other, and reads each piece (at most
-16 MiB) when it is written. The result is committed like any save, and verified while it is read.
+16 MiB) when it is written; files that hold no tensors are copied whole, one at a time. The result
+is committed like any save, and verified while it is read.
 
     reshard("run/checkpoint-10", "run/resharded", degrees)  # see `reshard`
     export_model("run/checkpoint-10", "model")  # what transformers reads
@@ -107,8 +108,7 @@ def reshard(
         for part, reader in readers.items():
             apart[part] = _hold(part, reader, degrees, rule_of, held)
         plan = plan_save(held, apart=apart)
-        files = {name: checkpoint.read_file(name) for name in other_files(checkpoint.folder)}
-        return _write(plan, held, readers, Path(target), files)
+        return _write(plan, held, readers, Path(target), checkpoint, other_files(checkpoint))
 
 
 def export_model(source: Path | str, target: Path | str) -> Path:
@@ -124,9 +124,8 @@ def export_model(source: Path | str, target: Path | str) -> Path:
     with BoxReader(checkpoint, "model") as reader:
         metas = [_whole(key, reader) for key in sorted(reader.tensors)]
         held = [{"model": metas}]
-        names = other_files(checkpoint.folder) & _MODEL_FILES
-        files = {name: checkpoint.read_file(name) for name in names}
-        return _write(plan_save(held), held, {"model": reader}, Path(target), files)
+        names = other_files(checkpoint) & _MODEL_FILES
+        return _write(plan_save(held), held, {"model": reader}, Path(target), checkpoint, names)
 
 
 def _hold(
@@ -203,7 +202,8 @@ def _write(
     held: Sequence[Mapping[str, Sequence[BoxMeta]]],
     readers: Mapping[str, BoxReader],
     target: Path,
-    files: Mapping[str, bytes],
+    source: Checkpoint,
+    names: Collection[str],
 ) -> Path:
     def bytes_of(file: FilePlan, piece: Piece) -> memoryview:
         meta = held[piece.rank][file.part][piece.shard_index]
@@ -218,7 +218,9 @@ def _write(
             write_pieces(plan, bytes_of, rank=rank, folder=staging.folder)
             for rank in range(len(held))
         ]
-        blobs = write_blobs({**files, **plan.indexes}, staging.folder)
+        blobs = write_blobs(plan.indexes, staging.folder)
+        for name in sorted(names):
+            blobs |= write_blobs({name: source.read_file(name)}, staging.folder)
         manifest = Manifest(files={**file_records(plan, sums), **blobs})
         write_blobs({MANIFEST_NAME: encode_manifest(manifest)}, staging.folder)
         staging.publish()

@@ -15,8 +15,8 @@ An error of the background shows in the ticket's `upload_completion`, and once m
 import atexit
 import contextlib
 import json
-import os
 import socket
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait as wait_futures
 from pathlib import Path
@@ -29,19 +29,19 @@ import torch.distributed as dist
 from unified_ckpt._torch_private import TCPStore
 from unified_ckpt.agreement import Agreement
 from unified_ckpt.checkpoint import load_files
-from unified_ckpt.ema import EMA_FILE, EMA_PART, EmaConfig, EmaMemory
-from unified_ckpt.errors import SaveArgumentError, SaveError, SavePeerError
+from unified_ckpt.ema import EMA_FILE, EMA_PART, EmaMemory, average_for
+from unified_ckpt.errors import SaveArgumentError, SaveError
 from unified_ckpt.loading import load
 from unified_ckpt.memory import byte_view
 from unified_ckpt.offloader import Offloader
 from unified_ckpt.options import SaveOptions
+from unified_ckpt.saver_answers import error_from_json, report_from_json
 from unified_ckpt.saver_config import AsyncSaverConfig
 from unified_ckpt.saver_group import connect_store, host_store, post_failure
 from unified_ckpt.saver_process import SaverProcess
-from unified_ckpt.saving import SaveReport
 from unified_ckpt.shard import Shard
-from unified_ckpt.snapshot_request import EncodedRequest, SnapshotRequest, encode_request
-from unified_ckpt.staging import StagingBuffer, StagingLayout, StagingPool, tensors_of
+from unified_ckpt.snapshot_request import SnapshotRequest, encode_request
+from unified_ckpt.staging import StagingLayout, StagingPool, tensors_of
 from unified_ckpt.state import StateDict
 from unified_ckpt.tickets import Ticket, TicketBook, UploadFuture
 
@@ -76,10 +76,15 @@ class AsyncSaver:
         self._ema: EmaMemory | None = None
         self._closed = False
         self._store: TCPStore | None = None
-        self._settings = self._meet(agreement)
-        with agreement.phase("start saver"):
-            self._process = self._start()
-            self._process.wait_ready(timeout_s=self.config.start_timeout_s)
+        self._sending = threading.Lock()  # held from taking a ticket out of the book to its send
+        with contextlib.ExitStack() as undo:  # where some rank could not start, nothing stays
+            undo.callback(self.offloader.close)
+            self._settings = self._meet(agreement)
+            with agreement.phase("start saver"):
+                self._process = self._start()
+                undo.callback(self._process.close, timeout_s=0.0)
+                self._process.wait_ready(timeout_s=self.config.start_timeout_s)
+            undo.pop_all()
         atexit.register(self.close)
 
     @property
@@ -105,6 +110,7 @@ class AsyncSaver:
         Raises:
             SaveError: there is not enough memory; the message gives the sizes.
         """
+        self._check_open()
         request, parts = SnapshotRequest.of(state_dict, checkpoint_id=None, options=options)
         layout = self._layout_of(parts)
         self.offloader.plan(tensors_of(parts), layout)
@@ -124,6 +130,7 @@ class AsyncSaver:
         if self._ema is None:
             raise SaveArgumentError("load_ema needs AsyncSaverConfig(ema=...) and prepare() first")
         self.wait()
+        self._forget_redo()
         load({EMA_PART: self._ema.shards()}, checkpoint_id=checkpoint_id)
         self._ema.restore(load_files(checkpoint_id, EMA_FILE))
 
@@ -151,14 +158,15 @@ class AsyncSaver:
             self._raise_unseen()
             snapshot, parts = SnapshotRequest.of(state_dict, **request)
             layout = self._layout_of(parts)
+            self._check_files(snapshot)
             encoded = encode_request(snapshot, self._layout_json, base=layout.num_bytes)
             buffer = self._pool.acquire(
                 encoded.num_bytes, timeout_s=self.config.backpressure_timeout_s
             )
-        except (SaveError, OSError, TypeError, ValueError) as error:
-            self._tell_peers(self._number, str(error))
+        except BaseException as error:  # also what a user's `state_dict` raises
+            self._tell_peers(self._number, str(self._as_save_error(error)))
             raise
-        _write(encoded, buffer)
+        encoded.write(byte_view(buffer.tensor))
         ticket = Ticket(
             number=self._number,
             layout=layout,
@@ -172,18 +180,24 @@ class AsyncSaver:
     def _layout_of(self, parts: Mapping[str, Sequence[Shard]]) -> StagingLayout:
         """Return where the shards stand in a buffer; remembered while they stay alike."""
         if not self._layout.matches(parts) or not self._layout_json:
-            self._layout = StagingLayout.of(parts)
-            self._layout_json = json.dumps(self._layout.to_json(), separators=(",", ":")).encode()
+            layout = StagingLayout.of(parts)
             if any(tensor.is_cuda for tensor in tensors_of(parts)):
                 self._pool.pin()
-            if self.config.ema is not None and self._ema is None:
-                self._ema = EmaMemory.allocate(self.config.ema, self._layout)
-            elif self._ema is not None and not self._ema.fits(self._layout):
-                raise SaveArgumentError(
-                    f"the shards of part {self._ema.config.source!r} are not those of the moving "
-                    "average; make a new AsyncSaver for another layout and call load_ema"
-                )
+            if self.config.ema is not None:
+                self._ema = average_for(self.config.ema, layout, self._ema)
+            self._layout = layout  # what was refused will be refused again
+            self._layout_json = json.dumps(layout.to_json(), separators=(",", ":")).encode()
         return self._layout
+
+    def _check_files(self, request: SnapshotRequest) -> None:
+        if self._ema is not None and EMA_FILE in {*request.files, *request.rank_files}:
+            raise SaveArgumentError(
+                f"file {EMA_FILE!r} is the moving average's; give yours another name"
+            )
+
+    def expect(self, ticket: Ticket) -> None:
+        """Let `wait` and `close` wait for a ticket that another thread will submit or abandon."""
+        self._book.expect(ticket)
 
     def submit(self, ticket: Ticket) -> None:
         """Hand a filled snapshot to the saver process; an error shows in `upload_completion`.
@@ -194,19 +208,30 @@ class AsyncSaver:
         self._book.submit(ticket)
         self._send_ready()
 
-    def abandon(self, ticket: Ticket, error: SaveError) -> None:
-        """Give a snapshot up; it fails on all ranks."""
-        self._fail([ticket], error)
+    def abandon(self, ticket: Ticket, error: BaseException, *, still_copying: bool = False) -> None:
+        """Give a snapshot up that was not submitted; it fails on all ranks.
+
+        With `still_copying` its buffer, into which some thread writes, is not used again.
+        """
+        if self._book.withdraw(ticket):
+            give_back = self._pool.discard if still_copying else self._pool.release
+            give_back(ticket.buffer)
+            self._settle(ticket, self._as_save_error(error))
+            self._send_ready()
+
+    def _as_save_error(self, error: BaseException) -> SaveError:
+        if isinstance(error, SaveError):
+            return error
+        return SaveError(f"{self._who}: {type(error).__name__}: {error}")
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until everything submitted is written; not collective.
+        """Wait until everything handed over is written; not collective.
 
         Raises:
             SaveError: a save failed, or not all ended within `timeout_s`.
         """
-        running = [ticket.upload_completion for ticket in self._book.submitted()]
         limit_s = 2 * self.config.timeout_s if timeout_s is None else timeout_s
-        late = wait_futures(running, timeout=limit_s).not_done
+        late = wait_futures(self._book.expected(), timeout=limit_s).not_done
         if late:
             raise SaveError(f"{self._who}: {len(late)} saves did not end within {limit_s:g} s")
         self._raise_unseen()
@@ -224,9 +249,12 @@ class AsyncSaver:
         try:
             self.wait()
         finally:
-            self._process.close(timeout_s=self.config.start_timeout_s)
             self.offloader.close()
+            self._process.close(timeout_s=self.config.start_timeout_s)
+            self._forget_redo()
             self._pool.close()
+            if self._ema is not None:
+                self._ema.memory.close()
 
     def __enter__(self) -> "AsyncSaver":
         return self
@@ -249,21 +277,14 @@ class AsyncSaver:
         host, port = phase.results[0]
         if all(other == host for other, _ in phase.results):
             host = "127.0.0.1"
-        if agreement.size > 1 and self._store is None:
-            self._store = connect_store(host, port, timeout_s=self.config.timeout_s)
-        tier = self.config.fast_tier
+        with agreement.phase("connect to store"):
+            if agreement.size > 1 and self._store is None:
+                self._store = connect_store(host, port, timeout_s=self.config.start_timeout_s)
         return {
             "rank": agreement.rank,
             "size": agreement.size,
             "store": [host, port] if agreement.size > 1 else None,
-            "timeout_s": self.config.timeout_s,
-            "num_buffers": self.config.num_buffers,
-            "orphan_grace_s": self.config.orphan_grace_s,
-            "niceness": self.config.niceness,
-            "fast_tier": None if tier is None else os.path.realpath(tier),
-            "fast_tier_keep": self.config.fast_tier_keep,
-            "start_timeout_s": self.config.start_timeout_s,
-            "ema": (self.config.ema or EmaConfig()).to_json(),
+            **self.config.to_json(),
         }
 
     def _start(self) -> SaverProcess:
@@ -272,9 +293,14 @@ class AsyncSaver:
     def _restart_if_dead(self) -> None:
         if self._process.ended:
             self._process.close(timeout_s=self.config.start_timeout_s)
-            self._process = self._start()
-            for ticket in self._book.to_redo():
-                self._send(ticket, redo=True)
+            with self._sending:
+                self._process = self._start()
+                for ticket in self._book.to_redo():
+                    self._send(ticket, redo=True)
+
+    def _forget_redo(self) -> None:
+        for ticket in self._book.take_redo():
+            self._pool.release(ticket.buffer)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -284,25 +310,32 @@ class AsyncSaver:
         redone = self._book.redone(answer["number"])
         if redone is not None:
             self._pool.release(redone.buffer)
+            if "error" in answer:
+                text = answer["error"][1]
+                self._note_idle(SaveError(f"{self._who}: the average lacks a snapshot: {text}"))
         ticket = self._book.open_ticket(answer["number"])
         if ticket is None:
             return
         if "error" in answer:
-            self._fail([ticket], _error(*answer["error"]))
+            self._fail([ticket], error_from_json(answer["error"]))
             return
-        report = answer["report"]
+        report = answer["report"] and report_from_json(answer["report"])
         if self._book.end(ticket):
             self._pool.release(ticket.buffer)
-            ticket.upload_completion.set_result(None if report is None else _report(report))
+            ticket.upload_completion.set_result(report)
             self._send_ready()
 
     def _on_death(self, cause: str) -> None:
         tickets = self._book.running()
         if tickets:
             self._fail(tickets, self._death(cause), died=True)
-            return
+        else:
+            self._note_idle(self._death(cause))
+
+    def _note_idle(self, error: SaveError) -> None:
+        """Let the next call raise an error that belongs to no save under way."""
         idle = UploadFuture()
-        idle.set_exception(self._death(cause))
+        idle.set_exception(error)
         self._book.note_failure(idle)
 
     def _death(self, cause: str) -> SaveError:
@@ -318,23 +351,35 @@ class AsyncSaver:
                 continue
             if not redo:
                 self._pool.release(ticket.buffer)
-            self._tell_peers(ticket.number, str(error))
-            self._book.note_failure(ticket.upload_completion)
-            ticket.upload_completion.set_exception(error)
+            self._settle(ticket, error)
         self._send_ready()
 
+    def _settle(self, ticket: Ticket, error: SaveError) -> None:
+        self._tell_peers(ticket.number, str(error))
+        self._book.note_failure(ticket.upload_completion)
+        ticket.upload_completion.set_exception(error)
+
     def _send_ready(self) -> None:
-        """Send what is submitted, up to the first ticket that is not."""
-        while (ticket := self._book.next_to_send()) is not None:
-            if self._process.ended:
-                self._fail([ticket], self._death("it had ended"), died=True)
-                continue
-            try:
-                self._send(ticket, redo=False)
-            except BlockingIOError as error:
-                self._fail([ticket], SaveError(f"{self._who}: the saver is stuck: {error}"))
-            except OSError:
-                pass  # it has just ended; the listener fails all that runs
+        """Send what is submitted, up to the first ticket that is not; on any thread."""
+        while True:
+            with self._sending:
+                ticket = self._book.next_to_send()
+                if ticket is None:
+                    return
+                error = self._try_send(ticket)
+            if error is not None:
+                self._fail([ticket], error, died=self._process.ended)
+
+    def _try_send(self, ticket: Ticket) -> SaveError | None:
+        if self._process.ended:
+            return self._death("it had ended")
+        try:
+            self._send(ticket, redo=False)
+        except BlockingIOError as error:
+            return SaveError(f"{self._who}: the saver is stuck: {error}")
+        except OSError:
+            pass  # it has just ended; the listener fails all that runs
+        return None
 
     def _send(self, ticket: Ticket, *, redo: bool) -> None:
         message = {"kind": "use", "number": ticket.number, "head": ticket.head, "redo": redo}
@@ -344,9 +389,8 @@ class AsyncSaver:
     def _raise_unseen(self) -> None:
         error = self._book.take_unseen()
         if error is not None:
-            raise SaveError(
-                f"since the last call a save failed, or could not have: {error}"
-            ) from error
+            text = f"since the last call a save failed, or could not have: {error}"
+            raise SaveError(text) from error
 
     def _tell_peers(self, number: int, text: str) -> None:
         """Let the savers of other ranks fail at once instead of waiting for this one."""
@@ -354,20 +398,3 @@ class AsyncSaver:
             return
         with contextlib.suppress(RuntimeError):  # the store's host is gone: its peers know already
             post_failure(self._store, number, text)
-
-
-def _write(encoded: EncodedRequest, buffer: StagingBuffer) -> None:
-    memory, at = byte_view(buffer.tensor), encoded.base
-    for piece in encoded.pieces:
-        memory[at : at + len(piece)] = piece
-        at += len(piece)
-
-
-def _error(kind: str, text: str) -> SaveError:
-    kinds = {error.__name__: error for error in (SavePeerError, SaveArgumentError)}
-    return kinds.get(kind, SaveError)(text)
-
-
-def _report(fields: Mapping[str, Any]) -> SaveReport:
-    leftovers = tuple(Path(name) for name in fields["removed_leftovers"])
-    return SaveReport(**{**fields, "path": Path(fields["path"]), "removed_leftovers": leftovers})

@@ -4,8 +4,10 @@ AsyncSaver(config=AsyncSaverConfig(ema=EmaConfig(decay=0.999)))
 """
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from unified_ckpt.ema import EmaConfig
 
@@ -45,9 +47,22 @@ class AsyncSaverConfig:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}={value} must be a positive number of seconds")
+        if not math.isfinite(self.backpressure_timeout_s):
+            raise ValueError(
+                f"backpressure_timeout_s={self.backpressure_timeout_s} must be a finite number of "
+                "seconds; no wait is unbounded"
+            )
         for name in ("backpressure_timeout_s", "orphan_grace_s", "niceness"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
         for name in ("num_buffers", "fast_tier_keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the saver process must know, as JSON types."""
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        return fields | {
+            "fast_tier": None if self.fast_tier is None else os.path.realpath(self.fast_tier),
+            "ema": (self.ema or EmaConfig()).to_json(),
+        }

@@ -8,6 +8,7 @@ have called, over a gloo group of saver processes. It never touches the trainer'
 
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -21,19 +22,21 @@ from typing import Any
 import torch
 
 from unified_ckpt.ema import EMA_FILE, EMA_PART, EmaConfig, EmaMemory
-from unified_ckpt.errors import CheckpointError, SaveArgumentError, SaveError, SavePeerError
+from unified_ckpt.errors import CheckpointError, SaveError, SavePeerError
 from unified_ckpt.folder import rotate
 from unified_ckpt.memory import byte_view
+from unified_ckpt.saver_answers import error_to_json, report_to_json
 from unified_ckpt.saver_group import SaverMeeting, connect_store
 from unified_ckpt.saver_process import MAX_MESSAGE_BYTES
-from unified_ckpt.saving import SaveReport, save_request
+from unified_ckpt.saving import save_request
 from unified_ckpt.shard import Shard
 from unified_ckpt.shared_memory import SharedMemory
 from unified_ckpt.snapshot_request import SnapshotRequest, decode_request
 from unified_ckpt.staging import StagingLayout
 
 _ORPHAN_POLL_S = 0.2
-_MAX_ERROR_CHARS = 32 * 1024
+# They reach all processes of a terminal or a job, and may ask the trainer for a last checkpoint.
+_OF_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class SaverWorker:
@@ -82,7 +85,7 @@ class SaverWorker:
         except (CheckpointError, OSError, ValueError, TypeError, RuntimeError) as error:
             if isinstance(error, SavePeerError):
                 self._meeting.leave()
-            answer["error"] = [_kind(error), _text(error)[:_MAX_ERROR_CHARS]]
+            answer["error"] = error_to_json(error)
         return answer
 
     def _use(
@@ -96,6 +99,7 @@ class SaverWorker:
         parts: dict[str, Sequence[Shard]] = dict(self._layout.shards(memory.tensor))
         if self._ema is not None:
             self._ema.update(self._layout, memory.tensor, number=number, loss=request.loss)
+        if self._ema is not None and self._ema.num_updates:  # before the first it is no average
             parts[EMA_PART] = self._ema.shards()
             request = replace(request, files={**request.files, EMA_FILE: self._ema.state()})
         if not save:
@@ -149,18 +153,6 @@ class SaverWorker:
         return self._mapped[inode]
 
 
-def report_to_json(report: SaveReport) -> dict[str, Any]:
-    """Return a report as JSON types."""
-    return {
-        "path": str(report.path),
-        "num_files": report.num_files,
-        "num_bytes": report.num_bytes,
-        "rank_bytes": report.rank_bytes,
-        "replaced": report.replaced,
-        "removed_leftovers": [str(path) for path in report.removed_leftovers],
-    }
-
-
 def watch_parent(parent_pid: int, busy: threading.Event, *, grace_s: float) -> None:
     """End this process when its trainer is gone; what is under way has `grace_s` to finish."""
     gone_at: float | None = None
@@ -175,6 +167,8 @@ def watch_parent(parent_pid: int, busy: threading.Event, *, grace_s: float) -> N
 def main(argv: list[str]) -> int:
     """Serve the trainer until it closes the socket or asks to end."""
     settings = json.loads(argv[0])
+    for ignored in _OF_THE_TRAINER:
+        signal.signal(ignored, signal.SIG_IGN)
     busy = threading.Event()
     threading.Thread(
         target=watch_parent,
@@ -199,17 +193,6 @@ def main(argv: list[str]) -> int:
             trainer.sendall(json.dumps(answer).encode())
         except OSError:
             return 1  # the trainer is gone; what it asked for is done
-
-
-def _kind(error: Exception) -> str:
-    for kind in (SavePeerError, SaveArgumentError):
-        if isinstance(error, kind):
-            return kind.__name__
-    return "SaveError"
-
-
-def _text(error: Exception) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ and at once; a first copy into it costs what every later copy costs.
     memory.tensor[:5] = 1  # uint8; SharedMemory.attach(memory.fd) elsewhere sees the same bytes
 """
 
+import math
 import mmap
 import os
 from pathlib import Path
@@ -49,8 +50,16 @@ class SharedMemory:
 
     @classmethod
     def attach(cls, fd: int) -> "SharedMemory":
-        """Map memory that another process allocated; takes over the descriptor."""
-        return cls(fd, os.fstat(fd).st_size)
+        """Map memory that another process allocated; takes over the descriptor.
+
+        Raises:
+            OSError: it cannot be mapped; the descriptor is closed.
+        """
+        try:
+            return cls(fd, os.fstat(fd).st_size)
+        except OSError:
+            os.close(fd)
+            raise
 
     def pin(self) -> None:
         """Lock the pages and let CUDA know, once; `close` undoes it.
@@ -89,15 +98,31 @@ def available_bytes() -> int:
     """Memory that can still be allocated here: the machine's, or the cgroup's if that is less."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
-    for limit_name, used_name in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    return int(min(available, cgroup_available_bytes(Path("/sys/fs/cgroup"))))
+
+
+def cgroup_available_bytes(root: Path) -> float:
+    """Memory that the cgroup of a mounted hierarchy, version 2 or 1, still allows; inf for any.
+
+    Pages of files that nobody used lately count as used there, but the kernel drops them when
+    memory is asked for. Without them is what Kubernetes calls the working set.
+    """
+    available = math.inf
+    for limit_name, used_name, stat_name, cache_key in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "memory/memory.stat",
+            "total_inactive_file",
+        ),
     ):
         try:
-            limit = (Path("/sys/fs/cgroup") / limit_name).read_text().strip()
-            used = (Path("/sys/fs/cgroup") / used_name).read_text().strip()
+            limit = (root / limit_name).read_text().strip()
+            used = int((root / used_name).read_text())
+            stat = dict(line.split() for line in (root / stat_name).read_text().splitlines())
         except OSError:
             continue
         if limit != "max":
-            available = min(available, int(limit) - int(used))
+            available = min(available, int(limit) - used + int(stat.get(cache_key, 0)))
     return available

@@ -12,6 +12,7 @@ handlers that were there before come back with `close`.
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from types import FrameType, TracebackType
 
@@ -30,23 +31,29 @@ def stops_training(seen: Collection[Signals]) -> bool:
 class SignalWatch:
     """Notes signals until it is closed.
 
-    A signal that comes again before `clear` goes to the handler that was there before, so that a
-    process that is stuck can still be ended.
+    A signal that comes again before `clear`, later than `repeat_s`, goes to the handler that was
+    there before, so that a process that is stuck can still be ended. Where there was none, one that
+    asks to save (SIGUSR1) asks for nothing more, and does not end the process.
 
     Args:
         signals: which signals to note.
+        repeat_s: what comes again within this time is the same request, as when a cluster signals
+            all processes of a job and the launcher passes on to its workers what it got.
 
     Raises:
         ValueError: called outside the main thread, where Python takes no handlers.
     """
 
-    def __init__(self, signals: Sequence[Signals] = DEFAULT_SIGNALS) -> None:
+    def __init__(
+        self, signals: Sequence[Signals] = DEFAULT_SIGNALS, *, repeat_s: float = 2.0
+    ) -> None:
         if signals and threading.current_thread() is not threading.main_thread():
             raise ValueError(
                 "signals can be watched from the main thread only; make the watch there, or pass "
                 "signals=()"
             )
-        self._seen: set[Signals] = set()
+        self._repeat_s = repeat_s
+        self._seen: dict[Signals, float] = {}  # when it came first
         self._before: dict[signal.Signals, _Handler] = {}
         for number in signals:
             self._before[number] = signal.signal(number, self._note)
@@ -56,9 +63,11 @@ class SignalWatch:
         """The signals that came since the last `clear`."""
         return frozenset(self._seen)
 
-    def clear(self) -> None:
-        """Forget what came."""
-        self._seen.clear()
+    def clear(self, *, stopping: bool = True) -> None:
+        """Forget what came; with `stopping` False not what asks to end."""
+        for name in self.seen:
+            if stopping or not stops_training([name]):
+                self._seen.pop(name, None)
 
     def close(self) -> None:
         """Give every signal its former handler back; safe to call twice, from the main thread."""
@@ -79,13 +88,12 @@ class SignalWatch:
         self.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        name = Signals(number)
-        if name not in self._seen:
-            self._seen.add(name)
+        name, now_s = Signals(number), time.monotonic()
+        if now_s - self._seen.setdefault(name, now_s) <= self._repeat_s:
             return
         before = self._before.get(name)
         if callable(before):
             before(number, frame)
-        elif before == signal.SIG_DFL or before is None:
+        elif before in (signal.SIG_DFL, None) and stops_training([name]):
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)

@@ -56,9 +56,11 @@ class SnapshotRequest:
         Moments are compressed by the saver process, if at all.
 
         Raises:
-            TypeError: a leaf is neither a tensor nor JSON, or a file no bytes.
+            TypeError: a leaf is neither a tensor nor JSON, a file no bytes, or the loss no number.
             ValueError: a tensor does not fit its box.
         """
+        if loss is not None and not isinstance(loss, float | int):
+            raise TypeError(f"loss is a {type(loss).__name__}; expected a float, as of `.item()`")
         options = options or SaveOptions()
         request = make_request(
             state_dict,
@@ -115,6 +117,13 @@ class EncodedRequest:
     def num_bytes(self) -> int:
         """Where the request ends: the size that a buffer must have."""
         return self.head[0] + self.head[1]
+
+    def write(self, memory: memoryview) -> None:
+        """Write the request to a buffer of at least that size."""
+        at = self.base
+        for piece in self.pieces:
+            memory[at : at + len(piece)] = piece
+            at += len(piece)
 
 
 def encode_request(request: SnapshotRequest, layout_json: bytes, *, base: int) -> EncodedRequest:

@@ -184,6 +184,7 @@ class StagingPool:
         self._free: list[StagingBuffer] = []
         self._num_used = 0
         self._pins = False
+        self._closed = False
         self._changed = threading.Condition()
 
     def pin(self) -> None:
@@ -241,13 +242,24 @@ class StagingPool:
     def release(self, buffer: StagingBuffer) -> None:
         """Give a buffer back."""
         with self._changed:
+            if self._closed:
+                self.discard(buffer)
+                return
             self._num_used -= 1
             self._free.append(buffer)
             self._changed.notify_all()
 
-    def close(self) -> None:
-        """Close the descriptors of the free buffers; called when none is in use."""
+    def discard(self, buffer: StagingBuffer) -> None:
+        """Give a buffer back that is not to be used again; another one will be allocated."""
         with self._changed:
+            self._num_used -= 1
+            buffer.memory.close()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Close the descriptors of the buffers; of one in use when it is released."""
+        with self._changed:
+            self._closed = True
             for buffer in self._free:
                 buffer.memory.close()
             self._free = []

@@ -10,7 +10,7 @@ A tensor at the top belongs to the part `model`; a sequence of `Shard`s at the t
 """
 
 import re
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,17 +19,32 @@ import torch
 from unified_ckpt.dtensor import dtensor_shards, is_dtensor
 from unified_ckpt.layouts import Layout, LocalBox
 from unified_ckpt.optimizer_state import (
+    MASTER_FIELD,
     MASTER_NAMES,
     MOMENTS,
     hyperparameters,
     is_optimizer_state,
     optimizer_entries,
+    parameter_names,
 )
 from unified_ckpt.options import MASTER_WEIGHTS, MODEL
+from unified_ckpt.param_groups import PARAMS
 from unified_ckpt.shard import Shard
+from unified_ckpt.values import like_tuple
 
 StateDict = Mapping[str, Any]
-OptimizerHook = Callable[[torch.optim.Optimizer, str], None]
+
+
+class LoadHooks(Protocol):
+    """What a load does to optimizers while its state dict is taken apart."""
+
+    def prepare(self, optimizer: torch.optim.Optimizer, part: str, prefix: str) -> None:
+        """Change an optimizer before its state is read; `prefix` begins its keys in the part."""
+
+    def group_number(
+        self, where: str, names: Sequence[str], position: int, fields: Sequence[str]
+    ) -> int:
+        """Return the stored number of a group of these parameters, for these hyperparameters."""
 
 
 @runtime_checkable
@@ -70,6 +85,9 @@ class FlatState:
         flat_keys: by part, keys that were given as flat ranges.
         bare: (part, parameter) pairs of which an optimizer has no state yet.
         stateful: objects, and a list of one: the state dict that they gave and will take back.
+        more_values: as `values`, further places for values of the same path.
+        tuples: where each tuple with tensors stands, and its items; outer ones first.
+        scalars: 0-dim tensors that are stored as values (a learning rate), and a list of the value.
     """
 
     parts: dict[str, list[Shard]] = field(default_factory=dict)
@@ -78,6 +96,23 @@ class FlatState:
     flat_keys: dict[str, set[str]] = field(default_factory=dict)
     bare: list[tuple[str, str]] = field(default_factory=list)
     stateful: list[tuple[Stateful, list[dict[str, Any]]]] = field(default_factory=list)
+    more_values: list[tuple[str, ValueSlot]] = field(default_factory=list)
+    tuples: list[tuple[ValueSlot, list[Any]]] = field(default_factory=list)
+    scalars: list[tuple[torch.Tensor, list[Any]]] = field(default_factory=list)
+
+    def all_values(self) -> Iterator[tuple[str, ValueSlot]]:
+        """Yield every place of a value with its path; those of empty collections come first."""
+        yield from {**self.empty, **self.values}.items()
+        yield from self.more_values
+
+    def rebuild(self) -> None:
+        """Put items and values that have been replaced into their tuples and tensors."""
+        for tensor, value in self.scalars:
+            tensor.detach().fill_(value[0])
+        for slot, items in reversed(self.tuples):
+            old = slot.get()
+            if any(a is not b for a, b in zip(old, items, strict=True)):
+                slot.put(like_tuple(old, items))
 
 
 def flatten_state(
@@ -85,22 +120,23 @@ def flatten_state(
     *,
     layout: Layout | None = None,
     ignored_keys: Sequence[str] = (),
-    optimizer_hook: OptimizerHook | None = None,
+    hooks: LoadHooks | None = None,
 ) -> FlatState:
     """Take a state dict apart; nothing is copied.
 
     Args:
         layout: boxes of plain tensors; those that it does not know are whole.
         ignored_keys: regular expressions that leave out what they are found in.
-        optimizer_hook: called with each optimizer and its part before its state is read.
+        hooks: what a load does to optimizers; None for a save.
 
     Raises:
         TypeError: a leaf is neither a tensor nor JSON; the message names its path.
-        ValueError: a tensor does not fit its box, or a DTensor is `Partial`.
+        ValueError: a tensor does not fit its box, a DTensor is `Partial`, or two leaves have one
+            dotted path.
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict is a {type(state_dict).__name__}; expected a mapping")
-    walker = _Walker(layout, ignored_keys, optimizer_hook)
+    walker = _Walker(layout, ignored_keys, hooks)
     for name, value in state_dict.items():
         walker.visit_top(name, state_dict, value)
     return walker.flat
@@ -128,12 +164,13 @@ class _Walker:
     """Goes through a nested state dict once; see `flatten_state`."""
 
     def __init__(
-        self, layout: Layout | None, ignored_keys: Sequence[str], hook: OptimizerHook | None
+        self, layout: Layout | None, ignored_keys: Sequence[str], hooks: LoadHooks | None
     ) -> None:
         self.flat = FlatState()
         self._layout = layout
         self._ignored = [re.compile(pattern) for pattern in ignored_keys]
-        self._hook = hook
+        self._hooks = hooks
+        self._tensor_keys: set[tuple[str, str]] = set()
 
     def visit_top(self, name: str, container: StateDict, value: Any) -> None:
         if isinstance(value, torch.Tensor):
@@ -167,40 +204,93 @@ class _Walker:
         elif _are_shards(value):
             self._add_shards(part, value)
         elif isinstance(value, list | tuple) and _holds_tensors(value):
-            for number, item in enumerate(value):
-                self._visit(part, f"{key}.{number}", value, number, item)
+            self._visit_items(part, key, ValueSlot(container, place), value)
         else:
-            self._add_value(f"{part}.{key}" if key else part, container, place, value)
+            self._add_value(f"{part}.{key}" if key else part, container, place)
+
+    def _visit_items(self, part: str, key: str, slot: ValueSlot, value: Sequence[Any]) -> None:
+        items = value
+        if isinstance(value, tuple):
+            items = list(value)
+            self.flat.tuples.append((slot, items))
+        for number, item in enumerate(items):
+            self._visit(part, f"{key}.{number}", items, number, item)
 
     def _visit_optimizer(self, part: str, key: str, value: Any) -> None:
         prefix = f"{key}." if key else ""
-        if isinstance(value, torch.optim.Optimizer) and self._hook is not None:
-            self._hook(value, part)
+        if isinstance(value, torch.optim.Optimizer) and self._hooks is not None:
+            self._hooks.prepare(value, part, prefix)
         entries, groups = optimizer_entries(value, part)
         for name, state in entries:
             if not state:
                 self.flat.bare.append((part, f"{prefix}{name}"))
             for state_name, item in state.items():
-                self._visit_state(part, f"{prefix}{name}", state_name, state, item)
-        for number, group in enumerate(groups):
-            for field_name in hyperparameters(group):
-                place = f"{prefix}param_groups.{number}.{field_name}"
-                self._visit(part, place, group, field_name, group[field_name])
+                self._visit_state((part, prefix, name), state_name, state, item)
+        for position, group in enumerate(groups):
+            self._visit_group(part, f"{prefix}param_groups", position, group)
 
     def _visit_state(
-        self, part: str, name: str, state_name: str, state: MutableMapping[str, Any], item: Any
+        self,
+        parameter: tuple[str, str, str],
+        state_name: str,
+        state: MutableMapping[str, Any],
+        item: Any,
     ) -> None:
-        if state_name in MASTER_NAMES and isinstance(item, torch.Tensor):
-            self._add_tensor(MASTER_WEIGHTS, name, item)
+        part, prefix, name = parameter
+        stored = f"{name}/{MOMENTS.get(state_name, state_name)}"
+        if not isinstance(item, torch.Tensor):
+            self._visit(part, f"{prefix}{stored}", state, state_name, item)
+        elif state_name in MASTER_NAMES:
+            self._add_shards(MASTER_WEIGHTS, place_tensor(name, item, self._layout))
+            if self._hooks is None:
+                field_path = f"{part}.{prefix}{MASTER_FIELD}"
+                self.flat.values.setdefault(field_path, ValueSlot([state_name], 0))
         else:
-            stored = f"{name}/{MOMENTS.get(state_name, state_name)}"
-            self._visit(part, stored, state, state_name, item)
+            placed = place_tensor(stored, item, self._layout)
+            if prefix:  # the layout knows the parameter by its own name
+                placed = [_renamed(shard, f"{prefix}{shard.key}") for shard in placed]
+            self._add_shards(part, placed)
 
-    def _add_value(self, path: str, container: Any, place: Any, value: Any) -> None:
-        if not self._is_ignored(path):
-            self.flat.values[path] = ValueSlot(container, place)
+    def _visit_group(
+        self, part: str, key: str, position: int, group: MutableMapping[str, Any]
+    ) -> None:
+        names = parameter_names(group, part)
+        where = f"{part}.{key}"
+        fields = [
+            name
+            for name in hyperparameters(group)
+            if not self._is_ignored(f"{where}.{position}.{name}")
+        ]
+        if self._hooks is None:
+            number = position
+            params = [{PARAMS: list(names)}, PARAMS]
+            self._add_value(f"{where}.{number}.{PARAMS}", *params)
+        else:
+            number = self._hooks.group_number(where, names, position, fields)
+        for name in fields:
+            value = group[name]
+            if isinstance(value, torch.Tensor) and not value.dim() and not is_dtensor(value):
+                holder = [value.item()]  # as a value it takes part in telling groups apart
+                self.flat.scalars.append((value, holder))
+                self._add_value(f"{where}.{number}.{name}", holder, 0)
+            else:
+                self._visit(part, f"{key}.{number}.{name}", group, name, value)
+
+    def _add_value(self, path: str, container: Any, place: Any) -> None:
+        if self._is_ignored(path):
+            return
+        slot = ValueSlot(container, place)
+        if path not in self.flat.values:
+            self.flat.values[path] = slot
+        elif self._hooks is not None and "param_groups." in path:  # two groups, one stored
+            self.flat.more_values.append((path, slot))
+        else:
+            raise ValueError(f"two values have the path {path!r}; rename one")
 
     def _add_tensor(self, part: str, key: str, tensor: torch.Tensor) -> None:
+        if (part, key) in self._tensor_keys and "param_groups." not in key:
+            raise ValueError(f"two tensors of part {part!r} have the key {key!r}; rename one")
+        self._tensor_keys.add((part, key))
         self._add_shards(part, place_tensor(key, tensor, self._layout))
 
     def _add_shards(self, part: str, shards: Sequence[Shard]) -> None:

@@ -17,6 +17,9 @@ else:
     _ReportFuture = Future
 
 
+_SETTLE_S = 60.0
+
+
 class UploadFuture(_ReportFuture):
     """The outcome of a save in the background: its report, None for a snapshot that wrote none.
 
@@ -70,16 +73,38 @@ class TicketBook:
         self._running: set[int] = set()
         self._redo: dict[int, Ticket] = {}
         self._failed: list[UploadFuture] = []
+        self._expected: list[UploadFuture] = []
 
     def add(self, ticket: Ticket) -> None:
         """Enter a ticket that was reserved."""
         with self._lock:
             self._open[ticket.number] = ticket
 
-    def submit(self, ticket: Ticket) -> None:
-        """Note that a ticket is filled."""
+    def expect(self, ticket: Ticket) -> None:
+        """Note that a ticket will be submitted, or fail, without more that the trainer does."""
         with self._lock:
-            self._submitted.add(ticket.number)
+            self._expected = [outcome for outcome in self._expected if not outcome.done()]
+            if ticket.upload_completion not in self._expected:
+                self._expected.append(ticket.upload_completion)
+
+    def expected(self) -> list[UploadFuture]:
+        """Return the outcomes that will come by themselves and are not there yet."""
+        with self._lock:
+            return [outcome for outcome in self._expected if not outcome.done()]
+
+    def submit(self, ticket: Ticket) -> None:
+        """Note that a ticket is filled; nothing if it has ended."""
+        self.expect(ticket)
+        with self._lock:
+            if ticket.number in self._open:
+                self._submitted.add(ticket.number)
+
+    def withdraw(self, ticket: Ticket) -> bool:
+        """Close a ticket that was not submitted; False if it was, or has ended."""
+        with self._lock:
+            if ticket.number in self._submitted:
+                return False
+            return self._open.pop(ticket.number, None) is not None
 
     def next_to_send(self) -> Ticket | None:
         """Return the first open ticket and count it as running, if it is submitted and not sent.
@@ -106,11 +131,6 @@ class TicketBook:
         with self._lock:
             return [self._open[number] for number in sorted(self._running)]
 
-    def submitted(self) -> list[Ticket]:
-        """Return the tickets that are filled and not ended."""
-        with self._lock:
-            return [self._open[number] for number in sorted(self._submitted)]
-
     def end(self, ticket: Ticket, *, redo: bool = False) -> bool:
         """Close a ticket, to be redone or not; False if that was done before."""
         with self._lock:
@@ -132,6 +152,12 @@ class TicketBook:
         with self._lock:
             return self._redo.pop(number, None)
 
+    def take_redo(self) -> list[Ticket]:
+        """Strike all tickets that were to be redone, and return them."""
+        with self._lock:
+            taken, self._redo = list(self._redo.values()), {}
+        return taken
+
     def note_failure(self, outcome: UploadFuture) -> None:
         """Remember a failed save until somebody has seen its error."""
         with self._lock:
@@ -142,5 +168,6 @@ class TicketBook:
         with self._lock:
             unseen = [outcome for outcome in self._failed if not outcome.seen]
             self._failed = []
-        errors = [outcome.exception(0) for outcome in unseen]
+        # An outcome is noted right before it gets its error, by another thread.
+        errors = [outcome.exception(_SETTLE_S) for outcome in unseen]
         return errors[0] if errors else None

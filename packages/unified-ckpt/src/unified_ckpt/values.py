@@ -7,7 +7,8 @@ state that is loaded into has one.
     restore_value(encode_value({30: (1, 2)}, "milestones"), {30: (0, 0)})  # {30: (1, 2)}
 """
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _ITEMS = "@items"
@@ -42,13 +43,24 @@ def restore_value(encoded: Any, template: Any) -> Any:
         if isinstance(template, list | tuple) and len(template) == len(encoded):
             items = list(template)
         restored = [restore_value(e, t) for e, t in zip(encoded, items, strict=True)]
-        return tuple(restored) if type(template) is tuple else restored
+        return like_tuple(template, restored) if isinstance(template, tuple) else restored
     if isinstance(encoded, dict):
         pairs = encoded[_ITEMS] if encoded.keys() == {_ITEMS} else encoded.items()
         known = template if isinstance(template, Mapping) else {}
         values = {name: restore_value(item, known.get(name)) for name, item in pairs}
-        return type(template)(values) if isinstance(template, dict) else values
+        if not isinstance(template, dict):
+            return values
+        like = copy.copy(template)  # a defaultdict keeps its factory
+        like.clear()
+        like.update(values)
+        return like
     return encoded
+
+
+def like_tuple(template: tuple[Any, ...], items: Sequence[Any]) -> tuple[Any, ...]:
+    """Return items as a tuple, as a named one where the template is one of that many fields."""
+    make = getattr(type(template), "_make", None)
+    return make(items) if make is not None and len(template) == len(items) else tuple(items)
 
 
 def find_value(values: Mapping[str, Any], path: str) -> tuple[bool, Any]:

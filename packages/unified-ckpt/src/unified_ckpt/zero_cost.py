@@ -14,6 +14,7 @@ step boundary, bit for bit.
         zero_cost.begin_save(state, checkpoint_id=f"run/checkpoint-{step}")
 """
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -55,6 +56,8 @@ class ZeroCostSaver:
     ) -> None:
         if num_micro_batches < 1:
             raise ValueError(f"num_micro_batches={num_micro_batches} must be at least 1")
+        if not (math.isfinite(timeout_s) and timeout_s > 0):
+            raise ValueError(f"timeout_s={timeout_s} must be a positive number of seconds")
         self.stall_s = 0.0  # time that the trainer has spent in calls of this object
         self._saver = saver
         self._check_changes = check_changes
@@ -124,14 +127,18 @@ class ZeroCostSaver:
                 options=options,
                 loss=loss,
             )
-            if self._check_changes:
-                keys = [entry.meta.key for entry in ticket.layout.entries]
-                self._versions = [
-                    (key, tensor, version_of(tensor))
-                    for key, tensor in zip(keys, tensors, strict=True)
-                ]
-            views = ticket.buffer.views(ticket.layout)
-            self._offloader.start(tensors, views, ticket.layout)
+            try:
+                if self._check_changes:
+                    keys = [entry.meta.key for entry in ticket.layout.entries]
+                    self._versions = [
+                        (key, tensor, version_of(tensor))
+                        for key, tensor in zip(keys, tensors, strict=True)
+                    ]
+                views = ticket.buffer.views(ticket.layout)
+                self._offloader.start(tensors, views, ticket.layout)
+            except BaseException as error:  # an open ticket would hold up all later ones
+                self._saver.abandon(ticket, error)
+                raise
             self._ticket = ticket
         return ticket.upload_completion
 
@@ -153,25 +160,41 @@ class ZeroCostSaver:
             return
         changed = [key for key, tensor, version in self._versions if version_of(tensor) != version]
         self._versions = []
+        torn = _torn(changed)
+
+        def end() -> None:
+            if torn is None:
+                self._saver.submit(ticket)
+            else:
+                self._saver.abandon(ticket, torn)
+
         with self._stalling():
             try:
+                self._saver.expect(ticket)
                 self._offloader.finish(
-                    lambda: None if changed else self._saver.submit(ticket),
+                    end,
                     on_error=lambda error: self._saver.abandon(ticket, error),
                     timeout_s=self._timeout_s,
                 )
-                _check_unchanged(changed)
-            except SaveError as error:
-                self._saver.abandon(ticket, error)
+            except BaseException as error:  # an open ticket would hold up all later ones
+                self._saver.abandon(ticket, error, still_copying=self._offloader.busy)
                 raise
+        if torn is not None:
+            raise torn
 
     def close(self) -> None:
-        """Finish, remove the hooks, and end the copying thread; the saver stays open."""
-        self.finish()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        self._offloader.close()
+        """Finish, remove the hooks, and end the copying thread; the saver stays open.
+
+        Raises:
+            SaveError: as in `finish`; all is closed nevertheless.
+        """
+        try:
+            self.finish()
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+            self._offloader.close()
 
     @contextmanager
     def _stalling(self) -> Iterator[None]:
@@ -188,10 +211,11 @@ class ZeroCostSaver:
         self.offload_chunk()
 
 
-def _check_unchanged(changed: Sequence[str]) -> None:
-    if changed:
-        shown = ", ".join(map(repr, changed[:5]))
-        raise SaveError(
-            f"{len(changed)} tensors changed between begin_save and finish, so the snapshot is no "
-            f"state that existed: {shown}; change them only after finish()"
-        )
+def _torn(changed: Sequence[str]) -> SaveError | None:
+    if not changed:
+        return None
+    shown = ", ".join(map(repr, changed[:5]))
+    return SaveError(
+        f"{len(changed)} tensors changed between begin_save and finish, so the snapshot is no "
+        f"state that existed: {shown}; change them only after finish()"
+    )

@@ -29,8 +29,12 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "use_bias": ((False, None), "the MLPs have no biases"),
     "moe_layer_freq": ((1, None), "experts are in every layer behind the dense ones"),
     "router_jitter_noise": ((0, 0.0, None), "the router's input has no noise"),
+    "rope_interleave": ((True, None), "this family turns neighbouring dims in transformers"),
+    "clip_qkv": ((None,), "this family does not clip in transformers"),
     "quantization_config": ((None,), "weights are not stored quantised; dequantise them first"),
 }
+# Of the above, what a family can do after all.
+_SUPPORTED = {("deepseek_v3", "rope_interleave"), ("olmoe", "clip_qkv")}
 _LATENT_NORM_EPS = 1e-6  # of transformers' latent norms, whatever rms_norm_eps is
 
 
@@ -48,6 +52,7 @@ class DecoderConfig:
         sparse_layers: whether each layer has experts.
         moe: of the layers with experts.
         num_nextn_predict_layers: layers behind the others for multi-token prediction, with experts.
+        eos_token_ids: tokens that end a text, the usual one first.
         extra: the whole file, as it was read.
     """
 
@@ -67,7 +72,7 @@ class DecoderConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     num_nextn_predict_layers: int = 0
-    eos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -83,7 +88,7 @@ class DecoderConfig:
         rules = rules_of(model_type)
         _refuse_unsupported(values)
         hidden_size, heads = read.size("hidden_size"), read.size("num_attention_heads")
-        eos = read.get("eos_token_id")
+        eos = read.get("eos_token_id", default=())
         attention: AttentionOptions | MLAOptions
         if rules.is_latent:
             attention = _latent_attention(read, rules)
@@ -108,7 +113,7 @@ class DecoderConfig:
             max_position_embeddings=read.size("max_position_embeddings", default=32768),
             tie_word_embeddings=read.get("tie_word_embeddings", default=rules.tie_word_embeddings),
             num_nextn_predict_layers=_num_mtp_layers(read, rules),
-            eos_token_id=eos[0] if isinstance(eos, list) else eos,
+            eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else (eos,),
             extra=dict(values),
         )
 
@@ -141,6 +146,11 @@ class DecoderConfig:
         extra = {k: v for k, v in self.extra.items() if k != "num_mtp_layers"}
         extra["num_nextn_predict_layers"] = count
         return replace(self, num_nextn_predict_layers=count, extra=extra)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that usually ends a text."""
+        return next(iter(self.eos_token_ids), None)
 
     @property
     def mtp_layers(self) -> range:
@@ -179,7 +189,8 @@ class DecoderConfig:
 
 def _refuse_unsupported(values: Mapping[str, Any]) -> None:
     for key, (allowed, why) in _REFUSED.items():
-        if key in values and values[key] not in allowed:
+        is_supported = (values.get("model_type"), key) in _SUPPORTED
+        if key in values and values[key] not in allowed and not is_supported:
             raise ValueError(
                 f"config.json: {key}={values[key]!r} is not supported, only {allowed[0]!r}: {why}"
             )
@@ -206,6 +217,8 @@ def _grouped_attention(read: ConfigReader, rules: FamilyRules) -> AttentionOptio
 
 def _latent_attention(read: ConfigReader, rules: FamilyRules) -> MLAOptions:
     nope, rope = read.size("qk_nope_head_dim"), read.size("qk_rope_head_dim")
+    if "q_lora_rank" not in read.values:
+        raise ValueError("config.json: missing q_lora_rank; add it, null for queries of full rank")
     return MLAOptions(
         q_lora_rank=read.get("q_lora_rank"),
         kv_lora_rank=read.size("kv_lora_rank"),

@@ -20,10 +20,17 @@ def read_rotary(read: ConfigReader, rules: FamilyRules, head_dim: int) -> Rotary
         head_dim: width of a head, of which a share is rotated.
 
     Raises:
-        ValueError: a scaling other than YaRN, or one that differs from layer to layer.
+        ValueError: a scaling other than YaRN, or one that differs from layer to layer; a share of
+            a head in a family that has none.
     """
     rope = rope_parameters(read, rules)
     share = rope.get("partial_rotary_factor", rules.partial_rotary_factor)
+    if share != 1 and rules.partial_rotary_factor == 1:
+        raise ValueError(
+            f"config.json: partial_rotary_factor={share} is not supported for "
+            f"model_type={read.get('model_type')!r}, which rotates whole heads in transformers; "
+            "remove it"
+        )
     dim = int(head_dim * share)
     if dim <= 0 or dim % 2:
         raise ValueError(
@@ -33,16 +40,18 @@ def read_rotary(read: ConfigReader, rules: FamilyRules, head_dim: int) -> Rotary
     return RotaryOptions(
         dim=dim,
         theta=float(rope["rope_theta"]),
-        yarn=_yarn(read, rope) if rope["rope_type"] == "yarn" else None,
+        yarn=_yarn(rope) if rope["rope_type"] == "yarn" else None,
         is_fp32=rules.is_rope_fp32,
     )
 
 
 def rope_parameters(read: ConfigReader, rules: FamilyRules) -> dict[str, Any]:
-    """The file's rotary keys under their names of transformers 5; `rope_type` is always there.
+    """The file's rotary keys under their names of transformers 5.
+
+    `rope_type` is always there, and with "yarn" `factor` and `original_max_position_embeddings`.
 
     Raises:
-        ValueError: a scaling that is not supported.
+        ValueError: a scaling that is not supported, or without what it needs.
     """
     given = read.get("rope_parameters", "rope_scaling", default={})
     if not isinstance(given, Mapping) or any(isinstance(v, Mapping) for v in given.values()):
@@ -65,6 +74,13 @@ def rope_parameters(read: ConfigReader, rules: FamilyRules) -> dict[str, Any]:
             f"config.json: rope_type={rope['rope_type']!r} is not supported; use 'default' or "
             "'yarn'"
         )
+    if rope["rope_type"] == "yarn":
+        original = read.get("original_max_position_embeddings")
+        original = original or rope.get("original_max_position_embeddings")
+        rope["original_max_position_embeddings"] = original or read.size("max_position_embeddings")
+        if not rope.get("factor"):
+            longest = read.size("max_position_embeddings")
+            rope["factor"] = longest / rope["original_max_position_embeddings"]
     return rope
 
 
@@ -77,11 +93,8 @@ def latent_softmax_scale(rope: Mapping[str, Any], qk_head_dim: int) -> float:
     return scale * mscale(rope["factor"], all_dims) ** 2
 
 
-def _yarn(read: ConfigReader, rope: Mapping[str, Any]) -> YarnOptions:
-    longest = read.get("max_position_embeddings", default=1)
-    original = read.get("original_max_position_embeddings")
-    original = original or rope.get("original_max_position_embeddings", longest)
-    factor = rope.get("factor") or longest / original
+def _yarn(rope: Mapping[str, Any]) -> YarnOptions:
+    factor = rope["factor"]
     attention_factor = rope.get("attention_factor")
     if attention_factor is None:
         one, every = rope.get("mscale"), rope.get("mscale_all_dim")
@@ -90,7 +103,7 @@ def _yarn(read: ConfigReader, rope: Mapping[str, Any]) -> YarnOptions:
             attention_factor = mscale(factor, one) / mscale(factor, every)
     return YarnOptions(
         factor=float(factor),
-        original_max_position_embeddings=int(original),
+        original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
         attention_factor=float(attention_factor),
         beta_fast=float(rope.get("beta_fast", 32.0)),
         beta_slow=float(rope.get("beta_slow", 1.0)),
