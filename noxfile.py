@@ -248,4 +248,6 @@ def _report(session: nox.Session) -> Path:
 
 
 def _test_env(session: nox.Session) -> dict[str, str | None]:
-    return {"TEST_REPORT": str(_report(session)), "PYTHONPATH": None}
+    # Tests start many interpreters; without bytecode each would compile all of torch again.
+    bytecode = {"PYTHONDONTWRITEBYTECODE": None, "PYTHONPYCACHEPREFIX": None}
+    return {"TEST_REPORT": str(_report(session)), "PYTHONPATH": None, **bytecode}

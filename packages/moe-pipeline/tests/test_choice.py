@@ -33,7 +33,7 @@ def test_ties_go_to_the_lower_index(seed, dtype, columns, k):
 def test_numbers_of_any_sign_and_size_are_in_order(dtype):
     info = torch.finfo(dtype)
     row = torch.tensor(
-        [0.0, -0.0, info.tiny, -info.tiny, 1.0, -1.0, info.max, info.min, float("-inf"), 1e-3],
+        [-0.0, 0.0, info.tiny, -info.tiny, 1.0, -1.0, info.max, info.min, float("-inf"), 1e-3],
         dtype=dtype,
     )
     got = topk_lowest_index_first(row.unsqueeze(0), 10).tolist()[0]

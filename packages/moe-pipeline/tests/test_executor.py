@@ -418,6 +418,8 @@ def test_rank_and_stages_must_fit_schedule_and_groups():
             PipelineExecutor({1 - rank: stage}, one_f_one_b(2, 2), rank=1 - rank)
         with pytest.raises(ValueError, match="the schedule has 3 ranks"):
             PipelineExecutor({rank: stage}, one_f_one_b(3, 2), rank=rank)
+        with pytest.raises(RuntimeError, match="device type at start of device string: gpu"):
+            PipelineExecutor({rank: stage}, one_f_one_b(2, 2), rank=rank, device="gpu")
         with pytest.raises(ValueError, match="groups need rank="):
             PipelineExecutor({0: stage}, one_f_one_b(1, 2), forward_group=dist.group.WORLD)
 

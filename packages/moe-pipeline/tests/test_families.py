@@ -180,6 +180,8 @@ def test_ernie_names_its_keys_in_its_own_way():
     )
     assert (config.num_experts, config.num_experts_per_tok) == (8, 3)
     assert config.router == RouterOptions(moe_norm_min=1e-9, moe_router_enable_expert_bias=True)
+    sizes = {"hidden_size": 64, "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 96}
+    assert family_of("ernie4_5_moe").config(sizes).router.moe_norm_min == 1e-12
 
 
 def test_gpt_oss_has_biases_and_a_clamped_activation():

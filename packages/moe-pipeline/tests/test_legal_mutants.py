@@ -9,12 +9,10 @@ from torch import nn
 from moe_pipeline.catalog import SCHEDULES
 from moe_pipeline.checker import check
 from moe_pipeline.executor import PipelineExecutor
-from moe_pipeline.generators_interleaved_zb import interleaved_zero_bubble
 from moe_pipeline.stage_io import StageOutput
 from ranktest import run_ranks
 
 WIDTH = 3
-GENERATORS = {**SCHEDULES, "interleaved_zero_bubble": interleaved_zero_bubble}
 
 
 class Stage(nn.Module):
@@ -89,13 +87,13 @@ def legal_mutants(schedule, draw, count, *, tries=60):
 
 
 def with_backward():
-    return [name for name, make in GENERATORS.items() if make(1, 1).has_backward]
+    return [name for name, make in SCHEDULES.items() if make(1, 1).has_backward]
 
 
 def test_legal_mutants_of_every_schedule_give_the_gradients_of_one_process(seed):
     draw, judged = random.Random(seed), 0
     for name in with_backward():
-        schedule = GENERATORS[name](draw.randint(2, 3), draw.randint(3, 5))
+        schedule = SCHEDULES[name](draw.randint(2, 3), draw.randint(3, 5))
         expected = expected_gradients(seed, schedule.num_stages, schedule.num_microbatches)
         for mutant in legal_mutants(schedule, draw, 4):
             assert worst_difference(executed(seed, mutant), expected) <= 1e-12, mutant
@@ -106,7 +104,7 @@ def test_legal_mutants_of_every_schedule_give_the_gradients_of_one_process(seed)
 def test_legal_mutants_on_real_ranks_give_the_gradients_of_one_process(seed):
     names = ["1f1b", "interleaved_1f1b", "zbv", "interleaved_zero_bubble"]
     draw = random.Random(seed)
-    schedules = [m for n in names for m in legal_mutants(GENERATORS[n](2, 4), draw, 3)]
+    schedules = [m for n in names for m in legal_mutants(SCHEDULES[n](2, 4), draw, 3)]
 
     def fn(rank, world_size):
         results = []

@@ -11,7 +11,8 @@ import moe_pipeline
 def test_stub_and_package_list_the_same_names():
     stub = Path(moe_pipeline.__file__).with_suffix(".pyi").read_text(encoding="utf-8")
     imported = dict(
-        reversed(pair) for pair in re.findall(r"from moe_pipeline\.(\w+) import (\w+) as \2", stub)
+        reversed(pair)
+        for pair in re.findall(r"from moe_pipeline\.(\w+) import (?:\(\s+)?(\w+) as \2", stub)
     )
     listed = re.findall(r'^    "(\w+)",$', stub, flags=re.MULTILINE)
     assert imported == moe_pipeline._MODULE_OF

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -133,6 +135,19 @@ def test_recompute_and_kept_gradients_give_the_same_numbers(seed):
     out = checkpoint(token_experts_function, x, case[1], router, kept, options, use_reentrant=False)
     out.square().sum().backward()
     assert_close([leaf.grad for leaf in leaves], expected, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("implementation", ["loop", "fused"])
+def test_gate_and_up_may_alternate(seed, implementation):
+    _, halves = make()
+    gate, up = halves.gate_up_EGD.chunk(2, dim=1)
+    alternating = replace(
+        halves, gate_up_EGD=torch.stack((gate, up), dim=2).flatten(1, 2), interleaved=True
+    )
+    options = ExpertsOptions(experts_implementation=implementation)
+    case = (torch.randn(9, HIDDEN).double(), routing(9, 3), torch.rand(9, 3).double())
+    expected = token_experts_function(*case, halves, options)
+    assert_close(token_experts_function(*case, alternating, options), expected)
 
 
 def test_shapes_and_dtypes_that_do_not_fit_are_refused():

@@ -19,6 +19,11 @@ from moe_pipeline.torch_schedules import (
 )
 from ranktest import run_ranks
 
+# Older ones run stages on the meta device, where tokens cannot be routed, and split batches again.
+needs_torch_of_now = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15),
+    reason="torch's own side of this comparison works as written from 2.15 on",
+)
 WIDTH = 4
 CONFIG = MoEConfig(hidden_size=WIDTH, moe_intermediate_size=3, num_experts=4, num_experts_per_tok=2)
 # Torch's names, and which of two ranks each of its stages is on.
@@ -110,6 +115,7 @@ def all_close(found, expected):
     return all(close(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@needs_torch_of_now
 def test_every_schedule_of_torch_gives_its_losses_outputs_and_gradients(seed):
     """With and without scaling; a mixture of experts in every second stage."""
     batch = data(seed, 16)
@@ -185,6 +191,7 @@ def test_microbatches_that_torch_refuses_and_uneven_ones_equal_one_process(seed)
             assert all_close(got[2], gradients(modules, places, rank)), name
 
 
+@needs_torch_of_now
 def test_eval_pre_split_batches_and_keywords_of_a_stage_work_as_in_torch(seed):
     x, target, gain = data(seed, 8)
 

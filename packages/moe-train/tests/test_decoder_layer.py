@@ -19,6 +19,7 @@ SIZES = {
     "num_experts_per_tok": 2,
 }
 LATENT = {
+    "q_lora_rank": None,
     "kv_lora_rank": 6,
     "qk_nope_head_dim": 4,
     "qk_rope_head_dim": 4,

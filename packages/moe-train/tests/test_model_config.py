@@ -21,6 +21,7 @@ VALUES = {
 }
 
 MLA = dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 4)
+ORIGINAL = {"original_max_position_embeddings": 32, "factor": 4.0}
 
 
 def test_head_dim_defaults_to_hidden_over_heads() -> None:
@@ -69,6 +70,17 @@ def test_unknown_keys_survive_a_round_trip() -> None:
         ({"partial_rotary_factor": 0.5}, "'qwen3_moe', which rotates whole heads"),
         ({"model_type": "glm4_moe", "partial_rotary_factor": 0.1}, "rotates 0 dims"),
         ({"clip_qkv": 8.0}, "clip_qkv=8.0"),
+        ({"model_type": "olmoe", "clip_qkv": "8"}, "clip_qkv='8'; expected a positive finite"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6'; expected a positive finite number"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no'; expected true or false"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers=3; expected a list"),
+        ({"model_type": "gpt_oss", "layer_types": 3}, "layer_types=3; expected a list"),
+        ({"model_type": "glm4_moe", "first_k_dense_replace": "1"}, "replace='1'; expected an int"),
+        ({"router_aux_loss_coef": "0"}, "router_aux_loss_coef='0'; expected a finite number"),
+        ({"eos_token_id": [1, "</s>"]}, "eos_token_id=.*expected an integer or a list"),
+        ({"rope_theta": "1e6"}, "rope_theta='1e6'; expected a positive finite number"),
+        ({"rope_scaling": {"type": "yarn", **ORIGINAL, "factor": -1}}, "factor=-1; expected"),
+        ({"rope_scaling": {"type": "yarn", "beta_fast": 0, **ORIGINAL}}, "beta_fast=0; expected"),
         ({"model_type": "deepseek_v2", "rope_interleave": False}, "rope_interleave=False"),
         ({"model_type": "deepseek_v3", **MLA}, "missing q_lora_rank; add it, null for"),
         ({"attention_dropout": 0.1}, "attention_dropout"),

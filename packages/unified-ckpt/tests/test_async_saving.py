@@ -1,12 +1,15 @@
 """Saves in the background, with real saver processes and real kills."""
 
+import os
+import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from ranktest import run_ranks
 from unified_ckpt import (
     SaveArgumentError,
     SaveError,
@@ -21,9 +24,9 @@ from unified_ckpt.async_saving import async_save
 from unified_ckpt.options import SaveOptions
 from unified_ckpt.saver import AsyncSaver
 from unified_ckpt.saver_config import AsyncSaverConfig
+from unified_ckpt.saver_process import SaverProcess
 
 ROWS, COLUMNS = 40, 1000
-CONFIG = AsyncSaverConfig(timeout_s=20.0, start_timeout_s=60.0, orphan_grace_s=1.0)
 
 
 def shards(rank: int, world_size: int, value: float) -> dict[str, list[Shard]]:
@@ -53,12 +56,6 @@ def load_shape(checkpoint: Path, part: str) -> tuple[int, ...]:
     from unified_ckpt import read_index
 
     return read_index(checkpoint, part)["rows"].shape
-
-
-@pytest.fixture(scope="module")
-def saver() -> Iterator[AsyncSaver]:
-    with AsyncSaver(config=CONFIG) as saver:
-        yield saver
 
 
 def test_the_checkpoint_is_the_state_at_the_call(saver: AsyncSaver, tmp_path: Path) -> None:
@@ -190,7 +187,106 @@ def test_an_error_that_nobody_saw_is_raised_by_the_next_save(
 def test_wrong_arguments_name_the_part(saver: AsyncSaver, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"part 'model' holds a Tensor"):
         async_save({"model": [torch.zeros(1)]}, checkpoint_id=tmp_path / "c", saver=saver)
+    with pytest.raises(SaveArgumentError, match=r"load_ema needs AsyncSaverConfig\(ema="):
+        saver.load_ema(tmp_path / "c")
     with pytest.raises(TypeError, match=r"file 'a' holds a str"):
         async_save({}, checkpoint_id=tmp_path / "c", saver=saver, files={"a": "text"})
-    with pytest.raises(ValueError, match=r"timeout_s=0 must be a positive number"):
-        AsyncSaverConfig(timeout_s=0)
+
+
+def test_whatever_a_state_raises_spoils_only_its_own_save(
+    saver: AsyncSaver, tmp_path: Path
+) -> None:
+    class Odd:
+        def state_dict(self) -> dict[str, int]:
+            raise LookupError("no epoch yet")
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise NotImplementedError
+
+    with pytest.raises(LookupError, match="no epoch yet"):
+        async_save({"progress": Odd()}, checkpoint_id=tmp_path / "c", saver=saver)
+    parts = shards(0, 1, 1.0)
+    ticket, _ = saver.reserve(parts, checkpoint_id=tmp_path / "c")
+    saver.abandon(ticket, KeyboardInterrupt())
+    with pytest.raises(SaveError, match="rank 0: KeyboardInterrupt"):
+        ticket.upload_completion.result(timeout=5)
+    async_save(parts, checkpoint_id=tmp_path / "checkpoint-1", saver=saver)
+    saver.wait(timeout_s=30)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
+def test_wait_waits_for_what_another_thread_will_submit(saver: AsyncSaver, tmp_path: Path) -> None:
+    """As the copying thread does once a device has copied all."""
+    ticket, tensors = saver.reserve(shards(0, 1, 5.0), checkpoint_id=tmp_path / "checkpoint-1")
+    for view, tensor in zip(ticket.buffer.views(ticket.layout), tensors, strict=True):
+        view.copy_(tensor)
+    saver.expect(ticket)
+    threading.Timer(0.3, saver.submit, [ticket]).start()
+    saver.wait(timeout_s=30)
+    assert ticket.upload_completion.done() and value_of(tmp_path / "checkpoint-1") == 5.0
+
+
+def test_snapshots_reach_the_saver_in_order_though_threads_send_them(
+    saver: AsyncSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver.prepare(shards(0, 1, 1.0))
+    sent: list[int] = []
+    send = SaverProcess.send
+
+    def slow_first(process: SaverProcess, message: dict[str, Any], *fds: int) -> None:
+        if message["number"] == first.number:
+            time.sleep(0.3)  # as a thread that was interrupted here
+        sent.append(message["number"])
+        send(process, message, *fds)
+
+    first, second = (
+        saver.reserve(shards(0, 1, 1.0), checkpoint_id=tmp_path / f"checkpoint-{n}")[0]
+        for n in (1, 2)
+    )
+    monkeypatch.setattr(SaverProcess, "send", slow_first)
+    thread = threading.Thread(target=saver.submit, args=[first])
+    thread.start()
+    time.sleep(0.1)
+    saver.submit(second)
+    thread.join()
+    saver.wait(timeout_s=30)
+    assert sent == [first.number, second.number]
+
+
+def test_a_buffer_that_is_still_written_to_is_not_used_again(
+    saver: AsyncSaver, tmp_path: Path
+) -> None:
+    parts = shards(0, 1, 1.0)
+    ticket, _ = saver.reserve(parts, checkpoint_id=tmp_path / "c")
+    late = ticket.buffer.views(ticket.layout)
+    saver.abandon(ticket, SaveError("too slow"), still_copying=True)
+    assert ticket.upload_completion.exception(timeout=5) is not None
+    for step in (1, 2, 3):  # more than there are buffers
+        async_save(parts, checkpoint_id=tmp_path / f"checkpoint-{step}", saver=saver)
+        for view in late:
+            view.fill_(-1.0)
+        saver.wait(timeout_s=30)
+        assert value_of(tmp_path / f"checkpoint-{step}") == 1.0
+
+
+def test_a_saver_that_does_not_start_leaves_nothing_behind() -> None:
+    before = (set(os.listdir("/proc/self/fd")), threading.active_count())
+    with pytest.raises(SaveError, match=r"did not start in 0\.05 s"):
+        AsyncSaver(config=AsyncSaverConfig(start_timeout_s=0.05))
+    assert (set(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    commands = [Path(f"/proc/{child}/cmdline").read_bytes() for child in children]
+    assert not [command for command in commands if b'"start_timeout_s": 0.05' in command]
+
+
+def test_a_store_that_a_rank_cannot_reach_fails_on_all_ranks() -> None:
+    def fn(rank: int, world_size: int) -> str:
+        config = AsyncSaverConfig(
+            store_host="nowhere.invalid" if rank == 0 else None, start_timeout_s=4.0
+        )
+        with pytest.raises(SaveError) as caught:
+            AsyncSaver(config=config)
+        return str(caught.value)
+
+    for text in run_ranks(fn, 2, timeout_s=60):
+        assert "rank 1 failed in 'connect to store'" in text

@@ -1,3 +1,4 @@
+import copy
 from pathlib import Path
 
 import pytest
@@ -6,7 +7,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
-from unified_ckpt import CorruptCheckpointError, Shard, save
+from unified_ckpt import CorruptCheckpointError, Shard, load, save
 from unified_ckpt.dcp_reader import UnifiedStorageReader
 from unified_ckpt.dcp_writer import UnifiedStorageWriter
 from unified_ckpt.options import SaveOptions
@@ -39,6 +40,24 @@ def test_dcp_reads_boxes_apart_and_compressed_moments(tmp_path: Path) -> None:
         dcp.load(back, storage_reader=UnifiedStorageReader(tmp_path / str(number)))
         error = (back["optimizer"]["w/moment1"] - m).abs().max()
         assert error == 0 if number == 0 else 0 < error <= m.abs().max() / 254 * 1.001
+
+
+def test_values_are_found_whichever_way_they_were_saved(tmp_path: Path) -> None:
+    state = {
+        "model": {"w": torch.ones(2)},
+        "step": 3,
+        "sched": {"last": [1, (2,)], "deep": {"n": 4}},
+    }
+    save(state, checkpoint_id=tmp_path / "save")
+    dcp.save(state, storage_writer=UnifiedStorageWriter(tmp_path / "dcp"))
+    for name in ("save", "dcp"):
+        empty = {"last": [0, (0,)], "deep": {"n": 0}}
+        back = {"model": {"w": torch.zeros(2)}, "step": 0, "sched": copy.deepcopy(empty)}
+        dcp.load(back, storage_reader=UnifiedStorageReader(tmp_path / name))
+        assert (back["step"], back["sched"], back["model"]["w"].sum()) == (3, state["sched"], 2)
+        back = {"model": {"w": torch.zeros(2)}, "step": 0, "sched": empty}
+        load(back, checkpoint_id=tmp_path / name)
+        assert (back["step"], back["sched"], back["model"]["w"].sum()) == (3, state["sched"], 2)
 
 
 def test_metadata_tells_where_a_name_stood_in_the_nested_state(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The moving average, bit for bit against one process that replays all updates in fp32."""
 
+import gc
 import json
 import math
 import os
@@ -7,13 +8,14 @@ import random
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from ranktest import collect_ranks, run_ranks
-from unified_ckpt import LoadError, SaveArgumentError, SaveError, Shard, load, load_files
+from unified_ckpt import LoadError, SaveArgumentError, SaveError, Shard, load, load_files, save
 from unified_ckpt.async_saving import async_save
 from unified_ckpt.ema import EmaConfig, EmaMemory
 from unified_ckpt.saver import AsyncSaver
@@ -160,6 +162,8 @@ def test_wrong_settings_are_refused() -> None:
         EmaConfig(decay=1.0)
     with pytest.raises(ValueError, match=r"source='ema' is the average itself"):
         EmaConfig(source="ema")
+    with pytest.raises(ValueError, match=r"loss_threshold=nan takes no snapshot in"):
+        EmaConfig(loss_threshold=math.nan)
     layout = StagingLayout.of({"optimizer": []})
     with pytest.raises(SaveArgumentError, match=r"of part 'model', but the snapshot has only"):
         EmaMemory.allocate(EmaConfig(), layout)
@@ -214,15 +218,49 @@ def test_savers_keep_the_average_across_kill_and_reshard(tmp_path: Path) -> None
 
     tensors = weights(0, dtype)
     state = {"model": cut(tensors, 0, 1)}
-    with AsyncSaver(config=saver_config(config)) as saver:  # another layout: one rank
+    before = open_averages()
+    two_tiers = replace(saver_config(config), fast_tier=tmp_path / "fast")
+    with AsyncSaver(config=two_tiers) as saver:  # another layout: one rank
         saver.prepare(state)
+        check_refusals(saver, state, tmp_path / "refused")
         saver.load_ema(tmp_path / "checkpoint-1")
         assert saver.ema_updates == len(done)
         for step in range(15, 20):
             for key, tensor in weights(step, dtype).items():
                 tensors[key].copy_(tensor)
             async_save(state, checkpoint_id=tmp_path / "checkpoint-2", saver=saver)
-    assert_average(tmp_path / "checkpoint-2", replay(config, [*done, *range(15, 20)], dtype))
+    want = replay(config, [*done, *range(15, 20)], dtype)
+    assert_average(tmp_path / "checkpoint-2", want)
+    assert_average(tmp_path / "fast" / "checkpoint-2", want)
+    with pytest.raises(SaveArgumentError, match="closed"):
+        async_save(state, checkpoint_id=tmp_path / "checkpoint-3", saver=saver)
+    with pytest.raises(SaveArgumentError, match="closed"):
+        saver.prepare(state)
+    del saver
+    gc.collect()
+    assert open_averages() == before
+
+
+def open_averages() -> int:
+    links = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+    return sum("moving-average" in link for link in links)
+
+
+def check_refusals(saver: AsyncSaver, state: dict[str, list[Shard]], place: Path) -> None:
+    """Each time anew, and without a trace in the average."""
+    one = Shard(key="w", tensor=torch.ones(1), global_shape=(1,), offset=(0,))
+    for _ in range(2):
+        with pytest.raises(SaveArgumentError, match=r"'model' are not those of the moving average"):
+            async_save({"model": [one]}, checkpoint_id=place, saver=saver)
+        with pytest.raises(SaveArgumentError, match=r"part 'ema' is where the moving average is"):
+            async_save({**state, "ema": [one]}, checkpoint_id=place, saver=saver)
+        with pytest.raises(SaveArgumentError, match=r"file 'ema_state.json' is the moving"):
+            async_save(state, checkpoint_id=place, saver=saver, files={"ema_state.json": b""})
+    assert not place.exists()
+    save(state, checkpoint_id=place)
+    with pytest.raises(LoadError, match="ema"):
+        saver.load_ema(place)
+    assert saver.ema_updates == 0
 
 
 def assert_average(checkpoint: Path, want: dict[str, torch.Tensor]) -> None:

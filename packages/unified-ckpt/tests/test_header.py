@@ -1,4 +1,5 @@
 import json
+import math
 import random
 import struct
 from pathlib import Path
@@ -97,6 +98,35 @@ def test_malformed_files_are_refused_with_a_reason(
     with pytest.raises(CorruptCheckpointError, match=message) as caught:
         read_header(path)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({"a": entry()}).encode("utf-16"),
+        json.dumps({"a": entry()}).encode("utf-32-le"),
+        b"\xef\xbb\xbf" + json.dumps({"a": entry()}).encode(),
+        json.dumps({"__metadata__": {"a": 1}, "a": entry()}).encode(),
+        json.dumps({"__metadata__": [1], "a": entry()}).encode(),
+        json.dumps({"__metadata__": {"a": math.nan}, "a": entry()}).encode(),
+        json.dumps({"\ud800": entry()}).encode(),
+        json.dumps({"__metadata__": {"a": "\ud800"}, "a": entry()}).encode(),
+    ],
+)
+def test_what_the_safetensors_library_refuses_is_refused(text: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(file_of(text, bytes(8)))
+    with pytest.raises(safetensors.SafetensorError):
+        safetensors.torch.load_file(path)
+    with pytest.raises(CorruptCheckpointError, match="malformed safetensors header"):
+        read_header(path)
+
+
+def test_escaped_characters_of_keys_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(file_of({"é😀": entry(), "__metadata__": None}, bytes(8)))
+    assert [found.key for found in read_header(path)[1]] == ["é😀"]
+    assert list(safetensors.torch.load_file(path)) == ["é😀"]
 
 
 def test_mutated_headers_give_an_entry_table_or_an_error_and_nothing_else(tmp_path: Path) -> None:

@@ -204,6 +204,24 @@ def test_uneven_sizes_are_taken_as_given_and_checked() -> None:
         LocalBox.whole((4,)).flat_chunk(num=2, index=0).cut(0, begin=0, length=1)
 
 
+def test_cuts_that_cannot_be_are_refused() -> None:
+    whole = LocalBox.whole((4, 6))
+    flat = whole.flat_chunk(num=2, index=0)
+    for cut, message in (
+        (lambda: whole.chunk(2, num=2, index=0), r"dim 2 of a box of shape \(4, 6\)"),
+        (lambda: whole.sizes(-1, sizes=[2, 4], index=0), r"dim -1 of a box"),
+        (lambda: whole.sizes(1, sizes=[2, 4], index=2), r"part 2 of sizes \[2, 4\]"),
+        (lambda: whole.sizes(1, sizes=[2, 3], index=0), "do not add up"),
+        (lambda: flat.flat_chunk(num=2, index=1), r"flat range \(0, 12\) cannot be cut again"),
+        (lambda: flat.chunk(0, num=2, index=1), "cannot be cut along"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cut()
+    rule, degrees = ParameterRule(tp_dim=1), ParallelDegrees(world_size=2, tp=2)
+    with pytest.raises(ValueError, match=r"dim 1 of a box of shape \(4,\)"):
+        rank_box(rule, (4,), rank=0, degrees=degrees)
+
+
 def test_locally_numbered_experts_get_their_global_ids(tmp_path: Path) -> None:
     """Ranks 0 and 1 both call their experts 0 and 1; ids need not be contiguous."""
     ids = [[3, 0], [1, 2]]

@@ -158,6 +158,27 @@ def test_a_state_that_only_the_optimizer_can_make_is_named(tmp_path: Path) -> No
     assert back.state[other]["history"][1] == 1
 
 
+def test_ignored_states_of_a_fresh_optimizer_are_not_made(tmp_path: Path) -> None:
+    def make() -> tuple[nn.Parameter, torch.optim.Optimizer]:
+        weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+        return weight, torch.optim.SGD([("w", weight)])
+
+    weight, optimizer = make()
+    ones = torch.ones(4)
+    optimizer.state[weight] = {"master_weight": ones, "exp_avg": ones, "seen": ones, "step": 3}
+    save({"optimizer": optimizer}, checkpoint_id=tmp_path / "c")
+    for patterns, kept in (
+        (("w/", r"^w$"), set()),
+        (("/step", "^w$"), {"exp_avg", "seen"}),
+        (("/moment1",), {"exp_avg", "seen", "step", "master_weight"}),  # the others need a place
+    ):
+        other, back = make()
+        options = LoadOptions(ignored_keys=patterns)
+        load({"optimizer": back}, checkpoint_id=tmp_path / "c", options=options)
+        assert set(back.state.get(other, {})) == kept, patterns
+    assert back.state[other]["exp_avg"].count_nonzero() == 0
+
+
 def test_several_optimizers_under_one_part_come_back_to_fresh_ones(tmp_path: Path) -> None:
     """Their keys have a prefix; a layout knows the parameters by their own names."""
     layout = {"v": LocalBox(global_shape=(8,), offset=(0,), shape=(8,))}

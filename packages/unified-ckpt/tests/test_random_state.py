@@ -1,3 +1,4 @@
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,15 @@ def test_what_was_not_saved_or_is_damaged_is_named(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match="random_state-00000"):
         restore_random_state(tmp_path / "c", 0)
     (tmp_path / "c" / "manifest.json").unlink()
-    with pytest.raises(CorruptCheckpointError, match="no random state"):
-        restore_random_state(tmp_path / "c", 0)
+    states = json.loads(raw)
+    others = {"tracker.tp": states["torch.cpu"], "torch.cpu": "no base 64!"}
+    for text in (raw[:-3], json.dumps(states | {"python": 3}), json.dumps(states | others)):
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        tracker = {"tp": torch.Generator()} if "tracker" in str(text) else None
+        first = None if tracker is None else tracker["tp"].get_state()
+        with pytest.raises(CorruptCheckpointError, match="no random state"):
+            restore_random_state(tmp_path / "c", 0, tracker=tracker)
+        assert first is None or torch.equal(tracker["tp"].get_state(), first)
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -33,7 +33,7 @@ def test_a_descriptor_that_cannot_be_mapped_is_closed() -> None:
     fd = os.memfd_create("of no bytes at all")
     with pytest.raises((OSError, ValueError)):
         SharedMemory.attach(fd)
-    with pytest.raises(OSError, match="Bad file descriptor"):
+    with pytest.raises(OSError, match=r"Bad file descriptor"):
         os.fstat(fd)
 
 

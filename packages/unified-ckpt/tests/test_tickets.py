@@ -1,3 +1,5 @@
+import threading
+
 import pytest
 import torch
 
@@ -83,6 +85,13 @@ def test_an_error_is_unseen_until_somebody_looks() -> None:
         seen.result(1)
     assert str(book.take_unseen()) == "failure 1"
     assert unseen.seen and book.take_unseen() is None
+
+
+def test_an_error_that_is_just_being_set_is_neither_lost_nor_a_timeout() -> None:
+    book, outcome = TicketBook(), UploadFuture()
+    book.note_failure(outcome)
+    threading.Timer(0.1, outcome.set_exception, [SaveError("late")]).start()
+    assert str(book.take_unseen()) == "late"
 
 
 def test_looking_too_early_is_not_seeing() -> None:

@@ -10,16 +10,12 @@ import torch
 from unified_ckpt import (
     CorruptCheckpointError,
     LoadError,
-    SaveError,
     Shard,
     get_last_checkpoint,
     load,
     save,
     verify_checkpoint,
 )
-from unified_ckpt.async_saving import async_save
-from unified_ckpt.saver import AsyncSaver
-from unified_ckpt.saver_config import AsyncSaverConfig
 from unified_ckpt.tiers import copy_checkpoint, flush_tier, last_checkpoint_of_tiers
 
 
@@ -44,24 +40,6 @@ def value_of(checkpoint: Path | None) -> float:
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-def test_the_saver_commits_in_both_tiers_and_rotates_the_fast_one(
-    fast: Path, tmp_path: Path
-) -> None:
-    with AsyncSaver(config=AsyncSaverConfig(fast_tier=fast, orphan_grace_s=1.0)) as saver:
-        for step in (1, 2, 3):
-            async_save(state(step), checkpoint_id=tmp_path / f"checkpoint-{step}", saver=saver)
-        saver.wait(timeout_s=60)
-        assert names(fast) == ["checkpoint-3"]
-        assert names(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
-        assert value_of(fast / "checkpoint-3") == value_of(tmp_path / "checkpoint-3") == 3.0
-        # What the fast tier cannot take, the disk has all the same, and it is said.
-        (fast / "checkpoint-4").write_text("in the way")
-        outcome = async_save(state(4), checkpoint_id=tmp_path / "checkpoint-4", saver=saver)
-        with pytest.raises(SaveError, match=r"checkpoint-4 is committed, but not in the fast tier"):
-            outcome.upload_completion.result(timeout=60)
-        assert value_of(tmp_path / "checkpoint-4") == 4.0
 
 
 def test_the_newest_valid_checkpoint_of_both_tiers_is_found(fast: Path, tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Chunked snapshots: whatever happens outside of begin_save ... finish does not show in them."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,14 +10,8 @@ import torch
 from unified_ckpt import SaveError, Shard, load
 from unified_ckpt.async_saving import async_save
 from unified_ckpt.saver import AsyncSaver
-from unified_ckpt.saver_config import AsyncSaverConfig
+from unified_ckpt.tickets import Ticket
 from unified_ckpt.zero_cost import ZeroCostSaver
-
-
-@pytest.fixture(scope="module")
-def saver() -> Iterator[AsyncSaver]:
-    with AsyncSaver(config=AsyncSaverConfig(orphan_grace_s=1.0)) as saver:
-        yield saver
 
 
 def shards(tensors: dict[str, torch.Tensor]) -> list[Shard]:
@@ -161,6 +155,35 @@ def test_a_second_snapshot_ends_the_first_and_async_saves_go_between(
 def test_no_micro_batch_at_all_is_refused(saver: AsyncSaver) -> None:
     with pytest.raises(ValueError, match=r"num_micro_batches=0 must be at least 1"):
         ZeroCostSaver(saver, num_micro_batches=0)
+    with pytest.raises(ValueError, match=r"timeout_s=0 must be a positive number"):
+        ZeroCostSaver(saver, num_micro_batches=1, timeout_s=0)
+
+
+def test_a_copy_that_fails_in_a_hook_fails_its_snapshot_and_no_other(
+    saver: AsyncSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device whose copies cannot be begun; here the snapshot is told of a foreign one."""
+    zero_cost = ZeroCostSaver(saver, num_micro_batches=2)
+    tensors = {"w": torch.rand(10), "v": torch.rand(3)}
+    parts = {"model": shards(tensors)}
+    reserve = saver.reserve
+
+    def reserve_foreign(*args: Any, **fields: Any) -> tuple[Ticket, list[torch.Tensor]]:
+        ticket, sources = reserve(*args, **fields)
+        return ticket, [torch.empty_like(source, device="meta") for source in sources]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saver, "reserve", reserve_foreign)
+        outcome = zero_cost.begin_save(parts, checkpoint_id=tmp_path / "checkpoint-1")
+    zero_cost.offload_chunk()
+    with pytest.raises(SaveError, match=r"copying the state failed: .*device"):
+        zero_cost.finish()
+    assert isinstance(outcome.exception(timeout=5), SaveError)
+    zero_cost.begin_save(parts, checkpoint_id=tmp_path / "checkpoint-2")
+    zero_cost.close()
+    saver.wait(timeout_s=30)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+    assert_saved(tmp_path / "checkpoint-2", tensors)
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from moe_pipeline.generators_interleaved import (
     interleaved_forward_then_backward,
     looped_bfs,
 )
+from moe_pipeline.generators_interleaved_zb import interleaved_zero_bubble
 from moe_pipeline.generators_v import v_half, v_min, zbv
 from moe_pipeline.generators_zero_bubble import zb_1p, zb_2p
 from moe_pipeline.schedule import Schedule
@@ -23,6 +24,7 @@ SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "looped_bfs": looped_bfs,
     "interleaved_forward_then_backward": interleaved_forward_then_backward,
     "interleaved_forward_only": interleaved_forward_only,
+    "interleaved_zero_bubble": interleaved_zero_bubble,
     "zb_1p": zb_1p,
     "zb_2p": zb_2p,
     "zbv": zbv,

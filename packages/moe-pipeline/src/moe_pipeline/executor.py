@@ -61,6 +61,7 @@ class PipelineExecutor:
         ValueError: `rank` is not in the schedule, has nothing to do in it, or does not fit the
             groups; stages are missing or not this rank's; groups are given without a rank; a limit
             that is not positive.
+        RuntimeError: `device` is no device.
     """
 
     def __init__(
@@ -93,8 +94,9 @@ class PipelineExecutor:
             backward = forward
             if backward_group is not None:
                 backward = _group("backward_group", backward_group, len(schedule.ranks), rank)
+            to = None if device is None else torch.device(device)  # refuses one that is none
             transport = Transport(
-                forward=forward, backward=backward, device=device, timeout_s=timeout_s
+                forward=forward, backward=backward, device=to, timeout_s=timeout_s
             )
             self._links = GroupLinks(self._table, rank, transport)
         self._failure = ""

@@ -125,7 +125,7 @@ class Transport:
 
     forward: ProcessGroup
     backward: ProcessGroup
-    device: torch.device | str | None
+    device: torch.device | None
     timeout_s: float | None
 
     def channel(self, link: Link) -> "Channel":

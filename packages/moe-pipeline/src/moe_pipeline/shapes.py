@@ -137,6 +137,8 @@ class _Shadows:
             return self._module(value)
         if type(value) in (list, set, tuple):
             return type(value)(self.of(item) for item in value)  # type: ignore[attr-defined, call-arg]
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self.of(item) for item in value))
         if isinstance(value, dict):
             shadow = copy.copy(value)
             shadow.update({key: self.of(item) for key, item in value.items()})

@@ -28,9 +28,9 @@ from moe_pipeline.generators_interleaved import (
     interleaved_forward_then_backward,
     looped_bfs,
 )
+from moe_pipeline.generators_interleaved_zb import interleaved_zero_bubble
 from moe_pipeline.generators_v import v_half, v_min, zbv
 from moe_pipeline.generators_zero_bubble import zb_1p, zb_2p
-from moe_pipeline.generators_interleaved_zb import interleaved_zero_bubble
 from moe_pipeline.schedule import Kind, Schedule, add_transfers
 from moe_pipeline.torch_batches import PRE_SPLIT, Batch, pre_split_batch, split_batch
 from moe_pipeline.torch_stages import (

@@ -4,6 +4,8 @@ with BoxReader(Checkpoint("run/checkpoint-10"), "model") as boxes:
     memory = boxes.read("w", (0, 0), (2, 8))  # uint8, row-major bytes of the box
 """
 
+import math
+import mmap
 from types import TracebackType
 
 import torch
@@ -16,6 +18,8 @@ from unified_ckpt.load_plan import SplitTensor, StoredTensor, plan_load
 from unified_ckpt.part_index import PartIndex
 from unified_ckpt.reader import Destination, Reader
 from unified_ckpt.shard import BoxMeta
+
+_PAGES_BYTES = 1024 * 1024  # from this size on memory comes from the system and goes back to it
 
 
 class BoxReader:
@@ -63,14 +67,15 @@ class BoxReader:
             offset=offset,
             shape=shape,
         )
-        torch_dtype = dtype_of(stored.dtype).torch_dtype
-        if torch_dtype is None:
+        dtype = dtype_of(stored.dtype)
+        if dtype.torch_dtype is None:
             raise LoadError(f"{self._where}: torch cannot hold {key!r}")
-        memory = torch.empty(shape, dtype=torch_dtype)
+        memory = _empty_bytes(math.prod(shape) * dtype.itemsize_bytes)
         if memory.numel():
             plan = plan_load([meta], {key: stored})
-            self._reader.run(plan, [Destination(key, memory, torch_dtype)])
-        return memory.reshape(-1).view(torch.uint8)
+            typed = memory.view(dtype.torch_dtype).view(shape)
+            self._reader.run(plan, [Destination(key, typed, dtype.torch_dtype)])
+        return memory
 
     def __enter__(self) -> "BoxReader":
         return self
@@ -82,3 +87,14 @@ class BoxReader:
         traceback: TracebackType | None,
     ) -> None:
         self._reader.__exit__(kind, error, traceback)
+
+
+def _empty_bytes(num_bytes: int) -> torch.Tensor:
+    """Return memory, uint8 `[num_bytes]`, of which nothing stays with the process when it is freed.
+
+    A heap would keep gaps between blocks that other threads free, and grow with what was read.
+    """
+    if num_bytes < _PAGES_BYTES:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8)

@@ -4,8 +4,8 @@ zlib's CRC releases the interpreter lock, so it overlaps with system calls. Smal
 summed on the spot, where handing them over would cost more.
 
     with Checksums() as sums:
-        pending = sums.start(buffer)
-    pending.value()
+        pending = sums.start_chunks(buffer)
+    pending.value()  # one CRC-32 per chunk
 """
 
 import zlib
@@ -98,12 +98,6 @@ class Checksums:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=_WORKERS, thread_name_prefix="unified-ckpt-crc")
         self._pending: deque[Future[Any]] = deque()
-
-    def start(self, buffer: memoryview) -> PendingSum[int]:
-        """Begin to sum a buffer, which must not change until `value` has returned."""
-        if buffer.nbytes <= _INLINE_BYTES:
-            return PendingSum(zlib.crc32(buffer))
-        return self.call(zlib.crc32, buffer)
 
     def start_chunks(self, buffer: memoryview) -> PendingSum[list[int]]:
         """Begin to sum every chunk of a buffer, which must not change until `value` returned."""

@@ -76,8 +76,8 @@ class Staging:
         Raises:
             ValueError: meanwhile something that is no checkpoint stands under the target's name.
         """
-        check_replaceable(self.target)
         sync_tree(self.folder)
+        check_replaceable(self.target)
         replaced = self.target.exists()
         if not replaced:
             rename(self.folder, self.target)
@@ -151,11 +151,12 @@ def clean_leftovers(parent: Path) -> list[Path]:
         match = _LEFTOVER.match(path.name)
         if match is None or not path.is_dir():
             continue
-        lock_fd = _lock_dead(path)
+        old = match["kind"] == "old"
+        lock_fd = _lock_dead(path, any_age=old)  # for moments only it is between two renames
         if lock_fd is None:
             continue
         try:
-            _clean(path, parent / match["name"], old=match["kind"] == "old")
+            _clean(path, parent / match["name"], old=old)
         finally:
             unlock_folder(lock_fd)
         if not path.is_dir():
@@ -187,17 +188,17 @@ def _lock_new(folder: Path) -> int | None:
     return None
 
 
-def _lock_dead(folder: Path) -> int | None:
+def _lock_dead(folder: Path, *, any_age: bool) -> int | None:
     """Lock a leftover, so that its maker or another cleaner sees it; None if it is not to go.
 
-    That is one that a running save holds (where locks do not work, a young one), that is gone by
-    now, or that this user may not open.
+    That is one that a running save holds (where locks do not work, a young one, unless `any_age`),
+    that is gone by now, or that this user may not open.
     """
     try:
         fd, locked = lock_folder(folder)
     except (BlockingIOError, FileNotFoundError, NotADirectoryError, PermissionError):
         return None
-    if not locked and time.time() - os.fstat(fd).st_mtime < _UNLOCKED_AGE_S:
+    if not (locked or any_age) and time.time() - os.fstat(fd).st_mtime < _UNLOCKED_AGE_S:
         unlock_folder(fd)
         return None
     return fd

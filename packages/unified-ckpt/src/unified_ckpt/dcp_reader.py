@@ -29,6 +29,7 @@ from unified_ckpt.dcp_keys import DCP_NAME, DcpRecord, Prefixes
 from unified_ckpt.dtypes import dtype_of
 from unified_ckpt.errors import CorruptCheckpointError
 from unified_ckpt.load_plan import SplitTensor, StoredTensor
+from unified_ckpt.load_sources import holds_file, read_dcp_record, read_values
 from unified_ckpt.loading import load
 from unified_ckpt.part_index import PartIndex
 from unified_ckpt.shard import Shard
@@ -161,13 +162,8 @@ class UnifiedStorageReader(StorageReader):
 
     def _read_record(self, checkpoint: Checkpoint) -> DcpRecord:
         """Read `dcp.json`, or make a record of a directory that DCP has not written."""
-        path = checkpoint.folder / DCP_NAME
-        listed = checkpoint.manifest is not None and DCP_NAME in checkpoint.manifest.files
-        if listed or path.is_file():
-            try:
-                self._record = DcpRecord.from_bytes(checkpoint.read_file(DCP_NAME))
-            except ValueError as error:
-                raise CorruptCheckpointError(f"{path}: {error}") from error
+        if holds_file(checkpoint, DCP_NAME):
+            self._record = read_dcp_record(checkpoint)
             return self._record
         names: dict[str, tuple[str, str]] = {}
         parts = list_parts(checkpoint.folder)
@@ -175,7 +171,8 @@ class UnifiedStorageReader(StorageReader):
             if part in parts:
                 keys = PartIndex(checkpoint, part).tensor_keys()
                 names |= {f"{prefix}{key}": (part, key) for key in sorted(keys)}
-        self._record = DcpRecord(names, {}, {name: [name] for name in names})
+        objects = read_values(checkpoint)
+        self._record = DcpRecord(names, objects, {name: [name] for name in (*names, *objects)})
         return self._record
 
 

@@ -7,6 +7,7 @@ the state dict become JSON in `dcp.json`.
     dcp.save(state_dict, storage_writer=UnifiedStorageWriter("run/checkpoint-10"))
 """
 
+import gc
 import io
 import os
 import pickle
@@ -110,10 +111,13 @@ class UnifiedStorageWriter(StorageWriter):
             )
         held = [self._held(plan.items) for plan in plans]
         self._files = plan_save(held, max_shard_bytes=self._max_shard_bytes)
+        if _OPEN:  # writers of failed saves, which their exceptions keep alive in cycles
+            gc.collect()
         clean_leftovers(self._target.parent)
         self._staging = Staging.make(self._target)
         # DCP tells a writer nothing when a rank fails, and most writers serve one save only.
         self._close = weakref.finalize(self, _close_own, self._staging, os.getpid())
+        _OPEN.add(self)
         folder = self._staging.folder
         return [
             replace(plan, storage_data=_Orders(self._files, folder, rank))
@@ -193,6 +197,10 @@ class UnifiedStorageWriter(StorageWriter):
     def _discard(self) -> None:
         self._close()
         self._staging = None
+        _OPEN.discard(self)
+
+
+_OPEN: weakref.WeakSet[UnifiedStorageWriter] = weakref.WeakSet()
 
 
 def _close_own(staging: Staging, process: int) -> None:

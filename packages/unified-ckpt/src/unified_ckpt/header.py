@@ -107,13 +107,20 @@ def _header_length(path: Path, first: bytes, file_bytes: int) -> int:
 
 
 def _parse(raw: bytes) -> object:
-    """Parse JSON and refuse keys that appear twice, of which the parser would drop one."""
-    table = json.loads(raw)
+    """Parse JSON in UTF-8; refuse keys that appear twice, of which the parser would drop one."""
+    text = raw.decode()  # json.loads would take other encodings of bytes as well
+    table = json.loads(text, parse_constant=_no_constant)
+    if b"\\u" in raw:
+        json.dumps(table, ensure_ascii=False).encode()  # half a surrogate pair has no UTF-8
     if isinstance(table, dict):
         pairs = len(table) + sum(len(v) for v in table.values() if isinstance(v, dict))
         if raw.count(b":") == pairs:  # every pair is there; most headers end here
             return table
-    return json.loads(raw, object_pairs_hook=_no_duplicates)
+    return json.loads(text, object_pairs_hook=_no_duplicates)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -127,6 +134,9 @@ def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 def _entries(table: object, base: int, file_bytes: int) -> tuple[HeaderEntry, ...]:
     if not isinstance(table, dict):
         raise ValueError("it is not a JSON object")
+    metadata = table.get("__metadata__") or {}
+    if not isinstance(metadata, dict) or {*map(type, metadata.values())} - {str}:
+        raise ValueError("its __metadata__ is not an object of strings")
     entries = [_entry(key, value, base) for key, value in table.items() if key != "__metadata__"]
     entries.sort(key=lambda e: (e.begin, e.end))
     position = base

@@ -58,18 +58,34 @@ class LocalBox:
         return replace(self, offset=tuple(offset), shape=tuple(shape))
 
     def chunk(self, dim: int, *, num: int, index: int) -> "LocalBox":
-        """Cut as `torch.chunk` and DTensor do: equal parts, the last ones shorter or empty."""
-        begin, length = chunk_range(self.shape[dim], num=num, index=index)
+        """Cut as `torch.chunk` and DTensor do: equal parts, the last ones shorter or empty.
+
+        Raises:
+            ValueError: as `cut`.
+        """
+        begin, length = chunk_range(self._length(dim), num=num, index=index)
         return self.cut(dim, begin=begin, length=length)
 
     def sizes(self, dim: int, *, sizes: Sequence[int], index: int) -> "LocalBox":
-        """Cut into parts of any lengths, which must add up to the dim."""
-        if sum(sizes) != self.shape[dim] or min(sizes) < 0:
+        """Cut into parts of any lengths, which must add up to the dim.
+
+        Raises:
+            ValueError: they do not, there is no part `index`, or as `cut`.
+        """
+        if not 0 <= index < len(sizes):
+            raise ValueError(f"part {index} of sizes {list(sizes)}; expected 0 <= index < number")
+        if sum(sizes) != self._length(dim) or min(sizes) < 0:
             raise ValueError(f"sizes {list(sizes)} do not add up to dim {dim} of {self.shape}")
         return self.cut(dim, begin=sum(sizes[:index]), length=sizes[index])
 
     def flat_chunk(self, *, num: int, index: int) -> "LocalBox":
-        """Cut the row-major elements into equal ranges, the last ones shorter or empty."""
+        """Cut the row-major elements into equal ranges, the last ones shorter or empty.
+
+        Raises:
+            ValueError: the box has a flat range already.
+        """
+        if self.flattened_range is not None:
+            raise ValueError(f"a flat range {self.flattened_range} cannot be cut again")
         begin, length = chunk_range(math.prod(self.shape), num=num, index=index)
         return replace(self, flattened_range=(begin, begin + length))
 
@@ -78,6 +94,11 @@ class LocalBox:
         if self.flattened_range is not None:
             return tuple(tensor.shape) == (self.flattened_range[1] - self.flattened_range[0],)
         return tuple(tensor.shape) == self.shape
+
+    def _length(self, dim: int) -> int:
+        if not 0 <= dim < len(self.shape):
+            raise ValueError(f"dim {dim} of a box of shape {self.shape}: there is no such dim")
+        return self.shape[dim]
 
     def meta(self, key: str, dtype: str) -> BoxMeta:
         """Return the box as plans take it; `dtype` is a safetensors name like `BF16`."""
@@ -203,7 +224,12 @@ class ParameterRule:
 def rank_box(
     rule: ParameterRule, global_shape: Sequence[int], *, rank: int, degrees: ParallelDegrees
 ) -> LocalBox | None:
-    """Return what a rank holds of a tensor, None if nothing; the boxes of all ranks tile it."""
+    """Return what a rank holds of a tensor, None if nothing; the boxes of all ranks tile it.
+
+    Raises:
+        ValueError: the rule names a dim that the tensor lacks, sizes that do not fit, or the rank
+            is none of `degrees`.
+    """
     place = degrees.coordinates(rank, expert=rule.expert)
     if rule.pp_stage is not None and place["pp"] != rule.pp_stage:
         return None

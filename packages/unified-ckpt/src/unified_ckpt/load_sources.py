@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from unified_ckpt.checkpoint import Checkpoint
+from unified_ckpt.dcp_keys import DCP_NAME, DcpRecord
 from unified_ckpt.dtypes import StoredDtype, dtype_of
 from unified_ckpt.errors import CorruptCheckpointError, LoadError
 from unified_ckpt.load_plan import SplitTensor, StoredTensor
@@ -47,6 +48,8 @@ class Sources:
         self._master_dtypes: dict[str, StoredDtype] | None = None
         content = _read_state_file(checkpoint)
         self.values: Mapping[str, Any] = content.get("values", {})
+        if holds_file(checkpoint, DCP_NAME):  # the values that DCP's adapter keeps
+            self.values = {**read_dcp_record(checkpoint).objects, **self.values}
         self._tied = {**content.get("tied", {}), **options.tied}
         self._skipped_model = bool(content.get("skip_save_model_weight", False))
 
@@ -140,6 +143,42 @@ class Sources:
         return self._indexes[part]
 
 
+def holds_file(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether a directory has a file, or its manifest says so."""
+    listed = checkpoint.manifest is not None and name in checkpoint.manifest.files
+    return listed or (checkpoint.folder / name).is_file()
+
+
+def read_dcp_record(checkpoint: Checkpoint) -> DcpRecord:
+    """Return what `dcp.json` says.
+
+    Raises:
+        LoadError: there is none.
+        CorruptCheckpointError: it is damaged.
+    """
+    try:
+        return DcpRecord.from_bytes(checkpoint.read_file(DCP_NAME))
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{checkpoint.folder / DCP_NAME}: {error}") from error
+
+
+def read_values(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the Python values of a checkpoint by dotted path, those in dicts one by one.
+
+    Raises:
+        CorruptCheckpointError: the file that holds them is damaged.
+    """
+    leaves: dict[str, Any] = {}
+    todo = list(Sources(checkpoint, LoadOptions()).values.items())
+    while todo:
+        path, value = todo.pop()
+        if isinstance(value, dict) and value and value.keys() != {"@items"}:
+            todo += [(f"{path}.{name}", item) for name, item in value.items()]
+        else:
+            leaves[path] = value
+    return leaves
+
+
 def _read_state_file(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the contents of `unified_ckpt.json`, empty if there is none.
 
@@ -147,9 +186,7 @@ def _read_state_file(checkpoint: Checkpoint) -> dict[str, Any]:
         CorruptCheckpointError: it is not what this package writes.
     """
     path = checkpoint.folder / STATE_NAME
-    if not path.is_file() and (
-        checkpoint.manifest is None or STATE_NAME not in checkpoint.manifest.files
-    ):
+    if not holds_file(checkpoint, STATE_NAME):
         return {}
     try:
         content = json.loads(checkpoint.read_file(STATE_NAME))

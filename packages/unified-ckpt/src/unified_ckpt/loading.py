@@ -6,9 +6,10 @@ through one small buffer. Nothing is collective: each rank loads what it wants.
     load({"model": model, "optimizer": optimizer, "epoch": 0}, checkpoint_id="run/checkpoint-10")
 """
 
-from collections.abc import Mapping, MutableMapping, Sequence
+import re
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -19,8 +20,8 @@ from unified_ckpt.collector import collector_paused
 from unified_ckpt.errors import LoadError
 from unified_ckpt.load_jobs import LoadJob, make_jobs
 from unified_ckpt.load_sources import Sources
-from unified_ckpt.optimizer_state import allocate_states, remove_states
-from unified_ckpt.options import MASTER_WEIGHTS, LoadOptions
+from unified_ckpt.optimizer_state import StoredStates, allocate_states, remove_states
+from unified_ckpt.options import MASTER_WEIGHTS, LoadOptions, base_key
 from unified_ckpt.param_groups import StoredGroups
 from unified_ckpt.reader import Reader
 from unified_ckpt.shard import Shard
@@ -90,7 +91,7 @@ def load(
         jobs, missing = make_jobs(flat.parts, sources, cast=cast, strict=strict)
         missing += hooks.lost_masters
         lost_values = [path for path in flat.values if not find_value(sources.values, path)[0]]
-        dropped = _dropped_states(flat, sources)
+        dropped = _dropped_states(flat, sources, hooks.is_ignored)
         if strict:
             _check_nothing_missing(checkpoint, missing, lost_values)
             _check_no_state_dropped(dropped)
@@ -126,17 +127,40 @@ class _OptimizerHooks:
     def __init__(self, sources: Sources, options: LoadOptions) -> None:
         self._sources = sources
         self._layout = options.layout
+        self._ignored = [re.compile(pattern) for pattern in options.ignored_keys]
         self._groups = StoredGroups(sources.values)
         self._added: list[tuple[torch.optim.Optimizer, list[tuple[torch.Tensor, str]]]] = []
         self.lost_masters: list[tuple[str, str]] = []
 
     def prepare(self, optimizer: torch.optim.Optimizer, part: str, prefix: str) -> None:
-        stored = self._sources.states_of(part, prefix)
+        stored = self._without_ignored(self._sources.states_of(part, prefix), part, prefix)
         added = allocate_states(
             optimizer, stored, part, lambda key, tensor: place_tensor(key, tensor, self._layout)
         )
         self._added.append((optimizer, added))
-        self.lost_masters += [(MASTER_WEIGHTS, key) for key in stored.lost_masters]
+        self.lost_masters += [
+            (MASTER_WEIGHTS, key) for key in stored.lost_masters if not self.is_ignored(key)
+        ]
+
+    def _without_ignored(self, stored: StoredStates, part: str, prefix: str) -> StoredStates:
+        """Leave out what will not be read, but the tensors of a parameter with other states."""
+        if not self._ignored:
+            return stored
+        taken = {base_key(key) for key in stored.tensors if not self.is_ignored(f"{prefix}{key}")}
+        return replace(
+            stored,
+            tensors={k: tensor for k, tensor in stored.tensors.items() if base_key(k) in taken},
+            values={
+                key: value
+                for key, value in stored.values.items()
+                if not self.is_ignored(f"{part}.{prefix}{key}")
+            },
+            master_dtype=lambda k: None if self.is_ignored(k) else stored.master_dtype(k),
+        )
+
+    def is_ignored(self, key: str) -> bool:
+        """Whether the options leave out a tensor's key or a value's path."""
+        return any(pattern.search(key) for pattern in self._ignored)
 
     def group_number(
         self, where: str, names: Sequence[str], position: int, fields: Sequence[str]
@@ -193,14 +217,16 @@ def _first(names: Sequence[str]) -> str:
     return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
 
 
-def _dropped_states(flat: FlatState, sources: Sources) -> list[tuple[str, str]]:
+def _dropped_states(
+    flat: FlatState, sources: Sources, is_ignored: Callable[[str], bool]
+) -> list[tuple[str, str]]:
     """Return the (part, parameter) pairs whose states are stored, but have no place to go to."""
     dropped = []
     stored: dict[str, set[str]] = {}
     for part, name in flat.bare:
         if part not in stored:
             keys = sources.index(part).tensor_keys() if sources.has_part(part) else set()
-            stored[part] = {key.partition("/")[0] for key in keys if "/" in key}
+            stored[part] = {base_key(k) for k in keys if "/" in k and not is_ignored(k)}
         if name in stored[part]:
             dropped.append((part, name))
     return dropped

@@ -106,14 +106,13 @@ def restore_random_state(
     if any(key not in states for key in asked):
         raise LoadError(f"{checkpoint.folder / name} holds {list(states)}, not all of {asked}")
     for key, generator in wanted.items():
-        generator.set_state(_to_tensor(states[key]))
-    torch.set_rng_state(_to_tensor(states["torch.cpu"]))
+        generator.set_state(states[key])
+    torch.set_rng_state(states["torch.cpu"])
     if torch.cuda.is_available():
         for device in range(torch.cuda.device_count()):
             if f"torch.cuda.{device}" in states:
-                torch.cuda.set_rng_state(_to_tensor(states[f"torch.cuda.{device}"]), device)
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words), gauss))
+                torch.cuda.set_rng_state(states[f"torch.cuda.{device}"], device)
+    random.setstate(states["python"])
     if numpy_random is not None:
         numpy_random.set_state(states["numpy"])
     return True
@@ -124,7 +123,12 @@ def _read(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
         states = json.loads(checkpoint.read_file(name))
         if not isinstance(states, dict) or not {"torch.cpu", "python"} <= states.keys():
             raise ValueError("it lacks torch.cpu or python")
-    except ValueError as error:
+        for key, state in states.items():  # all of them, before any generator is set
+            if key.startswith(("torch.", "tracker.")):
+                states[key] = _to_tensor(state)
+        version, words, gauss = states["python"]
+        states["python"] = version, tuple(words), gauss
+    except (ValueError, TypeError) as error:
         raise CorruptCheckpointError(
             f"{checkpoint.folder / name}: no random state: {error}"
         ) from error

@@ -279,7 +279,8 @@ class AsyncSaver:
             host = "127.0.0.1"
         with agreement.phase("connect to store"):
             if agreement.size > 1 and self._store is None:
-                self._store = connect_store(host, port, timeout_s=self.config.start_timeout_s)
+                timeout_s = self.config.start_timeout_s / 4  # peers wait for the outcome
+                self._store = connect_store(host, port, timeout_s=timeout_s)
         return {
             "rank": agreement.rank,
             "size": agreement.size,
@@ -387,8 +388,7 @@ class AsyncSaver:
         self._process.send(message, ticket.buffer.memory.fd, *average)
 
     def _raise_unseen(self) -> None:
-        error = self._book.take_unseen()
-        if error is not None:
+        if (error := self._book.take_unseen()) is not None:
             text = f"since the last call a save failed, or could not have: {error}"
             raise SaveError(text) from error
 

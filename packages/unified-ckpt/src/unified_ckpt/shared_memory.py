@@ -53,11 +53,11 @@ class SharedMemory:
         """Map memory that another process allocated; takes over the descriptor.
 
         Raises:
-            OSError: it cannot be mapped; the descriptor is closed.
+            OSError, ValueError: it cannot be mapped; the descriptor is closed.
         """
         try:
             return cls(fd, os.fstat(fd).st_size)
-        except OSError:
+        except (OSError, ValueError):
             os.close(fd)
             raise
 

@@ -35,6 +35,14 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 # Of the above, what a family can do after all.
 _SUPPORTED = {("deepseek_v3", "rope_interleave"), ("olmoe", "clip_qkv")}
+_MOE_NUMBERS = (
+    "initializer_range",
+    "moe_norm_min",
+    "routed_scaling_factor",
+    "router_aux_loss_coef",
+    "swiglu_alpha",
+    "swiglu_limit",
+)
 _LATENT_NORM_EPS = 1e-6  # of transformers' latent norms, whatever rms_norm_eps is
 
 
@@ -88,7 +96,6 @@ class DecoderConfig:
         rules = rules_of(model_type)
         _refuse_unsupported(values)
         hidden_size, heads = read.size("hidden_size"), read.size("num_attention_heads")
-        eos = read.get("eos_token_id", default=())
         attention: AttentionOptions | MLAOptions
         if rules.is_latent:
             attention = _latent_attention(read, rules)
@@ -108,12 +115,12 @@ class DecoderConfig:
             windows=rules.windows(read),
             sparse_layers=rules.sparse_layers(read),
             moe=_moe(read),
-            rms_norm_eps=read.get("rms_norm_eps", default=rules.rms_norm_eps),
-            initializer_range=read.get("initializer_range", default=0.02),
+            rms_norm_eps=_norm_eps(read, rules),
+            initializer_range=read.number("initializer_range", default=0.02),
             max_position_embeddings=read.size("max_position_embeddings", default=32768),
-            tie_word_embeddings=read.get("tie_word_embeddings", default=rules.tie_word_embeddings),
+            tie_word_embeddings=read.flag("tie_word_embeddings", default=rules.tie_word_embeddings),
             num_nextn_predict_layers=_num_mtp_layers(read, rules),
-            eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else (eos,),
+            eos_token_ids=_token_ids(read, "eos_token_id"),
             extra=dict(values),
         )
 
@@ -199,6 +206,7 @@ def _refuse_unsupported(values: Mapping[str, Any]) -> None:
 def _grouped_attention(read: ConfigReader, rules: FamilyRules) -> AttentionOptions:
     heads = read.size("num_attention_heads")
     head_dim = read.size("head_dim", default=rules.head_dim or read.size("hidden_size") // heads)
+    clip = read.get("clip_qkv")
     # null says one key head per query head; a file without the key is not whole.
     is_null = "num_key_value_heads" in read.values and not read.get("num_key_value_heads")
     return AttentionOptions(
@@ -208,8 +216,8 @@ def _grouped_attention(read: ConfigReader, rules: FamilyRules) -> AttentionOptio
         qkv_bias=rules.qkv_bias(read),
         o_bias=rules.o_bias(read),
         qk_norm=rules.qk_norm if rules.has_qk_norm(read) else "none",
-        norm_eps=read.get("rms_norm_eps", default=rules.rms_norm_eps),
-        clip_qkv=read.get("clip_qkv"),
+        norm_eps=_norm_eps(read, rules),
+        clip_qkv=None if clip is None else read.number("clip_qkv", default=clip, positive=True),
         has_sinks=rules.has_sinks,
         rope_interleaved=rules.is_rope_interleaved,
     )
@@ -227,13 +235,28 @@ def _latent_attention(read: ConfigReader, rules: FamilyRules) -> MLAOptions:
         v_head_dim=read.size("v_head_dim"),
         softmax_scale=latent_softmax_scale(rope_parameters(read, rules), nope + rope),
         attention_bias=rules.qkv_bias(read),
-        rope_interleave=read.get("rope_interleave", default=rules.is_rope_interleaved),
+        rope_interleave=read.flag("rope_interleave", default=rules.is_rope_interleaved),
         rms_norm_eps=_LATENT_NORM_EPS,
     )
 
 
+def _norm_eps(read: ConfigReader, rules: FamilyRules) -> float:
+    return read.number("rms_norm_eps", default=rules.rms_norm_eps, positive=True)
+
+
+def _token_ids(read: ConfigReader, name: str) -> tuple[int, ...]:
+    """One token or a list of them; empty where there is none."""
+    given = read.get(name, default=())
+    ids = tuple(given) if isinstance(given, list | tuple) else (given,)
+    if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
+        raise ValueError(f"config.json: {name}={given!r}; expected an integer or a list of them")
+    return ids
+
+
 def _moe(read: ConfigReader) -> MoEConfig:
     family = family_of(read.need("model_type"))
+    for name in _MOE_NUMBERS:
+        read.number(name, default=0.0)
     try:
         return family.config(read.values)
     except (TypeError, ValueError) as error:

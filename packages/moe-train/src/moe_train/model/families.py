@@ -11,7 +11,8 @@ of `model.layers`, `model.mla` and `model.rotary`. What is MoE is read by `moe_p
 The defaults are those that transformers gives a key that the file lacks.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
@@ -50,6 +51,52 @@ class ConfigReader:
             raise ValueError(f"config.json: {names[0]}={value!r}; expected a positive integer")
         return value
 
+    def integer(self, name: str, *, default: int) -> int:
+        """An integer of any sign.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        value = self.get(name, default=default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"config.json: {name}={value!r}; expected an integer")
+        return value
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        """True or false.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        value = self.get(name, default=default)
+        if not isinstance(value, bool):
+            raise ValueError(f"config.json: {name}={value!r}; expected true or false")
+        return value
+
+    def number(self, name: str, *, default: float, positive: bool = False) -> float:
+        """A finite number, of an integer too.
+
+        Raises:
+            ValueError: it is something else, or not above 0 where it has to be.
+        """
+        value = self.get(name, default=default)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or (positive and value <= 0):
+            kind = "positive finite number" if positive else "finite number"
+            raise ValueError(f"config.json: {name}={value!r}; expected a {kind}")
+        return float(value)
+
+    def items(self, name: str) -> Sequence[Any]:
+        """A list, empty where there is none.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        value = self.get(name, default=())
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"config.json: {name}={value!r}; expected a list")
+        return value
+
 
 Flag = Callable[[ConfigReader], bool]
 Layers = Callable[[ConfigReader], tuple[bool, ...]]
@@ -57,7 +104,7 @@ Windows = Callable[[ConfigReader], tuple[int | None, ...]]
 
 
 def _key(name: str, default: bool) -> Flag:
-    return lambda read: bool(read.get(name, default=default))
+    return lambda read: read.flag(name, default=default)
 
 
 def _always(value: bool) -> Flag:
@@ -73,7 +120,7 @@ def _every_layer(read: ConfigReader) -> tuple[bool, ...]:
 
 
 def _qwen_layers(read: ConfigReader) -> tuple[bool, ...]:
-    dense = set(read.get("mlp_only_layers", default=()))
+    dense = read.items("mlp_only_layers")
     step = read.size("decoder_sparse_step", default=1)
     return tuple(n not in dense and (n + 1) % step == 0 for n in _num_layers(read))
 
@@ -82,15 +129,16 @@ def _behind_dense(default: int) -> Layers:
     """Every layer from `first_k_dense_replace` on."""
 
     def layers(read: ConfigReader) -> tuple[bool, ...]:
-        first = read.get("first_k_dense_replace", default=default)
+        first = read.integer("first_k_dense_replace", default=default)
         return tuple(n >= first for n in _num_layers(read))
 
     return layers
 
 
 def _ernie_layers(read: ConfigReader) -> tuple[bool, ...]:
-    start, end = read.get("moe_layer_start_index", default=1), read.get("moe_layer_end_index")
-    last = len(_num_layers(read)) - 1 if end in (None, -1) else end
+    start = read.integer("moe_layer_start_index", default=1)
+    end = read.integer("moe_layer_end_index", default=-1)
+    last = len(_num_layers(read)) - 1 if end == -1 else end
     step = read.size("moe_layer_interval", default=1)
     return tuple(start <= n <= last and (n + 1) % step == 0 for n in _num_layers(read))
 
@@ -112,7 +160,7 @@ def _one_window(read: ConfigReader) -> tuple[int | None, ...]:
 
 def _switched_window(read: ConfigReader) -> tuple[int | None, ...]:
     """The same in every layer, behind a switch (Qwen3-MoE)."""
-    if not read.get("use_sliding_window", default=False):
+    if not read.flag("use_sliding_window", default=False):
         return tuple(None for _ in _num_layers(read))
     return _one_window(read)
 
@@ -121,11 +169,10 @@ def _windows_by_type(default: Callable[[ConfigReader, int], bool]) -> Windows:
     """By `layer_types`, or by a rule where the file has none."""
 
     def windows(read: ConfigReader) -> tuple[int | None, ...]:
-        types = read.get("layer_types")
-        if types is None:
+        if read.get("layer_types") is None:
             slides = [default(read, n) for n in _num_layers(read)]
         else:
-            slides = [_is_sliding(kind) for kind in types]
+            slides = [_is_sliding(kind) for kind in read.items("layer_types")]
         if len(slides) != len(_num_layers(read)):
             raise ValueError(
                 f"config.json: layer_types names {len(slides)} layers and num_hidden_layers="
@@ -148,8 +195,8 @@ def _is_sliding(kind: object) -> bool:
 
 
 def _qwen2_slides(read: ConfigReader, layer: int) -> bool:
-    below = layer < read.get("max_window_layers", default=28)
-    return bool(read.get("use_sliding_window", default=False)) and below and layer % 2 == 0
+    below = layer < read.integer("max_window_layers", default=28)
+    return read.flag("use_sliding_window", default=False) and below and layer % 2 == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,7 @@ Stored keys are DeepSeek's: `model.layers.{N}.enorm.weight`, `.hnorm`, `.eh_proj
 `.shared_head.norm`, and the decoder layer's own (`model.layers.{N}.self_attn...`) with N from
 num_hidden_layers on. In the module the decoder layer is `mtp_block`, as in transformers'
 `MtpLayer`; `stored_name` leaves that word out. Published checkpoints repeat the shared weights as
-`model.layers.{N}.embed_tokens.weight` and `.shared_head.head.weight` (`SHARED_KEYS`); they are not
-read.
+`model.layers.{N}.embed_tokens.weight` and `.shared_head.head.weight`; they are not read.
 
     layer = MTPLayer(decoder_layer, hidden_size=64, rms_norm_eps=1e-6, device=None, dtype=...)
     tokens = MTPTokens(input_ids_BS, labels_BS, position_ids_BS)
@@ -43,9 +42,6 @@ from moe_pipeline import MoEOutput, recompute
 from moe_train.model.layers import AttentionContext
 from moe_train.model.loss import IGNORED_LABEL, head_loss
 from moe_train.model.norm import RMSNorm
-
-SHARED_KEYS = ("embed_tokens.weight", "shared_head.head.weight")
-"""Endings, behind `model.layers.{N}.`, of the copies of shared weights in published checkpoints."""
 
 _BLOCK = ".mtp_block."
 

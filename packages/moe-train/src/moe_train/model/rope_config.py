@@ -24,7 +24,9 @@ def read_rotary(read: ConfigReader, rules: FamilyRules, head_dim: int) -> Rotary
             a head in a family that has none.
     """
     rope = rope_parameters(read, rules)
-    share = rope.get("partial_rotary_factor", rules.partial_rotary_factor)
+    share = ConfigReader(rope).number(
+        "partial_rotary_factor", default=rules.partial_rotary_factor, positive=True
+    )
     if share != 1 and rules.partial_rotary_factor == 1:
         raise ValueError(
             f"config.json: partial_rotary_factor={share} is not supported for "
@@ -39,7 +41,7 @@ def read_rotary(read: ConfigReader, rules: FamilyRules, head_dim: int) -> Rotary
         )
     return RotaryOptions(
         dim=dim,
-        theta=float(rope["rope_theta"]),
+        theta=ConfigReader(rope).number("rope_theta", default=0.0, positive=True),
         yarn=_yarn(rope) if rope["rope_type"] == "yarn" else None,
         is_fp32=rules.is_rope_fp32,
     )
@@ -78,34 +80,34 @@ def rope_parameters(read: ConfigReader, rules: FamilyRules) -> dict[str, Any]:
         original = read.get("original_max_position_embeddings")
         original = original or rope.get("original_max_position_embeddings")
         rope["original_max_position_embeddings"] = original or read.size("max_position_embeddings")
-        if not rope.get("factor"):
-            longest = read.size("max_position_embeddings")
-            rope["factor"] = longest / rope["original_max_position_embeddings"]
+        length = ConfigReader(rope).size("original_max_position_embeddings")
+        if rope.get("factor") is None:
+            rope["factor"] = read.size("max_position_embeddings") / length
+        rope["factor"] = ConfigReader(rope).number("factor", default=1.0, positive=True)
     return rope
 
 
 def latent_softmax_scale(rope: Mapping[str, Any], qk_head_dim: int) -> float:
     """Factor of the scores of DeepSeek's attention, which YaRN's mscale changes twice."""
     scale = float(qk_head_dim**-0.5)
-    all_dims = rope.get("mscale_all_dim", 0)
+    all_dims = ConfigReader(rope).number("mscale_all_dim", default=0.0)
     if rope["rope_type"] == "default" or not all_dims:
         return scale
     return scale * mscale(rope["factor"], all_dims) ** 2
 
 
 def _yarn(rope: Mapping[str, Any]) -> YarnOptions:
+    read = ConfigReader(rope)
     factor = rope["factor"]
-    attention_factor = rope.get("attention_factor")
-    if attention_factor is None:
-        one, every = rope.get("mscale"), rope.get("mscale_all_dim")
-        attention_factor = mscale(factor)
-        if one and every:
-            attention_factor = mscale(factor, one) / mscale(factor, every)
+    one, every = (read.number(name, default=0.0) for name in ("mscale", "mscale_all_dim"))
+    inferred = mscale(factor)
+    if one and every:
+        inferred = mscale(factor, one) / mscale(factor, every)
     return YarnOptions(
-        factor=float(factor),
-        original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
-        attention_factor=float(attention_factor),
-        beta_fast=float(rope.get("beta_fast", 32.0)),
-        beta_slow=float(rope.get("beta_slow", 1.0)),
-        truncate=bool(rope.get("truncate", True)),
+        factor=factor,
+        original_max_position_embeddings=rope["original_max_position_embeddings"],
+        attention_factor=read.number("attention_factor", default=inferred),
+        beta_fast=read.number("beta_fast", default=32.0, positive=True),
+        beta_slow=read.number("beta_slow", default=1.0, positive=True),
+        truncate=read.flag("truncate", default=True),
     )
