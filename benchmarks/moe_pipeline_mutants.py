@@ -16,43 +16,26 @@ a pipeline. Runs on real ranks are in packages/moe-pipeline/tests/test_legal_mut
 """
 
 import argparse
-import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
-from pathlib import Path
 from random import Random
-from types import ModuleType
+
+from loading import load_test
 
 from moe_pipeline.catalog import SCHEDULES
 from moe_pipeline.checker import check
-from moe_pipeline.generators_interleaved_zb import interleaved_zero_bubble
 from moe_pipeline.schedule import Schedule
 
-TESTS = Path(__file__).parents[1] / "packages" / "moe-pipeline" / "tests"
 SEED = 0
-GENERATORS: dict[str, Callable[[int, int], Schedule]] = {
-    **SCHEDULES,
-    "interleaved_zero_bubble": interleaved_zero_bubble,
-}
-
-
-def load_test(name: str) -> ModuleType:
-    """A test file as a module."""
-    spec = importlib.util.spec_from_file_location(name, TESTS / f"{name}.py")
-    if spec is None or spec.loader is None:
-        raise FileNotFoundError(TESTS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Execution:
     """Runs mutants and counts those whose gradients are those of one process."""
 
     def __init__(self) -> None:
-        self._test = load_test("test_legal_mutants")
+        self._test = load_test("moe-pipeline", "test_legal_mutants")
         self._expected = cache(self._test.expected_gradients)
         self.ran = self.exact = 0
 
@@ -72,7 +55,7 @@ class Execution:
 
 def schedules(largest: Sequence[int], smallest: Sequence[int] = (0, 0)) -> Iterator[Schedule]:
     """Every schedule up to (stages on a rank of their own, microbatches), those within less out."""
-    for generate in GENERATORS.values():
+    for generate in SCHEDULES.values():
         for ranks in range(1, largest[0] + 1):
             for microbatches in range(1, largest[1] + 1):
                 if ranks > smallest[0] or microbatches > smallest[1]:
@@ -94,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--largest", type=int, nargs=2, default=[8, 32], help="of those executed")
     parser.add_argument("--moved", type=int, default=1, help="mutants of one larger schedule")
     given = parser.parse_args(argv)
-    oracle, execution = load_test("test_checker"), Execution()
+    oracle, execution = load_test("moe-pipeline", "test_checker"), Execution()
     illegal = caught = legal = wronged = 0
     judged = (given.stages, given.microbatches)
     for schedule in schedules(judged):

@@ -10,28 +10,17 @@
     python benchmarks/moe_pipeline_planner.py
 """
 
-import importlib.util
 import json
 import sys
 import time
-from pathlib import Path
 from types import ModuleType
+
+from loading import load_test
 
 from moe_pipeline.catalog import SCHEDULES
 from moe_pipeline.costs import StageCosts
 from moe_pipeline.planner import plan
 from moe_pipeline.simulator import simulate
-
-TESTS = Path(__file__).parents[1] / "packages" / "moe-pipeline" / "tests" / "test_planner.py"
-
-
-def load_solver() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("solver", TESTS)
-    if spec is None or spec.loader is None:
-        raise FileNotFoundError(TESTS)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def known(ranks: int, microbatches: int) -> list[tuple[float, float]]:
@@ -86,7 +75,7 @@ def main() -> int:
     """Print a JSON line for each figure."""
     ratios = against_known()
     report("planner_vs_known", max(ratios), "x", ratios)
-    proven = [float(ok) for ok in optimal(load_solver())]
+    proven = [float(ok) for ok in optimal(load_test("moe-pipeline", "test_planner"))]
     report("planner_optimal", sum(proven) / len(proven), "share", proven)
     times = seconds()
     report("planner_seconds", max(times), "s", times)

@@ -8,26 +8,14 @@ key and bytes that hold the damaged one; loading everything must raise with the 
 """
 
 import argparse
-import importlib.util
 import json
 import random
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
-TEST = Path(__file__).parents[1] / "packages" / "unified-ckpt" / "tests" / "test_damage.py"
-
-
-def load_test() -> ModuleType:
-    """Import the package's test of damage from its file."""
-    spec = importlib.util.spec_from_file_location("unified_ckpt_test_damage", TEST)
-    if spec is None or spec.loader is None:
-        raise FileNotFoundError(TEST)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from loading import load_test
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=10_000)
     arguments = parser.parse_args(argv)
-    test = load_test()
+    test = load_test("unified-ckpt", "test_damage")
     seed = random.randrange(2**32)
     rng = random.Random(seed)
     missed = 0

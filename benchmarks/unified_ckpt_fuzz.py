@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from unified_ckpt_flips import load_test
+from loading import load_test
 
 from unified_ckpt import save
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--mib", type=int, default=4, help="tensors, to compare memory with")
     arguments = parser.parse_args(argv)
-    test = load_test()
+    test = load_test("unified-ckpt", "test_damage")
     seed = random.randrange(2**32)
     rng = random.Random(seed)
     bad = 0

@@ -10,26 +10,14 @@ had returned is gone, mixed, or damaged, or when the next save does not work or 
 """
 
 import argparse
-import importlib.util
 import json
 import random
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
-TEST = Path(__file__).parents[1] / "packages" / "unified-ckpt" / "tests" / "test_kills.py"
-
-
-def load_test() -> ModuleType:
-    """Import the package's test of kills from its file."""
-    spec = importlib.util.spec_from_file_location("unified_ckpt_test_kills", TEST)
-    if spec is None or spec.loader is None:
-        raise FileNotFoundError(TEST)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from loading import load_test
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=None, help="replay the kills of one seed")
     parser.add_argument("--target", default=None, help="one rank, all ranks or one saver")
     arguments = parser.parse_args(argv)
-    kills = load_test()
+    kills = load_test("unified-ckpt", "test_kills")
     if arguments.target is not None and arguments.target not in kills.MODES:
         parser.error(f"--target {arguments.target!r} is not one of {', '.join(kills.MODES)}")
     seeds = [random.randrange(2**32) for _ in range(arguments.kills)]

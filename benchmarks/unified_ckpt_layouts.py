@@ -8,26 +8,14 @@ figure is bytes read over the unique bytes that a rank asked for, the worst rank
 """
 
 import argparse
-import importlib.util
 import json
 import random
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
-TEST = Path(__file__).parents[1] / "packages" / "unified-ckpt" / "tests" / "test_layout_pairs.py"
-
-
-def load_test() -> ModuleType:
-    """Import the package's test of layouts from its file."""
-    spec = importlib.util.spec_from_file_location("unified_ckpt_test_layout_pairs", TEST)
-    if spec is None or spec.loader is None:
-        raise FileNotFoundError(TEST)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from loading import load_test
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     seeds = [random.randrange(2**32) for _ in range(arguments.pairs)]
     if arguments.seed is not None:
         seeds = [arguments.seed]
-    pairs = load_test()
+    pairs = load_test("unified-ckpt", "test_layout_pairs")
     failures, ratios = 0, []
     for number, seed in enumerate(seeds):
         with tempfile.TemporaryDirectory(prefix="unified-ckpt-layouts-") as folder:

@@ -10,7 +10,6 @@ can fail, each fsync of the record is then left out by itself, and each kind of 
 """
 
 import argparse
-import importlib.util
 import json
 import random
 import sys
@@ -19,18 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-TEST = Path(__file__).parents[1] / "packages" / "unified-ckpt" / "tests" / "test_power_loss.py"
-
-
-def load_test() -> ModuleType:
-    """Import the package's test of power loss from its file."""
-    spec = importlib.util.spec_from_file_location("unified_ckpt_test_power_loss", TEST)
-    if spec is None or spec.loader is None:
-        raise FileNotFoundError(TEST)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+from loading import load_test
 
 
 def report(figure: str, value: float, unit: str, n: int) -> None:
@@ -68,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="recordings per scenario")
     parser.add_argument("--random", type=int, default=20, help="random states per call")
     arguments = parser.parse_args(argv)
-    test = load_test()
+    test = load_test("unified-ckpt", "test_power_loss")
     seed = random.randrange(2**32)
     rng = random.Random(seed)
     states = bad = unseen_kinds = noticed = syncs = 0

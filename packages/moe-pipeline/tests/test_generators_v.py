@@ -1,5 +1,6 @@
 import pytest
 
+from moe_pipeline.executor_table import stage_holders
 from moe_pipeline.generators_v import v_half, v_min, zbv
 from moe_pipeline.rows import folded_rank
 from moe_pipeline.simulator import simulate
@@ -8,8 +9,8 @@ from moe_pipeline.simulator import simulate
 @pytest.mark.parametrize("generate", [zbv, v_half, v_min])
 def test_stages_lie_in_a_v(generate):
     for p in (1, 2, 5):
-        ranks = generate(p, 4).stage_ranks()
-        assert ranks == {stage: folded_rank(stage, p) for stage in range(2 * p)}
+        holders = stage_holders(generate(p, 4))
+        assert holders == {stage: (folded_rank(stage, p),) for stage in range(2 * p)}
 
 
 @pytest.mark.parametrize("p", range(2, 9))

@@ -9,7 +9,7 @@ without a gate).
 """
 
 from collections.abc import Callable
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
@@ -108,7 +108,25 @@ def taken(weight: Tensor) -> Tensor:
 def _per_row(bias_EN: Tensor, counts: Tensor) -> Tensor:
     """[R, N]: each row's bias."""
     rows = torch.repeat_interleave(counts).to(bias_EN.device)
-    return bias_EN.index_select(0, rows)
+    return _PerRow.apply(bias_EN, rows)  # type: ignore[no-any-return]
+
+
+@final
+class _PerRow(torch.autograd.Function):
+    """`index_select`, whose gradient torch would add up row by row in the bias's own dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, bias_EN: Tensor, rows_R: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_R)
+        ctx.shape, ctx.dtype = bias_EN.shape, bias_EN.dtype
+        return bias_EN.index_select(0, rows_R)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor, None]:
+        (rows_R,) = ctx.saved_tensors
+        wide = torch.promote_types(grad_RN.dtype, torch.float32)
+        total_EN = torch.zeros(ctx.shape, dtype=wide, device=grad_RN.device)
+        return total_EN.index_add(0, rows_R, grad_RN.to(wide)).to(ctx.dtype), None
 
 
 @final

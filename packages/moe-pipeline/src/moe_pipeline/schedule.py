@@ -96,13 +96,6 @@ class Schedule:
     copies: int = 1
     paired: frozenset[Action] = frozenset()
 
-    def stage_ranks(self) -> dict[int, int]:
-        """Which rank each stage lies on: the first rank that computes it."""
-        found: dict[int, int] = {}
-        for (stage, _), rank in self.places().items():
-            found.setdefault(stage, rank)
-        return found
-
     def places(self) -> dict[tuple[int, int], int]:
         """The rank of each (stage, microbatch): the first rank that computes it."""
         found: dict[tuple[int, int], int] = {}

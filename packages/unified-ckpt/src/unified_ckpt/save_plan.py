@@ -369,12 +369,3 @@ def _index(files: Sequence[FilePlan]) -> bytes:
     rows = ",\n".join(map(operator.add, lines, names))
     head = f'{{\n  "metadata": {{\n    "total_size": {total}\n  }},\n  "weight_map": {{\n'
     return f"{head}{rows}\n  }}\n}}\n".encode()
-
-
-def describe_plan(plan: SavePlan) -> str:
-    """Return one line per file: its name, size, writers and number of tensors."""
-    return "\n".join(
-        f"{f.name}  {f.num_bytes} B  {len(f.tensors)} tensors  "
-        f"ranks {sorted(f.writers | {f.owner})}"
-        for f in plan.files
-    )
