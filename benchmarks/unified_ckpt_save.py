@@ -35,6 +35,7 @@ from ranktest import run_ranks
 from unified_ckpt import Shard, load, save
 
 CHUNK_BYTES = 16 * 1024 * 1024
+READS_PER_RUN = 3  # a read is over sooner than a write, and a stall of the disk weighs more
 Tensors = dict[str, torch.Tensor]
 Sides = dict[str, Callable[[], object]]
 
@@ -199,7 +200,7 @@ def measure_loads(prefix: str, tensors: Tensors, folder: Path, runs: int, *, pee
     }
     if peers:
         sides["dcp"] = lambda: dcp.load(wanted, checkpoint_id=folder / "dcp")
-    taken = alternate(sides, runs, lambda name: drop_cache(folder / name))
+    taken = alternate(sides, READS_PER_RUN * runs, lambda name: drop_cache(folder / name))
     report(f"unified_ckpt_load_{prefix}_vs_raw", taken["ours"], taken["raw"])
     report(f"unified_ckpt_load_{prefix}_vs_safetensors", taken["ours"], taken["library"])
     for name in sides.keys() - {"ours", "raw"}:
@@ -226,7 +227,7 @@ def measure_reshard(tensors: Tensors, folder: Path, runs: int, *, peers: bool) -
     }
     if peers:
         sides["dcp"] = lambda: dcp.load(wanted, checkpoint_id=folder / "dcp")
-    taken = alternate(sides, runs, lambda name: drop_cache(folder / name))
+    taken = alternate(sides, READS_PER_RUN * runs, lambda name: drop_cache(folder / name))
     report("unified_ckpt_reshard_large_vs_raw", taken["ours"], taken["raw"])
     if peers:
         report("unified_ckpt_reshard_large_dcp_vs_raw", taken["dcp"], taken["raw"])

@@ -8,10 +8,10 @@ transformers directory has none; it is read the same way, without checksums.
 """
 
 import json
-import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from unified_ckpt.crc import crc32
 from unified_ckpt.errors import CorruptCheckpointError, LoadError
 from unified_ckpt.header import HeaderEntry, read_header
 from unified_ckpt.load_plan import StoredTensor
@@ -159,7 +159,7 @@ def check_bytes(raw: bytes, record: FileRecord, path: Path, *, whole: bool = Tru
         end = begin + length
         if end > len(raw):
             break  # they are in order
-        if zlib.crc32(view[begin:end]) != crc:
+        if crc32(view[begin:end]) != crc:
             raise CorruptCheckpointError(
                 f"{path}: bytes {begin} to {end} differ from their checksum"
             )

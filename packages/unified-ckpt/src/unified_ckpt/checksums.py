@@ -1,6 +1,6 @@
 """CRC-32 of buffers, computed on other threads while the calling one writes or reads.
 
-zlib's CRC releases the interpreter lock, so it overlaps with system calls. Small buffers are
+The CRC releases the interpreter lock, so it overlaps with system calls. Small buffers are
 summed on the spot, where handing them over would cost more.
 
     with Checksums() as sums:
@@ -8,7 +8,6 @@ summed on the spot, where handing them over would cost more.
     pending.value()  # one CRC-32 per chunk
 """
 
-import zlib
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +17,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 
 from unified_ckpt.boxes import Region
+from unified_ckpt.crc import crc32
 from unified_ckpt.files import read_at
 from unified_ckpt.memory import byte_view
 
@@ -44,7 +44,7 @@ def crc_of_file(fd: int, region: Region) -> int | None:
             part = buffer[: min(_READ_BYTES, region.run_bytes - begin)]
             if read_at(fd, [part], start + begin) != len(part):
                 return None
-            crc = zlib.crc32(part, crc)
+            crc = crc32(part, crc)
     return crc
 
 
@@ -54,14 +54,14 @@ def crc_of_runs(buffer: memoryview, region: Region) -> int:
     if run >= _COPY_RUN_BYTES:
         crc = 0
         for start in region.run_starts():
-            crc = zlib.crc32(buffer[start : start + run], crc)
+            crc = crc32(buffer[start : start + run], crc)
         return crc
     crc = 0
     memory = torch.frombuffer(buffer, dtype=torch.uint8)
     outer = Region(region.start, 0, region.counts[:-1], region.strides[:-1])
     for start in outer.run_starts():
         rows = memory.as_strided((count, run), (region.strides[-1], 1), start)
-        crc = zlib.crc32(byte_view(rows.contiguous()), crc)
+        crc = crc32(byte_view(rows.contiguous()), crc)
     return crc
 
 
@@ -73,7 +73,7 @@ def chunk_lengths(num_bytes: int) -> list[int]:
 
 def crc_of_chunks(buffer: memoryview) -> list[int]:
     """Return the CRC-32 of every chunk of a contiguous piece."""
-    return [zlib.crc32(buffer[i : i + CHUNK_BYTES]) for i in range(0, len(buffer), CHUNK_BYTES)]
+    return [crc32(buffer[i : i + CHUNK_BYTES]) for i in range(0, len(buffer), CHUNK_BYTES)]
 
 
 class PendingSum(Generic[_T]):

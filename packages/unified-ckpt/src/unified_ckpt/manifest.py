@@ -14,7 +14,6 @@ import json
 import os
 import re
 import struct
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -22,6 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from unified_ckpt.boxes import Region
+from unified_ckpt.crc import crc32
 from unified_ckpt.errors import CorruptCheckpointError
 
 MANIFEST_NAME = "manifest.json"
@@ -139,7 +139,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     files = {name: record.to_json() for name, record in sorted(manifest.files.items())}
     table = {"format": _FORMAT, "version": _VERSION, "files": files}
     body = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()[:-1]
-    return body + b',"crc32":"%08x"}\n' % zlib.crc32(body)
+    return body + b',"crc32":"%08x"}\n' % crc32(body)
 
 
 def decode_manifest(raw: bytes, path: Path) -> Manifest:
@@ -149,7 +149,7 @@ def decode_manifest(raw: bytes, path: Path) -> Manifest:
         CorruptCheckpointError: the bytes are damaged or of an unknown version.
     """
     tail = _TAIL.search(raw)
-    if tail is None or int(tail[1], 16) != zlib.crc32(raw[: tail.start()]):
+    if tail is None or int(tail[1], 16) != crc32(raw[: tail.start()]):
         raise CorruptCheckpointError(f"{path}: the manifest does not match its own checksum")
     try:
         table = json.loads(raw)

@@ -14,6 +14,7 @@ import ctypes
 import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -112,11 +113,7 @@ class Offloader:
         Raises:
             SaveError: a copy failed, or was not done in time; `then` is not called.
         """
-        while self.chunks_left:
-            if self.busy:  # help
-                self._copy_here()
-            else:
-                self.issue_next()
+        self._copy_rest()
         with self._changed:
             if not self._changed.wait_for(
                 lambda: self._num_done == self._num_issued, timeout=timeout_s
@@ -131,12 +128,26 @@ class Offloader:
         else:
             self._put(lambda: _end_device(done, then, on_error))
 
-    def _copy_here(self) -> None:
-        chunk = self._plan.chunks[self._next]
-        self._next += 1
-        self._issue_on_device(chunk)
+    def _copy_rest(self) -> None:
+        """Copy what is left on two threads, each of which takes the next chunk when it can."""
+        left = deque(self._plan.chunks[self._next :])
+        self._next = len(self._plan.chunks)
+        for chunk in left:
+            self._issue_on_device(chunk)
+        sources, views = self._sources, self._views
+
+        def copy_all() -> None:
+            while left:
+                try:
+                    chunk = left.popleft()
+                except IndexError:  # the other thread was faster
+                    return
+                _copy_chunk(chunk, sources, views)
+
+        if len(left) > 1:
+            self._put(copy_all)
         try:
-            _copy_chunk(chunk, self._sources, self._views)
+            copy_all()
         except _FAILURES as error:
             self._error = error
 

@@ -8,7 +8,6 @@ reads it once more, whole.
         reader.run(plan, destinations)
 """
 
-import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -22,6 +21,7 @@ import torch
 from unified_ckpt.boxes import Region
 from unified_ckpt.checkpoint import Checkpoint
 from unified_ckpt.checksums import Checksums, PendingSum, crc_of_file, crc_of_runs
+from unified_ckpt.crc import crc32
 from unified_ckpt.errors import CorruptCheckpointError, LoadError
 from unified_ckpt.files import open_for_read, read_at, read_runs
 from unified_ckpt.load_plan import LoadPlan, Read
@@ -118,7 +118,7 @@ class _Check:
 def _first_damaged(checks: Sequence[_Check]) -> _Check | None:
     for check in checks:
         if check.inside is None:
-            crc = zlib.crc32(check.buffer)
+            crc = crc32(check.buffer)
         else:
             crc = crc_of_runs(check.buffer, check.inside)
         if crc != check.crc:

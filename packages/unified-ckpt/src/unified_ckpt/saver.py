@@ -45,7 +45,7 @@ from unified_ckpt.staging import StagingLayout, StagingPool, tensors_of
 from unified_ckpt.state import StateDict
 from unified_ckpt.tickets import Ticket, TicketBook, UploadFuture
 
-_COPY_CHUNKS = 16  # shared by the calling thread and one more
+_COPY_CHUNKS = 64  # each taken by the calling thread or one more
 _TAIL_BYTES = 1 << 20  # room beside the tensors for files of the usual size
 
 

@@ -6,7 +6,6 @@ staged piece by piece.
     sums = write_share(plan, shards, rank=0, folder=staging)
 """
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from unified_ckpt.checksums import (
     chunk_lengths,
     crc_of_chunks,
 )
+from unified_ckpt.crc import crc32
 from unified_ckpt.files import (
     Buffer,
     begin_writeback,
@@ -142,7 +142,7 @@ def _write_file(
         for piece in mine:
             buffer = bytes_of(file, piece)
             if piece.region.counts:
-                pending.append(sums.call(lambda b: [zlib.crc32(b)], buffer))
+                pending.append(sums.call(lambda b: [crc32(b)], buffer))
             else:
                 pending.append(sums.start_chunks(buffer))
             _add_runs(batch, piece.region, buffer)
