@@ -48,9 +48,13 @@ class Region:
 
     def run_starts(self) -> Iterator[int]:
         """Yield the file offset of every run, in row-major order of the box."""
-        steps = [range(0, n * s, s) for n, s in zip(self.counts, self.strides, strict=True)]
-        for step in itertools.product(*steps):
-            yield self.start + sum(step)
+        if not self.counts:
+            yield self.start
+            return
+        *outer, inner = (range(0, n * s, s) for n, s in zip(self.counts, self.strides, strict=True))
+        for steps in itertools.product(*outer):
+            start = self.start + sum(steps)
+            yield from range(start, start + inner.stop, inner.step)
 
 
 def box_region(
