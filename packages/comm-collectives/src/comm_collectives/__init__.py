@@ -36,6 +36,7 @@ _MODULE_OF = {
     "debug_mode": "watch",
     "dispatch": "moe",
     "dispatch_async": "moe",
+    "expect_tensors": "p2p",
     "fuzz": "fuzzing",
     "gather": "rooted",
     "isend_tensors": "p2p",

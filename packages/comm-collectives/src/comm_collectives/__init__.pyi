@@ -28,6 +28,7 @@ from comm_collectives.overlap import GradientOverlap as GradientOverlap
 from comm_collectives.overlap import overlap_gradients as overlap_gradients
 from comm_collectives.overlap_moe import OverlappedMoe as OverlappedMoe
 from comm_collectives.p2p import SendHandle as SendHandle
+from comm_collectives.p2p import expect_tensors as expect_tensors
 from comm_collectives.p2p import isend_tensors as isend_tensors
 from comm_collectives.p2p import recv_tensors as recv_tensors
 from comm_collectives.reduction import all_reduce as all_reduce
@@ -70,6 +71,7 @@ __all__ = [
     "debug_mode",
     "dispatch",
     "dispatch_async",
+    "expect_tensors",
     "fuzz",
     "gather",
     "isend_tensors",

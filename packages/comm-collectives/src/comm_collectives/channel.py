@@ -95,7 +95,7 @@ class Channel:
 
     __slots__ = (
         *("__weakref__", "_arrived", "_changed", "_incoming", "_is_reading", "_outbox"),
-        *("_outgoing", "_peer", "_sending", "_state", "_unwanted", "_workers"),
+        *("_outgoing", "_peer", "_posted", "_sending", "_state", "_unwanted", "_workers"),
     )
 
     def __init__(self, state: GroupState, peer: int) -> None:
@@ -107,6 +107,7 @@ class Channel:
         self._sending = threading.Lock()
         self._changed = threading.Condition()
         self._is_reading = False
+        self._posted: tuple[Pending | None] | None = None  # the receive of a message to come
         self._arrived: dict[int, deque[Message]] = defaultdict(deque)
         self._unwanted: set[int] = set()
         # A queue that a finaliser may put into.
@@ -153,6 +154,15 @@ class Channel:
             raise
         except RuntimeError as error:
             raise transfer.explain(error) from error
+
+    def expect(self) -> None:
+        """Let the next message, which must be on its way or to come, arrive before it is taken."""
+        with self._changed:
+            if self._incoming is None or self._posted is not None or self._is_reading:
+                return
+            with suppress(RuntimeError):  # whoever takes the message gets the error
+                work = self._state.transport.recv(self._incoming.offer(), self._peer)
+                self._posted = (work,)
 
     def give_gradient(self, grads: Sequence[torch.Tensor], transfer: Transfer) -> None:
         """Send the gradient of what was received, without waiting for the peer to want it.
@@ -303,7 +313,9 @@ class Channel:
         return words
 
     def _receive_into(self, buffer: torch.Tensor, transfer: Transfer) -> None:
-        work = self._state.transport.recv(buffer, self._peer)
+        posted, self._posted = self._posted, None
+        # Only a first message is received ahead, and nothing else is received before it.
+        work = posted[0] if posted else self._state.transport.recv(buffer, self._peer)
         if work is not None:
             wait_for(work, transfer.limit_s)
 

@@ -10,6 +10,8 @@ follows in messages of its own, without a copy.
     header, tensors = framing.unpack(receive)        # the other
 """
 
+import ctypes
+import struct
 from collections.abc import Callable, Sequence
 from typing import final
 
@@ -29,33 +31,38 @@ _WORD_BYTES = 8
 class Framing:
     """One direction between two ranks; the ends call `pack` and `unpack` once for each transfer."""
 
-    __slots__ = ("_buffer", "_capacity")
+    __slots__ = ("_buffer", "_capacity", "_is_offered")
 
     def __init__(self) -> None:
         self._capacity = _FIRST_BYTES
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._is_offered = False
 
     def pack(self, header: TransferHeader, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The messages of a transfer, flat uint8: the first, then those of tensors left out of it.
 
         What is left out shares memory with the tensors if they are contiguous.
         """
-        packed = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
+        packed = header.pack()
         places, size = _places(header, self._capacity)
         first = torch.empty(min(size, self._capacity), dtype=torch.uint8, device="cpu")
-        fitting = min(packed.numel(), self._capacity)
-        first[:fitting] = packed[:fitting]
+        base = first.data_ptr()
+        # By address: between two products of a pipeline each indexing of a tensor costs as much as
+        # copying a hundred kilobytes.
+        ctypes.memmove(base, packed, min(len(packed), len(first)))
         messages = [first]
-        if fitting < packed.numel():
-            messages.append(packed[fitting:])
+        if len(packed) > len(first):
+            rest = bytearray(packed[len(first) :])
+            messages.append(torch.frombuffer(rest, dtype=torch.uint8))
         for tensor, kind, place in zip(tensors, header.travels, places, strict=True):
             if not tensor.numel():
                 continue
-            flat = as_bytes(dense(tensor))
+            block = dense(tensor)
             if place is None:
-                messages.append(flat.to(kind))
+                messages.append(as_bytes(block).to(kind))
             else:
-                first[place : place + flat.numel()] = flat
+                block = block.cpu()
+                ctypes.memmove(base + place, block.data_ptr(), block.nbytes)
         self._grow(header, places)
         return messages
 
@@ -67,8 +74,9 @@ class Framing:
         Args:
             receive: receives the next message into a flat uint8 tensor, or into a part of it.
         """
-        first = self._offered()
+        first = self.offer()
         receive(first)
+        self._is_offered = False
         words = _words(first, FIRST_WORDS)
         more = TransferHeader.words_to_come(words)
         if more:
@@ -90,16 +98,24 @@ class Framing:
                 if size:
                     receive(flat)
             else:
-                flat = first[place : place + size].clone()
+                flat = torch.empty(size, dtype=torch.uint8, device="cpu")
+                ctypes.memmove(flat.data_ptr(), first.data_ptr() + place, size)
             tensors.append(from_bytes(flat, dtype, shape))
         self._grow(header, places)
         return header, tensors
 
-    def _offered(self) -> torch.Tensor:
-        """Memory for a first message; the same one again, as new pages cost more than the copy."""
+    def offer(self) -> torch.Tensor:
+        """Memory for the next first message, which may be received before `unpack` is called.
+
+        The same each time, as new pages cost more than the copy.
+        """
+        if self._is_offered:
+            return self._buffer
+        self._is_offered = True
         if self._buffer.numel() < self._capacity:
             self._buffer = torch.empty(self._capacity, dtype=torch.uint8, device="cpu")
-        self._buffer[:_WORD_BYTES] = 0  # so that an earlier header is not taken for one
+        # So that an earlier header is not taken for one.
+        ctypes.memset(self._buffer.data_ptr(), 0, _WORD_BYTES)
         return self._buffer
 
     def _grow(self, header: TransferHeader, places: Sequence[int | None]) -> None:
@@ -126,5 +142,5 @@ def _aligned(size: int) -> int:
 
 
 def _words(flat: torch.Tensor, most: int) -> list[int]:
-    words: list[int] = flat[: most * _WORD_BYTES].view(torch.int64).tolist()
-    return words
+    count = min(most, flat.numel() // _WORD_BYTES)
+    return list(struct.unpack(f"<{count}q", ctypes.string_at(flat.data_ptr(), count * _WORD_BYTES)))

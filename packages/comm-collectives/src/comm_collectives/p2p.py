@@ -6,6 +6,7 @@ they were sent, and each carries its number, so that a skipped one is noticed. A
 is final: gloo closes the connection between the two ranks, so give up the group after it.
 
     handle = isend_tensors([hidden, position_ids], dst=1)   # on rank 0; returns at once
+    expect_tensors(src=0)                                   # on rank 1, if it computes meanwhile
     hidden, position_ids = recv_tensors(src=0)              # on rank 1
     handle.wait()                                           # on rank 0, before changing the tensors
 """
@@ -119,6 +120,25 @@ def recv_tensors(
 
     tensors = channel.run(transfer, run)
     return [t if device is None else t.to(device) for t in tensors]
+
+
+def expect_tensors(*, src: int, group: Group | None = None) -> None:
+    """Let the next list from `src` arrive while this rank does something else.
+
+    Without it gloo moves bytes only once `recv_tensors` is called. Not collective; call it only
+    when `src` has sent a list that was not received here, or will. Has no effect on what is
+    received, on a second call for the same list, and where the backend is not gloo.
+
+    Args:
+        src: rank inside the group, not this one.
+        group: None is the default group.
+
+    Raises:
+        ValueError: `src` is not another rank of the group.
+    """
+    state = group_state(group)
+    check_peer(state, src, "src")
+    Channel.of(state, src).expect()
 
 
 def sending(name: str, dst: int, group: Group | None, timeout_s: float | None) -> Transfer:

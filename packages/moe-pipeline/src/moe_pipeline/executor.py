@@ -233,7 +233,9 @@ class PipelineExecutor:
     def _forward(self, step: "_Step", slot: Slot, action: Action) -> None:
         key = (action.stage, action.microbatch)
         if key in self._table.halves:
-            slot.queue = WeightQueue()
+            slot.queue = WeightQueue(step.first_queue)
+            if step.first_queue is None:
+                step.first_queue = slot.queue
         recording = nullcontext() if step.track is None else step.track.forward(key)
         splitting = nullcontext() if slot.queue is None else split_backward(slot.queue)
         with torch.set_grad_enabled(self.schedule.has_backward):
@@ -316,6 +318,7 @@ class _Step:
     def __init__(self, slots: dict[_Key, Slot], track: MemoryTrack | None) -> None:
         self.slots = slots
         self.track = track
+        self.first_queue: WeightQueue | None = None
 
 
 def _check_stages(stages: Mapping[int, Stage], table: Table, rank: int | None) -> None:

@@ -32,6 +32,7 @@ from comm_collectives import (
     CommError,
     PeerFailedError,
     SendHandle,
+    expect_tensors,
     isend_tensors,
     recv_tensors,
 )
@@ -142,6 +143,10 @@ class Transport:
         """Receive the next message, where it travelled."""
         return recv_tensors(src=channel.peer, group=self._group(channel), timeout_s=limit_s)
 
+    def expect(self, channel: "Channel") -> None:
+        """Let the next message arrive while this rank computes; one is to come."""
+        expect_tensors(src=channel.peer, group=self._group(channel))
+
     def _group(self, channel: "Channel") -> ProcessGroup:
         return self.forward if channel.forward else self.backward
 
@@ -164,6 +169,7 @@ class GroupLinks:
         self._under_way: dict[Link, deque[SendHandle]] = {}
         self._sent: Counter[Link] = Counter()
         self._expected: dict[Link, deque[Action]] = {}
+        self._to_come: Counter[Channel] = Counter()
         self._arrived: dict[Action, Parcel] = {}
         self._told: Channel | None = None  # where the peer has said why it gave up
 
@@ -173,6 +179,11 @@ class GroupLinks:
         self._sent.clear()
         self._expected = {link: deque(row) for link, row in self._table.expected.items()}
         self._arrived.clear()
+        self._to_come.clear()
+        for link, row in self._expected.items():
+            self._to_come[self._transport.channel(link)] += len(row)
+        for channel in self._to_come:
+            self._transport.expect(channel)
 
     def ready(self, action: Action) -> bool:
         """Nothing else is to be done meanwhile."""
@@ -260,6 +271,9 @@ class GroupLinks:
         """Read one message of the link's channel and keep it."""
         channel = self._transport.channel(link)
         message = self._transport.receive(channel, self._transport.timeout_s)
+        self._to_come[channel] -= 1
+        if self._to_come[channel]:
+            self._transport.expect(channel)
         try:
             news = unpack(message)
         except ValueError as error:

@@ -8,8 +8,8 @@ tensors, no grad mode) goes to torch's own, whose weight gradients are computed 
     y_RN = looped_product(x_RK, weight_ENK, counts)
 
 A function of torch saves its inputs before it computes, so that a forward which runs again for what
-is saved stops ahead of the last product; one written in Python saves afterwards. So here the
-function returns a placeholder, which is filled once the inputs are saved.
+is saved stops ahead of the last product; one written in Python saves afterwards. So here, where
+hooks wait for what is saved, the function returns a placeholder, which is filled afterwards.
 
 Dims: N outputs, K inputs, R rows sorted by group, E groups.
 """
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe_pipeline._torch_private import GROUPED_MM
+from moe_pipeline._torch_private import GROUPED_MM, saved_tensors_hooks_in_force
 from moe_pipeline.weight_token import Splitting, WeightToken, put_off, splittable
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
@@ -92,8 +92,10 @@ def _grouped_mm(
     if plain and offsets is not None and mat_a.dim() == 2 and mat_b.dim() == 3:
         alias_EKN, token = splitting.of(mat_b)
         if token is not None and type(mat_a) in _PLAIN_TYPES:
-            y_RN = _SplitGroupedMM.apply(mat_a, alias_EKN, offsets, token)
-            return _filled(y_RN, lambda: function(mat_a, alias_EKN, offs=offsets))
+            return _computed(
+                lambda: function(mat_a, alias_EKN, offs=offsets),
+                lambda now: _SplitGroupedMM.apply(mat_a, alias_EKN, offsets, token, now),
+            )
     return function(mat_a, mat_b, **named)
 
 
@@ -120,8 +122,17 @@ def _takes(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _filled(placeholder: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-    """The placeholder, with its place in the graph and the computed values."""
+_Compute = Callable[[], Tensor]
+
+
+def _computed(compute: _Compute, apply: Callable[[_Compute | None], Tensor]) -> Tensor:
+    """What `apply` makes of `compute`: called within it or, where hooks wait, after it.
+
+    `apply(None)` returns a placeholder with its place in the graph.
+    """
+    if saved_tensors_hooks_in_force() is None:
+        return apply(compute)
+    placeholder = apply(None)
     with torch.no_grad():
         placeholder.data = compute()
     return placeholder
@@ -145,12 +156,15 @@ def _split(
     if torch.is_autocast_enabled(device) and torch.float64 not in (x.dtype, dtype):
         dtype = torch.get_autocast_dtype(device)
         x = x.to(dtype)
-    return _filled(_SplitLinear.apply(x, alias, bias, token, is_transposed, dtype), compute)
+    return _computed(
+        compute,
+        lambda now: _SplitLinear.apply(x, alias, bias, token, (is_transposed, dtype), now),
+    )
 
 
 @final
 class _SplitLinear(torch.autograd.Function):
-    """`x @ weight.t() + bias`, or `x @ weight + bias` where the weight is `is_transposed`."""
+    """`x @ weight.t() + bias`, or `x @ weight + bias`; `how`: whether the latter, and in what."""
 
     @staticmethod
     def forward(
@@ -159,11 +173,14 @@ class _SplitLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         token: WeightToken,
-        is_transposed: bool,
-        dtype: torch.dtype,
+        how: tuple[bool, torch.dtype],
+        compute: _Compute | None,
     ) -> Tensor:
         ctx.save_for_backward(_MARK, x, weight if ctx.needs_input_grad[0] else None)
-        ctx.token, ctx.is_transposed, ctx.dtype = token, is_transposed, dtype
+        ctx.token, (is_transposed, dtype) = token, how
+        ctx.is_transposed, ctx.dtype = how
+        if compute is not None:
+            return compute()
         return _placeholder(x, *x.shape[:-1], weight.shape[int(is_transposed)], dtype=dtype)
 
     @staticmethod
@@ -199,16 +216,23 @@ def _grad_of_transposed(x: Tensor, grad: Tensor) -> Tensor:
 class _SplitGroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows_RK: Tensor, weight_EKN: Tensor, offsets_E: Tensor, token: WeightToken
+        ctx: Any,
+        rows_RK: Tensor,
+        weight_EKN: Tensor,
+        offsets_E: Tensor,
+        token: WeightToken,
+        compute: _Compute | None,
     ) -> Tensor:
         needed = weight_EKN if ctx.needs_input_grad[0] else None
         ctx.save_for_backward(_MARK, rows_RK, needed, offsets_E)
         ctx.token = token
+        if compute is not None:
+            return compute()
         return _placeholder(rows_RK, rows_RK.shape[0], weight_EKN.shape[2])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, ...]:
         _, rows_RK, weight_EKN, offsets_E = ctx.saved_tensors
         grad_rows = grad_weight = None
         grad_RN = grad_RN.contiguous()  # an expanded one is refused
@@ -217,7 +241,7 @@ class _SplitGroupedMM(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             work = _grad_of_transposed_groups if ctx.token.is_transposed else _grad_of_groups
             grad_weight = put_off(ctx.token, work, rows_RK, grad_RN, offsets_E)
-        return grad_rows, grad_weight, None, None
+        return grad_rows, grad_weight, None, None, None
 
 
 def _grad_of_groups(rows_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
@@ -246,7 +270,9 @@ def looped_product(rows_RK: Tensor, weight_ENK: Tensor, counts: tuple[int, ...])
         pieces = zip(rows_RK.split(counts), alias_ENK.unbind(), strict=True)
         return torch.cat([F.linear(rows, weight) for rows, weight in pieces])
 
-    return _filled(_LoopedProduct.apply(rows_RK, alias_ENK, counts, token), compute)
+    return _computed(
+        compute, lambda now: _LoopedProduct.apply(rows_RK, alias_ENK, counts, token, now)
+    )
 
 
 @final
@@ -258,14 +284,17 @@ class _LoopedProduct(torch.autograd.Function):
         weight_ENK: Tensor,
         counts: tuple[int, ...],
         token: WeightToken | None,
+        compute: _Compute | None,
     ) -> Tensor:
         ctx.save_for_backward(_MARK, rows_RK, weight_ENK if ctx.needs_input_grad[0] else None)
         ctx.counts, ctx.token = counts, token
+        if compute is not None:
+            return compute()
         return _placeholder(rows_RK, rows_RK.shape[0], weight_ENK.shape[1])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, ...]:
         _, rows_RK, weight_ENK = ctx.saved_tensors
         counts = ctx.counts
         grad_rows = grad_weight = None
@@ -279,4 +308,4 @@ class _LoopedProduct(torch.autograd.Function):
                 return torch.stack([grad.t() @ rows for grad, rows in pairs])
 
             grad_weight = put_off(ctx.token, of_groups, rows_RK, grad_RN)
-        return grad_rows, grad_weight, None, None
+        return grad_rows, grad_weight, None, None, None

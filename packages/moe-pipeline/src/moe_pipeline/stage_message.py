@@ -1,16 +1,19 @@
 """Messages between stages: activations forwards, gradients backwards, and the news of a failure.
 
-A message is a list of tensors whose first is its header: JSON bytes that say which action sent it,
-so that a receiver knows what arrived and refuses what it does not expect. Shapes and dtypes travel
-in the header that `isend_tensors` puts before its tensors; nothing is assumed from earlier ones.
+A message is a list of tensors whose first is its header: bytes that say which action sent it, so
+that a receiver knows what arrived and refuses what it does not expect, and JSON of the rest. Shapes
+and dtypes travel in the header that `isend_tensors` puts before its tensors; nothing is assumed
+from earlier ones.
 
     message = pack_parcel(Action(1, Kind.SEND_FORWARD, 3), parcel)
     news = unpack(message)                      # news.action, news.parcel
 """
 
+import ctypes
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from torch import Tensor
 from moe_pipeline.nests import Form, put_together, take_apart
 from moe_pipeline.schedule import Action
 
+_END = b"\n"  # of the action
 _ENCODE = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
@@ -75,12 +79,12 @@ def gradients(found: Sequence[Tensor | None]) -> Parcel:
 def pack_parcel(action: Action, parcel: Parcel) -> list[Tensor]:
     """The message in which `action`, a send, carries `parcel`."""
     flags = [int(flag) for flag in parcel.flags]
-    return [_header({"a": str(action), "g": flags, "f": parcel.form}), *parcel.tensors]
+    return [_header(str(action), {"g": flags, "f": parcel.form}), *parcel.tensors]
 
 
 def pack_cause(cause: str) -> list[Tensor]:
     """The message that says why this rank gave up; with "" that it ended well."""
-    return [_header({"cause": cause})]
+    return [_header("", {"cause": cause})]
 
 
 def unpack(message: Sequence[Tensor]) -> News:
@@ -91,18 +95,28 @@ def unpack(message: Sequence[Tensor]) -> News:
     """
     if not message or message[0].dtype != torch.uint8 or message[0].dim() != 1:
         raise ValueError("a message without a header arrived; was it sent by another program?")
-    header = json.loads(bytes(message[0].tolist()))
-    if "cause" in header:
-        return News(cause=header["cause"])
-    parcel = Parcel(list(message[1:]), [bool(flag) for flag in header["g"]], header["f"])
+    header = message[0].contiguous()
+    told = ctypes.string_at(header.data_ptr(), header.numel())
+    action, _, content = told.partition(_END)
+    if not action:
+        return News(cause=json.loads(content)["cause"])
+    flags, form = _parsed(content)
+    parcel = Parcel(list(message[1:]), [*flags], form)
     announced = sum(parcel.flags) if parcel.form is None else len(parcel.flags)
     if announced != len(parcel.tensors):
         raise ValueError(
-            f"the message of {header['a']} announces {announced} tensors and carries "
+            f"the message of {action.decode()} announces {announced} tensors and carries "
             f"{len(parcel.tensors)}"
         )
-    return News(action=Action.parse(header["a"]), parcel=parcel)
+    return News(action=Action.parse(action.decode()), parcel=parcel)
 
 
-def _header(content: dict[str, object]) -> Tensor:
-    return torch.frombuffer(bytearray(_ENCODE(content).encode()), dtype=torch.uint8)
+def _header(action: str, content: dict[str, object]) -> Tensor:
+    told = action.encode() + _END + _ENCODE(content).encode()
+    return torch.frombuffer(bytearray(told), dtype=torch.uint8)
+
+
+@lru_cache(maxsize=256)  # most microbatches are alike
+def _parsed(content: bytes) -> tuple[tuple[bool, ...], Form]:
+    found = json.loads(content)
+    return tuple(bool(flag) for flag in found["g"]), found["f"]

@@ -32,7 +32,7 @@ does not lead to an input. W runs on the current CUDA stream, which should be th
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
 import torch
@@ -47,10 +47,14 @@ from moe_pipeline.weight_token import Splitting, WorkList, current_splitting, na
 
 @final
 class WeightQueue:
-    """Weight gradients of backwards that have run, to be computed later; see the module."""
+    """Weight gradients of backwards that have run, to be computed later; see the module.
 
-    def __init__(self) -> None:
-        self._work = WorkList()
+    Args:
+        beside: a queue of another microbatch of the stage, which has prepared the weights already.
+    """
+
+    def __init__(self, beside: "WeightQueue | None" = None) -> None:
+        self._work: WorkList = WorkList(None if beside is None else beside._work)
 
     def __len__(self) -> int:
         """How many pieces of work wait."""
@@ -88,7 +92,7 @@ class WeightQueue:
         before, work.deferring = work.deferring, True
         work.num_backwards += 1
         try:
-            with self.at_once():
+            with self.at_once() if work.may_repeat else nullcontext():
                 yield
         finally:
             work.deferring = before
@@ -136,16 +140,10 @@ class _SplitMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is current_splitting:
-            return self._splitting
-        if func is Tensor.backward or func is torch.autograd.backward:
-            with _SplitMode(self._splitting):
-                return _backward(*args, **kwargs)
-        replacement = REPLACEMENTS.get(func)
-        if replacement is None:
-            return func(*args, **kwargs)
-        return replacement(self._splitting, func, *args, **kwargs)
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            return func(*args, **(kwargs or {}))
+        return handler(self._splitting, func, *args, **(kwargs or {}))
 
 
 def _backward(
@@ -170,6 +168,19 @@ def _backward(
         create_graph=create_graph,
         inputs=() if inputs is None else _as_tuple(inputs),
     )
+
+
+def _backward_in_mode(splitting: Splitting, function: object, *args: Any, **named: Any) -> None:
+    with _SplitMode(splitting):
+        _backward(*args, **named)
+
+
+_HANDLERS: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    **REPLACEMENTS,
+    current_splitting: lambda splitting, function: splitting,
+    Tensor.backward: _backward_in_mode,
+    torch.autograd.backward: _backward_in_mode,
+}
 
 
 def _as_tuple(given: Any) -> tuple[Any, ...]:

@@ -32,17 +32,19 @@ graph does not lead there.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from moe_pipeline._torch_private import run_backward
+from moe_pipeline._torch_private import run_backward, saved_tensors_hooks_in_force
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+# Of small weights, whose gradients wait for each other until they are delivered.
+_TOGETHER_BYTES = 8 << 20
 
 
 class _Entry(NamedTuple):
@@ -52,7 +54,7 @@ class _Entry(NamedTuple):
     held: tuple[Tensor, ...]
     token: "WeightToken | None"  # whose gradient it returns; None: it returns nothing
     backward: int  # of which backward: uses of a weight in one are summed first
-    name: str
+    name: str | None  # None: that of the function
 
 
 @final
@@ -62,11 +64,16 @@ class WorkList:
     Attributes:
         deferring: whether a backward that runs now puts its weight gradients here.
         num_backwards: how many such backwards there were.
+        may_repeat: whether the backward may run a part of the forward again, which is then to be
+            split: something was saved by way of hooks, or computed without grad mode.
+        aliases: by the weight's id itself and its alias.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, beside: "WorkList | None" = None) -> None:
+        self.aliases: dict[int, tuple[Tensor, Tensor]] = {} if beside is None else beside.aliases
         self.deferring = False
         self.num_backwards = 0
+        self.may_repeat = False
         self._entries: deque[_Entry] = deque()
 
     def __len__(self) -> int:
@@ -82,9 +89,8 @@ class WorkList:
     ) -> None:
         """Put off `work(*held)`; its result goes to the token's weight."""
         # Detached: a saved tensor comes with its graph, which would stay alive.
-        kept = tuple(tensor.detach() for tensor in held)
-        named = name_of(work) if name is None else name
-        self._entries.append(_Entry(work, kept, token, self.num_backwards, named))
+        kept = tuple([tensor.detach() for tensor in held])
+        self._entries.append(_Entry(work, kept, token, self.num_backwards, name))
 
     @property
     def held_bytes(self) -> int:
@@ -98,6 +104,7 @@ class WorkList:
         entries, self._entries = self._entries, deque()
         left = Counter(_sum_key(entry) for entry in entries)
         sums: dict[tuple[int, int], Tensor] = {}
+        ready = _Ready()
         position, total = 0, len(entries)
         while entries:
             entry, position = entries.popleft(), position + 1
@@ -109,10 +116,42 @@ class WorkList:
                     sums[key] = sums[key] + grad if key in sums else grad
                 del grad
                 if entry.token is not None and left[key] == 0 and key in sums:
-                    deliver(entry.token.leaf, [sums.pop(key)])
+                    ready.add(entry.token.leaf, sums.pop(key))
             except Exception as error:
                 error.add_note(f"in work {position} of {total} of a weight queue: {_told(entry)}")
                 raise
+        ready.deliver()
+
+
+@final
+class _Ready:
+    """Gradients that are to be delivered together: each run of the engine costs some Python."""
+
+    def __init__(self) -> None:
+        self._leaves: list[Tensor] = []
+        self._gradients: list[Tensor] = []
+        self._num_bytes = 0
+
+    def add(self, leaf: Tensor, gradient: Tensor) -> None:
+        """Deliver soon; what is large, at once."""
+        if any(leaf is other for other in self._leaves):  # its hooks are called for each gradient
+            self.deliver()
+        self._leaves.append(leaf)
+        self._gradients.append(gradient)
+        self._num_bytes += gradient.nbytes
+        del gradient
+        if self._num_bytes >= _TOGETHER_BYTES:
+            self.deliver()
+
+    def deliver(self) -> None:
+        """Deliver what has been added."""
+        leaves, self._leaves, self._num_bytes = self._leaves, [], 0
+        try:
+            deliver(leaves, self._gradients)
+        except Exception as error:
+            told = ", ".join(f"shape {tuple(leaf.shape)} in {leaf.dtype}" for leaf in leaves)
+            error.add_note(f"in gradients of a weight queue, delivered to weights of {told}")
+            raise
 
 
 def name_of(work: Callable[..., object]) -> str:
@@ -136,14 +175,14 @@ def _gradient(entry: _Entry) -> Tensor | None:
 
 
 def _told(entry: _Entry) -> str:
+    name = name_of(entry.work) if entry.name is None else entry.name
     if entry.token is None:
-        return entry.name
+        return name
     leaf = entry.token.leaf
-    return f"{entry.name}, gradient of a weight of shape {tuple(leaf.shape)} in {leaf.dtype}"
+    return f"{name}, gradient of a weight of shape {tuple(leaf.shape)} in {leaf.dtype}"
 
 
 @final
-@dataclass(frozen=True, slots=True, eq=False)
 class WeightToken:
     """Whose gradient a function may put off, and where to. From `splittable`.
 
@@ -153,9 +192,12 @@ class WeightToken:
         is_transposed: whether the function works with `leaf.mT`.
     """
 
-    work_list: WorkList
-    leaf: Tensor
-    is_transposed: bool = False
+    __slots__ = ("is_transposed", "leaf", "work_list")  # no dataclass: one is made for every use
+
+    def __init__(self, work_list: WorkList, leaf: Tensor, *, is_transposed: bool) -> None:
+        self.work_list = work_list
+        self.leaf = leaf
+        self.is_transposed = is_transposed
 
     @property
     def weight(self) -> Tensor:
@@ -169,29 +211,36 @@ class WeightToken:
 
 
 @final
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Splitting:
-    """A `split_backward` in force: where work goes, and the aliases that exist already."""
+    """A `split_backward` in force: where work goes."""
 
     work_list: WorkList
-    aliases: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def of(self, weight: Tensor) -> tuple[Tensor, WeightToken | None]:
         """See `splittable`."""
-        if type(weight) not in _PLAIN_TYPES or not weight.requires_grad:
-            return weight, None
-        if not torch.is_grad_enabled():
+        is_grad_enabled = torch.is_grad_enabled()
+        if not is_grad_enabled or saved_tensors_hooks_in_force() is not None:
+            self.work_list.may_repeat = True
+        if not is_grad_enabled or not weight.requires_grad or type(weight) not in _PLAIN_TYPES:
             return weight, None
         leaf = _leaf_of(weight)
         if leaf is None:
             return weight, None
-        # One alias of each weight: autograd then sums over its uses before delivering.
-        if id(leaf) not in self.aliases:
-            anchor = torch.empty((), requires_grad=True)
-            self.aliases[id(leaf)] = leaf, _Alias.apply(anchor, (leaf,))
-        alias = self.aliases[id(leaf)][1]
-        token = WeightToken(self.work_list, leaf, leaf is not weight)
-        return (alias if leaf is weight else alias.mT), token
+        alias = self._alias(leaf)
+        if leaf is weight:
+            return alias, WeightToken(self.work_list, leaf, is_transposed=False)
+        return alias.mT, WeightToken(self.work_list, leaf, is_transposed=True)
+
+    def _alias(self, leaf: Tensor) -> Tensor:
+        """One for each weight: autograd then sums over its uses before delivering."""
+        found = self.work_list.aliases.get(id(leaf))
+        if found is not None and found[1].data_ptr() == leaf.data_ptr():
+            return found[1]
+        anchor = torch.empty((), requires_grad=True)
+        alias: Tensor = _Alias.apply(anchor, (leaf,))
+        self.work_list.aliases[id(leaf)] = leaf, alias  # alive, so that its id stays its own
+        return alias
 
 
 def current_splitting() -> Splitting | None:
@@ -238,18 +287,21 @@ def put_off(
     return None
 
 
-def deliver(leaf: Tensor, box: list[Tensor]) -> None:
-    """Give a leaf the gradient in `box` as autograd does, hooks included; empties the box.
+def deliver(leaves: Sequence[Tensor], gradients: list[Tensor]) -> None:
+    """Give leaves their gradients as autograd does, hooks included; empties the list.
 
-    In a box, as a gradient that nobody else holds becomes `leaf.grad` without a copy. A leaf that
-    was frozen since its forward gets none.
+    A gradient that nobody else holds becomes `leaf.grad` without a copy. A leaf that was frozen
+    since its forward gets none.
     """
-    if not leaf.requires_grad:
-        box.clear()
+    boxes = [[gradient] for gradient in gradients]
+    gradients.clear()
+    given = [pair for pair in zip(leaves, boxes, strict=True) if pair[0].requires_grad]
+    del boxes
+    if not given:
         return
     with torch.enable_grad():
-        root = _Delivery.apply(box, leaf)
-    # Not torch's own function, which compares shapes first: this runs for every weight in every W.
+        root = _Delivery.apply([box for _, box in given], *(leaf for leaf, _ in given))
+    # Not torch's own function, which compares shapes first: this runs in every W.
     ones = torch.ones_like(root)
     run_backward((root,), (ones,), retain_graph=False, create_graph=False, inputs=())
 
@@ -283,19 +335,19 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None]:
         if grad is not None:
-            deliver(ctx.boxed[0], [grad])
+            deliver(ctx.boxed, [grad])
         return None, None
 
 
 @final
 class _Delivery(torch.autograd.Function):
-    """Its backward makes the gradient in the box that of the leaf."""
+    """Its backward makes the gradients in the boxes those of the leaves."""
 
     @staticmethod
-    def forward(ctx: Any, box: list[Tensor], leaf: Tensor) -> Tensor:
-        ctx.box = box
-        return leaf.new_empty(())
+    def forward(ctx: Any, boxes: list[list[Tensor]], *leaves: Tensor) -> Tensor:
+        ctx.boxes = boxes
+        return leaves[0].new_empty(())
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.box.pop()
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *[box.pop() for box in ctx.boxes]
