@@ -2,6 +2,7 @@
 
 import os
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -186,3 +187,60 @@ def test_unknown_device_is_refused_before_anything_is_received() -> None:
         return [t.numel() for t in cc.recv_tensors(src=0, timeout_s=20)]
 
     assert run_ranks(fn, 2) == [[], [4]]
+
+
+def test_an_expected_list_arrives_before_it_is_received() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 1:
+            cc.expect_tensors(src=0)
+            cc.expect_tensors(src=0)  # once more is the same
+            store.set("expected", "")
+            store.wait(["sent"], timedelta(seconds=30))
+            (got,) = cc.recv_tensors(src=0, timeout_s=30)
+            assert torch.equal(got, torch.arange(500.0))
+        else:
+            store.wait(["expected"], timedelta(seconds=30))
+            cc.isend_tensors([torch.arange(500.0)], dst=1, timeout_s=10).wait()
+            store.set("sent", "")
+
+    run_ranks(fn, 2)
+
+
+def test_expecting_changes_nothing_about_what_is_received() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        for want in [*_LISTS, *reversed(_LISTS)]:
+            if rank == 0:
+                cc.isend_tensors(want, dst=1).wait()
+                continue
+            cc.expect_tensors(src=0)
+            got = cc.recv_tensors(src=0, timeout_s=30)
+            assert [(t.dtype, t.shape) for t in got] == [(t.dtype, t.shape) for t in want]
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        # What is expected and never sent disturbs neither collectives nor the end of the group.
+        if rank == 1:
+            cc.expect_tensors(src=0)
+        assert int(cc.all_reduce(torch.ones(()))) == 2
+
+    run_ranks(fn, 2)
+
+
+def test_a_sender_that_died_is_named_by_whoever_expected_it() -> None:
+    def fn(rank: int, world_size: int) -> str:
+        if rank == 0:
+            cc.recv_tensors(src=1)
+            os._exit(1)
+        cc.expect_tensors(src=0)
+        cc.isend_tensors([], dst=0).wait()
+        started = time.monotonic()
+        with pytest.raises(
+            cc.PeerFailedError, match="recv_tensors, transfer 1 from rank 0"
+        ):
+            cc.recv_tensors(src=0, timeout_s=30)
+        assert time.monotonic() - started < 10
+        cc.expect_tensors(src=0)  # and does not raise
+        with pytest.raises(ValueError, match="src"):
+            cc.expect_tensors(src=1)
+        return "named"
+
+    assert collect_ranks(fn, 2)[1].value == "named"
