@@ -265,7 +265,7 @@ def summary(precision: str, lines: list[dict[str, object]]) -> list[dict[str, ob
 def main(argv: Sequence[str] | None = None) -> int:
     """Print JSON lines: the figures of each case, then the worst of each figure and dtype."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--runs", type=int, default=11, help="measured runs of each side")
+    parser.add_argument("--runs", type=int, default=25, help="measured runs of each side")
     parser.add_argument("--case", choices=[case.name for case in cases()])
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)

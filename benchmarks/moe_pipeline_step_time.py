@@ -8,7 +8,9 @@ that of all ranks together, with all of their threads. A figure is the median ov
 torch's (less is better), with the quartiles; `pipeline_step_*_worst` are the largest medians.
 
     python benchmarks/moe_pipeline_step_time.py
-    python benchmarks/moe_pipeline_step_time.py --schedules 1F1B --ranks 2 --rounds 80
+    python benchmarks/moe_pipeline_step_time.py --schedules 1F1B --ranks 2 --width 256 --rounds 80
+
+The narrower the layers, the more a figure says of the Python around a product and a transfer.
 """
 
 import argparse
@@ -19,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,7 +35,7 @@ from moe_pipeline.layer import MoELayer
 from moe_pipeline.torch_schedules import get_schedule_class
 from ranktest import run_ranks
 
-WIDTH, ROWS = 256, 128  # of a microbatch
+ROWS = 128  # of a microbatch
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 SINGLE = ("GPipe", "1F1B")
 Step = Callable[[], float]
@@ -42,11 +44,11 @@ Step = Callable[[], float]
 class Dense(nn.Module):
     """A gated MLP with a residual, as in a dense decoder layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.norm = nn.RMSNorm(width)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(2 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """[rows, width] to the same."""
@@ -57,12 +59,12 @@ class Dense(nn.Module):
 class Sparse(nn.Module):
     """A layer of this package: 8 experts, 2 for each token."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(WIDTH)
+        self.norm = nn.RMSNorm(width)
         config = MoEConfig(
-            hidden_size=WIDTH,
-            moe_intermediate_size=WIDTH,
+            hidden_size=width,
+            moe_intermediate_size=width,
             num_experts=8,
             num_experts_per_tok=2,
             initializer_range=0.05,
@@ -78,6 +80,13 @@ class Sparse(nn.Module):
 MODELS: dict[str, tuple[type[nn.Module], int]] = {"dense": (Dense, 2), "moe": (Sparse, 1)}
 
 
+class Model(NamedTuple):
+    """Which layers, and how wide."""
+
+    name: str
+    width: int
+
+
 def stages_of(name: str, rank: int, ranks: int) -> list[int]:
     """The stages of a rank, as torch places them."""
     if name in SINGLE:
@@ -85,15 +94,15 @@ def stages_of(name: str, rank: int, ranks: int) -> list[int]:
     return [rank, 2 * ranks - 1 - rank] if name.startswith("ZBV") else [rank, rank + ranks]
 
 
-def side(maker: Callable[[str], Any], model: str, name: str, rank: int, ranks: int) -> Any:
+def side(maker: Callable[[str], Any], model: Model, name: str, rank: int, ranks: int) -> Any:
     """A schedule with stages of its own, and those stages' modules."""
-    layer, blocks = MODELS[model]
+    layer, blocks = MODELS[model.name]
     count = ranks if name in SINGLE else 2 * ranks
     stages, modules = [], []
     for index in stages_of(name, rank, ranks):
         torch.manual_seed(index)
         per_stage = blocks * (2 if name in SINGLE else 1)
-        modules.append(nn.Sequential(*(layer() for _ in range(per_stage))))
+        modules.append(nn.Sequential(*(layer(model.width) for _ in range(per_stage))))
         stages.append(PipelineStage(modules[-1], index, count, torch.device("cpu")))
     given = stages[0] if name in SINGLE else stages
     schedule = maker(name)(given, n_microbatches=4 * ranks, loss_fn=F.mse_loss)
@@ -128,11 +137,12 @@ def timed(run: Callable[[], object]) -> tuple[float, float]:
 
 
 def compare(
-    rank: int, ranks: int, *, model: str, name: str, rounds: int
+    rank: int, ranks: int, *, model: Model, name: str, rounds: int
 ) -> list[tuple[float, float, float, float]]:
     """For each round: wall and CPU seconds of ours, wall and CPU seconds of torch's."""
     torch.set_num_threads(1)
-    x, target = torch.randn(2, 4 * ranks * ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+    shape = 2, 4 * ranks * ROWS, model.width
+    x, target = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
     last = (ranks if name in SINGLE else 2 * ranks) - 1
     args = (x,) if rank == 0 else ()
     kwargs = {"target": target} if last in stages_of(name, rank, ranks) else {}
@@ -164,7 +174,8 @@ def report(figure: str, values: Sequence[float]) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a JSON line for each case and the worst of both kinds of time."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--schedules", nargs="*", default=list(SCHEDULES))
     parser.add_argument("--models", nargs="*", default=list(MODELS))
@@ -173,7 +184,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for ranks in given.ranks:
         for model in given.models:
             for name in given.schedules:
-                run = partial(compare, model=model, name=name, rounds=given.rounds)
+                run = partial(
+                    compare, model=Model(model, given.width), name=name, rounds=given.rounds
+                )
                 by_rank: list[Any] = run_ranks(run, ranks, timeout_s=600)
                 rounds = list(zip(*by_rank, strict=True))
                 ratios = {

@@ -233,9 +233,7 @@ def test_a_sender_that_died_is_named_by_whoever_expected_it() -> None:
         cc.expect_tensors(src=0)
         cc.isend_tensors([], dst=0).wait()
         started = time.monotonic()
-        with pytest.raises(
-            cc.PeerFailedError, match="recv_tensors, transfer 1 from rank 0"
-        ):
+        with pytest.raises(cc.PeerFailedError, match="recv_tensors, transfer 1 from rank 0"):
             cc.recv_tensors(src=0, timeout_s=30)
         assert time.monotonic() - started < 10
         cc.expect_tensors(src=0)  # and does not raise

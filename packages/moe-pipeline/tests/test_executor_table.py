@@ -37,7 +37,7 @@ def test_delivered_never_counts_more_than_was_sent(name):
                         break
                     for link, count in tables[rank].delivered[action].items():
                         assert received.get((rank, link.peer, link.forward), 0) >= count
-                    link = tables[rank].link(action)
+                    link = tables[rank].links[action]
                     key = (link.peer, rank, link.forward)
                     received[key] = received.get(key, 0) + 1
                 elif action.kind in SENDS:

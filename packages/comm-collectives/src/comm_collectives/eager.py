@@ -13,18 +13,20 @@ follows in messages of its own, without a copy.
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import final
 
 import torch
 
 from comm_collectives.header import FIRST_WORDS, TransferHeader
-from comm_collectives.wire import as_bytes, dense, from_bytes, num_bytes
+from comm_collectives.wire import as_bytes, bytes_of, dense, from_bytes, num_bytes
 
 _FIRST_BYTES = 16 << 10
 # Above it the copies cost more than the message that they save.
 _MOST_BYTES = 512 << 10
 _ALIGNMENT = 64
 _WORD_BYTES = 8
+_THREE_WORDS = struct.Struct("<3q")
 
 
 @final
@@ -77,15 +79,15 @@ class Framing:
         first = self.offer()
         receive(first)
         self._is_offered = False
-        words = _words(first, FIRST_WORDS)
-        more = TransferHeader.words_to_come(words)
+        data = _start_of(first)
+        more = TransferHeader.words_to_come(_THREE_WORDS.unpack_from(data))
         if more:
-            words = _words(first, FIRST_WORDS + more)
-            rest = torch.empty((FIRST_WORDS + more - len(words)) * _WORD_BYTES, dtype=torch.uint8)
+            data = _start_of(first, FIRST_WORDS + more)
+            rest = torch.empty((FIRST_WORDS + more) * _WORD_BYTES - len(data), dtype=torch.uint8)
             if rest.numel():
                 receive(rest)
-                words += _words(rest, len(rest))
-        header = TransferHeader.from_words(words)
+                data += bytes_of(rest)
+        header, _ = TransferHeader.unpack(data)
         if header is None:
             return None
         places, _ = _places(header, self._capacity)
@@ -125,22 +127,31 @@ class Framing:
         self._capacity = max(self._capacity, min(wanted, _MOST_BYTES))
 
 
-def _places(header: TransferHeader, capacity: int) -> tuple[list[int | None], int]:
+def _places(header: TransferHeader, capacity: int) -> tuple[Sequence[int | None], int]:
     """Where each tensor begins in the first message (None: not in it), and that one's bytes."""
-    end = _aligned(header.num_words * _WORD_BYTES)
+    start = _aligned(header.num_words * _WORD_BYTES)
+    return _places_from(start, (header.dtypes, header.shapes, header.travels), capacity)
+
+
+@lru_cache(maxsize=256)
+def _places_from(
+    start: int,
+    kinds: tuple[tuple[torch.dtype, ...], tuple[tuple[int, ...], ...], tuple[str, ...]],
+    capacity: int,
+) -> tuple[tuple[int | None, ...], int]:
+    end = start
     places: list[int | None] = []
-    for dtype, shape, kind in zip(header.dtypes, header.shapes, header.travels, strict=True):
+    for dtype, shape, kind in zip(*kinds, strict=True):
         after = _aligned(end + num_bytes(dtype, shape))
         fits = kind == "cpu" and after <= capacity
         places.append(end if fits else None)
         end = after if fits else end
-    return places, end
+    return tuple(places), end
 
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _words(flat: torch.Tensor, most: int) -> list[int]:
-    count = min(most, flat.numel() // _WORD_BYTES)
-    return list(struct.unpack(f"<{count}q", ctypes.string_at(flat.data_ptr(), count * _WORD_BYTES)))
+def _start_of(flat: torch.Tensor, num_words: int = FIRST_WORDS) -> bytes:
+    return ctypes.string_at(flat.data_ptr(), min(num_words * _WORD_BYTES, flat.numel()))

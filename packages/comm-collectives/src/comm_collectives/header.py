@@ -11,6 +11,7 @@ fixed size, enough for about ten ordinary tensors; longer headers continue in a 
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -23,6 +24,7 @@ _FIXED_WORDS = 5
 WANTS_GRADIENT = 1
 IS_GRADIENT = 2
 _WORD = struct.Struct("<q")
+_HEAD = struct.Struct("<qq")  # magic and number
 _KINDS = ("cpu", "cuda", "xpu", "mtia", "npu", "hpu", "mps")
 
 
@@ -43,8 +45,8 @@ class TransferHeader:
         """Describe tensors that travel on the given kinds of device."""
         return cls(
             number=number,
-            dtypes=tuple(t.dtype for t in tensors),
-            shapes=tuple(tuple(t.shape) for t in tensors),
+            dtypes=tuple([t.dtype for t in tensors]),
+            shapes=tuple([tuple(t.shape) for t in tensors]),
             travels=tuple(travels),
             flags=flags,
         )
@@ -56,24 +58,32 @@ class TransferHeader:
 
     def to_words(self) -> list[int]:
         """Return the header as integers, without padding."""
-        words = [_MAGIC, self.number, 0, len(self.dtypes), self.flags]
-        for dtype, shape, kind in zip(self.dtypes, self.shapes, self.travels, strict=True):
-            words += [dtype_code(dtype), _KINDS.index(kind), len(shape), *shape]
-        words[2] = len(words)
-        return words
+        return [_MAGIC, self.number, *_kinds_to_words(self._kinds)]
 
     def pack(self) -> bytes:
         """Return the header as bytes that tell their own length, to travel in a frame."""
-        words = self.to_words()
-        return struct.pack(f"<{len(words)}q", *words)
+        return _HEAD.pack(_MAGIC, self.number) + _packed_kinds(self._kinds)
 
     @classmethod
     def unpack(cls, data: bytes) -> "tuple[TransferHeader | None, bytes]":
         """Return a packed header, None if there is none, and the bytes that come after it."""
-        words = [word for (word,) in _WORD.iter_unpack(data[: len(data) // 8 * 8])]
-        if len(words) < _FIXED_WORDS or words[0] != _MAGIC:
+        if len(data) < _FIXED_WORDS * _WORD.size:
             return None, data
-        return cls.from_words(words), data[words[2] * _WORD.size :]
+        magic, number = _HEAD.unpack_from(data)
+        if magic != _MAGIC:
+            return None, data
+        (num_words,) = _WORD.unpack_from(data, _HEAD.size)
+        end = num_words * _WORD.size
+        return cls._of_kinds(number, _unpacked_kinds(data[_HEAD.size : end])), data[end:]
+
+    @property
+    def _kinds(self) -> "_Kinds":
+        return self.dtypes, self.shapes, self.travels, self.flags
+
+    @classmethod
+    def _of_kinds(cls, number: int, kinds: "_Kinds") -> "TransferHeader":
+        dtypes, shapes, travels, flags = kinds
+        return cls(number=number, dtypes=dtypes, shapes=shapes, travels=travels, flags=flags)
 
     def __str__(self) -> str:
         kinds = zip(self.dtypes, self.shapes, strict=True)
@@ -95,20 +105,41 @@ class TransferHeader:
     @classmethod
     def from_words(cls, words: Sequence[int]) -> "TransferHeader | None":
         """Read a header; None if the words are not one."""
-        if words[0] != _MAGIC:
-            return None
-        dtypes, shapes, travels = [], [], []
-        at = _FIXED_WORDS
-        for _ in range(words[3]):
-            code, kind, ndim = words[at : at + 3]
-            dtypes.append(DTYPES[code])
-            travels.append(_KINDS[kind])
-            shapes.append(tuple(words[at + 3 : at + 3 + ndim]))
-            at += 3 + ndim
-        return cls(
-            number=words[1],
-            dtypes=tuple(dtypes),
-            shapes=tuple(shapes),
-            travels=tuple(travels),
-            flags=words[4],
-        )
+        return cls._of_kinds(words[1], _kinds_of_words(words[2:])) if words[0] == _MAGIC else None
+
+
+# What transfers have in common, and most of a pipeline have all of it: dtypes, shapes, kinds of
+# device, flags.
+_Kinds = tuple[tuple[torch.dtype, ...], tuple[tuple[int, ...], ...], tuple[str, ...], int]
+
+
+def _kinds_to_words(kinds: _Kinds) -> list[int]:
+    dtypes, shapes, travels, flags = kinds
+    words = [0, len(dtypes), flags]
+    for dtype, shape, kind in zip(dtypes, shapes, travels, strict=True):
+        words += [dtype_code(dtype), _KINDS.index(kind), len(shape), *shape]
+    words[0] = 2 + len(words)
+    return words
+
+
+def _kinds_of_words(words: Sequence[int]) -> _Kinds:
+    dtypes, shapes, travels = [], [], []
+    at = 3
+    for _ in range(words[1]):
+        code, kind, ndim = words[at : at + 3]
+        dtypes.append(DTYPES[code])
+        travels.append(_KINDS[kind])
+        shapes.append(tuple(words[at + 3 : at + 3 + ndim]))
+        at += 3 + ndim
+    return tuple(dtypes), tuple(shapes), tuple(travels), words[2]
+
+
+@lru_cache(maxsize=256)
+def _packed_kinds(kinds: _Kinds) -> bytes:
+    words = _kinds_to_words(kinds)
+    return struct.pack(f"<{len(words)}q", *words)
+
+
+@lru_cache(maxsize=256)
+def _unpacked_kinds(data: bytes) -> _Kinds:
+    return _kinds_of_words([word for (word,) in _WORD.iter_unpack(data)])

@@ -191,7 +191,7 @@ class GroupLinks:
 
     def send(self, action: Action, parcel: Parcel) -> None:
         """Start the send; wait only for one that started long before."""
-        link = self._table.link(action)
+        link = self._table.links[action]
         channel, limit_s = self._transport.channel(link), self._transport.timeout_s
         try:
             message = pack_parcel(action, parcel)
@@ -203,7 +203,7 @@ class GroupLinks:
 
     def receive(self, action: Action) -> Parcel:
         """Wait for the parcel; then free what the peer must have received before it sent this."""
-        link = self._table.link(action)
+        link = self._table.links[action]
         try:
             while action not in self._arrived:
                 self._read(action, link)

@@ -49,6 +49,7 @@ class Table:
         halves: (stage, microbatch) whose backward is split into I and W.
         expected: by link of the one row, what arrives on it, as receives in order.
         targets: the links on which the one row sends.
+        links: of each transfer of the one row.
         delivered: by receive of the one row, how many messages per link are then known to have
             been received by the peer.
     """
@@ -59,6 +60,7 @@ class Table:
     halves: frozenset[_Key]
     expected: Mapping[Link, tuple[Action, ...]]
     targets: frozenset[Link]
+    links: Mapping[Action, Link]
     delivered: Mapping[Action, Mapping[Link, int]]
 
     @staticmethod
@@ -83,19 +85,20 @@ class Table:
         places = schedule.places()
         mine = range(len(schedule.ranks)) if rank is None else (rank,)
         expected: dict[Link, list[Action]] = defaultdict(list)
-        targets: set[Link] = set()
+        links: dict[Action, Link] = {}
         for action in schedule.ranks[rank] if rank is not None else ():
+            if action.kind in SENDS | RECEIVES:
+                links[action] = _link(action, places)
             if action.kind in RECEIVES:
-                expected[_link(action, places)].append(action)
-            elif action.kind in SENDS:
-                targets.add(_link(action, places))
+                expected[links[action]].append(action)
         return Table(
             schedule=schedule,
             rows={r: schedule.ranks[r] for r in mine},
             places=places,
             halves=frozenset(_halves(schedule)),
             expected={link: tuple(actions) for link, actions in expected.items()},
-            targets=frozenset(targets),
+            targets=frozenset(link for action, link in links.items() if action.kind in SENDS),
+            links=links,
             delivered={} if rank is None else _delivered(schedule, places, rank),
         )
 
@@ -127,10 +130,6 @@ class Table:
             for giver, taker in sorted(pairs):
                 if giver != taker and (giver in self.rows or taker in self.rows):
                     yield giver, taker
-
-    def link(self, action: Action) -> Link:
-        """The link that a transfer uses."""
-        return _link(action, self.places)
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages of some rank."""

@@ -23,6 +23,7 @@ from moe_pipeline.nests import Form, put_together, take_apart
 from moe_pipeline.schedule import Action
 
 _END = b"\n"  # of the action
+_ACTION_LENGTH = 24
 _ENCODE = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
@@ -98,21 +99,22 @@ def unpack(message: Sequence[Tensor]) -> News:
     header = message[0].contiguous()
     told = ctypes.string_at(header.data_ptr(), header.numel())
     action, _, content = told.partition(_END)
-    if not action:
+    if action.isspace():
         return News(cause=json.loads(content)["cause"])
     flags, form = _parsed(content)
     parcel = Parcel(list(message[1:]), [*flags], form)
     announced = sum(parcel.flags) if parcel.form is None else len(parcel.flags)
     if announced != len(parcel.tensors):
         raise ValueError(
-            f"the message of {action.decode()} announces {announced} tensors and carries "
+            f"the message of {action.decode().strip()} announces {announced} tensors and carries "
             f"{len(parcel.tensors)}"
         )
     return News(action=Action.parse(action.decode()), parcel=parcel)
 
 
 def _header(action: str, content: dict[str, object]) -> Tensor:
-    told = action.encode() + _END + _ENCODE(content).encode()
+    # Of one length for most actions, so that messages of a pipeline are alike.
+    told = action.ljust(_ACTION_LENGTH).encode() + _END + _ENCODE(content).encode()
     return torch.frombuffer(bytearray(told), dtype=torch.uint8)
 
 
