@@ -283,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print JSON lines: the figures of each case, then the worst of each figure and dtype."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--runs", type=int, default=9, help="measured runs of each side")
-    parser.add_argument("--processes", type=int, default=5, help="that measure so often")
+    parser.add_argument("--processes", type=int, default=3, help="that measure so often")
     parser.add_argument("--case", choices=[case.name for case in cases()])
     arguments = parser.parse_args(argv)
     lines: dict[str, list[dict[str, object]]] = {}
