@@ -132,8 +132,11 @@ class Activation:
         act = value if up is None else value * self._factor(up)
         torch.sum(act * grad, dim=1, out=grad_weights_out)
         grad.mul_(weights_R1)
-        grad_pre = grad_pre_out if in_place else torch.empty_like(pre)
-        grad_gate, grad_up = self._split(grad_pre)
+        grad_gate, grad_up = self._split(grad_pre_out)
+        if not in_place:
+            # Without a limit the fp32 copies take the results: less memory to walk through.
+            grad_gate = gate if self.limit is None else torch.empty_like(gate)
+            grad_up = None if up is None else value if self.limit is None else torch.empty_like(up)
         if up is not None and grad_up is not None:
             torch.mul(grad, value, out=grad_up)
             if self.limit is not None:
@@ -144,7 +147,9 @@ class Activation:
             torch.mul(act, weights_R1, out=act_out)
         else:
             act_out.copy_(act.mul_(weights_R1))
-            grad_pre_out.copy_(grad_pre)
+            for out, found in zip(self._split(grad_pre_out), (grad_gate, grad_up), strict=True):
+                if out is not None and found is not None:
+                    out.copy_(found)
 
     def _split(self, pre: Tensor) -> tuple[Tensor, Tensor | None]:
         """Gate and up as views, or all of it and None without a gate."""
