@@ -132,11 +132,11 @@ class Activation:
         act = value if up is None else value * self._factor(up)
         torch.sum(act * grad, dim=1, out=grad_weights_out)
         grad.mul_(weights_R1)
-        grad_gate, grad_up = self._split(grad_pre_out)
-        if not in_place:
-            # Without a limit the fp32 copies take the results: less memory to walk through.
-            grad_gate = gate if self.limit is None else torch.empty_like(gate)
-            grad_up = None if up is None else value if self.limit is None else torch.empty_like(up)
+        if in_place or self.limit is not None:
+            grad_pre = grad_pre_out if in_place else torch.empty_like(pre)
+            grad_gate, grad_up = self._split(grad_pre)
+        else:  # the fp32 copies take the results: less memory to walk through
+            grad_gate, grad_up = gate, value
         if up is not None and grad_up is not None:
             torch.mul(grad, value, out=grad_up)
             if self.limit is not None:

@@ -169,7 +169,6 @@ class GroupLinks:
         self._under_way: dict[Link, deque[SendHandle]] = {}
         self._sent: Counter[Link] = Counter()
         self._expected: dict[Link, deque[Action]] = {}
-        self._to_come: Counter[Channel] = Counter()
         self._arrived: dict[Action, Parcel] = {}
         self._told: Channel | None = None  # where the peer has said why it gave up
 
@@ -179,11 +178,8 @@ class GroupLinks:
         self._sent.clear()
         self._expected = {link: deque(row) for link, row in self._table.expected.items()}
         self._arrived.clear()
-        self._to_come.clear()
-        for link, row in self._expected.items():
-            self._to_come[self._transport.channel(link)] += len(row)
-        for channel in self._to_come:
-            self._transport.expect(channel)
+        for link in self._expected:
+            self._expect_next(self._transport.channel(link))
 
     def ready(self, action: Action) -> bool:
         """Nothing else is to be done meanwhile."""
@@ -271,9 +267,6 @@ class GroupLinks:
         """Read one message of the link's channel and keep it."""
         channel = self._transport.channel(link)
         message = self._transport.receive(channel, self._transport.timeout_s)
-        self._to_come[channel] -= 1
-        if self._to_come[channel]:
-            self._transport.expect(channel)
         try:
             news = unpack(message)
         except ValueError as error:
@@ -290,7 +283,14 @@ class GroupLinks:
                 f"{other_end(awaited)}; do both run schedule {self._table.schedule.name}?"
             )
         row.popleft()
+        self._expect_next(channel)
         self._arrived[arrived] = news.parcel
+
+    def _expect_next(self, channel: Channel) -> None:
+        """Let the channel's next message of this step, if there is one, arrive before its turn."""
+        rows = self._expected.items()
+        if any(row and self._transport.channel(link) == channel for link, row in rows):
+            self._transport.expect(channel)
 
     def _settle(self, link: Link, most: int) -> None:
         """Wait for the oldest sends of a link until `most` are under way."""

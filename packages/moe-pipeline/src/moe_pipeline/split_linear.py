@@ -177,8 +177,8 @@ class _SplitLinear(torch.autograd.Function):
         compute: _Compute | None,
     ) -> Tensor:
         ctx.save_for_backward(_MARK, x, weight if ctx.needs_input_grad[0] else None)
-        ctx.token, (is_transposed, dtype) = token, how
-        ctx.is_transposed, ctx.dtype = how
+        ctx.token = token
+        ctx.is_transposed, ctx.dtype = is_transposed, dtype = how
         if compute is not None:
             return compute()
         return _placeholder(x, *x.shape[:-1], weight.shape[int(is_transposed)], dtype=dtype)
