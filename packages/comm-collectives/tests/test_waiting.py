@@ -69,6 +69,24 @@ def test_failure_ends_the_wait_at_once(says_so: bool, limit_s: float | None) -> 
     assert clock.now == 0.7
 
 
+@pytest.mark.parametrize("limit_s", [None, 0.5, 30.0])
+def test_end_just_after_a_wait_gave_up_is_an_end(limit_s: float | None) -> None:
+    class JustLate(_Work):
+        def wait(self, timeout: timedelta) -> bool:
+            self.clock.now += 0.0 if self.is_completed() else timeout.total_seconds()
+            if self.waits == 0:
+                self.waits += 1
+                raise RuntimeError("timed out")
+            return super().wait(timeout)
+
+        waits = 0
+
+    clock, looks = _Virtual(), []
+    wait_in_slices(JustLate(clock, 0.5), limit_s, lambda: looks.append(clock.now), clock)
+    assert looks == []
+    assert clock.now == 0.5
+
+
 def test_what_looking_around_finds_ends_the_wait() -> None:
     clock = _Virtual()
 
