@@ -2,12 +2,13 @@
 
 The same stages, weights, batch and schedule on both sides, on 2 and on 4 processes with one thread
 each: GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble and ZBVZeroBubble, for a dense model and
-for a mixture of experts. Losses and gradients of both sides are compared first. Then steps
-alternate, and who begins alternates too. Wall time runs from a barrier to a barrier; CPU time is
-that of all ranks together, with all of their threads. A figure is the median over rounds of ours to
-torch's (less is better), with the quartiles. `pipeline_step_*_slowest` is the largest lower
-quartile: above 1 a case is slower than torch beyond the noise. `pipeline_step_*_mean` is the
-geometric mean of the medians; both come with the range of the medians.
+for a mixture of experts; ours with its option `gradient_accumulation_fusion`, unless `--unfused`.
+Losses and gradients of both sides are compared first. Then steps alternate, and who begins
+alternates too. Wall time runs from a barrier to a barrier; CPU time is that of all ranks together,
+with all of their threads. A figure is the median over rounds of ours to torch's (less is better),
+with the quartiles. `pipeline_step_*_slowest` is the largest lower quartile: above 1 a case is
+slower than torch beyond the noise. `pipeline_step_*_mean` is the geometric mean of the medians;
+both come with the range of the medians.
 
     python benchmarks/moe_pipeline_step_time.py
     python benchmarks/moe_pipeline_step_time.py --schedules 1F1B --ranks 2 --width 256 --rounds 80
@@ -84,10 +85,11 @@ MODELS: dict[str, tuple[type[nn.Module], int]] = {"dense": (Dense, 2), "moe": (S
 
 
 class Model(NamedTuple):
-    """Which layers, and how wide."""
+    """Which layers, how wide, and whether our side adds up gradients in the products."""
 
     name: str
     width: int
+    fusion: bool
 
 
 def stages_of(name: str, rank: int, ranks: int) -> list[int]:
@@ -97,7 +99,7 @@ def stages_of(name: str, rank: int, ranks: int) -> list[int]:
     return [rank, 2 * ranks - 1 - rank] if name.startswith("ZBV") else [rank, rank + ranks]
 
 
-def side(maker: Callable[[str], Any], model: Model, name: str, rank: int, ranks: int) -> Any:
+def side(kind: Callable[..., Any], model: Model, name: str, rank: int, ranks: int) -> Any:
     """A schedule with stages of its own, and those stages' modules."""
     layer, blocks = MODELS[model.name]
     count = ranks if name in SINGLE else 2 * ranks
@@ -108,7 +110,7 @@ def side(maker: Callable[[str], Any], model: Model, name: str, rank: int, ranks:
         modules.append(nn.Sequential(*(layer(model.width) for _ in range(per_stage))))
         stages.append(PipelineStage(modules[-1], index, count, torch.device("cpu")))
     given = stages[0] if name in SINGLE else stages
-    schedule = maker(name)(given, n_microbatches=4 * ranks, loss_fn=F.mse_loss)
+    schedule = kind(given, n_microbatches=4 * ranks, loss_fn=F.mse_loss)
     return schedule, modules
 
 
@@ -149,8 +151,10 @@ def compare(
     last = (ranks if name in SINGLE else 2 * ranks) - 1
     args = (x,) if rank == 0 else ()
     kwargs = {"target": target} if last in stages_of(name, rank, ranks) else {}
-    ours, our_modules = side(get_schedule_class, model, name, rank, ranks)
-    theirs, their_modules = side(torch_schedules.get_schedule_class, model, name, rank, ranks)
+    of_ours = partial(get_schedule_class(name), gradient_accumulation_fusion=model.fusion)
+    of_torch = torch_schedules.get_schedule_class(name)
+    ours, our_modules = side(of_ours, model, name, rank, ranks)
+    theirs, their_modules = side(of_torch, model, name, rank, ranks)
     runs = [
         partial(step, ours, our_modules, args, kwargs),
         partial(step, theirs, their_modules, args, kwargs),
@@ -192,10 +196,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--schedules", nargs="*", default=list(SCHEDULES))
     parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--unfused", action="store_true", help="no gradient_accumulation_fusion")
     given = parser.parse_args(argv)
     cases: dict[str, list[tuple[float, float]]] = {"wall": [], "cpu": []}
     for ranks, model, name in itertools.product(given.ranks, given.models, given.schedules):
-        wide = Model(model, given.width)
+        wide = Model(model, given.width, not given.unfused)
         run = partial(compare, model=wide, name=name, rounds=given.rounds)
         by_rank: list[Any] = run_ranks(run, ranks, timeout_s=600)
         rounds = list(zip(*by_rank, strict=True))

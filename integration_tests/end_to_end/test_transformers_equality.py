@@ -190,7 +190,12 @@ def test_layouts_agree_with_the_auxiliary_loss_on(
             assert a.load_LE == b.load_LE, where
 
 
-def test_recomputed_layers_train_alike(configure: Callable[..., Config], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "option", ["train.recompute=layers", "train.gradient_accumulation_fusion=true"]
+)
+def test_options_of_speed_and_memory_train_alike(
+    configure: Callable[..., Config], tmp_path: Path, option: str
+) -> None:
     def train(*overrides: str) -> list[StepResult]:
         config = configure(*overrides, model_changes={"router_aux_loss_coef": 0.1})
         save_reference(tmp_path / "hf", tmp_path / "config.json")
@@ -198,7 +203,7 @@ def test_recomputed_layers_train_alike(configure: Callable[..., Config], tmp_pat
 
     plain = train()
     for overrides in ((), LAYOUTS["pp=2 x ep=2"]):
-        again = train(*overrides, "train.recompute=layers")
+        again = train(*overrides, option)
         for number, (a, b) in enumerate(zip(plain, again, strict=True), start=1):
             where = f"{overrides}, step {number}"
             assert abs(a.loss - b.loss) <= 1e-6 * a.loss, f"{where}: {a.loss} {b.loss}"

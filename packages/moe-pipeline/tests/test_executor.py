@@ -159,14 +159,16 @@ def test_every_schedule_on_real_ranks_equals_one_process(seed, num_ranks):
         assert_equal_one_process(seed, schedule, steps, losses, held, known)
 
 
+@pytest.mark.parametrize("fusion", [False, True])
 @pytest.mark.parametrize(("num_ranks", "microbatches"), [(1, 2), (3, 7), (4, 2)])
-def test_every_schedule_in_one_process_equals_no_pipeline(seed, num_ranks, microbatches):
+def test_every_schedule_in_one_process_equals_no_pipeline(seed, num_ranks, microbatches, fusion):
     known = {}
     for generate in SCHEDULES.values():
         schedule = generate(num_ranks, microbatches)
         stages = moe_stages(seed, schedule)
         steps = [moe_data(seed % 1000, microbatches)]
         executor = PipelineExecutor(dict(enumerate(stages)), schedule)
+        executor.gradient_accumulation_fusion = fusion
         values = executor.step(*steps[0])
         losses = [sum(value.item() for value in values)]
         assert not any(value.requires_grad for value in values)

@@ -67,7 +67,8 @@ def expected_timeline(row, costs):
     return timeline
 
 
-def test_tracked_bytes_are_those_that_the_simulator_predicts():
+@pytest.mark.parametrize("fusion", [False, True])
+def test_tracked_bytes_are_those_that_the_simulator_predicts(fusion):
     names = ("forward_then_backward", "1f1b", "interleaved_1f1b", "zb_1p", "zb_2p", "zbv", "v_half")
     schedules = [SCHEDULES[name](2, 5) for name in names]
 
@@ -77,6 +78,7 @@ def test_tracked_bytes_are_those_that_the_simulator_predicts():
             stages = stages_of(schedule)
             mine = {s for (s, _), place in schedule.places().items() if place == rank}
             executor = PipelineExecutor({s: stages[s] for s in mine}, schedule, rank=rank)
+            executor.gradient_accumulation_fusion = fusion
             track = MemoryTrack()
             inputs = [(torch.randn(ROWS, WIDTH),) for _ in range(5)]
             targets = [torch.zeros(ROWS, WIDTH) for _ in range(5)]

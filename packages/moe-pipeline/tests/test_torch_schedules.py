@@ -117,7 +117,7 @@ def all_close(found, expected):
 
 @needs_torch_of_now
 def test_every_schedule_of_torch_gives_its_losses_outputs_and_gradients(seed):
-    """With and without scaling; a mixture of experts in every second stage."""
+    """With and without scaling, and fusion; a mixture of experts in every second stage."""
     batch = data(seed, 16)
 
     def fn(rank, world_size):
@@ -126,8 +126,10 @@ def test_every_schedule_of_torch_gives_its_losses_outputs_and_gradients(seed):
             sides = []
             for maker in (torch_schedules.get_schedule_class, get_schedule_class):
                 modules = blocks(seed, len(places))
-                scale = {"scale_grads": number % 2 == 0}
-                schedule = made(maker, name, places, rank, modules, microbatches=4, **scale)
+                options = {"scale_grads": number % 2 == 0}
+                if maker is get_schedule_class:
+                    options["gradient_accumulation_fusion"] = number % 3 == 0
+                schedule = made(maker, name, places, rank, modules, microbatches=4, **options)
                 got = stepped(schedule, places, rank, batch, loss_kwargs={"weight": 2.0})
                 sides.append((*got, gradients(modules, places, rank)))
             results[name] = sides

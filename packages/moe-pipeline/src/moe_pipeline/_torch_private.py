@@ -61,3 +61,8 @@ def detached(tensor: Tensor) -> Tensor:
 def version_of(tensor: Tensor) -> int:
     """How often the tensor's memory was changed in place, as autograd counts."""
     return tensor._version
+
+
+def has_hooks(leaf: Tensor) -> bool:
+    """Whether somebody has registered a hook for the gradient of a leaf, by its own methods."""
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)

@@ -56,6 +56,12 @@ class PipelineExecutor:
         timeout_s: limit for each transfer, which includes waiting for the other stage to compute;
             None: that of the group.
 
+    Attributes:
+        gradient_accumulation_fusion: False; set it before a step to let the products of linear
+            layers and experts add themselves to the `grad` of their weight, instead of being added
+            to it, from the second microbatch on. Weights to whose gradients somebody listens are
+            left alone (`moe_pipeline.grad_fusion`).
+
     Raises:
         ScheduleError: `check` finds problems.
         ValueError: `rank` is not in the schedule, has nothing to do in it, or does not fit the
@@ -80,6 +86,7 @@ class PipelineExecutor:
         if timeout_s is not None and not timeout_s > 0:
             raise ValueError(f"timeout_s={timeout_s} must be above 0, or None")
         self.schedule = schedule
+        self.gradient_accumulation_fusion = False
         self._stages = dict(stages)
         self._keys = self._table.keys()
         self._links: Links
@@ -102,7 +109,7 @@ class PipelineExecutor:
         self._failure = ""
         self._do: dict[Kind, Callable[[_Step, Slot, Action], None]] = {
             Kind.FORWARD: self._forward,
-            Kind.BACKWARD: self._backward,
+            Kind.BACKWARD: self._whole_backward,
             Kind.INPUT_GRADIENT: self._input_gradient,
             Kind.WEIGHT_GRADIENT: self._weight_gradient,
             Kind.SEND_FORWARD: self._send_forward,
@@ -232,8 +239,9 @@ class PipelineExecutor:
 
     def _forward(self, step: "_Step", slot: Slot, action: Action) -> None:
         key = (action.stage, action.microbatch)
-        if key in self._table.halves:
-            slot.queue = WeightQueue(step.first_queue)
+        fuses = self.gradient_accumulation_fusion and self.schedule.has_backward
+        if fuses or key in self._table.halves:
+            slot.queue = WeightQueue(step.first_queue, gradient_accumulation_fusion=fuses)
             if step.first_queue is None:
                 step.first_queue = slot.queue
         recording = nullcontext() if step.track is None else step.track.forward(key)
@@ -290,6 +298,11 @@ class PipelineExecutor:
 
     def _recv_backward(self, step: "_Step", slot: Slot, action: Action) -> None:
         slot.put_output_gradients(self._links.receive(action).gradients())
+
+    def _whole_backward(self, step: "_Step", slot: Slot, action: Action) -> None:
+        queue, slot.queue = slot.queue, None
+        with nullcontext() if queue is None else queue.whole():
+            self._backward(step, slot, action)
 
     def _backward(self, step: "_Step", slot: Slot, action: Action) -> None:
         slot.run_backward()

@@ -67,6 +67,10 @@ class _Spec(NamedTuple):
 
     def kept_target(self, index: int) -> GradTarget | None:
         """The `grad` of a weight, if gradients go straight there."""
+        token = dict(enumerate(self.tokens)).get(index)
+        grad = None if token is None else token.open_grad()
+        if grad is not None:
+            return GradTarget(grad, True)
         leaf = self.leaves[index] if self.leaves else None
         if self.grad_buffers is None or leaf is None or not self.grad_buffers.serves(leaf):
             return None

@@ -23,6 +23,8 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
+from moe_pipeline.grad_fusion import add_product
+
 
 @final
 class GradTarget:
@@ -44,8 +46,10 @@ class GradTarget:
         """Put `left @ right` into each expert's gradient, or add it."""
         outs = [self._of_expert[expert] for expert in experts]
         if self.accumulate:
+            on_cpu = self.grad.device.type == "cpu"
+            scratch = torch.empty_like(outs[0]) if outs and on_cpu else None
             for out, left, right in zip(outs, lefts, rights, strict=True):
-                out.addmm_(left, right)
+                add_product(out, left, right, scratch)
         else:
             for out, left, right in zip(outs, lefts, rights, strict=True):
                 torch.mm(left, right, out=out)

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_pipeline._torch_private import GROUPED_MM, saved_tensors_hooks_in_force
+from moe_pipeline.grad_fusion import add_product
 from moe_pipeline.weight_token import Splitting, WeightToken, put_off, splittable
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
@@ -196,7 +197,8 @@ class _SplitLinear(torch.autograd.Function):
             grad_x = grad_x.view(x.shape)
         if needs_weight:
             of_weight = _grad_of_transposed if ctx.is_transposed else _grad_of_weight
-            grad_weight = put_off(ctx.token, of_weight, x, grad)
+            adds = _add_grad_of_transposed if ctx.is_transposed else _add_grad_of_weight
+            grad_weight = put_off(ctx.token, of_weight, x, grad, adds=adds)
         if needs_bias:
             grad_bias = grad.sum_to_size(grad.shape[-1:])
         return grad_x, grad_weight, grad_bias, None, None, None
@@ -210,6 +212,14 @@ def _grad_of_weight(x: Tensor, grad: Tensor) -> Tensor:
 def _grad_of_transposed(x: Tensor, grad: Tensor) -> Tensor:
     """[K, N]."""
     return x.reshape(-1, x.shape[-1]).t() @ grad.reshape(-1, grad.shape[-1])
+
+
+def _add_grad_of_weight(to: Tensor, x: Tensor, grad: Tensor) -> None:
+    add_product(to, grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1]))
+
+
+def _add_grad_of_transposed(to: Tensor, x: Tensor, grad: Tensor) -> None:
+    add_product(to, x.reshape(-1, x.shape[-1]).t(), grad.reshape(-1, grad.shape[-1]))
 
 
 @final
@@ -307,5 +317,11 @@ class _LoopedProduct(torch.autograd.Function):
                 pairs = zip(grad_RN.split(counts), rows_RK.split(counts), strict=True)
                 return torch.stack([grad.t() @ rows for grad, rows in pairs])
 
-            grad_weight = put_off(ctx.token, of_groups, rows_RK, grad_RN)
+            def add_of_groups(to: Tensor, rows_RK: Tensor, grad_RN: Tensor) -> None:
+                pairs = zip(grad_RN.split(counts), rows_RK.split(counts), strict=True)
+                for out, (grad, rows) in zip(to.unbind(), pairs, strict=True):
+                    if len(rows):
+                        add_product(out, grad.t(), rows)
+
+            grad_weight = put_off(ctx.token, of_groups, rows_RK, grad_RN, adds=add_of_groups)
         return grad_rows, grad_weight, None, None, None

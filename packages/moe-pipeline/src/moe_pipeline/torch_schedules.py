@@ -79,6 +79,7 @@ class ScheduleOptions:
         output_merge_spec: how outputs are put together; likewise.
         backward_group: carries gradients; None: the group of the stages.
         timeout_s: limit of each transfer; None: the group's own.
+        gradient_accumulation_fusion: see `PipelineExecutor`.
     """
 
     args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None
@@ -86,6 +87,7 @@ class ScheduleOptions:
     output_merge_spec: Any = None
     backward_group: ProcessGroup | None = None
     timeout_s: float | None = None
+    gradient_accumulation_fusion: bool = False
 
 
 class PipelineSchedule:
@@ -196,7 +198,7 @@ class PipelineSchedule:
                     f"{stage.group_size} ranks, but the pipeline has {stage.num_stages}"
                 )
             alone = stage.group_size == 1
-            self._executors[with_backward] = PipelineExecutor(
+            executor = PipelineExecutor(
                 self._wrapped,
                 self.schedule if with_backward else _forwards_of(self.schedule),
                 rank=stage.group_rank,
@@ -205,6 +207,8 @@ class PipelineSchedule:
                 device=stage.device,
                 timeout_s=self._options.timeout_s,
             )
+            executor.gradient_accumulation_fusion = self._options.gradient_accumulation_fusion
+            self._executors[with_backward] = executor
         return self._executors[with_backward]
 
     def _run(

@@ -32,7 +32,7 @@ does not lead to an input. W runs on the current CUDA stream, which should be th
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
 import torch
@@ -50,11 +50,20 @@ class WeightQueue:
     """Weight gradients of backwards that have run, to be computed later; see the module.
 
     Args:
-        beside: a queue of another microbatch of the stage, which has prepared the weights already.
+        beside: a queue of another microbatch of the stage, which has prepared the weights already
+            and whose options hold here too.
+        gradient_accumulation_fusion: add matrix products straight into the `grad` of weights that
+            have one, where nobody can tell; see `moe_pipeline.grad_fusion`.
     """
 
-    def __init__(self, beside: "WeightQueue | None" = None) -> None:
-        self._work: WorkList = WorkList(None if beside is None else beside._work)
+    def __init__(
+        self,
+        beside: "WeightQueue | None" = None,
+        *,
+        gradient_accumulation_fusion: bool = False,
+    ) -> None:
+        fuses = gradient_accumulation_fusion
+        self._work: WorkList = WorkList(None if beside is None else beside._work, fuses=fuses)
 
     def __len__(self) -> int:
         """How many pieces of work wait."""
@@ -92,10 +101,14 @@ class WeightQueue:
         before, work.deferring = work.deferring, True
         work.num_backwards += 1
         try:
-            with self.at_once() if work.may_repeat else nullcontext():
+            with self.whole():
                 yield
         finally:
             work.deferring = before
+
+    def whole(self) -> AbstractContextManager[None]:
+        """For a whole backward; `at_once`, but only if the forward may run again within it."""
+        return self.at_once() if self._work.may_repeat else nullcontext()
 
     @contextmanager
     def at_once(self) -> Iterator[None]:

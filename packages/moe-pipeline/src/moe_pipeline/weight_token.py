@@ -32,7 +32,7 @@ graph does not lead there.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
@@ -40,11 +40,14 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from moe_pipeline._torch_private import run_backward, saved_tensors_hooks_in_force
+from moe_pipeline._torch_private import saved_tensors_hooks_in_force
+from moe_pipeline.delivery import Ready, deliver
+from moe_pipeline.grad_fusion import fits, is_observed, open_grad
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-# Of small weights, whose gradients wait for each other until they are delivered.
-_TOGETHER_BYTES = 8 << 20
+
+
+_Adds = Callable[..., object]
 
 
 class _Entry(NamedTuple):
@@ -55,6 +58,15 @@ class _Entry(NamedTuple):
     token: "WeightToken | None"  # whose gradient it returns; None: it returns nothing
     backward: int  # of which backward: uses of a weight in one are summed first
     name: str | None  # None: that of the function
+    adds: _Adds | None = None  # the same work, added to a gradient that it is given first
+
+
+class _Known(NamedTuple):
+    """What a work list knows of a weight."""
+
+    leaf: Tensor
+    alias: Tensor
+    may_fuse: bool
 
 
 @final
@@ -66,11 +78,13 @@ class WorkList:
         num_backwards: how many such backwards there were.
         may_repeat: whether the backward may run a part of the forward again, which is then to be
             split: something was saved by way of hooks, or computed without grad mode.
-        aliases: by the weight's id itself and its alias.
+        fuses: whether products are added straight into `grad` where nobody can tell.
+        aliases: by the weight's id itself, its alias, and whether its products are.
     """
 
-    def __init__(self, beside: "WorkList | None" = None) -> None:
-        self.aliases: dict[int, tuple[Tensor, Tensor]] = {} if beside is None else beside.aliases
+    def __init__(self, beside: "WorkList | None" = None, *, fuses: bool = False) -> None:
+        self.aliases: dict[int, _Known] = {} if beside is None else beside.aliases
+        self.fuses: bool = fuses if beside is None else beside.fuses
         self.deferring = False
         self.num_backwards = 0
         self.may_repeat = False
@@ -86,11 +100,12 @@ class WorkList:
         *,
         token: "WeightToken | None" = None,
         name: str | None = None,
+        adds: _Adds | None = None,
     ) -> None:
         """Put off `work(*held)`; its result goes to the token's weight."""
         # Detached: a saved tensor comes with its graph, which would stay alive.
         kept = tuple([tensor.detach() for tensor in held])
-        self._entries.append(_Entry(work, kept, token, self.num_backwards, name))
+        self._entries.append(_Entry(work, kept, token, self.num_backwards, name, adds))
 
     @property
     def held_bytes(self) -> int:
@@ -104,7 +119,7 @@ class WorkList:
         entries, self._entries = self._entries, deque()
         left = Counter(_sum_key(entry) for entry in entries)
         sums: dict[tuple[int, int], Tensor] = {}
-        ready = _Ready()
+        ready = Ready()
         position, total = 0, len(entries)
         while entries:
             entry, position = entries.popleft(), position + 1
@@ -123,37 +138,6 @@ class WorkList:
         ready.deliver()
 
 
-@final
-class _Ready:
-    """Gradients that are to be delivered together: each run of the engine costs some Python."""
-
-    def __init__(self) -> None:
-        self._leaves: list[Tensor] = []
-        self._gradients: list[Tensor] = []
-        self._num_bytes = 0
-
-    def add(self, leaf: Tensor, gradient: Tensor) -> None:
-        """Deliver soon; what is large, at once."""
-        if any(leaf is other for other in self._leaves):  # its hooks are called for each gradient
-            self.deliver()
-        self._leaves.append(leaf)
-        self._gradients.append(gradient)
-        self._num_bytes += gradient.nbytes
-        del gradient
-        if self._num_bytes >= _TOGETHER_BYTES:
-            self.deliver()
-
-    def deliver(self) -> None:
-        """Deliver what has been added."""
-        leaves, self._leaves, self._num_bytes = self._leaves, [], 0
-        try:
-            deliver(leaves, self._gradients)
-        except Exception as error:
-            told = ", ".join(f"shape {tuple(leaf.shape)} in {leaf.dtype}" for leaf in leaves)
-            error.add_note(f"in gradients of a weight queue, delivered to weights of {told}")
-            raise
-
-
 def name_of(work: Callable[..., object]) -> str:
     """Of a function, or of the one inside a partial, whose repr would print tensors."""
     inner = getattr(work, "func", work)
@@ -170,8 +154,19 @@ def _gradient(entry: _Entry) -> Tensor | None:
         return None
     if not entry.token.leaf.requires_grad:  # frozen since
         return None
+    if _is_added(entry.token, entry.adds, entry.held):
+        return None
     grad = entry.work(*entry.held)
     return grad.mT if entry.token.is_transposed and grad is not None else grad
+
+
+def _is_added(token: "WeightToken", adds: _Adds | None, held: tuple[Tensor, ...]) -> bool:
+    """Whether work could be added to the weight's `grad`, and was."""
+    grad = None if adds is None else token.open_grad()
+    if adds is None or grad is None or not fits(grad, *held):
+        return False
+    adds(grad, *held)
+    return True
 
 
 def _told(entry: _Entry) -> str:
@@ -190,19 +185,31 @@ class WeightToken:
         work_list: of the queue.
         leaf: the weight.
         is_transposed: whether the function works with `leaf.mT`.
+        may_fuse: whether products may be added straight into the leaf's `grad`.
     """
 
-    __slots__ = ("is_transposed", "leaf", "work_list")  # no dataclass: one is made for every use
+    # No dataclass: one is made for every use.
+    __slots__ = ("is_transposed", "leaf", "may_fuse", "work_list")
 
-    def __init__(self, work_list: WorkList, leaf: Tensor, *, is_transposed: bool) -> None:
+    def __init__(self, work_list: WorkList, known: _Known, *, is_transposed: bool) -> None:
         self.work_list = work_list
-        self.leaf = leaf
+        self.leaf = known.leaf
+        self.may_fuse = known.may_fuse
         self.is_transposed = is_transposed
 
     @property
     def weight(self) -> Tensor:
         """The leaf, or its transpose, as the function works with it."""
         return self.leaf.detach().mT if self.is_transposed else self.leaf.detach()
+
+    def open_grad(self) -> Tensor | None:
+        """The weight's `grad`, in the layout of `weight`, if products may be added straight to it.
+
+        None without `gradient_accumulation_fusion`, before the first gradient, and where somebody
+        listens to the weight's gradients.
+        """
+        grad = open_grad(self.leaf) if self.may_fuse else None
+        return grad.mT if self.is_transposed and grad is not None else grad
 
     @property
     def is_deferring(self) -> bool:
@@ -227,20 +234,22 @@ class Splitting:
         leaf = _leaf_of(weight)
         if leaf is None:
             return weight, None
-        alias = self._alias(leaf)
+        known = self._known(leaf)
         if leaf is weight:
-            return alias, WeightToken(self.work_list, leaf, is_transposed=False)
-        return alias.mT, WeightToken(self.work_list, leaf, is_transposed=True)
+            return known.alias, WeightToken(self.work_list, known, is_transposed=False)
+        return known.alias.mT, WeightToken(self.work_list, known, is_transposed=True)
 
-    def _alias(self, leaf: Tensor) -> Tensor:
-        """One for each weight: autograd then sums over its uses before delivering."""
-        found = self.work_list.aliases.get(id(leaf))
-        if found is not None and found[1].data_ptr() == leaf.data_ptr():
-            return found[1]
+    def _known(self, leaf: Tensor) -> _Known:
+        """One alias for each weight: autograd then sums over its uses before delivering."""
+        known = self.work_list.aliases.get(id(leaf))
+        if known is not None and known.alias.data_ptr() == leaf.data_ptr():
+            return known
         anchor = torch.empty((), requires_grad=True)
         alias: Tensor = _Alias.apply(anchor, (leaf,))
-        self.work_list.aliases[id(leaf)] = leaf, alias  # alive, so that its id stays its own
-        return alias
+        # With the leaf, so that its id stays its own.
+        known = _Known(leaf, alias, self.work_list.fuses and not is_observed(leaf))
+        self.work_list.aliases[id(leaf)] = known
+        return known
 
 
 def current_splitting() -> Splitting | None:
@@ -269,7 +278,10 @@ def splittable(weight: Tensor) -> tuple[Tensor, WeightToken | None]:
 
 
 def put_off(
-    token: WeightToken | None, work: Callable[..., Tensor | None], *held: Tensor
+    token: WeightToken | None,
+    work: Callable[..., Tensor | None],
+    *held: Tensor,
+    adds: _Adds | None = None,
 ) -> Tensor | None:
     """Return the weight's gradient `work(*held)`, or None where it is put off until W.
 
@@ -280,30 +292,15 @@ def put_off(
         work: returns the gradient, in the shape of the weight that the function was given.
             Runs without grad mode, once.
         held: the tensors that it needs; they stay alive until W, so hold no others in `work`.
+        adds: the same, for `gradient_accumulation_fusion`: `adds(grad, *held)` adds it to a tensor
+            of the weight's shape and of the dtype of all that is held.
     """
-    if token is None or not token.is_deferring:
+    if token is None:
         return work(*held)
-    token.work_list.add(work, held, token=token)
-    return None
-
-
-def deliver(leaves: Sequence[Tensor], gradients: list[Tensor]) -> None:
-    """Give leaves their gradients as autograd does, hooks included; empties the list.
-
-    A gradient that nobody else holds becomes `leaf.grad` without a copy. A leaf that was frozen
-    since its forward gets none.
-    """
-    boxes = [[gradient] for gradient in gradients]
-    gradients.clear()
-    given = [pair for pair in zip(leaves, boxes, strict=True) if pair[0].requires_grad]
-    del boxes
-    if not given:
-        return
-    with torch.enable_grad():
-        root = _Delivery.apply([box for _, box in given], *(leaf for leaf, _ in given))
-    # Not torch's own function, which compares shapes first: this runs in every W.
-    ones = torch.ones_like(root)
-    run_backward((root,), (ones,), retain_graph=False, create_graph=False, inputs=())
+    if token.is_deferring:
+        token.work_list.add(work, held, token=token, adds=adds)
+        return None
+    return None if _is_added(token, adds, held) else work(*held)
 
 
 def _leaf_of(weight: Tensor) -> Tensor | None:
@@ -337,17 +334,3 @@ class _Alias(torch.autograd.Function):
         if grad is not None:
             deliver(ctx.boxed, [grad])
         return None, None
-
-
-@final
-class _Delivery(torch.autograd.Function):
-    """Its backward makes the gradients in the boxes those of the leaves."""
-
-    @staticmethod
-    def forward(ctx: Any, boxes: list[list[Tensor]], *leaves: Tensor) -> Tensor:
-        ctx.boxes = boxes
-        return leaves[0].new_empty(())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *[box.pop() for box in ctx.boxes]

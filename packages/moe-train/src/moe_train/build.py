@@ -205,7 +205,7 @@ def parameter_groups(
 def _executor(
     config: Config, stage: DecoderStage, schedule: Schedule, parallel: Parallel
 ) -> PipelineExecutor:
-    return PipelineExecutor(
+    executor = PipelineExecutor(
         {parallel.stage: stage},
         schedule,
         rank=parallel.stage,
@@ -214,3 +214,5 @@ def _executor(
         device=parallel.device,
         timeout_s=config.parallel.timeout_s,
     )
+    executor.gradient_accumulation_fusion = config.train.gradient_accumulation_fusion
+    return executor

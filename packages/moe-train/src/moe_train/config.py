@@ -162,6 +162,11 @@ class TrainConfig(Table):
     master_weights: bool = key(
         "keep float32 copies of bfloat16 parameters in the optimizer", default=False
     )
+    gradient_accumulation_fusion: bool = key(
+        "let matrix products add themselves to the gradients from the second micro-batch on, which "
+        "saves time and the memory of one more gradient",
+        default=False,
+    )
     recompute: Literal["none", "layers"] = key(
         "what is computed again in the backward instead of being kept: nothing, or each decoder "
         "layer (tokens keep their experts)",
