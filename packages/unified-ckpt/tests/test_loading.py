@@ -1,5 +1,7 @@
 import os
 import random
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,6 @@ from unified_ckpt import (
 from unified_ckpt import reader as reader_module
 from unified_ckpt.memory import narrow_box
 from unified_ckpt.options import SaveOptions
-from unified_ckpt.reader import Reader
 
 
 def box(key: str, tensor: torch.Tensor, global_shape: tuple, offset: tuple) -> Shard:
@@ -249,12 +250,20 @@ def test_a_bad_index_is_an_error(text: str, message: str, tmp_path: Path) -> Non
         load([whole("w", torch.zeros(1))], checkpoint_id=tmp_path)
 
 
-def test_the_reader_ends_its_thread_when_it_fails(tmp_path: Path) -> None:
-    import threading
-
+def test_the_reader_ends_its_threads_when_it_fails(tmp_path: Path) -> None:
     folder = put(tmp_path, w=torch.randn(100_000))
     flip(folder / "model.safetensors", 100_000)
-    with pytest.raises(CorruptCheckpointError):
-        load([whole("w", torch.zeros(100_000))], checkpoint_id=folder)
-    assert not [t for t in threading.enumerate() if t.name.startswith("unified-ckpt")]
-    assert Reader.__doc__
+    before, during = set(threading.enumerate()), set()
+    destination = whole("w", torch.zeros(100_000))
+    submit = ThreadPoolExecutor.submit
+
+    def seen(pool: ThreadPoolExecutor, *args: object) -> Future:
+        future = submit(pool, *args)
+        during.update(set(threading.enumerate()) - before)
+        return future
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CorruptCheckpointError):
+        patch.setattr(ThreadPoolExecutor, "submit", seen)
+        load([destination], checkpoint_id=folder)
+    assert during
+    assert not [thread for thread in during if thread.is_alive()]
