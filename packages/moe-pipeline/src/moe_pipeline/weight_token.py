@@ -244,8 +244,7 @@ class Splitting:
         known = self.work_list.aliases.get(id(leaf))
         if known is not None and known.alias.data_ptr() == leaf.data_ptr():
             return known
-        anchor = torch.empty((), requires_grad=True)
-        alias: Tensor = _Alias.apply(anchor, (leaf,))
+        alias = _alias_of(leaf)
         # With the leaf, so that its id stays its own.
         known = _Known(leaf, alias, self.work_list.fuses and not is_observed(leaf))
         self.work_list.aliases[id(leaf)] = known
@@ -318,19 +317,20 @@ def _leaf_of(weight: Tensor) -> Tensor | None:
     return leaf if weight.stride() == leaf.mT.stride() else None
 
 
-@final
-class _Alias(torch.autograd.Function):
-    """A weight's values in a graph that does not lead to the weight."""
+def _alias_of(leaf: Tensor) -> Tensor:
+    """A weight's values in a graph that does not lead to the weight.
 
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, boxed: tuple[Tensor]) -> Tensor:
-        # Boxed, so that autograd does not see the weight.
-        ctx.set_materialize_grads(False)
-        ctx.boxed = boxed
-        return boxed[0].detach()
+    A leaf of its own, as autograd hands a leaf its gradient at once, while that is in the cache and
+    before the next one is made.
+    """
+    alias = leaf.detach().requires_grad_()
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None]:
+    def hand_on(alias: Tensor) -> None:
+        grad, alias.grad = alias.grad, None
         if grad is not None:
-            deliver(ctx.boxed, [grad])
-        return None, None
+            gradients = [grad]
+            del grad
+            deliver([leaf], gradients)
+
+    alias.register_post_accumulate_grad_hook(hand_on)
+    return alias
