@@ -203,13 +203,13 @@ def test_hooks_get_the_gradient_of_each_microbatch(seed, deferring):
     model, seen = nn.Linear(4, 4, bias=False), []
     model.weight.register_hook(lambda grad: seen.append(grad.clone()))
     batches = [torch.randn(3, 4) for _ in range(3)]
-    for x in batches:
-        queue = WeightQueue(gradient_accumulation_fusion=True)
-        with split_backward(queue):
-            loss = model(x).sum()
-        with queue.deferring() if deferring else queue.whole():
-            loss.backward()
-        queue.run()
+    run(
+        model,
+        batches,
+        queue_of=lambda: WeightQueue(gradient_accumulation_fusion=True),
+        deferring=deferring,
+        wrap=lambda model, x: model(x).sum(),
+    )
     assert_close(torch.stack(seen), torch.stack([x.sum(0).expand(4, 4) for x in batches]))
     assert_close(model.weight.grad, sum(seen))
 

@@ -21,7 +21,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from moe_pipeline._torch_private import has_hooks
 
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+# Not subclasses, which may be made of several tensors.
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 # Of a factor: on a CPU a product of fewer, made in memory that stays in the cache and then added,
 # takes less time than one that adds itself.
 _FEW_ROWS = 128
@@ -30,7 +31,7 @@ _FEW_ROWS = 128
 def open_grad(leaf: Tensor) -> Tensor | None:
     """The `grad` of a trained leaf if there is one, plain and laid out as the leaf; else None."""
     grad = leaf.grad if leaf.requires_grad else None
-    if grad is None or type(grad) not in _PLAIN_TYPES or grad.layout != torch.strided:
+    if grad is None or type(grad) not in PLAIN_TYPES or grad.layout != torch.strided:
         return None
     is_alike = (grad.dtype, grad.device, grad.stride()) == (leaf.dtype, leaf.device, leaf.stride())
     return grad if is_alike else None
@@ -54,6 +55,14 @@ def add_product(to: Tensor, left: Tensor, right: Tensor, scratch: Tensor | None 
         to.add_(torch.mm(left, right, out=scratch))
     else:
         to.addmm_(left, right)
+
+
+def product(left: Tensor, right: Tensor, to: Tensor | None) -> Tensor | None:
+    """`left @ right`; added to `to` if that is given, and then None."""
+    if to is None:
+        return left @ right
+    add_product(to, left, right)
+    return None
 
 
 def is_observed(leaf: Tensor) -> bool:

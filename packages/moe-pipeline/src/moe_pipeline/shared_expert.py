@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from moe_pipeline.config import MoEConfig, SharedExpertOptions
-from moe_pipeline.grad_fusion import add_product
+from moe_pipeline.grad_fusion import product
 from moe_pipeline.weight_token import WeightToken, put_off, splittable
 
 
@@ -165,15 +165,11 @@ class _FusedMLP(torch.autograd.Function):
             (need_down, grad_TD, act_TS.detach()),
         )
         grad_weights = (
-            put_off(token, _outer_product, left, right, adds=_add_outer_product) if need else None
+            put_off(token, _outer_product, left, right, can_add=True) if need else None
             for token, (need, left, right) in zip(ctx.tokens, products, strict=True)
         )
         return (grad_x, grads[2] if need_scale else None, *grad_weights, None)
 
 
-def _outer_product(left: Tensor, right: Tensor) -> Tensor:
-    return left.t() @ right
-
-
-def _add_outer_product(to: Tensor, left: Tensor, right: Tensor) -> None:
-    add_product(to, left.t(), right)
+def _outer_product(left: Tensor, right: Tensor, to: Tensor | None = None) -> Tensor | None:
+    return product(left.t(), right, to)

@@ -23,10 +23,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_pipeline._torch_private import GROUPED_MM, saved_tensors_hooks_in_force
-from moe_pipeline.grad_fusion import add_product
+from moe_pipeline.grad_fusion import PLAIN_TYPES, add_product, product
 from moe_pipeline.weight_token import Splitting, WeightToken, put_off, splittable
-
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 # Saved besides what is needed. A checkpoint that runs its second forward unsplit would else put
 # what torch's functions save, such as a transposed weight, in the place of what these saved; so it
@@ -69,7 +67,7 @@ def _addmm(
     """`bias + mat1 @ mat2` with a bias for each column, as GPT-2's layers call it."""
     if len(others) == 3 and not named and _takes(*others[1:]):
         bias, mat1, mat2 = others
-        if type(bias) in _PLAIN_TYPES and bias.shape == mat2.shape[1:]:
+        if type(bias) in PLAIN_TYPES and bias.shape == mat2.shape[1:]:
             alias_KN, token = splitting.of(mat2)
             if token is not None:
                 return _split(
@@ -92,7 +90,7 @@ def _grouped_mm(
     plain = all(value is None for name, value in named.items() if name != "offs")
     if plain and offsets is not None and mat_a.dim() == 2 and mat_b.dim() == 3:
         alias_EKN, token = splitting.of(mat_b)
-        if token is not None and type(mat_a) in _PLAIN_TYPES:
+        if token is not None and type(mat_a) in PLAIN_TYPES:
             return _computed(
                 lambda: function(mat_a, alias_EKN, offs=offsets),
                 lambda now: _SplitGroupedMM.apply(mat_a, alias_EKN, offsets, token, now),
@@ -114,7 +112,7 @@ REPLACEMENTS: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
 
 def _takes(x: Tensor, weight: Tensor) -> bool:
     return (
-        type(x) in _PLAIN_TYPES
+        type(x) in PLAIN_TYPES
         and weight.dim() == 2
         and weight.numel() > 0
         and x.dim() >= 1
@@ -197,29 +195,20 @@ class _SplitLinear(torch.autograd.Function):
             grad_x = grad_x.view(x.shape)
         if needs_weight:
             of_weight = _grad_of_transposed if ctx.is_transposed else _grad_of_weight
-            adds = _add_grad_of_transposed if ctx.is_transposed else _add_grad_of_weight
-            grad_weight = put_off(ctx.token, of_weight, x, grad, adds=adds)
+            grad_weight = put_off(ctx.token, of_weight, x, grad, can_add=True)
         if needs_bias:
             grad_bias = grad.sum_to_size(grad.shape[-1:])
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
-def _grad_of_weight(x: Tensor, grad: Tensor) -> Tensor:
+def _grad_of_weight(x: Tensor, grad: Tensor, to: Tensor | None = None) -> Tensor | None:
     """[N, K]."""
-    return grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+    return product(grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1]), to)
 
 
-def _grad_of_transposed(x: Tensor, grad: Tensor) -> Tensor:
+def _grad_of_transposed(x: Tensor, grad: Tensor, to: Tensor | None = None) -> Tensor | None:
     """[K, N]."""
-    return x.reshape(-1, x.shape[-1]).t() @ grad.reshape(-1, grad.shape[-1])
-
-
-def _add_grad_of_weight(to: Tensor, x: Tensor, grad: Tensor) -> None:
-    add_product(to, grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1]))
-
-
-def _add_grad_of_transposed(to: Tensor, x: Tensor, grad: Tensor) -> None:
-    add_product(to, x.reshape(-1, x.shape[-1]).t(), grad.reshape(-1, grad.shape[-1]))
+    return product(x.reshape(-1, x.shape[-1]).t(), grad.reshape(-1, grad.shape[-1]), to)
 
 
 @final
@@ -313,15 +302,16 @@ class _LoopedProduct(torch.autograd.Function):
             grad_rows = torch.cat([grad @ weight for grad, weight in pieces])
         if ctx.needs_input_grad[1]:
 
-            def of_groups(rows_RK: Tensor, grad_RN: Tensor) -> Tensor:
+            def of_groups(
+                rows_RK: Tensor, grad_RN: Tensor, to: Tensor | None = None
+            ) -> Tensor | None:
                 pairs = zip(grad_RN.split(counts), rows_RK.split(counts), strict=True)
-                return torch.stack([grad.t() @ rows for grad, rows in pairs])
-
-            def add_of_groups(to: Tensor, rows_RK: Tensor, grad_RN: Tensor) -> None:
-                pairs = zip(grad_RN.split(counts), rows_RK.split(counts), strict=True)
+                if to is None:
+                    return torch.stack([grad.t() @ rows for grad, rows in pairs])
                 for out, (grad, rows) in zip(to.unbind(), pairs, strict=True):
                     if len(rows):
                         add_product(out, grad.t(), rows)
+                return None
 
-            grad_weight = put_off(ctx.token, of_groups, rows_RK, grad_RN, adds=add_of_groups)
+            grad_weight = put_off(ctx.token, of_groups, rows_RK, grad_RN, can_add=True)
         return grad_rows, grad_weight, None, None, None

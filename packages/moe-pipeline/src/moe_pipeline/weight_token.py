@@ -42,12 +42,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from moe_pipeline._torch_private import saved_tensors_hooks_in_force
 from moe_pipeline.delivery import Ready, deliver
-from moe_pipeline.grad_fusion import fits, is_observed, open_grad
-
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-
-
-_Adds = Callable[..., object]
+from moe_pipeline.grad_fusion import PLAIN_TYPES, fits, is_observed, open_grad
 
 
 class _Entry(NamedTuple):
@@ -58,7 +53,7 @@ class _Entry(NamedTuple):
     token: "WeightToken | None"  # whose gradient it returns; None: it returns nothing
     backward: int  # of which backward: uses of a weight in one are summed first
     name: str | None  # None: that of the function
-    adds: _Adds | None = None  # the same work, added to a gradient that it is given first
+    can_add: bool  # whether the work adds to a gradient that it is given as `to`
 
 
 class _Known(NamedTuple):
@@ -100,12 +95,12 @@ class WorkList:
         *,
         token: "WeightToken | None" = None,
         name: str | None = None,
-        adds: _Adds | None = None,
+        can_add: bool = False,
     ) -> None:
         """Put off `work(*held)`; its result goes to the token's weight."""
         # Detached: a saved tensor comes with its graph, which would stay alive.
         kept = tuple([tensor.detach() for tensor in held])
-        self._entries.append(_Entry(work, kept, token, self.num_backwards, name, adds))
+        self._entries.append(_Entry(work, kept, token, self.num_backwards, name, can_add))
 
     @property
     def held_bytes(self) -> int:
@@ -154,18 +149,18 @@ def _gradient(entry: _Entry) -> Tensor | None:
         return None
     if not entry.token.leaf.requires_grad:  # frozen since
         return None
-    if _is_added(entry.token, entry.adds, entry.held):
+    if entry.can_add and _is_added(entry.token, entry.work, entry.held):
         return None
     grad = entry.work(*entry.held)
     return grad.mT if entry.token.is_transposed and grad is not None else grad
 
 
-def _is_added(token: "WeightToken", adds: _Adds | None, held: tuple[Tensor, ...]) -> bool:
-    """Whether work could be added to the weight's `grad`, and was."""
-    grad = None if adds is None else token.open_grad()
-    if adds is None or grad is None or not fits(grad, *held):
+def _is_added(token: "WeightToken", work: Callable[..., object], held: tuple[Tensor, ...]) -> bool:
+    """Whether work that can add could be added to the weight's `grad`, and was."""
+    grad = token.open_grad()
+    if grad is None or not fits(grad, *held):
         return False
-    adds(grad, *held)
+    work(*held, to=grad)
     return True
 
 
@@ -229,7 +224,7 @@ class Splitting:
         is_grad_enabled = torch.is_grad_enabled()
         if not is_grad_enabled or saved_tensors_hooks_in_force() is not None:
             self.work_list.may_repeat = True
-        if not is_grad_enabled or not weight.requires_grad or type(weight) not in _PLAIN_TYPES:
+        if not is_grad_enabled or not weight.requires_grad or type(weight) not in PLAIN_TYPES:
             return weight, None
         leaf = _leaf_of(weight)
         if leaf is None:
@@ -280,7 +275,7 @@ def put_off(
     token: WeightToken | None,
     work: Callable[..., Tensor | None],
     *held: Tensor,
-    adds: _Adds | None = None,
+    can_add: bool = False,
 ) -> Tensor | None:
     """Return the weight's gradient `work(*held)`, or None where it is put off until W.
 
@@ -291,15 +286,15 @@ def put_off(
         work: returns the gradient, in the shape of the weight that the function was given.
             Runs without grad mode, once.
         held: the tensors that it needs; they stay alive until W, so hold no others in `work`.
-        adds: the same, for `gradient_accumulation_fusion`: `adds(grad, *held)` adds it to a tensor
-            of the weight's shape and of the dtype of all that is held.
+        can_add: whether `work(*held, to=grad)` adds the gradient to a tensor of the weight's shape
+            and of the dtype of all that is held, for `gradient_accumulation_fusion`.
     """
     if token is None:
         return work(*held)
     if token.is_deferring:
-        token.work_list.add(work, held, token=token, adds=adds)
+        token.work_list.add(work, held, token=token, can_add=can_add)
         return None
-    return None if _is_added(token, adds, held) else work(*held)
+    return None if can_add and _is_added(token, work, held) else work(*held)
 
 
 def _leaf_of(weight: Tensor) -> Tensor | None:
@@ -308,7 +303,7 @@ def _leaf_of(weight: Tensor) -> Tensor | None:
         return weight
     before = [node for node, _ in weight.grad_fn.next_functions] if weight.grad_fn else []
     leaf = getattr(before[0], "variable", None) if len(before) == 1 else None
-    if leaf is None or type(leaf) not in _PLAIN_TYPES:
+    if leaf is None or type(leaf) not in PLAIN_TYPES:
         return None
     if leaf.dim() < 2 or leaf.dtype != weight.dtype:
         return None
