@@ -12,7 +12,7 @@ fewer cores than ranks they measure the scheduler more than the backends.
 import json
 import sys
 
-from comm_collectives.bench import BenchResult, bench_machine, format_table, quartiles
+from comm_collectives.verify.bench import BenchResult, bench_machine, format_table, quartiles
 
 TIMEOUT_S = 1200
 LARGEST = 64 << 20

@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 
 import comm_collectives as cc
-from comm_collectives.moe_options import MoeOptions
-from comm_collectives.planner import bytes_for_routing
-from comm_collectives.topology import topology_preset
-from comm_collectives.wire_count import count_wire_bytes
-from comm_collectives.wire_format import MOVEMENTS, wire_stages
-from comm_collectives.workload import Workload, uniform_counts
+from comm_collectives.call.groups.wire_count import count_wire_bytes
+from comm_collectives.moe.options import MoeOptions
+from comm_collectives.planning.planner import bytes_for_routing
+from comm_collectives.planning.topology import topology_preset
+from comm_collectives.planning.wire_format import MOVEMENTS, wire_stages
+from comm_collectives.planning.workload import Workload, uniform_counts
 from ranktest import run_ranks
 
 RANKS, PER_NODE, EXPERTS, CHOICES, TOKENS = 4, 2, 64, 8, 768

@@ -2,9 +2,9 @@
 
 A mutant drops an action, repeats one, or swaps two of a rank. All mutants of a schedule are judged
 when there are at most `--most`, otherwise so many drawn with a fixed seed. The oracle, which shares
-no code or reasoning with the checker, stands in packages/moe-pipeline/tests/test_checker.py.
-`illegal_mutants_rejected` is the share of illegal mutants that the checker rejects; a legal one
-that it rejects fails the run.
+no code or reasoning with the checker, stands in
+packages/moe-pipeline/tests/schedules/table/test_checker.py. `illegal_mutants_rejected` is the share
+of illegal mutants that the checker rejects; a legal one that it rejects fails the run.
 
 Every legal mutant found there is run, all stages in one process and in fp64, as are `--moved`
 mutants of each larger schedule, in which up to three actions of a rank have moved by up to three
@@ -24,9 +24,9 @@ from random import Random
 
 from loading import load_test
 
-from moe_pipeline.catalog import SCHEDULES
-from moe_pipeline.checker import check
-from moe_pipeline.schedule import Schedule
+from moe_pipeline.schedules.generators.catalog import SCHEDULES
+from moe_pipeline.schedules.table.checker import check
+from moe_pipeline.schedules.table.schedule import Schedule
 
 SEED = 0
 

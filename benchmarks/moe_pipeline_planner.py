@@ -3,7 +3,7 @@
 - `planner_vs_known`: for 8 ranks, 16 microbatches, T_F = T_I = T_W and every memory cap, the
   planner's makespan over that of the best known schedule that fits; the largest ratio.
 - `planner_optimal`: the share of all caps for up to 3 ranks and 4 microbatches at which an exact
-  solver (packages/moe-pipeline/tests/test_planner.py) finds nothing faster.
+  solver (packages/moe-pipeline/tests/schedules/test_planner.py) finds nothing faster.
 - `planner_seconds`: processor time of a plan for 8 ranks and 32 microbatches; the longest of all
   caps.
 
@@ -17,10 +17,10 @@ from types import ModuleType
 
 from loading import load_test
 
-from moe_pipeline.catalog import SCHEDULES
-from moe_pipeline.costs import StageCosts
-from moe_pipeline.planner import plan
-from moe_pipeline.simulator import simulate
+from moe_pipeline.schedules.generators.catalog import SCHEDULES
+from moe_pipeline.schedules.planner import plan
+from moe_pipeline.schedules.table.costs import StageCosts
+from moe_pipeline.schedules.table.simulator import simulate
 
 
 def known(ranks: int, microbatches: int) -> list[tuple[float, float]]:

@@ -3,7 +3,7 @@
 A schedule counts as right when the checker finds no problem with one send buffer for each link, the
 simulator, which shares no code with it, runs it to its end, and each rank computes for as long as
 its stages and microbatches ask. The peers' figures for 8 ranks and 16 microbatches stand in
-packages/moe-pipeline/tests/test_simulator.py.
+packages/moe-pipeline/tests/schedules/table/test_simulator.py.
 
     python benchmarks/moe_pipeline_schedules.py
 """
@@ -13,11 +13,11 @@ import json
 import sys
 from collections.abc import Sequence
 
-from moe_pipeline.catalog import SCHEDULES
-from moe_pipeline.checker import check
 from moe_pipeline.errors import ScheduleError
-from moe_pipeline.schedule import Schedule
-from moe_pipeline.simulator import simulate
+from moe_pipeline.schedules.generators.catalog import SCHEDULES
+from moe_pipeline.schedules.table.checker import check
+from moe_pipeline.schedules.table.schedule import Schedule
+from moe_pipeline.schedules.table.simulator import simulate
 
 
 def is_right(schedule: Schedule) -> bool:

@@ -40,7 +40,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-import moe_pipeline.transformers
+import moe_pipeline.families.transformers
 
 OURS, FUSED = "moe_pipeline", "moe_pipeline_fused"
 VOCABULARY, SEQUENCES, LENGTH = 512, 4, 256
@@ -259,8 +259,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.steps < 3:
         parser.error(f"--steps {arguments.steps}: the first two are not measured; give at least 3")
     torch.set_num_threads(1)
-    moe_pipeline.transformers.register(OURS)
-    moe_pipeline.transformers.register(FUSED, gradient_accumulation_fusion=True)
+    moe_pipeline.families.transformers.register(OURS)
+    moe_pipeline.families.transformers.register(FUSED, gradient_accumulation_fusion=True)
     lines: list[dict[str, object]] = []
     for case, make in configurations().items():
         if arguments.case in (None, case):

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from moe_train import PackedSplit, load_config, prepare, unigram_cross_entropy
-from moe_train.metrics import read_metrics
+from moe_train.report.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "python_stdlib.toml"

@@ -25,10 +25,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from unified_ckpt import Shard
-from unified_ckpt.async_saving import async_save
-from unified_ckpt.saver import AsyncSaver
-from unified_ckpt.saver_config import AsyncSaverConfig
-from unified_ckpt.zero_cost import ZeroCostSaver
+from unified_ckpt.background.async_saving import async_save
+from unified_ckpt.background.config import AsyncSaverConfig
+from unified_ckpt.background.saver import AsyncSaver
+from unified_ckpt.background.zero_cost import ZeroCostSaver
 
 MICRO_BATCHES = 8
 

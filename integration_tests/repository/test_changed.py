@@ -11,10 +11,10 @@ ALL = [p.name for p in PACKAGES]
     ("files", "names"),
     [
         ([], []),
-        (["packages/moe-train/src/moe_train/loop.py"], ["moe-train"]),
+        (["packages/moe-train/src/moe_train/training/loop.py"], ["moe-train"]),
         (["packages/mesh-spmd/README.md"], ["mesh-spmd", "moe-train"]),
         (
-            ["packages/comm-collectives/src/comm_collectives/moe.py"],
+            ["packages/comm-collectives/src/comm_collectives/moe/dispatch_combine.py"],
             ["comm-collectives", "moe-pipeline", "moe-train"],
         ),
         (["docs/architecture.md", "README.md", "benchmarks/cli_help.py"], []),

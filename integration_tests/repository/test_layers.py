@@ -38,8 +38,8 @@ def test_the_declared_edges_keep_the_contracts(tmp_path: Path) -> None:
     done = lint_imports(
         tmp_path,
         {
-            "moe_pipeline.layer": "import comm_collectives",
-            "moe_train.build": "import mesh_spmd, gpu_alloc, moe_pipeline, unified_ckpt",
+            "moe_pipeline.layer.moe_layer": "import comm_collectives",
+            "moe_train.training.build": "import mesh_spmd, gpu_alloc, moe_pipeline, unified_ckpt",
             "gpu_alloc.cupy_memory": "import cupy",
         },
     )
@@ -52,7 +52,7 @@ def test_the_declared_edges_keep_the_contracts(tmp_path: Path) -> None:
         ("mesh_spmd.mesh", "import comm_collectives"),
         ("unified_ckpt.plan", "def f():\n    from mesh_spmd import Box"),
         ("weight_convert.rules", "import unified_ckpt"),
-        ("moe_pipeline.layer", "import unified_ckpt"),
+        ("moe_pipeline.layer.moe_layer", "import unified_ckpt"),
         ("moe_pipeline.schedules", "import moe_train"),
         ("weight_convert.stream", "import torch"),
         ("gpu_alloc.pool", "import cupy"),

@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: E402  # likewise
 
-import moe_pipeline.transformers  # noqa: E402  # after the check that transformers is there
+import moe_pipeline.families.transformers  # noqa: E402  # after the check that transformers is there
 
 E, D, H = 12, 32, 16
 
@@ -85,9 +85,9 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    moe_pipeline.transformers.register()
+    moe_pipeline.families.transformers.register()
     for name in ("loop", "fused", "grouped_mm"):
-        moe_pipeline.transformers.register(f"ours_{name}", experts_implementation=name)
+        moe_pipeline.families.transformers.register(f"ours_{name}", experts_implementation=name)
     yield
     for name in ("moe_pipeline", "ours_loop", "ours_fused", "ours_grouped_mm"):
         ALL_EXPERTS_FUNCTIONS._global_mapping.pop(name)
@@ -188,7 +188,7 @@ def test_what_our_experts_do_not_compute_is_refused(
 
 def test_unknown_implementation_is_refused() -> None:
     with pytest.raises(ValueError, match="experts_implementation"):
-        moe_pipeline.transformers.register("wrong", experts_implementation="megablocks")
+        moe_pipeline.families.transformers.register("wrong", experts_implementation="megablocks")
     assert "wrong" not in ALL_EXPERTS_FUNCTIONS
 
 
@@ -224,7 +224,7 @@ def train(model: nn.Module, batches: Tensor) -> list[float]:
 
 @pytest.mark.parametrize("fusion", [False, True])
 def test_a_model_trains_with_the_losses_of_eager(seed: int, fusion: bool) -> None:
-    moe_pipeline.transformers.register("ours", gradient_accumulation_fusion=fusion)
+    moe_pipeline.families.transformers.register("ours", gradient_accumulation_fusion=fusion)
     model = tiny_model("eager")
     starts = torch.randint(0, 64, (15, 8, 1))
     batches = (starts + 3 * torch.arange(16)) % 64  # each token tells the next

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 import comm_collectives as cc
-from comm_collectives.calls import Call
-from comm_collectives.groups import group_state
-from comm_collectives.wire import as_bytes
+from comm_collectives.base.wire import as_bytes
+from comm_collectives.call.calls import Call
+from comm_collectives.call.groups.groups import group_state
 from ranktest import run_ranks
 
 pytestmark = pytest.mark.gpu

@@ -4,9 +4,9 @@ import sys
 import pytest
 
 from moe_pipeline.cli import main
-from moe_pipeline.generators import one_f_one_b
-from moe_pipeline.generators_dualpipe import dualpipe
-from moe_pipeline.schedule_csv import to_csv
+from moe_pipeline.schedules.generators.basic import one_f_one_b
+from moe_pipeline.schedules.generators.dual_pipe import dualpipe
+from moe_pipeline.schedules.views.csv_file import to_csv
 
 
 def test_schedule_prints_the_picture(capsys):

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
-from moe_pipeline.aux_loss import global_batch_loss
 from moe_pipeline.config import (
     ExpertsOptions,
     MoEConfig,
@@ -22,11 +21,12 @@ from moe_pipeline.config import (
     RouterOptions,
     SharedExpertOptions,
 )
-from moe_pipeline.expert_bias import update_expert_bias
-from moe_pipeline.folding import fold_experts
 from moe_pipeline.groups import MoEGroups
-from moe_pipeline.layer import MoELayer
-from moe_pipeline.recomputing import recompute
+from moe_pipeline.layer.folding import fold_experts
+from moe_pipeline.layer.moe_layer import MoELayer
+from moe_pipeline.recomputation.recomputing import recompute
+from moe_pipeline.router.aux_loss import global_batch_loss
+from moe_pipeline.router.expert_bias import update_expert_bias
 from ranktest import run_ranks
 
 WORLD = 4

@@ -6,11 +6,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from moe_pipeline.catalog import SCHEDULES
-from moe_pipeline.checker import check
-from moe_pipeline.executor import PipelineExecutor
-from moe_pipeline.executor_table import stage_holders
-from moe_pipeline.stage_io import StageOutput
+from moe_pipeline.executor.pipeline_executor import PipelineExecutor
+from moe_pipeline.executor.stage_io import StageOutput
+from moe_pipeline.executor.table import stage_holders
+from moe_pipeline.schedules.generators.catalog import SCHEDULES
+from moe_pipeline.schedules.table.checker import check
 from ranktest import run_ranks
 
 WIDTH = 3

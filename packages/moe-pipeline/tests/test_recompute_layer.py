@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from comm_collectives import calls, moe_request
-from moe_pipeline.aux_loss import global_batch_loss
+from comm_collectives.call import calls
+from comm_collectives.moe import request as moe_request
 from moe_pipeline.config import (
     ExpertsOptions,
     MoEConfig,
@@ -26,8 +26,9 @@ from moe_pipeline.config import (
     SharedExpertOptions,
 )
 from moe_pipeline.groups import MoEGroups
-from moe_pipeline.layer import MoELayer
-from moe_pipeline.recomputing import is_replaying, recompute
+from moe_pipeline.layer.moe_layer import MoELayer
+from moe_pipeline.recomputation.recomputing import is_replaying, recompute
+from moe_pipeline.router.aux_loss import global_batch_loss
 from ranktest import run_ranks
 
 ALONE = MoEGroups()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moe_train.cli import main
-from moe_train.config import all_keys
+from moe_train.config.tables import all_keys
 
 JOB = """
 [model]

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_train.build import build_runner, read_model_config
-from moe_train.config_file import load_config
+from moe_train.config.toml_file import load_config
 from moe_train.data.packing import Batch
 from moe_train.parallel import start
+from moe_train.training.build import build_runner, read_model_config
 
 pytestmark = pytest.mark.gpu
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from unified_ckpt.saver import AsyncSaver
-from unified_ckpt.saver_config import AsyncSaverConfig
+from unified_ckpt.background.config import AsyncSaverConfig
+from unified_ckpt.background.saver import AsyncSaver
 
 
 @pytest.fixture(scope="session")

@@ -27,8 +27,8 @@ from unified_ckpt import (
     save,
     verify_checkpoint,
 )
-from unified_ckpt.async_saving import async_save
-from unified_ckpt.saver import AsyncSaver, AsyncSaverConfig
+from unified_ckpt.background.async_saving import async_save
+from unified_ckpt.background.saver import AsyncSaver, AsyncSaverConfig
 
 NUMEL = 60_000
 MODES = ["one rank", "all ranks", "one saver"]

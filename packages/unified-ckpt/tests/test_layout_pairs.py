@@ -18,7 +18,13 @@ import torch
 
 from ranktest import run_ranks
 from unified_ckpt import BoxMeta, Shard, load, plan_save, save, verify_checkpoint
-from unified_ckpt.layouts import LocalBox, ParallelDegrees, ParameterRule, expert_shards, rank_box
+from unified_ckpt.geometry.layouts.layouts import (
+    LocalBox,
+    ParallelDegrees,
+    ParameterRule,
+    expert_shards,
+    rank_box,
+)
 
 
 class Scene:

@@ -5,8 +5,8 @@ import torch
 
 from ranktest import run_ranks
 from unified_ckpt import LoadError, Shard, load, read_index, save
-from unified_ckpt.checkpoint import list_parts
 from unified_ckpt.options import LoadOptions, SaveOptions
+from unified_ckpt.plans.checkpoint.directory import list_parts
 
 MASTER = torch.randn(4, 3)
 WEIGHT = MASTER.bfloat16()

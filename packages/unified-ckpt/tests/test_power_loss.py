@@ -19,8 +19,9 @@ import pytest
 import torch
 
 from ranktest import run_ranks
-from unified_ckpt import Shard, files, get_last_checkpoint, rotate, save, verify_checkpoint
-from unified_ckpt.commit import clean_leftovers
+from unified_ckpt import Shard, get_last_checkpoint, rotate, save, verify_checkpoint
+from unified_ckpt.files import system as files
+from unified_ckpt.saving.commit.commit import clean_leftovers
 
 Tree = dict[str, bytes]  # what a checkpoint holds: content by relative name
 SCENARIOS = ["new names and rotation", "overwrite", "overwrite without exchange"]
@@ -40,7 +41,7 @@ class Event:
 
 @dataclass
 class Recorder:
-    """Stands for `os` in `unified_ckpt.files`: does what is asked and writes down what changes."""
+    """Stands for `os` in `unified_ckpt.files.system`: does as asked, writes down what changes."""
 
     rank: int
     events: list[Event] = field(default_factory=list)

@@ -115,7 +115,7 @@ class RouterLosses:
         router_aux_loss_coef: factor of the load-balancing loss; 0 switches its gradient off.
         moe_aux_loss_scope: tokens over which it takes its fractions and means: "micro_batch" (the
             global micro-batch), "sequence" (each sequence, then averaged) or "global_batch" (all
-            micro-batches of a step). See `moe_pipeline.aux_loss`.
+            micro-batches of a step). See `moe_pipeline.router.aux_loss`.
         router_z_loss_coef: factor of the mean of `logsumexp(logits)^2` (ST-MoE, arXiv 2202.08906).
     """
 
@@ -141,10 +141,10 @@ class ExpertsOptions:
         swiglu_alpha: with `swiglu_limit`, the gate is `x * sigmoid(alpha * x)`.
         has_bias: both projections have one.
         experts_implementation: "auto", "fused", "grouped_mm" or "loop"; see
-            `moe_pipeline.experts`.
+            `moe_pipeline.experts.compute`.
         gradient_accumulation_fusion: weight gradients are added straight into `param.grad`, which
-            stays allocated; see `moe_pipeline.experts`.
-        fp8: products in fp8 on CUDA; see `moe_pipeline.fp8_experts`.
+            stays allocated; see `moe_pipeline.experts.compute`.
+        fp8: products in fp8 on CUDA; see `moe_pipeline.experts.fp8`.
     """
 
     hidden_act: str = "silu"

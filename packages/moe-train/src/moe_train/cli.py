@@ -16,8 +16,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from moe_train.config import Config
-from moe_train.config_file import dump_toml, format_compact, keys_help, load_config
+from moe_train.config.tables import Config
+from moe_train.config.toml_file import dump_toml, format_compact, keys_help, load_config
 from moe_train.errors import MoeTrainError, RankFailedError, StoppedUnsavedError
 from unified_ckpt.errors import CheckpointError
 
@@ -183,16 +183,16 @@ def _train(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, overrides)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _train_as_rank(config, resume, [str(arguments.config), *overrides])
-    from moe_train import job
+    from moe_train.jobs import job
 
     print(format_compact(config), flush=True)
     # Ranks take the checkpoint that was checked, and do not look for it again.
     source = job.check(config, resume)
     resolved = _save_resolved(config)
-    from moe_train.launch import run_local
+    from moe_train.launch.local import run_local
 
     argv = [str(resolved), str(source or "")]
-    stopped_by = run_local(config.world_size, "moe_train.rank_job", argv)
+    stopped_by = run_local(config.world_size, "moe_train.jobs.rank_job", argv)
     if stopped_by is None:
         return 0
     again = shlex.join(["moe-train", "train", str(arguments.config), *overrides, "--resume"])
@@ -213,21 +213,21 @@ def _train_as_rank(config: Config, resume: str, job_args: list[str]) -> int:
             f"parallel.dp={config.parallel.dp} * parallel.ep={config.parallel.ep} = "
             f"{config.world_size}; start {config.world_size} ranks or change [parallel]"
         )
-    from moe_train import job
-    from moe_train.rank_main import RankJobError, leave, run_rank
-    from moe_train.signals import StopFlag
+    from moe_train.jobs import job
+    from moe_train.launch.rank_main import RankJobError, leave, run_rank
+    from moe_train.launch.signals import StopFlag
 
     if rank == 0:
         print(format_compact(config), flush=True)
     else:  # what every rank finds out about the checkpoints, one says
-        logging.getLogger("moe_train.checkpoint").setLevel(logging.ERROR)
+        logging.getLogger("moe_train.checkpoint.training_state").setLevel(logging.ERROR)
     source = job.check(config, resume)
     if rank == 0:
         _save_resolved(config)
     stop = StopFlag()
     stop.install()
     try:
-        run_rank("moe_train.rank_job", [job_args[0], str(source or ""), *job_args[1:]], stop)
+        run_rank("moe_train.jobs.rank_job", [job_args[0], str(source or ""), *job_args[1:]], stop)
     except RankJobError as failure:
         print(f"rank {rank}, step {failure.error.step}: {failure.error.text}", file=sys.stderr)
         leave(_EXIT_FAILED)
@@ -245,7 +245,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     """Print the prompt and what a trained model makes of it."""
     if arguments.temperature < 0:
         raise ValueError(f"--temperature {arguments.temperature} must be at least 0")
-    from moe_train.generate import generate_text
+    from moe_train.jobs.generate import generate_text
 
     text = generate_text(
         arguments.checkpoint,
@@ -261,7 +261,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     """List the tensors, parts and training state of a checkpoint."""
-    from moe_train.inspect import describe_checkpoint
+    from moe_train.jobs.inspect import describe_checkpoint
 
     print(describe_checkpoint(arguments.checkpoint))
     return 0
@@ -270,7 +270,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     """Estimate what a job needs before it is started."""
     config = load_config(arguments.config, arguments.overrides)
-    from moe_train.plan import plan_report
+    from moe_train.jobs.plan import plan_report
 
     print(plan_report(config))
     return 0

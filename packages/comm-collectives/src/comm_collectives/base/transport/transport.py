@@ -1,0 +1,144 @@
+"""How bytes move between the ranks of a group; everything above speaks to this and to nothing else.
+
+Operations start at once and return something to wait for. Data moves as flat uint8 tensors, so no
+dtype is refused; only `all_reduce` does arithmetic and sees the dtype.
+
+    transport = TorchTransport(group)
+    pending = transport.exchange(target, source, received_bytes, sent_bytes)
+    pending.wait(timedelta(seconds=30))
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import ClassVar, Protocol, final
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+
+from comm_collectives._torch_private import Store, group_timeout_s
+from comm_collectives.base.transport.clock import SYSTEM_CLOCK, Clock
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+class Pending(Protocol):
+    """An operation under way, in the terms of `torch.distributed.Work`."""
+
+    def wait(self, timeout: timedelta = ...) -> bool:
+        """Wait for its end; RuntimeError if it failed or the limit passed."""
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+
+
+class Transport(ABC):
+    """The operations of a group. Ranks are numbers inside the group.
+
+    Attributes:
+        limit_s: how long an operation may take when no limit is given.
+        may_share_memory: whether it is worth asking if all ranks are on one host.
+        clock: the time by which limits pass.
+    """
+
+    __slots__ = ()
+    limit_s: float
+    may_share_memory: ClassVar[bool]
+    clock: Clock = SYSTEM_CLOCK
+
+    @abstractmethod
+    def exchange(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        received_bytes: Sequence[int],
+        sent_bytes: Sequence[int],
+    ) -> Pending | None:
+        """All-to-all of bytes between flat uint8 tensors; pieces lie by rank."""
+
+    @abstractmethod
+    def all_gather(self, target: torch.Tensor, source: torch.Tensor) -> Pending | None:
+        """Gather equally many bytes of every rank, by rank."""
+
+    @abstractmethod
+    def broadcast(self, flat: torch.Tensor, root: int) -> Pending | None:
+        """Broadcast a flat uint8 tensor in place."""
+
+    @abstractmethod
+    def all_reduce(self, flat: torch.Tensor, op: str) -> Pending | None:
+        """Reduce in place; op is one of sum, min, max, product, for the dtypes that it has."""
+
+    @abstractmethod
+    def send(self, flat: torch.Tensor, dst: int) -> Pending | None:
+        """Start to send a flat uint8 tensor to one rank."""
+
+    @abstractmethod
+    def recv(self, flat: torch.Tensor, src: int) -> Pending | None:
+        """Start to receive a flat uint8 tensor from one rank."""
+
+    def store(self) -> Store | None:
+        """Return where ranks leave reports of failures; None means the default group's store."""
+        return None
+
+
+@final
+class TorchTransport(Transport):
+    """The operations of a `torch.distributed` process group, of any backend."""
+
+    may_share_memory = True
+    __slots__ = ("_ref", "limit_s")
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        # Weak, since what is known of a group must not outlive it.
+        self._ref = ref(group)
+        self.limit_s = group_timeout_s(group)
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._ref()
+        if group is None:
+            raise RuntimeError("the process group has been destroyed")
+        return group
+
+    def exchange(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        received_bytes: Sequence[int],
+        sent_bytes: Sequence[int],
+    ) -> Pending | None:
+        """As `all_to_all_single`."""
+        return dist.all_to_all_single(
+            target,
+            source,
+            list(received_bytes),
+            list(sent_bytes),
+            group=self._group,
+            async_op=True,
+        )
+
+    def all_gather(self, target: torch.Tensor, source: torch.Tensor) -> Pending | None:
+        """As `all_gather_into_tensor`."""
+        return dist.all_gather_into_tensor(target, source, group=self._group, async_op=True)
+
+    def broadcast(self, flat: torch.Tensor, root: int) -> Pending | None:
+        """As torch's, with a rank of the group."""
+        return dist.broadcast(flat, group=self._group, group_src=root, async_op=True)
+
+    def all_reduce(self, flat: torch.Tensor, op: str) -> Pending | None:
+        """As torch's."""
+        return dist.all_reduce(flat, op=_OPS[op], group=self._group, async_op=True)
+
+    def send(self, flat: torch.Tensor, dst: int) -> Pending | None:
+        """As `isend`."""
+        return dist.isend(flat, group=self._group, group_dst=dst)
+
+    def recv(self, flat: torch.Tensor, src: int) -> Pending | None:
+        """As `irecv`."""
+        return dist.irecv(flat, group=self._group, group_src=src)

@@ -1,0 +1,136 @@
+"""Tensors as bytes: moving data needs no arithmetic, so every dtype travels as uint8.
+
+Backends refuse many dtypes (gloo: int16, uint16, every fp8 ...). A view of the same memory as bytes
+is accepted everywhere. Reductions must never use it: adding bytes is not adding numbers.
+
+    flat = as_bytes(x)                           # [x.nbytes] uint8, shares memory if x is dense
+    y = from_bytes(flat, x.dtype, x.shape)       # the same memory with its dtype again
+"""
+
+import ctypes
+import math
+from collections.abc import Sequence
+
+import torch
+
+from comm_collectives._torch_private import is_traceable_wrapper_subclass
+from comm_collectives.call.signature.frames import Argument
+
+# The number under which a dtype is named in headers. Append only: both ends must agree.
+_NAMES = (
+    *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
+    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    "float4_e2m1fn_x2",
+)
+DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _NAMES)
+_CODE_OF = {dtype: code for code, dtype in enumerate(DTYPES)}
+_ARGUMENTS: dict[tuple[str, torch.dtype], Argument] = {}
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """Return the header number of a dtype.
+
+    Raises:
+        TypeError: the dtype has no plain bytes (quantised and other exotic dtypes).
+    """
+    code = _CODE_OF.get(dtype)
+    if code is None:
+        raise TypeError(f"tensors of dtype {dtype} cannot be moved; convert to a plain dtype first")
+    return code
+
+
+def dtype_argument(dtype: torch.dtype, name: str = "dtype") -> Argument:
+    """Return a dtype as something on which the ranks of a call have to agree."""
+    known = _ARGUMENTS.get((name, dtype))
+    if known is None:
+        text = str(dtype).removeprefix("torch.")
+        known = _ARGUMENTS[name, dtype] = Argument(name, dtype_code(dtype), text)
+    return known
+
+
+def shape_argument(name: str, shape: Sequence[int]) -> Argument:
+    """Return a shape (or splits) as something on which the ranks of a call have to agree."""
+    return Argument(name, hash(tuple(shape)), str(tuple(shape)))
+
+
+def new_tensor(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    """Allocate a contiguous tensor, uninitialised."""
+    # As bytes, because torch warns when it allocates complex32.
+    flat = torch.empty(num_bytes(dtype, shape), dtype=torch.uint8, device=device)
+    return from_bytes(flat, dtype, shape)
+
+
+def check_dense(x: torch.Tensor, name: str) -> None:
+    """Check that `x` is a dense tensor with data.
+
+    Raises:
+        TypeError: it is not a tensor, or one that wraps others (DTensor, nested), or sparse,
+            quantised, on the meta device.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; give a torch.Tensor")
+    if x.is_nested or is_traceable_wrapper_subclass(x):
+        raise TypeError(
+            f"{name} is a {type(x).__name__}, which wraps other tensors; give those "
+            "(for a DTensor its to_local())"
+        )
+    if x.layout != torch.strided or x.is_quantized or x.is_meta:
+        raise TypeError(
+            f"{name} has layout {x.layout} on device {x.device}; give a dense tensor with data"
+        )
+    dtype_code(x.dtype)
+
+
+def is_dense(x: torch.Tensor) -> bool:
+    """Whether `check_dense` finds nothing wrong with a tensor."""
+    try:
+        check_dense(x, "x")
+    except TypeError:
+        return False
+    return True
+
+
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` without gradient history as one contiguous block (no copy if it is one)."""
+    plain = x.detach().resolve_conj().resolve_neg()
+    if plain.dtype == torch.complex32 and not plain.is_contiguous():
+        # As pairs of float16, because torch warns when it allocates complex32.
+        return torch.view_as_complex(torch.view_as_real(plain).contiguous())
+    return plain.contiguous()
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """View a contiguous tensor of any shape as [nbytes] uint8."""
+    flat = x.view(-1)
+    if flat.stride(0) != 1:  # one element, expanded: contiguous all the same
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8)
+
+
+def bytes_of(flat: torch.Tensor) -> bytes:
+    """Copy a contiguous uint8 tensor into a bytes object (without numpy, which torch can lack)."""
+    on_host = flat.cpu()
+    return ctypes.string_at(on_host.data_ptr(), on_host.numel()) if on_host.numel() else b""
+
+
+def from_bytes(flat: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """View [nbytes] uint8 that starts at an aligned address as a tensor of `dtype` and `shape`."""
+    return flat.view(dtype).view(tuple(shape))
+
+
+def joined(
+    parts: Sequence[bytes], dtype: torch.dtype, shape: Sequence[int], device: torch.device
+) -> torch.Tensor:
+    """Copy pieces of bytes, one after the other, into one new tensor of `shape`."""
+    data = bytearray(b"".join(parts))
+    if not data:
+        return new_tensor(shape, dtype, device)
+    return from_bytes(torch.frombuffer(data, dtype=torch.uint8), dtype, shape).to(device)
+
+
+def num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """Size in bytes of a contiguous tensor."""
+    return math.prod(shape) * dtype.itemsize

@@ -1,0 +1,149 @@
+"""Do all ranks make the same call? What the frames of a meeting say, as pure functions of them.
+
+Every rank sees every head, so all come to the same verdict: go on, join a backward that this rank
+owes, or raise the same error. The texts for the error are exchanged only then.
+
+    verdict = judge([Words.unpack(head) for head in met.heads], rank)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from comm_collectives.call.agreement.pending import PendingBackwards
+from comm_collectives.call.signature.frames import (
+    BACKWARD,
+    REFUSED,
+    REFUSED_TYPE,
+    Argument,
+    Head,
+    Words,
+)
+from comm_collectives.errors import MismatchError, RefusedError, RefusedTypeError
+
+EARLIER = "an earlier call"
+_FLAGS = (1 << 32) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgreementPolicy:
+    """When ranks compare their calls; the same on every rank of a group.
+
+    Where all ranks are on one host every call is compared before it starts, whatever `every` says,
+    unless it is 0. Elsewhere calls that exchange counts are, and the others each `every`-th time.
+
+    Attributes:
+        every: 0 compares only where counts are exchanged; 1 always.
+        call_sites: whether two lines of a program are two calls.
+    """
+
+    every: int = 64
+    call_sites: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.every, int):
+            raise TypeError(f"every={self.every!r} is a {type(self.every).__name__}; give an int")
+        if self.every < 0:
+            raise ValueError(f"every={self.every} must be >= 0 (0: only with counts; 1: always)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What the heads say. `differing` has the positions of the words that differ.
+
+    `serves` is a backward that this rank has to take part in; `is_served` whether some rank has to.
+    """
+
+    flags: int = 0
+    refused: tuple[int, ...] = ()
+    serves: int | None = None
+    is_served: bool = False
+    differing: tuple[str, ...] = ()
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the call can go on."""
+        return not self.refused and not self.differing
+
+
+def judge(words: Sequence[Words], own: Head) -> Verdict:
+    """Compare the heads of all ranks; the same verdict on each, but for who serves.
+
+    `serves` is a backward for which the others wait and which this rank owes.
+    """
+    flags = 0
+    for head in words:
+        flags |= head.status & _FLAGS
+    first = words[0]
+    if all(head[1:5] == first[1:5] and head.arguments == first.arguments for head in words):
+        refused = tuple(rank for rank, head in enumerate(words) if head.status & REFUSED)
+        return Verdict(flags=flags, refused=refused)
+    awaited = _awaited_backward(words)
+    if awaited is not None:
+        own_is_it = bool(own.status & BACKWARD) and own.arguments[0].word == awaited
+        return Verdict(flags=flags, serves=None if own_is_it else awaited, is_served=True)
+    refused = tuple(rank for rank, head in enumerate(words) if head.status & REFUSED)
+    if refused:  # the arguments of a refused call are not worth comparing
+        return Verdict(flags=flags, refused=refused)
+    return Verdict(flags=flags, differing=_differing(words, own))
+
+
+def _awaited_backward(words: Sequence[Words]) -> int | None:
+    """The latest call whose backward some ranks are in and all others owe."""
+    started = [head.arguments[0] if head.status & BACKWARD else None for head in words]
+    numbers = [number for number in started if number is not None]
+    if not numbers:
+        return None
+    # What all owed before some of them started: the same on all, unless one cannot take part.
+    owed = {
+        head.pending ^ (0 if number is None else PendingBackwards.word_of(number))
+        for head, number in zip(words, started, strict=True)
+    }
+    return max(numbers) if len(owed) == 1 else None
+
+
+def _differing(words: Sequence[Words], own: Head) -> tuple[str, ...]:
+    def differ(position: int) -> bool:
+        return len({head[position] for head in words}) > 1
+
+    if differ(2):
+        return ("operation",)
+    names = [name for position, name in ((1, "call number"), (3, "call site")) if differ(position)]
+    for i in range(len(words[0].arguments)):
+        if len({head.arguments[i] for head in words}) > 1:
+            known: Argument | None = own.arguments[i] if i < len(own.arguments) else None
+            names.append(known.name if known is not None else f"argument {i}")
+    return tuple(names) or (EARLIER,)
+
+
+def mismatch_error(
+    head: str, differing: Sequence[str], texts: Sequence[str], ranks: Sequence[int]
+) -> MismatchError:
+    """Return the error for ranks that make different calls, with what each said of its own."""
+    remedy = ""
+    if tuple(differing) == ("call site",):
+        remedy = (
+            '; if these lines are one call, put both into comm_collectives.call_site("its name")'
+        )
+    what = " and ".join([", ".join(differing[:-1]), differing[-1]] if differing[1:] else differing)
+    verb = "differs" if len(differing) == 1 else "differ"
+    return MismatchError(f"{head}: {what} {verb} between ranks: {_grouped(texts, ranks)}{remedy}")
+
+
+def refused_error(
+    head: str, statuses: Sequence[int], texts: Sequence[str], ranks: Sequence[int]
+) -> RefusedError:
+    """Return the error that every rank raises when the arguments of some are wrong."""
+    bad = [r for r, status in enumerate(statuses) if status & REFUSED]
+    kind = RefusedTypeError if statuses[bad[0]] & REFUSED_TYPE else RefusedError
+    reasons = _grouped([texts[r] for r in bad], [ranks[r] for r in bad])
+    return kind(f"{head} refused: {reasons}")
+
+
+def _grouped(texts: Sequence[str], ranks: Sequence[int]) -> str:
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in zip(ranks, texts, strict=True):
+        ranks_of.setdefault(text, []).append(rank)
+    return "; ".join(
+        f"{'rank' if len(same) == 1 else 'ranks'} {', '.join(map(str, same))}: {text}"
+        for text, same in ranks_of.items()
+    )

@@ -1,0 +1,260 @@
+"""One autograd node for every collective, and how a rank takes part in backwards it never runs.
+
+The backward of a collective is a collective: it has to run on every rank, also on one whose input
+needs no gradient (the ranks tell each other, and then all get a node), and on one whose loss never
+uses the output (its graph is dropped, or it goes on to its next call, and then it takes part with a
+gradient of zeros).
+
+    if flags & WANTS_GRAD:
+        (y,) = attach((x,), (y,), call, Back(run=..., zeros=zeros_for(y)))
+"""
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast, final
+from weakref import finalize, ref
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from comm_collectives.base.wire import dense, from_bytes, num_bytes
+from comm_collectives.call.calls import BACKWARD_OF, Call
+from comm_collectives.call.control.meeting import BoardMeeting
+from comm_collectives.call.groups.groups import GroupState
+from comm_collectives.call.handles.handles import launch, put_in_graph
+from comm_collectives.call.reports import awaited_backward
+from comm_collectives.call.signature.callsite import CallSite
+from comm_collectives.call.signature.frames import BACKWARD, Argument, Words
+from comm_collectives.errors import CommError, LostGradientWarning, MismatchError
+
+Gradients = tuple[torch.Tensor, ...]
+_POLL_S = 0.05
+_POLL_STORE_S = 0.5
+
+
+def _unchanged(grads: Gradients) -> Gradients:
+    return grads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Back:
+    """The backward of one call: from gradients of its outputs to gradients of its inputs.
+
+    Attributes:
+        run: collective work; gets contiguous gradients of the outputs and a call that has met.
+        zeros: makes gradients of zeros for all outputs, to take part with.
+        finish: what this rank alone does with what `run` returned.
+        others_lose: whether gradients that come to this rank and go no further are missing in those
+            of other ranks. Then the next call of the group is an error on every rank, where else
+            there is a warning on this one.
+
+    `run` and `zeros` are kept for as long as a peer may ask for them, so they hold no data.
+    """
+
+    run: Callable[[Gradients, Call], Gradients]
+    zeros: Callable[[], Gradients]
+    finish: Callable[[Gradients], Gradients] = _unchanged
+    others_lose: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """The forward call of a backward."""
+
+    state: GroupState
+    name: str
+    number: int
+    site: CallSite
+    timeout_s: float | None
+
+    @classmethod
+    def of(cls, call: Call) -> "Origin":
+        """Remember a call for its backward."""
+        return cls(
+            state=call.state,
+            name=call.name,
+            number=call.number,
+            site=call.site,
+            timeout_s=call.timeout_s,
+        )
+
+
+def wants_grad(*inputs: torch.Tensor) -> bool:
+    """Whether this rank needs a gradient of any of these."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+
+
+def zeros_for(*outputs: torch.Tensor) -> Callable[[], Gradients]:
+    """Return what makes gradients of zeros for outputs, without keeping the outputs alive."""
+    kinds = [(tuple(y.shape), y.dtype, y.device) for y in outputs]
+    # Bits of zeros are zeros in every dtype that has them.
+    return lambda: tuple(
+        from_bytes(
+            torch.zeros(num_bytes(dtype, shape), dtype=torch.uint8, device=device), dtype, shape
+        )
+        for shape, dtype, device in kinds
+    )
+
+
+def attach(
+    inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], call: Call, back: Back
+) -> tuple[torch.Tensor, ...]:
+    """Make outputs of a call part of the graph; `inputs` are those that get a gradient.
+
+    Every rank of the group has to do so if one does. An input that needs no gradient here is
+    accompanied by an empty tensor that does, so that this rank takes part; a rank that records no
+    gradients at the moment takes part with zeros.
+    """
+    state = call.state
+    if state.size > 1:
+        needs = tuple(wants_grad(x) for x in inputs)
+        state.pending.add(call.number, _serve_with_zeros(Origin.of(call), back, needs))
+        _watch_over(state)
+    if not torch.is_grad_enabled():
+        state.pending.drop(call.number)
+        return tuple(outputs)
+    origin, alive, results = Origin.of(call), _Alive(state, call.number), tuple(outputs)
+
+    def make() -> Gradients:
+        joins = torch.zeros(0, requires_grad=True, device="cpu")
+        return cast(Gradients, _Node.apply(joins, origin, back, alive, results, *inputs))
+
+    return put_in_graph(results, make)
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        joins: torch.Tensor,
+        origin: Origin,
+        back: Back,
+        alive: "_Alive",
+        outputs: Gradients,
+        *inputs: torch.Tensor,
+    ) -> Gradients:
+        ctx.set_materialize_grads(True)
+        ctx.origin, ctx.back, ctx.alive = origin, back, alive
+        ctx.save_for_backward(joins)
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # Where activations are recomputed, asking for a saved tensor starts that: ahead of this
+        # exchange on every rank, also on one that saved nothing between this node and the next.
+        _ = ctx.saved_tensors
+        origin, back = ctx.origin, ctx.back
+        contiguous = tuple(dense(grad) for grad in grads)
+        gradients = launch(
+            origin.state,
+            f"{origin.name}{BACKWARD_OF}",
+            lambda: run_backward(origin, back, contiguous),
+            inputs=contiguous,
+            async_op=False,
+        )
+        return (None, None, None, None, None, *back.finish(gradients))
+
+
+def run_backward(origin: Origin, back: Back, grads: Gradients) -> Gradients:
+    """Run the backward of a call on this rank, with the gradients that it has."""
+    state = origin.state
+    if state.size > 1 and not state.pending.start(origin.number):
+        raise MismatchError(
+            f"rank {state.global_rank}: {origin.name} call {origin.number} made at "
+            f"{origin.site.text}: this rank made another call of the group while the others waited "
+            "in this backward, so zeros were given for it; run backwards in the same order on "
+            "every rank"
+        )
+    call = Call(
+        state,
+        f"{origin.name}{BACKWARD_OF}",
+        arguments=(Argument("backward of call", origin.number),),
+        timeout_s=origin.timeout_s,
+        site=origin.site,
+    )
+    call.meet_backward()
+    return back.run(grads, call)
+
+
+def _serve_with_zeros(origin: Origin, back: Back, needs: tuple[bool, ...]) -> Callable[[Any], None]:
+    run, zeros, others_lose = back.run, back.zeros, back.others_lose
+
+    def serve(call: Any) -> None:
+        gradients = run(zeros(), call)
+        lost = [x for x, needed in zip(gradients, needs, strict=False) if needed and bool(x.any())]
+        if not lost:
+            return
+        text = (
+            f"{origin.name} call {origin.number} made at {origin.site.text}: other ranks sent "
+            "gradients for its input, which are lost, since this rank's loss does not use its "
+            "output; use it on every rank, for example by adding 0 * output.sum() to the loss"
+        )
+        if others_lose:
+            origin.state.pending.lost = text
+        else:
+            rank = origin.state.global_rank
+            warnings.warn(f"rank {rank}: {text}", LostGradientWarning, stacklevel=2)
+
+    return serve
+
+
+@final
+class _Alive:
+    """Lives as long as a graph; when that ends without a backward, peers may still need one."""
+
+    __slots__ = ("_number", "_state")
+
+    def __init__(self, state: GroupState, number: int) -> None:
+        self._state, self._number = ref(state), number
+
+    def __del__(self) -> None:
+        state = self._state()
+        if state is not None:
+            state.pending.drop(self._number)
+
+
+def _watch_over(state: GroupState) -> None:
+    """Have a thread that takes part in backwards whose graph this rank has dropped."""
+    if state.responder is None:
+        state.responder = threading.Thread(
+            target=_respond, args=(ref(state), state.pending.dropped_event), daemon=True
+        )
+        state.responder.start()
+        # It waits for the event, and ends when it finds the group gone.
+        finalize(state, state.pending.dropped_event.set).atexit = False
+
+
+def _respond(state_of: "ref[GroupState]", dropped: threading.Event) -> None:
+    """While graphs are dropped, look whether the peers wait in a backward of one of them."""
+    while True:
+        dropped.wait()
+        state = state_of()
+        if state is None:
+            return
+        pause_s = _POLL_S if isinstance(state.meeting, BoardMeeting) else _POLL_STORE_S
+        if not state.pending.dropped():
+            dropped.clear()
+        elif _is_awaited(state) and state.lock.acquire(blocking=False):
+            # A thread of this rank that holds the lock is in a call and answers by itself.
+            try:
+                if _is_awaited(state):
+                    Call(state, "an answer to", compares_site=False).answer()
+            except (CommError, LostGradientWarning):
+                dropped.clear()  # the peers have the same error, or the user wants warnings raised
+            finally:
+                state.lock.release()
+        del state
+        time.sleep(pause_s)
+
+
+def _is_awaited(state: GroupState) -> bool:
+    """Whether a peer waits in a backward whose graph this rank has dropped."""
+    dropped = state.pending.dropped()
+    if not isinstance(state.meeting, BoardMeeting):
+        return awaited_backward(state) in dropped
+    ahead = [Words.unpack(head) for head in state.meeting.ahead()]
+    return any(words.status & BACKWARD and words.arguments[0] in dropped for words in ahead)

@@ -1,0 +1,98 @@
+"""The meeting ahead of a payload: how many rows come, of what kind, and whether all is well.
+
+Counts ride on the frame in which ranks agree anyway, so one rank's refused arguments, or rows of
+another width or dtype, end the call on every rank at once, instead of leaving the others to wait.
+
+    received = exchange_counts(call, [[2, 0], [1, 3]])
+    received.rows[1]       # what rank 1 has for this rank
+
+Small rows can travel in the same meeting; see `riding`.
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from comm_collectives.base.wire import as_bytes
+from comm_collectives.call.calls import Call
+from comm_collectives.call.riding import Coming, Load
+from comm_collectives.call.signature.frames import PART_BYTES, TRAVELS_APART, WANTS_SHEETS
+
+_WORD_BYTES = 8
+_INLINE = PART_BYTES // _WORD_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """What the peers told: `flags` of every rank or-ed together, and each peer's counts.
+
+    Attributes:
+        coming: the rows that came along; None if they travel apart.
+    """
+
+    flags: int
+    rows: list[list[int]]
+    coming: Coming | None = None
+
+
+def exchange_counts(
+    call: Call,
+    counts: Sequence[Sequence[int]],
+    *,
+    flags: int = 0,
+    refused: ValueError | TypeError | None = None,
+    load: Load | None = None,
+) -> Counts:
+    """Send `counts[r]` to each rank r and return what each rank sent here. Collective.
+
+    Args:
+        call: the call on whose behalf; its arguments are what the ranks have to agree on.
+        counts: one list per rank, all of one length, which follows from those arguments.
+        flags: bits (below 2^32) that every rank shall know of.
+        refused: what is wrong with this rank's arguments; raised on every rank.
+        load: this rank's rows, if they can travel along; every rank gives one, or none does.
+
+    Raises:
+        RefusedError, MismatchError: on every rank alike; see `Call.meet`.
+    """
+    sheet = None
+    if load is not None:
+        counts = [[at, *row] for at, row in zip(load.at, counts, strict=True)]
+        flags, sheet = flags | load.flags, load.sheet
+    width = len(counts[0])
+    inline = min(width, _INLINE)
+    layout = struct.Struct(f"<{inline}q")
+    parts = [layout.pack(*row[:inline]) for row in counts]
+    if load is not None and load.parts is not None:
+        parts = [words + rows for words, rows in zip(parts, load.parts, strict=True)]
+    agreed = call.meet(parts=parts, status=flags, refused=refused, sheet=sheet)
+    if agreed.flags & WANTS_SHEETS:
+        call.open_sheets()
+    rows = [list(layout.unpack_from(part)) for part in agreed.parts]
+    if width > inline:
+        for row, rest in zip(rows, _exchange_rest(call, counts, inline), strict=True):
+            row += rest
+    if load is None:
+        return Counts(flags=agreed.flags, rows=rows)
+    at = [row.pop(0) for row in rows]
+    if agreed.flags & TRAVELS_APART:
+        return Counts(flags=agreed.flags, rows=rows)
+    told = [part[layout.size :] for part in agreed.parts]
+    return Counts(flags=agreed.flags, rows=rows, coming=Coming(at=at, parts=told))
+
+
+def _exchange_rest(call: Call, counts: Sequence[Sequence[int]], start: int) -> list[list[int]]:
+    """Exchange what did not fit into the frame."""
+    state = call.state
+    rest = [row[start:] for row in counts]
+    sent = torch.tensor(rest, dtype=torch.int64, device=state.control_type)
+    received = torch.empty_like(sent)
+    splits = [sent.shape[1] * _WORD_BYTES] * state.size
+    call.run(
+        lambda: state.transport.exchange(as_bytes(received), as_bytes(sent), splits, splits),
+        on_cpu=state.control_type == "cpu",
+    )
+    rows: list[list[int]] = received.tolist()
+    return rows

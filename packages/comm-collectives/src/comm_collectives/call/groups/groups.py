@@ -1,0 +1,283 @@
+"""What this rank knows of a process group: its place in it, its transport, and its call numbers.
+
+Call numbers count this package's calls in one group. Ranks run the same program, so the numbers
+agree, and an error can say `all_to_all call 7` and mean the same call on every rank. Transfers
+between two ranks are counted per direction, because pipeline stages make different numbers of them.
+
+    state = group_state(None)
+    state.rank, state.size, state.next_call()
+"""
+
+import itertools
+import threading
+import zlib
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from numbers import Real
+from operator import index
+from typing import Any, final
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import get_backend_config
+
+from comm_collectives.base.transport.scratch import ScratchPool
+from comm_collectives.base.transport.transport import TorchTransport, Transport
+from comm_collectives.call.agreement.agreement import AgreementPolicy
+from comm_collectives.call.agreement.history import History
+from comm_collectives.call.agreement.pending import PendingBackwards
+from comm_collectives.call.control.meeting import Meeting
+from comm_collectives.call.signature.frames import Argument
+
+
+@final
+class GroupState:
+    """A process group as this rank sees it. `rank` is inside the group, `ranks` are global.
+
+    Attributes:
+        lock: held by the thread that is in a call; calls of one group run one after another.
+        meeting: where the ranks compare their calls; None before the first one.
+        policy: when they do.
+        pending: backwards that this rank owes.
+        history: the calls since the last comparison, where not every call is compared.
+        worker: the thread of its asynchronous calls, once there was one.
+        responder: the thread that takes part in backwards whose graph is gone.
+        given_up: transfers that failed while the backend may still use their buffers.
+        failed_calls: the calls in which this rank failed.
+        channels: what this rank and a peer send each other apart from the calls, by peer.
+        observers: told of each all-to-all: the call's name and the bytes for each rank.
+    """
+
+    __slots__ = (
+        *("__weakref__", "_calls", "_transfers", "backend_of", "channels", "failed_calls"),
+        *(
+            "given_up",
+            "history",
+            "lock",
+            "meeting",
+            "name",
+            "observers",
+            "pending",
+            "policy",
+            "rank",
+            "ranks",
+        ),
+        *("responder", "scratch", "size", "transport", "worker"),
+    )
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        ranks: tuple[int, ...],
+        name: str,
+        transport: Transport,
+        backend_of: Mapping[str, str],
+    ) -> None:
+        self.rank = rank
+        self.size = len(ranks)
+        self.ranks = ranks
+        self.name = name
+        self.transport = transport
+        self.backend_of = backend_of
+        self.scratch = ScratchPool()
+        self.lock = threading.RLock()
+        self.meeting: Meeting | None = None
+        self.policy = AgreementPolicy()
+        self.pending = PendingBackwards()
+        self.history = History()
+        self.worker: Any = None  # a handles.Worker, which is made on top of this
+        self.channels: dict[int, Any] = {}  # of channel.Channel, likewise
+        self.responder: threading.Thread | None = None
+        self.given_up: list[object] = []
+        self.failed_calls: list[int] = []
+        self.observers: list[Callable[[str, Sequence[int]], None]] = []
+        self._calls: Iterator[int] = itertools.count(1)
+        self._transfers: dict[tuple[int, int], Iterator[int]] = defaultdict(
+            lambda: itertools.count(1)
+        )
+
+    def next_call(self) -> int:
+        """Number of the collective that starts now (from 1)."""
+        return next(self._calls)
+
+    def next_transfer(self, src: int, dst: int) -> int:
+        """Number of the transfer from `src` to `dst` (ranks inside the group) that starts now."""
+        return next(self._transfers[src, dst])
+
+    @property
+    def global_rank(self) -> int:
+        """This rank's number in the default group."""
+        return self.ranks[self.rank]
+
+    def transport_type(self, device: torch.device) -> str:
+        """Device type on which the bytes of a tensor on `device` travel: the same on every rank.
+
+        Gloo copies CUDA tensors through the host in any case, so they are staged there; a tensor
+        whose device has no backend travels on the device that has one.
+        """
+        if device.type in self.backend_of and self.backend_of[device.type] != "gloo":
+            return device.type
+        return self.control_type
+
+    def rides(self, device: torch.device) -> bool:
+        """Whether small data travels with the frames: not where that stops an accelerator."""
+        return self.transport_type(device) == "cpu" == self.control_type
+
+    @property
+    def control_type(self) -> str:
+        """Device type for small control messages: the host if the group can, else its device."""
+        return "cpu" if "cpu" in self.backend_of else next(iter(self.backend_of))
+
+
+class CustomGroup(ABC):
+    """A group that is not torch's; every function here takes it where it takes a ProcessGroup."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def state(self) -> GroupState:
+        """Return what this rank knows of the group; always the same object."""
+
+
+Group = dist.ProcessGroup | CustomGroup
+
+# Call numbers belong to a group, and a group has no slot of its own for them.
+_STATES: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
+
+
+def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return `group`, or the default group for None.
+
+    Raises:
+        ValueError: there is no default group, or this rank is not a member.
+    """
+    if group is None:
+        if not dist.is_initialized():
+            raise ValueError(
+                "group=None means the default process group, but there is none; "
+                "call torch.distributed.init_process_group first or pass group="
+            )
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"group={group!r} is not a ProcessGroup of which this rank is a member; "
+            "call only on the ranks that new_group was given"
+        )
+    return group
+
+
+def group_state(group: Group | None) -> GroupState:
+    """Return what this rank knows of `group`, or of the default group for None.
+
+    Raises:
+        ValueError: there is no default group, or this rank is not a member.
+    """
+    if isinstance(group, CustomGroup):
+        return group.state()
+    resolved = resolve_group(group)
+    state = _STATES.get(resolved)
+    if state is None:
+        new = GroupState(
+            rank=resolved.rank(),
+            ranks=tuple(dist.get_process_group_ranks(resolved)),
+            name=resolved.group_name,
+            transport=TorchTransport(resolved),
+            backend_of=_parse_backends(get_backend_config(resolved)),
+        )
+        # Two threads may come at once, and have to find the same.
+        state = _STATES.setdefault(resolved, new)
+    return state
+
+
+def set_agreement(policy: AgreementPolicy, *, group: Group | None = None) -> None:
+    """Say when the ranks of a group compare their calls. Every rank has to, at the same point.
+
+    Args:
+        policy: the same on every rank.
+        group: None is the default group.
+
+    Raises:
+        TypeError: `policy` is not an AgreementPolicy.
+    """
+    if not isinstance(policy, AgreementPolicy):
+        raise TypeError(f"policy is a {type(policy).__name__}; give an AgreementPolicy")
+    group_state(group).policy = policy
+
+
+def travel_argument(state: GroupState, device: torch.device) -> Argument:
+    """Return the kind of device on which a tensor on `device` travels, for ranks to agree on."""
+    return _device_argument(state.transport_type(device))
+
+
+@cache
+def _device_argument(kind: str) -> Argument:
+    return Argument("device", zlib.crc32(kind.encode()), kind)
+
+
+def check_integer(value: Any, name: str) -> None:
+    """Check that an argument is an integer, of Python or of another library.
+
+    Raises:
+        TypeError: it is not.
+    """
+    try:
+        index(value)
+    except TypeError as error:
+        kind = type(value).__name__
+        raise TypeError(f"{name}={value!r} is a {kind}; give an integer") from error
+
+
+def check_root(state: GroupState, rank: int, name: str) -> None:
+    """Check that `rank` is a rank of the group.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is not a rank of the group.
+    """
+    check_integer(rank, name)
+    if not 0 <= rank < state.size:
+        raise ValueError(
+            f"{name}={rank} is not a rank of a group of {state.size}; give 0..{state.size - 1}"
+        )
+
+
+def check_peer(state: GroupState, peer: int, name: str) -> None:
+    """Check that `peer` is another rank of the group.
+
+    Raises:
+        TypeError: `peer` is no integer.
+        ValueError: `peer` is outside the group or is this rank.
+    """
+    check_root(state, peer, name)
+    if peer == state.rank:
+        raise ValueError(f"{name}={peer} is this rank itself; hand the tensors over directly")
+
+
+def check_timeout(timeout_s: float | None) -> None:
+    """Check a time limit in seconds.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is not positive, or longer than Python can wait.
+    """
+    if timeout_s is None:
+        return
+    if not isinstance(timeout_s, Real):
+        raise TypeError(
+            f"timeout_s={timeout_s!r} is a {type(timeout_s).__name__}; give seconds, or None for "
+            "the group's own limit"
+        )
+    if not 0 < timeout_s <= threading.TIMEOUT_MAX:
+        raise ValueError(
+            f"timeout_s={timeout_s} must be positive and at most {threading.TIMEOUT_MAX:.0e}, or "
+            "None for the group's own limit"
+        )
+
+
+def _parse_backends(config: str) -> dict[str, str]:
+    pairs = (item.split(":") for item in config.split(","))
+    return {device: backend for device, backend in pairs}

@@ -1,0 +1,268 @@
+"""Collectives that run beside the program: a handle to wait on, and one thread per group.
+
+Calls of a group keep their order, so an asynchronous call runs on the group's own thread, and a
+synchronous one that comes after it waits its turn there. On CUDA the thread works on a stream of
+its own: it starts after what the caller's stream had queued, and `wait` orders the caller's stream
+behind it, without stopping the host for longer than the call itself needs the host.
+
+    handle = all_reduce(x, async_op=True)
+    y = other_work()
+    total = handle.wait()
+"""
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar, final
+
+import torch
+
+from comm_collectives.base.wire import is_dense
+from comm_collectives.call.groups.groups import GroupState
+from comm_collectives.call.handles.caught import Caught
+from comm_collectives.call.handles.walk import replace_tensors, tensors_in
+from comm_collectives.call.handles.watch import Watch
+from comm_collectives.call.signature.callsite import current_site, use_site
+from comm_collectives.errors import CollectiveTimeoutError, MutatedInputError
+
+T = TypeVar("T")
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(slots=True)
+class _Graph:
+    """Nodes that a call on the group's thread leaves to the thread that gets its result.
+
+    A backward runs nodes in the reverse order in which a thread made them. If the group's thread
+    made some, that order would depend on how many nodes the ranks' programs made in between.
+    """
+
+    nodes: list[tuple[Tensors, Callable[[], Tensors]]] = field(default_factory=list)
+
+    def complete(self, value: T) -> T:
+        """Make the nodes, and return the value with tensors that belong to the graph."""
+        replaced: dict[int, torch.Tensor] = {}
+        for outputs, make in self.nodes:
+            with torch.enable_grad():
+                made = make()
+            replaced |= {id(old): new for old, new in zip(outputs, made, strict=True)}
+        return replace_tensors(value, replaced) if replaced else value
+
+
+_GRAPH: ContextVar[_Graph | None] = ContextVar("comm_collectives_graph", default=None)
+
+
+def put_in_graph(outputs: Tensors, make: Callable[[], Tensors]) -> Tensors:
+    """Make a node of the graph with these outputs: now or, on a group's thread, later."""
+    graph = _GRAPH.get()
+    if graph is None:
+        return make()
+    graph.nodes.append((outputs, make))
+    return outputs
+
+
+@final
+class Handle(Generic[T]):
+    """A collective under way. Keep it, and leave the inputs unchanged, until `wait` has returned.
+
+    The handle keeps the inputs alive.
+    """
+
+    __slots__ = ("_event", "_future", "_name", "_results", "_watch")
+
+    def __init__(
+        self,
+        name: str,
+        future: "Future[tuple[T, _Graph]]",
+        watch: Watch,
+        event: "torch.Event | None",
+    ) -> None:
+        self._name = name
+        self._future = future
+        self._watch = watch
+        self._event = event
+        self._results: list[T] = []
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        """Return the result of the call. Not collective; may be called again.
+
+        Args:
+            timeout_s: limit in seconds of this wait; None waits for as long as the call itself may
+                take. The call goes on after a limit that passed.
+
+        Raises:
+            CollectiveTimeoutError: the call was still under way.
+            MutatedInputError: an input was changed in place meanwhile.
+            CommError: what the call raised.
+        """
+        if self._results:
+            return self._results[0]
+        try:
+            value, graph = self._future.result(timeout_s)
+        except FutureTimeoutError as error:
+            raise CollectiveTimeoutError(
+                f"{self._name} was still under way after {timeout_s:g} s; wait again, or give the "
+                "call itself a timeout_s"
+            ) from error
+        changed = self._watch.changed()
+        if changed:
+            raise MutatedInputError(
+                f"{self._name}: input {changed[0]} was changed in place before wait() returned, so "
+                "what was sent is not known; wait first, or give the call a copy"
+            )
+        if self._event is not None:
+            stream = torch.accelerator.current_stream()
+            stream.wait_event(self._event)
+            for tensor in tensors_in(value):
+                # The memory was allocated on the group's stream and is now used on this one.
+                tensor.record_stream(stream)
+        self._results.append(graph.complete(value))
+        return self._results[0]
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return (or raise) without waiting for a peer."""
+        return self._future.done()
+
+
+def finished(name: str, value: T) -> Handle[T]:
+    """Return a handle for what needed no other rank and is done."""
+    future: Future[tuple[T, _Graph]] = Future()
+    future.set_result((value, _Graph()))
+    return Handle(name, future, Watch(()), None)
+
+
+@final
+class Worker:
+    """The thread on which calls of `owner` run in the order in which they were made.
+
+    Ends with its owner.
+    """
+
+    __slots__ = ("_done", "_jobs", "_lock", "_streams", "_submitted", "_thread")
+
+    def __init__(self, name: str, owner: object) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._submitted = 0  # counted by callers, and `_done` by the thread alone
+        self._done = 0
+        self._streams: dict[torch.device, torch.Stream] = {}
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+        weakref.finalize(owner, self._jobs.put, None).atexit = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call waits or runs here."""
+        return self._submitted > self._done
+
+    def is_here(self) -> bool:
+        """Whether this is the worker's own thread."""
+        return threading.current_thread() is self._thread
+
+    def submit(self, run: Callable[[], T]) -> "Future[T]":
+        """Run a function after those submitted before."""
+        future: Future[T] = Future()
+
+        def job() -> None:
+            with Caught() as caught:
+                future.set_result(run())
+            if caught.error is not None:
+                future.set_exception(caught.error)
+
+        with self._lock:
+            self._submitted += 1
+            self._jobs.put(job)
+        return future
+
+    def stream(self, device: torch.device) -> torch.Stream:
+        """The stream on which calls of this group run on `device`."""
+        if device not in self._streams:
+            self._streams[device] = torch.Stream(device=device)
+        return self._streams[device]
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # what it holds must not live until the next one comes
+            self._done += 1
+
+
+def launch(
+    state: GroupState,
+    name: str,
+    run: Callable[[], T],
+    *,
+    inputs: Sequence[torch.Tensor],
+    async_op: bool,
+) -> Any:
+    """Run a call in the order of its group: now, or on the group's thread.
+
+    Returns:
+        What `run` returns, or with `async_op` a Handle that does.
+    """
+    worker = state.worker
+    if not async_op and (worker is None or worker.is_here() or not worker.is_busy):
+        with state.lock:
+            return run()
+    if worker is None:
+        worker = state.worker = Worker(f"comm_collectives {state.name}", state)
+    # What cannot be watched cannot be moved either: the call itself refuses it, on every rank.
+    plain = [x for x in inputs if is_dense(x)]
+    watch = Watch(plain)
+    future, event = _submit(state, worker, run, plain)
+    handle = Handle(name, future, watch, event)
+    return handle if async_op else handle.wait()
+
+
+def launch_on(
+    worker: Worker, name: str, run: Callable[[], T], *, inputs: Sequence[torch.Tensor]
+) -> Handle[T]:
+    """Run on a thread of its own what has no place in the order of a group's calls."""
+    grad = torch.is_grad_enabled()
+
+    def job() -> tuple[T, _Graph]:
+        with torch.set_grad_enabled(grad):
+            return _run_apart(run)
+
+    return Handle(name, worker.submit(job), Watch(inputs), None)
+
+
+def _submit(
+    state: GroupState, worker: Worker, run: Callable[[], T], inputs: Sequence[torch.Tensor]
+) -> "tuple[Future[tuple[T, _Graph]], torch.Event | None]":
+    site, grad = current_site(), torch.is_grad_enabled()
+    device = next((x.device for x in inputs if x.device.type != "cpu"), None)
+    if device is None:
+
+        def on_host() -> tuple[T, _Graph]:
+            with use_site(site), torch.set_grad_enabled(grad), state.lock:
+                return _run_apart(run)
+
+        return worker.submit(on_host), None
+    stream = worker.stream(device)
+    done, ready = torch.Event(device=device), torch.accelerator.current_stream().record_event()
+    for x in inputs:
+        x.record_stream(stream)
+
+    def on_device() -> tuple[T, _Graph]:
+        with use_site(site), torch.set_grad_enabled(grad), state.lock, stream:
+            stream.wait_event(ready)
+            result = _run_apart(run)
+            stream.record_event(done)
+            return result
+
+    return worker.submit(on_device), done
+
+
+def _run_apart(run: Callable[[], T]) -> tuple[T, _Graph]:
+    graph = _Graph()
+    token = _GRAPH.set(graph)
+    try:
+        return run(), graph
+    finally:
+        _GRAPH.reset(token)

@@ -1,0 +1,132 @@
+"""What one rank tells all others ahead of a call: the head of a frame, sixteen int64 words.
+
+    status | call number | operation | call site | rolling hash | pending backwards | 10 arguments
+
+Heads that are equal byte for byte agree; that is the common case and costs one comparison. What the
+words mean in plain text is exchanged only when they differ.
+
+    head = Head(name="all_reduce", number=7, site=site, arguments=(Argument("op", 1, "sum"),))
+    assert Words.unpack(head.pack()).number == 7
+"""
+
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, final
+
+from comm_collectives.call.signature.callsite import CallSite
+
+MAX_ARGUMENTS = 10
+HEAD_BYTES = 128
+PART_BYTES = 384
+_STRUCT = struct.Struct("<16q")
+_FIXED_WORDS = 6
+# Status bits; the low 32 are flags of the call, which may differ between ranks.
+REFUSED = 1 << 32
+REFUSED_TYPE = 1 << 33
+BACKWARD = 1 << 34
+WANTS_GRAD = 1
+TRAVELS_APART = 4  # the data of some rank has an exchange of its own
+WANTS_SHEETS = 8  # but would not, if the group had sheets
+_OPERATION_WORDS: dict[str, int] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One thing on which all ranks of a call must agree: its name, its number, how to print it."""
+
+    name: str
+    word: int
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.text or self.word}"
+
+
+class Words(NamedTuple):
+    """A head as numbers."""
+
+    status: int
+    number: int
+    operation: int
+    site: int
+    rolling: int
+    pending: int
+    arguments: tuple[int, ...]
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "Words":
+        """Read what `Head.pack` wrote."""
+        words = _STRUCT.unpack_from(data)
+        status, number, operation, site, rolling, pending = words[:_FIXED_WORDS]
+        return cls(status, number, operation, site, rolling, pending, words[_FIXED_WORDS:])
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class Head:
+    """What this rank says of its call.
+
+    `compares_site` is False for calls that a program rightly makes from two places, such as a
+    broadcast by its source and by its receivers.
+    """
+
+    name: str
+    number: int
+    site: CallSite
+    arguments: Sequence[Argument] = ()
+    compares_site: bool = True
+    status: int = 0
+    pending: int = 0
+    rolling: int = 0
+
+    def fingerprint(self, rolling: int) -> int:
+        """Return the rolling hash of the calls so far (given) and this one."""
+        # The hash of a tuple of integers is the same in every process.
+        return hash((rolling, operation_word(self.name), self.site_word, *self._argument_words()))
+
+    def pack(self) -> bytes:
+        """Return the head as bytes."""
+        words = self._argument_words()
+        padding = (0,) * (MAX_ARGUMENTS - len(words))
+        operation = operation_word(self.name)
+        return _STRUCT.pack(
+            *(self.status, self.number, operation, self.site_word, self.rolling, self.pending),
+            *words,
+            *padding,
+        )
+
+    @property
+    def site_word(self) -> int:
+        """The number of the call site as compared."""
+        return self.site.word if self.compares_site else 0
+
+    def describe(self) -> str:
+        """Say what the call is, for the other ranks' errors."""
+        given = ", ".join(str(argument) for argument in self.arguments)
+        return f"{self.name}({given}) at {self.site.text}"
+
+    def _argument_words(self) -> tuple[int, ...]:
+        return tuple(argument.word for argument in self.arguments)
+
+
+def operation_word(name: str) -> int:
+    """Return the number under which an operation travels."""
+    word = _OPERATION_WORDS.get(name)
+    if word is None:
+        word = _OPERATION_WORDS[name] = zlib.crc32(name.encode())
+    return word
+
+
+def operation_name(word: int) -> str:
+    """Return the operation with this number, as far as this rank has made it itself."""
+    names = [name for name, known in _OPERATION_WORDS.items() if known == word]
+    return names[0] if names else "another operation"
+
+
+def status_of(refused: ValueError | TypeError | None) -> int:
+    """Return the status bits for what is wrong with a rank's arguments."""
+    if refused is None:
+        return 0
+    return REFUSED | (REFUSED_TYPE if isinstance(refused, TypeError) else 0)

@@ -1,0 +1,276 @@
+"""All-to-all of rows: right for every dtype, stride and split, differentiable, hard to misuse.
+
+`torch.distributed.all_to_all_single` takes the output first, refuses many dtypes and strided
+inputs on gloo, and writes wrong values into strided outputs. Here the input is the only tensor
+argument and the output is new, so neither can happen. Rows travel as bytes.
+
+    y = all_to_all(x, input_splits=[2, 0, 5])   # rows 0-1 to rank 0, none to rank 1, 2-6 to rank 2
+"""
+
+from collections.abc import Sequence
+from operator import index
+from typing import Literal, overload
+
+import torch
+
+from comm_collectives.base.wire import (
+    as_bytes,
+    check_dense,
+    dense,
+    dtype_argument,
+    new_tensor,
+    num_bytes,
+    shape_argument,
+)
+from comm_collectives.call.autograd.backward_node import Back, attach, wants_grad, zeros_for
+from comm_collectives.call.calls import Call
+from comm_collectives.call.counts import exchange_counts
+from comm_collectives.call.groups.groups import (
+    Group,
+    GroupState,
+    group_state,
+    travel_argument,
+)
+from comm_collectives.call.handles.handles import Handle, launch
+from comm_collectives.call.riding import apart, load_rows
+from comm_collectives.call.signature.frames import WANTS_GRAD, Argument
+from comm_collectives.errors import MismatchError
+
+_Splits = Sequence[int] | None
+
+
+@overload
+def all_to_all(
+    x: torch.Tensor,
+    *,
+    input_splits: _Splits = ...,
+    output_splits: _Splits = ...,
+    group: Group | None = ...,
+    timeout_s: float | None = ...,
+    async_op: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def all_to_all(
+    x: torch.Tensor,
+    *,
+    input_splits: _Splits = ...,
+    output_splits: _Splits = ...,
+    group: Group | None = ...,
+    timeout_s: float | None = ...,
+    async_op: Literal[True],
+) -> Handle[torch.Tensor]: ...
+def all_to_all(
+    x: torch.Tensor,
+    *,
+    input_splits: _Splits = None,
+    output_splits: _Splits = None,
+    group: Group | None = None,
+    timeout_s: float | None = None,
+    async_op: bool = False,
+) -> torch.Tensor | Handle[torch.Tensor]:
+    """Send consecutive rows of `x` to each rank and return the rows received, by source rank.
+
+    Collective: every rank of the group must call, also one without rows. Differentiable; the
+    backward is an all-to-all in the other direction, in which every rank takes part. Few rows
+    travel with the meeting, in one exchange: up to 384 bytes for each rank with what is said of
+    them, and 512 KiB of each rank on one host.
+
+    Args:
+        x: [rows, ...], any plain dtype, any strides; not modified. The trailing shape and the dtype
+            are the same on every rank.
+        input_splits: rows for each rank, summing to `rows`; None splits evenly.
+        output_splits: rows from each rank; None asks the peers. Give them on all ranks or on none.
+        group: None is the default group.
+        timeout_s: limit in seconds for each exchange; None is the group's own limit.
+        async_op: return a Handle at once; its `wait` returns the rows.
+
+    Returns:
+        New tensor [sum(output_splits), ...] of the dtype and device of `x`.
+
+    Raises:
+        RefusedError: the splits of some rank do not fit its `x` or the group (on every rank).
+        RefusedTypeError: some rank's `x` is not a dense tensor of a plain dtype (on every rank).
+        MismatchError: ranks differ in dtype, trailing shape or splits (on every rank).
+        CommError: the exchange failed; see the subclasses.
+    """
+    state = group_state(group)
+
+    def run() -> torch.Tensor:
+        return _all_to_all(x, input_splits, output_splits, state, timeout_s)
+
+    inputs = [x] if isinstance(x, torch.Tensor) else []
+    return launch(state, "all_to_all", run, inputs=inputs, async_op=async_op)  # type: ignore[no-any-return]
+
+
+def exchange_rows(
+    call: Call, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], out: torch.Tensor
+) -> None:
+    """Exchange rows of a contiguous `x` without gradients; the primitive under everything here.
+
+    `out` is contiguous, [sum(received), ...], with the row shape, dtype and device of `x`.
+    """
+    row_bytes = num_bytes(x.dtype, x.shape[1:])
+    exchange_bytes(
+        call,
+        as_bytes(x),
+        [n * row_bytes for n in sent],
+        [n * row_bytes for n in received],
+        as_bytes(out),
+    )
+
+
+def exchange_bytes(
+    call: Call,
+    source: torch.Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    target: torch.Tensor,
+) -> None:
+    """All-to-all of flat uint8 tensors; by way of the host where the backend needs it."""
+    state = call.state
+    if state.size == 1:
+        target.copy_(source)
+        return
+    travel = state.transport_type(source.device)
+    place = target
+    if travel != source.device.type:
+        source, place = source.to(travel), torch.empty_like(target, device=travel)
+    call.run(
+        lambda: state.transport.exchange(place, source, received, sent), on_cpu=travel == "cpu"
+    )
+    for observe in state.observers:
+        observe(call.name, sent)
+    if place is not target:
+        target.copy_(place)
+
+
+def checked_splits(splits: Sequence[int], size: int, name: str) -> tuple[int, ...]:
+    """Return `splits` as integers, one for each of `size` ranks.
+
+    Raises:
+        TypeError: they are not integers.
+        ValueError: there are not as many as ranks, or one is negative.
+    """
+    try:
+        checked = tuple(index(n) for n in splits)
+    except TypeError as error:
+        raise TypeError(f"{name}={splits!r} must be a sequence of integers") from error
+    if len(checked) != size or any(n < 0 for n in checked):
+        raise ValueError(
+            f"{name}={list(checked)} must hold {size} row counts >= 0, one per rank of the group"
+        )
+    return checked
+
+
+def row_splits(rows: int, splits: _Splits, size: int, name: str) -> tuple[int, ...]:
+    """Return how many of `rows` go to each of `size` ranks; None shares them out evenly.
+
+    Raises:
+        TypeError: the splits are not integers.
+        ValueError: they do not fit the rows or the group.
+    """
+    if splits is None:
+        if rows % size:
+            raise ValueError(
+                f"x has {rows} rows, which {size} ranks cannot share evenly; give {name}"
+            )
+        return (rows // size,) * size
+    checked = checked_splits(splits, size, name)
+    if sum(checked) != rows:
+        raise ValueError(
+            f"{name}={list(checked)} sum to {sum(checked)} but x has {rows} rows; "
+            "make them cover x exactly"
+        )
+    return checked
+
+
+def first_difference(
+    sent: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]
+) -> tuple[int, int] | None:
+    """Return the first source and destination where `expected[dst][src]` is not what is sent."""
+    for src, row in enumerate(sent):
+        for dst, count in enumerate(row):
+            if count != expected[dst][src]:
+                return src, dst
+    return None
+
+
+def _all_to_all(
+    x: torch.Tensor,
+    input_splits: _Splits,
+    output_splits: _Splits,
+    state: GroupState,
+    timeout_s: float | None,
+) -> torch.Tensor:
+    refused: ValueError | TypeError | None = None
+    arguments: tuple[Argument, ...] = ()
+    sent = received = (0,) * state.size
+    try:
+        sent, received = _check(x, input_splits, output_splits, state.size)
+        arguments = (
+            dtype_argument(x.dtype),
+            shape_argument("row shape", x.shape[1:]),
+            travel_argument(state, x.device),
+            Argument("output_splits given", output_splits is not None),
+        )
+    except (TypeError, ValueError) as error:
+        refused = error
+    call = Call(state, "all_to_all", arguments=arguments, timeout_s=timeout_s)
+    flags = WANTS_GRAD if refused is None and wants_grad(x) else 0
+    load = apart(state)
+    if refused is None:
+        words = 1 if output_splits is None else 2 * state.size
+        load = load_rows(x, sent, num_words=words, state=state)
+    coming = None
+    if output_splits is None or call.is_due():
+        rows = [[n] for n in sent] if output_splits is None else [[*sent, *received]] * state.size
+        counts = exchange_counts(call, rows, flags=flags, refused=refused, load=load)
+        flags, coming = counts.flags, counts.coming
+        if output_splits is None:
+            received = tuple(row[0] for row in counts.rows)
+        else:
+            _compare_splits(call, counts.rows)
+    else:
+        call.go_alone(refused)
+    if coming is None:
+        y = new_tensor((sum(received), *x.shape[1:]), x.dtype, x.device)
+        exchange_rows(call, dense(x), sent, received, y)
+    else:
+        y = coming.rows(call, x, sent, received)
+    if not flags & WANTS_GRAD:
+        return y
+    shape = x.shape
+
+    def back(grads: tuple[torch.Tensor, ...], call: Call) -> tuple[torch.Tensor, ...]:
+        rows = new_tensor(shape, grads[0].dtype, grads[0].device)
+        exchange_rows(call, grads[0], received, sent, rows)
+        return (rows,)
+
+    return attach((x,), (y,), call, Back(run=back, zeros=zeros_for(y)))[0]
+
+
+def _check(
+    x: torch.Tensor, input_splits: _Splits, output_splits: _Splits, size: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    check_dense(x, "x")
+    if x.dim() == 0:
+        raise ValueError("x has no dims; all_to_all moves rows along dim 0, so give [rows, ...]")
+    sent = row_splits(x.shape[0], input_splits, size, "input_splits")
+    if output_splits is None:
+        return sent, (0,) * size
+    return sent, checked_splits(output_splits, size, "output_splits")
+
+
+def _compare_splits(call: Call, rows: Sequence[Sequence[int]]) -> None:
+    """Check that what each rank sends is what its peer expects; every rank sees all of it."""
+    ranks, size = call.state.ranks, call.state.size
+    sent, expected = [row[:size] for row in rows], [row[size:] for row in rows]
+    wrong = first_difference(sent, expected)
+    if wrong is None:
+        return
+    src, dst = wrong
+    raise MismatchError(
+        f"{call}: input_splits of rank {ranks[src]} hold {sent[src][dst]} rows for rank "
+        f"{ranks[dst]}, whose output_splits expect {expected[dst][src]}; make them equal, or "
+        f"leave output_splits out (at {call.site.text})"
+    )

@@ -1,0 +1,198 @@
+"""Broadcast of one tensor, of which the receivers need not know anything.
+
+Raw torch wants every receiver to have a tensor of the same shape, does not notice if it has not,
+and on gloo writes past the view if that tensor is strided. Here dtype and shape travel with the
+meeting, and the result is new. For values with several tensors see `broadcast_nested`.
+
+    weights = broadcast(weights if rank == 0 else None, src=0)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, overload
+
+import torch
+
+from comm_collectives.base.transport.header import TransferHeader
+from comm_collectives.base.wire import as_bytes, check_dense, dense, from_bytes, joined, num_bytes
+from comm_collectives.call.autograd.backward_node import (
+    Back,
+    Gradients,
+    attach,
+    wants_grad,
+    zeros_for,
+)
+from comm_collectives.call.calls import Call
+from comm_collectives.call.groups.groups import Group, GroupState, check_root, group_state
+from comm_collectives.call.handles.handles import Handle, launch
+from comm_collectives.call.signature.frames import WANTS_GRAD, Argument
+from comm_collectives.collectives.pieces import (
+    COMES_ALONG,
+    Device,
+    broadcast_bytes,
+    checked_device,
+    describe_each,
+)
+from comm_collectives.collectives.reduction import reduce_plain
+from comm_collectives.errors import MismatchError
+
+
+@overload
+def broadcast(
+    x: torch.Tensor | None,
+    *,
+    src: int,
+    group: Group | None = ...,
+    device: Device = ...,
+    timeout_s: float | None = ...,
+    async_op: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def broadcast(
+    x: torch.Tensor | None,
+    *,
+    src: int,
+    group: Group | None = ...,
+    device: Device = ...,
+    timeout_s: float | None = ...,
+    async_op: Literal[True],
+) -> Handle[torch.Tensor]: ...
+def broadcast(
+    x: torch.Tensor | None,
+    *,
+    src: int,
+    group: Group | None = None,
+    device: Device = None,
+    timeout_s: float | None = None,
+    async_op: bool = False,
+) -> torch.Tensor | Handle[torch.Tensor]:
+    """Return, on every rank, the tensor that rank `src` gave.
+
+    Collective. Differentiable for `src`: its gradient is that of the sum of all ranks' losses. A
+    few hundred bytes travel with the meeting, in one exchange.
+
+    Args:
+        x: on `src`, any shape, plain dtype and strides; not modified. Elsewhere None, or a tensor
+            whose dtype and shape have to be the same (its values are not used).
+        src: rank inside the group.
+        group: None is the default group.
+        device: where the result goes; None is the device of `x`, or for None the kind of device
+            that the data travelled on (the host with gloo).
+        timeout_s: limit in seconds for each exchange; None is the group's own limit.
+        async_op: return a Handle at once; its `wait` returns the tensor.
+
+    Returns:
+        New contiguous tensor, also on `src`.
+
+    Raises:
+        RefusedError: `src` is not a rank of the group, or a device is unknown (on every rank).
+        RefusedTypeError: `x` is not a dense tensor of a plain dtype, or None on `src` (on every
+            rank).
+        MismatchError: ranks differ in `src`, or their tensors in dtype or shape (on every rank).
+        CommError: the exchange failed; see the subclasses.
+    """
+    state = group_state(group)
+
+    def run() -> torch.Tensor:
+        got = broadcast_call(x, src, device, state, timeout_s)
+        y = got.y if got.is_new else _copied(got.y)
+        if not got.flags & WANTS_GRAD:
+            return y
+        return _attach(x if state.rank == src else None, y, got)
+
+    inputs = [x] if isinstance(x, torch.Tensor) else []
+    return launch(state, "broadcast", run, inputs=inputs, async_op=async_op)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Got:
+    """The tensor, of the source itself where it is not new, and how it came."""
+
+    y: torch.Tensor
+    is_new: bool
+    call: Call
+    flags: int
+    kind: torch.device
+
+
+def broadcast_call(
+    x: torch.Tensor | None,
+    src: int,
+    device: Device,
+    state: GroupState,
+    timeout_s: float | None,
+    *,
+    refused: ValueError | TypeError | None = None,
+) -> _Got:
+    """Run `broadcast` on this thread without gradients; `refused` is what is wrong already."""
+    arguments: tuple[Argument, ...] = ()
+    status, parts = 0, [b""]
+    is_src = state.rank == src
+    try:
+        check_root(state, src, "src")
+        arguments = (Argument("src", int(src)),)
+        checked_device(device)
+        if x is not None or is_src:
+            check_dense(x, "x")  # type: ignore[arg-type]
+            status, parts = describe_each([x], state, with_data=is_src)  # type: ignore[list-item]
+            status |= WANTS_GRAD if is_src and wants_grad(x) else 0  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        refused = refused or error
+    call = Call(state, "broadcast", arguments=arguments, timeout_s=timeout_s, compares_site=False)
+    agreed = call.meet(parts=parts * state.size, status=status, refused=refused)
+    told = [TransferHeader.unpack(part) for part in agreed.parts]
+    header = _agreed_header(call, [header for header, _ in told], src)
+    dtype, shape, kind = header.dtypes[0], header.shapes[0], torch.device(header.travels[0])
+    own = as_bytes(dense(x)) if is_src and x is not None else None
+    if agreed.flags & COMES_ALONG:
+        payload = told[src][1][: num_bytes(dtype, shape)]
+        flat = joined([payload], torch.uint8, (len(payload),), kind)
+    elif own is not None:
+        flat = own
+        broadcast_bytes(call, own.to(kind), src)
+    else:
+        flat = torch.empty(num_bytes(dtype, shape), dtype=torch.uint8, device=kind)
+        broadcast_bytes(call, flat, src)
+    placed = flat.to(device or (kind if x is None else x.device))
+    return _Got(
+        y=from_bytes(placed, dtype, shape),
+        is_new=placed is not own,
+        call=call,
+        flags=agreed.flags,
+        kind=kind,
+    )
+
+
+def _copied(y: torch.Tensor) -> torch.Tensor:
+    """Copy a contiguous tensor."""
+    # As bytes, because torch warns when it allocates complex32.
+    return from_bytes(as_bytes(y).clone(), y.dtype, y.shape)
+
+
+def _attach(x: torch.Tensor | None, y: torch.Tensor, got: _Got) -> torch.Tensor:
+    source_device, kind = None if x is None else x.device, got.kind
+
+    def back(grads: Gradients, call: Call) -> Gradients:
+        total = reduce_plain(call, grads[0].to(kind), "sum")
+        return () if source_device is None else (total.to(source_device),)
+
+    inputs = () if x is None else (x,)
+    return attach(inputs, (y,), got.call, Back(run=back, zeros=zeros_for(y)))[0]
+
+
+def _agreed_header(
+    call: Call, headers: Sequence[TransferHeader | None], src: int
+) -> TransferHeader:
+    """Return what the source's tensor is, if those that receivers gave are alike."""
+    source = headers[src]
+    if source is None:
+        raise MismatchError(f"{call}: something else arrived; the ranks make different calls")
+    ranks = call.state.ranks
+    for rank, header in enumerate(headers):
+        if header is not None and (header.dtypes, header.shapes) != (source.dtypes, source.shapes):
+            raise MismatchError(
+                f"{call}: x of rank {ranks[rank]} is {header} but that of the source, "
+                f"rank {ranks[src]}, is {source}; make them equal, or give None to "
+                f"receive (at {call.site.text})"
+            )
+    return source

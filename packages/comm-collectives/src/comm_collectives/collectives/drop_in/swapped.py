@@ -1,0 +1,150 @@
+"""Notice an input that was given in the output's place.
+
+Torch's functions take the output first, and two tensors of the caller's do not say which is which.
+But their sizes do where they fit only one way, the splits of the peers do where those differ, and
+so does a gradient that is needed of the output alone.
+
+    check_output(output, input, fits=times(world_size, "output", "input"))
+    compare_splits(call, [[*sent, *expected] of every rank])
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from comm_collectives.base.wire import check_dense
+from comm_collectives.call.calls import Call
+from comm_collectives.collectives.alltoall import checked_splits, first_difference
+from comm_collectives.collectives.drop_in.in_place import check_apart
+from comm_collectives.errors import MismatchError
+
+
+def check_output(
+    output: torch.Tensor, input: torch.Tensor, fits: Callable[[torch.Tensor, torch.Tensor], str]
+) -> None:
+    """Check that `output` can take the result of `input`.
+
+    Args:
+        fits: says why the shape of an output does not fit an input, "" if it does.
+
+    Raises:
+        TypeError: one is not a dense tensor of a plain dtype, or their dtypes differ.
+        ValueError: devices or shapes do not fit, elements of the output share memory, or the two
+            look swapped.
+    """
+    check_dense(output, "output")
+    check_dense(input, "input")
+    if output.dtype != input.dtype:
+        raise TypeError(
+            f"output is {output.dtype} but input is {input.dtype}; give an output of the input's "
+            "dtype"
+        )
+    if output.device.type != input.device.type:
+        raise ValueError(f"output is on {output.device} but input on {input.device}; use one")
+    order = "output is the first argument and input the second"
+    if output.requires_grad and not input.requires_grad:
+        raise ValueError(
+            f"output needs a gradient and input does not, as if they were swapped: {order}; if "
+            "they are not, give output.detach()"
+        )
+    problem = fits(output, input)
+    if problem:
+        swapped = "" if fits(input, output) else f"; they fit the other way round: {order}"
+        raise ValueError(problem + swapped)
+    check_apart(output, "output")
+
+
+def same_rows(output: torch.Tensor, input: torch.Tensor) -> str:
+    """Say why the rows of two tensors are not alike, "" if they are."""
+    if output.dim() and input.dim() and output.shape[1:] == input.shape[1:]:
+        return ""
+    return (
+        f"output has shape {list(output.shape)} but input {list(input.shape)}; give both dims, "
+        "of which all but the first are equal"
+    )
+
+
+def both_splits(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_splits: Sequence[int] | None,
+    input_splits: Sequence[int] | None,
+    size: int,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the rows sent to and received from each rank.
+
+    Raises:
+        TypeError: splits are not integers.
+        ValueError: they do not fit the tensors or the group.
+    """
+
+    def checked(name: str, splits: Sequence[int] | None, x: torch.Tensor) -> tuple[int, ...]:
+        rows = len(x)
+        if splits is None or (isinstance(splits, Sequence) and not splits):
+            if rows % size:
+                raise ValueError(
+                    f"{name} has {rows} rows, which {size} ranks cannot share evenly; give "
+                    f"{name}_split_sizes"
+                )
+            return (rows // size,) * size
+        return checked_splits(splits, size, f"{name}_split_sizes")
+
+    sent, received = checked("input", input_splits, input), checked("output", output_splits, output)
+    if (sum(sent), sum(received)) == (len(input), len(output)):
+        return sent, received
+    swapped = ""
+    if (sum(sent), sum(received)) == (len(output), len(input)):
+        swapped = "; they fit the other way round: output comes before input, and so do the splits"
+    raise ValueError(
+        f"input_split_sizes={list(sent)} and output_split_sizes={list(received)} do not fit input, "
+        f"which has {len(input)} rows, and output, which has {len(output)}{swapped}"
+    )
+
+
+def compare_splits(call: Call, rows: Sequence[Sequence[int]]) -> None:
+    """Check that what each rank sends is what its peer expects; every rank sees all of it.
+
+    `rows` has, by rank, the rows that it sends to each and then those that it expects of each.
+
+    Raises:
+        MismatchError: it is not; the text says whose tensors may be swapped.
+    """
+    size, ranks = call.state.size, call.state.ranks
+    sent, expected = [row[:size] for row in rows], [row[size:] for row in rows]
+    wrong = first_difference(sent, expected)
+    if wrong is None:
+        return
+    suspects = []
+    for rank in range(size):
+        # Whether all would fit if this rank had given its tensors the other way round.
+        turned_sent = [*sent[:rank], expected[rank], *sent[rank + 1 :]]
+        turned_expected = [*expected[:rank], sent[rank], *expected[rank + 1 :]]
+        if first_difference(turned_sent, turned_expected) is None:
+            suspects.append(f"rank {ranks[rank]}")
+    swapped = ""
+    if suspects:
+        swapped = (
+            f"; all fit if {' or '.join(suspects)} gave input and its splits in output's place, "
+            "which comes first"
+        )
+    src, dst = wrong
+    raise MismatchError(
+        f"{call}: rank {ranks[src]} sends {sent[src][dst]} rows to rank {ranks[dst]}, which "
+        f"expects {expected[dst][src]}{swapped} (at {call.site.text})"
+    )
+
+
+def times(size: int, whole: str, part: str) -> Callable[[torch.Tensor, torch.Tensor], str]:
+    """Return what says why the first of two tensors is not `size` times the second."""
+
+    def fits(large: torch.Tensor, small: torch.Tensor) -> str:
+        stacked = (size, *small.shape)
+        joined = (size * small.shape[0], *small.shape[1:]) if small.dim() else stacked
+        if tuple(large.shape) in (stacked, joined):
+            return ""
+        return (
+            f"{whole} has shape {list(large.shape)} and {part} {list(small.shape)}; with {size} "
+            f"ranks give {whole} of shape {list(joined)} or {list(stacked)}"
+        )
+
+    return fits

@@ -1,0 +1,259 @@
+"""Every rank's rows on every rank, and its counterpart: a sum of which each rank keeps its rows.
+
+Raw gloo refuses ranks with different numbers of rows, and most dtypes. Here rows travel as bytes,
+their counts with the meeting, and sums are taken by the rank that keeps them, in the order of the
+ranks: the same bits at every run, whatever the splits.
+
+    everything = all_gather(x)                       # x: [any number of rows, ...]
+    mine = reduce_scatter(everything, splits=[3, 0, 2])
+"""
+
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+
+from comm_collectives.base.wire import as_bytes, bytes_of, dense, joined, num_bytes, shape_argument
+from comm_collectives.call.autograd.backward_node import (
+    Back,
+    Gradients,
+    attach,
+    wants_grad,
+    zeros_for,
+)
+from comm_collectives.call.calls import Call
+from comm_collectives.call.groups.groups import Group, GroupState, group_state
+from comm_collectives.call.handles.handles import Handle, launch
+from comm_collectives.call.signature.frames import PART_BYTES, WANTS_GRAD, Argument
+from comm_collectives.collectives.alltoall import row_splits
+from comm_collectives.collectives.arithmetic import (
+    NO_FACTOR,
+    OPS,
+    check_op,
+    gradient_factors,
+    reduce_rows,
+)
+from comm_collectives.collectives.pieces import (
+    check_rows,
+    exchange_pieces,
+    gather_rows,
+    meet_rows,
+    return_pieces,
+    row_arguments,
+)
+
+
+@overload
+def all_gather(
+    x: torch.Tensor,
+    *,
+    group: Group | None = ...,
+    timeout_s: float | None = ...,
+    async_op: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def all_gather(
+    x: torch.Tensor,
+    *,
+    group: Group | None = ...,
+    timeout_s: float | None = ...,
+    async_op: Literal[True],
+) -> Handle[torch.Tensor]: ...
+def all_gather(
+    x: torch.Tensor,
+    *,
+    group: Group | None = None,
+    timeout_s: float | None = None,
+    async_op: bool = False,
+) -> torch.Tensor | Handle[torch.Tensor]:
+    """Return the rows of all ranks, concatenated along dim 0 in the order of the ranks.
+
+    Collective: every rank of the group must call, also one without rows. Differentiable; the
+    gradient is that of the sum of all ranks' losses. Rows of up to 376 bytes a rank travel with the
+    meeting, in one exchange.
+
+    Args:
+        x: [rows, ...], any plain dtype, any strides; not modified. Ranks may have different numbers
+            of rows; the row shape and the dtype are the same on every rank.
+        group: None is the default group.
+        timeout_s: limit in seconds for each exchange; None is the group's own limit.
+        async_op: return a Handle at once; its `wait` returns the rows.
+
+    Returns:
+        New tensor [sum of rows, ...] of the dtype and device of `x`.
+
+    Raises:
+        RefusedError: some rank's `x` has no dims (on every rank).
+        RefusedTypeError: some rank's `x` is not a dense tensor of a plain dtype (on every rank).
+        MismatchError: ranks differ in dtype or row shape (on every rank).
+        CommError: the exchange failed; see the subclasses.
+    """
+    state = group_state(group)
+
+    def run() -> torch.Tensor:
+        return all_gather_call(x, state, timeout_s)
+
+    inputs = [x] if isinstance(x, torch.Tensor) else []
+    return launch(state, "all_gather", run, inputs=inputs, async_op=async_op)  # type: ignore[no-any-return]
+
+
+@overload
+def reduce_scatter(
+    x: torch.Tensor,
+    *,
+    splits: Sequence[int] | None = ...,
+    op: str = ...,
+    group: Group | None = ...,
+    timeout_s: float | None = ...,
+    async_op: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def reduce_scatter(
+    x: torch.Tensor,
+    *,
+    splits: Sequence[int] | None = ...,
+    op: str = ...,
+    group: Group | None = ...,
+    timeout_s: float | None = ...,
+    async_op: Literal[True],
+) -> Handle[torch.Tensor]: ...
+def reduce_scatter(
+    x: torch.Tensor,
+    *,
+    splits: Sequence[int] | None = None,
+    op: str = "sum",
+    group: Group | None = None,
+    timeout_s: float | None = None,
+    async_op: bool = False,
+) -> torch.Tensor | Handle[torch.Tensor]:
+    """Reduce `x` over the ranks and return the rows of the result that are this rank's.
+
+    Collective: every rank of the group must call with the same shape, dtype, splits and op.
+    Differentiable as `all_reduce`. The rank that keeps a row reduces it in the order of the ranks
+    (16-bit floats in float32, rounded once), so the bits are the same at every run and for every
+    way to split. Pieces of up to 384 bytes travel with the meeting.
+
+    Args:
+        x: [rows, ...], any strides; not modified. The dtypes are those of `all_reduce`.
+        splits: rows that each rank keeps, summing to `rows`; None splits evenly.
+        op: one of "sum", "avg" (floating and complex only), "min", "max", "product".
+        group: None is the default group.
+        timeout_s: limit in seconds for each exchange; None is the group's own limit.
+        async_op: return a Handle at once; its `wait` returns the rows.
+
+    Returns:
+        New tensor [splits[rank], ...] of the dtype and device of `x`.
+
+    Raises:
+        RefusedError: on some rank the op is unknown or the splits do not fit (on every rank).
+        RefusedTypeError: the op is not defined for the dtype of some rank (on every rank).
+        MismatchError: ranks differ in shape, dtype, splits or op (on every rank where compared).
+        CommError: the exchange failed; see the subclasses.
+    """
+    state = group_state(group)
+
+    def run() -> torch.Tensor:
+        return reduce_scatter_call(x, splits, op, state, timeout_s)
+
+    inputs = [x] if isinstance(x, torch.Tensor) else []
+    return launch(state, "reduce_scatter", run, inputs=inputs, async_op=async_op)  # type: ignore[no-any-return]
+
+
+def all_gather_call(
+    x: torch.Tensor,
+    state: GroupState,
+    timeout_s: float | None,
+    *,
+    name: str = "all_gather",
+    refused: ValueError | TypeError | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Run `all_gather` under a name, on this thread.
+
+    `refused` is what is wrong already. With `out` (contiguous, apart from `x`) all ranks have
+    equally many rows, which are written there if they do not travel with the meeting.
+    """
+    arguments: tuple[Argument, ...] = ()
+    try:
+        check_rows(x, name)
+        arguments = row_arguments(state, x)
+        if out is not None:
+            arguments += (Argument("rows", len(x)),)
+    except (TypeError, ValueError) as error:
+        refused = refused or error
+    call = Call(state, name, arguments=arguments, timeout_s=timeout_s)
+    status = WANTS_GRAD if refused is None and wants_grad(x) else 0
+    met = meet_rows(call, x, status=status, refused=refused, readers=range(state.size))
+    counts = met.counts
+    if met.parts is None:
+        y = gather_rows(call, dense(x), counts, out)
+    else:
+        y = joined(met.parts, x.dtype, (sum(counts), *x.shape[1:]), x.device)
+    if not met.flags & WANTS_GRAD:
+        return y
+
+    def back(grads: Gradients, call: Call) -> Gradients:
+        return (reduce_rows(exchange_pieces(call, grads[0], counts), "sum"),)
+
+    return attach((x,), (y,), call, Back(run=back, zeros=zeros_for(y)))[0]
+
+
+def reduce_scatter_call(
+    x: torch.Tensor,
+    splits: Sequence[int] | None,
+    op: str,
+    state: GroupState,
+    timeout_s: float | None,
+    *,
+    name: str = "reduce_scatter",
+    refused: ValueError | TypeError | None = None,
+) -> torch.Tensor:
+    """Run `reduce_scatter` under a name, on this thread; `refused` is what is wrong already."""
+    arguments: tuple[Argument, ...] = ()
+    kept = (0,) * state.size
+    try:
+        check_rows(x, name)
+        check_op(x.dtype, op)
+        kept = row_splits(x.shape[0], splits, state.size, "splits")
+        arguments = (
+            *row_arguments(state, x),
+            shape_argument("splits", kept),
+            Argument("op", OPS.index(op), op),
+        )
+    except (TypeError, ValueError) as error:
+        refused = refused or error
+    call = Call(state, name, arguments=arguments, timeout_s=timeout_s)
+    status = WANTS_GRAD if refused is None and wants_grad(x) else 0
+    if refused is None and _comes_along(x, kept, state):
+        agreed = call.meet(parts=_parts(x, kept), status=status)
+        flags, own = agreed.flags, (kept[state.rank], *x.shape[1:])
+        told = [part[: num_bytes(x.dtype, own)] for part in agreed.parts]
+        rows = joined(told, x.dtype, (state.size, *own), x.device)
+    else:
+        flags = call.meet_if_due(status=status, refused=refused)
+        rows = exchange_pieces(call, dense(x), kept)
+    y = reduce_rows(rows, op)
+    if not flags & WANTS_GRAD:
+        return y
+    factor: torch.Tensor | float = 1.0 / state.size
+    if op not in NO_FACTOR:
+        factor = return_pieces(call, gradient_factors(rows, op), kept)
+
+    def back(grads: Gradients, call: Call) -> Gradients:
+        return (gather_rows(call, grads[0], kept),)
+
+    def finish(grads: Gradients) -> Gradients:
+        return grads if op == "sum" else (grads[0] * factor,)
+
+    return attach((x,), (y,), call, Back(run=back, zeros=zeros_for(y), finish=finish))[0]
+
+
+def _comes_along(x: torch.Tensor, splits: Sequence[int], state: GroupState) -> bool:
+    """Whether all pieces of `x` travel with the frames."""
+    most = max(splits) * num_bytes(x.dtype, x.shape[1:])
+    return most <= PART_BYTES and state.policy.every > 0 and state.rides(x.device)
+
+
+def _parts(x: torch.Tensor, splits: Sequence[int]) -> list[bytes]:
+    pieces = dense(x).split(list(splits))
+    return [bytes_of(as_bytes(piece)) for piece in pieces]

@@ -1,0 +1,211 @@
+"""Reduce gradients while the backward still makes the others.
+
+Gradients are packed into buckets in the reverse order of the parameters, which is about the order
+in which a backward makes them. A bucket whose gradients are all there is reduced on the group's own
+thread, in the same order of buckets on every rank, while the backward goes on.
+
+Invariant: after the block every parameter that had a gradient on any rank holds the reduced one on
+every rank. A parameter without one on this rank (an expert without tokens) counts as zeros, so no
+rank waits for another.
+
+    reducer = overlap_gradients(model.parameters(), group=dp_group, op="avg")
+    with reducer:
+        loss.backward()
+    optimizer.step()
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import final
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from comm_collectives.call.groups.groups import Group, check_timeout, group_state
+from comm_collectives.call.handles.handles import Handle
+from comm_collectives.call.signature.callsite import CallSite, current_site, use_site
+from comm_collectives.collectives.reduction import all_reduce, check_op
+
+_OPS = ("sum", "avg")
+
+
+def overlap_gradients(
+    params: Iterable[torch.nn.Parameter],
+    *,
+    group: Group | None = None,
+    op: str = "avg",
+    bucket_bytes: int = 25 << 20,
+    timeout_s: float | None = None,
+) -> "GradientOverlap":
+    """Return a block in which gradients are reduced over the ranks as the backward makes them.
+
+    Not collective; entering and leaving the block is, on every rank of the group. Use a group of
+    its own (`torch.distributed.new_group`) if the backward itself makes calls in the group, since
+    ranks may reach them and a full bucket in different orders.
+
+    Args:
+        params: the parameters, in the same order on every rank. Those that need no gradient are
+            left out.
+        group: None is the default group.
+        op: "avg" or "sum".
+        bucket_bytes: a bucket is sent when it holds this much, or all of a dtype and device.
+        timeout_s: limit in seconds for each bucket; None is the group's own limit.
+
+    Raises:
+        ValueError: no parameter needs a gradient, one occurs twice, or an argument is out of range.
+        TypeError: the op is not defined for the dtype of a parameter.
+    """
+    group_state(group)  # a group of which this rank is no member is a mistake here and now
+    check_timeout(timeout_s)
+    chosen = [p for p in params if p.requires_grad]
+    if not chosen:
+        raise ValueError("no parameter needs a gradient; give parameters with requires_grad")
+    if len({id(p) for p in chosen}) < len(chosen):
+        raise ValueError("a parameter occurs twice; give each one once")
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1")
+    if op not in _OPS:
+        raise ValueError(f"op={op!r} is unknown here; choose one of {', '.join(_OPS)}")
+    for param in chosen:
+        check_op(param.dtype, op)
+    buckets = [_Bucket(params) for params in fill_buckets(chosen, bucket_bytes)]
+
+    def reduce(flat: torch.Tensor, site: CallSite) -> Handle[torch.Tensor]:
+        with use_site(site), torch.no_grad():
+            return all_reduce(flat, op=op, group=group, timeout_s=timeout_s, async_op=True)
+
+    return GradientOverlap(buckets, reduce)
+
+
+def fill_buckets(
+    params: Iterable[torch.nn.Parameter], bucket_bytes: int
+) -> list[list[torch.nn.Parameter]]:
+    """Share parameters out, last ones first; one dtype and device in each bucket."""
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
+    filled_bytes: dict[tuple[torch.dtype, torch.device], int] = defaultdict(int)
+    full: list[list[torch.nn.Parameter]] = []
+    for param in reversed(list(params)):
+        kind = (param.dtype, param.device)
+        bucket = open_buckets.setdefault(kind, [])
+        bucket.append(param)
+        filled_bytes[kind] += param.numel() * param.element_size()
+        if filled_bytes[kind] >= bucket_bytes:
+            full.append(open_buckets.pop(kind))
+            del filled_bytes[kind]
+    return full + list(open_buckets.values())
+
+
+@final
+class _Bucket:
+    """Gradients that travel together, and how many of them are there."""
+
+    __slots__ = ("params", "ready")
+
+    def __init__(self, params: list[torch.nn.Parameter]) -> None:
+        self.params = params
+        self.ready: set[int] = set()
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.ready) == len(self.params)
+
+    def pack(self) -> torch.Tensor:
+        """Gradients in one flat tensor, then for each parameter whether there was one."""
+        params = self.params
+        flat = [
+            torch.zeros(p.numel(), dtype=p.dtype, device=p.device)
+            if p.grad is None
+            else p.grad.detach().reshape(-1)
+            for p in params
+        ]
+        there = torch.tensor(
+            [p.grad is not None for p in params], dtype=params[0].dtype, device=params[0].device
+        )
+        return torch.cat([*flat, there])
+
+    def unpack(self, flat: torch.Tensor) -> None:
+        """Store what came back, except where no rank had a gradient."""
+        sizes = [p.numel() for p in self.params]
+        *grads, there = flat.split([*sizes, len(sizes)])
+        for param, grad, was_there in zip(self.params, grads, there.tolist(), strict=True):
+            if not was_there:
+                continue
+            if param.grad is None:
+                param.grad = grad.view_as(param).clone()
+            else:
+                param.grad.copy_(grad.view_as(param))
+
+
+@final
+class GradientOverlap(AbstractContextManager["GradientOverlap"]):
+    """A block around a backward; may be entered once for every step."""
+
+    def __init__(
+        self,
+        buckets: list[_Bucket],
+        reduce: Callable[[torch.Tensor, CallSite], Handle[torch.Tensor]],
+    ) -> None:
+        self._buckets = buckets
+        self._reduce = reduce
+        self._bucket_of = {id(p): bucket for bucket in buckets for p in bucket.params}
+        self._hooks: list[RemovableHandle] = []
+        self._handles: list[Handle[torch.Tensor]] = []
+        self._site: CallSite | None = None
+
+    @property
+    def num_started(self) -> int:
+        """How many buckets are on their way or done, in this block or the last one."""
+        return len(self._handles)
+
+    @property
+    def num_buckets(self) -> int:
+        """How many buckets there are."""
+        return len(self._buckets)
+
+    def __enter__(self) -> "GradientOverlap":
+        if self._site is not None:
+            raise ValueError("the block is already open; leave it before entering it again")
+        self._site = current_site()
+        self._handles = []
+        for bucket in self._buckets:
+            bucket.ready.clear()
+            for param in bucket.params:
+                hook = param.register_post_accumulate_grad_hook(self._on_gradient)
+                self._hooks.append(hook)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        site, self._site = self._site, None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if error is not None or site is None:
+            return  # the peers get the error of a rank that does not come
+        self._start(site, all_of_them=True)
+        for bucket, handle in zip(self._buckets, self._handles, strict=True):
+            bucket.unpack(handle.wait())
+
+    def _on_gradient(self, param: torch.Tensor) -> None:
+        bucket = self._bucket_of[id(param)]
+        if id(param) in bucket.ready:
+            raise ValueError(
+                "a second backward ran inside the block, after gradients of the first were sent; "
+                "put only the last backward of a step into the block"
+            )
+        bucket.ready.add(id(param))
+        if self._site is not None:
+            self._start(self._site)
+
+    def _start(self, site: CallSite, *, all_of_them: bool = False) -> None:
+        """Send the buckets that are next in order and full."""
+        for bucket in self._buckets[len(self._handles) :]:
+            if not (bucket.is_full or all_of_them):
+                return
+            self._handles.append(self._reduce(bucket.pack(), site))

@@ -1,0 +1,307 @@
+"""All ranks give to one, or one to all of them apart: gather and scatter.
+
+Raw torch refuses ranks with different sizes here, and the peers of a rank that refused see a closed
+connection. Sizes travel with the meeting, and results are new tensors.
+
+    parts = gather(x, dst=0)         # a list on rank 0, None elsewhere
+    mine = scatter(parts, src=0)     # x again
+"""
+
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+
+from comm_collectives.base.transport.header import TransferHeader
+from comm_collectives.base.wire import (
+    as_bytes,
+    check_dense,
+    dense,
+    from_bytes,
+    joined,
+    new_tensor,
+    num_bytes,
+)
+from comm_collectives.call.autograd.backward_node import (
+    Back,
+    Gradients,
+    attach,
+    wants_grad,
+    zeros_for,
+)
+from comm_collectives.call.calls import Call
+from comm_collectives.call.groups.groups import Group, GroupState, check_root, group_state
+from comm_collectives.call.handles.handles import Handle, launch
+from comm_collectives.call.signature.frames import WANTS_GRAD, Argument
+from comm_collectives.collectives.pieces import (
+    COMES_ALONG,
+    Device,
+    checked_device,
+    describe_each,
+    meet_rows,
+    row_arguments,
+    send_from_one,
+    send_to_one,
+)
+from comm_collectives.errors import MismatchError
+
+
+@overload
+def gather(
+    x: torch.Tensor,
+    *,
+    dst: int,
+    group: Group | None = ...,
+    timeout_s: float | None = ...,
+    async_op: Literal[False] = ...,
+) -> list[torch.Tensor] | None: ...
+@overload
+def gather(
+    x: torch.Tensor,
+    *,
+    dst: int,
+    group: Group | None = ...,
+    timeout_s: float | None = ...,
+    async_op: Literal[True],
+) -> Handle[list[torch.Tensor] | None]: ...
+def gather(
+    x: torch.Tensor,
+    *,
+    dst: int,
+    group: Group | None = None,
+    timeout_s: float | None = None,
+    async_op: bool = False,
+) -> list[torch.Tensor] | Handle[list[torch.Tensor] | None] | None:
+    """Return, on rank `dst`, the tensors of all ranks by rank; None elsewhere.
+
+    Collective. Differentiable: where the gradient of some rank is wanted, the other ranks get as
+    many tensors without rows instead of None, to which the gradient of their `x` is attached. Let
+    them take part in the loss: `torch.cat(parts).sum()` is 0 there and right on every rank.
+
+    Args:
+        x: [rows, ...], any plain dtype, any strides; not modified. Ranks may have different numbers
+            of rows; the row shape and the dtype are the same on every rank. Without dims, on every
+            rank, it is a number, and so are the results.
+        dst: rank inside the group.
+        group: None is the default group.
+        timeout_s: limit in seconds for each exchange; None is the group's own limit.
+        async_op: return a Handle at once; its `wait` returns the result.
+
+    Returns:
+        On `dst` new tensors [rows of rank r, ...], which lie in one block of memory.
+
+    Raises:
+        RefusedError: `dst` of some rank is not a rank of the group (on every rank).
+        RefusedTypeError: some rank's `x` is not a dense tensor of a plain dtype (on every rank).
+        MismatchError: ranks differ in `dst`, dtype or row shape (on every rank).
+        CommError: the exchange failed; see the subclasses.
+    """
+    state = group_state(group)
+
+    def run() -> list[torch.Tensor] | None:
+        return _gather(x, dst, state, timeout_s)
+
+    inputs = [x] if isinstance(x, torch.Tensor) else []
+    return launch(state, "gather", run, inputs=inputs, async_op=async_op)  # type: ignore[no-any-return]
+
+
+@overload
+def scatter(
+    tensors: Sequence[torch.Tensor] | None,
+    *,
+    src: int,
+    device: Device = ...,
+    group: Group | None = ...,
+    timeout_s: float | None = ...,
+    async_op: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def scatter(
+    tensors: Sequence[torch.Tensor] | None,
+    *,
+    src: int,
+    device: Device = ...,
+    group: Group | None = ...,
+    timeout_s: float | None = ...,
+    async_op: Literal[True],
+) -> Handle[torch.Tensor]: ...
+def scatter(
+    tensors: Sequence[torch.Tensor] | None,
+    *,
+    src: int,
+    device: Device = None,
+    group: Group | None = None,
+    timeout_s: float | None = None,
+    async_op: bool = False,
+) -> torch.Tensor | Handle[torch.Tensor]:
+    """Return, on each rank r, tensor r of those that rank `src` gave.
+
+    Collective. Differentiable: the gradients go back to `src`.
+
+    Args:
+        tensors: on `src` one for each rank, of one plain dtype and one device, any shapes and
+            strides; not modified. Ignored elsewhere.
+        src: rank inside the group.
+        group: None is the default group.
+        device: where the result goes; None is, on `src`, the device of the tensors, elsewhere the
+            kind of device that the data travelled on (the host with gloo).
+        timeout_s: limit in seconds for each exchange; None is the group's own limit.
+        async_op: return a Handle at once; its `wait` returns the tensor.
+
+    Returns:
+        New contiguous tensor, also on `src`.
+
+    Raises:
+        RefusedError: `src` is not a rank of the group, it gave not one tensor for each rank, or
+            tensors of several dtypes or devices; a device is unknown (on every rank).
+        RefusedTypeError: an item is not a dense tensor of a plain dtype (on every rank).
+        MismatchError: ranks differ in `src` (on every rank).
+        CommError: the exchange failed; see the subclasses.
+    """
+    state = group_state(group)
+
+    def run() -> torch.Tensor:
+        return _scatter(tensors, src, device, state, timeout_s)
+
+    given = tensors if isinstance(tensors, list | tuple) and state.rank == src else ()
+    inputs = [x for x in given if isinstance(x, torch.Tensor)]
+    return launch(state, "scatter", run, inputs=inputs, async_op=async_op)  # type: ignore[no-any-return]
+
+
+def _gather(
+    x: torch.Tensor, dst: int, state: GroupState, timeout_s: float | None
+) -> list[torch.Tensor] | None:
+    refused: ValueError | TypeError | None = None
+    arguments: tuple[Argument, ...] = ()
+    rows = x
+    try:
+        check_dense(x, "x")
+        check_root(state, dst, "dst")
+        rows = x if x.dim() else x.reshape(1)
+        arguments = (
+            Argument("dst", int(dst)),
+            Argument("dims", x.dim()),
+            *row_arguments(state, rows),
+        )
+    except (TypeError, ValueError) as error:
+        refused = error
+    call = Call(state, "gather", arguments=arguments, timeout_s=timeout_s, compares_site=False)
+    status = WANTS_GRAD if refused is None and wants_grad(x) else 0
+    met = meet_rows(call, rows, status=status, refused=refused, readers=[dst])
+    is_dst = state.rank == dst
+    received = met.counts if is_dst else (0,) * state.size
+    shape = (sum(received), *rows.shape[1:])
+    if met.parts is None:
+        whole = new_tensor(shape, x.dtype, x.device)
+        send_to_one(call, dense(rows), met.counts, dst, whole)
+    else:
+        whole = joined(met.parts if is_dst else [], x.dtype, shape, x.device)
+    # Not views, which autograd would not let the user change in place.
+    parts = [part.data for part in whole.split(list(received))]
+    if is_dst and not x.dim():
+        parts = [part.view(()) for part in parts]
+    if met.flags & WANTS_GRAD:
+        return _attach_gather(x, parts, call, met.counts, dst)
+    return parts if is_dst else None
+
+
+def _attach_gather(
+    x: torch.Tensor, parts: list[torch.Tensor], call: Call, counts: Sequence[int], dst: int
+) -> list[torch.Tensor]:
+    dtype, shape, device = x.dtype, x.shape, x.device
+    row_bytes = num_bytes(dtype, shape[1:])
+    sizes = [n * row_bytes for n in counts]
+
+    def back(grads: Gradients, call: Call) -> Gradients:
+        own = torch.empty(sizes[call.state.rank], dtype=torch.uint8, device=device)
+        send_from_one(call, torch.cat([as_bytes(grad) for grad in grads]), sizes, dst, own)
+        return (from_bytes(own, dtype, shape),)
+
+    return list(attach((x,), parts, call, Back(run=back, zeros=zeros_for(*parts))))
+
+
+def _scatter(
+    tensors: Sequence[torch.Tensor] | None,
+    src: int,
+    device: Device,
+    state: GroupState,
+    timeout_s: float | None,
+) -> torch.Tensor:
+    refused: ValueError | TypeError | None = None
+    arguments: tuple[Argument, ...] = ()
+    parts = [b""] * state.size
+    given: Sequence[torch.Tensor] = ()
+    status = 0
+    try:
+        check_root(state, src, "src")
+        arguments = (Argument("src", int(src)),)
+        checked_device(device)
+        if state.rank == src:
+            given = _checked_tensors(tensors, state.size)
+            status, parts = describe_each(given, state, with_data=True)
+            status |= WANTS_GRAD if wants_grad(*given) else 0
+    except (TypeError, ValueError) as error:
+        refused = error
+    call = Call(
+        state,
+        "scatter",
+        arguments=arguments,
+        timeout_s=timeout_s,
+        compares_site=False,
+    )
+    agreed = call.meet(parts=parts, status=status, refused=refused)
+    header, payload = TransferHeader.unpack(agreed.parts[src])
+    if header is None:
+        raise MismatchError(f"{call}: something else arrived; the ranks make different calls")
+    dtype, shape, kind = header.dtypes[0], header.shapes[0], torch.device(header.travels[0])
+    own_bytes = num_bytes(dtype, shape)
+    if agreed.flags & COMES_ALONG:
+        y = joined([payload[:own_bytes]], dtype, shape, kind)
+    else:
+        flat = _flat(given) if given else torch.empty(0, dtype=torch.uint8, device=kind)
+        own = torch.empty(own_bytes, dtype=torch.uint8, device=flat.device)
+        sizes = [t.nbytes for t in given] or [own_bytes] * state.size
+        send_from_one(call, flat, sizes, src, own)
+        y = from_bytes(own, dtype, shape)
+    y = y.to(device or (given[0].device if given else kind))
+    if not agreed.flags & WANTS_GRAD:
+        return y
+    return _attach_scatter(given, y, call, src, kind)
+
+
+def _attach_scatter(
+    given: Sequence[torch.Tensor], y: torch.Tensor, call: Call, src: int, kind: torch.device
+) -> torch.Tensor:
+    shapes, dtype, own_bytes = [t.shape for t in given], y.dtype, y.nbytes
+    place = given[0].device if given else kind
+
+    def back(grads: Gradients, call: Call) -> Gradients:
+        sizes = [num_bytes(dtype, shape) for shape in shapes]
+        whole = torch.empty(sum(sizes), dtype=torch.uint8, device=place)
+        own = as_bytes(grads[0]).to(place)
+        send_to_one(call, own, sizes or [own_bytes] * call.state.size, src, whole)
+        pieces = zip(whole.split(sizes), shapes, strict=True) if shapes else ()
+        return tuple(from_bytes(piece, dtype, shape) for piece, shape in pieces)
+
+    return attach(given, (y,), call, Back(run=back, zeros=zeros_for(y)))[0]
+
+
+def _checked_tensors(tensors: object, size: int) -> Sequence[torch.Tensor]:
+    if not isinstance(tensors, list | tuple):
+        raise TypeError(
+            f"tensors is a {type(tensors).__name__} on the source; give a list of {size} tensors"
+        )
+    for i, tensor in enumerate(tensors):
+        check_dense(tensor, f"tensors[{i}]")
+    if len(tensors) != size:
+        raise ValueError(f"{len(tensors)} tensors for {size} ranks; give one for each rank")
+    kinds = {(str(tensor.dtype), str(tensor.device)) for tensor in tensors}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"tensors are of several kinds, {sorted(kinds)}; give one dtype and one device"
+        )
+    return tensors
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([as_bytes(dense(tensor)) for tensor in tensors])

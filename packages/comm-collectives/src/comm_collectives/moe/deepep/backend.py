@@ -1,0 +1,291 @@
+"""Dispatch and combine over DeepEP's kernels, which move rows between GPUs faster than anyone else.
+
+The user makes DeepEP's buffer, whose sizes depend on the model and the machine; nothing is guessed
+here. Counts, checks, autograd and the form of the results are those of the torch backend:
+
+    buffer = deep_ep.Buffer(group, num_nvl_bytes, num_rdma_bytes)     # or deep_ep.ElasticBuffer
+    backend = DeepEpBackend(buffer)
+
+**What has been run**: everything in this file but DeepEP itself, which needs at least two GPUs. The
+calls were tested against a stand-in that does what DeepEP's docstrings say, never against its
+kernels.
+
+**What differs from the torch backend**: combine sums a token's rows of one rank first, in the order
+of its choices; DeepEP then sums over ranks in an order of its own, so results are not the same bits
+for every number of ranks. A time limit bounds the exchange of counts alone: DeepEP's kernels have
+limits of their own. Between nodes, rows of one expert stand in the order in which V1 delivers them.
+
+Legend: T tokens, D hidden size, K choices per token, U received tokens, R rows with padding, L
+local experts.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, ClassVar, final
+
+import torch
+
+from comm_collectives.errors import CommError
+from comm_collectives.moe.deepep.calls import BufferCalls, DeepEpCalls, ElasticCalls
+from comm_collectives.moe.routes.routing import Routing, Travel
+from comm_collectives.moe.rows.expansion import Expansion, plan_expansion
+from comm_collectives.planning.wire_format import round_up
+
+_MOST_CHOICES = 32  # DeepEP's kernels hold one choice in each lane of a warp
+_ELEMENTS_PER_LOAD = 8  # rows are moved in units of 16 bytes
+
+
+@final
+class DeepEpRouting(Routing):
+    """The four movements of one dispatch over DeepEP; `to_experts` comes first."""
+
+    exchanges: ClassVar[bool] = True
+    __slots__ = (
+        *("_alignment", "_calls", "_counts_L", "_delivered", "_idx_TK", "_num_experts"),
+        "num_tokens_per_expert",
+    )
+
+    def __init__(
+        self,
+        calls: DeepEpCalls,
+        idx_TK: torch.Tensor,
+        num_experts: int,
+        counts_L: Sequence[int],
+        alignment: int,
+    ) -> None:
+        self._calls, self._num_experts = calls, num_experts
+        self._idx_TK = idx_TK
+        self._counts_L = tuple(counts_L)
+        self._alignment = alignment
+        self._delivered: tuple[Any, Expansion] | None = None
+        self.num_tokens_per_expert = tuple(round_up(count, alignment) for count in counts_L)
+
+    def to_experts(
+        self, x_TD: torch.Tensor, weight_TK: torch.Tensor, travel: Travel
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Bring rows and weights to the experts, and keep DeepEP's handle for the other three."""
+        idx_TK = _at_least_one_row(self._idx_TK, -1)
+        with _named(travel):
+            got = self._calls.dispatch(
+                _at_least_one_row(x_TD, 0),
+                idx_TK,
+                _at_least_one_row(weight_TK, 0),
+                self._num_experts,
+            )
+        if got.counts_L != self._counts_L:
+            raise CommError(
+                f"{travel.name}: DeepEP delivered {got.counts_L} rows to the local experts but the "
+                f"ranks announced {self._counts_L}; is the buffer used by another thread?"
+            )
+        expansion = plan_expansion(
+            got.expert_UK, self._counts_L, self._alignment, source_U=got.source_U
+        )
+        self._delivered = got.handle, expansion
+        return expansion.expand(got.x_UD), expansion.expand_weights(got.weight_UK)
+
+    def rows_to_experts(self, x_TD: torch.Tensor, travel: Travel) -> torch.Tensor:
+        """Bring rows alone to the experts, the same way."""
+        handle, expansion = self._handle(travel)
+        with _named(travel):
+            x_UD = self._calls.dispatch_again(_at_least_one_row(x_TD, 0), handle)
+        return expansion.expand(x_UD)
+
+    def rows_to_tokens(self, y_RD: torch.Tensor, travel: Travel) -> torch.Tensor:
+        """Sum each token's rows of this rank, and let DeepEP sum over the ranks."""
+        return self._combine(y_RD, None, travel)[0]
+
+    def to_tokens(
+        self, y_RD: torch.Tensor, weight_R: torch.Tensor, travel: Travel
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Bring rows and weights back."""
+        y_TD, weight_TK = self._combine(y_RD, weight_R, travel)
+        if weight_TK is None:
+            raise CommError(f"{travel.name}: DeepEP gave no weights although it was given some")
+        return y_TD, weight_TK
+
+    def _combine(
+        self, y_RD: torch.Tensor, weight_R: torch.Tensor | None, travel: Travel
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        handle, expansion = self._handle(travel)
+        check_rows(y_RD, "y_RD")
+        weight_UK = None if weight_R is None else expansion.fold_weights(weight_R)
+        with _named(travel):
+            y_TD, weight_TK = self._calls.combine(expansion.fold(y_RD), handle, weight_UK)
+        num_tokens = self._idx_TK.shape[0]  # without the row that stood in for no token
+        return y_TD[:num_tokens], None if weight_TK is None else weight_TK[:num_tokens]
+
+    def _handle(self, travel: Travel) -> tuple[Any, Expansion]:
+        if self._delivered is None:
+            raise CommError(f"{travel.name}: the dispatch that it belongs to has failed")
+        return self._delivered
+
+
+@final
+class DeepEpBackend:
+    """A DeepEP buffer as the transport of dispatch and combine.
+
+    Args:
+        buffer: `deep_ep.Buffer` or `deep_ep.ElasticBuffer`, made by the user for the group of the
+            dispatch, large enough for its rows.
+        dispatch_options: further keyword arguments of every `buffer.dispatch`, for example
+            {"config": tuned} (V1) or {"num_sms": 24} (V2).
+        combine_options: the same for every `buffer.combine`.
+
+    Raises:
+        ImportError: deep_ep is not installed.
+        TypeError: `buffer` is not one of its buffers.
+        ValueError: an option that this adapter sets itself.
+    """
+
+    __slots__ = ("_buffer", "_calls", "_idx_dtype")
+
+    def __init__(
+        self,
+        buffer: Any,
+        *,
+        dispatch_options: Mapping[str, Any] | None = None,
+        combine_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        module = require_deep_ep()
+        options = dict(dispatch_options or {}), dict(combine_options or {})
+        _check_options({**options[0], **options[1]})
+        # V1 had neither the second class nor a choice of the index dtype.
+        elastic: Any = vars(module).get("ElasticBuffer")
+        self._idx_dtype: torch.dtype = vars(module).get("topk_idx_t", torch.int64)
+        self._buffer = buffer
+        self._calls: DeepEpCalls
+        if elastic is not None and isinstance(buffer, elastic):
+            self._calls = ElasticCalls(buffer, *options)
+        elif isinstance(buffer, module.Buffer):
+            self._calls = BufferCalls(buffer, *options)
+        else:
+            raise TypeError(
+                f"buffer is a {type(buffer).__name__}; give a deep_ep.Buffer or ElasticBuffer"
+            )
+
+    def check(
+        self,
+        x_TD: torch.Tensor,
+        topk_idx_TK: torch.Tensor,
+        topk_weights_TK: torch.Tensor,
+        *,
+        group: object,
+    ) -> None:
+        """Check that DeepEP takes these inputs, beyond what every dispatch checks.
+
+        Raises:
+            ValueError, TypeError: it does not; the text says what to convert.
+        """
+        if self._buffer.group is not group:
+            raise ValueError(
+                "the DeepEP buffer was made for another group; make one for the group of the "
+                "dispatch, with the same ProcessGroup object"
+            )
+        check_inputs(x_TD, topk_idx_TK, topk_weights_TK)
+        check_device(x_TD)
+        self._calls.check(x_TD, topk_idx_TK)
+
+    def routing(
+        self,
+        topk_idx_TK: torch.Tensor,
+        *,
+        num_experts: int,
+        counts_L: Sequence[int],
+        alignment: int,
+    ) -> Routing:
+        """Route one dispatch over the buffer.
+
+        Args:
+            topk_idx_TK: [T, K] int64, as checked.
+            num_experts: over all ranks.
+            counts_L: rows that each local expert will receive from all ranks.
+            alignment: each local expert's rows are padded to a multiple of this.
+        """
+        idx_TK = topk_idx_TK.to(self._idx_dtype).contiguous()
+        return DeepEpRouting(self._calls, idx_TK, num_experts, counts_L, alignment)
+
+
+def require_deep_ep() -> ModuleType:
+    """Import DeepEP, which sets up its compiler and looks at the loaded NCCL when imported.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    if find_spec("deep_ep") is None:
+        raise ImportError(
+            "the DeepEP backend needs the package deep_ep, which is not installed; build it from "
+            "github.com/deepseek-ai/DeepEP, or leave backend='torch'"
+        )
+    return import_module("deep_ep")
+
+
+def check_inputs(x_TD: torch.Tensor, idx_TK: torch.Tensor, weight_TK: torch.Tensor) -> None:
+    """Check what both generations of DeepEP demand of a dispatch.
+
+    Raises:
+        ValueError, TypeError: they would refuse it, or end the process.
+    """
+    check_rows(x_TD, "x")
+    if weight_TK.dtype != torch.float32:
+        raise TypeError(f"topk_weights is {weight_TK.dtype}; DeepEP takes torch.float32")
+    if not 1 <= idx_TK.shape[1] <= _MOST_CHOICES:
+        raise ValueError(
+            f"topk_idx has {idx_TK.shape[1]} choices per token; DeepEP takes 1 to {_MOST_CHOICES}"
+        )
+
+
+def check_device(x_TD: torch.Tensor) -> None:
+    """Check that the rows are where DeepEP's kernels run.
+
+    Raises:
+        ValueError: they are not on a CUDA device.
+    """
+    if not x_TD.is_cuda:
+        raise ValueError(f"x is on {x_TD.device}; DeepEP moves CUDA tensors, use backend='torch'")
+
+
+def check_rows(x_ND: torch.Tensor, name: str) -> None:
+    """Check that DeepEP moves such rows.
+
+    Raises:
+        TypeError: they are not bfloat16.
+        ValueError: the hidden size is not a multiple of 8.
+    """
+    if x_ND.dtype != torch.bfloat16:
+        raise TypeError(f"{name} is {x_ND.dtype}; DeepEP moves and sums torch.bfloat16")
+    if x_ND.shape[1] % _ELEMENTS_PER_LOAD:
+        raise ValueError(
+            f"{name} has hidden size {x_ND.shape[1]}; "
+            f"DeepEP takes multiples of {_ELEMENTS_PER_LOAD}"
+        )
+
+
+_OURS = (
+    *("topk_idx", "topk_weights", "num_experts", "expert_alignment", "num_worst_tokens", "handle"),
+    *("num_tokens_per_rank", "num_tokens_per_rdma_rank", "num_tokens_per_expert"),
+    *("is_token_in_rank", "async_finish", "async_with_compute_stream", "previous_event"),
+    *("allocate_on_comm_stream", "do_expand", "do_cpu_sync", "do_zero_padding", "bias"),
+)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    taken = sorted(set(options) & set(_OURS))
+    if taken:
+        raise ValueError(f"{', '.join(taken)} cannot be chosen: the adapter depends on it")
+
+
+def _at_least_one_row(x: torch.Tensor, value: int) -> torch.Tensor:
+    """Let a rank without tokens send one that chooses no expert: kernels need not take 0 rows."""
+    return x.contiguous() if x.shape[0] else x.new_full((1, *x.shape[1:]), value)
+
+
+@contextmanager
+def _named(travel: Travel) -> Iterator[None]:
+    """Name the call in what DeepEP raises."""
+    try:
+        yield
+    except (RuntimeError, AssertionError) as error:
+        raise CommError(f"{travel.name}: DeepEP failed: {error}") from error

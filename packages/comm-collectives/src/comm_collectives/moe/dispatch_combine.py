@@ -1,0 +1,317 @@
+"""MoE dispatch and combine: bring each token's row to its experts, and their results back.
+
+Terms are DeepEP's. The backward of one is the other, and both exchanges of the backward run on
+every rank, also on one without tokens or rows, whatever the experts did with an empty input: an
+empty tensor ties each combine to its dispatch in the autograd graph.
+
+    d = dispatch(x, topk_idx, topk_weights, num_experts=64, group=ep_group)
+    y = experts(d.x, d.num_tokens_per_expert) * d.topk_weights[:, None]
+    out = combine(y, d.handle)
+
+Legend: T tokens, D hidden size, K choices per token, R received rows, E experts.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, cast, overload
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from comm_collectives.base.wire import check_dense, dtype_argument
+from comm_collectives.call.autograd.backward_node import Back, attach, wants_grad, zeros_for
+from comm_collectives.call.calls import Call
+from comm_collectives.call.groups.groups import Group, group_state
+from comm_collectives.call.handles.handles import Handle, finished, launch
+from comm_collectives.call.signature.frames import WANTS_GRAD, Argument
+from comm_collectives.moe.handle import DispatchHandle as DispatchHandle
+from comm_collectives.moe.handle import Terms
+from comm_collectives.moe.options import MoeOptions
+from comm_collectives.moe.request import FLOATS, Request, Settled, flags_of_all
+from comm_collectives.moe.routes.routing import Travel
+from comm_collectives.planning.wire_format import Movement
+
+_DEFAULTS = MoeOptions()
+_Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dispatched:
+    """Rows for the local experts, sorted by expert, then source rank, then the source's order.
+
+    Attributes:
+        x: [R, D] rows; padding rows are zero.
+        topk_weights: [R] routing weight of each row, differentiable; 0 for padding.
+        num_tokens_per_expert: rows of each local expert, padding included; sums to R.
+        handle: for `combine`.
+    """
+
+    x: torch.Tensor
+    topk_weights: torch.Tensor
+    num_tokens_per_expert: tuple[int, ...]
+    handle: DispatchHandle
+
+
+def dispatch(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    num_experts: int,
+    group: Group | None = None,
+    expert_alignment: int = 1,
+    options: MoeOptions = _DEFAULTS,
+) -> Dispatched:
+    """Bring each token's row to the ranks that hold its experts.
+
+    Collective over `group`: every rank must call, also one without tokens. Experts are split
+    evenly: rank r of the group holds experts r * E / W up to (r + 1) * E / W. Counts are exchanged,
+    then rows and weights together (twice on the hierarchical route); the backward reuses the
+    counts.
+
+    Args:
+        x: [T, D] float16, bfloat16, float32 or float64; T may differ between ranks and be 0.
+        topk_idx: [T, K] int64, expert numbers in 0..num_experts-1, or -1 for no expert: nothing
+            travels for that choice and its weight gets zero gradient. K may be anything, also 0,
+            and a token may choose an expert more than once.
+        topk_weights: [T, K] floating; carried along, not applied.
+        num_experts: E, a multiple of the group's size.
+        group: None means that this rank holds all experts: nothing is exchanged, and no process
+            group is needed.
+        expert_alignment: pad each expert's rows to a multiple of this; an expert without rows stays
+            empty.
+        options: route, payload, limits; see `MoeOptions`.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit; between ranks these are RefusedError and
+            RefusedTypeError, raised on every rank.
+        MismatchError: ranks differ in hidden size, dtypes, num_experts or options.
+        CommError: an exchange failed; see the subclasses.
+    """
+    request = _request(x, topk_idx, topk_weights, num_experts, group, expert_alignment, options)
+    return cast(Dispatched, _dispatch(request, async_op=False))
+
+
+def dispatch_async(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    num_experts: int,
+    group: Group | None = None,
+    expert_alignment: int = 1,
+    options: MoeOptions = _DEFAULTS,
+) -> Handle[Dispatched]:
+    """As `dispatch`, but return at once; the handle's `wait` returns the rows. Collective."""
+    request = _request(x, topk_idx, topk_weights, num_experts, group, expert_alignment, options)
+    return cast(Handle[Dispatched], _dispatch(request, async_op=True))
+
+
+@overload
+def combine(
+    y: torch.Tensor,
+    handle: DispatchHandle,
+    *,
+    timeout_s: float | None = ...,
+    async_op: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def combine(
+    y: torch.Tensor,
+    handle: DispatchHandle,
+    *,
+    timeout_s: float | None = ...,
+    async_op: Literal[True],
+) -> Handle[torch.Tensor]: ...
+def combine(
+    y: torch.Tensor,
+    handle: DispatchHandle,
+    *,
+    timeout_s: float | None = None,
+    async_op: bool = False,
+) -> torch.Tensor | Handle[torch.Tensor]:
+    """Bring the experts' rows back and sum those of each token.
+
+    Collective over the group of the dispatch, and so is its backward: gradients of the rows that
+    this rank's experts made come that way, whoever's tokens they are. So every rank's loss has to
+    use the result; `0 * out.sum()` is enough. If gradients are lost because one does not, the next
+    call of the group raises a RefusedError on every rank.
+
+    On the flat route a token's rows are summed in the order of its choices and the sum does not
+    depend on the number of ranks: one rank and many give the same bits. On the others they are
+    summed per rank (and node) first, by expert, then over these. float16 and bfloat16 are summed in
+    float32 where torch's EmbeddingBag does, and travel rounded.
+
+    Args:
+        y: [R, D'] rows in the order of `Dispatched.x`, weights already applied, same floating
+            dtype on every rank; padding rows are ignored.
+        handle: of the dispatch.
+        timeout_s: limit in seconds; None is the limit given to dispatch.
+        async_op: return a Handle at once; its `wait` returns the sums.
+
+    Returns:
+        [T, D'] of y's dtype; zeros for a token without experts.
+
+    Raises:
+        ValueError, TypeError: `y` does not fit the handle; between ranks these are RefusedError
+            and RefusedTypeError, raised on every rank where ranks compare this call.
+        MismatchError: ranks differ in hidden size, dtype or the dispatch whose handle they give.
+        CommError: the exchange failed; see the subclasses.
+    """
+    limit_s = handle.timeout_s if timeout_s is None else timeout_s
+    if handle.state is None:
+        _check_rows(y, handle)
+        out = _move_back(y, handle, WANTS_GRAD)
+        return finished("combine", out) if async_op else out
+    state = handle.state
+
+    def run() -> torch.Tensor:
+        refused: ValueError | TypeError | None = None
+        arguments: tuple[Argument, ...] = ()
+        try:
+            _check_rows(y, handle)
+            arguments = (
+                Argument("dispatch call", handle.number),
+                Argument("hidden size", y.shape[1]),
+                dtype_argument(y.dtype),
+            )
+        except (TypeError, ValueError) as error:
+            refused = error
+        call = Call(state, "combine", arguments=arguments, timeout_s=limit_s)
+        wanted = refused is None and wants_grad(y, handle.anchor)
+        flags = flags_of_all(call, WANTS_GRAD if wanted else 0, refused)
+        return _move_back(y, handle, flags, call)
+
+    return cast(torch.Tensor, launch(state, "combine", run, inputs=_tensors(y), async_op=async_op))
+
+
+def _request(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    num_experts: int,
+    group: Group | None,
+    alignment: int,
+    options: MoeOptions,
+) -> Request:
+    given = None if group is None else group_state(group)
+    return Request(
+        x=x,
+        topk_idx=topk_idx,
+        topk_weights=topk_weights,
+        num_experts=num_experts,
+        alignment=alignment,
+        options=options,
+        group=group,
+        state=given if given is not None and given.size > 1 else None,
+    )
+
+
+def _dispatch(request: Request, *, async_op: bool) -> Dispatched | Handle[Dispatched]:
+    state = request.state
+    if state is None:
+        out = _move_out(request, request.settle_alone())
+        return finished("dispatch", out) if async_op else out
+
+    def run() -> Dispatched:
+        return _move_out(request, request.settle(state))
+
+    inputs = _tensors(request.x, request.topk_idx, request.topk_weights)
+    launched: Handle[Dispatched] = launch(state, "dispatch", run, inputs=inputs, async_op=async_op)
+    return launched
+
+
+def _move_out(request: Request, settled: Settled) -> Dispatched:
+    """Bring the rows to the experts, and make that part of the graph."""
+    x, weights, routing = request.x, request.topk_weights, settled.routing
+    out = _travel("dispatch", settled.terms, settled.call)
+    x_RD, weights_R = routing.to_experts(x.detach(), weights.detach(), out)
+    outputs: _Tensors = x_RD, weights_R, x.new_zeros(0)
+
+    def back(grads: _Tensors, call: Call | None) -> _Tensors:
+        travel = _travel("dispatch_backward", settled.terms, call)
+        return routing.to_tokens(grads[0], grads[1], travel)
+
+    if settled.flags & WANTS_GRAD and settled.call is None:
+        outputs = _Local.apply(back, outputs, x, weights)
+    elif settled.flags & WANTS_GRAD and settled.call is not None:
+        way_back = Back(run=back, zeros=zeros_for(*outputs))
+        outputs = attach((x, weights), outputs, settled.call, way_back)
+    return Dispatched(
+        x=outputs[0],
+        topk_weights=outputs[1],
+        num_tokens_per_expert=routing.num_tokens_per_expert,
+        handle=DispatchHandle(
+            routing=routing,
+            choices=settled.choices,
+            terms=settled.terms,
+            state=request.state,
+            number=0 if settled.call is None else settled.call.number,
+            expert_alignment=request.alignment,
+            num_rows=x_RD.shape[0],
+            timeout_s=request.options.timeout_s,
+            anchor=outputs[2],
+        ),
+    )
+
+
+def _move_back(
+    y: torch.Tensor, handle: DispatchHandle, flags: int, call: Call | None = None
+) -> torch.Tensor:
+    """Bring the rows to their tokens, and make that part of the graph."""
+    routing, terms = handle.routing, handle.terms
+    travel = _travel("combine", terms, call)
+    out_TD = routing.rows_to_tokens(y.detach().contiguous(), travel)
+
+    def back(grads: _Tensors, call: Call | None) -> _Tensors:
+        y_RD = routing.rows_to_experts(grads[0], _travel("combine_backward", terms, call))
+        return y_RD, y_RD.new_zeros(0)
+
+    if not flags & WANTS_GRAD:
+        return out_TD
+    inputs, outputs = (y, handle.anchor), (out_TD,)
+    if call is None:
+        return cast(torch.Tensor, _Local.apply(back, outputs, *inputs)[0])
+    # The gradients of these rows go on to the tokens, which are other ranks' too.
+    way_back = Back(run=back, zeros=zeros_for(*outputs), others_lose=True)
+    return attach(inputs, outputs, call, way_back)[0]
+
+
+class _Local(torch.autograd.Function):
+    """The node of a movement within one rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        back: Callable[[_Tensors, None], _Tensors],
+        outputs: _Tensors,
+        *inputs: torch.Tensor,
+    ) -> _Tensors:
+        ctx.back = back
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (None, None, *ctx.back(tuple(grad.contiguous() for grad in grads), None))
+
+
+def _travel(movement: Movement, terms: Terms, call: Call | None) -> Travel:
+    quantised = movement == "dispatch" or (terms.quantize_backward and movement != "combine")
+    return Travel(movement=movement, payload=terms.payload if quantised else "full", call=call)
+
+
+def _tensors(*given: object) -> list[torch.Tensor]:
+    """Those of the arguments, checked later, that are tensors."""
+    return [x for x in given if isinstance(x, torch.Tensor)]
+
+
+def _check_rows(y: torch.Tensor, handle: DispatchHandle) -> None:
+    check_dense(y, "y")
+    if y.dim() != 2 or y.shape[0] != handle.num_rows or y.shape[1] == 0:
+        raise ValueError(
+            f"y has shape {tuple(y.shape)}; the dispatch gave {handle.num_rows} rows, "
+            f"so pass [{handle.num_rows}, hidden size > 0], padding rows included"
+        )
+    if y.dtype not in FLOATS:
+        raise TypeError(f"y is {y.dtype}; combine sums, so give one of {FLOATS}")

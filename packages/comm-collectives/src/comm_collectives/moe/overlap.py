@@ -1,0 +1,95 @@
+"""Compute the experts of some tokens while the rows of the next are on their way.
+
+Tokens are cut into chunks. While the experts of a chunk run, the rows of the next chunk travel out
+and those of the chunk before travel back, on the group's own thread. Every rank makes the same
+calls in the same order, whatever its number of tokens.
+
+    overlapped = OverlappedMoe(num_experts=64, group=ep_group, num_chunks=2)
+    out = overlapped(x, topk_idx, topk_weights, experts)      # experts(Dispatched) -> rows
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from comm_collectives.call.groups.groups import Group, check_integer
+from comm_collectives.call.handles.handles import Handle
+from comm_collectives.moe.dispatch_combine import Dispatched, combine, dispatch_async
+from comm_collectives.moe.options import MoeOptions
+
+_DEFAULTS = MoeOptions()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlappedMoe:
+    """dispatch, experts and combine in chunks; the settings are those of `dispatch`.
+
+    Attributes:
+        num_chunks: into how many pieces each rank's tokens are cut; the same on every rank. More
+            hide more of the transfer and make each piece less efficient.
+
+    Raises:
+        TypeError: `num_chunks` is no integer.
+        ValueError: it is not positive, or `options.reuse` is given.
+    """
+
+    num_experts: int
+    group: Group | None = None
+    num_chunks: int = 2
+    expert_alignment: int = 1
+    options: MoeOptions = _DEFAULTS
+
+    def __post_init__(self) -> None:
+        check_integer(self.num_chunks, "num_chunks")
+        if self.num_chunks < 1:
+            raise ValueError(f"num_chunks={self.num_chunks} must be at least 1")
+        if self.options.reuse is not None:
+            raise ValueError("options.reuse is of one dispatch, and here are several; leave it out")
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        experts: Callable[[Dispatched], torch.Tensor],
+    ) -> torch.Tensor:
+        """Return what dispatch, experts and combine give for all tokens at once, up to rounding.
+
+        Collective over the group. Differentiable; the backward is not overlapped.
+
+        Args:
+            x: [T, D], topk_idx: [T, K], topk_weights: [T, K]; see `dispatch`. T may be 0 here.
+            experts: called once for each chunk, in the caller's thread; returns rows as `combine`
+                takes them, weights applied.
+
+        Raises:
+            As dispatch and combine.
+        """
+        chunks = list(
+            zip(
+                *(t.tensor_split(self.num_chunks) for t in (x, topk_idx, topk_weights)),
+                strict=True,
+            )
+        )
+        coming = self._dispatch(*chunks[0])
+        returning = []
+        for i in range(self.num_chunks):
+            sent = coming.wait()
+            if i + 1 < self.num_chunks:
+                coming = self._dispatch(*chunks[i + 1])
+            returning.append(combine(experts(sent), sent.handle, async_op=True))
+        return torch.cat([handle.wait() for handle in returning])
+
+    def _dispatch(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor
+    ) -> Handle[Dispatched]:
+        return dispatch_async(
+            x,
+            topk_idx,
+            topk_weights,
+            num_experts=self.num_experts,
+            group=self.group,
+            expert_alignment=self.expert_alignment,
+            options=self.options,
+        )

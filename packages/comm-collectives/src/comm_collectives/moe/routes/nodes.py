@@ -1,0 +1,110 @@
+"""The hierarchical route: a token goes once to each node, and is forwarded inside it.
+
+A node is `ranks_per_node` consecutive ranks of the group. Two hops (moe/routes/hops.py): between
+the ranks of equal local index, one per node, then from each of them to the ranks of its node:
+
+    rank 1 --> ranks 1, 5, 9 ... (between nodes)        5 --> ranks 4, 5, 6, 7 (inside the node)
+
+Both are all-to-alls of the whole group with zero splits elsewhere: no group is made. `combine` adds
+per rank, then per node, then over the nodes. Every count that the forwarding and the receiving rank
+need travels with the one count exchange.
+
+Legend: W ranks, M nodes, S ranks of a node, L local experts per rank.
+"""
+
+from collections.abc import Sequence
+from typing import final
+
+from comm_collectives.call.groups.groups import GroupState
+from comm_collectives.moe.routes.flat import counts_by_rank
+from comm_collectives.moe.routes.hops import Hop, HopPlan, count_unique, hop_routing, plan_source
+from comm_collectives.moe.routes.routing import Proposal, Routing
+from comm_collectives.moe.rows.choices import SortedChoices
+from comm_collectives.moe.rows.plan import plan_placing
+
+_NODE_ROWS, _RANK_ROWS, _COUNTS = 0, 1, 2  # places in what a rank is told
+
+
+@final
+class NodeProposal(Proposal):
+    """Each rank is told: rows for its node, rows for itself, choices per expert of its node."""
+
+    __slots__ = ("_choices", "_choices_M", "_num_local", "_per_node", "_source", "_state", "counts")
+
+    def __init__(self, choices: SortedChoices, state: GroupState, ranks_per_node: int) -> None:
+        self._choices, self._state, self._per_node = choices, state, ranks_per_node
+        counts_WL = counts_by_rank(choices, state)
+        self._num_local = len(counts_WL[0])
+        token_N, num_tokens = choices.token_N, choices.num_tokens
+        choices_W = [sum(row) for row in counts_WL]
+        nodes = range(0, state.size, ranks_per_node)
+        self._choices_M = tuple(sum(choices_W[at : at + ranks_per_node]) for at in nodes)
+        self._source = plan_source(token_N, num_tokens, self._choices_M)
+        rank_rows_W = count_unique(token_N, num_tokens, choices_W)
+        experts_M = [
+            [n for row in counts_WL[at : at + ranks_per_node] for n in row] for at in nodes
+        ]
+        self.counts = [
+            (
+                self._source.rows_P[rank // ranks_per_node],
+                rank_rows_W[rank],
+                *experts_M[rank // ranks_per_node],
+            )
+            for rank in range(state.size)
+        ]
+
+    def routing(self, received: Sequence[Sequence[int]], *, alignment: int) -> Routing:
+        """Return the routing, given what each rank told this one."""
+        between, inside = self._between(received), self._inside(received, alignment)
+        hops = [Hop(between, self._state, self._source), Hop(inside, self._state)]
+        return hop_routing(self._choices, hops, inside.placing.num_tokens_per_expert)
+
+    def _between(self, received: Sequence[Sequence[int]]) -> HopPlan:
+        """The hop from and to the ranks with this one's local index."""
+        peers = tuple(range(self._state.rank % self._per_node, self._state.size, self._per_node))
+        counts_MX = [received[peer][_COUNTS:] for peer in peers]
+        return HopPlan(
+            peers=peers,
+            sent_choices_P=self._choices_M,
+            received_rows_P=tuple(received[peer][_NODE_ROWS] for peer in peers),
+            received_choices_P=tuple(sum(row) for row in counts_MX),
+            placing=plan_placing(counts_MX, alignment=1),
+        )
+
+    def _inside(self, received: Sequence[Sequence[int]], alignment: int) -> HopPlan:
+        """The hop inside the node: each of its ranks forwards what it had from everywhere."""
+        state, per_node, num_local = self._state, self._per_node, self._num_local
+        local = state.rank % per_node
+        first = state.rank - local
+        own_WL = [
+            told[_COUNTS + local * num_local : _COUNTS + (local + 1) * num_local]
+            for told in received
+        ]
+        sources_SM = [range(s, state.size, per_node) for s in range(per_node)]
+        blocks = [(w, e) for ranks in sources_SM for e in range(num_local) for w in ranks]
+        forwarded = [received[w][_COUNTS:] for w in sources_SM[local]]
+        return HopPlan(
+            peers=tuple(range(first, first + per_node)),
+            sent_choices_P=tuple(
+                sum(sum(row[at : at + num_local]) for row in forwarded)
+                for at in range(0, per_node * num_local, num_local)
+            ),
+            received_rows_P=tuple(
+                sum(received[w][_RANK_ROWS] for w in ranks) for ranks in sources_SM
+            ),
+            received_choices_P=tuple(sum(sum(own_WL[w]) for w in ranks) for ranks in sources_SM),
+            placing=plan_placing(own_WL, alignment=alignment, blocks=blocks),
+        )
+
+
+def check_nodes(ranks_per_node: int, num_ranks: int) -> None:
+    """Check that the group consists of whole nodes.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if num_ranks % ranks_per_node:
+        raise ValueError(
+            f"the group has {num_ranks} ranks but ranks_per_node={ranks_per_node}; "
+            f"choose a divisor of {num_ranks}"
+        )

@@ -1,0 +1,322 @@
+"""Nested Python values as JSON plus lists of tensors and bytes, so that nothing is ever unpickled.
+
+Strings, None, bools, floats and ordinary ints stand for themselves; all else is a JSON list whose
+first item says what it is:
+
+    [i]                     tensor number i       ["l", item, ...]            list
+    ["b", i]                bytes number i        ["t", item, ...]            tuple
+    ["r", i]                container number i    ["d", key, value, ...]      dict
+    ["i", hex]              huge int              ["o", attributes, key, value, ...]  OrderedDict
+    ["z", real, imaginary]  complex               ["n", class, item, ...]     namedtuple
+    ["s", code point, ...]  str with surrogates   ["c", class, field, ...]    dataclass
+
+Invariant: one object that occurs twice stays one. Containers count in the order in which they are
+complete, tensors and bytes in that of their first occurrence. A class is looked up by name among
+the modules that the receiver has already imported, and has to be a namedtuple or a dataclass with
+the same fields: receiving imports nothing, and runs no constructor of the class.
+
+    packed = encode({"step": 3, "w": torch.ones(2)})
+    value = decode(packed.text, packed.tensors, packed.blobs)
+"""
+
+import dataclasses
+import functools
+import json
+import sys
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from itertools import chain, islice, pairwise
+from typing import Any, final
+
+import torch
+
+from comm_collectives.base.wire import DTYPES
+
+_DTYPES = frozenset(DTYPES)
+_AS_THEY_ARE = (type(None), bool, float)
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_TAG_OF_SEQUENCE: dict[type, str] = {list: "l", tuple: "t"}
+_TAG_OF_MAPPING: dict[type, str] = {dict: "d", OrderedDict: "o"}
+_MAX_DEPTH = 100
+_LONG_BITS = 64  # Python refuses to print or read ints of more than 4300 digits
+_OPEN = -1  # number of a container that is not complete yet
+_UNSET: Any = ["u"]  # a field without a value
+# Not escaped, since UTF-8 is shorter; no search for cycles, since the encoder made it.
+_JSON = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, check_circular=False)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """A value taken apart: UTF-8 JSON, and the tensors and bytes that it refers to by number."""
+
+    text: bytes
+    tensors: list[torch.Tensor]
+    blobs: list[bytes]
+
+
+def encode(value: object) -> Packed:
+    """Take a value apart; tensors, bytes and containers that occur twice are carried once.
+
+    Raises:
+        TypeError: a part has a type that is not supported; the message holds the path to it.
+        ValueError: a part contains itself, or is nested too deeply; so does this one.
+    """
+    encoder = _Encoder()
+    tree = encoder.node(value)
+    text = _JSON.encode([encoder.classes, tree]).encode()
+    return Packed(text=text, tensors=encoder.tensors, blobs=encoder.blobs)
+
+
+def decode(text: bytes, tensors: Sequence[torch.Tensor], blobs: Sequence[bytes]) -> object:
+    """Rebuild what `encode` took apart.
+
+    Raises:
+        TypeError: a class is not known here (its module is not imported), or has other fields.
+    """
+    classes, tree = json.loads(text)
+    return _Decoder([_find_same(*c) for c in classes], tensors, blobs).build(tree)
+
+
+@final
+class _Encoder:
+    __slots__ = ("_kept", "_number_of", "_number_of_class", "_open", "blobs", "classes", "tensors")
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.blobs: list[bytes] = []
+        self.classes: list[list[Any]] = []
+        self._number_of: dict[int, int] = {}
+        self._number_of_class: dict[type, int] = {}
+        self._kept: list[Any] = []  # keeps each complete container alive, so its id stays its own
+        self._open: list[Any] = []  # the containers around the present node, outermost first
+
+    def node(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is torch.Tensor or kind in _TENSORS:
+            return [self._carry(value, self.tensors)]
+        if kind is str:
+            return value if value.isascii() else _text(value)
+        if kind is int:
+            return value if value.bit_length() <= _LONG_BITS else ["i", hex(value)]
+        if kind in _AS_THEY_ARE:
+            return value
+        if kind is bytes:
+            return ["b", self._carry(value, self.blobs)]
+        if kind is complex:
+            return ["z", value.real, value.imag]
+        return self._container(value, kind)
+
+    def _carry(self, leaf: Any, leaves: list[Any]) -> int:
+        number = self._number_of.get(id(leaf))
+        if number is None:
+            if leaves is self.tensors and not _is_plain(leaf):
+                raise TypeError(
+                    f"{self._path(leaf)} has layout {leaf.layout}, dtype {leaf.dtype}, device "
+                    f"{leaf.device}; give a dense tensor with data, of a plain dtype"
+                )
+            number = self._number_of[id(leaf)] = len(leaves)
+            leaves.append(leaf)
+        return number
+
+    def _container(self, value: Any, kind: Any) -> list[Any]:
+        number = self._number_of.get(id(value))
+        if number is None:
+            self._number_of[id(value)] = _OPEN
+            self._open.append(value)
+            if len(self._open) > _MAX_DEPTH:
+                raise ValueError(
+                    f"{self._path()[:80]}... is nested more than {_MAX_DEPTH} levels deep; "
+                    "flatten it"
+                )
+            node = self._parts(value, kind)
+            self._open.pop()
+            self._number_of[id(value)] = len(self._kept)
+            self._kept.append(value)
+            return node
+        if number == _OPEN:
+            outer = next(i for i, container in enumerate(self._open) if container is value)
+            raise ValueError(
+                f"{self._path(value)} is {self._path(upto=outer)} itself, which contains it; "
+                "replace it by something that the receiver can put back, such as a name"
+            )
+        return ["r", number]
+
+    def _parts(self, value: Any, kind: Any) -> list[Any]:
+        if kind in _TAG_OF_SEQUENCE:
+            return [_TAG_OF_SEQUENCE[kind], *map(self.node, value)]
+        if kind in _TAG_OF_MAPPING:
+            head = ["d"] if kind is dict else ["o", self.node(vars(value))]
+            return [*head, *map(self.node, chain.from_iterable(value.items()))]
+        if _is_namedtuple(kind):
+            return ["n", self._class(value, kind), *map(self.node, value)]
+        if dataclasses.is_dataclass(kind):
+            number = self._class(value, kind)
+            values = (getattr(value, name, _UNSET) for name in self.classes[number][2])
+            return ["c", number, *(v if v is _UNSET else self.node(v) for v in values)]
+        if isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"{self._path()} is a {kind.__name__}; give a plain torch.Tensor, such as the "
+                "local part of a distributed one"
+            )
+        raise TypeError(
+            f"{self._path()} is a {kind.__name__}; supported are None, bool, int, float, complex, "
+            "str, bytes, plain tensors and lists, tuples, dicts, OrderedDicts, namedtuples and "
+            "dataclasses of them"
+        )
+
+    def _class(self, value: Any, kind: Any) -> int:
+        number = self._number_of_class.get(kind)
+        if number is None:
+            problem = _problem_of(kind)
+            if problem is not None:
+                raise TypeError(f"{self._path()}: {problem}")
+            number = self._number_of_class[kind] = len(self.classes)
+            self.classes.append([kind.__module__, kind.__qualname__, _fields_of(kind)])
+        others = getattr(value, "__dict__", {}).keys() - self.classes[number][2]
+        for name in others:
+            if not isinstance(getattr(kind, name, None), functools.cached_property):
+                raise TypeError(
+                    f"{self._path()} has the attribute {name}, which is no field of "
+                    f"{kind.__qualname__} and would be lost; make it a field or send it beside"
+                )
+        return number
+
+    def _path(self, *last: object, upto: int | None = None) -> str:
+        steps = pairwise([*self._open, *last] if upto is None else self._open[: upto + 1])
+        return "obj" + "".join(_step(parent, child) for parent, child in steps)
+
+
+@final
+class _Decoder:
+    __slots__ = ("_blobs", "_built", "_classes", "_tensors")
+
+    def __init__(
+        self, classes: Sequence[Any], tensors: Sequence[torch.Tensor], blobs: Sequence[bytes]
+    ) -> None:
+        self._classes = classes
+        self._tensors = tensors
+        self._blobs = blobs
+        self._built: list[Any] = []
+
+    def build(self, node: Any) -> Any:
+        if type(node) is not list:
+            return node
+        tag = node[0]
+        if type(tag) is int:
+            return self._tensors[tag]
+        if tag == "r":
+            return self._built[node[1]]
+        if tag == "b":
+            return self._blobs[node[1]]
+        if tag in ("i", "s", "z"):
+            return _scalar(tag, node)
+        built = self._container(tag, node)
+        self._built.append(built)
+        return built
+
+    def _container(self, tag: str, node: list[Any]) -> Any:
+        if tag == "l":
+            return [self.build(item) for item in islice(node, 1, None)]
+        if tag == "t":
+            return tuple([self.build(item) for item in islice(node, 1, None)])
+        if tag == "d":
+            return dict(self._pairs(islice(node, 1, None)))
+        if tag == "o":
+            attributes = self.build(node[1])
+            ordered = OrderedDict(self._pairs(islice(node, 2, None)))
+            vars(ordered).update(attributes)
+            return ordered
+        cls = self._classes[node[1]]
+        if tag == "n":
+            return tuple.__new__(cls, [self.build(item) for item in islice(node, 2, None)])
+        instance = object.__new__(cls)
+        for name, item in zip(_fields_of(cls), islice(node, 2, None), strict=True):
+            if item != _UNSET:
+                object.__setattr__(instance, name, self.build(item))
+        return instance
+
+    def _pairs(self, nodes: Iterable[Any]) -> Iterable[tuple[Any, Any]]:
+        built = map(self.build, nodes)
+        return zip(built, built, strict=True)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and tensor.dtype in _DTYPES
+        and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
+    )
+
+
+def _text(value: str) -> Any:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return ["s", *map(ord, value)]  # JSON would join two halves of a pair
+    return value
+
+
+def _scalar(tag: str, node: list[Any]) -> int | str | complex:
+    if tag == "i":
+        return int(node[1], 16)
+    if tag == "s":
+        return "".join(map(chr, node[1:]))
+    return complex(node[1], node[2])
+
+
+def _step(parent: Any, child: object) -> str:
+    if isinstance(parent, dict):
+        for key, value in parent.items():
+            if value is child:
+                return f"[{key!r}]"
+        attributes = isinstance(parent, OrderedDict) and vars(parent) is child
+        return " attributes" if attributes else " key"
+    if _is_namedtuple(type(parent)) or not isinstance(parent, list | tuple):
+        for name in _fields_of(type(parent)):
+            if getattr(parent, name, None) is child:
+                return f".{name}"
+    return f"[{next((i for i, item in enumerate(parent) if item is child), '?')}]"
+
+
+def _is_namedtuple(kind: Any) -> bool:
+    fields = getattr(kind, "_fields", None)
+    return isinstance(kind, type) and issubclass(kind, tuple) and isinstance(fields, tuple)
+
+
+def _fields_of(kind: Any) -> list[str]:
+    return (
+        list(kind._fields) if _is_namedtuple(kind) else [f.name for f in dataclasses.fields(kind)]
+    )
+
+
+def _problem_of(kind: type) -> str | None:
+    """Say why instances of a class cannot be rebuilt from its name and fields; None if they can."""
+    try:
+        found = _find_class(kind.__module__, kind.__qualname__)
+        if not _is_namedtuple(kind):
+            object.__new__(kind)
+    except TypeError as error:
+        return str(error)
+    return None if found is kind else f"another class bears the name {kind.__qualname__}"
+
+
+def _find_same(module: str, name: str, fields: list[str]) -> Any:
+    cls = _find_class(module, name)
+    if _fields_of(cls) != fields:
+        raise TypeError(
+            f"{module}.{name} has the fields {_fields_of(cls)} here and {fields} on the source; "
+            "run the same version on every rank"
+        )
+    return cls
+
+
+def _find_class(module: str, name: str) -> Any:
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not (_is_namedtuple(found) or (isinstance(found, type) and dataclasses.is_dataclass(found))):
+        raise TypeError(
+            f"{module}.{name} is not a namedtuple or dataclass that can be found by this name; "
+            "define it at the top of a module that every rank has imported"
+        )
+    return found

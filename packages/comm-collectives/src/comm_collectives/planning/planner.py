@@ -1,0 +1,307 @@
+"""Choose how MoE rows travel: flat, deduplicated or hierarchical, in full or block-scaled.
+
+Bytes come from `wire_format`, which the executor asks too, so for a given routing they are exact;
+for uniform routing the expected counts are closed formulas, rounded to whole rows. Times are the
+topology's cost curves applied to the busiest endpoint of each level. Only links are modelled: what
+gathering, quantising and summing rows costs on each rank comes on top and is not in the figures.
+
+    topology = topology_preset("h100-nccl", nodes=8, gpus_per_node=8)
+    workload = Workload(num_experts=256, topk=8, hidden_size=7168, tokens_per_rank=4096)
+    plan = plan_dispatch(workload, topology)
+    plan.choice.route, plan.choice.payload  # "hierarchical", "float8_e4m3"
+    plan.reason
+
+Nothing here imports torch or talks to other ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self, get_args
+
+from comm_collectives.planning.topology import Topology
+from comm_collectives.planning.wire_format import (
+    MOVEMENTS,
+    ROUTES,
+    Movement,
+    Route,
+    RoutingCounts,
+    RowFormat,
+    WireStage,
+    check_divides,
+    count_routing,
+    wire_stages,
+)
+from comm_collectives.planning.workload import Payload, Workload, uniform_counts
+
+_FORWARD: tuple[Movement, ...] = ("dispatch", "combine")
+_WORTH = 0.02  # what a less simple variant must at least save
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLoad:
+    """One exchange: what its busiest rank or network card sends or receives, and its time.
+
+    Each figure is the maximum over ranks (cards) and over the two directions; `messages` count what
+    a rank sends. What a rank keeps for itself is not counted.
+    """
+
+    name: str
+    intra_bytes: int
+    inter_bytes: int
+    nic_bytes: int
+    intra_messages: int
+    inter_messages: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovementPlan:
+    """One movement: its exchanges in order and its time, overlaps included."""
+
+    movement: Movement
+    stages: tuple[StageLoad, ...]
+    seconds: float
+
+    def total(self, figure: str) -> int:
+        """Sum an integer figure of `StageLoad` over the stages."""
+        return sum(getattr(stage, figure) for stage in self.stages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VariantPlan:
+    """One way to move the rows. `copies_per_token`: rows a token becomes in the first exchange."""
+
+    route: Route
+    payload: Payload
+    copies_per_token: float
+    movements: tuple[MovementPlan, ...]
+
+    @property
+    def forward_s(self) -> float:
+        """Seconds of dispatch and combine."""
+        return sum(m.seconds for m in self.movements if m.movement in _FORWARD)
+
+    @property
+    def backward_s(self) -> float:
+        """Seconds of the backwards of both."""
+        return sum(m.seconds for m in self.movements if m.movement not in _FORWARD)
+
+    def movement(self, name: Movement) -> MovementPlan:
+        """Return one movement by name."""
+        return self.movements[MOVEMENTS.index(name)]
+
+    def __str__(self) -> str:
+        return f"{self.route} {self.payload}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchPlan:
+    """All variants, the chosen one, and why."""
+
+    workload: Workload
+    topology: Topology
+    variants: tuple[VariantPlan, ...]
+    choice: VariantPlan
+    reason: str
+
+    def variant(self, route: Route, payload: Payload) -> VariantPlan:
+        """Return one variant.
+
+        Raises:
+            ValueError: the plan did not consider it.
+        """
+        for variant in self.variants:
+            if (variant.route, variant.payload) == (route, payload):
+                return variant
+        raise ValueError(
+            f"the plan has no variant {route} {payload}; it has "
+            f"{', '.join(str(variant) for variant in self.variants)}"
+        )
+
+
+def plan_dispatch(
+    workload: Workload,
+    topology: Topology,
+    *,
+    counts: RoutingCounts | None = None,
+    payloads: Sequence[Payload] = get_args(Payload),
+) -> DispatchPlan:
+    """Predict bytes and seconds of every variant and choose the fastest dispatch + combine.
+
+    A simpler variant (flat before dedup before hierarchical, full before float8_e4m3) is chosen
+    where nothing else is at least 2 % faster. Hierarchical is left out where it is the same as
+    dedup: on one node, or with one rank per node.
+
+    Args:
+        workload: of one rank; all ranks have the same number of tokens.
+        topology: where the group runs.
+        counts: of a real routing (`count_routing`); None plans for uniform routing.
+        payloads: which are allowed; float8_e4m3 rounds the dispatched rows, so leave it out to be
+            exact.
+
+    Raises:
+        ValueError: the ranks do not divide the experts, the choices do not fit into the allowed
+            nodes, the counts are those of other ranks, or no payload is allowed.
+    """
+    check_divides("num_experts", workload.num_experts, "ranks", topology.num_ranks)
+    if not payloads:
+        raise ValueError("payloads is empty; allow 'full', 'float8_e4m3' or both")
+    if counts is None:
+        counts = uniform_counts(workload, topology)
+    shape = (counts.num_ranks, counts.ranks_per_node)
+    if shape != (topology.num_ranks, topology.gpus_per_node):
+        raise ValueError(
+            f"counts are of {shape[0]} ranks, {shape[1]} per node, but the topology has "
+            f"{topology.num_ranks}, {topology.gpus_per_node} per node; count the same ranks"
+        )
+    routes = [r for r in ROUTES if r != "hierarchical" or 1 < counts.ranks_per_node < shape[0]]
+    variants = tuple(
+        _plan_variant(route, payload, counts, workload, topology)
+        for route in routes
+        for payload in payloads
+    )
+    choice = _choose(variants)
+    return DispatchPlan(
+        workload=workload,
+        topology=topology,
+        variants=variants,
+        choice=choice,
+        reason=_reason(choice, variants[0], topology),
+    )
+
+
+def bytes_for_routing(
+    topk_idx_WTK: Sequence[Sequence[Sequence[int]]],
+    row_format: RowFormat,
+    *,
+    num_experts: int,
+    ranks_per_node: int,
+    route: Route,
+    quantize_backward: bool = False,
+) -> dict[Movement, tuple[WireStage, ...]]:
+    """Return for each movement its exchanges with the bytes from each rank to each rank.
+
+    Args:
+        topk_idx_WTK: for each rank, for each of its tokens, the chosen experts (`tolist()`).
+        row_format: of dispatch; combine travels in full, and so do the backwards unless
+            `quantize_backward`.
+        num_experts: experts of all ranks.
+        ranks_per_node: consecutive ranks that form a node; only `hierarchical` depends on it.
+        route: how rows travel.
+        quantize_backward: block-scale the backwards like the dispatch.
+
+    Raises:
+        ValueError: see `count_routing`.
+    """
+    counts = count_routing(topk_idx_WTK, num_experts=num_experts, ranks_per_node=ranks_per_node)
+    return {
+        movement: wire_stages(
+            counts,
+            route,
+            movement,
+            row_format.during(movement, quantize_backward=quantize_backward),
+        )
+        for movement in MOVEMENTS
+    }
+
+
+def _plan_variant(
+    route: Route,
+    payload: Payload,
+    counts: RoutingCounts,
+    workload: Workload,
+    topology: Topology,
+) -> VariantPlan:
+    row_format = workload.row_format(payload)
+    first = counts.tokens_WM if route == "hierarchical" else counts.tokens_WW
+    copies = sum(map(sum, counts.choices_WW if route == "flat" else first))
+    choices = sum(map(sum, counts.choices_WW))
+    movements = []
+    for movement in MOVEMENTS:
+        stages = tuple(
+            _stage_load(stage, topology)
+            for stage in wire_stages(counts, route, movement, row_format.during(movement))
+        )
+        times = [stage.seconds for stage in stages]
+        seconds = max(times) if topology.streams_stages else sum(times)
+        movements.append(MovementPlan(movement=movement, stages=stages, seconds=seconds))
+    return VariantPlan(
+        route=route,
+        payload=payload,
+        copies_per_token=workload.topk * copies / max(1, choices),
+        movements=tuple(movements),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _OneWay:
+    """Per rank, what goes one way: bytes and messages inside and between nodes."""
+
+    intra_bytes_W: list[int]
+    inter_bytes_W: list[int]
+    intra_messages: int
+    inter_messages: int
+
+    @classmethod
+    def of(cls, bytes_WW: Sequence[Sequence[int]], per_node: int) -> Self:
+        """Sum a matrix over its second index."""
+        intra, inter, near, far = [], [], 0, 0
+        for rank, row in enumerate(bytes_WW):
+            first = rank // per_node * per_node
+            node = row[first : first + per_node]
+            intra.append(sum(node) - row[rank])
+            inter.append(sum(row) - sum(node))
+            to_node = sum(map(bool, node))
+            near = max(near, to_node - bool(row[rank]))
+            far = max(far, sum(map(bool, row)) - to_node)
+        return cls(intra, inter, near, far)
+
+    def busiest_nic(self, ranks_per_nic: int) -> int:
+        """Bytes of the busiest network card."""
+        inter = self.inter_bytes_W
+        return max(
+            sum(inter[at : at + ranks_per_nic]) for at in range(0, len(inter), ranks_per_nic)
+        )
+
+
+def _stage_load(stage: WireStage, topology: Topology) -> StageLoad:
+    per_node = topology.gpus_per_node
+    sent = _OneWay.of(stage.bytes_WW, per_node)
+    received = _OneWay.of(tuple(zip(*stage.bytes_WW, strict=True)), per_node)
+    intra_bytes = max(sent.intra_bytes_W + received.intra_bytes_W)
+    nic_bytes = max(side.busiest_nic(topology.ranks_per_nic) for side in (sent, received))
+    return StageLoad(
+        name=stage.name,
+        intra_bytes=intra_bytes,
+        inter_bytes=max(sent.inter_bytes_W + received.inter_bytes_W),
+        nic_bytes=nic_bytes,
+        intra_messages=sent.intra_messages,
+        inter_messages=sent.inter_messages,
+        # Both levels work at the same time within one exchange.
+        seconds=max(
+            topology.intra.seconds(intra_bytes, sent.intra_messages),
+            topology.inter.seconds(nic_bytes, sent.inter_messages),
+        ),
+    )
+
+
+def _choose(variants: Sequence[VariantPlan]) -> VariantPlan:
+    """The simplest variant that is nearly as fast as the fastest."""
+    limit_s = min(variant.forward_s for variant in variants) * (1 + _WORTH)
+    return next(variant for variant in variants if variant.forward_s <= limit_s)
+
+
+def _reason(choice: VariantPlan, simplest: VariantPlan, topology: Topology) -> str:
+    if topology.num_ranks == 1:
+        return "one rank holds all experts, so nothing travels and the simplest variant serves"
+    if choice == simplest:
+        return f"nothing is more than {_WORTH:.0%} faster than the simplest variant"
+    gain = simplest.forward_s / choice.forward_s
+    figure = "inter_bytes" if topology.nodes > 1 else "intra_bytes"
+    where = "between" if topology.nodes > 1 else "inside"
+    before, after = (v.movement("dispatch").total(figure) for v in (simplest, choice))
+    return (
+        f"dispatch + combine take {choice.forward_s * 1e3:.3g} ms, {gain:.3g}x faster than "
+        f"{simplest}: dispatch moves {after / 1e6:.4g} MB instead of {before / 1e6:.4g} MB per "
+        f"rank {where} nodes"
+    )

@@ -1,0 +1,102 @@
+"""What a MoE layer asks of the wires: its sizes, and what uniform routing comes to.
+
+workload = Workload(num_experts=256, topk=8, hidden_size=7168, tokens_per_rank=4096)
+share_of_tokens(workload, nodes=8, experts_there=32) * 8    # 5.29 of 8 nodes get a token's row
+"""
+
+from dataclasses import dataclass
+from math import comb
+from typing import Literal
+
+from comm_collectives.planning.topology import Topology
+from comm_collectives.planning.wire_format import RoutingCounts, RowFormat, check_divides
+
+Payload = Literal["full", "float8_e4m3"]  # int8 has the same bytes
+ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One MoE layer: its sizes, and the dtypes of rows and routing weights.
+
+    `nodes_per_token` limits how many nodes the choices of one token may lie in (group-limited
+    gating with one group per node); 0 means no limit.
+
+    Raises:
+        ValueError: sizes below 1, more choices than experts, or an unknown dtype.
+    """
+
+    num_experts: int
+    topk: int
+    hidden_size: int
+    tokens_per_rank: int
+    dtype: str = "bfloat16"
+    weight_dtype: str = "float32"
+    nodes_per_token: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "topk", "hidden_size", "tokens_per_rank"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.topk > self.num_experts:
+            raise ValueError(
+                f"topk={self.topk} but num_experts={self.num_experts}; a token cannot choose more "
+                "experts than there are"
+            )
+        if self.nodes_per_token < 0:
+            raise ValueError(f"nodes_per_token={self.nodes_per_token} must be at least 0")
+        for name in ("dtype", "weight_dtype"):
+            if getattr(self, name) not in ITEMSIZES:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is unknown; choose one of "
+                    f"{', '.join(ITEMSIZES)}"
+                )
+
+    def row_format(self, payload: Payload) -> RowFormat:
+        """Return how a row is dispatched with this payload."""
+        return RowFormat(
+            hidden_size=self.hidden_size,
+            itemsize=ITEMSIZES[self.dtype],
+            weight_itemsize=ITEMSIZES[self.weight_dtype],
+            block_scaled=payload != "full",
+        )
+
+
+def uniform_counts(workload: Workload, topology: Topology) -> RoutingCounts:
+    """Expected counts if each token chooses different experts, all alike, rounded to whole rows.
+
+    With `nodes_per_token` the token first chooses its nodes, all alike, and then its experts there.
+
+    Raises:
+        ValueError: the ranks do not divide the experts, or the choices do not fit into the allowed
+            nodes.
+    """
+    ranks, per_node = topology.num_ranks, topology.gpus_per_node
+    check_divides("num_experts", workload.num_experts, "ranks", ranks)
+    tokens, per_rank = workload.tokens_per_rank, workload.num_experts // ranks
+    to_rank = round(tokens * share_of_tokens(workload, topology.nodes, per_rank))
+    to_node = round(tokens * share_of_tokens(workload, topology.nodes, per_rank * per_node))
+    choices = round(tokens * workload.topk / ranks)
+    return RoutingCounts(
+        ranks_per_node=per_node,
+        choices_WW=((choices,) * ranks,) * ranks,
+        tokens_WW=((to_rank,) * ranks,) * ranks,
+        tokens_WM=((to_node,) * topology.nodes,) * ranks,
+    )
+
+
+def share_of_tokens(workload: Workload, nodes: int, experts_there: int) -> float:
+    """Fraction of tokens with any choice among `experts_there` experts of one node.
+
+    Raises:
+        ValueError: the choices do not fit into the allowed nodes.
+    """
+    allowed = min(workload.nodes_per_token or nodes, nodes)
+    reachable = workload.num_experts // nodes * allowed
+    if workload.topk > reachable:
+        raise ValueError(
+            f"topk={workload.topk} but nodes_per_token={allowed} nodes hold {reachable} experts; "
+            "allow more nodes"
+        )
+    missed = comb(reachable - experts_there, workload.topk) / comb(reachable, workload.topk)
+    return allowed / nodes * (1 - missed)

@@ -1,0 +1,84 @@
+"""Shared memory of simulated ranks: the real `Board` runs on it, only waiting is simulated.
+
+page = Page(size=3)
+board = Board(SimRegion(page, world, ranks=(0, 1, 2), index=1), clock=clock, look_s=...)
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import final
+
+import torch
+
+from comm_collectives.call.control.board import Board
+from comm_collectives.call.control.sheets import Sheets
+from comm_collectives.simulation.scheduler import Signal
+from comm_collectives.simulation.world import World
+
+_SHEET_BYTES = 1024
+_LOOK_S = 0.05  # how often a waiting rank looks for peers that are dead already
+
+
+@final
+class Page:
+    """What is shared: the bytes, and a signal for each word on which somebody waits."""
+
+    __slots__ = ("_signals", "memory", "sheets")
+
+    def __init__(self, size: int) -> None:
+        self.memory = memoryview(bytearray(Board.num_bytes(size)))
+        num_bytes = Sheets.num_bytes(size, _SHEET_BYTES)
+        self.sheets = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
+        self._signals: dict[int, Signal] = {}
+
+    def signal(self, index: int) -> Signal:
+        """Return the signal of one word."""
+        return self._signals.setdefault(index, Signal())
+
+    def signals(self) -> Iterator[Signal]:
+        """Yield everything that somebody may wait for."""
+        yield from self._signals.values()
+
+
+@final
+class SimRegion:
+    """A page as one rank sees it; `rank` is its number inside the group."""
+
+    __slots__ = ("_page", "_ranks", "_world", "memory", "rank", "size")
+
+    def __init__(self, page: Page, world: World, *, ranks: Sequence[int], index: int) -> None:
+        self._page, self._world, self._ranks = page, world, ranks
+        self.memory = page.memory
+        self.rank = index
+        self.size = len(ranks)
+
+    def fence(self) -> None:
+        """Where faults strike: what was stored so far can be seen, and the rank may end here."""
+        post = self._world.operate(self._ranks[self.rank])
+        if post.reached is not None:
+            self._world.die(self._ranks[self.rank])
+
+    def wait_until(self, index: int, ready: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until `ready()`; False at the limit, or when there may be news of dead ranks."""
+        if ready():
+            return True
+        scheduler, dead = self._world.scheduler, self.dead()
+        until_s = scheduler.now_s + (min(timeout_s, _LOOK_S) if dead else timeout_s)
+        while scheduler.now_s < until_s and self.dead() == dead:
+            scheduler.block(self._page.signal(index), until_s)
+            if ready():
+                return True
+        return False
+
+    def wake(self, index: int) -> None:
+        """Have those who wait on a word look again."""
+        self._world.scheduler.fire(self._page.signal(index))
+
+    def dead(self) -> tuple[int, ...]:
+        """Other ranks whose process has ended."""
+        dead = self._world.dead
+        if not dead:
+            return ()
+        return tuple(i for i, rank in enumerate(self._ranks) if rank in dead and i != self.rank)
+
+    def close(self) -> None:
+        """A simulated rank leaves when its process ends."""

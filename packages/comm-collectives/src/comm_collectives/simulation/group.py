@@ -1,0 +1,111 @@
+"""The groups of simulated ranks, which every function of this package takes as `group`.
+
+group = SimGroup.of(world, ranks=(0, 2, 5), rank=2)
+comm_collectives.all_reduce(x, group=group)
+"""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast, final
+
+from comm_collectives.call.control.board import Board
+from comm_collectives.call.control.meeting import BoardMeeting, WireMeeting
+from comm_collectives.call.control.sheets import Sheets
+from comm_collectives.call.groups.groups import CustomGroup, GroupState
+from comm_collectives.simulation.board import Page, SimRegion
+from comm_collectives.simulation.scheduler import Signal
+from comm_collectives.simulation.transport import SimTransport
+from comm_collectives.simulation.wire import CLOSED, Wire
+from comm_collectives.simulation.worker import SimWorker
+from comm_collectives.simulation.world import World
+
+# Ranks answer for dropped graphs in their own next call; a thread outside would not be simulated.
+_NO_RESPONDER = threading.Thread(name="simulated ranks have none")
+_SELDOM_S = 1e6  # a simulated death wakes those who wait, so nobody has to look for one
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What the ranks of one group share."""
+
+    wire: Wire
+    page: Page
+
+    def signals(self) -> Iterator[Signal]:
+        """Yield everything that somebody may wait for."""
+        yield from self.wire.signals()
+        yield from self.page.signals()
+
+
+@final
+class SimGroup(CustomGroup):
+    """A group of simulated ranks, as one of them sees it."""
+
+    __slots__ = ("_state",)
+
+    def __init__(self, state: GroupState) -> None:
+        self._state = state
+
+    @staticmethod
+    def of(world: World, ranks: tuple[int, ...], rank: int) -> "SimGroup":
+        """Return the group of these ranks on `rank`; always the same object.
+
+        Raises:
+            ValueError: the ranks do not exist, or `rank` is not among them.
+        """
+        known = world.groups.get((ranks, rank))
+        if known is None:
+            if rank not in ranks or len(set(ranks)) != len(ranks):
+                raise ValueError(f"ranks={ranks} must hold rank {rank} and each rank once")
+            if not all(0 <= other < world.setting.num_ranks for other in ranks):
+                raise ValueError(f"ranks={ranks}; there are ranks 0..{world.setting.num_ranks - 1}")
+            known = world.groups[ranks, rank] = SimGroup(_new_state(world, ranks, rank))
+        return cast(SimGroup, known)
+
+    def state(self) -> GroupState:
+        """Return what this rank knows of the group."""
+        return self._state
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members, in the order of their numbers inside the group."""
+        return self._state.ranks
+
+
+def _new_state(world: World, ranks: tuple[int, ...], rank: int) -> GroupState:
+    shared = world.shared.get(ranks)
+    if shared is None:
+        shared = world.shared[ranks] = _Shared(Wire(len(ranks)), Page(len(ranks)))
+        _watch(world, ranks, shared)
+    index = ranks.index(rank)
+    transport = SimTransport(world, shared.wire, ranks=ranks, index=index)
+    state = GroupState(
+        rank=index,
+        ranks=ranks,
+        name=f"simulated {','.join(map(str, ranks))}",
+        transport=transport,
+        backend_of={"cpu": "simulated"},
+    )
+    state.policy = world.setting.agreement
+    state.worker = SimWorker(world, rank)
+    state.responder = _NO_RESPONDER
+    if world.setting.shared_memory:
+        region = SimRegion(shared.page, world, ranks=ranks, index=index)
+        board = Board(region, clock=transport.clock, look_s=_SELDOM_S)
+        sheets = Sheets(shared.page.sheets, index, len(ranks))
+        state.meeting = BoardMeeting(board, len(ranks), sheets)
+    else:
+        state.meeting = WireMeeting(transport, len(ranks), "cpu")
+    return state
+
+
+def _watch(world: World, ranks: tuple[int, ...], shared: _Shared) -> None:
+    def leave(rank: int) -> None:
+        if rank in ranks:
+            shared.wire.leave(ranks.index(rank), CLOSED)
+
+    for rank in sorted(world.dead):
+        leave(rank)
+    world.watch(shared.signals, leave)

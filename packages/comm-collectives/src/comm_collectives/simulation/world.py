@@ -1,0 +1,196 @@
+"""What the ranks of one simulation share: who lives, which connections hold, when a fault strikes.
+
+world = World(scheduler, Setting(num_ranks=8, faults=faults))
+world.enter(rank=3, call=0)        # may delay this rank, or end it
+post = world.operate(rank=3)       # a transport operation of this call begins
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from comm_collectives.call.agreement.agreement import AgreementPolicy
+from comm_collectives.simulation.faults.schedule import Delay, FaultSchedule, Kill, Truncate
+from comm_collectives.simulation.scheduler import Scheduler, Signal, Task, Unwound
+
+_TEARDOWN_S = 0.2  # longest time from an exception to the end of the process
+
+
+class Killed(Unwound):
+    """Ends a rank as a signal ends a process."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Post:
+    """How the messages of one operation leave: all of them, or what a fault lets through."""
+
+    reached: int | None = None
+    cut_at: int | None = None
+
+
+_WHOLE = Post()
+_Timed = Delay | Kill | Truncate
+
+
+class KeyValues:
+    """An in-process store with the methods that reports need."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        """Keep a value."""
+        self._values[key] = value
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys have values."""
+        return all(map(self._values.__contains__, keys))
+
+    def get(self, key: str) -> str:
+        """Return a value that is there."""
+        return self._values[key]
+
+    def compare_set(self, key: str, expected: str, desired: str) -> str:
+        """Keep a value where there is none (`expected` is empty), and return what is there."""
+        return self._values.setdefault(key, desired)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Where a program runs: everything that decides a run but the program.
+
+    Attributes:
+        seed: of the order in which ranks run.
+        shared_memory: the ranks meet in shared memory, as on one host, or by messages.
+        limit_s: the group's own limit, in virtual seconds.
+    """
+
+    num_ranks: int
+    faults: FaultSchedule = field(default_factory=FaultSchedule)
+    seed: int = 0
+    shared_memory: bool = True
+    limit_s: float = 2.0
+    agreement: AgreementPolicy = field(default_factory=AgreementPolicy)
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1 or not self.limit_s > 0:
+            raise ValueError(
+                f"num_ranks={self.num_ranks}, limit_s={self.limit_s}; give at least one rank and a "
+                "positive limit"
+            )
+
+
+@final
+class World:
+    """Ranks are global numbers here."""
+
+    __slots__ = (
+        *("_faults", "_leavers", "_operations", "_tasks", "_watchers", "dead", "groups"),
+        *("scheduler", "setting", "shared", "store"),
+    )
+
+    def __init__(self, scheduler: Scheduler, setting: Setting) -> None:
+        num_ranks = setting.num_ranks
+        self.scheduler = scheduler
+        self.setting = setting
+        self.store = KeyValues()
+        self.dead: set[int] = set()
+        self.groups: dict[tuple[tuple[int, ...], int], Any] = {}  # by members and member
+        self.shared: dict[tuple[int, ...], Any] = {}  # what the members have in common
+        self._operations = [0] * num_ranks
+        self._faults: list[list[_Timed]] = [[] for _ in range(num_ranks)]  # of the call under way
+        self._tasks: list[list[Task]] = [[] for _ in range(num_ranks)]
+        self._watchers: list[Callable[[], Iterable[Signal]]] = []
+        self._leavers: list[Callable[[int], None]] = []
+
+    def spawn(self, rank: int, run: Callable[[], None]) -> Task:
+        """Start a thread of a rank, which ends with its process."""
+        task = self.scheduler.spawn(run)
+        self._tasks[rank].append(task)
+        return task
+
+    def watch(self, signals: Callable[[], Iterable[Signal]], leave: Callable[[int], None]) -> None:
+        """Name what to call when a rank dies, and the signals to fire then."""
+        self._watchers.append(signals)
+        self._leavers.append(leave)
+
+    def enter(self, rank: int, call: int) -> None:
+        """Begin a call of the program; its operation 0."""
+        self._operations[rank] = 0
+        faults = self.setting.faults.of(rank, call)
+        self._faults[rank] = [f for f in faults if isinstance(f, _Timed)]
+        self._strike(rank, 0)
+
+    def leave(self, rank: int) -> None:
+        """End a call; what should have struck later strikes now."""
+        if self._faults[rank]:
+            ends = [f for f in self._faults[rank] if isinstance(f, Delay | Kill)]
+            for operation in sorted({f.operation for f in ends}):
+                if self._strike(rank, operation).reached is not None:
+                    self.die(rank)
+
+    def operate(self, rank: int) -> Post:
+        """Begin an operation of `rank`: perhaps late, perhaps its last.
+
+        A Post with `reached` has to be followed by `die`.
+        """
+        if rank in self.dead:
+            raise Killed(f"the process of rank {rank} has ended")
+        self.scheduler.give_way()
+        self._operations[rank] += 1
+        if not self._faults[rank]:
+            return _WHOLE
+        return self._strike(rank, self._operations[rank])
+
+    def die(self, rank: int) -> None:
+        """End a rank at once.
+
+        Raises:
+            Killed: always.
+        """
+        self.bury(rank)
+        raise Killed(f"rank {rank} was killed")
+
+    def bury(self, rank: int, reason: Unwound | None = None) -> None:
+        """Close the connections of a rank whose process is over, and end its other threads."""
+        if rank not in self.dead:
+            self.dead.add(rank)
+            for task in self._tasks[rank]:
+                doom = reason or Killed(f"the process of rank {rank} has ended")
+                self.scheduler.unwind(task, doom)
+            for leave in self._leavers:
+                leave(rank)
+            self.notify()
+
+    def tear_down(self) -> None:
+        """Let pass what lies between an exception and the end of its process."""
+        self.scheduler.sleep(_TEARDOWN_S * self.scheduler.draw())
+
+    def notify(self) -> None:
+        """Have every waiting operation look again."""
+        for signals in self._watchers:
+            for signal in signals():
+                self.scheduler.fire(signal)
+
+    def _strike(self, rank: int, operation: int) -> Post:
+        """Apply the faults of this operation; those at the end of a call have no message."""
+        post = _WHOLE
+        for fault in list(self._faults[rank]):
+            if fault.operation == operation:
+                self._faults[rank].remove(fault)
+                post = self._apply(fault, post)
+        return post
+
+    def _apply(self, fault: _Timed, post: Post) -> Post:
+        if isinstance(fault, Delay):
+            self.scheduler.sleep(fault.delay_s)
+            return post
+        if isinstance(fault, Truncate):
+            return Post(post.reached, fault.peer)
+        if fault.reached == 0 or fault.operation == 0:
+            self.die(fault.rank)
+        return Post(fault.reached, post.cut_at)

@@ -1,0 +1,124 @@
+"""Verdicts on heads: every rank comes to the same, and the right one."""
+
+import dataclasses
+
+import pytest
+
+from comm_collectives.call.agreement.agreement import (
+    AgreementPolicy,
+    judge,
+    mismatch_error,
+    refused_error,
+)
+from comm_collectives.call.agreement.pending import PendingBackwards
+from comm_collectives.call.signature.callsite import CallSite
+from comm_collectives.call.signature.frames import (
+    BACKWARD,
+    REFUSED,
+    REFUSED_TYPE,
+    Argument,
+    Head,
+    Words,
+)
+from comm_collectives.errors import RefusedError, RefusedTypeError
+
+_HEAD = Head(
+    name="all_reduce",
+    number=7,
+    site=CallSite("train.py:3", 1),
+    arguments=(Argument("dtype", 11, "float32"), Argument("op", 0, "sum")),
+)
+
+
+def _verdicts(*heads: Head) -> list[object]:
+    words = [Words.unpack(head.pack()) for head in heads]
+    return [judge(words, own) for own in heads]
+
+
+def _change(**fields: object) -> Head:
+    return dataclasses.replace(_HEAD, **fields)
+
+
+def test_equal_heads_agree_and_flags_add_up() -> None:
+    for verdict in _verdicts(_change(status=1), _change(status=4), _HEAD):
+        assert verdict.agrees
+        assert verdict.flags == 5
+        assert verdict.serves is None
+
+
+@pytest.mark.parametrize(
+    ("change", "differing"),
+    [
+        ({"name": "all_to_all"}, ("operation",)),
+        ({"number": 8}, ("call number",)),
+        ({"site": CallSite("train.py:4", 2)}, ("call site",)),
+        ({"arguments": (Argument("dtype", 11), Argument("op", 1))}, ("op",)),
+        ({"arguments": (Argument("dtype", 9), Argument("op", 1))}, ("dtype", "op")),
+        ({"rolling": 5}, ("an earlier call",)),
+    ],
+)
+def test_what_differs_is_named_on_every_rank(
+    change: dict[str, object], differing: tuple[str, ...]
+) -> None:
+    for verdict in _verdicts(_HEAD, _change(**change), _HEAD):
+        assert not verdict.agrees
+        assert verdict.differing == differing
+
+
+def test_refusal_counts_more_than_the_arguments_that_it_lacks() -> None:
+    refusing = _change(arguments=(), status=REFUSED)
+    for verdict in _verdicts(_HEAD, refusing):
+        assert verdict.refused == (1,)
+        assert verdict.differing == ()
+
+
+def test_rank_that_owes_the_backward_of_the_others_serves_it() -> None:
+    owed_else = PendingBackwards.word_of(3)
+    backward = _change(
+        name="all_to_all (backward)",
+        arguments=(Argument("of", 5),),
+        status=BACKWARD,
+        pending=owed_else,
+    )
+    owing = _change(pending=owed_else ^ PendingBackwards.word_of(5))
+    first, second, third = _verdicts(backward, owing, backward)
+    assert first.agrees and second.agrees and third.agrees
+    assert (first.serves, second.serves, third.serves) == (None, 5, None)
+
+
+def test_rank_that_owes_nothing_makes_it_a_mismatch() -> None:
+    backward = _change(name="x (backward)", arguments=(Argument("of", 5),), status=BACKWARD)
+    for verdict in _verdicts(backward, _change(pending=PendingBackwards.word_of(4))):
+        assert verdict.differing == ("operation",)
+
+
+def test_of_two_backwards_the_later_call_comes_first() -> None:
+    def backward(number: int, owed: int) -> Head:
+        arguments = (Argument("of", number),)
+        pending = PendingBackwards.word_of(owed)
+        return _change(name=f"{number}", arguments=arguments, status=BACKWARD, pending=pending)
+
+    early, late = _verdicts(backward(5, owed=6), backward(6, owed=5))
+    assert (early.serves, late.serves) == (6, None)
+
+
+def test_error_groups_ranks_that_say_the_same() -> None:
+    text = str(mismatch_error("call", ("op", "dtype", "shape"), ["a", "b", "a"], (0, 4, 8)))
+    assert text == "call: op, dtype and shape differ between ranks: ranks 0, 8: a; rank 4: b"
+
+
+def test_refusals_keep_their_kind() -> None:
+    error = refused_error("call", [0, REFUSED], ["fine", "too long"], (2, 3))
+    assert type(error) is RefusedError
+    assert str(error) == "call refused: rank 3: too long"
+    both = refused_error("call", [REFUSED | REFUSED_TYPE], ["no tensor"], (2,))
+    assert type(both) is RefusedTypeError
+    assert isinstance(both, TypeError)
+    assert isinstance(both, ValueError)
+
+
+def test_policy_has_no_negative_or_broken_interval() -> None:
+    with pytest.raises(TypeError, match=r"every=1.5 is a float; give an int"):
+        AgreementPolicy(every=1.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="every=-1 must be >= 0"):
+        AgreementPolicy(every=-1)

@@ -1,0 +1,442 @@
+"""Gradients of every collective, against torch in one process; and ranks that do not use an output.
+
+The oracle computes the outputs of all ranks from the inputs of all ranks in one process. The loss
+of a rank is its outputs times fixed weights; the gradients are those of the sum of all losses.
+"""
+
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import comm_collectives as cc
+from comm_collectives.base.transport.transport import TorchTransport
+from comm_collectives.call.control.meeting import WireMeeting
+from comm_collectives.call.groups.groups import group_state
+from comm_collectives.call.signature.callsite import call_site
+from comm_collectives.collectives.broadcasting import broadcast
+from comm_collectives.collectives.gathers import all_gather, reduce_scatter
+from comm_collectives.collectives.rooted import gather, scatter
+from comm_collectives.errors import LostGradientWarning, MismatchError
+from ranktest import run_ranks
+
+# A rank that takes part with zeros loses the gradients that the others have for it; see the test.
+pytestmark = pytest.mark.filterwarnings("ignore::comm_collectives.errors.LostGradientWarning")
+
+Tensors = list[torch.Tensor]
+_LIMIT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A collective: what it gives each rank, in one process and among ranks."""
+
+    name: str
+    rows: Callable[[int, int], int]  # of the input of a rank, in a group of a size
+    oracle: Callable[[Tensors], list[Tensors]]
+    call: Callable[[torch.Tensor], Tensors]
+
+
+def _splits(rank: int, size: int) -> list[int]:
+    """Rows from one rank to each; rank 1 sends nothing to rank 0."""
+    return [(3 * rank + dst + 2) % 4 * (not (rank == 1 and dst == 0)) for dst in range(size)]
+
+
+def _all_to_all(xs: Tensors) -> list[Tensors]:
+    pieces = [x.split(_splits(src, len(xs))) for src, x in enumerate(xs)]
+    return [[torch.cat([piece[dst] for piece in pieces])] for dst in range(len(xs))]
+
+
+def _kept(size: int) -> list[int]:
+    return [2, 0, 3][:size]
+
+
+def _reduced(op: str, xs: Tensors) -> torch.Tensor:
+    stacked = torch.stack(xs)
+    if op == "avg":
+        return stacked.mean(0)
+    return {"sum": torch.sum, "min": torch.amin, "max": torch.amax, "product": torch.prod}[op](
+        stacked, 0
+    )
+
+
+def _halves(x: torch.Tensor, size: int) -> Tensors:
+    """One tensor for each rank, of different rows."""
+    return list(x.split([x.shape[0] - size + 1, *[1] * (size - 1)]))
+
+
+def _scatter(x: torch.Tensor) -> Tensors:
+    tensors = _halves(x, dist.get_world_size()) if dist.get_rank() == 1 else None
+    return [scatter(tensors, src=1)]
+
+
+def _reduction(op: str, columns: str) -> list[Case]:
+    return [
+        Case(
+            name=f"all_reduce {op} {columns}",
+            rows=lambda rank, size: 4 if columns == "few" else 300,
+            oracle=lambda xs: [[_reduced(op, xs)] for _ in xs],
+            call=lambda x: [cc.all_reduce(x, op=op)],
+        ),
+        Case(
+            name=f"reduce_scatter {op} {columns}",
+            rows=lambda rank, size: sum(_kept(size)) * (1 if columns == "few" else 99),
+            oracle=lambda xs: [
+                [piece]
+                for piece in _reduced(op, xs).split(
+                    [n * (1 if columns == "few" else 99) for n in _kept(len(xs))]
+                )
+            ],
+            call=lambda x: [
+                reduce_scatter(
+                    x,
+                    op=op,
+                    splits=[
+                        n * (1 if columns == "few" else 99) for n in _kept(dist.get_world_size())
+                    ],
+                )
+            ],
+        ),
+    ]
+
+
+_CASES = [
+    Case(
+        name="all_to_all",
+        rows=lambda rank, size: sum(_splits(rank, size)),
+        oracle=_all_to_all,
+        call=lambda x: [
+            cc.all_to_all(x, input_splits=_splits(dist.get_rank(), dist.get_world_size()))
+        ],
+    ),
+    Case(
+        name="all_gather few",
+        rows=lambda rank, size: 2 * rank,
+        oracle=lambda xs: [[torch.cat(xs)] for _ in xs],
+        call=lambda x: [all_gather(x)],
+    ),
+    Case(
+        name="all_gather many",
+        rows=lambda rank, size: 200 * (size - 1 - rank),
+        oracle=lambda xs: [[torch.cat(xs)] for _ in xs],
+        call=lambda x: [all_gather(x)],
+    ),
+    Case(
+        name="broadcast",
+        rows=lambda rank, size: 5 + rank,
+        oracle=lambda xs: [[xs[1] * 1] for _ in xs],
+        call=lambda x: [broadcast(x if dist.get_rank() == 1 else None, src=1)],
+    ),
+    Case(
+        name="broadcast many",
+        rows=lambda rank, size: 300,
+        oracle=lambda xs: [[xs[0] * 1] for _ in xs],
+        call=lambda x: [broadcast(x, src=0)],
+    ),
+    Case(
+        name="gather",
+        rows=lambda rank, size: 3 * rank + 1,
+        oracle=lambda xs: [[], xs, []][: len(xs)],
+        call=lambda x: gather(x, dst=1) or [],
+    ),
+    Case(
+        name="scatter",
+        rows=lambda rank, size: 9,
+        oracle=lambda xs: [[piece] for piece in _halves(xs[1], len(xs))],
+        call=_scatter,
+    ),
+    *[case for op in ("sum", "avg", "min", "max", "product") for case in _reduction(op, "few")],
+    *[case for op in ("sum", "max", "product") for case in _reduction(op, "many")],
+]
+
+
+def _inputs(case: Case, size: int) -> Tensors:
+    """[rows, 2] small numbers in float64: ties between ranks, and zeros."""
+    xs = []
+    for rank in range(size):
+        generator = torch.Generator().manual_seed(7 * rank)
+        rows = case.rows(rank, size)
+        x = torch.randint(-3, 4, (rows, 2), generator=generator).double() / 2
+        xs.append(x.requires_grad_())
+    return xs
+
+
+def _loss(outputs: Tensors, rank: int) -> torch.Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    for i, y in enumerate(outputs):
+        generator = torch.Generator().manual_seed(100 * rank + i)
+        total = total + (y * torch.randn(y.shape, generator=generator).double()).sum()
+    return total
+
+
+def _gradients(case: Case, size: int, users: set[int]) -> Tensors:
+    """The oracle: gradients of all inputs, of the losses of those who use their output."""
+    xs = _inputs(case, size)
+    outputs = case.oracle(xs)
+    loss = sum((_loss(outputs[r], r) for r in users), torch.zeros((), dtype=torch.float64))
+    if not loss.requires_grad:
+        return [torch.zeros_like(x) for x in xs]
+    grads = torch.autograd.grad(loss, xs, allow_unused=True)
+    return [
+        torch.zeros_like(x) if grad is None else grad for x, grad in zip(xs, grads, strict=True)
+    ]
+
+
+def _check(x: torch.Tensor, want: torch.Tensor, name: str) -> None:
+    got = torch.zeros_like(x) if x.grad is None else x.grad
+    assert torch.allclose(got, want, rtol=1e-12, atol=1e-12), (name, got, want)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradients_are_those_of_one_process(world_size: int) -> None:
+    def fn(rank: int, world_size: int) -> None:
+        for case in _CASES:
+            if world_size == 1 and case.name in ("broadcast", "gather", "scatter"):
+                continue  # their root is rank 1
+            xs = _inputs(case, world_size)
+            outputs = case.call(xs[rank])
+            for y, want in zip(outputs, case.oracle(xs)[rank], strict=False):
+                assert torch.equal(y, want), case.name
+            _loss(outputs, rank).backward()
+            _check(xs[rank], _gradients(case, world_size, set(range(world_size)))[rank], case.name)
+
+    run_ranks(fn, world_size)
+
+
+def test_rank_that_needs_no_gradient_takes_part() -> None:
+    """In the backward, and with its numbers in what the others' gradients depend on."""
+
+    def fn(rank: int, world_size: int) -> None:
+        for case in _CASES:
+            x = _inputs(case, world_size)[rank]
+            if rank == 0:
+                x = x.detach()
+            loss = _loss(case.call(x), rank)
+            assert loss.requires_grad or case.name in ("broadcast many",), case.name
+            if loss.requires_grad:
+                loss.backward()
+            if rank:
+                _check(x, _gradients(case, world_size, {0, 1, 2})[rank], case.name)
+
+    run_ranks(fn, 3)
+
+
+def _use(case: Case, rank: int, size: int) -> tuple[torch.Tensor, Tensors]:
+    x = _inputs(case, size)[rank]
+    return x, case.call(x)
+
+
+@pytest.mark.parametrize("meets", ["on a board", "over the wire"])
+@pytest.mark.parametrize("kept", [False, True], ids=["graph dropped", "output kept"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_rank_that_goes_on_takes_part_with_zeros(
+    world_size: int, kept: bool, meets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TorchTransport, "may_share_memory", meets == "on a board")
+
+    def fn(rank: int, world_size: int) -> None:
+        for case in _CASES:
+            x, outputs = _use(case, rank, world_size)
+            if rank != 1:
+                _loss(outputs, rank).backward()
+                _check(x, _gradients(case, world_size, {0, 2} - {world_size})[rank], case.name)
+            elif not kept:
+                del outputs
+            total = cc.all_reduce(torch.ones(1), timeout_s=_LIMIT_S)
+            assert total.item() == world_size, case.name
+        assert isinstance(group_state(None).meeting, WireMeeting) == (meets == "over the wire")
+
+    run_ranks(fn, world_size)
+
+
+@pytest.mark.parametrize("meets", ["on a board", "over the wire"])
+def test_rank_that_does_nothing_more_takes_part_with_zeros(
+    meets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TorchTransport, "may_share_memory", meets == "on a board")
+
+    def fn(rank: int, world_size: int) -> None:
+        other = dist.new_group()
+        for case in _CASES if meets == "on a board" else _CASES[::8]:
+            x, outputs = _use(case, rank, world_size)
+            if rank == 0:
+                _loss(outputs, rank).backward()
+                _check(x, _gradients(case, world_size, {0})[rank], case.name)
+            del outputs
+            dist.barrier(other)  # which the package knows nothing of
+
+    run_ranks(fn, 3)
+
+
+def test_rank_without_gradients_at_the_moment_takes_part_with_zeros() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        for case in _CASES:
+            if case.name in ("broadcast", "scatter"):
+                continue  # rank 1 gives all
+            with torch.set_grad_enabled(rank != 1):
+                x, outputs = _use(case, rank, world_size)
+            assert rank != 1 or not any(y.requires_grad for y in outputs)
+            if rank != 1:
+                _loss(outputs, rank).backward()
+                _check(x, _gradients(case, world_size, {0, 2})[rank], case.name)
+            assert cc.all_reduce(torch.ones(1), timeout_s=_LIMIT_S).item() == world_size
+
+    run_ranks(fn, 3)
+
+
+def test_gradients_that_are_lost_are_warned_of_where_they_are_lost() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        x = torch.ones(2, requires_grad=True)
+        y = cc.all_reduce(x if rank < 2 else x.detach())
+        if rank == 0:
+            y.sum().backward()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            cc.all_reduce(torch.ones(1), timeout_s=_LIMIT_S)
+        texts = [str(w.message) for w in seen if w.category is LostGradientWarning]
+        assert len(texts) == (rank == 1)  # rank 2 needs no gradient, so it loses none
+        if texts:
+            assert "rank 1: all_reduce call 1 made at tests/test_autograd.py:" in texts[0]
+
+    run_ranks(fn, 3)
+
+
+def test_rank_that_loses_a_gradient_is_warned() -> None:
+    """What rank 0 makes of the input of rank 1 is lost, unless that takes part by itself."""
+
+    def fn(rank: int, world_size: int) -> None:
+        x = torch.ones(2, requires_grad=True)
+        y = all_gather(x)
+        if rank == 0:
+            y.sum().backward()
+            cc.all_reduce(torch.ones(1), timeout_s=_LIMIT_S)
+        else:
+            with pytest.warns(
+                LostGradientWarning, match=r"rank 1: all_gather call 1 made at .*lost"
+            ):
+                cc.all_reduce(torch.ones(1), timeout_s=_LIMIT_S)
+            assert x.grad is None
+
+    def call_site_free(rank: int, world_size: int) -> None:
+        with call_site("the test"):
+            fn(rank, world_size)
+
+    run_ranks(call_site_free, 2)
+
+
+def test_several_owed_backwards_are_served_in_the_order_of_the_peers() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        x = torch.ones(2, requires_grad=True)
+        outputs = [cc.all_reduce(x * i) for i in range(1, 80)]  # one after the other, 79 of them
+        if rank == 0:
+            sum(y.sum() for y in outputs).backward()
+            assert x.grad is not None
+            assert x.grad.tolist() == [sum(range(1, 80))] * 2
+        assert cc.all_reduce(torch.ones(1), timeout_s=_LIMIT_S).item() == 2
+        assert len(group_state(None).pending) == 0
+
+    run_ranks(fn, 2)
+
+
+def test_backward_after_zeros_were_given_for_it_is_an_error() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        x = torch.ones(2, requires_grad=True)
+        y = cc.all_reduce(x)
+        if rank == 0:
+            y.sum().backward()
+        cc.all_reduce(torch.ones(1), timeout_s=_LIMIT_S)
+        if rank == 1:
+            with pytest.raises(MismatchError, match="so zeros were given for it; run backwards in"):
+                y.sum().backward()
+        assert cc.all_reduce(torch.ones(1), timeout_s=_LIMIT_S).item() == 2
+
+    run_ranks(fn, 2)
+
+
+def test_second_backward_that_one_rank_leaves_out_is_a_mismatch() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        x = torch.ones(2, requires_grad=True)
+        y = cc.all_reduce(x)
+        y.sum().backward(retain_graph=True)
+        y.sum().backward(retain_graph=True)
+        assert x.grad is not None
+        assert x.grad.tolist() == [4, 4]
+        with pytest.raises(MismatchError, match="operation differs"):
+            _ = y.sum().backward() if rank == 0 else cc.all_reduce(torch.ones(1))
+
+    run_ranks(fn, 2, timeout_s=_LIMIT_S)
+
+
+def test_graph_through_several_collectives_and_back_on_uneven_programs() -> None:
+    """Rank 1 uses only the last of three outputs, and only half of the time."""
+
+    def fn(rank: int, world_size: int) -> None:
+        for step in range(6):
+            w = torch.full((3, 3), 0.5 + rank, dtype=torch.float64, requires_grad=True)
+            h = all_gather(torch.ones(1, 3, dtype=torch.float64) @ w)
+            r = reduce_scatter(h * 2)
+            b = broadcast(r, src=0)
+            if rank == 0:
+                (h.sum() + r.sum() + b.sum()).backward()
+            elif step % 2:
+                b.sum().backward()
+            assert rank == 1 or w.grad is not None
+            del h, r, b
+        assert cc.all_reduce(torch.ones(1), timeout_s=_LIMIT_S).item() == 2
+
+    run_ranks(fn, 2)
+
+
+def test_ranks_that_differ_in_wanting_a_gradient_are_told_where_they_do_not_compare(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Over the wire most calls are not compared; then all ranks want a gradient or none does."""
+    monkeypatch.setattr(TorchTransport, "may_share_memory", False)
+
+    def fn(rank: int, world_size: int) -> str:
+        cc.all_reduce(torch.ones(300))  # the first call finds out where to meet
+        x = torch.ones(300, requires_grad=rank == 0)
+        with pytest.raises(MismatchError) as caught:
+            for _ in range(70):
+                cc.all_reduce(x, timeout_s=_LIMIT_S)
+        return str(caught.value)
+
+    texts = run_ranks(fn, 2)
+    assert re.search(r"rank 0: all_reduce\(.* with 1 backward to come", str(texts[1]))
+
+
+def test_nan_gets_the_gradient_that_torch_gives_it() -> None:
+    values = [[1.0, float("nan"), 2.0], [3.0, 1.0, 2.0]]
+    stacked = torch.tensor(values, dtype=torch.float64, requires_grad=True)
+    stacked.amax(0).sum().backward()
+
+    def fn(rank: int, world_size: int) -> None:
+        for repeat in (1, 100):
+            x = torch.tensor(values[rank] * repeat, dtype=torch.float64, requires_grad=True)
+            y = cc.all_reduce(x, op="max")
+            assert torch.isnan(y[1::3]).all()
+            (y.sum() / 2).backward()  # both ranks have this loss
+            assert stacked.grad is not None
+            want = stacked.grad[rank].repeat(repeat)
+            assert torch.allclose(x.grad, want, equal_nan=True)
+
+    run_ranks(fn, 2)
+
+
+def test_complex_gradients_are_torchs() -> None:
+    values = [[1 + 2j, 0j, 3j], [2 - 1j, 1j, 0j]]
+    stacked = torch.tensor(values, dtype=torch.complex128, requires_grad=True)
+    stacked.prod(0).abs().square().sum().backward()
+
+    def fn(rank: int, world_size: int) -> None:
+        for repeat in (1, 100):
+            x = torch.tensor(values[rank] * repeat, dtype=torch.complex128, requires_grad=True)
+            (cc.all_reduce(x, op="product").abs().square().sum() / 2).backward()
+            assert stacked.grad is not None
+            assert torch.allclose(x.grad, stacked.grad[rank].repeat(repeat))
+
+    run_ranks(fn, 2)

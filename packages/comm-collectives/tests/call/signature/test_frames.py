@@ -1,0 +1,58 @@
+"""Heads of frames: what is packed comes out; what must agree changes the fingerprint."""
+
+import dataclasses
+
+import pytest
+
+from comm_collectives.call.signature.callsite import CallSite
+from comm_collectives.call.signature.frames import (
+    HEAD_BYTES,
+    MAX_ARGUMENTS,
+    Argument,
+    Head,
+    Words,
+    operation_name,
+    operation_word,
+)
+
+_HEAD = Head(
+    name="all_gather",
+    number=7,
+    site=CallSite("train.py:3", 12345),
+    arguments=(Argument("dtype", 11, "float32"), Argument("shape", -(1 << 63), "(2,)")),
+    status=3,
+    pending=(1 << 62) + 1,
+    rolling=-5,
+)
+
+
+def test_words_are_what_was_packed() -> None:
+    data = _HEAD.pack()
+    words = Words.unpack(data)
+    assert len(data) == HEAD_BYTES
+    assert words[:6] == (3, 7, operation_word("all_gather"), 12345, -5, (1 << 62) + 1)
+    assert words.arguments == (11, -(1 << 63), *[0] * (MAX_ARGUMENTS - 2))
+    assert operation_name(words.operation) == "all_gather"
+    assert operation_name(1) == "another operation"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "all_reduce"},
+        {"site": CallSite("train.py:4", 12346)},
+        {"arguments": (Argument("dtype", 12),)},
+        {"compares_site": False},
+    ],
+)
+def test_fingerprint_depends_on_what_must_agree(change: dict[str, object]) -> None:
+    assert dataclasses.replace(_HEAD, **change).fingerprint(9) != _HEAD.fingerprint(9)
+
+
+def test_fingerprint_depends_on_the_calls_before_and_not_on_the_status() -> None:
+    assert _HEAD.fingerprint(1) != _HEAD.fingerprint(2)
+    assert dataclasses.replace(_HEAD, status=0).fingerprint(1) == _HEAD.fingerprint(1)
+
+
+def test_description_names_operation_arguments_and_place() -> None:
+    assert _HEAD.describe() == "all_gather(dtype=float32, shape=(2,)) at train.py:3"

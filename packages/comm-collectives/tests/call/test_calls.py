@@ -1,0 +1,295 @@
+"""Failures: who, which call, which peer; always within seconds."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import comm_collectives as cc
+from comm_collectives.call.agreement.agreement import AgreementPolicy
+from comm_collectives.call.control.meeting import WireMeeting
+from comm_collectives.call.groups.groups import group_state
+from comm_collectives.moe.options import MoeOptions
+from ranktest import collect_ranks, run_ranks
+
+_LIMIT_S = 0.5
+_SECONDS = 8.0  # limit + enquiry, with room for a busy machine
+
+
+def _failure(fn: Callable[[], object]) -> tuple[str, str, float]:
+    """Name and text of what `fn()` raises, and after how long."""
+    started = time.monotonic()
+    with pytest.raises(cc.CommError) as caught:
+        fn()
+    return type(caught.value).__name__, str(caught.value), time.monotonic() - started
+
+
+def _calls(x: torch.Tensor) -> dict[str, Callable[[], object]]:
+    idx = torch.zeros(3, 1, dtype=torch.int64)
+    return {
+        "all_to_all": lambda: cc.all_to_all(x, input_splits=[1, 1, 1], timeout_s=_LIMIT_S),
+        "all_reduce": lambda: cc.all_reduce(x, timeout_s=_LIMIT_S),
+        "broadcast_nested": lambda: cc.broadcast_nested({"x": x}, src=2, timeout_s=_LIMIT_S),
+        "dispatch": lambda: cc.dispatch(
+            x,
+            idx,
+            torch.ones(3, 1),
+            num_experts=3,
+            group=dist.group.WORLD,
+            options=MoeOptions(timeout_s=_LIMIT_S),
+        ),
+    }
+
+
+def _wire(every: int = 1) -> None:
+    """Let the default group meet over its own transport, as across hosts."""
+    state = group_state(None)
+    state.policy = AgreementPolicy(every=every)
+    state.meeting = WireMeeting(state.transport, state.size, "cpu")
+
+
+@pytest.mark.parametrize("name", ["all_to_all", "all_reduce", "dispatch"])
+@pytest.mark.parametrize("place", ["board", "wire"])
+def test_rank_that_never_calls_is_named(name: str, place: str) -> None:
+    def fn(rank: int, world_size: int) -> object:
+        cc.all_reduce(torch.ones(1))
+        if place == "wire":
+            _wire()
+        if rank == 2:
+            time.sleep(_LIMIT_S + 2.5)  # past the limit and the enquiry of the others
+            return None
+        return _failure(_calls(torch.ones(3, 2))[name])
+
+    for rank, outcome in enumerate(run_ranks(fn, 3, timeout_s=30)[:2]):
+        kind, text, elapsed_s = outcome
+        assert kind == "CollectiveTimeoutError"
+        assert f"rank {rank}: {name}" in text
+        assert "call 2 of group (0, 1, 2) timed out a" in text
+        if place == "board":
+            assert "did not arrive: rank 2 (last in all_reduce call 1)" in text
+        else:
+            assert "did not arrive: rank 2 (no report" in text
+        assert f"arrived: rank {1 - rank}" in text
+        assert elapsed_s < _SECONDS
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast_nested", "dispatch"])
+def test_killed_rank_is_named(name: str) -> None:
+    def fn(rank: int, world_size: int) -> object:
+        cc.all_reduce(torch.ones(1))
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return _failure(_calls(torch.ones(3, 2))[name])
+
+    outcomes = collect_ranks(fn, 3, timeout_s=30)
+    assert outcomes[2].error_type == "Died"
+    for rank in (0, 1):
+        assert outcomes[rank].ok, outcomes[rank].error
+        kind, text, elapsed_s = outcomes[rank].value
+        assert kind == "PeerFailedError", text
+        assert f"rank {rank}: {name}" in text
+        assert "rank 2 has ended or given up its group" in text
+        assert elapsed_s < _SECONDS
+
+
+@pytest.mark.parametrize("place", ["board", "wire"])
+@pytest.mark.parametrize("num_elements", [1, 100_000])
+def test_rank_killed_inside_a_call_is_noticed(num_elements: int, place: str) -> None:
+    def fn(rank: int, world_size: int) -> object:
+        x = torch.ones(num_elements)
+        cc.all_reduce(x)
+        if place == "wire":
+            _wire(every=64)
+        if rank == 1:
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            cc.all_reduce(x)
+        if rank == 2:
+            time.sleep(1.0)
+        return _failure(lambda: cc.all_reduce(x, timeout_s=10))
+
+    outcomes = collect_ranks(fn, 3, timeout_s=30)
+    assert outcomes[1].error_type == "Died"
+    for rank in (0, 2):
+        kind, text, elapsed_s = outcomes[rank].value
+        assert kind == "PeerFailedError", text
+        assert "rank 1" in text
+        assert elapsed_s < _SECONDS
+
+
+def test_failure_in_backward_is_named() -> None:
+    def fn(rank: int, world_size: int) -> object:
+        x = torch.ones(2, 2, requires_grad=True)
+        y = cc.all_to_all(x, timeout_s=_LIMIT_S)
+        if rank == 1:
+            time.sleep(_LIMIT_S + 2.5)  # past the limit and the enquiry of the others
+            return y.shape
+        return _failure(lambda: y.sum().backward())
+
+    kind, text, _ = run_ranks(fn, 2, timeout_s=30)[0]
+    assert kind == "CollectiveTimeoutError"
+    assert "rank 0: all_to_all (backward) call 2" in text
+    assert "did not arrive: rank 1" in text
+
+
+def test_rank_in_another_call_is_said_to_be_there() -> None:
+    def fn(rank: int, world_size: int) -> object:
+        pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+        if rank == 0:
+            time.sleep(0.3)
+            return _failure(lambda: cc.all_reduce(torch.ones(1), group=pairs[0], timeout_s=0.5))
+        if rank == 1:
+            return _failure(lambda: cc.all_reduce(torch.ones(1), group=pairs[1], timeout_s=0.5))
+        time.sleep(4)
+        return None
+
+    outcomes = run_ranks(fn, 3, timeout_s=30)
+    assert "of group (0, 1)" in outcomes[0][1]
+    assert "did not arrive: rank 1 (last " in outcomes[0][1]
+    assert "did not arrive: rank 2 (no report" in outcomes[1][1]
+
+
+def test_rank_that_waits_since_long_counts_as_arrived() -> None:
+    def fn(rank: int, world_size: int) -> object:
+        cc.all_reduce(torch.ones(1))
+        if rank == 1:
+            return _failure(lambda: cc.all_reduce(torch.ones(1), timeout_s=4))
+        if rank == 0:
+            time.sleep(1.3)
+            return _failure(lambda: cc.all_reduce(torch.ones(1), timeout_s=0.5))
+        time.sleep(7)
+        return None
+
+    _, text, _ = run_ranks(fn, 3, timeout_s=40)[0]
+    assert "did not arrive: rank 2 (last in all_reduce call 1)" in text
+    assert "arrived: rank 1" in text
+
+
+def test_rank_that_comes_after_the_others_gave_up_is_told_so() -> None:
+    def fn(rank: int, world_size: int) -> object:
+        cc.all_reduce(torch.ones(1))
+        if rank == 1:
+            time.sleep(1.5)
+        outcome = _failure(lambda: cc.all_reduce(torch.ones(1), timeout_s=_LIMIT_S))
+        return [*outcome, cc.all_to_all(torch.full((2,), rank)).tolist()]
+
+    first, second = run_ranks(fn, 2, timeout_s=30)
+    assert first[0] == second[0] == "CollectiveTimeoutError"
+    assert "came too late: rank 0 had given up waiting" in second[1]
+    # Both failed in the same call, so the group goes on.
+    assert first[3] == second[3] == [0, 1]
+
+
+def test_late_rank_is_no_failure() -> None:
+    def fn(rank: int, world_size: int) -> float:
+        time.sleep(1.5 * rank)
+        return float(cc.all_reduce(torch.ones(1), timeout_s=10))
+
+    assert run_ranks(fn, 2) == [2.0, 2.0]
+
+
+def _differing_calls(rank: int) -> dict[str, Callable[[], object]]:
+    big = torch.ones(3000)
+    return {
+        "dtype": lambda: cc.all_reduce(big.int() if rank == 1 else big),
+        "op": lambda: cc.all_reduce(big, op="max" if rank == 1 else "sum"),
+        "shape": lambda: cc.all_reduce(big[: 3000 - rank % 2]),
+        "operation": lambda: cc.all_to_all(big) if rank == 1 else cc.all_reduce(big),
+        "row shape": lambda: cc.all_to_all(big.view(-1, 2 if rank == 1 else 1)),
+        "call site": (
+            (lambda: cc.all_reduce(big)),  # one line ...
+            (lambda: cc.all_reduce(big)),  # ... and another
+        )[rank == 1],
+    }
+
+
+@pytest.mark.parametrize("place", ["board", "wire"])
+def test_mismatch_is_the_same_error_on_every_rank_and_names_what_differs(place: str) -> None:
+    def fn(rank: int, world_size: int) -> object:
+        if place == "wire":
+            _wire()
+        found = {name: _failure(call) for name, call in _differing_calls(rank).items()}
+        return found, float(cc.all_reduce(torch.ones(1)))
+
+    outcomes = run_ranks(fn, 3)
+    for rank, (found, total) in enumerate(outcomes):
+        assert total == 3.0
+        for name, (kind, text, elapsed_s) in found.items():
+            assert kind == "MismatchError", text
+            assert f"rank {rank}: " in text
+            assert "of group (0, 1, 2): " + name in text
+            assert "ranks 0, 2: " in text
+            assert "rank 1: " in text
+            assert text.count("test_calls.py:") == 2
+            assert elapsed_s < 2.0
+
+
+def test_refused_arguments_are_the_same_error_on_every_rank() -> None:
+    def fn(rank: int, world_size: int) -> object:
+        x = torch.ones(4)
+        first = _failure(lambda: cc.all_reduce(x, op="sum" if rank else "mean"))
+        second = _failure(lambda: cc.all_to_all(x, input_splits=[2, 2] if rank else [2.5, 1.5]))
+        return first, second
+
+    for first, second in run_ranks(fn, 2):
+        assert first[0] == "RefusedError"
+        assert "refused: rank 0: op='mean' is unknown" in first[1]
+        assert second[0] == "RefusedTypeError"
+        assert "refused: rank 0: input_splits=[2.5, 1.5] must be" in second[1]
+
+
+def test_named_call_sites_are_one_call() -> None:
+    def fn(rank: int, world_size: int) -> float:
+        if rank == 0:
+            with cc.call_site("total"):
+                return float(cc.all_reduce(torch.ones(1)))
+        with cc.call_site("total"):
+            return float(cc.all_reduce(torch.ones(1)))
+
+    assert run_ranks(fn, 2) == [2.0, 2.0]
+
+
+def test_earlier_mismatch_is_found_at_the_next_comparison_across_hosts() -> None:
+    def fn(rank: int, world_size: int) -> object:
+        _wire(every=3)
+        big = torch.ones(3000)
+        cc.all_reduce(big)
+        cc.all_reduce(big.int() if rank else big)  # wrong without a word ...
+        kind, text, _ = _failure(lambda: cc.all_reduce(big))  # ... and found here
+        return kind, text, float(cc.all_reduce(torch.ones(1)))
+
+    for kind, text, total in run_ranks(fn, 2):
+        assert kind == "MismatchError"
+        assert "all_reduce call 3" in text
+        assert "an earlier call differs between ranks: rank 0: call 2 was all_reduce" in text
+        assert "dtype=float32" in text
+        assert "dtype=int32" in text
+        assert total == 2.0
+
+
+def test_call_that_hangs_across_hosts_is_found_to_differ_while_it_waits() -> None:
+    def fn(rank: int, world_size: int) -> object:
+        _wire(every=64)
+        big = torch.ones(3000)
+        cc.all_reduce(torch.ones(1))
+        if rank == 0:
+            return _failure(lambda: cc.all_reduce(big, timeout_s=20))
+        return _failure(lambda: cc.broadcast_nested({"x": big}, src=0, timeout_s=20))
+
+    for rank, (kind, text, elapsed_s) in enumerate(run_ranks(fn, 2, timeout_s=40)):
+        assert kind == "MismatchError", (rank, text)
+        assert "all_reduce(" in text
+        assert "broadcast_nested(" in text
+        assert elapsed_s < 6.0
+
+
+def test_limit_has_to_be_positive() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        with pytest.raises(ValueError, match="timeout_s=0 must be positive"):
+            cc.all_reduce(torch.ones(1), timeout_s=0)
+
+    run_ranks(fn, 1)

@@ -1,0 +1,142 @@
+"""Gradients are reduced during the backward, all of them, also those that a rank does not have."""
+
+import pytest
+import torch
+from torch import nn
+
+import comm_collectives as cc
+from comm_collectives.collectives.overlap import fill_buckets, overlap_gradients
+from ranktest import run_ranks
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 2))
+
+
+def _input(rank: int) -> torch.Tensor:
+    return torch.randn(4 + rank, 5, generator=torch.Generator().manual_seed(rank))
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
+def test_gradients_equal_those_reduced_afterwards(op: str, bucket_bytes: int) -> None:
+    def fn(rank: int, world_size: int) -> None:
+        model, plain = _model(), _model()
+        reducer = overlap_gradients(model.parameters(), op=op, bucket_bytes=bucket_bytes)
+        for step in range(2):
+            model.zero_grad()
+            plain.zero_grad()
+            with reducer:
+                model(_input(rank + step)).square().sum().backward()
+            plain(_input(rank + step)).square().sum().backward()
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, cc.all_reduce(q.grad, op=op))
+
+    run_ranks(fn, 3)
+
+
+class _Spy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, look):
+        ctx.look = look
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.look()
+        return grad, None
+
+
+def test_buckets_are_under_way_before_the_backward_ends() -> None:
+    def fn(rank: int, world_size: int) -> tuple[list[int], int, int]:
+        model = _model()
+        reducer = overlap_gradients(model.parameters(), bucket_bytes=1)
+        started: list[int] = []
+        with reducer:
+            x = _Spy.apply(_input(rank).requires_grad_(), lambda: started.append(-1))
+            y = _Spy.apply(model[0](x), lambda: started.append(reducer.num_started))
+            model[1:](y).sum().backward()
+        return started, reducer.num_started, reducer.num_buckets
+
+    # When the gradient reaches the first layer, the four buckets behind it have been sent.
+    assert run_ranks(fn, 2) == [([4, -1], 6, 6)] * 2
+
+
+def test_parameter_without_gradient_on_one_rank_gets_that_of_the_others() -> None:
+    def fn(rank: int, world_size: int) -> list[object]:
+        used, unused, other = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+        with overlap_gradients([used, other, unused], op="sum", bucket_bytes=1):
+            loss = (used * (rank + 1)).sum()
+            if rank == 1:
+                loss = loss + (other * 5).sum()
+            loss.backward()
+        return [None if p.grad is None else p.grad.tolist() for p in (used, other, unused)]
+
+    assert run_ranks(fn, 2) == [[[3.0, 3.0], [5.0, 5.0], None]] * 2
+
+
+def test_rank_whose_loss_uses_no_parameter_still_takes_part() -> None:
+    def fn(rank: int, world_size: int) -> list[float]:
+        weight = nn.Parameter(torch.ones(3))
+        with overlap_gradients([weight], op="sum"):
+            if rank == 0:
+                weight.sum().backward()
+        return weight.grad.tolist()
+
+    assert run_ranks(fn, 2) == [[1.0, 1.0, 1.0]] * 2
+
+
+def test_gradients_of_earlier_backwards_are_kept_and_reduced_once() -> None:
+    def fn(rank: int, world_size: int) -> float:
+        weight = nn.Parameter(torch.ones(()))
+        (weight * (rank + 1)).backward()
+        with overlap_gradients([weight], op="sum"):
+            (weight * 10).backward()
+        return float(weight.grad)
+
+    assert run_ranks(fn, 2) == [23.0, 23.0]
+
+
+def test_second_backward_inside_is_refused() -> None:
+    weight = nn.Parameter(torch.ones(()))
+    other = nn.Parameter(torch.ones(()))
+
+    def fn(rank: int, world_size: int) -> None:
+        with (
+            pytest.raises(ValueError, match="a second backward ran inside the block"),
+            overlap_gradients([weight, other], bucket_bytes=1),
+        ):
+            (weight * 2).backward()
+            (weight * 2).backward()
+
+    run_ranks(fn, 1)
+
+
+def test_buckets_hold_one_dtype_and_the_last_parameters_first() -> None:
+    params = [nn.Parameter(torch.zeros(n, dtype=d)) for n, d in [(4, torch.float32)] * 3]
+    double = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    buckets = fill_buckets([params[0], double, params[1], params[2]], bucket_bytes=32)
+    assert [[id(p) for p in bucket] for bucket in buckets] == [
+        [id(params[2]), id(params[1])],
+        [id(double)],
+        [id(params[0])],
+    ]
+
+
+def test_mistakes_are_refused_before_anything_is_sent() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        weight = nn.Parameter(torch.zeros(2))
+        with pytest.raises(ValueError, match="no parameter needs a gradient"):
+            overlap_gradients([nn.Parameter(torch.zeros(2), requires_grad=False)])
+        with pytest.raises(ValueError, match="occurs twice"):
+            overlap_gradients([weight, weight])
+        with pytest.raises(ValueError, match="bucket_bytes=0"):
+            overlap_gradients([weight], bucket_bytes=0)
+        with pytest.raises(ValueError, match="op='max'"):
+            overlap_gradients([weight], op="max")
+        reducer = overlap_gradients([weight])
+        with reducer, pytest.raises(ValueError, match="already open"):
+            reducer.__enter__()
+
+    run_ranks(fn, 1)

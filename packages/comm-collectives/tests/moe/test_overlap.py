@@ -1,0 +1,103 @@
+"""Chunks give what one dispatch gives, and the next one travels while the experts compute."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import comm_collectives as cc
+from comm_collectives.moe.overlap import OverlappedMoe
+from ranktest import run_ranks
+
+_EXPERTS, _HIDDEN = 4, 6
+
+
+def _tokens(rank: int, count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(count, _HIDDEN, dtype=torch.float64, generator=generator)
+    weights, idx = torch.rand(count, _EXPERTS, generator=generator).double().topk(2, dim=1)
+    return [x.requires_grad_(), idx, weights.requires_grad_()]
+
+
+def _experts(scale: torch.Tensor, first: int):
+    def run(sent: cc.Dispatched) -> torch.Tensor:
+        counts = torch.tensor(sent.num_tokens_per_expert)
+        own = scale[first : first + len(counts)].repeat_interleave(counts, dim=0)
+        return torch.tanh(sent.x * own) * sent.topk_weights[:, None]
+
+    return run
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 5])
+@pytest.mark.parametrize("counts", [(7, 4), (0, 3), (0, 0)])
+def test_chunks_equal_one_dispatch(num_chunks: int, counts: tuple[int, int]) -> None:
+    def fn(rank: int, world_size: int) -> None:
+        found = []
+        for chunked in (True, False):
+            x, idx, weights = _tokens(rank, counts[rank])
+            scale = torch.linspace(0.5, 2, _EXPERTS).double()[:, None].requires_grad_()
+            experts = _experts(scale, rank * _EXPERTS // world_size)
+            if chunked:
+                moe = OverlappedMoe(
+                    num_experts=_EXPERTS, group=dist.group.WORLD, num_chunks=num_chunks
+                )
+                out = moe(x, idx, weights, experts)
+            else:
+                group = dist.group.WORLD
+                sent = cc.dispatch(x, idx, weights, num_experts=_EXPERTS, group=group)
+                out = cc.combine(experts(sent), sent.handle)
+            out.square().sum().backward()
+            found.append((out, x.grad, weights.grad, scale.grad))
+        for ours, plain in zip(*found, strict=True):
+            torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+
+    run_ranks(fn, 2)
+
+
+def test_next_chunk_arrives_while_the_experts_compute() -> None:
+    def fn(rank: int, world_size: int) -> list[bool]:
+        x, idx, weights = (t.detach() for t in _tokens(rank, 8))
+        seen: list[bool] = []
+        moe = OverlappedMoe(num_experts=_EXPERTS, group=dist.group.WORLD, num_chunks=3)
+        real, handles = OverlappedMoe._dispatch, []
+
+        def dispatch(self, *chunk):
+            handles.append(real(self, *chunk))
+            return handles[-1]
+
+        OverlappedMoe._dispatch = dispatch
+
+        def experts(sent: cc.Dispatched) -> torch.Tensor:
+            deadline = time.monotonic() + 10
+            while not handles[-1].is_done() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            seen.append(handles[-1].is_done())
+            return sent.x
+
+        moe(x, idx, weights, experts)
+        return seen
+
+    assert run_ranks(fn, 2) == [[True, True, True]] * 2
+
+
+def test_asynchronous_dispatch_and_combine_return_handles_on_one_rank_and_many() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        for group in (None, dist.group.WORLD):
+            x, idx, weights = _tokens(rank, 5)
+            coming = cc.dispatch_async(x, idx, weights, num_experts=_EXPERTS, group=group)
+            sent = coming.wait()
+            y = sent.x * sent.topk_weights[:, None]
+            out = cc.combine(y, sent.handle, async_op=True).wait()
+            out.sum().backward()
+            torch.testing.assert_close(out, x * weights.sum(1, keepdim=True))
+            torch.testing.assert_close(x.grad, weights.detach().sum(1, keepdim=True).expand_as(x))
+
+    run_ranks(fn, 2)
+
+
+def test_mistakes_are_refused_when_made() -> None:
+    with pytest.raises(TypeError, match=r"num_chunks=2.0 is a float; give an integer"):
+        OverlappedMoe(num_experts=2, group=None, num_chunks=2.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="num_chunks=0"):
+        OverlappedMoe(num_experts=2, group=None, num_chunks=0)

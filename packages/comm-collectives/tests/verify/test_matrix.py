@@ -1,0 +1,102 @@
+"""How the matrix is run: what breaks is done again alone, and blindness is said."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+from comm_collectives.verify import matrix as check
+from comm_collectives.verify import rank_side as check_ranks
+from comm_collectives.verify.cells.cases import ABORTED, RIGHT, WRONG, canaries, torch_cases
+from comm_collectives.verify.cells.problems import EVEN, Case
+from comm_collectives.verify.matrix import check_machine
+from comm_collectives.verify.misuse.outcome import At, Misuse, nobody
+from comm_collectives.verify.rank_side import BOARD, RAW_TORCH, Order
+
+_FLOAT = Case(collective="all_gather", dtype=torch.float32, shape=EVEN)
+
+
+def test_check_that_notices_nothing_is_said_to_be_blind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A harness whose cells do nothing must not pass."""
+    monkeypatch.setattr(check_ranks, "run_ours", lambda case: "")
+    monkeypatch.setattr(check_ranks, "run_misuse", lambda misuse, at: _RIGHT)
+    monkeypatch.setattr(check, "all_cases", lambda dtypes: [_FLOAT])
+    report = check_machine(2, dtypes=[torch.float32])
+    assert len(report.missed_canaries) == len(canaries()) + 1
+    assert report.problems == []
+
+
+def test_abort_and_silence_cost_only_the_cells_in_which_they_happen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def dies(case: Case) -> str:
+        if case.shape.startswith("dies"):
+            os.kill(os.getpid(), signal.SIGABRT)
+        return "wrong" if case.shape == "wrong" else ""
+
+    monkeypatch.setattr(check_ranks, "run_ours", dies)
+    shapes = ["fine", "dies", "fine too", "wrong", "dies again", "last"]
+    orders = [Order(Case(collective="x", dtype=torch.int8, shape=shape), BOARD) for shape in shapes]
+    outcomes = check._run(orders, 2, "gloo", 10.0, 100)
+    assert [outcome.order for outcome in outcomes] == orders
+    assert [outcome.verdict for outcome in outcomes] == [
+        *(RIGHT, ABORTED, RIGHT, WRONG, ABORTED, RIGHT),
+    ]
+
+
+def test_one_failure_that_does_not_happen_again_alone_is_not_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a cell breaks for those after it is not put down to them."""
+    seen: list[str] = []
+
+    def breaks(case: Case) -> str:
+        seen.append(case.shape)
+        return "broken by another" if seen == ["first", "second"] else ""
+
+    monkeypatch.setattr(check_ranks, "run_ours", breaks)
+    orders = [
+        Order(Case(collective="x", dtype=torch.int8, shape=shape), BOARD)
+        for shape in ("first", "second", "third")
+    ]
+    outcomes = check._run(orders, 2, "gloo", 10.0, 100)
+    assert [outcome.verdict for outcome in outcomes] == [RIGHT] * 3
+
+
+def test_raw_torch_is_measured_but_is_no_problem_of_this_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    raw = [case for case in torch_cases(dtypes=[torch.float32]) if case.columns == 3]
+    strided = [case for case in raw if case.shape == "strided" and "broadcast" in case.collective]
+    monkeypatch.setattr(check, "all_cases", lambda dtypes: [])
+    monkeypatch.setattr(check, "MISUSES", ())
+    monkeypatch.setattr(check, "torch_cases", lambda *args, **kwargs: strided)
+    monkeypatch.setattr(check, "RAW", ["lengths differ", "op differs"])
+    report = check_machine(2, raw_dtypes=[torch.float32])
+    found = {str(o.order.what): o.verdict for o in report.outcomes if o.order.place == RAW_TORCH}
+    assert found["torch.broadcast float32 strided 3 columns"] == WRONG
+    assert found["lengths differ"] == ABORTED
+    assert found["op differs"] == WRONG
+    assert report.problems == []
+
+
+def test_one_rank_alone_is_refused() -> None:
+    with pytest.raises(ValueError, match="world size 1 must be at least 2"):
+        check_machine(1)
+
+
+def test_mistake_that_hangs_for_ever_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(at: At) -> None:
+        signal.pause()
+
+    monkeypatch.setattr(check, "_CELL_S", 0.5)
+    monkeypatch.setitem(
+        check_ranks.MISUSE_OF, "hangs", Misuse(name="hangs", run=hang, raised_by=nobody)
+    )
+    (outcome,) = check._run([Order("hangs", BOARD)], 2, "gloo", 10.0, 1)
+    assert outcome.verdict == "timed out"
+    assert "no answer within 0.5 s" in outcome.detail
+
+
+_RIGHT = check_ranks.CaseResult(verdict=RIGHT)

@@ -1,0 +1,328 @@
+"""How parcels get from rank to rank: over process groups, or inside one process.
+
+Each direction between two ranks is a link, on which messages come in the order of the table. A
+receiver checks what came against what the table says comes next; where forward and backward share
+a group it keeps a message of the other direction until its turn.
+
+When a rank fails, it sends the reason on every link and then listens on every link until the peer
+says the same or is gone. A rank that has not failed waits for one that has, or for one that waits
+for it in turn; so the news reaches all, each within one hop of the rank that it waits for, and
+nobody has to look at a clock or a store while all goes well. Without backward messages go one way
+only; there the last stage says at the end that all is well, and each tells the one before, so that
+every rank has what to wait for.
+
+    links = GroupLinks(table, 0, Transport(forward=pp, backward=pp, device=None, timeout_s=60))
+    links.begin()
+    links.send(action, parcel)
+"""
+
+import threading
+import time
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Protocol, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from comm_collectives import (
+    CollectiveTimeoutError,
+    CommError,
+    PeerFailedError,
+    SendHandle,
+    expect_tensors,
+    isend_tensors,
+    recv_tensors,
+)
+from moe_pipeline.executor.stage_message import Parcel, pack_cause, pack_parcel, unpack
+from moe_pipeline.executor.table import RECEIVES, Link, Table, other_end
+from moe_pipeline.schedules.table.schedule import Action
+
+# Sends of a link that its receiver has not taken. Holds their tensors' memory down; any number
+# from 1 is free of deadlock for a schedule that passes check(send_buffers=1).
+_MAX_SENDS_UNDER_WAY = 4
+# How long a rank that failed waits for its peers to learn why, before its error ends its process.
+_GRACE_S = 5.0
+
+
+@final
+class LinkBrokenError(Exception):
+    """A transfer failed: `cause` names who is to blame, in the same words on every rank.
+
+    `observed`: a peer is gone, maybe because of something that others know better.
+    """
+
+    def __init__(self, cause: str, *, observed: bool = False) -> None:
+        super().__init__(cause)
+        self.cause = cause
+        self.observed = observed
+
+
+class Links(Protocol):
+    """What performs the transfers of a step."""
+
+    def begin(self) -> None:
+        """Start a step."""
+
+    def ready(self, action: Action) -> bool:
+        """Whether to perform `action` now; False lets the process go on with another row."""
+
+    def send(self, action: Action, parcel: Parcel) -> None:
+        """Perform a send, without waiting for its receiver."""
+
+    def receive(self, action: Action) -> Parcel:
+        """Perform a receive."""
+
+    def settle(self) -> None:
+        """Wait until all sends of the step have ended."""
+
+    def give_up(self, cause: str, *, observed: bool) -> str:
+        """Tell everyone why this rank fails; returns the cause to report, "" if all can go on."""
+
+    def name(self, rank: int) -> str:
+        """What to call a rank of the schedule in messages."""
+
+
+@final
+class LocalLinks:
+    """All ranks of a schedule in this process."""
+
+    def __init__(self) -> None:
+        self._arrived: dict[Action, Parcel] = {}
+
+    def begin(self) -> None:
+        """Forget what a failed step left."""
+        self._arrived.clear()
+
+    def ready(self, action: Action) -> bool:
+        """A receive waits for its send."""
+        return action.kind not in RECEIVES or action in self._arrived
+
+    def send(self, action: Action, parcel: Parcel) -> None:
+        """Put it where the receive finds it."""
+        self._arrived[other_end(action)] = parcel
+
+    def receive(self, action: Action) -> Parcel:
+        """Take it."""
+        return self._arrived.pop(action)
+
+    def settle(self) -> None:
+        """Nothing is under way."""
+
+    def give_up(self, cause: str, *, observed: bool) -> str:
+        """There is nobody to tell, and nothing lost."""
+        return ""
+
+    def name(self, rank: int) -> str:
+        """The rank of the schedule."""
+        return f"rank {rank}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transport:
+    """Over which groups parcels travel, where they arrive, and how long that may take."""
+
+    forward: ProcessGroup
+    backward: ProcessGroup
+    device: torch.device | None
+    timeout_s: float | None
+
+    def channel(self, link: Link) -> "Channel":
+        """The peer and group of a link."""
+        return Channel(link.peer, link.forward or self.forward is self.backward)
+
+    def send(self, channel: "Channel", message: list[Tensor], limit_s: float | None) -> SendHandle:
+        """Start to send a message."""
+        return isend_tensors(
+            message, dst=channel.peer, group=self._group(channel), timeout_s=limit_s
+        )
+
+    def receive(self, channel: "Channel", limit_s: float | None) -> list[Tensor]:
+        """Receive the next message, where it travelled."""
+        return recv_tensors(src=channel.peer, group=self._group(channel), timeout_s=limit_s)
+
+    def expect(self, channel: "Channel") -> None:
+        """Let the next message arrive while this rank computes; one is to come."""
+        expect_tensors(src=channel.peer, group=self._group(channel))
+
+    def _group(self, channel: "Channel") -> ProcessGroup:
+        return self.forward if channel.forward else self.backward
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """A peer and one of the two groups; links of both directions may share it."""
+
+    peer: int
+    forward: bool
+
+
+@final
+class GroupLinks:
+    """The links of one rank of a schedule over process groups."""
+
+    def __init__(self, table: Table, rank: int, transport: Transport) -> None:
+        self._table, self._rank, self._transport = table, rank, transport
+        self._global_ranks = dist.get_process_group_ranks(transport.forward)
+        self._under_way: dict[Link, deque[SendHandle]] = {}
+        self._sent: Counter[Link] = Counter()
+        self._expected: dict[Link, deque[Action]] = {}
+        self._arrived: dict[Action, Parcel] = {}
+        self._told: Channel | None = None  # where the peer has said why it gave up
+
+    def begin(self) -> None:
+        """Expect what the table lists."""
+        self._under_way = {link: deque() for link in self._table.targets}
+        self._sent.clear()
+        self._expected = {link: deque(row) for link, row in self._table.expected.items()}
+        self._arrived.clear()
+        for link in self._expected:
+            self._expect_next(self._transport.channel(link))
+
+    def ready(self, action: Action) -> bool:
+        """Nothing else is to be done meanwhile."""
+        return True
+
+    def send(self, action: Action, parcel: Parcel) -> None:
+        """Start the send; wait only for one that started long before."""
+        link = self._table.links[action]
+        channel, limit_s = self._transport.channel(link), self._transport.timeout_s
+        try:
+            message = pack_parcel(action, parcel)
+            self._under_way[link].append(self._transport.send(channel, message, limit_s))
+            self._sent[link] += 1
+            self._settle(link, _MAX_SENDS_UNDER_WAY)
+        except CommError as error:
+            raise self._broken(str(action), link.peer, error) from error
+
+    def receive(self, action: Action) -> Parcel:
+        """Wait for the parcel; then free what the peer must have received before it sent this."""
+        link = self._table.links[action]
+        try:
+            while action not in self._arrived:
+                self._read(action, link)
+            for ours, count in self._table.delivered[action].items():
+                self._settle(ours, self._sent[ours] - count)
+        except CommError as error:
+            raise self._broken(str(action), link.peer, error) from error
+        parcel, device = self._arrived.pop(action), self._transport.device
+        if device is None:
+            return parcel
+        return Parcel([t.to(device) for t in parcel.tensors], parcel.flags, parcel.form)
+
+    def settle(self) -> None:
+        """Wait for every send that has not ended; without backward, for all later stages."""
+        for link in self._under_way:
+            try:
+                self._settle(link, 0)
+            except CommError as error:
+                raise self._broken("the last sends", link.peer, error) from error
+        for giver, taker in self._table.acknowledgements():
+            peer = giver if taker == self._rank else taker
+            channel, limit_s = self._transport.channel(Link(peer, True)), self._transport.timeout_s
+            try:
+                if peer == taker:
+                    self._transport.send(channel, pack_cause(""), limit_s).wait()
+                else:
+                    self._expect_well(channel)
+            except CommError as error:
+                raise self._broken("the last sends", peer, error) from error
+
+    def name(self, rank: int) -> str:
+        """The global rank and its stages."""
+        stages = self._table.stages_of(rank)
+        word = "stage" if len(stages) == 1 else "stages"
+        return f"rank {self._global_ranks[rank]} ({word} {', '.join(map(str, stages))})"
+
+    def give_up(self, cause: str, *, observed: bool) -> str:
+        """Tell all peers and hear them out, for some seconds at most."""
+        limit_s = min(_GRACE_S, self._transport.timeout_s or _GRACE_S)
+        deadline = time.monotonic() + limit_s
+        heard: list[str] = []
+        links = {*self._table.targets, *self._table.expected}
+        channels = {self._transport.channel(link) for link in links}
+        silent = channels - {self._told}
+        threads = [
+            *(threading.Thread(target=self._warn, args=(c, cause, limit_s)) for c in channels),
+            *(threading.Thread(target=self._listen, args=(c, heard, deadline)) for c in silent),
+        ]
+        for thread in threads:
+            thread.daemon = True
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        # Who is gone may be gone because of what another peer has to tell.
+        return heard[0] if observed and heard else cause
+
+    def _expect_well(self, channel: Channel) -> None:
+        """Wait until the stages behind the channel's peer have ended."""
+        news = unpack(self._transport.receive(channel, self._transport.timeout_s))
+        if news.cause:
+            self._told = channel
+            raise LinkBrokenError(news.cause)
+
+    def _read(self, awaited: Action, link: Link) -> None:
+        """Read one message of the link's channel and keep it."""
+        channel = self._transport.channel(link)
+        message = self._transport.receive(channel, self._transport.timeout_s)
+        try:
+            news = unpack(message)
+        except ValueError as error:
+            raise LinkBrokenError(f"{self.name(link.peer)} sent nonsense: {error}") from error
+        if news.action is None:
+            self._told = channel
+            raise LinkBrokenError(news.cause)
+        arrived = other_end(news.action)
+        found = Link(link.peer, arrived.kind.value.endswith("F"))
+        row = self._expected.get(found)
+        if not row or row[0] != arrived:
+            raise LinkBrokenError(
+                f"{self.name(link.peer)} sent {news.action}, but {self.name(self._rank)} waits for "
+                f"{other_end(awaited)}; do both run schedule {self._table.schedule.name}?"
+            )
+        row.popleft()
+        self._expect_next(channel)
+        self._arrived[arrived] = news.parcel
+
+    def _expect_next(self, channel: Channel) -> None:
+        """Let the channel's next message of this step, if there is one, arrive before its turn."""
+        rows = self._expected.items()
+        if any(row and self._transport.channel(link) == channel for link, row in rows):
+            self._transport.expect(channel)
+
+    def _settle(self, link: Link, most: int) -> None:
+        """Wait for the oldest sends of a link until `most` are under way."""
+        handles = self._under_way[link]
+        while len(handles) > most:
+            handles[0].wait()
+            handles.popleft()
+
+    def _broken(self, what: str, peer: int, error: CommError) -> LinkBrokenError:
+        name = self.name(peer)
+        if isinstance(error, PeerFailedError):
+            return LinkBrokenError(f"{name} died or closed its connections", observed=True)
+        me = self.name(self._rank)
+        if isinstance(error, CollectiveTimeoutError):
+            limit_s = self._transport.timeout_s
+            limit = "the limit of its group" if limit_s is None else f"{limit_s:g} s"
+            return LinkBrokenError(f"{me} gave up in {what}: nothing from {name} within {limit}")
+        return LinkBrokenError(f"{me} failed in {what} with {name}: {error}")
+
+    def _warn(self, channel: Channel, cause: str, limit_s: float) -> None:
+        try:
+            self._transport.send(channel, pack_cause(cause), limit_s).wait()
+        except CommError:
+            return  # it is gone, or needs nothing of this rank any more
+
+    def _listen(self, channel: Channel, heard: list[str], deadline: float) -> None:
+        while time.monotonic() < deadline:
+            left_s = max(0.001, deadline - time.monotonic())
+            try:
+                news = unpack(self._transport.receive(channel, left_s))
+            except (CommError, ValueError):
+                return
+            if news.cause:
+                heard.append(news.cause)
+                return

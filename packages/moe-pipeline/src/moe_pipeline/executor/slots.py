@@ -1,0 +1,85 @@
+"""What one microbatch of one stage holds between two actions.
+
+Each action takes from the slot what it uses and leaves what it makes, so that a tensor lives
+exactly from the action that makes it to the last one that needs it.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moe_pipeline.errors import StageTransferError
+from moe_pipeline.executor.stage_io import GradientSink, GradientSource
+from moe_pipeline.executor.stage_message import Parcel
+from moe_pipeline.weight_grad.queue import WeightQueue
+
+
+@dataclass(slots=True)
+class Slot:
+    """One (stage, microbatch).
+
+    Attributes:
+        given: inputs of the first stage, as the caller gave them.
+        arrived: inputs of another stage, from its reception to its forward.
+        target: what the caller gives beside them, until the forward.
+        sink: where the gradients of the inputs go, from forward until they are passed on.
+        outputs: from the forward until they are passed on.
+        roots: the outputs that want a gradient, from the forward to the backward; their 0-d roots
+            and what those take their gradients from.
+        loss: what the stage adds to the loss, from the forward to the backward.
+        loss_value: its value, for the caller.
+        queue: work on weights that I leaves to W; None where the backward is whole.
+    """
+
+    given: tuple[object, ...] = ()
+    arrived: Parcel | None = None
+    target: object | None = None
+    sink: GradientSink = field(default_factory=GradientSink)
+    outputs: Parcel | None = None
+    roots: list[tuple[Tensor, GradientSource]] = field(default_factory=list)
+    loss: Tensor | None = None
+    loss_value: Tensor | None = None
+    queue: WeightQueue | None = None
+
+    def take_outputs(self) -> Parcel:
+        """The outputs, which the slot then holds no longer."""
+        outputs, self.outputs = self.outputs, None
+        return Parcel([], []) if outputs is None else outputs
+
+    def take_input_gradients(self) -> list[Tensor | None]:
+        """The gradients of the inputs, which the slot then holds no longer."""
+        sink, self.sink = self.sink, GradientSink()
+        return sink.gradients
+
+    def put_output_gradients(self, gradients: list[Tensor | None]) -> None:
+        """Keep what came back for the outputs, until the backward.
+
+        Raises:
+            StageTransferError: other gradients than the outputs want.
+        """
+        if len(gradients) != len(self.roots):
+            raise StageTransferError(
+                f"gradients of {len(gradients)} tensors came back, but {len(self.roots)} of those "
+                "sent want one"
+            )
+        for gradient, (_, source) in zip(gradients, self.roots, strict=True):
+            if gradient is not None and gradient.shape != source.shape:
+                raise StageTransferError(
+                    f"a gradient of shape {tuple(gradient.shape)} came back for an output of shape "
+                    f"{tuple(source.shape)}"
+                )
+            source.gradient = gradient
+
+    def run_backward(self) -> None:
+        """Differentiate the loss, and the outputs for which a gradient came back; frees the graph.
+
+        All roots are 0-d, so torch needs no gradients for them (and need not load the part of it
+        that would compare shapes).
+        """
+        roots = [root for root, source in self.roots if source.gradient is not None]
+        if self.loss is not None and self.loss.requires_grad:
+            roots.append(self.loss)
+        self.roots, self.loss = [], None
+        if roots:
+            torch.autograd.backward(roots)

@@ -1,0 +1,192 @@
+"""Our experts inside transformers' models, chosen by name.
+
+    import moe_pipeline.families.transformers
+
+    moe_pipeline.families.transformers.register()
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="moe_pipeline")
+    model.set_experts_implementation("moe_pipeline")              # or later, on any model
+
+The model's own parameters are used in place, in whatever layout they have: transposed (Aria,
+GPT-OSS), gate and up alternating (GPT-OSS), with biases, without a gate. Router, state dict and
+optimizer see no difference. Needs transformers >= 5.17, which this package does not install.
+
+What a family computes between its projections is code of its own (`_apply_gate`, `act_fn`). It is
+not read but tried out once per module: on a few fp64 numbers, far beyond any limit, it has to
+return what one of our activations returns. If none does, the call is refused with the reason;
+nothing is ever approximated by a similar activation.
+
+Choices of experts that are not on this rank, which transformers marks with the number of local
+experts, cost nothing and get zero gradient. Under autocast the experts work in the dtype of their
+weights, as transformers' grouped_mm does. `torch.compile` breaks its graph here.
+
+Dims: T tokens, D hidden, E local experts, K choices, G width of the first projection.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any, final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from moe_pipeline.config import ACTIVATIONS, ExpertsOptions
+from moe_pipeline.experts.activations import Activation
+from moe_pipeline.experts.token_experts import token_experts_function
+from moe_pipeline.experts.weights import ExpertWeights
+from moe_pipeline.weight_grad.grad_buffers import GradBuffers
+
+_INSTEAD = "set_experts_implementation('grouped_mm') or 'eager' on the model instead"
+
+
+def register(
+    name: str = "moe_pipeline",
+    *,
+    experts_implementation: str = "auto",
+    gradient_accumulation_fusion: bool = False,
+) -> None:
+    """Make our experts selectable as `experts_implementation=name` in every model.
+
+    Process-wide, as transformers' registry is; registering a name again replaces it. Not
+    collective.
+
+    Args:
+        name: under which models select it.
+        experts_implementation: ours to use; see `moe_pipeline.experts.compute`.
+        gradient_accumulation_fusion: weight gradients are added straight into `grad`, whose memory
+            is kept; hooks on the experts' weights, such as DDP's, do not see them
+            (`moe_pipeline.weight_grad.grad_buffers`). Transposed weights get theirs through
+            autograd as ever.
+
+    Raises:
+        ValueError: unknown `experts_implementation`.
+    """
+    options = ExpertsOptions(
+        experts_implementation=experts_implementation,
+        gradient_accumulation_fusion=gradient_accumulation_fusion,
+    )
+    ALL_EXPERTS_FUNCTIONS.register(name, RegisteredExperts(options))
+
+
+@final
+class RegisteredExperts:
+    """The function that transformers calls in place of an experts module's forward."""
+
+    def __init__(self, options: ExpertsOptions) -> None:
+        self._options = options
+        self._modules: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(
+        self,
+        module: Any,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+    ) -> Tensor:
+        """Each token's weighted sum over its experts. Not collective.
+
+        Args:
+            module: an experts module of transformers, with its flags and parameters.
+            hidden_states: [T, D].
+            top_k_index: integers [T, K]; those outside 0 .. E-1 choose no expert of this rank.
+            top_k_weights: [T, K].
+
+        Returns:
+            [T, D] in the dtype of `hidden_states`.
+
+        Raises:
+            ValueError: the module computes something that ours does not.
+        """
+        known = self._modules.get(module)
+        if known is None:
+            known = self._modules[module] = _Known(module, self._options)
+        weights = known.weights(module)
+        num_experts = weights.down_EDH.shape[0]
+        index_TK = top_k_index.to(torch.int64)
+        index_TK = index_TK.masked_fill((index_TK < 0) | (index_TK >= num_experts), -1)
+        with torch.autocast(device_type=hidden_states.device.type, enabled=False):
+            x_TD = hidden_states.to(weights.down_EDH.dtype)
+            y_TD = token_experts_function(x_TD, index_TK, top_k_weights, weights, known.options)
+            return y_TD.to(hidden_states.dtype)
+
+
+@final
+class _Known:
+    """What was found out about one module."""
+
+    def __init__(self, module: Any, options: ExpertsOptions) -> None:
+        if module.has_post_expert_norm:
+            raise ValueError(
+                f"{type(module).__name__} normalises each expert's output before the router's "
+                f"weight, which moe_pipeline's experts do not; {_INSTEAD}"
+            )
+        activation = _find_activation(module)
+        self._interleaved = activation.interleaved
+        self._buffers = GradBuffers() if options.gradient_accumulation_fusion else None
+        self.options = replace(
+            options,
+            hidden_act=activation.name,
+            has_gate=activation.has_gate,
+            swiglu_limit=activation.limit,
+            swiglu_alpha=activation.alpha,
+            has_bias=module.has_bias,
+        )
+
+    def weights(self, module: Any) -> ExpertWeights:
+        """The module's parameters of this moment, as views."""
+        first = "gate_up_proj" if module.has_gate else "up_proj"
+        gate_up, down = getattr(module, first), module.down_proj
+        if module.is_transposed:
+            gate_up, down = gate_up.mT, down.mT
+        return ExpertWeights(
+            gate_up_EGD=gate_up,
+            down_EDH=down,
+            gate_up_bias_EG=getattr(module, f"{first}_bias") if module.has_bias else None,
+            down_bias_ED=module.down_proj_bias if module.has_bias else None,
+            interleaved=self._interleaved,
+            grad_buffers=self._buffers,
+        )
+
+
+def _find_activation(module: Any) -> Activation:
+    """Ours that returns what the module's own returns, on numbers that tell them all apart."""
+    theirs: Callable[[Tensor], Tensor] = module._apply_gate if module.has_gate else module.act_fn
+    probe = torch.linspace(-40.0, 40.0, 2 * 193, dtype=torch.float64)
+    # Small and large numbers meet each other as gate and up, in both layouts.
+    probe = torch.stack((probe, probe / 16, probe.roll(101), probe.flip(0).roll(7) / 5))
+    with torch.no_grad():
+        expected = theirs(probe.clone())
+        for candidate in _candidates(module):
+            if _agree(candidate(probe), expected):
+                return candidate
+    raise ValueError(
+        f"{type(module).__name__} has an activation that moe_pipeline's experts do not have (they "
+        f"have {', '.join(ACTIVATIONS)}, gated or not, and GPT-OSS's clamped one); {_INSTEAD}"
+    )
+
+
+def _agree(ours: Tensor, theirs: Tensor) -> bool:
+    return ours.shape == theirs.shape and torch.allclose(
+        ours, theirs.to(ours.dtype), rtol=1e-9, atol=1e-12
+    )
+
+
+def _candidates(module: Any) -> Iterator[Activation]:
+    """Those that a module with these flags and numbers may have."""
+    if not module.has_gate:
+        yield from (Activation(name=name, has_gate=False) for name in ACTIVATIONS)
+        return
+    interleaved = not module.is_concatenated
+    limits = _numbers(module, "limit", "swiglu_limit")
+    alphas = _numbers(module, "alpha", "swiglu_alpha")
+    for limit, alpha in product(limits, alphas):
+        yield Activation(limit=limit, alpha=alpha, interleaved=interleaved)
+    yield from (Activation(name=name, interleaved=interleaved) for name in ACTIVATIONS)
+
+
+def _numbers(module: Any, *names: str) -> list[float]:
+    values = (getattr(module, name, None) for name in names)
+    return [float(value) for value in values if value is not None]

@@ -1,0 +1,265 @@
+"""The MoE layer: router, dispatch, experts, combine, and what stands beside them.
+
+Parameters are named as in transformers' `Qwen3MoeSparseMoeBlock` (`gate.weight`,
+`experts.gate_up_proj`, `experts.down_proj`) and its relatives (`shared_experts.*`,
+`shared_expert_gate.weight`, `fc1_latent_proj.weight`), so that a state dict fits both.
+
+The layer is given its process groups (`MoEGroups`) and asks no global for one. Without groups it is
+an ordinary module.
+
+    layer = MoELayer(config)
+    out = layer(x)                       # [batch, sequence, hidden] or [tokens, hidden]
+    (task_loss(out.hidden) + out.aux_loss + out.z_loss).backward()
+
+Invariant: hidden states, losses (their shares summed) and gradients are those of one process, for
+every way to lay ranks over dp, ep, etp and sequence parallelism. Each rank computes what its own
+tokens, or its own experts, contribute to a gradient; the sums over ranks are the caller's:
+
+- of `experts.*`: over the ranks that hold the same slices of the same experts
+  (`fold_experts(...).expert_dp`), nobody else has a part of these;
+- of every other parameter: over all ranks with tokens (`MoEGroups.tokens`).
+
+Sums, never means: the shares of the losses are made for that.
+
+Dims: T tokens of this rank, R routed rows received, D hidden, E experts of the layer, K choices.
+"""
+
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from comm_collectives import Dispatched, MoeOptions, combine, dispatch
+from moe_pipeline.config import MoEConfig
+from moe_pipeline.groups import MoEGroups
+from moe_pipeline.layer.etp import gather_rows, return_rows, share_counts
+from moe_pipeline.layer.latent import latent_projections
+from moe_pipeline.layer.local_experts import Experts
+from moe_pipeline.layer.shared_expert import SharedExpert, SharedExpertGate
+from moe_pipeline.recomputation.recomputing import is_replaying, keep_plan, recorded, replayed_plan
+from moe_pipeline.router.aux_loss import BalanceTerms, router_losses
+from moe_pipeline.router.top_k import TopKRouter
+from moe_pipeline.routing_plan import Routed, RoutingPlan
+
+_ALONE = MoEGroups()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MoEOutput:
+    """What an MoE layer returns.
+
+    In evaluation no counts are exchanged: losses are 0 and `load_E` is that of this rank's tokens.
+
+    Attributes:
+        hidden: same shape and dtype as the input.
+        aux_loss: 0-d, this rank's share of the load-balancing loss, coefficient included; summed
+            over the ranks of `groups.tokens` it is the loss of the global micro-batch. Under scope
+            "global_batch" it is 0, and `balance` is for `global_batch_loss`.
+        z_loss: 0-d, this rank's share of the router z-loss, likewise.
+        load_E: int64 [E], routed rows per expert of the global micro-batch; no gradient; the
+            caller's own.
+        topk_idx_TK: int64 [T, K], the experts of each token, -1 for none; no gradient. Give it back
+            to `forward` to replay the routing. It is the plan's: not to be changed in place.
+        balance: what the balancing loss of a whole step is made of; None under other scopes.
+    """
+
+    hidden: Tensor
+    aux_loss: Tensor
+    z_loss: Tensor
+    load_E: Tensor
+    topk_idx_TK: Tensor
+    balance: BalanceTerms | None = None
+
+
+@final
+class MoELayer(nn.Module):
+    """A sparse block of experts; see the module's docstring.
+
+    Initial weights come from torch's generator, in the order of the parameters, so they are not
+    those of another layout: ranks of one seed would even hold the same experts. Where ranks share a
+    layer, load a state, or draw rows by their global number (`counter_normal`).
+
+    Args:
+        config: sizes, routing rule, losses, experts.
+        groups: who shares experts and tokens.
+        device: of the parameters.
+        dtype: of the parameters.
+        noise_key: which stream the router's input jitter comes from; give each layer its own.
+
+    Raises:
+        ValueError: `num_experts` is not divisible by the size of `groups.ep`, or
+            `moe_intermediate_size` by that of `groups.etp`.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        groups: MoEGroups = _ALONE,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        noise_key: int = 0,
+    ) -> None:
+        super().__init__()
+        _check_divisible("ep", groups.ep_size, "num_experts", config.num_experts)
+        _check_divisible(
+            "etp", groups.etp_size, "moe_intermediate_size", config.moe_intermediate_size
+        )
+        self.config = config
+        self.groups = groups
+        self.gate = TopKRouter(config, device=device, dtype=dtype, noise_key=noise_key)
+        self.experts = Experts(
+            config,
+            num_local_experts=config.num_experts // groups.ep_size,
+            etp_rank=groups.etp_rank,
+            etp_size=groups.etp_size,
+            device=device,
+            dtype=dtype,
+        )
+        self.shared_experts: SharedExpert | None = None
+        self.shared_expert_gate: SharedExpertGate | None = None
+        if config.shared_expert is not None:
+            self.shared_experts = SharedExpert(config, device=device, dtype=dtype)
+            if config.shared_expert.moe_shared_expert_gate:
+                self.shared_expert_gate = SharedExpertGate(config, device=device, dtype=dtype)
+        self.fc1_latent_proj: nn.Linear | None = None
+        self.fc2_latent_proj: nn.Linear | None = None
+        if config.moe_latent_size is not None:
+            projections = latent_projections(config, device=device, dtype=dtype)
+            self.fc1_latent_proj, self.fc2_latent_proj = projections
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        topk_idx_TK: Tensor | None = None,
+        token_ids_T: Tensor | None = None,
+    ) -> MoEOutput:
+        """Send each token through its experts.
+
+        Collective: every rank of the groups must call it, and then its backward, in the same order,
+        also with zero tokens. In a recompute (`moe_pipeline.recompute`) the routing of the first
+        forward is replayed.
+
+        Args:
+            x: [batch, sequence, D] or [tokens, D], in the dtype of the parameters.
+            topk_idx_TK: int64 [T, K], the experts to send each token to instead of those that the
+                router would choose; -1 for none. Weights and losses still come from the router.
+            token_ids_T: int64 [T], the global number of each token, which keys the router's noise.
+
+        Raises:
+            ValueError: another shape, or [tokens, D] under `moe_aux_loss_scope="sequence"`.
+            TypeError: `x` in another dtype than the parameters.
+        """
+        self._check(x)
+        x_TD = x.reshape(-1, x.shape[-1])
+        replayed = replayed_plan(self)
+        if replayed is None:
+            routed = self.gate(
+                x_TD, groups=self.groups, topk_idx_TK=topk_idx_TK, token_ids_T=token_ids_T
+            )
+        else:
+            routed = self._route_again(x_TD, replayed, token_ids_T)
+        shares = router_losses(
+            routed,
+            self.config,
+            sequence_shape=(x.shape[0], x.shape[1]) if x.dim() == 3 else None,
+            groups=self.groups,
+            training=self.training,
+        )
+        hidden_TD = self._routed_experts(x_TD, routed.topk_weights_TK, shares.plan)
+        if self.shared_experts is not None:
+            scale_T1 = None if self.shared_expert_gate is None else self.shared_expert_gate(x_TD)
+            hidden_TD = hidden_TD + self.shared_experts(x_TD, scale_T1)
+        # Last, so that a forward that fails has not counted.
+        if self.training and not is_replaying():
+            self.gate.count(shares.load_E)
+        return MoEOutput(
+            hidden=hidden_TD.to(x.dtype).view(x.shape),  # autocast may have left another
+            aux_loss=shares.aux_loss,
+            z_loss=shares.z_loss,
+            load_E=shares.load_E.clone(),  # the plan's own is read again by a recompute
+            topk_idx_TK=routed.plan.topk_idx_TK,
+            balance=shares.balance,
+        )
+
+    def _route_again(
+        self, x_TD: Tensor, replayed: RoutingPlan, token_ids_T: Tensor | None
+    ) -> Routed:
+        """Route by the plan of the first forward, which goes on to losses and dispatch whole."""
+        routed: Routed = self.gate(
+            x_TD,
+            groups=self.groups,
+            topk_idx_TK=replayed.topk_idx_TK,
+            token_ids_T=token_ids_T,
+            logits_TE=replayed.logits_TE,
+        )
+        return replace(routed, plan=replayed)
+
+    def _routed_experts(self, x_TD: Tensor, weights_TK: Tensor, plan: RoutingPlan) -> Tensor:
+        """Bring the tokens to their experts and the results back; keep the plan."""
+        rows_TD = x_TD
+        if self.fc1_latent_proj is not None:
+            rows_TD = self.fc1_latent_proj(x_TD).to(x_TD.dtype)
+        if self.groups.ep_size == 1 and self.groups.etp_size == 1:
+            # Nothing travels, and the experts save tokens instead of k rows for each.
+            keep_plan(self, plan)
+            out_TD: Tensor = self.experts(rows_TD, plan.topk_idx_TK, weights_TK)
+        else:
+            out_TD = self._through_ranks(rows_TD, weights_TK, plan)
+        return out_TD if self.fc2_latent_proj is None else self.fc2_latent_proj(out_TD)
+
+    def _through_ranks(self, rows_TD: Tensor, weights_TK: Tensor, plan: RoutingPlan) -> Tensor:
+        """Exchange rows with the ranks that share the experts; the plan gets the way they take."""
+        timeout_s = self.groups.timeout_s
+        dispatched = dispatch(
+            rows_TD,
+            plan.topk_idx_TK,
+            weights_TK,
+            num_experts=self.config.num_experts,
+            group=self.groups.ep,
+            options=MoeOptions(timeout_s=timeout_s, reuse=plan.handle),
+        )
+        # Ahead of what the experts record: a recompute takes both in this order.
+        keep_plan(self, replace(plan, handle=dispatched.handle))
+        return combine(self._apply_experts(dispatched), dispatched.handle, timeout_s=timeout_s)
+
+    def _apply_experts(self, dispatched: Dispatched) -> Tensor:
+        """The local experts' weighted results [R, D], with the slices of the etp group summed."""
+        x_RD, weights_R, group = dispatched.x, dispatched.topk_weights, self.groups.etp
+        counts = dispatched.num_tokens_per_expert
+        if group is None or self.groups.etp_size == 1:
+            return self.experts(x_RD, counts, weights_R)  # type: ignore[no-any-return]
+        layout = recorded(
+            self,
+            lambda: share_counts(
+                counts, group=group, device=x_RD.device, timeout_s=self.groups.timeout_s
+            ),
+        )
+        x_SD, weights_S = gather_rows(x_RD, weights_R, layout)
+        return return_rows(self.experts(x_SD, layout.num_tokens_per_expert, weights_S), layout)
+
+    def _check(self, x: Tensor) -> None:
+        if x.dim() not in (2, 3):
+            raise ValueError(
+                "an MoE layer expects [batch, sequence, hidden] or [tokens, hidden], "
+                f"got shape {tuple(x.shape)}"
+            )
+        if x.shape[-1] != self.config.hidden_size:
+            raise ValueError(
+                f"an MoE layer of hidden_size={self.config.hidden_size} got shape "
+                f"{tuple(x.shape)}; its last dim has to be that"
+            )
+        dtype = self.experts.down_proj.dtype
+        if x.dtype != dtype:
+            raise TypeError(
+                f"the experts hold {dtype} and got {x.dtype}; convert the input or the layer"
+            )
+
+
+def _check_divisible(axis: str, ranks: int, name: str, size: int) -> None:
+    if size % ranks:
+        raise ValueError(
+            f"{axis} axis has {ranks} ranks but {name}={size}; choose a divisor of {size}"
+        )

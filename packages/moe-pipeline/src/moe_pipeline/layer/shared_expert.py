@@ -1,0 +1,175 @@
+"""The MLP that every token passes besides its routed experts.
+
+    shared_experts = SharedExpert(config)
+    shared_expert_gate = SharedExpertGate(config)           # Qwen2-MoE only
+    out_TD = out_TD + shared_experts(x_TD, shared_expert_gate(x_TD))
+
+Parameters have the names of transformers' shared experts. Several shared experts are one MLP of
+their total width, as in DeepSeek's checkpoints. Nothing here communicates: each rank applies the
+whole of it to its own tokens, so its gradients are reduced like those of any dense layer.
+
+Unless `experts_implementation="loop"`, the MLP saves its input and the outputs of the first two
+projections, and recomputes the activation in backward; the gate's factor is folded in before the
+down projection. That function cannot be differentiated twice; the loop can.
+
+Dims: T tokens, D hidden, S width of the shared expert.
+"""
+
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from moe_pipeline.config import MoEConfig, SharedExpertOptions
+from moe_pipeline.weight_grad.grad_fusion import product
+from moe_pipeline.weight_grad.token import WeightToken, put_off, splittable
+
+
+@final
+class SharedExpert(nn.Module):
+    """`down_proj(scale * act(gate_proj(x)) * up_proj(x))` with `hidden_act` of the experts.
+
+    Parameters `gate_proj.weight` and `up_proj.weight` [S, D], `down_proj.weight` [D, S].
+
+    Raises:
+        ValueError: `config.shared_expert` is None.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        d, s = config.hidden_size, _options(config).moe_shared_expert_intermediate_size
+        self.gate_proj = nn.Linear(d, s, bias=False, device=device, dtype=dtype)
+        self.up_proj = nn.Linear(d, s, bias=False, device=device, dtype=dtype)
+        self.down_proj = nn.Linear(s, d, bias=False, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights from a normal distribution with `initializer_range`."""
+        for projection in (self.gate_proj, self.up_proj, self.down_proj):
+            nn.init.normal_(projection.weight, std=self.config.initializer_range)
+
+    def forward(self, x_TD: Tensor, scale_T1: Tensor | None = None) -> Tensor:
+        """Apply the MLP to [T, D] tokens in the dtype of the parameters; T may be 0.
+
+        Args:
+            x_TD: tokens.
+            scale_T1: factor of each token's output, differentiable (`SharedExpertGate`).
+
+        Returns:
+            [T, D]. Not collective.
+        """
+        gate, up, down = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
+        act = self.config.experts.hidden_act
+        # Autocast picks a dtype per operation, which only autograd's own backward follows.
+        plain = torch.is_autocast_enabled(x_TD.device.type)
+        if plain or self.config.experts.experts_implementation == "loop":
+            act_TS = _gated(F.linear(x_TD, gate), F.linear(x_TD, up), scale_T1, act)
+            return F.linear(act_TS, down)
+        weights, tokens = zip(*(splittable(w) for w in (gate, up, down)), strict=True)
+        return _FusedMLP.apply(  # type: ignore[no-any-return]
+            x_TD, scale_T1, *weights, (act, tokens)
+        )
+
+
+@final
+class SharedExpertGate(nn.Module):
+    """`sigmoid(x @ weight)`, the factor of a shared expert (Qwen2-MoE). Parameter `weight` [1, D].
+
+    Raises:
+        ValueError: `config.shared_expert` is None.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _options(config)
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(1, config.hidden_size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight from a normal distribution with `initializer_range`."""
+        nn.init.normal_(self.weight, std=self.config.initializer_range)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """Factors [T, 1] of [T, D] tokens."""
+        return torch.sigmoid(F.linear(x_TD, self.weight))
+
+
+def _options(config: MoEConfig) -> SharedExpertOptions:
+    if config.shared_expert is None:
+        raise ValueError("a shared expert needs MoEConfig(shared_expert=...), and it is None")
+    return config.shared_expert
+
+
+def _gated(gate_TS: Tensor, up_TS: Tensor, scale_T1: Tensor | None, act: str) -> Tensor:
+    if act == "silu":
+        act_TS = F.silu(gate_TS)
+    else:
+        act_TS = F.gelu(gate_TS, approximate="tanh" if act == "gelu_pytorch_tanh" else "none")
+    act_TS = act_TS * up_TS
+    return act_TS if scale_T1 is None else act_TS * scale_T1
+
+
+@final
+class _FusedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        scale_T1: Tensor | None,
+        gate_SD: Tensor,
+        up_SD: Tensor,
+        down_DS: Tensor,
+        act_and_tokens: tuple[str, tuple[WeightToken | None, ...]],
+    ) -> Tensor:
+        act, ctx.tokens = act_and_tokens
+        gate_TS, up_TS = F.linear(x_TD, gate_SD), F.linear(x_TD, up_SD)
+        ctx.save_for_backward(x_TD, scale_T1, gate_SD, up_SD, down_DS, gate_TS, up_TS)
+        ctx.act = act
+        return F.linear(_gated(gate_TS, up_TS, scale_T1, act), down_DS)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, scale_T1, gate_SD, up_SD, down_DS, gate_TS, up_TS = ctx.saved_tensors
+        need_x, need_scale, need_gate, need_up, need_down, *_ = ctx.needs_input_grad
+        inputs = [gate_TS.detach().requires_grad_(), up_TS.detach().requires_grad_()]
+        if need_scale:
+            scale_T1 = scale_T1.detach().requires_grad_()
+            inputs.append(scale_T1)
+        with torch.enable_grad():
+            act_TS = _gated(inputs[0], inputs[1], scale_T1, ctx.act)
+        grads = torch.autograd.grad(act_TS, inputs, grad_TD @ down_DS)
+        grad_gate_TS, grad_up_TS = grads[:2]
+        grad_x = None
+        if need_x:
+            grad_x = torch.addmm(grad_gate_TS @ gate_SD, grad_up_TS, up_SD)
+        products = (
+            (need_gate, grad_gate_TS, x_TD),
+            (need_up, grad_up_TS, x_TD),
+            (need_down, grad_TD, act_TS.detach()),
+        )
+        grad_weights = (
+            put_off(token, _outer_product, left, right, can_add=True) if need else None
+            for token, (need, left, right) in zip(ctx.tokens, products, strict=True)
+        )
+        return (grad_x, grads[2] if need_scale else None, *grad_weights, None)
+
+
+def _outer_product(left: Tensor, right: Tensor, to: Tensor | None = None) -> Tensor | None:
+    return product(left.t(), right, to)

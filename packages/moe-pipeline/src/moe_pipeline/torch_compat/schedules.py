@@ -1,0 +1,371 @@
+"""The interface of `torch.distributed.pipelining` schedules over this package's executor.
+
+For programs that use torch's: import `get_schedule_class` from here and keep the rest. Names,
+arguments, splitting into microbatches, losses, scaling and merged outputs are torch's; stages are
+its `PipelineStage`. What differs: any number of microbatches, shapes that change between them,
+outputs and losses come without graph, and gradients of earlier steps are not scaled again.
+
+    schedule = get_schedule_class("1F1B")(stage, n_microbatches=8, loss_fn=F.cross_entropy)
+    logits = schedule.step(tokens) if stage.is_first else schedule.step(target=labels)
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining.microbatch import TensorChunkSpec, merge_chunks
+
+from moe_pipeline.executor.pipeline_executor import PipelineExecutor
+from moe_pipeline.schedules.generators.basic import forward_then_backward, one_f_one_b
+from moe_pipeline.schedules.generators.dual_pipe import dualpipe_v
+from moe_pipeline.schedules.generators.interleaved import (
+    interleaved_1f1b,
+    interleaved_forward_then_backward,
+    looped_bfs,
+)
+from moe_pipeline.schedules.generators.interleaved_zb import interleaved_zero_bubble
+from moe_pipeline.schedules.generators.v_shaped import v_half, v_min, zbv
+from moe_pipeline.schedules.generators.zero_bubble import zb_1p, zb_2p
+from moe_pipeline.schedules.table.schedule import Kind, Schedule, add_transfers
+from moe_pipeline.torch_compat.batches import PRE_SPLIT, Batch, pre_split_batch, split_batch
+from moe_pipeline.torch_compat.stages import (
+    LossFunction,
+    Microbatch,
+    ModuleStage,
+    StepState,
+    TorchStage,
+    check_stage,
+)
+
+_SINGLE: dict[str, Callable[[int, int], Schedule]] = {
+    "GPipe": forward_then_backward,
+    "forward_then_backward": forward_then_backward,
+    "1F1B": one_f_one_b,
+    "zb_1p": zb_1p,
+    "zb_2p": zb_2p,
+}
+# These take stages_per_rank=, at any number; the others have two stages on each rank, in a V.
+_LOOPED: dict[str, Callable[..., Schedule]] = {
+    "Interleaved1F1B": interleaved_1f1b,
+    "interleaved_1f1b": interleaved_1f1b,
+    "LoopedBFS": looped_bfs,
+    "looped_bfs": looped_bfs,
+    "InterleavedZeroBubble": interleaved_zero_bubble,
+    "interleaved_zero_bubble": interleaved_zero_bubble,
+    "interleaved_forward_then_backward": interleaved_forward_then_backward,
+}
+_FOLDED: dict[str, Callable[[int, int], Schedule]] = {
+    "ZBVZeroBubble": zbv,
+    "zbv": zbv,
+    "v_half": v_half,
+    "v_min": v_min,
+    "DualPipeV": dualpipe_v,
+    "dualpipe_v": dualpipe_v,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleOptions:
+    """Further arguments of a schedule, by keyword: torch's, then this executor's own.
+
+    Attributes:
+        args_chunk_spec: how positional arguments are split; None: tensors along dim 0.
+        kwargs_chunk_spec: how keyword arguments are split; likewise.
+        output_merge_spec: how outputs are put together; likewise.
+        backward_group: carries gradients; None: the group of the stages.
+        timeout_s: limit of each transfer; None: the group's own.
+        gradient_accumulation_fusion: see `PipelineExecutor`.
+    """
+
+    args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None
+    kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None
+    output_merge_spec: Any = None
+    backward_group: ProcessGroup | None = None
+    timeout_s: float | None = None
+    gradient_accumulation_fusion: bool = False
+
+
+class PipelineSchedule:
+    """What torch's single and multi-stage schedules have in common; get one of their classes.
+
+    Attributes:
+        schedule: the table that `step` runs.
+    """
+
+    _generate: ClassVar[Callable[..., Schedule] | None] = None
+    _takes_stages_per_rank: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        stages: Sequence[TorchStage],
+        n_microbatches: int,
+        loss_fn: LossFunction | None,
+        scale_grads: bool,
+        options: Mapping[str, Any],
+    ) -> None:
+        for stage in stages:
+            check_stage(stage)
+        self._options = _options(options)
+        self._loss_fn, self._scale_grads = loss_fn, scale_grads
+        self._stages = {stage.stage_index: stage for stage in stages}
+        self._wrapped = {
+            i: ModuleStage(stage.submod, is_last=i == stage.num_stages - 1)
+            for i, stage in self._stages.items()
+        }
+        self.schedule = self._make_schedule(stages[0], n_microbatches)
+        self._executors: dict[bool, PipelineExecutor] = {}
+        self._executor(with_backward=loss_fn is not None)
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a batch forward and backward. All ranks of the stages' group must call it.
+
+        Args:
+            args: on the rank of the first stage its positional arguments, for the whole batch.
+            target: on the rank of the last stage, with a `loss_fn`.
+            losses: on the rank of the last stage cleared and filled with the losses of the
+                microbatches, unscaled and detached.
+            return_outputs: whether to keep, merge and return what the last stage computes.
+            loss_kwargs: handed to `loss_fn`.
+            kwargs: keyword arguments for this rank's stages. `arg_mbs`, `kwarg_mbs` and
+                `target_mbs` instead of all these give batches that are split already;
+                `finalize_gradients` is taken for torch's sake and means nothing here.
+
+        Returns:
+            On the rank of the last stage its outputs, detached; else None.
+
+        Raises:
+            ValueError: too few rows or microbatches; targets are missing where there is a loss;
+                gradients are switched off, where `eval` is meant.
+            StageTransferError: another rank failed or is gone.
+        """
+        kwargs.pop("finalize_gradients", None)
+        backward = self._loss_fn is not None
+        if backward and not torch.is_grad_enabled():
+            raise ValueError("step runs backward and was called without gradients; call eval")
+        batch = self._split(args, kwargs, target)
+        state = StepState(
+            loss_fn=self._loss_fn, loss_kwargs=loss_kwargs or {}, keeps_outputs=return_outputs
+        )
+        divided: AbstractContextManager[None] = nullcontext()
+        if backward and self._scale_grads:
+            divided = _divided(self._parameters(), self.schedule.num_microbatches)
+        with divided:
+            return self._run(batch, state, losses, with_backward=backward)
+
+    def eval(
+        self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any
+    ) -> Any:
+        """As `step`, forwards only; without `target` no losses are computed."""
+        batch = self._split(args, kwargs, target)
+        loss_fn = None if batch.targets is None else self._loss_fn
+        state = StepState(loss_fn=loss_fn, loss_kwargs={}, keeps_outputs=True)
+        return self._run(batch, state, losses, with_backward=False)
+
+    def _parameters(self) -> list[nn.Parameter]:
+        """Each once, those that stages of this rank share too."""
+        modules = [stage.submod for stage in self._stages.values()]
+        return list({p: None for module in modules for p in module.parameters()})
+
+    def _make_schedule(self, stage: TorchStage, n_microbatches: int) -> Schedule:
+        generate, ranks, count = type(self)._generate, stage.group_size, stage.num_stages
+        if generate is None:
+            raise TypeError(f"{type(self).__name__} is a base class; get_schedule_class makes one")
+        if not self._takes_stages_per_rank:
+            return generate(ranks, n_microbatches)
+        if count % ranks:
+            raise ValueError(f"{count} stages do not divide evenly over {ranks} ranks")
+        return generate(ranks, n_microbatches, stages_per_rank=count // ranks)
+
+    def _executor(self, *, with_backward: bool) -> PipelineExecutor:
+        if with_backward not in self._executors:
+            stage = next(iter(self._stages.values()))
+            if stage.num_stages != self.schedule.num_stages:
+                raise ValueError(
+                    f"schedule {self.schedule.name} has {self.schedule.num_stages} stages on "
+                    f"{stage.group_size} ranks, but the pipeline has {stage.num_stages}"
+                )
+            alone = stage.group_size == 1
+            executor = PipelineExecutor(
+                self._wrapped,
+                self.schedule if with_backward else _forwards_of(self.schedule),
+                rank=stage.group_rank,
+                forward_group=None if alone else stage.group,
+                backward_group=None if alone else self._options.backward_group,
+                device=stage.device,
+                timeout_s=self._options.timeout_s,
+            )
+            executor.gradient_accumulation_fusion = self._options.gradient_accumulation_fusion
+            self._executors[with_backward] = executor
+        return self._executors[with_backward]
+
+    def _run(
+        self, batch: Batch, state: StepState, losses: list[Tensor] | None, *, with_backward: bool
+    ) -> Any:
+        has_last = self.schedule.num_stages - 1 in self._stages
+        if has_last and with_backward and batch.targets is None:
+            raise ValueError(
+                "this rank has the last stage and the schedule a loss_fn; give it target="
+            )
+        for stage in self._wrapped.values():
+            stage.during(state)
+        targets = batch.targets or [None] * self.schedule.num_microbatches
+        extras = [
+            Microbatch(number, kwargs, target)
+            for number, (kwargs, target) in enumerate(zip(batch.kwargs, targets, strict=True))
+        ]
+        try:
+            self._executor(with_backward=with_backward).step(batch.args, extras)
+        finally:
+            for stage in self._wrapped.values():
+                stage.during(None)
+        if not has_last:
+            return None
+        if losses is not None and state.loss_fn is not None:
+            losses[:] = [state.losses[m] for m in sorted(state.losses)]
+        if not state.keeps_outputs:
+            return None
+        chunks = [state.outputs[m] for m in sorted(state.outputs)]
+        return merge_chunks(chunks, self._options.output_merge_spec)
+
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Batch:
+        """The batch in microbatches; takes what is split already out of `kwargs`."""
+        count = self.schedule.num_microbatches
+        pre_split = {name: kwargs.pop(name, None) for name in PRE_SPLIT}
+        if any(value is not None for value in pre_split.values()):
+            return pre_split_batch(pre_split, count, args or kwargs or target is not None)
+        specs = (self._options.args_chunk_spec, self._options.kwargs_chunk_spec)
+        return split_batch(args, kwargs, target, count, specs)
+
+
+class PipelineScheduleSingle(PipelineSchedule):
+    """A schedule with one stage on each rank, made as torch's of this name.
+
+    Args:
+        stage: a `PipelineStage` of `torch.distributed.pipelining`; its module must not be wrapped
+            in data parallelism.
+        n_microbatches: any number from 1.
+        loss_fn: `loss_fn(output, target, **loss_kwargs)`, 0-d; None: `step` runs forwards only.
+        scale_grads: divide gradients by `n_microbatches`: right for a loss that is a mean.
+        options: see `ScheduleOptions`.
+
+    Raises:
+        ValueError: a size below 1, or stages that do not fit the ranks of the group.
+        TypeError: an unknown option; not a stage.
+    """
+
+    def __init__(
+        self,
+        stage: TorchStage,
+        n_microbatches: int,
+        loss_fn: LossFunction | None = None,
+        *,
+        scale_grads: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__([stage], n_microbatches, loss_fn, scale_grads, options)
+
+
+class PipelineScheduleMulti(PipelineSchedule):
+    """A schedule with several stages on each rank; `stages` are this rank's, else as the single."""
+
+    def __init__(
+        self,
+        stages: Sequence[TorchStage],
+        n_microbatches: int,
+        loss_fn: LossFunction | None = None,
+        *,
+        scale_grads: bool = True,
+        **options: Any,
+    ) -> None:
+        if not isinstance(stages, list | tuple) or not stages:
+            raise TypeError(f"stages is {stages!r}; give a list of this rank's stages")
+        super().__init__(stages, n_microbatches, loss_fn, scale_grads, options)
+
+
+_BASES: dict[str, type[PipelineSchedule]] = {
+    "PipelineScheduleSingle": PipelineScheduleSingle,
+    "PipelineScheduleMulti": PipelineScheduleMulti,
+}
+
+
+def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
+    """The class of a schedule, by torch's name or this package's; case does not matter.
+
+    Subclasses of `PipelineScheduleSingle` take `stage`, those of `PipelineScheduleMulti` take
+    `stages`. DualPipe with copies of stages is for `PipelineExecutor`.
+
+    Raises:
+        ValueError: no such schedule; lists those there are.
+    """
+    known = {name.lower(): name for name in (*_BASES, *_SINGLE, *_LOOPED, *_FOLDED)}
+    name = known.get(schedule_name.lower())
+    if name is None:
+        raise ValueError(
+            f"unknown schedule {schedule_name!r}; expected one of {', '.join(known.values())}"
+        )
+    return _class_of(name)
+
+
+@cache
+def _class_of(name: str) -> type[PipelineSchedule]:
+    if name in _BASES:
+        return _BASES[name]
+    base = PipelineScheduleSingle if name in _SINGLE else PipelineScheduleMulti
+    generate = {**_SINGLE, **_LOOPED, **_FOLDED}[name]
+    members = {"_generate": staticmethod(generate), "_takes_stages_per_rank": name in _LOOPED}
+    return type(f"Schedule{name}", (base,), {"__doc__": generate.__doc__, **members})
+
+
+def _options(given: Mapping[str, Any]) -> ScheduleOptions:
+    known = ScheduleOptions.__dataclass_fields__
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise TypeError(
+            f"schedules here have no argument {', '.join(unknown)}; leave it out. They take "
+            f"scale_grads, {', '.join(known)}"
+        )
+    return ScheduleOptions(**given)
+
+
+def _forwards_of(schedule: Schedule) -> Schedule:
+    """The forwards of a schedule in their order."""
+    rows = tuple(tuple(a for a in row if a.kind == Kind.FORWARD) for row in schedule.ranks)
+    return add_transfers(
+        replace(schedule, name=f"{schedule.name} (forwards)", ranks=rows, has_backward=False)
+    )
+
+
+@contextmanager
+def _divided(parameters: Sequence[nn.Parameter], count: int) -> Iterator[None]:
+    """Divide what is added to the gradients meanwhile, and only that; an error takes it back.
+
+    Gradients of before are put aside, so that they neither lose precision nor are divided again.
+    """
+    held = [(parameter, parameter.grad) for parameter in parameters]
+    before = [(parameter, grad) for parameter, grad in held if grad is not None]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(count)
+        for parameter, grad in before:
+            if parameter.grad is not None:
+                grad.add_(parameter.grad)
+    finally:
+        for parameter, grad in before:
+            parameter.grad = grad

@@ -1,0 +1,133 @@
+"""Stages of `torch.distributed.pipelining` as the executor wants them.
+
+Torch's stage is a module with a number, and the loss is a function of the schedule; the executor's
+stage returns its part of the loss itself. What a microbatch brings besides the tensors of the stage
+before (keyword arguments, the target) travels in the executor's `target`.
+
+    step = StepState(loss_fn=loss_fn, loss_kwargs={}, keeps_outputs=True)
+    output = ModuleStage(module, is_last=True).during(step)(x, target=Microbatch(0, {}, target))
+    step.losses[0]
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from moe_pipeline.executor.nests import map_tensors
+from moe_pipeline.executor.stage_io import StageOutput
+
+LossFunction = Callable[..., Tensor]
+
+
+class TorchStage(Protocol):
+    """The attributes of `torch.distributed.pipelining.PipelineStage` that are used here.
+
+    Attributes:
+        submod: the module; called with what the stage before returned, the first one with the
+            positional arguments of `step`, each with the keyword arguments given on its rank. It
+            may return a `StageOutput` to add an auxiliary loss.
+        stage_index: from 0.
+        num_stages: of the whole pipeline.
+        device: where received tensors are put.
+        group: the ranks of the pipeline; None: the default group.
+        group_rank: this rank in it.
+        group_size: its ranks.
+    """
+
+    submod: nn.Module
+    stage_index: int
+    num_stages: int
+    device: torch.device
+    group: ProcessGroup | None
+    group_rank: int
+    group_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """What a stage gets beside the tensors of the stage before."""
+
+    number: int
+    kwargs: Mapping[str, Any]
+    target: Any
+
+
+@dataclass(slots=True, kw_only=True)
+class StepState:
+    """What one step wants of the last stage, and what that left; by number of microbatch."""
+
+    loss_fn: LossFunction | None
+    loss_kwargs: Mapping[str, Any]
+    keeps_outputs: bool
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+
+
+@final
+class ModuleStage:
+    """Runs a torch stage's module as a `Stage`."""
+
+    def __init__(self, module: nn.Module, *, is_last: bool) -> None:
+        self._module, self._is_last = module, is_last
+        self._step: StepState | None = None
+
+    def during(self, step: StepState | None) -> "ModuleStage":
+        """Serve this step; None: none any more."""
+        self._step = step
+        return self
+
+    def __call__(self, *inputs: Any, target: object | None) -> StageOutput:
+        """One microbatch; `target` is its `Microbatch`.
+
+        Raises:
+            TypeError: called outside a step.
+        """
+        step = self._step
+        if step is None or not isinstance(target, Microbatch):
+            raise TypeError("a ModuleStage runs within the step of its schedule only")
+        output, added = self._module(*inputs, **target.kwargs), None
+        if isinstance(output, StageOutput):
+            added = output.loss
+            output = output.tensors[0] if len(output.tensors) == 1 else output.tensors
+        if not self._is_last:
+            tensors = tuple(output) if isinstance(output, tuple | list) else (output,)
+            return StageOutput(tensors=tensors, loss=added)
+        if step.keeps_outputs:
+            step.outputs[target.number] = map_tensors(torch.Tensor.detach, output)
+        if step.loss_fn is None:
+            return StageOutput(loss=added)
+        loss = step.loss_fn(output, target.target, **step.loss_kwargs)
+        step.losses[target.number] = loss.detach()
+        return StageOutput(loss=loss if added is None else loss + added)
+
+
+def check_stage(stage: TorchStage) -> None:
+    """Refuse what torch's schedules steer and ours do not.
+
+    Raises:
+        TypeError: not a stage, or its module reduces its gradients itself.
+        ValueError: it brings functions of its own for weight gradients.
+    """
+    for name in ("submod", "stage_index", "num_stages", "device", "group_rank", "group_size"):
+        if not hasattr(stage, name):
+            raise TypeError(
+                f"a {type(stage).__name__} has no {name}; give a PipelineStage of "
+                "torch.distributed.pipelining (a list of them for schedules of several stages)"
+            )
+    if isinstance(stage.submod, DistributedDataParallel | FullyShardedDataParallel | FSDPModule):
+        raise TypeError(
+            f"stage {stage.stage_index} is wrapped in {type(stage.submod).__name__}, which reduces "
+            "gradients within the backward of a microbatch; give the bare module and reduce its "
+            "gradients after the step"
+        )
+    if getattr(stage, "dw_builder", None) is not None:
+        raise ValueError(
+            f"stage {stage.stage_index} has a dw_builder; leave it out, weight gradients are put "
+            "off by the executor"
+        )

@@ -1,0 +1,211 @@
+"""A stage's backward in two halves: input gradients (I) now, weight gradients (W) from a queue.
+
+Zero-bubble schedules (Qi et al., arXiv 2401.10241) fill idle time with W, so I must leave W out and
+W must not repeat what I did. Asking autograd for a part of a graph does neither: functions written
+in Python do not know which gradients are wanted, and checkpointed layers compute their forward once
+more for each half. Here the forward remembers a queue, and a backward puts the weight gradients
+there instead of computing them:
+
+    queue = WeightQueue()
+    with split_backward(queue):
+        loss = stage(x)
+    with queue.deferring():      # I: input gradients; the weights' wait in the queue
+        loss.backward()
+    queue.run()                  # W
+
+Outside of `deferring()` the same graph gives all gradients at once; run that in `queue.at_once()`
+if the stage calls `torch.utils.checkpoint` by itself. With a stage that is recomputed the forward
+runs a second time in I and never in W. Take a queue for each stage and microbatch.
+
+What is split: `F.linear` (so `nn.Linear`), `x @ weight`, `torch.mm`, `torch.addmm` and
+`F.grouped_mm` by a weight that is a leaf or its transpose; all experts, shared experts and routers
+of this package; functions that use `moe_pipeline.weight_grad.token`. Everything else is computed in
+I: biases, norms, embeddings, convolutions, weights that were computed (`weight.to(...)`), and what
+torch calls from within (`F.multi_head_attention_forward`).
+
+Invariant: I and W together do the matrix products of one backward, each once, and leave the
+gradients that it would leave. Until W the queue keeps for each product its input and the gradient
+of its output (`held_bytes`), nothing else.
+
+A backward must be one of `torch.autograd.backward` without `inputs=`, which would leave out what
+does not lead to an input. W runs on the current CUDA stream, which should be that of the forward.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.overrides import TorchFunctionMode
+
+from moe_pipeline._torch_private import run_backward
+from moe_pipeline.weight_grad.split_linear import REPLACEMENTS
+from moe_pipeline.weight_grad.token import Splitting, WorkList, current_splitting, name_of
+
+
+@final
+class WeightQueue:
+    """Weight gradients of backwards that have run, to be computed later; see the module.
+
+    Args:
+        beside: a queue of another microbatch of the stage, which has prepared the weights already
+            and whose options hold here too.
+        gradient_accumulation_fusion: add matrix products straight into the `grad` of weights that
+            have one, where nobody can tell; see `moe_pipeline.weight_grad.grad_fusion`.
+    """
+
+    def __init__(
+        self,
+        beside: "WeightQueue | None" = None,
+        *,
+        gradient_accumulation_fusion: bool = False,
+    ) -> None:
+        fuses = gradient_accumulation_fusion
+        self._work: WorkList = WorkList(None if beside is None else beside._work, fuses=fuses)
+
+    def __len__(self) -> int:
+        """How many pieces of work wait."""
+        return len(self._work)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the storages that waiting work keeps alive: inputs and output gradients."""
+        return self._work.held_bytes
+
+    def put(
+        self,
+        work: Callable[[], None],
+        *,
+        name: str | None = None,
+        held: Sequence[Tensor] = (),
+    ) -> None:
+        """Have `run` call `work()`, after everything that was put before.
+
+        Args:
+            work: anything. For the gradient of a weight use
+            `moe_pipeline.weight_grad.token.put_off`. name: for errors; None: that of the function.
+            held: tensors that `work` keeps alive, to be counted in `held_bytes`.
+        """
+        self._work.add(lambda *_: work(), tuple(held), name=name or name_of(work))
+
+    def run(self) -> None:
+        """Run and forget all work in order (W); an error says which, and forgets the rest."""
+        self._work.run()
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Within it backwards of graphs made under `split_backward(self)` leave W here (I)."""
+        work = self._work
+        before, work.deferring = work.deferring, True
+        work.num_backwards += 1
+        try:
+            with self.whole():
+                yield
+        finally:
+            work.deferring = before
+
+    def whole(self) -> AbstractContextManager[None]:
+        """For a whole backward; `at_once`, but only if the forward may run again within it."""
+        return self.at_once() if self._work.may_repeat else nullcontext()
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """For a whole backward, where the stage calls `torch.utils.checkpoint` by itself.
+
+        Without this its second forward would run unsplit, save other tensors than the first, and
+        raise torch's `CheckpointError`. `moe_pipeline.recompute` needs no such help.
+        """
+        with _SplitMode(Splitting(self._work)):
+            yield
+
+
+@contextmanager
+def split_backward(queue: WeightQueue) -> Iterator[None]:
+    """Within it forwards remember the queue for the weight gradients of their backward."""
+    with queue.at_once():
+        yield
+
+
+@contextmanager
+def split_again(splitting: Splitting | None) -> Iterator[None]:
+    """Split as a forward before was, which is now repeated; None: it was not split."""
+    if splitting is None:
+        yield
+    else:
+        with _SplitMode(Splitting(splitting.work_list)):
+            yield
+
+
+@final
+class _SplitMode(TorchFunctionMode):
+    """Replaces torch's linear functions by ours, and tells who asks which splitting is in force."""
+
+    def __init__(self, splitting: Splitting) -> None:
+        super().__init__()
+        self._splitting = splitting
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            return func(*args, **(kwargs or {}))
+        return handler(self._splitting, func, *args, **(kwargs or {}))
+
+
+def _backward(
+    roots: Any,
+    gradients: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    **named: Any,
+) -> None:
+    """`torch.autograd.backward`, by its arguments or those of `Tensor.backward`.
+
+    Torch's own is called without the mode that a forward within it, which runs again, needs.
+    """
+    gradients = named.get("gradient", named.get("grad_tensors", gradients))
+    inputs = named.get("inputs")
+    roots = _as_tuple(roots)
+    given = (None,) * len(roots) if gradients is None else _as_tuple(gradients)
+    run_backward(
+        roots,
+        [_gradient_of(root, gradient) for root, gradient in zip(roots, given, strict=True)],
+        retain_graph=create_graph if retain_graph is None else retain_graph,
+        create_graph=create_graph,
+        inputs=() if inputs is None else _as_tuple(inputs),
+    )
+
+
+def _backward_in_mode(splitting: Splitting, function: object, *args: Any, **named: Any) -> None:
+    with _SplitMode(splitting):
+        _backward(*args, **named)
+
+
+_HANDLERS: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    **REPLACEMENTS,
+    current_splitting: lambda splitting, function: splitting,
+    Tensor.backward: _backward_in_mode,
+    torch.autograd.backward: _backward_in_mode,
+}
+
+
+def _as_tuple(given: Any) -> tuple[Any, ...]:
+    return (given,) if isinstance(given, Tensor | GradientEdge) else tuple(given)
+
+
+def _gradient_of(root: Tensor | GradientEdge, gradient: Tensor | None) -> Tensor | None:
+    if gradient is not None or not isinstance(root, Tensor) or not root.requires_grad:
+        return gradient
+    if root.numel() != 1:
+        raise RuntimeError(
+            f"backward of a tensor of shape {tuple(root.shape)} needs a gradient; give one, or "
+            "reduce it to a scalar"
+        )
+    return torch.ones_like(root)

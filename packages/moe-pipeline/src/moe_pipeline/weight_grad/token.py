@@ -1,0 +1,331 @@
+"""Weight gradients that are put off: which weight, what to compute, and how it gets its gradient.
+
+A backward that is split computes the gradients of inputs now (I) and those of weights later (W).
+Autograd has no such thing: a function that returns None for a weight has that weight's hooks called
+without a gradient. So inside `moe_pipeline.weight_grad.queue.split_backward` a function is given an
+*alias* of a weight, which is no part of the weight's graph, and a token that says whose alias it
+is. A gradient of the alias is delivered to the weight; without one nothing happens to it.
+
+How an autograd function of your own takes part:
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, token):
+            ctx.save_for_backward(x, weight)
+            ctx.token = token
+            return x @ weight
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, weight = ctx.saved_tensors
+            grad_weight = None
+            if ctx.needs_input_grad[1]:
+                grad_weight = put_off(ctx.token, lambda x, grad: x.t() @ grad, x, grad)
+            return grad @ weight.t(), grad_weight, None
+
+    y = Scaled.apply(x, *splittable(weight))
+
+Invariant: what is put off runs once, in order, and its gradient reaches the weight as autograd
+delivers one: added to `grad`, once for all uses of a weight in one backward, hooks and
+post-accumulate hooks called. Only `torch.autograd.grad` with respect to the weight is left out: the
+graph does not lead there.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from moe_pipeline._torch_private import saved_tensors_hooks_in_force
+from moe_pipeline.weight_grad.delivery import Ready, deliver
+from moe_pipeline.weight_grad.grad_fusion import PLAIN_TYPES, fits, is_observed, open_grad
+
+
+class _Entry(NamedTuple):
+    """One piece of work, with the tensors that it keeps alive."""
+
+    work: Callable[..., Tensor | None]
+    held: tuple[Tensor, ...]
+    token: "WeightToken | None"  # whose gradient it returns; None: it returns nothing
+    backward: int  # of which backward: uses of a weight in one are summed first
+    name: str | None  # None: that of the function
+    can_add: bool  # whether the work adds to a gradient that it is given as `to`
+
+
+class _Known(NamedTuple):
+    """What a work list knows of a weight."""
+
+    leaf: Tensor
+    alias: Tensor
+    may_fuse: bool
+
+
+@final
+class WorkList:
+    """What was put off, in order. `WeightQueue` is the part that users see.
+
+    Attributes:
+        deferring: whether a backward that runs now puts its weight gradients here.
+        num_backwards: how many such backwards there were.
+        may_repeat: whether the backward may run a part of the forward again, which is then to be
+            split: something was saved by way of hooks, or computed without grad mode.
+        fuses: whether products are added straight into `grad` where nobody can tell.
+        aliases: by the weight's id itself, its alias, and whether its products are.
+    """
+
+    def __init__(self, beside: "WorkList | None" = None, *, fuses: bool = False) -> None:
+        self.aliases: dict[int, _Known] = {} if beside is None else beside.aliases
+        self.fuses: bool = fuses if beside is None else beside.fuses
+        self.deferring = False
+        self.num_backwards = 0
+        self.may_repeat = False
+        self._entries: deque[_Entry] = deque()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(
+        self,
+        work: Callable[..., Tensor | None],
+        held: tuple[Tensor, ...],
+        *,
+        token: "WeightToken | None" = None,
+        name: str | None = None,
+        can_add: bool = False,
+    ) -> None:
+        """Put off `work(*held)`; its result goes to the token's weight."""
+        # Detached: a saved tensor comes with its graph, which would stay alive.
+        kept = tuple([tensor.detach() for tensor in held])
+        self._entries.append(_Entry(work, kept, token, self.num_backwards, name, can_add))
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the distinct storages that the entries keep alive."""
+        storages = [t.untyped_storage() for entry in self._entries for t in entry.held]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Run and forget everything that is here now; after an error nothing is left either."""
+        entries, self._entries = self._entries, deque()
+        left = Counter(_sum_key(entry) for entry in entries)
+        sums: dict[tuple[int, int], Tensor] = {}
+        ready = Ready()
+        position, total = 0, len(entries)
+        while entries:
+            entry, position = entries.popleft(), position + 1
+            try:
+                grad = _gradient(entry)
+                key = _sum_key(entry)
+                left[key] -= 1
+                if grad is not None:
+                    sums[key] = sums[key] + grad if key in sums else grad
+                del grad
+                if entry.token is not None and left[key] == 0 and key in sums:
+                    ready.add(entry.token.leaf, sums.pop(key))
+            except Exception as error:
+                error.add_note(f"in work {position} of {total} of a weight queue: {_told(entry)}")
+                raise
+        ready.deliver()
+
+
+def name_of(work: Callable[..., object]) -> str:
+    """Of a function, or of the one inside a partial, whose repr would print tensors."""
+    inner = getattr(work, "func", work)
+    return str(getattr(inner, "__qualname__", type(work).__name__))
+
+
+def _sum_key(entry: _Entry) -> tuple[int, int]:
+    return (0 if entry.token is None else id(entry.token.leaf), entry.backward)
+
+
+def _gradient(entry: _Entry) -> Tensor | None:
+    if entry.token is None:
+        entry.work(*entry.held)
+        return None
+    if not entry.token.leaf.requires_grad:  # frozen since
+        return None
+    if entry.can_add and _is_added(entry.token, entry.work, entry.held):
+        return None
+    grad = entry.work(*entry.held)
+    return grad.mT if entry.token.is_transposed and grad is not None else grad
+
+
+def _is_added(token: "WeightToken", work: Callable[..., object], held: tuple[Tensor, ...]) -> bool:
+    """Whether work that can add could be added to the weight's `grad`, and was."""
+    grad = token.open_grad()
+    if grad is None or not fits(grad, *held):
+        return False
+    work(*held, to=grad)
+    return True
+
+
+def _told(entry: _Entry) -> str:
+    name = name_of(entry.work) if entry.name is None else entry.name
+    if entry.token is None:
+        return name
+    leaf = entry.token.leaf
+    return f"{name}, gradient of a weight of shape {tuple(leaf.shape)} in {leaf.dtype}"
+
+
+@final
+class WeightToken:
+    """Whose gradient a function may put off, and where to. From `splittable`.
+
+    Attributes:
+        work_list: of the queue.
+        leaf: the weight.
+        is_transposed: whether the function works with `leaf.mT`.
+        may_fuse: whether products may be added straight into the leaf's `grad`.
+    """
+
+    # No dataclass: one is made for every use.
+    __slots__ = ("is_transposed", "leaf", "may_fuse", "work_list")
+
+    def __init__(self, work_list: WorkList, known: _Known, *, is_transposed: bool) -> None:
+        self.work_list = work_list
+        self.leaf = known.leaf
+        self.may_fuse = known.may_fuse
+        self.is_transposed = is_transposed
+
+    @property
+    def weight(self) -> Tensor:
+        """The leaf, or its transpose, as the function works with it."""
+        return self.leaf.detach().mT if self.is_transposed else self.leaf.detach()
+
+    def open_grad(self) -> Tensor | None:
+        """The weight's `grad`, in the layout of `weight`, if products may be added straight to it.
+
+        None without `gradient_accumulation_fusion`, before the first gradient, and where somebody
+        listens to the weight's gradients.
+        """
+        grad = open_grad(self.leaf) if self.may_fuse else None
+        return grad.mT if self.is_transposed and grad is not None else grad
+
+    @property
+    def is_deferring(self) -> bool:
+        """Whether the backward that runs now leaves weight gradients for later."""
+        return self.work_list.deferring
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Splitting:
+    """A `split_backward` in force: where work goes."""
+
+    work_list: WorkList
+
+    def of(self, weight: Tensor) -> tuple[Tensor, WeightToken | None]:
+        """See `splittable`."""
+        is_grad_enabled = torch.is_grad_enabled()
+        if not is_grad_enabled or saved_tensors_hooks_in_force() is not None:
+            self.work_list.may_repeat = True
+        if not is_grad_enabled or not weight.requires_grad or type(weight) not in PLAIN_TYPES:
+            return weight, None
+        leaf = _leaf_of(weight)
+        if leaf is None:
+            return weight, None
+        known = self._known(leaf)
+        if leaf is weight:
+            return known.alias, WeightToken(self.work_list, known, is_transposed=False)
+        return known.alias.mT, WeightToken(self.work_list, known, is_transposed=True)
+
+    def _known(self, leaf: Tensor) -> _Known:
+        """One alias for each weight: autograd then sums over its uses before delivering."""
+        known = self.work_list.aliases.get(id(leaf))
+        if known is not None and known.alias.data_ptr() == leaf.data_ptr():
+            return known
+        alias = _alias_of(leaf)
+        # With the leaf, so that its id stays its own.
+        known = _Known(leaf, alias, self.work_list.fuses and not is_observed(leaf))
+        self.work_list.aliases[id(leaf)] = known
+        return known
+
+
+def current_splitting() -> Splitting | None:
+    """The innermost `split_backward` in force, also in a thread of autograd; None outside."""
+    # A torch function mode is asked, as autograd hands those on to its threads.
+    if has_torch_function((None,)):  # of nothing it would not look for modes
+        return handle_torch_function(current_splitting, ())
+    return None
+
+
+def splittable(weight: Tensor) -> tuple[Tensor, WeightToken | None]:
+    """What to give an autograd function whose backward calls `put_off`: a weight and its token.
+
+    Outside of `split_backward`, without grad mode, and for what is neither a trained leaf nor its
+    transpose, that is the weight itself and None: its gradient is then computed at once.
+
+    Args:
+        weight: any shape and float dtype.
+
+    Returns:
+        An alias of the weight, which requires grad, and whose gradient goes to the weight; and the
+        token for `put_off`.
+    """
+    splitting = current_splitting()
+    return (weight, None) if splitting is None else splitting.of(weight)
+
+
+def put_off(
+    token: WeightToken | None,
+    work: Callable[..., Tensor | None],
+    *held: Tensor,
+    can_add: bool = False,
+) -> Tensor | None:
+    """Return the weight's gradient `work(*held)`, or None where it is put off until W.
+
+    To be called from a backward whose function got `token` from `splittable`.
+
+    Args:
+        token: None: compute at once.
+        work: returns the gradient, in the shape of the weight that the function was given.
+            Runs without grad mode, once.
+        held: the tensors that it needs; they stay alive until W, so hold no others in `work`.
+        can_add: whether `work(*held, to=grad)` adds the gradient to a tensor of the weight's shape
+            and of the dtype of all that is held, for `gradient_accumulation_fusion`.
+    """
+    if token is None:
+        return work(*held)
+    if token.is_deferring:
+        token.work_list.add(work, held, token=token, can_add=can_add)
+        return None
+    return None if can_add and _is_added(token, work, held) else work(*held)
+
+
+def _leaf_of(weight: Tensor) -> Tensor | None:
+    """The leaf that a weight is, or is the transpose of; None for all else."""
+    if weight.is_leaf:
+        return weight
+    before = [node for node, _ in weight.grad_fn.next_functions] if weight.grad_fn else []
+    leaf = getattr(before[0], "variable", None) if len(before) == 1 else None
+    if leaf is None or type(leaf) not in PLAIN_TYPES:
+        return None
+    if leaf.dim() < 2 or leaf.dtype != weight.dtype:
+        return None
+    if weight.data_ptr() != leaf.data_ptr() or weight.shape != leaf.mT.shape:
+        return None
+    return leaf if weight.stride() == leaf.mT.stride() else None
+
+
+def _alias_of(leaf: Tensor) -> Tensor:
+    """A weight's values in a graph that does not lead to the weight.
+
+    A leaf of its own, as autograd hands a leaf its gradient at once, while that is in the cache and
+    before the next one is made.
+    """
+    alias = leaf.detach().requires_grad_()
+
+    def hand_on(alias: Tensor) -> None:
+        grad, alias.grad = alias.grad, None
+        if grad is not None:
+            gradients = [grad]
+            del grad
+            deliver([leaf], gradients)
+
+    alias.register_post_accumulate_grad_hook(hand_on)
+    return alias

@@ -1,0 +1,106 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+from moe_pipeline.config import ExpertsOptions, MoEConfig, SharedExpertOptions
+from moe_pipeline.layer.shared_expert import SharedExpert, SharedExpertGate
+
+HIDDEN, WIDTH = 10, 7
+
+
+def config_for(implementation="auto", act="silu", gate=True):
+    return MoEConfig(
+        hidden_size=HIDDEN,
+        moe_intermediate_size=4,
+        num_experts=2,
+        num_experts_per_tok=1,
+        experts=ExpertsOptions(experts_implementation=implementation, hidden_act=act),
+        shared_expert=SharedExpertOptions(
+            moe_shared_expert_intermediate_size=WIDTH, moe_shared_expert_gate=gate
+        ),
+        initializer_range=0.5,
+    )
+
+
+def reference(module, x_TD, scale_T1, act):
+    acts = {
+        "silu": lambda v: v * torch.sigmoid(v),
+        "gelu": lambda v: v * 0.5 * (1 + torch.erf(v / 2**0.5)),
+        "gelu_pytorch_tanh": lambda v: F.gelu(v, approximate="tanh"),
+    }
+    gate, up = x_TD @ module.gate_proj.weight.t(), x_TD @ module.up_proj.weight.t()
+    return scale_T1 * ((acts[act](gate) * up) @ module.down_proj.weight.t())
+
+
+@pytest.mark.parametrize("tokens", [6, 1, 0])
+@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("implementation", ["loop", "fused"])
+def test_values_and_gradients_equal_the_formula(seed, implementation, act, tokens):
+    config = config_for(implementation, act)
+    module = SharedExpert(config, dtype=torch.float64)
+    gate = SharedExpertGate(config, dtype=torch.float64)
+    x = torch.randn(tokens, HIDDEN, dtype=torch.float64, requires_grad=True)
+    got = module(x, gate(x))
+    wanted = reference(module, x, 1 / (1 + torch.exp(-(x @ gate.weight.t()))), act)
+    assert_close(got, wanted, atol=1e-12, rtol=1e-12)
+    inputs = [x, *module.parameters(), *gate.parameters()]
+    factors = torch.randn_like(x)
+    assert_close(
+        torch.autograd.grad(got, inputs, factors),
+        torch.autograd.grad(wanted, inputs, factors),
+        atol=1e-12,
+        rtol=1e-12,
+    )
+
+
+def test_without_a_gate_the_output_is_not_scaled(seed):
+    module = SharedExpert(config_for(), dtype=torch.float64)
+    x = torch.randn(5, HIDDEN, dtype=torch.float64)
+    assert_close(module(x), reference(module, x, torch.ones(5, 1).double(), "silu"))
+
+
+def test_gradcheck_with_frozen_weights_and_expanded_gradients(seed):
+    module = SharedExpert(config_for("fused"), dtype=torch.float64)
+    scale = torch.rand(3, 1, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(3, HIDDEN, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, scale: module(x, scale), (x, scale))
+    module.up_proj.weight.requires_grad_(False)
+    module(x.detach()).sum().backward()
+    assert module.up_proj.weight.grad is None
+    assert module.gate_proj.weight.grad is not None
+
+
+def test_fused_saves_the_input_and_two_projections_only(seed):
+    saved = {}
+    module = SharedExpert(config_for("fused"))
+    x = torch.randn(50, HIDDEN, requires_grad=True)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+
+    def pack(tensor):
+        pointer = tensor.untyped_storage().data_ptr()
+        if pointer not in weights:
+            saved[pointer] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = module(x)
+    assert sum(saved.values()) == 50 * (HIDDEN + 2 * WIDTH)
+    y.sum().backward()
+
+
+def test_autocast_computes_in_its_dtype(seed):
+    module = SharedExpert(config_for("fused"))
+    x = torch.randn(4, HIDDEN, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = module(x)
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert module.down_proj.weight.grad.dtype == torch.float32
+
+
+def test_config_without_a_shared_expert_is_refused():
+    config = MoEConfig(hidden_size=4, moe_intermediate_size=4, num_experts=2, num_experts_per_tok=1)
+    for module in (SharedExpert, SharedExpertGate):
+        with pytest.raises(ValueError, match=r"MoEConfig\(shared_expert="):
+            module(config)

@@ -1,0 +1,227 @@
+"""Products that add themselves to a weight's gradient, against autograd's own sums."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from moe_pipeline.config import ExpertsOptions, MoEConfig, SharedExpertOptions
+from moe_pipeline.layer.moe_layer import MoELayer
+from moe_pipeline.weight_grad.grad_fusion import add_product, fits, is_observed, open_grad
+from moe_pipeline.weight_grad.queue import WeightQueue, split_backward
+from ranktest import run_ranks
+
+WIDTH = 8
+LIMITS = {"rtol": 1e-12, "atol": 1e-12}
+
+
+@pytest.mark.parametrize("rows", [0, 1, 127, 128, 300])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_product_is_added_whatever_its_rows(seed, rows, transposed, dtype):
+    left, right = torch.randn(rows, 5), torch.randn(rows, 7)
+    to = torch.randn(7, 5).t() if transposed else torch.randn(5, 7)
+    expected = to.double() + left.to(dtype).double().t() @ right.to(dtype).double()
+    to = to.to(dtype)
+    before = to.data_ptr()
+    add_product(to, left.to(dtype).t(), right.to(dtype))
+    add_product(to, left.to(dtype).t(), -right.to(dtype), torch.empty(5, 7, dtype=dtype))
+    add_product(to, left.to(dtype).t(), right.to(dtype))
+    limits = LIMITS if dtype == torch.float64 else {"rtol": 0.1, "atol": 0.5}
+    assert_close(to.double(), expected, **limits)
+    assert to.data_ptr() == before
+
+
+def test_a_gradient_is_open_if_it_is_there_plain_and_laid_out_as_its_weight():
+    weight = nn.Parameter(torch.ones(3, 4))
+    assert open_grad(weight) is None
+    weight.grad = torch.zeros(3, 4)
+    assert open_grad(weight) is weight.grad
+    weight.grad = torch.zeros(4, 3).t()
+    assert open_grad(weight) is None
+    weight.grad = torch.eye(3, 4).to_sparse()
+    assert open_grad(weight) is None
+    weight.grad = torch.zeros(3, 4)
+    weight.requires_grad_(False)
+    assert open_grad(weight) is None
+
+
+def test_factors_fit_in_the_dtype_of_the_gradient():
+    grad = torch.zeros(2, 2)
+    assert fits(grad, torch.ones(2), torch.ones(3))
+    assert not fits(grad, torch.ones(2), torch.ones(3, dtype=torch.bfloat16))
+
+
+def test_a_weight_that_nobody_listens_to_is_not_observed():
+    weight = nn.Parameter(torch.ones(3))
+    assert not is_observed(weight)
+    for _ in range(2):
+        (weight * weight).sum().backward()
+        assert not is_observed(weight)
+    handle = weight.register_hook(lambda grad: grad)
+    assert is_observed(weight)
+    handle.remove()
+    assert not is_observed(weight)
+
+
+def test_hooks_on_a_weight_and_on_its_accumulation_are_seen():
+    weight, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    weight.register_post_accumulate_grad_hook(lambda weight: None)
+    assert is_observed(weight)
+    # As libraries of data parallelism do that reduce gradients while the backward runs.
+    accumulation = other.expand_as(other).grad_fn.next_functions[0][0]
+    accumulation.register_hook(lambda *grads: None)
+    assert is_observed(other)
+    assert is_observed(other)
+    del accumulation
+    assert not is_observed(other)
+
+
+def test_weights_of_a_model_in_ddp_are_observed():
+    def fn(rank, world_size):
+        model = nn.Linear(3, 3)
+        before = [is_observed(p) for p in model.parameters()]
+        wrapped = DistributedDataParallel(model)
+        return before, [is_observed(p) for p in wrapped.parameters()]
+
+    assert run_ranks(fn, 1) == [([False, False], [True, True])]
+
+
+class Mixed(nn.Module):
+    """Each kind of product that can add itself, and a weight that is used twice."""
+
+    def __init__(self, implementation):
+        super().__init__()
+        config = MoEConfig(
+            hidden_size=WIDTH,
+            moe_intermediate_size=4,
+            num_experts=4,
+            num_experts_per_tok=2,
+            experts=ExpertsOptions(experts_implementation=implementation),
+            shared_expert=SharedExpertOptions(moe_shared_expert_intermediate_size=12),
+            initializer_range=0.5,
+        )
+        self.moe = MoELayer(config)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.plain = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+        self.conv1d = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x):
+        x = torch.tanh(self.linear(x)) + x
+        x = torch.addmm(self.bias, x, self.conv1d) @ self.plain
+        x = x + self.moe(x).hidden
+        return (self.linear(x) @ self.plain.t()).square().mean()
+
+
+def run(model, batches, *, queue_of, deferring, wrap=lambda f, x: f(x)):
+    """Gradients of the weights and of the inputs of all batches."""
+    inputs = []
+    for x in batches:
+        x = x.clone().requires_grad_()
+        queue = queue_of()
+        with split_backward(queue):
+            loss = wrap(model, x)
+        with queue.deferring() if deferring else queue.whole():
+            loss.backward()
+        assert (len(queue) > 0) == deferring
+        queue.run()
+        inputs.append(x.grad)
+    return [p.grad for p in model.parameters()], inputs
+
+
+def torchs_checkpoint(function, x):
+    return checkpoint(function, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("wrap", [lambda f, x: f(x), torchs_checkpoint], ids=["plain", "repeated"])
+@pytest.mark.parametrize("deferring", [False, True])
+@pytest.mark.parametrize("implementation", ["fused", "loop", "grouped_mm"])
+def test_gradients_equal_those_of_autograd_over_microbatches(seed, implementation, deferring, wrap):
+    dtype = torch.float32 if implementation == "grouped_mm" else torch.float64  # it has no fp64
+    plain = Mixed(implementation).to(dtype)
+    fused = copy.deepcopy(plain)
+    batches = [torch.randn(rows, WIDTH, dtype=dtype) for rows in (130, 0, 3, 200)]
+    limits = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else LIMITS
+    inputs = []
+    for x in batches:
+        inputs.append(x.clone().requires_grad_())
+        plain(inputs[-1]).nan_to_num().backward()
+    first = WeightQueue(gradient_accumulation_fusion=True)
+    queues = [first, *(WeightQueue(first) for _ in batches[1:])]
+    found, input_grads = run(
+        fused,
+        batches,
+        queue_of=iter(queues).__next__,
+        deferring=deferring,
+        wrap=lambda model, x: wrap(lambda x: model(x).nan_to_num(), x),
+    )
+    for got, parameter in zip(found, plain.parameters(), strict=True):
+        assert_close(got, parameter.grad, **limits)
+    for got, x in zip(input_grads, inputs, strict=True):
+        assert_close(got, x.grad, **limits)
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {x.data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        if isinstance(out, torch.Tensor) and out.data_ptr() not in given:
+            self.num_bytes = max(self.num_bytes, out.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("deferring", [False, True])
+@pytest.mark.parametrize("fusion", [False, True])
+def test_no_gradient_of_the_weights_size_is_made_beside_grad(seed, fusion, deferring):
+    model, x = nn.Linear(300, 500, bias=False), torch.randn(128, 300)
+    model.weight.grad = torch.zeros(500, 300)
+    queue = WeightQueue(gradient_accumulation_fusion=fusion)
+    with Largest() as largest:
+        with split_backward(queue):
+            loss = model(x).sum()
+        with queue.deferring() if deferring else queue.whole():
+            loss.backward()
+        queue.run()
+    assert (largest.num_bytes < model.weight.nbytes) == fusion
+    assert_close(model.weight.grad, x.sum(0).expand(500, 300))
+
+
+@pytest.mark.parametrize("deferring", [False, True])
+def test_hooks_get_the_gradient_of_each_microbatch(seed, deferring):
+    model, seen = nn.Linear(4, 4, bias=False), []
+    model.weight.register_hook(lambda grad: seen.append(grad.clone()))
+    batches = [torch.randn(3, 4) for _ in range(3)]
+    run(
+        model,
+        batches,
+        queue_of=lambda: WeightQueue(gradient_accumulation_fusion=True),
+        deferring=deferring,
+        wrap=lambda model, x: model(x).sum(),
+    )
+    assert_close(torch.stack(seen), torch.stack([x.sum(0).expand(4, 4) for x in batches]))
+    assert_close(model.weight.grad, sum(seen))
+
+
+def test_products_in_another_dtype_are_added_by_autograd(seed):
+    plain = nn.Linear(8, 8)
+    fused = copy.deepcopy(plain)
+    for x in (torch.randn(5, 8), torch.randn(4, 8)):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            plain(x).float().square().sum().backward()
+        queue = WeightQueue(gradient_accumulation_fusion=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16), split_backward(queue):
+            loss = fused(x).float().square().sum()
+        loss.backward()
+    assert_close(fused.weight.grad, plain.weight.grad, rtol=0, atol=0)

@@ -1,0 +1,212 @@
+"""Read and write the TOML file of a training job, so that a mistake in it is one clear message.
+
+Unknown tables and keys are refused with the nearest valid name, wrong types with what was got and
+what was expected. Relative paths in a file start at the file's folder, and relative paths in an
+override start at the current folder; a loaded `Config` holds absolute paths only, so that
+`load_config(write(dump_toml(config))) == config` wherever the copy is put.
+
+    config = load_config(Path("job.toml"), ["parallel.pp=2", "train.max_steps=50"])
+"""
+
+import difflib
+import glob
+import json
+import os
+import textwrap
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_train.config.keys import KeyInfo, keys_of
+from moe_train.config.tables import PYTHON_STDLIB, TABLES, Config, all_keys
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file and apply overrides of the form `table.key=value`.
+
+    Args:
+        path: the file.
+        overrides: later ones win. A value is written as in TOML; quotes around text may be left
+            out, and one name stands for a list of one.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: bad TOML, an unknown table or key, a missing key or a value out of range.
+        TypeError: a value of the wrong type.
+    """
+    tables = _read_tables(Path(path))
+    base_dir = Path(path).resolve().parent
+    for table, values in tables.items():
+        for name, value in values.items():
+            values[name] = _absolute(_info(table, name), value, base_dir)
+    for override in overrides:
+        info, value = _parse_override(override)
+        tables.setdefault(info.table, {})[info.name] = _absolute(info, value, Path.cwd())
+    _check_required(tables, path)
+    made: dict[str, Any] = {
+        name: table_type(**tables.get(name, {})) for name, table_type in TABLES.items()
+    }
+    return Config(**made)
+
+
+def dump_toml(config: Config) -> str:
+    """`config` as TOML text with every key written out; reading it back gives an equal `Config`."""
+    blocks = []
+    for table, table_type in TABLES.items():
+        values = getattr(config, table)
+        lines = [f"{key.name} = {_toml(getattr(values, key.name))}" for key in keys_of(table_type)]
+        blocks.append("\n".join([f"[{table}]", *lines]) + "\n")
+    return "\n".join(blocks)
+
+
+def format_compact(config: Config) -> str:
+    """`config` in one line a table, for the terminal; every key is there."""
+    lines = []
+    width = max(map(len, TABLES)) + 2
+    for table, table_type in TABLES.items():
+        values = getattr(config, table)
+        pairs = (f"{key.name}={_toml(getattr(values, key.name))}" for key in keys_of(table_type))
+        lines.append(f"{'[' + table + ']':<{width}} {' '.join(pairs)}")
+    return "\n".join(lines)
+
+
+def keys_help() -> str:
+    """Every key with its type, default, unit and meaning, for `moe-train train --help`."""
+    lines: list[str] = []
+    for table, table_type in TABLES.items():
+        lines.append(f"[{table}]  {(table_type.__doc__ or '').splitlines()[0]}")
+        for key in keys_of(table_type):
+            default = "required" if key.required else f"default {_toml(key.default)}"
+            unit = f", in {key.unit}" if key.unit else ""
+            lines.append(f"  {key.full_name}  ({key.type_name}{unit}; {default})")
+            lines += textwrap.wrap(key.help, 94, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _read_tables(path: Path) -> dict[str, dict[str, Any]]:
+    if not path.exists():
+        raise FileNotFoundError(f"config file {path} does not exist")
+    try:
+        with path.open("rb") as stream:
+            parsed = tomllib.load(stream)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"config file {path} is not valid TOML: {error}") from error
+    for table, values in parsed.items():
+        if not isinstance(values, dict):
+            raise ValueError(
+                f"{table} stands outside of a table; {_hint_of_key('', table)}"
+                if table not in TABLES
+                else f"{table} must be a table, got {values!r}; write [{table}] above its keys"
+            )
+        if table not in TABLES:
+            raise ValueError(f"unknown table [{table}] in {path}; {_nearest(table, TABLES)}")
+        for name in values:
+            _info(table, name)
+    return parsed
+
+
+def _info(table: str, name: str) -> KeyInfo:
+    for key in keys_of(TABLES[table]):
+        if key.name == name:
+            return key
+    raise ValueError(f"unknown key {table}.{name}; {_hint_of_key(table, name)}")
+
+
+def _hint_of_key(table: str, name: str) -> str:
+    """Which key was meant: the same name in another table, else the nearest name."""
+    elsewhere = [key.full_name for key in all_keys() if key.name == name]
+    if elsewhere:
+        return "did you mean " + " or ".join(elsewhere) + "?"
+    names = {key.name: key.full_name for key in all_keys() if table in ("", key.table)}
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    if not close:
+        everywhere = {key.name: key.full_name for key in all_keys()}
+        close = difflib.get_close_matches(name, everywhere, n=1, cutoff=0.75)
+        names = everywhere if close else names
+    if close:
+        return f"did you mean {names[close[0]]}?"
+    return _nearest(f"{table}.{name}" if table else name, names.values())
+
+
+def _nearest(name: str, valid: Iterable[str]) -> str:
+    options = list(valid)
+    best = max(options, key=lambda option: difflib.SequenceMatcher(a=name, b=option).ratio())
+    return f"did you mean {best}? Valid names: {', '.join(options)}"
+
+
+def _parse_override(text: str) -> tuple[KeyInfo, Any]:
+    """The key that an override names and its value, not yet checked against the key's type."""
+    name, equals, value = text.partition("=")
+    table, dot, key = name.strip().partition(".")
+    if not equals:
+        raise ValueError(f"override {text!r} is not of the form table.key=value")
+    if not dot:
+        raise ValueError(f"override {text!r} names no table; {_hint_of_key('', table)}")
+    if table not in TABLES:
+        raise ValueError(f"unknown table {table} in {text!r}; {_nearest(table, TABLES)}")
+    info = _info(table, key)
+    return info, _override_value(info, value.strip())
+
+
+def _override_value(info: KeyInfo, text: str) -> Any:
+    quoted = text[:1] in ('"', "'")
+    if info.kind is str and not quoted:
+        return text
+    if info.kind is tuple and not quoted and not text.startswith("["):
+        return [text]
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        raise TypeError(f"{info.full_name} must be {info.type_name}, got {text!r}") from None
+    return [value] if info.kind is tuple and isinstance(value, str) else value
+
+
+def _check_required(tables: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    missing = [
+        key for key in all_keys() if key.required and key.name not in tables.get(key.table, {})
+    ]
+    if missing:
+        listed = ", ".join(f"{key.full_name} ({key.help})" for key in missing)
+        raise ValueError(f"config file {path} lacks {listed}")
+
+
+def _absolute(info: KeyInfo, value: Any, base_dir: Path) -> Any:
+    """Text of a path key made absolute; anything else is left to the check of types."""
+    if not info.is_path:
+        return value
+    if isinstance(value, str):
+        return _absolute_path(value, base_dir)
+    if isinstance(value, list):
+        return [
+            _absolute_path(item, base_dir)
+            if isinstance(item, str) and item != PYTHON_STDLIB
+            else item
+            for item in value
+        ]
+    return value
+
+
+def _absolute_path(text: str, base_dir: Path) -> str:
+    if not text:
+        return text
+    expanded = os.path.expanduser(text)
+    if os.path.isabs(expanded):
+        return os.path.normpath(expanded)
+    # A folder's own name may hold the signs of a glob; only the user's part is a pattern.
+    base = str(base_dir)
+    if glob.has_magic(expanded):
+        base = glob.escape(base)
+    return os.path.normpath(os.path.join(base, expanded))
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, except that TOML wants DEL escaped too.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    return repr(value)

@@ -1,0 +1,62 @@
+"""What a checkpoint holds, in words: `moe-train inspect DIR`."""
+
+from collections import defaultdict
+from pathlib import Path
+
+from moe_train.checkpoint.training_state import has_part, newest_checkpoint, read_state
+from moe_train.layout.model_source import read_decoder
+from moe_train.model.config import DecoderConfig
+from unified_ckpt import read_index
+
+_PARTS = ("model", "optimizer", "master_weights")
+
+
+def describe_checkpoint(path: Path) -> str:
+    """A summary of a checkpoint folder, or of the newest one in a run's output folder.
+
+    Raises:
+        ValueError: there is no checkpoint.
+    """
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a folder; name a checkpoint-N folder or an output folder")
+    folder = path if (path / "config.json").is_file() else newest_checkpoint(path)
+    if folder is None:
+        raise ValueError(f"{path} holds no complete checkpoint")
+    lines = [str(folder), *_describe_model(read_decoder(folder))]
+    if (folder / "trainer_state.json").is_file():
+        state = read_state(folder)
+        lines.append(
+            f"training    step {state.step}, {state.consumed_samples} samples of "
+            f"{state.sequence_length} tokens, seed {state.seed}, data {state.data_fingerprint[:12]}"
+        )
+    for part in _PARTS:
+        if has_part(folder, part):
+            lines.extend(_describe_part(folder, part))
+    others = sorted(p.name for p in folder.iterdir() if p.suffix != ".safetensors")
+    lines.append(f"files       {', '.join(others)}")
+    return "\n".join(lines)
+
+
+def _describe_model(config: DecoderConfig) -> list[str]:
+    sparse = sum(config.is_sparse(layer) for layer in range(config.num_hidden_layers))
+    return [
+        f"model       {config.model_type}: {config.num_hidden_layers} layers ({sparse} with "
+        f"experts), hidden {config.hidden_size}, vocabulary {config.vocab_size}",
+        f"experts     {config.num_experts} of width {config.moe_intermediate_size}, "
+        f"{config.num_experts_per_tok} per token",
+    ]
+
+
+def _describe_part(folder: Path, part: str) -> list[str]:
+    index = read_index(folder, part)
+    sizes: dict[str, int] = defaultdict(int)
+    elements = 0
+    for entry in index.values():
+        count = 1
+        for length in entry.shape or ():
+            count *= length
+        elements += count
+        sizes[str(entry.dtype)] += count
+    dtypes = ", ".join(f"{count:,} {dtype}" for dtype, count in sorted(sizes.items()))
+    files = len({entry.file for entry in index.values()})
+    return [f"{part:<11} {len(index)} tensors, {elements:,} elements ({dtypes}), {files} file(s)"]

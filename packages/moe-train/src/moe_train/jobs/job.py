@@ -1,0 +1,178 @@
+"""One training job: what is checked before any rank starts, and what each rank then runs.
+
+source = check(config, resume)     # once, in the launching process; raises for every known mistake
+train(config, str(source or ""), stop)                                             # on every rank
+"""
+
+import os
+from pathlib import Path
+
+import torch.distributed as dist
+from tokenizers import Tokenizer
+
+from moe_train.checkpoint.training_state import check_same_data, find_checkpoint, read_state
+from moe_train.config.tables import Config
+from moe_train.data.prepare import prepare
+from moe_train.launch.signals import StopFlag
+from moe_train.model.config import DecoderConfig
+from moe_train.model.stage import stage_layers
+from moe_train.parallel import choose_device, start
+from moe_train.report.metrics import MetricsLog
+from moe_train.report.plots import write_plots
+from moe_train.report.progress import ProgressLine
+from moe_train.training.balancing import check_balancing
+from moe_train.training.build import build_training, read_model_config, training_schedule
+from moe_train.training.loop import Position, Reporter, TrainingLoop
+from moe_train.training.sources import open_splits
+from unified_ckpt import CheckpointError, read_index
+from unified_ckpt.run.folder import numbered_checkpoints, step_of
+from unified_ckpt.saving.commit.commit import check_replaceable
+
+_POSITION = Position()
+
+
+def current_step() -> int:
+    """Finished steps of this process's job, for the report of a failing rank."""
+    return _POSITION.step
+
+
+def check(config: Config, resume: str) -> Path | None:
+    """Refuse what cannot work, before any process starts; prepares the corpus on the way.
+
+    Returns:
+        The checkpoint that the job goes on from; None for a new run.
+
+    Raises:
+        ValueError: one message with what was given, what is expected and what to change.
+    """
+    model = read_model_config(config)
+    check_model(config, model)
+    choose_device(config.train.device)
+    folder = Path(config.train.output_dir)
+    source = find_checkpoint(folder, resume)
+    _check_output_folder(folder, source)
+    if source is not None:
+        _check_checkpoint(source)
+    prepared = prepare(config)
+    size = Tokenizer.from_file(str(prepared.tokenizer_file)).get_vocab_size()
+    if size > model.vocab_size:
+        raise ValueError(
+            f"the tokenizer {prepared.tokenizer_file.name} has {size} tokens but the model's "
+            f"vocab_size={model.vocab_size}; lower tokenizer.vocab_size to {model.vocab_size} or "
+            "use a model config with a larger vocabulary"
+        )
+    open_splits(config, prepared)
+    if source is not None:
+        state = read_state(source)
+        now = {
+            "data_fingerprint": prepared.fingerprint,
+            "sequence_length": config.data.sequence_length,
+            "seed": config.train.seed,
+        }
+        check_same_data(state, now.__getitem__, source)
+        if state.step >= config.train.max_steps:
+            raise ValueError(
+                f"{source} is at step {state.step} and train.max_steps={config.train.max_steps}; "
+                "raise train.max_steps to train further"
+            )
+        _check_nothing_in_the_way(folder, range(state.step + 1, config.train.max_steps + 1))
+    return source
+
+
+def check_model(config: Config, model: DecoderConfig) -> None:
+    """Check the decoder against the layout.
+
+    Raises:
+        ValueError: layers, experts or positions do not fit the layout or the data, or balancing
+            does not fit the schedule or the family.
+    """
+    parallel = config.parallel
+    stage_layers(model.num_hidden_layers, parallel.pp, 0)
+    check_balancing(config, model, training_schedule(config))
+    if model.num_experts % parallel.ep:
+        choices = [str(d) for d in range(1, model.num_experts + 1) if model.num_experts % d == 0]
+        raise ValueError(
+            f"parallel.ep={parallel.ep} ranks cannot share num_experts={model.num_experts} evenly; "
+            f"choose ep among {', '.join(choices)}"
+        )
+    if config.data.sequence_length > model.max_position_embeddings:
+        raise ValueError(
+            f"data.sequence_length={config.data.sequence_length} exceeds the model's "
+            f"max_position_embeddings={model.max_position_embeddings}; shorten the sequences"
+        )
+
+
+def train(config: Config, resume: str, stop: StopFlag) -> None:
+    """Train on this rank until the end or a request to stop. Collective over all ranks.
+
+    Args:
+        resume: "", "latest" or a checkpoint folder.
+        stop: asked after every step; any rank's request stops all of them with a checkpoint.
+    """
+    parallel = start(config)
+    training = build_training(config, parallel)
+    folder = Path(config.train.output_dir)
+    source = find_checkpoint(folder, resume)
+    if source is not None:
+        state = training.checkpointer.load(source)
+        _POSITION.step, _POSITION.consumed_samples = state.step, state.consumed_samples
+    elif config.model.init_from:
+        training.checkpointer.load_weights(Path(config.model.init_from))
+    reporter = _reporter(config) if parallel.rank == 0 else None
+    try:
+        saved = TrainingLoop(config, training, reporter, _POSITION).run(stop)
+    finally:
+        if reporter is not None:
+            reporter.close()
+    if parallel.rank == 0:
+        _finish(config, folder, saved)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _reporter(config: Config) -> Reporter:
+    folder = Path(config.train.output_dir)
+    metrics = MetricsLog(folder, tensorboard=config.log.tensorboard, resume_step=_POSITION.step)
+    return Reporter(metrics, ProgressLine(config.train.max_steps, config.log.progress))
+
+
+def _finish(config: Config, folder: Path, saved: Path | None) -> None:
+    written = [folder / "metrics.jsonl"]
+    if config.log.plots:
+        written += write_plots(folder / "metrics.jsonl", folder)
+    if saved is not None:
+        written.append(saved)
+    print("results:", *(f"\n  {path}" for path in written), flush=True)
+
+
+def _check_checkpoint(source: Path) -> None:
+    try:
+        for part in ("model", "optimizer"):
+            read_index(source, part)
+    except CheckpointError as error:
+        raise ValueError(f"--resume: {error}") from error
+
+
+def _check_nothing_in_the_way(folder: Path, steps: range) -> None:
+    """What a save may not replace must not be found when a step's work would be lost with it."""
+    for path in numbered_checkpoints(folder):
+        if step_of(path) in steps:
+            try:
+                check_replaceable(path)
+            except ValueError as error:
+                raise ValueError(
+                    f"{path} is no complete checkpoint, so that no save may replace it, but the "
+                    f"run will come to step {step_of(path)}; move it away"
+                ) from error
+
+
+def _check_output_folder(folder: Path, source: Path | None) -> None:
+    """A run must not write its checkpoints between those of another."""
+    if source is None and any(folder.glob("checkpoint-*")):
+        raise ValueError(
+            f"train.output_dir={folder} already holds checkpoints; pass --resume to continue that "
+            "run, or choose another folder"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"train.output_dir={folder} is not writable; choose another folder")

@@ -1,0 +1,170 @@
+"""Where every parameter lies: which box of it this rank holds, and under which keys it is stored.
+
+Two mappings meet here. mesh-spmd says which box of a parameter a rank holds; `stored_form` says
+which stored keys (transformers' names) it consists of. Their intersections are what a checkpoint
+reads and writes, for weights and for everything shaped alike.
+
+    stored = stored_tensors(layouts, {"model.norm.weight": tensor}, rank=0)
+    load(stored.shards, checkpoint_id=folder)
+    stored.write_back()              # for the tensors whose stored layout is another one
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from mesh_spmd import Box, ProcessMesh, Spec, choose_placements, local_box
+from moe_train.layout.stored_form import StoredForm, stored_form
+from moe_train.model.config import DecoderConfig
+from unified_ckpt import Shard
+
+_EXPERTS = ".mlp.experts."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterLayout:
+    """One parameter or buffer: its shape over all ranks, its placements, and its stored form.
+
+    Only dim 0 of experts is sharded, and a stored form leaves that dim alone, so the placements
+    are those of the stored form, too.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    spec: Spec
+    form: StoredForm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensors:
+    """A rank's tensors as boxes of stored tensors.
+
+    Attributes:
+        shards: what to save, or to load into.
+        rearranged: (tensor, its copy in the stored layout, its layout) where that is another one;
+            all other shards are views.
+    """
+
+    shards: list[Shard]
+    rearranged: list[tuple[Tensor, Tensor, ParameterLayout]]
+
+    def write_back(self) -> None:
+        """Bring what the shards hold now into the tensors; needed after a load."""
+        for tensor, stored, layout in self.rearranged:
+            tensor.copy_(layout.form.to_memory(stored))
+
+
+def is_expert(name: str) -> bool:
+    """Whether the parameter belongs to routed experts and is sharded over ep."""
+    return _EXPERTS in name
+
+
+def stage_tensors(stage: nn.Module) -> dict[str, Tensor]:
+    """Name -> tensor of all that a checkpoint keeps of a stage: parameters and router biases."""
+    return dict(stage.state_dict())
+
+
+def parameter_layouts(
+    stage: nn.Module, config: DecoderConfig, stage_mesh: ProcessMesh
+) -> dict[str, ParameterLayout]:
+    """The layout of every tensor of a pipeline stage, in the order of its state dict.
+
+    Experts are sharded over ep on dim 0, everything else is replicated over dp x ep.
+
+    Args:
+        stage: the module with this rank's shards.
+        stage_mesh: the ("dp", "ep") mesh of the ranks of this stage.
+    """
+    layouts = {}
+    for name, tensor in stage_tensors(stage).items():
+        shape = tuple(tensor.shape)
+        wanted: Mapping[str, int] = {}
+        if is_expert(name):
+            shape = (config.num_experts, *shape[1:])
+            wanted = {"ep": 0}
+        placements = choose_placements(shape, stage_mesh, shard=wanted, strict=True)
+        layouts[name] = ParameterLayout(
+            name=name,
+            global_shape=shape,
+            spec=Spec(stage_mesh, placements),
+            form=stored_form(config.model_type, name, shape),
+        )
+    return layouts
+
+
+def single_rank_layouts(stage: nn.Module, config: DecoderConfig) -> dict[str, ParameterLayout]:
+    """The layouts of a module that one rank, number 0, holds whole."""
+    return parameter_layouts(stage, config, ProcessMesh((1, 1), ("dp", "ep")))
+
+
+def stored_tensors(
+    layouts: Mapping[str, ParameterLayout],
+    tensors: Mapping[str, Tensor],
+    rank: int,
+    suffix: str = "",
+) -> StoredTensors:
+    """The stored form of this rank's tensors.
+
+    Args:
+        tensors: name -> this rank's part; parameters, moments or master weights.
+        suffix: appended to the stored keys, such as "/exp_avg".
+
+    Raises:
+        ValueError: a tensor has not the shape of this rank's box.
+    """
+    shards: list[Shard] = []
+    rearranged = []
+    for name, given in tensors.items():
+        layout, tensor = layouts[name], given.detach()
+        _check_box(layout, tensor, rank)
+        stored = layout.form.to_stored(tensor)
+        if stored.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+            rearranged.append((tensor, stored, layout))
+        shards.extend(_boxes(layout, stored, rank, suffix))
+    return StoredTensors(shards=shards, rearranged=rearranged)
+
+
+def _check_box(layout: ParameterLayout, tensor: Tensor, rank: int) -> None:
+    held = local_box(layout.global_shape, layout.spec, rank)
+    if tuple(tensor.shape) != held.shape:
+        raise ValueError(
+            f"{layout.name}: rank {rank} holds {tuple(tensor.shape)}, its layout says {held.shape}"
+        )
+
+
+def _boxes(layout: ParameterLayout, stored: Tensor, rank: int, suffix: str) -> Iterator[Shard]:
+    """The boxes of stored tensors that lie in this rank's part, which has the stored layout."""
+    held = local_box(layout.form.shape, layout.spec, rank)
+    for view in layout.form.views:
+        part = _overlap(held, Box(view.offset, view.shape))
+        if part is None:
+            continue
+        local = stored[tuple(slice(o - h, o - h + n) for o, h, n in _zip(part, held))]
+        dropped = len(view.shape) - len(view.stored_shape)
+        inside = tuple(o - v for o, v in zip(part.offset, view.offset, strict=True))
+        yield Shard(
+            key=view.key + suffix,
+            tensor=local.reshape(part.shape[dropped:]) if dropped else local,
+            global_shape=tuple(view.stored_shape),
+            offset=inside[dropped:],
+        )
+
+
+def _overlap(held: Box, view: Box) -> Box | None:
+    lows, lengths = [], []
+    for (a, n), (b, m) in zip(
+        zip(held.offset, held.shape, strict=True),
+        zip(view.offset, view.shape, strict=True),
+        strict=True,
+    ):
+        low, high = max(a, b), min(a + n, b + m)
+        if high <= low and m > 0:
+            return None
+        lows.append(low)
+        lengths.append(max(0, high - low))
+    return Box(tuple(lows), tuple(lengths))
+
+
+def _zip(part: Box, held: Box) -> Iterator[tuple[int, int, int]]:
+    return zip(part.offset, held.offset, part.shape, strict=True)

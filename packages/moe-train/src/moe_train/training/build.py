@@ -1,0 +1,218 @@
+"""Put the libraries together for one rank.
+
+mesh-spmd lays out the parameters, comm-collectives tells every rank about the corpus and reduces
+gradients, moe-pipeline drives the stage, unified-ckpt and weight-convert (through `layout`) read
+and write it. gpu-alloc replays what this allocates, in `plan`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from moe_pipeline import (
+    PipelineExecutor,
+    Schedule,
+    forward_only,
+    forward_then_backward,
+    one_f_one_b,
+)
+from moe_train.checkpoint.export import checkpoint_files
+from moe_train.checkpoint.training_state import Checkpointer
+from moe_train.config.tables import Config
+from moe_train.data.prepare import prepare
+from moe_train.layout.model_source import read_decoder
+from moe_train.layout.parameters import is_expert, parameter_layouts, stage_tensors, stored_tensors
+from moe_train.model.config import DecoderConfig
+from moe_train.model.init import initialise
+from moe_train.model.stage import (
+    EMBEDDING,
+    DecoderStage,
+    StageOptions,
+    shares_embedding,
+    stage_layers,
+)
+from moe_train.optim.adamw import AdamW
+from moe_train.optim.grads import GradientStore, ParameterGroup
+from moe_train.parallel import Parallel
+from moe_train.training.balancing import aux_loss_coef, check_balancing
+from moe_train.training.sources import Corpus, open_corpus
+from moe_train.training.step import StepRunner
+
+_SCHEDULES = {"1f1b": one_f_one_b, "forward_then_backward": forward_then_backward}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """Everything one rank needs to train."""
+
+    parallel: Parallel
+    runner: StepRunner
+    checkpointer: Checkpointer
+    corpus: Corpus
+
+
+def read_model_config(config: Config) -> DecoderConfig:
+    """The decoder's shape, from `model.init_from` or `model.config_file`.
+
+    Layers for multi-token prediction that are not trained are left out of a model that starts
+    from random weights, and are kept as they are with a model that starts from a checkpoint.
+
+    Raises:
+        ValueError: neither is given, or the file cannot be used.
+    """
+    source = config.model.init_from or config.model.config_file
+    if not source:
+        raise ValueError("model.config_file is empty; name a config.json, or set model.init_from")
+    model = read_decoder(Path(source))
+    is_idle = bool(model.mtp_layers) and config.train.mtp_loss_coef == 0
+    leaves_out = is_idle and not config.model.init_from
+    return model.with_mtp_layers(0) if leaves_out else model
+
+
+def training_schedule(config: Config) -> Schedule:
+    """What the pipeline's ranks do in a step; pure."""
+    make = _SCHEDULES[config.parallel.schedule]
+    return make(config.parallel.pp, config.train.gradient_accumulation_steps)
+
+
+def build_stage(config: Config, model: DecoderConfig, parallel: Parallel) -> DecoderStage:
+    """This rank's part of the decoder, with initial weights that do not depend on the layout."""
+    options = StageOptions(
+        layers=stage_layers(model.num_hidden_layers, parallel.num_stages, parallel.stage),
+        first=parallel.is_first,
+        last=parallel.is_last,
+        ep_group=parallel.ep_group if config.parallel.ep > 1 else None,
+        token_group=parallel.data_group if parallel.num_data_ranks > 1 else None,
+        num_microbatches=config.train.gradient_accumulation_steps,
+        aux_loss_coef=aux_loss_coef(config, model),
+        aux_loss_scope=config.moe.moe_router_load_balancing_scope,
+        z_loss_coef=config.moe.moe_z_loss_coeff,
+        capacity_factor=config.moe.capacity_factor,
+        drop_policy=config.moe.moe_token_drop_policy,
+        bias_update_rate=config.moe.moe_router_bias_update_rate,
+        mtp_loss_coef=config.train.mtp_loss_coef,
+        loss_chunk_tokens=config.train.loss_chunk_tokens,
+        experts_implementation=config.model.experts_implementation,
+        recompute=config.train.recompute == "layers",
+        device=parallel.device,
+        dtype=_DTYPES[config.train.dtype],
+    )
+    return DecoderStage(model, options)
+
+
+def build_training(config: Config, parallel: Parallel) -> Training:
+    """Build this rank's training. Collective over all ranks."""
+    model = read_model_config(config)
+    needs_tokens = parallel.is_first or parallel.is_last
+    prepared = prepare(config) if needs_tokens else None
+    corpus = open_corpus(config, parallel, prepared)
+    files: dict[str, bytes] = {}
+    if parallel.rank == 0 and prepared is not None:
+        files = checkpoint_files(config, model, prepared.tokenizer_file)
+    runner, checkpointer = build_runner(config, model, parallel, files)
+    return Training(parallel=parallel, runner=runner, checkpointer=checkpointer, corpus=corpus)
+
+
+def build_runner(
+    config: Config, model: DecoderConfig, parallel: Parallel, files: Mapping[str, bytes]
+) -> tuple[StepRunner, Checkpointer]:
+    """The stage with its optimizer, executors and checkpoints; no data.
+
+    Args:
+        files: what rank 0 writes beside the weights.
+    """
+    stage = build_stage(config, model, parallel)
+    layouts = parameter_layouts(stage, model, parallel.stage_mesh)
+    parameters = {name: p for name, p in stage.named_parameters() if p.requires_grad}
+    tensors = stage_tensors(stage)
+    stored = stored_tensors(layouts, tensors, parallel.rank)
+    for shard in stored.shards:
+        initialise(
+            shard.key,
+            shard.tensor,
+            seed=config.train.seed,
+            std=model.initializer_range,
+            first=shard.offset[0] if shard.offset else 0,
+        )
+    stored.write_back()
+    optimizer = AdamW(parameters, config.optimizer, master_weights=config.train.master_weights)
+    microbatches = config.train.gradient_accumulation_steps
+    train_schedule = training_schedule(config)
+    check_balancing(config, model, train_schedule)
+    runner = StepRunner(
+        parallel=parallel,
+        stage=stage,
+        executor=_executor(config, stage, train_schedule, parallel),
+        evaluator=_executor(
+            config, stage, forward_only(parallel.num_stages, microbatches), parallel
+        ),
+        gradients=GradientStore(
+            parameter_groups(parameters, parallel, has_copy=shares_embedding(model, stage.options)),
+            fp32_accumulation=config.train.master_weights and config.train.dtype != "float32",
+        ),
+        optimizer=optimizer,
+        max_grad_norm=config.optimizer.max_grad_norm,
+        updates_expert_bias=config.moe.moe_router_enable_expert_bias,
+    )
+    checkpointer = Checkpointer(
+        folder=Path(config.train.output_dir),
+        parallel=parallel,
+        parameters=tensors,
+        layouts=layouts,
+        optimizer=optimizer,
+        files=files,
+        save_total_limit=config.checkpoint.save_total_limit,
+        timeout_s=max(config.parallel.timeout_s, 600.0),
+    )
+    return runner, checkpointer
+
+
+def parameter_groups(
+    parameters: dict[str, nn.Parameter], parallel: Parallel, *, has_copy: bool
+) -> list[ParameterGroup]:
+    """Which ranks sum the gradients of which parameters; the same groups on every rank of a stage.
+
+    Dense parameters are reduced over dp x ep, experts over their own data parallel ranks, and an
+    embedding of which first and last stage hold a copy over the ranks of both.
+
+    Args:
+        has_copy: the last stage uses the embedding.
+    """
+    ends = parallel.embedding_group if has_copy else None
+    names = {EMBEDDING} if ends is not None else set()
+    copied = [p for name, p in parameters.items() if name in names]
+    experts = [p for name, p in parameters.items() if is_expert(name)]
+    dense = [p for name, p in parameters.items() if name not in names and not is_expert(name)]
+    groups = [
+        ParameterGroup(
+            parameters=dense, reduce_group=parallel.data_group, num_holders=parallel.num_data_ranks
+        ),
+        ParameterGroup(
+            parameters=experts,
+            reduce_group=parallel.dp_group,
+            num_holders=parallel.dp_group.size(),
+        ),
+    ]
+    if ends is not None and copied:
+        groups.append(ParameterGroup(parameters=copied, reduce_group=ends, num_holders=ends.size()))
+    return groups
+
+
+def _executor(
+    config: Config, stage: DecoderStage, schedule: Schedule, parallel: Parallel
+) -> PipelineExecutor:
+    executor = PipelineExecutor(
+        {parallel.stage: stage},
+        schedule,
+        rank=parallel.stage,
+        forward_group=parallel.forward_group,
+        backward_group=parallel.backward_group,
+        device=parallel.device,
+        timeout_s=config.parallel.timeout_s,
+    )
+    executor.gradient_accumulation_fusion = config.train.gradient_accumulation_fusion
+    return executor

@@ -1,0 +1,180 @@
+"""The training loop, to be read from top to bottom.
+
+    step -> figures -> (validation) -> (checkpoint) -> next step, until max_steps or a stop
+
+Everything that decides how the loop goes on is equal on every rank: step numbers and the figures
+of `StepRunner`, which come out of one all-reduce.
+"""
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_train.checkpoint.training_state import TrainerState
+from moe_train.config.tables import Config
+from moe_train.data.packing import Batch
+from moe_train.launch.signals import StopFlag
+from moe_train.optim.adamw import learning_rate
+from moe_train.report.metrics import MetricsLog
+from moe_train.report.progress import ProgressLine
+from moe_train.training.batches import BatchPlan, training_microbatches, validation_steps
+from moe_train.training.build import Training
+from moe_train.training.step import StepResult
+
+
+@dataclass(slots=True)
+class Position:
+    """How far the run has come: finished updates and samples used."""
+
+    step: int = 0
+    consumed_samples: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reporter:
+    """What rank 0 writes for people; the other ranks have none."""
+
+    metrics: MetricsLog
+    progress: ProgressLine
+
+    def close(self) -> None:
+        """Flush the files and leave the terminal in order."""
+        self.progress.close()
+        self.metrics.close()
+
+
+class TrainingLoop:
+    """Runs steps until `max_steps` or until any rank is asked to stop.
+
+    Args:
+        training: what the steps are made of.
+        reporter: on rank 0 only.
+        position: where to start; kept up to date while the loop runs.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        training: Training,
+        reporter: Reporter | None,
+        position: Position,
+    ) -> None:
+        self.config = config
+        self.runner = runner = training.runner
+        self.corpus = training.corpus
+        self.checkpointer = training.checkpointer
+        self.reporter = reporter
+        self.position = position
+        self.plan = BatchPlan(
+            global_batch_size=config.train.global_batch_size,
+            num_microbatches=config.train.gradient_accumulation_steps,
+            data_rank=runner.parallel.data_rank,
+            num_data_ranks=runner.parallel.num_data_ranks,
+        )
+
+    def run(self, stop: StopFlag) -> Path | None:
+        """Train; collective over all ranks. Return the last checkpoint written, if any."""
+        train, checkpoint = self.config.train, self.config.checkpoint
+        saved: Path | None = None
+        stopping = False
+        while self.position.step < train.max_steps and not stopping:
+            result = self._step(stop)
+            step = self.position.step
+            last = step == train.max_steps
+            stopping = result.stop_requested
+            if not stopping and (last or _due(step, train.validation_interval_steps)):
+                self._validate()
+            if stopping or last or _due(step, checkpoint.interval_steps):
+                saved = self.checkpointer.save(self._state())
+        return saved
+
+    def _step(self, stop: StopFlag) -> StepResult:
+        started = time.perf_counter()
+        batches = self._training_batches()
+        loaded = time.perf_counter()
+        lr = learning_rate(
+            self.position.step + 1, self.config.train.max_steps, self.config.optimizer
+        )
+        result = self.runner.train(batches, lr=lr, stop=stop.requested)
+        self.position.step += 1
+        self.position.consumed_samples += self.config.train.global_batch_size
+        elapsed_s = time.perf_counter() - started
+        self._report(
+            step_metrics(result), lr=lr, data_time_s=loaded - started, step_time_s=elapsed_s
+        )
+        return result
+
+    def _training_batches(self) -> list[Batch]:
+        if self.corpus.train is None:
+            return []
+        return training_microbatches(
+            self.corpus.train, self.corpus.order, self.plan, self.position.consumed_samples
+        )
+
+    def _validate(self) -> float:
+        total, count = 0.0, 0
+        for batches in self._validation_batches():
+            loss, tokens = self.runner.evaluate(batches)
+            total, count = total + loss, count + tokens
+        mean = total / max(count, 1)
+        self._report({"validation_loss": mean, "validation_perplexity": math.exp(min(mean, 700.0))})
+        return mean
+
+    def _validation_batches(self) -> list[list[Batch]]:
+        count = min(
+            self.config.train.validation_sequences, self.corpus.facts.num_validation_sequences
+        )
+        if self.corpus.validation is None:
+            return [[] for _ in range(0, count, self.plan.global_batch_size)]
+        return list(validation_steps(self.corpus.validation, count, self.plan))
+
+    def _state(self) -> TrainerState:
+        return TrainerState(
+            step=self.position.step,
+            consumed_samples=self.position.consumed_samples,
+            data_fingerprint=self.corpus.facts.fingerprint,
+            sequence_length=self.config.data.sequence_length,
+            seed=self.config.train.seed,
+        )
+
+    def _report(self, values: Mapping[str, object], **times: float) -> None:
+        step = self.position.step
+        logged = _due(step, self.config.log.interval_steps) or step == self.config.train.max_steps
+        if self.reporter is None or ("loss" in values and not logged):
+            return
+        sequence_tokens = self.config.train.global_batch_size * self.config.data.sequence_length
+        merged = {**values, **times}
+        if "step_time_s" in times:
+            merged["tokens_per_s"] = sequence_tokens / times["step_time_s"]
+            merged["consumed_samples"] = self.position.consumed_samples
+        self.reporter.metrics.write(self.position.step, merged)
+        self.reporter.progress.update(self.position.step, merged)
+
+
+def _due(step: int, interval_steps: int) -> bool:
+    return interval_steps > 0 and step % interval_steps == 0
+
+
+def step_metrics(result: StepResult) -> dict[str, object]:
+    """The figures of a step under the names of the metrics files."""
+    values: dict[str, object] = {
+        "loss": result.loss,
+        "aux_loss": result.aux_loss,
+        "grad_norm": result.grad_norm,
+    }
+    # Losses that most jobs have not.
+    values.update(
+        (name, value)
+        for name, value in (("z_loss", result.z_loss), ("mtp_loss", result.mtp_loss))
+        if value
+    )
+    worst = 0.0
+    for layer, load_E in enumerate(result.load_LE):
+        total = sum(load_E)
+        if total:
+            values[f"expert_load/{layer}"] = load_E
+            worst = max(worst, max(load_E) * len(load_E) / total)
+    values["expert_load_max_over_mean"] = worst
+    return values

@@ -1,0 +1,108 @@
+import dataclasses
+import math
+
+import pytest
+
+from moe_train.config.tables import (
+    TABLES,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+    all_keys,
+)
+
+
+def train(**changes: object) -> TrainConfig:
+    values = {"output_dir": "out", "max_steps": 10, "global_batch_size": 8, **changes}
+    return TrainConfig(**values)  # type: ignore[arg-type]
+
+
+def config(**tables: object) -> Config:
+    values = {
+        "model": ModelConfig(config_file="config.json"),
+        "train": train(),
+        "optimizer": OptimizerConfig(lr=1e-3),
+        **tables,
+    }
+    return Config(**values)  # type: ignore[arg-type]
+
+
+def test_world_size_is_the_product_of_the_axes() -> None:
+    made = config(parallel=ParallelConfig(pp=2, dp=2, ep=4), train=train(global_batch_size=8))
+    assert made.world_size == 16
+
+
+def test_tables_are_frozen_and_slotted() -> None:
+    table = train()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        table.seed = 1  # type: ignore[misc]
+    assert not hasattr(table, "__dict__")
+
+
+def test_every_key_is_described() -> None:
+    names = [key.full_name for key in all_keys()]
+    assert len(names) == len(set(names))
+    assert {key.table for key in all_keys()} == set(TABLES)
+    for key in all_keys():
+        assert key.help and not key.help.endswith("."), key.full_name
+
+
+def test_batch_that_does_not_divide_names_the_numbers_and_a_remedy() -> None:
+    batch = train(global_batch_size=12, gradient_accumulation_steps=4)
+    with pytest.raises(ValueError, match=r"=12 does not divide .* = 8; choose 8 or 16"):
+        config(train=batch, parallel=ParallelConfig(ep=2))
+    with pytest.raises(ValueError, match=r"=3 does not divide .* = 8; choose 8$"):
+        config(train=train(global_batch_size=3), parallel=ParallelConfig(dp=8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_steps": 0}, "train.max_steps=0 is too small; it must be at least 1"),
+        ({"seed": -1}, "train.seed=-1 is too small"),
+        ({"output_dir": ""}, "train.output_dir is empty"),
+        ({"dtype": "float16"}, 'train.dtype must be one of "float32", "bfloat16", got'),
+        ({"master_weights": True}, "train.master_weights=true has no use"),
+        ({"gradient_accumulation_steps": 3}, "choose 6 or 9"),
+    ],
+)
+def test_bad_values_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        train(**changes)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("lr", [0.0, -1.0, math.nan, math.inf])
+def test_learning_rate_must_be_a_positive_number(lr: float) -> None:
+    with pytest.raises(ValueError, match=r"optimizer\.lr="):
+        OptimizerConfig(lr=lr)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_steps": "10"}, "train.max_steps must be int, got str '10'"),
+        ({"max_steps": 10.0}, "train.max_steps must be int, got float 10.0"),
+        ({"max_steps": True}, "train.max_steps must be int, got bool True"),
+        ({"master_weights": 1}, "train.master_weights must be bool, got int 1"),
+    ],
+)
+def test_wrong_types_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        train(**changes)
+    assert str(raised.value) == message
+
+
+def test_numbers_and_lists_are_kept_in_one_form() -> None:
+    assert isinstance(OptimizerConfig(lr=1).lr, float)
+    assert DataConfig(corpus=["a", "b"]).corpus == ("a", "b")  # type: ignore[arg-type]
+
+
+def test_empty_corpus_and_missing_model_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"data\.corpus"):
+        DataConfig(corpus=())
+    with pytest.raises(ValueError, match=r"set model\.config_file"):
+        ModelConfig()

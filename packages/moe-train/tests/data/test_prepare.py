@@ -1,0 +1,244 @@
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from moe_train.config.tables import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TokenizerConfig,
+    TrainConfig,
+)
+from moe_train.config.toml_file import dump_toml
+from moe_train.data.corpus import Document
+from moe_train.data.packing import IGNORED_LABEL, PackedSplit
+from moe_train.data.prepare import PreparedCorpus, prepare, split_documents
+from moe_train.data.token_file import open_tokens
+from moe_train.data.unigram import unigram_cross_entropy
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    words = ["def", "return", "import", "self", "value", "None", "é"]
+    for index in range(40):
+        rng = random.Random(index)
+        lines = [" ".join(rng.choices(words, k=8)) for _ in range(rng.randint(5, 40))]
+        path = folder / f"m{index % 4}" / f"f{index}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(lines), encoding="utf-8")
+    return folder
+
+
+Make = Callable[..., Config]
+
+
+@pytest.fixture
+def make(tmp_path: Path, text: Path) -> Make:
+    def config(*, tokenizer: dict[str, object] | None = None, **data: object) -> Config:
+        values = {"corpus": (str(text),), "cache_dir": str(tmp_path / "cache"), **data}
+        return Config(
+            model=ModelConfig(config_file="config.json"),
+            data=DataConfig(**values),  # type: ignore[arg-type]
+            tokenizer=TokenizerConfig(**(tokenizer or {"vocab_size": 300})),  # type: ignore[arg-type]
+            train=TrainConfig(output_dir="out", max_steps=1, global_batch_size=1),
+            optimizer=OptimizerConfig(lr=1e-3),
+        )
+
+    return config
+
+
+def texts_of(prepared: PreparedCorpus, path: Path) -> list[str]:
+    tokenizer = Tokenizer.from_file(str(prepared.tokenizer_file))
+    tokens = open_tokens(path).astype(np.int64)
+    ends = np.flatnonzero(tokens == prepared.eos_token_id)
+    assert ends[-1] == len(tokens) - 1
+    parts = np.split(tokens, ends + 1)[:-1]
+    return [tokenizer.decode(part[:-1].tolist()) for part in parts]
+
+
+def test_every_document_is_in_one_split_whole_and_unchanged(make: Make, text: Path) -> None:
+    prepared = prepare(make(validation_fraction=0.2))
+    train = texts_of(prepared, prepared.train_tokens)
+    held = texts_of(prepared, prepared.validation_tokens)
+    documents = [path.read_text(encoding="utf-8") for path in text.rglob("*.py")]
+    assert sorted(train + held) == sorted(documents)
+    share = sum(map(len, held)) / sum(map(len, documents))
+    assert 0.14 < share <= 0.21, share
+
+
+def test_second_call_finds_the_cache(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = prepare(make())
+    stamp = first.train_tokens.stat().st_mtime_ns
+    monkeypatch.setattr("moe_train.data.prepare.read_text", None)  # nothing is read again
+    assert prepare(make()) == first
+    assert first.train_tokens.stat().st_mtime_ns == stamp
+
+
+def test_touched_files_are_read_again_but_not_encoded(
+    make: Make, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = prepare(make())
+    for path in text.rglob("*.py"):
+        os.utime(path, ns=(1, 1))
+    monkeypatch.setattr("moe_train.data.prepare.encode_batch", None)
+    assert prepare(make()) == first
+
+
+def test_same_files_elsewhere_have_the_same_fingerprint(
+    make: Make, text: Path, tmp_path: Path
+) -> None:
+    first = prepare(make())
+    shutil.copytree(text, tmp_path / "moved" / "text")
+    config = make(
+        corpus=(str(tmp_path / "moved" / "text"),), cache_dir=str(tmp_path / "other cache")
+    )
+    second = prepare(config)
+    assert second.fingerprint == first.fingerprint
+    assert second.train_tokens.read_bytes() == first.train_tokens.read_bytes()
+    assert second.tokenizer_file.read_bytes() == first.tokenizer_file.read_bytes()
+
+
+def test_what_shapes_the_tokens_changes_the_fingerprint(make: Make, text: Path) -> None:
+    prints = [
+        prepare(make()).fingerprint,
+        prepare(make(validation_fraction=0.3)).fingerprint,
+        prepare(make(max_bytes=8000)).fingerprint,
+        prepare(make(tokenizer={"vocab_size": 280})).fingerprint,
+        prepare(make(tokenizer={"vocab_size": 300, "train_bytes": 2000})).fingerprint,
+    ]
+    path = next(text.rglob("*.py"))
+    path.write_text(path.read_text(encoding="utf-8").replace("def", "fed"), encoding="utf-8")
+    prints.append(prepare(make()).fingerprint)
+    assert len(set(prints)) == len(prints)
+    assert prepare(make(sequence_length=8)).fingerprint == prints[-1]
+
+
+def test_damaged_cache_is_made_again(make: Make) -> None:
+    first = prepare(make())
+    content = first.train_tokens.read_bytes()
+    first.train_tokens.write_bytes(content[:-2])
+    again = prepare(make())
+    assert again == first
+    assert again.train_tokens.read_bytes() == content
+    (first.train_tokens.parent / "corpus.json").write_text("{")
+    assert prepare(make()) == first
+    shutil.rmtree(first.train_tokens.parent)
+    assert prepare(make()).train_tokens.read_bytes() == content
+
+
+def test_processes_at_once_make_it_once(make: Make, tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(dump_toml(make()), encoding="utf-8")
+    code = (
+        "import logging, sys; from pathlib import Path; logging.basicConfig(level=logging.INFO)\n"
+        "from moe_train import load_config, prepare\n"
+        "print(prepare(load_config(Path(sys.argv[1]))).fingerprint)"
+    )
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(job)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(3)
+    ]
+    ended = [process.communicate(timeout=60) for process in running]
+    assert [process.returncode for process in running] == [0, 0, 0], ended
+    assert len({out for out, _ in ended}) == 1
+    assert sum("trained the tokenizer" in errors for _, errors in ended) == 1
+    assert len(list((tmp_path / "cache" / "corpora").iterdir())) == 1
+
+
+def test_files_that_are_no_text_are_left_out(make: Make, text: Path) -> None:
+    (text / "latin.py").write_bytes(b"# caf\xe9\n" * 50)
+    (text / "nul.py").write_bytes(b"a\0b" * 50)
+    prepared = prepare(make(validation_fraction=0.2))
+    found = texts_of(prepared, prepared.train_tokens)
+    found += texts_of(prepared, prepared.validation_tokens)
+    assert len(found) == 40
+
+
+def test_given_tokenizer_is_used_and_is_part_of_the_fingerprint(make: Make, tmp_path: Path) -> None:
+    trained = prepare(make())
+    file = tmp_path / "tokenizer.json"
+    shutil.copy(trained.tokenizer_file, file)
+    prepared = prepare(make(tokenizer={"file": str(file)}))
+    assert prepared.tokenizer_file.read_bytes() == file.read_bytes()
+    assert prepared.train_tokens.read_bytes() == trained.train_tokens.read_bytes()
+    changed = json.loads(file.read_text())
+    changed["added_tokens"][0]["content"] = "</s>"
+    changed["model"]["vocab"]["</s>"] = changed["model"]["vocab"].pop("<|endoftext|>")
+    file.write_text(json.dumps(changed))
+    assert prepare(make(tokenizer={"file": str(file)})).fingerprint != prepared.fingerprint
+
+
+def test_unusable_tokenizer_file_is_refused_and_leaves_nothing(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.file=.* does not exist"):
+        prepare(make(tokenizer={"file": str(tmp_path / "no.json")}))
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"is not a tokenizer\.json"):
+        prepare(make(tokenizer={"file": str(tmp_path / "bad.json")}))
+    corpora = tmp_path / "cache" / "corpora"
+    assert not corpora.exists() or list(corpora.iterdir()) == []
+
+
+def test_corpus_of_one_document_is_refused_with_a_remedy(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("text " * 1000)
+    with pytest.raises(ValueError, match="has 1 usable document"):
+        prepare(make(corpus=(str(tmp_path / "one.txt"),)))
+
+
+def document(index: int, size: int) -> Document:
+    return Document(name=f"n{index}", path=Path(f"/{index}"), size_bytes=size, mtime_ns=0)
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 0.02, 0.1, 0.5])
+def test_split_comes_near_the_fraction_and_neither_side_is_empty(fraction: float) -> None:
+    seed = random.randrange(2**32)
+    rng = random.Random(seed)
+    documents = [document(i, rng.randint(1, 2000)) for i in range(rng.randint(2, 400))]
+    train, held = split_documents(documents, fraction)
+    total = sum(d.size_bytes for d in documents)
+    share = sum(d.size_bytes for d in held) / total
+    assert train and held, seed
+    assert sorted([*train, *held], key=documents.index) == documents, seed
+    assert share <= fraction or len(held) == 1, seed
+    if len(documents) > 100 and fraction >= 0.02:
+        assert share > fraction * 0.8, seed
+
+
+def test_split_changes_little_when_a_document_is_added() -> None:
+    documents = [document(i, 100) for i in range(200)]
+    _, before = split_documents(documents, 0.1)
+    _, after = split_documents([*documents, document(1000, 100)], 0.1)
+    assert len(set(before) ^ set(after)) <= 2
+
+
+def test_unigram_cross_entropy_equals_a_count_by_hand(make: Make) -> None:
+    prepared = prepare(make(validation_fraction=0.3))
+    train = open_tokens(prepared.train_tokens).tolist()
+    split = PackedSplit(prepared.validation_tokens, 16, prepared.eos_token_id, True)
+    numbers = list(range(0, split.num_sequences, 2))
+    labels = [
+        label
+        for row in split.batch(numbers).labels.tolist()
+        for label in row
+        if label != IGNORED_LABEL
+    ]
+    size = prepared.vocab_size
+    expected = -np.mean([np.log((train.count(t) + 1) / (len(train) + size)) for t in labels])
+    found = unigram_cross_entropy(prepared, 16, sequence_indices=np.array(numbers))
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert unigram_cross_entropy(prepared, 16) == pytest.approx(expected, rel=0.1)

@@ -1,0 +1,165 @@
+import itertools
+
+import pytest
+import torch
+
+from moe_train.layout.parameters import single_rank_layouts, stage_tensors, stored_tensors
+from moe_train.model.config import DecoderConfig
+from moe_train.model.init import initialise
+from moe_train.model.stage import EMBEDDING, DecoderStage, StageOptions, Target, stage_layers
+
+
+def config_of(**changes: object) -> DecoderConfig:
+    values: dict[str, object] = {
+        "model_type": "qwen3_moe",
+        "vocab_size": 40,
+        "hidden_size": 16,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "intermediate_size": 24,
+        "mlp_only_layers": (1,),
+    }
+    return DecoderConfig.from_dict({**values, **changes})
+
+
+def make_stage(config: DecoderConfig, layers: range, **options: object) -> DecoderStage:
+    last = layers.stop == config.num_hidden_layers
+    stage = DecoderStage(
+        config,
+        StageOptions(
+            layers=layers,
+            first=layers.start == 0,
+            last=last,
+            aux_loss_coef=0.1,
+            **options,  # type: ignore[arg-type]
+        ),
+    )
+    stored = stored_tensors(single_rank_layouts(stage, config), stage_tensors(stage), 0)
+    for shard in stored.shards:
+        initialise(shard.key, shard.tensor, seed=5, std=0.3)
+    stored.write_back()
+    return stage
+
+
+def batch(config: DecoderConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(0, config.vocab_size, (3, 11))
+    labels = tokens[:, 1:].clone()
+    labels[0, :4] = -100
+    return tokens[:, :-1], labels, torch.arange(10).expand(3, 10)
+
+
+def test_stages_in_a_row_equal_one_stage_in_loss_and_gradients() -> None:
+    config = config_of()
+    tokens, labels, positions = batch(config)
+    whole = make_stage(config, range(4))
+    loss = whole(tokens, positions, target=Target(labels, 0.1)).loss
+    loss.backward()
+    first, second = make_stage(config, range(0, 2)), make_stage(config, range(2, 4))
+    middle = first(tokens, positions)
+    total = second(*middle.tensors, target=Target(labels, 0.1)).loss + middle.loss
+    total.backward()
+    torch.testing.assert_close(total, loss, rtol=1e-6, atol=1e-6)
+    expected = dict(whole.named_parameters())
+    parts = dict(itertools.chain(first.named_parameters(), second.named_parameters()))
+    assert parts.keys() == expected.keys()
+    for name, parameter in parts.items():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-5, atol=1e-6)
+
+
+def test_ignored_labels_do_not_count() -> None:
+    config = config_of()
+    tokens, labels, positions = batch(config)
+    stage = make_stage(config, range(4)).eval()
+    with torch.no_grad():
+        everything = stage(tokens, positions, target=Target(labels, 1.0)).loss
+        alone = torch.full_like(labels, -100)
+        parts = []
+        for row in range(3):
+            some = alone.clone()
+            some[row] = labels[row]
+            parts.append(stage(tokens, positions, target=Target(some, 1.0)).loss)
+        assert stage(tokens, positions, target=Target(alone, 1.0)).loss == 0
+    torch.testing.assert_close(sum(parts), everything)
+
+
+def test_the_record_sums_the_microbatches_and_is_taken_once() -> None:
+    config = config_of()
+    tokens, labels, positions = batch(config)
+    stage = make_stage(config, range(4), num_microbatches=2)
+    for _ in range(2):
+        stage(tokens, positions, target=Target(labels, 0.5))
+    record = stage.take_record()
+    assert sorted(record.load_E) == [0, 2, 3]
+    for load_E in record.load_E.values():
+        assert int(load_E.sum()) == 2 * 30 * 2
+    assert record.aux_loss > 0 and record.loss > 0
+    assert stage.take_record().load_E == {}
+
+
+def test_evaluation_has_no_auxiliary_loss() -> None:
+    config = config_of()
+    tokens, _, positions = batch(config)
+    stage = make_stage(config, range(0, 2))
+    assert stage(tokens, positions).loss is not None
+    assert stage.eval()(tokens, positions).loss is None
+
+
+def test_tied_embeddings_share_the_head() -> None:
+    config = config_of(tie_word_embeddings=True)
+    stage = make_stage(config, range(4))
+    assert "lm_head.weight" not in dict(stage.named_parameters())
+    hidden = torch.randn(1, 2, 16)
+    expected = stage.model.norm(hidden) @ stage.model.embed_tokens.weight.T
+    torch.testing.assert_close(stage.logits(hidden), expected)
+
+
+def test_the_copies_of_a_tied_embedding_are_equal_and_their_gradients_add_up() -> None:
+    config = config_of(tie_word_embeddings=True)
+    tokens, labels, positions = batch(config)
+    whole = make_stage(config, range(4))
+    whole(tokens, positions, target=Target(labels, 0.1)).loss.backward()
+    first, last = make_stage(config, range(0, 2)), make_stage(config, range(2, 4))
+    copies = [stage.get_parameter(EMBEDDING) for stage in (first, last)]
+    assert torch.equal(*copies)
+    middle = first(tokens, positions)
+    (last(*middle.tensors, target=Target(labels, 0.1)).loss + middle.loss).backward()
+    together = sum(copy.grad for copy in copies)
+    torch.testing.assert_close(together, whole.get_parameter(EMBEDDING).grad, rtol=1e-5, atol=1e-6)
+
+
+def test_layers_for_multi_token_prediction_are_kept_or_trained() -> None:
+    changes = {"model_type": "glm4_moe", "n_routed_experts": 4, "num_nextn_predict_layers": 1}
+    config = config_of(**changes)
+    tokens, labels, positions = batch(config)
+    losses = []
+    for coef in (0.0, 0.3):
+        stage = make_stage(config, range(2, 4), mtp_loss_coef=coef)
+        assert (EMBEDDING in dict(stage.named_parameters())) == (coef > 0)
+        hidden = torch.randn(3, 10, 16, generator=torch.Generator().manual_seed(2))
+        stage(hidden, positions, target=Target(labels, 0.1, tokens)).loss.backward()
+        ahead = [p for n, p in stage.named_parameters() if ".layers.4." in n]
+        assert all(p.requires_grad == (coef > 0) == (p.grad is not None) for p in ahead), coef
+        record = stage.take_record()
+        assert (record.mtp_loss > 0) == (coef > 0)
+        losses.append(record.loss)
+    assert torch.equal(*losses)
+    with pytest.raises(ValueError, match="input_ids_BS"):
+        stage(hidden, positions, target=Target(labels, 0.1))
+
+
+def test_the_last_stage_names_a_missing_target() -> None:
+    config = config_of()
+    tokens, _, positions = batch(config)
+    with pytest.raises(TypeError, match="Target"):
+        make_stage(config, range(4))(tokens, positions)
+
+
+def test_layers_that_do_not_divide_are_refused_with_the_choices() -> None:
+    assert [list(stage_layers(6, 3, s)) for s in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(ValueError, match=r"num_hidden_layers=6 .*pp=4.*1, 2, 3, 6"):
+        stage_layers(6, 4, 0)

@@ -1,0 +1,92 @@
+"""A save that returns once the state is copied; a separate process writes, checks and commits it.
+
+Crash safety is that of `save`, which the saver process calls.
+
+    response = async_save(state_dict, checkpoint_id="run/checkpoint-10", saver=saver)
+    ...  # train on
+    report = response.upload_completion.result()
+"""
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+from unified_ckpt.background.saver import AsyncSaver
+from unified_ckpt.background.tickets import UploadFuture
+from unified_ckpt.errors import SaveError
+from unified_ckpt.options import SaveOptions
+from unified_ckpt.state.nested import StateDict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsyncSaveResponse:
+    """The two moments of a save in the background, as torch's distributed checkpoint has them.
+
+    Attributes:
+        staging_completion: the state has been copied. CPU memory is when `async_save` returns; for
+            tensors of a CUDA device, the stream that was current then waits before it goes on.
+        upload_completion: the checkpoint is committed, or why it is not. Its result is the report.
+    """
+
+    staging_completion: "Future[None]"
+    upload_completion: UploadFuture
+
+
+def async_save(
+    state_dict: StateDict,
+    *,
+    checkpoint_id: Path | str,
+    saver: AsyncSaver,
+    files: Mapping[str, bytes] | None = None,
+    rank_files: Mapping[str, bytes] | None = None,
+    options: SaveOptions | None = None,
+    loss: float | None = None,
+) -> AsyncSaveResponse:
+    """Copy the state and let the saver process write it; every rank of the saver's group calls it.
+
+    Nothing in the call is collective: a rank whose call raises makes this one checkpoint fail on
+    all ranks, in their `upload_completion`. When all staging buffers are in use, the call waits.
+
+    Args:
+        state_dict: as in `save`. Parts of ready-made `Shard`s cost the least to take apart.
+        checkpoint_id: as in `save`.
+        saver: the saver of this rank; `saver.prepare(state_dict)` before the first save makes that
+            one as fast as the others.
+        files: as in `save`.
+        rank_files: as in `save`.
+        options: as in `save`; moments are compressed by the saver process.
+        loss: of this step, the same on all ranks; for a moving average (see `EmaConfig`).
+
+    Raises:
+        SaveError: the saver process had died, an earlier save had failed unseen, or no buffer
+            became free within `backpressure_timeout_s`.
+        TypeError: the state or the files hold something that cannot be saved.
+    """
+    ticket, tensors = saver.reserve(
+        state_dict,
+        checkpoint_id=checkpoint_id,
+        files=files,
+        rank_files=rank_files,
+        options=options,
+        loss=loss,
+    )
+    staged: Future[None] = Future()
+
+    def submit() -> None:
+        staged.set_result(None)
+        saver.submit(ticket)
+
+    def fail(error: SaveError) -> None:
+        staged.set_exception(error)
+        saver.abandon(ticket, error)
+
+    offloader = saver.offloader
+    try:
+        offloader.start(tensors, ticket.buffer.views(ticket.layout), ticket.layout)
+        saver.expect(ticket)
+        offloader.finish(submit, on_error=fail, timeout_s=saver.config.timeout_s)
+    except BaseException as error:  # an open ticket would hold up all later ones
+        saver.abandon(ticket, error, still_copying=offloader.busy)
+        raise
+    return AsyncSaveResponse(staging_completion=staged, upload_completion=ticket.upload_completion)

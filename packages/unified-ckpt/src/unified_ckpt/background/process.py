@@ -1,0 +1,153 @@
+"""The trainer's end of a saver process: start it, hand it snapshots, notice at once when it dies.
+
+The process is a fresh interpreter, never a fork: the trainer has threads and perhaps CUDA. What
+crosses the socket are short messages and file descriptors of shared memory, so a send never waits
+for the other side. A thread of the trainer reads the answers; it runs no collectives.
+
+    process = SaverProcess(settings, on_answer=print, on_death=print)
+    process.wait_ready(timeout_s=60)
+    process.send({"kind": "save", ...}, memory.fd)
+    process.close(timeout_s=60)
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import unified_ckpt
+from unified_ckpt.errors import SaveError
+
+MAX_MESSAGE_BYTES = 128 * 1024  # below the default send buffer of a socket
+_REAP_TIMEOUT_S = 10.0
+
+
+class SaverProcess:
+    """One running saver process.
+
+    Args:
+        settings: JSON types, handed to `saver_main`.
+        on_answer: called with every answer, on a thread of this process.
+        on_death: called once with the cause, on that thread, if the process ends unasked.
+    """
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        *,
+        on_answer: Callable[[dict[str, Any]], None],
+        on_death: Callable[[str], None],
+    ) -> None:
+        self._on_answer = on_answer
+        self._on_death = on_death
+        self._ready = threading.Event()
+        self._ended = threading.Event()
+        self._closing = False
+        self._cause = ""
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            given = {**settings, "socket_fd": theirs.fileno(), "parent_pid": os.getpid()}
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "unified_ckpt.background.saver_main",
+                    json.dumps(given),
+                ],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": _import_path()},
+            )
+        self._listener = threading.Thread(
+            target=self._listen, name="unified-ckpt-saver-answers", daemon=True
+        )
+        self._listener.start()
+
+    @property
+    def pid(self) -> int:
+        """The process id of the saver."""
+        return self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process is known to have ended."""
+        return self._ended.is_set()
+
+    def wait_ready(self, *, timeout_s: float) -> None:
+        """Wait until the process has started.
+
+        Raises:
+            SaveError: it ended or did not start in time.
+        """
+        if not self._ready.wait(timeout_s):
+            raise SaveError(f"the saver process (pid {self.pid}) did not start in {timeout_s:g} s")
+        if self.ended:
+            raise SaveError(f"the saver process could not start: {self._cause}")
+
+    def send(self, message: Mapping[str, Any], *fds: int) -> None:
+        """Hand over a short message with descriptors; never waits.
+
+        Raises:
+            OSError: the process has ended, or does not read.
+        """
+        raw = json.dumps(message).encode()
+        if len(raw) > MAX_MESSAGE_BYTES:
+            raise ValueError(f"a message of {len(raw)} bytes; at most {MAX_MESSAGE_BYTES}")
+        socket.send_fds(self._socket, [raw], list(fds), socket.MSG_DONTWAIT)
+
+    def close(self, *, timeout_s: float) -> None:
+        """Ask the process to end after what it does now; kill it when the time is over."""
+        self._closing = True
+        with contextlib.suppress(OSError):  # it has ended by itself
+            self.send({"kind": "close"})
+        if not self._ended.wait(timeout_s):
+            self._process.kill()
+        self._listener.join(_REAP_TIMEOUT_S)
+        self._socket.close()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                raw = self._socket.recv(2 * MAX_MESSAGE_BYTES)
+            except OSError:
+                raw = b""
+            if not raw:
+                break
+            answer = json.loads(raw)
+            if answer["kind"] == "ready":
+                self._ready.set()
+            else:
+                self._on_answer(answer)
+        self._cause = self._reap()
+        self._ended.set()
+        self._ready.set()
+        if not self._closing:
+            self._on_death(self._cause)
+
+    def _reap(self) -> str:
+        """Collect the ended process and say how it ended."""
+        try:
+            code = self._process.wait(_REAP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        if code >= 0:
+            return f"pid {self.pid} ended with exit code {code}"
+        name = signal.Signals(-code).name
+        hint = " (out of memory?)" if name == "SIGKILL" else ""
+        return f"pid {self.pid} was ended by {name}{hint}"
+
+
+def _import_path() -> str:
+    """What this process can import, the new one can: this package first of all."""
+    here = str(Path(str(unified_ckpt.__file__)).parents[1])
+    entries = [here, *(entry or os.getcwd() for entry in sys.path)]
+    return os.pathsep.join(dict.fromkeys(entries))

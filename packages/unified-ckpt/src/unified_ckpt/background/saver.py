@@ -1,0 +1,400 @@
+"""The queue of snapshots between a trainer and its saver process: bounded, loud, restarted.
+
+Who saves reserves a ticket, fills the ticket's staging memory, and submits it; the saver process
+writes it in the background. Nothing here is collective but the constructor, and no thread of the
+trainer ever uses the trainer's process groups.
+
+An error of the background shows in the ticket's `upload_completion`, and once more at the next
+`reserve` if nobody has looked at it there. A saver that died is started again by that `reserve`.
+
+    with AsyncSaver() as saver:  # collective
+        saver.prepare(state)  # staging memory is there before the first save
+        async_save(state, checkpoint_id="run/checkpoint-10", saver=saver)
+"""
+
+import atexit
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import wait as wait_futures
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unified_ckpt._torch_private import TCPStore
+from unified_ckpt.background.answers import error_from_json, report_from_json
+from unified_ckpt.background.config import AsyncSaverConfig
+from unified_ckpt.background.ema import EMA_FILE, EMA_PART, EmaMemory, average_for
+from unified_ckpt.background.group import connect_store, host_store, post_failure
+from unified_ckpt.background.offloader import Offloader
+from unified_ckpt.background.process import SaverProcess
+from unified_ckpt.background.snapshot_request import SnapshotRequest, encode_request
+from unified_ckpt.background.staging import StagingLayout, StagingPool, tensors_of
+from unified_ckpt.background.tickets import Ticket, TicketBook, UploadFuture
+from unified_ckpt.errors import SaveArgumentError, SaveError
+from unified_ckpt.geometry.shard import Shard
+from unified_ckpt.geometry.tensors.memory import byte_view
+from unified_ckpt.loading.collective_load import load
+from unified_ckpt.options import SaveOptions
+from unified_ckpt.plans.checkpoint.directory import load_files
+from unified_ckpt.saving.commit.agreement import Agreement
+from unified_ckpt.state.nested import StateDict
+
+_COPY_CHUNKS = 64  # each taken by the calling thread or one more
+_TAIL_BYTES = 1 << 20  # room beside the tensors for files of the usual size
+
+
+class AsyncSaver:
+    """A saver process of this rank, with its staging memory; collective over `group` to make.
+
+    Args:
+        group: the ranks that save together, None for all; without process groups this one alone.
+        config: bounds and sizes.
+
+    Raises:
+        SaveError: some rank could not start its saver process. On every rank.
+    """
+
+    def __init__(
+        self, *, group: dist.ProcessGroup | None = None, config: AsyncSaverConfig | None = None
+    ) -> None:
+        self.config = config or AsyncSaverConfig()
+        agreement = Agreement(group, timeout_s=self.config.start_timeout_s, subject="AsyncSaver")
+        self._rank = agreement.rank
+        self._who = f"rank {agreement.global_rank_here}"
+        self._number = 0
+        self._book = TicketBook()
+        self._layout = StagingLayout((), (), 0)
+        self._layout_json = b""
+        self._pool = StagingPool(self.config.num_buffers)
+        self.offloader = Offloader(_COPY_CHUNKS)  # of saves that copy all at once
+        self._ema: EmaMemory | None = None
+        self._closed = False
+        self._store: TCPStore | None = None
+        self._sending = threading.Lock()  # held from taking a ticket out of the book to its send
+        with contextlib.ExitStack() as undo:  # where some rank could not start, nothing stays
+            undo.callback(self.offloader.close)
+            self._settings = self._meet(agreement)
+            with agreement.phase("start saver"):
+                self._process = self._start()
+                undo.callback(self._process.close, timeout_s=0.0)
+                self._process.wait_ready(timeout_s=self.config.start_timeout_s)
+            undo.pop_all()
+        atexit.register(self.close)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the saver process."""
+        return self._process.pid
+
+    @property
+    def saver_ended(self) -> bool:
+        """Whether the saver process has died; the next save says so and starts another."""
+        return self._process.ended
+
+    @property
+    def ema_updates(self) -> int:
+        """Snapshots that the moving average has taken in; 0 without one."""
+        return 0 if self._ema is None else self._ema.num_updates
+
+    def prepare(
+        self, state_dict: StateDict, *, options: SaveOptions | None = None
+    ) -> StagingLayout:
+        """Allocate and touch memory for such a state, so that the first save waits for nothing.
+
+        Raises:
+            SaveError: there is not enough memory; the message gives the sizes.
+        """
+        self._check_open()
+        request, parts = SnapshotRequest.of(state_dict, checkpoint_id=None, options=options)
+        layout = self._layout_of(parts)
+        self.offloader.plan(tensors_of(parts), layout)
+        encoded = encode_request(request, self._layout_json, base=layout.num_bytes)
+        self._pool.prepare(encoded.num_bytes + _TAIL_BYTES)
+        return layout
+
+    def load_ema(self, checkpoint_id: Path | str) -> None:
+        """Continue the moving average of a checkpoint, of any layout; after `prepare`.
+
+        Without it the average begins with the first snapshot.
+
+        Raises:
+            SaveArgumentError: no average is configured, or `prepare` has not been called.
+            LoadError: the checkpoint holds no such average.
+        """
+        if self._ema is None:
+            raise SaveArgumentError("load_ema needs AsyncSaverConfig(ema=...) and prepare() first")
+        self.wait()
+        self._forget_redo()
+        load({EMA_PART: self._ema.shards()}, checkpoint_id=checkpoint_id)
+        self._ema.restore(load_files(checkpoint_id, EMA_FILE))
+
+    def reserve(
+        self, state_dict: StateDict, **request: Any
+    ) -> tuple[Ticket, Sequence[torch.Tensor]]:
+        """Take a staging buffer for a snapshot; every rank does, in the same order of snapshots.
+
+        Args:
+            state_dict: what will be copied.
+            request: as `SnapshotRequest.of` takes them.
+
+        Returns:
+            The ticket, and the tensors to copy into its views.
+
+        Raises:
+            TypeError: the state or the files hold something that cannot be saved.
+            SaveError: an earlier save failed unseen, the saver process had died (it is started
+                again), or no buffer became free in time.
+        """
+        self._number += 1
+        try:
+            self._check_open()
+            self._restart_if_dead()
+            self._raise_unseen()
+            snapshot, parts = SnapshotRequest.of(state_dict, **request)
+            layout = self._layout_of(parts)
+            self._check_files(snapshot)
+            encoded = encode_request(snapshot, self._layout_json, base=layout.num_bytes)
+            buffer = self._pool.acquire(
+                encoded.num_bytes, timeout_s=self.config.backpressure_timeout_s
+            )
+        except BaseException as error:  # also what a user's `state_dict` raises
+            self._tell_peers(self._number, str(self._as_save_error(error)))
+            raise
+        encoded.write(byte_view(buffer.tensor))
+        ticket = Ticket(
+            number=self._number,
+            layout=layout,
+            buffer=buffer,
+            head=encoded.head,
+            upload_completion=UploadFuture(),
+        )
+        self._book.add(ticket)
+        return ticket, tensors_of(parts)
+
+    def _layout_of(self, parts: Mapping[str, Sequence[Shard]]) -> StagingLayout:
+        """Return where the shards stand in a buffer; remembered while they stay alike."""
+        if not self._layout.matches(parts) or not self._layout_json:
+            layout = StagingLayout.of(parts)
+            if any(tensor.is_cuda for tensor in tensors_of(parts)):
+                self._pool.pin()
+            if self.config.ema is not None:
+                self._ema = average_for(self.config.ema, layout, self._ema)
+            self._layout = layout  # what was refused will be refused again
+            self._layout_json = json.dumps(layout.to_json(), separators=(",", ":")).encode()
+        return self._layout
+
+    def _check_files(self, request: SnapshotRequest) -> None:
+        if self._ema is not None and EMA_FILE in {*request.files, *request.rank_files}:
+            raise SaveArgumentError(
+                f"file {EMA_FILE!r} is the moving average's; give yours another name"
+            )
+
+    def expect(self, ticket: Ticket) -> None:
+        """Let `wait` and `close` wait for a ticket that another thread will submit or abandon."""
+        self._book.expect(ticket)
+
+    def submit(self, ticket: Ticket) -> None:
+        """Hand a filled snapshot to the saver process; an error shows in `upload_completion`.
+
+        Snapshots reach the process in the order of their tickets, so that all ranks' savers meet
+        for the same one; a ticket that is neither submitted nor abandoned holds up the later ones.
+        """
+        self._book.submit(ticket)
+        self._send_ready()
+
+    def abandon(self, ticket: Ticket, error: BaseException, *, still_copying: bool = False) -> None:
+        """Give a snapshot up that was not submitted; it fails on all ranks.
+
+        With `still_copying` its buffer, into which some thread writes, is not used again.
+        """
+        if self._book.withdraw(ticket):
+            give_back = self._pool.discard if still_copying else self._pool.release
+            give_back(ticket.buffer)
+            self._settle(ticket, self._as_save_error(error))
+            self._send_ready()
+
+    def _as_save_error(self, error: BaseException) -> SaveError:
+        if isinstance(error, SaveError):
+            return error
+        return SaveError(f"{self._who}: {type(error).__name__}: {error}")
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until everything handed over is written; not collective.
+
+        Raises:
+            SaveError: a save failed, or not all ended within `timeout_s`.
+        """
+        limit_s = 2 * self.config.timeout_s if timeout_s is None else timeout_s
+        late = wait_futures(self._book.expected(), timeout=limit_s).not_done
+        if late:
+            raise SaveError(f"{self._who}: {len(late)} saves did not end within {limit_s:g} s")
+        self._raise_unseen()
+
+    def close(self) -> None:
+        """Let the saver process finish and end; not collective. Later calls do nothing.
+
+        Raises:
+            SaveError: a save failed unseen.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        try:
+            self.wait()
+        finally:
+            self.offloader.close()
+            self._process.close(timeout_s=self.config.start_timeout_s)
+            self._forget_redo()
+            self._pool.close()
+            if self._ema is not None:
+                self._ema.memory.close()
+
+    def __enter__(self) -> "AsyncSaver":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _meet(self, agreement: Agreement) -> dict[str, Any]:
+        """Open the store where the savers of all ranks meet; return the process's settings."""
+        with agreement.phase("open store") as phase:
+            host = self.config.store_host or socket.gethostname()
+            if agreement.size > 1 and agreement.rank == 0:
+                self._store = host_store(timeout_s=self.config.timeout_s)
+            phase.payload = [host, self._store.port if self._store is not None else 0]
+        host, port = phase.results[0]
+        if all(other == host for other, _ in phase.results):
+            host = "127.0.0.1"
+        with agreement.phase("connect to store"):
+            if agreement.size > 1 and self._store is None:
+                timeout_s = self.config.start_timeout_s / 4  # peers wait for the outcome
+                self._store = connect_store(host, port, timeout_s=timeout_s)
+        return {
+            "rank": agreement.rank,
+            "size": agreement.size,
+            "store": [host, port] if agreement.size > 1 else None,
+            **self.config.to_json(),
+        }
+
+    def _start(self) -> SaverProcess:
+        return SaverProcess(self._settings, on_answer=self._on_answer, on_death=self._on_death)
+
+    def _restart_if_dead(self) -> None:
+        if self._process.ended:
+            self._process.close(timeout_s=self.config.start_timeout_s)
+            with self._sending:
+                self._process = self._start()
+                for ticket in self._book.to_redo():
+                    self._send(ticket, redo=True)
+
+    def _forget_redo(self) -> None:
+        for ticket in self._book.take_redo():
+            self._pool.release(ticket.buffer)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SaveArgumentError("this AsyncSaver is closed; make a new one")
+
+    def _on_answer(self, answer: dict[str, Any]) -> None:
+        redone = self._book.redone(answer["number"])
+        if redone is not None:
+            self._pool.release(redone.buffer)
+            if "error" in answer:
+                text = answer["error"][1]
+                self._note_idle(SaveError(f"{self._who}: the average lacks a snapshot: {text}"))
+        ticket = self._book.open_ticket(answer["number"])
+        if ticket is None:
+            return
+        if "error" in answer:
+            self._fail([ticket], error_from_json(answer["error"]))
+            return
+        report = answer["report"] and report_from_json(answer["report"])
+        if self._book.end(ticket):
+            self._pool.release(ticket.buffer)
+            ticket.upload_completion.set_result(report)
+            self._send_ready()
+
+    def _on_death(self, cause: str) -> None:
+        tickets = self._book.running()
+        if tickets:
+            self._fail(tickets, self._death(cause), died=True)
+        else:
+            self._note_idle(self._death(cause))
+
+    def _note_idle(self, error: SaveError) -> None:
+        """Let the next call raise an error that belongs to no save under way."""
+        idle = UploadFuture()
+        idle.set_exception(error)
+        self._book.note_failure(idle)
+
+    def _death(self, cause: str) -> SaveError:
+        return SaveError(
+            f"{self._who}: the saver process died: {cause}; what it was writing is not saved, "
+            "older checkpoints are untouched. A new one is started for the save after the next call"
+        )
+
+    def _fail(self, tickets: Sequence[Ticket], error: SaveError, *, died: bool = False) -> None:
+        redo = died and self._ema is not None
+        for ticket in tickets:
+            if not self._book.end(ticket, redo=redo):
+                continue
+            if not redo:
+                self._pool.release(ticket.buffer)
+            self._settle(ticket, error)
+        self._send_ready()
+
+    def _settle(self, ticket: Ticket, error: SaveError) -> None:
+        self._tell_peers(ticket.number, str(error))
+        self._book.note_failure(ticket.upload_completion)
+        ticket.upload_completion.set_exception(error)
+
+    def _send_ready(self) -> None:
+        """Send what is submitted, up to the first ticket that is not; on any thread."""
+        while True:
+            with self._sending:
+                ticket = self._book.next_to_send()
+                if ticket is None:
+                    return
+                error = self._try_send(ticket)
+            if error is not None:
+                self._fail([ticket], error, died=self._process.ended)
+
+    def _try_send(self, ticket: Ticket) -> SaveError | None:
+        if self._process.ended:
+            return self._death("it had ended")
+        try:
+            self._send(ticket, redo=False)
+        except BlockingIOError as error:
+            return SaveError(f"{self._who}: the saver is stuck: {error}")
+        except OSError:
+            pass  # it has just ended; the listener fails all that runs
+        return None
+
+    def _send(self, ticket: Ticket, *, redo: bool) -> None:
+        message = {"kind": "use", "number": ticket.number, "head": ticket.head, "redo": redo}
+        average = [] if self._ema is None else [self._ema.memory.fd]
+        self._process.send(message, ticket.buffer.memory.fd, *average)
+
+    def _raise_unseen(self) -> None:
+        if (error := self._book.take_unseen()) is not None:
+            text = f"since the last call a save failed, or could not have: {error}"
+            raise SaveError(text) from error
+
+    def _tell_peers(self, number: int, text: str) -> None:
+        """Let the savers of other ranks fail at once instead of waiting for this one."""
+        if self._store is None:
+            return
+        with contextlib.suppress(RuntimeError):  # the store's host is gone: its peers know already
+            post_failure(self._store, number, text)

@@ -1,0 +1,221 @@
+"""Saves that cost the trainer next to nothing: the copy runs beside the next step's micro-batches.
+
+Parameters and optimizer states change only in `optimizer.step`. So a snapshot that begins right
+after a step has until the next one, and its copy is cut into one chunk a micro-batch. `finish`,
+called by a hook before the next step, waits for what is left; the snapshot is the state at the
+step boundary, bit for bit.
+
+    zero_cost = ZeroCostSaver(saver, num_micro_batches=8)
+    zero_cost.attach(optimizer, model)  # then begin_save is the only call that a loop needs
+    for step, batches in enumerate(data):
+        for batch in batches:
+            model(batch).backward()  # a hook copies one chunk
+        optimizer.step()  # a hook ends the snapshot first
+        zero_cost.begin_save(state, checkpoint_id=f"run/checkpoint-{step}")
+"""
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from unified_ckpt._torch_private import version_of
+from unified_ckpt.background.offloader import Offloader
+from unified_ckpt.background.saver import AsyncSaver
+from unified_ckpt.background.snapshot_request import SnapshotRequest
+from unified_ckpt.background.staging import tensors_of
+from unified_ckpt.background.tickets import Ticket, UploadFuture
+from unified_ckpt.errors import SaveError
+from unified_ckpt.options import SaveOptions
+from unified_ckpt.state.nested import StateDict
+
+
+class ZeroCostSaver:
+    """Chunked snapshots through an `AsyncSaver`; used by the thread that trains.
+
+    Args:
+        saver: writes the snapshots; it is not closed by this object.
+        num_micro_batches: of a step; the copy is cut into that many chunks.
+        check_changes: record the tensors' version counters and raise in `finish` where one was
+            changed before its snapshot was done. Changes through `.data` do not count versions.
+        timeout_s: bound on the wait in `finish`.
+    """
+
+    def __init__(
+        self,
+        saver: AsyncSaver,
+        *,
+        num_micro_batches: int,
+        check_changes: bool = False,
+        timeout_s: float = 600.0,
+    ) -> None:
+        if num_micro_batches < 1:
+            raise ValueError(f"num_micro_batches={num_micro_batches} must be at least 1")
+        if not (math.isfinite(timeout_s) and timeout_s > 0):
+            raise ValueError(f"timeout_s={timeout_s} must be a positive number of seconds")
+        self.stall_s = 0.0  # time that the trainer has spent in calls of this object
+        self._saver = saver
+        self._check_changes = check_changes
+        self._timeout_s = timeout_s
+        self._offloader = Offloader(num_micro_batches)
+        self._ticket: Ticket | None = None
+        self._versions: list[tuple[str, torch.Tensor, int]] = []
+        self._hooks: list[RemovableHandle] = []
+
+    def prepare(self, state_dict: StateDict, *, options: SaveOptions | None = None) -> None:
+        """Allocate staging memory and plan, so that the first save costs what later ones cost.
+
+        Raises:
+            SaveError: there is not enough memory.
+        """
+        _, parts = SnapshotRequest.of(state_dict, checkpoint_id=None, options=options)
+        self._offloader.plan(tensors_of(parts), self._saver.prepare(state_dict, options=options))
+
+    def attach(
+        self, optimizer: torch.optim.Optimizer, module: torch.nn.Module | None = None
+    ) -> None:
+        """Call `finish` before every step of the optimizer, `offload_chunk` before every forward.
+
+        The module is the one whose forward is called once a micro-batch; None calls no chunks.
+        """
+        self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+        if module is not None:
+            self._hooks.append(module.register_forward_pre_hook(self._before_forward))
+
+    def begin_save(
+        self,
+        state_dict: StateDict,
+        *,
+        checkpoint_id: Path | str | None,
+        files: Mapping[str, bytes] | None = None,
+        rank_files: Mapping[str, bytes] | None = None,
+        options: SaveOptions | None = None,
+        loss: float | None = None,
+    ) -> UploadFuture:
+        """Begin a snapshot right after `optimizer.step`; every rank of the saver's group calls it.
+
+        The tensors must not change until `finish` has returned. A snapshot that is still under way
+        is finished first.
+
+        Args:
+            state_dict: as in `save`; the tensors themselves, whose memory is read until `finish`.
+                Parts of ready-made `Shard`s cost the least to take apart.
+            checkpoint_id: as in `save`; None for a snapshot that only updates the moving average.
+            files: as in `save`.
+            rank_files: as in `save`.
+            options: as in `save`; moments are compressed by the saver process.
+            loss: of this step, the same on all ranks; for a moving average (see `EmaConfig`).
+
+        Returns:
+            The outcome; it stays open until `finish`, and the saver process, have done their part.
+
+        Raises:
+            SaveError: as in `async_save`.
+        """
+        self.finish()
+        with self._stalling():
+            ticket, tensors = self._saver.reserve(
+                state_dict,
+                checkpoint_id=checkpoint_id,
+                files=files,
+                rank_files=rank_files,
+                options=options,
+                loss=loss,
+            )
+            try:
+                if self._check_changes:
+                    keys = [entry.meta.key for entry in ticket.layout.entries]
+                    self._versions = [
+                        (key, tensor, version_of(tensor))
+                        for key, tensor in zip(keys, tensors, strict=True)
+                    ]
+                views = ticket.buffer.views(ticket.layout)
+                self._offloader.start(tensors, views, ticket.layout)
+            except BaseException as error:  # an open ticket would hold up all later ones
+                self._saver.abandon(ticket, error)
+                raise
+            self._ticket = ticket
+        return ticket.upload_completion
+
+    def offload_chunk(self) -> None:
+        """Let one more chunk be copied, if a snapshot is under way; call it once a micro-batch."""
+        if self._ticket is not None:
+            with self._stalling():
+                self._offloader.issue_next()
+
+    def finish(self) -> None:
+        """End the snapshot under way, if any: afterwards the tensors may change.
+
+        Raises:
+            SaveError: a copy failed or took too long, or with `check_changes` a tensor has changed.
+                This checkpoint then fails on all ranks.
+        """
+        ticket, self._ticket = self._ticket, None
+        if ticket is None:
+            return
+        changed = [key for key, tensor, version in self._versions if version_of(tensor) != version]
+        self._versions = []
+        torn = _torn(changed)
+
+        def end() -> None:
+            if torn is None:
+                self._saver.submit(ticket)
+            else:
+                self._saver.abandon(ticket, torn)
+
+        with self._stalling():
+            try:
+                self._saver.expect(ticket)
+                self._offloader.finish(
+                    end,
+                    on_error=lambda error: self._saver.abandon(ticket, error),
+                    timeout_s=self._timeout_s,
+                )
+            except BaseException as error:  # an open ticket would hold up all later ones
+                self._saver.abandon(ticket, error, still_copying=self._offloader.busy)
+                raise
+        if torn is not None:
+            raise torn
+
+    def close(self) -> None:
+        """Finish, remove the hooks, and end the copying thread; the saver stays open.
+
+        Raises:
+            SaveError: as in `finish`; all is closed nevertheless.
+        """
+        try:
+            self.finish()
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+            self._offloader.close()
+
+    @contextmanager
+    def _stalling(self) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stall_s += time.perf_counter() - started
+
+    def _before_step(self, *_: Any) -> None:
+        self.finish()
+
+    def _before_forward(self, *_: Any) -> None:
+        self.offload_chunk()
+
+
+def _torn(changed: Sequence[str]) -> SaveError | None:
+    if not changed:
+        return None
+    shown = ", ".join(map(repr, changed[:5]))
+    return SaveError(
+        f"{len(changed)} tensors changed between begin_save and finish, so the snapshot is no "
+        f"state that existed: {shown}; change them only after finish()"
+    )

@@ -1,0 +1,186 @@
+"""Let torch DCP read checkpoints of this package, and plain transformers directories.
+
+DCP asks for boxes of whole stored tensors, which are read straight into its destinations, under any
+layout. What DCP wants pickled is pickled in memory from JSON; nothing on disk is unpickled.
+
+    dcp.load(state_dict, storage_reader=UnifiedStorageReader("run/checkpoint-10"))
+"""
+
+import io
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from unified_ckpt.errors import CorruptCheckpointError
+from unified_ckpt.geometry.shard import Shard
+from unified_ckpt.geometry.tensors.dtypes import dtype_of
+from unified_ckpt.loading.collective_load import load
+from unified_ckpt.loading.dcp_keys import DCP_NAME, DcpRecord, Prefixes
+from unified_ckpt.loading.part_index import PartIndex
+from unified_ckpt.loading.sources import holds_file, read_dcp_record, read_values
+from unified_ckpt.plans.checkpoint.directory import Checkpoint, list_parts
+from unified_ckpt.plans.load_plan import SplitTensor, StoredTensor
+from unified_ckpt.state.values import restore_value
+
+
+class UnifiedStorageReader(StorageReader):
+    """A DCP storage reader.
+
+    Args:
+        checkpoint_id: a checkpoint or transformers directory; None if `dcp.load` is given it.
+        prefixes: prefix of DCP's flat names -> part, for directories that DCP has not written;
+            `{"": "model"}` gives the model's tensors their own names.
+        verify: compare the pieces that are read whole with their checksums.
+        cast: convert where the stored dtype differs from the destination's.
+    """
+
+    def __init__(
+        self,
+        checkpoint_id: str | os.PathLike[str] | None = None,
+        *,
+        prefixes: Mapping[str, str] | None = None,
+        verify: bool = True,
+        cast: bool = False,
+    ) -> None:
+        self._folder = None if checkpoint_id is None else Path(checkpoint_id)
+        self._prefixes = Prefixes() if prefixes is None else Prefixes(prefixes)
+        self._verify = verify
+        self._cast = cast
+        self._record: DcpRecord | None = None
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new load."""
+        if checkpoint_id is not None:
+            self._folder = Path(checkpoint_id)
+        self._record = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return what the directory holds, every tensor as one chunk.
+
+        Raises:
+            LoadError: there is no such directory.
+            CorruptCheckpointError: an index, a header or `dcp.json` is damaged.
+        """
+        checkpoint = Checkpoint(self._checked_folder())
+        record = self._read_record(checkpoint)
+        indexes = {
+            part: PartIndex(checkpoint, part) for part, _ in dict.fromkeys(record.names.values())
+        }
+        keys: dict[str, list[str]] = {}
+        for part, key in record.names.values():
+            keys.setdefault(part, []).append(key)
+        stored = {part: index.resolve(keys[part]) for part, index in indexes.items()}
+        described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        for name, (part, key) in record.names.items():
+            if key not in stored[part]:
+                raise CorruptCheckpointError(
+                    f"{checkpoint.folder}: {DCP_NAME} names {key!r} of part {part!r}, which is not "
+                    "stored"
+                )
+            compressed = bool(indexes[part].scales(key))
+            described[name] = _metadata_of(stored[part][key], compressed=compressed)
+            self._shapes[name] = tuple(stored[part][key].shape or ())
+        described |= {name: BytesStorageMetadata() for name in record.objects}
+        return Metadata(
+            state_dict_metadata=described,
+            planner_data={name: tuple(path) for name, path in record.paths.items()},
+        )
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Do nothing: `read_metadata` runs on every rank."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill what the planner names; a completed future.
+
+        Raises:
+            LoadError: a tensor has another dtype than its destination.
+            CorruptCheckpointError: bytes are missing or differ from their checksum.
+        """
+        folder = self._checked_folder()
+        record = self._record or self._read_record(Checkpoint(folder))
+        parts: dict[str, list[Shard]] = {}
+        filled = []
+        templates = getattr(planner, "state_dict", {})  # DCP's own planners have it, flat
+        for item in plan.items:
+            name = item.storage_index.fqn
+            if item.type == LoadItemType.BYTE_IO:
+                pickled = io.BytesIO()
+                torch.save(restore_value(record.objects[name], templates.get(name)), pickled)
+                pickled.seek(0)
+                planner.load_bytes(item, pickled)
+                continue
+            part, key = record.names[name]
+            target = planner.resolve_tensor(item)
+            shard = Shard(
+                key=key,
+                tensor=target.detach(),
+                global_shape=self._shapes[name],
+                offset=tuple(item.storage_offsets),
+            )
+            parts.setdefault(part, []).append(shard)
+            filled.append((item, target))
+        load(parts, checkpoint_id=folder, verify=self._verify, cast=self._cast)
+        for item, target in filled:
+            planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it names a directory of a mounted file system."""
+        return "://" not in str(checkpoint_id)
+
+    def _checked_folder(self) -> Path:
+        if self._folder is None:
+            raise ValueError("UnifiedStorageReader: no checkpoint_id; give it here or to dcp.load")
+        return self._folder
+
+    def _read_record(self, checkpoint: Checkpoint) -> DcpRecord:
+        """Read `dcp.json`, or make a record of a directory that DCP has not written."""
+        if holds_file(checkpoint, DCP_NAME):
+            self._record = read_dcp_record(checkpoint)
+            return self._record
+        names: dict[str, tuple[str, str]] = {}
+        parts = list_parts(checkpoint.folder)
+        for prefix, part in self._prefixes.part_of.items():
+            if part in parts:
+                keys = PartIndex(checkpoint, part).tensor_keys()
+                names |= {f"{prefix}{key}": (part, key) for key in sorted(keys)}
+        objects = read_values(checkpoint)
+        self._record = DcpRecord(names, objects, {name: [name] for name in (*names, *objects)})
+        return self._record
+
+
+def _metadata_of(stored: StoredTensor | SplitTensor, *, compressed: bool) -> TensorStorageMetadata:
+    shape = torch.Size(stored.shape or ())
+    dtype = torch.float32 if compressed else dtype_of(stored.dtype).torch_dtype
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=dtype or torch.uint8),
+        size=shape,
+        chunks=[ChunkStorageMetadata(offsets=torch.Size([0] * len(shape)), sizes=shape)],
+    )

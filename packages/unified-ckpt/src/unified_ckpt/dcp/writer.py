@@ -1,0 +1,242 @@
+"""Let torch DCP write checkpoints of this package: complete or absent, safetensors, no pickle.
+
+DCP plans what each rank writes and carries plans and results between ranks; this writer turns the
+plans into files, and publishes them with one rename after all ranks have written. Python objects of
+the state dict become JSON in `dcp.json`.
+
+    dcp.save(state_dict, storage_writer=UnifiedStorageWriter("run/checkpoint-10"))
+"""
+
+import gc
+import io
+import os
+import pickle
+import re
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from unified_ckpt.geometry.shard import BoxMeta, Shard
+from unified_ckpt.geometry.tensors.dtypes import stored_dtype
+from unified_ckpt.loading.dcp_keys import DCP_NAME, DcpRecord, Prefixes
+from unified_ckpt.plans.save_plan import DEFAULT_MAX_SHARD_BYTES, plan_save
+from unified_ckpt.plans.save_plan import SavePlan as FilesPlan
+from unified_ckpt.saving.collective_save import publish_written, write_rank
+from unified_ckpt.saving.commit.commit import Staging, clean_leftovers
+from unified_ckpt.state.values import encode_value
+
+
+@dataclass(frozen=True, slots=True)
+class _Orders:
+    """What the coordinator tells a rank: which bytes of which files are its own."""
+
+    files: FilesPlan
+    folder: Path
+    rank: int
+
+
+class UnifiedStorageWriter(StorageWriter):
+    """A DCP storage writer; the coordinator makes the hidden directory and publishes it.
+
+    Args:
+        checkpoint_id: the directory, on a file system that all ranks share; None if `dcp.save` is
+            given it.
+        prefixes: prefix of DCP's flat names -> part; default `model.`, `optimizer.` and others.
+        max_shard_bytes: most bytes of tensors in one file, unless one tensor is larger.
+    """
+
+    def __init__(
+        self,
+        checkpoint_id: str | os.PathLike[str] | None = None,
+        *,
+        prefixes: Mapping[str, str] | None = None,
+        max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+    ) -> None:
+        self._target = None if checkpoint_id is None else Path(os.path.realpath(checkpoint_id))
+        self._prefixes = Prefixes() if prefixes is None else Prefixes(prefixes)
+        self._max_shard_bytes = max_shard_bytes
+        self._staging: Staging | None = None
+        self._close: Callable[[], object] = lambda: None  # removes what the hidden directory holds
+        self._files: FilesPlan | None = None
+        self._names: dict[str, tuple[str, str]] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new save."""
+        if checkpoint_id is not None:
+            self._target = Path(os.path.realpath(checkpoint_id))
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Remove what a failed save left, and check what DCP was asked for.
+
+        Raises:
+            ValueError: without collectives every rank would publish a checkpoint of its own.
+        """
+        self._discard()  # DCP does not call reset() when it is given no checkpoint_id
+        if not kwargs.get("use_collectives", True):
+            raise ValueError(
+                "UnifiedStorageWriter needs use_collectives=True: one rank publishes what all wrote"
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Lay out the files and make the hidden directory; on the coordinator.
+
+        Raises:
+            ValueError: no directory was named, or the ranks' boxes leave holes or overlap.
+        """
+        if self._target is None:
+            raise ValueError("UnifiedStorageWriter: no checkpoint_id; give it here or to dcp.save")
+        if not all(plan.usable for plan in plans):
+            raise ValueError("UnifiedStorageWriter: enable_plan_caching is not supported")
+        self._names = {
+            item.index.fqn: self._prefixes.split(item.index.fqn)
+            for plan in plans
+            for item in plan.items
+            if item.tensor_data is not None
+        }
+        if len(set(self._names.values())) != len(self._names):
+            raise ValueError(
+                f"prefixes {dict(self._prefixes.part_of)} give two of {sorted(self._names)} one key"
+            )
+        held = [self._held(plan.items) for plan in plans]
+        self._files = plan_save(held, max_shard_bytes=self._max_shard_bytes)
+        if _OPEN:  # writers of failed saves, which their exceptions keep alive in cycles
+            gc.collect()
+        clean_leftovers(self._target.parent)
+        self._staging = Staging.make(self._target)
+        # DCP tells a writer nothing when a rank fails, and most writers serve one save only.
+        self._close = weakref.finalize(self, _close_own, self._staging, os.getpid())
+        _OPEN.add(self)
+        folder = self._staging.folder
+        return [
+            replace(plan, storage_data=_Orders(self._files, folder, rank))
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write and fsync this rank's share; a completed future of one result.
+
+        Raises:
+            TypeError: a Python object is none that JSON can hold.
+        """
+        orders = plan.storage_data
+        if not isinstance(orders, _Orders):
+            raise TypeError(f"plan has storage data {type(orders).__name__} of another writer")
+        parts: dict[str, list[Shard]] = {}
+        objects: dict[str, Any] = {}
+        for item in plan.items:
+            data = planner.resolve_data(item)
+            if isinstance(data, torch.Tensor):
+                meta = _box_of(item, self._prefixes)
+                shard = Shard(
+                    key=meta.key,
+                    tensor=data.detach(),
+                    global_shape=meta.global_shape,
+                    offset=meta.offset,
+                )
+                parts.setdefault(self._prefixes.split(item.index.fqn)[0], []).append(shard)
+            else:
+                objects[item.index.fqn] = _object_json(item.index.fqn, data)
+        written = write_rank(orders.files, parts, {}, rank=orders.rank, folder=orders.folder)
+        future: Future[list[WriteResult]] = Future()
+        result = WriteResult(
+            index=MetadataIndex(f"rank {orders.rank}"),
+            size_in_bytes=orders.files.rank_bytes[orders.rank],
+            storage_data={"written": written, "objects": objects},
+        )
+        future.set_result([result])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the manifest and publish; on the coordinator, after all ranks have written.
+
+        Raises:
+            ValueError: no save was begun.
+        """
+        if self._staging is None or self._files is None:
+            raise ValueError("UnifiedStorageWriter: finish() without prepare_global_plan()")
+        reports = [result.storage_data for rank in results for result in rank]
+        record = DcpRecord(
+            names=self._names,
+            objects={
+                name: value for report in reports for name, value in report["objects"].items()
+            },
+            paths={name: list(path) for name, path in (metadata.planner_data or {}).items()},
+        )
+        blobs = {**self._files.indexes, DCP_NAME: record.to_bytes()}
+        written = [report["written"] for report in reports]
+        try:
+            publish_written(self._staging, self._files, written, blobs)
+        finally:
+            self._discard()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it names a directory of a mounted file system."""
+        return "://" not in str(checkpoint_id)
+
+    def _held(self, items: Sequence[WriteItem]) -> dict[str, list[BoxMeta]]:
+        held: dict[str, list[BoxMeta]] = {}
+        for item in items:
+            if item.tensor_data is not None:
+                part, _ = self._prefixes.split(item.index.fqn)
+                held.setdefault(part, []).append(_box_of(item, self._prefixes))
+        return held
+
+    def _discard(self) -> None:
+        self._close()
+        self._staging = None
+        _OPEN.discard(self)
+
+
+_OPEN: weakref.WeakSet[UnifiedStorageWriter] = weakref.WeakSet()
+
+
+def _close_own(staging: Staging, process: int) -> None:
+    """Close a staging in the process that made it, not in one that was forked from it."""
+    if os.getpid() == process:
+        staging.close()
+
+
+def _box_of(item: WriteItem, prefixes: Prefixes) -> BoxMeta:
+    """Return the box of a tensor item, under its key in its part."""
+    data = item.tensor_data
+    if data is None:
+        raise TypeError(f"{item.index.fqn!r} is no tensor")
+    return BoxMeta(
+        key=prefixes.split(item.index.fqn)[1],
+        dtype=stored_dtype(data.properties.dtype).name,
+        global_shape=tuple(data.size),
+        offset=tuple(data.chunk.offsets),
+        shape=tuple(data.chunk.sizes),
+    )
+
+
+def _object_json(name: str, data: io.BytesIO) -> Any:
+    """Return a Python object that DCP's planner serialised in memory as JSON types.
+
+    Raises:
+        TypeError: it is none that JSON can hold.
+    """
+    data.seek(0)
+    try:
+        value = torch.load(data, weights_only=True)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        raise TypeError(
+            f"{name!r} is neither a tensor nor a JSON value, but holds "
+            f"{found[1] if found else 'other objects'}; convert it to numbers, strings, lists and "
+            "dicts, or leave it out"
+        ) from error
+    return encode_value(value, name)

@@ -1,0 +1,173 @@
+"""The header of a safetensors file, written and read strictly.
+
+A file is 8 bytes (header length, little endian), the header (JSON, padded with blanks to a multiple
+of 8 bytes) and the tensors' bytes without holes. Reading refuses what the safetensors library
+refuses, and never allocates more than the file's own size.
+
+    header = encode_header([HeaderEntry(key="w", dtype="F32", shape=(2,))])
+"""
+
+import json
+import math
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from unified_ckpt.errors import CorruptCheckpointError
+from unified_ckpt.geometry.boxes import Shape
+from unified_ckpt.geometry.tensors.dtypes import StoredDtype, dtype_of, header_shape, torch_shape
+
+MAX_HEADER_BYTES = 100_000_000  # the safetensors library refuses longer headers
+_MAX_DIMS = 64  # of torch; bounds the work of multiplying them
+_MAX_DIM = 2**63 - 1
+_quote = json.encoder.encode_basestring  # a JSON string, not only of ASCII
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeaderEntry:
+    """A tensor of a file: `shape` is torch's shape, `begin` and `end` are offsets in the file.
+
+    `shape` is None where torch has no tensor for it (6-bit floats).
+    """
+
+    key: str
+    dtype: str
+    shape: Shape | None
+    begin: int = 0
+    end: int = 0
+
+
+def encode_header(entries: Sequence[HeaderEntry]) -> tuple[bytes, tuple[HeaderEntry, ...]]:
+    """Lay tensors out in the order given; return the file's first bytes and the placed entries.
+
+    Raises:
+        ValueError: the header would be longer than readers accept.
+    """
+    position = 0
+    spans: list[tuple[int, int]] = []
+    lines = ['"__metadata__":{"format":"pt"}']
+    for entry in entries:
+        dtype = dtype_of(entry.dtype)
+        shape = entry.shape or ()
+        begin, position = position, position + math.prod(shape) * dtype.itemsize_bytes
+        spans.append((begin, position))
+        dims = ",".join(map(str, header_shape(dtype, shape)))
+        lines.append(
+            f'{_quote(entry.key)}:{{"dtype":"{entry.dtype}","shape":[{dims}],'
+            f'"data_offsets":[{begin},{position}]}}'
+        )
+    text = f"{{{','.join(lines)}}}".encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(
+            f"{len(entries)} tensors need a header of {len(text)} bytes; readers accept "
+            f"{MAX_HEADER_BYTES}; lower max_shard_bytes"
+        )
+    base = 8 + len(text)
+    placed = tuple(
+        HeaderEntry(key=e.key, dtype=e.dtype, shape=e.shape, begin=base + begin, end=base + end)
+        for e, (begin, end) in zip(entries, spans, strict=True)
+    )
+    return struct.pack("<Q", len(text)) + text, placed
+
+
+def read_header(path: Path) -> tuple[bytes, tuple[HeaderEntry, ...]]:
+    """Read and check the header of a file; entries come in the order of their bytes.
+
+    Raises:
+        CorruptCheckpointError: the file is not a valid safetensors file, or is cut short.
+    """
+    try:
+        with path.open("rb") as file:
+            file_bytes = os.fstat(file.fileno()).st_size
+            length = _header_length(path, file.read(8), file_bytes)
+            raw = file.read(length)
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(f"{path}: file is missing") from error
+    if len(raw) != length:
+        raise CorruptCheckpointError(f"{path}: header is cut short")
+    try:
+        entries = _entries(_parse(raw), 8 + length, file_bytes)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{path}: malformed safetensors header: {error}") from error
+    return struct.pack("<Q", length) + raw, entries
+
+
+def _header_length(path: Path, first: bytes, file_bytes: int) -> int:
+    if len(first) < 8:
+        raise CorruptCheckpointError(f"{path}: {file_bytes} bytes are too few for a header")
+    length: int = struct.unpack("<Q", first)[0]
+    if length > min(MAX_HEADER_BYTES, file_bytes - 8):
+        raise CorruptCheckpointError(
+            f"{path}: states a header of {length} bytes, but the file has {file_bytes} bytes"
+        )
+    return length
+
+
+def _parse(raw: bytes) -> object:
+    """Parse JSON in UTF-8; refuse keys that appear twice, of which the parser would drop one."""
+    text = raw.decode()  # json.loads would take other encodings of bytes as well
+    table = json.loads(text, parse_constant=_no_constant)
+    if b"\\u" in raw:
+        json.dumps(table, ensure_ascii=False).encode()  # half a surrogate pair has no UTF-8
+    if isinstance(table, dict):
+        pairs = len(table) + sum(len(v) for v in table.values() if isinstance(v, dict))
+        if raw.count(b":") == pairs:  # every pair is there; most headers end here
+            return table
+    return json.loads(text, object_pairs_hook=_no_duplicates)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"key {next(n for n in names if names.count(n) > 1)!r} appears twice")
+    return table
+
+
+def _entries(table: object, base: int, file_bytes: int) -> tuple[HeaderEntry, ...]:
+    if not isinstance(table, dict):
+        raise ValueError("it is not a JSON object")
+    metadata = table.get("__metadata__") or {}
+    if not isinstance(metadata, dict) or {*map(type, metadata.values())} - {str}:
+        raise ValueError("its __metadata__ is not an object of strings")
+    entries = [_entry(key, value, base) for key, value in table.items() if key != "__metadata__"]
+    entries.sort(key=lambda e: (e.begin, e.end))
+    position = base
+    for entry in entries:
+        if entry.begin != position:
+            raise ValueError(f"{entry.key!r} begins at byte {entry.begin}, expected {position}")
+        position = entry.end
+    if position != file_bytes:
+        raise ValueError(f"the tensors end at byte {position}, the file at {file_bytes}")
+    return tuple(entries)
+
+
+def _entry(key: str, value: dict[str, object], base: int) -> HeaderEntry:
+    dtype: StoredDtype = dtype_of(str(value["dtype"]))
+    shape = _ints(key, value["shape"])
+    if len(shape) > _MAX_DIMS or (shape and max(shape) > _MAX_DIM):
+        raise ValueError(f"{key!r}: no tensor has {len(shape)} dims of such sizes")
+    begin, end = _ints(key, value["data_offsets"])
+    bits = math.prod(shape) * dtype.bits
+    if bits % 8 or end - begin != bits // 8:
+        raise ValueError(f"{key!r}: {dtype.name} {shape} does not fill bytes {begin} to {end}")
+    return HeaderEntry(
+        key=key,
+        dtype=dtype.name,
+        shape=torch_shape(dtype, shape),
+        begin=base + begin,
+        end=base + end,
+    )
+
+
+def _ints(key: str, value: object) -> Shape:
+    if not isinstance(value, list) or {*map(type, value)} - {int} or (value and min(value) < 0):
+        raise ValueError(f"{key!r}: expected a list of numbers, got {value!r}")
+    return tuple(value)

@@ -1,0 +1,301 @@
+"""Which box of a parameter a rank holds, in every parallelism of MoE training; pure arithmetic.
+
+Dense parameters and experts divide the same ranks differently: tp x cp x dp, and etp x ep x edp,
+both inside each pipeline stage. So a parameter has one of two sharding groups; both are computed
+from the rank alone, for thousands of ranks without a process.
+
+    degrees = ParallelDegrees(world_size=8, tp=2, ep=4)
+    rule = ParameterRule(expert=True, sharding="flat")
+    rank_box(rule, (16, 64, 32), rank=3, degrees=degrees)
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
+
+import torch
+
+from unified_ckpt.geometry.boxes import Shape
+from unified_ckpt.geometry.shard import BoxMeta, Shard
+
+Sharding = Literal["none", "flat", "dim0", "owner"]
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalBox:
+    """What a rank holds of a tensor, without the tensor: see `Shard` for the fields."""
+
+    global_shape: Shape
+    offset: Shape
+    shape: Shape
+    flattened_range: tuple[int, int] | None = None
+    replica_id: int | None = None
+
+    @classmethod
+    def whole(cls, global_shape: Sequence[int]) -> "LocalBox":
+        """Return the box that is all of a tensor."""
+        shape = tuple(global_shape)
+        return cls(global_shape=shape, offset=(0,) * len(shape), shape=shape)
+
+    def cut(self, dim: int, *, begin: int, length: int) -> "LocalBox":
+        """Return the part of this box that begins at `begin` of its own dim `dim`.
+
+        Raises:
+            ValueError: it does not lie inside, or the box has a flat range already.
+        """
+        if self.flattened_range is not None:
+            raise ValueError(f"a flat range {self.flattened_range} cannot be cut along dim {dim}")
+        if not 0 <= dim < len(self.shape) or not 0 <= begin <= begin + length <= self.shape[dim]:
+            raise ValueError(
+                f"dim {dim}, {begin} to {begin + length}: not inside a box of shape {self.shape}"
+            )
+        offset, shape = list(self.offset), list(self.shape)
+        offset[dim] += begin
+        shape[dim] = length
+        return replace(self, offset=tuple(offset), shape=tuple(shape))
+
+    def chunk(self, dim: int, *, num: int, index: int) -> "LocalBox":
+        """Cut as `torch.chunk` and DTensor do: equal parts, the last ones shorter or empty.
+
+        Raises:
+            ValueError: as `cut`.
+        """
+        begin, length = chunk_range(self._length(dim), num=num, index=index)
+        return self.cut(dim, begin=begin, length=length)
+
+    def sizes(self, dim: int, *, sizes: Sequence[int], index: int) -> "LocalBox":
+        """Cut into parts of any lengths, which must add up to the dim.
+
+        Raises:
+            ValueError: they do not, there is no part `index`, or as `cut`.
+        """
+        if not 0 <= index < len(sizes):
+            raise ValueError(f"part {index} of sizes {list(sizes)}; expected 0 <= index < number")
+        if sum(sizes) != self._length(dim) or min(sizes) < 0:
+            raise ValueError(f"sizes {list(sizes)} do not add up to dim {dim} of {self.shape}")
+        return self.cut(dim, begin=sum(sizes[:index]), length=sizes[index])
+
+    def flat_chunk(self, *, num: int, index: int) -> "LocalBox":
+        """Cut the row-major elements into equal ranges, the last ones shorter or empty.
+
+        Raises:
+            ValueError: the box has a flat range already.
+        """
+        if self.flattened_range is not None:
+            raise ValueError(f"a flat range {self.flattened_range} cannot be cut again")
+        begin, length = chunk_range(math.prod(self.shape), num=num, index=index)
+        return replace(self, flattened_range=(begin, begin + length))
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has the shape of the memory of this box."""
+        if self.flattened_range is not None:
+            return tuple(tensor.shape) == (self.flattened_range[1] - self.flattened_range[0],)
+        return tuple(tensor.shape) == self.shape
+
+    def _length(self, dim: int) -> int:
+        if not 0 <= dim < len(self.shape):
+            raise ValueError(f"dim {dim} of a box of shape {self.shape}: there is no such dim")
+        return self.shape[dim]
+
+    def meta(self, key: str, dtype: str) -> BoxMeta:
+        """Return the box as plans take it; `dtype` is a safetensors name like `BF16`."""
+        return BoxMeta(
+            key=key,
+            dtype=dtype,
+            global_shape=self.global_shape,
+            offset=self.offset,
+            shape=self.shape,
+            flattened_range=self.flattened_range,
+            replica_id=self.replica_id,
+        )
+
+    def shard(self, key: str, tensor: torch.Tensor) -> Shard:
+        """Join the box with its memory."""
+        return Shard(
+            key=key,
+            tensor=tensor,
+            global_shape=self.global_shape,
+            offset=self.offset,
+            local_shape=self.shape,
+            flattened_range=self.flattened_range,
+            replica_id=self.replica_id,
+        )
+
+
+# Boxes by key; or a function of (key, tensor) that returns a box, or shards under any keys (one
+# fused tensor may be many stored ones), or None for a tensor that is whole. An optimizer state
+# `KEY/moment1` that the layout does not know is placed like `KEY`.
+Layout = Mapping[str, LocalBox] | Callable[[str, torch.Tensor], LocalBox | Sequence[Shard] | None]
+
+
+def chunk_range(length: int, *, num: int, index: int) -> tuple[int, int]:
+    """Return (begin, length) of a part of `length` in `num` parts, as `torch.chunk` cuts."""
+    if num < 1 or not 0 <= index < num:
+        raise ValueError(f"part {index} of {num} parts; expected 0 <= index < num")
+    step = -(-length // num)
+    begin = min(length, index * step)
+    return begin, min(step, length - begin)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelDegrees:
+    """Sizes of the parallel axes over `world_size` ranks; dp and edp are what is left.
+
+    Ranks are numbered with tp (etp) fastest, then cp and dp (ep and edp), and pp slowest.
+
+    Raises:
+        ValueError: the degrees do not divide the ranks of a pipeline stage.
+    """
+
+    world_size: int
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    def __post_init__(self) -> None:
+        degrees = {n: getattr(self, n) for n in ("world_size", "tp", "pp", "cp", "ep", "etp")}
+        if min(degrees.values()) < 1:
+            raise ValueError(f"every degree must be at least 1, got {degrees}")
+        for names in (("tp", "cp"), ("etp", "ep")):
+            product = self.pp * math.prod(degrees[name] for name in names)
+            if self.world_size % product:
+                raise ValueError(
+                    f"pp x {' x '.join(names)} = {product} does not divide "
+                    f"world_size={self.world_size}; got {degrees}"
+                )
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks of dense parameters."""
+        return self.world_size // (self.pp * self.tp * self.cp)
+
+    @property
+    def edp(self) -> int:
+        """Data-parallel ranks of experts."""
+        return self.world_size // (self.pp * self.etp * self.ep)
+
+    def coordinates(self, rank: int, *, expert: bool = False) -> dict[str, int]:
+        """Return a rank's place on each axis: tp, cp, dp, pp; or etp, ep, edp, pp for experts."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is not one of {self.world_size}")
+        axes = (
+            {"etp": self.etp, "ep": self.ep, "edp": self.edp}
+            if expert
+            else {"tp": self.tp, "cp": self.cp, "dp": self.dp}
+        )
+        place = {}
+        for name, size in axes.items():
+            place[name] = rank % size
+            rank //= size
+        return {**place, "pp": rank}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterRule:
+    """How one tensor is divided.
+
+    Attributes:
+        expert: divided over ep (dim 0), etp and edp; otherwise over tp, cp and dp.
+        pp_stage: the only pipeline stage that holds it; None for all.
+        tp_dim: the dim that tp, or etp, cuts; None for replicated.
+        tp_sizes: lengths of the parts of `tp_dim` where they are uneven in another way than
+            `torch.chunk` cuts.
+        ep_sizes: experts per ep rank, likewise.
+        sharding: over dp x cp, or edp: `none` (replicas), `flat` (ranges of the row-major elements,
+            stages 1 and 2), `dim0` (rows, as FSDP: stage 3), `owner` (whole, on rank `owner` of the
+            sharding group modulo its size: stage 1 without split parameters).
+        owner: see `sharding`.
+    """
+
+    expert: bool = False
+    pp_stage: int | None = None
+    tp_dim: int | None = None
+    tp_sizes: tuple[int, ...] | None = None
+    ep_sizes: tuple[int, ...] | None = None
+    sharding: Sharding = "none"
+    owner: int = 0
+
+
+def rank_box(
+    rule: ParameterRule, global_shape: Sequence[int], *, rank: int, degrees: ParallelDegrees
+) -> LocalBox | None:
+    """Return what a rank holds of a tensor, None if nothing; the boxes of all ranks tile it.
+
+    Raises:
+        ValueError: the rule names a dim that the tensor lacks, sizes that do not fit, or the rank
+            is none of `degrees`.
+    """
+    place = degrees.coordinates(rank, expert=rule.expert)
+    if rule.pp_stage is not None and place["pp"] != rule.pp_stage:
+        return None
+    box = LocalBox.whole(global_shape)
+    tp, tp_index = (degrees.etp, place["etp"]) if rule.expert else (degrees.tp, place["tp"])
+    if rule.expert:
+        box = _divide(box, 0, rule.ep_sizes, degrees.ep, place["ep"])
+    if rule.tp_dim is not None:
+        box = _divide(box, rule.tp_dim, rule.tp_sizes, tp, tp_index)
+    if rule.expert:
+        group, index = degrees.edp, place["edp"]
+    else:
+        group, index = degrees.dp * degrees.cp, place["dp"] * degrees.cp + place["cp"]
+    if rule.sharding == "flat":
+        return box.flat_chunk(num=group, index=index)
+    if rule.sharding == "dim0":
+        return box.chunk(0, num=group, index=index) if box.shape else box
+    if rule.sharding == "owner":
+        return box if index == rule.owner % group else None
+    return box
+
+
+def _divide(
+    box: LocalBox, dim: int, sizes: tuple[int, ...] | None, num: int, index: int
+) -> LocalBox:
+    if sizes is None:
+        return box.chunk(dim, num=num, index=index)
+    if len(sizes) != num:
+        raise ValueError(f"{len(sizes)} sizes {sizes} for {num} ranks along dim {dim}")
+    return box.sizes(dim, sizes=sizes, index=index)
+
+
+def global_expert_keys(state: Mapping[str, _T], expert_ids: Sequence[int]) -> dict[str, _T]:
+    """Rename `...experts.N...`, N counting a rank's own experts, to the global expert ids.
+
+    Args:
+        expert_ids: the global id of each expert that this rank holds, in its own order.
+
+    Raises:
+        ValueError: a key counts an expert that `expert_ids` does not have.
+    """
+    renamed = {}
+    for key, value in state.items():
+        match = re.search(r"(?:\A|\.)experts\.(\d+)(?=\.|\Z)", key)
+        if match is not None:
+            number = int(match[1])
+            if number >= len(expert_ids):
+                raise ValueError(f"{key!r}: this rank's expert_ids are {list(expert_ids)}")
+            key = f"{key[: match.start(1)]}{expert_ids[number]}{key[match.end(1) :]}"
+        renamed[key] = value
+    return renamed
+
+
+def expert_shards(key_format: str, fused: torch.Tensor, expert_ids: Sequence[int]) -> list[Shard]:
+    """Return one whole stored tensor per expert of a fused local tensor, by global expert id.
+
+    Args:
+        key_format: the stored key with `{expert}`, such as `mlp.experts.{expert}.up_proj.weight`.
+        fused: this rank's experts, stacked along dim 0.
+
+    Raises:
+        ValueError: as many ids as experts are needed.
+    """
+    if len(expert_ids) != fused.shape[0]:
+        raise ValueError(f"{fused.shape[0]} experts, but expert_ids are {list(expert_ids)}")
+    return [
+        LocalBox.whole(fused.shape[1:]).shard(key_format.format(expert=number), fused[local])
+        for local, number in enumerate(expert_ids)
+    ]

@@ -1,0 +1,156 @@
+"""The reads of one load: every want with its source, compressed moments with their scales.
+
+A want whose stored form is codes is read into memory of its own, with the scales of the boxes that
+it touches, and decoded when both are there; all others are read straight into place.
+
+    jobs, missing = make_jobs({"model": shards}, sources, cast=False)
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from unified_ckpt.errors import LoadError
+from unified_ckpt.geometry.boxes import Shape, overlap
+from unified_ckpt.geometry.shard import BoxMeta, Shard
+from unified_ckpt.geometry.tensors.dtypes import dtype_of
+from unified_ckpt.geometry.tensors.memory import narrow_box
+from unified_ckpt.loading.part_index import PartIndex, StoredScale
+from unified_ckpt.loading.reader import Destination
+from unified_ckpt.loading.sources import Sources
+from unified_ckpt.plans.load_plan import LoadPlan, SplitTensor, StoredTensor, plan_load
+from unified_ckpt.state.optimizer.moments import BLOCK, dequantize, moment_of
+
+Index = Mapping[str, StoredTensor | SplitTensor]
+
+
+@dataclass(slots=True)
+class LoadJob:
+    """Reads of one stored part: run the plan into the destinations, then `finish`."""
+
+    cast: bool
+    metas: list[BoxMeta] = field(default_factory=list)
+    destinations: list[Destination | None] = field(default_factory=list)
+    changed: list[torch.Tensor] = field(default_factory=list)
+    decoders: list[Callable[[], None]] = field(default_factory=list)
+    plan: LoadPlan = field(default_factory=lambda: LoadPlan(reads=(), missing=()))
+
+    @property
+    def num_tensors(self) -> int:
+        """Number of wanted boxes."""
+        return len(self.changed)
+
+    def add(self, meta: BoxMeta, tensor: torch.Tensor, stored: StoredTensor | SplitTensor) -> None:
+        """Read a box into a tensor."""
+        self.metas.append(meta)
+        self.destinations.append(Destination(meta.key, tensor.detach(), _torch_dtype(stored.dtype)))
+
+    def finish(self) -> None:
+        """Decode what was read as codes."""
+        for decode in self.decoders:
+            decode()
+
+
+def make_jobs(
+    parts: Mapping[str, Sequence[Shard]], sources: Sources, *, cast: bool, strict: bool = True
+) -> tuple[list[LoadJob], list[tuple[str, str]]]:
+    """Plan all reads of a load; return the jobs and the (part, key) pairs that are not stored.
+
+    Raises:
+        LoadError: a part is not stored (without `strict`: not one of them is), or a tensor has
+            another shape or dtype than wanted.
+    """
+    groups: dict[tuple[str, bool], list[tuple[str, Shard]]] = {}
+    missing: list[tuple[str, str]] = []
+    seen: set[tuple[object, ...]] = set()
+    wanted = [part for part, shards in parts.items() if shards]
+    lost = [part for part in wanted if not sources.has_source(part)]
+    if lost and (strict or lost == wanted):
+        sources.index(lost[0])  # raises
+    for part, shards in parts.items():
+        for shard in shards:
+            source = sources.find(part, shard.key)
+            if source is None:
+                missing.append((part, shard.key))
+            elif _is_new(seen, source.part, source.key, shard):
+                group = groups.setdefault((source.part, source.cast or cast), [])
+                group.append((source.key, shard))
+    jobs = [
+        _make_job(sources.index(part), wants, cast=group_cast)
+        for (part, group_cast), wants in groups.items()
+    ]
+    return jobs, missing
+
+
+def _is_new(seen: set[tuple[object, ...]], part: str, key: str, shard: Shard) -> bool:
+    """Whether a tied tensor, the same memory under two keys, comes for the first time."""
+    tensor = shard.tensor
+    memory = (part, key, shard.offset, tensor.data_ptr(), tensor.shape, tensor.stride())
+    if tensor.numel() and memory in seen:
+        return False
+    seen.add(memory)
+    return True
+
+
+def _make_job(index: PartIndex, wants: Sequence[tuple[str, Shard]], *, cast: bool) -> LoadJob:
+    stored = index.resolve(dict.fromkeys(key for key, _ in wants))
+    job = LoadJob(cast)
+    scaled: dict[str, StoredTensor | SplitTensor] = {}
+    for key, shard in wants:
+        meta = shard.meta if shard.key == key else replace(shard.meta, key=key)
+        if index.scales(key) and meta.dtype != stored[key].dtype:
+            scaled |= _add_compressed(job, index, shard, meta, stored[key])
+        else:
+            job.add(meta, shard.tensor, stored[key])
+        job.changed.append(shard.tensor)
+    job.plan = plan_load(job.metas, {**stored, **scaled}, cast=cast)
+    return job
+
+
+def _add_compressed(
+    job: LoadJob,
+    index: PartIndex,
+    shard: Shard,
+    meta: BoxMeta,
+    stored: StoredTensor | SplitTensor,
+) -> Index:
+    """Add reads of codes and of the scales that they need; return where the scales are stored."""
+    codes = torch.empty(meta.shape, dtype=_torch_dtype(stored.dtype))
+    job.add(replace(meta, dtype=stored.dtype), codes, stored)
+    pieces: list[tuple[StoredScale, torch.Tensor, tuple[Shape, Shape]]] = []
+    for scale in index.scales(meta.key):
+        shared = overlap((meta.offset, meta.shape), (scale.offset, scale.shape))
+        if shared is not None and meta.numel:
+            num_blocks = -(-math.prod(scale.shape) // BLOCK)
+            pieces.append((scale, torch.empty(num_blocks), shared))
+    found = index.resolve([scale.key for scale, _, _ in pieces])
+    for scale, scales, _ in pieces:
+        shape = tuple(scales.shape)
+        scale_meta = BoxMeta(
+            key=scale.key, dtype="F32", global_shape=shape, offset=(0,), shape=shape
+        )
+        job.add(scale_meta, scales, found[scale.key])
+
+    def decode() -> None:
+        for scale, scales, (offset, shape) in pieces:
+            here = tuple(o - m for o, m in zip(offset, meta.offset, strict=True))
+            in_box = tuple(o - s for o, s in zip(offset, scale.offset, strict=True))
+            moment = moment_of(meta.key)
+            if moment is None:
+                raise LoadError(f"{meta.key!r} has scales, but is no moment")
+            values = dequantize(
+                narrow_box(codes, here, shape), scales, moment, offset=in_box, box_shape=scale.shape
+            )
+            narrow_box(shard.tensor.detach(), here, shape).copy_(values)
+
+    job.decoders.append(decode)
+    return found
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    torch_dtype = dtype_of(name).torch_dtype
+    if torch_dtype is None:
+        raise LoadError(f"torch has no dtype for {name}")
+    return torch_dtype

@@ -1,0 +1,199 @@
+"""Where each wanted tensor is read from: its own key and part, or what options say stands for it.
+
+A want may be read from the key that it is tied to, a model's weight from the master weights (saved
+with `skip_save_model_weight`), and a master weight from the model's (`master_weight_compatible`).
+
+    sources = Sources(checkpoint, LoadOptions())
+    sources.find("model", "lm_head.weight")  # Source(part="model", key="embed.weight", cast=False)
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unified_ckpt.errors import CorruptCheckpointError, LoadError
+from unified_ckpt.geometry.tensors.dtypes import StoredDtype, dtype_of
+from unified_ckpt.loading.dcp_keys import DCP_NAME, DcpRecord
+from unified_ckpt.loading.part_index import PartIndex
+from unified_ckpt.options import MASTER_WEIGHTS, MODEL, LoadOptions
+from unified_ckpt.plans.checkpoint.directory import Checkpoint
+from unified_ckpt.plans.load_plan import SplitTensor, StoredTensor
+from unified_ckpt.saving.request import STATE_NAME
+from unified_ckpt.state.optimizer.optimizer_state import MASTER_FIELD, StoredStates
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A stored tensor that stands for a want; `cast` says that its dtype may differ."""
+
+    part: str
+    key: str
+    cast: bool
+
+
+class Sources:
+    """Looks wants up in a checkpoint.
+
+    Attributes:
+        values: Python values of the checkpoint by dotted path.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, options: LoadOptions) -> None:
+        self._checkpoint = checkpoint
+        self._options = options
+        self._indexes: dict[str, PartIndex | None] = {}
+        self._master_dtypes: dict[str, StoredDtype] | None = None
+        content = _read_state_file(checkpoint)
+        self.values: Mapping[str, Any] = content.get("values", {})
+        if holds_file(checkpoint, DCP_NAME):  # the values that DCP's adapter keeps
+            self.values = {**read_dcp_record(checkpoint).objects, **self.values}
+        self._tied = {**content.get("tied", {}), **options.tied}
+        self._skipped_model = bool(content.get("skip_save_model_weight", False))
+
+    def index(self, part: str) -> PartIndex:
+        """Return the index of a part.
+
+        Raises:
+            LoadError: the checkpoint holds no such part.
+        """
+        found = self._index_if_any(part)
+        return found if found is not None else PartIndex(self._checkpoint, part)
+
+    def has_part(self, part: str) -> bool:
+        """Whether the checkpoint holds a part."""
+        return self._index_if_any(part) is not None
+
+    def find(self, part: str, key: str) -> Source | None:
+        """Return what stands for a tensor of a part, None if nothing does."""
+        for source, cast in self._parts_for(part):
+            index = self._index_if_any(source)
+            if index is not None:
+                if key in index:
+                    return Source(source, key, cast)
+                tied = self._tied_key(key)
+                if tied is not None and tied in index:
+                    return Source(source, tied, cast)
+        return None
+
+    def has_source(self, part: str) -> bool:
+        """Whether the checkpoint holds a part, or one that stands for it."""
+        return any(self.has_part(source) for source, _ in self._parts_for(part))
+
+    def states_of(self, part: str, prefix: str) -> StoredStates:
+        """Return what the checkpoint holds of an optimizer, whose keys begin with `prefix`."""
+        tensors: dict[str, StoredTensor | SplitTensor] = {}
+        if self.has_part(part):
+            index = self.index(part)
+            keys = [key for key in index.tensor_keys() if key.startswith(prefix)]
+            stored = index.resolve(sorted(keys))
+            tensors = {key.removeprefix(prefix): tensor for key, tensor in stored.items()}
+        start = f"{part}.{prefix}"
+        values = {
+            path.removeprefix(start): value
+            for path, value in self.values.items()
+            if path.startswith(start)
+        }
+        name = self.values.get(f"{start}{MASTER_FIELD}")
+        return StoredStates(
+            tensors=tensors,
+            values=values,
+            master_name=name if isinstance(name, str) else None,
+            master_dtype=self._master_dtype,
+        )
+
+    def _master_dtype(self, key: str) -> torch.dtype | None:
+        source = self.find(MASTER_WEIGHTS, key)
+        if source is None:
+            return None
+        if source.part == MODEL:
+            return torch.float32
+        if self._master_dtypes is None:
+            index = self.index(MASTER_WEIGHTS)
+            stored = index.resolve(index.tensor_keys())
+            self._master_dtypes = {key: dtype_of(each.dtype) for key, each in stored.items()}
+        return self._master_dtypes[source.key].torch_dtype
+
+    def _parts_for(self, part: str) -> list[tuple[str, bool]]:
+        if part == MASTER_WEIGHTS and self._options.remove_master_weight:
+            return [(MODEL, True)]
+        if part == MASTER_WEIGHTS and self._options.master_weight_compatible:
+            return [(part, False), (MODEL, True)]
+        if part == MODEL and self._skipped_model:
+            return [(part, False), (MASTER_WEIGHTS, True)]
+        return [(part, False)]
+
+    def _tied_key(self, key: str) -> str | None:
+        if not self._tied:
+            return None
+        parameter, slash, state = key.partition("/")
+        stored = self._tied.get(parameter)
+        return None if stored is None else f"{stored}{slash}{state}"
+
+    def _index_if_any(self, part: str) -> PartIndex | None:
+        if part not in self._indexes:
+            try:
+                self._indexes[part] = PartIndex(self._checkpoint, part)
+            except CorruptCheckpointError:
+                raise
+            except LoadError:
+                self._indexes[part] = None
+        return self._indexes[part]
+
+
+def holds_file(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether a directory has a file, or its manifest says so."""
+    listed = checkpoint.manifest is not None and name in checkpoint.manifest.files
+    return listed or (checkpoint.folder / name).is_file()
+
+
+def read_dcp_record(checkpoint: Checkpoint) -> DcpRecord:
+    """Return what `dcp.json` says.
+
+    Raises:
+        LoadError: there is none.
+        CorruptCheckpointError: it is damaged.
+    """
+    try:
+        return DcpRecord.from_bytes(checkpoint.read_file(DCP_NAME))
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{checkpoint.folder / DCP_NAME}: {error}") from error
+
+
+def read_values(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the Python values of a checkpoint by dotted path, those in dicts one by one.
+
+    Raises:
+        CorruptCheckpointError: the file that holds them is damaged.
+    """
+    leaves: dict[str, Any] = {}
+    todo = list(Sources(checkpoint, LoadOptions()).values.items())
+    while todo:
+        path, value = todo.pop()
+        if isinstance(value, dict) and value and value.keys() != {"@items"}:
+            todo += [(f"{path}.{name}", item) for name, item in value.items()]
+        else:
+            leaves[path] = value
+    return leaves
+
+
+def _read_state_file(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the contents of `unified_ckpt.json`, empty if there is none.
+
+    Raises:
+        CorruptCheckpointError: it is not what this package writes.
+    """
+    path = checkpoint.folder / STATE_NAME
+    if not holds_file(checkpoint, STATE_NAME):
+        return {}
+    try:
+        content = json.loads(checkpoint.read_file(STATE_NAME))
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{path}: not JSON: {error}") from error
+    if not isinstance(content, dict) or not all(
+        isinstance(content.get(name, {}), dict) for name in ("values", "tied")
+    ):
+        raise CorruptCheckpointError(f"{path}: values and tied must be objects")
+    return content

@@ -1,0 +1,161 @@
+"""The folder of a run: the newest checkpoint that is valid, and the removal of old ones.
+
+Neither trusts a name, a date or the highest number alone: a checkpoint counts only if its manifest
+is intact and every file that it lists is there with its size. One that is newer but damaged is
+passed over with a warning that says why, so that nobody resumes from an old one unknowingly.
+
+    resume_from = get_last_checkpoint("run")  # run/checkpoint-200, or None
+"""
+
+import re
+import warnings
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Literal
+
+from unified_ckpt.errors import CorruptCheckpointError, DamagedCheckpointWarning, LoadError
+from unified_ckpt.files.format.header import read_header
+from unified_ckpt.files.format.manifest import MANIFEST_NAME, Manifest, check_sizes, read_manifest
+from unified_ckpt.files.system import remove_tree, rename, sync_folder
+from unified_ckpt.plans.checkpoint.directory import check_bytes
+from unified_ckpt.run.verify import verify_checkpoint
+from unified_ckpt.saving.commit.commit import hidden_name
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)\Z")
+_SMALL_BYTES = 1024 * 1024  # files up to this size are compared with their checksums at once
+
+Depth = Literal["quick", "full"]
+
+
+def is_complete(checkpoint: Path | str) -> bool:
+    """Whether a directory has an intact manifest and all its files have their sizes.
+
+    Bytes are not compared with checksums; `verify_checkpoint` does that.
+    """
+    try:
+        manifest = read_manifest(Path(checkpoint))
+    except CorruptCheckpointError:
+        return False
+    return manifest is not None and not check_sizes(Path(checkpoint), manifest)
+
+
+def find_fault(checkpoint: Path | str, verify: Depth = "quick") -> str | None:
+    """Say why a directory is no valid checkpoint, or None if it is one; reads only.
+
+    Args:
+        checkpoint: the directory.
+        verify: `quick` compares the manifest, all sizes, the headers and small files with their
+            checksums; `full` compares every byte.
+    """
+    path = Path(checkpoint)
+    try:
+        manifest = read_manifest(path)
+        if manifest is None:
+            return f"it has no {MANIFEST_NAME}, so no save has completed it"
+        problems = check_sizes(path, manifest)
+        if problems:
+            return problems[0]
+        _check_small(path, manifest)
+        if verify == "full":
+            return next((str(problem) for problem in verify_checkpoint(path).problems), None)
+    except (LoadError, OSError) as error:
+        return str(error)
+    return None
+
+
+def _check_small(folder: Path, manifest: Manifest) -> None:
+    for name, record in manifest.files.items():
+        path = folder / name
+        if name.endswith(".safetensors"):
+            check_bytes(read_header(path)[0], record, path, whole=False)
+        elif record.num_bytes <= _SMALL_BYTES:
+            check_bytes(path.read_bytes(), record, path)
+
+
+def get_last_checkpoint(folder: Path | str, *, verify: Depth = "quick") -> Path | None:
+    """Return the valid `checkpoint-N` with the highest N, or None; reads only, not collective.
+
+    A folder that does not exist holds no checkpoint. A newer one that is damaged is passed over
+    with a `DamagedCheckpointWarning` that names it and says why.
+
+    Args:
+        folder: the folder of a run.
+        verify: how much is compared with checksums, as in `find_fault`.
+    """
+    return next(valid_checkpoints(folder, verify=verify), None)
+
+
+def valid_checkpoints(folder: Path | str, *, verify: Depth = "quick") -> Iterator[Path]:
+    """Yield the valid `checkpoint-N` from the newest to the oldest; warn of each that is not.
+
+    Raises:
+        ValueError: `verify` is neither `quick` nor `full`.
+    """
+    check_depth(verify)
+    for path in numbered_checkpoints(Path(folder)):
+        fault = find_fault(path, verify)
+        if fault is None:
+            yield path
+        else:
+            warnings.warn(
+                f"{path} is passed over, an older checkpoint is looked for: {fault}",
+                DamagedCheckpointWarning,
+                stacklevel=3,
+            )
+
+
+def check_depth(verify: Depth) -> None:
+    """Refuse an unknown `verify`.
+
+    Raises:
+        ValueError: it is neither `quick` nor `full`.
+    """
+    if verify not in ("quick", "full"):
+        raise ValueError(f"verify={verify!r}; expected 'quick' or 'full'")
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return N of `checkpoint-N`.
+
+    Raises:
+        ValueError: the directory has another name.
+    """
+    match = _CHECKPOINT.match(checkpoint.name)
+    if match is None:
+        raise ValueError(f"{checkpoint} is not named checkpoint-N")
+    return int(match[1])
+
+
+def rotate(folder: Path | str, keep: int, *, protect: Collection[Path] = ()) -> list[Path]:
+    """Remove all complete `checkpoint-N` but the `keep` newest; return what was removed.
+
+    One process calls it, after a save has returned. Each directory first gets a hidden name, so
+    that none is ever half there; what is not complete is left for a person to look at.
+
+    Args:
+        folder: the folder of a run.
+        keep: how many of the newest stay.
+        protect: others that stay, for example the best one.
+
+    Raises:
+        ValueError: `keep` is less than 1.
+    """
+    if keep < 1:
+        raise ValueError(f"keep={keep} would remove every checkpoint; keep at least 1")
+    kept = {path.resolve() for path in protect}
+    complete = [path for path in numbered_checkpoints(Path(folder)) if is_complete(path)]
+    old = [path for path in complete[keep:] if path.resolve() not in kept]
+    for checkpoint in old:
+        hidden = hidden_name(checkpoint, "tmp")
+        rename(checkpoint, hidden)
+        sync_folder(checkpoint.parent)
+        remove_tree(hidden)
+    return old
+
+
+def numbered_checkpoints(folder: Path) -> list[Path]:
+    """Return every `checkpoint-N`, valid or not, the highest N first."""
+    if not folder.is_dir():
+        return []
+    found = [(int(m[1]), p) for p in folder.iterdir() if (m := _CHECKPOINT.match(p.name))]
+    return [path for _, path in sorted(found, reverse=True)]

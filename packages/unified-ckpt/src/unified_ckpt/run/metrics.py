@@ -1,0 +1,58 @@
+"""The metrics of a checkpoint, a file `metrics.json` in it, and which checkpoint is best by one.
+
+best_of({path: read_metric(path, "loss") for path in paths}, "min")
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from unified_ckpt.errors import LoadError
+from unified_ckpt.plans.checkpoint.directory import load_files
+
+METRICS_NAME = "metrics.json"
+
+
+def best_of(values: Mapping[Path, float | None], mode: Literal["min", "max"]) -> Path | None:
+    """Return the path of the best value, the first one of equals; None and NaN never count."""
+    counted = {p: v for p, v in values.items() if v is not None and not math.isnan(v)}
+    if not counted:
+        return None
+    sign = 1 if mode == "min" else -1
+    return min(counted, key=lambda path: sign * counted[path])
+
+
+def encode_metrics(step: int, metrics: Mapping[str, float]) -> bytes:
+    """Write the metrics of a checkpoint as they stand in its `metrics.json`.
+
+    Raises:
+        TypeError: a metric is not a number.
+    """
+    numbers = {name: float(value) for name, value in metrics.items()}
+    return json.dumps({"step": int(step), "metrics": numbers}).encode()
+
+
+def with_metrics(
+    files: Mapping[str, bytes], step: int, metrics: Mapping[str, float]
+) -> dict[str, bytes]:
+    """Add `metrics.json` to the files of a checkpoint.
+
+    Raises:
+        TypeError: a metric is not a number.
+        ValueError: the files have one of that name.
+    """
+    if METRICS_NAME in files:
+        raise ValueError(f"files has {METRICS_NAME!r}, which holds `metrics`; use another name")
+    return {**files, METRICS_NAME: encode_metrics(step, metrics)}
+
+
+def read_metric(checkpoint: Path, name: str) -> float | None:
+    """Return a metric of a checkpoint, None where it has none."""
+    try:
+        table: Any = json.loads(load_files(checkpoint, METRICS_NAME))
+        value = table["metrics"].get(name)
+    except (LoadError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return float(value) if isinstance(value, int | float) else None

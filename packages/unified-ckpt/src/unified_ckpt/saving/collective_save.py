@@ -1,0 +1,230 @@
+"""Save: what every rank holds becomes one directory, complete or absent, whatever is killed when.
+
+The phases, each ended by an agreement of all ranks: describe (who holds what), prepare (space and a
+hidden directory), write (each rank its bytes, checksummed, fsynced), commit (manifest, one rename).
+
+    save({"model": [Shard(key="w", tensor=w, global_shape=(4,), offset=(0,))]},
+         checkpoint_id="run/checkpoint-10")
+"""
+
+import errno
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from unified_ckpt.files.format.manifest import MANIFEST_NAME, FileRecord, Manifest, encode_manifest
+from unified_ckpt.files.system import free_bytes, sync_tree
+from unified_ckpt.geometry.shard import Shard
+from unified_ckpt.geometry.tensors.collector import collector_paused
+from unified_ckpt.options import SaveOptions
+from unified_ckpt.plans.save_plan import SavePlan
+from unified_ckpt.saving.commit.agreement import Agreement
+from unified_ckpt.saving.commit.commit import Staging, clean_leftovers
+from unified_ckpt.saving.commit.writer import file_records, write_blobs, write_share
+from unified_ckpt.saving.request import (
+    STATE_NAME,
+    Request,
+    blob_bytes,
+    make_request,
+    plan_request,
+    state_file_bytes,
+)
+from unified_ckpt.state.nested import StateDict
+
+_TABLE_BYTES_PER_TENSOR = 512  # in header, index and manifest: estimates for the space check
+_BYTES_PER_TABLE_BYTE = 32 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport:
+    """What a save did: `num_bytes` of the whole checkpoint, `rank_bytes` of this rank's tensors."""
+
+    path: Path
+    num_files: int
+    num_bytes: int
+    rank_bytes: int
+    replaced: bool
+    removed_leftovers: tuple[Path, ...]
+
+
+@collector_paused()
+def save(
+    state_dict: StateDict,
+    *,
+    checkpoint_id: Path | str,
+    group: dist.ProcessGroup | None = None,
+    files: Mapping[str, bytes] | None = None,
+    rank_files: Mapping[str, bytes] | None = None,
+    options: SaveOptions | None = None,
+    timeout_s: float = 1800.0,
+) -> SaveReport:
+    """Write a checkpoint directory; collective over `group`, every rank of it must call.
+
+    Every distinct box is written once. An existing checkpoint of that name is replaced in one step
+    after the new one is durable. If the call raises in a phase before 'commit' (messages name it),
+    the name shows what it showed before; in 'commit', the old or the new checkpoint, complete.
+
+    Args:
+        state_dict: nested; the keys at the top are parts, for example `model`, `optimizer`,
+            `master_weights`; ranks may hold different parts, or nothing. Leaves are DTensors, plain
+            tensors (whole, or with a box of `options.layout`), `Shard`s, and Python values, which
+            become JSON and must be equal on the ranks that have them. Objects with `state_dict`
+            (modules, schedulers) and optimizers of named parameters are taken as such, and a
+            sequence of `Shard`s as a part. Part `model` gets transformers' file names.
+        checkpoint_id: the directory, on a file system that all ranks share; the same on every rank.
+        group: the ranks that save together, None for all; without process groups this one alone.
+        files: more files by relative name, written by the group's first rank (others' are ignored).
+        rank_files: more files by relative name, written by every rank; names must be unique.
+        options: what to leave out, store apart or compress; the same on every rank.
+        timeout_s: bound on each wait for the other ranks.
+
+    Raises:
+        SaveArgumentError: (a ValueError) the arguments of some rank, or of all together, are wrong.
+        SavePeerError: a rank did not arrive in time, or its connection was lost.
+        SaveError: some rank failed, for example because the disk is full. On every rank.
+    """
+    agreement = Agreement(group, timeout_s=timeout_s, subject=f"save({str(checkpoint_id)!r})")
+    with agreement.phase("describe", checks_arguments=True) as phase:
+        request = make_request(
+            state_dict,
+            checkpoint_id=checkpoint_id,
+            options=options,
+            files=files if agreement.rank == 0 else None,
+            rank_files=rank_files,
+        )
+        phase.payload = request.describe()
+    return _save(agreement, request, described=phase.results)
+
+
+@collector_paused()
+def save_request(make: Callable[[], Request], *, timeout_s: float) -> SaveReport:
+    """As `save` over all ranks, of a request that was taken apart before; collective.
+
+    Args:
+        make: returns this rank's request; what it raises, all ranks raise.
+        timeout_s: bound on each wait for the other ranks.
+
+    Raises:
+        SaveError: as `save`.
+    """
+    agreement = Agreement(None, timeout_s=timeout_s, subject="save in the background")
+    with agreement.phase("describe", checks_arguments=True) as phase:
+        request = make()
+        if agreement.rank != 0:
+            request = replace(request, files={})
+        phase.payload = request.describe()
+    return _save(agreement, request, described=phase.results)
+
+
+def _save(
+    agreement: Agreement, request: Request, *, described: Sequence[Mapping[str, Any]]
+) -> SaveReport:
+    first = agreement.rank == 0
+    staging: Staging | None = None
+    try:
+        with agreement.phase("prepare", checks_arguments=True) as phase:
+            plan = plan_request(described)
+            if first:
+                removed = clean_leftovers(request.target.parent)
+                _check_space(request.target, plan, described)
+                staging = Staging.make(request.target)
+                phase.payload = [str(staging.folder), [str(path) for path in removed]]
+        folder, removed_names = phase.results[0]
+        with agreement.phase("write") as phase:
+            blobs = {**request.files, **request.rank_files}
+            if first:
+                blobs |= plan.indexes
+                if state := state_file_bytes(described):
+                    blobs[STATE_NAME] = state
+            phase.payload = write_rank(
+                plan, request.parts, blobs, rank=agreement.rank, folder=Path(folder)
+            )
+        written = phase.results
+        with agreement.phase("commit") as phase:
+            if staging is not None:
+                phase.payload = publish_written(staging, plan, written, {})
+        num_files, replaced = phase.results[0]
+    finally:
+        if staging is not None:
+            staging.close()
+    return SaveReport(
+        path=request.target,
+        num_files=num_files,
+        num_bytes=sum(rank["num_bytes"] for rank in written),
+        rank_bytes=plan.rank_bytes[agreement.rank],
+        replaced=replaced,
+        removed_leftovers=tuple(Path(name) for name in removed_names),
+    )
+
+
+def _check_space(target: Path, plan: SavePlan, described: Sequence[Mapping[str, Any]]) -> None:
+    folder = next(path for path in target.parents if path.exists())
+    needed = blob_bytes(described)
+    for file in plan.files:
+        needed += file.tensor_bytes + file.tensor_bytes // _BYTES_PER_TABLE_BYTE
+        needed += _TABLE_BYTES_PER_TENSOR * (1 + len(file.tensors))
+    free = free_bytes(folder)
+    if needed > free:
+        raise OSError(
+            errno.ENOSPC,
+            f"the checkpoint needs {needed} bytes, but {folder} has {free} free; nothing was "
+            "written. Free space or choose another folder",
+        )
+
+
+def write_rank(
+    plan: SavePlan,
+    parts: Mapping[str, Sequence[Shard]],
+    blobs: Mapping[str, bytes],
+    *,
+    rank: int,
+    folder: Path,
+) -> dict[str, Any]:
+    """Write and fsync one rank's bytes and whole files; return their checksums as JSON types.
+
+    Raises:
+        FileNotFoundError: the ranks do not share the file system.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"this rank does not see {folder}; all ranks must share the checkpoint's file system"
+        )
+    sums = write_share(plan, parts, rank=rank, folder=folder)
+    records = write_blobs(blobs, folder)
+    if rank != 0:  # rank 0 does the same when it publishes; other machines have names of their own
+        sync_tree(folder)
+    own_bytes = sum(file.num_bytes for file in plan.files if file.owner == rank)
+    return {
+        "sums": sums,
+        "blobs": {name: record.to_json() for name, record in records.items()},
+        "num_bytes": own_bytes + sum(record.num_bytes for record in records.values()),
+    }
+
+
+def publish_written(
+    staging: Staging,
+    plan: SavePlan,
+    written: Sequence[Mapping[str, Any]],
+    blobs: Mapping[str, bytes],
+) -> tuple[int, bool]:
+    """Write more whole files and the manifest of what all ranks wrote, then publish.
+
+    Returns:
+        The number of files, and whether a checkpoint was replaced.
+    """
+    records = write_blobs(blobs, staging.folder)
+    manifest = _manifest(plan, written)
+    manifest = Manifest(files={**manifest.files, **records})
+    write_blobs({MANIFEST_NAME: encode_manifest(manifest)}, staging.folder)
+    return len(manifest.files) + 1, staging.publish()
+
+
+def _manifest(plan: SavePlan, written: Sequence[Mapping[str, Any]]) -> Manifest:
+    records = file_records(plan, [rank["sums"] for rank in written])
+    for rank in written:
+        for name, record in rank["blobs"].items():
+            records[name] = FileRecord.from_json(record)
+    return Manifest(files=records)

@@ -1,0 +1,228 @@
+"""All ranks of a save agree, phase by phase, that every one of them succeeded.
+
+An exception on one rank raises on every rank, with that rank and its cause in the message, so no
+rank goes on alone and nobody waits for a rank that has given up. What is gathered is JSON. Waiting
+is bounded by `timeout_s` and by the group's own timeout, whichever is shorter.
+
+    with agreement.phase("write") as phase:
+        phase.payload = write_my_files()
+    phase.results  # every rank's payload, by rank
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unified_ckpt._torch_private import shared_store
+from unified_ckpt.errors import SaveArgumentError, SaveError, SavePeerError
+from unified_ckpt.geometry.tensors.memory import byte_view
+
+_LATE_MARKS_S = 1.0
+_USER_MISTAKES = (ValueError, TypeError)
+
+
+class Agreement:
+    """The ranks of a group during one save; without process groups, one rank alone.
+
+    Args:
+        group: the ranks, None for all of them.
+        timeout_s: bound on each wait for the peers.
+        subject: names the call in messages, for example `save('run/checkpoint-10')`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, *, timeout_s: float, subject: str) -> None:
+        self._group = group
+        self._timeout_s = timeout_s
+        self.subject = subject
+        if dist.is_available() and dist.is_initialized():
+            self._ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+            self.rank = dist.get_rank(group)
+        else:
+            self._ranks = [0]
+            self.rank = 0
+        if self.rank < 0:
+            raise SaveArgumentError(f"{subject}: this process is not in the group given")
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self._ranks)
+
+    def global_rank(self, rank: int) -> int:
+        """The rank in the world of a rank of the group."""
+        return self._ranks[rank]
+
+    @property
+    def global_rank_here(self) -> int:
+        """The rank of this process in the world."""
+        return self._ranks[self.rank]
+
+    def phase(self, name: str, *, checks_arguments: bool = False) -> "Phase":
+        """Start a phase that ends when every rank has ended it; collective over the group.
+
+        With `checks_arguments` a ValueError or TypeError counts as the caller's mistake.
+        """
+        return Phase(self, name, checks_arguments)
+
+    def gather(self, name: str, payload: object) -> list[Any]:
+        """Return every rank's payload (JSON types), by rank; collective over the group.
+
+        Raises:
+            SavePeerError: a peer did not take part within the time limit.
+        """
+        if self.size == 1:
+            return [payload]
+        text = json.dumps(payload, separators=(",", ":")).encode()
+        try:
+            # The mark lets peers that wait in vain say who is missing; it goes when all have met.
+            store = shared_store()
+            if store is not None:
+                store.set(self._mark(name, self.rank), "here")
+            texts = self._gather_texts(text)
+            if store is not None:
+                store.delete_key(self._mark(name, self.rank))
+        except RuntimeError as error:
+            raise SavePeerError(self._lost(name, error)) from error
+        return [json.loads(text) for text in texts]
+
+    def any_of(self, name: str, flags: Sequence[bool]) -> list[bool]:
+        """Return for every flag whether any rank raised it; collective over the group.
+
+        One small all-reduce, cheap enough for every training step.
+
+        Raises:
+            SavePeerError: a peer did not take part within the time limit.
+        """
+        if self.size == 1:
+            return list(flags)
+        device = _collective_device(self._group)
+        raised = torch.tensor(flags, dtype=torch.int32, device=device)
+        try:
+            work = dist.all_reduce(raised, dist.ReduceOp.MAX, group=self._group, async_op=True)
+            if work is not None:
+                work.wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            raise SavePeerError(self._lost(name, error, late_marks=True)) from error
+        return [bool(flag) for flag in raised.tolist()]
+
+    def _gather_texts(self, text: bytes) -> list[bytes]:
+        device = _collective_device(self._group)
+        sizes = self._all_gather(torch.tensor([len(text)], dtype=torch.int64, device=device))
+        lengths = [int(n) for n in sizes]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+        texts = self._all_gather(padded)
+        return [bytes(byte_view(t.cpu())[:n]) for t, n in zip(texts, lengths, strict=True)]
+
+    def _mark(self, name: str, rank: int) -> str:
+        return f"unified-ckpt/{'-'.join(map(str, self._ranks))}/{name}/{rank}"
+
+    def _lost(self, name: str, error: RuntimeError, *, late_marks: bool = False) -> str:
+        """Describe a gather that failed, naming the ranks that never came to it.
+
+        With `late_marks` those who wait in vain say so only now.
+        """
+        if late_marks:
+            self._mark_late(name)
+        return (
+            f"rank {self.global_rank_here}, {self.subject}: waiting in {name!r} for ranks "
+            f"{self._ranks} failed: {self._absent(name)} (limit {self._timeout_s:g} s). A rank "
+            "that does not arrive died, is stuck or is slower than that; see its own messages. "
+            f"Cause: {error}"
+        )
+
+    def _mark_late(self, name: str) -> None:
+        with suppress(RuntimeError):  # the store is gone; `_absent` says so
+            store = shared_store()
+            if store is not None:
+                store.set(self._mark(name, self.rank), "here")
+                time.sleep(_LATE_MARKS_S)  # the others' waits end within moments of this one's
+
+    def _absent(self, name: str) -> str:
+        try:
+            store = shared_store()
+            if store is None:
+                return "a peer did not arrive (which one, a FileStore cannot tell)"
+            absent = [r for r in range(self.size) if not store.check([self._mark(name, r)])]
+        except RuntimeError:
+            return "the store that knows who arrived is gone as well"
+        if not absent:
+            return "all had arrived, so one died or lost its connection while exchanging"
+        return f"ranks {[self._ranks[r] for r in absent]} did not arrive"
+
+    def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        work = dist.all_gather(gathered, tensor, group=self._group, async_op=True)
+        if work is not None:
+            work.wait(timedelta(seconds=self._timeout_s))
+        return gathered
+
+
+class Phase:
+    """One phase of an agreement; see the module."""
+
+    def __init__(self, agreement: Agreement, name: str, checks_arguments: bool) -> None:
+        self._agreement = agreement
+        self._name = name
+        self._checks_arguments = checks_arguments
+        self.payload: Any = None
+        self.results: list[Any] = []
+
+    def __enter__(self) -> "Phase":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        report = None if error is None else _report(error)
+        try:
+            answers = self._agreement.gather(self._name, [report, self.payload])
+        except SavePeerError as lost:
+            if error is None:
+                raise
+            if not isinstance(error, Exception):
+                return
+            raise SaveError(
+                f"{self._agreement.subject}: rank {self._agreement.global_rank_here} failed in "
+                f"{self._name!r}: {_report(error)['text']}; the peers could not be told: {lost}"
+            ) from error
+        self.results = [payload for _, payload in answers]
+        failed = [rank for rank, (cause, _) in enumerate(answers) if cause is not None]
+        if failed and (error is None or isinstance(error, Exception)):
+            raise self._failure(failed, [answers[rank][0] for rank in failed]) from error
+
+    def _failure(self, ranks: Sequence[int], reports: Sequence[dict[str, Any]]) -> SaveError:
+        ranks_of: dict[str, list[int]] = {}
+        for rank, report in zip(ranks, reports, strict=True):
+            ranks_of.setdefault(report["text"], []).append(self._agreement.global_rank(rank))
+        causes = "; ".join(
+            f"rank {', '.join(map(str, who))} failed in {self._name!r}: {text}"
+            for text, who in ranks_of.items()
+        )
+        mistake = self._checks_arguments and all(report["mistake"] for report in reports)
+        kind = SaveArgumentError if mistake else SaveError
+        return kind(f"{self._agreement.subject}: {causes}")
+
+
+def _report(error: BaseException) -> dict[str, Any]:
+    name = type(error).__name__
+    return {"text": f"{name}: {error}", "mistake": isinstance(error, _USER_MISTAKES)}
+
+
+def _collective_device(group: dist.ProcessGroup | None) -> torch.device:
+    """The device whose tensors the group's backend carries; the CPU where it can."""
+    config = str(dist.get_backend_config(group))
+    if "cpu:" in config or "gloo" in config or "mpi" in config:
+        return torch.device("cpu")
+    kind = config.partition(":")[0]
+    return torch.device(kind, torch.get_device_module(kind).current_device())

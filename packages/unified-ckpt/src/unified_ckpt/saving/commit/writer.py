@@ -1,0 +1,193 @@
+"""Write one rank's share of a save plan: its byte ranges, checksummed while they are written.
+
+Neighbouring pieces go to the kernel in one call. Memory is bounded: what is not plain CPU memory is
+staged piece by piece.
+
+    sums = write_share(plan, shards, rank=0, folder=staging)
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from unified_ckpt.files.checksums.checksums import (
+    CHUNK_BYTES,
+    Checksums,
+    PendingSum,
+    chunk_lengths,
+    crc_of_chunks,
+)
+from unified_ckpt.files.checksums.crc import crc32
+from unified_ckpt.files.format.manifest import FileRecord, sums_to_text, text_to_sums
+from unified_ckpt.files.system import (
+    Buffer,
+    begin_writeback,
+    make_folders,
+    open_for_write,
+    sync_file,
+    write_at,
+)
+from unified_ckpt.geometry.boxes import Region
+from unified_ckpt.geometry.shard import Shard
+from unified_ckpt.geometry.tensors.memory import (
+    bits_of,
+    byte_view,
+    contiguous_on_cpu,
+    is_plain_memory,
+    narrow_box,
+)
+from unified_ckpt.plans.save_plan import FilePlan, Piece, SavePlan
+
+_BATCH_BYTES = 16 * 1024 * 1024
+
+
+def write_share(
+    plan: SavePlan, parts: Mapping[str, Sequence[Shard]], *, rank: int, folder: Path
+) -> list[Any]:
+    """Write and fsync this rank's bytes of every file; the folder is left to `sync_tree`.
+
+    Returns:
+        Per file of the plan, as JSON types: its manifest record if this rank wrote all of it; else
+        the CRC-32 of what it wrote, as `sums_to_text`: the header if it owns the file, then its
+        pieces in the plan's order, of a contiguous piece each chunk's.
+    """
+
+    def bytes_of(file: FilePlan, piece: Piece) -> memoryview:
+        return _piece_bytes(piece, parts[file.part][piece.shard_index])
+
+    return write_pieces(plan, bytes_of, rank=rank, folder=folder)
+
+
+def write_pieces(
+    plan: SavePlan, bytes_of: Callable[[FilePlan, Piece], memoryview], *, rank: int, folder: Path
+) -> list[Any]:
+    """As `write_share`, with a function that makes a piece's row-major bytes when it is written."""
+    with Checksums() as sums:
+        pending = [_write_file(file, bytes_of, rank, folder, sums) for file in plan.files]
+    return [
+        _result(file, [crc for sums in file_sums for crc in sums.value()], rank)
+        for file, file_sums in zip(plan.files, pending, strict=True)
+    ]
+
+
+def _result(file: FilePlan, sums: Sequence[int], rank: int) -> Any:
+    if file.owner != rank or file.writers - {rank}:
+        return sums_to_text(sums)
+    left = iter(sums)
+    regions = [Region(0, len(file.header)), *(piece.region for piece in file.pieces)]
+    pieces = [pair for region in regions for pair in _summed(region, left)]
+    return FileRecord.of(file.num_bytes, pieces).to_json()
+
+
+def file_records(plan: SavePlan, sums: Sequence[Sequence[Any]]) -> dict[str, FileRecord]:
+    """Join what `write_share` returned on every rank (`sums[rank][file]`) into manifest records."""
+    records = {}
+    for number, file in enumerate(plan.files):
+        if not isinstance(sums[file.owner][number], str):
+            records[file.name] = FileRecord.from_json(sums[file.owner][number])
+            continue
+        left = [iter(text_to_sums(rank_sums[number])) for rank_sums in sums]
+        pieces = list(_summed(Region(0, len(file.header)), left[file.owner]))
+        for piece in file.pieces:
+            pieces += _summed(piece.region, left[piece.rank])
+        records[file.name] = FileRecord.of(file.num_bytes, pieces)
+    return records
+
+
+def _summed(region: Region, sums: Iterator[int]) -> Iterator[tuple[Region, int]]:
+    """Pair a piece, or each chunk of a contiguous one, with its checksum."""
+    if region.counts or region.run_bytes <= CHUNK_BYTES:
+        yield region, next(sums)
+        return
+    start = region.start
+    for length in chunk_lengths(region.run_bytes):
+        yield Region(start, length), next(sums)
+        start += length
+
+
+def write_blobs(blobs: Mapping[str, bytes], folder: Path) -> dict[str, FileRecord]:
+    """Write and fsync whole files, nested names allowed; return their manifest records.
+
+    Folders are left to `sync_tree`.
+    """
+    records = {}
+    for name, blob in blobs.items():
+        path = folder / name
+        make_folders(path.parent)
+        with open_for_write(path) as fd:
+            write_at(fd, [blob], 0)
+            sync_file(fd)
+        whole = Region(0, len(blob))
+        pieces = list(_summed(whole, iter(crc_of_chunks(memoryview(blob))))) if blob else []
+        records[name] = FileRecord.of(len(blob), pieces)
+    return records
+
+
+def _write_file(
+    file: FilePlan,
+    bytes_of: Callable[[FilePlan, Piece], memoryview],
+    rank: int,
+    folder: Path,
+    sums: Checksums,
+) -> list[PendingSum[list[int]]]:
+    if rank != file.owner and rank not in file.writers:
+        return []
+    mine = [piece for piece in file.pieces if piece.rank == rank]
+    pending: list[PendingSum[list[int]]] = []
+    with open_for_write(folder / file.name) as fd:
+        batch = _Batch(fd)
+        if file.owner == rank:
+            pending.append(sums.start_chunks(memoryview(file.header)))
+            batch.add(0, file.header)
+        for piece in mine:
+            buffer = bytes_of(file, piece)
+            if piece.region.counts:
+                pending.append(sums.call(lambda b: [crc32(b)], buffer))
+            else:
+                pending.append(sums.start_chunks(buffer))
+            _add_runs(batch, piece.region, buffer)
+        batch.flush()
+        sync_file(fd)
+    return pending
+
+
+def _piece_bytes(piece: Piece, shard: Shard) -> memoryview:
+    tensor = shard.tensor
+    if piece.shape == shard.meta.shape and is_plain_memory(tensor):
+        return byte_view(tensor)  # by far the most; the rest of this function costs more
+    box = narrow_box(tensor.detach(), piece.offset, piece.shape)
+    return byte_view(bits_of(contiguous_on_cpu(box)))
+
+
+def _add_runs(batch: "_Batch", region: Region, buffer: memoryview) -> None:
+    if region.contiguous:
+        batch.add(region.start, buffer)
+        return
+    for number, start in enumerate(region.run_starts()):
+        batch.add(start, buffer[number * region.run_bytes : (number + 1) * region.run_bytes])
+
+
+class _Batch:
+    """Collects buffers that follow each other in a file, so that one call writes them."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._start = 0
+        self._num_bytes = 0
+        self._buffers: list[Buffer] = []
+
+    def add(self, start: int, buffer: Buffer) -> None:
+        """Take a buffer for byte `start`, after writing what it does not continue."""
+        if start != self._start + self._num_bytes or self._num_bytes >= _BATCH_BYTES:
+            self.flush()
+            self._start = start
+        self._buffers.append(buffer)
+        self._num_bytes += len(buffer)
+
+    def flush(self) -> None:
+        """Write what was collected, and let the disk begin with it."""
+        write_at(self._fd, self._buffers, self._start)
+        begin_writeback(self._fd, self._start, self._num_bytes)
+        self._start += self._num_bytes
+        self._num_bytes = 0
+        self._buffers = []

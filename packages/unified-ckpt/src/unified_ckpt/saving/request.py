@@ -1,0 +1,245 @@
+"""What one rank asks a save for, what all ranks must know of it, and the plan that follows.
+
+A request is described as JSON types, without contents; every rank gets every description and makes
+the same plan of them, or finds the same mistake in them, before anything is written.
+
+    request = make_request({"model": model}, checkpoint_id="run/checkpoint-10")
+    plan = plan_request([request.describe()])
+"""
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from unified_ckpt.files.format.manifest import MANIFEST_NAME
+from unified_ckpt.geometry.shard import BoxMeta, Shard
+from unified_ckpt.options import MASTER_WEIGHTS, MODEL, OPTIMIZER, SaveOptions, base_key
+from unified_ckpt.plans.save_plan import SavePlan, plan_save
+from unified_ckpt.state.nested import FlatState, StateDict, flatten_state
+from unified_ckpt.state.optimizer.moments import compress_moments
+from unified_ckpt.state.optimizer.param_groups import merge_groups
+from unified_ckpt.state.values import encode_value
+
+STATE_NAME = "unified_ckpt.json"
+_PART = re.compile(r"[a-z][a-z0-9_]*\Z")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What one rank asks for: shards in boxes, values by path, whole files."""
+
+    target: Path
+    options: SaveOptions
+    parts: Mapping[str, Sequence[Shard]]
+    values: Mapping[str, Any]
+    flat_keys: Mapping[str, set[str]]
+    aliases: Mapping[str, set[str]]
+    files: Mapping[str, bytes]
+    rank_files: Mapping[str, bytes]
+
+    def describe(self) -> dict[str, Any]:
+        """Check the request as far as one rank can, and return it without contents."""
+        return {
+            "target": str(self.target),
+            "options": self.options.to_json(),
+            "parts": _describe_parts(self.parts),
+            "files": _describe_blobs(self.files) + _describe_blobs(self.rank_files),
+            "values": self.values,
+            "flat_keys": {part: sorted(keys) for part, keys in self.flat_keys.items()},
+            "aliases": {part: sorted(keys) for part, keys in self.aliases.items()},
+        }
+
+
+def make_request(
+    state_dict: StateDict,
+    *,
+    checkpoint_id: Path | str,
+    options: SaveOptions | None = None,
+    files: Mapping[str, bytes] | None = None,
+    rank_files: Mapping[str, bytes] | None = None,
+) -> Request:
+    """Take a state dict apart and apply the options that one rank can apply alone.
+
+    Raises:
+        TypeError: a leaf is neither a tensor nor JSON.
+        ValueError: a tensor does not fit its box, or cannot be compressed.
+    """
+    options = options or SaveOptions()
+    flat = flatten_state(state_dict, layout=options.layout, ignored_keys=options.ignored_keys)
+    parts, aliases = _without_aliases(flat, options.tied)
+    if options.remove_master_weight:
+        parts.pop(MASTER_WEIGHTS, None)
+    if options.moment_compression == "int8" and OPTIMIZER in parts:
+        parts[OPTIMIZER] = compress_moments(parts[OPTIMIZER])
+    return Request(
+        target=Path(os.path.realpath(checkpoint_id)),
+        options=options,
+        parts=parts,
+        values={path: encode_value(slot.get(), path) for path, slot in flat.values.items()},
+        flat_keys=flat.flat_keys,
+        aliases=aliases,
+        files=files or {},
+        rank_files=rank_files or {},
+    )
+
+
+def _without_aliases(
+    flat: FlatState, tied: Mapping[str, str]
+) -> tuple[dict[str, Sequence[Shard]], dict[str, set[str]]]:
+    """Leave out tensors that are stored under another key; return what was left out by part."""
+    if not tied:
+        return dict(flat.parts), {}
+    parts: dict[str, Sequence[Shard]] = {}
+    aliases: dict[str, set[str]] = {}
+    for part, shards in flat.parts.items():
+        parts[part] = [shard for shard in shards if base_key(shard.key) not in tied]
+        left_out = {shard.key for shard in shards if base_key(shard.key) in tied}
+        if left_out:
+            aliases[part] = left_out
+    return parts, aliases
+
+
+def _describe_parts(parts: Mapping[str, Sequence[Shard]]) -> dict[str, list[list[Any]]]:
+    """Check the names of this rank's parts and return their boxes as JSON types."""
+    for part in parts:
+        if not _PART.match(part):
+            raise ValueError(f"part {part!r} must be lower-case letters, digits and underscores")
+    return {part: [shard.meta.to_json() for shard in shards] for part, shards in parts.items()}
+
+
+def _describe_blobs(blobs: Mapping[str, bytes]) -> list[tuple[str, int]]:
+    """Check the names and types of this rank's whole files and return their sizes."""
+    for name, blob in blobs.items():
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or str(path) != name or name == ".":
+            raise ValueError(f"file name {name!r} must be a relative path inside the checkpoint")
+        if not isinstance(blob, bytes):
+            raise TypeError(f"file {name!r} holds a {type(blob).__name__}; expected bytes")
+    return [(name, len(blob)) for name, blob in blobs.items()]
+
+
+def plan_request(described: Sequence[Mapping[str, Any]]) -> SavePlan:
+    """Plan from every rank's description; the same on every rank.
+
+    Raises:
+        ValueError: the ranks disagree, a tensor has a hole or an overlap, or names clash.
+    """
+    for name in ("target", "options"):
+        values = [rank[name] for rank in described]
+        if any(value != values[0] for value in values):
+            raise ValueError(f"ranks disagree about {name}: {values}; pass the same on every rank")
+    options = described[0]["options"]
+    held = [
+        {part: [BoxMeta.from_json(box) for box in boxes] for part, boxes in rank["parts"].items()}
+        for rank in described
+    ]
+    plan = plan_save(
+        held,
+        max_shard_bytes=options["max_shard_bytes"],
+        apart=_kept_apart(described, held, options),
+        left_out=_left_out(held) if options["skip_save_model_weight"] else None,
+    )
+    _check_aliases(described, held, options["tied"])
+    state_file = {STATE_NAME} if state_file_bytes(described) else set()
+    names = [MANIFEST_NAME, *state_file, *(file.name for file in plan.files), *plan.index_names]
+    names += [name for rank in described for name, _ in rank["files"]]
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise ValueError(f"several ranks or arguments would write {twice}; give each its own name")
+    return plan
+
+
+Held = Sequence[Mapping[str, Sequence[BoxMeta]]]
+
+
+def _kept_apart(
+    described: Sequence[Mapping[str, Any]], held: Held, options: Mapping[str, Any]
+) -> dict[str, set[str]]:
+    """Return the tensors, by part, whose boxes become stored tensors of their own."""
+    apart: dict[str, set[str]] = {}
+    for part in (OPTIMIZER, MASTER_WEIGHTS):
+        keys: set[str] = set()
+        if options["ignore_merge_optimizer"]:
+            keys = {meta.key for rank in held for meta in rank.get(part, ())}
+        elif not options["gather_split_param"]:
+            keys = {key for rank in described for key in rank["flat_keys"].get(part, ())}
+        apart[part] = keys
+    return apart
+
+
+def _left_out(held: Held) -> dict[str, set[str]]:
+    """Return the model's tensors that the master weights hold too.
+
+    Raises:
+        ValueError: a master weight has another shape than the parameter.
+    """
+    shapes = {meta.key: meta.global_shape for rank in held for meta in rank.get(MASTER_WEIGHTS, ())}
+    left_out = set()
+    for rank in held:
+        for meta in rank.get(MODEL, ()):
+            if meta.key in shapes:
+                if shapes[meta.key] != meta.global_shape:
+                    raise ValueError(
+                        f"skip_save_model_weight: {meta.key!r} is {meta.global_shape} in 'model', "
+                        f"but {shapes[meta.key]} in 'master_weights'"
+                    )
+                left_out.add(meta.key)
+    return {MODEL: left_out}
+
+
+def _check_aliases(
+    described: Sequence[Mapping[str, Any]], held: Held, tied: Mapping[str, str]
+) -> None:
+    for part in {part for rank in described for part in rank["aliases"]}:
+        stored = {meta.key for rank in held for meta in rank.get(part, ())}
+        for alias in {key for rank in described for key in rank["aliases"].get(part, ())}:
+            parameter, slash, state = alias.partition("/")
+            if f"{tied[parameter]}{slash}{state}" not in stored:
+                raise ValueError(
+                    f"{part} {alias!r} is tied to {tied[parameter]!r}, which no rank holds; name "
+                    "the key that is stored"
+                )
+
+
+def state_file_bytes(described: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return the contents of `unified_ckpt.json`, empty if there is nothing to say.
+
+    Raises:
+        ValueError: ranks give different values for one path, or one parameter.
+    """
+    held, merged = merge_groups([description["values"] for description in described])
+    rank_of: dict[str, int] = {}
+    for rank, values in enumerate(held):
+        for path, value in values.items():
+            if path in merged and not _same(merged[path], value):
+                raise ValueError(
+                    f"{path!r} is {merged[path]!r} on rank {rank_of[path]}, {value!r} on rank "
+                    f"{rank}; values must be equal, or go into rank_files"
+                )
+            merged.setdefault(path, value)
+            rank_of.setdefault(path, rank)
+    options = described[0]["options"]
+    content: dict[str, Any] = {}
+    if merged:
+        content["values"] = dict(sorted(merged.items()))
+    if options["tied"] and any(rank["aliases"] for rank in described):
+        content["tied"] = options["tied"]
+    if options["skip_save_model_weight"]:
+        content["skip_save_model_weight"] = True
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode() if content else b""
+
+
+def _same(a: object, b: object) -> bool:
+    """Whether two values have the same JSON, so that NaN equals itself and 1 differs from 1.0."""
+    return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
+
+
+def blob_bytes(described: Sequence[Mapping[str, Any]]) -> int:
+    """Return the bytes of all whole files of all ranks."""
+    given: int = sum(num_bytes for rank in described for _, num_bytes in rank["files"])
+    return given + len(state_file_bytes(described))

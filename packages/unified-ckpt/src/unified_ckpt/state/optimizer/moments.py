@@ -1,0 +1,140 @@
+"""Adam's moments in one byte an element, with a bound of the error: an option of `save`.
+
+Blocks of 64 row-major elements of a rank's box share one fp32 scale s.
+
+- `KEY/moment1`: signed, symmetric: code = round(x / s), s = max|x| / 127 of the block. So
+  |x - x'| <= max|x| / 254 of the block, plus fp32 rounding.
+- `KEY/moment2`: of the square root, unsigned: code = round(sqrt(x) / s), s = max sqrt(x) / 255, and
+  at least 1 where x > 0, so that no denominator of Adam becomes zero. So
+  |sqrt(x) - sqrt(x')| <= max sqrt(x) / 255 of the block, and half of that where the code is over 1.
+
+Codes are stored under the tensor's own key (I8 or U8), scales as `KEY/scale@BOX` beside them; every
+layout can read both. Block-wise scales are from 8-bit Optimizers (Dettmers et al., 2022), which use
+another code.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from unified_ckpt.geometry.boxes import Shape
+from unified_ckpt.geometry.shard import Shard
+
+BLOCK = 64
+Moment = Literal["moment1", "moment2"]
+_SCALE_KEY = re.compile(r"(.+)/scale@(\d+:\d+(?:,\d+:\d+)*)\Z", re.DOTALL)
+_CODE_DTYPE = {"moment1": torch.int8, "moment2": torch.uint8}
+_MAX_CODE = {"moment1": 127.0, "moment2": 255.0}
+
+
+def moment_of(key: str) -> Moment | None:
+    """Return which moment a stored key is of, None if of none."""
+    name = key.rpartition("/")[2]
+    return name if name in ("moment1", "moment2") and "/" in key else None  # type: ignore[return-value]
+
+
+def compress_moments(shards: Sequence[Shard]) -> list[Shard]:
+    """Replace floating moments by codes and scales (new memory), and keep all other shards.
+
+    Raises:
+        ValueError: a moment is not finite, or a second moment is negative.
+    """
+    compressed: list[Shard] = []
+    for shard in shards:
+        moment = moment_of(shard.key)
+        blockless = not shard.tensor.dim() or 0 in shard.global_shape
+        if moment is None or blockless or not shard.tensor.dtype.is_floating_point:
+            compressed.append(shard)
+            continue
+        codes, scales = quantize(shard.tensor, moment, key=shard.key)
+        offset, shape = shard.offset, tuple(shard.tensor.shape)
+        compressed.append(
+            Shard(
+                key=shard.key,
+                tensor=codes,
+                global_shape=shard.global_shape,
+                offset=offset,
+                replica_id=shard.replica_id,
+            )
+        )
+        if codes.numel():
+            compressed.append(
+                Shard(
+                    key=scale_key(shard.key, offset, shape),
+                    tensor=scales,
+                    global_shape=tuple(scales.shape),
+                    offset=(0,),
+                    replica_id=shard.replica_id,
+                )
+            )
+    return compressed
+
+
+def scale_key(key: str, offset: Shape, shape: Shape) -> str:
+    """Return the stored key of the scales of a box of a compressed moment."""
+    return f"{key}/scale@" + ",".join(f"{o}:{o + n}" for o, n in zip(offset, shape, strict=True))
+
+
+def parse_scale_key(stored_key: str) -> tuple[str, Shape, Shape] | None:
+    """Undo `scale_key`: (key, offset, shape), None for any other key."""
+    match = _SCALE_KEY.match(stored_key)
+    if match is None:
+        return None
+    ends = [(int(a), int(b)) for a, b in (part.split(":") for part in match[2].split(","))]
+    return match[1], tuple(a for a, _ in ends), tuple(b - a for a, b in ends)
+
+
+def quantize(
+    tensor: torch.Tensor, moment: Moment, *, key: str = "moment"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes of the tensor's shape and one fp32 scale per block of its row-major elements.
+
+    Raises:
+        ValueError: a value is not finite, or a second moment is negative.
+    """
+    values = tensor.detach().to(torch.float32).reshape(-1)
+    if not bool(torch.isfinite(values).all()) or (moment == "moment2" and bool((values < 0).any())):
+        raise ValueError(
+            f"{key!r}: moment_compression='int8' needs finite values, and second moments that are "
+            "not negative; save without it, or find where training diverged"
+        )
+    roots = values.sqrt() if moment == "moment2" else values
+    blocks = torch.nn.functional.pad(roots, (0, -len(roots) % BLOCK)).view(-1, BLOCK)
+    top = _MAX_CODE[moment]
+    scales = blocks.abs().amax(dim=1) / top if len(blocks) else blocks.new_zeros(0)
+    # A block of subnormal values has a scale that rounds to zero, or a quotient beyond the codes.
+    divisor = scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
+    codes = (blocks / divisor).round().clamp(-top, top)
+    scales = divisor.squeeze(1).where(scales > 0, scales)
+    if moment == "moment2":
+        codes = codes.where((blocks == 0) | (codes > 0), torch.ones_like(codes))
+    codes = codes.view(-1)[: len(values)].to(_CODE_DTYPE[moment])
+    return codes.view(tensor.shape), scales
+
+
+def dequantize(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    moment: Moment,
+    *,
+    offset: Shape,
+    box_shape: Shape,
+) -> torch.Tensor:
+    """Return the fp32 values of a part of a box.
+
+    Args:
+        codes: the part's codes.
+        scales: of all blocks of the box.
+        offset: where the part begins in the box.
+        box_shape: shape of the box.
+    """
+    block_of = torch.zeros((), dtype=torch.int64)
+    for dim, (begin, length) in enumerate(zip(offset, codes.shape, strict=True)):
+        step = math.prod(box_shape[dim + 1 :])
+        at = torch.arange(begin, begin + length) * step
+        block_of = block_of.unsqueeze(-1) + at
+    values = codes.to(torch.float32) * scales[block_of.div(BLOCK, rounding_mode="floor")]
+    return values.square() if moment == "moment2" else values

@@ -1,0 +1,135 @@
+"""The state of all random number generators of a rank, as JSON, and back.
+
+A run that resumes draws the same dropout masks and the same batches only if every generator goes on
+where it stood: Python's, numpy's if it is used, torch's on the CPU and on each CUDA device, and the
+named generators of a tracker (tensor-parallel ranks that share some masks and differ in others).
+Each rank has its own, so they are a file per rank; nothing is pickled.
+
+    save(state, checkpoint_id=target, rank_files=random_state_files(rank))
+    restore_random_state(target, rank)
+"""
+
+import base64
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from unified_ckpt.errors import CorruptCheckpointError, LoadError
+from unified_ckpt.geometry.tensors.memory import byte_view
+from unified_ckpt.plans.checkpoint.directory import Checkpoint
+
+
+class NumpyGenerator(Protocol):
+    """`numpy.random` itself, or a `numpy.random.RandomState`."""
+
+    def get_state(self, legacy: bool = True) -> Any:
+        """Return the state; a dict with `legacy=False`."""
+
+    def set_state(self, state: Any) -> None:
+        """Take a state."""
+
+
+def random_state_file(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"random_state-{rank:05d}.json"
+
+
+def random_state_files(
+    rank: int,
+    *,
+    numpy_random: NumpyGenerator | None = None,
+    tracker: Mapping[str, torch.Generator] | None = None,
+) -> dict[str, bytes]:
+    """Return what `save` takes as `rank_files`: the state of this rank's generators, by file name.
+
+    Args:
+        rank: of this process, in the numbering that `restore_random_state` will use.
+        numpy_random: `numpy.random`, or a `RandomState`, if the run draws from it.
+        tracker: named generators besides torch's default ones.
+    """
+    tensors = {"torch.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        for device in range(torch.cuda.device_count()):
+            tensors[f"torch.cuda.{device}"] = torch.cuda.get_rng_state(device)
+    for name, generator in (tracker or {}).items():
+        tensors[f"tracker.{name}"] = generator.get_state()
+    states: dict[str, Any] = {name: _to_text(state) for name, state in tensors.items()}
+    states["python"] = random.getstate()
+    if numpy_random is not None:
+        states["numpy"] = _numpy_json(numpy_random.get_state(legacy=False))
+    return {random_state_file(rank): json.dumps(states).encode()}
+
+
+def _to_text(state: torch.Tensor) -> str:
+    return base64.b64encode(byte_view(state.contiguous())).decode()
+
+
+def _to_tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
+
+
+def _numpy_json(state: Any) -> Any:
+    """Turn arrays and numpy integers of a state into lists and ints."""
+    if isinstance(state, Mapping):
+        return {name: _numpy_json(value) for name, value in state.items()}
+    tolist = getattr(state, "tolist", None)
+    return state if tolist is None else tolist()
+
+
+def restore_random_state(
+    checkpoint_id: Path | str,
+    rank: int,
+    *,
+    numpy_random: NumpyGenerator | None = None,
+    tracker: Mapping[str, torch.Generator] | None = None,
+) -> bool:
+    """Set this rank's generators as they were saved; False if the checkpoint has none for it.
+
+    With more ranks than were saved, the additional ones have no state to go on from: seed them.
+
+    Raises:
+        LoadError: a generator that is given was not saved.
+        CorruptCheckpointError: the file is damaged.
+    """
+    checkpoint = Checkpoint(checkpoint_id)
+    name = random_state_file(rank)
+    listed = checkpoint.manifest is not None and name in checkpoint.manifest.files
+    if not listed and not (checkpoint.folder / name).is_file():
+        return False
+    states = _read(checkpoint, name)
+    wanted = {f"tracker.{key}": generator for key, generator in (tracker or {}).items()}
+    asked = [*wanted, *(["numpy"] if numpy_random is not None else [])]
+    if any(key not in states for key in asked):
+        raise LoadError(f"{checkpoint.folder / name} holds {list(states)}, not all of {asked}")
+    for key, generator in wanted.items():
+        generator.set_state(states[key])
+    torch.set_rng_state(states["torch.cpu"])
+    if torch.cuda.is_available():
+        for device in range(torch.cuda.device_count()):
+            if f"torch.cuda.{device}" in states:
+                torch.cuda.set_rng_state(states[f"torch.cuda.{device}"], device)
+    random.setstate(states["python"])
+    if numpy_random is not None:
+        numpy_random.set_state(states["numpy"])
+    return True
+
+
+def _read(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+    try:
+        states = json.loads(checkpoint.read_file(name))
+        if not isinstance(states, dict) or not {"torch.cpu", "python"} <= states.keys():
+            raise ValueError("it lacks torch.cpu or python")
+        for key, state in states.items():  # all of them, before any generator is set
+            if key.startswith(("torch.", "tracker.")):
+                states[key] = _to_tensor(state)
+        version, words, gauss = states["python"]
+        states["python"] = version, tuple(words), gauss
+    except (ValueError, TypeError) as error:
+        raise CorruptCheckpointError(
+            f"{checkpoint.folder / name}: no random state: {error}"
+        ) from error
+    return states

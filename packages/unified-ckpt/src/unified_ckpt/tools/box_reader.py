@@ -1,0 +1,100 @@
+"""Read any box of a checkpoint's tensors as bytes, one at a time: for what rewrites or compares.
+
+with BoxReader(Checkpoint("run/checkpoint-10"), "model") as boxes:
+    memory = boxes.read("w", (0, 0), (2, 8))  # uint8, row-major bytes of the box
+"""
+
+import math
+import mmap
+from types import TracebackType
+
+import torch
+
+from unified_ckpt.errors import LoadError
+from unified_ckpt.geometry.boxes import Shape
+from unified_ckpt.geometry.shard import BoxMeta
+from unified_ckpt.geometry.tensors.dtypes import dtype_of
+from unified_ckpt.loading.part_index import PartIndex
+from unified_ckpt.loading.reader import Destination, Reader
+from unified_ckpt.plans.checkpoint.directory import Checkpoint
+from unified_ckpt.plans.load_plan import SplitTensor, StoredTensor, plan_load
+
+_PAGES_BYTES = 1024 * 1024  # from this size on memory comes from the system and goes back to it
+
+
+class BoxReader:
+    """Reads boxes of one part; every byte that is read is compared with its checksum.
+
+    Attributes:
+        tensors: dtype, shape and place of every tensor of the part, by key; what is stored in boxes
+            apart is one tensor here, and compressed moments are as they are stored.
+
+    Raises:
+        LoadError: the checkpoint has no such part.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, part: str) -> None:
+        index = PartIndex(checkpoint, part)
+        keys = index.tensor_keys()
+        self.tensors: dict[str, StoredTensor | SplitTensor] = index.resolve(sorted(keys))
+        scales = {scale.key for key in keys for scale in index.scales(key)}
+        self.tensors |= checkpoint.tensors(part, sorted(scales))
+        self._reader = Reader(checkpoint, verify=True, touched=True)
+        self._where = f"{checkpoint.folder}: part {part!r}"
+
+    def shape(self, key: str) -> Shape:
+        """Return the shape of a tensor.
+
+        Raises:
+            LoadError: torch has no tensor of its dtype and shape.
+        """
+        stored = self.tensors[key]
+        if stored.shape is None or dtype_of(stored.dtype).torch_dtype is None:
+            raise LoadError(f"{self._where}: torch cannot hold {key!r}, which is {stored.dtype}")
+        return stored.shape
+
+    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        """Return the row-major bytes of a box, uint8 `[bytes]`.
+
+        Raises:
+            CorruptCheckpointError: bytes are missing or differ from their checksum.
+        """
+        stored = self.tensors[key]
+        meta = BoxMeta(
+            key=key,
+            dtype=stored.dtype,
+            global_shape=self.shape(key),
+            offset=offset,
+            shape=shape,
+        )
+        dtype = dtype_of(stored.dtype)
+        if dtype.torch_dtype is None:
+            raise LoadError(f"{self._where}: torch cannot hold {key!r}")
+        memory = _empty_bytes(math.prod(shape) * dtype.itemsize_bytes)
+        if memory.numel():
+            plan = plan_load([meta], {key: stored})
+            typed = memory.view(dtype.torch_dtype).view(shape)
+            self._reader.run(plan, [Destination(key, typed, dtype.torch_dtype)])
+        return memory
+
+    def __enter__(self) -> "BoxReader":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._reader.__exit__(kind, error, traceback)
+
+
+def _empty_bytes(num_bytes: int) -> torch.Tensor:
+    """Return memory, uint8 `[num_bytes]`, of which nothing stays with the process when it is freed.
+
+    A heap would keep gaps between blocks that other threads free, and grow with what was read.
+    """
+    if num_bytes < _PAGES_BYTES:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8)

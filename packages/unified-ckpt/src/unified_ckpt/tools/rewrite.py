@@ -1,0 +1,235 @@
+"""Write a checkpoint again with its tensors divided into other files, in bounded memory.
+
+One process acts as every rank of a planned save, one after the other, and reads each piece (at most
+16 MiB) when it is written; files that hold no tensors are copied whole, one at a time. The result
+is committed like any save, and verified while it is read.
+
+    reshard("run/checkpoint-10", "run/resharded", degrees)  # see `reshard`
+    export_model("run/checkpoint-10", "model")  # what transformers reads
+"""
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from unified_ckpt.errors import LoadError
+from unified_ckpt.files.format.manifest import MANIFEST_NAME, Manifest, encode_manifest
+from unified_ckpt.geometry.boxes import Shape
+from unified_ckpt.geometry.layouts.layouts import (
+    LocalBox,
+    ParallelDegrees,
+    ParameterRule,
+    chunk_range,
+    rank_box,
+)
+from unified_ckpt.geometry.shard import BoxMeta
+from unified_ckpt.geometry.tensors.memory import byte_view
+from unified_ckpt.plans.checkpoint.directory import Checkpoint, list_parts
+from unified_ckpt.plans.save_plan import FilePlan, Piece, SavePlan, plan_save
+from unified_ckpt.saving.commit.commit import Staging, clean_leftovers
+from unified_ckpt.saving.commit.writer import file_records, write_blobs, write_pieces
+from unified_ckpt.tools.box_reader import BoxReader
+from unified_ckpt.tools.diff import other_files
+
+RuleOf = Callable[[str, Shape], ParameterRule]
+_EXPERT = re.compile(r"(.*\bexperts\.)(\d+)\.")
+_COLUMNS = re.compile(r"\b(q_proj|k_proj|v_proj|gate_proj|up_proj|embed_tokens|lm_head)\b")
+_ROWS = re.compile(r"\b(o_proj|down_proj)\.weight\b")
+_FUSED = re.compile(r"\bexperts\.\w+\Z")
+# What transformers looks for beside the weights.
+_MODEL_FILES = frozenset(
+    {
+        "added_tokens.json",
+        "chat_template.jinja",
+        "chat_template.json",
+        "config.json",
+        "generation_config.json",
+        "merges.txt",
+        "preprocessor_config.json",
+        "processor_config.json",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "vocab.json",
+        "vocab.txt",
+    }
+)
+
+
+def rule_by_name(key: str, shape: Shape) -> ParameterRule:
+    """Say how a tensor is divided, from the names that transformers gives to layers.
+
+    Query, key, value, gate and up projections, embeddings and the output layer are cut along dim 0
+    by tp; output and down projections along dim 1; `experts.N.` and fused `experts.NAME` belong to
+    ep, the former are cut by etp like dense layers; all else is replicated. An optimizer's
+    `KEY/moment1` is divided like `KEY`.
+    """
+    name = key.partition("/")[0]
+    expert = _EXPERT.match(name) is not None
+    tp_dim = None
+    if _FUSED.search(name) and len(shape) == 3:
+        return ParameterRule(expert=True)
+    if _COLUMNS.search(name):
+        tp_dim = 0
+    elif _ROWS.search(name):
+        tp_dim = 1
+    return ParameterRule(
+        expert=expert, tp_dim=tp_dim if tp_dim is None or tp_dim < len(shape) else None
+    )
+
+
+def reshard(
+    source: Path | str, target: Path | str, degrees: ParallelDegrees, rule_of: RuleOf = rule_by_name
+) -> Path:
+    """Write a checkpoint so that every box that a rank of a layout reads is one range of a file.
+
+    A tensor that the layout gives to one rank stands in a file of that rank. One that is cut along
+    dim 0 stays whole, and each rank's rows are one range of it. One that is cut along another dim
+    is stored as one tensor per box, `KEY@BOX@SHAPE`, which `load` puts together again under any
+    layout but transformers does not; resharding to tp=1 or `export_model` makes it whole. Other
+    files are copied. Not collective; one process.
+
+    Args:
+        source: a checkpoint, or a transformers directory.
+        target: the directory to write; an older checkpoint there is replaced at the end.
+        degrees: the layout; only tp, ep and etp decide which ranges are read.
+        rule_of: how a tensor is divided, from its key and shape.
+
+    Raises:
+        LoadError: the source cannot be read, or is damaged.
+        ValueError: the target exists and is no checkpoint.
+    """
+    checkpoint = Checkpoint(source)
+    parts = list_parts(checkpoint.folder)
+    if not parts:
+        raise LoadError(f"{checkpoint.folder} holds no safetensors part")
+    with ExitStack() as stack:
+        readers = {part: stack.enter_context(BoxReader(checkpoint, part)) for part in parts}
+        held: list[dict[str, list[BoxMeta]]] = [{} for _ in range(degrees.world_size)]
+        apart: dict[str, set[str]] = {}
+        for part, reader in readers.items():
+            apart[part] = _hold(part, reader, degrees, rule_of, held)
+        plan = plan_save(held, apart=apart)
+        return _write(plan, held, readers, Path(target), checkpoint, other_files(checkpoint))
+
+
+def export_model(source: Path | str, target: Path | str) -> Path:
+    """Write the part `model` alone, whole tensors, with the files that transformers reads.
+
+    Not collective; one process.
+
+    Raises:
+        LoadError: the source cannot be read, is damaged, or has no part `model`.
+        ValueError: the target exists and is no checkpoint.
+    """
+    checkpoint = Checkpoint(source)
+    with BoxReader(checkpoint, "model") as reader:
+        metas = [_whole(key, reader) for key in sorted(reader.tensors)]
+        held = [{"model": metas}]
+        names = other_files(checkpoint) & _MODEL_FILES
+        return _write(plan_save(held), held, {"model": reader}, Path(target), checkpoint, names)
+
+
+def _hold(
+    part: str,
+    reader: BoxReader,
+    degrees: ParallelDegrees,
+    rule_of: RuleOf,
+    held: Sequence[dict[str, list[BoxMeta]]],
+) -> set[str]:
+    """Give every rank its boxes of a part; return the keys that are stored in boxes apart."""
+    experts = _expert_counts(reader.tensors)
+    apart = set()
+    for rank_held in held:
+        rank_held[part] = []
+    for key in sorted(reader.tensors):
+        shape = reader.shape(key)
+        rule = ParameterRule() if "@" in key else rule_of(key, shape)
+        if rule.tp_dim not in (None, 0):
+            apart.add(key)
+        for rank, rank_held in enumerate(held):
+            box = _box_of(key, rule, shape, rank, degrees, experts)
+            if box is not None:
+                rank_held[part].append(_meta(key, reader, box))
+    return apart
+
+
+def _box_of(
+    key: str,
+    rule: ParameterRule,
+    shape: Shape,
+    rank: int,
+    degrees: ParallelDegrees,
+    experts: Mapping[str, int],
+) -> LocalBox | None:
+    match = _EXPERT.match(key)
+    if not rule.expert or match is None:
+        return rank_box(rule, shape, rank=rank, degrees=degrees)
+    place = degrees.coordinates(rank, expert=True)
+    begin, length = chunk_range(experts[match[1]], num=degrees.ep, index=place["ep"])
+    if not begin <= int(match[2]) < begin + length:
+        return None
+    box = LocalBox.whole(shape)
+    if rule.tp_dim is None:
+        return box
+    return box.chunk(rule.tp_dim, num=degrees.etp, index=place["etp"])
+
+
+def _expert_counts(keys: Collection[str]) -> dict[str, int]:
+    """Count the experts of every layer: by the text before the number, the highest number + 1."""
+    counts: dict[str, int] = defaultdict(int)
+    for key in keys:
+        match = _EXPERT.match(key)
+        if match is not None:
+            counts[match[1]] = max(counts[match[1]], int(match[2]) + 1)
+    return counts
+
+
+def _whole(key: str, reader: BoxReader) -> BoxMeta:
+    return _meta(key, reader, LocalBox.whole(reader.shape(key)))
+
+
+def _meta(key: str, reader: BoxReader, box: LocalBox) -> BoxMeta:
+    return BoxMeta(
+        key=key,
+        dtype=reader.tensors[key].dtype,
+        global_shape=box.global_shape,
+        offset=box.offset,
+        shape=box.shape,
+    )
+
+
+def _write(
+    plan: SavePlan,
+    held: Sequence[Mapping[str, Sequence[BoxMeta]]],
+    readers: Mapping[str, BoxReader],
+    target: Path,
+    source: Checkpoint,
+    names: Collection[str],
+) -> Path:
+    def bytes_of(file: FilePlan, piece: Piece) -> memoryview:
+        meta = held[piece.rank][file.part][piece.shard_index]
+        offset = tuple(a + b for a, b in zip(meta.offset, piece.offset, strict=True))
+        return byte_view(readers[file.part].read(meta.key, offset, piece.shape))
+
+    place = Path(os.path.realpath(target))  # what a link names is replaced, not the link
+    clean_leftovers(place.parent)
+    staging = Staging.make(place)
+    try:
+        sums = [
+            write_pieces(plan, bytes_of, rank=rank, folder=staging.folder)
+            for rank in range(len(held))
+        ]
+        blobs = write_blobs(plan.indexes, staging.folder)
+        for name in sorted(names):
+            blobs |= write_blobs({name: source.read_file(name)}, staging.folder)
+        manifest = Manifest(files={**file_records(plan, sums), **blobs})
+        write_blobs({MANIFEST_NAME: encode_manifest(manifest)}, staging.folder)
+        staging.publish()
+    finally:
+        staging.close()
+    return target

@@ -1,0 +1,135 @@
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from ranktest import run_ranks
+from unified_ckpt import Shard, load, save
+from unified_ckpt.geometry.boxes import check_tiling
+from unified_ckpt.geometry.flat import flat_boxes, flat_buffer_ranges
+from unified_ckpt.geometry.tensors.memory import narrow_box
+
+
+def test_a_flat_range_is_few_boxes_whose_elements_follow_each_other() -> None:
+    seed = random.randrange(2**32)
+    rng = random.Random(seed)
+    for _ in range(300):
+        shape = tuple(rng.randint(1, 5) for _ in range(rng.randint(0, 4)))
+        numbers = torch.arange(math.prod(shape)).view(shape)
+        begin, end = sorted(rng.randint(0, numbers.numel()) for _ in range(2))
+        boxes = flat_boxes(shape, begin, end)
+        found = [n for box in boxes for n in narrow_box(numbers, *box).flatten().tolist()]
+        assert found == list(range(begin, end)), seed
+        assert len(boxes) <= max(1, 2 * len(shape) - 1), seed
+
+
+def test_flat_ranges_of_all_ranks_tile_the_tensor() -> None:
+    shape = (3, 4, 5)
+    cuts = [0, 7, 7, 31, 60]
+    boxes = [b for i in range(4) for b in flat_boxes(shape, cuts[i], cuts[i + 1])]
+    assert check_tiling(shape, boxes) is None
+
+
+def test_a_range_outside_the_tensor_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"\(2, 7\) does not lie in the 6 elements"):
+        flat_boxes((2, 3), 2, 7)
+    with pytest.raises(ValueError, match=r"'w': flattened_range \(0, 7\)"):
+        Shard(
+            key="w", tensor=torch.zeros(7), global_shape=(2, 3), offset=(0, 0),
+            flattened_range=(0, 7),
+        )  # fmt: skip
+
+
+def test_a_flat_shard_is_boxes_that_view_its_memory() -> None:
+    memory = torch.arange(20.0)[::2]  # every second element: any strided view will do
+    shard = Shard(
+        key="w", tensor=memory, global_shape=(6, 6), offset=(1, 2), local_shape=(4, 3),
+        flattened_range=(2, 12), replica_id=3,
+    )  # fmt: skip
+    assert shard.meta.numel == 10
+    boxes = shard.boxes()
+    assert [(b.offset, tuple(b.tensor.shape)) for b in boxes] == shard.meta.boxes()
+    assert [b.offset for b in boxes] == [(1, 4), (2, 2)]
+    assert [v for b in boxes for v in b.tensor.flatten().tolist()] == memory.tolist()
+    boxes[1].tensor.fill_(-1)
+    assert (memory[1:] == -1).all() and memory[0] == 0
+    assert {b.replica_id for b in boxes} == {3}
+
+
+def test_an_empty_flat_range_still_names_its_tensor() -> None:
+    empty = Shard(
+        key="w", tensor=torch.zeros(0), global_shape=(2, 3), offset=(0, 0), flattened_range=(6, 6)
+    )
+    assert [tuple(b.tensor.shape) for b in empty.boxes()] == [(0, 3)]
+    scalar = Shard(
+        key="s", tensor=torch.zeros(0), global_shape=(), offset=(), flattened_range=(0, 0)
+    )
+    assert scalar.boxes() == []
+
+
+def test_a_flat_buffer_is_cut_into_equal_parts_with_aligned_parameters() -> None:
+    seed = random.randrange(2**32)
+    rng = random.Random(seed)
+    for _ in range(50):
+        numels = [rng.choice([0, 1, 7, 12, 40]) for _ in range(rng.randint(1, 6))]
+        num_ranks, align = rng.randint(1, 5), rng.choice([1, 4, 8])
+        per_rank = [
+            flat_buffer_ranges(numels, num_ranks=num_ranks, rank=rank, align=align)
+            for rank in range(num_ranks)
+        ]
+        for number, numel in enumerate(numels):
+            held = [i for ranges in per_rank for i in range(*ranges[number])]
+            assert held == list(range(numel)), seed
+    # By hand: 3 -> aligned to 4, 6 -> 8; 12 elements, two parts of 8 after padding to 16.
+    assert flat_buffer_ranges([3, 6], num_ranks=2, rank=0, align=4) == [(0, 3), (0, 4)]
+    assert flat_buffer_ranges([3, 6], num_ranks=2, rank=1, align=4) == [(0, 0), (4, 6)]
+    with pytest.raises(ValueError, match="rank 2 of num_ranks=2"):
+        flat_buffer_ranges([1], num_ranks=2, rank=2)
+
+
+DTYPES = [
+    torch.bool, torch.int8, torch.uint16, torch.int64, torch.bfloat16, torch.complex64,
+    torch.float8_e4m3fn, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2,
+]  # fmt: skip
+
+
+def test_every_dtype_moves_between_flat_ranges_and_boxes(tmp_path: Path) -> None:
+    seed = random.randrange(2**32)
+    rng = random.Random(seed)
+    wholes, cuts = {}, {}
+    for dtype in DTYPES:
+        shape = (3, rng.randint(1, 5), 4)
+        raw = torch.randint(0, 2, (*shape[:-1], 4 * dtype.itemsize), dtype=torch.uint8)
+        wholes[str(dtype)] = raw.view(dtype)
+        numel = raw.view(dtype).numel()
+        cuts[str(dtype)] = [0, *sorted(rng.randint(0, numel) for _ in range(2)), numel]
+
+    def flat(key: str, rank: int, memory: torch.Tensor) -> Shard:
+        low, high = cuts[key][rank], cuts[key][rank + 1]
+        shape = tuple(wholes[key].shape)
+        return Shard(
+            key=key, tensor=memory.reshape(-1)[low:high], global_shape=shape, offset=(0, 0, 0),
+            flattened_range=(low, high),
+        )  # fmt: skip
+
+    def fn(rank: int, world_size: int) -> None:
+        shards = [flat(key, rank, whole) for key, whole in wholes.items()]
+        save({"model": shards}, checkpoint_id=tmp_path / "c")
+        for key, whole in wholes.items():
+            size = whole.element_size()
+            back = torch.zeros(whole.numel() * size, dtype=torch.uint8).view(whole.dtype)
+            want = flat(key, rank, back.view(whole.shape))
+            load([want], checkpoint_id=tmp_path / "c")
+            begin, end = (n * size for n in want.flattened_range or (0, 0))
+            found = want.tensor.contiguous().view(torch.uint8)
+            truth = whole.reshape(-1).view(torch.uint8)[begin:end]
+            assert torch.equal(found, truth), (seed, key)
+
+    run_ranks(fn, 3)
+    for key, whole in wholes.items():
+        memory = torch.zeros(whole.numel() * whole.element_size(), dtype=torch.uint8)
+        back = memory.view(whole.dtype).view(whole.shape)
+        load({key: back}, checkpoint_id=tmp_path / "c")
+        assert torch.equal(memory, whole.reshape(-1).view(torch.uint8)), (seed, key)

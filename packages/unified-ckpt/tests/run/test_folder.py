@@ -1,0 +1,111 @@
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from unified_ckpt import Shard, get_last_checkpoint, rotate, save
+from unified_ckpt.errors import DamagedCheckpointWarning
+from unified_ckpt.run.folder import is_complete
+
+
+def put(folder: Path, step: int) -> Path:
+    tensor = torch.full((3,), float(step))
+    shard = Shard(key="w", tensor=tensor, global_shape=(3,), offset=(0,))
+    files = {"config.json": b"{}"}
+    return save({"model": [shard]}, checkpoint_id=folder / f"checkpoint-{step}", files=files).path
+
+
+def test_the_newest_is_chosen_by_number_not_by_name_or_date(tmp_path: Path) -> None:
+    for step in (100, 20, 9):
+        put(tmp_path, step)
+    (tmp_path / "checkpoint-best").mkdir()
+    (tmp_path / "my-checkpoint-999").mkdir()
+    assert get_last_checkpoint(tmp_path) == tmp_path / "checkpoint-100"
+
+
+def test_no_folder_and_no_checkpoint_give_none(tmp_path: Path) -> None:
+    assert get_last_checkpoint(tmp_path / "nothing") is None
+    assert get_last_checkpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize("damage", ["missing file", "short file", "no manifest", "bad manifest"])
+def test_a_newer_checkpoint_that_is_not_complete_is_passed_over(
+    damage: str, tmp_path: Path
+) -> None:
+    put(tmp_path, 1)
+    new = put(tmp_path, 2)
+    if damage == "missing file":
+        (new / "model.safetensors").unlink()
+    elif damage == "short file":
+        os.truncate(new / "model.safetensors", 20)
+    elif damage == "no manifest":
+        (new / "manifest.json").unlink()
+    else:
+        (new / "manifest.json").write_text("{}")
+    assert not is_complete(new)
+    with pytest.warns(DamagedCheckpointWarning, match=r"checkpoint-2 is passed over, an .*: "):
+        assert get_last_checkpoint(tmp_path) == tmp_path / "checkpoint-1"
+
+
+def flip(path: Path, offset: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[offset] ^= 1
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize(("name", "offset"), [("model.safetensors", 30), ("config.json", 1)])
+def test_a_damaged_header_or_small_file_is_found_without_reading_the_tensors(
+    name: str, offset: int, tmp_path: Path
+) -> None:
+    put(tmp_path, 1)
+    flip(put(tmp_path, 2) / name, offset)
+    with pytest.warns(DamagedCheckpointWarning, match=rf"checkpoint-2/{name}"):
+        assert get_last_checkpoint(tmp_path) == tmp_path / "checkpoint-1"
+
+
+def test_a_damaged_tensor_is_found_when_all_is_verified(tmp_path: Path) -> None:
+    put(tmp_path, 1)
+    new = put(tmp_path, 2)
+    flip(new / "model.safetensors", -1)
+    assert get_last_checkpoint(tmp_path) == new
+    with pytest.warns(DamagedCheckpointWarning, match=r"model.safetensors: 'w': bytes"):
+        assert get_last_checkpoint(tmp_path, verify="full") == tmp_path / "checkpoint-1"
+    with pytest.raises(ValueError, match="verify='all'; expected 'quick' or 'full'"):
+        get_last_checkpoint(tmp_path, verify="all")
+
+
+def test_rotation_keeps_what_is_protected(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        put(tmp_path, step)
+    removed = rotate(tmp_path, 1, protect=[tmp_path / "checkpoint-2"])
+    assert [path.name for path in removed] == ["checkpoint-3", "checkpoint-1"]
+
+
+def test_rotation_keeps_the_newest_complete_ones_and_touches_nothing_else(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 40):
+        put(tmp_path, step)
+    (put(tmp_path, 50) / "model.safetensors").unlink()
+    (tmp_path / "checkpoint-0").mkdir()
+    (tmp_path / "logs").mkdir()
+    assert rotate(tmp_path, 2) == [tmp_path / "checkpoint-2", tmp_path / "checkpoint-1"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "checkpoint-0", "checkpoint-3", "checkpoint-40", "checkpoint-50", "logs",
+    ]  # fmt: skip
+    assert rotate(tmp_path, 2) == []
+
+
+def test_rotation_removes_the_link_to_a_checkpoint_elsewhere_and_not_the_checkpoint(
+    tmp_path: Path,
+) -> None:
+    archived = put(tmp_path / "archive", 1)
+    put(tmp_path / "run", 2)
+    (tmp_path / "run" / "checkpoint-1").symlink_to(archived)
+    assert rotate(tmp_path / "run", 1) == [tmp_path / "run" / "checkpoint-1"]
+    assert is_complete(archived)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-2"]
+
+
+def test_rotation_refuses_to_remove_everything(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep=0 would remove every checkpoint"):
+        rotate(tmp_path, 0)

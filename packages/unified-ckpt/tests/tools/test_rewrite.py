@@ -1,0 +1,187 @@
+import os
+import resource
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from ranktest import run_ranks
+from unified_ckpt import (
+    CorruptCheckpointError,
+    LoadError,
+    Shard,
+    load,
+    read_index,
+    save,
+    verify_checkpoint,
+)
+from unified_ckpt.files.format.header import HeaderEntry, encode_header
+from unified_ckpt.geometry.boxes import box_region
+from unified_ckpt.geometry.layouts.layouts import ParallelDegrees, rank_box
+from unified_ckpt.geometry.tensors.dtypes import dtype_of
+from unified_ckpt.tools.diff import diff_checkpoints
+from unified_ckpt.tools.rewrite import export_model, reshard, rule_by_name
+
+LAYER = "model.layers.0."
+
+
+def whole(key: str, tensor: torch.Tensor) -> Shard:
+    return Shard(
+        key=key, tensor=tensor, global_shape=tuple(tensor.shape), offset=(0,) * tensor.dim()
+    )
+
+
+def model() -> dict[str, torch.Tensor]:
+    tensors = {
+        f"{LAYER}self_attn.q_proj.weight": torch.randn(8, 6),
+        f"{LAYER}self_attn.o_proj.weight": torch.randn(6, 8).bfloat16(),
+        f"{LAYER}mlp.gate.weight": torch.randn(5, 6),
+        f"{LAYER}norm.weight": torch.randn(6),
+        "model.embed_tokens.weight": torch.randn(11, 6),
+        "step": torch.tensor(3),
+    }
+    for number in range(5):
+        for name, shape in (("up_proj", (4, 6)), ("down_proj", (6, 4))):
+            tensors[f"{LAYER}mlp.experts.{number}.{name}.weight"] = torch.randn(shape)
+    return tensors
+
+
+def put(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    moments = {
+        f"{key}/moment1": t.float() * 2 for key, t in tensors.items() if t.is_floating_point()
+    }
+    return save(
+        {
+            "model": [whole(key, t) for key, t in tensors.items()],
+            "optimizer": [whole(key, t) for key, t in moments.items()],
+        },
+        checkpoint_id=folder,
+        files={"config.json": b"{}", "trainer_state.json": b"[1]"},
+    ).path
+
+
+def test_rules_follow_the_names_that_transformers_gives() -> None:
+    def rule(key: str, *shape: int) -> tuple[bool, int | None]:
+        found = rule_by_name(key, shape)
+        return found.expert, found.tp_dim
+
+    assert rule(f"{LAYER}self_attn.k_proj.weight", 4, 6) == (False, 0)
+    assert rule(f"{LAYER}self_attn.k_proj.bias", 4) == (False, 0)
+    assert rule(f"{LAYER}self_attn.o_proj.weight/moment1", 4, 6) == (False, 1)
+    assert rule(f"{LAYER}self_attn.o_proj.bias", 4) == (False, None)
+    assert rule(f"{LAYER}mlp.experts.3.down_proj.weight", 4, 6) == (True, 1)
+    assert rule(f"{LAYER}mlp.experts.gate_up_proj", 4, 6, 8) == (True, None)
+    assert rule(f"{LAYER}input_layernorm.weight", 4) == (False, None)
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 1}, {"tp": 2, "ep": 3, "etp": 2}, {"ep": 4}, {"tp": 3}])
+def test_a_resharded_checkpoint_holds_the_same_and_loads_in_any_layout(
+    sizes: dict[str, int], tmp_path: Path
+) -> None:
+    tensors = model()
+    source = put(tmp_path / "a", tensors)
+    degrees = ParallelDegrees(world_size=12, **sizes)
+    target = reshard(source, tmp_path / "b", degrees)
+    assert verify_checkpoint(target).problems == ()
+    assert [str(d) for d in diff_checkpoints(source, target)] == []
+    key = f"{LAYER}self_attn.o_proj.weight"
+    columns = torch.zeros(6, 3, dtype=torch.bfloat16)
+    load([Shard(key=key, tensor=columns, global_shape=(6, 8), offset=(0, 3))], checkpoint_id=target)
+    assert torch.equal(columns, tensors[key][:, 3:6])
+
+
+def test_every_box_of_a_rank_is_one_range_of_a_file(tmp_path: Path) -> None:
+    tensors = model()
+    degrees = ParallelDegrees(world_size=6, tp=2, ep=3, etp=2)
+    target = reshard(put(tmp_path / "a", tensors), tmp_path / "b", degrees)
+    index = read_index(target)
+    for key, tensor in tensors.items():
+        rule = rule_by_name(key, tuple(tensor.shape))
+        if rule.tp_dim == 1:
+            boxes = [stored for name, stored in index.items() if name.startswith(f"{key}@")]
+            assert len(boxes) == 2 and key not in index
+        elif not rule.expert:
+            stored = index[key]
+            for rank in range(6):
+                box = rank_box(rule, tuple(tensor.shape), rank=rank, degrees=degrees)
+                size = dtype_of(stored.dtype).itemsize_bytes
+                region = box_region(
+                    box.global_shape, box.offset, box.shape, itemsize_bytes=size, start=stored.begin
+                )
+                assert region.contiguous, key
+    files = {
+        k.split("experts.")[1].split(".")[0]: s.file for k, s in index.items() if "experts" in k
+    }
+    assert files["0"] == files["1"] != files["2"] == files["3"] != files["4"]
+
+
+def test_an_export_is_what_transformers_reads_and_nothing_else(tmp_path: Path) -> None:
+    tensors = model()
+    split = reshard(
+        put(tmp_path / "a", tensors), tmp_path / "b", ParallelDegrees(world_size=2, tp=2)
+    )
+    target = export_model(split, tmp_path / "c")
+    loaded = safetensors.torch.load_file(target / "model.safetensors")
+    assert set(loaded) == set(tensors)
+    assert all(torch.equal(loaded[key], tensors[key]) for key in tensors)
+    assert not (target / "trainer_state.json").exists() and not list(target.glob("optim*"))
+    with pytest.raises(LoadError, match="no part 'model'"):
+        empty = save({"optimizer": []}, checkpoint_id=tmp_path / "o").path
+        export_model(empty, tmp_path / "d")
+
+
+def test_files_that_belong_to_no_part_are_copied_and_compared_whatever_their_name(
+    tmp_path: Path,
+) -> None:
+    files = {"rng/rank-0.safetensors": b"r", "lora.fp16.safetensors": b"l", "a-b.json": b"{}"}
+    state = {"model": [whole("w", torch.randn(4, 6)), whole("v", torch.randn(4, 6))]}
+    source = save(state, checkpoint_id=tmp_path / "a", files=files).path
+    (source / "model-00001-of-00002.safetensors").write_bytes(b"stale")  # of another save
+    target = reshard(source, tmp_path / "b", ParallelDegrees(world_size=2, tp=2))
+    assert {name: (target / name).read_bytes() for name in files} == files
+    assert verify_checkpoint(target).problems == ()
+    assert [str(d) for d in diff_checkpoints(source, target)] == []
+    (source / "rng" / "rank-0.safetensors").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"rank-0.safetensors: file is missing"):
+        reshard(source, tmp_path / "c", ParallelDegrees(world_size=1))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_a_link_as_the_target_keeps_being_one_and_what_it_names_is_replaced(
+    tmp_path: Path,
+) -> None:
+    source = put(tmp_path / "a", model())
+    (tmp_path / "link").symlink_to(tmp_path / "b")
+    for _ in range(2):  # the link names nothing, then a checkpoint
+        export_model(source, tmp_path / "link")
+        assert (tmp_path / "link").is_symlink()
+        assert verify_checkpoint(tmp_path / "b").problems == ()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "link"]
+
+
+def test_damage_stops_the_writing_and_leaves_nothing(tmp_path: Path) -> None:
+    source = put(tmp_path / "a", model())
+    stored = read_index(source)["model.embed_tokens.weight"]
+    raw = bytearray((source / stored.file).read_bytes())
+    raw[stored.begin + 5] ^= 4
+    (source / stored.file).write_bytes(raw)
+    with pytest.raises(CorruptCheckpointError, match="embed_tokens"):
+        reshard(source, tmp_path / "b", ParallelDegrees(world_size=2, tp=2))
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_memory_stays_bounded_for_a_large_tensor(tmp_path: Path) -> None:
+    entry = HeaderEntry(key=f"{LAYER}self_attn.o_proj.weight", dtype="F32", shape=(4096, 32 * 1024))
+    header, (placed,) = encode_header([entry])
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "model.safetensors").write_bytes(header)
+    os.truncate(tmp_path / "a" / "model.safetensors", placed.end)  # 512 MiB of nothing
+
+    def fn(rank: int, world_size: int) -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        reshard(tmp_path / "a", tmp_path / "b", ParallelDegrees(world_size=2, tp=2))
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+
+    (grown_kib,) = run_ranks(fn, 1)
+    assert grown_kib < 160 * 1024, grown_kib
