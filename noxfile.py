@@ -204,6 +204,8 @@ def _lay_out_tests(package: Package, tree: Path) -> None:
     shutil.copytree(ROOT / "examples", tree / "examples", dirs_exist_ok=True)
     for file in ("pyproject.toml", "conftest.py", "scripts/check_install.py"):
         shutil.copy(ROOT / file, tree)
+    (tree / "scripts").mkdir()  # where pyproject.toml says that tests find what they share
+    shutil.copy(ROOT / "scripts" / "package_facts.py", tree / "scripts")
 
 
 def _workspace_tests(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from comm_collectives.call.control.board import Board
+from comm_collectives.call.control import Board
 from ranktest import run_ranks
 
 ROUNDS, CALLS, LIMIT_S = 40, 200, 30.0

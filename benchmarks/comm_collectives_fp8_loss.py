@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import comm_collectives as cc
-from comm_collectives.moe.options import MoeOptions
-from comm_collectives.moe.rows.payload import Payload
+from comm_collectives.moe import MoeOptions
+from comm_collectives.moe.rows import Payload
 from ranktest import run_ranks
 
 RANKS, HIDDEN, LAYERS, EXPERTS, CHOICES, WIDTH = 2, 256, 3, 8, 2, 256

@@ -15,13 +15,17 @@ from collections.abc import Callable
 
 import torch
 
-from comm_collectives.collectives.alltoall import all_to_all
-from comm_collectives.collectives.broadcasting import broadcast
+from comm_collectives.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    gather,
+    reduce_scatter,
+    scatter,
+)
 from comm_collectives.collectives.drop_in.torch_order import all_to_all_single
-from comm_collectives.collectives.gathers import all_gather, reduce_scatter
-from comm_collectives.collectives.reduction import all_reduce
-from comm_collectives.collectives.rooted import gather, scatter
-from comm_collectives.p2p.send_recv import recv, send
+from comm_collectives.p2p import recv, send
 from ranktest import run_ranks
 
 HUGE = (1 << 31) + 5

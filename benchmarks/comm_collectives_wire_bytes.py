@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 import comm_collectives as cc
-from comm_collectives.call.groups.wire_count import count_wire_bytes
-from comm_collectives.moe.options import MoeOptions
+from comm_collectives.call.groups import count_wire_bytes
+from comm_collectives.moe import MoeOptions
 from comm_collectives.planning.planner import bytes_for_routing
 from comm_collectives.planning.topology import topology_preset
 from comm_collectives.planning.wire_format import MOVEMENTS, wire_stages

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from moe_pipeline.ops.cross_entropy import chunked_cross_entropy
+from moe_pipeline.ops import chunked_cross_entropy
 from moe_train.model.loss import head_loss
 
 

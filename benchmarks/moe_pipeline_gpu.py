@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_pipeline.config import MoEConfig
-from moe_pipeline.layer.moe_layer import MoELayer
+from moe_pipeline.layer import MoELayer
 
 DTYPE = torch.bfloat16
 FIGURES = {

@@ -34,8 +34,8 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from moe_pipeline.config import ExpertsOptions, MoEConfig
-from moe_pipeline.experts.token_experts import token_experts_function
-from moe_pipeline.layer.moe_layer import MoELayer
+from moe_pipeline.experts import token_experts_function
+from moe_pipeline.layer import MoELayer
 
 PEERS = ("eager", "grouped_mm", "sorted")
 FIGURES = {

@@ -19,8 +19,8 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from moe_pipeline.config import MoEConfig
-from moe_pipeline.experts.token_experts import token_experts_function
-from moe_pipeline.layer.moe_layer import MoELayer
+from moe_pipeline.experts import token_experts_function
+from moe_pipeline.layer import MoELayer
 
 SHAPES = {"e8k2": (1024, 8, 2, 512, 1024), "e64k8": (1024, 64, 8, 512, 192)}
 PEERS = ("eager", "grouped_mm")

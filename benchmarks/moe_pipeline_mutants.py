@@ -24,9 +24,8 @@ from random import Random
 
 from loading import load_test
 
-from moe_pipeline.schedules.generators.catalog import SCHEDULES
-from moe_pipeline.schedules.table.checker import check
-from moe_pipeline.schedules.table.schedule import Schedule
+from moe_pipeline.schedules.generators import SCHEDULES
+from moe_pipeline.schedules.table import Schedule, check
 
 SEED = 0
 

@@ -17,10 +17,9 @@ from types import ModuleType
 
 from loading import load_test
 
-from moe_pipeline.schedules.generators.catalog import SCHEDULES
-from moe_pipeline.schedules.planner import plan
-from moe_pipeline.schedules.table.costs import StageCosts
-from moe_pipeline.schedules.table.simulator import simulate
+from moe_pipeline.schedules import plan
+from moe_pipeline.schedules.generators import SCHEDULES
+from moe_pipeline.schedules.table import StageCosts, simulate
 
 
 def known(ranks: int, microbatches: int) -> list[tuple[float, float]]:

@@ -14,10 +14,8 @@ import sys
 from collections.abc import Sequence
 
 from moe_pipeline.errors import ScheduleError
-from moe_pipeline.schedules.generators.catalog import SCHEDULES
-from moe_pipeline.schedules.table.checker import check
-from moe_pipeline.schedules.table.schedule import Schedule
-from moe_pipeline.schedules.table.simulator import simulate
+from moe_pipeline.schedules.generators import SCHEDULES
+from moe_pipeline.schedules.table import Schedule, check, simulate
 
 
 def is_right(schedule: Schedule) -> bool:

@@ -23,10 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from moe_pipeline.config import ExpertsOptions, MoEConfig
-from moe_pipeline.layer.moe_layer import MoELayer
-from moe_pipeline.recomputation.recomputing import recompute_contexts
-from moe_pipeline.weight_grad.queue import WeightQueue, split_backward
-from moe_pipeline.weight_grad.token import WeightToken, put_off, splittable
+from moe_pipeline.layer import MoELayer
+from moe_pipeline.recomputation import recompute_contexts
+from moe_pipeline.weight_grad import WeightQueue, WeightToken, put_off, split_backward, splittable
 
 LAYERS, WIDTH, TOKENS = 16, 32, 24
 PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_grouped_mm"}

@@ -35,8 +35,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from moe_pipeline.config import MoEConfig
-from moe_pipeline.layer.moe_layer import MoELayer
-from moe_pipeline.torch_compat.schedules import get_schedule_class
+from moe_pipeline.layer import MoELayer
+from moe_pipeline.torch_compat import get_schedule_class
 from ranktest import run_ranks
 
 ROWS = 128  # of a microbatch

@@ -21,12 +21,11 @@ import torch.nn.functional as F
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.utils import logging
 
-from moe_train.config.tables import Config
-from moe_train.config.toml_file import load_config
-from moe_train.data.packing import Batch
-from moe_train.model.init import decays
+from moe_train.config import Config, load_config
+from moe_train.data import Batch
+from moe_train.model import decays
 from moe_train.parallel import start
-from moe_train.training.build import build_runner, read_model_config
+from moe_train.training import build_runner, read_model_config
 
 ROOT = Path(__file__).resolve().parent.parent
 # batched_mm copies an expert's weights for every routed row: minutes and gigabytes a step here.

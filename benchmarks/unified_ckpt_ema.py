@@ -27,11 +27,13 @@ from unified_ckpt_stall import Compute, Memcpy, make_state, report, seconds, sha
 
 from ranktest import run_ranks
 from unified_ckpt import SaveError, Shard, load
-from unified_ckpt.background.async_saving import async_save
-from unified_ckpt.background.config import AsyncSaverConfig
-from unified_ckpt.background.ema import EmaConfig
-from unified_ckpt.background.saver import AsyncSaver
-from unified_ckpt.background.zero_cost import ZeroCostSaver
+from unified_ckpt.background import (
+    AsyncSaver,
+    AsyncSaverConfig,
+    EmaConfig,
+    ZeroCostSaver,
+    async_save,
+)
 
 SHAPES = {"w": (37, 290), "v": (4001,), "s": ()}
 LEGS = 10

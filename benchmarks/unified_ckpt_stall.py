@@ -25,10 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from unified_ckpt import Shard
-from unified_ckpt.background.async_saving import async_save
-from unified_ckpt.background.config import AsyncSaverConfig
-from unified_ckpt.background.saver import AsyncSaver
-from unified_ckpt.background.zero_cost import ZeroCostSaver
+from unified_ckpt.background import AsyncSaver, AsyncSaverConfig, ZeroCostSaver, async_save
 
 MICRO_BATCHES = 8
 

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from moe_train.config.tables import Config
-from moe_train.config.toml_file import load_config
+from moe_train.config import Config, load_config
 from moe_train.jobs.job import check as check_job
 from moe_train.jobs.job import train as run_job
-from moe_train.launch.signals import StopFlag
+from moe_train.launch import StopFlag
 from ranktest import run_ranks
 
 TINY_MODEL = {

@@ -9,10 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from moe_train.config.tables import Config
-from moe_train.jobs import job
+from moe_train.config import Config
+from moe_train.jobs import describe_checkpoint, job
 from moe_train.jobs.generate import generate_text, load_model
-from moe_train.jobs.inspect import describe_checkpoint
 
 LAYOUTS = {
     "one": (),

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from moe_train.cli import main
-from moe_train.config.toml_file import load_config
+from moe_train.config import load_config
 from unified_ckpt import get_last_checkpoint, verify_checkpoint
 
 COMMAND = str(Path(sys.executable).parent / "moe-train")

@@ -16,12 +16,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from moe_train.checkpoint.training_state import read_part
+from moe_train.checkpoint import read_part
 from moe_train.jobs.generate import load_model, next_logits
-from moe_train.layout.model_source import read_decoder
-from moe_train.layout.parameters import single_rank_layouts, stage_tensors, stored_tensors
-from moe_train.model.layers import KeyValueCache
-from moe_train.model.stage import DecoderStage, StageOptions, Target
+from moe_train.layout import read_decoder, single_rank_layouts, stage_tensors, stored_tensors
+from moe_train.model import DecoderStage, KeyValueCache, StageOptions, Target
 from ranktest.fixtures import one_thread as one_thread
 from unified_ckpt import save
 

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from moe_train.config.tables import Config
-from moe_train.data.packing import Batch
-from moe_train.layout.model_source import read_decoder
+from moe_train.config import Config
+from moe_train.data import Batch
+from moe_train.layout import read_decoder
 from moe_train.parallel import start
-from moe_train.training.build import build_runner, read_model_config
+from moe_train.training import build_runner, read_model_config
 from moe_train.training.step import StepResult
 from ranktest import run_ranks
 

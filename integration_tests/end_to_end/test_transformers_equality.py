@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from moe_train.config.tables import Config
-from moe_train.data.packing import Batch
+from moe_train.config import Config
+from moe_train.data import Batch
 from moe_train.jobs.generate import load_model
-from moe_train.model.init import decays
-from moe_train.optim.adamw import learning_rate
+from moe_train.model import decays
+from moe_train.optim import learning_rate
 from moe_train.parallel import start
-from moe_train.training.build import build_runner, read_model_config
+from moe_train.training import build_runner, read_model_config
 from moe_train.training.step import StepResult
 from ranktest import run_ranks
 

@@ -20,7 +20,10 @@ def lint_imports(folder: Path, imports: dict[str, str]) -> subprocess.CompletedP
         (folder / name).mkdir()
         (folder / name / "__init__.py").write_text("")
     for module, statement in imports.items():
-        (folder / module.replace(".", "/")).with_suffix(".py").write_text(statement)
+        file = (folder / module.replace(".", "/")).with_suffix(".py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        (file.parent / "__init__.py").touch()
+        file.write_text(statement)
     contracts = (ROOT / "pyproject.toml").read_text()
     (folder / "pyproject.toml").write_text(contracts[contracts.index("[tool.importlinter]") :])
     code = "from importlinter.cli import lint_imports_command; lint_imports_command()"

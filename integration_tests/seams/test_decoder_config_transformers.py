@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moe_train.model.config import DecoderConfig
+from moe_train.model import DecoderConfig
 
 transformers = pytest.importorskip("transformers")
 

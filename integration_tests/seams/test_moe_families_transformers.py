@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from moe_pipeline.config import MoEConfig
 from moe_pipeline.families.catalog import FAMILIES, family_of
-from moe_pipeline.layer.moe_layer import MoELayer
+from moe_pipeline.layer import MoELayer
 
 transformers = pytest.importorskip("transformers")
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from moe_pipeline.config import ExpertsOptions, MoEConfig, RouterOptions
-from moe_pipeline.layer.moe_layer import MoELayer
-from moe_pipeline.router.top_k import TopKRouter
+from moe_pipeline.layer import MoELayer
+from moe_pipeline.router import TopKRouter
 
 qwen3_moe = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
 transformers = pytest.importorskip("transformers")

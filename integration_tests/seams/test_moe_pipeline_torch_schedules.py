@@ -16,11 +16,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from moe_pipeline.schedules.generators.catalog import SCHEDULES
-from moe_pipeline.schedules.table.checker import check
-from moe_pipeline.schedules.table.schedule import COMPUTE, Schedule, add_transfers
-from moe_pipeline.schedules.table.simulator import simulate
-from moe_pipeline.schedules.views.csv_file import from_csv, read_csv
+from moe_pipeline.schedules.generators import SCHEDULES
+from moe_pipeline.schedules.table import COMPUTE, Schedule, add_transfers, check, simulate
+from moe_pipeline.schedules.views import from_csv, read_csv
 
 RANKS = 4
 LOOPED, V = (0, RANKS), (0, 2 * RANKS - 1)

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from moe_train.layout.parameters import single_rank_layouts, stage_tensors, stored_tensors
-from moe_train.model.config import DecoderConfig
-from moe_train.model.stage import DecoderStage, StageOptions, Target
+from moe_train.layout import single_rank_layouts, stage_tensors, stored_tensors
+from moe_train.model import DecoderConfig, DecoderStage, StageOptions, Target
 
 transformers = pytest.importorskip("transformers")
 modeling = pytest.importorskip("transformers.modeling_layers")

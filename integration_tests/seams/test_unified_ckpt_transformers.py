@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from ranktest import run_ranks
 from unified_ckpt import Shard, load, save, verify_checkpoint
-from unified_ckpt.geometry.layouts.layouts import LocalBox
+from unified_ckpt.geometry.layouts import LocalBox
 from unified_ckpt.options import LoadOptions, SaveOptions
-from unified_ckpt.state.nested import find_tied_keys
+from unified_ckpt.state import find_tied_keys
 
 transformers = pytest.importorskip("transformers", reason="the oracle needs transformers")
 

@@ -1,8 +1,8 @@
 """Import cycles among our modules, imports inside functions and under TYPE_CHECKING counted.
 
 A cycle that hides in a function-level import is still a cycle: neither module can be understood,
-moved or tested without the other. A name taken from a lazy `__init__` (its `_MODULE_OF` table)
-counts as an import of the module that the table names.
+moved or tested without the other. A name taken from the `__init__` of a package counts as an import
+of that package; a lazy one imports what its stub says.
 """
 
 import ast
@@ -37,7 +37,6 @@ def check_cycles(sources: Iterable[Source]) -> list[Problem]:
 
 def import_graph(by_module: dict[str, Source]) -> dict[str, set[str]]:
     """Which of our modules each of our modules imports, anywhere in its text."""
-    lazy = {name: _module_of(source) for name, source in by_module.items() if source.is_package}
     graph = {}
     for name, source in by_module.items():
         targets: set[str] = set()
@@ -45,24 +44,17 @@ def import_graph(by_module: dict[str, Source]) -> dict[str, set[str]]:
             if isinstance(node, ast.Import):
                 targets |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
-                targets |= _from_import(node, source, by_module, lazy)
+                targets |= _from_import(node, source, by_module)
         graph[name] = {t for t in targets if t in by_module and t != name}
     return graph
 
 
-def _from_import(
-    node: ast.ImportFrom,
-    source: Source,
-    by_module: dict[str, Source],
-    lazy: dict[str, dict[str, str]],
-) -> set[str]:
+def _from_import(node: ast.ImportFrom, source: Source, by_module: dict[str, Source]) -> set[str]:
     base = _absolute(node, source)
     targets = set()
     for alias in node.names:
         if f"{base}.{alias.name}" in by_module:
             targets.add(f"{base}.{alias.name}")
-        elif alias.name in lazy.get(base, {}):
-            targets.add(f"{base}.{lazy[base][alias.name]}")
         else:
             targets.add(base)
     return targets
@@ -74,17 +66,3 @@ def _absolute(node: ast.ImportFrom, source: Source) -> str:
     parts = source.module.split(".")
     keep = len(parts) - node.level + (1 if source.is_package else 0)
     return ".".join([*parts[:keep], *([node.module] if node.module else [])])
-
-
-def _module_of(source: Source) -> dict[str, str]:
-    """The `_MODULE_OF` table of a lazy `__init__`: public name -> module that defines it."""
-    for node in source.tree.body:
-        target: ast.expr | None = None
-        if isinstance(node, ast.Assign):
-            target = node.targets[0]
-        elif isinstance(node, ast.AnnAssign):
-            target = node.target
-        value = getattr(node, "value", None)
-        if isinstance(target, ast.Name) and target.id == "_MODULE_OF" and value is not None:
-            return dict(ast.literal_eval(value))
-    return {}

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from comm_collectives.planning.plan_command import add_plan_arguments, run_plan
+from comm_collectives.planning import add_plan_arguments, run_plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,11 +73,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from comm_collectives.base.wire import DTYPES
+    from comm_collectives.base import DTYPES
     from comm_collectives.errors import CommError
-    from comm_collectives.verify.matrix import FEW_DTYPES, check_machine
-    from comm_collectives.verify.rank_side import BOARD, WIRE
-    from comm_collectives.verify.table import format_table, to_json
+    from comm_collectives.verify import (
+        BOARD,
+        FEW_DTYPES,
+        WIRE,
+        check_machine,
+        format_table,
+        to_json,
+    )
 
     raw_dtypes = () if not args.raw else DTYPES if args.all else FEW_DTYPES
     try:
@@ -98,6 +103,6 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from comm_collectives.verify.bench import run_bench
+    from comm_collectives.verify import run_bench
 
     return run_bench(args)

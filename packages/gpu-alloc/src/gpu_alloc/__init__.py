@@ -7,37 +7,18 @@ Importing this package imports neither cupy nor torch and touches no device.
 512
 """
 
+import re
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-_MODULE_OF = {
-    "AddressSource": "sources",
-    "AllocError": "errors",
-    "Allocation": "allocator",
-    "AllocatorConfig": "config",
-    "ChunkSource": "sources",
-    "ConfigError": "errors",
-    "HostSource": "sources",
-    "InvalidFreeError": "errors",
-    "OutOfMemoryError": "errors",
-    "PoolStats": "stats",
-    "ReplayResult": "replaying",
-    "Snapshot": "snapshot",
-    "Stats": "stats",
-    "TraceEvent": "trace",
-    "TwoPoolAllocator": "allocator",
-    "check_snapshot": "snapshot",
-    "load_trace": "trace",
-    "minimal_capacity": "replaying",
-    "replay": "replaying",
-    "save_trace": "trace",
-}
-__all__ = list(_MODULE_OF)
+_STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")  # the one list of names
+_ROOM_OF = {name: room for room, name in re.findall(r"from (\S+) import \(?\s*(\w+)", _STUB)}
+__all__ = sorted(_ROOM_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULE_OF:
-        value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-        globals()[name] = value  # so that the next use does not come here
-        return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _ROOM_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_ROOM_OF[name]), name)
+    return value

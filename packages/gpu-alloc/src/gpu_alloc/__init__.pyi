@@ -18,26 +18,3 @@ from gpu_alloc.stats import Stats as Stats
 from gpu_alloc.trace import TraceEvent as TraceEvent
 from gpu_alloc.trace import load_trace as load_trace
 from gpu_alloc.trace import save_trace as save_trace
-
-__all__ = [
-    "AddressSource",
-    "AllocError",
-    "Allocation",
-    "AllocatorConfig",
-    "ChunkSource",
-    "ConfigError",
-    "HostSource",
-    "InvalidFreeError",
-    "OutOfMemoryError",
-    "PoolStats",
-    "ReplayResult",
-    "Snapshot",
-    "Stats",
-    "TraceEvent",
-    "TwoPoolAllocator",
-    "check_snapshot",
-    "load_trace",
-    "minimal_capacity",
-    "replay",
-    "save_trace",
-]

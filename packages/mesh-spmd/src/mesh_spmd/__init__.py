@@ -3,28 +3,18 @@
 Importing this package does not import torch; the first use of a name does.
 """
 
+import re
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-_MODULE_OF = {
-    "Box": "boxes",
-    "MeshSpmdError": "errors",
-    "MeshStateError": "errors",
-    "MeshTypeError": "errors",
-    "MeshValueError": "errors",
-    "ProcessMesh": "mesh",
-    "Spec": "spec",
-    "all_boxes": "boxes",
-    "axis_group": "axis_groups",
-    "choose_placements": "choice",
-    "local_box": "boxes",
-}
-__all__ = list(_MODULE_OF)
+_STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")  # the one list of names
+_ROOM_OF = {name: room for room, name in re.findall(r"from (\S+) import \(?\s*(\w+)", _STUB)}
+__all__ = sorted(_ROOM_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULE_OF:
-        value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-        globals()[name] = value  # so that the next use does not come here
-        return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _ROOM_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_ROOM_OF[name]), name)
+    return value

@@ -9,17 +9,3 @@ from mesh_spmd.errors import MeshTypeError as MeshTypeError
 from mesh_spmd.errors import MeshValueError as MeshValueError
 from mesh_spmd.mesh import ProcessMesh as ProcessMesh
 from mesh_spmd.spec import Spec as Spec
-
-__all__ = [
-    "Box",
-    "MeshSpmdError",
-    "MeshStateError",
-    "MeshTypeError",
-    "MeshValueError",
-    "ProcessMesh",
-    "Spec",
-    "all_boxes",
-    "axis_group",
-    "choose_placements",
-    "local_box",
-]

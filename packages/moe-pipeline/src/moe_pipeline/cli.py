@@ -14,15 +14,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_pipeline.errors import MoEPipelineError
-from moe_pipeline.schedules.generators.catalog import SCHEDULES
-from moe_pipeline.schedules.planner import plan
-from moe_pipeline.schedules.table.checker import check
-from moe_pipeline.schedules.table.costs import StageCosts
-from moe_pipeline.schedules.table.schedule import COMPUTE, Schedule, add_transfers
-from moe_pipeline.schedules.table.simulator import simulate
-from moe_pipeline.schedules.views.csv_file import read_csv, to_csv
-from moe_pipeline.schedules.views.picture import format_schedule
-from moe_pipeline.schedules.views.svg import to_svg
+from moe_pipeline.schedules import plan
+from moe_pipeline.schedules.generators import SCHEDULES
+from moe_pipeline.schedules.table import (
+    COMPUTE,
+    Schedule,
+    StageCosts,
+    add_transfers,
+    check,
+    simulate,
+)
+from moe_pipeline.schedules.views import format_schedule, read_csv, to_csv, to_svg
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,36 +5,18 @@
 trains from the command line; from Python, `load_config` reads the same file.
 """
 
+import re
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-_MODULE_OF = {
-    "Batch": "data.packing",
-    "Config": "config.tables",
-    "MetricsLog": "report.metrics",
-    "MoeTrainError": "errors",
-    "PackedSplit": "data.packing",
-    "PreparedCorpus": "data.prepare",
-    "ProgressLine": "report.progress",
-    "RankFailedError": "errors",
-    "SampleOrder": "data.order",
-    "StopFlag": "launch.signals",
-    "describe_checkpoint": "jobs.inspect",
-    "dump_toml": "config.toml_file",
-    "generate_text": "jobs.generate",
-    "load_config": "config.toml_file",
-    "plan_report": "jobs.plan",
-    "prepare": "data.prepare",
-    "run_local": "launch.local",
-    "unigram_cross_entropy": "data.unigram",
-    "write_plots": "report.plots",
-}
-__all__ = list(_MODULE_OF)
+_STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")  # the one list of names
+_ROOM_OF = {name: room for room, name in re.findall(r"from (\S+) import \(?\s*(\w+)", _STUB)}
+__all__ = sorted(_ROOM_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULE_OF:
-        value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-        globals()[name] = value  # so that the next use does not come here
-        return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _ROOM_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_ROOM_OF[name]), name)
+    return value

@@ -16,8 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from moe_train.config.tables import Config
-from moe_train.config.toml_file import dump_toml, format_compact, keys_help, load_config
+from moe_train.config import Config, dump_toml, format_compact, keys_help, load_config
 from moe_train.errors import MoeTrainError, RankFailedError, StoppedUnsavedError
 from unified_ckpt.errors import CheckpointError
 
@@ -189,7 +188,7 @@ def _train(arguments: argparse.Namespace) -> int:
     # Ranks take the checkpoint that was checked, and do not look for it again.
     source = job.check(config, resume)
     resolved = _save_resolved(config)
-    from moe_train.launch.local import run_local
+    from moe_train.launch import run_local
 
     argv = [str(resolved), str(source or "")]
     stopped_by = run_local(config.world_size, "moe_train.jobs.rank_job", argv)
@@ -214,8 +213,7 @@ def _train_as_rank(config: Config, resume: str, job_args: list[str]) -> int:
             f"{config.world_size}; start {config.world_size} ranks or change [parallel]"
         )
     from moe_train.jobs import job
-    from moe_train.launch.rank_main import RankJobError, leave, run_rank
-    from moe_train.launch.signals import StopFlag
+    from moe_train.launch import RankJobError, StopFlag, leave, run_rank
 
     if rank == 0:
         print(format_compact(config), flush=True)
@@ -245,7 +243,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     """Print the prompt and what a trained model makes of it."""
     if arguments.temperature < 0:
         raise ValueError(f"--temperature {arguments.temperature} must be at least 0")
-    from moe_train.jobs.generate import generate_text
+    from moe_train.jobs import generate_text
 
     text = generate_text(
         arguments.checkpoint,
@@ -261,7 +259,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     """List the tensors, parts and training state of a checkpoint."""
-    from moe_train.jobs.inspect import describe_checkpoint
+    from moe_train.jobs import describe_checkpoint
 
     print(describe_checkpoint(arguments.checkpoint))
     return 0
@@ -270,7 +268,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     """Estimate what a job needs before it is started."""
     config = load_config(arguments.config, arguments.overrides)
-    from moe_train.jobs.plan import plan_report
+    from moe_train.jobs import plan_report
 
     print(plan_report(config))
     return 0

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mesh_spmd import ProcessMesh, axis_group
-from moe_train.config.tables import Config, ParallelConfig
+from moe_train.config import Config, ParallelConfig
 
 AXES = ("pp", "dp", "ep")
 

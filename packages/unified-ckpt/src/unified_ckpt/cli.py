@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _diff(a: Path, b: Path) -> int:
-    from unified_ckpt.tools.diff import diff_checkpoints
+    from unified_ckpt.tools import diff_checkpoints
 
     count = 0
     for difference in diff_checkpoints(a, b):
@@ -73,8 +73,8 @@ def _diff(a: Path, b: Path) -> int:
 
 
 def _reshard(directory: Path, layout: str, out: Path) -> int:
-    from unified_ckpt.geometry.layouts.layouts import ParallelDegrees
-    from unified_ckpt.tools.rewrite import reshard
+    from unified_ckpt.geometry.layouts import ParallelDegrees
+    from unified_ckpt.tools import reshard
 
     sizes = _sizes(layout)
     world_size = math.lcm(sizes["tp"], sizes["ep"] * sizes["etp"])
@@ -98,7 +98,7 @@ def _sizes(layout: str) -> dict[str, int]:
 
 
 def _export(directory: Path, out: Path) -> int:
-    from unified_ckpt.tools.rewrite import export_model
+    from unified_ckpt.tools import export_model
 
     export_model(directory, out)
     print(f"{out}: weights written")
@@ -106,7 +106,7 @@ def _export(directory: Path, out: Path) -> int:
 
 
 def _inspect(directory: Path, *, keys: bool) -> int:
-    from unified_ckpt.plans.checkpoint.directory import Checkpoint, list_parts
+    from unified_ckpt.plans.checkpoint import Checkpoint, list_parts
 
     checkpoint = Checkpoint(directory)
     parts = list_parts(directory)
@@ -134,7 +134,7 @@ def _inspect(directory: Path, *, keys: bool) -> int:
 
 
 def _verify(directory: Path) -> int:
-    from unified_ckpt.run.verify import verify_checkpoint
+    from unified_ckpt.run import verify_checkpoint
 
     report = verify_checkpoint(directory)
     for problem in report.problems:

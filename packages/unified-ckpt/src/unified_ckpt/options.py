@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from unified_ckpt.geometry.layouts.layouts import Layout
-from unified_ckpt.plans.save_plan import DEFAULT_MAX_SHARD_BYTES
+from unified_ckpt.geometry.layouts import Layout
+from unified_ckpt.plans import DEFAULT_MAX_SHARD_BYTES
 
 MODEL, OPTIMIZER, MASTER_WEIGHTS = "model", "optimizer", "master_weights"
 

@@ -1,5 +1,3 @@
-"""Names that `weight_convert` offers, for type checkers."""
-
 from weight_convert.catalog import Catalog as Catalog
 from weight_convert.catalog import detect_spec as detect_spec
 from weight_convert.catalog import read_catalog as read_catalog
@@ -24,30 +22,3 @@ from weight_convert.plan import plan_conversion as plan_conversion
 from weight_convert.verification import Difference as Difference
 from weight_convert.verification import VerifyReport as VerifyReport
 from weight_convert.verification import verify as verify
-
-__all__ = [
-    "Catalog",
-    "ConversionPlan",
-    "CorruptFileError",
-    "Difference",
-    "Extent",
-    "FamilySpec",
-    "FusedExperts",
-    "IncompleteExpertsError",
-    "Report",
-    "StoredView",
-    "Summary",
-    "TargetExistsError",
-    "TargetFile",
-    "UnknownFamilyError",
-    "VerifyReport",
-    "WeightConvertError",
-    "convert",
-    "detect_spec",
-    "get_spec",
-    "inspect",
-    "plan_conversion",
-    "read_catalog",
-    "read_header",
-    "verify",
-]

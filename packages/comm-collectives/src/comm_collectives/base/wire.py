@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import torch
 
 from comm_collectives._torch_private import is_traceable_wrapper_subclass
-from comm_collectives.call.signature.frames import Argument
 
 # The number under which a dtype is named in headers. Append only: both ends must agree.
 _NAMES = (
@@ -25,7 +24,6 @@ _NAMES = (
 )
 DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _NAMES)
 _CODE_OF = {dtype: code for code, dtype in enumerate(DTYPES)}
-_ARGUMENTS: dict[tuple[str, torch.dtype], Argument] = {}
 
 
 def dtype_code(dtype: torch.dtype) -> int:
@@ -38,20 +36,6 @@ def dtype_code(dtype: torch.dtype) -> int:
     if code is None:
         raise TypeError(f"tensors of dtype {dtype} cannot be moved; convert to a plain dtype first")
     return code
-
-
-def dtype_argument(dtype: torch.dtype, name: str = "dtype") -> Argument:
-    """Return a dtype as something on which the ranks of a call have to agree."""
-    known = _ARGUMENTS.get((name, dtype))
-    if known is None:
-        text = str(dtype).removeprefix("torch.")
-        known = _ARGUMENTS[name, dtype] = Argument(name, dtype_code(dtype), text)
-    return known
-
-
-def shape_argument(name: str, shape: Sequence[int]) -> Argument:
-    """Return a shape (or splits) as something on which the ranks of a call have to agree."""
-    return Argument(name, hash(tuple(shape)), str(tuple(shape)))
 
 
 def new_tensor(

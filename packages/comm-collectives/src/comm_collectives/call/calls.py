@@ -15,16 +15,9 @@ from typing import TypeVar, final
 
 import torch
 
-from comm_collectives.base.transport.transport import Pending
-from comm_collectives.call.agreement.agreement import (
-    EARLIER,
-    Verdict,
-    judge,
-    mismatch_error,
-    refused_error,
-)
-from comm_collectives.call.control.board import Arrival
-from comm_collectives.call.control.meeting import BoardMeeting, Meeting, Met, open_meeting
+from comm_collectives.base.transport import Pending
+from comm_collectives.call.agreement import EARLIER, Verdict, judge, mismatch_error, refused_error
+from comm_collectives.call.control import Arrival, BoardMeeting, Meeting, Met, open_meeting
 from comm_collectives.call.failures import (
     classify,
     dead_ranks,
@@ -32,10 +25,17 @@ from comm_collectives.call.failures import (
     first_line,
     who_is_missing,
 )
-from comm_collectives.call.groups.groups import GroupState, check_timeout
+from comm_collectives.call.groups import GroupState, check_timeout
 from comm_collectives.call.reports import GRACE_S, Report, ask_peers, post, tell_awaited
-from comm_collectives.call.signature.callsite import CallSite, current_site
-from comm_collectives.call.signature.frames import BACKWARD, Argument, Head, Words, status_of
+from comm_collectives.call.signature import (
+    BACKWARD,
+    Argument,
+    CallSite,
+    Head,
+    Words,
+    current_site,
+    status_of,
+)
 from comm_collectives.call.verdict import first_failure, in_one_class
 from comm_collectives.call.waiting import wait_for, wait_in_slices
 from comm_collectives.errors import (

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
-from comm_collectives.base.wire import as_bytes
+from comm_collectives.base import as_bytes
 from comm_collectives.call.calls import Call
 from comm_collectives.call.riding import Coming, Load
-from comm_collectives.call.signature.frames import PART_BYTES, TRAVELS_APART, WANTS_SHEETS
+from comm_collectives.call.signature import PART_BYTES, TRAVELS_APART, WANTS_SHEETS
 
 _WORD_BYTES = 8
 _INLINE = PART_BYTES // _WORD_BYTES

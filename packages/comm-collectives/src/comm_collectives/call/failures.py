@@ -6,11 +6,10 @@ raise kind(f"{call} {what}; {who_is_missing(state, report)}")
 
 from collections.abc import Sequence
 
-from comm_collectives.call.control.board import Arrival
-from comm_collectives.call.control.meeting import BoardMeeting
-from comm_collectives.call.groups.groups import GroupState
+from comm_collectives.call.control import Arrival, BoardMeeting
+from comm_collectives.call.groups import GroupState
 from comm_collectives.call.reports import GRACE_S, Report, ask_peers, has_arrived
-from comm_collectives.call.signature.frames import Words, operation_name
+from comm_collectives.call.signature import Words, operation_name
 from comm_collectives.errors import CollectiveTimeoutError, CommError, PeerFailedError
 
 # Gloo closes a connection whose transfer ran into its limit; what comes later fails with this.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from comm_collectives._torch_private import Store, default_store
-from comm_collectives.call.groups.groups import GroupState
+from comm_collectives.call.groups import GroupState
 
 GRACE_S = 2.0  # how long a failed rank waits for the reports of its peers
 _POLL_S = 0.05  # at first; a rank that is not there after a while is asked for less often

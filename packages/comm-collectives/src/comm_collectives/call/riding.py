@@ -15,11 +15,11 @@ from itertools import accumulate
 
 import torch
 
-from comm_collectives.base.wire import as_bytes, bytes_of, dense, joined, new_tensor, num_bytes
+from comm_collectives.base import as_bytes, bytes_of, dense, joined, new_tensor, num_bytes
 from comm_collectives.call.calls import Call
-from comm_collectives.call.control.sheets import SHEET_BYTES
-from comm_collectives.call.groups.groups import GroupState
-from comm_collectives.call.signature.frames import PART_BYTES, TRAVELS_APART, WANTS_SHEETS
+from comm_collectives.call.control import SHEET_BYTES
+from comm_collectives.call.groups import GroupState
+from comm_collectives.call.signature import PART_BYTES, TRAVELS_APART, WANTS_SHEETS
 
 _WORD_BYTES = 8
 _IN_FRAME = -1

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from comm_collectives.call.groups.groups import GroupState
+from comm_collectives.call.groups import GroupState
 from comm_collectives.call.reports import ANSWER_S, Report, store_of
 from comm_collectives.errors import CommError
 

@@ -6,8 +6,7 @@ wait_in_slices(work, 30.0, look_around, clock)    # look_around() may raise inst
 from collections.abc import Callable
 from datetime import timedelta
 
-from comm_collectives.base.transport.clock import Clock
-from comm_collectives.base.transport.transport import Pending
+from comm_collectives.base.transport import Clock, Pending
 
 # The first look comes late enough that an ordinary call never pays for it.
 _FIRST_S = 0.5

@@ -13,27 +13,12 @@ from typing import Literal, overload
 
 import torch
 
-from comm_collectives.base.wire import (
-    as_bytes,
-    check_dense,
-    dense,
-    dtype_argument,
-    new_tensor,
-    num_bytes,
-    shape_argument,
-)
-from comm_collectives.call.autograd.backward_node import Back, attach, wants_grad, zeros_for
-from comm_collectives.call.calls import Call
-from comm_collectives.call.counts import exchange_counts
-from comm_collectives.call.groups.groups import (
-    Group,
-    GroupState,
-    group_state,
-    travel_argument,
-)
-from comm_collectives.call.handles.handles import Handle, launch
-from comm_collectives.call.riding import apart, load_rows
-from comm_collectives.call.signature.frames import WANTS_GRAD, Argument
+from comm_collectives.base import as_bytes, check_dense, dense, new_tensor, num_bytes
+from comm_collectives.call import Call, apart, exchange_counts, load_rows
+from comm_collectives.call.autograd import Back, attach, wants_grad, zeros_for
+from comm_collectives.call.groups import Group, GroupState, group_state, travel_argument
+from comm_collectives.call.handles import Handle, launch
+from comm_collectives.call.signature import WANTS_GRAD, Argument, dtype_argument, shape_argument
 from comm_collectives.errors import MismatchError
 
 _Splits = Sequence[int] | None

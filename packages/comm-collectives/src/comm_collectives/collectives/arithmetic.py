@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from comm_collectives.base.wire import dense
+from comm_collectives.base import dense
 
 OPS = ("sum", "avg", "min", "max", "product")
 NO_FACTOR = ("sum", "avg")  # ops whose gradient does not depend on the values

@@ -13,19 +13,13 @@ from typing import Literal, overload
 
 import torch
 
-from comm_collectives.base.transport.header import TransferHeader
-from comm_collectives.base.wire import as_bytes, check_dense, dense, from_bytes, joined, num_bytes
-from comm_collectives.call.autograd.backward_node import (
-    Back,
-    Gradients,
-    attach,
-    wants_grad,
-    zeros_for,
-)
-from comm_collectives.call.calls import Call
-from comm_collectives.call.groups.groups import Group, GroupState, check_root, group_state
-from comm_collectives.call.handles.handles import Handle, launch
-from comm_collectives.call.signature.frames import WANTS_GRAD, Argument
+from comm_collectives.base import as_bytes, check_dense, dense, from_bytes, joined, num_bytes
+from comm_collectives.base.transport import TransferHeader
+from comm_collectives.call import Call
+from comm_collectives.call.autograd import Back, Gradients, attach, wants_grad, zeros_for
+from comm_collectives.call.groups import Group, GroupState, check_root, group_state
+from comm_collectives.call.handles import Handle, launch
+from comm_collectives.call.signature import WANTS_GRAD, Argument
 from comm_collectives.collectives.pieces import (
     COMES_ALONG,
     Device,

@@ -13,18 +13,12 @@ from typing import Literal, overload
 
 import torch
 
-from comm_collectives.base.wire import as_bytes, bytes_of, dense, joined, num_bytes, shape_argument
-from comm_collectives.call.autograd.backward_node import (
-    Back,
-    Gradients,
-    attach,
-    wants_grad,
-    zeros_for,
-)
-from comm_collectives.call.calls import Call
-from comm_collectives.call.groups.groups import Group, GroupState, group_state
-from comm_collectives.call.handles.handles import Handle, launch
-from comm_collectives.call.signature.frames import PART_BYTES, WANTS_GRAD, Argument
+from comm_collectives.base import as_bytes, bytes_of, dense, joined, num_bytes
+from comm_collectives.call import Call
+from comm_collectives.call.autograd import Back, Gradients, attach, wants_grad, zeros_for
+from comm_collectives.call.groups import Group, GroupState, group_state
+from comm_collectives.call.handles import Handle, launch
+from comm_collectives.call.signature import PART_BYTES, WANTS_GRAD, Argument, shape_argument
 from comm_collectives.collectives.alltoall import row_splits
 from comm_collectives.collectives.arithmetic import (
     NO_FACTOR,

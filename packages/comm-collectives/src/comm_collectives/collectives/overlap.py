@@ -23,9 +23,9 @@ from typing import final
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from comm_collectives.call.groups.groups import Group, check_timeout, group_state
-from comm_collectives.call.handles.handles import Handle
-from comm_collectives.call.signature.callsite import CallSite, current_site, use_site
+from comm_collectives.call.groups import Group, check_timeout, group_state
+from comm_collectives.call.handles import Handle
+from comm_collectives.call.signature import CallSite, current_site, use_site
 from comm_collectives.collectives.reduction import all_reduce, check_op
 
 _OPS = ("sum", "avg")

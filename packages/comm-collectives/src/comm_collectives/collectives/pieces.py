@@ -14,21 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
-from comm_collectives.base.transport.header import TransferHeader
-from comm_collectives.base.wire import (
-    as_bytes,
-    bytes_of,
-    check_dense,
-    dense,
-    dtype_argument,
-    new_tensor,
-    num_bytes,
-    shape_argument,
-)
-from comm_collectives.call.calls import Call
-from comm_collectives.call.failures import first_line
-from comm_collectives.call.groups.groups import GroupState, travel_argument
-from comm_collectives.call.signature.frames import PART_BYTES, Argument
+from comm_collectives.base import as_bytes, bytes_of, check_dense, dense, new_tensor, num_bytes
+from comm_collectives.base.transport import TransferHeader
+from comm_collectives.call import Call, first_line
+from comm_collectives.call.groups import GroupState, travel_argument
+from comm_collectives.call.signature import PART_BYTES, Argument, dtype_argument, shape_argument
 from comm_collectives.collectives.alltoall import exchange_bytes, exchange_rows
 
 Device = torch.device | str | None

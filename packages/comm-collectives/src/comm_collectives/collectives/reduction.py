@@ -13,27 +13,19 @@ from typing import Literal, overload
 
 import torch
 
-from comm_collectives.base.wire import (
-    as_bytes,
-    bytes_of,
-    check_dense,
-    dense,
+from comm_collectives.base import as_bytes, bytes_of, check_dense, dense, joined
+from comm_collectives.call import Call, fits_sheet
+from comm_collectives.call.autograd import Back, attach, wants_grad, zeros_for
+from comm_collectives.call.control import SHEET_BYTES
+from comm_collectives.call.groups import Group, GroupState, group_state, travel_argument
+from comm_collectives.call.handles import Handle, launch
+from comm_collectives.call.signature import (
+    PART_BYTES,
+    WANTS_GRAD,
+    Argument,
     dtype_argument,
-    joined,
     shape_argument,
 )
-from comm_collectives.call.autograd.backward_node import Back, attach, wants_grad, zeros_for
-from comm_collectives.call.calls import Call
-from comm_collectives.call.control.sheets import SHEET_BYTES
-from comm_collectives.call.groups.groups import (
-    Group,
-    GroupState,
-    group_state,
-    travel_argument,
-)
-from comm_collectives.call.handles.handles import Handle, launch
-from comm_collectives.call.riding import fits_sheet
-from comm_collectives.call.signature.frames import PART_BYTES, WANTS_GRAD, Argument
 from comm_collectives.collectives.arithmetic import (
     NO_FACTOR,
     OPS,

@@ -18,18 +18,18 @@ from typing import Any, Literal, cast, overload
 import torch
 from torch.autograd.function import once_differentiable
 
-from comm_collectives.base.wire import check_dense, dtype_argument
-from comm_collectives.call.autograd.backward_node import Back, attach, wants_grad, zeros_for
-from comm_collectives.call.calls import Call
-from comm_collectives.call.groups.groups import Group, group_state
-from comm_collectives.call.handles.handles import Handle, finished, launch
-from comm_collectives.call.signature.frames import WANTS_GRAD, Argument
+from comm_collectives.base import check_dense
+from comm_collectives.call import Call
+from comm_collectives.call.autograd import Back, attach, wants_grad, zeros_for
+from comm_collectives.call.groups import Group, group_state
+from comm_collectives.call.handles import Handle, finished, launch
+from comm_collectives.call.signature import WANTS_GRAD, Argument, dtype_argument
 from comm_collectives.moe.handle import DispatchHandle as DispatchHandle
 from comm_collectives.moe.handle import Terms
 from comm_collectives.moe.options import MoeOptions
 from comm_collectives.moe.request import FLOATS, Request, Settled, flags_of_all
-from comm_collectives.moe.routes.routing import Travel
-from comm_collectives.planning.wire_format import Movement
+from comm_collectives.moe.routes import Travel
+from comm_collectives.planning import Movement
 
 _DEFAULTS = MoeOptions()
 _Tensors = tuple[torch.Tensor, ...]

@@ -4,13 +4,11 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from comm_collectives.base.wire import dtype_argument
-from comm_collectives.call.groups.groups import GroupState
-from comm_collectives.call.signature.frames import Argument
-from comm_collectives.moe.routes.routing import Routing
-from comm_collectives.moe.rows.choices import SortedChoices
-from comm_collectives.moe.rows.payload import Payload, row_codec
-from comm_collectives.planning.wire_format import ROUTES, Route
+from comm_collectives.call.groups import GroupState
+from comm_collectives.call.signature import Argument, dtype_argument
+from comm_collectives.moe.routes import Routing
+from comm_collectives.moe.rows import Payload, SortedChoices, row_codec
+from comm_collectives.planning import ROUTES, Route
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,11 +9,11 @@ Every field must be the same on every rank of the group, except `timeout_s`.
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from comm_collectives.call.groups.groups import check_integer, check_timeout
-from comm_collectives.moe.deepep.backend import DeepEpBackend
+from comm_collectives.call.groups import check_integer, check_timeout
+from comm_collectives.moe.deepep import DeepEpBackend
 from comm_collectives.moe.handle import DispatchHandle
-from comm_collectives.moe.rows.payload import Payload
-from comm_collectives.planning.wire_format import Route
+from comm_collectives.moe.rows import Payload
+from comm_collectives.planning import Route
 
 MoeBackend = Literal["torch"] | DeepEpBackend
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from comm_collectives.call.groups.groups import Group, check_integer
-from comm_collectives.call.handles.handles import Handle
+from comm_collectives.call.groups import Group, check_integer
+from comm_collectives.call.handles import Handle
 from comm_collectives.moe.dispatch_combine import Dispatched, combine, dispatch_async
 from comm_collectives.moe.options import MoeOptions
 

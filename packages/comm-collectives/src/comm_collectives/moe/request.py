@@ -15,21 +15,25 @@ from typing import final
 
 import torch
 
-from comm_collectives.base.wire import check_dense
-from comm_collectives.call.autograd.backward_node import wants_grad
-from comm_collectives.call.calls import Call
-from comm_collectives.call.counts import exchange_counts
-from comm_collectives.call.groups.groups import Group, GroupState, check_integer
-from comm_collectives.call.signature.frames import WANTS_GRAD, Argument
-from comm_collectives.moe.deepep.backend import DeepEpBackend
+from comm_collectives.base import check_dense
+from comm_collectives.call import Call, exchange_counts
+from comm_collectives.call.autograd import wants_grad
+from comm_collectives.call.groups import Group, GroupState, check_integer
+from comm_collectives.call.signature import WANTS_GRAD, Argument
+from comm_collectives.moe.deepep import DeepEpBackend
 from comm_collectives.moe.handle import Terms
 from comm_collectives.moe.options import MoeOptions
-from comm_collectives.moe.routes.dedup import DedupProposal
-from comm_collectives.moe.routes.flat import FlatProposal, counts_by_rank
-from comm_collectives.moe.routes.nodes import NodeProposal, check_nodes
-from comm_collectives.moe.routes.routing import Proposal, Routing, local_routing
-from comm_collectives.moe.rows.choices import SortedChoices, sort_choices
-from comm_collectives.moe.rows.plan import plan_placing
+from comm_collectives.moe.routes import (
+    DedupProposal,
+    FlatProposal,
+    NodeProposal,
+    Proposal,
+    Routing,
+    check_nodes,
+    counts_by_rank,
+    local_routing,
+)
+from comm_collectives.moe.rows import SortedChoices, plan_placing, sort_choices
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

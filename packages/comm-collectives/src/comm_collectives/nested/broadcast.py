@@ -14,12 +14,12 @@ from typing import Literal, overload
 
 import torch
 
-from comm_collectives.base.wire import as_bytes, dense
-from comm_collectives.call.calls import Call
-from comm_collectives.call.groups.groups import Group, GroupState, check_root, group_state
-from comm_collectives.call.handles.handles import Handle, launch
-from comm_collectives.call.signature.frames import PART_BYTES, Argument
-from comm_collectives.collectives.pieces import broadcast_bytes, checked_device
+from comm_collectives.base import as_bytes, dense
+from comm_collectives.call import Call
+from comm_collectives.call.groups import Group, GroupState, check_root, group_state
+from comm_collectives.call.handles import Handle, launch
+from comm_collectives.call.signature import PART_BYTES, Argument
+from comm_collectives.collectives import broadcast_bytes, checked_device
 from comm_collectives.nested.codec import Packed, decode, encode
 from comm_collectives.nested.packing import (
     Buffer,

@@ -30,7 +30,7 @@ from typing import Any, final
 
 import torch
 
-from comm_collectives.base.wire import DTYPES
+from comm_collectives.base import DTYPES
 
 _DTYPES = frozenset(DTYPES)
 _AS_THEY_ARE = (type(None), bool, float)

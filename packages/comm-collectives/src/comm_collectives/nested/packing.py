@@ -23,7 +23,7 @@ from typing import cast, final
 
 import torch
 
-from comm_collectives.base.wire import DTYPES, dense, dtype_code, from_bytes, num_bytes
+from comm_collectives.base import DTYPES, dense, dtype_code, from_bytes, num_bytes
 from comm_collectives.nested.sharing import Cargo, View
 
 # Each message costs as much as some hundred KiB, most where ranks share a core.

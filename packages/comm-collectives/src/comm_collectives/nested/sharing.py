@@ -24,7 +24,7 @@ from typing import NamedTuple, final
 
 import torch
 
-from comm_collectives.base.wire import as_bytes
+from comm_collectives.base import as_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

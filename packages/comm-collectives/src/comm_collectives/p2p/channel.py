@@ -24,13 +24,11 @@ from typing import TypeVar, final
 
 import torch
 
-from comm_collectives.base.transport.header import FIRST_WORDS, IS_GRADIENT, TransferHeader
-from comm_collectives.base.transport.transport import Pending
-from comm_collectives.base.wire import as_bytes, dense, from_bytes, num_bytes
-from comm_collectives.call.failures import classify, first_line
-from comm_collectives.call.groups.groups import GroupState
-from comm_collectives.call.handles.handles import Handle, Worker, launch_on
-from comm_collectives.call.waiting import wait_for
+from comm_collectives.base import as_bytes, dense, from_bytes, num_bytes
+from comm_collectives.base.transport import FIRST_WORDS, IS_GRADIENT, Pending, TransferHeader
+from comm_collectives.call import classify, first_line, wait_for
+from comm_collectives.call.groups import GroupState
+from comm_collectives.call.handles import Handle, Worker, launch_on
 from comm_collectives.errors import CommError, MismatchError
 from comm_collectives.p2p.eager import Framing
 

@@ -18,8 +18,8 @@ from typing import final
 
 import torch
 
-from comm_collectives.base.transport.header import FIRST_WORDS, TransferHeader
-from comm_collectives.base.wire import as_bytes, bytes_of, dense, from_bytes, num_bytes
+from comm_collectives.base import as_bytes, bytes_of, dense, from_bytes, num_bytes
+from comm_collectives.base.transport import FIRST_WORDS, TransferHeader
 
 _FIRST_BYTES = 16 << 10
 # Above it the copies cost more than the message that they save.

@@ -18,12 +18,12 @@ from weakref import ref
 import torch
 from torch.autograd.function import once_differentiable
 
-from comm_collectives.base.transport.header import WANTS_GRADIENT
-from comm_collectives.base.wire import check_dense, new_tensor
-from comm_collectives.call.autograd.backward_node import wants_grad
-from comm_collectives.call.groups.groups import Group
-from comm_collectives.call.handles.handles import Handle, put_in_graph
-from comm_collectives.collectives.pieces import Device, checked_device
+from comm_collectives.base import check_dense, new_tensor
+from comm_collectives.base.transport import WANTS_GRADIENT
+from comm_collectives.call.autograd import wants_grad
+from comm_collectives.call.groups import Group
+from comm_collectives.call.handles import Handle, put_in_graph
+from comm_collectives.collectives import Device, checked_device
 from comm_collectives.errors import MismatchError
 from comm_collectives.p2p.channel import Channel, Transfer
 from comm_collectives.p2p.tensors import SendHandle, receiving, sending, take_transfer

@@ -16,11 +16,10 @@ from typing import final
 
 import torch
 
-from comm_collectives.base.transport.header import WANTS_GRADIENT
-from comm_collectives.base.transport.transport import Pending
-from comm_collectives.base.wire import check_dense
-from comm_collectives.call.groups.groups import Group, check_peer, check_timeout, group_state
-from comm_collectives.collectives.pieces import Device, checked_device
+from comm_collectives.base import check_dense
+from comm_collectives.base.transport import WANTS_GRADIENT, Pending
+from comm_collectives.call.groups import Group, check_peer, check_timeout, group_state
+from comm_collectives.collectives import Device, checked_device
 from comm_collectives.errors import MismatchError
 from comm_collectives.p2p.channel import Channel, Message, Transfer
 

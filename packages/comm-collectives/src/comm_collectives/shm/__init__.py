@@ -1,1 +1,5 @@
 """The room `shm`."""
+
+from comm_collectives.shm.backend import BACKEND_NAME as BACKEND_NAME
+from comm_collectives.shm.backend import ShmBackend as ShmBackend
+from comm_collectives.shm.backend import register_backends as register_backends

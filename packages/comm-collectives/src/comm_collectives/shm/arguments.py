@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from comm_collectives.base.wire import as_bytes, dense
+from comm_collectives.base import as_bytes, dense
 from comm_collectives.errors import RefusedError
 
 Landings = list[tuple[torch.Tensor, torch.Tensor]]

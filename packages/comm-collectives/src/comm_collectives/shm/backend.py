@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from comm_collectives._torch_private import Backend, Store, backends_may_be_python
-from comm_collectives.base.wire import bytes_of
+from comm_collectives.base import bytes_of
 from comm_collectives.errors import RefusedError
 from comm_collectives.shm import operations
 from comm_collectives.shm.arguments import Tensors

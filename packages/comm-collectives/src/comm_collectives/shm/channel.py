@@ -25,7 +25,7 @@ from typing import final
 
 import torch
 
-from comm_collectives.base.transport.shm_region import Region
+from comm_collectives.base.transport import Region
 from comm_collectives.errors import CommError, PeerFailedError
 
 # For each rank a cache line: the last step that it announced, and the first step of the call in

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from comm_collectives.base.wire import DTYPES
+from comm_collectives.base import DTYPES
 from comm_collectives.errors import MismatchError
 
 _WORDS = struct.Struct("<5q")

@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from comm_collectives.base.wire import as_bytes, dense
+from comm_collectives.base import as_bytes, dense
 from comm_collectives.errors import RefusedError
 from comm_collectives.shm import moves as shm_moves
 from comm_collectives.shm import sums as shm_sums

@@ -1,1 +1,10 @@
 """The room `simulation`."""
+
+from comm_collectives.simulation.run import Outcome as Outcome
+from comm_collectives.simulation.run import SimRank as SimRank
+from comm_collectives.simulation.run import SimulationResult as SimulationResult
+from comm_collectives.simulation.run import Step as Step
+from comm_collectives.simulation.run import run_in as run_in
+from comm_collectives.simulation.run import simulate as simulate
+from comm_collectives.simulation.scheduler import Threads as Threads
+from comm_collectives.simulation.world import Setting as Setting

@@ -9,8 +9,7 @@ from typing import final
 
 import torch
 
-from comm_collectives.call.control.board import Board
-from comm_collectives.call.control.sheets import Sheets
+from comm_collectives.call.control import Board, Sheets
 from comm_collectives.simulation.scheduler import Signal
 from comm_collectives.simulation.world import World
 

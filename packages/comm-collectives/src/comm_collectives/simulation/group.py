@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast, final
 
-from comm_collectives.call.control.board import Board
-from comm_collectives.call.control.meeting import BoardMeeting, WireMeeting
-from comm_collectives.call.control.sheets import Sheets
-from comm_collectives.call.groups.groups import CustomGroup, GroupState
+from comm_collectives.call.control import Board, BoardMeeting, Sheets, WireMeeting
+from comm_collectives.call.groups import CustomGroup, GroupState
 from comm_collectives.simulation.board import Page, SimRegion
 from comm_collectives.simulation.scheduler import Signal
 from comm_collectives.simulation.transport import SimTransport

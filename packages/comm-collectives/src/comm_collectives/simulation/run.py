@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, final
 
-from comm_collectives.call.agreement.agreement import AgreementPolicy
-from comm_collectives.call.handles.caught import Caught
-from comm_collectives.simulation.faults.schedule import FaultSchedule, ZeroTokens
+from comm_collectives.call.agreement import AgreementPolicy
+from comm_collectives.call.handles import Caught
+from comm_collectives.simulation.faults import FaultSchedule, ZeroTokens
 from comm_collectives.simulation.group import SimGroup
 from comm_collectives.simulation.scheduler import Hung, Scheduler, Threads, Unwound
 from comm_collectives.simulation.wire import Aborted

@@ -21,7 +21,7 @@ from heapq import heappop, heappush
 from random import Random
 from typing import final
 
-from comm_collectives.base.transport.clock import Clock
+from comm_collectives.base.transport import Clock
 
 _LONGEST_S = 86_400.0  # of virtual time: who waits for longer polls without end
 _GIVE_WAY = 0.125  # how often a task that could go on lets the others go first

@@ -15,8 +15,8 @@ from typing import NoReturn, cast, final
 import torch
 
 from comm_collectives._torch_private import Store
-from comm_collectives.base.transport.transport import Pending, Transport
-from comm_collectives.base.wire import as_bytes, bytes_of
+from comm_collectives.base import as_bytes, bytes_of
+from comm_collectives.base.transport import Pending, Transport
 from comm_collectives.simulation.scheduler import Signal, VirtualClock
 from comm_collectives.simulation.wire import (
     CLOSED,

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TypeVar, final
 
-from comm_collectives.call.handles.caught import Caught
+from comm_collectives.call.handles import Caught
 from comm_collectives.simulation.scheduler import Scheduler, Signal, Task, Unwound
 from comm_collectives.simulation.world import World
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from comm_collectives.call.agreement.agreement import AgreementPolicy
-from comm_collectives.simulation.faults.schedule import Delay, FaultSchedule, Kill, Truncate
+from comm_collectives.call.agreement import AgreementPolicy
+from comm_collectives.simulation.faults import Delay, FaultSchedule, Kill, Truncate
 from comm_collectives.simulation.scheduler import Scheduler, Signal, Task, Unwound
 
 _TEARDOWN_S = 0.2  # longest time from an exception to the end of the process

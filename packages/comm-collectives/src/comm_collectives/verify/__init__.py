@@ -1,1 +1,9 @@
 """The room `verify`."""
+
+from comm_collectives.verify.bench import run_bench as run_bench
+from comm_collectives.verify.matrix import FEW_DTYPES as FEW_DTYPES
+from comm_collectives.verify.matrix import check_machine as check_machine
+from comm_collectives.verify.rank_side import BOARD as BOARD
+from comm_collectives.verify.rank_side import WIRE as WIRE
+from comm_collectives.verify.table import format_table as format_table
+from comm_collectives.verify.table import to_json as to_json

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from comm_collectives.errors import CommError
-from comm_collectives.shm.backend import BACKEND_NAME, ShmBackend, register_backends
+from comm_collectives.shm import BACKEND_NAME, ShmBackend, register_backends
 from comm_collectives.verify.local_ranks import LocalRanks
 
 SIZES = (1 << 12, 1 << 16, 1 << 20, 8 << 20, 64 << 20)

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from comm_collectives.errors import CommError
-from comm_collectives.shm.backend import BACKEND_NAME, register_backends
+from comm_collectives.shm import BACKEND_NAME, register_backends
 
 # A fork costs no second import of torch; elsewhere than on Linux it is not safe.
 _START_METHOD = "fork" if sys.platform == "linux" else "spawn"

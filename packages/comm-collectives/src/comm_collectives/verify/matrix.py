@@ -17,14 +17,15 @@ from itertools import islice
 
 import torch
 
-from comm_collectives.base.wire import DTYPES
-from comm_collectives.verify.cells.cases import (
+from comm_collectives.base import DTYPES
+from comm_collectives.verify.cells import (
     ABORTED,
     COLUMNS,
     REFUSED,
     RIGHT,
     TIMED_OUT,
     WRONG,
+    Case,
     CaseResult,
     all_cases,
     canaries,
@@ -32,10 +33,8 @@ from comm_collectives.verify.cells.cases import (
     judge,
     torch_cases,
 )
-from comm_collectives.verify.cells.problems import Case
 from comm_collectives.verify.local_ranks import LocalRanks, Reply
-from comm_collectives.verify.misuse.outcome import judge_misuse, judge_raw_misuse
-from comm_collectives.verify.misuse.raw import RAW
+from comm_collectives.verify.misuse import RAW, judge_misuse, judge_raw_misuse
 from comm_collectives.verify.rank_side import (
     BLIND,
     BOARD,

@@ -11,23 +11,35 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from comm_collectives.call.agreement.agreement import AgreementPolicy
-from comm_collectives.call.control.meeting import BoardMeeting, WireMeeting
-from comm_collectives.call.groups.groups import group_state
+from comm_collectives.call.agreement import AgreementPolicy
+from comm_collectives.call.control import BoardMeeting, WireMeeting
+from comm_collectives.call.groups import group_state
+from comm_collectives.collectives import all_reduce
 from comm_collectives.collectives.drop_in import torch_order
-from comm_collectives.collectives.reduction import all_reduce
-from comm_collectives.verify.cells.cases import TORCH_ORDER, CaseResult, run_case
-from comm_collectives.verify.cells.moe_cells import MOE_COLLECTIVES, run_moe
-from comm_collectives.verify.cells.ours import run_ours
-from comm_collectives.verify.cells.problems import Case
-from comm_collectives.verify.cells.torch_order import run_torch_order
-from comm_collectives.verify.misuse.absences import ABSENCES, OTHERS
-from comm_collectives.verify.misuse.disagreements import DISAGREEMENTS
-from comm_collectives.verify.misuse.moe import MOE_MISUSES
-from comm_collectives.verify.misuse.outcome import At, Misuse, run_misuse, run_raw_misuse
-from comm_collectives.verify.misuse.raw import RAW, RAW_ONLY
-from comm_collectives.verify.misuse.refusals import REFUSALS
-from comm_collectives.verify.misuse.torch_order import TORCH_ORDER_MISUSES
+from comm_collectives.verify.cells import (
+    MOE_COLLECTIVES,
+    TORCH_ORDER,
+    Case,
+    CaseResult,
+    run_case,
+    run_moe,
+    run_ours,
+    run_torch_order,
+)
+from comm_collectives.verify.misuse import (
+    ABSENCES,
+    DISAGREEMENTS,
+    MOE_MISUSES,
+    OTHERS,
+    RAW,
+    RAW_ONLY,
+    REFUSALS,
+    TORCH_ORDER_MISUSES,
+    At,
+    Misuse,
+    run_misuse,
+    run_raw_misuse,
+)
 
 BOARD, WIRE, BLIND, RAW_TORCH = "here", "over the wire", "blind", "torch.distributed"
 MISUSES = (

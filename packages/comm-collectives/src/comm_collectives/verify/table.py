@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from comm_collectives.verify.cells.cases import RIGHT, VERDICTS, WRONG
-from comm_collectives.verify.cells.problems import Case
+from comm_collectives.verify.cells import RIGHT, VERDICTS, WRONG, Case
 from comm_collectives.verify.matrix import CheckReport, Outcome
 from comm_collectives.verify.rank_side import BLIND, RAW_TORCH
 

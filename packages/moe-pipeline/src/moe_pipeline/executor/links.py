@@ -38,7 +38,7 @@ from comm_collectives import (
 )
 from moe_pipeline.executor.stage_message import Parcel, pack_cause, pack_parcel, unpack
 from moe_pipeline.executor.table import RECEIVES, Link, Table, other_end
-from moe_pipeline.schedules.table.schedule import Action
+from moe_pipeline.schedules.table import Action
 
 # Sends of a link that its receiver has not taken. Holds their tensors' memory down; any number
 # from 1 is free of deadlock for a schedule that passes check(send_buffers=1).

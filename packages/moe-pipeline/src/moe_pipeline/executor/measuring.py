@@ -16,9 +16,8 @@ from moe_pipeline.executor.nests import map_tensors
 from moe_pipeline.executor.slots import Slot
 from moe_pipeline.executor.stage_io import Stage, gate_output
 from moe_pipeline.executor.stage_message import activations
-from moe_pipeline.schedules.table.costs import StageCosts
-from moe_pipeline.schedules.table.schedule import Action, Kind
-from moe_pipeline.weight_grad.queue import WeightQueue, split_backward
+from moe_pipeline.schedules.table import Action, Kind, StageCosts
+from moe_pipeline.weight_grad import WeightQueue, split_backward
 
 
 def measure_costs(

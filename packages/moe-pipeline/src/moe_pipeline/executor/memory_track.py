@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moe_pipeline.schedules.table.schedule import Action, Kind
+from moe_pipeline.schedules.table import Action, Kind
 
 _Key = tuple[int, int]  # stage, microbatch
 

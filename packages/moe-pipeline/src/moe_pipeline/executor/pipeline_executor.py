@@ -33,8 +33,8 @@ from moe_pipeline.executor.slots import Slot
 from moe_pipeline.executor.stage_io import Stage, StageOutput, gate_inputs, gate_output
 from moe_pipeline.executor.stage_message import activations, gradients
 from moe_pipeline.executor.table import Table
-from moe_pipeline.schedules.table.schedule import Action, Kind, Schedule
-from moe_pipeline.weight_grad.queue import WeightQueue, split_backward
+from moe_pipeline.schedules.table import Action, Kind, Schedule
+from moe_pipeline.weight_grad import WeightQueue, split_backward
 
 _Key = tuple[int, int]  # stage, microbatch
 

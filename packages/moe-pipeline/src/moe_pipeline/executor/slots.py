@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_pipeline.errors import StageTransferError
 from moe_pipeline.executor.stage_io import GradientSink, GradientSource
 from moe_pipeline.executor.stage_message import Parcel
-from moe_pipeline.weight_grad.queue import WeightQueue
+from moe_pipeline.weight_grad import WeightQueue
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_pipeline.executor.nests import Form, put_together, take_apart
-from moe_pipeline.schedules.table.schedule import Action
+from moe_pipeline.schedules.table import Action
 
 _END = b"\n"  # of the action
 _ACTION_LENGTH = 24

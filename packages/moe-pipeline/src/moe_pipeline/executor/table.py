@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from moe_pipeline.errors import ScheduleError
-from moe_pipeline.schedules.table.checker import check
-from moe_pipeline.schedules.table.schedule import Action, Kind, Schedule
+from moe_pipeline.schedules.table import Action, Kind, Schedule, check
 
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_pipeline.weight_grad.grad_buffers import GradTarget
+from moe_pipeline.weight_grad import GradTarget
 
 # Elements of a block's [rows, H] intermediate. It bounds the memory of what is computed again; each
 # block costs some Python, which is slow between products that have emptied the cache.

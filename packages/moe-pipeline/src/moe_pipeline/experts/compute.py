@@ -39,8 +39,7 @@ from moe_pipeline.experts.grouped import (
     grouped_mm_obstacle,
 )
 from moe_pipeline.experts.weights import ExpertWeights
-from moe_pipeline.weight_grad.split_linear import looped_product
-from moe_pipeline.weight_grad.token import current_splitting
+from moe_pipeline.weight_grad import current_splitting, looped_product
 
 
 def loop_experts(

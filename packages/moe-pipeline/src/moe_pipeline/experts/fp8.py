@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from moe_pipeline.experts.activations import Activation
 from moe_pipeline.experts.grouped import grouped_experts, row_sizes, taken
 from moe_pipeline.experts.weights import ExpertWeights
-from moe_pipeline.weight_grad.token import WeightToken, put_off, splittable
+from moe_pipeline.weight_grad import WeightToken, put_off, splittable
 
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_LARGEST = torch.finfo(FP8_DTYPE).max

@@ -36,8 +36,7 @@ from moe_pipeline.experts.activations import Activation, compute_dtype
 from moe_pipeline.experts.blocks import Block, Way, blocks, max_rows
 from moe_pipeline.experts.order import ExpertOrder
 from moe_pipeline.experts.weights import ExpertWeights
-from moe_pipeline.weight_grad.grad_buffers import GradBuffers, GradTarget
-from moe_pipeline.weight_grad.token import WeightToken, put_off, splittable
+from moe_pipeline.weight_grad import GradBuffers, GradTarget, WeightToken, put_off, splittable
 
 _WEIGHT_NAMES = ("gate_up_EGD", "down_EDH", "gate_up_bias_EG", "down_bias_ED")
 

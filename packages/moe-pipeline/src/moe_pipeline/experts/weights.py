@@ -14,7 +14,7 @@ from typing import final
 
 from torch import Tensor
 
-from moe_pipeline.weight_grad.grad_buffers import GradBuffers
+from moe_pipeline.weight_grad import GradBuffers
 
 
 @final

@@ -33,10 +33,8 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_pipeline.config import ACTIVATIONS, ExpertsOptions
-from moe_pipeline.experts.activations import Activation
-from moe_pipeline.experts.token_experts import token_experts_function
-from moe_pipeline.experts.weights import ExpertWeights
-from moe_pipeline.weight_grad.grad_buffers import GradBuffers
+from moe_pipeline.experts import Activation, ExpertWeights, token_experts_function
+from moe_pipeline.weight_grad import GradBuffers
 
 _INSTEAD = "set_experts_implementation('grouped_mm') or 'eager' on the model instead"
 

@@ -1,1 +1,9 @@
 """The room `layer`."""
+
+from moe_pipeline.layer.folding import ExpertAxes as ExpertAxes
+from moe_pipeline.layer.folding import fold_experts as fold_experts
+from moe_pipeline.layer.local_experts import Experts as Experts
+from moe_pipeline.layer.moe_layer import MoELayer as MoELayer
+from moe_pipeline.layer.moe_layer import MoEOutput as MoEOutput
+from moe_pipeline.layer.router_replay import record_routing as record_routing
+from moe_pipeline.layer.router_replay import replay_routing as replay_routing

@@ -18,10 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_pipeline.config import MoEConfig
-from moe_pipeline.experts.compute import experts_function
-from moe_pipeline.experts.token_experts import token_experts_function
-from moe_pipeline.experts.weights import ExpertWeights
-from moe_pipeline.weight_grad.grad_buffers import GradBuffers
+from moe_pipeline.experts import ExpertWeights, experts_function, token_experts_function
+from moe_pipeline.weight_grad import GradBuffers
 
 
 @final

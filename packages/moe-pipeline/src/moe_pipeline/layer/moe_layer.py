@@ -37,9 +37,8 @@ from moe_pipeline.layer.etp import gather_rows, return_rows, share_counts
 from moe_pipeline.layer.latent import latent_projections
 from moe_pipeline.layer.local_experts import Experts
 from moe_pipeline.layer.shared_expert import SharedExpert, SharedExpertGate
-from moe_pipeline.recomputation.recomputing import is_replaying, keep_plan, recorded, replayed_plan
-from moe_pipeline.router.aux_loss import BalanceTerms, router_losses
-from moe_pipeline.router.top_k import TopKRouter
+from moe_pipeline.recomputation import is_replaying, keep_plan, recorded, replayed_plan
+from moe_pipeline.router import BalanceTerms, TopKRouter, router_losses
 from moe_pipeline.routing_plan import Routed, RoutingPlan
 
 _ALONE = MoEGroups()

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from moe_pipeline.config import MoEConfig
 from moe_pipeline.layer.moe_layer import MoELayer, MoEOutput
-from moe_pipeline.recomputation.recomputing import is_replaying
+from moe_pipeline.recomputation import is_replaying
 
 
 @contextmanager

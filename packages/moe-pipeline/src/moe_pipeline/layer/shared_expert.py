@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from moe_pipeline.config import MoEConfig, SharedExpertOptions
-from moe_pipeline.weight_grad.grad_fusion import product
-from moe_pipeline.weight_grad.token import WeightToken, put_off, splittable
+from moe_pipeline.weight_grad import WeightToken, product, put_off, splittable
 
 
 @final

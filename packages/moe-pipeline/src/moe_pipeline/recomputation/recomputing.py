@@ -32,8 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from comm_collectives import DispatchHandle
 from moe_pipeline.routing_plan import RoutingPlan
-from moe_pipeline.weight_grad.queue import split_again
-from moe_pipeline.weight_grad.token import Splitting, current_splitting
+from moe_pipeline.weight_grad import Splitting, current_splitting, split_again
 
 _Value = TypeVar("_Value")
 _SAME_CALLS = (

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_pipeline.weight_grad.token import WeightToken, put_off, splittable
+from moe_pipeline.weight_grad import WeightToken, put_off, splittable
 
 
 def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:

@@ -9,7 +9,7 @@ part of the load: it is refused, never approximated.
 """
 
 from moe_pipeline.config import AUX_LOSS_SCOPES
-from moe_pipeline.schedules.table.schedule import COMPUTE, Action, Kind, Schedule
+from moe_pipeline.schedules.table import COMPUTE, Action, Kind, Schedule
 
 
 def check_aux_scope(schedule: Schedule, scope: str) -> None:

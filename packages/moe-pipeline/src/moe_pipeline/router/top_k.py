@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from moe_pipeline.config import MoEConfig
 from moe_pipeline.groups import MoEGroups
-from moe_pipeline.ops.rng import counter_uniform
+from moe_pipeline.ops import counter_uniform
 from moe_pipeline.router.capacity import drop_over_capacity
 from moe_pipeline.router.choice import choose_experts
 from moe_pipeline.router.expert_choice import choose_tokens

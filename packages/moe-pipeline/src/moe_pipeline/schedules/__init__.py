@@ -1,1 +1,3 @@
 """The room `schedules`."""
+
+from moe_pipeline.schedules.planner import plan as plan

@@ -20,15 +20,29 @@ from itertools import product
 from random import Random
 from typing import final
 
-from moe_pipeline.schedules.generators.building_block import PERIOD, Block, rows_of_block
-from moe_pipeline.schedules.generators.dual_pipe import dualpipe_v
-from moe_pipeline.schedules.generators.greedy import Policy, Task, run_policy
-from moe_pipeline.schedules.generators.interleaved import interleaved_1f1b
-from moe_pipeline.schedules.generators.v_shaped import v_half, v_min, zbv
-from moe_pipeline.schedules.table.costs import StageCosts, costs_of_stages
-from moe_pipeline.schedules.table.rows import check_sizes, finish
-from moe_pipeline.schedules.table.schedule import Action, Kind, Schedule
-from moe_pipeline.schedules.table.simulator import simulate
+from moe_pipeline.schedules.generators import (
+    PERIOD,
+    Block,
+    Policy,
+    Task,
+    dualpipe_v,
+    interleaved_1f1b,
+    rows_of_block,
+    run_policy,
+    v_half,
+    v_min,
+    zbv,
+)
+from moe_pipeline.schedules.table import (
+    Action,
+    Kind,
+    Schedule,
+    StageCosts,
+    check_sizes,
+    costs_of_stages,
+    finish,
+    simulate,
+)
 
 _NAMED: tuple[Callable[[int, int], Schedule], ...] = (
     zbv,

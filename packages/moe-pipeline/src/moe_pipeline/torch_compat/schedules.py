@@ -20,18 +20,22 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, merge_chunks
 
-from moe_pipeline.executor.pipeline_executor import PipelineExecutor
-from moe_pipeline.schedules.generators.basic import forward_then_backward, one_f_one_b
-from moe_pipeline.schedules.generators.dual_pipe import dualpipe_v
-from moe_pipeline.schedules.generators.interleaved import (
+from moe_pipeline.executor import PipelineExecutor
+from moe_pipeline.schedules.generators import (
+    dualpipe_v,
+    forward_then_backward,
     interleaved_1f1b,
     interleaved_forward_then_backward,
+    interleaved_zero_bubble,
     looped_bfs,
+    one_f_one_b,
+    v_half,
+    v_min,
+    zb_1p,
+    zb_2p,
+    zbv,
 )
-from moe_pipeline.schedules.generators.interleaved_zb import interleaved_zero_bubble
-from moe_pipeline.schedules.generators.v_shaped import v_half, v_min, zbv
-from moe_pipeline.schedules.generators.zero_bubble import zb_1p, zb_2p
-from moe_pipeline.schedules.table.schedule import Kind, Schedule, add_transfers
+from moe_pipeline.schedules.table import Kind, Schedule, add_transfers
 from moe_pipeline.torch_compat.batches import PRE_SPLIT, Batch, pre_split_batch, split_batch
 from moe_pipeline.torch_compat.stages import (
     LossFunction,

@@ -19,8 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_pipeline.executor.nests import map_tensors
-from moe_pipeline.executor.stage_io import StageOutput
+from moe_pipeline.executor import StageOutput, map_tensors
 
 LossFunction = Callable[..., Tensor]
 

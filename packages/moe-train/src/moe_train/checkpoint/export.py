@@ -5,9 +5,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from moe_train.config.tables import Config
-from moe_train.config.toml_file import dump_toml
-from moe_train.model.config import DecoderConfig
+from moe_train.config import Config, dump_toml
+from moe_train.model import DecoderConfig
 
 
 def checkpoint_files(

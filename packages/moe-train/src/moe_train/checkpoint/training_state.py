@@ -16,8 +16,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from moe_train.layout.parameters import ParameterLayout, StoredTensors, stored_tensors
-from moe_train.optim.adamw import AdamW
+from moe_train.layout import ParameterLayout, StoredTensors, stored_tensors
+from moe_train.optim import AdamW
 from moe_train.parallel import Parallel
 from unified_ckpt import (
     CheckpointError,

@@ -1,1 +1,11 @@
 """The room `config`."""
+
+from moe_train.config.moe_table import FROM_MODEL as FROM_MODEL
+from moe_train.config.tables import PYTHON_STDLIB as PYTHON_STDLIB
+from moe_train.config.tables import Config as Config
+from moe_train.config.tables import OptimizerConfig as OptimizerConfig
+from moe_train.config.tables import ParallelConfig as ParallelConfig
+from moe_train.config.toml_file import dump_toml as dump_toml
+from moe_train.config.toml_file import format_compact as format_compact
+from moe_train.config.toml_file import keys_help as keys_help
+from moe_train.config.toml_file import load_config as load_config

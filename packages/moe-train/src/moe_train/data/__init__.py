@@ -1,1 +1,9 @@
 """From files to batches: find the corpus, train a tokenizer, encode once, pack, order."""
+
+from moe_train.data.cache import write_atomic as write_atomic
+from moe_train.data.order import SampleOrder as SampleOrder
+from moe_train.data.packing import Batch as Batch
+from moe_train.data.packing import PackedSplit as PackedSplit
+from moe_train.data.prepare import PreparedCorpus as PreparedCorpus
+from moe_train.data.prepare import prepare as prepare
+from moe_train.data.unigram import unigram_cross_entropy as unigram_cross_entropy

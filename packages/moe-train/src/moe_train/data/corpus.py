@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_train.config.tables import PYTHON_STDLIB
+from moe_train.config import PYTHON_STDLIB
 
 _SKIPPED_DIRS = frozenset({"__pycache__", "site-packages", "dist-packages"})
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from moe_train.config.tables import Config
+from moe_train.config import Config
 from moe_train.data.cache import default_cache_dir, locked, publish, write_atomic
 from moe_train.data.corpus import Document, find_documents, name_hash, read_text
 from moe_train.data.token_file import TokenWriter, open_tokens

@@ -9,11 +9,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from moe_train.checkpoint.training_state import read_part
-from moe_train.layout.model_source import read_decoder
-from moe_train.layout.parameters import single_rank_layouts, stage_tensors, stored_tensors
-from moe_train.model.layers import KeyValueCache
-from moe_train.model.stage import DecoderStage, StageOptions
+from moe_train.checkpoint import read_part
+from moe_train.layout import read_decoder, single_rank_layouts, stage_tensors, stored_tensors
+from moe_train.model import DecoderStage, KeyValueCache, StageOptions
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -3,9 +3,9 @@
 from collections import defaultdict
 from pathlib import Path
 
-from moe_train.checkpoint.training_state import has_part, newest_checkpoint, read_state
-from moe_train.layout.model_source import read_decoder
-from moe_train.model.config import DecoderConfig
+from moe_train.checkpoint import has_part, newest_checkpoint, read_state
+from moe_train.layout import read_decoder
+from moe_train.model import DecoderConfig
 from unified_ckpt import read_index
 
 _PARTS = ("model", "optimizer", "master_weights")

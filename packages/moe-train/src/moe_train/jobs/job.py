@@ -10,23 +10,26 @@ from pathlib import Path
 import torch.distributed as dist
 from tokenizers import Tokenizer
 
-from moe_train.checkpoint.training_state import check_same_data, find_checkpoint, read_state
-from moe_train.config.tables import Config
-from moe_train.data.prepare import prepare
-from moe_train.launch.signals import StopFlag
-from moe_train.model.config import DecoderConfig
-from moe_train.model.stage import stage_layers
+from moe_train.checkpoint import check_same_data, find_checkpoint, read_state
+from moe_train.config import Config
+from moe_train.data import prepare
+from moe_train.launch import StopFlag
+from moe_train.model import DecoderConfig, stage_layers
 from moe_train.parallel import choose_device, start
-from moe_train.report.metrics import MetricsLog
-from moe_train.report.plots import write_plots
-from moe_train.report.progress import ProgressLine
-from moe_train.training.balancing import check_balancing
-from moe_train.training.build import build_training, read_model_config, training_schedule
-from moe_train.training.loop import Position, Reporter, TrainingLoop
-from moe_train.training.sources import open_splits
+from moe_train.report import MetricsLog, ProgressLine, write_plots
+from moe_train.training import (
+    Position,
+    Reporter,
+    TrainingLoop,
+    build_training,
+    check_balancing,
+    open_splits,
+    read_model_config,
+    training_schedule,
+)
 from unified_ckpt import CheckpointError, read_index
-from unified_ckpt.run.folder import numbered_checkpoints, step_of
-from unified_ckpt.saving.commit.commit import check_replaceable
+from unified_ckpt.run import numbered_checkpoints, step_of
+from unified_ckpt.saving.commit import check_replaceable
 
 _POSITION = Position()
 

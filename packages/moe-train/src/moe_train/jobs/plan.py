@@ -12,18 +12,15 @@ from pathlib import Path
 import torch
 
 from gpu_alloc import AllocatorConfig, load_trace, replay, save_trace
-from moe_train.config.tables import Config
-from moe_train.config.toml_file import dump_toml
-from moe_train.data.packing import Batch
+from moe_train.config import Config, dump_toml
+from moe_train.data import Batch
 from moe_train.errors import MoeTrainError
 from moe_train.jobs.job import check_model
-from moe_train.launch.local import run_local
-from moe_train.layout.parameters import is_expert
-from moe_train.model.config import DecoderConfig
-from moe_train.model.stage import DecoderStage, StageOptions
+from moe_train.launch import run_local
+from moe_train.layout import is_expert
+from moe_train.model import DecoderConfig, DecoderStage, StageOptions
 from moe_train.parallel import Parallel, start
-from moe_train.training.build import build_runner, read_model_config
-from moe_train.training.recorder import AllocationRecorder
+from moe_train.training import AllocationRecorder, build_runner, read_model_config
 
 _MIB = 2**20
 

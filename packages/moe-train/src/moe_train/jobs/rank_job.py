@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from moe_train.config.toml_file import load_config
+from moe_train.config import load_config
 from moe_train.jobs import job
-from moe_train.launch.signals import StopFlag
+from moe_train.launch import StopFlag
 
 
 def run(argv: list[str], stop: StopFlag) -> None:

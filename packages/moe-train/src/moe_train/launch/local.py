@@ -31,7 +31,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from moe_train.data.cache import write_atomic
+from moe_train.data import write_atomic
 from moe_train.errors import RankFailedError, StoppedUnsavedError
 from moe_train.launch.rank_main import RankError, RankJob, done_file, error_file, pid_file
 

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 
-from moe_train.data.cache import write_atomic
+from moe_train.data import write_atomic
 from moe_train.errors import MoeTrainError
 from moe_train.launch.signals import StopFlag
 

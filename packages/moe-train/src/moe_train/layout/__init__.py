@@ -1,1 +1,10 @@
 """The room `layout`."""
+
+from moe_train.layout.model_source import read_decoder as read_decoder
+from moe_train.layout.parameters import ParameterLayout as ParameterLayout
+from moe_train.layout.parameters import StoredTensors as StoredTensors
+from moe_train.layout.parameters import is_expert as is_expert
+from moe_train.layout.parameters import parameter_layouts as parameter_layouts
+from moe_train.layout.parameters import single_rank_layouts as single_rank_layouts
+from moe_train.layout.parameters import stage_tensors as stage_tensors
+from moe_train.layout.parameters import stored_tensors as stored_tensors

@@ -9,7 +9,7 @@ transformers writes `num_nextn_predict_layers` but drops those layers' weights.
 from itertools import takewhile
 from pathlib import Path
 
-from moe_train.model.config import DecoderConfig
+from moe_train.model import DecoderConfig
 from unified_ckpt import CheckpointError, read_index
 
 

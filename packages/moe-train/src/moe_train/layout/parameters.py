@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mesh_spmd import Box, ProcessMesh, Spec, choose_placements, local_box
 from moe_train.layout.stored_form import StoredForm, stored_form
-from moe_train.model.config import DecoderConfig
+from moe_train.model import DecoderConfig
 from unified_ckpt import Shard
 
 _EXPERTS = ".mlp.experts."

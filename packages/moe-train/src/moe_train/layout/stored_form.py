@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_pipeline import family_of
-from moe_train.model.mtp import stored_name
+from moe_train.model import stored_name
 from weight_convert import FamilySpec, FusedExperts, StoredView, get_spec
 
 _BLOCK = re.compile(r"(?P<layer>.+\.layers\.\d+)\.mlp\.(?P<rest>.+)")

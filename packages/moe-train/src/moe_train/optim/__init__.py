@@ -1,1 +1,7 @@
 """The room `optim`."""
+
+from moe_train.optim.adamw import AdamW as AdamW
+from moe_train.optim.adamw import learning_rate as learning_rate
+from moe_train.optim.grads import GradientStore as GradientStore
+from moe_train.optim.grads import ParameterGroup as ParameterGroup
+from moe_train.optim.grads import clip_coefficient as clip_coefficient

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from moe_train.config.tables import OptimizerConfig
-from moe_train.model.init import decays
+from moe_train.config import OptimizerConfig
+from moe_train.model import decays
 from moe_train.optim.grads import GradientStore
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -5,9 +5,8 @@ aux_loss_coef(config, model)
 """
 
 from moe_pipeline import Schedule, check_aux_scope
-from moe_train.config.moe_table import FROM_MODEL
-from moe_train.config.tables import Config
-from moe_train.model.config import DecoderConfig
+from moe_train.config import FROM_MODEL, Config
+from moe_train.model import DecoderConfig
 
 _FAMILIES_WITH_BIAS = ("deepseek_v3", "ernie4_5_moe", "glm4_moe")
 

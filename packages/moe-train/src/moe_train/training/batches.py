@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_train.data.order import SampleOrder
-from moe_train.data.packing import Batch, PackedSplit
-from moe_train.model.loss import IGNORED_LABEL
+from moe_train.data import Batch, PackedSplit, SampleOrder
+from moe_train.model import IGNORED_LABEL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,23 +19,26 @@ from moe_pipeline import (
     forward_then_backward,
     one_f_one_b,
 )
-from moe_train.checkpoint.export import checkpoint_files
-from moe_train.checkpoint.training_state import Checkpointer
-from moe_train.config.tables import Config
-from moe_train.data.prepare import prepare
-from moe_train.layout.model_source import read_decoder
-from moe_train.layout.parameters import is_expert, parameter_layouts, stage_tensors, stored_tensors
-from moe_train.model.config import DecoderConfig
-from moe_train.model.init import initialise
-from moe_train.model.stage import (
+from moe_train.checkpoint import Checkpointer, checkpoint_files
+from moe_train.config import Config
+from moe_train.data import prepare
+from moe_train.layout import (
+    is_expert,
+    parameter_layouts,
+    read_decoder,
+    stage_tensors,
+    stored_tensors,
+)
+from moe_train.model import (
     EMBEDDING,
+    DecoderConfig,
     DecoderStage,
     StageOptions,
+    initialise,
     shares_embedding,
     stage_layers,
 )
-from moe_train.optim.adamw import AdamW
-from moe_train.optim.grads import GradientStore, ParameterGroup
+from moe_train.optim import AdamW, GradientStore, ParameterGroup
 from moe_train.parallel import Parallel
 from moe_train.training.balancing import aux_loss_coef, check_balancing
 from moe_train.training.sources import Corpus, open_corpus

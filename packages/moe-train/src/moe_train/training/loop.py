@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_train.checkpoint.training_state import TrainerState
-from moe_train.config.tables import Config
-from moe_train.data.packing import Batch
-from moe_train.launch.signals import StopFlag
-from moe_train.optim.adamw import learning_rate
-from moe_train.report.metrics import MetricsLog
-from moe_train.report.progress import ProgressLine
+from moe_train.checkpoint import TrainerState
+from moe_train.config import Config
+from moe_train.data import Batch
+from moe_train.launch import StopFlag
+from moe_train.optim import learning_rate
+from moe_train.report import MetricsLog, ProgressLine
 from moe_train.training.batches import BatchPlan, training_microbatches, validation_steps
 from moe_train.training.build import Training
 from moe_train.training.step import StepResult

@@ -4,10 +4,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from comm_collectives import broadcast_nested
-from moe_train.config.tables import Config
-from moe_train.data.order import SampleOrder
-from moe_train.data.packing import PackedSplit
-from moe_train.data.prepare import PreparedCorpus
+from moe_train.config import Config
+from moe_train.data import PackedSplit, PreparedCorpus, SampleOrder
 from moe_train.parallel import Parallel
 
 

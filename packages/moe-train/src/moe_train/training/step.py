@@ -13,11 +13,10 @@ from torch import Tensor
 
 from comm_collectives import all_reduce
 from moe_pipeline import PipelineExecutor, TopKRouter, update_expert_bias
-from moe_train.data.packing import Batch
+from moe_train.data import Batch
 from moe_train.errors import MoeTrainError
-from moe_train.model.stage import DecoderStage, StageRecord, Target
-from moe_train.optim.adamw import AdamW
-from moe_train.optim.grads import GradientStore, clip_coefficient
+from moe_train.model import DecoderStage, StageRecord, Target
+from moe_train.optim import AdamW, GradientStore, clip_coefficient
 from moe_train.parallel import Parallel
 from moe_train.training.batches import count_predictions
 

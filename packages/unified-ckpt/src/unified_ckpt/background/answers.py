@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unified_ckpt.errors import CheckpointError, SaveArgumentError, SaveError, SavePeerError
-from unified_ckpt.saving.collective_save import SaveReport
+from unified_ckpt.saving import SaveReport
 
 _MAX_ERROR_CHARS = 16 * 1024  # a message has room for them when each is escaped
 _KINDS = (SavePeerError, SaveArgumentError)

@@ -16,7 +16,7 @@ from unified_ckpt.background.saver import AsyncSaver
 from unified_ckpt.background.tickets import UploadFuture
 from unified_ckpt.errors import SaveError
 from unified_ckpt.options import SaveOptions
-from unified_ckpt.state.nested import StateDict
+from unified_ckpt.state import StateDict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from unified_ckpt.background.offload_plan import ByteSlice
-from unified_ckpt.geometry.tensors.memory import bits_of
+from unified_ckpt.geometry.tensors import bits_of
 
 
 class DeviceCopies:

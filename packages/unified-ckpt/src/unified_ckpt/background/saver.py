@@ -37,13 +37,13 @@ from unified_ckpt.background.snapshot_request import SnapshotRequest, encode_req
 from unified_ckpt.background.staging import StagingLayout, StagingPool, tensors_of
 from unified_ckpt.background.tickets import Ticket, TicketBook, UploadFuture
 from unified_ckpt.errors import SaveArgumentError, SaveError
-from unified_ckpt.geometry.shard import Shard
-from unified_ckpt.geometry.tensors.memory import byte_view
-from unified_ckpt.loading.collective_load import load
+from unified_ckpt.geometry import Shard
+from unified_ckpt.geometry.tensors import byte_view
+from unified_ckpt.loading import load
 from unified_ckpt.options import SaveOptions
-from unified_ckpt.plans.checkpoint.directory import load_files
-from unified_ckpt.saving.commit.agreement import Agreement
-from unified_ckpt.state.nested import StateDict
+from unified_ckpt.plans.checkpoint import load_files
+from unified_ckpt.saving.commit import Agreement
+from unified_ckpt.state import StateDict
 
 _COPY_CHUNKS = 64  # each taken by the calling thread or one more
 _TAIL_BYTES = 1 << 20  # room beside the tensors for files of the usual size

@@ -29,10 +29,10 @@ from unified_ckpt.background.shared_memory import SharedMemory
 from unified_ckpt.background.snapshot_request import SnapshotRequest, decode_request
 from unified_ckpt.background.staging import StagingLayout
 from unified_ckpt.errors import CheckpointError, SaveError, SavePeerError
-from unified_ckpt.geometry.shard import Shard
-from unified_ckpt.geometry.tensors.memory import byte_view
-from unified_ckpt.run.folder import rotate
-from unified_ckpt.saving.collective_save import save_request
+from unified_ckpt.geometry import Shard
+from unified_ckpt.geometry.tensors import byte_view
+from unified_ckpt.run import rotate
+from unified_ckpt.saving import save_request
 
 _ORPHAN_POLL_S = 0.2
 # They reach all processes of a terminal or a job, and may ask the trainer for a last checkpoint.

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from unified_ckpt.geometry.shard import Shard
+from unified_ckpt.geometry import Shard
 from unified_ckpt.options import OPTIMIZER, SaveOptions
-from unified_ckpt.saving.request import Request, make_request
-from unified_ckpt.state.nested import StateDict
-from unified_ckpt.state.optimizer.moments import compress_moments
+from unified_ckpt.saving import Request, make_request
+from unified_ckpt.state import StateDict
+from unified_ckpt.state.optimizer import compress_moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from unified_ckpt.background.staging import StagingBuffer, StagingLayout
-from unified_ckpt.saving.collective_save import SaveReport
+from unified_ckpt.saving import SaveReport
 
 if TYPE_CHECKING:
     _ReportFuture = Future[SaveReport | None]

@@ -32,7 +32,7 @@ from unified_ckpt.background.staging import tensors_of
 from unified_ckpt.background.tickets import Ticket, UploadFuture
 from unified_ckpt.errors import SaveError
 from unified_ckpt.options import SaveOptions
-from unified_ckpt.state.nested import StateDict
+from unified_ckpt.state import StateDict
 
 
 class ZeroCostSaver:

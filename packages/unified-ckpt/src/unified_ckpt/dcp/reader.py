@@ -25,15 +25,21 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from unified_ckpt.errors import CorruptCheckpointError
-from unified_ckpt.geometry.shard import Shard
-from unified_ckpt.geometry.tensors.dtypes import dtype_of
-from unified_ckpt.loading.collective_load import load
-from unified_ckpt.loading.dcp_keys import DCP_NAME, DcpRecord, Prefixes
-from unified_ckpt.loading.part_index import PartIndex
-from unified_ckpt.loading.sources import holds_file, read_dcp_record, read_values
-from unified_ckpt.plans.checkpoint.directory import Checkpoint, list_parts
-from unified_ckpt.plans.load_plan import SplitTensor, StoredTensor
-from unified_ckpt.state.values import restore_value
+from unified_ckpt.geometry import Shard
+from unified_ckpt.geometry.tensors import dtype_of
+from unified_ckpt.loading import (
+    DCP_NAME,
+    DcpRecord,
+    PartIndex,
+    Prefixes,
+    holds_file,
+    load,
+    read_dcp_record,
+    read_values,
+)
+from unified_ckpt.plans import SplitTensor, StoredTensor
+from unified_ckpt.plans.checkpoint import Checkpoint, list_parts
+from unified_ckpt.state import restore_value
 
 
 class UnifiedStorageReader(StorageReader):

@@ -24,14 +24,14 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from unified_ckpt.geometry.shard import BoxMeta, Shard
-from unified_ckpt.geometry.tensors.dtypes import stored_dtype
-from unified_ckpt.loading.dcp_keys import DCP_NAME, DcpRecord, Prefixes
-from unified_ckpt.plans.save_plan import DEFAULT_MAX_SHARD_BYTES, plan_save
-from unified_ckpt.plans.save_plan import SavePlan as FilesPlan
-from unified_ckpt.saving.collective_save import publish_written, write_rank
-from unified_ckpt.saving.commit.commit import Staging, clean_leftovers
-from unified_ckpt.state.values import encode_value
+from unified_ckpt.geometry import BoxMeta, Shard
+from unified_ckpt.geometry.tensors import stored_dtype
+from unified_ckpt.loading import DCP_NAME, DcpRecord, Prefixes
+from unified_ckpt.plans import DEFAULT_MAX_SHARD_BYTES, plan_save
+from unified_ckpt.plans import SavePlan as FilesPlan
+from unified_ckpt.saving import publish_written, write_rank
+from unified_ckpt.saving.commit import Staging, clean_leftovers
+from unified_ckpt.state import encode_value
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch
 
 from unified_ckpt.geometry.boxes import Shape, describe_box
 from unified_ckpt.geometry.flat import flat_boxes
-from unified_ckpt.geometry.tensors.dtypes import stored_dtype
+from unified_ckpt.geometry.tensors import stored_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

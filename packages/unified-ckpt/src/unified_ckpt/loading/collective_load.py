@@ -16,21 +16,22 @@ from typing import Literal
 import torch
 
 from unified_ckpt.errors import LoadError
-from unified_ckpt.geometry.shard import Shard
-from unified_ckpt.geometry.tensors.collector import collector_paused
+from unified_ckpt.geometry import Shard
+from unified_ckpt.geometry.tensors import collector_paused
 from unified_ckpt.loading.jobs import LoadJob, make_jobs
 from unified_ckpt.loading.reader import Reader
 from unified_ckpt.loading.sources import Sources
 from unified_ckpt.options import MASTER_WEIGHTS, LoadOptions, base_key
-from unified_ckpt.plans.checkpoint.directory import Checkpoint
-from unified_ckpt.state.nested import FlatState, StateDict, flatten_state, place_tensor
-from unified_ckpt.state.optimizer.optimizer_state import (
-    StoredStates,
-    allocate_states,
-    remove_states,
+from unified_ckpt.plans.checkpoint import Checkpoint
+from unified_ckpt.state import (
+    FlatState,
+    StateDict,
+    find_value,
+    flatten_state,
+    place_tensor,
+    restore_value,
 )
-from unified_ckpt.state.optimizer.param_groups import StoredGroups
-from unified_ckpt.state.values import find_value, restore_value
+from unified_ckpt.state.optimizer import StoredGroups, StoredStates, allocate_states, remove_states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

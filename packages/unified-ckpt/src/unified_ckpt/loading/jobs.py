@@ -13,15 +13,13 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from unified_ckpt.errors import LoadError
-from unified_ckpt.geometry.boxes import Shape, overlap
-from unified_ckpt.geometry.shard import BoxMeta, Shard
-from unified_ckpt.geometry.tensors.dtypes import dtype_of
-from unified_ckpt.geometry.tensors.memory import narrow_box
+from unified_ckpt.geometry import BoxMeta, Shape, Shard, overlap
+from unified_ckpt.geometry.tensors import dtype_of, narrow_box
 from unified_ckpt.loading.part_index import PartIndex, StoredScale
 from unified_ckpt.loading.reader import Destination
 from unified_ckpt.loading.sources import Sources
-from unified_ckpt.plans.load_plan import LoadPlan, SplitTensor, StoredTensor, plan_load
-from unified_ckpt.state.optimizer.moments import BLOCK, dequantize, moment_of
+from unified_ckpt.plans import LoadPlan, SplitTensor, StoredTensor, plan_load
+from unified_ckpt.state.optimizer import BLOCK, dequantize, moment_of
 
 Index = Mapping[str, StoredTensor | SplitTensor]
 

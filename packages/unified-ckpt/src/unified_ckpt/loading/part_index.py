@@ -12,10 +12,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from unified_ckpt.geometry.boxes import Shape
-from unified_ckpt.plans.checkpoint.directory import Checkpoint
-from unified_ckpt.plans.load_plan import SplitTensor, StoredTensor
-from unified_ckpt.state.optimizer.moments import parse_scale_key
+from unified_ckpt.geometry import Shape
+from unified_ckpt.plans import SplitTensor, StoredTensor
+from unified_ckpt.plans.checkpoint import Checkpoint
+from unified_ckpt.state.optimizer import parse_scale_key
 
 _APART = re.compile(r"(.+)@(\d+:\d+(?:,\d+:\d+)*)@(\d+(?:,\d+)*)\Z", re.DOTALL)
 

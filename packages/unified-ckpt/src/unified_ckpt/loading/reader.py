@@ -19,14 +19,13 @@ from types import TracebackType
 import torch
 
 from unified_ckpt.errors import CorruptCheckpointError, LoadError
-from unified_ckpt.files.checksums.checksums import Checksums, PendingSum, crc_of_file, crc_of_runs
-from unified_ckpt.files.checksums.crc import crc32
-from unified_ckpt.files.format.manifest import FileRecord
-from unified_ckpt.files.system import open_for_read, read_at, read_runs
-from unified_ckpt.geometry.boxes import Region
-from unified_ckpt.geometry.tensors.memory import bits_of, byte_view, is_plain_memory, narrow_box
-from unified_ckpt.plans.checkpoint.directory import Checkpoint
-from unified_ckpt.plans.load_plan import LoadPlan, Read
+from unified_ckpt.files import open_for_read, read_at, read_runs
+from unified_ckpt.files.checksums import Checksums, PendingSum, crc32, crc_of_file, crc_of_runs
+from unified_ckpt.files.format import FileRecord
+from unified_ckpt.geometry import Region
+from unified_ckpt.geometry.tensors import bits_of, byte_view, is_plain_memory, narrow_box
+from unified_ckpt.plans import LoadPlan, Read
+from unified_ckpt.plans.checkpoint import Checkpoint
 
 _BATCH_BYTES = 16 * 1024 * 1024
 _PAGE_BYTES = 4096  # the disk reads whole pages, so smaller gaps cost only a copy

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from unified_ckpt.errors import CorruptCheckpointError, LoadError
-from unified_ckpt.geometry.tensors.dtypes import StoredDtype, dtype_of
+from unified_ckpt.geometry.tensors import StoredDtype, dtype_of
 from unified_ckpt.loading.dcp_keys import DCP_NAME, DcpRecord
 from unified_ckpt.loading.part_index import PartIndex
 from unified_ckpt.options import MASTER_WEIGHTS, MODEL, LoadOptions
-from unified_ckpt.plans.checkpoint.directory import Checkpoint
-from unified_ckpt.plans.load_plan import SplitTensor, StoredTensor
-from unified_ckpt.saving.request import STATE_NAME
-from unified_ckpt.state.optimizer.optimizer_state import MASTER_FIELD, StoredStates
+from unified_ckpt.plans import SplitTensor, StoredTensor
+from unified_ckpt.plans.checkpoint import Checkpoint
+from unified_ckpt.saving import STATE_NAME
+from unified_ckpt.state.optimizer import MASTER_FIELD, StoredStates
 
 
 @dataclass(frozen=True, slots=True)

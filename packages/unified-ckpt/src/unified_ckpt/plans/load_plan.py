@@ -8,9 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from unified_ckpt.errors import LoadError
-from unified_ckpt.geometry.boxes import Region, Shape, box_region, describe_box, overlap, split_box
-from unified_ckpt.geometry.shard import BoxMeta
-from unified_ckpt.geometry.tensors.dtypes import dtype_of
+from unified_ckpt.geometry import (
+    BoxMeta,
+    Region,
+    Shape,
+    box_region,
+    describe_box,
+    overlap,
+    split_box,
+)
+from unified_ckpt.geometry.tensors import dtype_of
 from unified_ckpt.plans.save_plan import DEFAULT_CHUNK_BYTES
 
 

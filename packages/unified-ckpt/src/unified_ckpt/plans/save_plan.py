@@ -17,10 +17,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from unified_ckpt.files.format.header import HeaderEntry, encode_header
-from unified_ckpt.geometry.boxes import Region, Shape, box_region, check_tiling, split_box
-from unified_ckpt.geometry.shard import BoxMeta
-from unified_ckpt.geometry.tensors.dtypes import dtype_of
+from unified_ckpt.files.format import HeaderEntry, encode_header
+from unified_ckpt.geometry import BoxMeta, Region, Shape, box_region, check_tiling, split_box
+from unified_ckpt.geometry.tensors import dtype_of
 
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
 DEFAULT_CHUNK_BYTES = 16 * 1024 * 1024

@@ -14,12 +14,17 @@ from pathlib import Path
 from typing import Literal
 
 from unified_ckpt.errors import CorruptCheckpointError, DamagedCheckpointWarning, LoadError
-from unified_ckpt.files.format.header import read_header
-from unified_ckpt.files.format.manifest import MANIFEST_NAME, Manifest, check_sizes, read_manifest
-from unified_ckpt.files.system import remove_tree, rename, sync_folder
-from unified_ckpt.plans.checkpoint.directory import check_bytes
+from unified_ckpt.files import remove_tree, rename, sync_folder
+from unified_ckpt.files.format import (
+    MANIFEST_NAME,
+    Manifest,
+    check_sizes,
+    read_header,
+    read_manifest,
+)
+from unified_ckpt.plans.checkpoint import check_bytes
 from unified_ckpt.run.verify import verify_checkpoint
-from unified_ckpt.saving.commit.commit import hidden_name
+from unified_ckpt.saving.commit import hidden_name
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)\Z")
 _SMALL_BYTES = 1024 * 1024  # files up to this size are compared with their checksums at once

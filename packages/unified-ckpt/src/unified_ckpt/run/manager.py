@@ -35,7 +35,7 @@ from unified_ckpt.errors import (
     SaveError,
     SavePeerError,
 )
-from unified_ckpt.files.system import lock_folder, make_folders, unlock_folder
+from unified_ckpt.files import lock_folder, make_folders, unlock_folder
 from unified_ckpt.options import SaveOptions
 from unified_ckpt.run.folder import (
     Depth,
@@ -47,10 +47,9 @@ from unified_ckpt.run.folder import (
 )
 from unified_ckpt.run.metrics import best_of, read_metric, with_metrics
 from unified_ckpt.run.signals import DEFAULT_SIGNALS, Signals, SignalWatch, stops_training
-from unified_ckpt.saving.collective_save import SaveReport, save
-from unified_ckpt.saving.commit.agreement import Agreement
-from unified_ckpt.saving.commit.commit import clean_leftovers
-from unified_ckpt.state.nested import StateDict
+from unified_ckpt.saving import SaveReport, save
+from unified_ckpt.saving.commit import Agreement, clean_leftovers
+from unified_ckpt.state import StateDict
 
 _LOCK_WAIT_S = 10.0  # children of a job that was killed hold its lock until they notice
 

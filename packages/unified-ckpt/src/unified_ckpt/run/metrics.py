@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from unified_ckpt.errors import LoadError
-from unified_ckpt.plans.checkpoint.directory import load_files
+from unified_ckpt.plans.checkpoint import load_files
 
 METRICS_NAME = "metrics.json"
 

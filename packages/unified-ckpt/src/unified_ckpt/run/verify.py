@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unified_ckpt.errors import CorruptCheckpointError, LoadError
-from unified_ckpt.files.checksums.checksums import crc_of_file
-from unified_ckpt.files.format.header import HeaderEntry, read_header
-from unified_ckpt.files.format.manifest import FileRecord
-from unified_ckpt.files.system import open_for_read
-from unified_ckpt.geometry.boxes import Region
-from unified_ckpt.plans.checkpoint.directory import Checkpoint
+from unified_ckpt.files import open_for_read
+from unified_ckpt.files.checksums import crc_of_file
+from unified_ckpt.files.format import FileRecord, HeaderEntry, read_header
+from unified_ckpt.geometry import Region
+from unified_ckpt.plans.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)

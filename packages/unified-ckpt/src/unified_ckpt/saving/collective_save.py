@@ -15,15 +15,20 @@ from typing import Any
 
 import torch.distributed as dist
 
-from unified_ckpt.files.format.manifest import MANIFEST_NAME, FileRecord, Manifest, encode_manifest
-from unified_ckpt.files.system import free_bytes, sync_tree
-from unified_ckpt.geometry.shard import Shard
-from unified_ckpt.geometry.tensors.collector import collector_paused
+from unified_ckpt.files import free_bytes, sync_tree
+from unified_ckpt.files.format import MANIFEST_NAME, FileRecord, Manifest, encode_manifest
+from unified_ckpt.geometry import Shard
+from unified_ckpt.geometry.tensors import collector_paused
 from unified_ckpt.options import SaveOptions
-from unified_ckpt.plans.save_plan import SavePlan
-from unified_ckpt.saving.commit.agreement import Agreement
-from unified_ckpt.saving.commit.commit import Staging, clean_leftovers
-from unified_ckpt.saving.commit.writer import file_records, write_blobs, write_share
+from unified_ckpt.plans import SavePlan
+from unified_ckpt.saving.commit import (
+    Agreement,
+    Staging,
+    clean_leftovers,
+    file_records,
+    write_blobs,
+    write_share,
+)
 from unified_ckpt.saving.request import (
     STATE_NAME,
     Request,
@@ -32,7 +37,7 @@ from unified_ckpt.saving.request import (
     plan_request,
     state_file_bytes,
 )
-from unified_ckpt.state.nested import StateDict
+from unified_ckpt.state import StateDict
 
 _TABLE_BYTES_PER_TENSOR = 512  # in header, index and manifest: estimates for the space check
 _BYTES_PER_TABLE_BYTE = 32 * 1024

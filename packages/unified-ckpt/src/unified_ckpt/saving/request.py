@@ -16,14 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from unified_ckpt.files.format.manifest import MANIFEST_NAME
-from unified_ckpt.geometry.shard import BoxMeta, Shard
+from unified_ckpt.files.format import MANIFEST_NAME
+from unified_ckpt.geometry import BoxMeta, Shard
 from unified_ckpt.options import MASTER_WEIGHTS, MODEL, OPTIMIZER, SaveOptions, base_key
-from unified_ckpt.plans.save_plan import SavePlan, plan_save
-from unified_ckpt.state.nested import FlatState, StateDict, flatten_state
-from unified_ckpt.state.optimizer.moments import compress_moments
-from unified_ckpt.state.optimizer.param_groups import merge_groups
-from unified_ckpt.state.values import encode_value
+from unified_ckpt.plans import SavePlan, plan_save
+from unified_ckpt.state import FlatState, StateDict, encode_value, flatten_state
+from unified_ckpt.state.optimizer import compress_moments, merge_groups
 
 STATE_NAME = "unified_ckpt.json"
 _PART = re.compile(r"[a-z][a-z0-9_]*\Z")

@@ -16,20 +16,19 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from unified_ckpt.geometry.layouts.dtensor import dtensor_shards, is_dtensor
-from unified_ckpt.geometry.layouts.layouts import Layout, LocalBox
-from unified_ckpt.geometry.shard import Shard
+from unified_ckpt.geometry import Shard
+from unified_ckpt.geometry.layouts import Layout, LocalBox, dtensor_shards, is_dtensor
 from unified_ckpt.options import MASTER_WEIGHTS, MODEL
-from unified_ckpt.state.optimizer.optimizer_state import (
+from unified_ckpt.state.optimizer import (
     MASTER_FIELD,
     MASTER_NAMES,
     MOMENTS,
+    PARAMS,
     hyperparameters,
     is_optimizer_state,
     optimizer_entries,
     parameter_names,
 )
-from unified_ckpt.state.optimizer.param_groups import PARAMS
 from unified_ckpt.state.values import like_tuple
 
 StateDict = Mapping[str, Any]

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import torch
 
 from unified_ckpt.errors import CorruptCheckpointError, LoadError
-from unified_ckpt.geometry.tensors.memory import byte_view
-from unified_ckpt.plans.checkpoint.directory import Checkpoint
+from unified_ckpt.geometry.tensors import byte_view
+from unified_ckpt.plans.checkpoint import Checkpoint
 
 
 class NumpyGenerator(Protocol):

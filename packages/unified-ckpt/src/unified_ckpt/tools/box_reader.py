@@ -11,13 +11,11 @@ from types import TracebackType
 import torch
 
 from unified_ckpt.errors import LoadError
-from unified_ckpt.geometry.boxes import Shape
-from unified_ckpt.geometry.shard import BoxMeta
-from unified_ckpt.geometry.tensors.dtypes import dtype_of
-from unified_ckpt.loading.part_index import PartIndex
-from unified_ckpt.loading.reader import Destination, Reader
-from unified_ckpt.plans.checkpoint.directory import Checkpoint
-from unified_ckpt.plans.load_plan import SplitTensor, StoredTensor, plan_load
+from unified_ckpt.geometry import BoxMeta, Shape
+from unified_ckpt.geometry.tensors import dtype_of
+from unified_ckpt.loading import Destination, PartIndex, Reader
+from unified_ckpt.plans import SplitTensor, StoredTensor, plan_load
+from unified_ckpt.plans.checkpoint import Checkpoint
 
 _PAGES_BYTES = 1024 * 1024  # from this size on memory comes from the system and goes back to it
 

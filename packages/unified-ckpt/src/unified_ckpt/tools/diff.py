@@ -14,12 +14,11 @@ from pathlib import Path
 
 import torch
 
-from unified_ckpt.files.format.manifest import MANIFEST_NAME
-from unified_ckpt.geometry.boxes import Shape, split_box
-from unified_ckpt.geometry.tensors.dtypes import dtype_of
-from unified_ckpt.plans.checkpoint.directory import Checkpoint, list_parts
-from unified_ckpt.plans.load_plan import SplitTensor, StoredTensor
-from unified_ckpt.plans.save_plan import DEFAULT_CHUNK_BYTES
+from unified_ckpt.files.format import MANIFEST_NAME
+from unified_ckpt.geometry import Shape, split_box
+from unified_ckpt.geometry.tensors import dtype_of
+from unified_ckpt.plans import DEFAULT_CHUNK_BYTES, SplitTensor, StoredTensor
+from unified_ckpt.plans.checkpoint import Checkpoint, list_parts
 from unified_ckpt.tools.box_reader import BoxReader
 
 

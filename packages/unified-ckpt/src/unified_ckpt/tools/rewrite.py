@@ -16,21 +16,25 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from unified_ckpt.errors import LoadError
-from unified_ckpt.files.format.manifest import MANIFEST_NAME, Manifest, encode_manifest
-from unified_ckpt.geometry.boxes import Shape
-from unified_ckpt.geometry.layouts.layouts import (
+from unified_ckpt.files.format import MANIFEST_NAME, Manifest, encode_manifest
+from unified_ckpt.geometry import BoxMeta, Shape
+from unified_ckpt.geometry.layouts import (
     LocalBox,
     ParallelDegrees,
     ParameterRule,
     chunk_range,
     rank_box,
 )
-from unified_ckpt.geometry.shard import BoxMeta
-from unified_ckpt.geometry.tensors.memory import byte_view
-from unified_ckpt.plans.checkpoint.directory import Checkpoint, list_parts
-from unified_ckpt.plans.save_plan import FilePlan, Piece, SavePlan, plan_save
-from unified_ckpt.saving.commit.commit import Staging, clean_leftovers
-from unified_ckpt.saving.commit.writer import file_records, write_blobs, write_pieces
+from unified_ckpt.geometry.tensors import byte_view
+from unified_ckpt.plans import FilePlan, Piece, SavePlan, plan_save
+from unified_ckpt.plans.checkpoint import Checkpoint, list_parts
+from unified_ckpt.saving.commit import (
+    Staging,
+    clean_leftovers,
+    file_records,
+    write_blobs,
+    write_pieces,
+)
 from unified_ckpt.tools.box_reader import BoxReader
 from unified_ckpt.tools.diff import other_files
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import torch
 
-from comm_collectives.base.wire import DTYPES, dtype_code
+from comm_collectives.base import DTYPES, dtype_code
 
 FIRST_WORDS = 64
 _MAGIC = 0x6D6F65_636F6D6D  # guards against reading another program's message as a header

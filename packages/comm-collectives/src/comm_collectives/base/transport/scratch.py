@@ -18,7 +18,7 @@ from typing import final
 
 import torch
 
-from comm_collectives.base.wire import from_bytes, num_bytes
+from comm_collectives.base import from_bytes, num_bytes
 
 _KEPT = 2  # one for what is sent and one for what is received
 _SPARE = 8  # a new buffer is an eighth larger than asked, since routed rows vary from call to call

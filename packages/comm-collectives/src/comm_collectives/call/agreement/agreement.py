@@ -10,14 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from comm_collectives.call.agreement.pending import PendingBackwards
-from comm_collectives.call.signature.frames import (
-    BACKWARD,
-    REFUSED,
-    REFUSED_TYPE,
-    Argument,
-    Head,
-    Words,
-)
+from comm_collectives.call.signature import BACKWARD, REFUSED, REFUSED_TYPE, Argument, Head, Words
 from comm_collectives.errors import MismatchError, RefusedError, RefusedTypeError
 
 EARLIER = "an earlier call"

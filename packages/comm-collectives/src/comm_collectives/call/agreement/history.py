@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import final
 
-from comm_collectives.call.signature.frames import Head
+from comm_collectives.call.signature import Head
 
 _KEPT = 64
 _ENTRY = struct.Struct("<2q")

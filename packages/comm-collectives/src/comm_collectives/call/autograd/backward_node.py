@@ -20,14 +20,12 @@ from weakref import finalize, ref
 import torch
 from torch.autograd.function import once_differentiable
 
-from comm_collectives.base.wire import dense, from_bytes, num_bytes
-from comm_collectives.call.calls import BACKWARD_OF, Call
-from comm_collectives.call.control.meeting import BoardMeeting
-from comm_collectives.call.groups.groups import GroupState
-from comm_collectives.call.handles.handles import launch, put_in_graph
-from comm_collectives.call.reports import awaited_backward
-from comm_collectives.call.signature.callsite import CallSite
-from comm_collectives.call.signature.frames import BACKWARD, Argument, Words
+from comm_collectives.base import dense, from_bytes, num_bytes
+from comm_collectives.call import BACKWARD_OF, Call, awaited_backward
+from comm_collectives.call.control import BoardMeeting
+from comm_collectives.call.groups import GroupState
+from comm_collectives.call.handles import launch, put_in_graph
+from comm_collectives.call.signature import BACKWARD, Argument, CallSite, Words
 from comm_collectives.errors import CommError, LostGradientWarning, MismatchError
 
 Gradients = tuple[torch.Tensor, ...]

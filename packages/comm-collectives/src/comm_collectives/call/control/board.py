@@ -24,8 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, final
 
-from comm_collectives.base.transport.clock import SYSTEM_CLOCK, Clock
-from comm_collectives.base.transport.shm_region import Region
+from comm_collectives.base.transport import SYSTEM_CLOCK, Clock, Region
 from comm_collectives.call.control.board_slots import (
     COMMON_BYTES,
     LINE_BYTES,

@@ -15,11 +15,11 @@ from typing import Protocol, TypeVar, final
 
 import torch
 
-from comm_collectives.base.transport.transport import Pending, Transport
-from comm_collectives.base.wire import bytes_of
+from comm_collectives.base import bytes_of
+from comm_collectives.base.transport import Pending, Transport
 from comm_collectives.call.control.board import Arrival, Board
 from comm_collectives.call.control.sheets import Sheets
-from comm_collectives.call.signature.frames import HEAD_BYTES, PART_BYTES
+from comm_collectives.call.signature import HEAD_BYTES, PART_BYTES
 from comm_collectives.errors import CommError
 
 T = TypeVar("T")

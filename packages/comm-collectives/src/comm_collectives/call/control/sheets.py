@@ -15,7 +15,7 @@ from typing import final
 
 import torch
 
-from comm_collectives.base.transport.shm_region import Region
+from comm_collectives.base.transport import Region
 
 SHEET_BYTES = 1 << 19
 _LEAVE_FREE = 7  # times what is taken: the memory that is shared also serves data loaders

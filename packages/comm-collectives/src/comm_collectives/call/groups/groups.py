@@ -24,13 +24,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import get_backend_config
 
-from comm_collectives.base.transport.scratch import ScratchPool
-from comm_collectives.base.transport.transport import TorchTransport, Transport
-from comm_collectives.call.agreement.agreement import AgreementPolicy
-from comm_collectives.call.agreement.history import History
-from comm_collectives.call.agreement.pending import PendingBackwards
-from comm_collectives.call.control.meeting import Meeting
-from comm_collectives.call.signature.frames import Argument
+from comm_collectives.base.transport import ScratchPool, TorchTransport, Transport
+from comm_collectives.call.agreement import AgreementPolicy, History, PendingBackwards
+from comm_collectives.call.control import Meeting
+from comm_collectives.call.signature import Argument
 
 
 @final

@@ -22,12 +22,12 @@ from typing import Any, Generic, TypeVar, final
 
 import torch
 
-from comm_collectives.base.wire import is_dense
-from comm_collectives.call.groups.groups import GroupState
+from comm_collectives.base import is_dense
+from comm_collectives.call.groups import GroupState
 from comm_collectives.call.handles.caught import Caught
 from comm_collectives.call.handles.walk import replace_tensors, tensors_in
 from comm_collectives.call.handles.watch import Watch
-from comm_collectives.call.signature.callsite import current_site, use_site
+from comm_collectives.call.signature import current_site, use_site
 from comm_collectives.errors import CollectiveTimeoutError, MutatedInputError
 
 T = TypeVar("T")

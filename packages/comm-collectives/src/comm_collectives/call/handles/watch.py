@@ -16,7 +16,7 @@ from typing import final
 
 import torch
 
-from comm_collectives.base.wire import as_bytes, dense
+from comm_collectives.base import as_bytes, dense
 
 _DEBUG: ContextVar[bool] = ContextVar("comm_collectives_debug", default=False)
 

@@ -15,9 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
+import torch
+
+from comm_collectives.base import dtype_code
 from comm_collectives.call.signature.callsite import CallSite
 
-MAX_ARGUMENTS = 10
+MAX_DTYPES = 10
 HEAD_BYTES = 128
 PART_BYTES = 384
 _STRUCT = struct.Struct("<16q")
@@ -30,6 +33,7 @@ WANTS_GRAD = 1
 TRAVELS_APART = 4  # the data of some rank has an exchange of its own
 WANTS_SHEETS = 8  # but would not, if the group had sheets
 _OPERATION_WORDS: dict[str, int] = {}
+_DTYPES: dict[tuple[str, torch.dtype], "Argument"] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,20 @@ class Argument:
 
     def __str__(self) -> str:
         return f"{self.name}={self.text or self.word}"
+
+
+def dtype_argument(dtype: torch.dtype, name: str = "dtype") -> Argument:
+    """Return a dtype as something on which the ranks of a call have to agree."""
+    known = _DTYPES.get((name, dtype))
+    if known is None:
+        text = str(dtype).removeprefix("torch.")
+        known = _DTYPES[name, dtype] = Argument(name, dtype_code(dtype), text)
+    return known
+
+
+def shape_argument(name: str, shape: Sequence[int]) -> Argument:
+    """Return a shape (or splits) as something on which the ranks of a call have to agree."""
+    return Argument(name, hash(tuple(shape)), str(tuple(shape)))
 
 
 class Words(NamedTuple):
@@ -89,7 +107,7 @@ class Head:
     def pack(self) -> bytes:
         """Return the head as bytes."""
         words = self._argument_words()
-        padding = (0,) * (MAX_ARGUMENTS - len(words))
+        padding = (0,) * (MAX_DTYPES - len(words))
         operation = operation_word(self.name)
         return _STRUCT.pack(
             *(self.status, self.number, operation, self.site_word, self.rolling, self.pending),

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from comm_collectives.base.wire import check_dense
-from comm_collectives.call.calls import Call
-from comm_collectives.collectives.alltoall import checked_splits, first_difference
+from comm_collectives.base import check_dense
+from comm_collectives.call import Call
+from comm_collectives.collectives import checked_splits, first_difference
 from comm_collectives.collectives.drop_in.in_place import check_apart
 from comm_collectives.errors import MismatchError
 

@@ -18,15 +18,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from comm_collectives.base.wire import check_dense, dense, is_dense, new_tensor
-from comm_collectives.call.calls import Call
-from comm_collectives.call.counts import exchange_counts
-from comm_collectives.call.groups.groups import Group, GroupState, group_state
-from comm_collectives.call.handles.handles import Handle, launch
-from comm_collectives.call.riding import apart, load_rows
-from comm_collectives.call.signature.frames import Argument
-from comm_collectives.collectives.alltoall import exchange_rows
-from comm_collectives.collectives.broadcasting import broadcast_call
+from comm_collectives.base import check_dense, dense, is_dense, new_tensor
+from comm_collectives.call import Call, apart, exchange_counts, load_rows
+from comm_collectives.call.groups import Group, GroupState, group_state
+from comm_collectives.call.handles import Handle, launch
+from comm_collectives.call.signature import Argument
+from comm_collectives.collectives import (
+    all_gather_call,
+    all_reduce_call,
+    broadcast_call,
+    exchange_rows,
+    reduce_scatter_call,
+    row_arguments,
+)
 from comm_collectives.collectives.drop_in.in_place import check_apart, mark_written, overlap, write
 from comm_collectives.collectives.drop_in.swapped import (
     both_splits,
@@ -35,9 +39,6 @@ from comm_collectives.collectives.drop_in.swapped import (
     same_rows,
     times,
 )
-from comm_collectives.collectives.gathers import all_gather_call, reduce_scatter_call
-from comm_collectives.collectives.pieces import row_arguments
-from comm_collectives.collectives.reduction import all_reduce_call
 
 _OP_OF = (
     (dist.ReduceOp.SUM, "sum"),

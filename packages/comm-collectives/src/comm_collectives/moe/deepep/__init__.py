@@ -1,1 +1,3 @@
 """The room `deepep`."""
+
+from comm_collectives.moe.deepep.backend import DeepEpBackend as DeepEpBackend

@@ -12,11 +12,10 @@ from typing import final
 
 import torch
 
-from comm_collectives.base.transport.scratch import Scratch
-from comm_collectives.call.groups.groups import GroupState
+from comm_collectives.base.transport import Scratch
+from comm_collectives.call.groups import GroupState
 from comm_collectives.moe.routes.routing import Proposal, Routing, RowForm, Travel, place, spread
-from comm_collectives.moe.rows.choices import SortedChoices
-from comm_collectives.moe.rows.plan import Placing, WireSide, plan_placing, plan_wire
+from comm_collectives.moe.rows import Placing, SortedChoices, WireSide, plan_placing, plan_wire
 
 
 @final

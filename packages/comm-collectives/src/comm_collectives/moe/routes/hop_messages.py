@@ -15,8 +15,8 @@ from typing import final
 
 import torch
 
-from comm_collectives.moe.rows.plan import starts
-from comm_collectives.planning.wire_format import (
+from comm_collectives.moe.rows import starts
+from comm_collectives.planning import (
     INDEX_BYTES,
     MessageLayout,
     Movement,

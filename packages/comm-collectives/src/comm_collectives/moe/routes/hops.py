@@ -19,12 +19,11 @@ from typing import TypeVar, final
 
 import torch
 
-from comm_collectives.base.transport.scratch import Scratch
-from comm_collectives.call.groups.groups import GroupState
+from comm_collectives.base.transport import Scratch
+from comm_collectives.call.groups import GroupState
 from comm_collectives.moe.routes.hop_messages import Messages
 from comm_collectives.moe.routes.routing import Routing, RowForm, Travel, place, spread
-from comm_collectives.moe.rows.choices import Bags, SortedChoices, bags_of
-from comm_collectives.moe.rows.plan import Placing, starts
+from comm_collectives.moe.rows import Bags, Placing, SortedChoices, bags_of, starts
 
 _T = TypeVar("_T")
 

@@ -15,12 +15,11 @@ Legend: W ranks, M nodes, S ranks of a node, L local experts per rank.
 from collections.abc import Sequence
 from typing import final
 
-from comm_collectives.call.groups.groups import GroupState
+from comm_collectives.call.groups import GroupState
 from comm_collectives.moe.routes.flat import counts_by_rank
 from comm_collectives.moe.routes.hops import Hop, HopPlan, count_unique, hop_routing, plan_source
 from comm_collectives.moe.routes.routing import Proposal, Routing
-from comm_collectives.moe.rows.choices import SortedChoices
-from comm_collectives.moe.rows.plan import plan_placing
+from comm_collectives.moe.rows import SortedChoices, plan_placing
 
 _NODE_ROWS, _RANK_ROWS, _COUNTS = 0, 1, 2  # places in what a rank is told
 

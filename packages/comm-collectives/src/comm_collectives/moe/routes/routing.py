@@ -15,12 +15,10 @@ from typing import ClassVar, final
 
 import torch
 
-from comm_collectives.call.calls import Call
-from comm_collectives.collectives.alltoall import exchange_rows
-from comm_collectives.moe.rows.choices import Bags, SortedChoices
-from comm_collectives.moe.rows.payload import Payload, RowCodec, row_codec
-from comm_collectives.moe.rows.plan import Placing
-from comm_collectives.planning.wire_format import Movement, RowFormat
+from comm_collectives.call import Call
+from comm_collectives.collectives import exchange_rows
+from comm_collectives.moe.rows import Bags, Payload, Placing, RowCodec, SortedChoices, row_codec
+from comm_collectives.planning import Movement, RowFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ import torch
 
 from comm_collectives.moe.rows.choices import Bags
 from comm_collectives.moe.rows.plan import starts
-from comm_collectives.planning.wire_format import round_up
+from comm_collectives.planning import round_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from typing import Literal, final
 
 import torch
 
-from comm_collectives.planning.wire_format import BLOCK_ELEMENTS, SCALE_BYTES, RowFormat, round_up
+from comm_collectives.planning import BLOCK_ELEMENTS, SCALE_BYTES, RowFormat, round_up
 
 Payload = Literal["full", "float8_e4m3", "int8"]
 # A smaller scale would be subnormal: too few bits, and its inverse is no fp32 number.

@@ -8,10 +8,9 @@ from typing import final
 
 import torch
 
-from comm_collectives.moe.dispatch_combine import combine, dispatch
-from comm_collectives.moe.options import MoeOptions
+from comm_collectives.moe import MoeOptions, combine, dispatch
+from comm_collectives.simulation import SimRank
 from comm_collectives.simulation.fuzz.cases import Case, Draw, Tensors
-from comm_collectives.simulation.run import SimRank
 
 _HIDDEN = 4
 

@@ -25,10 +25,10 @@ from typing import final
 
 import torch
 
-from comm_collectives.call.agreement.agreement import AgreementPolicy
+from comm_collectives.call.agreement import AgreementPolicy
 from comm_collectives.errors import LostGradientWarning
+from comm_collectives.simulation import Threads
 from comm_collectives.simulation.fuzz.trial import Trial, Violation
-from comm_collectives.simulation.scheduler import Threads
 
 _GARBAGE = 50_000  # objects between two collections
 

@@ -13,12 +13,20 @@ from typing import final
 
 import torch
 
-from comm_collectives.call.agreement.agreement import AgreementPolicy
-from comm_collectives.call.signature.callsite import call_site
-from comm_collectives.collectives.broadcasting import broadcast
+from comm_collectives.call.agreement import AgreementPolicy
+from comm_collectives.call.signature import call_site
+from comm_collectives.collectives import broadcast
 from comm_collectives.errors import CommError
-from comm_collectives.simulation.faults.schedule import Delay, FaultSchedule, ZeroTokens
-from comm_collectives.simulation.faults.shrinking import Scenario, shrink
+from comm_collectives.simulation import (
+    Outcome,
+    Setting,
+    SimRank,
+    SimulationResult,
+    Step,
+    Threads,
+    run_in,
+)
+from comm_collectives.simulation.faults import Delay, FaultSchedule, Scenario, ZeroTokens, shrink
 from comm_collectives.simulation.fuzz.cases import (
     Beside,
     Case,
@@ -31,9 +39,6 @@ from comm_collectives.simulation.fuzz.cases import (
     Tensors,
 )
 from comm_collectives.simulation.fuzz.experts import Experts
-from comm_collectives.simulation.run import Outcome, SimRank, SimulationResult, Step, run_in
-from comm_collectives.simulation.scheduler import Threads
-from comm_collectives.simulation.world import Setting
 
 KINDS: tuple[Callable[[Draw], Case], ...] = (*(Reduce, Rows, Everything, Rooted, FromOne, Beside),)
 _CALLS = (1, 3)  # each of up to four collectives

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from comm_collectives.base.wire import DTYPES, as_bytes, dense, from_bytes, num_bytes
+from comm_collectives.base import DTYPES, as_bytes, dense, from_bytes, num_bytes
 
 SCALAR = "no dims"
 OPS = ("sum", "avg", "min", "max", "product")

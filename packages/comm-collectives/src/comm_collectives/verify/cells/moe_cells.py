@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from comm_collectives.call.groups.groups import Group, group_state
-from comm_collectives.call.handles.handles import Handle
-from comm_collectives.moe.dispatch_combine import combine, dispatch, dispatch_async
-from comm_collectives.moe.options import MoeOptions
-from comm_collectives.moe.rows.payload import Payload
-from comm_collectives.planning.wire_format import Route
+from comm_collectives.call.groups import Group, group_state
+from comm_collectives.call.handles import Handle
+from comm_collectives.moe import MoeOptions, combine, dispatch, dispatch_async
+from comm_collectives.moe.rows import Payload
+from comm_collectives.planning import Route
 from comm_collectives.verify.cells.data import difference, index_of, place
 from comm_collectives.verify.cells.problems import (
     EMPTY,

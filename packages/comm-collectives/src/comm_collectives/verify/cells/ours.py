@@ -8,17 +8,20 @@ from typing import Any
 
 import torch
 
-from comm_collectives.base.wire import as_bytes, dense, new_tensor
-from comm_collectives.call.groups.groups import Group, GroupState, group_state
-from comm_collectives.call.handles.handles import Handle
-from comm_collectives.collectives.alltoall import all_to_all
-from comm_collectives.collectives.broadcasting import broadcast
-from comm_collectives.collectives.gathers import all_gather, reduce_scatter
-from comm_collectives.collectives.reduction import all_reduce
-from comm_collectives.collectives.rooted import gather, scatter
-from comm_collectives.nested.broadcast import broadcast_nested
-from comm_collectives.p2p.send_recv import recv, send
-from comm_collectives.p2p.tensors import isend_tensors, recv_tensors
+from comm_collectives.base import as_bytes, dense, new_tensor
+from comm_collectives.call.groups import Group, GroupState, group_state
+from comm_collectives.call.handles import Handle
+from comm_collectives.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    gather,
+    reduce_scatter,
+    scatter,
+)
+from comm_collectives.nested import broadcast_nested
+from comm_collectives.p2p import isend_tensors, recv, recv_tensors, send
 from comm_collectives.verify.cells.data import SCALAR, Placed, difference, place
 from comm_collectives.verify.cells.problems import Case, Problem, problem_of
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from comm_collectives.base.wire import as_bytes, dense, from_bytes, new_tensor
+from comm_collectives.base import as_bytes, dense, from_bytes, new_tensor
 from comm_collectives.verify.cells.data import SCALAR, index_of, moving_rows, reduced_rows
 
 EVEN, UNEVEN, EMPTY, ONE_EMPTY = "even", "uneven", "empty", "one empty"

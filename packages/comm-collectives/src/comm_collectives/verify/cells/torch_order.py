@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from comm_collectives.base.wire import as_bytes, dense
+from comm_collectives.base import as_bytes, dense
 from comm_collectives.verify.cells.data import Placed, difference, place, place_result
 from comm_collectives.verify.cells.ours import compare
 from comm_collectives.verify.cells.problems import ALIASED, Case, Problem, problem_of

@@ -11,12 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from comm_collectives.call.handles.watch import debug_mode
-from comm_collectives.collectives.alltoall import all_to_all
-from comm_collectives.collectives.reduction import all_reduce
-from comm_collectives.collectives.rooted import gather
-from comm_collectives.p2p.send_recv import recv
-from comm_collectives.p2p.tensors import isend_tensors, recv_tensors
+from comm_collectives.call.handles import debug_mode
+from comm_collectives.collectives import all_reduce, all_to_all, gather
+from comm_collectives.p2p import isend_tensors, recv, recv_tensors
 from comm_collectives.verify.misuse.outcome import (
     PEER_FAILED,
     TIMEOUT,

@@ -5,9 +5,8 @@ MOE_MISUSES[0].run(At(rank=1, size=2))      # raises what its `error` says, on e
 
 import torch
 
-from comm_collectives.moe.dispatch_combine import Dispatched, combine, dispatch
-from comm_collectives.moe.options import MoeOptions
-from comm_collectives.verify.cells.moe_cells import as_group
+from comm_collectives.moe import Dispatched, MoeOptions, combine, dispatch
+from comm_collectives.verify.cells import as_group
 from comm_collectives.verify.misuse.outcome import REFUSAL, TYPE_REFUSAL, At, Misuse
 
 _HIDDEN = 8

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from comm_collectives.collectives.reduction import all_reduce
+from comm_collectives.collectives import all_reduce
 from comm_collectives.errors import LostGradientWarning
-from comm_collectives.verify.cells.cases import (
+from comm_collectives.verify.cells import (
     ABORTED,
     FAILED,
     REFUSED,

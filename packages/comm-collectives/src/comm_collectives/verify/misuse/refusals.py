@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 
-from comm_collectives.collectives.alltoall import all_to_all
-from comm_collectives.collectives.broadcasting import broadcast
-from comm_collectives.collectives.gathers import all_gather, reduce_scatter
-from comm_collectives.collectives.reduction import all_reduce
-from comm_collectives.collectives.rooted import gather, scatter
-from comm_collectives.nested.broadcast import broadcast_nested
+from comm_collectives.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    gather,
+    reduce_scatter,
+    scatter,
+)
+from comm_collectives.nested import broadcast_nested
 from comm_collectives.verify.misuse.outcome import REFUSAL, TYPE_REFUSAL, At, Misuse
 
 

@@ -7,8 +7,7 @@ One stage on each rank. Sends and receives are included.
 
 from collections.abc import Callable
 
-from moe_pipeline.schedules.table.rows import check_sizes, finish
-from moe_pipeline.schedules.table.schedule import Action, Kind, Schedule
+from moe_pipeline.schedules.table import Action, Kind, Schedule, check_sizes, finish
 
 _RankRow = list[tuple[Kind, int]]
 

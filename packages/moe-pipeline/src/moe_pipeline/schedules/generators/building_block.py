@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import final
 
-from moe_pipeline.schedules.table.schedule import Action, Kind, Schedule
-from moe_pipeline.schedules.table.simulator import simulate
+from moe_pipeline.schedules.table import Action, Kind, Schedule, simulate
 
 # Slots of F of the first stage, F of the second, I of the second, I of the first.
 Block = tuple[int, int, int, int]

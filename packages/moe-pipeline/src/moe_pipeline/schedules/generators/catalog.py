@@ -16,7 +16,7 @@ from moe_pipeline.schedules.generators.interleaved import (
 from moe_pipeline.schedules.generators.interleaved_zb import interleaved_zero_bubble
 from moe_pipeline.schedules.generators.v_shaped import v_half, v_min, zbv
 from moe_pipeline.schedules.generators.zero_bubble import zb_1p, zb_2p
-from moe_pipeline.schedules.table.schedule import Schedule
+from moe_pipeline.schedules.table import Schedule
 
 SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     **GENERATORS,

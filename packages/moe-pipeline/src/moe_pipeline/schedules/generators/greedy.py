@@ -13,9 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
-from moe_pipeline.schedules.table.costs import StageCosts
-from moe_pipeline.schedules.table.rows import folded_rank
-from moe_pipeline.schedules.table.schedule import Action, Kind
+from moe_pipeline.schedules.table import Action, Kind, StageCosts, folded_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

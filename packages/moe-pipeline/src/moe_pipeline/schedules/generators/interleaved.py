@@ -6,8 +6,7 @@ sizes to a table, for any number of microbatches.
     schedule = interleaved_1f1b(num_ranks=4, num_microbatches=8, stages_per_rank=2)
 """
 
-from moe_pipeline.schedules.table.rows import check_sizes, finish
-from moe_pipeline.schedules.table.schedule import Action, Kind, Schedule
+from moe_pipeline.schedules.table import Action, Kind, Schedule, check_sizes, finish
 
 
 def interleaved_1f1b(

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from moe_pipeline.schedules.generators.interleaved import interleaved_1f1b
-from moe_pipeline.schedules.table.schedule import COMPUTE, Action, Kind, Schedule, add_transfers
+from moe_pipeline.schedules.table import COMPUTE, Action, Kind, Schedule, add_transfers
 
 
 def interleaved_zero_bubble(

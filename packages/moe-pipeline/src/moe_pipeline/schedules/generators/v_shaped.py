@@ -13,8 +13,7 @@ from collections import Counter
 from typing import final
 
 from moe_pipeline.schedules.generators.building_block import Block, rows_of_block
-from moe_pipeline.schedules.table.rows import check_sizes, finish
-from moe_pipeline.schedules.table.schedule import Action, Kind, Schedule
+from moe_pipeline.schedules.table import Action, Kind, Schedule, check_sizes, finish
 
 
 def zbv(num_ranks: int, num_microbatches: int) -> Schedule:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moe_pipeline.errors import ScheduleError
-from moe_pipeline.schedules.table.schedule import Action, Kind, Schedule
+from moe_pipeline.schedules.table import Action, Kind, Schedule
 
 _BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")

@@ -6,8 +6,7 @@ The picture places each computation in the earliest time slot that its rank and 
 forward, I and W one slot, a whole backward two, transfers none (`simulate` with its default costs).
 """
 
-from moe_pipeline.schedules.table.schedule import Kind, Schedule
-from moe_pipeline.schedules.table.simulator import Simulation, simulate
+from moe_pipeline.schedules.table import Kind, Schedule, Simulation, simulate
 
 
 def format_schedule(schedule: Schedule) -> str:

@@ -8,9 +8,7 @@ With the default costs it is the picture of the papers; with measured ones it is
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
-from moe_pipeline.schedules.table.costs import StageCosts
-from moe_pipeline.schedules.table.schedule import Kind, Schedule
-from moe_pipeline.schedules.table.simulator import Simulation, Span, simulate
+from moe_pipeline.schedules.table import Kind, Schedule, Simulation, Span, StageCosts, simulate
 
 _COLORS = {
     Kind.FORWARD: ("#9ecae9", "#4c78a8"),

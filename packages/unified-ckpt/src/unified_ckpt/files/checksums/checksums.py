@@ -16,10 +16,10 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 
+from unified_ckpt.files import read_at
 from unified_ckpt.files.checksums.crc import crc32
-from unified_ckpt.files.system import read_at
-from unified_ckpt.geometry.boxes import Region
-from unified_ckpt.geometry.tensors.memory import byte_view
+from unified_ckpt.geometry import Region
+from unified_ckpt.geometry.tensors import byte_view
 
 CHUNK_BYTES = 1024 * 1024  # the unit of checksums: what a read must cover to be checked
 

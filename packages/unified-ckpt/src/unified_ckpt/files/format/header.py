@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unified_ckpt.errors import CorruptCheckpointError
-from unified_ckpt.geometry.boxes import Shape
-from unified_ckpt.geometry.tensors.dtypes import StoredDtype, dtype_of, header_shape, torch_shape
+from unified_ckpt.geometry import Shape
+from unified_ckpt.geometry.tensors import StoredDtype, dtype_of, header_shape, torch_shape
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library refuses longer headers
 _MAX_DIMS = 64  # of torch; bounds the work of multiplying them

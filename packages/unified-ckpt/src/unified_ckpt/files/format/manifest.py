@@ -21,8 +21,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from unified_ckpt.errors import CorruptCheckpointError
-from unified_ckpt.files.checksums.crc import crc32
-from unified_ckpt.geometry.boxes import Region
+from unified_ckpt.files.checksums import crc32
+from unified_ckpt.geometry import Region
 
 MANIFEST_NAME = "manifest.json"
 _FORMAT = "unified-ckpt"

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
 
-from unified_ckpt.geometry.boxes import Shape
+from unified_ckpt.geometry import Shape, Shard
 from unified_ckpt.geometry.layouts.layouts import chunk_range
-from unified_ckpt.geometry.shard import Shard
-from unified_ckpt.geometry.tensors.memory import narrow_box
+from unified_ckpt.geometry.tensors import narrow_box
 
 if TYPE_CHECKING:  # importing it takes longer than many a save
     from torch.distributed.tensor import DTensor

@@ -17,8 +17,7 @@ from typing import Literal, TypeVar
 
 import torch
 
-from unified_ckpt.geometry.boxes import Shape
-from unified_ckpt.geometry.shard import BoxMeta, Shard
+from unified_ckpt.geometry import BoxMeta, Shape, Shard
 
 Sharding = Literal["none", "flat", "dim0", "owner"]
 _T = TypeVar("_T")

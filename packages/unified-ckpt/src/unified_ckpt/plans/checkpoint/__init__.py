@@ -1,1 +1,7 @@
 """The room `checkpoint`."""
+
+from unified_ckpt.plans.checkpoint.directory import Checkpoint as Checkpoint
+from unified_ckpt.plans.checkpoint.directory import check_bytes as check_bytes
+from unified_ckpt.plans.checkpoint.directory import list_parts as list_parts
+from unified_ckpt.plans.checkpoint.directory import load_files as load_files
+from unified_ckpt.plans.checkpoint.directory import read_index as read_index

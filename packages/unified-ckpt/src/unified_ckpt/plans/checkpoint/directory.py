@@ -12,10 +12,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from unified_ckpt.errors import CorruptCheckpointError, LoadError
-from unified_ckpt.files.checksums.crc import crc32
-from unified_ckpt.files.format.header import HeaderEntry, read_header
-from unified_ckpt.files.format.manifest import FileRecord, Manifest, check_name, read_manifest
-from unified_ckpt.plans.load_plan import StoredTensor
+from unified_ckpt.files.checksums import crc32
+from unified_ckpt.files.format import (
+    FileRecord,
+    HeaderEntry,
+    Manifest,
+    check_name,
+    read_header,
+    read_manifest,
+)
+from unified_ckpt.plans import StoredTensor
 
 
 class Checkpoint:

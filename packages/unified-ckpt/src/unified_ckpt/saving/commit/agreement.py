@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from unified_ckpt._torch_private import shared_store
 from unified_ckpt.errors import SaveArgumentError, SaveError, SavePeerError
-from unified_ckpt.geometry.tensors.memory import byte_view
+from unified_ckpt.geometry.tensors import byte_view
 
 _LATE_MARKS_S = 1.0
 _USER_MISTAKES = (ValueError, TypeError)

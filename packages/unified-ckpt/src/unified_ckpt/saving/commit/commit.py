@@ -22,8 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from unified_ckpt.files.format.manifest import MANIFEST_NAME
-from unified_ckpt.files.system import (
+from unified_ckpt.files import (
     exchange,
     lock_folder,
     make_folder,
@@ -34,6 +33,7 @@ from unified_ckpt.files.system import (
     sync_tree,
     unlock_folder,
 )
+from unified_ckpt.files.format import MANIFEST_NAME
 
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.unified-ckpt-(?P<kind>tmp|old)-[0-9a-f]{16}\Z")
 _UNLOCKED_AGE_S = 24 * 3600.0  # where locks do not work, a leftover this old counts as dead

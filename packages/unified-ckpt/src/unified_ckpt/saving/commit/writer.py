@@ -10,16 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unified_ckpt.files.checksums.checksums import (
-    CHUNK_BYTES,
-    Checksums,
-    PendingSum,
-    chunk_lengths,
-    crc_of_chunks,
-)
-from unified_ckpt.files.checksums.crc import crc32
-from unified_ckpt.files.format.manifest import FileRecord, sums_to_text, text_to_sums
-from unified_ckpt.files.system import (
+from unified_ckpt.files import (
     Buffer,
     begin_writeback,
     make_folders,
@@ -27,16 +18,24 @@ from unified_ckpt.files.system import (
     sync_file,
     write_at,
 )
-from unified_ckpt.geometry.boxes import Region
-from unified_ckpt.geometry.shard import Shard
-from unified_ckpt.geometry.tensors.memory import (
+from unified_ckpt.files.checksums import (
+    CHUNK_BYTES,
+    Checksums,
+    PendingSum,
+    chunk_lengths,
+    crc32,
+    crc_of_chunks,
+)
+from unified_ckpt.files.format import FileRecord, sums_to_text, text_to_sums
+from unified_ckpt.geometry import Region, Shard
+from unified_ckpt.geometry.tensors import (
     bits_of,
     byte_view,
     contiguous_on_cpu,
     is_plain_memory,
     narrow_box,
 )
-from unified_ckpt.plans.save_plan import FilePlan, Piece, SavePlan
+from unified_ckpt.plans import FilePlan, Piece, SavePlan
 
 _BATCH_BYTES = 16 * 1024 * 1024
 

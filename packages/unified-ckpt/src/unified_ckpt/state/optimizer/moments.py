@@ -20,8 +20,7 @@ from typing import Literal
 
 import torch
 
-from unified_ckpt.geometry.boxes import Shape
-from unified_ckpt.geometry.shard import Shard
+from unified_ckpt.geometry import Shape, Shard
 
 BLOCK = 64
 Moment = Literal["moment1", "moment2"]

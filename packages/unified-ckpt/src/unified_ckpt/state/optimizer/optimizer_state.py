@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from unified_ckpt.geometry.shard import Shard
-from unified_ckpt.geometry.tensors.dtypes import dtype_of
-from unified_ckpt.plans.load_plan import SplitTensor, StoredTensor
+from unified_ckpt.geometry import Shard
+from unified_ckpt.geometry.tensors import dtype_of
+from unified_ckpt.plans import SplitTensor, StoredTensor
 
 MOMENTS = {"exp_avg": "moment1", "exp_avg_sq": "moment2"}
 MASTER_NAMES = frozenset({"master_weight", "master_weights", "master_param"})

@@ -1,0 +1,18 @@
+from pathlib import Path
+
+import comm_collectives
+from package_facts import check_import_is_cheap, check_names, run_examples
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_every_public_name_resolves_and_is_documented() -> None:
+    check_names(comm_collectives)
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    check_import_is_cheap(comm_collectives, "torch", "numpy", "tokenizers", "rich", "matplotlib")
+
+
+def test_the_examples_of_the_readme_run() -> None:
+    assert run_examples(README) > 0
