@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from moe_pipeline.executor.execution_plan import stage_holders
 from moe_pipeline.executor.pipeline_executor import PipelineExecutor
 from moe_pipeline.executor.stage_io import StageOutput
-from moe_pipeline.executor.table import stage_holders
 from moe_pipeline.schedules.generators.catalog import SCHEDULES
 from moe_pipeline.schedules.table.checker import check
 from ranktest import run_ranks

@@ -10,9 +10,9 @@ from torch import nn
 
 from moe_pipeline.config import MoEConfig, RouterLosses
 from moe_pipeline.errors import ScheduleError
+from moe_pipeline.executor.execution_plan import stage_holders
 from moe_pipeline.executor.pipeline_executor import PipelineExecutor
 from moe_pipeline.executor.stage_io import StageOutput
-from moe_pipeline.executor.table import stage_holders
 from moe_pipeline.executor.tied import TiedParameters
 from moe_pipeline.groups import MoEGroups
 from moe_pipeline.layer.moe_layer import MoELayer

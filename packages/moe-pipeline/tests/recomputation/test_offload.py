@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from moe_pipeline.recomputation.offload import ActivationOffload
 from moe_pipeline.recomputation.output_discarding import discard_outputs, discarded
 from moe_pipeline.recomputation.recomputing import recompute
-from moe_pipeline.weight_grad.queue import WeightQueue, split_backward
+from moe_pipeline.weight_grad.store import WeightQueue, split_backward
 
 
 def model(device="cpu"):

@@ -13,7 +13,7 @@ from moe_pipeline.config import MoEConfig
 from moe_pipeline.layer.moe_layer import MoELayer
 from moe_pipeline.recomputation.output_discarding import discard_outputs, discarded
 from moe_pipeline.recomputation.recomputing import recompute, recorded
-from moe_pipeline.weight_grad.queue import WeightQueue, split_backward
+from moe_pipeline.weight_grad.store import WeightQueue, split_backward
 
 
 class Storages(TorchDispatchMode):

@@ -20,7 +20,7 @@ from moe_pipeline.recomputation.selective import (
     recompute_modules,
     selective_recompute,
 )
-from moe_pipeline.weight_grad.queue import WeightQueue, split_backward
+from moe_pipeline.weight_grad.store import WeightQueue, split_backward
 
 ATEN = torch.ops.aten
 PRODUCTS = {"mm", "addmm", "bmm", "_grouped_mm"}

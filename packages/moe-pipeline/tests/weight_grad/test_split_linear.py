@@ -4,8 +4,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
 
-from moe_pipeline.weight_grad.queue import WeightQueue, split_backward
 from moe_pipeline.weight_grad.split_linear import looped_product
+from moe_pipeline.weight_grad.store import WeightQueue, split_backward
 
 
 def halves(leaves, function, grad=None):

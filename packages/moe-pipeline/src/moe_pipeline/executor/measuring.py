@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_pipeline.executor.memory_track import MemoryTrack
-from moe_pipeline.executor.nests import map_tensors
-from moe_pipeline.executor.slots import Slot
+from moe_pipeline.executor.microbatch_state import Slot
+from moe_pipeline.executor.pytrees import map_tensors
 from moe_pipeline.executor.stage_io import Stage, gate_output
 from moe_pipeline.executor.stage_message import activations
 from moe_pipeline.schedules.table import Action, Kind, StageCosts

@@ -27,12 +27,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_pipeline.errors import StageTransferError
-from moe_pipeline.executor.links import GroupLinks, LinkBrokenError, Links, LocalLinks, Transport
+from moe_pipeline.executor.edges import GroupLinks, LinkBrokenError, Links, LocalLinks, Transport
+from moe_pipeline.executor.execution_plan import Table
 from moe_pipeline.executor.memory_track import MemoryTrack
-from moe_pipeline.executor.slots import Slot
+from moe_pipeline.executor.microbatch_state import Slot
 from moe_pipeline.executor.stage_io import Stage, StageOutput, gate_inputs, gate_output
 from moe_pipeline.executor.stage_message import activations, gradients
-from moe_pipeline.executor.table import Table
 from moe_pipeline.schedules.table import Action, Kind, Schedule
 from moe_pipeline.weight_grad import WeightQueue, split_backward
 
@@ -60,7 +60,7 @@ class PipelineExecutor:
         gradient_accumulation_fusion: False; set it before a step to let the products of linear
             layers and experts add themselves to the `grad` of their weight, instead of being added
             to it, from the second microbatch on. Weights to whose gradients somebody listens are
-            left alone (`moe_pipeline.weight_grad.grad_fusion`).
+            left alone (`moe_pipeline.weight_grad.accumulation`).
 
     Raises:
         ScheduleError: `check` finds problems.

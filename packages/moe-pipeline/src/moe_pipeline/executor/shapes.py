@@ -22,7 +22,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from moe_pipeline.executor.nests import map_tensors
+from moe_pipeline.executor.pytrees import map_tensors
 from moe_pipeline.executor.stage_io import StageOutput
 
 StandIns = Mapping[type[nn.Module], Callable[..., object]]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_pipeline.executor.nests import Form, put_together, take_apart
+from moe_pipeline.executor.pytrees import Form, put_together, take_apart
 from moe_pipeline.schedules.table import Action
 
 _END = b"\n"  # of the action
@@ -35,7 +35,7 @@ class Parcel:
         tensors: detached.
         flags: of activations, for each tensor whether it wants a gradient; of gradients, for each
             tensor that wanted one whether there is one (only those are in `tensors`).
-        form: of activations, how the tensors are nested; see `executor/nests.py`.
+        form: of activations, how the tensors are nested; see `executor/pytrees.py`.
     """
 
     tensors: list[Tensor]

@@ -16,7 +16,7 @@ to compute again. Further points make it fast:
   work on it runs on pieces that fit in the cache; for half precision in fp32, rounded once.
 
 The gradient is not itself differentiable: use the `loop` implementation for second derivatives.
-Weight gradients that are put off (`moe_pipeline.weight_grad.queue`) keep the gradient of the
+Weight gradients that are put off (`moe_pipeline.weight_grad.store`) keep the gradient of the
 gate-up output and the weighted activation until then, so that no product is repeated.
 
 Dims: R routed rows sorted by expert, S the R rows or T tokens that it is given, K choices of a
@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_pipeline.experts.activations import Activation, compute_dtype
-from moe_pipeline.experts.blocks import Block, Way, blocks, max_rows
+from moe_pipeline.experts.chunks import Block, Way, blocks, max_rows
 from moe_pipeline.experts.order import ExpertOrder
 from moe_pipeline.experts.weights import ExpertWeights
 from moe_pipeline.weight_grad import GradBuffers, GradTarget, WeightToken, put_off, splittable

@@ -13,7 +13,7 @@ and `recompute_modules` gives modules of a model one of these forms, by name:
     recompute_modules(model, {"layers.*.mlp": recompute, "layers.*.norm": discarded})
 
 They nest, keep random numbers, replay routing (`moe_pipeline.recomputation.recomputing`), and split
-backwards: the second forward runs once in I and never in W (`moe_pipeline.weight_grad.queue`).
+backwards: the second forward runs once in I and never in W (`moe_pipeline.weight_grad.store`).
 """
 
 from collections import Counter

@@ -23,7 +23,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
-from moe_pipeline.weight_grad.grad_fusion import add_product
+from moe_pipeline.weight_grad.accumulation import add_product
 
 
 @final

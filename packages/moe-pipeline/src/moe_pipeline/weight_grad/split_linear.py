@@ -4,7 +4,7 @@ The same products as autograd's own backward, in the same order of operands, so 
 the same to the bit. What these functions cannot take (a weight that is no leaf, subclasses of
 tensors, no grad mode) goes to torch's own, whose weight gradients are computed at once.
 
-    REPLACEMENTS[F.linear]                              # used by moe_pipeline.weight_grad.queue
+    REPLACEMENTS[F.linear]                              # used by moe_pipeline.weight_grad.store
     y_RN = looped_product(x_RK, weight_ENK, counts)
 
 A function of torch saves its inputs before it computes, so that a forward which runs again for what
@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_pipeline._torch_private import GROUPED_MM, saved_tensors_hooks_in_force
-from moe_pipeline.weight_grad.grad_fusion import PLAIN_TYPES, add_product, product
-from moe_pipeline.weight_grad.token import Splitting, WeightToken, put_off, splittable
+from moe_pipeline.weight_grad.accumulation import PLAIN_TYPES, add_product, product
+from moe_pipeline.weight_grad.deferred import Splitting, WeightToken, put_off, splittable
 
 # Saved besides what is needed. A checkpoint that runs its second forward unsplit would else put
 # what torch's functions save, such as a transposed weight, in the place of what these saved; so it

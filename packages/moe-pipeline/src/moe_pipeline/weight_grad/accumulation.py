@@ -73,7 +73,7 @@ def is_observed(leaf: Tensor) -> bool:
     """
     if has_hooks(leaf):
         return True
-    mark = "moe_pipeline.weight_grad.grad_fusion"
+    mark = "moe_pipeline.weight_grad.accumulation"
     _notes_of_accumulation(leaf)[mark] = True
     return mark in _notes_of_accumulation(leaf)
 

@@ -7,8 +7,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from moe_pipeline.errors import StageTransferError
+from moe_pipeline.executor.microbatch_state import Slot
 from moe_pipeline.executor.pipeline_executor import PipelineExecutor
-from moe_pipeline.executor.slots import Slot
 from moe_pipeline.executor.stage_io import StageOutput, gate_output
 from moe_pipeline.schedules.generators.basic import forward_then_backward
 from moe_pipeline.schedules.generators.interleaved import looped_bfs

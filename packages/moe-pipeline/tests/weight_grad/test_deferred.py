@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
 
-from moe_pipeline.weight_grad.queue import WeightQueue, split_backward
-from moe_pipeline.weight_grad.token import current_splitting, put_off, splittable
+from moe_pipeline.weight_grad.deferred import current_splitting, put_off, splittable
+from moe_pipeline.weight_grad.store import WeightQueue, split_backward
 
 
 class Outer(torch.autograd.Function):

@@ -36,8 +36,8 @@ from comm_collectives import (
     isend_tensors,
     recv_tensors,
 )
+from moe_pipeline.executor.execution_plan import RECEIVES, Link, Table, other_end
 from moe_pipeline.executor.stage_message import Parcel, pack_cause, pack_parcel, unpack
-from moe_pipeline.executor.table import RECEIVES, Link, Table, other_end
 from moe_pipeline.schedules.table import Action
 
 # Sends of a link that its receiver has not taken. Holds their tensors' memory down; any number

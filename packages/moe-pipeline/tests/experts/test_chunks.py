@@ -1,8 +1,8 @@
 import torch
 from torch.testing import assert_close
 
-from moe_pipeline.experts.blocks import Way, max_rows
-from moe_pipeline.experts.blocks import blocks as blocks_of
+from moe_pipeline.experts.chunks import Way, max_rows
+from moe_pipeline.experts.chunks import blocks as blocks_of
 
 
 def test_blocks_cover_every_row_once_and_keep_to_the_limit():

@@ -19,9 +19,9 @@ runs a second time in I and never in W. Take a queue for each stage and microbat
 
 What is split: `F.linear` (so `nn.Linear`), `x @ weight`, `torch.mm`, `torch.addmm` and
 `F.grouped_mm` by a weight that is a leaf or its transpose; all experts, shared experts and routers
-of this package; functions that use `moe_pipeline.weight_grad.token`. Everything else is computed in
-I: biases, norms, embeddings, convolutions, weights that were computed (`weight.to(...)`), and what
-torch calls from within (`F.multi_head_attention_forward`).
+of this package; functions that use `moe_pipeline.weight_grad.deferred`. Everything else is computed
+in I: biases, norms, embeddings, convolutions, weights that were computed (`weight.to(...)`), and
+what torch calls from within (`F.multi_head_attention_forward`).
 
 Invariant: I and W together do the matrix products of one backward, each once, and leave the
 gradients that it would leave. Until W the queue keeps for each product its input and the gradient
@@ -41,8 +41,8 @@ from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 from moe_pipeline._torch_private import run_backward
+from moe_pipeline.weight_grad.deferred import Splitting, WorkList, current_splitting, name_of
 from moe_pipeline.weight_grad.split_linear import REPLACEMENTS
-from moe_pipeline.weight_grad.token import Splitting, WorkList, current_splitting, name_of
 
 
 @final
@@ -53,7 +53,7 @@ class WeightQueue:
         beside: a queue of another microbatch of the stage, which has prepared the weights already
             and whose options hold here too.
         gradient_accumulation_fusion: add matrix products straight into the `grad` of weights that
-            have one, where nobody can tell; see `moe_pipeline.weight_grad.grad_fusion`.
+            have one, where nobody can tell; see `moe_pipeline.weight_grad.accumulation`.
     """
 
     def __init__(
@@ -85,7 +85,8 @@ class WeightQueue:
 
         Args:
             work: anything. For the gradient of a weight use
-            `moe_pipeline.weight_grad.token.put_off`. name: for errors; None: that of the function.
+                `moe_pipeline.weight_grad.deferred.put_off`.
+            name: for errors; None: that of the function.
             held: tensors that `work` keeps alive, to be counted in `held_bytes`.
         """
         self._work.add(lambda *_: work(), tuple(held), name=name or name_of(work))

@@ -9,12 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from moe_pipeline.config import ExpertsOptions, MoEConfig, SharedExpertOptions
-from moe_pipeline.experts import blocks as expert_blocks
+from moe_pipeline.experts import chunks as expert_chunks
 from moe_pipeline.groups import MoEGroups
 from moe_pipeline.layer.moe_layer import MoELayer
 from moe_pipeline.recomputation.recomputing import recompute, recompute_contexts
-from moe_pipeline.weight_grad.queue import WeightQueue, split_backward
-from moe_pipeline.weight_grad.token import put_off, splittable
+from moe_pipeline.weight_grad.deferred import put_off, splittable
+from moe_pipeline.weight_grad.store import WeightQueue, split_backward
 from ranktest import run_ranks
 
 PRODUCTS = {"mm", "addmm", "addmm_", "addmv_", "bmm", "baddbmm", "_grouped_mm"}
@@ -438,7 +438,7 @@ def test_a_stage_that_is_only_run_forward_leaves_nothing(seed):
 
 @pytest.mark.parametrize("fusion", [False, True])
 def test_many_blocks_of_experts_are_put_off_block_by_block(seed, fusion, monkeypatch):
-    monkeypatch.setattr(expert_blocks, "_CPU_BLOCK_ELEMENTS", 8 * 6)
+    monkeypatch.setattr(expert_chunks, "_CPU_BLOCK_ELEMENTS", 8 * 6)
     layer = moe_layer("fused", fusion, torch.float64, has_bias=True)
     layer.experts.gate_up_proj.requires_grad_(fusion)
     x = torch.randn(31, 16, dtype=torch.float64, requires_grad=True)

@@ -1,6 +1,13 @@
 import pytest
 
-from moe_pipeline.executor.table import RECEIVES, SENDS, Link, Table, other_end, stage_holders
+from moe_pipeline.executor.execution_plan import (
+    RECEIVES,
+    SENDS,
+    Link,
+    Table,
+    other_end,
+    stage_holders,
+)
 from moe_pipeline.schedules.generators.basic import forward_then_backward, one_f_one_b
 from moe_pipeline.schedules.generators.catalog import SCHEDULES
 from moe_pipeline.schedules.table.schedule import Action

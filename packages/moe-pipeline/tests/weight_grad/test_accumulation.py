@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_pipeline.config import ExpertsOptions, MoEConfig, SharedExpertOptions
 from moe_pipeline.layer.moe_layer import MoELayer
-from moe_pipeline.weight_grad.grad_fusion import add_product, fits, is_observed, open_grad
-from moe_pipeline.weight_grad.queue import WeightQueue, split_backward
+from moe_pipeline.weight_grad.accumulation import add_product, fits, is_observed, open_grad
+from moe_pipeline.weight_grad.store import WeightQueue, split_backward
 from ranktest import run_ranks
 
 WIDTH = 8

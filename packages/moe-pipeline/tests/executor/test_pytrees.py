@@ -4,7 +4,7 @@ from collections import namedtuple
 import pytest
 import torch
 
-from moe_pipeline.executor.nests import map_tensors, put_together, take_apart
+from moe_pipeline.executor.pytrees import map_tensors, put_together, take_apart
 
 Pair = namedtuple("Pair", ["left", "right"])
 

@@ -2,7 +2,7 @@
 
 A backward that is split computes the gradients of inputs now (I) and those of weights later (W).
 Autograd has no such thing: a function that returns None for a weight has that weight's hooks called
-without a gradient. So inside `moe_pipeline.weight_grad.queue.split_backward` a function is given an
+without a gradient. So inside `moe_pipeline.weight_grad.store.split_backward` a function is given an
 *alias* of a weight, which is no part of the weight's graph, and a token that says whose alias it
 is. A gradient of the alias is delivered to the weight; without one nothing happens to it.
 
@@ -41,8 +41,8 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from moe_pipeline._torch_private import saved_tensors_hooks_in_force
+from moe_pipeline.weight_grad.accumulation import PLAIN_TYPES, fits, is_observed, open_grad
 from moe_pipeline.weight_grad.delivery import Ready, deliver
-from moe_pipeline.weight_grad.grad_fusion import PLAIN_TYPES, fits, is_observed, open_grad
 
 
 class _Entry(NamedTuple):
