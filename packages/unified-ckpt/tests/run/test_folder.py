@@ -6,6 +6,7 @@ import torch
 
 from unified_ckpt import Shard, get_last_checkpoint, rotate, save
 from unified_ckpt.errors import DamagedCheckpointWarning
+from unified_ckpt.run import check_steps_free
 from unified_ckpt.run.folder import is_complete
 
 
@@ -109,3 +110,16 @@ def test_rotation_removes_the_link_to_a_checkpoint_elsewhere_and_not_the_checkpo
 def test_rotation_refuses_to_remove_everything(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep=0 would remove every checkpoint"):
         rotate(tmp_path, 0)
+
+
+def test_a_step_is_free_if_nothing_stands_there_that_a_save_may_not_replace(tmp_path: Path) -> None:
+    check_steps_free(tmp_path / "nothing", range(100))
+    put(tmp_path, 1)
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-7").mkdir()
+    (tmp_path / "checkpoint-7" / "notes.txt").write_text("mine")
+    (tmp_path / "checkpoint-9").write_text("a file")
+    check_steps_free(tmp_path, [*range(7), 8])
+    for step in (7, 9):
+        with pytest.raises(ValueError, match=rf"checkpoint-{step} is no .*step {step}; move it aw"):
+            check_steps_free(tmp_path, range(step, 10))

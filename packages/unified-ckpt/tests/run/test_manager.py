@@ -53,6 +53,16 @@ def test_old_checkpoints_go_after_the_new_one_is_there_and_the_best_stays(tmp_pa
         assert manager.best() == manager.path(2)
 
 
+def test_a_save_without_metrics_writes_no_file_for_them(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, QUIET) as manager:
+        manager.save(shards(1), 1)
+        manager.save(shards(2), 2, metrics={})
+    assert [(tmp_path / f"checkpoint-{n}" / "metrics.json").exists() for n in (1, 2)] == [
+        False,
+        True,
+    ]
+
+
 def test_a_save_that_fails_removes_nothing(tmp_path: Path) -> None:
     options = ManagerOptions(save_total_limit=1, signals=())
     with CheckpointManager(tmp_path, options) as manager:

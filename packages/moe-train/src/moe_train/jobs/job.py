@@ -28,8 +28,7 @@ from moe_train.training import (
     training_schedule,
 )
 from unified_ckpt import CheckpointError, read_index
-from unified_ckpt.run import numbered_checkpoints, step_of
-from unified_ckpt.saving.commit import check_replaceable
+from unified_ckpt.run import check_steps_free
 
 _POSITION = Position()
 
@@ -78,7 +77,7 @@ def check(config: Config, resume: str) -> Path | None:
                 f"{source} is at step {state.step} and train.max_steps={config.train.max_steps}; "
                 "raise train.max_steps to train further"
             )
-        _check_nothing_in_the_way(folder, range(state.step + 1, config.train.max_steps + 1))
+        check_steps_free(folder, range(state.step + 1, config.train.max_steps + 1))
     return source
 
 
@@ -154,19 +153,6 @@ def _check_checkpoint(source: Path) -> None:
             read_index(source, part)
     except CheckpointError as error:
         raise ValueError(f"--resume: {error}") from error
-
-
-def _check_nothing_in_the_way(folder: Path, steps: range) -> None:
-    """What a save may not replace must not be found when a step's work would be lost with it."""
-    for path in numbered_checkpoints(folder):
-        if step_of(path) in steps:
-            try:
-                check_replaceable(path)
-            except ValueError as error:
-                raise ValueError(
-                    f"{path} is no complete checkpoint, so that no save may replace it, but the "
-                    f"run will come to step {step_of(path)}; move it away"
-                ) from error
 
 
 def _check_output_folder(folder: Path, source: Path | None) -> None:

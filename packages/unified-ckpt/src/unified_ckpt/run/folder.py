@@ -9,7 +9,7 @@ passed over with a warning that says why, so that nobody resumes from an old one
 
 import re
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Container, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +24,7 @@ from unified_ckpt.files.format import (
 )
 from unified_ckpt.plans.checkpoint import check_bytes
 from unified_ckpt.run.verify import verify_checkpoint
-from unified_ckpt.saving.commit import hidden_name
+from unified_ckpt.saving.commit import check_replaceable, hidden_name
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)\Z")
 _SMALL_BYTES = 1024 * 1024  # files up to this size are compared with their checksums at once
@@ -156,6 +156,29 @@ def rotate(folder: Path | str, keep: int, *, protect: Collection[Path] = ()) -> 
         sync_folder(checkpoint.parent)
         remove_tree(hidden)
     return old
+
+
+def check_steps_free(folder: Path | str, steps: Container[int]) -> None:
+    """Refuse steps whose `checkpoint-N` could not be written, before any of them is trained.
+
+    A save replaces a complete checkpoint; it never replaces a file, or a folder without manifest.
+
+    Args:
+        folder: the folder of a run; it need not exist.
+        steps: the steps that the run may save, for example `range(101, 201)`.
+
+    Raises:
+        ValueError: names the first thing that stands in the way.
+    """
+    for path in reversed(numbered_checkpoints(Path(folder))):
+        if step_of(path) in steps:
+            try:
+                check_replaceable(path)
+            except ValueError as error:
+                raise ValueError(
+                    f"{path} is no complete checkpoint, so no save may replace it, but the run "
+                    f"will come to step {step_of(path)}; move it away"
+                ) from error
 
 
 def numbered_checkpoints(folder: Path) -> list[Path]:

@@ -216,8 +216,8 @@ class CheckpointManager:
         Args:
             state_dict: what to save, as in `save`.
             step: the number in the directory's name.
-            metrics: numbers of this step, for `best_metric`, written as `metrics.json`; the first
-                rank's count, others' are ignored.
+            metrics: numbers of this step, for `best_metric`, written as `metrics.json`; None writes
+                no such file. The first rank's count, others' are ignored.
             files: more files by relative name, as in `save`.
             rank_files: more files of every rank, as in `save`.
             options: as in `save`.
@@ -232,7 +232,7 @@ class CheckpointManager:
         with agreement.phase("metrics", checks_arguments=True):
             place = self.path(step)
             if agreement.rank == 0:
-                files = with_metrics(files or {}, step, metrics or {})
+                files = with_metrics(files or {}, step, metrics)
         report = save(
             state_dict,
             checkpoint_id=place,

@@ -35,9 +35,9 @@ def encode_metrics(step: int, metrics: Mapping[str, float]) -> bytes:
 
 
 def with_metrics(
-    files: Mapping[str, bytes], step: int, metrics: Mapping[str, float]
+    files: Mapping[str, bytes], step: int, metrics: Mapping[str, float] | None
 ) -> dict[str, bytes]:
-    """Add `metrics.json` to the files of a checkpoint.
+    """Add `metrics.json` to the files of a checkpoint, if there are metrics.
 
     Raises:
         TypeError: a metric is not a number.
@@ -45,7 +45,7 @@ def with_metrics(
     """
     if METRICS_NAME in files:
         raise ValueError(f"files has {METRICS_NAME!r}, which holds `metrics`; use another name")
-    return {**files, METRICS_NAME: encode_metrics(step, metrics)}
+    return {**files} if metrics is None else {**files, METRICS_NAME: encode_metrics(step, metrics)}
 
 
 def read_metric(checkpoint: Path, name: str) -> float | None:
