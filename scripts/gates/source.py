@@ -59,15 +59,17 @@ class Source:
                 yield node
 
 
-def read_sources(folders: Iterable[Path], *, root: Path) -> list[Source]:
+def read_sources(folders: Iterable[Path], *, root: Path, pattern: str = "*.py") -> list[Source]:
     """Parse every Python file below the folders; each folder is one that stands on sys.path.
+
+    With the pattern `__init__.pyi` it reads the faces: stubs that have the name of their package.
 
     Raises:
         SyntaxError: a file does not parse.
     """
     sources = []
     for folder in folders:
-        for file in sorted(folder.rglob("*.py")):
+        for file in sorted(folder.rglob(pattern)):
             parts = file.relative_to(folder).with_suffix("").parts
             text = file.read_text()
             sources.append(
