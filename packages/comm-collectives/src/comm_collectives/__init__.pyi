@@ -11,6 +11,7 @@ from comm_collectives.collectives import all_to_all as all_to_all
 from comm_collectives.collectives import broadcast as broadcast
 from comm_collectives.collectives import gather as gather
 from comm_collectives.collectives import overlap_gradients as overlap_gradients
+from comm_collectives.collectives import reduce_in_buckets as reduce_in_buckets
 from comm_collectives.collectives import reduce_scatter as reduce_scatter
 from comm_collectives.collectives import scatter as scatter
 from comm_collectives.errors import CollectiveTimeoutError as CollectiveTimeoutError

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import comm_collectives as cc
-from comm_collectives.collectives.overlap import fill_buckets, overlap_gradients
+from comm_collectives.collectives.overlap import overlap_gradients
 from ranktest import run_ranks
 
 
@@ -111,17 +111,6 @@ def test_second_backward_inside_is_refused() -> None:
             (weight * 2).backward()
 
     run_ranks(fn, 1)
-
-
-def test_buckets_hold_one_dtype_and_the_last_parameters_first() -> None:
-    params = [nn.Parameter(torch.zeros(n, dtype=d)) for n, d in [(4, torch.float32)] * 3]
-    double = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    buckets = fill_buckets([params[0], double, params[1], params[2]], bucket_bytes=32)
-    assert [[id(p) for p in bucket] for bucket in buckets] == [
-        [id(params[2]), id(params[1])],
-        [id(double)],
-        [id(params[0])],
-    ]
 
 
 def test_mistakes_are_refused_before_anything_is_sent() -> None:

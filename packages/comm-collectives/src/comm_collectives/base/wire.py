@@ -68,6 +68,18 @@ def check_dense(x: torch.Tensor, name: str) -> None:
     dtype_code(x.dtype)
 
 
+def check_tensors(tensors: Sequence[torch.Tensor]) -> None:
+    """Check that an argument called `tensors` is a list or tuple of dense tensors.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(tensors, list | tuple):
+        raise TypeError(f"tensors is a {type(tensors).__name__}; give a list of tensors")
+    for i, tensor in enumerate(tensors):
+        check_dense(tensor, f"tensors[{i}]")
+
+
 def is_dense(x: torch.Tensor) -> bool:
     """Whether `check_dense` finds nothing wrong with a tensor."""
     try:

@@ -6,6 +6,7 @@ from comm_collectives.collectives.alltoall import exchange_rows as exchange_rows
 from comm_collectives.collectives.alltoall import first_difference as first_difference
 from comm_collectives.collectives.broadcasting import broadcast as broadcast
 from comm_collectives.collectives.broadcasting import broadcast_call as broadcast_call
+from comm_collectives.collectives.buckets import reduce_in_buckets as reduce_in_buckets
 from comm_collectives.collectives.gathers import all_gather as all_gather
 from comm_collectives.collectives.gathers import all_gather_call as all_gather_call
 from comm_collectives.collectives.gathers import reduce_scatter as reduce_scatter

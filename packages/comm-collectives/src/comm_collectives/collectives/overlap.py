@@ -14,7 +14,6 @@ rank waits for another.
     optimizer.step()
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -26,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from comm_collectives.call.groups import Group, check_timeout, group_state
 from comm_collectives.call.handles import Handle
 from comm_collectives.call.signature import CallSite, current_site, use_site
+from comm_collectives.collectives.buckets import BUCKET_BYTES, fill_buckets, pack, unpack
 from comm_collectives.collectives.reduction import all_reduce, check_op
 
 _OPS = ("sum", "avg")
@@ -36,7 +36,7 @@ def overlap_gradients(
     *,
     group: Group | None = None,
     op: str = "avg",
-    bucket_bytes: int = 25 << 20,
+    bucket_bytes: int = BUCKET_BYTES,
     timeout_s: float | None = None,
 ) -> "GradientOverlap":
     """Return a block in which gradients are reduced over the ranks as the backward makes them.
@@ -50,7 +50,7 @@ def overlap_gradients(
             left out.
         group: None is the default group.
         op: "avg" or "sum".
-        bucket_bytes: a bucket is sent when it holds this much, or all of a dtype and device.
+        bucket_bytes: the most that a bucket holds; a larger gradient has a bucket of its own.
         timeout_s: limit in seconds for each bucket; None is the group's own limit.
 
     Raises:
@@ -64,37 +64,17 @@ def overlap_gradients(
         raise ValueError("no parameter needs a gradient; give parameters with requires_grad")
     if len({id(p) for p in chosen}) < len(chosen):
         raise ValueError("a parameter occurs twice; give each one once")
-    if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1")
     if op not in _OPS:
         raise ValueError(f"op={op!r} is unknown here; choose one of {', '.join(_OPS)}")
     for param in chosen:
         check_op(param.dtype, op)
-    buckets = [_Bucket(params) for params in fill_buckets(chosen, bucket_bytes)]
+    buckets = [_Bucket(part) for part in fill_buckets(reversed(chosen), bucket_bytes)]
 
     def reduce(flat: torch.Tensor, site: CallSite) -> Handle[torch.Tensor]:
         with use_site(site), torch.no_grad():
             return all_reduce(flat, op=op, group=group, timeout_s=timeout_s, async_op=True)
 
     return GradientOverlap(buckets, reduce)
-
-
-def fill_buckets(
-    params: Iterable[torch.nn.Parameter], bucket_bytes: int
-) -> list[list[torch.nn.Parameter]]:
-    """Share parameters out, last ones first; one dtype and device in each bucket."""
-    open_buckets: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
-    filled_bytes: dict[tuple[torch.dtype, torch.device], int] = defaultdict(int)
-    full: list[list[torch.nn.Parameter]] = []
-    for param in reversed(list(params)):
-        kind = (param.dtype, param.device)
-        bucket = open_buckets.setdefault(kind, [])
-        bucket.append(param)
-        filled_bytes[kind] += param.numel() * param.element_size()
-        if filled_bytes[kind] >= bucket_bytes:
-            full.append(open_buckets.pop(kind))
-            del filled_bytes[kind]
-    return full + list(open_buckets.values())
 
 
 @final
@@ -113,29 +93,22 @@ class _Bucket:
 
     def pack(self) -> torch.Tensor:
         """Gradients in one flat tensor, then for each parameter whether there was one."""
-        params = self.params
-        flat = [
-            torch.zeros(p.numel(), dtype=p.dtype, device=p.device)
-            if p.grad is None
-            else p.grad.detach().reshape(-1)
-            for p in params
-        ]
-        there = torch.tensor(
-            [p.grad is not None for p in params], dtype=params[0].dtype, device=params[0].device
-        )
-        return torch.cat([*flat, there])
+        first = self.params[0]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
+        there = [p.grad is not None for p in self.params]
+        return pack([*grads, torch.tensor(there, dtype=first.dtype, device=first.device)])
 
     def unpack(self, flat: torch.Tensor) -> None:
         """Store what came back, except where no rank had a gradient."""
-        sizes = [p.numel() for p in self.params]
-        *grads, there = flat.split([*sizes, len(sizes)])
+        packed, there = flat.tensor_split([-len(self.params)])
+        grads = unpack(packed, self.params)
         for param, grad, was_there in zip(self.params, grads, there.tolist(), strict=True):
             if not was_there:
                 continue
             if param.grad is None:
-                param.grad = grad.view_as(param).clone()
+                param.grad = grad.clone()
             else:
-                param.grad.copy_(grad.view_as(param))
+                param.grad.copy_(grad)
 
 
 @final

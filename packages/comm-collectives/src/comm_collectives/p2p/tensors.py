@@ -16,7 +16,7 @@ from typing import final
 
 import torch
 
-from comm_collectives.base import check_dense
+from comm_collectives.base import check_tensors
 from comm_collectives.base.transport import WANTS_GRADIENT, Pending
 from comm_collectives.call.groups import Group, check_peer, check_timeout, group_state
 from comm_collectives.collectives import Device, checked_device
@@ -73,10 +73,7 @@ def isend_tensors(
         TypeError: `tensors` is no list or tuple, or an item not a dense tensor of a plain dtype.
         CommError: the peer is already known to be gone.
     """
-    if not isinstance(tensors, list | tuple):
-        raise TypeError(f"tensors is a {type(tensors).__name__}; give a list of tensors")
-    for i, tensor in enumerate(tensors):
-        check_dense(tensor, f"tensors[{i}]")
+    check_tensors(tensors)
     transfer = sending("isend_tensors", dst, group, timeout_s)
     works, buffers = Channel.of(transfer.state, dst).send(tensors, transfer)
     return SendHandle(transfer, works, buffers)
