@@ -139,3 +139,16 @@ def test_parameters_are_compared_by_their_own_values_wherever_they_lie():
             TiedParameters([nn.Parameter(buffer[2:9])], group=dist.group.WORLD)
 
     run_ranks(fn, 2)
+
+
+def test_gradients_that_are_kept_elsewhere_are_summed_in_place():
+    def fn(rank, world_size):
+        parameters = [
+            nn.Parameter(torch.ones(2, dtype=torch.bfloat16)),
+            nn.Parameter(torch.ones(1)),
+        ]
+        buffers = [torch.full((2,), rank + 0.25), torch.full((1,), 10.0)]
+        TiedParameters(parameters, group=dist.group.WORLD).reduce_gradients(buffers)
+        return [b.tolist() for b in buffers], [p.grad for p in parameters]
+
+    assert run_ranks(fn, 2) == [([[1.5, 1.5], [20.0]], [None, None])] * 2

@@ -52,18 +52,27 @@ class TiedParameters:
         self._parameters = list(parameters)
         self._group = group
         self._timeout_s = timeout_s
+        self._device = self._parameters[0].device if self._parameters else None
         self._check()
 
-    def reduce_gradients(self) -> None:
+    def reduce_gradients(self, gradients: Sequence[Tensor] | None = None) -> None:
         """Sum the gradients over the holders, in place. Collective over the group.
 
         A parameter without gradient counts as zero; one that no holder has a gradient of keeps
         None, so that an optimizer skips it everywhere or nowhere.
 
+        Args:
+            gradients: one of each parameter, where they are kept elsewhere than in `.grad`, such as
+                in fp32 buffers; given on every rank of the group or on none.
+
         Raises:
             CommError: a rank did not come, or its gradients have other shapes or dtypes.
         """
-        found = torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.int64)
+        if gradients is not None:
+            self._sum(gradients)
+            return
+        has_grad = [p.grad is not None for p in self._parameters]
+        found = torch.tensor(has_grad, dtype=torch.int64, device=self._device)
         found = all_reduce(found, group=self._group, timeout_s=self._timeout_s)
         kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = defaultdict(list)
         for parameter, holders in zip(self._parameters, found.tolist(), strict=True):
@@ -72,10 +81,9 @@ class TiedParameters:
                     parameter.grad = torch.zeros_like(parameter)
                 kinds[parameter.grad.dtype, parameter.grad.device].append(parameter)
         for parameters in kinds.values():
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            self._sum(gradients)
+            self._sum([p.grad for p in parameters if p.grad is not None])
 
-    def _sum(self, gradients: list[Tensor]) -> None:
+    def _sum(self, gradients: Sequence[Tensor]) -> None:
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         flat = all_reduce(flat, group=self._group, timeout_s=self._timeout_s)
         parts = flat.split([gradient.numel() for gradient in gradients])
@@ -83,13 +91,14 @@ class TiedParameters:
             gradient.copy_(part.view_as(gradient))
 
     def _check(self) -> None:
-        counts = self._gather(torch.tensor([len(self._parameters)]))
+        counts = self._gather(torch.tensor([len(self._parameters)], device=self._device))
         if len(set(counts.tolist())) > 1:
             raise ValueError(
                 f"the ranks of the group tie {counts.tolist()} parameters; give each the same ones"
             )
         digests = [_digest(parameter) for parameter in self._parameters]
-        mine = torch.tensor(digests, dtype=torch.uint8).reshape(-1, _DIGEST_BYTES)
+        mine = torch.tensor(digests, dtype=torch.uint8, device=self._device)
+        mine = mine.reshape(-1, _DIGEST_BYTES)
         theirs = self._gather(mine).view(len(counts), -1, _DIGEST_BYTES)
         for index, parameter in enumerate(self._parameters):
             differs = theirs[:, index].ne(theirs[:1, index]).any(dim=1)

@@ -27,7 +27,8 @@ def token_scale(
     """1 / (tokens of the step that count). Collective over `group`; call it before the step.
 
     Args:
-        labels: of the microbatches whose last stage runs on this rank; None for others.
+        labels: of the microbatches whose last stage runs on this rank; None for others. The group's
+            backend has to carry tensors of their device.
         group: all ranks that run the last stage: data parallel ones, and with DualPipe both copies;
             None: this rank alone.
         ignore_index: labels that do not count.
@@ -39,8 +40,9 @@ def token_scale(
     Raises:
         CommError: a rank did not come.
     """
-    counts = [int((x != ignore_index).sum()) for x in labels if x is not None]
-    total = torch.tensor(sum(counts))
+    own = [x for x in labels if x is not None]
+    device = own[0].device if own else None
+    total = torch.tensor(sum(int((x != ignore_index).sum()) for x in own), device=device)
     if group is not None:
         total = all_reduce(total, group=group, timeout_s=timeout_s)
     return 1.0 / max(int(total), 1)
