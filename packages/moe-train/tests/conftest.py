@@ -1,2 +1,123 @@
+"""A tiny decoder and a small corpus, for every test that builds or runs a job."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_train.config import Config, load_config
+from moe_train.data import Batch
 from ranktest.fixtures import one_thread as one_thread
 from ranktest.fixtures import seed as seed
+
+TINY_MODEL = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "intermediate_size": 32,
+    "norm_topk_prob": True,
+    "initializer_range": 0.1,
+    "router_aux_loss_coef": 0.0,
+    "max_position_embeddings": 64,
+    "eos_token_id": 0,
+}
+TOML = """
+[model]
+config_file = "config.json"
+[data]
+corpus = ["CORPUS"]
+sequence_length = 12
+validation_fraction = 0.2
+cache_dir = "CACHE"
+[tokenizer]
+vocab_size = 300
+[parallel]
+timeout_s = 60
+[train]
+output_dir = "run"
+max_steps = 4
+global_batch_size = 12
+gradient_accumulation_steps = 2
+validation_interval_steps = 0
+validation_sequences = 7
+device = "cpu"
+threads_per_rank = 1
+[optimizer]
+lr = 0.01
+eps = 1e-4
+max_grad_norm = 0.5
+[log]
+tensorboard = false
+plots = false
+progress = "off"
+"""
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve short files of words."""
+    folder = tmp_path_factory.mktemp("corpus")
+    words = ["def", "return", "import", "self", "value", "None", "for", "in", "é"]
+    for index in range(12):
+        rng = random.Random(index)
+        lines = [" ".join(rng.choices(words, k=8)) for _ in range(20)]
+        (folder / f"f{index}.py").write_text("\n".join(lines), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all tests, so that the corpus is tokenized once."""
+    # What the constructor of AdamW imports is imported here once, and not in every forked rank.
+    torch.optim.AdamW([torch.zeros(1)])
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def configure(tmp_path: Path, corpus: Path, cache_dir: Path) -> Callable[..., Config]:
+    """`configure("parallel.pp=2", num_experts=4)` loads the tiny job with overrides and changes
+    of its config.json; the job lies in `tmp_path` and writes to `tmp_path / "run"`.
+    """
+
+    def load(*overrides: str, **model_changes: object) -> Config:
+        (tmp_path / "config.json").write_text(json.dumps({**TINY_MODEL, **model_changes}))
+        toml = TOML.replace("CORPUS", str(corpus)).replace("CACHE", str(cache_dir))
+        (tmp_path / "job.toml").write_text(toml)
+        return load_config(tmp_path / "job.toml", overrides)
+
+    return load
+
+
+@pytest.fixture
+def random_batches() -> Callable[..., list[Batch]]:
+    """`random_batches(config, step, data_rank, num_data_ranks)`: a rank's microbatches of a step.
+
+    The global batch depends on the step alone. Each sequence holds two documents.
+    """
+
+    def make(config: Config, step: int, data_rank: int = 0, num_data_ranks: int = 1) -> list[Batch]:
+        generator = torch.Generator().manual_seed(step)
+        rows, length = config.train.global_batch_size, config.data.sequence_length
+        tokens = torch.randint(1, 300, (rows, length + 1), generator=generator)
+        labels = tokens[:, 1:].clone()
+        labels[:, 6] = -100
+        positions = torch.arange(length).repeat(rows, 1)
+        positions[:, 7:] -= 7
+        microbatches = torch.arange(rows).view(config.train.gradient_accumulation_steps, -1)
+        own = [part.chunk(num_data_ranks)[data_rank] for part in microbatches]
+        return [
+            Batch(input_ids=tokens[r, :-1], labels=labels[r], position_ids=positions[r])
+            for r in own
+        ]
+
+    return make

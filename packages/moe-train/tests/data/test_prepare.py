@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -80,7 +81,8 @@ def test_every_document_is_in_one_split_whole_and_unchanged(make: Make, text: Pa
 def test_second_call_finds_the_cache(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     first = prepare(make())
     stamp = first.train_tokens.stat().st_mtime_ns
-    monkeypatch.setattr("moe_train.data.prepare.read_text", None)  # nothing is read again
+    # Nothing is read again.
+    monkeypatch.setattr(import_module("moe_train.data.prepare"), "read_text", None)
     assert prepare(make()) == first
     assert first.train_tokens.stat().st_mtime_ns == stamp
 
@@ -91,7 +93,7 @@ def test_touched_files_are_read_again_but_not_encoded(
     first = prepare(make())
     for path in text.rglob("*.py"):
         os.utime(path, ns=(1, 1))
-    monkeypatch.setattr("moe_train.data.prepare.encode_batch", None)
+    monkeypatch.setattr(import_module("moe_train.data.prepare"), "encode_batch", None)
     assert prepare(make()) == first
 
 

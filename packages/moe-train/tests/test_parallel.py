@@ -1,0 +1,131 @@
+"""Coordinates and groups of real ranks, against a plain enumeration of the mesh."""
+
+import itertools
+import re
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_train.config import Config
+from moe_train.parallel import choose_device, make_mesh, own_group, start
+from ranktest import collect_ranks, run_ranks
+
+UNEVEN = [(3, 2, 1), (2, 1, 3), (1, 2, 3)]
+GROUPS = (
+    "ep_group",
+    "dp_group",
+    "data_group",
+    "forward_group",
+    "backward_group",
+    "embedding_group",
+)
+Configure = Callable[..., Config]
+
+
+def layout(configure: Configure, pp: int, dp: int, ep: int) -> Config:
+    sizes = [f"parallel.pp={pp}", f"parallel.dp={dp}", f"parallel.ep={ep}"]
+    return configure(*sizes, "train.global_batch_size=12", num_hidden_layers=6)
+
+
+def expected_groups(pp: int, dp: int, ep: int, rank: int) -> dict[str, list[int] | None]:
+    """The members of each group of `rank`, by the definition of each."""
+    places = dict(enumerate(itertools.product(range(pp), range(dp), range(ep))))
+    p, d, e = places[rank]
+
+    def those(belongs: Callable[[int, int, int], bool]) -> list[int]:
+        return [number for number, place in places.items() if belongs(*place)]
+
+    pipe = those(lambda _, b, c: (b, c) == (d, e)) if pp > 1 else None
+    ends = those(lambda a, *_: a in (0, pp - 1)) if pp > 1 and p in (0, pp - 1) else None
+    return {
+        "ep_group": those(lambda a, b, _: (a, b) == (p, d)),
+        "dp_group": those(lambda a, _, c: (a, c) == (p, e)),
+        "data_group": those(lambda a, *_: a == p),
+        "forward_group": pipe,
+        "backward_group": pipe,
+        "embedding_group": ends,
+    }
+
+
+@pytest.mark.parametrize("sizes", UNEVEN, ids=str)
+def test_coordinates_and_groups_are_those_of_a_row_major_mesh(
+    configure: Configure, sizes: tuple[int, int, int]
+) -> None:
+    config = layout(configure, *sizes)
+
+    def run(rank: int, _: int) -> object:
+        parallel = start(config)
+        members, totals = {}, {}
+        for name in GROUPS:
+            group = getattr(parallel, name)
+            members[name] = group and dist.get_process_group_ranks(group)
+            if group is not None:
+                total = torch.tensor(10.0**rank)
+                dist.all_reduce(total, group=group)
+                totals[name] = total.item()
+        apart = parallel.forward_group is not parallel.backward_group or sizes[0] == 1
+        place = (parallel.rank, parallel.stage, parallel.data_rank, parallel.num_data_ranks)
+        ends = (parallel.is_first, parallel.is_last)
+        return members, totals, apart, place, ends, parallel.num_stages
+
+    pp, dp, ep = sizes
+    for rank, got in enumerate(run_ranks(run, 6)):
+        members, totals, apart, place, ends, num_stages = got  # type: ignore[misc]
+        expected = expected_groups(pp, dp, ep, rank)
+        assert members == expected, rank
+        assert totals == {n: sum(10.0**r for r in m) for n, m in expected.items() if m}, rank
+        stage, data_rank = divmod(rank, dp * ep)
+        assert place == (rank, stage, data_rank, dp * ep)
+        assert ends == (stage == 0, stage == pp - 1)
+        assert num_stages == pp
+        assert apart, "one direction would wait for the other"
+
+
+def test_the_mesh_of_a_stage_holds_its_ranks_alone(configure: Configure) -> None:
+    config = layout(configure, 2, 1, 3)
+
+    def run(rank: int, _: int) -> object:
+        mesh = start(config).stage_mesh
+        return mesh.size, mesh.coordinate(rank)
+
+    stages = run_ranks(run, 6)
+    assert stages == [(3, {"dp": 0, "ep": rank % 3}) for rank in range(6)]
+
+
+def test_the_mesh_of_a_configuration_is_made_without_ranks(configure: Configure) -> None:
+    mesh = make_mesh(layout(configure, 3, 2, 1).parallel)
+    assert mesh.size == 6
+    assert mesh.coordinate(4) == {"pp": 2, "dp": 0, "ep": 0}
+    assert list(map(list, mesh.groups("pp"))) == [[0, 2, 4], [1, 3, 5]]
+
+
+def test_another_number_of_ranks_is_refused_on_every_rank_with_the_sizes(
+    configure: Configure,
+) -> None:
+    config = layout(configure, 3, 2, 1)
+    outcomes = collect_ranks(lambda *_: start(config), 2)
+    for outcome in outcomes:
+        assert outcome.error_type is not None and outcome.error is not None
+        assert outcome.error.strip().endswith(
+            "the job has 2 ranks but parallel.pp=3 x dp=2 x ep=1 needs 6; "
+            "start 6 ranks or change the sizes"
+        )
+
+
+def test_only_members_get_the_group_that_all_ranks_make() -> None:
+    def run(rank: int, _: int) -> list[int] | None:
+        group = own_group([2, 0], rank, timedelta(seconds=30))
+        return group and dist.get_process_group_ranks(group)
+
+    assert run_ranks(run, 3) == [[0, 2], None, [0, 2]]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_without_a_cuda_device_auto_is_the_cpu_and_cuda_is_refused() -> None:
+    assert choose_device("auto") == choose_device("cpu") == torch.device("cpu")
+    message = "train.device='cuda' but torch sees no CUDA device; use 'auto' or 'cpu'"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        choose_device("cuda")

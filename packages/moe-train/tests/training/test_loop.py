@@ -1,0 +1,310 @@
+"""The loop over real ranks: what it does, in which order, and where it stops and goes on."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from moe_train.checkpoint import TrainerState, newest_checkpoint, read_state
+from moe_train.config import Config
+from moe_train.data import prepare
+from moe_train.launch import StopFlag
+from moe_train.optim import learning_rate
+from moe_train.parallel import start
+from moe_train.report import MetricsLog, ProgressLine
+from moe_train.report.metrics import read_metrics
+from moe_train.training.build import build_training
+from moe_train.training.loop import Position, Reporter, TrainingLoop, step_metrics
+from moe_train.training.sources import open_splits
+from moe_train.training.step import StepResult
+from ranktest import run_ranks
+
+Configure = Callable[..., Config]
+
+
+class WatchedLog(MetricsLog):
+    """Writes as usual, and notes which checkpoints are there at that moment."""
+
+    def __init__(self, config: Config, then: Callable[[int], None] | None, step: int) -> None:
+        self.folder = Path(config.train.output_dir)
+        super().__init__(self.folder, tensorboard=False, resume_step=step)
+        self.events: list[tuple[int, str, list[int]]] = []
+        self.then = then
+
+    def write(self, step: int, values: object) -> None:
+        kind = "validation" if "validation_loss" in values else "step"  # type: ignore[operator]
+        saved = sorted(int(path.name.split("-")[1]) for path in self.folder.glob("checkpoint-*"))
+        self.events.append((step, kind, saved))
+        super().write(step, values)  # type: ignore[arg-type]
+        if self.then is not None:
+            self.then(step)
+
+
+class Ran:
+    """What one rank's loop left."""
+
+    def __init__(
+        self, saved: Path | None, position: Position, events: list[tuple[int, str, list[int]]]
+    ) -> None:
+        self.saved, self.position, self.events = saved, position, events
+
+
+def run_loop(
+    config: Config,
+    *,
+    asks: Callable[[int, StopFlag], Callable[[int], None] | None] = lambda *_: None,
+    resume: bool = False,
+) -> list[Ran]:
+    """Run the loop on every rank.
+
+    Args:
+        asks: given the rank and its flag before the loop; returns what to call after each line of
+            the metrics.
+        resume: go on from the newest checkpoint.
+    """
+    prepare(config)
+
+    def on_rank(rank: int, _: int) -> Ran:
+        training = build_training(config, start(config))
+        position = Position()
+        if resume:
+            source = newest_checkpoint(Path(config.train.output_dir))
+            assert source is not None
+            state = training.checkpointer.load(source)
+            position = Position(state.step, state.consumed_samples)
+        stop = StopFlag()
+        then = asks(rank, stop)
+        reporter = None
+        if rank == 0:
+            log = WatchedLog(config, then, position.step)
+            reporter = Reporter(log, ProgressLine(config.train.max_steps, "off"))
+        saved = TrainingLoop(config, training, reporter, position).run(stop)
+        if reporter is not None:
+            reporter.close()
+        return Ran(saved, position, [] if reporter is None else log.events)
+
+    return run_ranks(on_rank, config.world_size, timeout_s=120)  # type: ignore[return-value]
+
+
+def metrics(config: Config) -> list[dict[str, object]]:
+    return list(read_metrics(Path(config.train.output_dir) / "metrics.jsonl"))
+
+
+def losses(config: Config) -> dict[object, object]:
+    return {line["step"]: line["loss"] for line in metrics(config) if "loss" in line}
+
+
+def test_each_step_is_reported_then_validated_then_saved(configure: Configure) -> None:
+    config = configure(
+        "train.max_steps=5",
+        "train.validation_interval_steps=2",
+        "checkpoint.interval_steps=2",
+        "checkpoint.save_total_limit=9",
+    )
+    (ran,) = run_loop(config)
+    assert ran.events == [
+        (1, "step", []),
+        (2, "step", []),
+        (2, "validation", []),
+        (3, "step", [2]),
+        (4, "step", [2]),
+        (4, "validation", [2]),
+        (5, "step", [2, 4]),
+        (5, "validation", [2, 4]),
+    ]
+    folder = Path(config.train.output_dir)
+    assert ran.saved == folder / "checkpoint-5"
+    assert {path.name for path in folder.glob("checkpoint-*")} == {
+        f"checkpoint-{step}" for step in (2, 4, 5)
+    }
+    assert (ran.position.step, ran.position.consumed_samples) == (5, 60)
+
+
+def test_without_intervals_the_end_alone_is_validated_and_saved(configure: Configure) -> None:
+    config = configure("train.max_steps=3", "log.interval_steps=2")
+    (ran,) = run_loop(config)
+    assert ran.events == [(2, "step", []), (3, "step", []), (3, "validation", [])]
+    assert [path.name for path in Path(config.train.output_dir).glob("checkpoint-*")] == [
+        "checkpoint-3"
+    ]
+
+
+def test_old_checkpoints_leave_when_new_ones_are_complete(configure: Configure) -> None:
+    config = configure("checkpoint.interval_steps=1", "checkpoint.save_total_limit=2")
+    (ran,) = run_loop(config)
+    assert [saved for _, kind, saved in ran.events if kind == "step"] == [[], [1], [1, 2], [2, 3]]
+    assert {path.name for path in Path(config.train.output_dir).glob("checkpoint-*")} == {
+        "checkpoint-3",
+        "checkpoint-4",
+    }
+
+
+def test_a_checkpoint_says_where_the_run_stands(configure: Configure) -> None:
+    config = configure("train.max_steps=2", "train.seed=5")
+    (ran,) = run_loop(config)
+    assert ran.saved is not None
+    assert read_state(ran.saved) == TrainerState(
+        step=2,
+        consumed_samples=24,
+        data_fingerprint=prepare(config).fingerprint,
+        sequence_length=12,
+        seed=5,
+    )
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_any_ranks_request_ends_the_run_after_the_step_with_a_checkpoint_and_no_validation(
+    configure: Configure, asked: int
+) -> None:
+    config = configure("parallel.dp=2", "train.validation_interval_steps=1")
+
+    def asks(rank: int, stop: StopFlag) -> None:
+        if rank == asked:
+            stop.request()
+
+    ranks = run_loop(config, asks=asks)
+    folder = Path(config.train.output_dir)
+    assert [ran.saved for ran in ranks] == [folder / "checkpoint-1"] * 2
+    assert [ran.position for ran in ranks] == [Position(1, 12)] * 2
+    assert ranks[0].events == [(1, "step", [])]
+    assert read_state(folder / "checkpoint-1").step == 1
+
+
+def test_a_request_between_steps_is_answered_after_the_next_one(configure: Configure) -> None:
+    config = configure("train.max_steps=9", "train.validation_interval_steps=3")
+
+    def asks(_: int, stop: StopFlag) -> Callable[[int], None]:
+        return lambda step: stop.request() if step == 2 else None
+
+    (ran,) = run_loop(config, asks=asks)
+    assert [event[:2] for event in ran.events] == [(1, "step"), (2, "step"), (3, "step")]
+    assert ran.saved == Path(config.train.output_dir) / "checkpoint-3"
+
+
+def test_a_run_that_stopped_goes_on_with_the_next_sample_as_if_it_had_not(
+    configure: Configure, tmp_path: Path
+) -> None:
+    whole = configure("parallel.pp=2", f"train.output_dir={tmp_path / 'whole'}")
+    run_loop(whole)
+    parts = configure("parallel.pp=2", f"train.output_dir={tmp_path / 'parts'}")
+
+    def asks(rank: int, stop: StopFlag) -> Callable[[int], None]:
+        return lambda step: stop.request() if step == 1 else None
+
+    stopped = run_loop(parts, asks=asks)
+    assert [ran.position for ran in stopped] == [Position(2, 24)] * 2
+    resumed = run_loop(parts, resume=True)
+    assert [event[:2] for event in resumed[0].events] == [
+        (3, "step"),
+        (4, "step"),
+        (4, "validation"),
+    ]
+    assert [ran.position for ran in resumed] == [Position(4, 48)] * 2
+    assert losses(parts) == losses(whole)
+    compared = [
+        (line["lr"], line["consumed_samples"], line["grad_norm"])
+        for line in metrics(whole)
+        if "loss" in line
+    ]
+    again = [
+        (line["lr"], line["consumed_samples"], line["grad_norm"])
+        for line in metrics(parts)
+        if "loss" in line
+    ]
+    assert again == compared
+    assert metrics(parts)[-1] == metrics(whole)[-1], "the validation at the end"
+
+
+def test_a_run_at_its_last_step_does_nothing(configure: Configure) -> None:
+    config = configure("train.max_steps=1")
+    run_loop(config)
+    (ran,) = run_loop(config, resume=True)
+    assert (ran.saved, ran.events, ran.position) == (None, [], Position(1, 12))
+
+
+def test_figures_of_a_step_have_its_rate_and_speed(configure: Configure) -> None:
+    config = configure("optimizer.warmup_steps=2")
+    run_loop(config)
+    steps = [line for line in metrics(config) if "loss" in line]
+    rates = [learning_rate(step, 4, config.optimizer) for step in (1, 2, 3, 4)]
+    assert rates[0] == 0.005 and rates[1] == 0.01 > rates[2] > rates[3]
+    assert [line["lr"] for line in steps] == rates
+    for line in steps:
+        assert 0 <= line["data_time_s"] <= line["step_time_s"]  # type: ignore[operator]
+        assert line["tokens_per_s"] == pytest.approx(12 * 12 / line["step_time_s"])  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("layout", [(), ("parallel.dp=2",), ("parallel.pp=2", "parallel.ep=2")])
+def test_the_validation_loss_is_the_plain_mean_over_the_first_sequences(
+    configure: Configure, layout: tuple[str, ...]
+) -> None:
+    """Of 17 sequences, which fill one batch of 12 and a part of the next."""
+    base = ("train.max_steps=1", "train.validation_sequences=17", "optimizer.lr=1e-30")
+    config = configure(*base, *layout)
+    run_loop(config)
+    said = next(line for line in metrics(config) if "validation_loss" in line)
+
+    def plain(*_: int) -> float:
+        one = configure(*base)
+        stage = build_training(one, start(one)).runner.stage.eval()
+        _, split = open_splits(one, prepare(one))
+        assert split.num_sequences > 17
+        batch = split.batch(range(17))
+        with torch.no_grad():
+            hidden, _ = stage.hidden_states(batch.input_ids, batch.position_ids)
+            logits = stage.logits(hidden).flatten(0, 1).double()
+            return F.cross_entropy(logits, batch.labels.flatten()).item()
+
+    expected = run_ranks(plain, 1)[0]
+    assert said["validation_loss"] == pytest.approx(expected, rel=1e-6)
+    assert said["validation_perplexity"] == pytest.approx(math.exp(expected), rel=1e-5)  # type: ignore[arg-type]
+
+
+def test_a_stage_that_reads_no_tokens_runs_the_same_steps(
+    configure: Configure, tmp_path: Path
+) -> None:
+    one = configure(f"train.output_dir={tmp_path / 'one'}", num_hidden_layers=3)
+    three = configure(
+        "parallel.pp=3", f"train.output_dir={tmp_path / 'three'}", num_hidden_layers=3
+    )
+    run_loop(one)
+    ranks = run_loop(three)
+    assert [ran.position for ran in ranks] == [Position(4, 48)] * 3
+    expected = losses(one)
+    assert losses(three) == {step: pytest.approx(loss, rel=1e-5) for step, loss in expected.items()}
+    last, other = metrics(one)[-1], metrics(three)[-1]
+    assert last["validation_loss"] == pytest.approx(other["validation_loss"], rel=1e-5)
+
+
+def result(**changes: object) -> StepResult:
+    values: dict[str, object] = {
+        "loss": 2.5,
+        "aux_loss": 0.25,
+        "z_loss": 0.0,
+        "mtp_loss": 0.0,
+        "grad_norm": 1.5,
+        "num_tokens": 8,
+        "load_LE": [[4, 0, 2, 2], [0, 0, 0, 0], [2, 2, 2, 2]],
+        "stop_requested": False,
+    }
+    return StepResult(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_figures_name_the_layers_with_experts_and_the_busiest_expert() -> None:
+    assert step_metrics(result()) == {
+        "loss": 2.5,
+        "aux_loss": 0.25,
+        "grad_norm": 1.5,
+        "expert_load/0": [4, 0, 2, 2],
+        "expert_load/2": [2, 2, 2, 2],
+        "expert_load_max_over_mean": 2.0,
+    }
+    assert step_metrics(result(load_LE=[[0, 0]]))["expert_load_max_over_mean"] == 0
+
+
+def test_losses_that_most_jobs_lack_are_named_where_they_are() -> None:
+    figures = step_metrics(result(z_loss=0.5, mtp_loss=3.0))
+    assert (figures["z_loss"], figures["mtp_loss"]) == (0.5, 3.0)
