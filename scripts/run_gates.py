@@ -14,10 +14,14 @@ from gates.budgets import check_budgets, check_percentile
 from gates.cycles import check_cycles
 from gates.doors import check_doors, check_faces
 from gates.duplicates import check_duplicates
+from gates.habits import check_habits
+from gates.lines import check_lines
+from gates.repeats import check_repeats
 from gates.rooms import check_rooms
 from gates.source import Problem, read_sources
 from gates.tracked import check_tracked, tracked_files
 from gates.wheels import check_wheels
+from gates.words import GLOSSARY, check_words
 from workspace import ROOT, Package, read_packages
 
 Found = dict[str, list[Problem]]  # gate -> what it found
@@ -37,6 +41,10 @@ def run(root: Path, packages: tuple[Package, ...]) -> Found:
         "rooms": check_rooms(sources, stubs),
         "doors": check_doors(sources, stubs),
         "faces": check_faces(stubs),
+        "words": check_words(packages, sources, stubs, glossary=(root / GLOSSARY).read_text()),
+        "habits": check_habits(sources),
+        "repeats": check_repeats(sources),
+        "lines": check_lines(packages, root=root),
         "tracked files": check_tracked(tracked_files(root), root=root),
         "claims ledger": check_ledger(root),
     }

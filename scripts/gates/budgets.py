@@ -175,7 +175,7 @@ def _reraises(handler: ast.ExceptHandler) -> bool:
 
 
 def _noqa_without_reason(source: Source) -> Iterator[Problem]:
-    for comment in source.comments():
+    for comment in source.comments() if "noqa" in source.text else ():
         match = _NOQA.search(comment.string)
         if match and (match["codes"] is None or not re.search(r"\w{2}", match["reason"])):
             yield Problem(
