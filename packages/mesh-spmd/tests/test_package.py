@@ -1,7 +1,19 @@
 from pathlib import Path
 
+import pytest
+import torch.distributed as dist
+from torch.distributed.tensor import Shard
+
 import mesh_spmd
-from package_facts import check_import_is_cheap, check_names, run_examples
+from mesh_spmd import MeshSpmdError, MeshTypeError, ProcessMesh, Spec, choose_placements
+from package_facts import (
+    check_import_is_cheap,
+    check_name_table,
+    check_names,
+    check_tour,
+    check_wrong_types,
+    run_examples,
+)
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -16,3 +28,51 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
 
 def test_the_examples_of_the_readme_run() -> None:
     assert run_examples(README) > 0
+
+
+def test_the_readme_has_a_line_for_each_file_and_a_row_for_each_name() -> None:
+    check_tour(mesh_spmd, README)
+    check_name_table(mesh_spmd, README)
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        {},
+        {"global_shape": (8, 8)},
+        {"global_shape": (8, 8), "mesh": ProcessMesh((2,), ("ep",))},
+        {"global_shape": (8, 8), "spec": Spec(ProcessMesh((2,), ("ep",)), (Shard(0),))},
+        {"shape": (2,), "offset": (2,), "mesh": ProcessMesh((2,), ("ep",))},
+    ],
+)
+def test_arguments_of_a_wrong_type_are_named_by_an_error_of_the_package(right: dict) -> None:
+    takes = {
+        "Box": ("shape",),
+        "ProcessMesh": ("shape",),
+        "Spec": ("mesh",),
+        "all_boxes": ("global_shape",),
+        "choose_placements": ("global_shape", "mesh"),
+        "local_box": ("global_shape", "spec"),
+    }
+    given = {name: {a: right[a] for a in of if a in right} for name, of in takes.items()}
+    assert check_wrong_types(mesh_spmd, MeshSpmdError, given=given) == 7
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda mesh: mesh.coordinate([0]),
+        lambda mesh: mesh.rank_at(dp="first", ep=0),
+        lambda mesh: mesh.groups(["dp", "ep"]),
+        lambda mesh: mesh.submesh("dp", of=[0]),
+        lambda mesh: mesh.to_device_mesh(0),
+        lambda mesh: ProcessMesh.from_device_mesh(mesh),
+        lambda mesh: Spec.from_axes(mesh, Shard(0)),
+        lambda mesh: Spec.from_axes((2, 4), {"ep": Shard(0)}),
+        lambda mesh: choose_placements((8,), mesh, shard={"ep": "0"}),
+    ],
+)
+def test_methods_name_an_argument_of_a_wrong_type(call) -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(MeshTypeError):
+        call(ProcessMesh((2, 4), ("dp", "ep")))

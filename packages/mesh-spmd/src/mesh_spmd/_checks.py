@@ -1,10 +1,16 @@
-"""Checking of tuples of sizes, shared by meshes and tensors so that both give the same message."""
+"""Checks of arguments that several modules share, so that equal mistakes give equal messages."""
 
 import operator
 from collections.abc import Iterable
 from typing import SupportsIndex
 
 from mesh_spmd.errors import MeshTypeError, MeshValueError
+
+
+def check_kind(value: object, kind: type, rule: str) -> None:
+    """Raise MeshTypeError with the `rule` that is broken unless `value` is a `kind`."""
+    if not isinstance(value, kind):
+        raise MeshTypeError(f"{rule}, got the {type(value).__name__} {value!r}")
 
 
 def checked_sizes(

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mesh_spmd._checks import check_kind
 from mesh_spmd._torch_private import root_of
 from mesh_spmd.errors import MeshStateError
 from mesh_spmd.mesh import ProcessMesh
@@ -31,11 +32,13 @@ def axis_group(device_mesh: DeviceMesh, *axes: str) -> ProcessGroup:
     belongs to the root of `device_mesh` and lives as long as it.
 
     Raises:
+        MeshTypeError: `device_mesh` is no DeviceMesh, or an axis is not a string.
         MeshValueError: an axis is unknown or named twice; the mesh has no axis names; or its ranks
             do not ascend along several axes.
         MeshStateError: the calling rank is outside the mesh; or several axes are asked of a mesh
             that leaves out ranks of the default group, which torch needs to take part.
     """
+    check_kind(device_mesh, DeviceMesh, "axis_group needs torch's DeviceMesh")
     if device_mesh.get_coordinate() is None:
         raise MeshStateError(
             f"rank {dist.get_rank()} is not in the device mesh of shape {tuple(device_mesh.shape)} "

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import SupportsIndex, final
 
-from mesh_spmd._sizes import checked_sizes
+from mesh_spmd._checks import check_kind, checked_sizes
 from mesh_spmd.errors import MeshValueError
 from mesh_spmd.spec import Spec
 
@@ -79,13 +79,13 @@ def local_box(global_shape: Sequence[SupportsIndex], spec: Spec, rank: int) -> B
         rank: a global rank of the mesh.
 
     Raises:
-        MeshTypeError: `global_shape` does not hold integers.
+        MeshTypeError: `global_shape` does not hold integers, or `spec` is not a Spec.
         MeshValueError: a size is negative, a placement shards a dim that the tensor lacks, or
             `rank` is not in the mesh.
     """
     sizes = checked_sizes(global_shape, what="global_shape", smallest_size=0)
-    coordinate = spec.mesh.coordinate(rank)
-    return _box_at(sizes, _cuts(spec, len(sizes)), tuple(coordinate.values()))
+    cuts = _cuts(spec, len(sizes))
+    return _box_at(sizes, cuts, tuple(spec.mesh.coordinate(rank).values()))
 
 
 def all_boxes(global_shape: Sequence[SupportsIndex], spec: Spec) -> dict[int, Box]:
@@ -96,7 +96,7 @@ def all_boxes(global_shape: Sequence[SupportsIndex], spec: Spec) -> dict[int, Bo
         spec: the mesh and the placements.
 
     Raises:
-        MeshTypeError: `global_shape` does not hold integers.
+        MeshTypeError: `global_shape` does not hold integers, or `spec` is not a Spec.
         MeshValueError: a size is negative, or a placement shards a dim that the tensor lacks.
     """
     sizes = checked_sizes(global_shape, what="global_shape", smallest_size=0)
@@ -109,6 +109,7 @@ def all_boxes(global_shape: Sequence[SupportsIndex], spec: Spec) -> dict[int, Bo
 
 
 def _cuts(spec: Spec, ndim: int) -> list[_Cut]:
+    check_kind(spec, Spec, "spec must be a Spec")
     return [
         _Cut(dim, axis_index, spec.mesh.shape[axis_index])
         for axis_index, dim in enumerate(spec.sharded_dims(ndim))

@@ -19,7 +19,7 @@ from typing import SupportsIndex
 
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from mesh_spmd._sizes import checked_sizes
+from mesh_spmd._checks import check_kind, checked_sizes
 from mesh_spmd.errors import MeshValueError
 from mesh_spmd.mesh import ProcessMesh
 from mesh_spmd.spec import resolved_dim
@@ -47,12 +47,15 @@ def choose_placements(
         strict: raise instead of falling back.
 
     Raises:
-        MeshTypeError: `global_shape` does not hold integers.
+        MeshTypeError: `global_shape` or `shard` does not hold integers, or `mesh` is no mesh.
         MeshValueError: an axis is unknown or a dim is out of range; or, with `strict`, a size does
             not divide.
     """
     sizes = checked_sizes(global_shape, what="global_shape", smallest_size=0)
-    dim_of = {axis: resolved_dim(shard[axis], len(sizes), axis) for axis in _in_order(mesh, shard)}
+    check_kind(mesh, ProcessMesh, "mesh must be a ProcessMesh")
+    check_kind(shard, Mapping, "shard must map axes to tensor dims")
+    axes = mesh.sorted_axes(tuple(shard)) if shard else ()
+    dim_of = {axis: resolved_dim(shard[axis], len(sizes), axis) for axis in axes}
     kept: set[str] = set()
     for dim in sorted(set(dim_of.values())):
         wanted = tuple(axis for axis in dim_of if dim_of[axis] == dim)
@@ -61,10 +64,6 @@ def choose_placements(
             raise MeshValueError(_strict_message(sizes, dim, mesh, wanted, chosen))
         kept.update(chosen)
     return tuple(Shard(dim_of[axis]) if axis in kept else Replicate() for axis in mesh.axis_names)
-
-
-def _in_order(mesh: ProcessMesh, shard: Mapping[str, int]) -> tuple[str, ...]:
-    return mesh.sorted_axes(tuple(shard)) if shard else ()
 
 
 def _largest_that_divides(size: int, mesh: ProcessMesh, wanted: tuple[str, ...]) -> tuple[str, ...]:

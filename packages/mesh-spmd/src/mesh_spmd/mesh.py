@@ -14,7 +14,7 @@ axis varies fastest. Two meshes with equal fields are equal and hash alike, on e
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 from typing import SupportsIndex, final
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mesh_spmd._sizes import checked_sizes
+from mesh_spmd._checks import check_kind, checked_sizes
 from mesh_spmd.errors import MeshStateError, MeshTypeError, MeshValueError
 
 
@@ -112,6 +112,7 @@ class ProcessMesh:
         Raises:
             MeshValueError: `rank` is not in the mesh.
         """
+        check_kind(rank, SupportsIndex, "rank must be an integer")
         if rank not in self._index_of:
             raise MeshValueError(
                 f"rank {rank} is not in {self!r}, which holds {self._known_ranks()}"
@@ -182,6 +183,8 @@ class ProcessMesh:
         Raises:
             MeshValueError: no axis, an unknown axis, or the same axis twice.
         """
+        for axis in axes:
+            check_kind(axis, str, "an axis must be given by its name")
         if not axes or len(set(axes)) != len(axes):
             raise MeshValueError(
                 f"got axes {tuple(axes)}; name one or more of {', '.join(self.axis_names)}, "
@@ -205,6 +208,7 @@ class ProcessMesh:
                 `device_type` carries an index.
             MeshStateError: there is no default process group.
         """
+        check_kind(device_type, str, "device_type must be a string")
         if not device_type.isidentifier():
             raise MeshValueError(
                 f"device_type {device_type!r} is not a device type; give 'cpu' or 'cuda', no index"
@@ -237,6 +241,7 @@ class ProcessMesh:
         Raises:
             MeshValueError: the device mesh has no axis names.
         """
+        check_kind(device_mesh, DeviceMesh, "from_device_mesh needs torch's DeviceMesh")
         names = device_mesh.mesh_dim_names
         if names is None:
             raise MeshValueError(
@@ -266,6 +271,7 @@ class ProcessMesh:
         strides = self._strides()
         for axis, position in coordinate.items():
             size = self.axis_size(axis)
+            check_kind(position, SupportsIndex, f"the index along axis {axis!r} must be an integer")
             if not 0 <= position < size:
                 raise MeshValueError(
                     f"index {position} is outside axis {axis!r} of size {size}; "
@@ -302,6 +308,7 @@ def _checked_names(axis_names: Sequence[str]) -> tuple[str, ...]:
             f"axis_names must be a sequence of names, got the string {axis_names!r}; "
             f"write ({axis_names!r},) for one axis"
         )
+    check_kind(axis_names, Iterable, "axis_names must be a sequence of names")
     names = tuple(axis_names)
     if not all(isinstance(name, str) and name for name in names):
         raise MeshTypeError(f"axis_names must hold non-empty strings, got {names!r}")

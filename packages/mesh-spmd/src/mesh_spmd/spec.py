@@ -9,12 +9,13 @@ torch's own `DTensorSpec` is private and tied to a `DeviceMesh`; this one plans 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import SupportsIndex, final
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from mesh_spmd._checks import check_kind
 from mesh_spmd.errors import MeshTypeError, MeshValueError
 from mesh_spmd.mesh import ProcessMesh
 
@@ -37,6 +38,8 @@ class Spec:
     placements: tuple[Placement, ...]
 
     def __post_init__(self) -> None:
+        check_kind(self.mesh, ProcessMesh, "the mesh of a Spec must be a ProcessMesh")
+        check_kind(self.placements, Iterable, "placements must be a sequence")
         placements = tuple(self.placements)
         for placement in placements:
             _check_kind(placement)
@@ -55,6 +58,8 @@ class Spec:
             MeshTypeError: a placement is not torch's Shard, Replicate or Partial.
             MeshValueError: an axis is unknown.
         """
+        check_kind(mesh, ProcessMesh, "the mesh of a Spec must be a ProcessMesh")
+        check_kind(placements, Mapping, "placements must map axes to placements")
         for axis in placements:
             mesh.axis_index(axis)
         return cls(mesh, tuple(placements.get(axis, Replicate()) for axis in mesh.axis_names))
@@ -86,8 +91,10 @@ def resolved_dim(dim: int, ndim: int, axis: str) -> int:
     """Return `dim` counted from the front, for a tensor of `ndim` dims that `axis` shards.
 
     Raises:
+        MeshTypeError: `dim` is no integer.
         MeshValueError: `dim` is out of range.
     """
+    check_kind(dim, SupportsIndex, f"the dim that axis {axis!r} shards must be an integer")
     if not -ndim <= dim < ndim:
         raise MeshValueError(
             f"axis {axis!r} shards dim {dim}, but the tensor has {ndim} dims; "
