@@ -7,6 +7,8 @@ from gpu_alloc import AllocError
 @pytest.mark.parametrize(
     ("name", "builtin"),
     [
+        ("AllocValueError", ValueError),
+        ("AllocTypeError", TypeError),
         ("ConfigError", ValueError),
         ("InvalidFreeError", ValueError),
         ("TraceError", ValueError),

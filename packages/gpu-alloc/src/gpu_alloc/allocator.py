@@ -25,7 +25,15 @@ from typing import NamedTuple, TypeVar, final
 
 from gpu_alloc.block import Block
 from gpu_alloc.config import AllocatorConfig
-from gpu_alloc.errors import ClosedError, InvalidFreeError, OutOfMemoryError, ReentrantMallocError
+from gpu_alloc.errors import (
+    AllocTypeError,
+    AllocValueError,
+    ClosedError,
+    InvalidFreeError,
+    OutOfMemoryError,
+    ReentrantMallocError,
+    check_kind,
+)
 from gpu_alloc.policy import TwoPoolPolicy
 from gpu_alloc.snapshot import Snapshot, take_snapshot
 from gpu_alloc.sources import ChunkSource
@@ -36,9 +44,7 @@ _T = TypeVar("_T")
 
 
 class Allocation(NamedTuple):
-    """What `malloc` returns: the address, and the usable bytes from there on (the request,
-    padded).
-    """
+    """What `malloc` returns: the address, and the usable bytes from there on."""
 
     ptr: int
     size: int
@@ -53,7 +59,7 @@ class TwoPoolAllocator:
         memory of this allocator. The default collects Python garbage, which may hold the last
         reference to arrays.
 
-    Raises ValueError when the source aligns chunks to less than `alignment_size`, and
+    Raises AllocValueError when the source aligns chunks to less than `alignment_size`, and
     OutOfMemoryError when the pre-allocation does not fit.
     """
 
@@ -64,7 +70,9 @@ class TwoPoolAllocator:
         *,
         on_exhausted: Callable[[], object] = gc.collect,
     ) -> None:
+        check_kind(source, ChunkSource, "source must be a ChunkSource")
         self.config = AllocatorConfig.from_env() if config is None else config
+        check_kind(self.config, AllocatorConfig, "config must be an AllocatorConfig")
         self._policy = TwoPoolPolicy(source, self.config)
         self._on_exhausted = on_exhausted
         # Re-entrant, because a finalizer may run in the thread that holds it; `_busy` then tells
@@ -81,16 +89,19 @@ class TwoPoolAllocator:
     def malloc(self, nbytes: int, stream: int = 0) -> Allocation:
         """Hand out at least `nbytes` bytes for work on `stream` (any integer that names it).
 
-        Zero bytes give `Allocation(0, 0)`, which needs no free. Raises TypeError for a non-integer,
-        ValueError for a negative size, OutOfMemoryError with a report when nothing fits,
-        ReentrantMallocError when called from a finalizer or hook that runs inside this allocator,
-        ClosedError after `close()`.
+        Zero bytes give `Allocation(0, 0)`, which needs no free. Raises AllocTypeError for a size
+        that is no integer, AllocValueError for a negative one, OutOfMemoryError with a report when
+        nothing fits, ReentrantMallocError when called from a finalizer or hook that runs inside
+        this allocator, ClosedError after `close()`.
         """
-        requested = operator.index(nbytes)
+        try:
+            requested = operator.index(nbytes)
+        except TypeError:
+            raise AllocTypeError(f"malloc takes a number of bytes, got {nbytes!r}") from None
         if requested <= 0:
             if requested == 0:
                 return Allocation(0, 0)
-            raise ValueError(f"malloc of {requested} bytes; a size must be 0 or more")
+            raise AllocValueError(f"malloc of {requested} bytes; a size must be 0 or more")
         allocation = self._try_malloc(requested, stream, last_resort=False)
         if allocation is None:
             self._on_exhausted()
@@ -110,10 +121,10 @@ class TwoPoolAllocator:
         """
         if ptr == 0:
             return
-        block = self._live.pop(
-            ptr, None
-        )  # atomic: of two threads that free one pointer, one gets None
+        # Atomic: of two threads that free one pointer, one gets None.
+        block = self._live.pop(ptr, None)
         if block is None:
+            check_kind(ptr, int, "free takes the address that malloc returned")
             raise InvalidFreeError(
                 f"free of {ptr:#x}, which is not allocated here; it was freed before, or belongs "
                 "to another allocator"
@@ -140,9 +151,7 @@ class TwoPoolAllocator:
         )
 
     def close(self) -> None:
-        """Give everything idle back now and every other chunk once its last block is freed;
-        `malloc` then raises.
-        """
+        """Give idle chunks back now, others once their last block is freed; refuse `malloc`."""
 
         def close() -> None:
             self._closed = True
@@ -173,10 +182,11 @@ class TwoPoolAllocator:
         """Set the hard limit (0: none). A limit below what is held stops growth; it takes nothing
         away.
 
-        Raises ValueError for a negative limit.
+        Raises AllocValueError for a negative limit.
         """
+        check_kind(limit_bytes, int, "limit_bytes must be a whole number")
         if limit_bytes < 0:
-            raise ValueError(
+            raise AllocValueError(
                 f"limit_bytes={limit_bytes} is negative; give bytes, or 0 for no limit"
             )
         self._policy.limit_bytes = limit_bytes

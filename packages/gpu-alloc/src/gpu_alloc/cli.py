@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = _effective_config(arguments)
         status: int = arguments.run(arguments, config)
         return status
-    except (AllocError, ValueError, OSError) as error:
+    except (AllocError, OSError) as error:
         print(f"gpu-alloc: {error}", file=sys.stderr)
         return 2
 

@@ -29,8 +29,14 @@ from typing import Any, final
 from gpu_alloc.allocator import TwoPoolAllocator
 from gpu_alloc.config import AllocatorConfig
 from gpu_alloc.cupy_backend import CudaBackend, CupyBackend, import_cupy
-from gpu_alloc.errors import AllocError, CudaVersionWarning, OutOfMemoryError
-from gpu_alloc.sources import ChunkSource
+from gpu_alloc.errors import (
+    AllocError,
+    AllocValueError,
+    CudaVersionWarning,
+    OutOfMemoryError,
+    check_kind,
+)
+from gpu_alloc.sources import ChunkSource, round_up
 from gpu_alloc.stats import Stats
 
 
@@ -111,6 +117,7 @@ class CupyPool:
         self, config: AllocatorConfig | None = None, *, backend: CupyBackend | None = None
     ) -> None:
         self.config = AllocatorConfig.from_env() if config is None else config
+        check_kind(self.config, AllocatorConfig, "config must be an AllocatorConfig")
         self._backend = CudaBackend() if backend is None else backend
         self._allocators: dict[int, TwoPoolAllocator] = {}
         self._lock = threading.Lock()
@@ -128,7 +135,7 @@ class CupyPool:
         hooks = _hooks()
         if not hooks:
             return self._allocate(allocator, device_id, size)[0]
-        padded = -(-size // self.config.alignment_size) * self.config.alignment_size
+        padded = round_up(size, self.config.alignment_size)
         pointer = None
         ptr = lease_id = 0
         _call(hooks, "malloc_preprocess", device_id=device_id, size=size, mem_size=padded)
@@ -186,13 +193,13 @@ class CupyPool:
     def set_limit(self, size: int | None = None, fraction: float | None = None) -> None:
         """Set the current device's hard limit in bytes, or as a fraction of its memory; 0 is none.
 
-        Raises ValueError for both or neither, a negative size or a fraction outside [0, 1].
+        Raises AllocValueError for both or neither, a negative size or a fraction outside [0, 1].
         """
         if (size is None) == (fraction is None):
-            raise ValueError(f"set_limit(size={size}, fraction={fraction}): give exactly one")
+            raise AllocValueError(f"set_limit(size={size}, fraction={fraction}): give exactly one")
         if fraction is not None:
             if not 0 <= fraction <= 1:
-                raise ValueError(f"fraction={fraction} is outside [0, 1]")
+                raise AllocValueError(f"fraction={fraction} is outside [0, 1]")
             size = int(fraction * self._backend.total_bytes())
         self.allocator().set_limit(size or 0)
 

@@ -1,9 +1,8 @@
-"""The errors of this package, so that one `except AllocError` catches whatever it raises on
-purpose.
+"""The errors of this package: one `except AllocError` catches whatever it raises on purpose.
 
-Invariant: an error that a user's mistake causes is also a `ValueError` or `RuntimeError`, and
-running out of memory is also a `MemoryError`, so code that knows nothing of this package handles
-them as usual.
+Invariant: a wrong argument is also a `ValueError` or a `TypeError`, a call at the wrong time also a
+`RuntimeError`, and running out of memory also a `MemoryError`. So code that knows nothing of this
+package handles them as usual.
 
 >>> issubclass(OutOfMemoryError, MemoryError)
 True
@@ -19,13 +18,28 @@ class AllocError(Exception):
     """Base of every error that this package raises on purpose."""
 
 
+class AllocValueError(AllocError, ValueError):
+    """A value does not fit, for example a negative size."""
+
+
 @final
-class ConfigError(AllocError, ValueError):
+class AllocTypeError(AllocError, TypeError):
+    """An argument has the wrong type."""
+
+
+def check_kind(value: object, kind: type | tuple[type, ...], rule: str) -> None:
+    """Raise AllocTypeError with the `rule` that is broken unless `value` is a `kind`."""
+    if not isinstance(value, kind):
+        raise AllocTypeError(f"{rule}, got the {type(value).__name__} {value!r}")
+
+
+@final
+class ConfigError(AllocValueError):
     """A configuration value, or the text of `GPU_ALLOC_CONF`, cannot be used."""
 
 
 @final
-class InvalidFreeError(AllocError, ValueError):
+class InvalidFreeError(AllocValueError):
     """A pointer was freed that this allocator did not hand out, or that was freed before."""
 
 
@@ -40,7 +54,7 @@ class ClosedError(AllocError, RuntimeError):
 
 
 @final
-class TraceError(AllocError, ValueError):
+class TraceError(AllocValueError):
     """A trace file or a sequence of trace events contradicts itself or the format."""
 
 

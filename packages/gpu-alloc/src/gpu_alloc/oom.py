@@ -71,11 +71,11 @@ class OomReport:
                 f"{need} more than the {format_bytes(self.stats.reserved_bytes)} reserved exceeds "
                 "the limit of "
                 f"{format_bytes(self.limit_bytes)}; raise memory_limit_in_mb or keep less alive "
-                "(smaller micro-batch, "
+                "(smaller microbatch, "
                 "activation recompute)"
             )
         return (
-            f"the source has no room for {need} more; keep less alive (smaller micro-batch, "
+            f"the source has no room for {need} more; keep less alive (smaller microbatch, "
             "activation recompute, more "
             "ranks) or use a larger device"
         )

@@ -20,10 +20,10 @@ from typing import final
 
 from gpu_alloc.block import Block, Chunk
 from gpu_alloc.config import MIB, AllocatorConfig
-from gpu_alloc.errors import OutOfMemoryError
+from gpu_alloc.errors import AllocValueError, OutOfMemoryError
 from gpu_alloc.oom import OomReport
 from gpu_alloc.pool import Pool
-from gpu_alloc.sources import ChunkSource
+from gpu_alloc.sources import ChunkSource, round_up
 from gpu_alloc.stats import Stats
 
 
@@ -31,13 +31,13 @@ from gpu_alloc.stats import Stats
 class TwoPoolPolicy:
     """The pools and counters of one allocator.
 
-    Raises ValueError when the source aligns chunks to less than `alignment_size`, and
+    Raises AllocValueError when the source aligns chunks to less than `alignment_size`, and
     OutOfMemoryError when the pre-allocation does not fit.
     """
 
     def __init__(self, source: ChunkSource, config: AllocatorConfig) -> None:
         if config.alignment_size > source.alignment_bytes:
-            raise ValueError(
+            raise AllocValueError(
                 f"alignment_size={config.alignment_size} but the source aligns chunks to "
                 f"{source.alignment_bytes} bytes "
                 f"only; set alignment_size to at most {source.alignment_bytes}"
@@ -62,9 +62,7 @@ class TwoPoolPolicy:
         self._pre_allocate(self.large, config.large_pool_pre_alloc_in_mb * MIB)
 
     def take(self, *, requested: int, stream: int, last_resort: bool) -> Block | None:
-        """Place `requested` bytes (above 0), or return None. `last_resort` allows to break up the
-        pre-allocation.
-        """
+        """Place `requested` bytes or return None; `last_resort` may use up the pre-allocation."""
         size = self._padded(requested)
         pool = self._home(size)
         block = pool.take(size, stream)
@@ -83,9 +81,7 @@ class TwoPoolPolicy:
         return block
 
     def give(self, block: Block, *, drop_idle: bool) -> None:
-        """Take a block back; `drop_idle` gives its chunk back too when nothing else in it is in
-        use.
-        """
+        """Take a block back, and with `drop_idle` release its chunk when nothing in it is used."""
         chunk = block.chunk
         pool = self.pools[chunk.pool_index]
         pool.give(block)
@@ -94,9 +90,7 @@ class TwoPoolPolicy:
             self._release(pool, chunk)
 
     def release_idle(self, *, include_pre_allocated: bool) -> int:
-        """Give idle chunks of both pools and all streams back to the source; returns their
-        bytes.
-        """
+        """Give the idle chunks of all streams back to the source; returns their bytes."""
         released = 0
         for pool in self.pools:
             for chunk in pool.idle_chunks(include_pre_allocated=include_pre_allocated):
@@ -149,8 +143,8 @@ class TwoPoolPolicy:
     def _find_room(self, pool: Pool, size: int, stream: int, *, last_resort: bool) -> Block | None:
         """The order of the module's docstring, after the home pool's free list had nothing."""
         granularity = self._source.granularity_bytes
-        exact = _round_up(size, granularity)
-        chunk = max(exact, _round_up(pool.chunk_bytes, granularity))
+        exact = round_up(size, granularity)
+        chunk = max(exact, round_up(pool.chunk_bytes, granularity))
         if self._config.free_when_no_cache_hit:
             self.release_idle(include_pre_allocated=False)
         if self._grow(pool, chunk, stream):
@@ -180,7 +174,7 @@ class TwoPoolPolicy:
         return True
 
     def _pre_allocate(self, pool: Pool, size: int) -> None:
-        size = _round_up(size, self._source.granularity_bytes)
+        size = round_up(size, self._source.granularity_bytes)
         if size and not self._grow(pool, size, None, pre_allocated=True):
             report = self.report(size, 0, pool=pool)
             self.release_idle(include_pre_allocated=True)
@@ -190,7 +184,3 @@ class TwoPoolPolicy:
         pool.remove_chunk(chunk)
         self._num_source_calls += 1
         self._source.release(chunk.ptr, chunk.size)
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple

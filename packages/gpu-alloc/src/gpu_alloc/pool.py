@@ -21,9 +21,7 @@ from gpu_alloc.stats import PoolStats
 
 @final
 class Pool:
-    """Blocks of one size class. `chunk_bytes` is the least that its growth takes from the
-    source.
-    """
+    """Blocks of one size class, which grows by chunks of at least `chunk_bytes`."""
 
     def __init__(self, *, name: str, index: int, chunk_bytes: int) -> None:
         self.name = name
@@ -75,9 +73,7 @@ class Pool:
         return block
 
     def count_use(self, block: Block, requested: int) -> None:
-        """Count a block that `take` of this pool returned as handed out for a request of
-        `requested` bytes.
-        """
+        """Count a block that `take` returned as handed out for `requested` bytes."""
         block.requested = requested
         self.num_live += 1
         self.allocated_bytes += block.size

@@ -15,7 +15,7 @@ from typing import final
 
 from gpu_alloc.allocator import TwoPoolAllocator
 from gpu_alloc.config import AllocatorConfig
-from gpu_alloc.errors import OutOfMemoryError, TraceError
+from gpu_alloc.errors import AllocValueError, OutOfMemoryError, TraceError, check_kind
 from gpu_alloc.oom import OomReport
 from gpu_alloc.sources import AddressSource
 from gpu_alloc.stats import Stats
@@ -49,9 +49,10 @@ def replay(
     """Run `trace` on `capacity_bytes` of invented addresses (None: no limit) to its end or failure.
 
     Memory is granted in whole 2 MiB pages, as a GPU does. Raises TraceError naming the event for a
-    block that is allocated twice or freed without being allocated, and ValueError for a negative
-    capacity.
+    block that is allocated twice or freed without being allocated, and AllocValueError for a
+    negative capacity.
     """
+    check_kind(trace, Iterable, "trace must be a sequence of TraceEvents")
     source = AddressSource(capacity_bytes, granularity_bytes=_GRANULARITY_BYTES)
     num_events = 0
     oom: OomReport | None = None
@@ -93,16 +94,17 @@ def minimal_capacity(
     bisection.
 
     The search assumes that more memory never hurts; where a policy breaks that, the result is a
-    capacity that works and of which the next lower step fails. Raises ValueError for a resolution
-    below 1, TraceError as `replay` does.
+    capacity that works and of which the next lower step fails. Raises AllocValueError for a
+    resolution below 1, TraceError as `replay` does.
     """
+    check_kind(resolution_bytes, int, "resolution_bytes must be a whole number")
     if resolution_bytes < 1:
-        raise ValueError(
+        raise AllocValueError(
             f"resolution_bytes={resolution_bytes} is below 1; use for example {_GRANULARITY_BYTES}"
         )
     unlimited = replay(trace, config)
     if unlimited.oom is not None:
-        raise ValueError(
+        raise AllocValueError(
             f"the trace does not fit under the configuration's own limit: {unlimited.oom.remedy()}"
         )
     fails = unlimited.peak_live_bytes // resolution_bytes - 1
@@ -119,6 +121,7 @@ def minimal_capacity(
 def _apply(
     event: TraceEvent, index: int, allocator: TwoPoolAllocator, live: dict[int, int]
 ) -> None:
+    check_kind(event, TraceEvent, "a trace holds TraceEvents")
     if event.action == "alloc":
         if event.block_id in live:
             raise TraceError(

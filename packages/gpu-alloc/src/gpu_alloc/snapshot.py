@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import final
 
+from gpu_alloc.errors import check_kind
 from gpu_alloc.pool import Pool
 
 
@@ -29,9 +30,7 @@ class BlockView:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkView:
-    """One chunk of `pool` ("small" or "large") with its blocks by rising address; stream None is
-    not yet used.
-    """
+    """One chunk with its blocks by rising address; `stream` is None until a stream uses it."""
 
     pool: str
     stream: int | None
@@ -49,6 +48,10 @@ class Snapshot:
     alignment_size: int
     chunks: tuple[ChunkView, ...]
     free_entries: tuple[tuple[str, int | None, int, int], ...]
+
+    def __post_init__(self) -> None:
+        check_kind(self.chunks, tuple, "chunks must be a tuple of ChunkViews")
+        check_kind(self.free_entries, tuple, "free_entries must be a tuple")
 
 
 def take_snapshot(pools: Iterable[Pool], alignment_size: int) -> Snapshot:
@@ -84,6 +87,7 @@ def take_snapshot(pools: Iterable[Pool], alignment_size: int) -> Snapshot:
 
 def check_snapshot(snapshot: Snapshot) -> list[str]:
     """Every broken invariant as one sentence; empty when all hold."""
+    check_kind(snapshot, Snapshot, "snapshot must be a Snapshot")
     problems: list[str] = []
     ordered = sorted(snapshot.chunks, key=lambda chunk: chunk.ptr)
     for before, after in pairwise(ordered):

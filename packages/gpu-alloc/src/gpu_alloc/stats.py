@@ -11,6 +11,8 @@ is at least its present value.
 from dataclasses import dataclass
 from typing import final
 
+from gpu_alloc.errors import check_kind
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,18 +37,14 @@ class PoolStats:
 
     @property
     def fragmentation(self) -> float:
-        """Share of the free bytes outside the largest free block, from 0 (one block, or none free)
-        to below 1.
-        """
+        """Share of the free bytes outside the largest free block; 0 when nothing is free."""
         return 1.0 - self.largest_free_bytes / self.free_bytes if self.free_bytes else 0.0
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """Both pools, and the peaks of their sums (which the sum of the pools' peaks would
-    overstate).
-    """
+    """Both pools, and the peaks of their sums, which may be less than the sums of their peaks."""
 
     small: PoolStats
     large: PoolStats
@@ -54,6 +52,10 @@ class Stats:
     requested_peak_bytes: int = 0
     reserved_peak_bytes: int = 0
     num_source_calls: int = 0
+
+    def __post_init__(self) -> None:
+        for pool in (self.small, self.large):
+            check_kind(pool, PoolStats, "small and large must be PoolStats")
 
     @property
     def allocated_bytes(self) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
-from gpu_alloc.errors import TraceError
+from gpu_alloc.errors import TraceError, check_kind
 
 _FORMAT = "gpu-alloc-trace"
 _VERSION = 1
@@ -28,7 +28,7 @@ class TraceEvent:
     """One step: block `block_id` is taken with `size_bytes` for `stream`, or given back (its size
     is then ignored).
 
-    Raises TraceError (a ValueError) for an unknown action, a negative size or a field that is no
+    Raises TraceError for an unknown action, a negative size or a field that is no
     integer.
     """
 
@@ -57,6 +57,8 @@ def save_trace(events: Iterable[TraceEvent], path: str | os.PathLike[str]) -> in
     """Write the events, one JSON object a line, and return their number. The file appears whole or
     not at all.
     """
+    check_kind(events, Iterable, "events must be a sequence of TraceEvents")
+    check_kind(path, (str, os.PathLike), "path must be a str or a Path")
     target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     count = 0
@@ -64,6 +66,7 @@ def save_trace(events: Iterable[TraceEvent], path: str | os.PathLike[str]) -> in
         with partial.open("w", encoding="utf-8") as file:
             file.write(json.dumps({"format": _FORMAT, "version": _VERSION}) + "\n")
             for event in events:
+                check_kind(event, TraceEvent, "a trace holds TraceEvents")
                 record: dict[str, str | int] = {"action": event.action, "block_id": event.block_id}
                 record["size_bytes"] = event.size_bytes
                 if event.stream:
@@ -80,6 +83,7 @@ def load_trace(path: str | os.PathLike[str]) -> list[TraceEvent]:
     """Read a file that `save_trace` wrote. Raises TraceError naming file and line for whatever is
     not a trace.
     """
+    check_kind(path, (str, os.PathLike), "path must be a str or a Path")
     events: list[TraceEvent] = []
     with Path(path).open(encoding="utf-8") as file:
         try:
