@@ -7,3 +7,7 @@ from weight_convert import errors
 def test_every_error_is_caught_by_the_base_class_and_as_a_value_error(name: str) -> None:
     assert issubclass(getattr(errors, name), errors.WeightConvertError)
     assert issubclass(getattr(errors, name), ValueError)
+
+
+def test_a_wrong_type_is_a_type_error_as_well() -> None:
+    assert issubclass(errors.WeightConvertTypeError, TypeError)

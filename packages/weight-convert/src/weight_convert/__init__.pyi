@@ -16,9 +16,6 @@ from weight_convert.header import read_header as read_header
 from weight_convert.inspection import Summary as Summary
 from weight_convert.inspection import inspect as inspect
 from weight_convert.plan import ConversionPlan as ConversionPlan
-from weight_convert.plan import Extent as Extent
-from weight_convert.plan import TargetFile as TargetFile
 from weight_convert.plan import plan_conversion as plan_conversion
-from weight_convert.verification import Difference as Difference
 from weight_convert.verification import VerifyReport as VerifyReport
 from weight_convert.verification import verify as verify

@@ -16,29 +16,24 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from weight_convert._checks import Record, checked_path
 from weight_convert.errors import CorruptFileError, UnknownFamilyError, WeightConvertError
 from weight_convert.families import FamilySpec, get_spec
-from weight_convert.header import read_header
+from weight_convert.header import TensorEntry, read_header
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 CONFIG_NAME = "config.json"
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5"})
-# A list of the source's file checksums; every line of it about weights would be false in the
-# output.
+# Checksums of the source's files, which would be false for the output.
 _STALE_NAMES = frozenset({"manifest.json"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SourceTensor:
-    """One stored tensor; `file` indexes `Catalog.files`, `offset_bytes` starts at the file's."""
+class SourceTensor(TensorEntry):
+    """One stored tensor of a directory; `file` indexes `Catalog.files`."""
 
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
     file: int
-    offset_bytes: int
-    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +45,7 @@ class LeftOut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Catalog:
+class Catalog(Record):
     """A model directory as read by `read_catalog`.
 
     Attributes:
@@ -74,7 +69,7 @@ class Catalog:
     left_out: tuple[LeftOut, ...]
 
 
-def read_catalog(directory: Path) -> Catalog:
+def read_catalog(directory: Path | str) -> Catalog:
     """Read the headers, the index and `config.json` of a model directory.
 
     Raises:
@@ -83,7 +78,7 @@ def read_catalog(directory: Path) -> Catalog:
         CorruptFileError: a damaged weight file, index or config; a tensor that the index names but
             the file lacks; a tensor stored twice.
     """
-    _require_directory(directory)
+    directory = _checked_directory(directory)
     index = _read_index(directory)
     files = tuple(sorted(set(index["weight_map"].values()))) if index else (SINGLE_NAME,)
     tensors, metadata = _read_tensors(directory, files)
@@ -102,7 +97,7 @@ def read_catalog(directory: Path) -> Catalog:
     )
 
 
-def detect_spec(directory: Path) -> FamilySpec:
+def detect_spec(directory: Path | str) -> FamilySpec:
     """Return the family spec that `config.json` of a model directory names by its `model_type`.
 
     Raises:
@@ -110,20 +105,22 @@ def detect_spec(directory: Path) -> FamilySpec:
         UnknownFamilyError: there is no `config.json`, it has no `model_type`, or no spec is known.
         CorruptFileError: `config.json` is not a JSON object.
     """
-    _require_directory(directory)
-    model_type = _read_json_object(directory / CONFIG_NAME, required=False).get("model_type")
+    config = _checked_directory(directory) / CONFIG_NAME
+    model_type = _read_json_object(config, required=False).get("model_type")
     if not isinstance(model_type, str):
         raise UnknownFamilyError(
-            f"{directory / CONFIG_NAME} names no model_type; name the family yourself "
+            f"{config} names no model_type; name the family yourself "
             f'(spec=get_spec("..."), or --model-type on the command line)'
         )
     return get_spec(model_type)
 
 
-def _require_directory(directory: Path) -> None:
-    """Raise unless `directory` is one."""
-    if not directory.is_dir():
-        raise WeightConvertError(f"{directory} is not a directory; give a model directory")
+def _checked_directory(directory: Path | str) -> Path:
+    """Return the path of a directory that is there."""
+    path = checked_path(directory)
+    if not path.is_dir():
+        raise WeightConvertError(f"{path} is not a directory; give a model directory")
+    return path
 
 
 def _read_json_object(path: Path, *, required: bool) -> dict[str, Any]:

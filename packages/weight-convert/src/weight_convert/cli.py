@@ -63,7 +63,6 @@ def parse_size(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Build the parser with all sub-commands."""
     parser = argparse.ArgumentParser(
         prog="weight-convert",
         description="Convert MoE checkpoints between fused and per-expert form, bit for bit.",
@@ -115,7 +114,6 @@ def _spec(args: argparse.Namespace) -> FamilySpec | None:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    """Run `convert`."""
     src = Path(args.src)
     started_s = time.perf_counter()
     report = convert(
@@ -145,7 +143,6 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    """Run `verify`."""
     report = verify(args.a, args.b, spec=_spec(args))
     for difference in report.differences[:_SHOWN_DIFFERENCES]:
         print(f"{difference.key}: {difference.detail}")
@@ -157,7 +154,6 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    """Run `inspect`."""
     summary = inspect(args.directory, spec=_spec(args))
     dtypes = ", ".join(f"{name} {size:,} bytes" for name, size in summary.bytes_by_dtype.items())
     print(f"family      {summary.model_type}")

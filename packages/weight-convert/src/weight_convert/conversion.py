@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from weight_convert._checks import Record, checked_path
 from weight_convert.catalog import INDEX_NAME, LeftOut, read_catalog
 from weight_convert.copying import OpenFiles, copy_bytes
 from weight_convert.errors import CorruptFileError, WeightConvertError
@@ -27,6 +28,7 @@ from weight_convert.plan import (
     ConversionPlan,
     Form,
     TargetFile,
+    check_arguments,
     plan_conversion,
 )
 from weight_convert.staging import fsync_path, refuse_existing, staged_directory
@@ -35,15 +37,18 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class Report(Record):
     """What a conversion did, or with `dry_run` will do; the sizes are exact in both cases.
 
     Attributes:
-        dst: the output directory. to: the form of its experts. dry_run: True when nothing was
-        written. files: (name, bytes) of every file of the output. num_source_tensors: tensors of
-        the source. num_tensors: tensors of the output. num_regrouped: those of them that are a
-        fusion or a slice of source tensors; 0 means that the
-            source already had this form and was only dealt to files anew.
+        dst: the output directory.
+        to: the form of its experts.
+        dry_run: True when nothing was written.
+        files: (name, bytes) of every file of the output.
+        num_source_tensors: tensors of the source.
+        num_tensors: tensors of the output.
+        num_regrouped: those of them that are a fusion or a slice of source tensors; 0 means that
+            the source had this form already and only its files are new.
         data_bytes: bytes of all tensors, the same before and after.
         left_out: files and folders of the source that are not in the output, with the reason.
         warnings: what deserves a look, in sentences.
@@ -94,11 +99,12 @@ def convert(
         TargetExistsError: `dst` exists or is being written.
         IncompleteExpertsError: experts are missing, doubled or differ in shape or dtype.
         CorruptFileError: a source file is damaged or changed meanwhile.
-        WeightConvertError: no weights in `src`, or not enough free space for the output.
-        ValueError: `to` or `max_shard_bytes` is not as described.
+        WeightConvertError: no weights in `src`, not enough free space for the output, or an
+            argument that is not as described.
         OSError: reading or writing failed. Whatever is raised, `dst` does not exist afterwards.
     """
-    source, target = Path(src), Path(dst)
+    source, target = checked_path(src), checked_path(dst)
+    check_arguments(spec, to, max_shard_bytes)
     if not dry_run:
         refuse_existing(target)
     catalog = read_catalog(source)

@@ -1,10 +1,8 @@
 """Copy byte ranges between files inside the kernel, in bounded memory.
 
-`os.sendfile` was the fastest on ext4 and tmpfs (Linux 6.18, extents of 96 KiB to 3 MiB, warm
-cache, best of six): 0.97 to 1.10 of `cp`'s time, `copy_file_range` 0.98 to 1.12, `pread`/`pwrite`
-through a 256 KiB buffer 1.15 to 1.30, through 4 MiB up to 1.12 but with a spread of 3x. It needs
-no memory of this process at all. Where the kernel cannot do it between two files, a small buffer
-takes its place.
+`os.sendfile` was the fastest on ext4 and tmpfs (Linux 6.18, warm cache): 0.97 to 1.10 of `cp`'s
+time, against 1.15 to 1.30 through a buffer of 256 KiB, and it needs no memory of this process.
+Where the kernel cannot do it between two files, a small buffer takes its place.
 
     copy_bytes(source_fd, target_fd, offset=4096, size_bytes=1 << 20, name="model.safetensors")
 """

@@ -1,4 +1,4 @@
-"""The errors of weight-convert: one base class, so that a caller can catch everything at once.
+"""The errors of weight-convert: one base class, which is a `ValueError` too.
 
     try:
         convert(src, dst, spec=get_spec("qwen3_moe"), to="fused")
@@ -11,6 +11,10 @@ Each message says which file or tensor, what was expected, what was found and wh
 
 class WeightConvertError(ValueError):
     """Base class of every error that this package raises on purpose."""
+
+
+class WeightConvertTypeError(WeightConvertError, TypeError):
+    """An argument has the wrong type."""
 
 
 class UnknownFamilyError(WeightConvertError):

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 
-from weight_convert.errors import UnknownFamilyError
+from weight_convert._checks import Record, check_kind
+from weight_convert.errors import UnknownFamilyError, WeightConvertError
 
 # E experts, P parts of a fused tensor, h rows of one part, d columns.
 _LAYER = r"(?P<layer>(?:.+\.)?layers\.\d+)"
@@ -31,7 +32,7 @@ _EXPERT = r"(?P<expert>0|[1-9]\d{0,17})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredView:
+class StoredView(Record):
     """One stored tensor as a box of one tensor in memory.
 
     Attributes:
@@ -48,7 +49,7 @@ class StoredView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FusedExperts:
+class FusedExperts(Record):
     """One fused tensor `[E, P*h, d]` and the stored tensors `[h, d]` that it is made of.
 
     Attributes:
@@ -62,16 +63,17 @@ class FusedExperts:
 
     def __post_init__(self) -> None:
         """Refuse templates that could not be read in both directions."""
+        Record.__post_init__(self)  # a dataclass with slots cannot use super()
         if not self.parts:
-            raise ValueError(f"{self.fused} needs at least one part")
+            raise WeightConvertError(f"{self.fused} needs at least one part")
         for name in (self.fused, *self.parts):
             if name.count("{layer}") != 1:
-                raise ValueError(f"template {name!r} must hold {{layer}} exactly once")
+                raise WeightConvertError(f"template {name!r} must hold {{layer}} exactly once")
         for name in self.parts:
             if name.count("{expert}") != 1:
-                raise ValueError(f"template {name!r} must hold {{expert}} exactly once")
+                raise WeightConvertError(f"template {name!r} must hold {{expert}} exactly once")
         if "{expert}" in self.fused or len(set(self.parts)) != len(self.parts):
-            raise ValueError(f"parts of {self.fused!r} must differ, and only they hold {{expert}}")
+            raise WeightConvertError(f"only the parts of {self.fused!r} hold {{expert}}, each once")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +92,7 @@ class ExpertPlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FamilySpec:
+class FamilySpec(Record):
     """How one family of models names its expert tensors; every other tensor maps to itself.
 
     Attributes:
@@ -117,8 +119,9 @@ class FamilySpec:
             tensor itself.
 
         Raises:
-            ValueError: a fused name whose shape is not `[E, P*h, d]` with E at least 1.
+            WeightConvertError: a fused name whose shape is not `[E, P*h, d]` with E at least 1.
         """
+        check_kind(shape, tuple, f"the shape of {name} must be a tuple")
         found = self.fused_group(name)
         if found is None:
             return (
@@ -127,7 +130,7 @@ class FamilySpec:
         layer, group = found
         num_parts = len(group.parts)
         if len(shape) != 3 or shape[0] < 1 or shape[1] % num_parts:
-            raise ValueError(
+            raise WeightConvertError(
                 f"{name} has shape {list(shape)}; expected [experts, {num_parts} * rows, columns] "
                 f"with at least one expert"
             )
@@ -145,6 +148,7 @@ class FamilySpec:
 
     def fused_group(self, name: str) -> tuple[str, FusedExperts] | None:
         """Return (layer path, group) when `name` is a fused expert tensor, else None."""
+        check_kind(name, str, "a tensor's name must be a string")
         for group in self.experts:
             match = _pattern(group.fused).fullmatch(name)
             if match is not None:
@@ -153,6 +157,7 @@ class FamilySpec:
 
     def locate(self, key: str) -> ExpertPlace | None:
         """Return the place of the stored tensor `key` in its fused tensor; None if it has none."""
+        check_kind(key, str, "a tensor's name must be a string")
         for group in self.experts:
             for part, template in enumerate(group.parts):
                 match = _pattern(template).fullmatch(key)
@@ -211,6 +216,7 @@ def get_spec(model_type: str) -> FamilySpec:
     Raises:
         UnknownFamilyError: no such family; the message names the nearest one and lists all.
     """
+    check_kind(model_type, str, "model_type must be a string")
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     near = get_close_matches(model_type, FAMILIES, n=1)

@@ -11,8 +11,7 @@ stated.
     header = read_header(Path("model.safetensors"))
     header.tensors[0].key, header.tensors[0].offset_bytes
 
-Format: https://github.com/huggingface/safetensors (the layout of written files follows version
-0.8).
+Format: https://github.com/huggingface/safetensors; files are laid out as version 0.8 does.
 """
 
 import json
@@ -24,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weight_convert.errors import CorruptFileError
+from weight_convert._checks import checked_path
+from weight_convert.errors import CorruptFileError, WeightConvertError
 
 # Bits of one element. The order is the library's: it writes tensors of later dtypes first, so
 # that each tensor is aligned to its element size.
@@ -81,13 +81,13 @@ def tensor_size_bytes(dtype: str, shape: Sequence[int]) -> int:
     """Return the bytes of a tensor.
 
     Raises:
-        ValueError: the dtype is not one of safetensors, or the elements do not fill whole bytes.
+        WeightConvertError: an unknown dtype, or elements that do not fill whole bytes.
     """
     if dtype not in DTYPE_BITS:
-        raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPE_BITS)}")
+        raise WeightConvertError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPE_BITS)}")
     bits = math.prod(shape) * DTYPE_BITS[dtype]
     if bits % 8:
-        raise ValueError(f"{dtype} of shape {list(shape)} does not fill whole bytes ({bits} bits)")
+        raise WeightConvertError(f"{dtype} {list(shape)} does not fill whole bytes ({bits} bits)")
     return bits // 8
 
 
@@ -96,15 +96,14 @@ def layout_order(dtype: str, key: str) -> tuple[int, str]:
     return -_DTYPE_ORDER[dtype], key
 
 
-def read_header(path: Path) -> FileHeader:
+def read_header(path: Path | str) -> FileHeader:
     """Read and check the header of the file `path`; no tensor data is read.
 
     Raises:
-        CorruptFileError: anything in the header is not as the format demands, or the file is
-        shorter
-            or longer than the header says.
+        CorruptFileError: the header breaks the format, or the file is not as long as it says.
         OSError: the file cannot be opened or read.
     """
+    path = checked_path(path)
     with path.open("rb") as file:
         size_bytes = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
@@ -134,8 +133,7 @@ def encode_header(
         metadata: free-form strings, left out when empty.
 
     Returns:
-        The bytes before the first tensor, padded with spaces to a multiple of 8, as the library
-        does.
+        The bytes before the first tensor, padded to a multiple of 8 as the library does.
     """
     fields: dict[str, object] = {_METADATA_KEY: dict(metadata)} if metadata else {}
     begin = 0

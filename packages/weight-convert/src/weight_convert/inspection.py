@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from weight_convert._checks import Record, check_kind
 from weight_convert.catalog import Catalog, detect_spec, read_catalog
 from weight_convert.errors import IncompleteExpertsError
 from weight_convert.families import FamilySpec
@@ -19,7 +20,7 @@ StoredForm = Literal["fused", "per_expert", "mixed", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class Summary(Record):
     """What `inspect` found.
 
     Attributes:
@@ -58,9 +59,9 @@ def inspect(directory: Path | str, *, spec: FamilySpec | None = None) -> Summary
         UnknownFamilyError: no spec is given and `config.json` names no known family.
         WeightConvertError: the directory is damaged or has no weights.
     """
-    path = Path(directory)
-    family = spec if spec is not None else detect_spec(path)
-    catalog = read_catalog(path)
+    check_kind(spec, (FamilySpec, type(None)), "spec must be a FamilySpec or None")
+    family = spec if spec is not None else detect_spec(directory)
+    catalog = read_catalog(directory)
     stored, fused, layers = collect_experts(catalog, family)
     counts = [1 + expert for members in stored.values() for expert, _ in members]
     counts += [tensor.shape[0] for tensor in fused.values() if tensor.shape]

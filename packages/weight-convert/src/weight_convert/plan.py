@@ -23,7 +23,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
 
+from weight_convert._checks import Record, check_kind
 from weight_convert.catalog import INDEX_NAME, SINGLE_NAME, Catalog
+from weight_convert.errors import WeightConvertError
 from weight_convert.families import FamilySpec
 from weight_convert.header import encode_header, layout_order
 from weight_convert.regroup import (
@@ -61,7 +63,7 @@ class TargetFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConversionPlan:
+class ConversionPlan(Record):
     """All that a conversion will do.
 
     Attributes:
@@ -101,13 +103,11 @@ def plan_conversion(
         max_shard_bytes: limit on the tensor bytes of one file; a bigger tensor gets its own file.
 
     Raises:
-        ValueError: `to` or `max_shard_bytes` is not as described.
+        WeightConvertError: an argument is not as described.
         IncompleteExpertsError: see `check_experts`.
     """
-    if to not in ("fused", "per_expert"):
-        raise ValueError(f"to={to!r}; expected 'fused' or 'per_expert'")
-    if max_shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes={max_shard_bytes}; expected at least 1")
+    check_kind(catalog, Catalog, "catalog must be a Catalog; read_catalog returns one")
+    check_arguments(spec, to, max_shard_bytes)
     check_experts(catalog, spec)
     regroup = fuse_experts if to == "fused" else split_experts
     tensors = sorted(regroup(catalog, spec), key=lambda tensor: tensor.order)
@@ -125,6 +125,16 @@ def plan_conversion(
         num_regrouped=sum(tensor.key not in catalog.tensors for tensor in tensors),
         warnings=_warnings(unmapped_expert_keys(catalog, spec)),
     )
+
+
+def check_arguments(spec: FamilySpec, to: str, max_shard_bytes: int) -> None:
+    """Raise WeightConvertError unless they are as `plan_conversion` describes them."""
+    check_kind(spec, FamilySpec, "spec must be a FamilySpec; get_spec returns one")
+    if to not in ("fused", "per_expert"):
+        raise WeightConvertError(f"to={to!r}; expected 'fused' or 'per_expert'")
+    check_kind(max_shard_bytes, int, "max_shard_bytes must be a whole number")
+    if max_shard_bytes < 1:
+        raise WeightConvertError(f"max_shard_bytes={max_shard_bytes}; expected at least 1")
 
 
 def _deal(tensors: Sequence[TargetTensor], max_shard_bytes: int) -> list[list[TargetTensor]]:

@@ -70,8 +70,7 @@ def split_experts(catalog: Catalog, spec: FamilySpec) -> list[TargetTensor]:
     """Return the tensors of the per-expert form, each a single piece of a source file.
 
     Raises:
-        IncompleteExpertsError: a fused tensor's shape is not `[E, P*h, d]`, or a tensor
-            exists in both forms.
+        IncompleteExpertsError: a fused tensor is not `[E, P*h, d]`, or a tensor has both forms.
     """
     return _unique(
         target for tensor in catalog.tensors.values() for target in _split_one(tensor, spec)
@@ -215,9 +214,8 @@ def _check_numbers(
 
 def _check_alike(tensors: Sequence[SourceTensor]) -> None:
     """Raise unless all tensors of a fused one are matrices of one shape and dtype."""
-    (shape, dtype), _ = Counter((tensor.shape, tensor.dtype) for tensor in tensors).most_common(1)[
-        0
-    ]
+    kinds = Counter((tensor.shape, tensor.dtype) for tensor in tensors)
+    ((shape, dtype), _), *_ = kinds.most_common(1)
     for tensor in tensors:
         if (tensor.shape, tensor.dtype) != (shape, dtype) or len(tensor.shape) != 2:
             raise IncompleteExpertsError(

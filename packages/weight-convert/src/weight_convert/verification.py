@@ -1,5 +1,4 @@
-"""Prove that two model directories hold the same tensors, bit for bit, whatever their forms and
-files.
+"""Prove that two model directories hold the same tensors, bit for bit, in any form and files.
 
 Both sides are read as their per-expert tensors, so a fused directory can be held against a
 per-expert one, and one file against many. Bytes are compared, never numbers: NaN, -0.0 and every
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from weight_convert._checks import Record, check_kind
 from weight_convert.catalog import Catalog, detect_spec, read_catalog
 from weight_convert.copying import OpenFiles
 from weight_convert.errors import CorruptFileError, UnknownFamilyError
@@ -31,7 +31,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyReport:
+class VerifyReport(Record):
     """Result of a comparison.
 
     Attributes:
@@ -65,7 +65,8 @@ def verify(a: Path | str, b: Path | str, *, spec: FamilySpec | None = None) -> V
         UnknownFamilyError: no spec is given and neither `config.json` names a known family.
         WeightConvertError: a directory is damaged or has no weights.
     """
-    catalogs = (read_catalog(Path(a)), read_catalog(Path(b)))
+    check_kind(spec, (FamilySpec, type(None)), "spec must be a FamilySpec or None")
+    catalogs = (read_catalog(a), read_catalog(b))
     family = spec if spec is not None else _common_spec(*catalogs)
     left, right = ({t.key: t for t in split_experts(side, family)} for side in catalogs)
     keys = sorted(left.keys() | right.keys(), key=natural_key)
@@ -93,7 +94,6 @@ def _common_spec(a: Catalog, b: Catalog) -> FamilySpec:
 
 
 def _open(catalog: Catalog) -> OpenFiles:
-    """Open the weight files of a catalog."""
     return OpenFiles([catalog.directory / name for name in catalog.files])
 
 
