@@ -3,7 +3,7 @@ from gpu_alloc.config import AllocatorConfig as AllocatorConfig
 from gpu_alloc.errors import AllocError as AllocError
 from gpu_alloc.errors import ConfigError as ConfigError
 from gpu_alloc.errors import InvalidFreeError as InvalidFreeError
-from gpu_alloc.errors import OutOfMemoryError as OutOfMemoryError
+from gpu_alloc.oom import OutOfMemoryError as OutOfMemoryError
 from gpu_alloc.replaying import minimal_capacity as minimal_capacity
 from gpu_alloc.replaying import replay as replay
 from gpu_alloc.snapshot import Snapshot as Snapshot

@@ -30,10 +30,10 @@ from gpu_alloc.errors import (
     AllocValueError,
     ClosedError,
     InvalidFreeError,
-    OutOfMemoryError,
     ReentrantMallocError,
     check_kind,
 )
+from gpu_alloc.oom import OutOfMemoryError
 from gpu_alloc.policy import TwoPoolPolicy
 from gpu_alloc.snapshot import Snapshot, take_snapshot
 from gpu_alloc.sources import ChunkSource

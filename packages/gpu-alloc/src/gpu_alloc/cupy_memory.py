@@ -33,9 +33,9 @@ from gpu_alloc.errors import (
     AllocError,
     AllocValueError,
     CudaVersionWarning,
-    OutOfMemoryError,
     check_kind,
 )
+from gpu_alloc.oom import OutOfMemoryError
 from gpu_alloc.sources import ChunkSource, round_up
 from gpu_alloc.stats import Stats
 

@@ -1,17 +1,14 @@
 """The errors of this package: one `except AllocError` catches whatever it raises on purpose.
 
 Invariant: a wrong argument is also a `ValueError` or a `TypeError`, a call at the wrong time also a
-`RuntimeError`, and running out of memory also a `MemoryError`. So code that knows nothing of this
-package handles them as usual.
+`RuntimeError`, and running out of memory (`oom.py`) also a `MemoryError`. So code that knows
+nothing of this package handles them as usual.
 
->>> issubclass(OutOfMemoryError, MemoryError)
+>>> issubclass(ConfigError, ValueError)
 True
 """
 
-from typing import TYPE_CHECKING, final
-
-if TYPE_CHECKING:
-    from gpu_alloc.oom import OomReport
+from typing import final
 
 
 class AllocError(Exception):
@@ -56,19 +53,6 @@ class ClosedError(AllocError, RuntimeError):
 @final
 class TraceError(AllocValueError):
     """A trace file or a sequence of trace events contradicts itself or the format."""
-
-
-class OutOfMemoryError(AllocError, MemoryError):
-    """No placement was found; `report` holds the numbers and the message a remedy."""
-
-    def __init__(self, report: "OomReport") -> None:
-        # Not super(): the CuPy adapter's subclass also has CuPy's error as a base, whose own
-        # constructor takes other arguments.
-        MemoryError.__init__(self, report.message())
-        self.report = report
-
-    def __reduce__(self) -> tuple[type["OutOfMemoryError"], tuple["OomReport"]]:
-        return OutOfMemoryError, (self.report,)
 
 
 @final

@@ -1,4 +1,4 @@
-"""The report of a request that found no memory: the numbers, and what to change.
+"""The error of a request that found no memory, with its report: the numbers, and what to change.
 
 Invariant: the remedy follows from the numbers in the same report, so a reader can check it.
 
@@ -9,6 +9,7 @@ Invariant: the remedy follows from the numbers in the same report, so a reader c
 from dataclasses import dataclass
 from typing import final
 
+from gpu_alloc.errors import AllocError
 from gpu_alloc.stats import PoolStats, Stats
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -98,6 +99,19 @@ class OomReport:
                 f"  remedy: {self.remedy()}",
             )
         )
+
+
+class OutOfMemoryError(AllocError, MemoryError):
+    """No placement was found; `report` holds the numbers and the message a remedy."""
+
+    def __init__(self, report: OomReport) -> None:
+        # Not super(): the CuPy adapter's subclass also has CuPy's error as a base, whose own
+        # constructor takes other arguments.
+        MemoryError.__init__(self, report.message())
+        self.report = report
+
+    def __reduce__(self) -> tuple[type["OutOfMemoryError"], tuple[OomReport]]:
+        return OutOfMemoryError, (self.report,)
 
 
 def _pool_line(name: str, pool: PoolStats) -> str:

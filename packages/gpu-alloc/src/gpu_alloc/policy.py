@@ -20,8 +20,8 @@ from typing import final
 
 from gpu_alloc.block import Block, Chunk
 from gpu_alloc.config import MIB, AllocatorConfig
-from gpu_alloc.errors import AllocValueError, OutOfMemoryError
-from gpu_alloc.oom import OomReport
+from gpu_alloc.errors import AllocValueError
+from gpu_alloc.oom import OomReport, OutOfMemoryError
 from gpu_alloc.pool import Pool
 from gpu_alloc.sources import ChunkSource, round_up
 from gpu_alloc.stats import Stats

@@ -15,8 +15,8 @@ from typing import final
 
 from gpu_alloc.allocator import TwoPoolAllocator
 from gpu_alloc.config import AllocatorConfig
-from gpu_alloc.errors import AllocValueError, OutOfMemoryError, TraceError, check_kind
-from gpu_alloc.oom import OomReport
+from gpu_alloc.errors import AllocValueError, TraceError, check_kind
+from gpu_alloc.oom import OomReport, OutOfMemoryError
 from gpu_alloc.sources import AddressSource
 from gpu_alloc.stats import Stats
 from gpu_alloc.trace import TraceEvent

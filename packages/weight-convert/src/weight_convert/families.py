@@ -73,7 +73,7 @@ class FusedExperts(Record):
             if name.count("{expert}") != 1:
                 raise WeightConvertError(f"template {name!r} must hold {{expert}} exactly once")
         if "{expert}" in self.fused or len(set(self.parts)) != len(self.parts):
-            raise WeightConvertError(f"only the parts of {self.fused!r} hold {{expert}}, each once")
+            raise WeightConvertError(f"parts of {self.fused!r} must differ; it lacks {{expert}}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
