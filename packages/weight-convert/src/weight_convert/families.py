@@ -73,7 +73,7 @@ class FusedExperts(Record):
             if name.count("{expert}") != 1:
                 raise WeightConvertError(f"template {name!r} must hold {{expert}} exactly once")
         if "{expert}" in self.fused or len(set(self.parts)) != len(self.parts):
-            raise WeightConvertError(f"parts of {self.fused!r} must differ; it lacks {{expert}}")
+            raise WeightConvertError(f"{self.fused!r} must not hold {{expert}}, nor a part twice")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
