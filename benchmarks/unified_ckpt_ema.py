@@ -26,14 +26,9 @@ import torch
 from unified_ckpt_stall import Compute, Memcpy, make_state, report, seconds, shards
 
 from ranktest import run_ranks
-from unified_ckpt import SaveError, Shard, load
-from unified_ckpt.background import (
-    AsyncSaver,
-    AsyncSaverConfig,
-    EmaConfig,
-    ZeroCostSaver,
-    async_save,
-)
+from unified_ckpt import AsyncSaver, AsyncSaverConfig, Shard, ZeroCostSaver, async_save, load
+from unified_ckpt.errors import SaveError
+from unified_ckpt.snapshots.average import EmaConfig
 
 SHAPES = {"w": (37, 290), "v": (4001,), "s": ()}
 LEGS = 10

@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from unified_ckpt import Shard
-from unified_ckpt.background import AsyncSaver, AsyncSaverConfig, ZeroCostSaver, async_save
+from unified_ckpt import AsyncSaver, AsyncSaverConfig, Shard, ZeroCostSaver, async_save
 
 MICRO_BATCHES = 8
 

@@ -23,7 +23,6 @@ import torch
 from ranktest import run_ranks
 from unified_ckpt import (
     CheckpointError,
-    CorruptCheckpointError,
     Shard,
     load,
     load_files,
@@ -31,6 +30,7 @@ from unified_ckpt import (
     save,
     verify_checkpoint,
 )
+from unified_ckpt.errors import CorruptCheckpointError
 
 LIMIT_S = 5.0
 

@@ -18,17 +18,11 @@ import pytest
 import torch
 
 from ranktest import collect_ranks
-from unified_ckpt import (
-    SaveError,
-    Shard,
-    get_last_checkpoint,
-    load,
-    rotate,
-    save,
-    verify_checkpoint,
-)
+from unified_ckpt import Shard, get_last_checkpoint, load, rotate, save, verify_checkpoint
 from unified_ckpt.background.async_saving import async_save
-from unified_ckpt.background.saver import AsyncSaver, AsyncSaverConfig
+from unified_ckpt.background.config import AsyncSaverConfig
+from unified_ckpt.background.saver import AsyncSaver
+from unified_ckpt.errors import SaveError
 
 NUMEL = 60_000
 MODES = ["one rank", "all ranks", "one saver"]

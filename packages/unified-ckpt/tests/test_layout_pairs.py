@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from ranktest import run_ranks
-from unified_ckpt import BoxMeta, Shard, load, plan_save, save, verify_checkpoint
+from unified_ckpt import Shard, load, save, verify_checkpoint
+from unified_ckpt.geometry import BoxMeta
 from unified_ckpt.geometry.layouts.layouts import (
     LocalBox,
     ParallelDegrees,
@@ -25,6 +26,7 @@ from unified_ckpt.geometry.layouts.layouts import (
     expert_shards,
     rank_box,
 )
+from unified_ckpt.plans import plan_save
 
 
 class Scene:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from ranktest import run_ranks
-from unified_ckpt import LoadError, Shard, load, read_index, save
+from unified_ckpt import Shard, load, read_index, save
+from unified_ckpt.errors import LoadError
 from unified_ckpt.options import LoadOptions, SaveOptions
 from unified_ckpt.plans.checkpoint.directory import list_parts
 

@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 
 from ranktest import collect_ranks
-from unified_ckpt import SaveError, Shard, load, verify_checkpoint
+from unified_ckpt import Shard, load, verify_checkpoint
 from unified_ckpt.background.async_saving import async_save
 from unified_ckpt.background.config import AsyncSaverConfig
 from unified_ckpt.background.saver import AsyncSaver
 from unified_ckpt.background.zero_cost import ZeroCostSaver
+from unified_ckpt.errors import SaveError
 
 ROWS, COLUMNS = 300, 1000
 CONFIG = AsyncSaverConfig(timeout_s=20.0, start_timeout_s=60.0, orphan_grace_s=1.0)

@@ -134,7 +134,7 @@ def _inspect(directory: Path, *, keys: bool) -> int:
 
 
 def _verify(directory: Path) -> int:
-    from unified_ckpt.run import verify_checkpoint
+    from unified_ckpt.plans.checkpoint import verify_checkpoint
 
     report = verify_checkpoint(directory)
     for problem in report.problems:

@@ -10,20 +10,12 @@ import pytest
 import torch
 
 from ranktest import run_ranks
-from unified_ckpt import (
-    SaveArgumentError,
-    SaveError,
-    Shard,
-    get_last_checkpoint,
-    load,
-    load_files,
-    save,
-    verify_checkpoint,
-)
+from unified_ckpt import Shard, get_last_checkpoint, load, load_files, save, verify_checkpoint
 from unified_ckpt.background.async_saving import async_save
 from unified_ckpt.background.config import AsyncSaverConfig
 from unified_ckpt.background.process import SaverProcess
 from unified_ckpt.background.saver import AsyncSaver
+from unified_ckpt.errors import SaveArgumentError, SaveError
 from unified_ckpt.options import SaveOptions
 
 ROWS, COLUMNS = 40, 1000

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from unified_ckpt.background.config import AsyncSaverConfig
-from unified_ckpt.background.ema import EmaConfig
+from unified_ckpt.snapshots.average.ema import EmaConfig
 
 
 @pytest.mark.parametrize(

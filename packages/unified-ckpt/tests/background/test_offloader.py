@@ -3,10 +3,11 @@ import threading
 import pytest
 import torch
 
-from unified_ckpt import SaveError, Shard
+from unified_ckpt import Shard
 from unified_ckpt.background.offloader import Offloader
-from unified_ckpt.background.shared_memory import SharedMemory
-from unified_ckpt.background.staging import StagingLayout
+from unified_ckpt.errors import SaveError
+from unified_ckpt.snapshots.shared_memory import SharedMemory
+from unified_ckpt.snapshots.staging import StagingLayout
 
 
 def whole(key: str, tensor: torch.Tensor) -> Shard:

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from unified_ckpt import SaveError, Shard, load
+from unified_ckpt import Shard, load
 from unified_ckpt.background.async_saving import async_save
+from unified_ckpt.background.pending_saves import Ticket
 from unified_ckpt.background.saver import AsyncSaver
-from unified_ckpt.background.tickets import Ticket
 from unified_ckpt.background.zero_cost import ZeroCostSaver
+from unified_ckpt.errors import SaveError
 
 
 def shards(tensors: dict[str, torch.Tensor]) -> list[Shard]:

@@ -7,9 +7,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
-from unified_ckpt import CorruptCheckpointError, Shard, load, save
+from unified_ckpt import Shard, load, save
 from unified_ckpt.dcp.reader import UnifiedStorageReader
 from unified_ckpt.dcp.writer import UnifiedStorageWriter
+from unified_ckpt.errors import CorruptCheckpointError
 from unified_ckpt.options import SaveOptions
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

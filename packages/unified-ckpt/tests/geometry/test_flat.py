@@ -7,8 +7,8 @@ import torch
 
 from ranktest import run_ranks
 from unified_ckpt import Shard, load, save
-from unified_ckpt.geometry.boxes import check_tiling
 from unified_ckpt.geometry.flat import flat_boxes, flat_buffer_ranges
+from unified_ckpt.geometry.regions import check_tiling
 from unified_ckpt.geometry.tensors.memory import narrow_box
 
 

@@ -4,7 +4,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from ranktest import run_ranks
-from unified_ckpt import BoxMeta, Shard
+from unified_ckpt import Shard
+from unified_ckpt.geometry import BoxMeta
 
 
 def test_a_shard_describes_its_box() -> None:

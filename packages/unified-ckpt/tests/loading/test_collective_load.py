@@ -8,15 +8,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from unified_ckpt import (
-    CorruptCheckpointError,
-    LoadError,
-    Shard,
-    load,
-    load_files,
-    read_index,
-    save,
-)
+from unified_ckpt import Shard, load, load_files, read_index, save
+from unified_ckpt.errors import CorruptCheckpointError, LoadError
 from unified_ckpt.geometry.tensors.memory import narrow_box
 from unified_ckpt.loading import reader as reader_module
 from unified_ckpt.options import SaveOptions

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from ranktest import run_ranks
-from unified_ckpt import CorruptCheckpointError, Shard, load, read_index, save
+from unified_ckpt import Shard, load, read_index, save
+from unified_ckpt.errors import CorruptCheckpointError
 from unified_ckpt.files.checksums import checksums
 from unified_ckpt.loading import reader as reader_module
 

@@ -1,7 +1,9 @@
 import pytest
 
-from unified_ckpt import BoxMeta, LoadError, StoredTensor, plan_load
-from unified_ckpt.geometry.boxes import Region
+from unified_ckpt.errors import LoadError
+from unified_ckpt.geometry import BoxMeta
+from unified_ckpt.geometry.regions import Region
+from unified_ckpt.plans import StoredTensor, plan_load
 from unified_ckpt.plans.load_plan import SplitTensor
 
 STORED = {

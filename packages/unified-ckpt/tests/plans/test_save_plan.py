@@ -3,7 +3,8 @@ import random
 
 import pytest
 
-from unified_ckpt import BoxMeta, plan_save
+from unified_ckpt.geometry import BoxMeta
+from unified_ckpt.plans import plan_save
 
 
 def box(

@@ -10,9 +10,16 @@ import pytest
 import torch
 
 from ranktest import run_ranks
-from unified_ckpt import LoadError, SaveError, SavePeerError, Shard, load
-from unified_ckpt.errors import DamagedCheckpointWarning, SaveArgumentError
-from unified_ckpt.run import folder, manager
+from unified_ckpt import Shard, load
+from unified_ckpt.errors import (
+    DamagedCheckpointWarning,
+    LoadError,
+    SaveArgumentError,
+    SaveError,
+    SavePeerError,
+)
+from unified_ckpt.folders import folder
+from unified_ckpt.run import manager
 from unified_ckpt.run.manager import CheckpointManager, ManagerOptions, due_by_steps
 from unified_ckpt.saving.commit.agreement import Agreement
 from unified_ckpt.saving.commit.commit import hidden_name

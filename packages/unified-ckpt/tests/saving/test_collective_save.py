@@ -14,16 +14,8 @@ import torch
 import torch.distributed as dist
 
 from ranktest import collect_ranks, run_ranks
-from unified_ckpt import (
-    SaveArgumentError,
-    SaveError,
-    SavePeerError,
-    Shard,
-    get_last_checkpoint,
-    load,
-    save,
-    verify_checkpoint,
-)
+from unified_ckpt import Shard, get_last_checkpoint, load, save, verify_checkpoint
+from unified_ckpt.errors import SaveArgumentError, SaveError, SavePeerError
 from unified_ckpt.options import SaveOptions
 
 DTYPES = [

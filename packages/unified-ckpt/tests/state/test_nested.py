@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from ranktest import run_ranks
-from unified_ckpt import LoadError, Shard, load, load_files, read_index, save
+from unified_ckpt import Shard, load, load_files, read_index, save
+from unified_ckpt.errors import LoadError
 from unified_ckpt.geometry.layouts.layouts import LocalBox
 from unified_ckpt.options import LoadOptions, SaveOptions
 from unified_ckpt.state.nested import find_tied_keys, flatten_state

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from ranktest import run_ranks
-from unified_ckpt import CorruptCheckpointError, LoadError, load, save
+from unified_ckpt import load, save
+from unified_ckpt.errors import CorruptCheckpointError, LoadError
 from unified_ckpt.state.random_state import random_state_files, restore_random_state
 
 

@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from unified_ckpt import CorruptCheckpointError, LoadError, Shard, read_index, save
+from unified_ckpt import Shard, read_index, save
+from unified_ckpt.errors import CorruptCheckpointError, LoadError
 from unified_ckpt.options import SaveOptions
 from unified_ckpt.tools.diff import diff_checkpoints
 

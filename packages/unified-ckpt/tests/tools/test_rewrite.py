@@ -7,18 +7,11 @@ import safetensors.torch
 import torch
 
 from ranktest import run_ranks
-from unified_ckpt import (
-    CorruptCheckpointError,
-    LoadError,
-    Shard,
-    load,
-    read_index,
-    save,
-    verify_checkpoint,
-)
+from unified_ckpt import Shard, load, read_index, save, verify_checkpoint
+from unified_ckpt.errors import CorruptCheckpointError, LoadError
 from unified_ckpt.files.format.header import HeaderEntry, encode_header
-from unified_ckpt.geometry.boxes import box_region
 from unified_ckpt.geometry.layouts.layouts import ParallelDegrees, rank_box
+from unified_ckpt.geometry.regions import box_region
 from unified_ckpt.geometry.tensors.dtypes import dtype_of
 from unified_ckpt.tools.diff import diff_checkpoints
 from unified_ckpt.tools.rewrite import export_model, reshard, rule_by_name

@@ -21,8 +21,6 @@ from moe_train.optim import AdamW
 from moe_train.parallel import Parallel
 from unified_ckpt import (
     CheckpointError,
-    CorruptCheckpointError,
-    DamagedCheckpointWarning,
     get_last_checkpoint,
     load,
     load_files,
@@ -30,6 +28,7 @@ from unified_ckpt import (
     rotate,
     save,
 )
+from unified_ckpt.errors import CorruptCheckpointError, DamagedCheckpointWarning
 
 STATE_FILE = "trainer_state.json"
 

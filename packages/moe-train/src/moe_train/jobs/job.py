@@ -28,7 +28,7 @@ from moe_train.training import (
     training_schedule,
 )
 from unified_ckpt import CheckpointError, read_index
-from unified_ckpt.run import check_steps_free
+from unified_ckpt.folders import check_steps_free
 
 _POSITION = Position()
 

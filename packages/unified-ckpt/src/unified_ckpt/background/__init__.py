@@ -3,7 +3,6 @@
 from unified_ckpt.background.async_saving import AsyncSaveResponse as AsyncSaveResponse
 from unified_ckpt.background.async_saving import async_save as async_save
 from unified_ckpt.background.config import AsyncSaverConfig as AsyncSaverConfig
-from unified_ckpt.background.ema import EmaConfig as EmaConfig
 from unified_ckpt.background.offload_plan import OffloadPlan as OffloadPlan
 from unified_ckpt.background.offload_plan import plan_offload as plan_offload
 from unified_ckpt.background.saver import AsyncSaver as AsyncSaver

@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
+from unified_ckpt.background.pending_saves import UploadFuture
 from unified_ckpt.background.saver import AsyncSaver
-from unified_ckpt.background.tickets import UploadFuture
 from unified_ckpt.errors import SaveError
 from unified_ckpt.options import SaveOptions
 from unified_ckpt.state import StateDict

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unified_ckpt.background.ema import EmaConfig
+from unified_ckpt.snapshots.average import EmaConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

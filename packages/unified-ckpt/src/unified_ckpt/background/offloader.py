@@ -21,9 +21,9 @@ import torch
 
 from unified_ckpt.background.cuda_copies import DeviceCopies, is_plain_device_memory
 from unified_ckpt.background.offload_plan import ByteSlice, OffloadPlan, plan_offload
-from unified_ckpt.background.staging import StagingLayout
 from unified_ckpt.errors import SaveError
 from unified_ckpt.geometry.tensors import bits_of, is_plain_memory
+from unified_ckpt.snapshots import StagingLayout
 
 _Task = Callable[[], object]
 _JOIN_TIMEOUT_S = 60.0

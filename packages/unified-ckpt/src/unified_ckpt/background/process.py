@@ -24,8 +24,8 @@ from typing import Any
 
 import unified_ckpt
 from unified_ckpt.errors import SaveError
+from unified_ckpt.saver_process import MAX_MESSAGE_BYTES
 
-MAX_MESSAGE_BYTES = 128 * 1024  # below the default send buffer of a socket
 _REAP_TIMEOUT_S = 10.0
 
 
@@ -33,7 +33,7 @@ class SaverProcess:
     """One running saver process.
 
     Args:
-        settings: JSON types, handed to `saver_main`.
+        settings: JSON types, handed to `saver_process.main`.
         on_answer: called with every answer, on a thread of this process.
         on_death: called once with the cause, on that thread, if the process ends unasked.
     """
@@ -59,7 +59,7 @@ class SaverProcess:
                     sys.executable,
                     "-P",
                     "-m",
-                    "unified_ckpt.background.saver_main",
+                    "unified_ckpt.saver_process.main",
                     json.dumps(given),
                 ],
                 pass_fds=[theirs.fileno()],

@@ -27,22 +27,32 @@ import torch
 import torch.distributed as dist
 
 from unified_ckpt._torch_private import TCPStore
-from unified_ckpt.background.answers import error_from_json, report_from_json
 from unified_ckpt.background.config import AsyncSaverConfig
-from unified_ckpt.background.ema import EMA_FILE, EMA_PART, EmaMemory, average_for
-from unified_ckpt.background.group import connect_store, host_store, post_failure
 from unified_ckpt.background.offloader import Offloader
+from unified_ckpt.background.pending_saves import Ticket, TicketBook, UploadFuture
 from unified_ckpt.background.process import SaverProcess
-from unified_ckpt.background.snapshot_request import SnapshotRequest, encode_request
-from unified_ckpt.background.staging import StagingLayout, StagingPool, tensors_of
-from unified_ckpt.background.tickets import Ticket, TicketBook, UploadFuture
 from unified_ckpt.errors import SaveArgumentError, SaveError
 from unified_ckpt.geometry import Shard
 from unified_ckpt.geometry.tensors import byte_view
 from unified_ckpt.loading import load
 from unified_ckpt.options import SaveOptions
 from unified_ckpt.plans.checkpoint import load_files
+from unified_ckpt.saver_process import (
+    connect_store,
+    error_from_json,
+    host_store,
+    post_failure,
+    report_from_json,
+)
 from unified_ckpt.saving.commit import Agreement
+from unified_ckpt.snapshots import (
+    SnapshotRequest,
+    StagingLayout,
+    StagingPool,
+    encode_request,
+    tensors_of,
+)
+from unified_ckpt.snapshots.average import EMA_FILE, EMA_PART, EmaMemory, average_for
 from unified_ckpt.state import StateDict
 
 _COPY_CHUNKS = 64  # each taken by the calling thread or one more

@@ -26,12 +26,11 @@ from torch.utils.hooks import RemovableHandle
 
 from unified_ckpt._torch_private import version_of
 from unified_ckpt.background.offloader import Offloader
+from unified_ckpt.background.pending_saves import Ticket, UploadFuture
 from unified_ckpt.background.saver import AsyncSaver
-from unified_ckpt.background.snapshot_request import SnapshotRequest
-from unified_ckpt.background.staging import tensors_of
-from unified_ckpt.background.tickets import Ticket, UploadFuture
 from unified_ckpt.errors import SaveError
 from unified_ckpt.options import SaveOptions
+from unified_ckpt.snapshots import SnapshotRequest, tensors_of
 from unified_ckpt.state import StateDict
 
 

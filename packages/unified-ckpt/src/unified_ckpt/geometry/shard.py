@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.geometry.boxes import Shape, describe_box
 from unified_ckpt.geometry.flat import flat_boxes
+from unified_ckpt.geometry.regions import Shape, describe_box
 from unified_ckpt.geometry.tensors import stored_dtype
 
 

@@ -19,6 +19,7 @@ from unified_ckpt.errors import LoadError
 from unified_ckpt.geometry import Shard
 from unified_ckpt.geometry.tensors import collector_paused
 from unified_ckpt.loading.jobs import LoadJob, make_jobs
+from unified_ckpt.loading.optimizer_memory import StoredStates, allocate_states, remove_states
 from unified_ckpt.loading.reader import Reader
 from unified_ckpt.loading.sources import Sources
 from unified_ckpt.options import MASTER_WEIGHTS, LoadOptions, base_key
@@ -31,7 +32,7 @@ from unified_ckpt.state import (
     place_tensor,
     restore_value,
 )
-from unified_ckpt.state.optimizer import StoredGroups, StoredStates, allocate_states, remove_states
+from unified_ckpt.state.optimizer import StoredGroups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from unified_ckpt.loading.part_index import PartIndex, StoredScale
 from unified_ckpt.loading.reader import Destination
 from unified_ckpt.loading.sources import Sources
 from unified_ckpt.plans import LoadPlan, SplitTensor, StoredTensor, plan_load
-from unified_ckpt.state.optimizer import BLOCK, dequantize, moment_of
+from unified_ckpt.state.compression import BLOCK, dequantize, moment_of
 
 Index = Mapping[str, StoredTensor | SplitTensor]
 

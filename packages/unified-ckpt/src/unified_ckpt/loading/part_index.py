@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from unified_ckpt.geometry import Shape
 from unified_ckpt.plans import SplitTensor, StoredTensor
 from unified_ckpt.plans.checkpoint import Checkpoint
-from unified_ckpt.state.optimizer import parse_scale_key
+from unified_ckpt.state.compression import parse_scale_key
 
 _APART = re.compile(r"(.+)@(\d+:\d+(?:,\d+:\d+)*)@(\d+(?:,\d+)*)\Z", re.DOTALL)
 

@@ -17,12 +17,13 @@ import torch
 from unified_ckpt.errors import CorruptCheckpointError, LoadError
 from unified_ckpt.geometry.tensors import StoredDtype, dtype_of
 from unified_ckpt.loading.dcp_keys import DCP_NAME, DcpRecord
+from unified_ckpt.loading.optimizer_memory import StoredStates
 from unified_ckpt.loading.part_index import PartIndex
 from unified_ckpt.options import MASTER_WEIGHTS, MODEL, LoadOptions
 from unified_ckpt.plans import SplitTensor, StoredTensor
 from unified_ckpt.plans.checkpoint import Checkpoint
 from unified_ckpt.saving import STATE_NAME
-from unified_ckpt.state.optimizer import MASTER_FIELD, StoredStates
+from unified_ckpt.state.optimizer import MASTER_FIELD
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,7 @@ from unified_ckpt.errors import (
     SavePeerError,
 )
 from unified_ckpt.files import lock_folder, make_folders, unlock_folder
-from unified_ckpt.options import SaveOptions
-from unified_ckpt.run.folder import (
+from unified_ckpt.folders import (
     Depth,
     check_depth,
     is_complete,
@@ -45,6 +44,7 @@ from unified_ckpt.run.folder import (
     rotate,
     valid_checkpoints,
 )
+from unified_ckpt.options import SaveOptions
 from unified_ckpt.run.metrics import best_of, read_metric, with_metrics
 from unified_ckpt.run.signals import DEFAULT_SIGNALS, Signals, SignalWatch, stops_training
 from unified_ckpt.saving import SaveReport, save

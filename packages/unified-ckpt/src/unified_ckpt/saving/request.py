@@ -21,7 +21,8 @@ from unified_ckpt.geometry import BoxMeta, Shard
 from unified_ckpt.options import MASTER_WEIGHTS, MODEL, OPTIMIZER, SaveOptions, base_key
 from unified_ckpt.plans import SavePlan, plan_save
 from unified_ckpt.state import FlatState, StateDict, encode_value, flatten_state
-from unified_ckpt.state.optimizer import compress_moments, merge_groups
+from unified_ckpt.state.compression import compress_moments
+from unified_ckpt.state.optimizer import merge_groups
 
 STATE_NAME = "unified_ckpt.json"
 _PART = re.compile(r"[a-z][a-z0-9_]*\Z")

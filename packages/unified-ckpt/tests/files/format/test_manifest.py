@@ -13,7 +13,7 @@ from unified_ckpt.files.format.manifest import (
     encode_manifest,
     read_manifest,
 )
-from unified_ckpt.geometry.boxes import Region
+from unified_ckpt.geometry.regions import Region
 
 MANIFEST = Manifest(
     files={

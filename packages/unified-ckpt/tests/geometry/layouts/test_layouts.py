@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from ranktest import run_ranks
-from unified_ckpt import BoxMeta, Shard, load, plan_save, save, verify_checkpoint
+from unified_ckpt import Shard, load, save, verify_checkpoint
+from unified_ckpt.geometry import BoxMeta
 from unified_ckpt.geometry.layouts.layouts import (
     LocalBox,
     ParallelDegrees,
@@ -20,6 +21,7 @@ from unified_ckpt.geometry.layouts.layouts import (
 )
 from unified_ckpt.geometry.tensors.memory import narrow_box
 from unified_ckpt.options import SaveOptions
+from unified_ckpt.plans import plan_save
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn]
 Box = tuple[tuple[int, ...], tuple[int, ...]]

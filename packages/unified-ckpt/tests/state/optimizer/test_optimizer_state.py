@@ -8,7 +8,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from unified_ckpt import LoadError, Shard, load, read_index, save
+from unified_ckpt import Shard, load, read_index, save
+from unified_ckpt.errors import LoadError
 from unified_ckpt.geometry.layouts.layouts import LocalBox, expert_shards
 from unified_ckpt.options import LoadOptions, SaveOptions
 

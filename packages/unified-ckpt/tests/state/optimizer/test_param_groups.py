@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from ranktest import run_ranks
-from unified_ckpt import LoadError, load, save
+from unified_ckpt import load, save
+from unified_ckpt.errors import LoadError
 from unified_ckpt.options import LoadOptions, SaveOptions
 from unified_ckpt.state.optimizer.param_groups import StoredGroups, merge_groups
 

@@ -5,3 +5,6 @@ from unified_ckpt.plans.checkpoint.directory import check_bytes as check_bytes
 from unified_ckpt.plans.checkpoint.directory import list_parts as list_parts
 from unified_ckpt.plans.checkpoint.directory import load_files as load_files
 from unified_ckpt.plans.checkpoint.directory import read_index as read_index
+from unified_ckpt.plans.checkpoint.verify import Problem as Problem
+from unified_ckpt.plans.checkpoint.verify import VerifyReport as VerifyReport
+from unified_ckpt.plans.checkpoint.verify import verify_checkpoint as verify_checkpoint

@@ -1,20 +1,12 @@
 """The room `optimizer`."""
 
-from unified_ckpt.state.optimizer.moments import BLOCK as BLOCK
-from unified_ckpt.state.optimizer.moments import compress_moments as compress_moments
-from unified_ckpt.state.optimizer.moments import dequantize as dequantize
-from unified_ckpt.state.optimizer.moments import moment_of as moment_of
-from unified_ckpt.state.optimizer.moments import parse_scale_key as parse_scale_key
 from unified_ckpt.state.optimizer.optimizer_state import MASTER_FIELD as MASTER_FIELD
 from unified_ckpt.state.optimizer.optimizer_state import MASTER_NAMES as MASTER_NAMES
 from unified_ckpt.state.optimizer.optimizer_state import MOMENTS as MOMENTS
-from unified_ckpt.state.optimizer.optimizer_state import StoredStates as StoredStates
-from unified_ckpt.state.optimizer.optimizer_state import allocate_states as allocate_states
 from unified_ckpt.state.optimizer.optimizer_state import hyperparameters as hyperparameters
 from unified_ckpt.state.optimizer.optimizer_state import is_optimizer_state as is_optimizer_state
 from unified_ckpt.state.optimizer.optimizer_state import optimizer_entries as optimizer_entries
 from unified_ckpt.state.optimizer.optimizer_state import parameter_names as parameter_names
-from unified_ckpt.state.optimizer.optimizer_state import remove_states as remove_states
 from unified_ckpt.state.optimizer.param_groups import PARAMS as PARAMS
 from unified_ckpt.state.optimizer.param_groups import StoredGroups as StoredGroups
 from unified_ckpt.state.optimizer.param_groups import merge_groups as merge_groups

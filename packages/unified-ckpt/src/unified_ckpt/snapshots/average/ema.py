@@ -23,11 +23,10 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.background.shared_memory import SharedMemory
-from unified_ckpt.background.staging import StagingLayout
 from unified_ckpt.errors import LoadError, SaveArgumentError
 from unified_ckpt.geometry import BoxMeta, Shard
 from unified_ckpt.geometry.tensors import bits_of
+from unified_ckpt.snapshots import SharedMemory, StagingLayout
 
 EMA_PART = "ema"
 EMA_FILE = "ema_state.json"

@@ -8,8 +8,13 @@ import torch
 import torch.distributed as dist
 
 from ranktest import run_ranks
-from unified_ckpt import SaveError
-from unified_ckpt.background.group import SaverMeeting, connect_store, host_store, post_failure
+from unified_ckpt.errors import SaveError
+from unified_ckpt.saver_process.rendezvous import (
+    SaverMeeting,
+    connect_store,
+    host_store,
+    post_failure,
+)
 
 
 def meeting_of(rank: int, world_size: int, port: int, timeout_s: float) -> SaverMeeting:

@@ -7,7 +7,7 @@ import torch
 from ranktest import run_ranks
 from unified_ckpt import Shard, load, read_index, save
 from unified_ckpt.options import SaveOptions
-from unified_ckpt.state.optimizer.moments import BLOCK, dequantize, quantize
+from unified_ckpt.state.compression.moments import BLOCK, dequantize, quantize
 
 INT8 = SaveOptions(moment_compression="int8")
 

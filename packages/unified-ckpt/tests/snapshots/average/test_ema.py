@@ -15,13 +15,14 @@ import pytest
 import torch
 
 from ranktest import collect_ranks, run_ranks
-from unified_ckpt import LoadError, SaveArgumentError, SaveError, Shard, load, load_files, save
+from unified_ckpt import Shard, load, load_files, save
 from unified_ckpt.background.async_saving import async_save
 from unified_ckpt.background.config import AsyncSaverConfig
-from unified_ckpt.background.ema import EmaConfig, EmaMemory
 from unified_ckpt.background.saver import AsyncSaver
-from unified_ckpt.background.staging import StagingLayout
 from unified_ckpt.background.zero_cost import ZeroCostSaver
+from unified_ckpt.errors import LoadError, SaveArgumentError, SaveError
+from unified_ckpt.snapshots.average.ema import EmaConfig, EmaMemory
+from unified_ckpt.snapshots.staging import StagingLayout
 
 SHAPES = {"w": (37, 29), "v": (1001,), "s": ()}
 

@@ -3,14 +3,15 @@ from pathlib import Path
 
 import pytest
 
-from unified_ckpt import LoadError, SaveArgumentError, SaveError, SavePeerError, SaveReport
-from unified_ckpt.background.answers import (
+from unified_ckpt.errors import LoadError, SaveArgumentError, SaveError, SavePeerError
+from unified_ckpt.saver_process.answers import (
+    MAX_MESSAGE_BYTES,
     error_from_json,
     error_to_json,
     report_from_json,
     report_to_json,
 )
-from unified_ckpt.background.process import MAX_MESSAGE_BYTES
+from unified_ckpt.saving import SaveReport
 
 
 def test_a_report_survives_json() -> None:

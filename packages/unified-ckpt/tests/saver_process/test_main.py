@@ -13,12 +13,12 @@ import torch
 
 from unified_ckpt import Shard, load, load_files, read_index
 from unified_ckpt.background.config import AsyncSaverConfig
-from unified_ckpt.background.ema import EMA_FILE, EmaConfig, EmaMemory
-from unified_ckpt.background.saver_main import SaverWorker
-from unified_ckpt.background.shared_memory import SharedMemory
-from unified_ckpt.background.snapshot_request import SnapshotRequest, encode_request
-from unified_ckpt.background.staging import StagingLayout, tensors_of
 from unified_ckpt.geometry.tensors.memory import byte_view
+from unified_ckpt.saver_process.main import SaverWorker
+from unified_ckpt.snapshots.average.ema import EMA_FILE, EmaConfig, EmaMemory
+from unified_ckpt.snapshots.shared_memory import SharedMemory
+from unified_ckpt.snapshots.snapshot_request import SnapshotRequest, encode_request
+from unified_ckpt.snapshots.staging import StagingLayout, tensors_of
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from pathlib import Path
 from unified_ckpt.errors import CorruptCheckpointError, LoadError
 from unified_ckpt.files import free_bytes, make_folders, open_for_read, open_for_write, sync_file
 from unified_ckpt.files.format import MANIFEST_NAME, read_manifest
-from unified_ckpt.run.folder import Depth, get_last_checkpoint, step_of
-from unified_ckpt.run.verify import verify_checkpoint
+from unified_ckpt.folders.folder import Depth, get_last_checkpoint, step_of
+from unified_ckpt.plans.checkpoint import verify_checkpoint
 from unified_ckpt.saving.commit import Staging, clean_leftovers
 
 _COPY_BYTES = 64 * 1024 * 1024

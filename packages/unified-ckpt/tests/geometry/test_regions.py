@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unified_ckpt.geometry.boxes import Region, box_region, check_tiling, split_box
+from unified_ckpt.geometry.regions import Region, box_region, check_tiling, split_box
 
 
 @st.composite

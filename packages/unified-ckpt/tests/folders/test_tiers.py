@@ -7,16 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from unified_ckpt import (
-    CorruptCheckpointError,
-    LoadError,
-    Shard,
-    get_last_checkpoint,
-    load,
-    save,
-    verify_checkpoint,
-)
-from unified_ckpt.run.tiers import copy_checkpoint, flush_tier, last_checkpoint_of_tiers
+from unified_ckpt import Shard, get_last_checkpoint, load, save, verify_checkpoint
+from unified_ckpt.errors import CorruptCheckpointError, LoadError
+from unified_ckpt.folders.tiers import copy_checkpoint, flush_tier, last_checkpoint_of_tiers
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from unified_ckpt import SaveError
-from unified_ckpt.background.shared_memory import (
+from unified_ckpt.errors import SaveError
+from unified_ckpt.snapshots.shared_memory import (
     SharedMemory,
     available_bytes,
     cgroup_available_bytes,

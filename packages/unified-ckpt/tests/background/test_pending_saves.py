@@ -3,10 +3,10 @@ import threading
 import pytest
 import torch
 
-from unified_ckpt import SaveError
-from unified_ckpt.background.shared_memory import SharedMemory
-from unified_ckpt.background.staging import StagingBuffer, StagingLayout
-from unified_ckpt.background.tickets import Ticket, TicketBook, UploadFuture
+from unified_ckpt.background.pending_saves import Ticket, TicketBook, UploadFuture
+from unified_ckpt.errors import SaveError
+from unified_ckpt.snapshots.shared_memory import SharedMemory
+from unified_ckpt.snapshots.staging import StagingBuffer, StagingLayout
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,10 @@ import time
 import pytest
 import torch
 
-from unified_ckpt import SaveError, Shard
-from unified_ckpt.background.shared_memory import SharedMemory, available_bytes
-from unified_ckpt.background.staging import ALIGNMENT_BYTES, StagingLayout, StagingPool
+from unified_ckpt import Shard
+from unified_ckpt.errors import SaveError
+from unified_ckpt.snapshots.shared_memory import SharedMemory, available_bytes
+from unified_ckpt.snapshots.staging import ALIGNMENT_BYTES, StagingLayout, StagingPool
 
 
 def shards() -> dict[str, list[Shard]]:

@@ -3,7 +3,7 @@
 It takes one snapshot after the other: moving average, then the same `save` that the trainer could
 have called, over a gloo group of saver processes. It never touches the trainer's groups.
 
-    python -m unified_ckpt.background.saver_main '{"socket_fd": 5, "parent_pid": 17, ...}'
+    python -m unified_ckpt.saver_process.main '{"socket_fd": 5, "parent_pid": 17, ...}'
 """
 
 import json
@@ -21,18 +21,15 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.background.answers import error_to_json, report_to_json
-from unified_ckpt.background.ema import EMA_FILE, EMA_PART, EmaConfig, EmaMemory
-from unified_ckpt.background.group import SaverMeeting, connect_store
-from unified_ckpt.background.process import MAX_MESSAGE_BYTES
-from unified_ckpt.background.shared_memory import SharedMemory
-from unified_ckpt.background.snapshot_request import SnapshotRequest, decode_request
-from unified_ckpt.background.staging import StagingLayout
 from unified_ckpt.errors import CheckpointError, SaveError, SavePeerError
+from unified_ckpt.folders import rotate
 from unified_ckpt.geometry import Shard
 from unified_ckpt.geometry.tensors import byte_view
-from unified_ckpt.run import rotate
+from unified_ckpt.saver_process.answers import MAX_MESSAGE_BYTES, error_to_json, report_to_json
+from unified_ckpt.saver_process.rendezvous import SaverMeeting, connect_store
 from unified_ckpt.saving import save_request
+from unified_ckpt.snapshots import SharedMemory, SnapshotRequest, StagingLayout, decode_request
+from unified_ckpt.snapshots.average import EMA_FILE, EMA_PART, EmaConfig, EmaMemory
 
 _ORPHAN_POLL_S = 0.2
 # They reach all processes of a terminal or a job, and may ask the trainer for a last checkpoint.

@@ -22,8 +22,7 @@ from unified_ckpt.files.format import (
     read_header,
     read_manifest,
 )
-from unified_ckpt.plans.checkpoint import check_bytes
-from unified_ckpt.run.verify import verify_checkpoint
+from unified_ckpt.plans.checkpoint import check_bytes, verify_checkpoint
 from unified_ckpt.saving.commit import check_replaceable, hidden_name
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)\Z")

@@ -11,6 +11,7 @@ from typing import Any
 from unified_ckpt.errors import CheckpointError, SaveArgumentError, SaveError, SavePeerError
 from unified_ckpt.saving import SaveReport
 
+MAX_MESSAGE_BYTES = 128 * 1024  # below the default send buffer of a socket
 _MAX_ERROR_CHARS = 16 * 1024  # a message has room for them when each is escaped
 _KINDS = (SavePeerError, SaveArgumentError)
 

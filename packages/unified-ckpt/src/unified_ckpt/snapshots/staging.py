@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.background.shared_memory import SharedMemory, check_memory
 from unified_ckpt.errors import SaveError
 from unified_ckpt.geometry import BoxMeta, Shard
 from unified_ckpt.geometry.tensors import dtype_of
+from unified_ckpt.snapshots.shared_memory import SharedMemory, check_memory
 
 ALIGNMENT_BYTES = 64  # of every shard: whole cache lines, and any dtype
 

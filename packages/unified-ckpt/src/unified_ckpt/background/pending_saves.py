@@ -8,8 +8,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from unified_ckpt.background.staging import StagingBuffer, StagingLayout
 from unified_ckpt.saving import SaveReport
+from unified_ckpt.snapshots import StagingBuffer, StagingLayout
 
 if TYPE_CHECKING:
     _ReportFuture = Future[SaveReport | None]

@@ -8,7 +8,8 @@ import safetensors.torch
 import torch
 
 from ranktest import run_ranks
-from unified_ckpt import LoadError, Shard, read_index, save, verify_checkpoint
+from unified_ckpt import Shard, read_index, save, verify_checkpoint
+from unified_ckpt.errors import LoadError
 
 
 @pytest.fixture(scope="module")

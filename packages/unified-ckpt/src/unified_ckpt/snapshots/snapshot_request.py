@@ -19,7 +19,7 @@ from unified_ckpt.geometry import Shard
 from unified_ckpt.options import OPTIMIZER, SaveOptions
 from unified_ckpt.saving import Request, make_request
 from unified_ckpt.state import StateDict
-from unified_ckpt.state.optimizer import compress_moments
+from unified_ckpt.state.compression import compress_moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from unified_ckpt.files import open_for_read
 from unified_ckpt.files.checksums import crc_of_file
 from unified_ckpt.files.format import FileRecord, HeaderEntry, read_header
 from unified_ckpt.geometry import Region
-from unified_ckpt.plans.checkpoint import Checkpoint
+from unified_ckpt.plans.checkpoint.directory import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)

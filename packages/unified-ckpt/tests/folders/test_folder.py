@@ -6,8 +6,8 @@ import torch
 
 from unified_ckpt import Shard, get_last_checkpoint, rotate, save
 from unified_ckpt.errors import DamagedCheckpointWarning
-from unified_ckpt.run import check_steps_free
-from unified_ckpt.run.folder import is_complete
+from unified_ckpt.folders import check_steps_free
+from unified_ckpt.folders.folder import is_complete
 
 
 def put(folder: Path, step: int) -> Path:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from unified_ckpt.background.cuda_pinning import pin, unpin
 from unified_ckpt.errors import SaveError
+from unified_ckpt.snapshots.cuda_pinning import pin, unpin
 
 _RESERVE_BYTES = 64 * 1024 * 1024  # left to everything else on the machine
 

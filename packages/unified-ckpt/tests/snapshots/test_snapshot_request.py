@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from unified_ckpt import Shard
-from unified_ckpt.background.snapshot_request import SnapshotRequest, decode_request, encode_request
 from unified_ckpt.options import SaveOptions
+from unified_ckpt.snapshots.snapshot_request import SnapshotRequest, decode_request, encode_request
 
 STATE: dict[str, Any] = {
     "model": {"w": torch.arange(6.0).view(2, 3)},

@@ -1,0 +1,14 @@
+"""The room `folders`."""
+
+from unified_ckpt.folders.folder import Depth as Depth
+from unified_ckpt.folders.folder import check_depth as check_depth
+from unified_ckpt.folders.folder import check_steps_free as check_steps_free
+from unified_ckpt.folders.folder import find_fault as find_fault
+from unified_ckpt.folders.folder import get_last_checkpoint as get_last_checkpoint
+from unified_ckpt.folders.folder import is_complete as is_complete
+from unified_ckpt.folders.folder import numbered_checkpoints as numbered_checkpoints
+from unified_ckpt.folders.folder import rotate as rotate
+from unified_ckpt.folders.folder import valid_checkpoints as valid_checkpoints
+from unified_ckpt.folders.tiers import copy_checkpoint as copy_checkpoint
+from unified_ckpt.folders.tiers import flush_tier as flush_tier
+from unified_ckpt.folders.tiers import last_checkpoint_of_tiers as last_checkpoint_of_tiers

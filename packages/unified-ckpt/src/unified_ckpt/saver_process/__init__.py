@@ -1,0 +1,8 @@
+"""The room `saver_process`."""
+
+from unified_ckpt.saver_process.answers import MAX_MESSAGE_BYTES as MAX_MESSAGE_BYTES
+from unified_ckpt.saver_process.answers import error_from_json as error_from_json
+from unified_ckpt.saver_process.answers import report_from_json as report_from_json
+from unified_ckpt.saver_process.rendezvous import connect_store as connect_store
+from unified_ckpt.saver_process.rendezvous import host_store as host_store
+from unified_ckpt.saver_process.rendezvous import post_failure as post_failure

@@ -1,0 +1,7 @@
+"""The room `average`."""
+
+from unified_ckpt.snapshots.average.ema import EMA_FILE as EMA_FILE
+from unified_ckpt.snapshots.average.ema import EMA_PART as EMA_PART
+from unified_ckpt.snapshots.average.ema import EmaConfig as EmaConfig
+from unified_ckpt.snapshots.average.ema import EmaMemory as EmaMemory
+from unified_ckpt.snapshots.average.ema import average_for as average_for
