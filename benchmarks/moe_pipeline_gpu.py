@@ -183,7 +183,8 @@ class Sides:
 
     def experts(self) -> None:
         """Ours, from tokens and routing."""
-        self._backward(self.layer.experts(self.x, self.idx, self.weights), self.layer)
+        out = self.layer.experts.forward_tokens(self.x, self.idx, self.weights)
+        self._backward(out, self.layer)
 
     def peer_experts(self) -> None:
         """The peer's, from tokens and routing."""

@@ -2,7 +2,7 @@
 
 Zero-bubble schedules run a backward as I (input gradients) and W (weight gradients). Counted here
 are the matrix products of I and W together, by a dispatch mode, over those of `loss.backward()` of
-the same stage: ours with a `WeightQueue`, and torch's `stage_backward_input` and
+the same stage: ours with a `WeightGradStore`, and torch's `stage_backward_input` and
 `stage_backward_weight` as its schedules call them. A stage has 16 layers; of experts it is one MoE
 layer with our autograd function, of grouped_mm one with torch's. Also printed is the largest
 difference of gradients from the whole backward's. Deterministic: one run is enough.
@@ -25,7 +25,13 @@ from torch.utils.checkpoint import checkpoint
 from moe_pipeline.config import ExpertsOptions, MoEConfig
 from moe_pipeline.layer import MoELayer
 from moe_pipeline.recomputation import recompute_contexts
-from moe_pipeline.weight_grad import WeightQueue, WeightToken, put_off, split_backward, splittable
+from moe_pipeline.weight_grad import (
+    DeferredWeightGrad,
+    WeightGradStore,
+    defer,
+    deferrable,
+    split_backward,
+)
 
 LAYERS, WIDTH, TOKENS = 16, 32, 24
 PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_grouped_mm"}
@@ -53,7 +59,7 @@ class Product(torch.autograd.Function):
     """A user's function with a product of its own."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, token: WeightToken | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, token: DeferredWeightGrad | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.token = token
         return x @ weight
@@ -64,7 +70,7 @@ class Product(torch.autograd.Function):
         grad_x = grad @ weight.t() if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = put_off(ctx.token, lambda x, grad: x.t() @ grad, x, grad)
+            grad_weight = defer(ctx.token, lambda x, grad: x.t() @ grad, x, grad)
         return grad_x, grad_weight, None
 
 
@@ -76,7 +82,7 @@ class Custom(nn.Module):
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = Product.apply(x, *splittable(self.weight))
+        out: Tensor = Product.apply(x, *deferrable(self.weight))
         return out
 
 
@@ -142,13 +148,13 @@ def whole(stage: Stage, x: Tensor, grad: Tensor) -> int:
 
 
 def ours(stage: Stage, x: Tensor, grad: Tensor) -> int:
-    queue = WeightQueue()
-    with split_backward(queue):
+    store = WeightGradStore()
+    with split_backward(store):
         y = stage(x)
     with Products() as products:
-        with queue.deferring():
+        with store.deferring():
             torch.autograd.backward(y, grad)
-        queue.run()
+        store.run()
     return products.count
 
 

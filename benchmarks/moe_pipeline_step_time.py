@@ -35,6 +35,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from moe_pipeline.config import MoEConfig
+from moe_pipeline.executor import ExecutorOptions
 from moe_pipeline.layer import MoELayer
 from moe_pipeline.torch_compat import get_schedule_class
 from ranktest import run_ranks
@@ -151,7 +152,8 @@ def compare(
     last = (ranks if name in SINGLE else 2 * ranks) - 1
     args = (x,) if rank == 0 else ()
     kwargs = {"target": target} if last in stages_of(name, rank, ranks) else {}
-    of_ours = partial(get_schedule_class(name), gradient_accumulation_fusion=model.fusion)
+    options = ExecutorOptions(gradient_accumulation_fusion=model.fusion)
+    of_ours = partial(get_schedule_class(name), executor_options=options)
     of_torch = torch_schedules.get_schedule_class(name)
     ours, our_modules = side(of_ours, model, name, rank, ranks)
     theirs, their_modules = side(of_torch, model, name, rank, ranks)

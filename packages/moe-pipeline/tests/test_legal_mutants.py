@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from moe_pipeline.executor.execution_plan import stage_holders
+from moe_pipeline.executor.options import ExecutorOptions
 from moe_pipeline.executor.pipeline_executor import PipelineExecutor
 from moe_pipeline.executor.stage_io import StageOutput
 from moe_pipeline.schedules.generators.catalog import SCHEDULES
@@ -113,7 +114,9 @@ def test_legal_mutants_on_real_ranks_give_the_gradients_of_one_process(seed):
             stages, inputs, targets = stages_and_data(seed, schedule.num_stages, 4)
             holders = stage_holders(schedule)
             mine = {i: stage for i, stage in enumerate(stages) if rank in holders[i]}
-            executor = PipelineExecutor(mine, schedule, rank=rank, timeout_s=30)
+            executor = PipelineExecutor(
+                mine, schedule, rank=rank, options=ExecutorOptions(timeout_s=30)
+            )
             executor.step(inputs, targets)
             results.append({i: [p.grad.tolist() for p in mine[i].parameters()] for i in mine})
         return results

@@ -6,6 +6,7 @@ from moe_pipeline.config import SharedExpertOptions as SharedExpertOptions
 from moe_pipeline.errors import MoEPipelineError as MoEPipelineError
 from moe_pipeline.errors import ScheduleError as ScheduleError
 from moe_pipeline.errors import StageTransferError as StageTransferError
+from moe_pipeline.executor import ExecutorOptions as ExecutorOptions
 from moe_pipeline.executor import MemoryTrack as MemoryTrack
 from moe_pipeline.executor import PipelineExecutor as PipelineExecutor
 from moe_pipeline.executor import PipelineGroups as PipelineGroups
@@ -83,7 +84,7 @@ from moe_pipeline.schedules.views import to_svg as to_svg
 from moe_pipeline.torch_compat import PipelineScheduleMulti as PipelineScheduleMulti
 from moe_pipeline.torch_compat import PipelineScheduleSingle as PipelineScheduleSingle
 from moe_pipeline.torch_compat import get_schedule_class as get_schedule_class
-from moe_pipeline.weight_grad import WeightQueue as WeightQueue
-from moe_pipeline.weight_grad import put_off as put_off
+from moe_pipeline.weight_grad import WeightGradStore as WeightGradStore
+from moe_pipeline.weight_grad import defer as defer
+from moe_pipeline.weight_grad import deferrable as deferrable
 from moe_pipeline.weight_grad import split_backward as split_backward
-from moe_pipeline.weight_grad import splittable as splittable

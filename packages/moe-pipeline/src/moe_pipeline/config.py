@@ -142,8 +142,8 @@ class ExpertsOptions:
         has_bias: both projections have one.
         experts_implementation: "auto", "fused", "grouped_mm" or "loop"; see
             `moe_pipeline.experts.compute`.
-        gradient_accumulation_fusion: weight gradients are added straight into `param.grad`, which
-            stays allocated; see `moe_pipeline.experts.compute`.
+        gradient_accumulation_fusion: weight gradients are added in place to `grad`, whose memory is
+            kept over steps; see `moe_pipeline.weight_grad.accumulation`.
         fp8: products in fp8 on CUDA; see `moe_pipeline.experts.fp8`.
     """
 

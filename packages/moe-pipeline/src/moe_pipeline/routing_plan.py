@@ -14,7 +14,7 @@ from comm_collectives import DispatchHandle
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RoutingPlan:
-    """The choice, and the way of the rows that follows from it. Holds no gradient.
+    """The choice, and the permutation of the rows that follows from it. Holds no gradient.
 
     Attributes:
         topk_idx_TK: int64 [T, K], chosen experts, best first; -1: none (dropped, or not chosen).

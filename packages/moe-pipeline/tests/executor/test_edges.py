@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from moe_pipeline.errors import StageTransferError
+from moe_pipeline.executor.options import ExecutorOptions
 from moe_pipeline.executor.pipeline_executor import PipelineExecutor
 from moe_pipeline.executor.stage_io import StageOutput
 from moe_pipeline.schedules.generators.basic import forward_then_backward, one_f_one_b
@@ -135,7 +136,9 @@ def test_wrong_inputs_on_one_rank_hold_up_no_other():
 
 def test_a_passed_limit_names_rank_stage_action_and_peer_on_all_ranks():
     schedule = forward_then_backward(3, 4)
-    outcomes = outcomes_of(schedule, 3, 1, lambda: time.sleep(5), timeout_s=2)
+    outcomes = outcomes_of(
+        schedule, 3, 1, lambda: time.sleep(5), options=ExecutorOptions(timeout_s=2)
+    )
     # Both neighbours give up on the rank that sleeps, each for a message of its own.
     lasts = [outcome.error.strip().splitlines()[-1] for outcome in outcomes]
     assert all(outcome.error_type == "StageTransferError" for outcome in outcomes)
@@ -157,12 +160,15 @@ def test_ranks_with_different_schedules_are_told():
         else:
             executor.step()
 
-    run_ranks(fn, 2)  # the same messages on each link: no harm
+    run_ranks(fn, 2)  # the same messages on each edge: no harm
 
     def other(rank, world_size):
         schedule = one_f_one_b(2, 3) if rank else SCHEDULES["interleaved_1f1b"](2, 3)
         executor = PipelineExecutor(
-            stages_of(schedule, rank, lambda calls: None), schedule, rank=rank, timeout_s=20
+            stages_of(schedule, rank, lambda calls: None),
+            schedule,
+            rank=rank,
+            options=ExecutorOptions(timeout_s=20),
         )
         with pytest.raises(StageTransferError) as caught:
             executor.step([(torch.ones(WIDTH),)] * 3)

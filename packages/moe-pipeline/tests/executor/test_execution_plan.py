@@ -3,8 +3,8 @@ import pytest
 from moe_pipeline.executor.execution_plan import (
     RECEIVES,
     SENDS,
-    Link,
-    Table,
+    Edge,
+    ExecutionPlan,
     other_end,
     stage_holders,
 )
@@ -21,18 +21,18 @@ def test_the_peer_of_a_transfer_performs_the_opposite():
 
 
 def test_a_gradient_proves_that_all_forwards_arrived_in_forward_then_backward():
-    table = Table.of(forward_then_backward(3, 6), 1)
+    table = ExecutionPlan.of(forward_then_backward(3, 6), 1)
     first = table.delivered[Action.parse("1RECV_B0")]
-    assert first == {Link(2, True): 6}
-    assert table.expected[Link(0, True)] == tuple(Action.parse(f"1RECV_F{m}") for m in range(6))
-    assert table.targets == {Link(0, False), Link(2, True)}
+    assert first == {Edge(2, True): 6}
+    assert table.expected[Edge(0, True)] == tuple(Action.parse(f"1RECV_F{m}") for m in range(6))
+    assert table.targets == {Edge(0, False), Edge(2, True)}
 
 
 @pytest.mark.parametrize("name", list(SCHEDULES))
 def test_delivered_never_counts_more_than_was_sent(name):
     """Follow all rows at once: what a receive proves has really been received by then."""
     schedule = SCHEDULES[name](4, 6)
-    tables = [Table.of(schedule, rank) for rank in range(4)]
+    tables = [ExecutionPlan.of(schedule, rank) for rank in range(4)]
     at, received, sent, done = [0] * 4, {}, set(), 0
     while done < sum(map(len, schedule.ranks)):
         before = done
@@ -42,10 +42,10 @@ def test_delivered_never_counts_more_than_was_sent(name):
                 if action.kind in RECEIVES:
                     if other_end(action) not in sent:
                         break
-                    for link, count in tables[rank].delivered[action].items():
-                        assert received.get((rank, link.peer, link.forward), 0) >= count
-                    link = tables[rank].links[action]
-                    key = (link.peer, rank, link.forward)
+                    for edge, count in tables[rank].delivered[action].items():
+                        assert received.get((rank, edge.peer, edge.forward), 0) >= count
+                    edge = tables[rank].edges[action]
+                    key = (edge.peer, rank, edge.forward)
                     received[key] = received.get(key, 0) + 1
                 elif action.kind in SENDS:
                     sent.add(action)

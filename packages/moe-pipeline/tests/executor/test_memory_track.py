@@ -4,6 +4,7 @@ from torch import nn
 
 from moe_pipeline.executor.measuring import measure_costs
 from moe_pipeline.executor.memory_track import MemoryTrack
+from moe_pipeline.executor.options import ExecutorOptions
 from moe_pipeline.executor.pipeline_executor import PipelineExecutor
 from moe_pipeline.executor.stage_io import StageOutput
 from moe_pipeline.schedules.generators.catalog import SCHEDULES
@@ -40,14 +41,16 @@ def stages_of(schedule):
 
 def costs_of(schedule):
     """Measured on each stage alone."""
-    halves = {a.stage for row in schedule.ranks for a in row if a.kind is Kind.INPUT_GRADIENT}
+    split_backwards = {
+        a.stage for row in schedule.ranks for a in row if a.kind is Kind.INPUT_GRADIENT
+    }
     return [
         measure_costs(
             stage,
             (torch.randn(ROWS, WIDTH),),
             target=torch.zeros(ROWS, WIDTH),
             is_first=index == 0,
-            halves=index in halves,
+            split=index in split_backwards,
         )
         for index, stage in enumerate(stages_of(schedule))
     ]
@@ -77,8 +80,12 @@ def test_tracked_bytes_are_those_that_the_simulator_predicts(fusion):
         for schedule in schedules:
             stages = stages_of(schedule)
             mine = {s for (s, _), place in schedule.places().items() if place == rank}
-            executor = PipelineExecutor({s: stages[s] for s in mine}, schedule, rank=rank)
-            executor.gradient_accumulation_fusion = fusion
+            executor = PipelineExecutor(
+                {s: stages[s] for s in mine},
+                schedule,
+                rank=rank,
+                options=ExecutorOptions(gradient_accumulation_fusion=fusion),
+            )
             track = MemoryTrack()
             inputs = [(torch.randn(ROWS, WIDTH),) for _ in range(5)]
             targets = [torch.zeros(ROWS, WIDTH) for _ in range(5)]
@@ -104,7 +111,7 @@ def test_measured_bytes_are_what_the_stage_keeps():
     assert measure_costs(stage, (torch.randn(ROWS, WIDTH),), is_first=True).activation_bytes == (
         3 * size
     )
-    split = measure_costs(stage, (torch.randn(ROWS, WIDTH),), halves=True)
+    split = measure_costs(stage, (torch.randn(ROWS, WIDTH),), split=True)
     assert (split.activation_bytes, split.weight_gradient_bytes) == (3 * size, size)
     assert all(parameter.grad is None for parameter in stage.parameters())
 

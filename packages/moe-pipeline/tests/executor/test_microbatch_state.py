@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from moe_pipeline.errors import StageTransferError
-from moe_pipeline.executor.microbatch_state import Slot
+from moe_pipeline.executor.microbatch_state import MicrobatchState
 from moe_pipeline.executor.pipeline_executor import PipelineExecutor
 from moe_pipeline.executor.stage_io import StageOutput, gate_output
 from moe_pipeline.schedules.generators.basic import forward_then_backward
@@ -39,8 +39,8 @@ class Storages(TorchDispatchMode):
         return sum(size for size in alive if size > 0.02 * unit_bytes) / unit_bytes
 
 
-def storages_of(nest):
-    return [x.untyped_storage() for x in tree_leaves(nest) if isinstance(x, torch.Tensor)]
+def storages_of(tree):
+    return [x.untyped_storage() for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
 class Look(torch.autograd.Function):
@@ -172,7 +172,7 @@ def test_full_recompute_keeps_the_inputs_and_nothing_else():
 
 
 def test_a_slot_refuses_gradients_that_do_not_fit():
-    slot = Slot(roots=[gate_output(torch.ones(3, requires_grad=True) * 2)])
+    state = MicrobatchState(roots=[gate_output(torch.ones(3, requires_grad=True) * 2)])
     for wrong, text in (([], "of 0 tensors"), ([torch.ones(4)], r"\(4,\) came back .* \(3,\)")):
         with pytest.raises(StageTransferError, match=text):
-            slot.put_output_gradients(wrong)
+            state.put_output_gradients(wrong)

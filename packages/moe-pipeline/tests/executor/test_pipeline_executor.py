@@ -11,6 +11,7 @@ from torch import nn
 from moe_pipeline.config import MoEConfig, RouterLosses
 from moe_pipeline.errors import ScheduleError
 from moe_pipeline.executor.execution_plan import stage_holders
+from moe_pipeline.executor.options import ExecutorOptions
 from moe_pipeline.executor.pipeline_executor import PipelineExecutor
 from moe_pipeline.executor.stage_io import StageOutput
 from moe_pipeline.executor.tied import TiedParameters
@@ -135,7 +136,7 @@ def test_every_schedule_on_real_ranks_equals_one_process(seed, num_ranks):
                 schedule,
                 rank=rank,
                 backward_group=backward_group,
-                timeout_s=60,
+                options=ExecutorOptions(timeout_s=60),
             )
             losses = []
             for inputs, targets in steps:
@@ -167,8 +168,8 @@ def test_every_schedule_in_one_process_equals_no_pipeline(seed, num_ranks, micro
         schedule = generate(num_ranks, microbatches)
         stages = moe_stages(seed, schedule)
         steps = [moe_data(seed % 1000, microbatches)]
-        executor = PipelineExecutor(dict(enumerate(stages)), schedule)
-        executor.gradient_accumulation_fusion = fusion
+        options = ExecutorOptions(gradient_accumulation_fusion=fusion)
+        executor = PipelineExecutor(dict(enumerate(stages)), schedule, options=options)
         values = executor.step(*steps[0])
         losses = [sum(value.item() for value in values)]
         assert not any(value.requires_grad for value in values)
@@ -410,7 +411,7 @@ def test_rank_and_stages_must_fit_schedule_and_groups():
     with pytest.raises(ValueError, match="forward_group=None is the default group, which does not"):
         PipelineExecutor({1: stage}, one_f_one_b(2, 2), rank=1)
     with pytest.raises(ValueError, match=r"timeout_s=0 must be above 0"):
-        PipelineExecutor({0: stage}, one_f_one_b(1, 2), rank=0, timeout_s=0)
+        ExecutorOptions(timeout_s=0)
     idle = replace(one_f_one_b(1, 2), ranks=(one_f_one_b(1, 2).ranks[0], ()))
     with pytest.raises(ValueError, match="rank 1 has nothing to do in schedule 1f1b"):
         PipelineExecutor({}, idle, rank=1)
@@ -421,7 +422,7 @@ def test_rank_and_stages_must_fit_schedule_and_groups():
         with pytest.raises(ValueError, match="the schedule has 3 ranks"):
             PipelineExecutor({rank: stage}, one_f_one_b(3, 2), rank=rank)
         with pytest.raises(RuntimeError, match="device type at start of device string: gpu"):
-            PipelineExecutor({rank: stage}, one_f_one_b(2, 2), rank=rank, device="gpu")
+            ExecutorOptions(device="gpu")
         with pytest.raises(ValueError, match="groups need rank="):
             PipelineExecutor({0: stage}, one_f_one_b(1, 2), forward_group=dist.group.WORLD)
 

@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from moe_pipeline.config import ExpertsOptions, MoEConfig
 from moe_pipeline.experts import activations
-from moe_pipeline.experts import blocks as expert_blocks
+from moe_pipeline.experts import chunks as expert_chunks
 from moe_pipeline.experts.activations import Activation
 from moe_pipeline.experts.compute import choose_implementation, experts_function
 from moe_pipeline.experts.weights import ExpertWeights
@@ -140,7 +140,7 @@ def test_gradcheck(seed, implementation, kind, layout):
 def test_many_blocks_are_as_near_to_fp64_as_their_dtype(
     seed, monkeypatch, implementation, dtype, kind
 ):
-    monkeypatch.setattr(expert_blocks, "_CPU_BLOCK_ELEMENTS", 256 * 512)
+    monkeypatch.setattr(expert_chunks, "_CPU_CHUNK_ELEMENTS", 256 * 512)
     monkeypatch.setattr(activations, "_CPU_CHUNK_ELEMENTS", 50 * 512)
     sizes = dict(experts=10, hidden=32, intermediate=512, options=KINDS[kind])
     experts = make(implementation, dtype=dtype, **sizes)

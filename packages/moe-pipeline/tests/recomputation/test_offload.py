@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from moe_pipeline.recomputation.offload import ActivationOffload
 from moe_pipeline.recomputation.output_discarding import discard_outputs, discarded
 from moe_pipeline.recomputation.recomputing import recompute
-from moe_pipeline.weight_grad.store import WeightQueue, split_backward
+from moe_pipeline.weight_grad.store import WeightGradStore, split_backward
 
 
 def model(device="cpu"):
@@ -38,7 +38,7 @@ def test_on_a_cpu_nothing_moves_and_nothing_changes(seed):
 
 
 def test_contexts_compose_in_any_depth(seed):
-    module, x, queue = model(), torch.randn(32, 64, requires_grad=True), WeightQueue()
+    module, x, store = model(), torch.randn(32, 64, requires_grad=True), WeightGradStore()
 
     def forward(x):
         for norm, linear, act in module:
@@ -49,11 +49,11 @@ def test_contexts_compose_in_any_depth(seed):
     expected = gradients(module, x)
     offload = ActivationOffload(module.parameters(), min_bytes=1)
     for _ in range(2):
-        with offload, split_backward(queue), discard_outputs(), offload:
+        with offload, split_backward(store), discard_outputs(), offload:
             loss = forward(x).square().sum()
-        with queue.deferring():
+        with store.deferring():
             loss.backward()
-        queue.run()
+        store.run()
         assert_close(gradients(module, x), expected, atol=0, rtol=0)
 
 

@@ -13,7 +13,7 @@ from moe_pipeline.config import MoEConfig
 from moe_pipeline.layer.moe_layer import MoELayer
 from moe_pipeline.recomputation.output_discarding import discard_outputs, discarded
 from moe_pipeline.recomputation.recomputing import recompute, recorded
-from moe_pipeline.weight_grad.store import WeightQueue, split_backward
+from moe_pipeline.weight_grad.store import WeightGradStore, split_backward
 
 
 class Storages(TorchDispatchMode):
@@ -156,7 +156,7 @@ def test_what_is_recorded_is_replayed(x):
 
 
 def test_a_split_backward_recomputes_in_its_first_half_alone(x):
-    module, queue, calls = block(), WeightQueue(), []
+    module, store, calls = block(), WeightGradStore(), []
 
     def counting(function, *args):
         def run(*args):
@@ -167,14 +167,14 @@ def test_a_split_backward_recomputes_in_its_first_half_alone(x):
 
     forward(module, x, plainly).square().sum().backward()
     expected = gradients(module, x)
-    with split_backward(queue), discard_outputs():
+    with split_backward(store), discard_outputs():
         y = forward(module, x, counting)
     assert len(calls) == 2
-    with queue.deferring():
+    with store.deferring():
         y.square().sum().backward()
     assert len(calls) == 4
-    assert len(queue) == 3
-    queue.run()
+    assert len(store) == 3
+    store.run()
     assert len(calls) == 4
     assert_close(gradients(module, x), expected, atol=0, rtol=0)
 

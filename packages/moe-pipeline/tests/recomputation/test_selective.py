@@ -20,7 +20,7 @@ from moe_pipeline.recomputation.selective import (
     recompute_modules,
     selective_recompute,
 )
-from moe_pipeline.weight_grad.store import WeightQueue, split_backward
+from moe_pipeline.weight_grad.store import WeightGradStore, split_backward
 
 ATEN = torch.ops.aten
 PRODUCTS = {"mm", "addmm", "bmm", "_grouped_mm"}
@@ -137,15 +137,15 @@ def test_kinds_save_what_they_say(x):
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_every_kind_composes_with_a_split_backward(x, kind):
-    model, queue = Model(), WeightQueue()
+    model, store = Model(), WeightGradStore()
     expected, _, products = run(model, x, KINDS[kind])
     ways = recompute_modules(model, KINDS[kind]) if KINDS[kind] else None
-    with split_backward(queue), discard_outputs():
+    with split_backward(store), discard_outputs():
         loss = model(x).square().sum()
-    with Watch() as inputs, queue.deferring():
+    with Watch() as inputs, store.deferring():
         loss.backward()
     with Watch() as weights:
-        queue.run()
+        store.run()
     assert_close(gradients(model, x), expected, atol=0, rtol=0)
     assert inputs.products + weights.products == products
     assert weights.products == 6
@@ -177,16 +177,16 @@ def test_routing_is_replayed_with_kept_products(seed, implementation):
     layer, results = MoELayer(config), []
     x = torch.randn(2, 9, 16, requires_grad=True)
     for call in (lambda f, *a: f(*a), KEEP):
-        for queue in (None, WeightQueue()):
-            if queue is None:
+        for store in (None, WeightGradStore()):
+            if store is None:
                 out = call(layer, x)
                 (out.hidden.square().sum() + out.aux_loss).backward()
             else:
-                with split_backward(queue):
+                with split_backward(store):
                     out = call(layer, x)
-                with queue.deferring():
+                with store.deferring():
                     (out.hidden.square().sum() + out.aux_loss).backward()
-                queue.run()
+                store.run()
             results.append(gradients(layer, x))
     assert_close(results[1:], [results[0]] * 3)
     assert_close(results[2], results[0], atol=0, rtol=0)

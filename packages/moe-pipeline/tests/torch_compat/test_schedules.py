@@ -10,6 +10,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_pipeline.config import MoEConfig
+from moe_pipeline.executor.options import ExecutorOptions
 from moe_pipeline.executor.stage_io import StageOutput
 from moe_pipeline.layer.moe_layer import MoELayer
 from moe_pipeline.torch_compat.schedules import (
@@ -128,7 +129,9 @@ def test_every_schedule_of_torch_gives_its_losses_outputs_and_gradients(seed):
                 modules = blocks(seed, len(places))
                 options = {"scale_grads": number % 2 == 0}
                 if maker is get_schedule_class:
-                    options["gradient_accumulation_fusion"] = number % 3 == 0
+                    options["executor_options"] = ExecutorOptions(
+                        gradient_accumulation_fusion=number % 3 == 0
+                    )
                 schedule = made(maker, name, places, rank, modules, microbatches=4, **options)
                 got = stepped(schedule, places, rank, batch, loss_kwargs={"weight": 2.0})
                 sides.append((*got, gradients(modules, places, rank)))

@@ -1,6 +1,7 @@
 """Products that add themselves to a weight's gradient, against autograd's own sums."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -11,9 +12,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from moe_pipeline.config import ExpertsOptions, MoEConfig, SharedExpertOptions
+from moe_pipeline.layer.local_experts import Experts
 from moe_pipeline.layer.moe_layer import MoELayer
-from moe_pipeline.weight_grad.accumulation import add_product, fits, is_observed, open_grad
-from moe_pipeline.weight_grad.store import WeightQueue, split_backward
+from moe_pipeline.weight_grad.accumulation import (
+    GradTarget,
+    InPlaceAccumulation,
+    add_product,
+    fits,
+    is_observed,
+    open_grad,
+)
+from moe_pipeline.weight_grad.deferred import accumulated
+from moe_pipeline.weight_grad.store import WeightGradStore, split_backward
 from ranktest import run_ranks
 
 WIDTH = 8
@@ -119,18 +129,18 @@ class Mixed(nn.Module):
         return (self.linear(x) @ self.plain.t()).square().mean()
 
 
-def run(model, batches, *, queue_of, deferring, wrap=lambda f, x: f(x)):
+def run(model, batches, *, store_of, deferring, wrap=lambda f, x: f(x)):
     """Gradients of the weights and of the inputs of all batches."""
     inputs = []
     for x in batches:
         x = x.clone().requires_grad_()
-        queue = queue_of()
-        with split_backward(queue):
+        store = store_of()
+        with split_backward(store):
             loss = wrap(model, x)
-        with queue.deferring() if deferring else queue.whole():
+        with store.deferring() if deferring else store.whole():
             loss.backward()
-        assert (len(queue) > 0) == deferring
-        queue.run()
+        assert (len(store) > 0) == deferring
+        store.run()
         inputs.append(x.grad)
     return [p.grad for p in model.parameters()], inputs
 
@@ -152,12 +162,13 @@ def test_gradients_equal_those_of_autograd_over_microbatches(seed, implementatio
     for x in batches:
         inputs.append(x.clone().requires_grad_())
         plain(inputs[-1]).nan_to_num().backward()
-    first = WeightQueue(gradient_accumulation_fusion=True)
-    queues = [first, *(WeightQueue(first) for _ in batches[1:])]
+    accumulation = InPlaceAccumulation()
+    first = WeightGradStore(accumulation)
+    stores = [first, *(WeightGradStore(accumulation, beside=first) for _ in batches[1:])]
     found, input_grads = run(
         fused,
         batches,
-        queue_of=iter(queues).__next__,
+        store_of=iter(stores).__next__,
         deferring=deferring,
         wrap=lambda model, x: wrap(lambda x: model(x).nan_to_num(), x),
     )
@@ -187,13 +198,13 @@ class Largest(TorchDispatchMode):
 def test_no_gradient_of_the_weights_size_is_made_beside_grad(seed, fusion, deferring):
     model, x = nn.Linear(300, 500, bias=False), torch.randn(128, 300)
     model.weight.grad = torch.zeros(500, 300)
-    queue = WeightQueue(gradient_accumulation_fusion=fusion)
+    store = WeightGradStore(InPlaceAccumulation() if fusion else None)
     with Largest() as largest:
-        with split_backward(queue):
+        with split_backward(store):
             loss = model(x).sum()
-        with queue.deferring() if deferring else queue.whole():
+        with store.deferring() if deferring else store.whole():
             loss.backward()
-        queue.run()
+        store.run()
     assert (largest.num_bytes < model.weight.nbytes) == fusion
     assert_close(model.weight.grad, x.sum(0).expand(500, 300))
 
@@ -206,7 +217,7 @@ def test_hooks_get_the_gradient_of_each_microbatch(seed, deferring):
     run(
         model,
         batches,
-        queue_of=lambda: WeightQueue(gradient_accumulation_fusion=True),
+        store_of=lambda: WeightGradStore(InPlaceAccumulation()),
         deferring=deferring,
         wrap=lambda model, x: model(x).sum(),
     )
@@ -220,8 +231,196 @@ def test_products_in_another_dtype_are_added_by_autograd(seed):
     for x in (torch.randn(5, 8), torch.randn(4, 8)):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             plain(x).float().square().sum().backward()
-        queue = WeightQueue(gradient_accumulation_fusion=True)
-        with torch.autocast("cpu", dtype=torch.bfloat16), split_backward(queue):
+        store = WeightGradStore(InPlaceAccumulation())
+        with torch.autocast("cpu", dtype=torch.bfloat16), split_backward(store):
             loss = fused(x).float().square().sum()
         loss.backward()
     assert_close(fused.weight.grad, plain.weight.grad, rtol=0, atol=0)
+
+
+COUNTS = (3, 0, 5, 1)
+
+
+def make_experts(*, fusion, dtype=torch.float64, **options):
+    config = MoEConfig(
+        hidden_size=8,
+        moe_intermediate_size=6,
+        num_experts=4,
+        num_experts_per_tok=1,
+        experts=ExpertsOptions(has_bias=True, gradient_accumulation_fusion=fusion, **options),
+        initializer_range=0.5,
+    )
+    experts = Experts(config, dtype=dtype)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter)
+    return experts
+
+
+def experts_pair(**options):
+    fused, plain = make_experts(fusion=True, **options), make_experts(fusion=False, **options)
+    plain.load_state_dict(fused.state_dict())
+    return fused, plain
+
+
+def expert_step(experts, seed, counts=COUNTS, wrap=None):
+    generator = torch.Generator().manual_seed(seed)
+    dtype = experts.down_proj.dtype
+    x = torch.randn(sum(counts), 8, generator=generator, dtype=dtype).requires_grad_()
+    weights = torch.rand(sum(counts), generator=generator, dtype=dtype).requires_grad_()
+    y = experts(x, counts, weights) if wrap is None else wrap(experts, x, counts, weights)
+    y.square().sum().backward()
+    return x.grad, weights.grad
+
+
+def gradients(experts):
+    return {name: parameter.grad for name, parameter in experts.named_parameters()}
+
+
+def test_gradients_equal_those_through_autograd_over_several_microbatches(seed):
+    fused, plain = experts_pair()
+    for counts in (COUNTS, (0, 0, 0, 0), (0, 9, 0, 2), COUNTS):
+        assert_close(
+            expert_step(fused, seed, counts), expert_step(plain, seed, counts), atol=0, rtol=0
+        )
+        assert_close(gradients(fused), gradients(plain), atol=1e-12, rtol=1e-12)
+
+
+def test_memory_outlives_zero_grad_and_old_numbers_do_not(seed):
+    fused, plain = experts_pair()
+    places = []
+    for counts in (COUNTS, (0, 4, 0, 0), (0, 0, 0, 0)):
+        fused.zero_grad()
+        plain.zero_grad()
+        assert fused.down_proj.grad is None
+        expert_step(fused, seed, counts)
+        expert_step(plain, seed, counts)
+        assert_close(gradients(fused), gradients(plain), atol=1e-12, rtol=1e-12)
+        places.append([parameter.grad.data_ptr() for parameter in fused.parameters()])
+    assert places[0] == places[1] == places[2]
+
+
+def test_a_gradient_that_is_already_there_is_added_to(seed):
+    fused, plain = experts_pair()
+    for experts in (fused, plain):
+        for parameter in experts.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        expert_step(experts, seed)
+    assert_close(gradients(fused), gradients(plain), atol=1e-12, rtol=1e-12)
+
+
+def test_frozen_weights_get_no_gradient(seed):
+    for name, _ in make_experts(fusion=True).named_parameters():
+        fused, plain = experts_pair()
+        for experts in (fused, plain):
+            experts.get_parameter(name).requires_grad_(False)
+            expert_step(experts, seed)
+        assert fused.get_parameter(name).grad is None
+        assert_close(gradients(fused), gradients(plain), atol=1e-12, rtol=1e-12)
+
+
+def test_recompute_fills_the_same_gradients(seed):
+    fused, plain = experts_pair()
+
+    def wrap(experts, *arguments):
+        return checkpoint(experts, *arguments, use_reentrant=False)
+
+    for _ in range(2):
+        expert_step(fused, seed, wrap=wrap)
+        expert_step(plain, seed)
+    assert_close(gradients(fused), gradients(plain), atol=1e-12, rtol=1e-12)
+    kept = fused.down_proj.grad.data_ptr()
+    fused.zero_grad()
+    expert_step(fused, seed, wrap=wrap)
+    assert fused.down_proj.grad.data_ptr() == kept
+
+
+def test_weights_that_are_not_leaves_go_through_autograd(seed):
+    fused, plain = experts_pair()
+    x, weights = torch.randn(9, 8, dtype=torch.float64), torch.rand(9, dtype=torch.float64)
+    results = []
+    for experts in (fused, plain):
+        leaf = experts.down_proj.detach().clone().requires_grad_()
+        y = torch.func.functional_call(experts, {"down_proj": 2 * leaf}, (x, COUNTS, weights))
+        y.square().sum().backward()
+        results.append(leaf.grad)
+    assert_close(results[0], results[1], atol=1e-12, rtol=1e-12)
+    assert fused.down_proj.grad is None
+    assert fused.gate_up_proj.grad is not None
+
+
+def test_each_weight_has_memory_of_its_own():
+    accumulation = InPlaceAccumulation(keeps_memory=True)
+    first, second = (nn.Parameter(torch.zeros(2, 3)) for _ in range(2))
+    for parameter in (first, second):
+        assert accumulation.target(parameter).accumulate is False
+    assert first.grad.data_ptr() != second.grad.data_ptr()
+
+
+def test_memory_follows_a_conversion_of_the_module(seed):
+    fused, plain = experts_pair(dtype=torch.float32)
+    expert_step(fused, seed)
+    fused.zero_grad()
+    fused.double()
+    plain.double()
+    expert_step(fused, seed)
+    expert_step(plain, seed)
+    assert_close(gradients(fused), gradients(plain), atol=1e-12, rtol=1e-12)
+
+
+def test_copies_and_pickles_share_no_memory(seed):
+    fused, plain = experts_pair()
+    expert_step(fused, seed)
+    fused.zero_grad()
+    for twin in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        plain.zero_grad()
+        expert_step(twin, seed)
+        expert_step(plain, seed)
+        expert_step(fused, seed + 1)
+        assert_close(gradients(twin), gradients(plain), atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("keeps_memory", [False, True])
+def test_which_gradients_are_accumulated_in_place(keeps_memory):
+    accumulation = InPlaceAccumulation(keeps_memory=keeps_memory)
+    weight = nn.Parameter(torch.zeros(2, 3))
+    assert (accumulation.target(weight) is not None) == keeps_memory
+    weight.grad = torch.ones(2, 3)
+    assert accumulation.target(weight).grad is weight.grad
+    assert accumulation.target(weight).accumulate
+    weight.grad = torch.zeros(2, 3).to_sparse()
+    assert accumulation.target(weight) is None
+    assert accumulation.target(torch.zeros(2, 3)) is None
+
+
+def test_what_is_given_an_alias_outside_of_a_split_backward():
+    accumulation = InPlaceAccumulation(keeps_memory=True)
+    weight = nn.Parameter(torch.zeros(2, 3))
+    alias, deferred = accumulated(weight, accumulation)
+    assert alias is not weight and alias.data_ptr() == weight.data_ptr()
+    assert deferred.leaf is weight and not deferred.is_deferring
+    for other, how in ((weight * 1, accumulation), (torch.zeros(2), accumulation), (weight, None)):
+        assert accumulated(other, how) == (other, None)
+    weight.register_hook(lambda grad: grad)
+    assert accumulated(weight, accumulation) == (weight, None)
+
+
+def test_experts_with_hooks_keep_autograds_way_and_the_hooks_get_each_gradient(seed):
+    fused, plain = experts_pair()
+    seen = []
+    fused.down_proj.register_hook(lambda grad: seen.append(grad.clone()))
+    for counts in (COUNTS, (0, 9, 0, 2)):
+        assert_close(expert_step(fused, seed, counts), expert_step(plain, seed, counts))
+    assert_close(gradients(fused), gradients(plain), atol=1e-12, rtol=1e-12)
+    assert len(seen) == 2
+    assert_close(sum(seen), fused.down_proj.grad, atol=1e-12, rtol=1e-12)
+
+
+def test_a_target_writes_first_and_adds_afterwards(seed):
+    left, right = torch.randn(3, 4), torch.randn(4, 5)
+    full = torch.full((2, 3, 5), float("nan"))
+    GradTarget(full, False).write([0], [left], [right])
+    GradTarget(full, False).zero([1])
+    assert_close(full, torch.stack([left @ right, torch.zeros(3, 5)]))
+    GradTarget(full, True).write([0], [left], [right])
+    GradTarget(full, True).zero([0, 1])
+    assert_close(full[0], 2 * (left @ right))

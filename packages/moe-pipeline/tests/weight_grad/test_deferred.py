@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
 
-from moe_pipeline.weight_grad.deferred import current_splitting, put_off, splittable
-from moe_pipeline.weight_grad.store import WeightQueue, split_backward
+from moe_pipeline.weight_grad.deferred import current_splitting, defer, deferrable
+from moe_pipeline.weight_grad.store import WeightGradStore, split_backward
 
 
 class Outer(torch.autograd.Function):
@@ -29,12 +29,12 @@ class Outer(torch.autograd.Function):
             return x.t() @ grad
 
         x, weight = ctx.saved_tensors
-        grad_weight = put_off(ctx.token, of_weight, x, grad) if ctx.needs_input_grad[1] else None
+        grad_weight = defer(ctx.token, of_weight, x, grad) if ctx.needs_input_grad[1] else None
         return grad @ weight.t(), grad_weight, None
 
 
 def outer(x, weight):
-    return Outer.apply(x, *splittable(weight))
+    return Outer.apply(x, *deferrable(weight))
 
 
 @pytest.fixture
@@ -46,39 +46,39 @@ def tensors(seed):
     )
 
 
-def split(function, queue):
-    with split_backward(queue):
+def split(function, store):
+    with split_backward(store):
         y = function()
-    with queue.deferring():
+    with store.deferring():
         y.square().sum().backward()
 
 
 def test_outside_of_a_split_a_weight_is_itself(tensors):
     x, weight = tensors
-    assert splittable(weight) == (weight, None)
+    assert deferrable(weight) == (weight, None)
     assert current_splitting() is None
-    with split_backward(WeightQueue()):
+    with split_backward(WeightGradStore()):
         assert current_splitting() is not None
-        alias, token = splittable(weight)
+        alias, token = deferrable(weight)
         assert alias is not weight
         assert alias.data_ptr() == weight.data_ptr()
         assert token.leaf is weight
-        assert splittable(weight * 2)[1] is None
+        assert deferrable(weight * 2)[1] is None
         with torch.no_grad():
-            assert splittable(weight) == (weight, None)
-        assert splittable(x.detach())[1] is None
+            assert deferrable(weight) == (weight, None)
+        assert deferrable(x.detach())[1] is None
     assert current_splitting() is None
 
 
 def test_functions_of_users_put_their_weights_off(tensors):
     x, weight = tensors
     expected = torch.autograd.grad(outer(x, weight).square().sum(), [x, weight])
-    queue, Outer.computed = WeightQueue(), 0
-    split(lambda: outer(x, weight), queue)
+    store, Outer.computed = WeightGradStore(), 0
+    split(lambda: outer(x, weight), store)
     assert weight.grad is None
     assert Outer.computed == 0
     assert_close(x.grad, expected[0], atol=0, rtol=0)
-    queue.run()
+    store.run()
     assert Outer.computed == 1
     assert_close(weight.grad, expected[1], atol=0, rtol=0)
 
@@ -86,9 +86,9 @@ def test_functions_of_users_put_their_weights_off(tensors):
 def test_transposed_weights_get_their_gradient_in_their_own_layout(tensors):
     x, weight = tensors
     expected = torch.autograd.grad(outer(x, weight.t()).square().sum(), weight)[0]
-    queue = WeightQueue()
-    split(lambda: outer(x, weight.t()), queue)
-    queue.run()
+    store = WeightGradStore()
+    split(lambda: outer(x, weight.t()), store)
+    store.run()
     assert_close(weight.grad, expected, atol=0, rtol=0)
     assert weight.grad.stride() == weight.stride()
 
@@ -100,21 +100,21 @@ def test_hooks_see_the_gradient_and_nothing_before(tensors):
     weight.register_post_accumulate_grad_hook(lambda w: seen.append(w.grad.clone()))
     expected = torch.autograd.grad(outer(x, weight.detach().requires_grad_()).sum(), x)
     assert expected
-    queue = WeightQueue()
-    split(lambda: F.linear(outer(x, weight), weight), queue)
+    store = WeightGradStore()
+    split(lambda: F.linear(outer(x, weight), weight), store)
     assert seen == []
-    queue.run()
+    store.run()
     plain = weight.detach().clone().requires_grad_()
     F.linear(x @ plain, plain).square().sum().backward()
     assert seen[0] == "hook"
     assert_close(seen[1:], [2 * plain.grad], atol=1e-12, rtol=1e-12)
     assert weight.grad is not None
-    assert queue.held_bytes == 0
+    assert store.held_bytes == 0
 
 
 def test_gradients_add_up_and_the_first_is_not_copied(tensors):
     x, weight = tensors
-    queue, places = WeightQueue(), []
+    store, places = WeightGradStore(), []
 
     def of_weight(x, grad):
         gradient = x.t() @ grad
@@ -130,11 +130,11 @@ def test_gradients_add_up_and_the_first_is_not_copied(tensors):
 
         @staticmethod
         def backward(ctx, grad):
-            return None, put_off(ctx.token, of_weight, *ctx.saved_tensors, grad), None
+            return None, defer(ctx.token, of_weight, *ctx.saved_tensors, grad), None
 
     for times in (1, 2):
-        split(lambda: Watched.apply(x, *splittable(weight)), queue)
-        queue.run()
+        split(lambda: Watched.apply(x, *deferrable(weight)), store)
+        store.run()
         plain = weight.detach().clone().requires_grad_()
         (x @ plain).square().sum().backward()
         assert_close(weight.grad, times * plain.grad, atol=1e-12, rtol=1e-12)
@@ -143,14 +143,14 @@ def test_gradients_add_up_and_the_first_is_not_copied(tensors):
 
 def test_a_gradient_given_at_once_is_delivered_within_the_backward(tensors):
     x, weight = tensors
-    queue = WeightQueue()
-    with split_backward(queue):
-        alias, _ = splittable(weight)
+    store = WeightGradStore()
+    with split_backward(store):
+        alias, _ = deferrable(weight)
         y = (alias * 3).sum() + outer(x, weight).square().sum()
-    with queue.deferring():
+    with store.deferring():
         y.backward()
     assert_close(weight.grad, torch.full_like(weight, 3.0))
-    queue.run()
+    store.run()
     plain = weight.detach().clone().requires_grad_()
     ((plain * 3).sum() + (x @ plain).square().sum()).backward()
     assert_close(weight.grad, plain.grad, atol=1e-12, rtol=1e-12)
@@ -170,16 +170,16 @@ def test_an_error_says_whose_gradient_it_was(tensors):
             def of_weight(grad):
                 raise FloatingPointError("overflow")
 
-            return None, put_off(ctx.token, of_weight, grad), None
+            return None, defer(ctx.token, of_weight, grad), None
 
-    queue = WeightQueue()
-    split(lambda: Broken.apply(x, *splittable(weight)), queue)
+    store = WeightGradStore()
+    split(lambda: Broken.apply(x, *deferrable(weight)), store)
     with pytest.raises(FloatingPointError) as caught:
-        queue.run()
+        store.run()
     (note,) = caught.value.__notes__
     assert "work 1 of 1" in note
     assert "of_weight, gradient of a weight of shape (5, 5) in torch.float64" in note
-    assert len(queue) == 0
+    assert len(store) == 0
 
 
 def test_a_gradient_of_another_shape_is_refused(tensors):
@@ -193,18 +193,18 @@ def test_a_gradient_of_another_shape_is_refused(tensors):
 
         @staticmethod
         def backward(ctx, grad):
-            return None, put_off(ctx.token, lambda grad: grad, grad), None
+            return None, defer(ctx.token, lambda grad: grad, grad), None
 
-    queue = WeightQueue()
-    split(lambda: Wrong.apply(x, *splittable(weight)), queue)
+    store = WeightGradStore()
+    split(lambda: Wrong.apply(x, *deferrable(weight)), store)
     with pytest.raises(RuntimeError, match="invalid gradient") as caught:
-        queue.run()
+        store.run()
     assert "shape (5, 5)" in caught.value.__notes__[0]
 
 
 def test_the_queue_keeps_inputs_and_output_gradients_and_no_graph(tensors):
     x, weight = tensors
-    queue, alive = WeightQueue(), []
+    store, alive = WeightGradStore(), []
 
     def stage():
         hidden = torch.tanh(x * 2)  # saves its result
@@ -213,11 +213,11 @@ def test_the_queue_keeps_inputs_and_output_gradients_and_no_graph(tensors):
         alive.extend(weakref.ref(t.untyped_storage()) for t in (hidden, saved))
         return saved
 
-    split(stage, queue)
+    split(stage, store)
     gc.collect()
     assert [ref() is not None for ref in alive] == [True, False]
-    assert queue.held_bytes == 2 * 7 * 5 * 8
-    queue.run()
+    assert store.held_bytes == 2 * 7 * 5 * 8
+    store.run()
     gc.collect()
     assert [ref() is not None for ref in alive] == [False, False]
 
@@ -226,7 +226,7 @@ def test_aliases_end_with_the_split(tensors):
     x, weight = tensors
     count = len(gc.get_referrers(weight))
     for _ in range(3):
-        split(lambda: F.linear(x, weight), WeightQueue())
+        split(lambda: F.linear(x, weight), WeightGradStore())
     gc.collect()
     assert len(gc.get_referrers(weight)) == count
 
@@ -235,13 +235,13 @@ def test_a_weight_that_is_frozen_after_its_forward_gets_no_gradient(tensors):
     x, weight = tensors
     other = torch.ones_like(weight).requires_grad_()
     for deferring in (False, True):
-        queue = WeightQueue()
-        with split_backward(queue):
+        store = WeightGradStore()
+        with split_backward(store):
             y = (outer(x, weight) + outer(x, other)).sum()
         weight.requires_grad_(False)
-        with queue.deferring() if deferring else queue.at_once():
+        with store.deferring() if deferring else store.at_once():
             y.backward()
-        queue.run()
+        store.run()
         weight.requires_grad_(True)
     assert weight.grad is None
     expected = 2 * x.sum(0)[:, None].expand_as(other)

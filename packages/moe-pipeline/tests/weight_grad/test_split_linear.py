@@ -5,22 +5,22 @@ from torch import nn
 from torch.testing import assert_close
 
 from moe_pipeline.weight_grad.split_linear import looped_product
-from moe_pipeline.weight_grad.store import WeightQueue, split_backward
+from moe_pipeline.weight_grad.store import WeightGradStore, split_backward
 
 
 def halves(leaves, function, grad=None):
-    """Outputs and gradients of a whole backward without a queue, and of I and W; pieces of work."""
-    results, queue = [], WeightQueue()
+    """Outputs and gradients of a whole backward without a store, and of I and W; pieces of work."""
+    results, store = [], WeightGradStore()
     for split in (False, True):
         for leaf in leaves:
             leaf.grad = None
         if split:
-            with split_backward(queue):
+            with split_backward(store):
                 y = function()
-            with queue.deferring():
+            with store.deferring():
                 backward(y, grad)
-            waiting = len(queue)
-            queue.run()
+            waiting = len(store)
+            store.run()
         else:
             y = function()
             backward(y, grad)
@@ -89,8 +89,8 @@ def test_products_by_any_name_are_split(seed):
         assert_same_bits([x, weight], product, grad)
     assert_same_bits([x, weight, bias], lambda: torch.addmm(bias, x, weight), grad)
     # By these names it is left to torch.
-    queue = WeightQueue()
-    with split_backward(queue):
+    store = WeightGradStore()
+    with split_backward(store):
         y = torch.addmm(input=bias, mat1=x, mat2=weight)
     assert_close(y, torch.addmm(bias, x, weight))
     stored = drawn(4, 5)
@@ -121,16 +121,16 @@ def test_frozen_weights_make_no_work(seed):
     x, weight, bias = drawn(7, 5), drawn(4, 5, trained=False), drawn(4)
     assert_same_bits([x, bias], lambda: F.linear(x, weight, bias), work=0)
     assert weight.grad is None
-    queue = WeightQueue()
-    with split_backward(queue), torch.no_grad():
+    store = WeightGradStore()
+    with split_backward(store), torch.no_grad():
         assert not F.linear(x, drawn(4, 5)).requires_grad
     late = drawn(4, 5)
-    with split_backward(queue):
+    with split_backward(store):
         y = F.linear(x, late)
-    with queue.deferring():
+    with store.deferring():
         y.sum().backward()
     late.requires_grad_(False)
-    queue.run()
+    store.run()
     assert late.grad is None
 
 
@@ -153,7 +153,7 @@ def test_results_may_be_changed_in_place(seed):
 
 def test_a_weight_that_changes_before_backward_is_noticed(seed):
     x, weight = drawn(7, 5), drawn(4, 5)
-    with split_backward(WeightQueue()):
+    with split_backward(WeightGradStore()):
         y = F.linear(x, weight)
     with torch.no_grad():
         weight.mul_(2)

@@ -13,8 +13,8 @@ from moe_pipeline.experts import chunks as expert_chunks
 from moe_pipeline.groups import MoEGroups
 from moe_pipeline.layer.moe_layer import MoELayer
 from moe_pipeline.recomputation.recomputing import recompute, recompute_contexts
-from moe_pipeline.weight_grad.deferred import put_off, splittable
-from moe_pipeline.weight_grad.store import WeightQueue, split_backward
+from moe_pipeline.weight_grad.deferred import defer, deferrable
+from moe_pipeline.weight_grad.store import WeightGradStore, split_backward
 from ranktest import run_ranks
 
 PRODUCTS = {"mm", "addmm", "addmm_", "addmv_", "bmm", "baddbmm", "_grouped_mm"}
@@ -55,19 +55,19 @@ def gradients(module, x):
 
 
 def whole_and_split(module, forward, x):
-    """Gradients and products of a whole backward without a queue, and of I and W with one."""
-    queue = WeightQueue()
+    """Gradients and products of a whole backward without a store, and of I and W with one."""
+    store = WeightGradStore()
     loss = forward(x)
     whole = counted(loss.backward)
     expected = gradients(module, x)
-    with split_backward(queue):
+    with split_backward(store):
         loss = forward(x)
-    with queue.deferring():
+    with store.deferring():
         inputs = counted(loss.backward)
-    assert len(queue) > 0
-    weights = counted(queue.run)
-    assert len(queue) == 0
-    assert queue.held_bytes == 0
+    assert len(store) > 0
+    weights = counted(store.run)
+    assert len(store) == 0
+    assert store.held_bytes == 0
     return expected, gradients(module, x), whole, inputs, weights
 
 
@@ -92,7 +92,7 @@ class Scaled(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = put_off(ctx.token, lambda x, grad: x.t() @ grad, x, grad)
+            grad_weight = defer(ctx.token, lambda x, grad: x.t() @ grad, x, grad)
         return grad @ weight.t(), grad_weight, None
 
 
@@ -102,7 +102,7 @@ class Custom(nn.Module):
         self.weight = nn.Parameter(torch.randn(width, width, dtype=torch.float64) / width)
 
     def forward(self, x):
-        return Scaled.apply(x, *splittable(self.weight))
+        return Scaled.apply(x, *deferrable(self.weight))
 
 
 def layers_of(kind, width=6):
@@ -219,7 +219,7 @@ def test_recomputed_moe_layers_replay_and_repeat_nothing_in_weights(
     x = torch.randn(2, 9, 16, requires_grad=True)
     expected, got, whole, inputs, weights = whole_and_split(layer, forward, x)
     assert_close(got, expected, atol=0, rtol=0)
-    # The loop's experts are one function under a queue, which stops ahead of all their products.
+    # The loop's experts are one function under a store, which stops ahead of all their products.
     total = inputs[0] + weights[0], inputs[1] + weights[1]
     assert total == whole or (implementation == "loop" and total < whole)
 
@@ -235,23 +235,23 @@ def test_split_moe_layers_with_biases_equal_whole_backwards(seed, implementation
 
 @pytest.mark.parametrize("region", REGIONS)
 def test_a_whole_backward_of_a_split_graph_is_an_ordinary_one(seed, region):
-    layers, queue = layers_of("linear"), WeightQueue()
+    layers, store = layers_of("linear"), WeightGradStore()
     x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
     forward = forward_of(layers, region)
     whole = counted(forward(x).backward)
     expected = gradients(layers, x)
-    with split_backward(queue):
+    with split_backward(store):
         loss = forward(x)
-    with queue.at_once():
+    with store.at_once():
         assert counted(loss.backward) == whole
-    assert len(queue) == 0
+    assert len(store) == 0
     assert_close(gradients(layers, x), expected, atol=0, rtol=0)
 
 
 def test_plain_checkpoints_need_the_context_and_recompute_does_not(seed):
-    layers, queue = layers_of("linear"), WeightQueue()
+    layers, store = layers_of("linear"), WeightGradStore()
     x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
-    with split_backward(queue):
+    with split_backward(store):
         ours, torchs = (forward_of(layers, f"{whose} stage")(x) for whose in ("our", "torch"))
     ours.backward()
     with pytest.raises(CheckpointError):
@@ -259,13 +259,13 @@ def test_plain_checkpoints_need_the_context_and_recompute_does_not(seed):
 
 
 def test_backward_takes_edges_and_gradients_as_torch_does(seed):
-    layer, queue = nn.Linear(4, 3), WeightQueue()
+    layer, store = nn.Linear(4, 3), WeightGradStore()
     x, grad = torch.randn(2, 4, requires_grad=True), torch.randn(2, 3)
     edge = torch.autograd.graph.get_gradient_edge
     expected = torch.autograd.grad(layer(x), [x, layer.weight, layer.bias], grad)
 
     def made():
-        with split_backward(queue):
+        with split_backward(store):
             return checkpoint(layer, x, use_reentrant=False)
 
     runs = [
@@ -277,14 +277,14 @@ def test_backward_takes_edges_and_gradients_as_torch_does(seed):
     ]
     for run in runs:
         y = made()
-        with queue.deferring():
+        with store.deferring():
             run(y)
         assert layer.weight.grad is None
-        queue.run()
+        store.run()
         assert_close([x.grad, layer.weight.grad, layer.bias.grad], list(expected))
         layer.zero_grad()
         x.grad = None
-    with queue.deferring(), pytest.raises(RuntimeError, match=r"shape \(2, 3\)"):
+    with store.deferring(), pytest.raises(RuntimeError, match=r"shape \(2, 3\)"):
         made().backward()
 
 
@@ -295,87 +295,87 @@ def test_two_microbatches_may_wait_in_any_order(seed):
     for x in xs:
         forward(x).backward()
     expected = gradients(layers, xs[0])
-    queues, losses = [WeightQueue(), WeightQueue()], []
-    for x, queue in zip(xs, queues, strict=True):
+    stores, losses = [WeightGradStore(), WeightGradStore()], []
+    for x, store in zip(xs, stores, strict=True):
         x.grad = None
-        with split_backward(queue):
+        with split_backward(store):
             losses.append(forward(x))
-    for loss, queue in zip(losses, queues, strict=True):
-        with queue.deferring():
+    for loss, store in zip(losses, stores, strict=True):
+        with store.deferring():
             loss.backward()
-    for queue in reversed(queues):
-        queue.run()
+    for store in reversed(stores):
+        store.run()
     assert_close(gradients(layers, xs[0]), expected, atol=1e-12, rtol=1e-12)
 
 
 def test_backward_in_another_thread_finds_the_queue(seed):
-    layer, queue = nn.Linear(4, 3), WeightQueue()
-    with split_backward(queue):
+    layer, store = nn.Linear(4, 3), WeightGradStore()
+    with split_backward(store):
         loss = layer(torch.randn(2, 4)).sum()
-    with queue.deferring():
+    with store.deferring():
         thread = threading.Thread(target=loss.backward)
         thread.start()
         thread.join(timeout=60)
-    assert len(queue) == 1
+    assert len(store) == 1
     assert layer.weight.grad is None
 
 
 def test_other_threads_and_other_forwards_are_not_split(seed):
-    layer, queue = nn.Linear(4, 3), WeightQueue()
-    with split_backward(queue):
+    layer, store = nn.Linear(4, 3), WeightGradStore()
+    with split_backward(store):
         losses = []
         thread = threading.Thread(target=lambda: losses.append(layer(torch.ones(2, 4)).sum()))
         thread.start()
         thread.join(timeout=60)
     losses.append(layer(torch.ones(2, 4)).sum())
-    with queue.deferring():
+    with store.deferring():
         for loss in losses:
             loss.backward()
-    assert len(queue) == 0
+    assert len(store) == 0
     assert_close(layer.weight.grad, torch.full((3, 4), 4.0))
 
 
 def test_work_runs_in_order_and_an_error_names_it():
-    queue, done = WeightQueue(), []
+    store, done = WeightGradStore(), []
 
     def failing():
         raise ZeroDivisionError("no such gradient")
 
-    queue.put(lambda: done.append(1))
-    queue.put(failing, name="stage 3")
-    queue.put(lambda: done.append(2))
-    assert len(queue) == 3
+    store.put(lambda: done.append(1))
+    store.put(failing, name="stage 3")
+    store.put(lambda: done.append(2))
+    assert len(store) == 3
     with pytest.raises(ZeroDivisionError) as caught:
-        queue.run()
-    assert caught.value.__notes__ == ["in work 2 of 3 of a weight queue: stage 3"]
-    assert (len(queue), done) == (0, [1])
-    queue.put(lambda: done.append(3))
-    queue.run()
+        store.run()
+    assert caught.value.__notes__ == ["in deferred work 2 of 3: stage 3"]
+    assert (len(store), done) == (0, [1])
+    store.put(lambda: done.append(3))
+    store.run()
     assert done == [1, 3]
 
 
 def test_held_bytes_are_those_of_inputs_and_output_gradients(seed):
-    queue = WeightQueue()
+    store = WeightGradStore()
     layer = nn.Sequential(nn.Linear(8, 4, bias=False), nn.Linear(4, 2, bias=False))
     x = torch.randn(10, 8, requires_grad=True)
-    with split_backward(queue):
+    with split_backward(store):
         y = layer(x)
-    assert queue.held_bytes == 0
-    with queue.deferring():
+    assert store.held_bytes == 0
+    with store.deferring():
         y.backward(torch.ones(10, 2))
-    assert queue.held_bytes == 4 * 10 * (8 + 4 + 4 + 2)
+    assert store.held_bytes == 4 * 10 * (8 + 4 + 4 + 2)
     held = torch.zeros(7)
-    queue.put(lambda: None, held=[held, held[2:]])
-    assert queue.held_bytes == 4 * 10 * (8 + 4 + 4 + 2) + 4 * 7
+    store.put(lambda: None, held=[held, held[2:]])
+    assert store.held_bytes == 4 * 10 * (8 + 4 + 4 + 2) + 4 * 7
 
 
 def test_errors_leave_no_mode_behind(seed):
-    queue, layer = WeightQueue(), nn.Linear(2, 2)
-    for context in (split_backward(queue), queue.deferring(), queue.at_once()):
+    store, layer = WeightGradStore(), nn.Linear(2, 2)
+    for context in (split_backward(store), store.deferring(), store.at_once()):
         with pytest.raises(KeyError), context:
             raise KeyError
     layer(torch.ones(1, 2)).sum().backward()
-    assert len(queue) == 0
+    assert len(store) == 0
     assert layer.weight.grad is not None
 
 
@@ -393,12 +393,12 @@ def test_frozen_parameters_of_moe_layers_make_no_work(seed, implementation):
         layer.get_parameter(name).requires_grad_(True)
     for name in names:
         layer.get_parameter(name).requires_grad_(False)
-    queue = WeightQueue()
-    with split_backward(queue):
+    store = WeightGradStore()
+    with split_backward(store):
         loss = moe_loss(layer)(x)
-    with queue.deferring():
+    with store.deferring():
         loss.backward()
-    assert len(queue) == 0
+    assert len(store) == 0
 
 
 def test_layers_over_ranks_split_their_backwards(seed):
@@ -428,17 +428,17 @@ def test_layers_over_ranks_split_their_backwards(seed):
 
 
 def test_a_stage_that_is_only_run_forward_leaves_nothing(seed):
-    layer, queue = nn.Linear(4, 3), WeightQueue()
-    with split_backward(queue), torch.no_grad():
+    layer, store = nn.Linear(4, 3), WeightGradStore()
+    with split_backward(store), torch.no_grad():
         assert_close(layer(torch.ones(2, 4)), layer(torch.ones(2, 4)))
-    with split_backward(queue):
+    with split_backward(store):
         layer(torch.ones(2, 4))
-    assert (len(queue), queue.held_bytes) == (0, 0)
+    assert (len(store), store.held_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("fusion", [False, True])
-def test_many_blocks_of_experts_are_put_off_block_by_block(seed, fusion, monkeypatch):
-    monkeypatch.setattr(expert_chunks, "_CPU_BLOCK_ELEMENTS", 8 * 6)
+def test_many_chunks_of_experts_are_deferred_chunk_by_chunk(seed, fusion, monkeypatch):
+    monkeypatch.setattr(expert_chunks, "_CPU_CHUNK_ELEMENTS", 8 * 6)
     layer = moe_layer("fused", fusion, torch.float64, has_bias=True)
     layer.experts.gate_up_proj.requires_grad_(fusion)
     x = torch.randn(31, 16, dtype=torch.float64, requires_grad=True)

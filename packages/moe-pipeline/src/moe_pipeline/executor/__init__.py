@@ -3,6 +3,7 @@
 from moe_pipeline.executor.execution_plan import stage_holders as stage_holders
 from moe_pipeline.executor.measuring import measure_costs as measure_costs
 from moe_pipeline.executor.memory_track import MemoryTrack as MemoryTrack
+from moe_pipeline.executor.options import ExecutorOptions as ExecutorOptions
 from moe_pipeline.executor.pipeline_executor import PipelineExecutor as PipelineExecutor
 from moe_pipeline.executor.pipeline_groups import PipelineGroups as PipelineGroups
 from moe_pipeline.executor.pipeline_groups import connect_pairs as connect_pairs

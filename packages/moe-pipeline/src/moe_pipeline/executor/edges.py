@@ -1,25 +1,25 @@
-"""How parcels get from rank to rank: over process groups, or inside one process.
+"""How messages get from rank to rank: over process groups, or inside one process.
 
-Each direction between two ranks is a link, on which messages come in the order of the table. A
-receiver checks what came against what the table says comes next; where forward and backward share
+Each direction between two ranks is an edge, on which messages come in the order of the schedule. A
+receiver checks what came against what the plan says comes next; where forward and backward share
 a group it keeps a message of the other direction until its turn.
 
-When a rank fails, it sends the reason on every link and then listens on every link until the peer
-says the same or is gone. A rank that has not failed waits for one that has, or for one that waits
-for it in turn; so the news reaches all, each within one hop of the rank that it waits for, and
-nobody has to look at a clock or a store while all goes well. Without backward messages go one way
-only; there the last stage says at the end that all is well, and each tells the one before, so that
-every rank has what to wait for.
+When a rank fails, it sends a failure notice on every edge and then listens on every edge until the
+peer says the same or is gone. A rank that has not failed waits for one that has, or for one that
+waits for it in turn; so the notice reaches all, each within one hop of the rank that it waits for,
+and nobody has to look at a clock or a store while all goes well. Without backward messages go one
+way only; there the last stage says at the end that all is well, and each tells the one before, so
+that every rank has something to wait for.
 
-    links = GroupLinks(table, 0, Transport(forward=pp, backward=pp, device=None, timeout_s=60))
-    links.begin()
-    links.send(action, parcel)
+    edges = GroupEdges(plan, 0, Transport(forward=pp, backward=pp, device=None, timeout_s=60))
+    edges.begin()
+    edges.send(action, message)
 """
 
 import threading
 import time
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, final
 
 import torch
@@ -36,11 +36,17 @@ from comm_collectives import (
     isend_tensors,
     recv_tensors,
 )
-from moe_pipeline.executor.execution_plan import RECEIVES, Link, Table, other_end
-from moe_pipeline.executor.stage_message import Parcel, pack_cause, pack_parcel, unpack
+from moe_pipeline.executor.execution_plan import RECEIVES, Edge, ExecutionPlan, other_end
+from moe_pipeline.executor.stage_message import (
+    FailureNotice,
+    StageMessage,
+    pack_message,
+    pack_notice,
+    unpack,
+)
 from moe_pipeline.schedules.table import Action
 
-# Sends of a link that its receiver has not taken. Holds their tensors' memory down; any number
+# Sends of an edge that its receiver has not taken. Holds their tensors' memory down; any number
 # from 1 is free of deadlock for a schedule that passes check(send_buffers=1).
 _MAX_SENDS_UNDER_WAY = 4
 # How long a rank that failed waits for its peers to learn why, before its error ends its process.
@@ -48,7 +54,7 @@ _GRACE_S = 5.0
 
 
 @final
-class LinkBrokenError(Exception):
+class EdgeBrokenError(Exception):
     """A transfer failed: `cause` names who is to blame, in the same words on every rank.
 
     `observed`: a peer is gone, maybe because of something that others know better.
@@ -60,7 +66,7 @@ class LinkBrokenError(Exception):
         self.observed = observed
 
 
-class Links(Protocol):
+class Edges(Protocol):
     """What performs the transfers of a step."""
 
     def begin(self) -> None:
@@ -69,10 +75,10 @@ class Links(Protocol):
     def ready(self, action: Action) -> bool:
         """Whether to perform `action` now; False lets the process go on with another row."""
 
-    def send(self, action: Action, parcel: Parcel) -> None:
+    def send(self, action: Action, message: StageMessage) -> None:
         """Perform a send, without waiting for its receiver."""
 
-    def receive(self, action: Action) -> Parcel:
+    def receive(self, action: Action) -> StageMessage:
         """Perform a receive."""
 
     def settle(self) -> None:
@@ -86,11 +92,11 @@ class Links(Protocol):
 
 
 @final
-class LocalLinks:
+class LocalEdges:
     """All ranks of a schedule in this process."""
 
     def __init__(self) -> None:
-        self._arrived: dict[Action, Parcel] = {}
+        self._arrived: dict[Action, StageMessage] = {}
 
     def begin(self) -> None:
         """Forget what a failed step left."""
@@ -100,11 +106,11 @@ class LocalLinks:
         """A receive waits for its send."""
         return action.kind not in RECEIVES or action in self._arrived
 
-    def send(self, action: Action, parcel: Parcel) -> None:
+    def send(self, action: Action, message: StageMessage) -> None:
         """Put it where the receive finds it."""
-        self._arrived[other_end(action)] = parcel
+        self._arrived[other_end(action)] = message
 
-    def receive(self, action: Action) -> Parcel:
+    def receive(self, action: Action) -> StageMessage:
         """Take it."""
         return self._arrived.pop(action)
 
@@ -122,21 +128,21 @@ class LocalLinks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
-    """Over which groups parcels travel, where they arrive, and how long that may take."""
+    """Over which groups messages travel, where they arrive, and how long that may take."""
 
     forward: ProcessGroup
     backward: ProcessGroup
     device: torch.device | None
     timeout_s: float | None
 
-    def channel(self, link: Link) -> "Channel":
-        """The peer and group of a link."""
-        return Channel(link.peer, link.forward or self.forward is self.backward)
+    def channel(self, edge: Edge) -> "Channel":
+        """The peer and group of an edge."""
+        return Channel(edge.peer, edge.forward or self.forward is self.backward)
 
-    def send(self, channel: "Channel", message: list[Tensor], limit_s: float | None) -> SendHandle:
+    def send(self, channel: "Channel", packed: list[Tensor], limit_s: float | None) -> SendHandle:
         """Start to send a message."""
         return isend_tensors(
-            message, dst=channel.peer, group=self._group(channel), timeout_s=limit_s
+            packed, dst=channel.peer, group=self._group(channel), timeout_s=limit_s
         )
 
     def receive(self, channel: "Channel", limit_s: float | None) -> list[Tensor]:
@@ -153,78 +159,78 @@ class Transport:
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """A peer and one of the two groups; links of both directions may share it."""
+    """A peer and one of the two groups; edges of both directions may share it."""
 
     peer: int
     forward: bool
 
 
 @final
-class GroupLinks:
-    """The links of one rank of a schedule over process groups."""
+class GroupEdges:
+    """The edges of one rank of a schedule over process groups."""
 
-    def __init__(self, table: Table, rank: int, transport: Transport) -> None:
-        self._table, self._rank, self._transport = table, rank, transport
+    def __init__(self, plan: ExecutionPlan, rank: int, transport: Transport) -> None:
+        self._plan, self._rank, self._transport = plan, rank, transport
         self._global_ranks = dist.get_process_group_ranks(transport.forward)
-        self._under_way: dict[Link, deque[SendHandle]] = {}
-        self._sent: Counter[Link] = Counter()
-        self._expected: dict[Link, deque[Action]] = {}
-        self._arrived: dict[Action, Parcel] = {}
+        self._under_way: dict[Edge, deque[SendHandle]] = {}
+        self._sent: Counter[Edge] = Counter()
+        self._expected: dict[Edge, deque[Action]] = {}
+        self._arrived: dict[Action, StageMessage] = {}
         self._told: Channel | None = None  # where the peer has said why it gave up
 
     def begin(self) -> None:
-        """Expect what the table lists."""
-        self._under_way = {link: deque() for link in self._table.targets}
+        """Expect what the plan lists."""
+        self._under_way = {edge: deque() for edge in self._plan.targets}
         self._sent.clear()
-        self._expected = {link: deque(row) for link, row in self._table.expected.items()}
+        self._expected = {edge: deque(row) for edge, row in self._plan.expected.items()}
         self._arrived.clear()
-        for link in self._expected:
-            self._expect_next(self._transport.channel(link))
+        for edge in self._expected:
+            self._expect_next(self._transport.channel(edge))
 
     def ready(self, action: Action) -> bool:
         """Nothing else is to be done meanwhile."""
         return True
 
-    def send(self, action: Action, parcel: Parcel) -> None:
+    def send(self, action: Action, message: StageMessage) -> None:
         """Start the send; wait only for one that started long before."""
-        link = self._table.links[action]
-        channel, limit_s = self._transport.channel(link), self._transport.timeout_s
+        edge = self._plan.edges[action]
+        channel, limit_s = self._transport.channel(edge), self._transport.timeout_s
         try:
-            message = pack_parcel(action, parcel)
-            self._under_way[link].append(self._transport.send(channel, message, limit_s))
-            self._sent[link] += 1
-            self._settle(link, _MAX_SENDS_UNDER_WAY)
+            packed = pack_message(action, message)
+            self._under_way[edge].append(self._transport.send(channel, packed, limit_s))
+            self._sent[edge] += 1
+            self._settle(edge, _MAX_SENDS_UNDER_WAY)
         except CommError as error:
-            raise self._broken(str(action), link.peer, error) from error
+            raise self._broken(str(action), edge.peer, error) from error
 
-    def receive(self, action: Action) -> Parcel:
-        """Wait for the parcel; then free what the peer must have received before it sent this."""
-        link = self._table.links[action]
+    def receive(self, action: Action) -> StageMessage:
+        """Wait for the message; then free what the peer must have received before it sent this."""
+        edge = self._plan.edges[action]
         try:
             while action not in self._arrived:
-                self._read(action, link)
-            for ours, count in self._table.delivered[action].items():
+                self._read(action, edge)
+            for ours, count in self._plan.delivered[action].items():
                 self._settle(ours, self._sent[ours] - count)
         except CommError as error:
-            raise self._broken(str(action), link.peer, error) from error
-        parcel, device = self._arrived.pop(action), self._transport.device
+            raise self._broken(str(action), edge.peer, error) from error
+        message, device = self._arrived.pop(action), self._transport.device
         if device is None:
-            return parcel
-        return Parcel([t.to(device) for t in parcel.tensors], parcel.flags, parcel.form)
+            return message
+        return replace(message, tensors=[t.to(device) for t in message.tensors])
 
     def settle(self) -> None:
         """Wait for every send that has not ended; without backward, for all later stages."""
-        for link in self._under_way:
+        for edge in self._under_way:
             try:
-                self._settle(link, 0)
+                self._settle(edge, 0)
             except CommError as error:
-                raise self._broken("the last sends", link.peer, error) from error
-        for giver, taker in self._table.acknowledgements():
+                raise self._broken("the last sends", edge.peer, error) from error
+        for giver, taker in self._plan.acknowledgements():
             peer = giver if taker == self._rank else taker
-            channel, limit_s = self._transport.channel(Link(peer, True)), self._transport.timeout_s
+            channel, limit_s = self._transport.channel(Edge(peer, True)), self._transport.timeout_s
             try:
                 if peer == taker:
-                    self._transport.send(channel, pack_cause(""), limit_s).wait()
+                    self._transport.send(channel, pack_notice(FailureNotice("")), limit_s).wait()
                 else:
                     self._expect_well(channel)
             except CommError as error:
@@ -232,7 +238,7 @@ class GroupLinks:
 
     def name(self, rank: int) -> str:
         """The global rank and its stages."""
-        stages = self._table.stages_of(rank)
+        stages = self._plan.stages_of(rank)
         word = "stage" if len(stages) == 1 else "stages"
         return f"rank {self._global_ranks[rank]} ({word} {', '.join(map(str, stages))})"
 
@@ -241,8 +247,8 @@ class GroupLinks:
         limit_s = min(_GRACE_S, self._transport.timeout_s or _GRACE_S)
         deadline = time.monotonic() + limit_s
         heard: list[str] = []
-        links = {*self._table.targets, *self._table.expected}
-        channels = {self._transport.channel(link) for link in links}
+        edges = {*self._plan.targets, *self._plan.expected}
+        channels = {self._transport.channel(edge) for edge in edges}
         silent = channels - {self._told}
         threads = [
             *(threading.Thread(target=self._warn, args=(c, cause, limit_s)) for c in channels),
@@ -258,61 +264,61 @@ class GroupLinks:
 
     def _expect_well(self, channel: Channel) -> None:
         """Wait until the stages behind the channel's peer have ended."""
-        news = unpack(self._transport.receive(channel, self._transport.timeout_s))
-        if news.cause:
+        notice = unpack(self._transport.receive(channel, self._transport.timeout_s))
+        if isinstance(notice, FailureNotice) and notice.cause:
             self._told = channel
-            raise LinkBrokenError(news.cause)
+            raise EdgeBrokenError(notice.cause)
 
-    def _read(self, awaited: Action, link: Link) -> None:
-        """Read one message of the link's channel and keep it."""
-        channel = self._transport.channel(link)
-        message = self._transport.receive(channel, self._transport.timeout_s)
+    def _read(self, awaited: Action, edge: Edge) -> None:
+        """Read one message of the edge's channel and keep it."""
+        channel = self._transport.channel(edge)
+        packed = self._transport.receive(channel, self._transport.timeout_s)
         try:
-            news = unpack(message)
+            found = unpack(packed)
         except ValueError as error:
-            raise LinkBrokenError(f"{self.name(link.peer)} sent nonsense: {error}") from error
-        if news.action is None:
+            raise EdgeBrokenError(f"{self.name(edge.peer)} sent nonsense: {error}") from error
+        if isinstance(found, FailureNotice):
             self._told = channel
-            raise LinkBrokenError(news.cause)
-        arrived = other_end(news.action)
-        found = Link(link.peer, arrived.kind.value.endswith("F"))
-        row = self._expected.get(found)
+            raise EdgeBrokenError(found.cause)
+        sent, message = found
+        arrived = other_end(sent)
+        row = self._expected.get(Edge(edge.peer, arrived.kind.value.endswith("F")))
         if not row or row[0] != arrived:
-            raise LinkBrokenError(
-                f"{self.name(link.peer)} sent {news.action}, but {self.name(self._rank)} waits for "
-                f"{other_end(awaited)}; do both run schedule {self._table.schedule.name}?"
+            raise EdgeBrokenError(
+                f"{self.name(edge.peer)} sent {sent}, but {self.name(self._rank)} waits for "
+                f"{other_end(awaited)}; do both run schedule {self._plan.schedule.name}?"
             )
         row.popleft()
         self._expect_next(channel)
-        self._arrived[arrived] = news.parcel
+        self._arrived[arrived] = message
 
     def _expect_next(self, channel: Channel) -> None:
         """Let the channel's next message of this step, if there is one, arrive before its turn."""
         rows = self._expected.items()
-        if any(row and self._transport.channel(link) == channel for link, row in rows):
+        if any(row and self._transport.channel(edge) == channel for edge, row in rows):
             self._transport.expect(channel)
 
-    def _settle(self, link: Link, most: int) -> None:
-        """Wait for the oldest sends of a link until `most` are under way."""
-        handles = self._under_way[link]
+    def _settle(self, edge: Edge, most: int) -> None:
+        """Wait for the oldest sends of an edge until `most` are under way."""
+        handles = self._under_way[edge]
         while len(handles) > most:
             handles[0].wait()
             handles.popleft()
 
-    def _broken(self, what: str, peer: int, error: CommError) -> LinkBrokenError:
+    def _broken(self, what: str, peer: int, error: CommError) -> EdgeBrokenError:
         name = self.name(peer)
         if isinstance(error, PeerFailedError):
-            return LinkBrokenError(f"{name} died or closed its connections", observed=True)
+            return EdgeBrokenError(f"{name} died or closed its connections", observed=True)
         me = self.name(self._rank)
         if isinstance(error, CollectiveTimeoutError):
             limit_s = self._transport.timeout_s
             limit = "the limit of its group" if limit_s is None else f"{limit_s:g} s"
-            return LinkBrokenError(f"{me} gave up in {what}: nothing from {name} within {limit}")
-        return LinkBrokenError(f"{me} failed in {what} with {name}: {error}")
+            return EdgeBrokenError(f"{me} gave up in {what}: nothing from {name} within {limit}")
+        return EdgeBrokenError(f"{me} failed in {what} with {name}: {error}")
 
     def _warn(self, channel: Channel, cause: str, limit_s: float) -> None:
         try:
-            self._transport.send(channel, pack_cause(cause), limit_s).wait()
+            self._transport.send(channel, pack_notice(FailureNotice(cause)), limit_s).wait()
         except CommError:
             return  # it is gone, or needs nothing of this rank any more
 
@@ -320,9 +326,9 @@ class GroupLinks:
         while time.monotonic() < deadline:
             left_s = max(0.001, deadline - time.monotonic())
             try:
-                news = unpack(self._transport.receive(channel, left_s))
+                notice = unpack(self._transport.receive(channel, left_s))
             except (CommError, ValueError):
                 return
-            if news.cause:
-                heard.append(news.cause)
+            if isinstance(notice, FailureNotice) and notice.cause:
+                heard.append(notice.cause)
                 return

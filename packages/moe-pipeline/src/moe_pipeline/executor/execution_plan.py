@@ -1,12 +1,12 @@
 """What the executor reads from a schedule before it runs it: who talks to whom, and who holds what.
 
-Everything here follows from the table alone and is the same on every rank; nothing decides an
+Everything here follows from the schedule alone and is the same on every rank; nothing decides an
 order. One thing is worth a proof: when a message from a peer arrives, the peer had performed all
 actions before that message's send, so what those received of us is delivered, and may be freed
-here. `Table.delivered` counts it.
+here. `ExecutionPlan.delivered` counts it.
 
-    table = Table.of(schedule, rank=1)
-    table.rows[1]                                   # what this process performs
+    plan = ExecutionPlan.of(schedule, rank=1)
+    plan.rows[1]                                    # what this process performs
 """
 
 from collections import Counter, defaultdict
@@ -18,7 +18,7 @@ from moe_pipeline.schedules.table import Action, Kind, Schedule, check
 
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
-_HALVES = frozenset({Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT})
+_SPLIT = frozenset({Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT})
 # Of each transfer: the step to the stage at its other end, and what that one performs.
 _OTHER_END = {
     Kind.SEND_FORWARD: (1, Kind.RECV_FORWARD),
@@ -30,7 +30,7 @@ _Key = tuple[int, int]  # stage, microbatch
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class Edge:
     """One direction between this rank and a peer (its row in the schedule)."""
 
     peer: int
@@ -38,32 +38,32 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class ExecutionPlan:
     """A checked schedule as one process performs it.
 
     Attributes:
         schedule: as given.
         rows: by rank the actions that this process performs: one row, or all of them.
         places: the rank of each (stage, microbatch).
-        halves: (stage, microbatch) whose backward is split into I and W.
-        expected: by link of the one row, what arrives on it, as receives in order.
-        targets: the links on which the one row sends.
-        links: of each transfer of the one row.
-        delivered: by receive of the one row, how many messages per link are then known to have
+        split_backwards: (stage, microbatch) whose backward is split into I and W.
+        expected: by edge of the one row, what arrives on it, as receives in order.
+        targets: the edges on which the one row sends.
+        edges: of each transfer of the one row.
+        delivered: by receive of the one row, how many messages per edge are then known to have
             been received by the peer.
     """
 
     schedule: Schedule
     rows: Mapping[int, tuple[Action, ...]]
     places: Mapping[_Key, int]
-    halves: frozenset[_Key]
-    expected: Mapping[Link, tuple[Action, ...]]
-    targets: frozenset[Link]
-    links: Mapping[Action, Link]
-    delivered: Mapping[Action, Mapping[Link, int]]
+    split_backwards: frozenset[_Key]
+    expected: Mapping[Edge, tuple[Action, ...]]
+    targets: frozenset[Edge]
+    edges: Mapping[Action, Edge]
+    delivered: Mapping[Action, Mapping[Edge, int]]
 
     @staticmethod
-    def of(schedule: Schedule, rank: int | None) -> "Table":
+    def of(schedule: Schedule, rank: int | None) -> "ExecutionPlan":
         """Prove the schedule and read it, for one rank or (None) for all in one process.
 
         Raises:
@@ -83,21 +83,21 @@ class Table:
             )
         places = schedule.places()
         mine = range(len(schedule.ranks)) if rank is None else (rank,)
-        expected: dict[Link, list[Action]] = defaultdict(list)
-        links: dict[Action, Link] = {}
+        expected: dict[Edge, list[Action]] = defaultdict(list)
+        edges: dict[Action, Edge] = {}
         for action in schedule.ranks[rank] if rank is not None else ():
             if action.kind in SENDS | RECEIVES:
-                links[action] = _link(action, places)
+                edges[action] = _link(action, places)
             if action.kind in RECEIVES:
-                expected[links[action]].append(action)
-        return Table(
+                expected[edges[action]].append(action)
+        return ExecutionPlan(
             schedule=schedule,
             rows={r: schedule.ranks[r] for r in mine},
             places=places,
-            halves=frozenset(_halves(schedule)),
-            expected={link: tuple(actions) for link, actions in expected.items()},
-            targets=frozenset(link for action, link in links.items() if action.kind in SENDS),
-            links=links,
+            split_backwards=frozenset(_split_backwards(schedule)),
+            expected={edge: tuple(actions) for edge, actions in expected.items()},
+            targets=frozenset(edge for action, edge in edges.items() if action.kind in SENDS),
+            edges=edges,
             delivered={} if rank is None else _delivered(schedule, places, rank),
         )
 
@@ -153,33 +153,33 @@ def stage_holders(schedule: Schedule) -> dict[int, tuple[int, ...]]:
     return {stage: tuple(sorted(found[stage])) for stage in sorted(found)}
 
 
-def _link(action: Action, places: Mapping[_Key, int]) -> Link:
+def _link(action: Action, places: Mapping[_Key, int]) -> Edge:
     other = other_end(action)
     forward = action.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
-    return Link(places[other.stage, other.microbatch], forward)
+    return Edge(places[other.stage, other.microbatch], forward)
 
 
-def _halves(schedule: Schedule) -> Iterator[_Key]:
+def _split_backwards(schedule: Schedule) -> Iterator[_Key]:
     for actions in schedule.ranks:
         for action in actions:
-            if action.kind in _HALVES:
+            if action.kind in _SPLIT:
                 yield action.stage, action.microbatch
 
 
 def _delivered(
     schedule: Schedule, places: Mapping[_Key, int], rank: int
-) -> dict[Action, Mapping[Link, int]]:
-    found: dict[Action, Mapping[Link, int]] = {}
+) -> dict[Action, Mapping[Edge, int]]:
+    found: dict[Action, Mapping[Edge, int]] = {}
     for peer, row in enumerate(schedule.ranks):
-        received: Counter[Link] = Counter()
+        received: Counter[Edge] = Counter()
         for action in row:
             if peer == rank or action.kind not in SENDS | RECEIVES:
                 continue
-            link = _link(action, places)
-            if link.peer != rank:
+            edge = _link(action, places)
+            if edge.peer != rank:
                 continue
             if action.kind in RECEIVES:
-                received[Link(peer, link.forward)] += 1
+                received[Edge(peer, edge.forward)] += 1
             else:
                 found[other_end(action)] = dict(received)
     return found

@@ -4,7 +4,7 @@
 keeps it, which is the moment of release. Storages count once for a stage and microbatch, whole,
 however many views of them are kept. What does not belong to the graph is left out, since it is
 still there when the step is over: parameters, buffers, targets, the caller's inputs. After I, what
-the queue of weight gradients keeps of the activations counts until W.
+the weight gradient store keeps of the activations counts until W.
 
     track = MemoryTrack()
     executor.step(inputs, targets, track=track)

@@ -1,6 +1,6 @@
 """What one microbatch of one stage holds between two actions.
 
-Each action takes from the slot what it uses and leaves what it makes, so that a tensor lives
+Each action takes from the state what it uses and leaves what it makes, so that a tensor lives
 exactly from the action that makes it to the last one that needs it.
 """
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from moe_pipeline.errors import StageTransferError
 from moe_pipeline.executor.stage_io import GradientSink, GradientSource
-from moe_pipeline.executor.stage_message import Parcel
-from moe_pipeline.weight_grad import WeightQueue
+from moe_pipeline.executor.stage_message import StageMessage
+from moe_pipeline.weight_grad import WeightGradStore
 
 
 @dataclass(slots=True)
-class Slot:
+class MicrobatchState:
     """One (stage, microbatch).
 
     Attributes:
@@ -29,26 +29,26 @@ class Slot:
             and what those take their gradients from.
         loss: what the stage adds to the loss, from the forward to the backward.
         loss_value: its value, for the caller.
-        queue: work on weights that I leaves to W; None where the backward is whole.
+        store: work on weights that I leaves to W; None where the backward is whole.
     """
 
     given: tuple[object, ...] = ()
-    arrived: Parcel | None = None
+    arrived: StageMessage | None = None
     target: object | None = None
     sink: GradientSink = field(default_factory=GradientSink)
-    outputs: Parcel | None = None
+    outputs: StageMessage | None = None
     roots: list[tuple[Tensor, GradientSource]] = field(default_factory=list)
     loss: Tensor | None = None
     loss_value: Tensor | None = None
-    queue: WeightQueue | None = None
+    store: WeightGradStore | None = None
 
-    def take_outputs(self) -> Parcel:
-        """The outputs, which the slot then holds no longer."""
+    def take_outputs(self) -> StageMessage:
+        """The outputs, which the state then holds no longer."""
         outputs, self.outputs = self.outputs, None
-        return Parcel([], []) if outputs is None else outputs
+        return StageMessage([], []) if outputs is None else outputs
 
     def take_input_gradients(self) -> list[Tensor | None]:
-        """The gradients of the inputs, which the slot then holds no longer."""
+        """The gradients of the inputs, which the state then holds no longer."""
         sink, self.sink = self.sink, GradientSink()
         return sink.gradients
 

@@ -6,7 +6,7 @@ makes it to the last one that needs it:
 
 - inputs: until their forward, and on only if an operation of the stage saved them;
 - outputs: until their receiver is known to have them, or the next stage on this rank takes them;
-- saved activations: until B or I; what the queue of weight gradients keeps of them: until W;
+- saved activations: until B or I; what the store of weight gradients keeps of them: until W;
 - output gradients: until the first operation of the backward has used them;
 - input gradients: as outputs.
 
@@ -27,16 +27,18 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_pipeline.errors import StageTransferError
-from moe_pipeline.executor.edges import GroupLinks, LinkBrokenError, Links, LocalLinks, Transport
-from moe_pipeline.executor.execution_plan import Table
+from moe_pipeline.executor.edges import EdgeBrokenError, Edges, GroupEdges, LocalEdges, Transport
+from moe_pipeline.executor.execution_plan import ExecutionPlan
 from moe_pipeline.executor.memory_track import MemoryTrack
-from moe_pipeline.executor.microbatch_state import Slot
+from moe_pipeline.executor.microbatch_state import MicrobatchState
+from moe_pipeline.executor.options import ExecutorOptions
 from moe_pipeline.executor.stage_io import Stage, StageOutput, gate_inputs, gate_output
 from moe_pipeline.executor.stage_message import activations, gradients
 from moe_pipeline.schedules.table import Action, Kind, Schedule
-from moe_pipeline.weight_grad import WeightQueue, split_backward
+from moe_pipeline.weight_grad import InPlaceAccumulation, WeightGradStore, split_backward
 
 _Key = tuple[int, int]  # stage, microbatch
+_OPTIONS = ExecutorOptions()
 
 
 @final
@@ -52,22 +54,12 @@ class PipelineExecutor:
         forward_group: the ranks of the schedule, in order; None: the default group. Not used when
             the schedule has one rank or `rank` is None.
         backward_group: the same ranks, for gradients; None: the forward group.
-        device: where received tensors are put; None: as `recv_tensors` leaves them.
-        timeout_s: limit for each transfer, which includes waiting for the other stage to compute;
-            None: that of the group.
-
-    Attributes:
-        gradient_accumulation_fusion: False; set it before a step to let the products of linear
-            layers and experts add themselves to the `grad` of their weight, instead of being added
-            to it, from the second microbatch on. Weights to whose gradients somebody listens are
-            left alone (`moe_pipeline.weight_grad.accumulation`).
+        options: device, time limit, how gradients are accumulated.
 
     Raises:
         ScheduleError: `check` finds problems.
         ValueError: `rank` is not in the schedule, has nothing to do in it, or does not fit the
-            groups; stages are missing or not this rank's; groups are given without a rank; a limit
-            that is not positive.
-        RuntimeError: `device` is no device.
+            groups; stages are missing or not this rank's; groups are given without a rank.
     """
 
     def __init__(
@@ -78,36 +70,34 @@ class PipelineExecutor:
         rank: int | None = None,
         forward_group: ProcessGroup | None = None,
         backward_group: ProcessGroup | None = None,
-        device: torch.device | str | None = None,
-        timeout_s: float | None = None,
+        options: ExecutorOptions = _OPTIONS,
     ) -> None:
-        self._table = Table.of(schedule, rank)
-        _check_stages(stages, self._table, rank)
-        if timeout_s is not None and not timeout_s > 0:
-            raise ValueError(f"timeout_s={timeout_s} must be above 0, or None")
+        self._plan = ExecutionPlan.of(schedule, rank)
+        _check_stages(stages, self._plan, rank)
         self.schedule = schedule
-        self.gradient_accumulation_fusion = False
+        fuses = options.gradient_accumulation_fusion and schedule.has_backward
+        self._accumulation = InPlaceAccumulation() if fuses else None
         self._stages = dict(stages)
-        self._keys = self._table.keys()
-        self._links: Links
+        self._keys = self._plan.keys()
+        self._edges: Edges
         if rank is None:
             if forward_group is not None or backward_group is not None:
                 raise ValueError("groups need rank=: which row of the schedule this process runs")
-            self._links = LocalLinks()
+            self._edges = LocalEdges()
         elif len(schedule.ranks) == 1:
-            self._links = LocalLinks()
+            self._edges = LocalEdges()
         else:
             forward = _group("forward_group", forward_group, len(schedule.ranks), rank)
             backward = forward
             if backward_group is not None:
                 backward = _group("backward_group", backward_group, len(schedule.ranks), rank)
-            to = None if device is None else torch.device(device)  # refuses one that is none
+            to = None if options.device is None else torch.device(options.device)
             transport = Transport(
-                forward=forward, backward=backward, device=to, timeout_s=timeout_s
+                forward=forward, backward=backward, device=to, timeout_s=options.timeout_s
             )
-            self._links = GroupLinks(self._table, rank, transport)
+            self._edges = GroupEdges(self._plan, rank, transport)
         self._failure = ""
-        self._do: dict[Kind, Callable[[_Step, Slot, Action], None]] = {
+        self._do: dict[Kind, Callable[[_Step, MicrobatchState, Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._whole_backward,
             Kind.INPUT_GRADIENT: self._input_gradient,
@@ -152,19 +142,19 @@ class PipelineExecutor:
                 f"an earlier step of schedule {self.schedule.name} failed: {self._failure}; make "
                 "new process groups and a new executor"
             )
-        self._links.begin()
+        self._edges.begin()
         step = _Step({}, track)
         self._guard(lambda: self._fill(step, inputs, targets), self._keys[0], "the inputs")
-        at = dict.fromkeys(self._table.rows, 0)
+        at = dict.fromkeys(self._plan.rows, 0)
         moved = True
         while moved:
             moved = False
-            for rank, row in self._table.rows.items():
-                while at[rank] < len(row) and self._links.ready(row[at[rank]]):
+            for rank, row in self._plan.rows.items():
+                while at[rank] < len(row) and self._edges.ready(row[at[rank]]):
                     self._perform(step, row[at[rank]])
                     at[rank] += 1
                     moved = True
-        self._guard(self._links.settle, self._keys[-1], "the last sends")
+        self._guard(self._edges.settle, self._keys[-1], "the last sends")
         if track is not None:
             track.finish()
         return self._losses(step)
@@ -175,7 +165,7 @@ class PipelineExecutor:
         inputs: Sequence[tuple[Any, ...] | None] | None,
         targets: Sequence[object] | None,
     ) -> None:
-        """Make the slots, with what the caller gives."""
+        """Make the states, with what the caller gives."""
         count, name = self.schedule.num_microbatches, self.schedule.name
         needed = inputs if any(stage == 0 for stage, _ in self._keys) else None
         for what, given in (("inputs", needed), ("targets", targets)):
@@ -184,7 +174,7 @@ class PipelineExecutor:
                     f"schedule {name} has {count} microbatches, but {len(given)} {what} are given"
                 )
         for stage, microbatch in self._keys:
-            slot = Slot(target=None if targets is None else targets[microbatch])
+            state = MicrobatchState(target=None if targets is None else targets[microbatch])
             if stage == 0:
                 first = None if needed is None else needed[microbatch]
                 if first is None:
@@ -197,20 +187,22 @@ class PipelineExecutor:
                         f"the inputs of microbatch {microbatch} are a {type(first).__name__}; give "
                         "a tuple of the first stage's positional arguments, such as (x,)"
                     )
-                slot.given = tuple(first)
-            step.slots[stage, microbatch] = slot
+                state.given = tuple(first)
+            step.states[stage, microbatch] = state
 
     def _losses(self, step: "_Step") -> list[Tensor | None]:
         losses: list[Tensor | None] = [None] * self.schedule.num_microbatches
-        for (_, microbatch), slot in step.slots.items():
-            if slot.loss_value is not None:
+        for (_, microbatch), state in step.states.items():
+            if state.loss_value is not None:
                 before = losses[microbatch]
-                losses[microbatch] = slot.loss_value if before is None else before + slot.loss_value
+                losses[microbatch] = (
+                    state.loss_value if before is None else before + state.loss_value
+                )
         return losses
 
     def _perform(self, step: "_Step", action: Action) -> None:
         key = (action.stage, action.microbatch)
-        self._guard(lambda: self._do[action.kind](step, step.slots[key], action), key, action)
+        self._guard(lambda: self._do[action.kind](step, step.states[key], action), key, action)
         if step.track is not None:
             step.track.after(action)
 
@@ -218,64 +210,61 @@ class PipelineExecutor:
         """Do it; if that fails, tell all ranks before raising here."""
         try:
             do()
-        except LinkBrokenError as broken:
-            self._failure = self._links.give_up(broken.cause, observed=broken.observed)
+        except EdgeBrokenError as broken:
+            self._failure = self._edges.give_up(broken.cause, observed=broken.observed)
             raise StageTransferError(
                 f"{self._where(key, what)} failed: {self._failure}"
             ) from broken.__cause__
         except BaseException as error:
-            name = self._links.name(self._table.places[key])
+            name = self._edges.name(self._plan.places[key])
             text = f"{type(error).__name__}: {error}".splitlines()[0]
-            self._failure = self._links.give_up(f"{name} failed in {what}: {text}", observed=False)
+            self._failure = self._edges.give_up(f"{name} failed in {what}: {text}", observed=False)
             error.add_note(self._where(key, what))
             raise
 
     def _where(self, key: _Key, what: object) -> str:
-        name = self._links.name(self._table.places[key])
+        name = self._edges.name(self._plan.places[key])
         return f"{name.split(' (')[0]}, stage {key[0]}: {what} of schedule {self.schedule.name}"
 
-    def _recv_forward(self, step: "_Step", slot: Slot, action: Action) -> None:
-        slot.arrived = self._links.receive(action)
+    def _recv_forward(self, step: "_Step", state: MicrobatchState, action: Action) -> None:
+        state.arrived = self._edges.receive(action)
 
-    def _forward(self, step: "_Step", slot: Slot, action: Action) -> None:
+    def _forward(self, step: "_Step", state: MicrobatchState, action: Action) -> None:
         key = (action.stage, action.microbatch)
-        fuses = self.gradient_accumulation_fusion and self.schedule.has_backward
-        if fuses or key in self._table.halves:
-            slot.queue = WeightQueue(step.first_queue, gradient_accumulation_fusion=fuses)
-            if step.first_queue is None:
-                step.first_queue = slot.queue
+        if self._accumulation is not None or key in self._plan.split_backwards:
+            state.store = step.new_store(self._accumulation)
         recording = nullcontext() if step.track is None else step.track.forward(key)
-        splitting = nullcontext() if slot.queue is None else split_backward(slot.queue)
+        splitting = nullcontext() if state.store is None else split_backward(state.store)
         with torch.set_grad_enabled(self.schedule.has_backward):
-            inputs = self._take_inputs(slot)
-            target, slot.target = slot.target, None
+            inputs = self._take_inputs(state)
+            target, state.target = state.target, None
             with recording, splitting:
                 output = self._stages[action.stage](*inputs, target=target)
             del inputs, target
             self._check_output(output, action)
             if output.loss is not None:
-                slot.loss_value = output.loss.detach()
-                slot.loss = output.loss if self.schedule.has_backward else None
+                state.loss_value = output.loss.detach()
+                state.loss = output.loss if self.schedule.has_backward else None
             if action.stage < self.schedule.num_stages - 1:
-                self._keep_outputs(slot, output.tensors)
-                if self._table.is_local(action.stage + 1, action.stage, action.microbatch):
-                    step.slots[action.stage + 1, action.microbatch].arrived = slot.take_outputs()
+                self._keep_outputs(state, output.tensors)
+                if self._plan.is_local(action.stage + 1, action.stage, action.microbatch):
+                    step.states[action.stage + 1, action.microbatch].arrived = state.take_outputs()
 
-    def _take_inputs(self, slot: Slot) -> tuple[Any, ...]:
-        """The inputs, which the slot then holds no longer."""
-        if slot.arrived is None:
-            given, slot.given = slot.given, ()
+    def _take_inputs(self, state: MicrobatchState) -> tuple[Any, ...]:
+        """The inputs, which the state then holds no longer."""
+        if state.arrived is None:
+            given, state.given = state.given, ()
             return given
-        parcel, slot.arrived = slot.arrived, None
+        message, state.arrived = state.arrived, None
         if not self.schedule.has_backward:
-            return tuple(parcel.nest(parcel.tensors))
-        tensors, slot.sink = gate_inputs(parcel.tensors, parcel.flags)
-        return tuple(parcel.nest(tensors))
+            return tuple(message.tree(message.tensors))
+        tensors, state.sink = gate_inputs(message.tensors, message.flags)
+        return tuple(message.tree(tensors))
 
-    def _keep_outputs(self, slot: Slot, tensors: tuple[Any, ...]) -> None:
-        slot.outputs, wanting = activations(tensors)
+    def _keep_outputs(self, state: MicrobatchState, tensors: tuple[Any, ...]) -> None:
+        state.outputs, wanting = activations(tensors)
         if self.schedule.has_backward:
-            slot.roots = [gate_output(tensor) for tensor in wanting]
+            state.roots = [gate_output(tensor) for tensor in wanting]
 
     def _check_output(self, output: StageOutput, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
@@ -293,58 +282,65 @@ class PipelineExecutor:
                 f"{self.schedule.name} runs its backward"
             )
 
-    def _send_forward(self, step: "_Step", slot: Slot, action: Action) -> None:
-        self._links.send(action, slot.take_outputs())
+    def _send_forward(self, step: "_Step", state: MicrobatchState, action: Action) -> None:
+        self._edges.send(action, state.take_outputs())
 
-    def _recv_backward(self, step: "_Step", slot: Slot, action: Action) -> None:
-        slot.put_output_gradients(self._links.receive(action).gradients())
+    def _recv_backward(self, step: "_Step", state: MicrobatchState, action: Action) -> None:
+        state.put_output_gradients(self._edges.receive(action).gradients())
 
-    def _whole_backward(self, step: "_Step", slot: Slot, action: Action) -> None:
-        queue, slot.queue = slot.queue, None
-        with nullcontext() if queue is None else queue.whole():
-            self._backward(step, slot, action)
+    def _whole_backward(self, step: "_Step", state: MicrobatchState, action: Action) -> None:
+        store, state.store = state.store, None
+        with nullcontext() if store is None else store.whole():
+            self._backward(step, state, action)
 
-    def _backward(self, step: "_Step", slot: Slot, action: Action) -> None:
-        slot.run_backward()
+    def _backward(self, step: "_Step", state: MicrobatchState, action: Action) -> None:
+        state.run_backward()
         stage, microbatch = action.stage, action.microbatch
-        if stage > 0 and self._table.is_local(stage - 1, stage, microbatch):
-            before = step.slots[stage - 1, microbatch]
-            before.put_output_gradients(slot.take_input_gradients())
+        if stage > 0 and self._plan.is_local(stage - 1, stage, microbatch):
+            before = step.states[stage - 1, microbatch]
+            before.put_output_gradients(state.take_input_gradients())
 
-    def _input_gradient(self, step: "_Step", slot: Slot, action: Action) -> None:
-        with nullcontext() if slot.queue is None else slot.queue.deferring():
-            self._backward(step, slot, action)
+    def _input_gradient(self, step: "_Step", state: MicrobatchState, action: Action) -> None:
+        with nullcontext() if state.store is None else state.store.deferring():
+            self._backward(step, state, action)
 
-    def _weight_gradient(self, step: "_Step", slot: Slot, action: Action) -> None:
-        queue, slot.queue = slot.queue, None
-        if queue is not None:
-            queue.run()
+    def _weight_gradient(self, step: "_Step", state: MicrobatchState, action: Action) -> None:
+        store, state.store = state.store, None
+        if store is not None:
+            store.run()
 
-    def _send_backward(self, step: "_Step", slot: Slot, action: Action) -> None:
-        self._links.send(action, gradients(slot.take_input_gradients()))
+    def _send_backward(self, step: "_Step", state: MicrobatchState, action: Action) -> None:
+        self._edges.send(action, gradients(state.take_input_gradients()))
 
 
 @final
 class _Step:
-    """The slots of a step, and what records its memory."""
+    """The states of a step, and what records its memory."""
 
-    def __init__(self, slots: dict[_Key, Slot], track: MemoryTrack | None) -> None:
-        self.slots = slots
+    def __init__(self, states: dict[_Key, MicrobatchState], track: MemoryTrack | None) -> None:
+        self.states = states
         self.track = track
-        self.first_queue: WeightQueue | None = None
+        self._first_store: WeightGradStore | None = None
+
+    def new_store(self, accumulation: InPlaceAccumulation | None) -> WeightGradStore:
+        """A store for another microbatch, which shares the prepared weights with the others."""
+        store = WeightGradStore(accumulation, beside=self._first_store)
+        if self._first_store is None:
+            self._first_store = store
+        return store
 
 
-def _check_stages(stages: Mapping[int, Stage], table: Table, rank: int | None) -> None:
-    wanted = table.stages()
+def _check_stages(stages: Mapping[int, Stage], plan: ExecutionPlan, rank: int | None) -> None:
+    wanted = plan.stages()
     if not wanted:
         raise ValueError(
-            f"rank {rank} has nothing to do in schedule {table.schedule.name}; give a schedule "
+            f"rank {rank} has nothing to do in schedule {plan.schedule.name}; give a schedule "
             "whose every row has actions"
         )
     if sorted(stages) != wanted:
         who = "one process runs" if rank is None else f"rank {rank} runs"
         raise ValueError(
-            f"{who} stages {wanted} of schedule {table.schedule.name}, but stages {sorted(stages)} "
+            f"{who} stages {wanted} of schedule {plan.schedule.name}, but stages {sorted(stages)} "
             "are given; give exactly those, by number"
         )
 

@@ -1,12 +1,12 @@
-"""Nests of tensors, taken apart into a list of tensors and a form that JSON can write.
+"""Pytrees of tensors, flattened to a list of tensors and a structure that JSON can write.
 
 What a stage hands to the next may be a tuple of tensors or anything built of dicts, lists, tuples,
 namedtuples, tensors, None and plain numbers and strings. Only the tensors travel as tensors; the
-form says where they belong. A namedtuple is found again by name among the modules that are already
-imported, so that receiving one imports and runs nothing.
+structure says where they belong. A namedtuple is found again by name among the modules that are
+already imported, so that receiving one imports and runs nothing.
 
-    form, tensors = take_apart(({"x": x}, None))
-    assert put_together(form, tensors) == ({"x": x}, None)
+    structure, tensors = flatten(({"x": x}, None))
+    assert unflatten(structure, tensors) == ({"x": x}, None)
 """
 
 import functools
@@ -17,68 +17,70 @@ from typing import Any
 from torch import Tensor
 
 # A tensor is its number, None stands for itself, all else is a list that begins with what it is.
-Form = int | None | list[Any]
+Structure = int | None | list[Any]
 _PLAIN = (bool, int, float, str)
 
 
-def take_apart(nest: object) -> tuple[Form, list[Tensor]]:
-    """The form of a nest and its tensors, in order.
+def flatten(tree: object) -> tuple[Structure, list[Tensor]]:
+    """The structure of a tree and its tensors, in order.
 
     Raises:
         TypeError: something in it is neither a tensor, None, a plain value nor a container of such;
             the message says where.
     """
     tensors: list[Tensor] = []
-    return _form(nest, tensors, ""), tensors
+    return _structure(tree, tensors, ""), tensors
 
 
-def put_together(form: Form, tensors: Sequence[Any]) -> Any:
-    """The nest of a form, with `tensors` in the places that `take_apart` found them in.
+def unflatten(structure: Structure, tensors: Sequence[Any]) -> Any:
+    """The tree of a structure, with `tensors` in the places that `flatten` found them in.
 
     Raises:
         TypeError: a namedtuple's class is not known in this process.
     """
-    if form is None or isinstance(form, int):
-        return None if form is None else tensors[form]
-    kind = form[0]
+    if structure is None or isinstance(structure, int):
+        return None if structure is None else tensors[structure]
+    kind = structure[0]
     if kind == "v":
-        return form[1]
+        return structure[1]
     if kind == "d":
-        keys, values = form[1], form[2:]
-        return {k: put_together(v, tensors) for k, v in zip(keys, values, strict=True)}
+        keys, values = structure[1], structure[2:]
+        return {k: unflatten(v, tensors) for k, v in zip(keys, values, strict=True)}
     if kind == "n":
-        return _named_tuple(form[1], form[2])(*(put_together(v, tensors) for v in form[3:]))
-    items = [put_together(item, tensors) for item in form[1:]]
+        return _named_tuple(structure[1], structure[2])(
+            *(unflatten(v, tensors) for v in structure[3:])
+        )
+    items = [unflatten(item, tensors) for item in structure[1:]]
     return items if kind == "l" else tuple(items)
 
 
-def map_tensors(function: Callable[[Tensor], object], nest: object) -> Any:
-    """The same nest with `function` of each tensor."""
-    form, tensors = take_apart(nest)
-    return put_together(form, [function(tensor) for tensor in tensors])
+def map_tensors(function: Callable[[Tensor], object], tree: object) -> Any:
+    """The same tree with `function` of each tensor."""
+    structure, tensors = flatten(tree)
+    return unflatten(structure, [function(tensor) for tensor in tensors])
 
 
-def _form(nest: object, tensors: list[Tensor], path: str) -> Form:
-    if isinstance(nest, Tensor):
-        tensors.append(nest)
+def _structure(tree: object, tensors: list[Tensor], path: str) -> Structure:
+    if isinstance(tree, Tensor):
+        tensors.append(tree)
         return len(tensors) - 1
-    if nest is None:
+    if tree is None:
         return None
-    if type(nest) in _PLAIN:
-        return ["v", nest]
-    if type(nest) is dict:
-        if not all(type(key) in (str, int) for key in nest):
+    if type(tree) in _PLAIN:
+        return ["v", tree]
+    if type(tree) is dict:
+        if not all(type(key) in (str, int) for key in tree):
             raise TypeError(f"the dict at {path or 'the top'} has keys that are not str or int")
-        values = [_form(value, tensors, f"{path}[{key!r}]") for key, value in nest.items()]
-        return ["d", list(nest), *values]
-    if isinstance(nest, (list, tuple)):
-        items = [_form(item, tensors, f"{path}[{i}]") for i, item in enumerate(nest)]
-        if type(nest) in (list, tuple):
-            return ["l" if type(nest) is list else "t", *items]
-        if isinstance(nest, tuple) and hasattr(type(nest), "_fields"):
-            return ["n", type(nest).__module__, type(nest).__qualname__, *items]
+        values = [_structure(value, tensors, f"{path}[{key!r}]") for key, value in tree.items()]
+        return ["d", list(tree), *values]
+    if isinstance(tree, (list, tuple)):
+        items = [_structure(item, tensors, f"{path}[{i}]") for i, item in enumerate(tree)]
+        if type(tree) in (list, tuple):
+            return ["l" if type(tree) is list else "t", *items]
+        if isinstance(tree, tuple) and hasattr(type(tree), "_fields"):
+            return ["n", type(tree).__module__, type(tree).__qualname__, *items]
     raise TypeError(
-        f"{type(nest).__name__} at {path or 'the top'} cannot go from stage to stage; expected "
+        f"{type(tree).__name__} at {path or 'the top'} cannot go from stage to stage; expected "
         "tensors, None, numbers and strings, in tuples, lists, dicts or namedtuples"
     )
 

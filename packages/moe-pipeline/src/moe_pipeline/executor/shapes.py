@@ -49,12 +49,12 @@ def infer_shapes(
     Args:
         stages: all stages of the pipeline, in order, on any device.
         inputs: of the first stage; only shapes and dtypes matter.
-        target: given to every stage, as in a step; tensors directly in a nest of it go to `meta`.
+        target: given to every stage, as in a step; tensors directly in a tree of it go to `meta`.
         stand_ins: by class of module what to call instead of its forward, as
             `stand_in(module, *args, **kwargs)`.
 
     Returns:
-        For each stage the nest of its outputs with a `TensorShape` for each tensor; the last one's
+        For each stage the tree of its outputs with a `TensorShape` for each tensor; the last one's
         is usually empty.
 
     Raises:

@@ -1,25 +1,25 @@
-"""Messages between stages: activations forwards, gradients backwards, and the news of a failure.
+"""Messages between stages: activations forwards, gradients backwards, and the notice of a failure.
 
-A message is a list of tensors whose first is its header: bytes that say which action sent it, so
-that a receiver knows what arrived and refuses what it does not expect, and JSON of the rest. Shapes
-and dtypes travel in the header that `isend_tensors` puts before its tensors; nothing is assumed
-from earlier ones.
+A packed message is a list of tensors whose first is its header: bytes that say which action sent
+it, so that a receiver knows what arrived and refuses what it does not expect, and JSON of the rest.
+Shapes and dtypes travel in the header that `isend_tensors` puts before its tensors; nothing is
+assumed from earlier ones.
 
-    message = pack_parcel(Action(1, Kind.SEND_FORWARD, 3), parcel)
-    news = unpack(message)                      # news.action, news.parcel
+    packed = pack_message(Action(1, Kind.SEND_FORWARD, 3), message)
+    action, message = unpack(packed)            # or a FailureNotice
 """
 
 import ctypes
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_pipeline.executor.pytrees import Form, put_together, take_apart
+from moe_pipeline.executor.pytrees import Structure, flatten, unflatten
 from moe_pipeline.schedules.table import Action
 
 _END = b"\n"  # of the action
@@ -28,23 +28,23 @@ _ENCODE = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class StageMessage:
     """What one stage gives another.
 
     Attributes:
         tensors: detached.
         flags: of activations, for each tensor whether it wants a gradient; of gradients, for each
             tensor that wanted one whether there is one (only those are in `tensors`).
-        form: of activations, how the tensors are nested; see `executor/pytrees.py`.
+        structure: of activations, how the tensors are nested; see `executor/pytrees.py`.
     """
 
     tensors: list[Tensor]
     flags: list[bool]
-    form: Form = None
+    structure: Structure = None
 
-    def nest(self, tensors: Sequence[Tensor]) -> Any:
-        """`tensors`, which stand for those of the parcel, nested as they were."""
-        return put_together(self.form, tensors)
+    def tree(self, tensors: Sequence[Tensor]) -> Any:
+        """`tensors`, which stand for those of the message, nested as they were."""
+        return unflatten(self.structure, tensors)
 
     def gradients(self) -> list[Tensor | None]:
         """Of gradients: one for each tensor that wanted one."""
@@ -52,64 +52,63 @@ class Parcel:
         return [next(present) if flag else None for flag in self.flags]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class News:
-    """A message as it was understood: a parcel of an action, or how a rank ended."""
+@dataclass(frozen=True, slots=True)
+class FailureNotice:
+    """Why a rank gave up; with "" it ended well."""
 
-    action: Action | None = None
-    parcel: Parcel = field(default_factory=lambda: Parcel([], []))
-    cause: str = ""
+    cause: str
 
 
-def activations(outputs: tuple[Any, ...]) -> tuple[Parcel, list[Tensor]]:
-    """The parcel of a stage's outputs, and those of its tensors that want a gradient.
+def activations(outputs: tuple[Any, ...]) -> tuple[StageMessage, list[Tensor]]:
+    """The message of a stage's outputs, and those of its tensors that want a gradient.
 
     Raises:
         TypeError: something among them cannot travel.
     """
-    form, tensors = take_apart(outputs)
-    parcel = Parcel([t.detach() for t in tensors], [t.requires_grad for t in tensors], form)
-    return parcel, [tensor for tensor in tensors if tensor.requires_grad]
+    structure, tensors = flatten(outputs)
+    wants_gradient = [t.requires_grad for t in tensors]
+    message = StageMessage([t.detach() for t in tensors], wants_gradient, structure)
+    return message, [tensor for tensor in tensors if tensor.requires_grad]
 
 
-def gradients(found: Sequence[Tensor | None]) -> Parcel:
-    """The parcel of the gradients of a stage's inputs."""
-    return Parcel([g for g in found if g is not None], [g is not None for g in found])
+def gradients(found: Sequence[Tensor | None]) -> StageMessage:
+    """The message of the gradients of a stage's inputs."""
+    return StageMessage([g for g in found if g is not None], [g is not None for g in found])
 
 
-def pack_parcel(action: Action, parcel: Parcel) -> list[Tensor]:
-    """The message in which `action`, a send, carries `parcel`."""
-    flags = [int(flag) for flag in parcel.flags]
-    return [_header(str(action), {"g": flags, "f": parcel.form}), *parcel.tensors]
+def pack_message(action: Action, message: StageMessage) -> list[Tensor]:
+    """What `action`, a send, sends: its header and the tensors of `message`."""
+    flags = [int(flag) for flag in message.flags]
+    return [_header(str(action), {"g": flags, "f": message.structure}), *message.tensors]
 
 
-def pack_cause(cause: str) -> list[Tensor]:
-    """The message that says why this rank gave up; with "" that it ended well."""
-    return [_header("", {"cause": cause})]
+def pack_notice(notice: FailureNotice) -> list[Tensor]:
+    """A header alone."""
+    return [_header("", {"cause": notice.cause})]
 
 
-def unpack(message: Sequence[Tensor]) -> News:
-    """Read a message.
+def unpack(packed: Sequence[Tensor]) -> tuple[Action, StageMessage] | FailureNotice:
+    """Read what a rank sent: a message with the action that sent it, or a notice.
 
     Raises:
         ValueError: its first tensor is no header, or it announces other tensors than it carries.
     """
-    if not message or message[0].dtype != torch.uint8 or message[0].dim() != 1:
+    if not packed or packed[0].dtype != torch.uint8 or packed[0].dim() != 1:
         raise ValueError("a message without a header arrived; was it sent by another program?")
-    header = message[0].contiguous()
+    header = packed[0].contiguous()
     told = ctypes.string_at(header.data_ptr(), header.numel())
     action, _, content = told.partition(_END)
     if action.isspace():
-        return News(cause=json.loads(content)["cause"])
-    flags, form = _parsed(content)
-    parcel = Parcel(list(message[1:]), [*flags], form)
-    announced = sum(parcel.flags) if parcel.form is None else len(parcel.flags)
-    if announced != len(parcel.tensors):
+        return FailureNotice(json.loads(content)["cause"])
+    flags, structure = _parsed(content)
+    message = StageMessage(list(packed[1:]), [*flags], structure)
+    announced = sum(message.flags) if structure is None else len(message.flags)
+    if announced != len(message.tensors):
         raise ValueError(
             f"the message of {action.decode().strip()} announces {announced} tensors and carries "
-            f"{len(parcel.tensors)}"
+            f"{len(message.tensors)}"
         )
-    return News(action=Action.parse(action.decode()), parcel=parcel)
+    return Action.parse(action.decode()), message
 
 
 def _header(action: str, content: dict[str, object]) -> Tensor:
@@ -119,6 +118,6 @@ def _header(action: str, content: dict[str, object]) -> Tensor:
 
 
 @lru_cache(maxsize=256)  # most microbatches are alike
-def _parsed(content: bytes) -> tuple[tuple[bool, ...], Form]:
+def _parsed(content: bytes) -> tuple[tuple[bool, ...], Structure]:
     found = json.loads(content)
     return tuple(bool(flag) for flag in found["g"]), found["f"]

@@ -1,8 +1,8 @@
-"""Neighbouring experts that are worked on together, and the way of tokens to their rows.
+"""Chunks of neighbouring experts, and the permutation between tokens and rows.
 
-    way = Way.of(order_R, num_tokens, num_choices)
-    for block in blocks(num_tokens_per_expert, max_rows(x_TD, intermediate_size)):
-        block.products(way.rows(block, x_TD), weights, block.of(out_RN))
+    permutation = Permutation.of(order_R, num_tokens, num_choices)
+    for chunk in expert_chunks(num_tokens_per_expert, max_rows(x_TD, intermediate_size)):
+        chunk.products(permutation.permute(chunk, x_TD), weights, chunk.slice(out_RN))
 
 Dims: R routed rows sorted by expert, S the R rows or T tokens that are given, K choices of a token.
 """
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from moe_pipeline.weight_grad import GradTarget
 
-# Elements of a block's [rows, H] intermediate. It bounds the memory of what is computed again; each
-# block costs some Python, which is slow between products that have emptied the cache.
-_CPU_BLOCK_ELEMENTS = 1 << 21
-_OTHER_BLOCK_ELEMENTS = 1 << 24
+# Elements of a chunk's [rows, H] intermediate. It bounds the memory of what is computed again; each
+# chunk costs some Python, which is slow between products that have emptied the cache.
+_CPU_CHUNK_ELEMENTS = 1 << 21
+_OTHER_CHUNK_ELEMENTS = 1 << 24
 
 
-class Block(NamedTuple):
+class ExpertChunk(NamedTuple):
     """Neighbouring experts that are worked on together: rows [start, end) and who owns which."""
 
     start: int
@@ -30,12 +30,12 @@ class Block(NamedTuple):
     experts: tuple[int, ...]  # only those with rows
     counts: tuple[int, ...]  # rows of each of them
 
-    def of(self, rows: Tensor) -> Tensor:
-        """The block's part of a tensor of all rows."""
+    def slice(self, rows: Tensor) -> Tensor:
+        """The chunk's part of a tensor of all rows."""
         return rows[self.start : self.end]
 
-    def each(self, *rows: Tensor) -> Iterator[tuple[Any, ...]]:
-        """(expert, its part of each tensor) for tensors of the block's rows."""
+    def split(self, *rows: Tensor) -> Iterator[tuple[Any, ...]]:
+        """(expert, its part of each tensor) for tensors of the chunk's rows."""
         return zip(self.experts, *(r.split(self.counts) for r in rows), strict=True)
 
     def products(self, rows: Tensor, weights: Sequence[Tensor], out: Tensor) -> None:
@@ -54,55 +54,55 @@ class Block(NamedTuple):
             target.write(self.experts, lefts, right.split(self.counts))
 
 
-def blocks(num_tokens_per_expert: Sequence[int], max_rows: int) -> Iterator[Block]:
-    """Experts with rows, in blocks of at most about `max_rows`."""
+def expert_chunks(num_tokens_per_expert: Sequence[int], max_rows: int) -> Iterator[ExpertChunk]:
+    """Experts that have rows, in chunks of at most about `max_rows`."""
     start = end = 0
     experts: list[int] = []
     counts: list[int] = []
     for expert, count in enumerate(num_tokens_per_expert):
         if experts and end - start + count > max_rows:
-            yield Block(start, end, tuple(experts), tuple(counts))
+            yield ExpertChunk(start, end, tuple(experts), tuple(counts))
             start, experts, counts = end, [], []
         if count:
             experts.append(expert)
             counts.append(count)
             end += count
     if experts:
-        yield Block(start, end, tuple(experts), tuple(counts))
+        yield ExpertChunk(start, end, tuple(experts), tuple(counts))
 
 
 def max_rows(x_RD: Tensor, intermediate_size: int) -> int:
-    """Rows of a block whose activations [rows, H] are of a good size for the device."""
+    """Rows of a chunk whose activations [rows, H] are of a good size for the device."""
     on_cpu = x_RD.device.type == "cpu"
-    elements = _CPU_BLOCK_ELEMENTS if on_cpu else _OTHER_BLOCK_ELEMENTS
+    elements = _CPU_CHUNK_ELEMENTS if on_cpu else _OTHER_CHUNK_ELEMENTS
     return max(1, elements // max(1, intermediate_size))
 
 
-class Way(NamedTuple):
+class Permutation(NamedTuple):
     """How tokens become rows and rows become tokens; without an order rows stay rows."""
 
     token_R: Tensor | None  # whose token each row is
     row_SK: Tensor | None  # where each choice of a token went; R: nowhere
 
     @staticmethod
-    def of(order_R: Tensor | None, num_sources: int, num_choices: int) -> "Way":
-        """The way in this order of choices; None: no tokens, rows."""
+    def of(order_R: Tensor | None, num_sources: int, num_choices: int) -> "Permutation":
+        """Of this order of choices; None: what is given are rows, which stay as they are."""
         if order_R is None:
-            return Way(None, None)
+            return Permutation(None, None)
         rows = order_R.shape[0]
         row_SK = order_R.new_full((num_sources * num_choices,), rows)
         row_SK[order_R] = torch.arange(rows, device=order_R.device)
         token_R = order_R.div(max(1, num_choices), rounding_mode="floor")
-        return Way(token_R, row_SK.view(num_sources, num_choices))
+        return Permutation(token_R, row_SK.view(num_sources, num_choices))
 
-    def rows(self, block: Block, sources: Tensor) -> Tensor:
-        """The block's rows of tokens, or of rows."""
+    def permute(self, chunk: ExpertChunk, sources: Tensor) -> Tensor:
+        """The chunk's rows of tokens, or of rows."""
         if self.token_R is None:
-            return block.of(sources)
-        return sources.index_select(0, block.of(self.token_R))
+            return chunk.slice(sources)
+        return sources.index_select(0, chunk.slice(self.token_R))
 
     def new_rows(self, like: Tensor, num_rows: int) -> Tensor:
-        """Memory for all rows, to be given to `back` when they are written."""
+        """Memory for all rows, to be given to `unpermute` when they are written."""
         if self.row_SK is None:
             return like.new_empty(num_rows, like.shape[1])
         # One more row, of zeros, for choices that went nowhere.
@@ -110,7 +110,7 @@ class Way(NamedTuple):
         rows[num_rows].zero_()
         return rows
 
-    def back(self, rows: Tensor) -> Tensor:
+    def unpermute(self, rows: Tensor) -> Tensor:
         """Each token's sum over its choices, in their order and in fp32 for half precision."""
         if self.row_SK is None:
             return rows

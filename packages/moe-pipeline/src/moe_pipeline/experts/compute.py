@@ -51,7 +51,7 @@ def loop_experts(
 ) -> Tensor:
     """One product per expert and projection, with autograd's own backward.
 
-    Under `split_backward` each projection is one function that can put its weight's gradient off.
+    Under `split_backward` each projection is one function that can defer its weight's gradient.
     """
     if current_splitting() is not None:
 
@@ -100,7 +100,7 @@ def choose_implementation(weights: ExpertWeights, options: ExpertsOptions) -> st
 
     - option `fp8`: `moe_pipeline.experts.fp8`, which refuses what it cannot take.
     - CUDA in bf16, in sizes that `grouped_mm` takes: `grouped_mm`, one kernel for all experts.
-    - Everything else, and whatever has `grad_buffers`: `fused`. On a CPU it measured faster than
+    - Everything else, and whatever has an `accumulation`: `fused`. On a CPU it measured faster than
       `grouped_mm` (`benchmarks/moe_pipeline_layer.py`), and saves a third as much.
 
     Not measured on CUDA by this package's benchmarks yet.
@@ -110,7 +110,7 @@ def choose_implementation(weights: ExpertWeights, options: ExpertsOptions) -> st
     if options.experts_implementation != "auto":
         return options.experts_implementation
     on_gpu = weights.down_EDH.device.type == "cuda" and weights.down_EDH.dtype == torch.bfloat16
-    if on_gpu and weights.grad_buffers is None and not grouped_mm_obstacle(weights):
+    if on_gpu and weights.accumulation is None and not grouped_mm_obstacle(weights):
         return "grouped_mm"
     return "fused"
 

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from moe_pipeline.experts.activations import Activation
 from moe_pipeline.experts.grouped import grouped_experts, row_sizes, taken
 from moe_pipeline.experts.weights import ExpertWeights
-from moe_pipeline.weight_grad import WeightToken, put_off, splittable
+from moe_pipeline.weight_grad import DeferredWeightGrad, defer, deferrable
 
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_LARGEST = torch.finfo(FP8_DTYPE).max
@@ -96,15 +96,15 @@ def fp8_product(rows_RK: Tensor, weight_ENK: Tensor, offsets_E: Tensor, kernel: 
 
     Args:
         rows_RK: bf16, contiguous; the rows of expert e end at `offsets_E[e]`.
-        weight_ENK: bf16, any strides; its gradient may be put off.
+        weight_ENK: bf16, any strides; its gradient may be deferred.
         offsets_E: int32 [E] on the same device.
         kernel: makes the product; on CUDA `scaled_grouped_mm`.
     """
     if rows_RK.shape[0] == 0:  # grouped kernels refuse such strides; this has gradients of zero
         return rows_RK @ weight_ENK.sum(0).t()
-    weight_ENK, token = splittable(taken(weight_ENK))
+    weight_ENK, deferred = deferrable(taken(weight_ENK))
     return _Fp8Product.apply(  # type: ignore[no-any-return]
-        rows_RK, weight_ENK, offsets_E, kernel, token
+        rows_RK, weight_ENK, offsets_E, kernel, deferred
     )
 
 
@@ -117,13 +117,13 @@ class _Fp8Product(torch.autograd.Function):
         weight_ENK: Tensor,
         offsets_E: Tensor,
         kernel: Kernel,
-        token: WeightToken | None,
+        deferred: DeferredWeightGrad | None,
     ) -> Tensor:
         needs_rows, needs_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(
             rows_RK if needs_weight else None, weight_ENK if needs_rows else None, offsets_E
         )
-        ctx.token = token
+        ctx.deferred = deferred
         return kernel(quantize_rows(rows_RK), quantize_rows(weight_ENK), offsets_E)
 
     @staticmethod
@@ -135,7 +135,7 @@ class _Fp8Product(torch.autograd.Function):
         if weight_ENK is not None:
             grad_RK = F.grouped_mm(grad_RN, weight_ENK, offs=offsets_E)
         if rows_RK is not None:
-            grad_ENK = put_off(ctx.token, _grad_of_weight, rows_RK, grad_RN, offsets_E)
+            grad_ENK = defer(ctx.deferred, _grad_of_weight, rows_RK, grad_RN, offsets_E)
         return grad_RK, grad_ENK, None, None, None
 
 

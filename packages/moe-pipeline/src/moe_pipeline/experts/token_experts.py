@@ -63,8 +63,7 @@ def _check_choices(x_TD: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -
     if len(shape) != 2 or shape != topk_weights_TK.shape or shape[:1] != x_TD.shape[:1]:
         raise ValueError(
             f"topk_idx {tuple(shape)} and topk_weights {tuple(topk_weights_TK.shape)} "
-            f"must both be [{x_TD.shape[0]}, choices], one line for each row of x_TD; counts of "
-            "rows sorted by expert are not a tensor but a tuple of ints"
+            f"must both be [{x_TD.shape[0]}, choices], one line for each row of x_TD"
         )
     if topk_idx_TK.dtype != torch.int64:
         raise TypeError(f"topk_idx is {topk_idx_TK.dtype}; convert it to torch.int64")

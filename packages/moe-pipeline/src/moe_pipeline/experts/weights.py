@@ -14,7 +14,7 @@ from typing import final
 
 from torch import Tensor
 
-from moe_pipeline.weight_grad import GradBuffers
+from moe_pipeline.weight_grad import InPlaceAccumulation
 
 
 @final
@@ -28,8 +28,7 @@ class ExpertWeights:
         gate_up_bias_EG: [E, G] or None.
         down_bias_ED: [E, D] or None.
         interleaved: gate and up rows alternate in G; False: gate is the first half.
-        grad_buffers: gradients of the weights that are leaves go straight into their `grad`; only
-            `fused` does that. None: they go through autograd.
+        accumulation: of the gradients of these weights; only `fused` takes one. None: autograd's.
     """
 
     gate_up_EGD: Tensor
@@ -37,4 +36,4 @@ class ExpertWeights:
     gate_up_bias_EG: Tensor | None = None
     down_bias_ED: Tensor | None = None
     interleaved: bool = False
-    grad_buffers: GradBuffers | None = None
+    accumulation: InPlaceAccumulation | None = None

@@ -34,7 +34,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_pipeline.config import ACTIVATIONS, ExpertsOptions
 from moe_pipeline.experts import Activation, ExpertWeights, token_experts_function
-from moe_pipeline.weight_grad import GradBuffers
+from moe_pipeline.weight_grad import InPlaceAccumulation
 
 _INSTEAD = "set_experts_implementation('grouped_mm') or 'eager' on the model instead"
 
@@ -53,10 +53,9 @@ def register(
     Args:
         name: under which models select it.
         experts_implementation: ours to use; see `moe_pipeline.experts.compute`.
-        gradient_accumulation_fusion: weight gradients are added straight into `grad`, whose memory
-            is kept; hooks on the experts' weights, such as DDP's, do not see them
-            (`moe_pipeline.weight_grad.grad_buffers`). Transposed weights get theirs through
-            autograd as ever.
+        gradient_accumulation_fusion: weight gradients are added in place to `grad`, whose memory is
+            kept over steps (`moe_pipeline.weight_grad.accumulation`). Transposed weights and those
+            with hooks, such as DDP's, get theirs through autograd as ever.
 
     Raises:
         ValueError: unknown `experts_implementation`.
@@ -123,7 +122,8 @@ class _Known:
             )
         activation = _find_activation(module)
         self._interleaved = activation.interleaved
-        self._buffers = GradBuffers() if options.gradient_accumulation_fusion else None
+        fuses = options.gradient_accumulation_fusion
+        self._accumulation = InPlaceAccumulation(keeps_memory=True) if fuses else None
         self.options = replace(
             options,
             hidden_act=activation.name,
@@ -145,7 +145,7 @@ class _Known:
             gate_up_bias_EG=getattr(module, f"{first}_bias") if module.has_bias else None,
             down_bias_ED=module.down_proj_bias if module.has_bias else None,
             interleaved=self._interleaved,
-            grad_buffers=self._buffers,
+            accumulation=self._accumulation,
         )
 
 

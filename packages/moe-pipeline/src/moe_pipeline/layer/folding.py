@@ -54,11 +54,11 @@ def fold_experts(ranks: Sequence[int], *, ep_size: int = 1, etp_size: int = 1) -
         )
     blocks = [tuple(ranks[first : first + block]) for first in range(0, len(ranks), block)]
     return ExpertAxes(
-        ep=tuple(each[slot::etp_size] for each in blocks for slot in range(etp_size)),
+        ep=tuple(each[place::etp_size] for each in blocks for place in range(etp_size)),
         etp=tuple(
-            each[slot * etp_size : (slot + 1) * etp_size]
+            each[place * etp_size : (place + 1) * etp_size]
             for each in blocks
-            for slot in range(ep_size)
+            for place in range(ep_size)
         ),
         expert_dp=tuple(zip(*blocks, strict=True)),
     )

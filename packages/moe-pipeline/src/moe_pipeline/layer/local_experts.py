@@ -19,15 +19,15 @@ from torch import Tensor, nn
 
 from moe_pipeline.config import MoEConfig
 from moe_pipeline.experts import ExpertWeights, experts_function, token_experts_function
-from moe_pipeline.weight_grad import GradBuffers
+from moe_pipeline.weight_grad import InPlaceAccumulation
 
 
 @final
 class Experts(nn.Module):
     """The experts that one rank holds; see the module's docstring.
 
-    With `gradient_accumulation_fusion`, backward adds the gradients of the parameters straight into
-    their `grad`; `moe_pipeline.weight_grad.grad_buffers` says what does not see them then.
+    With `gradient_accumulation_fusion` the products of a backward add themselves to the parameters'
+    `grad`, whose memory is kept over steps: `moe_pipeline.weight_grad.accumulation`.
 
     Args:
         config: sizes, activation, implementation.
@@ -71,7 +71,8 @@ class Experts(nn.Module):
         if options.has_bias:
             self.register_parameter(f"{first}_bias", parameter(g))
             self.register_parameter("down_proj_bias", parameter(d) if etp_rank == 0 else None)
-        self._grad_buffers = GradBuffers() if options.gradient_accumulation_fusion else None
+        fuses = options.gradient_accumulation_fusion
+        self._accumulation = InPlaceAccumulation(keeps_memory=True) if fuses else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -91,19 +92,17 @@ class Experts(nn.Module):
             down_EDH=self.down_proj,
             gate_up_bias_EG=getattr(self, f"{self._first}_bias") if has_bias else None,
             down_bias_ED=self.down_proj_bias if has_bias else None,
-            grad_buffers=self._grad_buffers,
+            accumulation=self._accumulation,
         )
 
     def forward(
-        self, x_RD: Tensor, num_tokens_per_expert: Sequence[int] | Tensor, topk_weights_R: Tensor
+        self, x_RD: Tensor, num_tokens_per_expert: Sequence[int], topk_weights_R: Tensor
     ) -> Tensor:
         """Apply each row's expert and weight. Not collective.
 
         Args:
             x_RD: [R, D] rows sorted by local expert, in the dtype of the parameters.
-            num_tokens_per_expert: rows of each local expert; sums to R; zeros allowed. Or, where
-                this rank has all experts, the choices of tokens, int64 [T, K]: the rows are then
-                tokens [T, D] and the weights [T, K], which saves less for the backward.
+            num_tokens_per_expert: rows of each local expert; sums to R; zeros allowed.
             topk_weights_R: [R] router weights, any float dtype.
 
         Returns:
@@ -113,12 +112,30 @@ class Experts(nn.Module):
             ValueError: shapes or counts that do not fit.
             TypeError: `x_RD` in another dtype than the parameters.
         """
-        if isinstance(num_tokens_per_expert, Tensor):
-            return token_experts_function(
-                x_RD, num_tokens_per_expert, topk_weights_R, self.weights, self.config.experts
-            )
         return experts_function(
             x_RD, topk_weights_R, self.weights, num_tokens_per_expert, self.config.experts
+        )
+
+    def forward_tokens(self, x_TD: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
+        """Send each token through its experts, where this rank has all of them. Not collective.
+
+        It saves less for the backward than `forward` on a row for each choice. Hooks on this module
+        are those of `forward`, as of every method of an `nn.Module`.
+
+        Args:
+            x_TD: [T, D] tokens, in the dtype of the parameters.
+            topk_idx_TK: int64 [T, K], the experts of each token; -1 for none.
+            topk_weights_TK: [T, K] router weights, any float dtype.
+
+        Returns:
+            [T, D], each token's weighted sum, same dtype as `x_TD`.
+
+        Raises:
+            ValueError: shapes that do not fit, or a number that is no expert's.
+            TypeError: `x_TD` in another dtype than the parameters, or other integers.
+        """
+        return token_experts_function(
+            x_TD, topk_idx_TK, topk_weights_TK, self.weights, self.config.experts
         )
 
 

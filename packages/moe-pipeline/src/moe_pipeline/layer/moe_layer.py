@@ -204,13 +204,13 @@ class MoELayer(nn.Module):
         if self.groups.ep_size == 1 and self.groups.etp_size == 1:
             # Nothing travels, and the experts save tokens instead of k rows for each.
             keep_plan(self, plan)
-            out_TD: Tensor = self.experts(rows_TD, plan.topk_idx_TK, weights_TK)
+            out_TD = self.experts.forward_tokens(rows_TD, plan.topk_idx_TK, weights_TK)
         else:
             out_TD = self._through_ranks(rows_TD, weights_TK, plan)
         return out_TD if self.fc2_latent_proj is None else self.fc2_latent_proj(out_TD)
 
     def _through_ranks(self, rows_TD: Tensor, weights_TK: Tensor, plan: RoutingPlan) -> Tensor:
-        """Exchange rows with the ranks that share the experts; the plan gets the way they take."""
+        """Exchange rows with the ranks that share the experts; the plan gets their permutation."""
         timeout_s = self.groups.timeout_s
         dispatched = dispatch(
             rows_TD,

@@ -15,7 +15,7 @@ down projection. That function cannot be differentiated twice; the loop can.
 Dims: T tokens, D hidden, S width of the shared expert.
 """
 
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from moe_pipeline.config import MoEConfig, SharedExpertOptions
-from moe_pipeline.weight_grad import WeightToken, product, put_off, splittable
+from moe_pipeline.weight_grad import DeferredWeightGrad, defer, deferrable, product
 
 
 @final
@@ -73,9 +73,9 @@ class SharedExpert(nn.Module):
         if plain or self.config.experts.experts_implementation == "loop":
             act_TS = _gated(F.linear(x_TD, gate), F.linear(x_TD, up), scale_T1, act)
             return F.linear(act_TS, down)
-        weights, tokens = zip(*(splittable(w) for w in (gate, up, down)), strict=True)
+        weights, deferred = zip(*(deferrable(w) for w in (gate, up, down)), strict=True)
         return _FusedMLP.apply(  # type: ignore[no-any-return]
-            x_TD, scale_T1, *weights, (act, tokens)
+            x_TD, scale_T1, *weights, _MLPCall(act, deferred)
         )
 
 
@@ -124,6 +124,13 @@ def _gated(gate_TS: Tensor, up_TS: Tensor, scale_T1: Tensor | None, act: str) ->
     return act_TS if scale_T1 is None else act_TS * scale_T1
 
 
+class _MLPCall(NamedTuple):
+    """What `_FusedMLP` needs to know besides its tensors."""
+
+    act: str
+    deferred: tuple[DeferredWeightGrad | None, ...]  # of gate, up and down
+
+
 @final
 class _FusedMLP(torch.autograd.Function):
     @staticmethod
@@ -134,13 +141,12 @@ class _FusedMLP(torch.autograd.Function):
         gate_SD: Tensor,
         up_SD: Tensor,
         down_DS: Tensor,
-        act_and_tokens: tuple[str, tuple[WeightToken | None, ...]],
+        call: _MLPCall,
     ) -> Tensor:
-        act, ctx.tokens = act_and_tokens
         gate_TS, up_TS = F.linear(x_TD, gate_SD), F.linear(x_TD, up_SD)
         ctx.save_for_backward(x_TD, scale_T1, gate_SD, up_SD, down_DS, gate_TS, up_TS)
-        ctx.act = act
-        return F.linear(_gated(gate_TS, up_TS, scale_T1, act), down_DS)
+        ctx.call = call
+        return F.linear(_gated(gate_TS, up_TS, scale_T1, call.act), down_DS)
 
     @staticmethod
     @once_differentiable
@@ -152,7 +158,7 @@ class _FusedMLP(torch.autograd.Function):
             scale_T1 = scale_T1.detach().requires_grad_()
             inputs.append(scale_T1)
         with torch.enable_grad():
-            act_TS = _gated(inputs[0], inputs[1], scale_T1, ctx.act)
+            act_TS = _gated(inputs[0], inputs[1], scale_T1, ctx.call.act)
         grads = torch.autograd.grad(act_TS, inputs, grad_TD @ down_DS)
         grad_gate_TS, grad_up_TS = grads[:2]
         grad_x = None
@@ -164,8 +170,8 @@ class _FusedMLP(torch.autograd.Function):
             (need_down, grad_TD, act_TS.detach()),
         )
         grad_weights = (
-            put_off(token, _outer_product, left, right, can_add=True) if need else None
-            for token, (need, left, right) in zip(ctx.tokens, products, strict=True)
+            defer(deferred, _outer_product, left, right, can_add=True) if need else None
+            for deferred, (need, left, right) in zip(ctx.call.deferred, products, strict=True)
         )
         return (grad_x, grads[2] if need_scale else None, *grad_weights, None)
 

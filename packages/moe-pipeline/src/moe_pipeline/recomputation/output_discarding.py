@@ -13,7 +13,7 @@ itself would be repeated; here it is not. Megatron-Core calls this output-discar
 
 Invariant: values, gradients and random numbers are those without it. Only inputs of the discarded
 function stay, and what it `recorded` (`moe_pipeline.recomputation.recomputing`). Within a backward
-that is split (`moe_pipeline.weight_grad.store`) the output is computed again once, in I; the queue
+that is split (`moe_pipeline.weight_grad.store`) the output is computed again once, in I; the store
 keeps it until W.
 
 Outside of `discard_outputs`, and where other hooks on saved tensors lie between, such as within

@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_pipeline.weight_grad import WeightToken, put_off, splittable
+from moe_pipeline.weight_grad import DeferredWeightGrad, defer, deferrable
 
 
 def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
     """Return `x @ weight.t() + bias`, [T, E] in fp32, or fp64 if an argument is; differentiable."""
-    weight_ED, token = splittable(weight_ED)
+    weight_ED, deferred = deferrable(weight_ED)
     return _FullPrecisionLinear.apply(  # type: ignore[no-any-return]
-        x_TD, weight_ED, bias_E, token
+        x_TD, weight_ED, bias_E, deferred
     )
 
 
@@ -55,11 +55,11 @@ class _FullPrecisionLinear(torch.autograd.Function):
         x_TD: Tensor,
         weight_ED: Tensor,
         bias_E: Tensor | None,
-        token: WeightToken | None,
+        deferred: DeferredWeightGrad | None,
     ) -> Tensor:
         """[T, D] in, [T, E] out."""
         ctx.save_for_backward(x_TD, weight_ED)
-        ctx.token = token
+        ctx.deferred = deferred
         ctx.bias_dtype = None if bias_E is None else bias_E.dtype
         dtype = torch.promote_types(torch.promote_types(x_TD.dtype, weight_ED.dtype), torch.float)
         with torch.autocast(device_type=x_TD.device.type, enabled=False):
@@ -78,7 +78,7 @@ class _FullPrecisionLinear(torch.autograd.Function):
                 grad_x = (grad_TE @ weight_ED.to(dtype)).to(x_TD.dtype)
             if wants_weight:
                 work = partial(_grad_of_weight, weight_ED.dtype)
-                grad_weight = put_off(ctx.token, work, x_TD, grad_TE)
+                grad_weight = defer(ctx.deferred, work, x_TD, grad_TE)
             if wants_bias:
                 grad_bias = grad_TE.sum(dim=0).to(ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, None

@@ -9,18 +9,18 @@ outputs and losses come without graph, and gradients of earlier steps are not sc
     logits = schedule.step(tokens) if stage.is_first else schedule.step(target=labels)
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, merge_chunks
 
-from moe_pipeline.executor import PipelineExecutor
+from moe_pipeline.executor import ExecutorOptions, PipelineExecutor
 from moe_pipeline.schedules.generators import (
     dualpipe_v,
     forward_then_backward,
@@ -73,8 +73,7 @@ _FOLDED: dict[str, Callable[[int, int], Schedule]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleOptions:
+class ScheduleKeywords(TypedDict, total=False):
     """Further arguments of a schedule, by keyword: torch's, then this executor's own.
 
     Attributes:
@@ -82,16 +81,14 @@ class ScheduleOptions:
         kwargs_chunk_spec: how keyword arguments are split; likewise.
         output_merge_spec: how outputs are put together; likewise.
         backward_group: carries gradients; None: the group of the stages.
-        timeout_s: limit of each transfer; None: the group's own.
-        gradient_accumulation_fusion: see `PipelineExecutor`.
+        executor_options: of the executor, whose device is that of the stages.
     """
 
-    args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None
-    kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None
-    output_merge_spec: Any = None
-    backward_group: ProcessGroup | None = None
-    timeout_s: float | None = None
-    gradient_accumulation_fusion: bool = False
+    args_chunk_spec: tuple[TensorChunkSpec, ...] | None
+    kwargs_chunk_spec: dict[str, TensorChunkSpec] | None
+    output_merge_spec: Any
+    backward_group: ProcessGroup | None
+    executor_options: ExecutorOptions
 
 
 class PipelineSchedule:
@@ -110,11 +107,12 @@ class PipelineSchedule:
         n_microbatches: int,
         loss_fn: LossFunction | None,
         scale_grads: bool,
-        options: Mapping[str, Any],
+        keywords: ScheduleKeywords,
     ) -> None:
         for stage in stages:
             check_stage(stage)
-        self._options = _options(options)
+        _check_keywords(keywords)
+        self._keywords = keywords
         self._loss_fn, self._scale_grads = loss_fn, scale_grads
         self._stages = {stage.stage_index: stage for stage in stages}
         self._wrapped = {
@@ -202,17 +200,16 @@ class PipelineSchedule:
                     f"{stage.group_size} ranks, but the pipeline has {stage.num_stages}"
                 )
             alone = stage.group_size == 1
-            executor = PipelineExecutor(
+            self._executors[with_backward] = PipelineExecutor(
                 self._wrapped,
                 self.schedule if with_backward else _forwards_of(self.schedule),
                 rank=stage.group_rank,
                 forward_group=None if alone else stage.group,
-                backward_group=None if alone else self._options.backward_group,
-                device=stage.device,
-                timeout_s=self._options.timeout_s,
+                backward_group=None if alone else self._keywords.get("backward_group"),
+                options=replace(
+                    self._keywords.get("executor_options", ExecutorOptions()), device=stage.device
+                ),
             )
-            executor.gradient_accumulation_fusion = self._options.gradient_accumulation_fusion
-            self._executors[with_backward] = executor
         return self._executors[with_backward]
 
     def _run(
@@ -242,7 +239,7 @@ class PipelineSchedule:
         if not state.keeps_outputs:
             return None
         chunks = [state.outputs[m] for m in sorted(state.outputs)]
-        return merge_chunks(chunks, self._options.output_merge_spec)
+        return merge_chunks(chunks, self._keywords.get("output_merge_spec"))
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Batch:
         """The batch in microbatches; takes what is split already out of `kwargs`."""
@@ -250,7 +247,8 @@ class PipelineSchedule:
         pre_split = {name: kwargs.pop(name, None) for name in PRE_SPLIT}
         if any(value is not None for value in pre_split.values()):
             return pre_split_batch(pre_split, count, args or kwargs or target is not None)
-        specs = (self._options.args_chunk_spec, self._options.kwargs_chunk_spec)
+        keywords = self._keywords
+        specs = (keywords.get("args_chunk_spec"), keywords.get("kwargs_chunk_spec"))
         return split_batch(args, kwargs, target, count, specs)
 
 
@@ -263,7 +261,7 @@ class PipelineScheduleSingle(PipelineSchedule):
         n_microbatches: any number from 1.
         loss_fn: `loss_fn(output, target, **loss_kwargs)`, 0-d; None: `step` runs forwards only.
         scale_grads: divide gradients by `n_microbatches`: right for a loss that is a mean.
-        options: see `ScheduleOptions`.
+        keywords: see `ScheduleKeywords`.
 
     Raises:
         ValueError: a size below 1, or stages that do not fit the ranks of the group.
@@ -277,9 +275,9 @@ class PipelineScheduleSingle(PipelineSchedule):
         loss_fn: LossFunction | None = None,
         *,
         scale_grads: bool = True,
-        **options: Any,
+        **keywords: Unpack[ScheduleKeywords],
     ) -> None:
-        super().__init__([stage], n_microbatches, loss_fn, scale_grads, options)
+        super().__init__([stage], n_microbatches, loss_fn, scale_grads, keywords)
 
 
 class PipelineScheduleMulti(PipelineSchedule):
@@ -292,11 +290,11 @@ class PipelineScheduleMulti(PipelineSchedule):
         loss_fn: LossFunction | None = None,
         *,
         scale_grads: bool = True,
-        **options: Any,
+        **keywords: Unpack[ScheduleKeywords],
     ) -> None:
         if not isinstance(stages, list | tuple) or not stages:
             raise TypeError(f"stages is {stages!r}; give a list of this rank's stages")
-        super().__init__(stages, n_microbatches, loss_fn, scale_grads, options)
+        super().__init__(stages, n_microbatches, loss_fn, scale_grads, keywords)
 
 
 _BASES: dict[str, type[PipelineSchedule]] = {
@@ -333,15 +331,14 @@ def _class_of(name: str) -> type[PipelineSchedule]:
     return type(f"Schedule{name}", (base,), {"__doc__": generate.__doc__, **members})
 
 
-def _options(given: Mapping[str, Any]) -> ScheduleOptions:
-    known = ScheduleOptions.__dataclass_fields__
+def _check_keywords(given: ScheduleKeywords) -> None:
+    known = ScheduleKeywords.__annotations__
     unknown = sorted(set(given) - set(known))
     if unknown:
         raise TypeError(
             f"schedules here have no argument {', '.join(unknown)}; leave it out. They take "
             f"scale_grads, {', '.join(known)}"
         )
-    return ScheduleOptions(**given)
 
 
 def _forwards_of(schedule: Schedule) -> Schedule:

@@ -127,6 +127,6 @@ def check_stage(stage: TorchStage) -> None:
         )
     if getattr(stage, "dw_builder", None) is not None:
         raise ValueError(
-            f"stage {stage.stage_index} has a dw_builder; leave it out, weight gradients are put "
-            "off by the executor"
+            f"stage {stage.stage_index} has a dw_builder; leave it out, weight gradients are "
+            "deferred by the executor"
         )

@@ -1,23 +1,25 @@
-"""When a product may be added straight into a weight's `grad`, and nobody can tell the difference.
+"""How the gradient of a weight is accumulated: through autograd, or added in place to its `grad`.
 
 Autograd makes each gradient as a tensor of its own and adds it to `grad` afterwards: a pass over
 twice the weight's memory, and for the largest weight a peak of its size. A matrix product can add
-to its result instead. What is lost is the gradient of one backward by itself, which hooks get; so a
-weight that has any, or to whose accumulation somebody listens (DDP, FSDP), is left alone.
+to its result instead. Who may do that is given an `InPlaceAccumulation`; None is autograd's way.
 
-    grad = open_grad(weight)
-    if grad is not None and fits(grad, left, right):
-        add_product(grad, left.t(), right)
+    accumulation = InPlaceAccumulation()
+    target = accumulation.target(weight)         # in a backward; None: leave it to autograd
+    if target is not None:
+        add_product(target.grad, grad_y.t(), x)
 
-Gradients differ from autograd's in their last bits: a product that adds itself rounds once where
-autograd rounds twice.
+What is lost is the gradient of one backward by itself, which hooks get. So a weight with hooks, or
+to whose accumulation somebody listens (DDP), keeps autograd's way (`is_observed`). Gradients differ
+from autograd's in their last bits: a product that adds itself rounds once, autograd rounds twice.
 """
 
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any, final
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from moe_pipeline._torch_private import has_hooks
 
@@ -28,13 +30,102 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _FEW_ROWS = 128
 
 
+@final
+class GradTarget:
+    """Where the products of stacked weights are put: a gradient [E, ...].
+
+    Attributes:
+        grad: the whole gradient.
+        accumulate: products are added to what is there; False: it holds nothing yet.
+    """
+
+    def __init__(self, grad: Tensor, accumulate: bool) -> None:
+        self.grad = grad
+        self.accumulate = accumulate
+        self._of_expert: tuple[Tensor, ...] = ()
+
+    @property
+    def _parts(self) -> tuple[Tensor, ...]:
+        """Of each expert; only made where it is asked for."""
+        self._of_expert = self._of_expert or self.grad.unbind()
+        return self._of_expert
+
+    @property
+    def mT(self) -> "GradTarget":
+        """The same gradient for a function that works with the transposed weight."""
+        return GradTarget(self.grad.mT, self.accumulate)
+
+    def write(
+        self, experts: Sequence[int], lefts: Sequence[Tensor], rights: Sequence[Tensor]
+    ) -> None:
+        """Put `left @ right` into each expert's gradient, or add it."""
+        outs = [self._parts[expert] for expert in experts]
+        if self.accumulate:
+            on_cpu = self.grad.device.type == "cpu"
+            scratch = torch.empty_like(outs[0]) if outs and on_cpu else None
+            for out, left, right in zip(outs, lefts, rights, strict=True):
+                add_product(out, left, right, scratch)
+        else:
+            for out, left, right in zip(outs, lefts, rights, strict=True):
+                torch.mm(left, right, out=out)
+
+    def write_sum(self, expert: int, value: Tensor) -> None:
+        """Put `value` into the expert's gradient, or add it."""
+        if self.accumulate:
+            self._parts[expert].add_(value)
+        else:
+            self._parts[expert].copy_(value)
+
+    def zero(self, experts: Sequence[int]) -> None:
+        """Complete the gradients of experts that get no product."""
+        if not self.accumulate:
+            for expert in experts:
+                self._parts[expert].zero_()
+
+
+@final
+class InPlaceAccumulation:
+    """Products are added straight to the `grad` of weights that nobody observes.
+
+    Args:
+        keeps_memory: also make a `grad` that is missing, in memory that outlives `zero_grad`:
+            making fresh memory for the gradients of many experts with few rows each can cost as
+            much as the products that fill it. The next backward then writes into the memory of the
+            gradient before: clone a gradient that is to be kept.
+
+    Copies and pickles share no memory with the original.
+    """
+
+    def __init__(self, *, keeps_memory: bool = False) -> None:
+        self._keeps_memory = keeps_memory
+        self._kept: dict[int, tuple[ReferenceType[Tensor], Tensor]] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        """Memory belongs to one process and one module."""
+        return {"_keeps_memory": self._keeps_memory, "_kept": {}}
+
+    def target(self, leaf: Tensor) -> GradTarget | None:
+        """The `grad` of a leaf that is not observed; None: its gradient goes through autograd."""
+        if leaf.grad is not None:
+            grad = open_grad(leaf)
+            return None if grad is None else GradTarget(grad, True)
+        if not (self._keeps_memory and leaf.requires_grad):
+            return None
+        owner, kept = self._kept.get(id(leaf), (None, None))
+        if kept is None or owner is None or owner() is not leaf or not _is_like(kept, leaf):
+            self._kept = {k: entry for k, entry in self._kept.items() if entry[0]() is not None}
+            kept = torch.empty_like(leaf, requires_grad=False)
+            self._kept[id(leaf)] = (ref(leaf), kept)
+        leaf.grad = kept
+        return GradTarget(kept, False)
+
+
 def open_grad(leaf: Tensor) -> Tensor | None:
     """The `grad` of a trained leaf if there is one, plain and laid out as the leaf; else None."""
     grad = leaf.grad if leaf.requires_grad else None
     if grad is None or type(grad) not in PLAIN_TYPES or grad.layout != torch.strided:
         return None
-    is_alike = (grad.dtype, grad.device, grad.stride()) == (leaf.dtype, leaf.device, leaf.stride())
-    return grad if is_alike else None
+    return grad if _is_like(grad, leaf) else None
 
 
 def fits(grad: Tensor, *factors: Tensor) -> bool:
@@ -81,5 +172,16 @@ def is_observed(leaf: Tensor) -> bool:
 def _notes_of_accumulation(leaf: Tensor) -> dict[str, Any]:
     """What anybody has noted on the node that accumulates the leaf's gradient."""
     with torch.enable_grad():
-        notes: Any = get_gradient_edge(leaf).node.metadata  # declared as a method, and is none
-    return cast(dict[str, Any], notes)
+        view: Any = leaf.expand_as(leaf)  # by hand: `get_gradient_edge` takes four times as long
+    notes: dict[str, Any] = view.grad_fn.next_functions[0][0].metadata
+    return notes
+
+
+def _is_like(grad: Tensor, leaf: Tensor) -> bool:
+    """False also after the leaf was moved, converted or laid out anew."""
+    return (grad.shape, grad.stride(), grad.dtype, grad.device) == (
+        leaf.shape,
+        leaf.stride(),
+        leaf.dtype,
+        leaf.device,
+    )

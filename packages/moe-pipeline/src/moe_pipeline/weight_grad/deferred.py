@@ -1,18 +1,19 @@
-"""Weight gradients that are put off: which weight, what to compute, and how it gets its gradient.
+"""Deferred weight gradients: which weight, what to compute, and how it gets its gradient.
 
 A backward that is split computes the gradients of inputs now (I) and those of weights later (W).
 Autograd has no such thing: a function that returns None for a weight has that weight's hooks called
 without a gradient. So inside `moe_pipeline.weight_grad.store.split_backward` a function is given an
-*alias* of a weight, which is no part of the weight's graph, and a token that says whose alias it
-is. A gradient of the alias is delivered to the weight; without one nothing happens to it.
+*alias* of a weight, which is no part of the weight's graph, and a `DeferredWeightGrad` that says
+whose alias it is. A gradient of the alias is delivered to the weight; without one nothing happens
+to it.
 
 How an autograd function of your own takes part:
 
     class Scaled(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x, weight, token):
+        def forward(ctx, x, weight, deferred):
             ctx.save_for_backward(x, weight)
-            ctx.token = token
+            ctx.deferred = deferred
             return x @ weight
 
         @staticmethod
@@ -20,12 +21,12 @@ How an autograd function of your own takes part:
             x, weight = ctx.saved_tensors
             grad_weight = None
             if ctx.needs_input_grad[1]:
-                grad_weight = put_off(ctx.token, lambda x, grad: x.t() @ grad, x, grad)
+                grad_weight = defer(ctx.deferred, lambda x, grad: x.t() @ grad, x, grad)
             return grad @ weight.t(), grad_weight, None
 
-    y = Scaled.apply(x, *splittable(weight))
+    y = Scaled.apply(x, *deferrable(weight))
 
-Invariant: what is put off runs once, in order, and its gradient reaches the weight as autograd
+Invariant: deferred work runs once, in order, and its gradient reaches the weight as autograd
 delivers one: added to `grad`, once for all uses of a weight in one backward, hooks and
 post-accumulate hooks called. Only `torch.autograd.grad` with respect to the weight is left out: the
 graph does not lead there.
@@ -41,7 +42,13 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from moe_pipeline._torch_private import saved_tensors_hooks_in_force
-from moe_pipeline.weight_grad.accumulation import PLAIN_TYPES, fits, is_observed, open_grad
+from moe_pipeline.weight_grad.accumulation import (
+    PLAIN_TYPES,
+    GradTarget,
+    InPlaceAccumulation,
+    fits,
+    is_observed,
+)
 from moe_pipeline.weight_grad.delivery import Ready, deliver
 
 
@@ -50,7 +57,7 @@ class _Entry(NamedTuple):
 
     work: Callable[..., Tensor | None]
     held: tuple[Tensor, ...]
-    token: "WeightToken | None"  # whose gradient it returns; None: it returns nothing
+    weight: "DeferredWeightGrad | None"  # whose gradient it returns; None: it returns nothing
     backward: int  # of which backward: uses of a weight in one are summed first
     name: str | None  # None: that of the function
     can_add: bool  # whether the work adds to a gradient that it is given as `to`
@@ -61,25 +68,30 @@ class _Known(NamedTuple):
 
     leaf: Tensor
     alias: Tensor
-    may_fuse: bool
+    is_observed: bool
 
 
 @final
 class WorkList:
-    """What was put off, in order. `WeightQueue` is the part that users see.
+    """Deferred work, in order. `WeightGradStore` is the part that users see.
 
     Attributes:
         deferring: whether a backward that runs now puts its weight gradients here.
         num_backwards: how many such backwards there were.
         may_repeat: whether the backward may run a part of the forward again, which is then to be
             split: something was saved by way of hooks, or computed without grad mode.
-        fuses: whether products are added straight into `grad` where nobody can tell.
-        aliases: by the weight's id itself, its alias, and whether its products are.
+        accumulation: of the gradients of weights; None: autograd's.
+        aliases: by a weight's id what is known of it, its alias first of all.
     """
 
-    def __init__(self, beside: "WorkList | None" = None, *, fuses: bool = False) -> None:
+    def __init__(
+        self,
+        accumulation: InPlaceAccumulation | None = None,
+        *,
+        beside: "WorkList | None" = None,
+    ) -> None:
+        self.accumulation = accumulation
         self.aliases: dict[int, _Known] = {} if beside is None else beside.aliases
-        self.fuses: bool = fuses if beside is None else beside.fuses
         self.deferring = False
         self.num_backwards = 0
         self.may_repeat = False
@@ -93,14 +105,14 @@ class WorkList:
         work: Callable[..., Tensor | None],
         held: tuple[Tensor, ...],
         *,
-        token: "WeightToken | None" = None,
+        weight: "DeferredWeightGrad | None" = None,
         name: str | None = None,
         can_add: bool = False,
     ) -> None:
-        """Put off `work(*held)`; its result goes to the token's weight."""
+        """Defer `work(*held)`, whose result is the gradient of the weight."""
         # Detached: a saved tensor comes with its graph, which would stay alive.
         kept = tuple([tensor.detach() for tensor in held])
-        self._entries.append(_Entry(work, kept, token, self.num_backwards, name, can_add))
+        self._entries.append(_Entry(work, kept, weight, self.num_backwards, name, can_add))
 
     @property
     def held_bytes(self) -> int:
@@ -125,10 +137,10 @@ class WorkList:
                 if grad is not None:
                     sums[key] = sums[key] + grad if key in sums else grad
                 del grad
-                if entry.token is not None and left[key] == 0 and key in sums:
-                    ready.add(entry.token.leaf, sums.pop(key))
+                if entry.weight is not None and left[key] == 0 and key in sums:
+                    ready.add(entry.weight.leaf, sums.pop(key))
             except Exception as error:
-                error.add_note(f"in work {position} of {total} of a weight queue: {_told(entry)}")
+                error.add_note(f"in deferred work {position} of {total}: {_told(entry)}")
                 raise
         ready.deliver()
 
@@ -140,76 +152,80 @@ def name_of(work: Callable[..., object]) -> str:
 
 
 def _sum_key(entry: _Entry) -> tuple[int, int]:
-    return (0 if entry.token is None else id(entry.token.leaf), entry.backward)
+    return (0 if entry.weight is None else id(entry.weight.leaf), entry.backward)
 
 
 def _gradient(entry: _Entry) -> Tensor | None:
-    if entry.token is None:
+    if entry.weight is None:
         entry.work(*entry.held)
         return None
-    if not entry.token.leaf.requires_grad:  # frozen since
+    if not entry.weight.leaf.requires_grad:  # frozen since
         return None
-    if entry.can_add and _is_added(entry.token, entry.work, entry.held):
+    if entry.can_add and _is_added(entry.weight, entry.work, entry.held):
         return None
     grad = entry.work(*entry.held)
-    return grad.mT if entry.token.is_transposed and grad is not None else grad
+    return grad.mT if entry.weight.is_transposed and grad is not None else grad
 
 
-def _is_added(token: "WeightToken", work: Callable[..., object], held: tuple[Tensor, ...]) -> bool:
+def _is_added(
+    weight: "DeferredWeightGrad", work: Callable[..., object], held: tuple[Tensor, ...]
+) -> bool:
     """Whether work that can add could be added to the weight's `grad`, and was."""
-    grad = token.open_grad()
-    if grad is None or not fits(grad, *held):
+    target = weight.target()
+    if target is None or not target.accumulate or not fits(target.grad, *held):
         return False
-    work(*held, to=grad)
+    work(*held, to=target.grad)
     return True
 
 
 def _told(entry: _Entry) -> str:
     name = name_of(entry.work) if entry.name is None else entry.name
-    if entry.token is None:
+    if entry.weight is None:
         return name
-    leaf = entry.token.leaf
+    leaf = entry.weight.leaf
     return f"{name}, gradient of a weight of shape {tuple(leaf.shape)} in {leaf.dtype}"
 
 
 @final
-class WeightToken:
-    """Whose gradient a function may put off, and where to. From `splittable`.
+class DeferredWeightGrad:
+    """Whose gradient a function may defer, and where to. From `deferrable`.
 
     Attributes:
-        work_list: of the queue.
         leaf: the weight.
         is_transposed: whether the function works with `leaf.mT`.
-        may_fuse: whether products may be added straight into the leaf's `grad`.
+        accumulation: of the weight's gradient; None: autograd's, as somebody observes it.
+        work_list: of the store; None: nothing is deferred.
     """
 
     # No dataclass: one is made for every use.
-    __slots__ = ("is_transposed", "leaf", "may_fuse", "work_list")
+    __slots__ = ("accumulation", "is_transposed", "leaf", "work_list")
 
-    def __init__(self, work_list: WorkList, known: _Known, *, is_transposed: bool) -> None:
-        self.work_list = work_list
-        self.leaf = known.leaf
-        self.may_fuse = known.may_fuse
+    def __init__(
+        self,
+        leaf: Tensor,
+        is_transposed: bool,
+        accumulation: InPlaceAccumulation | None,
+        work_list: WorkList | None,
+    ) -> None:
+        self.leaf = leaf
         self.is_transposed = is_transposed
+        self.accumulation = accumulation
+        self.work_list = work_list
 
     @property
     def weight(self) -> Tensor:
         """The leaf, or its transpose, as the function works with it."""
         return self.leaf.detach().mT if self.is_transposed else self.leaf.detach()
 
-    def open_grad(self) -> Tensor | None:
-        """The weight's `grad`, in the layout of `weight`, if products may be added straight to it.
-
-        None without `gradient_accumulation_fusion`, before the first gradient, and where somebody
-        listens to the weight's gradients.
-        """
-        grad = open_grad(self.leaf) if self.may_fuse else None
-        return grad.mT if self.is_transposed and grad is not None else grad
+    def target(self) -> GradTarget | None:
+        """Where products may be put in place, in the layout of `weight`; None: nowhere."""
+        target = None if self.accumulation is None else self.accumulation.target(self.leaf)
+        return target.mT if self.is_transposed and target is not None else target
 
     @property
     def is_deferring(self) -> bool:
         """Whether the backward that runs now leaves weight gradients for later."""
-        return self.work_list.deferring
+        return self.work_list is not None and self.work_list.deferring
 
 
 @final
@@ -219,29 +235,29 @@ class Splitting:
 
     work_list: WorkList
 
-    def of(self, weight: Tensor) -> tuple[Tensor, WeightToken | None]:
-        """See `splittable`."""
-        is_grad_enabled = torch.is_grad_enabled()
+    def of(
+        self, weight: Tensor, accumulation: InPlaceAccumulation | None = None
+    ) -> tuple[Tensor, DeferredWeightGrad | None]:
+        """See `deferrable`."""
+        work_list, is_grad_enabled = self.work_list, torch.is_grad_enabled()
         if not is_grad_enabled or saved_tensors_hooks_in_force() is not None:
-            self.work_list.may_repeat = True
-        if not is_grad_enabled or not weight.requires_grad or type(weight) not in PLAIN_TYPES:
-            return weight, None
-        leaf = _leaf_of(weight)
+            work_list.may_repeat = True
+        leaf = _leaf_of(weight) if is_grad_enabled else None
         if leaf is None:
             return weight, None
         known = self._known(leaf)
-        if leaf is weight:
-            return known.alias, WeightToken(self.work_list, known, is_transposed=False)
-        return known.alias.mT, WeightToken(self.work_list, known, is_transposed=True)
+        accumulation = None if known.is_observed else accumulation or work_list.accumulation
+        is_transposed = leaf is not weight
+        deferred = DeferredWeightGrad(leaf, is_transposed, accumulation, work_list)
+        return known.alias.mT if is_transposed else known.alias, deferred
 
     def _known(self, leaf: Tensor) -> _Known:
         """One alias for each weight: autograd then sums over its uses before delivering."""
         known = self.work_list.aliases.get(id(leaf))
         if known is not None and known.alias.data_ptr() == leaf.data_ptr():
             return known
-        alias = _alias_of(leaf)
         # With the leaf, so that its id stays its own.
-        known = _Known(leaf, alias, self.work_list.fuses and not is_observed(leaf))
+        known = _Known(leaf, _alias_of(leaf), is_observed(leaf))
         self.work_list.aliases[id(leaf)] = known
         return known
 
@@ -254,51 +270,74 @@ def current_splitting() -> Splitting | None:
     return None
 
 
-def splittable(weight: Tensor) -> tuple[Tensor, WeightToken | None]:
-    """What to give an autograd function whose backward calls `put_off`: a weight and its token.
+def deferrable(
+    weight: Tensor, accumulation: InPlaceAccumulation | None = None
+) -> tuple[Tensor, DeferredWeightGrad | None]:
+    """What to give an autograd function whose backward calls `defer`.
 
-    Outside of `split_backward`, without grad mode, and for what is neither a trained leaf nor its
-    transpose, that is the weight itself and None: its gradient is then computed at once.
+    Without grad mode and for what is neither a trained leaf nor its transpose, that is the weight
+    itself and None: its gradient is then computed at once. So also outside of `split_backward`, but
+    see `accumulated`.
 
     Args:
         weight: any shape and float dtype.
+        accumulation: of this weight's gradient; None: that of the store.
 
     Returns:
-        An alias of the weight, which requires grad, and whose gradient goes to the weight; and the
-        token for `put_off`.
+        An alias of the weight, which requires grad, and whose gradient goes to the weight; and what
+        to give to `defer`.
     """
     splitting = current_splitting()
-    return (weight, None) if splitting is None else splitting.of(weight)
+    if splitting is None:
+        return accumulated(weight, accumulation)
+    return splitting.of(weight, accumulation)
 
 
-def put_off(
-    token: WeightToken | None,
+def accumulated(
+    weight: Tensor, accumulation: InPlaceAccumulation | None
+) -> tuple[Tensor, DeferredWeightGrad | None]:
+    """As `deferrable`, for a gradient that is never deferred; (weight, None) without accumulation.
+
+    An observed weight stays in the graph, as does a transpose, whose own graph observes the weight.
+    """
+    if accumulation is None or not torch.is_grad_enabled():
+        return weight, None
+    leaf = _leaf_of(weight)
+    if leaf is None or leaf is not weight or is_observed(leaf):
+        return weight, None
+    return _alias_of(leaf), DeferredWeightGrad(leaf, False, accumulation, None)
+
+
+def defer(
+    deferred: DeferredWeightGrad | None,
     work: Callable[..., Tensor | None],
     *held: Tensor,
     can_add: bool = False,
 ) -> Tensor | None:
-    """Return the weight's gradient `work(*held)`, or None where it is put off until W.
+    """Return the weight's gradient `work(*held)`, or None where it is deferred until W.
 
-    To be called from a backward whose function got `token` from `splittable`.
+    To be called from a backward whose function got `deferred` from `deferrable`.
 
     Args:
-        token: None: compute at once.
+        deferred: None: compute at once.
         work: returns the gradient, in the shape of the weight that the function was given.
             Runs without grad mode, once.
         held: the tensors that it needs; they stay alive until W, so hold no others in `work`.
         can_add: whether `work(*held, to=grad)` adds the gradient to a tensor of the weight's shape
-            and of the dtype of all that is held, for `gradient_accumulation_fusion`.
+            and of the dtype of all that is held, for `InPlaceAccumulation`.
     """
-    if token is None:
+    if deferred is None:
         return work(*held)
-    if token.is_deferring:
-        token.work_list.add(work, held, token=token, can_add=can_add)
+    if deferred.work_list is not None and deferred.work_list.deferring:
+        deferred.work_list.add(work, held, weight=deferred, can_add=can_add)
         return None
-    return None if can_add and _is_added(token, work, held) else work(*held)
+    return None if can_add and _is_added(deferred, work, held) else work(*held)
 
 
 def _leaf_of(weight: Tensor) -> Tensor | None:
-    """The leaf that a weight is, or is the transpose of; None for all else."""
+    """The trained leaf that a weight is, or is the transpose of; None for all else."""
+    if not weight.requires_grad or type(weight) not in PLAIN_TYPES:
+        return None
     if weight.is_leaf:
         return weight
     before = [node for node, _ in weight.grad_fn.next_functions] if weight.grad_fn else []

@@ -45,7 +45,7 @@ class Ready:
             deliver(leaves, self._gradients)
         except Exception as error:
             told = ", ".join(f"shape {tuple(leaf.shape)} in {leaf.dtype}" for leaf in leaves)
-            error.add_note(f"in gradients of a weight queue, delivered to weights of {told}")
+            error.add_note(f"in deferred gradients, delivered to weights of {told}")
             raise
 
 

@@ -1,4 +1,4 @@
-"""Torch's linear functions with a weight gradient that can be put off.
+"""Torch's linear functions with a weight gradient that can be deferred.
 
 The same products as autograd's own backward, in the same order of operands, so that the numbers are
 the same to the bit. What these functions cannot take (a weight that is no leaf, subclasses of
@@ -15,7 +15,7 @@ Dims: N outputs, K inputs, R rows sorted by group, E groups.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from moe_pipeline._torch_private import GROUPED_MM, saved_tensors_hooks_in_force
 from moe_pipeline.weight_grad.accumulation import PLAIN_TYPES, add_product, product
-from moe_pipeline.weight_grad.deferred import Splitting, WeightToken, put_off, splittable
+from moe_pipeline.weight_grad.deferred import DeferredWeightGrad, Splitting, defer, deferrable
 
 # Saved besides what is needed. A checkpoint that runs its second forward unsplit would else put
 # what torch's functions save, such as a transposed weight, in the place of what these saved; so it
@@ -40,10 +40,10 @@ def _linear(
     bias: Tensor | None = None,
 ) -> Tensor:
     if _takes(input, weight):
-        alias_NK, token = splitting.of(weight)
-        if token is not None:
+        alias_NK, deferred = splitting.of(weight)
+        if deferred is not None:
             return _split(
-                lambda: function(input, alias_NK, bias), input, alias_NK, bias, token, False
+                lambda: function(input, alias_NK, bias), input, alias_NK, bias, deferred, False
             )
     return function(input, weight, bias)
 
@@ -55,9 +55,9 @@ def _matmul(
     other = others[0] if others else named.get("other", named.get("mat2"))
     plain = len(others) + len(named) == 1
     if plain and isinstance(other, Tensor) and _takes(input, other):
-        alias_KN, token = splitting.of(other)
-        if token is not None:
-            return _split(lambda: function(input, alias_KN), input, alias_KN, None, token, True)
+        alias_KN, deferred = splitting.of(other)
+        if deferred is not None:
+            return _split(lambda: function(input, alias_KN), input, alias_KN, None, deferred, True)
     return function(input, *others, **named)
 
 
@@ -68,10 +68,10 @@ def _addmm(
     if len(others) == 3 and not named and _takes(*others[1:]):
         bias, mat1, mat2 = others
         if type(bias) in PLAIN_TYPES and bias.shape == mat2.shape[1:]:
-            alias_KN, token = splitting.of(mat2)
-            if token is not None:
+            alias_KN, deferred = splitting.of(mat2)
+            if deferred is not None:
                 return _split(
-                    lambda: function(bias, mat1, alias_KN), mat1, alias_KN, bias, token, True
+                    lambda: function(bias, mat1, alias_KN), mat1, alias_KN, bias, deferred, True
                 )
     return function(*others, **named)
 
@@ -89,11 +89,11 @@ def _grouped_mm(
     offsets = named.get("offs")
     plain = all(value is None for name, value in named.items() if name != "offs")
     if plain and offsets is not None and mat_a.dim() == 2 and mat_b.dim() == 3:
-        alias_EKN, token = splitting.of(mat_b)
-        if token is not None and type(mat_a) in PLAIN_TYPES:
+        alias_EKN, deferred = splitting.of(mat_b)
+        if deferred is not None and type(mat_a) in PLAIN_TYPES:
             return _computed(
                 lambda: function(mat_a, alias_EKN, offs=offsets),
-                lambda now: _SplitGroupedMM.apply(mat_a, alias_EKN, offsets, token, now),
+                lambda now: _SplitGroupedMM.apply(mat_a, alias_EKN, offsets, deferred, now),
             )
     return function(mat_a, mat_b, **named)
 
@@ -148,7 +148,7 @@ def _split(
     x: Tensor,
     alias: Tensor,
     bias: Tensor | None,
-    token: WeightToken,
+    deferred: DeferredWeightGrad,
     is_transposed: bool,
 ) -> Tensor:
     dtype, device = alias.dtype, x.device.type
@@ -157,48 +157,56 @@ def _split(
         x = x.to(dtype)
     return _computed(
         compute,
-        lambda now: _SplitLinear.apply(x, alias, bias, token, (is_transposed, dtype), now),
+        lambda now: _SplitLinear.apply(
+            x, alias, bias, _LinearCall(deferred, is_transposed, dtype), now
+        ),
     )
+
+
+class _LinearCall(NamedTuple):
+    """What `_SplitLinear` needs to know besides its tensors."""
+
+    deferred: DeferredWeightGrad
+    is_transposed: bool  # `x @ weight + bias` instead of `x @ weight.t() + bias`
+    dtype: torch.dtype  # of the products
 
 
 @final
 class _SplitLinear(torch.autograd.Function):
-    """`x @ weight.t() + bias`, or `x @ weight + bias`; `how`: whether the latter, and in what."""
-
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        token: WeightToken,
-        how: tuple[bool, torch.dtype],
+        call: _LinearCall,
         compute: _Compute | None,
     ) -> Tensor:
         ctx.save_for_backward(_MARK, x, weight if ctx.needs_input_grad[0] else None)
-        ctx.token = token
-        ctx.is_transposed, ctx.dtype = is_transposed, dtype = how
+        ctx.call = call
         if compute is not None:
             return compute()
-        return _placeholder(x, *x.shape[:-1], weight.shape[int(is_transposed)], dtype=dtype)
+        width = weight.shape[int(call.is_transposed)]
+        return _placeholder(x, *x.shape[:-1], width, dtype=call.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _, x, weight = ctx.saved_tensors
+        call: _LinearCall = ctx.call
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = None
         if needs_x:
-            weight = weight.to(ctx.dtype)
+            weight = weight.to(call.dtype)
             rows = grad.reshape(-1, grad.shape[-1])
-            grad_x = rows @ (weight.t() if ctx.is_transposed else weight)
+            grad_x = rows @ (weight.t() if call.is_transposed else weight)
             grad_x = grad_x.view(x.shape)
         if needs_weight:
-            of_weight = _grad_of_transposed if ctx.is_transposed else _grad_of_weight
-            grad_weight = put_off(ctx.token, of_weight, x, grad, can_add=True)
+            of_weight = _grad_of_transposed if call.is_transposed else _grad_of_weight
+            grad_weight = defer(call.deferred, of_weight, x, grad, can_add=True)
         if needs_bias:
             grad_bias = grad.sum_to_size(grad.shape[-1:])
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 def _grad_of_weight(x: Tensor, grad: Tensor, to: Tensor | None = None) -> Tensor | None:
@@ -219,12 +227,12 @@ class _SplitGroupedMM(torch.autograd.Function):
         rows_RK: Tensor,
         weight_EKN: Tensor,
         offsets_E: Tensor,
-        token: WeightToken,
+        deferred: DeferredWeightGrad,
         compute: _Compute | None,
     ) -> Tensor:
         needed = weight_EKN if ctx.needs_input_grad[0] else None
         ctx.save_for_backward(_MARK, rows_RK, needed, offsets_E)
-        ctx.token = token
+        ctx.deferred = deferred
         if compute is not None:
             return compute()
         return _placeholder(rows_RK, rows_RK.shape[0], weight_EKN.shape[2])
@@ -238,8 +246,8 @@ class _SplitGroupedMM(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_rows = F.grouped_mm(grad_RN, weight_EKN.mT, offs=offsets_E)
         if ctx.needs_input_grad[1]:
-            work = _grad_of_transposed_groups if ctx.token.is_transposed else _grad_of_groups
-            grad_weight = put_off(ctx.token, work, rows_RK, grad_RN, offsets_E)
+            work = _grad_of_transposed_groups if ctx.deferred.is_transposed else _grad_of_groups
+            grad_weight = defer(ctx.deferred, work, rows_RK, grad_RN, offsets_E)
         return grad_rows, grad_weight, None, None, None
 
 
@@ -256,21 +264,21 @@ def _grad_of_transposed_groups(rows_RK: Tensor, grad_RN: Tensor, offsets_E: Tens
 def looped_product(rows_RK: Tensor, weight_ENK: Tensor, counts: tuple[int, ...]) -> Tensor:
     """[R, N]: each group's rows times its transposed weight, one product for each group.
 
-    Any float dtype. The weight's gradient is put off under `split_backward`.
+    Any float dtype. The weight's gradient is deferred under `split_backward`.
 
     Args:
         rows_RK: sorted by group.
         weight_ENK: one weight for each group.
         counts: rows of each group; sums to R.
     """
-    alias_ENK, token = splittable(weight_ENK)
+    alias_ENK, deferred = deferrable(weight_ENK)
 
     def compute() -> Tensor:
         pieces = zip(rows_RK.split(counts), alias_ENK.unbind(), strict=True)
         return torch.cat([F.linear(rows, weight) for rows, weight in pieces])
 
     return _computed(
-        compute, lambda now: _LoopedProduct.apply(rows_RK, alias_ENK, counts, token, now)
+        compute, lambda now: _LoopedProduct.apply(rows_RK, alias_ENK, counts, deferred, now)
     )
 
 
@@ -282,11 +290,11 @@ class _LoopedProduct(torch.autograd.Function):
         rows_RK: Tensor,
         weight_ENK: Tensor,
         counts: tuple[int, ...],
-        token: WeightToken | None,
+        deferred: DeferredWeightGrad | None,
         compute: _Compute | None,
     ) -> Tensor:
         ctx.save_for_backward(_MARK, rows_RK, weight_ENK if ctx.needs_input_grad[0] else None)
-        ctx.counts, ctx.token = counts, token
+        ctx.counts, ctx.deferred = counts, deferred
         if compute is not None:
             return compute()
         return _placeholder(rows_RK, rows_RK.shape[0], weight_ENK.shape[1])
@@ -313,5 +321,5 @@ class _LoopedProduct(torch.autograd.Function):
                         add_product(out, grad.t(), rows)
                 return None
 
-            grad_weight = put_off(ctx.token, of_groups, rows_RK, grad_RN, can_add=True)
+            grad_weight = defer(ctx.deferred, of_groups, rows_RK, grad_RN, can_add=True)
         return grad_rows, grad_weight, None, None, None

@@ -1,21 +1,21 @@
-"""A stage's backward in two halves: input gradients (I) now, weight gradients (W) from a queue.
+"""A stage's backward split in two: input gradients (I) now, weight gradients (W) from a store.
 
 Zero-bubble schedules (Qi et al., arXiv 2401.10241) fill idle time with W, so I must leave W out and
 W must not repeat what I did. Asking autograd for a part of a graph does neither: functions written
 in Python do not know which gradients are wanted, and checkpointed layers compute their forward once
-more for each half. Here the forward remembers a queue, and a backward puts the weight gradients
+more for each part. Here the forward remembers a store, and a backward puts the weight gradients
 there instead of computing them:
 
-    queue = WeightQueue()
-    with split_backward(queue):
+    store = WeightGradStore()
+    with split_backward(store):
         loss = stage(x)
-    with queue.deferring():      # I: input gradients; the weights' wait in the queue
+    with store.deferring():      # I: input gradients; the weights' wait in the store
         loss.backward()
-    queue.run()                  # W
+    store.run()                  # W
 
-Outside of `deferring()` the same graph gives all gradients at once; run that in `queue.at_once()`
+Outside of `deferring()` the same graph gives all gradients at once; run that in `store.at_once()`
 if the stage calls `torch.utils.checkpoint` by itself. With a stage that is recomputed the forward
-runs a second time in I and never in W. Take a queue for each stage and microbatch.
+runs a second time in I and never in W. Take a store for each stage and microbatch.
 
 What is split: `F.linear` (so `nn.Linear`), `x @ weight`, `torch.mm`, `torch.addmm` and
 `F.grouped_mm` by a weight that is a leaf or its transpose; all experts, shared experts and routers
@@ -24,7 +24,7 @@ in I: biases, norms, embeddings, convolutions, weights that were computed (`weig
 what torch calls from within (`F.multi_head_attention_forward`).
 
 Invariant: I and W together do the matrix products of one backward, each once, and leave the
-gradients that it would leave. Until W the queue keeps for each product its input and the gradient
+gradients that it would leave. Until W the store keeps for each product its input and the gradient
 of its output (`held_bytes`), nothing else.
 
 A backward must be one of `torch.autograd.backward` without `inputs=`, which would leave out what
@@ -41,29 +41,29 @@ from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 from moe_pipeline._torch_private import run_backward
+from moe_pipeline.weight_grad.accumulation import InPlaceAccumulation
 from moe_pipeline.weight_grad.deferred import Splitting, WorkList, current_splitting, name_of
 from moe_pipeline.weight_grad.split_linear import REPLACEMENTS
 
 
 @final
-class WeightQueue:
+class WeightGradStore:
     """Weight gradients of backwards that have run, to be computed later; see the module.
 
     Args:
-        beside: a queue of another microbatch of the stage, which has prepared the weights already
-            and whose options hold here too.
-        gradient_accumulation_fusion: add matrix products straight into the `grad` of weights that
-            have one, where nobody can tell; see `moe_pipeline.weight_grad.accumulation`.
+        accumulation: of the gradients of weights that have no accumulation of their own (experts
+            may); None: through autograd.
+        beside: a store of another microbatch of the stage, which has prepared the weights already.
     """
 
     def __init__(
         self,
-        beside: "WeightQueue | None" = None,
+        accumulation: InPlaceAccumulation | None = None,
         *,
-        gradient_accumulation_fusion: bool = False,
+        beside: "WeightGradStore | None" = None,
     ) -> None:
-        fuses = gradient_accumulation_fusion
-        self._work: WorkList = WorkList(None if beside is None else beside._work, fuses=fuses)
+        others: WorkList | None = None if beside is None else beside._work
+        self._work: WorkList = WorkList(accumulation, beside=others)
 
     def __len__(self) -> int:
         """How many pieces of work wait."""
@@ -85,7 +85,7 @@ class WeightQueue:
 
         Args:
             work: anything. For the gradient of a weight use
-                `moe_pipeline.weight_grad.deferred.put_off`.
+                `moe_pipeline.weight_grad.deferred.defer`.
             name: for errors; None: that of the function.
             held: tensors that `work` keeps alive, to be counted in `held_bytes`.
         """
@@ -123,9 +123,9 @@ class WeightQueue:
 
 
 @contextmanager
-def split_backward(queue: WeightQueue) -> Iterator[None]:
-    """Within it forwards remember the queue for the weight gradients of their backward."""
-    with queue.at_once():
+def split_backward(store: WeightGradStore) -> Iterator[None]:
+    """Within it forwards remember the store for the weight gradients of their backward."""
+    with store.at_once():
         yield
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from moe_pipeline import (
+    ExecutorOptions,
     PipelineExecutor,
     Schedule,
     forward_only,
@@ -208,14 +209,15 @@ def parameter_groups(
 def _executor(
     config: Config, stage: DecoderStage, schedule: Schedule, parallel: Parallel
 ) -> PipelineExecutor:
-    executor = PipelineExecutor(
+    return PipelineExecutor(
         {parallel.stage: stage},
         schedule,
         rank=parallel.stage,
         forward_group=parallel.forward_group,
         backward_group=parallel.backward_group,
-        device=parallel.device,
-        timeout_s=config.parallel.timeout_s,
+        options=ExecutorOptions(
+            device=parallel.device,
+            timeout_s=config.parallel.timeout_s,
+            gradient_accumulation_fusion=config.train.gradient_accumulation_fusion,
+        ),
     )
-    executor.gradient_accumulation_fusion = config.train.gradient_accumulation_fusion
-    return executor

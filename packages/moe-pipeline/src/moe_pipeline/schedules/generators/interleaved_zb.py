@@ -28,7 +28,7 @@ def interleaved_zero_bubble(
 
 
 def _split(row: Iterable[Action], *, late: int) -> Iterator[Action]:
-    """The computations of a row with I and W for each B, at most `late` W put off at a time."""
+    """The computations of a row with I and W for each B, at most `late` W deferred at a time."""
     waiting: deque[Action] = deque()
     for action in row:
         if action.kind not in COMPUTE:

@@ -40,7 +40,7 @@ def zb_2p(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def _row(stage: int, num_microbatches: int, *, ahead: int, late: int) -> list[Action]:
-    """`ahead` forwards, then I W F in turn, then I W; `late` W are put off to the end.
+    """`ahead` forwards, then I W F in turn, then I W; `late` W are deferred to the end.
 
     They are those of the last F, so that the last input gradients leave early.
     """

@@ -4,7 +4,7 @@ Shares no code with the executor or the generators: it knows only what an action
 frees, and how messages travel. `check` returns every problem it finds, as data.
 
 - *complete*: each stage runs each microbatch forward once and, in training, backward once (whole,
-  or as its halves I and W), and every transfer between ranks happens once;
+  or split in I and W), and every transfer between ranks happens once;
 - *dependencies*: on its rank, an action finds what it needs already made, and not yet freed
   (an output is freed by its send, the saved activations by the backward, what W needs by W);
 - *links*: the sends of one rank to another have their receives, in the same order;

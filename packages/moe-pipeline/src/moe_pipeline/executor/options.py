@@ -1,0 +1,36 @@
+"""How an executor works, apart from what it runs.
+
+PipelineExecutor(stages, schedule, options=ExecutorOptions(timeout_s=60.0))
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorOptions:
+    """Options of `PipelineExecutor`, checked when made.
+
+    Attributes:
+        device: where received tensors are put; None: as `recv_tensors` leaves them.
+        timeout_s: limit for each transfer, which includes waiting for the other stage to compute;
+            None: that of the group.
+        gradient_accumulation_fusion: from the second microbatch on, the products of linear layers
+            and experts are added in place to the `grad` of their weight. Weights with hooks, or in
+            DDP, are left alone (`moe_pipeline.weight_grad.accumulation`).
+
+    Raises:
+        ValueError: a limit that is not positive.
+        RuntimeError: `device` is no device.
+    """
+
+    device: torch.device | str | None = None
+    timeout_s: float | None = None
+    gradient_accumulation_fusion: bool = False
+
+    def __post_init__(self) -> None:
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ValueError(f"timeout_s={self.timeout_s} must be above 0, or None")
+        if self.device is not None:
+            torch.device(self.device)
