@@ -24,7 +24,7 @@ import threading
 import warnings
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from gpu_alloc.allocator import TwoPoolAllocator
 from gpu_alloc.config import AllocatorConfig
@@ -228,15 +228,21 @@ class CupyPool:
         return self._memory.MemoryPointer(memory, 0), ptr, id(lease) if ptr else 0
 
 
+class _Installed(NamedTuple):
+    """What `install` set, and what it replaced, so that `uninstall` can put that back."""
+
+    pool: CupyPool
+    allocator: object
+    previous: object
+
+
 @final
 class _Installation:
-    """What `install` replaced, so that `uninstall` can put it back."""
+    """Whether a pool of this module is CuPy's allocator, of which a process has one."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.pool: CupyPool | None = None
-        self.installed: object = None
-        self.previous: object = None
+        self.now: _Installed | None = None
 
 
 _INSTALLATION = _Installation()
@@ -252,19 +258,16 @@ def install(
     ValueError (from CuPy) inside `cupy.cuda.using_allocator`.
     """
     with _INSTALLATION.lock:
-        if _INSTALLATION.pool is not None:
+        if _INSTALLATION.now is not None:
             raise AllocError("a gpu_alloc pool is installed already; call uninstall() first")
         cupy = import_cupy()
         pool = CupyPool(config, backend=backend)
         if backend is None:
             cupy.get_default_memory_pool().free_all_blocks()
             pool.allocator()  # pre-allocates now, so that what does not fit fails here
-        previous = cupy.cuda.get_allocator()
-        installed = pool.malloc
-        cupy.cuda.set_allocator(installed)
-        _INSTALLATION.pool = pool
-        _INSTALLATION.installed = installed
-        _INSTALLATION.previous = previous
+        now = _Installed(pool, pool.malloc, cupy.cuda.get_allocator())
+        cupy.cuda.set_allocator(now.allocator)
+        _INSTALLATION.now = now  # gate: module-state - CuPy has one allocator a process
         return pool
 
 
@@ -275,18 +278,18 @@ def uninstall() -> None:
     AllocError when nothing is installed, or when someone set another allocator after `install`.
     """
     with _INSTALLATION.lock:
-        if _INSTALLATION.pool is None:
+        now = _INSTALLATION.now
+        if now is None:
             raise AllocError("no gpu_alloc pool is installed; call install() first")
         cuda = import_cupy().cuda
-        if cuda.get_allocator() is not _INSTALLATION.installed:
+        if cuda.get_allocator() is not now.allocator:
             raise AllocError(
                 "CuPy's allocator was changed after install(); set it back to pool.malloc of the "
                 "installed pool before uninstall()"
             )
-        cuda.set_allocator(_INSTALLATION.previous)
-        pool, _INSTALLATION.pool = _INSTALLATION.pool, None
-        _INSTALLATION.installed = _INSTALLATION.previous = None
-        pool.close()
+        cuda.set_allocator(now.previous)
+        _INSTALLATION.now = None  # gate: module-state - CuPy has one allocator a process
+        now.pool.close()
 
 
 def cuda_version_problem(cupy_version: int, torch_version: str | None) -> str | None:
