@@ -49,20 +49,27 @@ def check_import_is_cheap(package: ModuleType, *heavy: str) -> None:
         raise AssertionError(f"import {package.__name__} imports {done.stdout.strip()}")
 
 
-def run_examples(readme: Path) -> int:
-    """Run every Python example of the README as printed; return how many there are."""
-    blocks = _BLOCK.findall(readme.read_text(encoding="utf-8"))
+def run_examples(page: Path, *, beginning: str = "") -> int:
+    """Run every Python example of a page as printed; return how many there are.
+
+    Of a page whose other blocks only show something, give the comment with which those that run
+    begin: `run_examples(ARCHITECTURE, beginning="# example")`. Each runs in a namespace of its own.
+    """
+    blocks = [
+        b for b in _BLOCK.findall(page.read_text(encoding="utf-8")) if b.startswith(beginning)
+    ]
     if not blocks:
-        raise AssertionError(f"{readme} has no example")
+        raise AssertionError(f"{page} has no example" + f" that begins with {beginning!r}")
     for block in blocks:
-        exec(compile(block, str(readme), "exec"), {"__name__": "readme"})
+        exec(compile(block, str(page), "exec"), {"__name__": "readme"})
     return len(blocks)
 
 
 def check_tour(package: ModuleType, readme: Path) -> None:
     """The README has exactly one line for each room of the package, or each file where it has none.
 
-    A line of the tour begins with the name: "- `router/` - which experts each token goes to".
+    A line of the tour begins with the name: "- `router/` - which experts each token goes to". A
+    line for a room that is not there is wrong too.
     """
     folder = Path(str(package.__file__)).parent
     rooms = sorted(f"{door.parent.name}/" for door in folder.glob("*/__init__.py"))
@@ -71,6 +78,10 @@ def check_tour(package: ModuleType, readme: Path) -> None:
     wrong = {entry: told.count(entry) for entry in entries if told.count(entry) != 1}
     if wrong:
         raise AssertionError(f"{readme.name}: lines of the tour for each room, not one: {wrong}")
+    tour = re.findall(r"^\s*[-*] `([\w/]+/)`", readme.read_text(encoding="utf-8"), re.MULTILINE)
+    gone = [room for room in tour if not (folder / room).is_dir()]
+    if gone:
+        raise AssertionError(f"{readme.name}: the tour has rooms that are not there: {gone}")
 
 
 def check_name_table(package: ModuleType, readme: Path) -> None:
@@ -116,9 +127,9 @@ def check_wrong_types(
             is not public.
     """
     not_called = set(not_called)
-    unknown = not_called - set(package.__all__)
+    unknown = (not_called | set(given or {})) - set(package.__all__)
     if unknown:
-        raise AssertionError(f"not_called names what is not public: {sorted(unknown)}")
+        raise AssertionError(f"given or not_called name what is not public: {sorted(unknown)}")
     problems, called = [], 0
     for name in package.__all__:
         value = getattr(package, name)
@@ -139,6 +150,9 @@ def _call_wrongly(
 ) -> str:
     """Call it with `Wrong()` for every required parameter that is not given; what is wrong then."""
     positional, named = [], {}
+    unknown = set(given) - set(inspect.signature(function).parameters)
+    if unknown:
+        return f"has no parameters {sorted(unknown)}, which are given"
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
@@ -158,6 +172,8 @@ def _call_wrongly(
         found = type(error)
         if not isinstance(error, base):
             return f"{found.__name__}, not a {base.__name__}: {error}"
+        if not str(error).strip():
+            return f"{found.__name__} without a message"
         is_users = issubclass(found, TypeError | ValueError)
         return "" if is_users else f"{found.__name__} is no TypeError or ValueError: {error}"
     return "accepted"

@@ -144,7 +144,7 @@ def _shape(function: FunctionNode) -> str:
 
 
 class _Renamed(ast.NodeTransformer):
-    """Replaces arguments and variables of a function by numbers, in order, and drops their types."""
+    """Replaces arguments and variables of a function by numbers, and drops their types."""
 
     def __init__(self, function: FunctionNode) -> None:
         local = [a.arg for a in ast.walk(function.args) if isinstance(a, ast.arg)]
