@@ -16,6 +16,7 @@ from gates.doors import check_doors, check_faces
 from gates.duplicates import check_duplicates
 from gates.habits import check_habits
 from gates.lines import check_lines
+from gates.pages import check_pages
 from gates.repeats import check_repeats
 from gates.rooms import check_rooms
 from gates.source import Problem, read_sources
@@ -42,6 +43,7 @@ def run(root: Path, packages: tuple[Package, ...]) -> Found:
         "doors": check_doors(sources, stubs),
         "faces": check_faces(stubs),
         "words": check_words(packages, sources, stubs, glossary=(root / GLOSSARY).read_text()),
+        "pages": check_pages(packages, root=root),
         "habits": check_habits(sources),
         "repeats": check_repeats(sources),
         "lines": check_lines(packages, root=root),
