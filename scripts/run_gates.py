@@ -7,6 +7,7 @@ python scripts/run_gates.py --wheels dist           # the metadata of built whee
 
 import argparse
 import sys
+import tomllib
 from pathlib import Path
 
 from claims.ledger import check_ledger
@@ -14,6 +15,7 @@ from gates.budgets import check_budgets, check_percentile
 from gates.cycles import check_cycles
 from gates.doors import check_doors, check_faces
 from gates.duplicates import check_duplicates
+from gates.floors import check_floors
 from gates.habits import check_habits
 from gates.lines import check_lines
 from gates.pages import check_pages
@@ -34,6 +36,7 @@ def run(root: Path, packages: tuple[Package, ...]) -> Found:
     sources = read_sources(folders, root=root)
     stubs = read_sources(folders, root=root, pattern="__init__.pyi")
     own = read_sources([root / "scripts"], root=root)
+    settings = tomllib.loads((root / "pyproject.toml").read_text())
     return {
         "budgets": check_budgets([*sources, *own]),
         "95th percentile": check_percentile(sources),
@@ -42,6 +45,7 @@ def run(root: Path, packages: tuple[Package, ...]) -> Found:
         "rooms": check_rooms(sources, stubs),
         "doors": check_doors(sources, stubs),
         "faces": check_faces(stubs),
+        "floors": check_floors(packages, sources, settings=settings),
         "words": check_words(packages, sources, stubs, glossary=(root / GLOSSARY).read_text()),
         "pages": check_pages(packages, root=root),
         "habits": check_habits(sources),
