@@ -1,5 +1,6 @@
 """An import of a sibling that is not declared must fail, in the source and in the wheel."""
 
+import re
 import subprocess
 import sys
 import sysconfig
@@ -12,15 +13,30 @@ from check_install import problems
 from workspace import ROOT, read_packages
 
 PACKAGES = [p.import_name for p in read_packages()]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+# Of each package with a contract of floors: its name and its floors, from the top down.
+FLOORS = {
+    contract["containers"][0]: [re.split(r"[\s|:()]+", floor.strip("() "))[0] for floor in floors]
+    for contract in SETTINGS["contracts"]
+    if (floors := contract.get("layers")) and "containers" in contract
+}
 
 
 def lint_imports(folder: Path, imports: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run our contracts over empty packages with the imports given (module -> statement)."""
-    for name in PACKAGES:
-        (folder / name).mkdir()
-        (folder / name / "__init__.py").write_text("")
+    """Run our contracts over packages of empty rooms with the imports given (module -> text)."""
+    rooms = [
+        f"{contract['containers'][0]}.{room}"
+        for contract in SETTINGS["contracts"]
+        if "containers" in contract
+        for room in re.findall(r"\w+", " ".join(contract["layers"]))
+    ]
+    for name in (*PACKAGES, *rooms):
+        (folder / name.replace(".", "/")).mkdir(exist_ok=True)
+        (folder / name.replace(".", "/") / "__init__.py").write_text("")
     for module, statement in imports.items():
         file = (folder / module.replace(".", "/")).with_suffix(".py")
+        if file.with_suffix("").is_dir():
+            file = file.with_suffix("") / "__init__.py"
         file.parent.mkdir(parents=True, exist_ok=True)
         (file.parent / "__init__.py").touch()
         file.write_text(statement)
@@ -71,9 +87,18 @@ def test_an_edge_that_is_not_allowed_breaks_a_contract(
     assert "BROKEN" in done.stdout
 
 
+@pytest.mark.parametrize("package", sorted(FLOORS))
+def test_an_import_from_a_floor_above_breaks_a_contract(tmp_path: Path, package: str) -> None:
+    top, *_, base = FLOORS[package]
+    reaching_up = {f"{package}.{base}": f"def f():\n    from {package}.{top} import x\n"}
+    done = lint_imports(tmp_path, reaching_up)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"of {package} BROKEN" in done.stdout
+
+
 def test_the_contracts_name_every_package() -> None:
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
-    assert sorted(settings["root_packages"]) == PACKAGES
+    assert sorted(SETTINGS["root_packages"]) == PACKAGES
+    assert set(FLOORS) <= set(PACKAGES)
 
 
 def test_a_package_from_a_source_tree_is_not_taken_for_a_wheel(
