@@ -10,6 +10,9 @@ import torch
 
 from moe_train.config import Config, load_config
 from moe_train.data import Batch
+from moe_train.jobs.job import check, train
+from moe_train.launch import StopFlag
+from ranktest import run_ranks
 from ranktest.fixtures import one_thread as one_thread
 from ranktest.fixtures import seed as seed
 
@@ -83,6 +86,13 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+def write_job(folder: Path, corpus: Path, cache_dir: Path, **model_changes: object) -> Path:
+    (folder / "config.json").write_text(json.dumps({**TINY_MODEL, **model_changes}))
+    toml = folder / "job.toml"
+    toml.write_text(TOML.replace("CORPUS", str(corpus)).replace("CACHE", str(cache_dir)))
+    return toml
+
+
 @pytest.fixture
 def configure(tmp_path: Path, corpus: Path, cache_dir: Path) -> Callable[..., Config]:
     """`configure("parallel.pp=2", num_experts=4)` loads the tiny job with overrides and changes
@@ -90,12 +100,19 @@ def configure(tmp_path: Path, corpus: Path, cache_dir: Path) -> Callable[..., Co
     """
 
     def load(*overrides: str, **model_changes: object) -> Config:
-        (tmp_path / "config.json").write_text(json.dumps({**TINY_MODEL, **model_changes}))
-        toml = TOML.replace("CORPUS", str(corpus)).replace("CACHE", str(cache_dir))
-        (tmp_path / "job.toml").write_text(toml)
-        return load_config(tmp_path / "job.toml", overrides)
+        return load_config(write_job(tmp_path, corpus, cache_dir, **model_changes), overrides)
 
     return load
+
+
+@pytest.fixture(scope="session")
+def trained_run(tmp_path_factory: pytest.TempPathFactory, corpus: Path, cache_dir: Path) -> Path:
+    """The output folder of a run of two steps, with checkpoint-2. Only to be read."""
+    folder = tmp_path_factory.mktemp("trained")
+    config = load_config(write_job(folder, corpus, cache_dir), ["train.max_steps=2"])
+    check(config, "")
+    run_ranks(lambda *_: train(config, "", StopFlag()), 1)
+    return folder / "run"
 
 
 @pytest.fixture

@@ -1,10 +1,30 @@
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from moe_train.checkpoint.training_state import find_checkpoint, has_part, newest_checkpoint
+from moe_train.checkpoint.training_state import (
+    Checkpointer,
+    TrainerState,
+    check_same_data,
+    find_checkpoint,
+    has_part,
+    newest_checkpoint,
+    read_state,
+)
+from moe_train.config import Config
+from moe_train.data import Batch
+from moe_train.layout import is_expert
+from moe_train.parallel import start
+from moe_train.training.build import build_runner, read_model_config
+from moe_train.training.step import StepRunner
+from ranktest import collect_ranks, run_ranks
 from unified_ckpt import CheckpointError, Shard, save
+
+Configure = Callable[..., Config]
+Batches = Callable[..., list[Batch]]
 
 
 def test_a_damaged_part_is_an_error_and_a_missing_one_is_not(tmp_path: Path) -> None:
@@ -32,3 +52,186 @@ def test_a_damaged_newer_checkpoint_is_one_line_of_the_log(
     assert len(lines) == 3 and len(set(lines)) == 1
     assert lines[0].startswith(f"warning: {tmp_path / 'checkpoint-3'} is passed over")
     assert "model.safetensors: 4 bytes, expected" in lines[0] and "\n" not in lines[0]
+
+
+def tensors_of(runner: StepRunner) -> dict[str, Tensor]:
+    """Weights, master weights and moments under names that tell them apart."""
+    held = {f"weight {n}": t for n, t in runner.stage.state_dict().items()}
+    held |= {f"master {n}": t for n, t in runner.optimizer.master.items()}
+    for moment, tensors in runner.optimizer.moments().items():
+        held |= {f"{moment} {n}": t for n, t in tensors.items()}
+    return {name: tensor.detach().clone() for name, tensor in held.items()}
+
+
+def state(step: int = 1) -> TrainerState:
+    return TrainerState(
+        step=step, consumed_samples=12 * step, data_fingerprint="f", sequence_length=12, seed=0
+    )
+
+
+def saved(config: Config, batches: Batches) -> list[dict[str, Tensor]]:
+    """Save checkpoint-2 after two steps; return what each rank held."""
+
+    def run(*_: int) -> dict[str, Tensor]:
+        runner, checkpointer = build_runner(config, read_model_config(config), start(config), {})
+        at = runner.parallel
+        for step in range(2):
+            runner.train(batches(config, step, at.data_rank, at.num_data_ranks), lr=0.01)
+        checkpointer.save(state(2))
+        return tensors_of(runner)
+
+    return run_ranks(run, config.world_size)  # type: ignore[return-value]
+
+
+def loaded(
+    config: Config, how: Callable[[Checkpointer], object]
+) -> list[tuple[dict[str, Tensor], int, object]]:
+    """What each rank holds after `how`, its place among the ep ranks, and what `how` returned."""
+
+    def run(rank: int, _: int) -> object:
+        parallel = start(config)
+        runner, checkpointer = build_runner(config, read_model_config(config), parallel, {})
+        answer = how(checkpointer)
+        return tensors_of(runner), parallel.mesh.coordinate(rank)["ep"], answer
+
+    return run_ranks(run, config.world_size)  # type: ignore[return-value]
+
+
+LOW = ("train.dtype=bfloat16", "train.master_weights=true")
+
+
+def test_another_layout_loads_weights_moments_and_master_weights_bit_for_bit(
+    configure: Configure, random_batches: Batches, tmp_path: Path
+) -> None:
+    ranks = saved(configure("parallel.pp=2", "parallel.ep=3", *LOW), random_batches)
+    source = tmp_path / "run" / "checkpoint-2"
+    ((whole, _, told),) = loaded(configure(*LOW), lambda c: c.load(source))
+    assert told == state(2)
+    assert whole.keys() == {name for held in ranks for name in held}
+    for rank, held in enumerate(ranks):
+        for name, tensor in held.items():
+            part = whole[name].chunk(3)[rank % 3] if is_expert(name) else whole[name]
+            assert torch.equal(tensor, part), (rank, name)
+    assert any(bool(t.any()) for n, t in whole.items() if n.startswith("exp_avg_sq"))
+    sizes = ("parallel.dp=2", "parallel.ep=2", "train.global_batch_size=8")
+    others = loaded(configure(*sizes, *LOW), lambda c: c.load(source))
+    for held, ep, _ in others:
+        for name, tensor in held.items():
+            part = whole[name].chunk(2)[ep] if is_expert(name) else whole[name]
+            assert torch.equal(tensor, part), name
+
+
+def test_without_master_weights_in_the_checkpoint_they_begin_as_the_weights(
+    configure: Configure, random_batches: Batches, tmp_path: Path
+) -> None:
+    (before,) = saved(configure(*LOW), random_batches)
+    source = tmp_path / "run" / "checkpoint-2"
+    # As whoever throws them away does: without the manifest, which would find them missing.
+    (source / "master_weights.safetensors").unlink()
+    (source / "manifest.json").unlink()
+    ((after, _, _),) = loaded(configure(*LOW), lambda c: c.load(source))
+    masters = [name for name in after if name.startswith("master ")]
+    assert masters and not all(torch.equal(before[name], after[name]) for name in masters)
+    for name in masters:
+        weight = before[name.replace("master ", "weight ")]
+        assert torch.equal(after[name], weight.float()), name
+
+
+def test_weights_alone_are_cast_and_leave_the_moments_at_zero(
+    configure: Configure, random_batches: Batches, tmp_path: Path
+) -> None:
+    (before,) = saved(configure(), random_batches)
+    ((after, _, _),) = loaded(
+        configure(*LOW), lambda c: c.load_weights(tmp_path / "run/checkpoint-2")
+    )
+    for name, tensor in after.items():
+        kind, _, rest = name.partition(" ")
+        if kind.startswith("exp_avg"):
+            assert not bool(tensor.any()), name
+        else:
+            rounded = before[f"weight {rest}"].bfloat16()
+            assert torch.equal(tensor, rounded if kind == "weight" else rounded.float()), name
+
+
+def test_a_checkpoint_of_another_dtype_is_refused_with_the_tensor(
+    configure: Configure, random_batches: Batches, tmp_path: Path
+) -> None:
+    saved(configure(), random_batches)
+
+    def run(*_: int) -> None:
+        config = configure(LOW[0])
+        _, checkpointer = build_runner(config, read_model_config(config), start(config), {})
+        checkpointer.load(tmp_path / "run/checkpoint-2")
+
+    (outcome,) = collect_ranks(run, 1)
+    assert outcome.error is not None
+    assert "weight" in outcome.error and "F32" in outcome.error and "BF16" in outcome.error
+
+
+def test_every_rank_draws_on_with_its_own_random_numbers(
+    configure: Configure, tmp_path: Path
+) -> None:
+    config = configure("parallel.dp=2")
+
+    def draw(rank: int, _: int) -> list[list[float]]:
+        _, checkpointer = build_runner(config, read_model_config(config), start(config), {})
+        torch.manual_seed(100 + rank)
+        torch.rand(rank + 5)
+        target = checkpointer.save(state())
+        drawn = torch.rand(4).tolist()
+        torch.manual_seed(0)
+        checkpointer.load(target)
+        return [drawn, torch.rand(4).tolist()]
+
+    first, second = run_ranks(draw, 2)  # type: ignore[misc]
+    assert first[0] == first[1] != second[0] == second[1]
+
+
+def test_a_checkpoint_of_fewer_ranks_leaves_the_new_ranks_their_random_numbers(
+    configure: Configure, random_batches: Batches, tmp_path: Path
+) -> None:
+    saved(configure(), random_batches)
+    config = configure("parallel.dp=2")
+
+    def draw(*_: int) -> tuple[list[float], list[float]]:
+        _, checkpointer = build_runner(config, read_model_config(config), start(config), {})
+        torch.manual_seed(5)
+        expected = torch.rand(4).tolist()
+        torch.manual_seed(5)
+        checkpointer.load(tmp_path / "run/checkpoint-2")
+        return expected, torch.rand(4).tolist()
+
+    (expected, restored), (kept, same) = run_ranks(draw, 2)  # type: ignore[misc]
+    assert restored != expected and kept == same
+
+
+def test_the_newest_checkpoints_are_kept(configure: Configure, tmp_path: Path) -> None:
+    config = configure("checkpoint.save_total_limit=2", "parallel.ep=2")
+
+    def run(*_: int) -> None:
+        _, checkpointer = build_runner(config, read_model_config(config), start(config), {})
+        for step in (1, 2, 10, 11):
+            checkpointer.save(state(step))
+
+    run_ranks(run, 2)
+    names = {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
+    assert names == {"checkpoint-10", "checkpoint-11"}
+    assert read_state(tmp_path / "run/checkpoint-11") == state(11)
+
+
+@pytest.mark.parametrize("text", [b"{", b"[]", b'{"step": 3}', b'{"step": "x"}'])
+def test_a_trainer_state_that_cannot_be_read_is_named(text: bytes, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/trainer_state.json is not a trainer state"):
+        TrainerState.from_json(text, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["data_fingerprint", "sequence_length", "seed"])
+def test_other_data_are_refused_with_both_values(name: str) -> None:
+    now = {"data_fingerprint": "f", "sequence_length": 12, "seed": 0}
+    check_same_data(state(), now.__getitem__, Path("checkpoint-1"))
+    was = now[name]
+    now[name] = 99
+    with pytest.raises(
+        ValueError, match=f"^checkpoint-1 was trained with {name}={was!r}, this run has 99; restore"
+    ):
+        check_same_data(state(), now.__getitem__, Path("checkpoint-1"))

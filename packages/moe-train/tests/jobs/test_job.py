@@ -1,0 +1,211 @@
+"""What is refused before a rank starts, and what a rank's job does from its start to its end."""
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from moe_train.checkpoint import read_state
+from moe_train.config import Config
+from moe_train.data import prepare
+from moe_train.jobs.job import check, check_model, current_step, train
+from moe_train.launch import StopFlag
+from moe_train.report.metrics import read_metrics
+from moe_train.training import read_model_config
+from ranktest import run_ranks
+
+Configure = Callable[..., Config]
+
+REFUSED = {
+    "layers": (
+        ["parallel.pp=3"],
+        {},
+        "num_hidden_layers=2 is not divisible by parallel.pp=3 stages; choose pp among [1, 2]",
+    ),
+    "experts": (
+        ["parallel.ep=4", "train.global_batch_size=16"],
+        {},
+        "parallel.ep=4 ranks cannot share num_experts=6 evenly; choose ep among 1, 2, 3, 6",
+    ),
+    "positions": (
+        ["data.sequence_length=65"],
+        {},
+        "data.sequence_length=65 exceeds the model's max_position_embeddings=64; shorten the "
+        "sequences",
+    ),
+    "vocabulary": (
+        [],
+        {"vocab_size": 258},
+        "the tokenizer tokenizer.json has {size} tokens but the model's vocab_size=258; lower "
+        "tokenizer.vocab_size to 258 or use a model config with a larger vocabulary",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", REFUSED)
+def test_what_does_not_fit_is_refused_with_the_numbers_and_the_remedy(
+    configure: Configure, mistake: str
+) -> None:
+    overrides, model_changes, message = REFUSED[mistake]
+    config = configure(*overrides, **model_changes)
+    expected = message.replace("{size}", str(prepare(config).vocab_size))
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        check(config, "")
+
+
+def test_a_split_too_short_for_one_sequence_is_refused(configure: Configure) -> None:
+    config = configure("data.sequence_length=700", max_position_embeddings=4096)
+    with pytest.raises(
+        ValueError,
+        match=r"^validation.bin has \d+ tokens, but one sequence of data.sequence_length=700 needs "
+        "701; use more text",
+    ):
+        check(config, "")
+
+
+def test_the_model_is_checked_before_any_text_is_read(configure: Configure) -> None:
+    wrong = ("parallel.ep=4", "train.global_batch_size=16")
+    with pytest.raises(ValueError, match="num_experts=6"):
+        check(configure(*wrong, "data.corpus=nowhere"), "")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        check(configure("data.corpus=nowhere"), "")
+
+
+def test_every_layout_that_divides_is_accepted(configure: Configure) -> None:
+    accepted = []
+    for pp in (1, 2, 3):
+        for ep in (1, 2, 3, 4, 6):
+            sizes = (f"parallel.pp={pp}", f"parallel.ep={ep}", "train.global_batch_size=24")
+            config = configure(*sizes)
+            try:
+                check_model(config, read_model_config(config))
+            except ValueError:
+                continue
+            accepted.append((pp, ep))
+    assert accepted == [(pp, ep) for pp in (1, 2) for ep in (1, 2, 3, 6)]
+
+
+def test_a_new_run_gets_its_folder_and_its_corpus_before_it_starts(
+    configure: Configure, tmp_path: Path
+) -> None:
+    config = configure(f"data.cache_dir={tmp_path / 'cache'}")
+    assert check(config, "") is None
+    assert list((tmp_path / "run").iterdir()) == []
+    made = prepare(config).train_tokens
+    stamp = made.stat().st_mtime_ns
+    assert check(config, "") is None
+    assert made.stat().st_mtime_ns == stamp
+
+
+def test_a_folder_with_checkpoints_is_resumed_or_left_alone(
+    configure: Configure, trained_run: Path
+) -> None:
+    config = configure(f"train.output_dir={trained_run}")
+    message = (
+        f"train.output_dir={trained_run} already holds checkpoints; pass --resume to continue that "
+        "run, or choose another folder"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        check(config, "")
+    assert check(config, "latest") == trained_run / "checkpoint-2"
+    assert check(config, str(trained_run / "checkpoint-2")) == trained_run / "checkpoint-2"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["train.seed=9"], "was trained with seed=0, this run has 9; restore the data settings"),
+        (
+            ["data.sequence_length=6"],
+            "was trained with sequence_length=12, this run has 6; restore the data settings",
+        ),
+        (["tokenizer.vocab_size=280"], "was trained with data_fingerprint="),
+        (["train.max_steps=2"], "is at step 2 and train.max_steps=2; raise train.max_steps"),
+    ],
+)
+def test_a_run_that_cannot_go_on_is_refused_with_both_values(
+    configure: Configure, trained_run: Path, changes: list[str], message: str
+) -> None:
+    config = configure(f"train.output_dir={trained_run}", *changes)
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{trained_run}/checkpoint-2 {message}')}"):
+        check(config, "latest")
+
+
+def test_a_resume_without_a_checkpoint_is_refused(configure: Configure, tmp_path: Path) -> None:
+    config = configure()
+    none = f"--resume: {tmp_path}/run holds no complete checkpoint; start without --resume"
+    with pytest.raises(ValueError, match=f"^{re.escape(none)}"):
+        check(config, "latest")
+    message = "--resume nowhere: no such folder; name a checkpoint-N folder"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        check(config, "nowhere")
+
+
+def test_a_damaged_or_foreign_checkpoint_is_named(
+    configure: Configure, trained_run: Path, tmp_path: Path
+) -> None:
+    damaged, foreign = tmp_path / "damaged", tmp_path / "foreign"
+    shutil.copytree(trained_run / "checkpoint-2", damaged)
+    (damaged / "optimizer.safetensors").write_bytes(b"torn")
+    with pytest.raises(ValueError, match=r"^--resume: .*optimizer\.safetensors"):
+        check(configure(), str(damaged))
+    foreign.mkdir()
+    with pytest.raises(ValueError, match="foreign"):
+        check(configure(), str(foreign))
+
+
+def test_a_job_trains_to_its_end_and_says_where_the_results_are(
+    configure: Configure, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = configure("parallel.dp=2", "train.max_steps=3")
+    check(config, "")
+
+    def run(*_: int) -> object:
+        train(config, "", StopFlag())
+        return current_step(), dist.is_initialized()
+
+    assert run_ranks(run, 2) == [(3, False)] * 2
+    out = tmp_path / "run"
+    said = capfd.readouterr().out.split()
+    assert said == ["results:", f"{out}/metrics.jsonl", f"{out}/checkpoint-3"]
+    assert [line["step"] for line in read_metrics(out / "metrics.jsonl")] == [1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("resume", ["latest", "checkpoint-2"])
+def test_a_resumed_job_begins_behind_its_checkpoint(
+    configure: Configure, trained_run: Path, tmp_path: Path, resume: str
+) -> None:
+    out = tmp_path / "again"
+    shutil.copytree(trained_run, out)
+    config = configure(f"train.output_dir={out}", "parallel.ep=2")
+    named = resume if resume == "latest" else str(out / resume)
+    check(config, named)
+
+    def run(*_: int) -> int:
+        train(config, named, StopFlag())
+        return current_step()
+
+    assert run_ranks(run, 2) == [4, 4]
+    assert [line["step"] for line in read_metrics(out / "metrics.jsonl")] == [1, 2, 2, 3, 4, 4]
+    state = read_state(out / "checkpoint-4")
+    assert (state.step, state.consumed_samples) == (4, 48)
+
+
+def test_a_job_that_starts_from_weights_counts_from_the_first_step(
+    configure: Configure, trained_run: Path, tmp_path: Path
+) -> None:
+    config = configure(f"model.init_from={trained_run / 'checkpoint-2'}", "train.max_steps=1")
+    check(config, "")
+
+    def run(*_: int) -> int:
+        train(config, "", StopFlag())
+        return current_step()
+
+    assert run_ranks(run, 1) == [1]
+    (first, _) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert (first["step"], first["consumed_samples"]) == (1, 12)
+    before = next(read_metrics(trained_run / "metrics.jsonl"))
+    assert first["loss"] < before["loss"] - 0.01, "the same sequences, with trained weights"

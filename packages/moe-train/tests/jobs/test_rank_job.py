@@ -1,0 +1,76 @@
+"""The job module of `moe-train train`, called as a rank calls it."""
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from moe_train.config import Config, dump_toml
+from moe_train.jobs.job import check
+from moe_train.launch import RankJobError, StopFlag, run_rank
+from moe_train.report.metrics import read_metrics
+from ranktest import run_ranks
+
+JOB = "moe_train.jobs.rank_job"
+Configure = Callable[..., Config]
+
+
+def written(config: Config, folder: Path) -> str:
+    check(config, "")
+    path = folder / "resolved.toml"
+    path.write_text(dump_toml(config))
+    return str(path)
+
+
+def test_a_loss_that_is_not_a_number_is_named_with_rank_and_finished_steps(
+    configure: Configure, tmp_path: Path
+) -> None:
+    toml = written(configure("parallel.dp=2", "optimizer.lr=1e30"), tmp_path)
+
+    def run(rank: int, _: int) -> object:
+        os.environ["RANK"] = str(rank)
+        try:
+            run_rank(JOB, [toml, ""], StopFlag())
+        except RankJobError as error:
+            return str(error), error.error.rank, error.error.step, error.error.text
+        return None
+
+    for rank, told in enumerate(run_ranks(run, 2)):
+        message, number, step, text = told  # type: ignore[misc]
+        assert (number, step) == (rank, 1)
+        assert re.match(
+            rf"rank {rank}, step 1: NonFiniteLossError: loss=\S+ and gradient norm=nan are not f",
+            message,
+        )
+        assert text.startswith("Traceback") and "NonFiniteLossError" in text
+    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1]
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_overrides_and_the_number_of_threads_reach_the_rank(
+    configure: Configure, tmp_path: Path
+) -> None:
+    toml = written(configure(), tmp_path)
+
+    def run(*_: int) -> int:
+        run_rank(JOB, [toml, "", "train.max_steps=1", "train.threads_per_rank=3"], StopFlag())
+        return torch.get_num_threads()
+
+    assert run_ranks(run, 1) == [3]
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+def test_a_request_to_stop_ends_the_job_with_a_checkpoint(
+    configure: Configure, tmp_path: Path
+) -> None:
+    toml = written(configure(), tmp_path)
+
+    def run(*_: int) -> None:
+        stop = StopFlag()
+        stop.request()
+        run_rank(JOB, [toml, ""], stop)
+
+    run_ranks(run, 1)
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-1"]
