@@ -10,7 +10,7 @@ import pytest
 from moe_train.config import Config, load_config
 from moe_train.jobs.job import check as check_job
 from moe_train.jobs.job import train as run_job
-from moe_train.launch import StopFlag
+from moe_train.launch import RankContext
 from ranktest import run_ranks
 
 TINY_MODEL = {
@@ -56,7 +56,7 @@ seed = 3
 max_steps = 20
 global_batch_size = 16
 gradient_accumulation_steps = 2
-validation_interval_steps = 0
+validation_interval_steps = 1000
 validation_sequences = 20
 device = "cpu"
 threads_per_rank = 1
@@ -117,7 +117,7 @@ def train() -> Callable[..., None]:
     def run(config: Config, resume: str = "") -> None:
         check_job(config, resume)
         run_ranks(
-            lambda rank, _: run_job(config, resume, StopFlag()), config.world_size, timeout_s=120
+            lambda rank, _: run_job(config, resume, RankContext()), config.world_size, timeout_s=120
         )
 
     return run

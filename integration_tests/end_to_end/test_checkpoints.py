@@ -2,14 +2,18 @@
 
 import json
 import shutil
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from moe_train.config import Config
+from moe_train.checkpoint import export, training_state
+from moe_train.config import Config, dump_toml, load_config
+from moe_train.config.renames import FORMER_VALUES, RENAMED_KEYS
 from moe_train.jobs import describe_checkpoint, job
 from moe_train.jobs.generate import generate_text, load_model
 
@@ -98,6 +102,58 @@ def test_a_transformers_checkpoint_starts_training_directly(
     assert before.keys() == after.keys()
     for key, tensor in before.items():
         assert torch.equal(tensor, after[key]), key
+
+
+def former_toml(config: Config) -> str:
+    """The job as it was written when its keys had other names, and each was always there."""
+    tables = tomllib.loads(dump_toml(config))
+    for former, name in RENAMED_KEYS.items():
+        table, key = name.split(".")
+        if former.startswith(f"{table}."):
+            tables[table][former.split(".")[1]] = tables[table].pop(key, FORMER_VALUES.get(name))
+    for name, (value, present) in FORMER_VALUES.items():
+        table, key = name.split(".")
+        key = {new: old for old, new in RENAMED_KEYS.items()}.get(name, name).split(".")[1]
+        if tables[table].get(key, present) in (present, (value, present)):
+            tables[table][key] = value
+    return "\n".join(
+        f"{table}.{key} = {json.dumps(value)}"
+        for table, values in tables.items()
+        for key, value in values.items()
+    )
+
+
+def former_random_state(rank: int) -> dict[str, bytes]:
+    states = {"cpu": torch.get_rng_state()}
+    return {f"rng-rank-{rank:05d}.safetensors": safetensors.torch.save(states)}
+
+
+def test_a_checkpoint_with_former_keys_resumes_from_its_own_file(
+    configure: Callable[..., Config],
+    tmp_path: Path,
+    train: Callable[..., None],
+    losses: Callable[[Path], dict[int, float]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    base = ("train.max_steps=4", "parallel.pp=2", "optimizer.max_grad_norm=inf")
+    train(configure(*base, f"train.output_dir={tmp_path / 'whole'}"))
+    with monkeypatch.context() as former:
+        former.setattr(export, "dump_toml", former_toml)
+        former.setattr(training_state, "random_state_files", former_random_state)
+        train(configure(*base, "checkpoint.interval_steps=2"))
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    text = (checkpoint / "moe_train.toml").read_text()
+    for key in RENAMED_KEYS.keys() - {"model.router_aux_loss_scope"}:
+        assert f"{key} = " in text
+    assert "data.max_bytes = 0" in text and "optimizer.max_grad_norm = 0" in text
+    assert 'scope = "micro_batch"' in text and "moe_aux_loss_coeff = -1" in text
+    again = tmp_path / "again"
+    again.mkdir()
+    shutil.copytree(checkpoint, again / "checkpoint-2")
+    own = load_config(checkpoint / "moe_train.toml", [f"train.output_dir={again}"])
+    train(own, resume="latest")
+    whole = losses(tmp_path / "whole")
+    assert losses(again) == {3: whole[3], 4: whole[4]}
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_two_stages_train_as_one_process_does(
         "train.global_batch_size=8",
         "train.gradient_accumulation_steps=2",
         "train.mtp_loss_coef=0.3",
-        "moe.moe_aux_loss_coeff=0.01",
+        "moe.aux_loss_coef=0.01",
     )
     one = steps_of(configure(*common), weights)
     for layout in (("parallel.pp=2",), ("parallel.pp=2", "parallel.ep=2")):
@@ -205,7 +205,7 @@ def test_a_resumed_job_goes_on_bit_for_bit(
         "train.dtype=bfloat16",
         "train.master_weights=true",
         "checkpoint.interval_steps=1",
-        f"moe.moe_router_enable_expert_bias={str(has_bias).lower()}",
+        f"moe.update_expert_bias={str(has_bias).lower()}",
     )
     train(configure(*common))
     middle = tmp_path / "run" / "checkpoint-1"

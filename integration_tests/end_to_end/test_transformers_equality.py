@@ -36,7 +36,7 @@ def save_reference(folder: Path, config_file: Path) -> Qwen3MoeForCausalLM:
 
 
 def global_batches(config: Config, steps: int, *, documents: bool) -> list[list[Batch]]:
-    """Random micro-batches, some labels ignored; with documents, positions restart inside."""
+    """Random microbatches, some labels ignored; with documents, positions restart inside."""
     generator = torch.Generator().manual_seed(11)
     size = config.train.global_batch_size // config.train.gradient_accumulation_steps
     length = config.data.sequence_length
@@ -166,7 +166,7 @@ def test_twenty_adamw_steps_equal_those_of_transformers(
         assert abs(step.grad_norm - norm) <= 1e-4 * norm, f"step {number}"
 
 
-@pytest.mark.parametrize("scope", ["micro_batch", "sequence"])
+@pytest.mark.parametrize("scope", ["microbatch", "sequence"])
 def test_layouts_agree_with_the_auxiliary_loss_on(
     configure: Callable[..., Config], tmp_path: Path, scope: str
 ) -> None:
@@ -174,7 +174,7 @@ def test_layouts_agree_with_the_auxiliary_loss_on(
     for name, overrides in LAYOUTS.items():
         config = configure(
             *overrides,
-            f"moe.moe_router_load_balancing_scope={scope}",
+            f"moe.aux_loss_scope={scope}",
             model_changes={"router_aux_loss_coef": 0.1},
         )
         save_reference(tmp_path / "hf", tmp_path / "config.json")

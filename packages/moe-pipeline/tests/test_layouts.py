@@ -99,7 +99,7 @@ SOME_LAYOUTS = [
 ]
 
 
-def config_for(*, scope="micro_batch", router=None, experts=None, **kwargs):
+def config_for(*, scope="microbatch", router=None, experts=None, **kwargs):
     return MoEConfig(
         hidden_size=HIDDEN,
         moe_intermediate_size=INTERMEDIATE,

@@ -61,7 +61,7 @@ ROUTERS = {
 }
 
 
-def config_for(router=ROUTERS["softmax"], scope="micro_batch", implementation="auto"):
+def config_for(router=ROUTERS["softmax"], scope="microbatch", implementation="auto"):
     return MoEConfig(
         hidden_size=HIDDEN,
         moe_intermediate_size=6,  # so that only routers have a weight [EXPERTS, HIDDEN]
@@ -241,7 +241,7 @@ def test_plain_checkpoint_chooses_others_and_counts_twice(seed, router):
     assert int(block.layers[0].gate.tokens_per_expert.sum()) > int(outs[0].load_E.sum())
 
 
-@pytest.mark.parametrize("scope", ["micro_batch", "sequence", "global_batch"])
+@pytest.mark.parametrize("scope", ["microbatch", "sequence", "global_batch"])
 @pytest.mark.parametrize("shape", [(4, 6), (2, 0), (0, 3)])
 def test_every_scope_and_no_tokens(seed, scope, shape):
     block = Block(config_for(scope=scope))
@@ -359,7 +359,7 @@ def test_ranks_repeat_no_collective_that_decides_on_routing(
         failed = []
         for number, (name, router) in enumerate(ROUTERS.items()):
             torch.manual_seed(base + number)
-            scope = ("micro_batch", "sequence", "global_batch")[number % 3]
+            scope = ("microbatch", "sequence", "global_batch")[number % 3]
             block = Block(config_for(router, scope, implementation), groups)
             sequences = [2, 0, 3, 1][rank]
             x = torch.randn(sequences, 5, HIDDEN, dtype=torch.float64, requires_grad=True)

@@ -9,7 +9,7 @@ Field names are those of transformers' configurations where it has one (`num_exp
 
 from dataclasses import dataclass, field
 
-AUX_LOSS_SCOPES = ("micro_batch", "sequence", "global_batch")
+AUX_LOSS_SCOPES = ("microbatch", "sequence", "global_batch")
 EXPERTS_IMPLEMENTATIONS = ("auto", "fused", "grouped_mm", "loop")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 
@@ -113,14 +113,14 @@ class RouterLosses:
 
     Attributes:
         router_aux_loss_coef: factor of the load-balancing loss; 0 switches its gradient off.
-        moe_aux_loss_scope: tokens over which it takes its fractions and means: "micro_batch" (the
+        moe_aux_loss_scope: tokens over which it takes its fractions and means: "microbatch" (the
             global micro-batch), "sequence" (each sequence, then averaged) or "global_batch" (all
             micro-batches of a step). See `moe_pipeline.router.aux_loss`.
         router_z_loss_coef: factor of the mean of `logsumexp(logits)^2` (ST-MoE, arXiv 2202.08906).
     """
 
     router_aux_loss_coef: float = 0.001
-    moe_aux_loss_scope: str = "micro_batch"
+    moe_aux_loss_scope: str = "microbatch"
     router_z_loss_coef: float = 0.0
 
     def __post_init__(self) -> None:

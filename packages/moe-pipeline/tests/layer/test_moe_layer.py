@@ -21,7 +21,7 @@ HIDDEN, INTERMEDIATE = 12, 5
 SHARED = SharedExpertOptions(moe_shared_expert_intermediate_size=7, moe_shared_expert_gate=True)
 
 
-def config_for(*, implementation="auto", scope="micro_batch", router=None, **kwargs):
+def config_for(*, implementation="auto", scope="microbatch", router=None, **kwargs):
     values = dict(
         hidden_size=HIDDEN,
         moe_intermediate_size=INTERMEDIATE,
@@ -208,7 +208,7 @@ def test_load_is_counted_once_per_training_forward_and_not_in_evaluation(seed):
     assert torch.equal(layer.gate.tokens_per_expert, total)
 
 
-@pytest.mark.parametrize("scope", ["micro_batch", "sequence", "global_batch"])
+@pytest.mark.parametrize("scope", ["microbatch", "sequence", "global_batch"])
 def test_dropping_rows_changes_neither_losses_nor_load(seed, scope):
     limited = RouterOptions(moe_expert_capacity_factor=0.5)
     layer, x = unbalanced(config_for(scope=scope))

@@ -22,7 +22,7 @@ ALONE = MoEGroups()
 EXACT = {"atol": 1e-14, "rtol": 1e-12}
 
 
-def config_for(scope="micro_batch", *, aux=0.1, z=0.0, experts=6, k=2):
+def config_for(scope="microbatch", *, aux=0.1, z=0.0, experts=6, k=2):
     losses = RouterLosses(router_aux_loss_coef=aux, router_z_loss_coef=z, moe_aux_loss_scope=scope)
     return MoEConfig(
         hidden_size=HIDDEN,
@@ -84,7 +84,7 @@ def expected_aux(scope, micro_batches, weight, config, score="softmax"):
     if scope == "global_batch":
         rows = torch.cat([x.reshape(-1, HIDDEN) for x in micro_batches])
         total = balance_of(rows, weight, k, score)[0]
-    elif scope == "micro_batch":
+    elif scope == "microbatch":
         parts = [balance_of(x.reshape(-1, HIDDEN), weight, k, score)[0] for x in micro_batches]
         total = sum(parts) / len(parts)
     else:
@@ -137,7 +137,7 @@ def test_loss_and_gradients_equal_the_formula(seed, scope, k, score):
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("scope", ["micro_batch", "sequence"])
+@pytest.mark.parametrize("scope", ["microbatch", "sequence"])
 def test_losses_of_the_real_router_equal_the_formula(seed, scope, score):
     options = RouterOptions(moe_router_score_function=score)
     config = replace(config_for(scope, z=0.03), router=options)
@@ -196,7 +196,7 @@ def test_no_tokens_cost_nothing_and_stay_differentiable(scope, shape):
     assert not weight.grad.any()
 
 
-@pytest.mark.parametrize("scope", ["micro_batch", "sequence"])
+@pytest.mark.parametrize("scope", ["microbatch", "sequence"])
 def test_what_is_not_chosen_is_not_counted(seed, scope):
     weight, x = unbalanced_weight(), tokens(2, 4)
     idx = torch.tensor([[0, 3], [-1, 2], [5, -1], [-1, -1]] + [[-1, -1]] * 3 + [[1, 0]])
@@ -233,7 +233,7 @@ def test_dropped_rows_are_counted_as_the_router_sent_them(seed, scope):
 def test_autocast_does_not_lower_the_precision(seed):
     weight, x = unbalanced_weight().float().detach(), tokens(4, 9).float()
     routed = route(x.reshape(36, HIDDEN), weight)
-    for scope in ("micro_batch", "sequence"):
+    for scope in ("microbatch", "sequence"):
         config = config_for(scope, z=1.0)
         expected = router_losses(routed, config, sequence_shape=(4, 9))
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -248,7 +248,7 @@ def test_gradient_may_be_expanded_and_probabilities_strided(seed):
     strided = torch.empty(6, 10, dtype=torch.float64).t()
     strided = strided.copy_(routed.probs_TE)
     assert not strided.is_contiguous()
-    for scope in ("micro_batch", "sequence"):
+    for scope in ("microbatch", "sequence"):
         config = config_for(scope)
         shares = router_losses(replace(routed, probs_TE=strided), config, sequence_shape=(2, 5))
         (grad,) = torch.autograd.grad(shares.aux_loss.expand(3).sum(), weight, retain_graph=True)
@@ -278,7 +278,7 @@ def test_a_global_batch_without_terms_is_refused():
 def test_one_micro_batch_is_its_own_global_batch(seed, scope):
     config, weight, x = config_for(scope), unbalanced_weight(), tokens(1, 11)
     loss, _ = step_share([x], weight, config)
-    assert_close(loss, expected_aux("micro_batch", [x], weight, config), **EXACT)
+    assert_close(loss, expected_aux("microbatch", [x], weight, config), **EXACT)
 
 
 def test_sequence_scope_without_sequences_is_refused():

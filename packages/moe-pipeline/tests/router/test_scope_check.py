@@ -92,7 +92,7 @@ def test_a_stage_that_two_ranks_share_is_refused():
     assert not load_is_known_to_every_backward(schedule)
     with pytest.raises(ValueError, match="runs stage 0 on ranks 0 and 1"):
         check_aux_scope(schedule, "global_batch")
-    check_aux_scope(schedule, "micro_batch")
+    check_aux_scope(schedule, "microbatch")
 
 
 def test_the_message_names_schedule_size_and_remedy():

@@ -12,7 +12,6 @@ from moe_train.errors import RankFailedError as RankFailedError
 from moe_train.jobs import describe_checkpoint as describe_checkpoint
 from moe_train.jobs import generate_text as generate_text
 from moe_train.jobs import plan_report as plan_report
-from moe_train.launch import StopFlag as StopFlag
 from moe_train.launch import run_local as run_local
 from moe_train.report import MetricsLog as MetricsLog
 from moe_train.report import ProgressLine as ProgressLine

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moe_train.config import Config, dump_toml, format_compact, keys_help, load_config
-from moe_train.errors import MoeTrainError, RankFailedError, StoppedUnsavedError
+from moe_train.errors import MoeTrainError, RankFailedError, StoppedUnsavedError, TrainValueError
 from unified_ckpt.errors import CheckpointError
 
 _EXIT_FAILED = 1
@@ -207,13 +207,13 @@ def _train_as_rank(config: Config, resume: str, job_args: list[str]) -> int:
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != config.world_size:
-        raise ValueError(
+        raise TrainValueError(
             f"WORLD_SIZE={world_size} ranks were started, but parallel.pp={config.parallel.pp} * "
             f"parallel.dp={config.parallel.dp} * parallel.ep={config.parallel.ep} = "
             f"{config.world_size}; start {config.world_size} ranks or change [parallel]"
         )
     from moe_train.jobs import job
-    from moe_train.launch import RankJobError, StopFlag, leave, run_rank
+    from moe_train.launch import RankJobError, leave, run_rank, watch_stop_signals
 
     if rank == 0:
         print(format_compact(config), flush=True)
@@ -222,10 +222,9 @@ def _train_as_rank(config: Config, resume: str, job_args: list[str]) -> int:
     source = job.check(config, resume)
     if rank == 0:
         _save_resolved(config)
-    stop = StopFlag()
-    stop.install()
+    argv = [job_args[0], str(source or ""), *job_args[1:]]
     try:
-        run_rank("moe_train.jobs.rank_job", [job_args[0], str(source or ""), *job_args[1:]], stop)
+        run_rank("moe_train.jobs.rank_job", argv, watch_stop_signals())
     except RankJobError as failure:
         print(f"rank {rank}, step {failure.error.step}: {failure.error.text}", file=sys.stderr)
         leave(_EXIT_FAILED)
@@ -242,7 +241,7 @@ def _save_resolved(config: Config) -> Path:
 def _generate(arguments: argparse.Namespace) -> int:
     """Print the prompt and what a trained model makes of it."""
     if arguments.temperature < 0:
-        raise ValueError(f"--temperature {arguments.temperature} must be at least 0")
+        raise TrainValueError(f"--temperature {arguments.temperature} must be at least 0")
     from moe_train.jobs import generate_text
 
     text = generate_text(

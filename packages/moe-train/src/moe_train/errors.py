@@ -1,4 +1,4 @@
-"""The one base class of what this package raises beyond ValueError, TypeError and OSError.
+"""What this package raises: one base class, and a ValueError or TypeError for a user's mistake.
 
 Invariant: every `MoeTrainError` is a message for the person at the keyboard; the command prints it
 as one line. A defect of the program raises something else and keeps its traceback.
@@ -14,6 +14,20 @@ class MoeTrainError(RuntimeError):
     """A training job could not start, go on or end as asked."""
 
 
+class TrainValueError(MoeTrainError, ValueError):
+    """A value cannot be used; the message says what was given, what is expected and a remedy."""
+
+
+class TrainTypeError(MoeTrainError, TypeError):
+    """A value has a wrong type; the message says what was given and what is expected."""
+
+
+class MissingFileError(TrainValueError, FileNotFoundError):
+    """A file or folder that was named does not exist."""
+
+    __str__ = Exception.__str__  # that of OSError expects a number first
+
+
 class RankFailedError(MoeTrainError):
     """A rank of a launched job ended with an error; the message names the rank and the cause."""
 
@@ -24,3 +38,14 @@ class StoppedUnsavedError(MoeTrainError):
     def __init__(self, message: str, *, signal_number: int) -> None:
         super().__init__(message)
         self.signal_number = signal_number
+
+
+def check_type(name: str, value: object, *expected: type) -> None:
+    """Refuse an argument that is none of the expected types.
+
+    Raises:
+        TrainTypeError: names the argument, what is expected and what was given.
+    """
+    if not isinstance(value, expected):
+        names = " or ".join(each.__name__ for each in expected)
+        raise TrainTypeError(f"{name} must be {names}, got {type(value).__name__} {value!r}")

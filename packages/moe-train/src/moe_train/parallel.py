@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from mesh_spmd import ProcessMesh, axis_group
 from moe_train.config import Config, ParallelConfig
+from moe_train.errors import TrainValueError
 
 AXES = ("pp", "dp", "ep")
 
@@ -22,7 +23,7 @@ AXES = ("pp", "dp", "ep")
 class Parallel:
     """This rank's place in the mesh and the groups it talks in.
 
-    `data_rank` counts the ranks that hold other tokens of the same micro-batch, from 0 to
+    `data_rank` counts the ranks that hold other tokens of the same microbatch, from 0 to
     `num_data_ranks` - 1. Pipeline transfers have one group per direction, so that a transfer
     forwards never queues behind one backwards. `embedding_group` holds all ranks of the first and
     of the last stage, where they are two and this rank is on one of them: they may share an
@@ -73,7 +74,9 @@ def choose_device(wanted: str) -> torch.device:
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ValueError("train.device='cuda' but torch sees no CUDA device; use 'auto' or 'cpu'")
+        raise TrainValueError(
+            "train.device='cuda' but torch sees no CUDA device; use 'auto' or 'cpu'"
+        )
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
@@ -95,7 +98,7 @@ def start(config: Config) -> Parallel:
     mesh = make_mesh(config.parallel)
     if dist.get_world_size() != mesh.size:
         sizes = f"pp={config.parallel.pp} x dp={config.parallel.dp} x ep={config.parallel.ep}"
-        raise ValueError(
+        raise TrainValueError(
             f"the job has {dist.get_world_size()} ranks but parallel.{sizes} needs {mesh.size}; "
             f"start {mesh.size} ranks or change the sizes"
         )

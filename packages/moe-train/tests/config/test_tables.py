@@ -8,6 +8,7 @@ from moe_train.config.tables import (
     Config,
     DataConfig,
     ModelConfig,
+    MoeTable,
     OptimizerConfig,
     ParallelConfig,
     TrainConfig,
@@ -63,7 +64,7 @@ def test_batch_that_does_not_divide_names_the_numbers_and_a_remedy() -> None:
     [
         ({"max_steps": 0}, "train.max_steps=0 is too small; it must be at least 1"),
         ({"seed": -1}, "train.seed=-1 is too small"),
-        ({"output_dir": ""}, "train.output_dir is empty"),
+        ({"output_dir": ""}, "train.output_dir is empty; give a value"),
         ({"dtype": "float16"}, 'train.dtype must be one of "float32", "bfloat16", got'),
         ({"master_weights": True}, "train.master_weights=true has no use"),
         ({"gradient_accumulation_steps": 3}, "choose 6 or 9"),
@@ -94,6 +95,62 @@ def test_wrong_types_are_refused(changes: dict[str, object], message: str) -> No
     with pytest.raises(TypeError) as raised:
         train(**changes)
     assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("aux_loss_coef", -0.5),
+        ("z_loss_coef", -1.0),
+        ("capacity_factor", 0.0),
+        ("capacity_factor", float("inf")),
+        ("expert_bias_update_rate", 0.0),
+        ("token_drop_policy", "random"),
+        ("aux_loss_scope", "batch"),
+    ],
+)
+def test_values_of_the_moe_table_that_mean_nothing_are_refused_by_name(
+    name: str, value: object
+) -> None:
+    with pytest.raises(ValueError, match=f"moe.{name}"):
+        MoeTable(**{name: value})  # type: ignore[arg-type]
+
+
+def test_a_switch_is_true_or_false() -> None:
+    with pytest.raises(TypeError, match=r"moe\.update_expert_bias must be bool"):
+        MoeTable(update_expert_bias="yes")  # type: ignore[arg-type]
+
+
+def test_keys_that_are_not_set_are_none_and_nothing_else_stands_for_them() -> None:
+    table = MoeTable()
+    assert (table.aux_loss_coef, table.capacity_factor) == (None, None)
+    assert MoeTable(aux_loss_coef=0).aux_loss_coef == 0
+    absent = {key.full_name for key in all_keys() if key.default is None}
+    assert {"data.max_bytes", "checkpoint.interval_steps", "model.init_from"} <= absent
+    for key in all_keys():
+        assert key.default not in ("", -1, -1.0), key.full_name
+        is_number = isinstance(key.default, int | float) and not isinstance(key.default, bool)
+        # A default of 0 is a number as any other: no seed, warm-up or loss beside the main one.
+        known = {"train.seed", "optimizer.warmup_steps", "moe.z_loss_coef"}
+        assert not is_number or key.default or key.full_name in known, key.full_name
+
+
+def test_a_key_does_not_repeat_its_table() -> None:
+    for key in all_keys():
+        assert key.table not in key.name.split("_"), key.full_name
+
+
+def test_gradients_may_have_no_limit_and_an_empty_text_is_no_path() -> None:
+    assert OptimizerConfig(lr=1, max_grad_norm=math.inf).max_grad_norm == math.inf
+    with pytest.raises(ValueError, match=r"max_grad_norm=nan is not a finite number"):
+        OptimizerConfig(lr=1, max_grad_norm=math.nan)
+    with pytest.raises(ValueError, match=r"data\.cache_dir is empty; .* leave the key out"):
+        DataConfig(cache_dir="")
+
+
+def test_a_config_is_made_of_its_tables() -> None:
+    with pytest.raises(TypeError, match=r"Config\(optimizer=\.\.\.\) must be OptimizerConfig"):
+        config(optimizer=None)
 
 
 def test_numbers_and_lists_are_kept_in_one_form() -> None:

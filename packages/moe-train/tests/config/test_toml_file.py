@@ -51,7 +51,16 @@ def test_override_values_may_be_quoted_or_lists(job: Path) -> None:
     config = load_config(job, ['train.dtype="bfloat16"', 'data.extensions=[".c", ".h"]'])
     assert (config.train.dtype, config.data.extensions) == ("bfloat16", (".c", ".h"))
     assert load_config(job, ["data.extensions=.c"]).data.extensions == (".c",)
-    assert load_config(job, ["data.extensions=[]"]).data.extensions == ()
+    assert load_config(job, ["data.extensions=*"]).data.extensions == ("*",)
+
+
+def test_an_override_without_a_value_takes_the_key_out(job: Path) -> None:
+    job.write_text(MINIMAL + "[data]\nmax_bytes = 7\n")
+    assert load_config(job).data.max_bytes == 7
+    assert load_config(job, ["data.max_bytes="]).data.max_bytes is None
+    assert load_config(job, ["log.plots="]).log.plots is True
+    with pytest.raises(ValueError, match=r"lacks train\.max_steps"):
+        load_config(job, ["train.max_steps="])
 
 
 def test_paths_start_at_the_file_and_at_the_current_folder(
@@ -106,7 +115,6 @@ def test_bad_override_names_the_nearest_key(job: Path, override: str, message: s
     [
         ("train.max_steps=many", "train.max_steps must be int, got 'many'"),
         ("train.max_steps=3.5", "train.max_steps must be int, got float 3.5"),
-        ("train.max_steps=", "train.max_steps must be int, got ''"),
         ("log.plots=yes", "log.plots must be bool, got 'yes'"),
         ("data.corpus=[1]", "data.corpus must be list of str, got list [1]"),
     ],
@@ -168,20 +176,23 @@ characters = st.characters(exclude_categories=("Cs",))
 def test_any_value_survives_the_writer(text: str, lr: float, seed: int) -> None:
     config = Config(
         model=ModelConfig(config_file=text),
-        data=DataConfig(corpus=(text, "b"), extensions=()),
+        data=DataConfig(corpus=(text, "b"), extensions=("*",)),
         train=TrainConfig(output_dir=text, max_steps=1, global_batch_size=1, seed=seed),
         optimizer=OptimizerConfig(lr=lr),
     )
     tables = tomllib.loads(dump_toml(config))
     assert tables["model"]["config_file"] == text
     assert tables["data"]["corpus"] == [text, "b"]
-    assert tables["data"]["extensions"] == []
+    assert tables["data"]["extensions"] == ["*"]
+    assert "max_bytes" not in tables["data"]
     assert (tables["optimizer"]["lr"], tables["train"]["seed"]) == (lr, seed)
 
 
 def test_help_and_compact_form_hold_every_key(job: Path) -> None:
-    compact, text = format_compact(load_config(job)), keys_help()
+    config, text = load_config(job), keys_help()
+    lines = {line.split("]")[0][1:]: line for line in format_compact(config).splitlines()}
     for key in all_keys():
-        assert f"{key.name}=" in compact
+        is_set = getattr(getattr(config, key.table), key.name) is not None
+        assert (f" {key.name}=" in lines[key.table]) == is_set, key.full_name
         assert f"  {key.full_name}  (" in text
         assert not key.unit or key.unit in text

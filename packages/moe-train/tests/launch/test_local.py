@@ -21,15 +21,8 @@ import os, signal, time
 from datetime import timedelta
 from pathlib import Path
 
-STEP = 0
 
-
-def current_step():
-    return STEP
-
-
-def run(argv, stop):
-    global STEP
+def run(argv, context):
     what, folder, victim, max_steps = argv[0], Path(argv[1]), int(argv[2]), int(argv[3])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if what == "early" and rank == victim:
@@ -38,17 +31,18 @@ def run(argv, stop):
         import torch.distributed as dist
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
         assert dist.get_world_size() == world_size
-    for STEP in range(1, max_steps + 1):
+    for step in range(1, max_steps + 1):
+        context.step = step
         if "dist" in what:
             dist.barrier()
-        (folder / f"rank-{rank}.new").write_text(f"{os.getpid()} {STEP}")
+        (folder / f"rank-{rank}.new").write_text(f"{os.getpid()} {step}")
         (folder / f"rank-{rank}.new").replace(folder / f"rank-{rank}")
-        if stop.requested:
+        if context.stop_requested:
             time.sleep(600 if what == "stuck save" else 1.0)
-            (folder / f"saved-{rank}").write_text(f"{STEP} {stop.signal_name}")
+            (folder / f"saved-{rank}").write_text(f"{step} {next(iter(context.signals.seen)).name}")
             break
         time.sleep(0.02)
-        if STEP == 5 and rank == victim:
+        if step == 5 and rank == victim:
             if "raise" in what:
                 raise RuntimeError("expert 3 is lost\\nsecond line")
             if "exit" in what:

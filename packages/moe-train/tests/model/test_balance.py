@@ -16,7 +16,7 @@ CONFIG = MoEConfig(
 
 
 def random_step(count: int) -> list[dict[int, tuple[Tensor, Tensor]]]:
-    """For each micro-batch and layer the probabilities [T, E] and the counts [E]; T differs."""
+    """For each microbatch and layer the probabilities [T, E] and the counts [E]; T differs."""
     step = []
     for tokens in range(3, 3 + count):
         layers = {}

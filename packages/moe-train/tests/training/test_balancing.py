@@ -153,9 +153,9 @@ def test_the_bias_moves_load_towards_balance_and_is_the_same_in_every_layout(
 ) -> None:
     model = {**DEEPSEEK, "num_nextn_predict_layers": 0}
     enabled = (
-        "moe.moe_router_enable_expert_bias=true",
-        "moe.moe_router_bias_update_rate=0.02",
-        "moe.moe_aux_loss_coeff=0",
+        "moe.update_expert_bias=true",
+        "moe.expert_bias_update_rate=0.02",
+        "moe.aux_loss_coef=0",
         "train.gradient_accumulation_steps=2",
     )
     frozen = train(job(tmp_path, model, *enabled[2:], "train.output_dir=a"), 20)
@@ -178,7 +178,7 @@ def test_the_bias_moves_load_towards_balance_and_is_the_same_in_every_layout(
 
 
 def test_the_bias_is_saved_and_resumed(tmp_path: Path) -> None:
-    enabled = ("moe.moe_router_enable_expert_bias=true", "moe.moe_router_bias_update_rate=0.02")
+    enabled = ("moe.update_expert_bias=true", "moe.expert_bias_update_rate=0.02")
     model = {**DEEPSEEK, "num_nextn_predict_layers": 1}
     whole = train(job(tmp_path, model, *enabled, "train.output_dir=a"), 4)
     first = train(job(tmp_path, model, *enabled, "train.output_dir=b"), 2)
@@ -194,11 +194,11 @@ def test_the_bias_is_saved_and_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", [("parallel.ep=2",), ("parallel.dp=2", "parallel.pp=2", FTB)])
-def test_global_batch_balancing_equals_one_micro_batch_of_one_process(
+def test_global_batch_balancing_equals_one_microbatch_of_one_process(
     tmp_path: Path, layout: tuple[str, ...]
 ) -> None:
-    scope = "moe.moe_router_load_balancing_scope=global_batch"
-    z_loss = "moe.moe_z_loss_coeff=0.01"
+    scope = "moe.aux_loss_scope=global_batch"
+    z_loss = "moe.z_loss_coef=0.01"
     one = train(job(tmp_path, QWEN, scope, z_loss, "train.output_dir=a"), 3)
     accumulated = (FTB, "train.gradient_accumulation_steps=4", "train.recompute=layers")
     many = train(job(tmp_path, QWEN, scope, z_loss, *accumulated, "train.output_dir=b"), 3)
@@ -206,19 +206,17 @@ def test_global_batch_balancing_equals_one_micro_batch_of_one_process(
         job(tmp_path, QWEN, scope, z_loss, *accumulated, *layout, "train.output_dir=c"), 3
     )
     assert one.steps[0].aux_loss > 0.02 and one.steps[0].z_loss > 0
-    # Another number of micro-batches rounds otherwise, and AdamW's first steps magnify it.
+    # Another number of microbatches rounds otherwise, and AdamW's first steps magnify it.
     assert_alike(one, many, rtol=1e-4)
     assert_alike(many, ranks, rtol=1e-4)
 
 
-@pytest.mark.parametrize("scope", ["micro_batch", "sequence", "global_batch"])
-def test_with_one_micro_batch_global_and_micro_batch_scope_are_the_same(
+@pytest.mark.parametrize("scope", ["microbatch", "sequence", "global_batch"])
+def test_with_one_microbatch_global_and_microbatch_scope_are_the_same(
     tmp_path: Path, scope: str
 ) -> None:
     base = train(job(tmp_path, QWEN, "train.output_dir=a"), 2)
-    other = train(
-        job(tmp_path, QWEN, f"moe.moe_router_load_balancing_scope={scope}", "train.output_dir=b"), 2
-    )
+    other = train(job(tmp_path, QWEN, f"moe.aux_loss_scope={scope}", "train.output_dir=b"), 2)
     same = base.steps[0].aux_loss == pytest.approx(other.steps[0].aux_loss, rel=1e-6)
     assert same == (scope != "sequence")
 
@@ -282,7 +280,7 @@ def test_multi_token_prediction_is_the_same_over_pipeline_stages_and_left_out_at
 
 @pytest.mark.parametrize("policy", ["probs", "position"])
 def test_capacity_changes_the_loss_alike_in_every_layout(tmp_path: Path, policy: str) -> None:
-    limited = ("moe.moe_expert_capacity_factor=0.5", f"moe.moe_token_drop_policy={policy}")
+    limited = ("moe.capacity_factor=0.5", f"moe.token_drop_policy={policy}")
     dropless = train(job(tmp_path, QWEN, "train.output_dir=a"), 1)
     one = train(job(tmp_path, QWEN, *limited, "train.output_dir=b"), 2)
     two = train(job(tmp_path, QWEN, *limited, "parallel.ep=2", "train.output_dir=c"), 2)
@@ -293,22 +291,22 @@ def test_capacity_changes_the_loss_alike_in_every_layout(tmp_path: Path, policy:
 def test_the_coefficient_is_the_models_unless_the_job_gives_one(tmp_path: Path) -> None:
     config = job(tmp_path, QWEN)
     assert aux_loss_coef(config, read_model_config(config)) == 0.02
-    config = job(tmp_path, QWEN, "moe.moe_aux_loss_coeff=0.5")
+    config = job(tmp_path, QWEN, "moe.aux_loss_coef=0.5")
     assert aux_loss_coef(config, read_model_config(config)) == 0.5
-    config = job(tmp_path, QWEN, "moe.moe_aux_loss_coeff=0")
+    config = job(tmp_path, QWEN, "moe.aux_loss_coef=0")
     assert train(config, 1).steps[0].aux_loss == 0
 
 
 def test_what_a_schedule_or_a_family_cannot_do_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    scope = "moe.moe_router_load_balancing_scope=global_batch"
+    scope = "moe.aux_loss_scope=global_batch"
     accumulated = "train.gradient_accumulation_steps=2"
     with pytest.raises(
-        ValueError, match=r'load_balancing_scope .*schedule="1f1b".*choose forward_then_backward'
+        ValueError, match=r'aux_loss_scope .*schedule="1f1b".*choose forward_then_backward'
     ):
         check(job(tmp_path, QWEN, scope, accumulated))
     check(job(tmp_path, QWEN, scope))
     check(job(tmp_path, QWEN, scope, accumulated, FTB))
-    bias = "moe.moe_router_enable_expert_bias=true"
+    bias = "moe.update_expert_bias=true"
     with pytest.raises(ValueError, match=r"'qwen3_moe' have no e_score_correction_bias.*deepseek"):
         check(job(tmp_path, QWEN, bias))
     check(job(tmp_path, DEEPSEEK, bias))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from moe_train.checkpoint import TrainerState, newest_checkpoint, read_state
 from moe_train.config import Config
 from moe_train.data import prepare
-from moe_train.launch import StopFlag
+from moe_train.launch import RankContext
 from moe_train.optim import learning_rate
 from moe_train.parallel import start
 from moe_train.report import MetricsLog, ProgressLine
@@ -23,6 +23,15 @@ from moe_train.training.step import StepResult
 from ranktest import run_ranks
 
 Configure = Callable[..., Config]
+
+
+class Asked(RankContext):
+    """A context whose stop is asked for by the test."""
+
+    stop_requested = False
+
+    def ask(self) -> None:
+        self.stop_requested = True
 
 
 class WatchedLog(MetricsLog):
@@ -55,7 +64,7 @@ class Ran:
 def run_loop(
     config: Config,
     *,
-    asks: Callable[[int, StopFlag], Callable[[int], None] | None] = lambda *_: None,
+    asks: Callable[[int, Asked], Callable[[int], None] | None] = lambda *_: None,
     resume: bool = False,
 ) -> list[Ran]:
     """Run the loop on every rank.
@@ -75,7 +84,7 @@ def run_loop(
             assert source is not None
             state = training.checkpointer.load(source)
             position = Position(state.step, state.consumed_samples)
-        stop = StopFlag()
+        stop = Asked()
         then = asks(rank, stop)
         reporter = None
         if rank == 0:
@@ -161,9 +170,9 @@ def test_any_ranks_request_ends_the_run_after_the_step_with_a_checkpoint_and_no_
 ) -> None:
     config = configure("parallel.dp=2", "train.validation_interval_steps=1")
 
-    def asks(rank: int, stop: StopFlag) -> None:
+    def asks(rank: int, stop: Asked) -> None:
         if rank == asked:
-            stop.request()
+            stop.ask()
 
     ranks = run_loop(config, asks=asks)
     folder = Path(config.train.output_dir)
@@ -176,8 +185,8 @@ def test_any_ranks_request_ends_the_run_after_the_step_with_a_checkpoint_and_no_
 def test_a_request_between_steps_is_answered_after_the_next_one(configure: Configure) -> None:
     config = configure("train.max_steps=9", "train.validation_interval_steps=3")
 
-    def asks(_: int, stop: StopFlag) -> Callable[[int], None]:
-        return lambda step: stop.request() if step == 2 else None
+    def asks(_: int, stop: Asked) -> Callable[[int], None]:
+        return lambda step: stop.ask() if step == 2 else None
 
     (ran,) = run_loop(config, asks=asks)
     assert [event[:2] for event in ran.events] == [(1, "step"), (2, "step"), (3, "step")]
@@ -191,8 +200,8 @@ def test_a_run_that_stopped_goes_on_with_the_next_sample_as_if_it_had_not(
     run_loop(whole)
     parts = configure("parallel.pp=2", f"train.output_dir={tmp_path / 'parts'}")
 
-    def asks(rank: int, stop: StopFlag) -> Callable[[int], None]:
-        return lambda step: stop.request() if step == 1 else None
+    def asks(rank: int, stop: Asked) -> Callable[[int], None]:
+        return lambda step: stop.ask() if step == 1 else None
 
     stopped = run_loop(parts, asks=asks)
     assert [ran.position for ran in stopped] == [Position(2, 24)] * 2

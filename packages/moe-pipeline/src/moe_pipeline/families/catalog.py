@@ -195,7 +195,7 @@ def _losses(values: _Values) -> RouterLosses:
     per_sequence = values.get("aux_loss_alpha") is not None and values.get("seq_aux")
     return RouterLosses(
         router_aux_loss_coef=values.get("router_aux_loss_coef", "aux_loss_alpha", default=0.0),
-        moe_aux_loss_scope="sequence" if per_sequence else "micro_batch",
+        moe_aux_loss_scope="sequence" if per_sequence else "microbatch",
     )
 
 

@@ -6,7 +6,7 @@ that the router sent to expert e, before any is dropped, and `P_e` the mean prob
 transformers' `load_balancing_loss_func` counts rows per token instead of per routed row, so it is k
 times this one. Its scope (`moe_aux_loss_scope`) says over what f and P are taken:
 
-- `micro_batch`: all tokens of the global micro-batch, wherever they are.
+- `microbatch`: all tokens of the global micro-batch, wherever they are.
 - `sequence`: each sequence, then the mean over the sequences of the global micro-batch
   (DeepSeek-V3, arXiv 2412.19437, eq. 17-20), whole or split over `groups.sequence`.
 - `global_batch`: all micro-batches of a step (Qwen, arXiv 2501.11873). f is only known after the

@@ -7,30 +7,34 @@
 
 import json
 import logging
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import safetensors.torch
 import torch
 from torch import Tensor
 
+from moe_train.config import STATE_FILE
+from moe_train.errors import TrainValueError
 from moe_train.layout import ParameterLayout, StoredTensors, stored_tensors
 from moe_train.optim import AdamW
-from moe_train.parallel import Parallel
 from unified_ckpt import (
     CheckpointError,
-    get_last_checkpoint,
+    CheckpointManager,
+    ManagerOptions,
     load,
     load_files,
+    random_state_files,
     read_index,
-    rotate,
-    save,
+    restore_random_state,
 )
-from unified_ckpt.errors import CorruptCheckpointError, DamagedCheckpointWarning
+from unified_ckpt.errors import CorruptCheckpointError
+from unified_ckpt.folders import find_fault, numbered_checkpoints
 
-STATE_FILE = "trainer_state.json"
+_NOTHING_TO_RESUME = (
+    "--resume: {} holds no complete checkpoint; start without --resume, or name one"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -60,32 +64,52 @@ class TrainerState:
             values = json.loads(text)
             return cls(**{item.name: item.type(values[item.name]) for item in fields(cls)})  # type: ignore[operator]
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{source / STATE_FILE} is not a trainer state: {error!r}") from error
+            raise TrainValueError(
+                f"{source / STATE_FILE} is not a trainer state: {error!r}"
+            ) from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Checkpointer:
-    """Saves and loads this rank's part of the run; `save` and `load` are collective.
+    """Saves and loads this rank's part of the run. Close it when the run ends.
+
+    The folder is locked for this job from the first collective call until `close`.
 
     Args:
         folder: where `checkpoint-N` folders go.
+        rank: of this process in the job.
         parameters: name -> this rank's parameter or buffer, with `layouts` of the same names.
         files: what a transformers checkpoint holds beside weights; written by rank 0.
-        save_total_limit: how many checkpoints to keep; 0 keeps all.
+        options: when to save, and how many checkpoints to keep.
     """
 
     folder: Path
-    parallel: Parallel
+    rank: int
     parameters: Mapping[str, Tensor]
     layouts: Mapping[str, ParameterLayout]
     optimizer: AdamW
     files: Mapping[str, bytes]
-    save_total_limit: int
-    timeout_s: float
+    options: ManagerOptions
+    _opened: CheckpointManager | None = field(default=None, init=False)
+
+    @property
+    def manager(self) -> CheckpointManager:
+        """The run's folder. Collective when it is first asked for."""
+        if self._opened is None:
+            self._opened = CheckpointManager(self.folder, self.options)
+        return self._opened
+
+    def close(self) -> None:
+        """Release the folder."""
+        if self._opened is not None:
+            self._opened.close()
+
+    def is_due(self, step: int) -> bool:
+        """Whether to save after `step`. Collective."""
+        return self.manager.decide(step).save
 
     def save(self, state: TrainerState) -> Path:
-        """Write `checkpoint-{step}`; it appears complete or not at all."""
-        target = self.folder / f"checkpoint-{state.step}"
+        """Write `checkpoint-{step}`, complete or not at all; remove old ones. Collective."""
         text = json.dumps(asdict(state), indent=2) + "\n"
         parts = {
             "model": self._stored(self.parameters).shards,
@@ -93,16 +117,24 @@ class Checkpointer:
         }
         if self.optimizer.master:
             parts["master_weights"] = self._stored(self.optimizer.master).shards
-        save(
+        self.manager.save(
             parts,
-            checkpoint_id=target,
+            state.step,
             files={**self.files, STATE_FILE: text.encode()},
-            rank_files={rng_file(self.parallel.rank): random_state(self.parallel.device)},
-            timeout_s=self.timeout_s,
+            rank_files=random_state_files(self.rank),
         )
-        if self.save_total_limit and self.parallel.rank == 0:
-            rotate(self.folder, keep=self.save_total_limit)
-        return target
+        return self.folder / f"checkpoint-{state.step}"
+
+    def resume(self) -> TrainerState:
+        """Load the newest complete checkpoint, the same one on all ranks. Collective.
+
+        Raises:
+            ValueError: there is none.
+        """
+        found = self.manager.resume(self.load)
+        if found is None:
+            raise TrainValueError(_NOTHING_TO_RESUME.format(self.folder))
+        return found[1]
 
     def load(self, source: Path) -> TrainerState:
         """Restore weights, optimizer, and this rank's random state if the checkpoint has it.
@@ -118,10 +150,8 @@ class Checkpointer:
             self.optimizer.master_from_parameters()
         state = read_state(source)
         self.optimizer.set_step(state.step)
-        if (source / rng_file(self.parallel.rank)).exists():
-            restore_random_state(
-                load_files(source, rng_file(self.parallel.rank)), self.parallel.device
-            )
+        if not restore_random_state(source, self.rank):
+            _restore_former_random_state(source, self.rank)
         return state
 
     def load_weights(self, source: Path) -> None:
@@ -130,7 +160,7 @@ class Checkpointer:
         self.optimizer.master_from_parameters()
 
     def _stored(self, tensors: Mapping[str, Tensor], suffix: str = "") -> StoredTensors:
-        return stored_tensors(self.layouts, tensors, self.parallel.rank, suffix)
+        return stored_tensors(self.layouts, tensors, self.rank, suffix)
 
     def _moments(self) -> list[StoredTensors]:
         return [
@@ -165,7 +195,7 @@ def read_state(source: Path) -> TrainerState:
     try:
         text = load_files(source, STATE_FILE)
     except CheckpointError as error:
-        raise ValueError(
+        raise TrainValueError(
             f"{source} is not a training checkpoint ({error}); "
             "to start from weights alone set model.init_from"
         ) from error
@@ -183,13 +213,11 @@ def find_checkpoint(folder: Path, resume: str) -> Path | None:
     if resume != "latest":
         path = Path(resume)
         if not path.is_dir():
-            raise ValueError(f"--resume {resume}: no such folder; name a checkpoint-N folder")
+            raise TrainValueError(f"--resume {resume}: no such folder; name a checkpoint-N folder")
         return path
     found = newest_checkpoint(folder)
     if found is None:
-        raise ValueError(
-            f"--resume: {folder} holds no complete checkpoint; start without --resume, or name one"
-        )
+        raise TrainValueError(_NOTHING_TO_RESUME.format(folder))
     return found
 
 
@@ -198,17 +226,12 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
     Not collective.
     """
-    category = DamagedCheckpointWarning
-    with warnings.catch_warnings(record=True, action="always", category=category) as caught:
-        found = get_last_checkpoint(folder)
-    for warning in caught:
-        if issubclass(warning.category, category):
-            logger.warning("warning: %s", " ".join(str(warning.message).split()))
-        else:
-            warnings.warn_explicit(
-                warning.message, warning.category, warning.filename, warning.lineno
-            )
-    return found
+    for path in numbered_checkpoints(folder):
+        fault = find_fault(path)
+        if fault is None:
+            return path
+        logger.warning("warning: %s is passed over, an older one is looked for: %s", path, fault)
+    return None
 
 
 def has_part(source: Path, part: str) -> bool:
@@ -236,28 +259,17 @@ def check_same_data(state: TrainerState, now: Callable[[str], object], source: P
     """
     for name in ("data_fingerprint", "sequence_length", "seed"):
         if getattr(state, name) != now(name):
-            raise ValueError(
+            raise TrainValueError(
                 f"{source} was trained with {name}={getattr(state, name)!r}, this run has "
                 f"{now(name)!r}; restore the data settings, or set model.init_from to begin anew"
             )
 
 
-def rng_file(rank: int) -> str:
-    """The file of a rank's random state."""
-    return f"rng-rank-{rank:05d}.safetensors"
-
-
-def random_state(device: torch.device) -> bytes:
-    """The state of torch's generators of this rank."""
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return safetensors.torch.save(states)
-
-
-def restore_random_state(data: bytes, device: torch.device) -> None:
-    """Set torch's generators from `random_state`."""
-    states = safetensors.torch.load(data)
-    torch.set_rng_state(states["cpu"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
+def _restore_former_random_state(source: Path, rank: int) -> None:
+    """Set torch's generators from the file that checkpoints had before `random_state_files`."""
+    former = source / f"rng-rank-{rank:05d}.safetensors"
+    if former.exists():
+        states = safetensors.torch.load(load_files(source, former.name))
+        torch.set_rng_state(states["cpu"])
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])

@@ -1,7 +1,8 @@
 """How a key of the configuration is declared, described and checked.
 
 A table is a frozen dataclass whose fields are made by `key`; each carries its help text, unit and
-limits, and is checked when the table is made. Help texts and messages all come from here.
+limits, and is checked when the table is made. Help texts and messages all come from here. A key
+that may be left out without a default has the type `... | None`, and None when it is absent.
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class LogConfig(Table):
@@ -12,14 +13,25 @@ limits, and is checked when the table is made. Help texts and messages all come 
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+from moe_train.errors import TrainTypeError, TrainValueError
 
 
 def key(
-    help_text: str, *, unit: str = "", default: Any = dataclasses.MISSING, **limits: Any
+    help: str,
+    *,
+    unit: str = "",
+    default: Any = dataclasses.MISSING,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    above: float | None = None,
+    is_path: bool = False,
 ) -> Any:
-    """Declare a key: its help, its unit and its limits (`minimum`, `maximum`, `above`, `path`)."""
-    return field(default=default, metadata={"help": help_text, "unit": unit, **limits})
+    """Declare a key: its help, its unit, its default and its limits."""
+    limits = {"minimum": minimum, "maximum": maximum, "above": above, "is_path": is_path}
+    return field(default=default, metadata={"help": help, "unit": unit, **limits})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +52,15 @@ class KeyInfo:
 
     @property
     def required(self) -> bool:
-        """Whether the key has no default."""
+        """Whether every job has to give the key."""
         return self.default is dataclasses.MISSING
 
     @property
     def type_name(self) -> str:
         """How the key's type is written for people, for example `int` or `list of str`."""
         if self.choices:
-            return "one of " + ", ".join(f'"{choice}"' for choice in self.choices)
+            one_of = "one of " if len(self.choices) > 1 else ""
+            return one_of + ", ".join(f'"{choice}"' for choice in self.choices)
         return "list of str" if self.kind is tuple else self.kind.__name__
 
     @property
@@ -61,7 +74,9 @@ def keys_of(table_type: type[Any]) -> tuple[KeyInfo, ...]:
     hints = get_type_hints(table_type)
     infos = []
     for item in dataclasses.fields(table_type):
-        hint, meta = hints[item.name], item.metadata
+        hint = hints[item.name]
+        if NoneType in get_args(hint):
+            hint = get_args(hint)[0]
         choices = tuple(get_args(hint)) if get_origin(hint) is Literal else ()
         infos.append(
             KeyInfo(
@@ -70,12 +85,7 @@ def keys_of(table_type: type[Any]) -> tuple[KeyInfo, ...]:
                 kind=str if choices else (get_origin(hint) or hint),
                 choices=choices,
                 default=item.default,
-                unit=meta["unit"],
-                help=meta["help"],
-                is_path=bool(meta.get("path", False)),
-                minimum=meta.get("minimum"),
-                maximum=meta.get("maximum"),
-                above=meta.get("above"),
+                **item.metadata,
             )
         )
     return tuple(infos)
@@ -92,15 +102,20 @@ def _is_of_kind(value: object, kind: type) -> bool:
 
 
 def _checked(info: KeyInfo, value: Any) -> Any:
-    """`value` in the key's type; raises TypeError for a wrong type, ValueError for a bad value."""
+    """`value` in the key's type."""
+    if value is None and info.default is None:
+        return None
     if not _is_of_kind(value, info.kind):
-        raise TypeError(
+        raise TrainTypeError(
             f"{info.full_name} must be {info.type_name}, got {type(value).__name__} {value!r}"
         )
     if info.kind is tuple:
         return tuple(value)
     if info.choices and value not in info.choices:
-        raise ValueError(f"{info.full_name} must be {info.type_name}, got {value!r}")
+        raise TrainValueError(f"{info.full_name} must be {info.type_name}, got {value!r}")
+    if value == "":
+        remedy = "give a value" if info.required else "give a value, or leave the key out"
+        raise TrainValueError(f"{info.full_name} is empty; {remedy}")
     if info.kind is float:
         value = float(value)
     if info.kind in (int, float):
@@ -109,18 +124,17 @@ def _checked(info: KeyInfo, value: Any) -> Any:
 
 
 def _check_range(info: KeyInfo, value: float) -> None:
-    if not math.isfinite(value):
-        raise ValueError(f"{info.full_name}={value} is not a finite number")
-    if info.minimum is not None and value < info.minimum:
-        raise ValueError(
-            f"{info.full_name}={value} is too small; it must be at least {info.minimum}"
-        )
-    if info.above is not None and value <= info.above:
-        raise ValueError(f"{info.full_name}={value} is too small; it must be above {info.above}")
-    if info.maximum is not None and value > info.maximum:
-        raise ValueError(
-            f"{info.full_name}={value} is too large; it must be at most {info.maximum}"
-        )
+    fault = ""
+    if not math.isfinite(value) and value != info.maximum:
+        fault = "is not a finite number"
+    elif info.minimum is not None and value < info.minimum:
+        fault = f"is too small; it must be at least {info.minimum}"
+    elif info.above is not None and value <= info.above:
+        fault = f"is too small; it must be above {info.above}"
+    elif info.maximum is not None and value > info.maximum:
+        fault = f"is too large; it must be at most {info.maximum}"
+    if fault:
+        raise TrainValueError(f"{info.full_name}={value} {fault}")
 
 
 class Table:

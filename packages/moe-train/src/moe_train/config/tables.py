@@ -8,12 +8,13 @@ the corpus is checked when it is made. Every field carries its help text and uni
     config.parallel.pp, config.world_size
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from moe_train.config.keys import KeyInfo, Table, key, keys_of
-from moe_train.config.moe_table import MoeTable
+from moe_train.errors import TrainValueError, check_type
 
 PYTHON_STDLIB = "python_stdlib"
 """Name of the built-in corpus: the standard library source of the running interpreter."""
@@ -24,27 +25,73 @@ class ModelConfig(Table):
     """Which model is trained."""
 
     table: ClassVar[str] = "model"
-    config_file: str = key(
+    config_file: str | None = key(
         "path of the model's config.json as transformers writes it; not used with init_from",
-        default="",
-        path=True,
+        default=None,
+        is_path=True,
     )
-    init_from: str = key(
-        "folder of a transformers checkpoint to start from; empty starts from random weights",
-        default="",
-        path=True,
+    init_from: str | None = key(
+        "folder of a transformers checkpoint to start from; absent: random weights",
+        default=None,
+        is_path=True,
     )
     experts_implementation: Literal["auto", "fused", "grouped_mm", "loop"] = key(
         "how the experts' matrix products are computed; auto picks the fastest for the device",
         default="auto",
     )
 
+    @property
+    def source(self) -> str:
+        """Where the model is described: `init_from` if it is given, else `config_file`."""
+        return str(self.config_file if self.init_from is None else self.init_from)
+
     def _check(self) -> None:
-        if not self.config_file and not self.init_from:
-            raise ValueError(
+        if self.config_file is None and self.init_from is None:
+            raise TrainValueError(
                 "[model] names no model; set model.config_file to a config.json, or "
                 "model.init_from to a folder that holds one"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeTable(Table):
+    """Balancing and capacity of the experts; routers compute in fp32 whatever train.dtype is."""
+
+    table: ClassVar[str] = "moe"
+    aux_loss_scope: Literal["microbatch", "sequence", "global_batch"] = key(
+        "tokens over which the load-balancing loss takes its means: a global microbatch, each "
+        "sequence, or all microbatches of a step (only with parallel.schedule="
+        '"forward_then_backward" or one microbatch)',
+        default="microbatch",
+    )
+    aux_loss_coef: float | None = key(
+        "factor of the load-balancing loss, 0 for none; absent: that of config.json "
+        "(router_aux_loss_coef)",
+        default=None,
+        minimum=0,
+    )
+    z_loss_coef: float = key(
+        "factor of the mean squared logsumexp of the router's logits; 0 for none",
+        default=0.0,
+        minimum=0,
+    )
+    capacity_factor: float | None = key(
+        "an expert takes at most this times its even share of a global microbatch's tokens, and "
+        "the others skip it; absent: no token is dropped",
+        default=None,
+        above=0,
+    )
+    token_drop_policy: Literal["probs", "position"] = key(
+        "which tokens a full expert keeps: the most probable or the first ones", default="probs"
+    )
+    update_expert_bias: bool = key(
+        "balance without a loss: after each step move the bias by which experts are chosen "
+        "towards even load (families with e_score_correction_bias in their checkpoints)",
+        default=False,
+    )
+    expert_bias_update_rate: float = key(
+        "how far the expert bias moves in a step", default=1e-3, above=0
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +103,10 @@ class DataConfig(Table):
         f'text to train on: "{PYTHON_STDLIB}" (source of the running interpreter\'s standard '
         "library), folders, files or globs",
         default=(PYTHON_STDLIB,),
-        path=True,
+        is_path=True,
     )
     extensions: tuple[str, ...] = key(
-        "endings of the files taken from folders; an empty list takes every text file",
+        'endings of the files taken from folders; "*" takes every text file',
         default=(".py",),
     )
     sequence_length: int = key("length of a sequence", unit="tokens", default=256, minimum=1)
@@ -74,21 +121,21 @@ class DataConfig(Table):
         "restart positions and attention at each document; false attends across documents",
         default=True,
     )
-    max_bytes: int = key(
-        "use about this much of the corpus, in whole documents; 0 uses all",
+    max_bytes: int | None = key(
+        "use about this much of the corpus, in whole documents; absent: all of it",
         unit="bytes",
-        default=0,
-        minimum=0,
+        default=None,
+        minimum=1,
     )
-    cache_dir: str = key(
-        "folder for tokenizers and token files; empty: moe-train in the user's cache folder",
-        default="",
-        path=True,
+    cache_dir: str | None = key(
+        "folder for tokenizers and token files; absent: moe-train in the user's cache folder",
+        default=None,
+        is_path=True,
     )
 
     def _check(self) -> None:
         if not self.corpus or not all(self.corpus):
-            raise ValueError(
+            raise TrainValueError(
                 f'data.corpus={list(self.corpus)} names no text; use ["{PYTHON_STDLIB}"]'
             )
 
@@ -110,8 +157,8 @@ class TokenizerConfig(Table):
         default=8_000_000,
         minimum=1,
     )
-    file: str = key(
-        "path of a tokenizer.json to use instead of training one", default="", path=True
+    file: str | None = key(
+        "path of a tokenizer.json to use instead of training one", default=None, is_path=True
     )
 
 
@@ -129,7 +176,7 @@ class ParallelConfig(Table):
         minimum=1,
     )
     schedule: Literal["1f1b", "forward_then_backward"] = key(
-        "order in which a pipeline stage runs its micro-batches", default="1f1b"
+        "order in which a pipeline stage runs its microbatches", default="1f1b"
     )
     timeout_s: float = key(
         "longest wait of a rank for another one before the job fails",
@@ -144,15 +191,15 @@ class TrainConfig(Table):
     """How long, on what and with which batches the job trains."""
 
     table: ClassVar[str] = "train"
-    output_dir: str = key("folder for checkpoints, metrics and plots", path=True)
+    output_dir: str = key("folder for checkpoints, metrics and plots", is_path=True)
     seed: int = key("seed of the weights and of the order of the data", default=0, minimum=0)
     max_steps: int = key("optimizer steps of the whole run", unit="steps", minimum=1)
     global_batch_size: int = key(
         "sequences of one optimizer step, over all ranks", unit="sequences", minimum=1
     )
     gradient_accumulation_steps: int = key(
-        "global micro-batches that one optimizer step is cut into (those of the pipeline)",
-        unit="micro-batches",
+        "global microbatches that one optimizer step is cut into (those of the pipeline)",
+        unit="microbatches",
         default=1,
         minimum=1,
     )
@@ -163,33 +210,33 @@ class TrainConfig(Table):
         "keep float32 copies of bfloat16 parameters in the optimizer", default=False
     )
     gradient_accumulation_fusion: bool = key(
-        "let matrix products add themselves to the gradients from the second micro-batch on, which "
+        "let matrix products add themselves to the gradients from the second microbatch on, which "
         "saves time and the memory of one more gradient",
         default=False,
     )
-    recompute: Literal["none", "layers"] = key(
-        "what is computed again in the backward instead of being kept: nothing, or each decoder "
-        "layer (tokens keep their experts)",
-        default="none",
+    recompute: Literal["layers"] | None = key(
+        "what is computed again in the backward instead of being kept: each decoder layer (tokens "
+        "keep their experts); absent: nothing",
+        default=None,
     )
-    loss_chunk_tokens: int = key(
-        "tokens of which the head computes logits and loss at a time, which saves memory; 0 takes "
-        "all of a micro-batch at once",
+    loss_chunk_tokens: int | None = key(
+        "tokens of which the head computes logits and loss at a time, which saves memory; absent: "
+        "all of a microbatch at once",
         unit="tokens",
-        default=0,
-        minimum=0,
+        default=None,
+        minimum=1,
     )
     mtp_loss_coef: float = key(
         "factor of the loss of the multi-token prediction layers (num_nextn_predict_layers of "
-        "config.json); 0 leaves the layers out",
+        "config.json); with 0 they are not trained",
         default=0.3,
         minimum=0,
     )
     validation_interval_steps: int = key(
-        "steps between validations; 0 validates only at the end",
+        "steps between validations; the end of the run is always validated",
         unit="steps",
         default=50,
-        minimum=0,
+        minimum=1,
     )
     validation_sequences: int = key(
         "sequences of the held-out text that one validation reads",
@@ -200,25 +247,21 @@ class TrainConfig(Table):
     device: Literal["auto", "cpu", "cuda"] = key(
         "where to train; auto takes CUDA when there is a device for each local rank", default="auto"
     )
-    threads_per_rank: int = key(
-        "CPU threads of each rank; 0 shares the cores out evenly",
+    threads_per_rank: int | None = key(
+        "CPU threads of each rank; absent: the machine's cores divided by its ranks",
         unit="threads",
-        default=0,
-        minimum=0,
+        default=None,
+        minimum=1,
     )
 
     def _check(self) -> None:
-        if not self.output_dir:
-            raise ValueError(
-                "train.output_dir is empty; name the folder for checkpoints and metrics"
-            )
         if self.master_weights and self.dtype == "float32":
-            raise ValueError(
+            raise TrainValueError(
                 'train.master_weights=true has no use with train.dtype="float32"; '
                 'set train.dtype="bfloat16" or leave master_weights out'
             )
         if self.global_batch_size % self.gradient_accumulation_steps:
-            raise ValueError(_batch_message(self, "", self.gradient_accumulation_steps))
+            raise TrainValueError(_batch_message(self, "", self.gradient_accumulation_steps))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +290,10 @@ class OptimizerConfig(Table):
     )
     eps: float = key("added to the root of the second moment", default=1e-8, above=0)
     max_grad_norm: float = key(
-        "gradients are scaled down to this global norm; 0 does not clip", default=1.0, minimum=0
+        "gradients are scaled down to this global norm; inf for no limit",
+        default=1.0,
+        above=0,
+        maximum=math.inf,
     )
 
 
@@ -256,8 +302,11 @@ class CheckpointConfig(Table):
     """When checkpoints are written and how many are kept."""
 
     table: ClassVar[str] = "checkpoint"
-    interval_steps: int = key(
-        "steps between checkpoints; 0 saves only at the end", unit="steps", default=0, minimum=0
+    interval_steps: int | None = key(
+        "steps between checkpoints; the end of the run is always saved; absent: only the end",
+        unit="steps",
+        default=None,
+        minimum=1,
     )
     save_total_limit: int = key(
         "newest checkpoints to keep", unit="checkpoints", default=2, minimum=1
@@ -285,7 +334,9 @@ class Config:
     """A whole training job, one attribute for each table of the TOML file.
 
     Raises:
-        ValueError: values that contradict each other; the message gives the numbers and a remedy.
+        TypeError: an attribute is another table, or none.
+        ValueError: values that contradict each other; the message gives the numbers and a
+            remedy.
     """
 
     model: ModelConfig
@@ -299,11 +350,13 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
+        for name, table_type in TABLES.items():
+            check_type(f"Config({name}=...)", getattr(self, name), table_type)
         ranks = self.parallel.dp * self.parallel.ep
         divisor = self.train.gradient_accumulation_steps * ranks
         if self.train.global_batch_size % divisor:
             layout = f" * parallel.dp={self.parallel.dp} * parallel.ep={self.parallel.ep}"
-            raise ValueError(_batch_message(self.train, layout, divisor))
+            raise TrainValueError(_batch_message(self.train, layout, divisor))
 
     @property
     def world_size(self) -> int:

@@ -14,12 +14,25 @@ import json
 import os
 import textwrap
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from moe_train.config.keys import KeyInfo, keys_of
+from moe_train.config.renames import RENAMED_KEYS, refuse_former_values, renewed
 from moe_train.config.tables import PYTHON_STDLIB, TABLES, Config, all_keys
+from moe_train.errors import (
+    MissingFileError,
+    TrainTypeError,
+    TrainValueError,
+    check_type,
+)
+
+OWN_TOML = "moe_train.toml"
+"""The file in which a checkpoint keeps the configuration that it was made with."""
+
+STATE_FILE = "trainer_state.json"
+"""The file of a checkpoint that says where the run stood."""
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -28,13 +41,15 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     Args:
         path: the file.
         overrides: later ones win. A value is written as in TOML; quotes around text may be left
-            out, and one name stands for a list of one.
+            out, and one name stands for a list of one. `table.key=` takes the key out.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: bad TOML, an unknown table or key, a missing key or a value out of range.
-        TypeError: a value of the wrong type.
+        ValueError: bad TOML, an unknown table or key, a former key, a missing key or a
+            value out of range.
+        TypeError: a value or an argument of the wrong type.
     """
+    check_type("path", path, str, Path)
     tables = _read_tables(Path(path))
     base_dir = Path(path).resolve().parent
     for table, values in tables.items():
@@ -42,7 +57,13 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
             values[name] = _absolute(_info(table, name), value, base_dir)
     for override in overrides:
         info, value = _parse_override(override)
-        tables.setdefault(info.table, {})[info.name] = _absolute(info, value, Path.cwd())
+        values = tables.setdefault(info.table, {})
+        if value is None:
+            values.pop(info.name, None)
+        else:
+            values[info.name] = _absolute(info, value, Path.cwd())
+    for table, values in tables.items():
+        refuse_former_values(table, values)
     _check_required(tables, path)
     made: dict[str, Any] = {
         name: table_type(**tables.get(name, {})) for name, table_type in TABLES.items()
@@ -51,22 +72,25 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def dump_toml(config: Config) -> str:
-    """`config` as TOML text with every key written out; reading it back gives an equal `Config`."""
+    """`config` as TOML text with every key that has a value; it is read back as an equal `Config`.
+
+    Raises:
+        TypeError: `config` is no `Config`.
+    """
+    check_type("config", config, Config)
     blocks = []
-    for table, table_type in TABLES.items():
-        values = getattr(config, table)
-        lines = [f"{key.name} = {_toml(getattr(values, key.name))}" for key in keys_of(table_type)]
+    for table in TABLES:
+        lines = [f"{name} = {text}" for name, text in _set_keys(config, table)]
         blocks.append("\n".join([f"[{table}]", *lines]) + "\n")
     return "\n".join(blocks)
 
 
 def format_compact(config: Config) -> str:
-    """`config` in one line a table, for the terminal; every key is there."""
+    """`config` in one line a table, for the terminal; every key that has a value is there."""
     lines = []
     width = max(map(len, TABLES)) + 2
-    for table, table_type in TABLES.items():
-        values = getattr(config, table)
-        pairs = (f"{key.name}={_toml(getattr(values, key.name))}" for key in keys_of(table_type))
+    for table in TABLES:
+        pairs = (f"{name}={text}" for name, text in _set_keys(config, table))
         lines.append(f"{'[' + table + ']':<{width}} {' '.join(pairs)}")
     return "\n".join(lines)
 
@@ -77,7 +101,9 @@ def keys_help() -> str:
     for table, table_type in TABLES.items():
         lines.append(f"[{table}]  {(table_type.__doc__ or '').splitlines()[0]}")
         for key in keys_of(table_type):
-            default = "required" if key.required else f"default {_toml(key.default)}"
+            default = "required" if key.required else "optional"
+            if not key.required and key.default is not None:
+                default = f"default {_toml(key.default)}"
             unit = f", in {key.unit}" if key.unit else ""
             lines.append(f"  {key.full_name}  ({key.type_name}{unit}; {default})")
             lines += textwrap.wrap(key.help, 94, initial_indent=" " * 6, subsequent_indent=" " * 6)
@@ -85,23 +111,33 @@ def keys_help() -> str:
     return "\n".join(lines)
 
 
+def _set_keys(config: Config, table: str) -> Iterator[tuple[str, str]]:
+    """Name and TOML text of each key of a table that has a value."""
+    for key in keys_of(TABLES[table]):
+        value = getattr(getattr(config, table), key.name)
+        if value is not None:
+            yield key.name, _toml(value)
+
+
 def _read_tables(path: Path) -> dict[str, dict[str, Any]]:
     if not path.exists():
-        raise FileNotFoundError(f"config file {path} does not exist")
+        raise MissingFileError(f"config file {path} does not exist")
     try:
         with path.open("rb") as stream:
             parsed = tomllib.load(stream)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"config file {path} is not valid TOML: {error}") from error
+        raise TrainValueError(f"config file {path} is not valid TOML: {error}") from error
+    if path.name == OWN_TOML and (path.parent / STATE_FILE).exists():
+        parsed = renewed(parsed)
     for table, values in parsed.items():
         if not isinstance(values, dict):
-            raise ValueError(
+            raise TrainValueError(
                 f"{table} stands outside of a table; {_hint_of_key('', table)}"
                 if table not in TABLES
                 else f"{table} must be a table, got {values!r}; write [{table}] above its keys"
             )
         if table not in TABLES:
-            raise ValueError(f"unknown table [{table}] in {path}; {_nearest(table, TABLES)}")
+            raise TrainValueError(f"unknown table [{table}] in {path}; {_nearest(table, TABLES)}")
         for name in values:
             _info(table, name)
     return parsed
@@ -111,7 +147,9 @@ def _info(table: str, name: str) -> KeyInfo:
     for key in keys_of(TABLES[table]):
         if key.name == name:
             return key
-    raise ValueError(f"unknown key {table}.{name}; {_hint_of_key(table, name)}")
+    if f"{table}.{name}" in RENAMED_KEYS:
+        raise TrainValueError(f"{table}.{name} was renamed to {RENAMED_KEYS[f'{table}.{name}']}")
+    raise TrainValueError(f"unknown key {table}.{name}; {_hint_of_key(table, name)}")
 
 
 def _hint_of_key(table: str, name: str) -> str:
@@ -137,17 +175,17 @@ def _nearest(name: str, valid: Iterable[str]) -> str:
 
 
 def _parse_override(text: str) -> tuple[KeyInfo, Any]:
-    """The key that an override names and its value, not yet checked against the key's type."""
+    """The key that an override names, and its value before checks; None takes the key out."""
     name, equals, value = text.partition("=")
     table, dot, key = name.strip().partition(".")
     if not equals:
-        raise ValueError(f"override {text!r} is not of the form table.key=value")
+        raise TrainValueError(f"override {text!r} is not of the form table.key=value")
     if not dot:
-        raise ValueError(f"override {text!r} names no table; {_hint_of_key('', table)}")
+        raise TrainValueError(f"override {text!r} names no table; {_hint_of_key('', table)}")
     if table not in TABLES:
-        raise ValueError(f"unknown table {table} in {text!r}; {_nearest(table, TABLES)}")
+        raise TrainValueError(f"unknown table {table} in {text!r}; {_nearest(table, TABLES)}")
     info = _info(table, key)
-    return info, _override_value(info, value.strip())
+    return info, _override_value(info, value.strip()) if value.strip() else None
 
 
 def _override_value(info: KeyInfo, text: str) -> Any:
@@ -159,7 +197,7 @@ def _override_value(info: KeyInfo, text: str) -> Any:
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        raise TypeError(f"{info.full_name} must be {info.type_name}, got {text!r}") from None
+        raise TrainTypeError(f"{info.full_name} must be {info.type_name}, got {text!r}") from None
     return [value] if info.kind is tuple and isinstance(value, str) else value
 
 
@@ -169,7 +207,7 @@ def _check_required(tables: Mapping[str, Mapping[str, Any]], path: Path) -> None
     ]
     if missing:
         listed = ", ".join(f"{key.full_name} ({key.help})" for key in missing)
-        raise ValueError(f"config file {path} lacks {listed}")
+        raise TrainValueError(f"config file {path} lacks {listed}")
 
 
 def _absolute(info: KeyInfo, value: Any, base_dir: Path) -> Any:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_train.config import PYTHON_STDLIB
+from moe_train.errors import MissingFileError, TrainValueError
 
 _SKIPPED_DIRS = frozenset({"__pycache__", "site-packages", "dist-packages"})
 
@@ -38,17 +39,17 @@ class Document:
 
 
 def find_documents(
-    corpus: Sequence[str], *, extensions: Sequence[str], max_bytes: int = 0
+    corpus: Sequence[str], *, extensions: Sequence[str], max_bytes: int | None = None
 ) -> list[Document]:
     """The documents of a corpus, sorted by name within each entry.
 
     Args:
         corpus: `python_stdlib`, folders, files or globs. Folders are walked for files with one of
-            the `extensions` (all files if there are none), leaving out hidden folders and installed
-            packages; files and what a glob matches are taken as named.
-        extensions: endings such as `.py`.
-        max_bytes: keep a sample of whole documents of at most this size in all; 0 keeps all. The
-            sample is chosen by a hash of the names and has at least one document.
+            the `extensions`, leaving out hidden folders and installed packages; files and what a
+            glob matches are taken as named.
+        extensions: endings such as `.py`; `*` takes every file.
+        max_bytes: keep a sample of whole documents of at most this size in all; None keeps all.
+            The sample is chosen by a hash of the names and has at least one document.
 
     Raises:
         FileNotFoundError: an entry names nothing.
@@ -60,13 +61,12 @@ def find_documents(
         found = list(_documents_of(entry, tuple(extensions), seen))
         # An entry whose files all came with an earlier entry is no mistake; an empty one is.
         if not found and not any(_documents_of(entry, tuple(extensions), set())):
-            endings = ", ".join(extensions) or "any ending"
-            raise ValueError(
-                f"corpus {entry!r} has no files ({endings}); set data.extensions to the endings of "
-                "your text files"
+            raise TrainValueError(
+                f"corpus {entry!r} has no files ({', '.join(extensions)}); set data.extensions to "
+                "the endings of your text files"
             )
         documents += sorted(found, key=lambda document: document.name)
-    return _sample(documents, max_bytes) if max_bytes else documents
+    return documents if max_bytes is None else _sample(documents, max_bytes)
 
 
 def name_hash(name: str) -> bytes:
@@ -96,7 +96,7 @@ def _documents_of(entry: str, extensions: tuple[str, ...], seen: set[str]) -> It
     else:
         matches = []
     if not matches:
-        raise FileNotFoundError(
+        raise MissingFileError(
             f"corpus {entry!r} does not exist; name a folder, a file, a glob or {PYTHON_STDLIB!r}"
         )
     for match in matches:
@@ -121,7 +121,7 @@ def _walk(
         if item.is_dir():
             if item.name not in _SKIPPED_DIRS and not item.name.startswith("."):
                 yield from _walk(folder / item.name, extensions, seen, item_name)
-        elif item.is_file() and (not extensions or item.name.endswith(extensions)):
+        elif item.is_file() and ("*" in extensions or item.name.endswith(extensions)):
             yield from _document(folder / item.name, item_name, seen)
 
 

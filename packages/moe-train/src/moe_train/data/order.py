@@ -17,6 +17,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_train.errors import TrainValueError
+
 _ROUNDS: Final = 6
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 _MASK: Final = (1 << 64) - 1
@@ -29,9 +31,9 @@ class SampleOrder:
 
     def __init__(self, num_sequences: int, seed: int) -> None:
         if num_sequences < 1:
-            raise ValueError(f"num_sequences={num_sequences} must be at least 1")
+            raise TrainValueError(f"num_sequences={num_sequences} must be at least 1")
         if seed < 0:
-            raise ValueError(f"seed={seed} must be at least 0")
+            raise TrainValueError(f"seed={seed} must be at least 0")
         self.num_sequences = num_sequences
         self.seed = seed
         self._half_bits = max(1, ((num_sequences - 1).bit_length() + 1) // 2)
@@ -47,7 +49,7 @@ class SampleOrder:
         """
         index = np.asarray(sample_index, dtype=np.int64)
         if index.size and int(index.min()) < 0:
-            raise ValueError(f"sample_index must be at least 0, got {int(index.min())}")
+            raise TrainValueError(f"sample_index must be at least 0, got {int(index.min())}")
         result = np.empty_like(index)
         epochs = index // self.num_sequences
         for epoch in np.unique(epochs):

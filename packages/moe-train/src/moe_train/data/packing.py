@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_train.data.token_file import open_tokens
+from moe_train.errors import TrainValueError
 
 IGNORED_LABEL = -100
 """Label of a place where nothing is predicted, as in torch's cross entropy."""
@@ -57,7 +58,7 @@ class PackedSplit:
         self, path: Path, sequence_length: int, eos_token_id: int, reset_at_documents: bool
     ) -> None:
         if sequence_length < 1:
-            raise ValueError(f"sequence_length={sequence_length} must be at least 1")
+            raise TrainValueError(f"sequence_length={sequence_length} must be at least 1")
         self._tokens = open_tokens(path)
         self.path = path
         self.sequence_length = sequence_length
@@ -65,7 +66,7 @@ class PackedSplit:
         self.reset_at_documents = reset_at_documents
         self.num_sequences = max(0, len(self._tokens) - 1) // sequence_length
         if self.num_sequences == 0:
-            raise ValueError(
+            raise TrainValueError(
                 f"{path.name} has {len(self._tokens)} tokens, but one sequence of "
                 f"data.sequence_length={sequence_length} needs {sequence_length + 1}; use more "
                 "text, a shorter sequence_length or another data.validation_fraction"
@@ -79,7 +80,7 @@ class PackedSplit:
         """
         index = np.asarray(sequence_indices, dtype=np.int64).reshape(-1)
         if index.size and not 0 <= int(index.min()) <= int(index.max()) < self.num_sequences:
-            raise ValueError(
+            raise TrainValueError(
                 f"sequence numbers must be in [0, {self.num_sequences}), got "
                 f"{int(index.min())} to {int(index.max())}"
             )

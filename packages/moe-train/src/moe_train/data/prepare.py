@@ -26,6 +26,7 @@ from moe_train.data.cache import default_cache_dir, locked, publish, write_atomi
 from moe_train.data.corpus import Document, find_documents, name_hash, read_text
 from moe_train.data.token_file import TokenWriter, open_tokens
 from moe_train.data.tokenizer import encode_batch, end_token_id, load_tokenizer, train_bpe
+from moe_train.errors import MissingFileError, TrainValueError, check_type
 
 _VERSION = "1"
 _ENCODE_BATCH_BYTES = 4_000_000
@@ -64,7 +65,8 @@ def prepare(config: Config) -> PreparedCorpus:
         ValueError: no text was found, there are too few documents for a held-out split, or the
             tokenizer cannot be used.
     """
-    cache_dir = Path(config.data.cache_dir) if config.data.cache_dir else default_cache_dir()
+    check_type("config", config, Config)
+    cache_dir = Path(config.data.cache_dir or default_cache_dir())
     documents = find_documents(
         config.data.corpus, extensions=config.data.extensions, max_bytes=config.data.max_bytes
     )
@@ -95,7 +97,7 @@ def split_documents(
         ValueError: fewer than two documents.
     """
     if len(documents) < 2:
-        raise ValueError(
+        raise TrainValueError(
             f"the corpus has {len(documents)} usable document(s), but a held-out split takes whole "
             "documents and needs at least 2; cut the text into several files or add more"
         )
@@ -116,7 +118,7 @@ def _settings(config: Config) -> str:
     if config.tokenizer.file:
         path = Path(config.tokenizer.file)
         if not path.is_file():
-            raise FileNotFoundError(f"tokenizer.file={path} does not exist")
+            raise MissingFileError(f"tokenizer.file={path} does not exist")
         tokenizer = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
     else:
         tokenizer = f"bpe {config.tokenizer.vocab_size} {config.tokenizer.train_bytes}"
@@ -178,7 +180,7 @@ def _build(
     publish(folder, lambda work: _fill(work, config, train, validation))
     prepared = _open(folder, fingerprint)
     if prepared is None:
-        raise ValueError(f"{folder} was changed while it was made; delete it and start again")
+        raise TrainValueError(f"{folder} was changed while it was made; delete it and start again")
     logger.info("prepared the corpus in %.1f s: %s", time.perf_counter() - started, folder)
     return prepared
 

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_train.errors import TrainValueError
+
 _FORMAT = 1
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
@@ -60,11 +62,11 @@ def open_tokens(path: Path) -> NDArray[Any]:
         dtype, num_tokens = _DTYPES[facts["dtype"]], int(facts["num_tokens"])
         size_bytes = path.stat().st_size
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
+        raise TrainValueError(
             f"{path} cannot be opened as a token file: {type(error).__name__}: {error}"
         ) from error
     if facts.get("format") != _FORMAT or size_bytes != num_tokens * dtype.itemsize:
-        raise ValueError(
+        raise TrainValueError(
             f"{path} has {size_bytes} bytes, but {facts_file.name} describes {num_tokens} tokens "
             f"of {dtype.itemsize} bytes; delete both files, they are made again"
         )

@@ -18,6 +18,8 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
+from moe_train.errors import TrainValueError
+
 END_OF_TEXT = "<|endoftext|>"
 """The only special token of a trained tokenizer: id 0, and begin, end and padding at once."""
 
@@ -54,12 +56,12 @@ def load_tokenizer(path: Path) -> Tokenizer:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"tokenizer.file={path} cannot be read: {error}") from error
+        raise TrainValueError(f"tokenizer.file={path} cannot be read: {error}") from error
     try:
         return Tokenizer.from_str(text)
     # tokenizers raises a bare Exception for a file that it cannot read.
     except Exception as error:
-        raise ValueError(f"tokenizer.file={path} is not a tokenizer.json: {error}") from error
+        raise TrainValueError(f"tokenizer.file={path} is not a tokenizer.json: {error}") from error
 
 
 def end_token_id(tokenizer: Tokenizer, source: str) -> int:
@@ -75,7 +77,7 @@ def end_token_id(tokenizer: Tokenizer, source: str) -> int:
         token_id = tokenizer.token_to_id(token)
         if token_id is not None:
             return int(token_id)
-    raise ValueError(
+    raise TrainValueError(
         f"{source} has no end-of-text token; expected one of {', '.join(_END_TOKENS)}. "
         f"Add {END_OF_TEXT} to its special tokens"
     )

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from moe_train.data.packing import IGNORED_LABEL, PackedSplit
 from moe_train.data.prepare import PreparedCorpus
 from moe_train.data.token_file import open_tokens
+from moe_train.errors import TrainValueError
 
 _BATCH = 1024
 
@@ -49,5 +50,5 @@ def unigram_cross_entropy(
         total += float(nats[labels].sum())
         predicted += len(labels)
     if predicted == 0:
-        raise ValueError(f"no token is predicted in {len(chosen)} sequences; use more text")
+        raise TrainValueError(f"no token is predicted in {len(chosen)} sequences; use more text")
     return total / predicted

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from moe_train.checkpoint import read_part
+from moe_train.errors import TrainValueError
 from moe_train.layout import read_decoder, single_rank_layouts, stage_tensors, stored_tensors
 from moe_train.model import DecoderStage, KeyValueCache, StageOptions
 
@@ -23,7 +24,7 @@ def load_model(checkpoint: Path, device: torch.device | None = None) -> DecoderS
         ValueError: the folder is not a checkpoint of a known family, or a tensor does not fit.
     """
     if not checkpoint.is_dir():
-        raise ValueError(f"{checkpoint} is not a folder; name a checkpoint-N folder")
+        raise TrainValueError(f"{checkpoint} is not a folder; name a checkpoint-N folder")
     config = read_decoder(checkpoint)
     dtype_name = str(config.extra.get("dtype", config.extra.get("torch_dtype", "float32")))
     stage = DecoderStage(
@@ -61,20 +62,22 @@ def generate_text(
         ValueError: an argument is out of range, or the checkpoint cannot be read.
     """
     if max_new_tokens < 1 or temperature < 0 or top_k < 0:
-        raise ValueError(
+        raise TrainValueError(
             f"max_new_tokens={max_new_tokens}, temperature={temperature}, top_k={top_k}; expected "
             "at least 1, at least 0 and at least 0"
         )
     file = checkpoint / "tokenizer.json"
     if not file.is_file():
-        raise ValueError(f"{checkpoint} holds no tokenizer.json; name a checkpoint-N folder")
+        raise TrainValueError(f"{checkpoint} holds no tokenizer.json; name a checkpoint-N folder")
     tokenizer = Tokenizer.from_file(str(file))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     stage = load_model(checkpoint, device)
     tokens = tokenizer.encode(prompt).ids or [stage.config.eos_token_id or 0]
     limit = stage.config.max_position_embeddings
     if len(tokens) >= limit:
-        raise ValueError(f"the prompt has {len(tokens)} tokens; the model takes fewer than {limit}")
+        raise TrainValueError(
+            f"the prompt has {len(tokens)} tokens; the model takes fewer than {limit}"
+        )
     generator = torch.Generator().manual_seed(seed)
     cache = KeyValueCache()
     fresh = tokens

@@ -4,6 +4,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from moe_train.checkpoint import has_part, newest_checkpoint, read_state
+from moe_train.errors import TrainValueError
 from moe_train.layout import read_decoder
 from moe_train.model import DecoderConfig
 from unified_ckpt import read_index
@@ -18,10 +19,12 @@ def describe_checkpoint(path: Path) -> str:
         ValueError: there is no checkpoint.
     """
     if not path.is_dir():
-        raise ValueError(f"{path} is not a folder; name a checkpoint-N folder or an output folder")
+        raise TrainValueError(
+            f"{path} is not a folder; name a checkpoint-N folder or an output folder"
+        )
     folder = path if (path / "config.json").is_file() else newest_checkpoint(path)
     if folder is None:
-        raise ValueError(f"{path} holds no complete checkpoint")
+        raise TrainValueError(f"{path} holds no complete checkpoint")
     lines = [str(folder), *_describe_model(read_decoder(folder))]
     if (folder / "trainer_state.json").is_file():
         state = read_state(folder)

@@ -1,7 +1,7 @@
 """One training job: what is checked before any rank starts, and what each rank then runs.
 
 source = check(config, resume)     # once, in the launching process; raises for every known mistake
-train(config, str(source or ""), stop)                                             # on every rank
+train(config, str(source or ""), context)                                          # on every rank
 """
 
 import os
@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 from moe_train.checkpoint import check_same_data, find_checkpoint, read_state
 from moe_train.config import Config
 from moe_train.data import prepare
-from moe_train.launch import StopFlag
+from moe_train.errors import TrainValueError
+from moe_train.launch import RankContext
 from moe_train.model import DecoderConfig, stage_layers
 from moe_train.parallel import choose_device, start
 from moe_train.report import MetricsLog, ProgressLine, write_plots
@@ -29,13 +30,6 @@ from moe_train.training import (
 )
 from unified_ckpt import CheckpointError, read_index
 from unified_ckpt.folders import check_steps_free
-
-_POSITION = Position()
-
-
-def current_step() -> int:
-    """Finished steps of this process's job, for the report of a failing rank."""
-    return _POSITION.step
 
 
 def check(config: Config, resume: str) -> Path | None:
@@ -58,7 +52,7 @@ def check(config: Config, resume: str) -> Path | None:
     prepared = prepare(config)
     size = Tokenizer.from_file(str(prepared.tokenizer_file)).get_vocab_size()
     if size > model.vocab_size:
-        raise ValueError(
+        raise TrainValueError(
             f"the tokenizer {prepared.tokenizer_file.name} has {size} tokens but the model's "
             f"vocab_size={model.vocab_size}; lower tokenizer.vocab_size to {model.vocab_size} or "
             "use a model config with a larger vocabulary"
@@ -73,7 +67,7 @@ def check(config: Config, resume: str) -> Path | None:
         }
         check_same_data(state, now.__getitem__, source)
         if state.step >= config.train.max_steps:
-            raise ValueError(
+            raise TrainValueError(
                 f"{source} is at step {state.step} and train.max_steps={config.train.max_steps}; "
                 "raise train.max_steps to train further"
             )
@@ -93,37 +87,43 @@ def check_model(config: Config, model: DecoderConfig) -> None:
     check_balancing(config, model, training_schedule(config))
     if model.num_experts % parallel.ep:
         choices = [str(d) for d in range(1, model.num_experts + 1) if model.num_experts % d == 0]
-        raise ValueError(
+        raise TrainValueError(
             f"parallel.ep={parallel.ep} ranks cannot share num_experts={model.num_experts} evenly; "
             f"choose ep among {', '.join(choices)}"
         )
     if config.data.sequence_length > model.max_position_embeddings:
-        raise ValueError(
+        raise TrainValueError(
             f"data.sequence_length={config.data.sequence_length} exceeds the model's "
             f"max_position_embeddings={model.max_position_embeddings}; shorten the sequences"
         )
 
 
-def train(config: Config, resume: str, stop: StopFlag) -> None:
+def train(config: Config, resume: str, context: RankContext) -> None:
     """Train on this rank until the end or a request to stop. Collective over all ranks.
 
     Args:
+        config: the job.
         resume: "", "latest" or a checkpoint folder.
-        stop: asked after every step; any rank's request stops all of them with a checkpoint.
+        context: asked after every step; any rank's request stops all of them with a checkpoint.
     """
     parallel = start(config)
     training = build_training(config, parallel)
     folder = Path(config.train.output_dir)
-    source = find_checkpoint(folder, resume)
-    if source is not None:
-        state = training.checkpointer.load(source)
-        _POSITION.step, _POSITION.consumed_samples = state.step, state.consumed_samples
-    elif config.model.init_from:
-        training.checkpointer.load_weights(Path(config.model.init_from))
-    reporter = _reporter(config) if parallel.rank == 0 else None
+    checkpointer, position = training.checkpointer, Position()
+    reporter: Reporter | None = None
     try:
-        saved = TrainingLoop(config, training, reporter, _POSITION).run(stop)
+        if resume:
+            latest = resume == "latest"
+            state = checkpointer.resume() if latest else checkpointer.load(Path(resume))
+            position = Position(state.step, state.consumed_samples)
+            context.step = position.step
+        elif config.model.init_from is not None:
+            checkpointer.load_weights(Path(config.model.init_from))
+        if parallel.rank == 0:
+            reporter = _reporter(config, position)
+        saved = TrainingLoop(config, training, reporter, position).run(context)
     finally:
+        checkpointer.close()
         if reporter is not None:
             reporter.close()
     if parallel.rank == 0:
@@ -132,9 +132,9 @@ def train(config: Config, resume: str, stop: StopFlag) -> None:
     dist.destroy_process_group()
 
 
-def _reporter(config: Config) -> Reporter:
+def _reporter(config: Config, position: Position) -> Reporter:
     folder = Path(config.train.output_dir)
-    metrics = MetricsLog(folder, tensorboard=config.log.tensorboard, resume_step=_POSITION.step)
+    metrics = MetricsLog(folder, tensorboard=config.log.tensorboard, resume_step=position.step)
     return Reporter(metrics, ProgressLine(config.train.max_steps, config.log.progress))
 
 
@@ -152,16 +152,16 @@ def _check_checkpoint(source: Path) -> None:
         for part in ("model", "optimizer"):
             read_index(source, part)
     except CheckpointError as error:
-        raise ValueError(f"--resume: {error}") from error
+        raise TrainValueError(f"--resume: {error}") from error
 
 
 def _check_output_folder(folder: Path, source: Path | None) -> None:
     """A run must not write its checkpoints between those of another."""
     if source is None and any(folder.glob("checkpoint-*")):
-        raise ValueError(
+        raise TrainValueError(
             f"train.output_dir={folder} already holds checkpoints; pass --resume to continue that "
             "run, or choose another folder"
         )
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
-        raise ValueError(f"train.output_dir={folder} is not writable; choose another folder")
+        raise TrainValueError(f"train.output_dir={folder} is not writable; choose another folder")

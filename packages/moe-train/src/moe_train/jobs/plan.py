@@ -23,6 +23,7 @@ from moe_train.parallel import Parallel, start
 from moe_train.training import AllocationRecorder, build_runner, read_model_config
 
 _MIB = 2**20
+_STEPS = 2  # the second one allocates what stays after the first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +67,8 @@ def plan_report(config: Config) -> str:
     with tempfile.TemporaryDirectory(prefix="moe-train-plan-") as folder:
         toml = Path(folder) / "plan.toml"
         toml.write_text(dump_toml(config), encoding="utf-8")
-        if (
-            run_local(config.world_size, "moe_train.jobs.plan_rank", [str(toml), folder])
-            is not None
-        ):
+        argv = [str(toml), folder]
+        if run_local(config.world_size, "moe_train.jobs.plan_rank", argv) is not None:
             raise MoeTrainError("the plan was stopped before every rank had run its steps")
         for rank in range(config.world_size):
             result = replay(load_trace(trace_file(Path(folder), rank)), settings)
@@ -81,17 +80,18 @@ def plan_report(config: Config) -> str:
     return "\n".join(lines)
 
 
-def record_rank(config: Config, folder: Path) -> None:
-    """Build this rank, run two steps on random tokens, and write its trace. Collective."""
+def record_rank(config: Config, folder: Path) -> int:
+    """Run two steps of this rank on random tokens and write its trace; return 2. Collective."""
     parallel = start(config)
     model = read_model_config(config)
     with AllocationRecorder() as recorder:
         runner, _ = build_runner(config, model, parallel, {})
-        for _ in range(2):
+        for _ in range(_STEPS):
             runner.train(
                 _random_batches(config, model.vocab_size, parallel), lr=config.optimizer.lr
             )
     save_trace(recorder.events, trace_file(folder, parallel.rank))
+    return _STEPS
 
 
 def trace_file(folder: Path, rank: int) -> Path:

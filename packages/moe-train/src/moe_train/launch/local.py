@@ -33,7 +33,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from moe_train.data import write_atomic
 from moe_train.errors import RankFailedError, StoppedUnsavedError
-from moe_train.launch.rank_main import RankError, RankJob, done_file, error_file, pid_file
+from moe_train.launch.rank import RankError, RankJob, done_file, error_file, pid_file
 
 STOP_GRACE_S = 300.0
 """How long ranks may take to finish their step and save after a request to stop."""
@@ -65,8 +65,8 @@ def run_local(
 
     Args:
         world_size: number of ranks.
-        module: import name of a module with `run(argv, stop)` and `current_step()`, as
-            `moe_train.launch.rank_main` describes it.
+        module: import name of a module with `run(argv, context)`, as
+            `moe_train.launch.rank` describes it.
         argv: passed to `run` on each rank.
         stop_grace_s: seconds that ranks have to save after a request to stop.
         failure_grace_s: seconds that the others have to end after one rank has failed.

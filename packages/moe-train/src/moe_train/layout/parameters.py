@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from mesh_spmd import Box, ProcessMesh, Spec, choose_placements, local_box
+from moe_train.errors import TrainValueError
 from moe_train.layout.stored_form import StoredForm, stored_form
 from moe_train.model import DecoderConfig
 from unified_ckpt import Shard
@@ -128,7 +129,7 @@ def stored_tensors(
 def _check_box(layout: ParameterLayout, tensor: Tensor, rank: int) -> None:
     held = local_box(layout.global_shape, layout.spec, rank)
     if tuple(tensor.shape) != held.shape:
-        raise ValueError(
+        raise TrainValueError(
             f"{layout.name}: rank {rank} holds {tuple(tensor.shape)}, its layout says {held.shape}"
         )
 

@@ -1,13 +1,13 @@
-"""The load-balancing loss over all micro-batches of a step (scope "global_batch").
+"""The load-balancing loss over all microbatches of a step (scope "global_batch").
 
 Its factors are the load of the whole step, known after the stage's last forward, while the loss of
-a micro-batch is handed to the schedule right after its own forward. So a micro-batch brings a term
+a microbatch is handed to the schedule right after its own forward. So a microbatch brings a term
 of value 0 whose gradient is looked up when its backward runs; the last forward of the step counts
 the loads, over all ranks with tokens, and fills the factors in. Nothing is asked of the schedule
 but that no backward comes before the last forward, which `moe_pipeline.check_aux_scope` sees to.
 
     deferred = DeferredBalance(config, groups, num_microbatches=4)
-    for ... :                                    # each micro-batch
+    for ... :                                    # each microbatch
         term = deferred.add({3: routed.balance})             # layer -> terms
         (loss + term).backward()                             # after the last add
     deferred.take_loss()                                     # this rank's share, for the record
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_pipeline import BalanceTerms, MoEConfig, MoEGroups, global_batch_shares
+from moe_train.errors import TrainValueError
 
 
 @final
@@ -44,18 +45,18 @@ class DeferredBalance:
         self._loss: Tensor | None = None
 
     def add(self, terms: Mapping[int, BalanceTerms]) -> Tensor:
-        """The next micro-batch's term: 0-d, value 0, with the gradient of its share.
+        """The next microbatch's term: 0-d, value 0, with the gradient of its share.
 
-        With the last micro-batch of a step collective over `groups.tokens`, once for each layer.
+        With the last microbatch of a step collective over `groups.tokens`, once for each layer.
 
         Args:
-            terms: of each layer; the same layers in every micro-batch and on every rank.
+            terms: of each layer; the same layers in every microbatch and on every rank.
 
         Raises:
             ValueError: no terms.
         """
         if not terms:
-            raise ValueError("no terms: give those of at least one layer with experts")
+            raise TrainValueError("no terms: give those of at least one layer with experts")
         factors: dict[int, Tensor] = {}
         self._terms.append(_detached(terms))
         self._factors.append(factors)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_pipeline import MoEConfig, family_of
+from moe_train.errors import TrainValueError
 from moe_train.model.families import ConfigReader, FamilyRules, rules_of
 from moe_train.model.layers import AttentionOptions
 from moe_train.model.mla import MLAOptions
@@ -135,9 +136,9 @@ class DecoderConfig:
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ValueError(f"cannot read the model config {file}: {error}") from error
+            raise TrainValueError(f"cannot read the model config {file}: {error}") from error
         if not isinstance(values, dict):
-            raise ValueError(f"the model config {file} is not a JSON object")
+            raise TrainValueError(f"the model config {file} is not a JSON object")
         return cls.from_dict(values)
 
     def to_json(self, dtype: str) -> str:
@@ -198,7 +199,7 @@ def _refuse_unsupported(values: Mapping[str, Any]) -> None:
     for key, (allowed, why) in _REFUSED.items():
         is_supported = (values.get("model_type"), key) in _SUPPORTED
         if key in values and values[key] not in allowed and not is_supported:
-            raise ValueError(
+            raise TrainValueError(
                 f"config.json: {key}={values[key]!r} is not supported, only {allowed[0]!r}: {why}"
             )
 
@@ -226,7 +227,9 @@ def _grouped_attention(read: ConfigReader, rules: FamilyRules) -> AttentionOptio
 def _latent_attention(read: ConfigReader, rules: FamilyRules) -> MLAOptions:
     nope, rope = read.size("qk_nope_head_dim"), read.size("qk_rope_head_dim")
     if "q_lora_rank" not in read.values:
-        raise ValueError("config.json: missing q_lora_rank; add it, null for queries of full rank")
+        raise TrainValueError(
+            "config.json: missing q_lora_rank; add it, null for queries of full rank"
+        )
     return MLAOptions(
         q_lora_rank=read.get("q_lora_rank"),
         kv_lora_rank=read.size("kv_lora_rank"),
@@ -249,7 +252,9 @@ def _token_ids(read: ConfigReader, name: str) -> tuple[int, ...]:
     given = read.get(name, default=())
     ids = tuple(given) if isinstance(given, list | tuple) else (given,)
     if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
-        raise ValueError(f"config.json: {name}={given!r}; expected an integer or a list of them")
+        raise TrainValueError(
+            f"config.json: {name}={given!r}; expected an integer or a list of them"
+        )
     return ids
 
 
@@ -260,17 +265,17 @@ def _moe(read: ConfigReader) -> MoEConfig:
     try:
         return family.config(read.values)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"config.json: {error}") from error
+        raise TrainValueError(f"config.json: {error}") from error
 
 
 def _num_mtp_layers(read: ConfigReader, rules: FamilyRules) -> int:
     count = read.get("num_nextn_predict_layers", "num_mtp_layers", default=0)
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-        raise ValueError(
+        raise TrainValueError(
             f"config.json: num_nextn_predict_layers={count!r}; expected an integer, at least 0"
         )
     if count and not rules.has_mtp:
-        raise ValueError(
+        raise TrainValueError(
             f"config.json: num_nextn_predict_layers={count} is not supported for "
             f"model_type={read.get('model_type')!r}; use 0 to train and save without these layers"
         )

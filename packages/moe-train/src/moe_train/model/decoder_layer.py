@@ -26,7 +26,7 @@ class LayerOptions:
 
     Args:
         ep_group: ranks that share the experts; None when this rank holds all of them.
-        token_group: ranks that hold other tokens of the same micro-batch (auxiliary loss).
+        token_group: ranks that hold other tokens of the same microbatch (auxiliary loss).
         aux_loss_coef, aux_loss_scope: of the load-balancing loss.
         z_loss_coef: of the router's z-loss.
         capacity_factor, drop_policy: how many tokens an expert takes (None: all), and which.
@@ -38,7 +38,7 @@ class LayerOptions:
     ep_group: dist.ProcessGroup | None = None
     token_group: dist.ProcessGroup | None = None
     aux_loss_coef: float = 0.0
-    aux_loss_scope: str = "micro_batch"
+    aux_loss_scope: str = "microbatch"
     z_loss_coef: float = 0.0
     capacity_factor: float | None = None
     drop_policy: str = "probs"

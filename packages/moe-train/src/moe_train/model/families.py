@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+from moe_train.errors import TrainValueError
+
 
 @dataclass(frozen=True, slots=True)
 class ConfigReader:
@@ -37,7 +39,7 @@ class ConfigReader:
         """
         value = self.get(*names)
         if value is None:
-            raise ValueError(f"config.json: missing {' or '.join(names)}; add it")
+            raise TrainValueError(f"config.json: missing {' or '.join(names)}; add it")
         return value
 
     def size(self, *names: str, default: int | None = None) -> int:
@@ -48,7 +50,7 @@ class ConfigReader:
         """
         value = self.need(*names) if default is None else self.get(*names, default=default)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise ValueError(f"config.json: {names[0]}={value!r}; expected a positive integer")
+            raise TrainValueError(f"config.json: {names[0]}={value!r}; expected a positive integer")
         return value
 
     def integer(self, name: str, *, default: int) -> int:
@@ -59,7 +61,7 @@ class ConfigReader:
         """
         value = self.get(name, default=default)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"config.json: {name}={value!r}; expected an integer")
+            raise TrainValueError(f"config.json: {name}={value!r}; expected an integer")
         return value
 
     def flag(self, name: str, *, default: bool) -> bool:
@@ -70,7 +72,7 @@ class ConfigReader:
         """
         value = self.get(name, default=default)
         if not isinstance(value, bool):
-            raise ValueError(f"config.json: {name}={value!r}; expected true or false")
+            raise TrainValueError(f"config.json: {name}={value!r}; expected true or false")
         return value
 
     def number(self, name: str, *, default: float, positive: bool = False) -> float:
@@ -83,7 +85,7 @@ class ConfigReader:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value) or (positive and value <= 0):
             kind = "positive finite number" if positive else "finite number"
-            raise ValueError(f"config.json: {name}={value!r}; expected a {kind}")
+            raise TrainValueError(f"config.json: {name}={value!r}; expected a {kind}")
         return float(value)
 
     def items(self, name: str) -> Sequence[Any]:
@@ -94,7 +96,7 @@ class ConfigReader:
         """
         value = self.get(name, default=())
         if not isinstance(value, list | tuple):
-            raise ValueError(f"config.json: {name}={value!r}; expected a list")
+            raise TrainValueError(f"config.json: {name}={value!r}; expected a list")
         return value
 
 
@@ -145,7 +147,7 @@ def _ernie_layers(read: ConfigReader) -> tuple[bool, ...]:
 
 def _no_windows(read: ConfigReader) -> tuple[int | None, ...]:
     if read.get("sliding_window"):
-        raise ValueError(
+        raise TrainValueError(
             f"config.json: sliding_window={read.get('sliding_window')} is not supported for "
             f"model_type={read.get('model_type')!r}, which has none in transformers; use null"
         )
@@ -174,7 +176,7 @@ def _windows_by_type(default: Callable[[ConfigReader, int], bool]) -> Windows:
         else:
             slides = [_is_sliding(kind) for kind in read.items("layer_types")]
         if len(slides) != len(_num_layers(read)):
-            raise ValueError(
+            raise TrainValueError(
                 f"config.json: layer_types names {len(slides)} layers and num_hidden_layers="
                 f"{len(_num_layers(read))}; give one type for each"
             )
@@ -188,7 +190,7 @@ def _windows_by_type(default: Callable[[ConfigReader, int], bool]) -> Windows:
 
 def _is_sliding(kind: object) -> bool:
     if kind not in ("sliding_attention", "full_attention"):
-        raise ValueError(
+        raise TrainValueError(
             f"config.json: layer_types has {kind!r}; it is 'full_attention' or 'sliding_attention'"
         )
     return kind == "sliding_attention"
@@ -248,7 +250,7 @@ def rules_of(model_type: object) -> FamilyRules:
         return RULES[model_type]
     near = get_close_matches(str(model_type), RULES, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(
+    raise TrainValueError(
         f"config.json: model_type={model_type!r}; this trainer builds the decoders "
         f"{', '.join(sorted(RULES))}{hint}"
     )

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_train.errors import TrainValueError
 from moe_train.model.norm import RMSNorm
 from moe_train.model.rotary import RotaryOptions, rotary_tables, rotate
 
@@ -61,17 +62,17 @@ class AttentionOptions:
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
+            raise TrainValueError(
                 f"config.json: num_attention_heads={self.num_heads} is not a multiple of "
                 f"num_key_value_heads={self.num_kv_heads}; choose a divisor"
             )
         if self.qk_norm not in QK_NORMS:
-            raise ValueError(f"qk_norm={self.qk_norm!r}; choose one of {', '.join(QK_NORMS)}")
+            raise TrainValueError(f"qk_norm={self.qk_norm!r}; choose one of {', '.join(QK_NORMS)}")
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionContext:
-    """What the layers share for one micro-batch: rotary tables and the attention mask.
+    """What the layers share for one microbatch: rotary tables and the attention mask.
 
     `cos_BSD`, `sin_BSD`: rotary tables, as wide as the rotated dims. `mask_B1SS`: boolean, True
     where attention is allowed (with a cache [1, 1, S, P]), or None for plain causal attention.

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_train.errors import TrainValueError
 from moe_train.model.layers import AttentionContext, KeyValueCache
 from moe_train.model.norm import RMSNorm
 from moe_train.model.rotary import rotate
@@ -65,14 +66,14 @@ class MLAOptions:
         if self.q_lora_rank is not None:
             _check_width("q_lora_rank", self.q_lora_rank)
         if self.qk_rope_head_dim % 2:
-            raise ValueError(
+            raise TrainValueError(
                 f"qk_rope_head_dim={self.qk_rope_head_dim} is odd; rotary embeddings turn pairs, "
                 "choose an even number"
             )
         for name in ("softmax_scale", "rms_norm_eps"):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name}={value!r}; expected a positive finite number")
+                raise TrainValueError(f"{name}={value!r}; expected a positive finite number")
 
     @property
     def qk_head_dim(self) -> int:
@@ -196,7 +197,7 @@ class LatentAttention(nn.Module):
     def _check(self, context: AttentionContext) -> None:
         width, expected = context.cos_BSD.shape[-1], self.options.qk_rope_head_dim
         if width != expected:
-            raise ValueError(
+            raise TrainValueError(
                 f"layer {self.layer} got rotary tables of width {width} but qk_rope_head_dim="
                 f"{expected}; make the attention context with head_dim={expected}"
             )
@@ -204,4 +205,4 @@ class LatentAttention(nn.Module):
 
 def _check_width(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ValueError(f"{name}={value!r}; expected a positive integer")
+        raise TrainValueError(f"{name}={value!r}; expected a positive integer")

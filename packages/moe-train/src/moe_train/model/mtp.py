@@ -39,6 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_pipeline import MoEOutput, recompute
+from moe_train.errors import TrainValueError
 from moe_train.model.layers import AttentionContext
 from moe_train.model.loss import IGNORED_LABEL, head_loss
 from moe_train.model.norm import RMSNorm
@@ -98,7 +99,7 @@ class MTPLayer(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class MTPTokens:
-    """The tokens of a micro-batch as the last stage knows them, int64 [B, S] each.
+    """The tokens of a microbatch as the last stage knows them, int64 [B, S] each.
 
     `labels_BS` are the main model's: the next token of each place, or -100. Positions start again
     at 0 with each document.
@@ -164,7 +165,7 @@ def mtp_loss(
     Args:
         layers: of depth 1, 2, ...; at least one.
         hidden_BSd: the main model's hidden states behind its final norm.
-        tokens: of this micro-batch.
+        tokens: of this microbatch.
         shared: embedding and head.
         context: of the main model's layers.
         token_loss: `(hidden_Td, head_Vd, labels_T)` to a sum of cross entropies without the labels
@@ -175,7 +176,9 @@ def mtp_loss(
         ValueError: no layers.
     """
     if not layers:
-        raise ValueError("mtp_loss got no layers; leave it out when num_nextn_predict_layers=0")
+        raise TrainValueError(
+            "mtp_loss got no layers; leave it out when num_nextn_predict_layers=0"
+        )
     losses, reports = [], []
     for depth, layer in enumerate(layers, start=1):
         ahead_BS, labels_BS = tokens.at_depth(depth)

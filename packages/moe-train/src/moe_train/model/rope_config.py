@@ -9,6 +9,7 @@ in `rope_parameters`, where a key that the file still has outside fills a gap.
 from collections.abc import Mapping
 from typing import Any
 
+from moe_train.errors import TrainValueError
 from moe_train.model.families import ConfigReader, FamilyRules
 from moe_train.model.rotary import RotaryOptions, YarnOptions, mscale
 
@@ -28,14 +29,14 @@ def read_rotary(read: ConfigReader, rules: FamilyRules, head_dim: int) -> Rotary
         "partial_rotary_factor", default=rules.partial_rotary_factor, positive=True
     )
     if share != 1 and rules.partial_rotary_factor == 1:
-        raise ValueError(
+        raise TrainValueError(
             f"config.json: partial_rotary_factor={share} is not supported for "
             f"model_type={read.get('model_type')!r}, which rotates whole heads in transformers; "
             "remove it"
         )
     dim = int(head_dim * share)
     if dim <= 0 or dim % 2:
-        raise ValueError(
+        raise TrainValueError(
             f"config.json: head_dim={head_dim} with partial_rotary_factor={share} rotates {dim} "
             "dims; rotary needs a positive even number"
         )
@@ -57,7 +58,7 @@ def rope_parameters(read: ConfigReader, rules: FamilyRules) -> dict[str, Any]:
     """
     given = read.get("rope_parameters", "rope_scaling", default={})
     if not isinstance(given, Mapping) or any(isinstance(v, Mapping) for v in given.values()):
-        raise ValueError(
+        raise TrainValueError(
             f"config.json: rope_parameters={given!r} is not supported; give one set of rotary "
             "parameters for all layers"
         )
@@ -72,7 +73,7 @@ def rope_parameters(read: ConfigReader, rules: FamilyRules) -> dict[str, Any]:
     rope = {**default, **outside, **inside}
     rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
     if rope["rope_type"] not in ("default", "yarn"):
-        raise ValueError(
+        raise TrainValueError(
             f"config.json: rope_type={rope['rope_type']!r} is not supported; use 'default' or "
             "'yarn'"
         )

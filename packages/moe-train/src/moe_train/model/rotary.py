@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_train.errors import TrainValueError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnOptions:
@@ -60,11 +62,11 @@ class RotaryOptions:
 
     def __post_init__(self) -> None:
         if self.dim <= 0 or self.dim % 2:
-            raise ValueError(
+            raise TrainValueError(
                 f"{self.dim} dims of a head are to be rotated; rotary needs a positive even number"
             )
         if not (self.theta > 0 and math.isfinite(self.theta)):
-            raise ValueError(f"rope_theta={self.theta} must be a positive finite number")
+            raise TrainValueError(f"rope_theta={self.theta} must be a positive finite number")
 
 
 def mscale(factor: float, coefficient: float = 1.0) -> float:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_pipeline import MoEGroups, MoEOutput, StageOutput, chunked_cross_entropy, recompute
+from moe_train.errors import TrainTypeError, TrainValueError
 from moe_train.model.balance import DeferredBalance
 from moe_train.model.config import DecoderConfig
 from moe_train.model.decoder_layer import DecoderLayer, LayerOptions, moe_config
@@ -43,11 +44,11 @@ class StageOptions(LayerOptions):
     Args:
         layers: global numbers of the decoder layers of this stage.
         first, last: whether the stage holds the embedding, and the norm and head.
-        num_microbatches: micro-batches of a step; the auxiliary loss is their mean.
+        num_microbatches: microbatches of a step; the auxiliary loss is their mean.
         mtp_loss_coef: weight of the multi-token prediction loss, where the decoder has its layers;
             0: they are kept as they are, without gradients.
         recompute: in training, keep each layer's input only and compute the rest again.
-        loss_chunk_tokens: tokens whose logits are there at a time; 0: all of a micro-batch.
+        loss_chunk_tokens: tokens whose logits are there at a time; None: all of a microbatch.
     """
 
     layers: range
@@ -56,12 +57,12 @@ class StageOptions(LayerOptions):
     num_microbatches: int = 1
     mtp_loss_coef: float = 0.3
     recompute: bool = False
-    loss_chunk_tokens: int = 0
+    loss_chunk_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the last stage needs of a micro-batch.
+    """What the last stage needs of a microbatch.
 
     `labels_BS` (-100 is ignored), 1 / (predicted tokens), and the tokens, which are needed for
     multi-token prediction.
@@ -74,11 +75,11 @@ class Target:
 
 @dataclass(slots=True)
 class StageRecord:
-    """Sums over the micro-batches of one step, read by the training loop and then replaced.
+    """Sums over the microbatches of one step, read by the training loop and then replaced.
 
     `loss`: this rank's share of the mean token loss. `aux_loss`, `z_loss`, `mtp_loss`: its shares
     of the losses of load balancing, router logits and multi-token prediction, with coefficients.
-    `load_E[layer]`: routed rows of each expert over all ranks that share the micro-batch.
+    `load_E[layer]`: routed rows of each expert over all ranks that share the microbatch.
     """
 
     loss: Tensor
@@ -138,7 +139,7 @@ class DecoderStage(nn.Module):
         return record
 
     def forward(self, *inputs: Tensor, target: object | None = None) -> StageOutput:
-        """Run one micro-batch.
+        """Run one microbatch.
 
         Args:
             inputs: `(input_ids or hidden, position_ids)`, shapes [B, S] or [B, S, d], and [B, S].
@@ -148,7 +149,7 @@ class DecoderStage(nn.Module):
         if not self.options.last:
             return StageOutput(tensors=(hidden_BSd, inputs[1]), loss=aux_loss)
         if not isinstance(target, Target):
-            raise TypeError(f"the last stage needs a Target, got {type(target).__name__}")
+            raise TrainTypeError(f"the last stage needs a Target, got {type(target).__name__}")
         normed_BSd = self.model.norm(hidden_BSd)
         loss = self._token_loss(normed_BSd.flatten(0, 1), self.head, target.labels_BS.flatten())
         loss = loss * target.scale
@@ -212,7 +213,7 @@ class DecoderStage(nn.Module):
     ) -> list[Tensor | None]:
         """The multi-token prediction loss and the auxiliary loss of its experts."""
         if target.input_ids_BS is None:
-            raise ValueError(
+            raise TrainValueError(
                 f"num_nextn_predict_layers={len(self.config.mtp_layers)} needs the tokens on the "
                 "last stage; give Target(..., input_ids_BS=...)"
             )
@@ -234,7 +235,7 @@ class DecoderStage(nn.Module):
     def _token_loss(self, hidden_Td: Tensor, head_Vd: Tensor, labels_T: Tensor) -> Tensor:
         """Sum of the cross entropies of the labels that are not -100."""
         chunk = self.options.loss_chunk_tokens
-        if chunk == 0:
+        if chunk is None:
             return head_loss(hidden_Td, head_Vd, labels_T)
         itemsize = torch.promote_types(head_Vd.dtype, torch.float32).itemsize
         chunk_bytes = chunk * head_Vd.shape[0] * itemsize
@@ -305,7 +306,7 @@ def stage_layers(num_layers: int, num_stages: int, stage: int) -> range:
         ValueError: the layers do not divide by the stages.
     """
     if num_layers % num_stages:
-        raise ValueError(
+        raise TrainValueError(
             f"num_hidden_layers={num_layers} is not divisible by parallel.pp={num_stages} stages; "
             f"choose pp among {_divisors(num_layers)}"
         )

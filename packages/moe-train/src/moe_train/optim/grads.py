@@ -1,10 +1,10 @@
 """Gradients of a step: accumulation, reduction over the right ranks, norm and clipping.
 
 A parameter's gradient is summed over the ranks that hold the same values and saw other tokens:
-dense parameters over dp x ep, experts over dp. The loss is already divided by the tokens of the
-whole batch, so sums are all that is needed.
+dense parameters over dp x ep, experts over dp, an embedding that two stages hold over both. The
+loss is already divided by the tokens of the whole batch, so sums are all that is needed.
 
-    store = GradientStore(groups)
+    store = GradientStore(groups, fp32_accumulation=False)
     ...backward...
     store.reduce()
     square = store.norm_squared()        # this rank's share; the sum over all ranks is the norm^2
@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from comm_collectives import all_reduce
+from comm_collectives import reduce_in_buckets
+from moe_pipeline.executor import TiedParameters
 
 _BUCKET_BYTES = 64 * 2**20
 
@@ -31,17 +32,19 @@ class ParameterGroup:
         parameters: in the same order on every rank of `reduce_group`.
         reduce_group: ranks that hold the same parameters; None when there is only this one.
         num_holders: how many ranks of this pipeline stage hold each of them (norm bookkeeping).
+        tied: of the embedding that two stages hold, instead of `reduce_group`.
     """
 
     parameters: Sequence[nn.Parameter]
     reduce_group: dist.ProcessGroup | None
     num_holders: int
+    tied: TiedParameters | None = None
 
 
 class GradientStore:
     """The gradients of this rank's parameters, in fp32 when `fp32_accumulation` is set.
 
-    With fp32 accumulation a hook adds each micro-batch's gradient to an fp32 buffer and frees the
+    With fp32 accumulation a hook adds each microbatch's gradient to an fp32 buffer and frees the
     low-precision one at once; otherwise autograd's own accumulation into `.grad` is used.
     """
 
@@ -60,7 +63,7 @@ class GradientStore:
             parameter.grad = None
 
     def of(self, parameter: nn.Parameter) -> Tensor:
-        """The gradient of `parameter`; zeros when no micro-batch reached it."""
+        """The gradient of `parameter`; zeros when no microbatch reached it."""
         if parameter in self._buffers:
             return self._buffers[parameter]
         if parameter.grad is None:
@@ -79,10 +82,11 @@ class GradientStore:
     def reduce(self) -> None:
         """Sum every gradient over its group's ranks. Collective over each group."""
         for group in self._groups:
-            if group.reduce_group is None or group.reduce_group.size() == 1:
-                continue
-            for bucket in _buckets(group.parameters):
-                self._reduce_bucket(bucket, group.reduce_group)
+            gradients = [self.of(parameter) for parameter in group.parameters]
+            if group.tied is not None:
+                group.tied.reduce_gradients(gradients)
+            elif group.reduce_group is not None and group.reduce_group.size() > 1:
+                reduce_in_buckets(gradients, group=group.reduce_group, bucket_bytes=_BUCKET_BYTES)
 
     def norm_squared(self) -> float:
         """This rank's share of the squared global norm, after `reduce`.
@@ -102,35 +106,7 @@ class GradientStore:
             for parameter in group.parameters:
                 self.of(parameter).mul_(coefficient)
 
-    def _reduce_bucket(
-        self, bucket: Sequence[nn.Parameter], reduce_group: dist.ProcessGroup
-    ) -> None:
-        flat = torch.cat([self.of(parameter).reshape(-1) for parameter in bucket])
-        summed = all_reduce(flat, group=reduce_group)
-        for parameter, piece in zip(bucket, summed.split([p.numel() for p in bucket]), strict=True):
-            if parameter in self._buffers:
-                self._buffers[parameter].copy_(piece.view_as(parameter))
-            else:
-                parameter.grad = piece.view_as(parameter)
-
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """The factor that torch's `clip_grad_norm_` applies; `max_norm` 0 switches clipping off."""
-    if max_norm <= 0:
-        return 1.0
+    """The factor that torch's `clip_grad_norm_` applies; an infinite `max_norm` never clips."""
     return min(1.0, max_norm / (norm + 1e-6))
-
-
-def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Split into runs of one dtype of about `_BUCKET_BYTES`, identically on every rank."""
-    buckets: list[list[nn.Parameter]] = []
-    size = 0
-    for parameter in parameters:
-        nbytes = parameter.numel() * parameter.element_size()
-        fits = bool(buckets) and size + nbytes <= _BUCKET_BYTES
-        if not fits or buckets[-1][-1].dtype != parameter.dtype:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(parameter)
-        size += nbytes
-    return buckets

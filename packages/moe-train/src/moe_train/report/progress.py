@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from moe_train.errors import TrainValueError
+
 _WINDOW_STEPS = 20
 _PLAIN_LINES = 50
 _BAR_CELLS = 12
@@ -46,7 +48,7 @@ class ProgressLine:
 
     def __init__(self, total_steps: int, mode: str, stream: TextIO | None = None) -> None:
         if mode not in ("auto", "live", "plain", "off"):
-            raise ValueError(f'mode={mode!r} must be "auto", "live", "plain" or "off"')
+            raise TrainValueError(f'mode={mode!r} must be "auto", "live", "plain" or "off"')
         out = sys.stdout if stream is None else stream
         self.mode = ("live" if out.isatty() else "plain") if mode == "auto" else mode
         self._total_steps = total_steps

@@ -1,7 +1,7 @@
-"""Which samples a rank reads for a step, and the micro-batches made of them.
+"""Which samples a rank reads for a step, and the microbatches made of them.
 
 Sample s of the run is the same sequence in every layout: a step takes `global_batch_size`
-consecutive samples, micro-batch m an equal run of them, data rank r an equal run of that.
+consecutive samples, microbatch m an equal run of them, data rank r an equal run of that.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ class BatchPlan:
     num_data_ranks: int
 
     def samples(self, first_sample: int) -> list[NDArray[np.int64]]:
-        """Sample numbers of this rank, one array for each micro-batch."""
+        """Sample numbers of this rank, one array for each microbatch."""
         per_microbatch = self.global_batch_size // self.num_microbatches
         per_rank = per_microbatch // self.num_data_ranks
         offset = first_sample + self.data_rank * per_rank
@@ -36,7 +36,7 @@ class BatchPlan:
 def training_microbatches(
     split: PackedSplit, order: SampleOrder, plan: BatchPlan, first_sample: int
 ) -> list[Batch]:
-    """This rank's micro-batches of the step that begins with sample `first_sample`."""
+    """This rank's microbatches of the step that begins with sample `first_sample`."""
     return [split.batch(order.sequence_of(samples)) for samples in plan.samples(first_sample)]
 
 
@@ -44,7 +44,7 @@ def validation_steps(split: PackedSplit, count: int, plan: BatchPlan) -> Iterato
     """The first `count` sequences of the split, in batches shaped as in training.
 
     The last batch is filled up with sequences whose labels are all ignored, so that every rank
-    runs the same number of micro-batches and the mean is over exactly `count` sequences.
+    runs the same number of microbatches and the mean is over exactly `count` sequences.
     """
     for first in range(0, count, plan.global_batch_size):
         yield [_with_padding(split, samples, count) for samples in plan.samples(first)]

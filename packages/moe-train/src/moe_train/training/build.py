@@ -12,14 +12,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from moe_pipeline import (
-    ExecutorOptions,
-    PipelineExecutor,
-    Schedule,
-    forward_only,
-    forward_then_backward,
-    one_f_one_b,
-)
+from moe_pipeline import PipelineExecutor, Schedule
+from moe_pipeline.executor import ExecutorOptions, TiedParameters
+from moe_pipeline.schedules.generators import forward_only, forward_then_backward, one_f_one_b
 from moe_train.checkpoint import Checkpointer, checkpoint_files
 from moe_train.config import Config
 from moe_train.data import prepare
@@ -44,6 +39,7 @@ from moe_train.parallel import Parallel
 from moe_train.training.balancing import aux_loss_coef, check_balancing
 from moe_train.training.sources import Corpus, open_corpus
 from moe_train.training.step import StepRunner
+from unified_ckpt import ManagerOptions
 
 _SCHEDULES = {"1f1b": one_f_one_b, "forward_then_backward": forward_then_backward}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -66,14 +62,11 @@ def read_model_config(config: Config) -> DecoderConfig:
     from random weights, and are kept as they are with a model that starts from a checkpoint.
 
     Raises:
-        ValueError: neither is given, or the file cannot be used.
+        ValueError: the file cannot be used.
     """
-    source = config.model.init_from or config.model.config_file
-    if not source:
-        raise ValueError("model.config_file is empty; name a config.json, or set model.init_from")
-    model = read_decoder(Path(source))
+    model = read_decoder(Path(config.model.source))
     is_idle = bool(model.mtp_layers) and config.train.mtp_loss_coef == 0
-    leaves_out = is_idle and not config.model.init_from
+    leaves_out = is_idle and config.model.init_from is None
     return model.with_mtp_layers(0) if leaves_out else model
 
 
@@ -93,15 +86,15 @@ def build_stage(config: Config, model: DecoderConfig, parallel: Parallel) -> Dec
         token_group=parallel.data_group if parallel.num_data_ranks > 1 else None,
         num_microbatches=config.train.gradient_accumulation_steps,
         aux_loss_coef=aux_loss_coef(config, model),
-        aux_loss_scope=config.moe.moe_router_load_balancing_scope,
-        z_loss_coef=config.moe.moe_z_loss_coeff,
+        aux_loss_scope=config.moe.aux_loss_scope,
+        z_loss_coef=config.moe.z_loss_coef,
         capacity_factor=config.moe.capacity_factor,
-        drop_policy=config.moe.moe_token_drop_policy,
-        bias_update_rate=config.moe.moe_router_bias_update_rate,
+        drop_policy=config.moe.token_drop_policy,
+        bias_update_rate=config.moe.expert_bias_update_rate,
         mtp_loss_coef=config.train.mtp_loss_coef,
         loss_chunk_tokens=config.train.loss_chunk_tokens,
         experts_implementation=config.model.experts_implementation,
-        recompute=config.train.recompute == "layers",
+        recompute=config.train.recompute is not None,
         device=parallel.device,
         dtype=_DTYPES[config.train.dtype],
     )
@@ -160,17 +153,21 @@ def build_runner(
         ),
         optimizer=optimizer,
         max_grad_norm=config.optimizer.max_grad_norm,
-        updates_expert_bias=config.moe.moe_router_enable_expert_bias,
+        updates_expert_bias=config.moe.update_expert_bias,
     )
     checkpointer = Checkpointer(
         folder=Path(config.train.output_dir),
-        parallel=parallel,
+        rank=parallel.rank,
         parameters=tensors,
         layouts=layouts,
         optimizer=optimizer,
         files=files,
-        save_total_limit=config.checkpoint.save_total_limit,
-        timeout_s=max(config.parallel.timeout_s, 600.0),
+        options=ManagerOptions(
+            save_steps=config.checkpoint.interval_steps,
+            save_total_limit=config.checkpoint.save_total_limit,
+            signals=(),
+            timeout_s=max(config.parallel.timeout_s, 600.0),
+        ),
     )
     return runner, checkpointer
 
@@ -179,6 +176,8 @@ def parameter_groups(
     parameters: dict[str, nn.Parameter], parallel: Parallel, *, has_copy: bool
 ) -> list[ParameterGroup]:
     """Which ranks sum the gradients of which parameters; the same groups on every rank of a stage.
+
+    Collective over the ranks of the first and last stage, which compare a shared embedding.
 
     Dense parameters are reduced over dp x ep, experts over their own data parallel ranks, and an
     embedding of which first and last stage hold a copy over the ranks of both.
@@ -202,7 +201,10 @@ def parameter_groups(
         ),
     ]
     if ends is not None and copied:
-        groups.append(ParameterGroup(parameters=copied, reduce_group=ends, num_holders=ends.size()))
+        tied = TiedParameters(copied, group=ends)
+        groups.append(
+            ParameterGroup(parameters=copied, reduce_group=None, num_holders=ends.size(), tied=tied)
+        )
     return groups
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from moe_train.checkpoint import TrainerState
 from moe_train.config import Config
 from moe_train.data import Batch
-from moe_train.launch import StopFlag
+from moe_train.launch import RankContext
 from moe_train.optim import learning_rate
 from moe_train.report import MetricsLog, ProgressLine
 from moe_train.training.batches import BatchPlan, training_microbatches, validation_steps
@@ -73,30 +73,34 @@ class TrainingLoop:
             num_data_ranks=runner.parallel.num_data_ranks,
         )
 
-    def run(self, stop: StopFlag) -> Path | None:
-        """Train; collective over all ranks. Return the last checkpoint written, if any."""
-        train, checkpoint = self.config.train, self.config.checkpoint
+    def run(self, context: RankContext) -> Path | None:
+        """Train; collective over all ranks. Return the last checkpoint written, if any.
+
+        Args:
+            context: asked after every step whether to stop, and told the finished steps.
+        """
+        train = self.config.train
         saved: Path | None = None
         stopping = False
         while self.position.step < train.max_steps and not stopping:
-            result = self._step(stop)
-            step = self.position.step
+            result = self._step(stop=context.stop_requested)
+            step = context.step = self.position.step
             last = step == train.max_steps
             stopping = result.stop_requested
             if not stopping and (last or _due(step, train.validation_interval_steps)):
                 self._validate()
-            if stopping or last or _due(step, checkpoint.interval_steps):
+            if self.checkpointer.is_due(step) or stopping or last:
                 saved = self.checkpointer.save(self._state())
         return saved
 
-    def _step(self, stop: StopFlag) -> StepResult:
+    def _step(self, *, stop: bool) -> StepResult:
         started = time.perf_counter()
         batches = self._training_batches()
         loaded = time.perf_counter()
         lr = learning_rate(
             self.position.step + 1, self.config.train.max_steps, self.config.optimizer
         )
-        result = self.runner.train(batches, lr=lr, stop=stop.requested)
+        result = self.runner.train(batches, lr=lr, stop=stop)
         self.position.step += 1
         self.position.consumed_samples += self.config.train.global_batch_size
         elapsed_s = time.perf_counter() - started
@@ -153,7 +157,7 @@ class TrainingLoop:
 
 
 def _due(step: int, interval_steps: int) -> bool:
-    return interval_steps > 0 and step % interval_steps == 0
+    return step % interval_steps == 0
 
 
 def step_metrics(result: StepResult) -> dict[str, object]:
@@ -163,12 +167,8 @@ def step_metrics(result: StepResult) -> dict[str, object]:
         "aux_loss": result.aux_loss,
         "grad_norm": result.grad_norm,
     }
-    # Losses that most jobs have not.
-    values.update(
-        (name, value)
-        for name, value in (("z_loss", result.z_loss), ("mtp_loss", result.mtp_loss))
-        if value
-    )
+    optional = {"z_loss": result.z_loss, "mtp_loss": result.mtp_loss}
+    values |= {name: value for name, value in optional.items() if value}
     worst = 0.0
     for layer, load_E in enumerate(result.load_LE):
         total = sum(load_E)

@@ -6,6 +6,7 @@ from typing import Any
 from comm_collectives import broadcast_nested
 from moe_train.config import Config
 from moe_train.data import PackedSplit, PreparedCorpus, SampleOrder
+from moe_train.errors import TrainValueError
 from moe_train.parallel import Parallel
 
 
@@ -51,7 +52,7 @@ def open_corpus(config: Config, parallel: Parallel, prepared: PreparedCorpus | N
     )
     facts = CorpusFacts(**told)
     if own is not None and own != facts:
-        raise ValueError(
+        raise TrainValueError(
             f"rank {parallel.rank} reads another corpus than rank 0: {own} and {facts}; "
             "give every machine the same files"
         )

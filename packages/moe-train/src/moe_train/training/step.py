@@ -7,20 +7,20 @@ therefore sees the same numbers and takes the same decisions.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from comm_collectives import all_reduce
-from moe_pipeline import PipelineExecutor, TopKRouter, update_expert_bias
+from moe_pipeline import PipelineExecutor, token_scale
+from moe_pipeline.router import TopKRouter, update_expert_bias
 from moe_train.data import Batch
 from moe_train.errors import MoeTrainError
-from moe_train.model import DecoderStage, StageRecord, Target
+from moe_train.model import DecoderStage, Target
 from moe_train.optim import AdamW, GradientStore, clip_coefficient
 from moe_train.parallel import Parallel
 from moe_train.training.batches import count_predictions
-
-_HEAD = 7  # norm^2, loss, three losses beside it, stop requests, predicted tokens
 
 
 class NonFiniteLossError(MoeTrainError):
@@ -47,12 +47,24 @@ class StepResult:
     stop_requested: bool
 
 
+class _Sums(NamedTuple):
+    """What is summed over all ranks after a step, besides the loads of the experts."""
+
+    norm_squared: float
+    loss: float
+    aux_loss: float
+    z_loss: float
+    mtp_loss: float
+    stop_requests: float
+    predicted_tokens: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRunner:
     """Runs steps on one rank; every method is collective over all ranks of the job.
 
     Args:
-        max_grad_norm: 0 does not clip.
+        max_grad_norm: above it gradients are scaled down.
         updates_expert_bias: after each update of the weights move the routers' expert biases.
     """
 
@@ -66,24 +78,25 @@ class StepRunner:
     updates_expert_bias: bool = False
 
     def train(self, batches: Sequence[Batch], *, lr: float, stop: bool = False) -> StepResult:
-        """Forward, backward and update on this rank's micro-batches.
+        """Forward, backward and update on this rank's microbatches.
 
         Args:
-            batches: one per micro-batch; empty on stages that need no tokens.
+            batches: one per microbatch; empty on stages that need no tokens.
             lr: learning rate of the update.
             stop: this rank was asked to stop after the step.
 
         Raises:
             NonFiniteLossError: on every rank, before the update.
         """
-        num_tokens = self._num_tokens(batches)
         self.gradients.clear()
         self.stage.train()
-        self.executor.step(*self._pipeline_arguments(batches, 1.0 / max(num_tokens, 1)))
+        scale = 1.0
+        if self.parallel.is_last:
+            labels = [batch.labels.to(self.parallel.device) for batch in batches]
+            scale = token_scale(labels, group=self.parallel.data_group)
+        self.executor.step(*self._pipeline_arguments(batches, scale))
         self.gradients.reduce()
-        result = self._share(
-            self.stage.take_record(), self.gradients.norm_squared(), num_tokens, stop
-        )
+        result = self._share(batches, self.gradients.norm_squared(), stop)
         if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
             raise NonFiniteLossError(
                 f"loss={result.loss} and gradient norm={result.grad_norm} are not finite; lower "
@@ -94,17 +107,16 @@ class StepRunner:
             self.gradients.scale(coefficient)
         self.optimizer.step(self.gradients, lr)
         if self.updates_expert_bias:
-            # Routers have counted global micro-batches, so every rank moves its copies alike.
+            # Routers have counted global microbatches, so every rank moves its copies alike.
             update_expert_bias(m for m in self.stage.modules() if isinstance(m, TopKRouter))
         return result
 
     def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:
         """Sum of cross entropies over the global batch, and how many tokens were predicted."""
-        num_tokens = self._num_tokens(batches)
         self.stage.eval()
         with torch.no_grad():
             self.evaluator.step(*self._pipeline_arguments(batches, 1.0))
-        result = self._share(self.stage.take_record(), 0.0, num_tokens, False)
+        result = self._share(batches, 0.0, False)
         return result.loss, result.num_tokens
 
     def _pipeline_arguments(
@@ -119,42 +131,33 @@ class StepRunner:
             targets = [Target(b.labels.to(device), scale, b.input_ids.to(device)) for b in batches]
         return inputs, targets
 
-    def _num_tokens(self, batches: Sequence[Batch]) -> int:
-        """Predicted tokens of the global batch; known to the last stage, 0 elsewhere."""
-        if not self.parallel.is_last:
-            return 0
-        count = torch.tensor([count_predictions(batches)], device=self.parallel.device)
-        return int(all_reduce(count, group=self.parallel.data_group))
-
-    def _share(
-        self, record: StageRecord, norm_squared: float, num_tokens: int, stop: bool
-    ) -> StepResult:
-        config = self.stage.config
+    def _share(self, batches: Sequence[Batch], norm_squared: float, stop: bool) -> StepResult:
+        """The figures of the step, summed over all ranks."""
+        config, record = self.stage.config, self.stage.take_record()
         shape = (config.num_hidden_layers + len(config.mtp_layers), config.num_experts)
-        one_of_stage = self.parallel.data_rank == 0
         load_LE = torch.zeros(shape, dtype=torch.float64, device=self.parallel.device)
-        if one_of_stage:
+        if self.parallel.data_rank == 0:  # every rank of a stage has the same
             for layer, load_E in record.load_E.items():
                 load_LE[layer] = load_E.double()
-        head = [
-            norm_squared,
-            float(record.loss),
-            float(record.aux_loss),
-            float(record.z_loss),
-            float(record.mtp_loss),
-            float(stop),
-            float(num_tokens if one_of_stage else 0),
-        ]
-        head_tensor = torch.tensor(head, dtype=torch.float64, device=self.parallel.device)
-        total = all_reduce(torch.cat((head_tensor, load_LE.flatten()))).cpu()
-        square, loss, aux_loss, z_loss, mtp_loss, stops, tokens = total[:_HEAD].tolist()
+        own = _Sums(
+            norm_squared=norm_squared,
+            loss=float(record.loss),
+            aux_loss=float(record.aux_loss),
+            z_loss=float(record.z_loss),
+            mtp_loss=float(record.mtp_loss),
+            stop_requests=float(stop),
+            predicted_tokens=count_predictions(batches) if self.parallel.is_last else 0,
+        )
+        own_sums = torch.tensor(own, dtype=torch.float64, device=self.parallel.device)
+        total = all_reduce(torch.cat((own_sums, load_LE.flatten()))).cpu()
+        sums = _Sums(*total[: len(own)].tolist())
         return StepResult(
-            loss=loss,
-            aux_loss=aux_loss,
-            z_loss=z_loss,
-            mtp_loss=mtp_loss,
-            grad_norm=math.sqrt(square) if square >= 0 else math.nan,
-            num_tokens=int(tokens),
-            load_LE=[[int(v) for v in row] for row in total[_HEAD:].view(shape).tolist()],
-            stop_requested=stops > 0,
+            loss=sums.loss,
+            aux_loss=sums.aux_loss,
+            z_loss=sums.z_loss,
+            mtp_loss=sums.mtp_loss,
+            grad_norm=math.sqrt(sums.norm_squared) if sums.norm_squared >= 0 else math.nan,
+            num_tokens=int(sums.predicted_tokens),
+            load_LE=[[int(v) for v in row] for row in total[len(own) :].view(shape).tolist()],
+            stop_requested=sums.stop_requests > 0,
         )

@@ -1,0 +1,128 @@
+"""One rank of a job: what it runs, what it is given, and what it leaves for the launcher.
+
+The launcher writes `RUN_DIR/job.json` with the module to run; the rank writes `rank-<n>.pid` once
+it is ready for signals, then `rank-<n>.done`, or `rank-<n>.error.json` if its job raises. The
+module defines one function, `run(argv: list[str], context: RankContext) -> None`.
+
+    run_rank("moe_train.jobs.rank_job", ["config.toml", ""], context)  # under torchrun, no RUN_DIR
+"""
+
+import math
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+
+from moe_train.errors import MoeTrainError
+from unified_ckpt.run import SignalWatch
+
+
+@dataclass(slots=True)
+class RankContext:
+    """What a rank's job is given, and what it tells: `step` is the number of finished steps."""
+
+    signals: SignalWatch = field(default_factory=lambda: SignalWatch(()))
+    step: int = 0
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a signal has asked this process to save and end."""
+        return bool(self.signals.seen)
+
+
+def watch_stop_signals() -> RankContext:
+    """A context that notes SIGINT and SIGTERM, which then never end this process by themselves.
+
+    A second Ctrl-C is for the launcher to act on: it kills the ranks.
+    """
+    return RankContext(SignalWatch((signal.SIGINT, signal.SIGTERM), repeat_s=math.inf))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankError:
+    """What a failing rank leaves for the launcher.
+
+    Attributes:
+        rank: its number in the job.
+        step: finished steps when it failed.
+        monotonic_s: when, on the machine's monotonic clock, which all processes share.
+        text: the traceback.
+        summary: type and message of the exception.
+    """
+
+    rank: int
+    step: int
+    monotonic_s: float
+    text: str
+    summary: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankJob:
+    """What every rank of a launch runs, and who launched it."""
+
+    module: str
+    argv: list[str]
+    launcher_pid: int
+
+
+def pid_file(run_dir: Path, rank: int) -> Path:
+    """The file in which a rank says that it is ready for signals."""
+    return run_dir / f"rank-{rank}.pid"
+
+
+def done_file(run_dir: Path, rank: int) -> Path:
+    """The file in which a rank says that its job ran to its end."""
+    return run_dir / f"rank-{rank}.done"
+
+
+def error_file(run_dir: Path, rank: int) -> Path:
+    """The file in which a rank says why it failed."""
+    return run_dir / f"rank-{rank}.error.json"
+
+
+class RankJobError(MoeTrainError):
+    """A rank's job raised; `error` says where and why."""
+
+    def __init__(self, error: RankError) -> None:
+        super().__init__(f"rank {error.rank}, step {error.step}: {error.summary}")
+        self.error = error
+
+
+def run_rank(module: str, argv: Sequence[str], context: RankContext) -> None:
+    """Import `module` and call its `run`.
+
+    Raises:
+        RankJobError: whatever exception the job raised, with rank and step.
+    """
+    try:
+        import_module(module).run(list(argv), context)
+    # Whatever a job raises must reach the person who started it, with rank and step.
+    except Exception as error:
+        raised = RankError(
+            rank=rank_number(),
+            step=context.step,
+            monotonic_s=time.monotonic(),
+            text=traceback.format_exc(),
+            summary=f"{type(error).__name__}: {error}",
+        )
+        raise RankJobError(raised) from error
+
+
+def leave(exit_code: int) -> None:
+    """End this process; after a failure at once, for its threads may wait for lost peers."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if exit_code:
+        os._exit(exit_code)
+    sys.exit(0)
+
+
+def rank_number() -> int:
+    """This process's rank, from the environment; 0 outside of a job."""
+    return int(os.environ.get("RANK", "0"))
