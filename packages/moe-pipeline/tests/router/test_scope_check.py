@@ -101,5 +101,5 @@ def test_the_message_names_schedule_size_and_remedy():
 
 
 def test_an_unknown_scope_is_refused():
-    with pytest.raises(ValueError, match="'batch' is unknown; choose one of micro_batch"):
+    with pytest.raises(ValueError, match="'batch' is unknown; choose one of microbatch"):
         check_aux_scope(one_f_one_b(1, 1), "batch")

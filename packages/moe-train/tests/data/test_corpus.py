@@ -17,7 +17,9 @@ def names(found: list[Document]) -> list[str]:
     return [document.name for document in found]
 
 
-def find(*corpus: object, extensions: tuple[str, ...] = (".py",), max_bytes: int = 0) -> list[str]:
+def find(
+    *corpus: object, extensions: tuple[str, ...] = (".py",), max_bytes: int | None = None
+) -> list[str]:
     entries = [str(entry) for entry in corpus]
     return names(find_documents(entries, extensions=extensions, max_bytes=max_bytes))
 
@@ -37,7 +39,7 @@ def test_folder_is_walked_by_extension_in_order_of_names(tmp_path: Path) -> None
         write(tmp_path / "top" / name)
     write(tmp_path / "top" / "empty.py", "")
     assert find(tmp_path / "top") == ["top/a.py", "top/b/a.py", "top/b/z.py"]
-    assert find(tmp_path / "top", extensions=()) == [
+    assert find(tmp_path / "top", extensions=("*",)) == [
         "top/a.py",
         "top/b/a.py",
         "top/b/z.py",
