@@ -28,8 +28,9 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     check_import_is_cheap(weight_convert, "torch", "numpy", "tokenizers", "rich", "matplotlib")
 
 
-def test_the_examples_of_the_readme_run() -> None:
+def test_the_examples_of_the_pages_run() -> None:
     assert run_examples(README) > 0
+    assert run_examples(README.with_name("ARCHITECTURE.md")) > 0
 
 
 def test_converting_imports_neither_torch_nor_safetensors_nor_numpy() -> None:
