@@ -4,7 +4,7 @@ python scripts/run_claims.py                        # every claim that this mach
 python scripts/run_claims.py comm-collectives       # the claims of one package
 python scripts/run_claims.py --only ID [ID ...]     # some claims
 python scripts/run_claims.py --gpu                  # the GPU claims, into gpu-<card>.json
-python scripts/run_claims.py --write-readmes        # copy the results into the READMEs
+python scripts/run_claims.py --write-readmes        # copy the results into the pages
 python scripts/run_claims.py --check-readmes        # or only say which are out of date
 """
 
@@ -105,9 +105,9 @@ def _readmes(claims: Sequence[Claim], *, write: bool) -> int:
     packages = read_packages()
     entries = read_entries(RESULTS)
     if write:
-        for file in write_readmes(packages, claims, entries):
+        for file in write_readmes(packages, claims, entries, root=ROOT):
             print(f"claims: wrote {file.relative_to(ROOT)}")
-    problems = check_readmes(packages, claims, entries)
+    problems = check_readmes(packages, claims, entries, root=ROOT)
     for problem in problems:
         print(problem)
     return 1 if problems else 0

@@ -188,25 +188,50 @@ def test_the_readme_is_filled_from_the_results_and_then_up_to_date(root: Path) -
     figure = {"value": 1.01, "low": 0.9, "high": 1.2, "n": 9.0}
     write_results(file, [Outcome(claim=CLAIM, verdict=HOLDS, figure=figure)])
     entries = read_entries(file.parent)
-    assert "out of date" in as_text(check_readmes(packages_of(root), [CLAIM], entries))
-    assert len(write_readmes(packages_of(root), [CLAIM], entries)) == 1
+    assert "out of date" in as_text(check_readmes(packages_of(root), [CLAIM], entries, root=root))
+    assert len(write_readmes(packages_of(root), [CLAIM], entries, root=root)) == 2
     text = (root / "packages/a-b/README.md").read_text()
     assert "| It is fast. | <= 1.05 x | the other | 1.01 x (0.9 to 1.2) | holds |" in text
     assert text.endswith("rest\n")
-    assert check_readmes(packages_of(root), [CLAIM], entries) == []
-    assert write_readmes(packages_of(root), [CLAIM], entries) == []
+    assert check_readmes(packages_of(root), [CLAIM], entries, root=root) == []
+    assert write_readmes(packages_of(root), [CLAIM], entries, root=root) == []
 
 
 def test_a_figure_changed_by_hand_is_found(root: Path) -> None:
-    write_readmes(packages_of(root), [CLAIM], {})
+    write_readmes(packages_of(root), [CLAIM], {}, root=root)
     readme = root / "packages/a-b/README.md"
     readme.write_text(readme.read_text().replace("not measured yet", "0.5 x"))
-    assert "out of date" in as_text(check_readmes(packages_of(root), [CLAIM], {}))
+    assert "out of date" in as_text(check_readmes(packages_of(root), [CLAIM], {}, root=root))
 
 
 def test_a_readme_without_a_place_for_its_figures_is_found(root: Path) -> None:
     (root / "packages/a-b/README.md").write_text("# a-b\n")
-    assert "no figures section" in as_text(check_readmes(packages_of(root), [CLAIM], {}))
+    assert "no figures section" in as_text(check_readmes(packages_of(root), [CLAIM], {}, root=root))
+
+
+def test_what_tests_show_stands_in_claims_md_and_not_in_the_readme(root: Path) -> None:
+    shown = replace(CLAIM, id="shown", statement="It is right.", unit="tests", limit=">= 2")
+    ours = replace(CLAIM, id="ours", statement="All is quick.", package="repository")
+    claims = [CLAIM, shown, ours]
+    write_readmes(packages_of(root), claims, {}, root=root)
+    page, readme = root / "benchmarks/CLAIMS.md", root / "packages/a-b/README.md"
+    row = f"| It is right. | `{CLAIM.command}` | >= 2 tests |  | not measured yet |"
+    assert row in page.read_text().partition("## a-b\n")[2].partition("##")[0]
+    assert "## repository" in page.read_text() and "All is quick." in page.read_text()
+    assert "It is fast." in readme.read_text() and "It is fast." not in page.read_text()
+    assert "It is right." not in readme.read_text()
+    assert check_readmes(packages_of(root), claims, {}, root=root) == []
+
+
+def test_a_page_of_claims_that_was_changed_by_hand_or_is_missing_is_found(root: Path) -> None:
+    write_readmes(packages_of(root), [CLAIM], {}, root=root)
+    page = root / "benchmarks/CLAIMS.md"
+    page.write_text(page.read_text() + "more\n")
+    assert "CLAIMS.md:1: figures are out of date" in as_text(
+        check_readmes(packages_of(root), [CLAIM], {}, root=root)
+    )
+    page.unlink()
+    assert "CLAIMS.md:1" in as_text(check_readmes(packages_of(root), [CLAIM], {}, root=root))
 
 
 def test_a_package_without_claims_needs_no_figures() -> None:
