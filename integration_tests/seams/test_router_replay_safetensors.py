@@ -6,7 +6,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from moe_pipeline import MoEConfig, MoELayer, record_routing, replay_routing
+from moe_pipeline import MoEConfig, MoELayer
+from moe_pipeline.layer import record_routing, replay_routing
 
 
 def test_a_saved_record_is_replayed_by_another_model(seed: int, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_pipeline.errors import MoEPipelineError
+from moe_pipeline.errors import MoEPipelineError, MoEValueError
 from moe_pipeline.schedules import plan
 from moe_pipeline.schedules.generators import SCHEDULES
 from moe_pipeline.schedules.table import (
@@ -125,7 +125,7 @@ def _schedule(arguments: argparse.Namespace) -> int:
 def _simulate(arguments: argparse.Namespace) -> int:
     if arguments.what in SCHEDULES:
         if arguments.stages is None or arguments.microbatches is None:
-            raise ValueError(f"{arguments.what} needs --stages and --microbatches")
+            raise MoEValueError(f"{arguments.what} needs --stages and --microbatches")
         schedule = SCHEDULES[arguments.what](arguments.stages, arguments.microbatches)
     else:
         schedule = read_csv(Path(arguments.what))

@@ -9,6 +9,8 @@ Field names are those of transformers' configurations where it has one (`num_exp
 
 from dataclasses import dataclass, field
 
+from moe_pipeline.errors import MoETypeError, MoEValueError
+
 AUX_LOSS_SCOPES = ("microbatch", "sequence", "global_batch")
 EXPERTS_IMPLEMENTATIONS = ("auto", "fused", "grouped_mm", "loop")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
@@ -67,26 +69,26 @@ class RouterOptions:
         _one_of("moe_router_selection", self.moe_router_selection, *selections)
         _one_of("moe_token_drop_policy", self.moe_token_drop_policy, "probs", "position")
         if not self.moe_router_pre_softmax and self.moe_router_score_function != "softmax":
-            raise ValueError(
+            raise MoEValueError(
                 "moe_router_pre_softmax=False is about softmax scores; with "
                 "moe_router_score_function='sigmoid' leave it True"
             )
         for name in ("n_group", "topk_group"):
             _positive_int(name, getattr(self, name))
         if self.topk_group > self.n_group:
-            raise ValueError(
+            raise MoEValueError(
                 f"topk_group={self.topk_group} exceeds n_group={self.n_group}; choose at most that"
             )
         for name in ("moe_norm_min", "routed_scaling_factor", "moe_router_bias_update_rate"):
             _finite(name, getattr(self, name))
         if not 0.0 <= self.moe_input_jitter_eps < 1.0:
-            raise ValueError(
+            raise MoEValueError(
                 f"moe_input_jitter_eps={self.moe_input_jitter_eps} must be at least 0 and below 1"
             )
         self._check_selection()
         factor = self.moe_expert_capacity_factor
         if factor is not None and not 0.0 < factor < float("inf"):
-            raise ValueError(
+            raise MoEValueError(
                 f"moe_expert_capacity_factor={factor} leaves no room for any token; give a "
                 "positive number, or None for no limit"
             )
@@ -96,12 +98,12 @@ class RouterOptions:
         if selection == "token_choice":
             return
         if self.moe_router_enable_expert_bias:
-            raise ValueError(
+            raise MoEValueError(
                 f"moe_router_selection={selection!r} balances the load itself; leave "
                 "moe_router_enable_expert_bias False"
             )
         if selection == "expert_choice" and self.n_group > 1:
-            raise ValueError(
+            raise MoEValueError(
                 f"n_group={self.n_group} limits the choice of tokens, and under "
                 "moe_router_selection='expert_choice' they have none; leave it 1"
             )
@@ -161,15 +163,15 @@ class ExpertsOptions:
         _one_of("experts_implementation", self.experts_implementation, *EXPERTS_IMPLEMENTATIONS)
         if self.swiglu_limit is not None:
             if not self.has_gate or self.hidden_act != "silu":
-                raise ValueError("swiglu_limit is for gated silu experts; leave it None")
+                raise MoEValueError("swiglu_limit is for gated silu experts; leave it None")
             if not 0.0 < self.swiglu_limit < float("inf"):
-                raise ValueError(f"swiglu_limit={self.swiglu_limit} must be positive, or None")
+                raise MoEValueError(f"swiglu_limit={self.swiglu_limit} must be positive, or None")
             if not 0.0 < self.swiglu_alpha < float("inf"):
-                raise ValueError(f"swiglu_alpha={self.swiglu_alpha} must be positive and finite")
+                raise MoEValueError(f"swiglu_alpha={self.swiglu_alpha} must be positive and finite")
         if self.fp8 and (
             self.experts_implementation != "auto" or self.gradient_accumulation_fusion
         ):
-            raise ValueError(
+            raise MoEValueError(
                 "fp8=True has its own implementation; leave experts_implementation='auto' and "
                 "gradient_accumulation_fusion=False"
             )
@@ -232,7 +234,7 @@ class MoEConfig:
         if self.moe_latent_size is not None:
             _positive_int("moe_latent_size", self.moe_latent_size)
         if self.num_experts_per_tok > self.num_experts:
-            raise ValueError(
+            raise MoEValueError(
                 f"num_experts_per_tok={self.num_experts_per_tok} exceeds num_experts="
                 f"{self.num_experts}; each token needs that many different experts"
             )
@@ -247,18 +249,18 @@ class MoEConfig:
     def _check_groups(self) -> None:
         n_group, topk_group = self.router.n_group, self.router.topk_group
         if self.num_experts % n_group:
-            raise ValueError(
+            raise MoEValueError(
                 f"n_group={n_group} does not divide num_experts={self.num_experts}; choose a "
                 "divisor"
             )
         per_group = self.num_experts // n_group
         if topk_group * per_group < self.num_experts_per_tok:
-            raise ValueError(
+            raise MoEValueError(
                 f"topk_group={topk_group} groups of {per_group} experts hold fewer than "
                 f"num_experts_per_tok={self.num_experts_per_tok}; raise topk_group"
             )
         if self.router.moe_router_group_score == "top2_sum" and n_group > 1 and per_group < 2:
-            raise ValueError(
+            raise MoEValueError(
                 f"moe_router_group_score='top2_sum' needs groups of at least 2 experts, and "
                 f"n_group={n_group} of num_experts={self.num_experts} have {per_group}"
             )
@@ -266,16 +268,16 @@ class MoEConfig:
 
 def _one_of(name: str, value: str, *allowed: str) -> None:
     if value not in allowed:
-        raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(allowed)}")
+        raise MoEValueError(f"{name}={value!r} is unknown; choose one of {', '.join(allowed)}")
 
 
 def _positive_int(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}")
+        raise MoETypeError(f"{name} must be an int, got {value!r}")
     if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
+        raise MoEValueError(f"{name} must be at least 1, got {value}")
 
 
 def _finite(name: str, value: float) -> None:
     if not 0.0 <= value < float("inf"):
-        raise ValueError(f"{name} must be finite and not negative, got {value}")
+        raise MoEValueError(f"{name} must be finite and not negative, got {value}")

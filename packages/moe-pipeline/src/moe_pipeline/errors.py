@@ -1,20 +1,38 @@
-"""The errors of this package that are not plain `ValueError` or `TypeError`.
+"""The errors of this package: one `except MoEPipelineError` catches whatever it raises on purpose.
 
-A wrong argument raises `ValueError` or `TypeError` and says what to change. What goes wrong later,
-while a schedule runs or is read, raises a subclass of `MoEPipelineError`.
+A wrong argument is also a `ValueError` or a `TypeError`, and says what to change.
 """
 
 
-class MoEPipelineError(RuntimeError):
-    """Base of this package's own errors."""
+class MoEPipelineError(Exception):
+    """Base of every error that this package raises on purpose."""
 
 
-class ScheduleError(MoEPipelineError):
+class MoEValueError(MoEPipelineError, ValueError):
+    """A value does not fit; the message says what would."""
+
+
+class MoETypeError(MoEPipelineError, TypeError):
+    """An argument has the wrong type."""
+
+
+class ScheduleError(MoEValueError):
     """A schedule that `check` rejects was about to be executed; the message lists the problems."""
 
 
-class StageTransferError(MoEPipelineError):
+class StageTransferError(MoEPipelineError, RuntimeError):
     """A send or receive between two stages failed: names rank, stage, action and peer.
 
     The communication error that caused it is the `__cause__`.
     """
+
+
+def check_type(name: str, value: object, *kinds: type, hint: str = "") -> None:
+    """Refuse a value that is of none of these kinds.
+
+    Raises:
+        TypeError: names the argument, what it is and what it should be.
+    """
+    if not isinstance(value, kinds):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise MoETypeError(f"{name} must be a {wanted}{hint}, got a {type(value).__name__}")

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from moe_pipeline.errors import MoETypeError, MoEValueError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MoEGroups:
@@ -42,7 +44,7 @@ class MoEGroups:
         axes = {name: _ranks(name, getattr(self, name)) for name in ("ep", "etp", "sequence")}
         shared = sorted(set(axes["ep"]) & set(axes["etp"]))
         if len(shared) > 1:
-            raise ValueError(
+            raise MoEValueError(
                 f"groups.ep has the ranks {axes['ep']}, groups.etp {axes['etp']}: ranks that hold "
                 f"slices of the same experts cannot hold different ones, and {shared} would do "
                 "both; lay the axes with fold_experts"
@@ -52,7 +54,7 @@ class MoEGroups:
             tokens = [dist.get_rank()]
         for name, ranks in axes.items():
             if not set(ranks) <= set(tokens):
-                raise ValueError(
+                raise MoEValueError(
                     f"groups.{name} has the ranks {ranks}, groups.tokens {tokens}; each rank "
                     "brings tokens of the same micro-batch, so give a groups.tokens that contains "
                     "them all"
@@ -79,8 +81,11 @@ def _ranks(name: str, group: object) -> list[int]:
     if group is None:
         return []
     if not isinstance(group, ProcessGroup):
-        raise TypeError(
+        raise MoETypeError(
             f"groups.{name} is {group!r}, which is what a rank outside of a group gets instead of "
             "it; give the group that this rank is in, or None"
         )
     return dist.get_process_group_ranks(group)
+
+
+ALONE = MoEGroups()  # this rank has all of it

@@ -11,10 +11,10 @@ from torch import nn
 from moe_pipeline.config import MoEConfig, RouterLosses
 from moe_pipeline.errors import ScheduleError
 from moe_pipeline.executor.execution_plan import stage_holders
+from moe_pipeline.executor.groups.tied import TiedParameters
 from moe_pipeline.executor.options import ExecutorOptions
 from moe_pipeline.executor.pipeline_executor import PipelineExecutor
 from moe_pipeline.executor.stage_io import StageOutput
-from moe_pipeline.executor.tied import TiedParameters
 from moe_pipeline.groups import MoEGroups
 from moe_pipeline.layer.moe_layer import MoELayer
 from moe_pipeline.schedules.generators.basic import one_f_one_b
@@ -391,7 +391,9 @@ def test_wrong_numbers_of_inputs_and_targets_are_refused():
         executor.step([(), ()])
     with pytest.raises(ValueError, match="but 1 targets are given"):
         executor.step([(), (), ()], [None])
-    with pytest.raises(TypeError, match=r"the inputs of microbatch 1 are a Tensor; give a tuple"):
+    with pytest.raises(
+        TypeError, match=r"inputs\[1\] must be a tuple or list, such as \(x,\), got a Tensor"
+    ):
         executor.step([(), torch.ones(1), ()])
 
 

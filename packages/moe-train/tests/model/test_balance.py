@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_pipeline import BalanceTerms, MoEConfig, MoEGroups, RouterLosses
+from moe_pipeline import MoEConfig, MoEGroups, RouterLosses
+from moe_pipeline.router import BalanceTerms
 from moe_train.model.balance import DeferredBalance
 
 EXPERTS, COEF = 5, 0.3

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from moe_pipeline.errors import ScheduleError
+from moe_pipeline.errors import MoEValueError, ScheduleError
 from moe_pipeline.schedules.table import Action, Kind, Schedule, check
 
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
@@ -26,7 +26,7 @@ _OTHER_END = {
     Kind.SEND_BACKWARD: (-1, Kind.RECV_BACKWARD),
     Kind.RECV_BACKWARD: (1, Kind.SEND_BACKWARD),
 }
-_Key = tuple[int, int]  # stage, microbatch
+MicrobatchKey = tuple[int, int]  # stage, microbatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ class ExecutionPlan:
 
     schedule: Schedule
     rows: Mapping[int, tuple[Action, ...]]
-    places: Mapping[_Key, int]
-    split_backwards: frozenset[_Key]
+    places: Mapping[MicrobatchKey, int]
+    split_backwards: frozenset[MicrobatchKey]
     expected: Mapping[Edge, tuple[Action, ...]]
     targets: frozenset[Edge]
     edges: Mapping[Action, Edge]
@@ -77,7 +77,7 @@ class ExecutionPlan:
                 f"schedule {schedule.name} has {len(problems)} problems, the first: {shown}"
             )
         if rank is not None and not 0 <= rank < len(schedule.ranks):
-            raise ValueError(
+            raise MoEValueError(
                 f"rank={rank} is not in schedule {schedule.name}, which has ranks "
                 f"0..{len(schedule.ranks) - 1}"
             )
@@ -101,7 +101,7 @@ class ExecutionPlan:
             delivered={} if rank is None else _delivered(schedule, places, rank),
         )
 
-    def keys(self) -> list[_Key]:
+    def keys(self) -> list[MicrobatchKey]:
         """Every (stage, microbatch) that this process computes."""
         return [key for key, rank in self.places.items() if rank in self.rows]
 
@@ -153,13 +153,13 @@ def stage_holders(schedule: Schedule) -> dict[int, tuple[int, ...]]:
     return {stage: tuple(sorted(found[stage])) for stage in sorted(found)}
 
 
-def _link(action: Action, places: Mapping[_Key, int]) -> Edge:
+def _link(action: Action, places: Mapping[MicrobatchKey, int]) -> Edge:
     other = other_end(action)
     forward = action.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
     return Edge(places[other.stage, other.microbatch], forward)
 
 
-def _split_backwards(schedule: Schedule) -> Iterator[_Key]:
+def _split_backwards(schedule: Schedule) -> Iterator[MicrobatchKey]:
     for actions in schedule.ranks:
         for action in actions:
             if action.kind in _SPLIT:
@@ -167,7 +167,7 @@ def _split_backwards(schedule: Schedule) -> Iterator[_Key]:
 
 
 def _delivered(
-    schedule: Schedule, places: Mapping[_Key, int], rank: int
+    schedule: Schedule, places: Mapping[MicrobatchKey, int], rank: int
 ) -> dict[Action, Mapping[Edge, int]]:
     found: dict[Action, Mapping[Edge, int]] = {}
     for peer, row in enumerate(schedule.ranks):

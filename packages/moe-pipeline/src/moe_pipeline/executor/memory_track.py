@@ -23,13 +23,12 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from moe_pipeline.executor.execution_plan import MicrobatchKey
 from moe_pipeline.schedules.table import Action, Kind
-
-_Key = tuple[int, int]  # stage, microbatch
 
 
 @final
-class _Kept:
+class _KeptTensor:
     """What autograd holds instead of a tensor; its end is the tensor's release."""
 
     __slots__ = ("__weakref__", "tensor")
@@ -47,7 +46,7 @@ class _Storage:
         self.num_bytes = storage.nbytes()
         self._storage = StorageWeakRef(storage)
         self.number = self._storage.cdata  # not given again while the weak reference lives
-        self._keepers: list[weakref.ref[_Kept]] = []
+        self._keepers: list[weakref.ref[_KeptTensor]] = []
 
     @property
     def exists(self) -> bool:
@@ -59,7 +58,7 @@ class _Storage:
         """Whether the graph keeps it."""
         return any(keeper() is not None for keeper in self._keepers)
 
-    def keep(self, kept: _Kept) -> None:
+    def keep(self, kept: _KeptTensor) -> None:
         """Note another place of the graph that keeps it."""
         self._keepers.append(weakref.ref(kept))
 
@@ -74,8 +73,8 @@ class MemoryTrack:
 
     def __init__(self) -> None:
         self.timeline: list[tuple[Action, int]] = []
-        self._stored: dict[_Key, dict[int, _Storage]] = {}
-        self._split: set[_Key] = set()  # between I and W
+        self._stored: dict[MicrobatchKey, dict[int, _Storage]] = {}
+        self._split: set[MicrobatchKey] = set()  # between I and W
         self._seen: list[tuple[Action, list[_Storage]]] = []
 
     @property
@@ -84,12 +83,12 @@ class MemoryTrack:
         return max((held for _, held in self.timeline), default=0)
 
     @contextmanager
-    def forward(self, key: _Key) -> Iterator[None]:
+    def forward(self, key: MicrobatchKey) -> Iterator[None]:
         """Around a stage's forward: notes what the graph keeps."""
         stored = self._stored.setdefault(key, {})
 
-        def pack(tensor: Tensor) -> _Kept:
-            kept, storage = _Kept(tensor), _Storage(tensor)
+        def pack(tensor: Tensor) -> _KeptTensor:
+            kept, storage = _KeptTensor(tensor), _Storage(tensor)
             stored.setdefault(storage.number, storage).keep(kept)
             return kept
 

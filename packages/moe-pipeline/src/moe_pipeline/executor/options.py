@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from moe_pipeline.errors import MoEValueError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorOptions:
@@ -31,6 +33,6 @@ class ExecutorOptions:
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ValueError(f"timeout_s={self.timeout_s} must be above 0, or None")
+            raise MoEValueError(f"timeout_s={self.timeout_s} must be above 0, or None")
         if self.device is not None:
             torch.device(self.device)

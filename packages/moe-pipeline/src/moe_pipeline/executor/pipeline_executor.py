@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_pipeline.errors import StageTransferError
+from moe_pipeline.errors import MoETypeError, MoEValueError, StageTransferError, check_type
 from moe_pipeline.executor.edges import EdgeBrokenError, Edges, GroupEdges, LocalEdges, Transport
-from moe_pipeline.executor.execution_plan import ExecutionPlan
+from moe_pipeline.executor.execution_plan import ExecutionPlan, MicrobatchKey
 from moe_pipeline.executor.memory_track import MemoryTrack
 from moe_pipeline.executor.microbatch_state import MicrobatchState
 from moe_pipeline.executor.options import ExecutorOptions
@@ -37,7 +37,6 @@ from moe_pipeline.executor.stage_message import activations, gradients
 from moe_pipeline.schedules.table import Action, Kind, Schedule
 from moe_pipeline.weight_grad import InPlaceAccumulation, WeightGradStore, split_backward
 
-_Key = tuple[int, int]  # stage, microbatch
 _OPTIONS = ExecutorOptions()
 
 
@@ -82,7 +81,9 @@ class PipelineExecutor:
         self._edges: Edges
         if rank is None:
             if forward_group is not None or backward_group is not None:
-                raise ValueError("groups need rank=: which row of the schedule this process runs")
+                raise MoEValueError(
+                    "groups need rank=: which row of the schedule this process runs"
+                )
             self._edges = LocalEdges()
         elif len(schedule.ranks) == 1:
             self._edges = LocalEdges()
@@ -170,25 +171,21 @@ class PipelineExecutor:
         needed = inputs if any(stage == 0 for stage, _ in self._keys) else None
         for what, given in (("inputs", needed), ("targets", targets)):
             if given is not None and len(given) != count:
-                raise ValueError(
+                raise MoEValueError(
                     f"schedule {name} has {count} microbatches, but {len(given)} {what} are given"
                 )
         for stage, microbatch in self._keys:
-            state = MicrobatchState(target=None if targets is None else targets[microbatch])
-            if stage == 0:
-                first = None if needed is None else needed[microbatch]
-                if first is None:
-                    raise ValueError(
-                        f"schedule {name} runs microbatch {microbatch} of the first stage on this "
-                        "rank, but its inputs are not given; give a tuple for it"
-                    )
-                if not isinstance(first, tuple | list):
-                    raise TypeError(
-                        f"the inputs of microbatch {microbatch} are a {type(first).__name__}; give "
-                        "a tuple of the first stage's positional arguments, such as (x,)"
-                    )
-                state.given = tuple(first)
-            step.states[stage, microbatch] = state
+            first = None if needed is None or stage else needed[microbatch]
+            if first is None and stage == 0:
+                raise MoEValueError(
+                    f"schedule {name} runs microbatch {microbatch} of the first stage on this "
+                    "rank, but its inputs are not given; give a tuple for it"
+                )
+            if first is not None:
+                check_type(f"inputs[{microbatch}]", first, tuple, list, hint=", such as (x,)")
+            step.states[stage, microbatch] = MicrobatchState(
+                given=tuple(first or ()), target=None if targets is None else targets[microbatch]
+            )
 
     def _losses(self, step: "_Step") -> list[Tensor | None]:
         losses: list[Tensor | None] = [None] * self.schedule.num_microbatches
@@ -206,7 +203,7 @@ class PipelineExecutor:
         if step.track is not None:
             step.track.after(action)
 
-    def _guard(self, do: Callable[[], None], key: _Key, what: object) -> None:
+    def _guard(self, do: Callable[[], None], key: MicrobatchKey, what: object) -> None:
         """Do it; if that fails, tell all ranks before raising here."""
         try:
             do()
@@ -222,7 +219,7 @@ class PipelineExecutor:
             error.add_note(self._where(key, what))
             raise
 
-    def _where(self, key: _Key, what: object) -> str:
+    def _where(self, key: MicrobatchKey, what: object) -> str:
         name = self._edges.name(self._plan.places[key])
         return f"{name.split(' (')[0]}, stage {key[0]}: {what} of schedule {self.schedule.name}"
 
@@ -269,15 +266,17 @@ class PipelineExecutor:
     def _check_output(self, output: StageOutput, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
         if not isinstance(output, StageOutput):
-            raise TypeError(f"stage {stage} must return a StageOutput, got {type(output).__name__}")
+            raise MoETypeError(
+                f"stage {stage} must return a StageOutput, got {type(output).__name__}"
+            )
         if output.loss is not None and output.loss.dim() != 0:
-            raise ValueError(
+            raise MoEValueError(
                 f"stage {stage} returned a loss of shape {tuple(output.loss.shape)} for "
                 f"microbatch {microbatch}; reduce it to a scalar"
             )
         is_last = stage == self.schedule.num_stages - 1
         if output.loss is None and is_last and self.schedule.has_backward:
-            raise ValueError(
+            raise MoEValueError(
                 f"the last stage returned no loss for microbatch {microbatch}, but schedule "
                 f"{self.schedule.name} runs its backward"
             )
@@ -317,7 +316,9 @@ class PipelineExecutor:
 class _Step:
     """The states of a step, and what records its memory."""
 
-    def __init__(self, states: dict[_Key, MicrobatchState], track: MemoryTrack | None) -> None:
+    def __init__(
+        self, states: dict[MicrobatchKey, MicrobatchState], track: MemoryTrack | None
+    ) -> None:
         self.states = states
         self.track = track
         self._first_store: WeightGradStore | None = None
@@ -333,13 +334,13 @@ class _Step:
 def _check_stages(stages: Mapping[int, Stage], plan: ExecutionPlan, rank: int | None) -> None:
     wanted = plan.stages()
     if not wanted:
-        raise ValueError(
+        raise MoEValueError(
             f"rank {rank} has nothing to do in schedule {plan.schedule.name}; give a schedule "
             "whose every row has actions"
         )
     if sorted(stages) != wanted:
         who = "one process runs" if rank is None else f"rank {rank} runs"
-        raise ValueError(
+        raise MoEValueError(
             f"{who} stages {wanted} of schedule {plan.schedule.name}, but stages {sorted(stages)} "
             "are given; give exactly those, by number"
         )
@@ -348,10 +349,10 @@ def _check_stages(stages: Mapping[int, Stage], plan: ExecutionPlan, rank: int | 
 def _group(name: str, group: ProcessGroup | None, num_ranks: int, rank: int) -> ProcessGroup:
     found = dist.group.WORLD if group is None else group
     if found is None:
-        raise ValueError(f"{name}=None is the default group, which does not exist; give one")
+        raise MoEValueError(f"{name}=None is the default group, which does not exist; give one")
     size, at = dist.get_world_size(found), dist.get_rank(found)
     if size != num_ranks or at != rank:
-        raise ValueError(
+        raise MoEValueError(
             f"{name} has {size} ranks and this is rank {at} of it; the schedule has {num_ranks} "
             f"ranks and rank={rank}; give its ranks, in order"
         )

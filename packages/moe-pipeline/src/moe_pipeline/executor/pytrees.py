@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
+from moe_pipeline.errors import MoETypeError
+
 # A tensor is its number, None stands for itself, all else is a list that begins with what it is.
 Structure = int | None | list[Any]
 _PLAIN = (bool, int, float, str)
@@ -70,7 +72,7 @@ def _structure(tree: object, tensors: list[Tensor], path: str) -> Structure:
         return ["v", tree]
     if type(tree) is dict:
         if not all(type(key) in (str, int) for key in tree):
-            raise TypeError(f"the dict at {path or 'the top'} has keys that are not str or int")
+            raise MoETypeError(f"the dict at {path or 'the top'} has keys that are not str or int")
         values = [_structure(value, tensors, f"{path}[{key!r}]") for key, value in tree.items()]
         return ["d", list(tree), *values]
     if isinstance(tree, (list, tuple)):
@@ -79,7 +81,7 @@ def _structure(tree: object, tensors: list[Tensor], path: str) -> Structure:
             return ["l" if type(tree) is list else "t", *items]
         if isinstance(tree, tuple) and hasattr(type(tree), "_fields"):
             return ["n", type(tree).__module__, type(tree).__qualname__, *items]
-    raise TypeError(
+    raise MoETypeError(
         f"{type(tree).__name__} at {path or 'the top'} cannot go from stage to stage; expected "
         "tensors, None, numbers and strings, in tuples, lists, dicts or namedtuples"
     )
@@ -91,7 +93,7 @@ def _named_tuple(module: str, name: str) -> Callable[..., object]:
     for part in name.split("."):
         found = getattr(found, part, None)
     if not (isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")):
-        raise TypeError(
+        raise MoETypeError(
             f"a stage sent a namedtuple {module}.{name}, which is not known in this process; "
             "define it at the top of a module that every rank imports"
         )

@@ -22,6 +22,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from moe_pipeline.errors import MoETypeError, MoEValueError
 from moe_pipeline.executor.pytrees import map_tensors
 from moe_pipeline.executor.stage_io import StageOutput
 
@@ -68,7 +69,7 @@ def infer_shapes(
     found = []
     for number, stage in enumerate(stages):
         if not isinstance(stage, nn.Module):
-            raise TypeError(f"stage {number} is a {type(stage).__name__}; give an nn.Module")
+            raise MoETypeError(f"stage {number} is a {type(stage).__name__}; give an nn.Module")
         passed = _run(number, shadows.of(stage), passed, target)
         found.append(map_tensors(_shape_of, passed))
     return found
@@ -82,11 +83,11 @@ def _run(
             output = stage(*inputs, target=target)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         source = f"what stage {number - 1} returns" if number else "the inputs"
-        raise ValueError(
+        raise MoEValueError(
             f"stage {number} cannot run on {source}, {map_tensors(_shape_of, inputs)}: {error}"
         ) from error
     if not isinstance(output, StageOutput):
-        raise TypeError(f"stage {number} must return a StageOutput, got {type(output).__name__}")
+        raise MoETypeError(f"stage {number} must return a StageOutput, got {type(output).__name__}")
     return output.tensors
 
 
@@ -150,6 +151,7 @@ class _Shadows:
     def _record(self, value: Any) -> Any:
         shadow = copy.copy(value)
         for field in dataclasses.fields(value):
+            # gate: setattr - `replace` would check again, and refuse fields that are not for init
             object.__setattr__(shadow, field.name, self.of(getattr(value, field.name)))
         return shadow
 

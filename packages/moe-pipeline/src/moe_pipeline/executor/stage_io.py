@@ -18,6 +18,8 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
+from moe_pipeline.errors import MoETypeError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageOutput:
@@ -40,12 +42,12 @@ class StageOutput:
     def __post_init__(self) -> None:
         # A bare tensor would be taken for a tuple of its rows.
         if not isinstance(self.tensors, tuple | list):
-            raise TypeError(
+            raise MoETypeError(
                 f"StageOutput got tensors of type {type(self.tensors).__name__}; give a tuple of "
                 "what the next stage takes, such as (hidden,)"
             )
         if not isinstance(self.loss, Tensor | None):
-            raise TypeError(
+            raise MoETypeError(
                 f"StageOutput got a loss of type {type(self.loss).__name__}; give a 0-d tensor, or "
                 "None"
             )

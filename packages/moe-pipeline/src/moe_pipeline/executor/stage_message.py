@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_pipeline.errors import MoEValueError
 from moe_pipeline.executor.pytrees import Structure, flatten, unflatten
 from moe_pipeline.schedules.table import Action
 
@@ -94,7 +95,7 @@ def unpack(packed: Sequence[Tensor]) -> tuple[Action, StageMessage] | FailureNot
         ValueError: its first tensor is no header, or it announces other tensors than it carries.
     """
     if not packed or packed[0].dtype != torch.uint8 or packed[0].dim() != 1:
-        raise ValueError("a message without a header arrived; was it sent by another program?")
+        raise MoEValueError("a message without a header arrived; was it sent by another program?")
     header = packed[0].contiguous()
     told = ctypes.string_at(header.data_ptr(), header.numel())
     action, _, content = told.partition(_END)
@@ -104,7 +105,7 @@ def unpack(packed: Sequence[Tensor]) -> tuple[Action, StageMessage] | FailureNot
     message = StageMessage(list(packed[1:]), [*flags], structure)
     announced = sum(message.flags) if structure is None else len(message.flags)
     if announced != len(message.tensors):
-        raise ValueError(
+        raise MoEValueError(
             f"the message of {action.decode().strip()} announces {announced} tensors and carries "
             f"{len(message.tensors)}"
         )

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_pipeline.config import ExpertsOptions
+from moe_pipeline.errors import MoETypeError, MoEValueError
 from moe_pipeline.experts.activations import Activation
 from moe_pipeline.experts.fp8 import fp8_experts
 from moe_pipeline.experts.fused import fused_experts
@@ -39,7 +40,7 @@ from moe_pipeline.experts.grouped import (
     grouped_mm_obstacle,
 )
 from moe_pipeline.experts.weights import ExpertWeights
-from moe_pipeline.weight_grad import current_splitting, looped_product
+from moe_pipeline.weight_grad import current_split, looped_product
 
 
 def loop_experts(
@@ -53,7 +54,7 @@ def loop_experts(
 
     Under `split_backward` each projection is one function that can defer its weight's gradient.
     """
-    if current_splitting() is not None:
+    if current_split() is not None:
 
         def product(rows_RK: Tensor, weight_ENK: Tensor, _: Tensor) -> Tensor:
             return looped_product(rows_RK, weight_ENK, num_tokens_per_expert)
@@ -139,7 +140,7 @@ def experts_function(
         TypeError: `x_RD` in another dtype than the weights.
     """
     counts = tuple(num_tokens_per_expert)
-    _check(x_RD, weights_R, weights, counts)
+    _check_counts(x_RD, weights_R, weights, counts)
     activation = Activation.of(options, interleaved=weights.interleaved)
     function = IMPLEMENTATIONS[choose_implementation(weights, options)]
     return function(x_RD, weights_R, weights, counts, activation)
@@ -154,26 +155,26 @@ def check_rows(x_RD: Tensor, weights: ExpertWeights) -> None:
     """
     d = weights.gate_up_EGD.shape[2]
     if x_RD.dim() != 2 or x_RD.shape[1] != d:
-        raise ValueError(f"experts expect [rows, {d}], got shape {tuple(x_RD.shape)}")
+        raise MoEValueError(f"experts expect [rows, {d}], got shape {tuple(x_RD.shape)}")
     if x_RD.dtype != weights.gate_up_EGD.dtype:
-        raise TypeError(
+        raise MoETypeError(
             f"experts hold {weights.gate_up_EGD.dtype} and got rows in {x_RD.dtype}; "
             "convert the input or the layer"
         )
 
 
-def _check(
+def _check_counts(
     x_RD: Tensor, weights_R: Tensor, weights: ExpertWeights, counts: tuple[int, ...]
 ) -> None:
     check_rows(x_RD, weights)
     local = weights.gate_up_EGD.shape[0]
     if len(counts) != local or sum(counts) != x_RD.shape[0] or min(counts, default=0) < 0:
-        raise ValueError(
+        raise MoEValueError(
             f"num_tokens_per_expert={counts} must hold {local} counts that sum to the "
             f"{x_RD.shape[0]} rows"
         )
     if weights_R.shape != x_RD.shape[:1]:
-        raise ValueError(
+        raise MoEValueError(
             f"topk_weights_R must have one weight for each of the {x_RD.shape[0]} rows, "
             f"got shape {tuple(weights_R.shape)}"
         )

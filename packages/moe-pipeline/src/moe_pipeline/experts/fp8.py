@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe_pipeline.errors import MoEValueError
 from moe_pipeline.experts.activations import Activation
 from moe_pipeline.experts.grouped import grouped_experts, row_sizes, taken
 from moe_pipeline.experts.weights import ExpertWeights
@@ -135,11 +136,11 @@ class _Fp8Product(torch.autograd.Function):
         if weight_ENK is not None:
             grad_RK = F.grouped_mm(grad_RN, weight_ENK, offs=offsets_E)
         if rows_RK is not None:
-            grad_ENK = defer(ctx.deferred, _grad_of_weight, rows_RK, grad_RN, offsets_E)
+            grad_ENK = defer(ctx.deferred, _grad_of_experts, rows_RK, grad_RN, offsets_E)
         return grad_RK, grad_ENK, None, None, None
 
 
-def _grad_of_weight(rows_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
+def _grad_of_experts(rows_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
     return F.grouped_mm(grad_RN.mT, rows_RK, offs=offsets_E)
 
 
@@ -157,7 +158,7 @@ def fp8_experts(
     """
     obstacle = fp8_obstacle(weights)
     if obstacle:
-        raise ValueError(f"experts option fp8=True {obstacle}; or leave fp8=False")
+        raise MoEValueError(f"experts option fp8=True {obstacle}; or leave fp8=False")
     product = partial(fp8_product, kernel=scaled_grouped_mm)
     return grouped_experts(x_RD, weights_R, weights, num_tokens_per_expert, activation, product)
 

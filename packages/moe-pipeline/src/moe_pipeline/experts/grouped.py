@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_pipeline.errors import MoEValueError
 from moe_pipeline.experts.activations import Activation
 from moe_pipeline.experts.weights import ExpertWeights
 
@@ -35,7 +36,7 @@ def grouped_mm_experts(
     """
     obstacle = grouped_mm_obstacle(weights)
     if obstacle:
-        raise ValueError(
+        raise MoEValueError(
             f"experts_implementation='grouped_mm' {obstacle}; choose 'fused' or 'loop'"
         )
     return grouped_experts(x_RD, weights_R, weights, num_tokens_per_expert, activation, _product)

@@ -11,6 +11,8 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
+from moe_pipeline.errors import MoEValueError
+
 
 @final
 class ExpertOrder(NamedTuple):
@@ -43,7 +45,7 @@ class ExpertOrder(NamedTuple):
         ).tolist()
         if below or len(counts) > num_experts:
             wrong = int(flat.min()) if below else len(counts) - 1
-            raise ValueError(
+            raise MoEValueError(
                 f"topk_idx names expert {wrong}, but there are {num_experts} experts; "
                 f"use 0..{num_experts - 1}, or -1 for none"
             )

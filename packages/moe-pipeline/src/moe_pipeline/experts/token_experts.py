@@ -14,6 +14,7 @@ from torch import Tensor
 
 from comm_collectives import combine, dispatch
 from moe_pipeline.config import ExpertsOptions
+from moe_pipeline.errors import MoETypeError, MoEValueError
 from moe_pipeline.experts.activations import Activation
 from moe_pipeline.experts.compute import check_rows, choose_implementation, experts_function
 from moe_pipeline.experts.fused import fused_token_experts
@@ -61,9 +62,9 @@ def token_experts_function(
 def _check_choices(x_TD: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> None:
     shape = topk_idx_TK.shape
     if len(shape) != 2 or shape != topk_weights_TK.shape or shape[:1] != x_TD.shape[:1]:
-        raise ValueError(
+        raise MoEValueError(
             f"topk_idx {tuple(shape)} and topk_weights {tuple(topk_weights_TK.shape)} "
             f"must both be [{x_TD.shape[0]}, choices], one line for each row of x_TD"
         )
     if topk_idx_TK.dtype != torch.int64:
-        raise TypeError(f"topk_idx is {topk_idx_TK.dtype}; convert it to torch.int64")
+        raise MoETypeError(f"topk_idx is {topk_idx_TK.dtype}; convert it to torch.int64")

@@ -34,6 +34,7 @@ from moe_pipeline.config import (
     RouterOptions,
     SharedExpertOptions,
 )
+from moe_pipeline.errors import MoEValueError
 
 
 class TransformersConfig(Protocol):
@@ -71,7 +72,7 @@ class _Values:
     def need(self, *names: str) -> Any:
         value = self.get(*names)
         if value is None:
-            raise ValueError(
+            raise MoEValueError(
                 f"a {self.model_type} configuration needs {' or '.join(names)}, which it lacks; "
                 "give the whole config.json"
             )
@@ -79,7 +80,7 @@ class _Values:
 
     def refuse_other(self, name: str, expected: object, why: str) -> None:
         if self.get(name, default=expected) != expected:
-            raise ValueError(
+            raise MoEValueError(
                 f"{self.model_type}: {name}={self.values[name]!r} is not supported, only "
                 f"{expected!r}: {why}"
             )
@@ -122,7 +123,7 @@ class Family:
         mapping = values if isinstance(values, Mapping) else values.to_dict()
         given = mapping.get("model_type", self.model_type)
         if given != self.model_type:
-            raise ValueError(
+            raise MoEValueError(
                 f"this is the family {self.model_type!r} and the configuration is of {given!r}; "
                 f"use family_of({given!r})"
             )
@@ -170,7 +171,7 @@ class Family:
     ) -> None:
         unknown = sorted(state.keys() - known.keys())
         if unknown:
-            raise ValueError(
+            raise MoEValueError(
                 f"{what} of the family {self.model_type!r} has no {', '.join(unknown)}; it has "
                 f"{', '.join(sorted(known))}"
             )
@@ -186,7 +187,7 @@ def family_of(model_type: str) -> Family:
         return FAMILIES[model_type]
     near = get_close_matches(model_type, FAMILIES, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(
+    raise MoEValueError(
         f"no MoE family for model_type {model_type!r}{hint} (known: {', '.join(sorted(FAMILIES))})"
     )
 
@@ -214,7 +215,7 @@ def _deepseek_v2_router(values: _Values) -> RouterOptions:
     values.refuse_other("norm_topk_prob", False, "transformers never normalises in this family")
     method = values.get("topk_method", default="greedy")
     if method not in ("greedy", "group_limited_greedy"):
-        raise ValueError(
+        raise MoEValueError(
             f"deepseek_v2: topk_method={method!r} is unknown; it is 'greedy' or "
             "'group_limited_greedy'"
         )

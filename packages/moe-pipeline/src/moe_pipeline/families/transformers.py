@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_pipeline.config import ACTIVATIONS, ExpertsOptions
+from moe_pipeline.errors import MoEValueError
 from moe_pipeline.experts import Activation, ExpertWeights, token_experts_function
 from moe_pipeline.weight_grad import InPlaceAccumulation
 
@@ -116,7 +117,7 @@ class _Known:
 
     def __init__(self, module: Any, options: ExpertsOptions) -> None:
         if module.has_post_expert_norm:
-            raise ValueError(
+            raise MoEValueError(
                 f"{type(module).__name__} normalises each expert's output before the router's "
                 f"weight, which moe_pipeline's experts do not; {_INSTEAD}"
             )
@@ -160,7 +161,7 @@ def _find_activation(module: Any) -> Activation:
         for candidate in _candidates(module):
             if _agree(candidate(probe), expected):
                 return candidate
-    raise ValueError(
+    raise MoEValueError(
         f"{type(module).__name__} has an activation that moe_pipeline's experts do not have (they "
         f"have {', '.join(ACTIVATIONS)}, gated or not, and GPT-OSS's clamped one); {_INSTEAD}"
     )

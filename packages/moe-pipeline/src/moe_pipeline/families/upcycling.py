@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from moe_pipeline.config import MoEConfig
+from moe_pipeline.errors import MoEValueError
 
 
 def upcycled_state(
@@ -97,7 +98,7 @@ def _check_dense(dense: Mapping[str, Tensor], config: MoEConfig) -> None:
     if options.has_bias:
         wanted |= {f"{name}.bias" for name in names}
     if dense.keys() != wanted:
-        raise ValueError(
+        raise MoEValueError(
             f"a dense MLP for experts with has_gate={options.has_gate} and has_bias="
             f"{options.has_bias} has {sorted(wanted)}, got {sorted(dense)}; set both as the MLP is"
         )
@@ -106,7 +107,7 @@ def _check_dense(dense: Mapping[str, Tensor], config: MoEConfig) -> None:
         shape: tuple[int, ...] = (d, units) if name.startswith("down_proj") else (units, d)
         shape = shape if name.endswith("weight") else shape[:1]
         if tensor.shape != shape:
-            raise ValueError(
+            raise MoEValueError(
                 f"{name} of the dense MLP has shape {tuple(tensor.shape)}; with hidden_size={d} "
                 f"and the {units} units of up_proj.weight it has to be {shape}"
             )
@@ -114,22 +115,22 @@ def _check_dense(dense: Mapping[str, Tensor], config: MoEConfig) -> None:
 
 def _check_rule(config: MoEConfig) -> None:
     if config.moe_latent_size is not None:
-        raise ValueError(
+        raise MoEValueError(
             f"moe_latent_size={config.moe_latent_size}: a narrower path cannot equal the dense "
             "MLP; set it to None"
         )
     plain = config.experts.has_gate and config.experts.swiglu_limit is None
     if config.shared_expert is not None and (config.experts.has_bias or not plain):
-        raise ValueError(
+        raise MoEValueError(
             "a shared expert is gated, without bias and without limit, so it cannot take over "
             "units of a dense MLP with has_bias, has_gate=False or swiglu_limit; set "
             "shared_expert=None"
         )
     if config.router.routed_scaling_factor == 0.0:
-        raise ValueError("routed_scaling_factor=0.0 leaves nothing of the MLP; give another")
+        raise MoEValueError("routed_scaling_factor=0.0 leaves nothing of the MLP; give another")
     rule = config.router.moe_router_selection
     if rule != "token_choice":
-        raise ValueError(
+        raise MoEValueError(
             f"moe_router_selection={rule!r} does not give each token whole virtual groups; "
             "upcycle with 'token_choice'"
         )
@@ -145,7 +146,7 @@ def _num_shards(dense: Mapping[str, Tensor], config: MoEConfig) -> int:
     units = dense["down_proj.weight"].shape[1]
     width, rest = config.moe_intermediate_size, units - _shared_size(config)
     if rest < width or rest % width:
-        raise ValueError(
+        raise MoEValueError(
             f"moe_intermediate_size={width} does not divide the {rest} units of the dense MLP that "
             f"go to routed experts; choose a divisor of {rest}"
         )
@@ -153,13 +154,13 @@ def _num_shards(dense: Mapping[str, Tensor], config: MoEConfig) -> int:
     for name in ("num_experts", "num_experts_per_tok"):
         value = getattr(config, name)
         if value % shards:
-            raise ValueError(
+            raise MoEValueError(
                 f"{name}={value} must be a multiple of {shards}, the experts that together make "
                 f"one copy of the dense MLP ({rest} units in experts of {width})"
             )
     per_group = config.num_experts // config.router.n_group
     if config.router.n_group > 1 and per_group % shards:
-        raise ValueError(
+        raise MoEValueError(
             f"n_group={config.router.n_group} makes groups of {per_group} experts and cuts "
             f"through copies of {shards} experts; choose a divisor of "
             f"{config.num_experts // shards}"
@@ -173,7 +174,7 @@ def _weight_sum(config: MoEConfig, shards: int, approximate: bool) -> float:
     if router.norm_topk_prob or not router.moe_router_pre_softmax:
         return router.routed_scaling_factor
     if not approximate:
-        raise ValueError(
+        raise MoEValueError(
             "norm_topk_prob=False: the chosen probabilities sum to another number for each token, "
             "so no weights make the block equal the dense MLP; set norm_topk_prob=True, or accept "
             "the factor for equal probabilities with approximate=True"

@@ -1,4 +1,7 @@
-"""The room `layer`."""
+"""The MoE layer itself: it puts router, dispatch, experts and combine together for one rank.
+
+May import: experts, recomputation, router, weight_grad, comm_collectives.
+"""
 
 from moe_pipeline.layer.folding import ExpertAxes as ExpertAxes
 from moe_pipeline.layer.folding import fold_experts as fold_experts

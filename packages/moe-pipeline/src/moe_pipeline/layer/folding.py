@@ -13,6 +13,8 @@ same on every rank; making the process groups is up to the caller.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moe_pipeline.errors import MoEValueError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertAxes:
@@ -43,12 +45,12 @@ def fold_experts(ranks: Sequence[int], *, ep_size: int = 1, etp_size: int = 1) -
         ValueError: the sizes do not divide the number of ranks, or a rank comes twice.
     """
     if ep_size < 1 or etp_size < 1:
-        raise ValueError(f"ep_size={ep_size} and etp_size={etp_size} must be at least 1")
+        raise MoEValueError(f"ep_size={ep_size} and etp_size={etp_size} must be at least 1")
     if len(set(ranks)) != len(ranks):
-        raise ValueError(f"ranks={list(ranks)} holds a rank twice; give each once")
+        raise MoEValueError(f"ranks={list(ranks)} holds a rank twice; give each once")
     block = ep_size * etp_size
     if len(ranks) % block:
-        raise ValueError(
+        raise MoEValueError(
             f"ep_size={ep_size} x etp_size={etp_size} = {block} does not divide the "
             f"{len(ranks)} ranks; choose sizes whose product does"
         )

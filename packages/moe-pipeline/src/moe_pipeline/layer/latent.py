@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from moe_pipeline.config import MoEConfig
+from moe_pipeline.errors import MoEValueError
 
 
 def latent_projections(
@@ -31,7 +32,9 @@ def latent_projections(
         ValueError: `config.moe_latent_size` is None.
     """
     if config.moe_latent_size is None:
-        raise ValueError("latent projections need MoEConfig(moe_latent_size=...), and it is None")
+        raise MoEValueError(
+            "latent projections need MoEConfig(moe_latent_size=...), and it is None"
+        )
     d, latent = config.hidden_size, config.moe_latent_size
     into = nn.Linear(d, latent, bias=False, device=device, dtype=dtype)
     out = nn.Linear(latent, d, bias=False, device=device, dtype=dtype)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_pipeline.config import MoEConfig
+from moe_pipeline.errors import MoEValueError
 from moe_pipeline.experts import ExpertWeights, experts_function, token_experts_function
 from moe_pipeline.weight_grad import InPlaceAccumulation
 
@@ -142,16 +143,16 @@ class Experts(nn.Module):
 def _check_options(config: MoEConfig, etp_rank: int, etp_size: int) -> None:
     h, options = config.moe_intermediate_size, config.experts
     if h % etp_size:
-        raise ValueError(
+        raise MoEValueError(
             f"etp axis has {etp_size} ranks but moe_intermediate_size={h}; choose a divisor of {h}"
         )
     if not 0 <= etp_rank < etp_size:
-        raise ValueError(f"etp_rank={etp_rank} is not in 0..{etp_size - 1}")
+        raise MoEValueError(f"etp_rank={etp_rank} is not in 0..{etp_size - 1}")
     if options.gradient_accumulation_fusion and options.experts_implementation not in (
         "auto",
         "fused",
     ):
-        raise ValueError(
+        raise MoEValueError(
             "gradient_accumulation_fusion is of experts_implementation='fused' (or 'auto'), got "
             f"{options.experts_implementation!r}; change one of them"
         )

@@ -32,7 +32,8 @@ from torch import Tensor, nn
 
 from comm_collectives import Dispatched, MoeOptions, combine, dispatch
 from moe_pipeline.config import MoEConfig
-from moe_pipeline.groups import MoEGroups
+from moe_pipeline.errors import MoETypeError, MoEValueError
+from moe_pipeline.groups import ALONE, MoEGroups
 from moe_pipeline.layer.etp import gather_rows, return_rows, share_counts
 from moe_pipeline.layer.latent import latent_projections
 from moe_pipeline.layer.local_experts import Experts
@@ -40,8 +41,6 @@ from moe_pipeline.layer.shared_expert import SharedExpert, SharedExpertGate
 from moe_pipeline.recomputation import is_replaying, keep_plan, recorded, replayed_plan
 from moe_pipeline.router import BalanceTerms, TopKRouter, router_losses
 from moe_pipeline.routing_plan import Routed, RoutingPlan
-
-_ALONE = MoEGroups()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -95,7 +94,7 @@ class MoELayer(nn.Module):
         self,
         config: MoEConfig,
         *,
-        groups: MoEGroups = _ALONE,
+        groups: MoEGroups = ALONE,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         noise_key: int = 0,
@@ -241,24 +240,24 @@ class MoELayer(nn.Module):
 
     def _check(self, x: Tensor) -> None:
         if x.dim() not in (2, 3):
-            raise ValueError(
+            raise MoEValueError(
                 "an MoE layer expects [batch, sequence, hidden] or [tokens, hidden], "
                 f"got shape {tuple(x.shape)}"
             )
         if x.shape[-1] != self.config.hidden_size:
-            raise ValueError(
+            raise MoEValueError(
                 f"an MoE layer of hidden_size={self.config.hidden_size} got shape "
                 f"{tuple(x.shape)}; its last dim has to be that"
             )
         dtype = self.experts.down_proj.dtype
         if x.dtype != dtype:
-            raise TypeError(
+            raise MoETypeError(
                 f"the experts hold {dtype} and got {x.dtype}; convert the input or the layer"
             )
 
 
 def _check_divisible(axis: str, ranks: int, name: str, size: int) -> None:
     if size % ranks:
-        raise ValueError(
+        raise MoEValueError(
             f"{axis} axis has {ranks} ranks but {name}={size}; choose a divisor of {size}"
         )

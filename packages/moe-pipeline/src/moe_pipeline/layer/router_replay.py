@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_pipeline.config import MoEConfig
+from moe_pipeline.errors import MoETypeError, MoEValueError
 from moe_pipeline.layer.moe_layer import MoELayer, MoEOutput
 from moe_pipeline.recomputation import is_replaying
 
@@ -116,7 +117,7 @@ class _Player:
         if is_replaying():
             return None  # the layer has its plan
         if self._num_done == len(self._calls):
-            raise ValueError(
+            raise MoEValueError(
                 f"call {self._num_done + 1} of {_quoted(self._name)}, but its record has "
                 f"{len(self._calls)}; replay the pass that was recorded"
             )
@@ -124,7 +125,7 @@ class _Player:
         topk_idx_TK = self._calls[self._num_done]
         num_tokens = x.shape[:-1].numel()
         if topk_idx_TK.shape[0] != num_tokens:
-            raise ValueError(
+            raise MoEValueError(
                 f"record {_key(self._name, self._num_done)!r} has choices of "
                 f"{topk_idx_TK.shape[0]} tokens, but the layer got {num_tokens}, in shape "
                 f"{tuple(x.shape)}; give it the tokens that were recorded"
@@ -134,7 +135,7 @@ class _Player:
 
     def check_finished(self) -> None:
         if self._num_done < len(self._calls):
-            raise ValueError(
+            raise MoEValueError(
                 f"{_quoted(self._name)} was called {self._num_done} times, but its record has "
                 f"{len(self._calls)}; replay the pass that was recorded"
             )
@@ -143,7 +144,9 @@ class _Player:
 def _layers_of(module: nn.Module) -> dict[str, MoELayer]:
     layers = {name: each for name, each in module.named_modules() if isinstance(each, MoELayer)}
     if not layers:
-        raise ValueError(f"{type(module).__name__} has no MoELayer whose routing could be replayed")
+        raise MoEValueError(
+            f"{type(module).__name__} has no MoELayer whose routing could be replayed"
+        )
     return layers
 
 
@@ -157,14 +160,14 @@ def _by_layer(
         while (key := _key(name, len(calls[name]))) in recorded:
             calls[name].append(recorded[key])
         if not calls[name]:
-            raise ValueError(
+            raise MoEValueError(
                 f"the record lacks {key!r}, the first call of {_quoted(name)}; record the same "
                 "module that replays"
             )
     known = {_key(name, number) for name in layers for number in range(len(calls[name]))}
     unknown = sorted(set(recorded) - known)
     if unknown:
-        raise ValueError(
+        raise MoEValueError(
             f"the record has {unknown[:5]}, which is no call of a layer of this module, or "
             f"follows a gap; its layers are {sorted(layers)[:5]}"
         )
@@ -174,20 +177,22 @@ def _by_layer(
 def _check_choices(key: str, topk_idx_TK: Tensor, config: MoEConfig) -> None:
     if not isinstance(topk_idx_TK, Tensor) or topk_idx_TK.dtype != torch.int64:
         got = getattr(topk_idx_TK, "dtype", type(topk_idx_TK).__name__)
-        raise TypeError(f"record {key!r} is {got}; choices are an int64 tensor [tokens, choices]")
+        raise MoETypeError(
+            f"record {key!r} is {got}; choices are an int64 tensor [tokens, choices]"
+        )
     shape = tuple(topk_idx_TK.shape)
     num_choices = config.num_experts_per_tok
     if config.router.moe_router_selection == "expert_choice":
         num_choices = config.num_experts  # a token may be chosen by all
     if len(shape) != 2 or shape[1] != num_choices:
-        raise ValueError(
+        raise MoEValueError(
             f"record {key!r} has shape {shape}; the layer needs [tokens, {num_choices}]"
         )
     if shape[0] == 0:
         return
     low, high = (int(bound) for bound in torch.aminmax(topk_idx_TK))
     if low < -1 or high >= config.num_experts:
-        raise ValueError(
+        raise MoEValueError(
             f"record {key!r} names experts from {low} to {high}; the layer has num_experts="
             f"{config.num_experts}, so give 0 to {config.num_experts - 1}, or -1 for none"
         )

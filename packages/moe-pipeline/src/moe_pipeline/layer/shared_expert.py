@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from moe_pipeline.config import MoEConfig, SharedExpertOptions
+from moe_pipeline.errors import MoEValueError
 from moe_pipeline.weight_grad import DeferredWeightGrad, defer, deferrable, product
 
 
@@ -111,7 +112,7 @@ class SharedExpertGate(nn.Module):
 
 def _options(config: MoEConfig) -> SharedExpertOptions:
     if config.shared_expert is None:
-        raise ValueError("a shared expert needs MoEConfig(shared_expert=...), and it is None")
+        raise MoEValueError("a shared expert needs MoEConfig(shared_expert=...), and it is None")
     return config.shared_expert
 
 

@@ -1,4 +1,7 @@
-"""The room `ops`."""
+"""Operations that need no layer: a loss without all logits, random numbers by token.
+
+May import: no room.
+"""
 
 from moe_pipeline.ops.cross_entropy import chunked_cross_entropy as chunked_cross_entropy
 from moe_pipeline.ops.dropout import dropout_add as dropout_add

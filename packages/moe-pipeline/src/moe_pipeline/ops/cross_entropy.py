@@ -24,6 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe_pipeline.errors import MoETypeError, MoEValueError
+
 IGNORED_LABEL = -100
 _DEFAULT_CHUNK_BYTES = 1 << 26
 _CPU_BLOCK_ELEMENTS = 1 << 20
@@ -63,7 +65,7 @@ def chunked_cross_entropy(
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         hidden_TD, weight_VD = hidden_TD.to(dtype), weight_VD.to(dtype)
-    _check(hidden_TD, weight_VD, labels_T, chunk_bytes)
+    _check_tensors(hidden_TD, weight_VD, labels_T, chunk_bytes)
     if labels_T.device.type == "cpu":
         _check_labels(labels_T, weight_VD.shape[0], ignore_index)
     spec = _Spec(
@@ -188,35 +190,37 @@ def _chunk_tokens(hidden_TD: Tensor, weight_VD: Tensor, chunk_bytes: int | None)
     return max(1, -(-num_tokens // num_chunks))
 
 
-def _check(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_bytes: int | None) -> None:
+def _check_tensors(
+    hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_bytes: int | None
+) -> None:
     if hidden_TD.dim() != 2 or weight_VD.dim() != 2 or hidden_TD.shape[1] != weight_VD.shape[1]:
-        raise ValueError(
+        raise MoEValueError(
             f"hidden_TD must be [tokens, size] and weight_VD [vocabulary, size], got "
             f"{tuple(hidden_TD.shape)} and {tuple(weight_VD.shape)}; flatten batch and sequence"
         )
     if weight_VD.shape[0] == 0:
-        raise ValueError("weight_VD has no rows: the vocabulary is empty")
+        raise MoEValueError("weight_VD has no rows: the vocabulary is empty")
     if labels_T.shape != hidden_TD.shape[:1]:
-        raise ValueError(
+        raise MoEValueError(
             f"labels_T must have one label for each of the {hidden_TD.shape[0]} tokens, got shape "
             f"{tuple(labels_T.shape)}"
         )
     if hidden_TD.dtype != weight_VD.dtype or not hidden_TD.is_floating_point():
-        raise TypeError(
+        raise MoETypeError(
             f"hidden_TD and weight_VD must be of one float dtype, got {hidden_TD.dtype} and "
             f"{weight_VD.dtype}; convert one of them"
         )
     if labels_T.dtype != torch.int64:
-        raise TypeError(f"labels_T must be torch.int64, got {labels_T.dtype}; convert them")
+        raise MoETypeError(f"labels_T must be torch.int64, got {labels_T.dtype}; convert them")
     if chunk_bytes is not None and chunk_bytes < 1:
-        raise ValueError(f"chunk_bytes={chunk_bytes} must be at least 1, or None")
+        raise MoEValueError(f"chunk_bytes={chunk_bytes} must be at least 1, or None")
 
 
 def _check_labels(labels_T: Tensor, vocabulary: int, ignore_index: int) -> None:
     wrong_T = ((labels_T < 0) | (labels_T >= vocabulary)) & (labels_T != ignore_index)
     if wrong_T.any():
         token = int(wrong_T.nonzero()[0])
-        raise ValueError(
+        raise MoEValueError(
             f"label {int(labels_T[token])} of token {token} is outside 0..{vocabulary - 1}; "
             f"mask tokens without a label with ignore_index={ignore_index}"
         )

@@ -18,6 +18,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from moe_pipeline.errors import MoETypeError, MoEValueError
 from moe_pipeline.ops.rng import counter_blocks
 
 
@@ -46,11 +47,11 @@ def dropout_add(
     """
     _check_dropout(x, p, token_ids)
     if residual.shape != x.shape:
-        raise ValueError(
+        raise MoEValueError(
             f"residual has shape {tuple(residual.shape)} and x {tuple(x.shape)}; give both the same"
         )
     if not residual.is_floating_point():
-        raise TypeError(f"residual must be a float tensor, got {residual.dtype}")
+        raise MoETypeError(f"residual must be a float tensor, got {residual.dtype}")
     if not training or p == 0.0:
         return x + residual
     dropped = _Dropped(p=p, key=key, width=x.shape[-1])
@@ -125,11 +126,11 @@ class _DropoutAdd(torch.autograd.Function):
 
 def _check_dropout(x: Tensor, p: float, token_ids: Tensor) -> None:
     if not 0.0 <= p <= 1.0:
-        raise ValueError(f"p={p} is no probability; give 0 .. 1")
+        raise MoEValueError(f"p={p} is no probability; give 0 .. 1")
     if not x.is_floating_point():
-        raise TypeError(f"dropout takes a float tensor, got {x.dtype}")
+        raise MoETypeError(f"dropout takes a float tensor, got {x.dtype}")
     if x.dim() == 0 or token_ids.shape != x.shape[:-1]:
-        raise ValueError(
+        raise MoEValueError(
             f"token_ids has shape {tuple(token_ids.shape)} and x {tuple(x.shape)}; give one id for "
             "each token, of shape x.shape[:-1]"
         )

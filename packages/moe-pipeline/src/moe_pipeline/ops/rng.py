@@ -25,6 +25,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from moe_pipeline.errors import MoETypeError, MoEValueError
+
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -71,7 +73,7 @@ def counter_uniform(
         ValueError: `token_ids_T` is not 1-d, or negative columns.
     """
     if dtype not in (torch.float32, torch.float64):
-        raise TypeError(
+        raise MoETypeError(
             f"counter_uniform gives torch.float32 or torch.float64, not {dtype}; convert the result"
         )
     blocks = counter_blocks(key, token_ids_T, width, first_column=first_column)
@@ -108,8 +110,8 @@ def counter_normal(
         TypeError, ValueError: those of `counter_uniform`.
     """
     if not dtype.is_floating_point:
-        raise TypeError(f"counter_normal gives a floating point dtype, not {dtype}")
-    _check(key, token_ids_T, width, first_column)
+        raise MoETypeError(f"counter_normal gives a floating point dtype, not {dtype}")
+    _check_counters(key, token_ids_T, width, first_column)
     num_rows = token_ids_T.shape[0]
     out_TW = torch.empty(num_rows, width, dtype=dtype, device=token_ids_T.device)
     step = _block_rows(token_ids_T.device, width)
@@ -131,7 +133,7 @@ def counter_blocks(
     Each block is a buffer that the next one overwrites; the caller may overwrite it as well.
     Arguments and Raises are those of `counter_uniform`, raised at the call.
     """
-    _check(key, token_ids_T, width, first_column)
+    _check_counters(key, token_ids_T, width, first_column)
     return _blocks(key, token_ids_T.to(torch.int64), width, first_column)
 
 
@@ -189,18 +191,18 @@ def _block_rows(device: torch.device, width: int) -> int:
     return max(1, 2 * lanes // max(1, width))
 
 
-def _check(key: int, token_ids_T: Tensor, width: int, first_column: int) -> None:
+def _check_counters(key: int, token_ids_T: Tensor, width: int, first_column: int) -> None:
     _check_int("key", key)
     if token_ids_T.dim() != 1:
-        raise ValueError(
+        raise MoEValueError(
             f"token ids must be 1-d, one for each row, got shape {tuple(token_ids_T.shape)}; "
             "flatten them"
         )
     dtype = token_ids_T.dtype
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
-        raise TypeError(f"token ids must be integers, got {dtype}; give positions in int64")
+        raise MoETypeError(f"token ids must be integers, got {dtype}; give positions in int64")
     if width < 0 or first_column < 0:
-        raise ValueError(
+        raise MoEValueError(
             f"width={width} and first_column={first_column} must not be negative; columns count "
             "from 0"
         )
@@ -208,4 +210,4 @@ def _check(key: int, token_ids_T: Tensor, width: int, first_column: int) -> None
 
 def _check_int(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}")
+        raise MoETypeError(f"{name} must be an int, got {value!r}")

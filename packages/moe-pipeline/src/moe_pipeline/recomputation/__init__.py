@@ -1,4 +1,9 @@
-"""The room `recomputation`."""
+"""What is computed again in the backward instead of being saved, and what is moved to the host.
+
+Named so because `recompute` is a function of the face.
+
+May import: weight_grad, comm_collectives.
+"""
 
 from moe_pipeline.recomputation.offload import ActivationOffload as ActivationOffload
 from moe_pipeline.recomputation.output_discarding import discard_outputs as discard_outputs

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from moe_pipeline._torch_private import saved_tensors_hooks_in_force, version_of
+from moe_pipeline.errors import MoEValueError
 
 _MIN_BYTES = 1 << 20
 
@@ -59,9 +60,9 @@ class ActivationOffload:
         max_bytes: int | None = None,
     ) -> None:
         if min_bytes < 1:
-            raise ValueError(f"min_bytes={min_bytes} must be at least 1")
+            raise MoEValueError(f"min_bytes={min_bytes} must be at least 1")
         if max_bytes is not None and max_bytes < 0:
-            raise ValueError(f"max_bytes={max_bytes} must be at least 0, or None")
+            raise MoEValueError(f"max_bytes={max_bytes} must be at least 0, or None")
         self._parameters = tuple(parameters)
         self._min_bytes, self._max_bytes = min_bytes, max_bytes
         self._entered: list[saved_tensors_hooks] = []

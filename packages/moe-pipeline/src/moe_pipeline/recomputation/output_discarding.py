@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from moe_pipeline._torch_private import SavedTensorsHooks, saved_tensors_hooks_in_force
+from moe_pipeline.errors import MoETypeError
 from moe_pipeline.recomputation.recomputing import recompute
 
 _Value = TypeVar("_Value")
@@ -74,14 +75,14 @@ def discarded(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Ten
     def run(*given: Any) -> Tensor:
         out = function(*given, **kwargs)
         if not isinstance(out, Tensor):
-            raise TypeError(
+            raise MoETypeError(
                 f"discarded needs a function that returns one tensor, got {type(out).__name__}; "
                 "use recompute"
             )
-        kept: Tensor = _Kept.apply(out)
+        kept: Tensor = _SavedInput.apply(out)
         # Filled after `out` is saved, where the second forward ends.
         with torch.no_grad():
-            kept.data = out
+            kept.data = out  # gate: late-attribute - a tensor's values, not a field
         return kept
 
     output = recompute(run, *args)
@@ -90,7 +91,7 @@ def discarded(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Ten
 
 
 @final
-class _Kept(torch.autograd.Function):
+class _SavedInput(torch.autograd.Function):
     """An identity that saves its input, so that a recompute has it to give."""
 
     @staticmethod

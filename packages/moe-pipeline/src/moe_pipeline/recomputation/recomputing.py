@@ -31,8 +31,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from comm_collectives import DispatchHandle
+from moe_pipeline.errors import MoEValueError
 from moe_pipeline.routing_plan import RoutingPlan
-from moe_pipeline.weight_grad import Splitting, current_splitting, split_again
+from moe_pipeline.weight_grad import current_split
 
 _Value = TypeVar("_Value")
 _SAME_CALLS = (
@@ -81,8 +82,7 @@ def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextM
     tape = _Tape() if current is None else current.inner_tape()
     replays = current is not None and current.replays
     # The second forward has to save what the first one saved: split in both, or in neither.
-    splitting = current_splitting()
-    return _Run(tape, replays=replays), _Run(tape, replays=True, splitting=splitting)
+    return _Run(tape, replays=replays), _Run(tape, replays=True, split=current_split())
 
 
 def is_replaying() -> bool:
@@ -165,7 +165,7 @@ class _Pass:
         self.tape, self.replays = run.tape, run.replays
         self._num_taken: dict[int, int] = {}
         self._num_inner = 0
-        self._split = None if run.splitting is None else split_again(run.splitting)
+        self._split = None if run.split is None else run.split()
 
     def begin(self) -> None:
         """Put in force what the first forward was under."""
@@ -209,8 +209,14 @@ _CURRENT: ContextVar[_Pass | None] = ContextVar("moe_pipeline.recompute", defaul
 class _Run(AbstractContextManager[None]):
     """Puts a tape in force; may be entered again, by any thread: it holds nothing of a pass."""
 
-    def __init__(self, tape: _Tape, *, replays: bool, splitting: Splitting | None = None) -> None:
-        self.tape, self.replays, self.splitting = tape, replays, splitting
+    def __init__(
+        self,
+        tape: _Tape,
+        *,
+        replays: bool,
+        split: Callable[[], AbstractContextManager[object]] | None = None,
+    ) -> None:
+        self.tape, self.replays, self.split = tape, replays, split
 
     def __enter__(self) -> None:
         current = _Pass(self, _CURRENT.get())
@@ -241,7 +247,7 @@ def _keep(owner: nn.Module, value: object) -> None:
         return
     for tensor in _tensors_in(value):
         if tensor.requires_grad:
-            raise ValueError(
+            raise MoEValueError(
                 f"{type(owner).__name__} records a tensor of shape {tuple(tensor.shape)} that "
                 "requires grad, so that graph and tape would hold each other; detach it"
             )

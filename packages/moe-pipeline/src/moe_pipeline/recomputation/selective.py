@@ -34,6 +34,7 @@ from moe_pipeline._torch_private import (
     saved_tensors_hooks_in_force,
     version_of,
 )
+from moe_pipeline.errors import MoETypeError, MoEValueError
 from moe_pipeline.recomputation.recomputing import recompute
 
 _Value = TypeVar("_Value")
@@ -77,9 +78,9 @@ def selective_recompute(
             calls a kept operation otherwise than the first.
     """
     for operation in keep:
-        _check(operation)
+        _check_operation(operation)
     # Asked here, as within the recompute its own hooks are in force.
-    kept = _Kept(frozenset(keep), saved_tensors_hooks_in_force())
+    kept = _KeptResults(frozenset(keep), saved_tensors_hooks_in_force())
     runs = iter([_Keep(kept)])
 
     def run(*given: Any) -> _Value:
@@ -109,13 +110,15 @@ def recompute_modules(
     for pattern, way in choose.items():
         fitting = [name for name in names if name and _fits(name, pattern)]
         if not fitting:
-            raise ValueError(
+            raise MoEValueError(
                 f"pattern {pattern!r} fits no module of {type(module).__name__}; its modules are "
                 f"{', '.join(sorted(names)[1:9])}, ..."
             )
         twice = [name for name in fitting if name in chosen]
         if twice:
-            raise ValueError(f"module {twice[0]!r} fits {pattern!r} and a pattern before; drop one")
+            raise MoEValueError(
+                f"module {twice[0]!r} fits {pattern!r} and a pattern before; drop one"
+            )
         chosen.update(dict.fromkeys(fitting, way))
     return RecomputedModules([(names[name], way) for name, way in chosen.items()])
 
@@ -128,7 +131,7 @@ class RecomputedModules:
         self._modules = [module for module, _ in chosen]
         for module in self._modules:
             if isinstance(module.__dict__.get("forward"), _Forward):
-                raise ValueError(
+                raise MoEValueError(
                     f"a {type(module).__name__} is recomputed already; remove() that first"
                 )
         for module, way in chosen:
@@ -164,15 +167,15 @@ class _Forward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
-def _check(operation: Any) -> None:
+def _check_operation(operation: Any) -> None:
     if not isinstance(operation, OpOverload):
-        raise TypeError(
+        raise MoETypeError(
             f"keep holds {operation!r}; give overloads of operations such as "
             "torch.ops.aten.mm.default"
         )
     name, overload = operation.name().partition(".")[::2]
     if name.endswith("_") or "out" in overload:
-        raise ValueError(
+        raise MoEValueError(
             f"operation {operation} writes into an argument, so its result cannot be kept; leave "
             "it out of keep"
         )
@@ -200,7 +203,7 @@ class _Result(NamedTuple):
 
 
 @final
-class _Kept:
+class _KeptResults:
     """The results of one first forward, by operation, in order."""
 
     def __init__(self, keep: frozenset[Any], outer: SavedTensorsHooks | None) -> None:
@@ -272,7 +275,7 @@ def _shapes(args: tuple[Any, ...]) -> tuple[torch.Size, ...]:
 class _Keep(TorchDispatchMode):
     """The first forward: keeps results."""
 
-    def __init__(self, kept: _Kept) -> None:
+    def __init__(self, kept: _KeptResults) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's class has no types
         self._kept = kept
 
@@ -293,7 +296,7 @@ class _Keep(TorchDispatchMode):
 class _Take(TorchDispatchMode):
     """The second forward: takes them."""
 
-    def __init__(self, kept: _Kept) -> None:
+    def __init__(self, kept: _KeptResults) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's class has no types
         self._kept = kept
         self._num_calls: Counter[Any] = Counter()

@@ -37,10 +37,9 @@ from torch import Tensor
 
 from comm_collectives import all_reduce
 from moe_pipeline.config import MoEConfig
-from moe_pipeline.groups import MoEGroups
+from moe_pipeline.errors import MoEValueError
+from moe_pipeline.groups import ALONE, MoEGroups
 from moe_pipeline.routing_plan import Routed, RoutingPlan
-
-_ALONE = MoEGroups()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,7 +82,7 @@ def router_losses(
     config: MoEConfig,
     *,
     sequence_shape: tuple[int, int] | None,
-    groups: MoEGroups = _ALONE,
+    groups: MoEGroups = ALONE,
     training: bool = True,
 ) -> LossShares:
     """This rank's shares of the losses of one layer and micro-batch.
@@ -130,7 +129,7 @@ def count_load(
     config: MoEConfig,
     *,
     sequence_shape: tuple[int, int] | None,
-    groups: MoEGroups = _ALONE,
+    groups: MoEGroups = ALONE,
 ) -> RoutingPlan:
     """`plan` with the counts of the global micro-batch that losses and bias update need.
 
@@ -181,7 +180,7 @@ def count_load(
 
 
 def global_batch_loss(
-    terms: Sequence[BalanceTerms], config: MoEConfig, groups: MoEGroups = _ALONE
+    terms: Sequence[BalanceTerms], config: MoEConfig, groups: MoEGroups = ALONE
 ) -> Tensor:
     """This rank's share of the balancing loss of one layer over all micro-batches of a step.
 
@@ -192,7 +191,7 @@ def global_batch_loss(
 
 
 def global_batch_shares(
-    terms: Sequence[BalanceTerms], config: MoEConfig, groups: MoEGroups = _ALONE
+    terms: Sequence[BalanceTerms], config: MoEConfig, groups: MoEGroups = ALONE
 ) -> tuple[Tensor, ...]:
     """The summands of `global_batch_loss`, one 0-d share per micro-batch of this rank.
 
@@ -210,7 +209,7 @@ def global_batch_shares(
         ValueError: no terms.
     """
     if not terms:
-        raise ValueError("no terms: give those of every micro-batch of the step, at least one")
+        raise MoEValueError("no terms: give those of every micro-batch of the step, at least one")
     if config.losses.router_aux_loss_coef == 0:
         return tuple(term.prob_sum_E.new_zeros(()) for term in terms)
     counts_E = torch.stack([term.counts_E for term in terms]).sum(dim=0)
@@ -275,7 +274,7 @@ def _known(plan: RoutingPlan, config: MoEConfig) -> tuple[Tensor, int, int]:
     if plan.load_E is None or plan.num_tokens is None or plan.num_parts is None or lacks_sequences:
         names = ("load_E", "num_tokens", "num_parts", "sequence_load_BX")
         present = [name for name in names if getattr(plan, name) is not None]
-        raise ValueError(
+        raise MoEValueError(
             f"the plan has the counts {present}, and {config.losses.moe_aux_loss_scope!r} losses "
             f"need {list(names if _by_sequence(config) else names[:3])}; keep the plan that "
             "count_load returns, or LossShares.plan"
@@ -289,12 +288,12 @@ def _by_sequence(config: MoEConfig) -> bool:
 
 def _checked_shape(shape: tuple[int, int] | None, num_tokens: int) -> tuple[int, int]:
     if shape is None:
-        raise ValueError(
+        raise MoEValueError(
             "moe_aux_loss_scope='sequence' needs to know the sequences: "
             "pass the layer [batch, sequence, hidden] instead of [tokens, hidden]"
         )
     if shape[0] * shape[1] != num_tokens:
-        raise ValueError(
+        raise MoEValueError(
             f"sequence_shape={shape} holds {shape[0] * shape[1]} tokens, the router got "
             f"{num_tokens}; give (batch, sequence) of the tokens on this rank"
         )

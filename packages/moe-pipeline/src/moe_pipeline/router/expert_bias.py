@@ -17,6 +17,7 @@ from collections.abc import Iterable
 
 import torch
 
+from moe_pipeline.errors import MoETypeError, MoEValueError
 from moe_pipeline.router.top_k import TopKRouter
 
 
@@ -33,7 +34,7 @@ def update_expert_bias(routers: Iterable[TopKRouter]) -> None:
     """
     checked = list(routers)
     for router in checked:
-        _check(router)
+        _check_router(router)
     for router in checked:
         load_E = router.tokens_per_expert
         direction_E = torch.sign(load_E.sum() - load_E * load_E.shape[0])
@@ -42,15 +43,15 @@ def update_expert_bias(routers: Iterable[TopKRouter]) -> None:
         load_E.zero_()
 
 
-def _check(router: TopKRouter) -> None:
+def _check_router(router: TopKRouter) -> None:
     if not router.config.router.moe_router_enable_expert_bias:
-        raise ValueError(
+        raise MoEValueError(
             "update_expert_bias got a router without one; leave it out, or build its layer with "
             "moe_router_enable_expert_bias=True"
         )
     dtype = router.e_score_correction_bias.dtype
     if dtype not in (torch.float32, torch.float64):
-        raise TypeError(
+        raise MoETypeError(
             f"e_score_correction_bias is {dtype}, too coarse for its steps; build the layer with "
             f"dtype={dtype} instead of converting it, which keeps the bias in torch.float32"
         )

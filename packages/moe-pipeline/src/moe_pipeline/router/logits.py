@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_pipeline.errors import MoEValueError
 from moe_pipeline.weight_grad import DeferredWeightGrad, defer, deferrable
 
 
@@ -37,7 +38,7 @@ def with_values(computed_TE: Tensor, values_TE: Tensor) -> Tensor:
         ValueError: another shape or dtype.
     """
     if values_TE.shape != computed_TE.shape or values_TE.dtype != computed_TE.dtype:
-        raise ValueError(
+        raise MoEValueError(
             f"logits_TE is {values_TE.dtype} of shape {tuple(values_TE.shape)}, but these tokens "
             f"have logits of {computed_TE.dtype} and shape {tuple(computed_TE.shape)}; give the "
             "logits that the first forward of these tokens returned"
@@ -77,14 +78,14 @@ class _FullPrecisionLinear(torch.autograd.Function):
             if wants_x:
                 grad_x = (grad_TE @ weight_ED.to(dtype)).to(x_TD.dtype)
             if wants_weight:
-                work = partial(_grad_of_weight, weight_ED.dtype)
+                work = partial(_grad_of_router, weight_ED.dtype)
                 grad_weight = defer(ctx.deferred, work, x_TD, grad_TE)
             if wants_bias:
                 grad_bias = grad_TE.sum(dim=0).to(ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, None
 
 
-def _grad_of_weight(dtype: torch.dtype, x_TD: Tensor, grad_TE: Tensor) -> Tensor:
+def _grad_of_router(dtype: torch.dtype, x_TD: Tensor, grad_TE: Tensor) -> Tensor:
     with torch.autocast(device_type=grad_TE.device.type, enabled=False):
         return (grad_TE.t() @ x_TD.to(grad_TE.dtype)).to(dtype)
 

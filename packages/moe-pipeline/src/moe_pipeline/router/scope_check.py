@@ -9,6 +9,7 @@ part of the load: it is refused, never approximated.
 """
 
 from moe_pipeline.config import AUX_LOSS_SCOPES
+from moe_pipeline.errors import MoEValueError
 from moe_pipeline.schedules.table import COMPUTE, Action, Kind, Schedule
 
 
@@ -26,14 +27,14 @@ def check_aux_scope(schedule: Schedule, scope: str) -> None:
             last forward (the first such pair is named), or whose microbatches lie on several ranks.
     """
     if scope not in AUX_LOSS_SCOPES:
-        raise ValueError(
+        raise MoEValueError(
             f"moe_aux_loss_scope={scope!r} is unknown; choose one of {', '.join(AUX_LOSS_SCOPES)}"
         )
     if scope != "global_batch":
         return
     found = _early_backward(schedule) or _divided_stage(schedule)
     if found is not None:
-        raise ValueError(
+        raise MoEValueError(
             "moe_aux_loss_scope='global_batch' needs every forward of a stage before its first "
             "backward, because the load of the experts is known only then; schedule "
             f"{schedule.name} with {schedule.num_microbatches} microbatches {found}; choose "

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_pipeline.config import MoEConfig
-from moe_pipeline.groups import MoEGroups
+from moe_pipeline.errors import MoETypeError, MoEValueError
+from moe_pipeline.groups import ALONE, MoEGroups
 from moe_pipeline.ops import counter_uniform
 from moe_pipeline.router.capacity import drop_over_capacity
 from moe_pipeline.router.choice import choose_experts
@@ -30,8 +31,6 @@ from moe_pipeline.router.logits import router_logits, with_values
 from moe_pipeline.router.scores import chosen_weights, expert_probs, expert_scores
 from moe_pipeline.router.sinkhorn import sinkhorn_offsets
 from moe_pipeline.routing_plan import Routed, RoutingPlan
-
-_ALONE = MoEGroups()
 
 
 @final
@@ -94,7 +93,7 @@ class TopKRouter(nn.Module):
         self,
         x_TD: Tensor,
         *,
-        groups: MoEGroups = _ALONE,
+        groups: MoEGroups = ALONE,
         topk_idx_TK: Tensor | None = None,
         token_ids_T: Tensor | None = None,
         logits_TE: Tensor | None = None,
@@ -159,7 +158,7 @@ class TopKRouter(nn.Module):
         if not self.training or eps == 0.0:
             return x_TD
         if token_ids_T is None:
-            raise ValueError(
+            raise MoEValueError(
                 f"moe_input_jitter_eps={eps} draws noise by token: give token_ids_T, the number of "
                 "each token in the global batch, or call eval()"
             )
@@ -196,13 +195,13 @@ class TopKRouter(nn.Module):
 
     def _check(self, x_TD: Tensor, topk_idx_TK: Tensor | None, token_ids_T: Tensor | None) -> None:
         if x_TD.dim() != 2 or x_TD.shape[1] != self.config.hidden_size:
-            raise ValueError(
+            raise MoEValueError(
                 f"the router expects [tokens, hidden_size={self.config.hidden_size}], "
                 f"got shape {tuple(x_TD.shape)}"
             )
         num_tokens = x_TD.shape[0]
         if token_ids_T is not None and token_ids_T.shape != (num_tokens,):
-            raise ValueError(
+            raise MoEValueError(
                 f"token_ids_T has shape {tuple(token_ids_T.shape)}, but there are {num_tokens} "
                 "tokens; give one number for each"
             )
@@ -217,9 +216,9 @@ def rows_per_expert(topk_idx_TK: Tensor, num_experts: int) -> Tensor:
 
 def _check_choice(topk_idx_TK: Tensor, num_tokens: int, num_experts: int) -> None:
     if topk_idx_TK.dtype != torch.int64:
-        raise TypeError(f"topk_idx_TK is {topk_idx_TK.dtype}; convert it to torch.int64")
+        raise MoETypeError(f"topk_idx_TK is {topk_idx_TK.dtype}; convert it to torch.int64")
     if topk_idx_TK.dim() != 2 or topk_idx_TK.shape[0] != num_tokens:
-        raise ValueError(
+        raise MoEValueError(
             f"topk_idx_TK has shape {tuple(topk_idx_TK.shape)}, but there are {num_tokens} tokens; "
             f"give [{num_tokens}, choices]"
         )
@@ -227,7 +226,7 @@ def _check_choice(topk_idx_TK: Tensor, num_tokens: int, num_experts: int) -> Non
         return
     low, high = (int(bound) for bound in torch.aminmax(topk_idx_TK))
     if low < -1 or high >= num_experts:
-        raise ValueError(
+        raise MoEValueError(
             f"topk_idx_TK has values from {low} to {high}; experts are 0 to {num_experts - 1}, "
             "and -1 is none"
         )

@@ -20,12 +20,15 @@ from itertools import product
 from random import Random
 from typing import final
 
+from moe_pipeline.errors import MoEValueError
 from moe_pipeline.schedules.generators import (
     PERIOD,
     Block,
     Policy,
     Task,
+    check_sizes,
     dualpipe_v,
+    finish,
     interleaved_1f1b,
     rows_of_block,
     run_policy,
@@ -38,9 +41,7 @@ from moe_pipeline.schedules.table import (
     Kind,
     Schedule,
     StageCosts,
-    check_sizes,
     costs_of_stages,
-    finish,
     simulate,
 )
 
@@ -88,7 +89,7 @@ def plan(
     pairs = zip(table[:num_ranks], reversed(table), strict=False)
     least = max(down.activation_bytes + up.activation_bytes for down, up in pairs)
     if memory_cap_bytes < least:
-        raise ValueError(
+        raise MoEValueError(
             f"memory_cap_bytes={memory_cap_bytes} is less than the {least} bytes that one "
             "microbatch needs on some rank; recompute activations or use more ranks"
         )

@@ -1,4 +1,7 @@
-"""The room `torch_compat`."""
+"""The interface of `torch.distributed.pipelining` over this package's executor.
+
+May import: executor, schedules.
+"""
 
 from moe_pipeline.torch_compat.schedules import PipelineScheduleMulti as PipelineScheduleMulti
 from moe_pipeline.torch_compat.schedules import PipelineScheduleSingle as PipelineScheduleSingle

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, split_args_kwargs_into_chunks
 
+from moe_pipeline.errors import MoETypeError, MoEValueError
+
 # The names under which torch's `step` takes a batch that is split already.
 PRE_SPLIT = ("arg_mbs", "kwarg_mbs", "target_mbs")
 _ENTRY = {"arg_mbs": (tuple, " of tuples"), "kwarg_mbs": (dict, " of dicts"), "target_mbs": None}
@@ -54,7 +56,7 @@ def pre_split_batch(given: Mapping[str, Any], count: int, has_whole: object) -> 
         ValueError: another number of microbatches; the batch is given whole as well.
     """
     if has_whole:
-        raise ValueError(
+        raise MoEValueError(
             "a batch is given both whole and in microbatches; give args, kwargs and target, or "
             "arg_mbs, kwarg_mbs and target_mbs"
         )
@@ -63,9 +65,9 @@ def pre_split_batch(given: Mapping[str, Any], count: int, has_whole: object) -> 
             continue
         kind, words = _ENTRY[name] or (object, "")
         if not isinstance(values, list) or not all(isinstance(v, kind) for v in values):
-            raise TypeError(f"{name} must be a list{words}, got {values!r:.200}")
+            raise MoETypeError(f"{name} must be a list{words}, got {values!r:.200}")
         if len(values) != count:
-            raise ValueError(f"{name} has {len(values)} entries for {count} microbatches")
+            raise MoEValueError(f"{name} has {len(values)} entries for {count} microbatches")
     return Batch(
         given["arg_mbs"] or [()] * count, given["kwarg_mbs"] or [{}] * count, given["target_mbs"]
     )
@@ -73,7 +75,7 @@ def pre_split_batch(given: Mapping[str, Any], count: int, has_whole: object) -> 
 
 def _check_count(what: str, found: int, count: int) -> None:
     if found != count:
-        raise ValueError(
+        raise MoEValueError(
             f"{what} has {found} rows, which do not fill {count} microbatches; give at least one "
             "row for each, or microbatches with arg_mbs=, kwarg_mbs= and target_mbs="
         )

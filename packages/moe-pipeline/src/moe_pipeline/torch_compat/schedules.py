@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, merge_chunks
 
+from moe_pipeline.errors import MoETypeError, MoEValueError
 from moe_pipeline.executor import ExecutorOptions, PipelineExecutor
 from moe_pipeline.schedules.generators import (
     dualpipe_v,
@@ -156,7 +157,7 @@ class PipelineSchedule:
         kwargs.pop("finalize_gradients", None)
         backward = self._loss_fn is not None
         if backward and not torch.is_grad_enabled():
-            raise ValueError("step runs backward and was called without gradients; call eval")
+            raise MoEValueError("step runs backward and was called without gradients; call eval")
         batch = self._split(args, kwargs, target)
         state = StepState(
             loss_fn=self._loss_fn, loss_kwargs=loss_kwargs or {}, keeps_outputs=return_outputs
@@ -184,18 +185,20 @@ class PipelineSchedule:
     def _make_schedule(self, stage: TorchStage, n_microbatches: int) -> Schedule:
         generate, ranks, count = type(self)._generate, stage.group_size, stage.num_stages
         if generate is None:
-            raise TypeError(f"{type(self).__name__} is a base class; get_schedule_class makes one")
+            raise MoETypeError(
+                f"{type(self).__name__} is a base class; get_schedule_class makes one"
+            )
         if not self._takes_stages_per_rank:
             return generate(ranks, n_microbatches)
         if count % ranks:
-            raise ValueError(f"{count} stages do not divide evenly over {ranks} ranks")
+            raise MoEValueError(f"{count} stages do not divide evenly over {ranks} ranks")
         return generate(ranks, n_microbatches, stages_per_rank=count // ranks)
 
     def _executor(self, *, with_backward: bool) -> PipelineExecutor:
         if with_backward not in self._executors:
             stage = next(iter(self._stages.values()))
             if stage.num_stages != self.schedule.num_stages:
-                raise ValueError(
+                raise MoEValueError(
                     f"schedule {self.schedule.name} has {self.schedule.num_stages} stages on "
                     f"{stage.group_size} ranks, but the pipeline has {stage.num_stages}"
                 )
@@ -217,7 +220,7 @@ class PipelineSchedule:
     ) -> Any:
         has_last = self.schedule.num_stages - 1 in self._stages
         if has_last and with_backward and batch.targets is None:
-            raise ValueError(
+            raise MoEValueError(
                 "this rank has the last stage and the schedule a loss_fn; give it target="
             )
         for stage in self._wrapped.values():
@@ -293,7 +296,7 @@ class PipelineScheduleMulti(PipelineSchedule):
         **keywords: Unpack[ScheduleKeywords],
     ) -> None:
         if not isinstance(stages, list | tuple) or not stages:
-            raise TypeError(f"stages is {stages!r}; give a list of this rank's stages")
+            raise MoETypeError(f"stages is {stages!r}; give a list of this rank's stages")
         super().__init__(stages, n_microbatches, loss_fn, scale_grads, keywords)
 
 
@@ -315,7 +318,7 @@ def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
     known = {name.lower(): name for name in (*_BASES, *_SINGLE, *_LOOPED, *_FOLDED)}
     name = known.get(schedule_name.lower())
     if name is None:
-        raise ValueError(
+        raise MoEValueError(
             f"unknown schedule {schedule_name!r}; expected one of {', '.join(known.values())}"
         )
     return _class_of(name)
@@ -335,7 +338,7 @@ def _check_keywords(given: ScheduleKeywords) -> None:
     known = ScheduleKeywords.__annotations__
     unknown = sorted(set(given) - set(known))
     if unknown:
-        raise TypeError(
+        raise MoETypeError(
             f"schedules here have no argument {', '.join(unknown)}; leave it out. They take "
             f"scale_grads, {', '.join(known)}"
         )

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from moe_pipeline.errors import MoETypeError, MoEValueError
 from moe_pipeline.executor import StageOutput, map_tensors
 
 LossFunction = Callable[..., Tensor]
@@ -89,7 +90,7 @@ class ModuleStage:
         """
         step = self._step
         if step is None or not isinstance(target, Microbatch):
-            raise TypeError("a ModuleStage runs within the step of its schedule only")
+            raise MoETypeError("a ModuleStage runs within the step of its schedule only")
         output, added = self._module(*inputs, **target.kwargs), None
         if isinstance(output, StageOutput):
             added = output.loss
@@ -115,18 +116,18 @@ def check_stage(stage: TorchStage) -> None:
     """
     for name in ("submod", "stage_index", "num_stages", "device", "group_rank", "group_size"):
         if not hasattr(stage, name):
-            raise TypeError(
+            raise MoETypeError(
                 f"a {type(stage).__name__} has no {name}; give a PipelineStage of "
                 "torch.distributed.pipelining (a list of them for schedules of several stages)"
             )
     if isinstance(stage.submod, DistributedDataParallel | FullyShardedDataParallel | FSDPModule):
-        raise TypeError(
+        raise MoETypeError(
             f"stage {stage.stage_index} is wrapped in {type(stage.submod).__name__}, which reduces "
             "gradients within the backward of a microbatch; give the bare module and reduce its "
             "gradients after the step"
         )
     if getattr(stage, "dw_builder", None) is not None:
-        raise ValueError(
+        raise MoEValueError(
             f"stage {stage.stage_index} has a dw_builder; leave it out, weight gradients are "
             "deferred by the executor"
         )

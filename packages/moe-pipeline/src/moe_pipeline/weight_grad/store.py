@@ -33,6 +33,7 @@ does not lead to an input. W runs on the current CUDA stream, which should be th
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -129,14 +130,10 @@ def split_backward(store: WeightGradStore) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def split_again(splitting: Splitting | None) -> Iterator[None]:
-    """Split as a forward before was, which is now repeated; None: it was not split."""
-    if splitting is None:
-        yield
-    else:
-        with _SplitMode(Splitting(splitting.work_list)):
-            yield
+def current_split() -> Callable[[], AbstractContextManager[object]] | None:
+    """What puts the split in force here in force again, in any thread; None: there is none."""
+    splitting = current_splitting()
+    return None if splitting is None else partial(_SplitMode, splitting)
 
 
 @final
@@ -161,19 +158,15 @@ class _SplitMode(TorchFunctionMode):
 
 
 def _backward(
-    roots: Any,
-    gradients: Any = None,
+    tensors: Any,
+    grad_tensors: Any = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
-    **named: Any,
+    grad_variables: Any = None,  # torch's old name of `grad_tensors`
+    inputs: Any = None,
 ) -> None:
-    """`torch.autograd.backward`, by its arguments or those of `Tensor.backward`.
-
-    Torch's own is called without the mode that a forward within it, which runs again, needs.
-    """
-    gradients = named.get("gradient", named.get("grad_tensors", gradients))
-    inputs = named.get("inputs")
-    roots = _as_tuple(roots)
+    """Torch's own is called without the mode that a forward within it, which runs again, needs."""
+    roots, gradients = _as_tuple(tensors), grad_variables if grad_tensors is None else grad_tensors
     given = (None,) * len(roots) if gradients is None else _as_tuple(gradients)
     run_backward(
         roots,
@@ -184,7 +177,20 @@ def _backward(
     )
 
 
-def _backward_in_mode(splitting: Splitting, function: object, *args: Any, **named: Any) -> None:
+def _tensor_backward(
+    splitting: Splitting,
+    function: object,
+    tensor: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    with _SplitMode(splitting):
+        _backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+def _autograd_backward(splitting: Splitting, function: object, *args: Any, **named: Any) -> None:
     with _SplitMode(splitting):
         _backward(*args, **named)
 
@@ -192,8 +198,8 @@ def _backward_in_mode(splitting: Splitting, function: object, *args: Any, **name
 _HANDLERS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     **REPLACEMENTS,
     current_splitting: lambda splitting, function: splitting,
-    Tensor.backward: _backward_in_mode,
-    torch.autograd.backward: _backward_in_mode,
+    Tensor.backward: _tensor_backward,
+    torch.autograd.backward: _autograd_backward,
 }
 
 

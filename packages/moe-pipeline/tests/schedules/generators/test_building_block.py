@@ -1,8 +1,8 @@
 import pytest
 
 from moe_pipeline.schedules.generators.building_block import rows_of_block
+from moe_pipeline.schedules.generators.rows import finish
 from moe_pipeline.schedules.table.checker import check
-from moe_pipeline.schedules.table.rows import finish
 from moe_pipeline.schedules.table.simulator import simulate
 
 

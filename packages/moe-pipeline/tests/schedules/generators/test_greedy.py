@@ -1,9 +1,9 @@
 from random import Random
 
 from moe_pipeline.schedules.generators.greedy import Policy, Task, run_policy
+from moe_pipeline.schedules.generators.rows import finish
 from moe_pipeline.schedules.table.checker import check
 from moe_pipeline.schedules.table.costs import StageCosts
-from moe_pipeline.schedules.table.rows import finish
 from moe_pipeline.schedules.table.simulator import simulate
 
 

@@ -1,8 +1,8 @@
 import pytest
 
 from moe_pipeline.executor.execution_plan import stage_holders
+from moe_pipeline.schedules.generators.rows import folded_rank
 from moe_pipeline.schedules.generators.v_shaped import v_half, v_min, zbv
-from moe_pipeline.schedules.table.rows import folded_rank
 from moe_pipeline.schedules.table.simulator import simulate
 
 

@@ -4,9 +4,9 @@ import pytest
 
 from moe_pipeline.errors import ScheduleError
 from moe_pipeline.schedules.generators.greedy import Policy, Task, run_policy
+from moe_pipeline.schedules.generators.rows import finish
 from moe_pipeline.schedules.table.checker import check
 from moe_pipeline.schedules.table.costs import StageCosts
-from moe_pipeline.schedules.table.rows import finish
 from moe_pipeline.schedules.table.schedule import Action, Kind, Schedule, add_transfers
 
 

@@ -1,4 +1,8 @@
-"""The room `generators`."""
+"""The named schedules, each a pure function from sizes to a table, and what they are made with.
+
+Catalogue: schedules.
+May import: schedules.table.
+"""
 
 from moe_pipeline.schedules.generators.basic import forward_only as forward_only
 from moe_pipeline.schedules.generators.basic import forward_then_backward as forward_then_backward
@@ -20,6 +24,8 @@ from moe_pipeline.schedules.generators.interleaved import looped_bfs as looped_b
 from moe_pipeline.schedules.generators.interleaved_zb import (
     interleaved_zero_bubble as interleaved_zero_bubble,
 )
+from moe_pipeline.schedules.generators.rows import check_sizes as check_sizes
+from moe_pipeline.schedules.generators.rows import finish as finish
 from moe_pipeline.schedules.generators.v_shaped import v_half as v_half
 from moe_pipeline.schedules.generators.v_shaped import v_min as v_min
 from moe_pipeline.schedules.generators.v_shaped import zbv as zbv

@@ -7,7 +7,8 @@ One stage on each rank. Sends and receives are included.
 
 from collections.abc import Callable
 
-from moe_pipeline.schedules.table import Action, Kind, Schedule, check_sizes, finish
+from moe_pipeline.schedules.generators.rows import check_sizes, finish
+from moe_pipeline.schedules.table import Action, Kind, Schedule
 
 _RankRow = list[tuple[Kind, int]]
 

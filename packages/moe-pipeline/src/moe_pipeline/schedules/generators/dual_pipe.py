@@ -14,7 +14,8 @@ two stages on a rank and no copy; its ranks do what one half of DualPipe's do.
 from collections import Counter, deque
 from typing import final
 
-from moe_pipeline.schedules.table import Action, Kind, Schedule, check_sizes, finish, folded_rank
+from moe_pipeline.schedules.generators.rows import check_sizes, finish, folded_rank
+from moe_pipeline.schedules.table import Action, Kind, Schedule
 
 
 def dualpipe(num_stages: int, num_microbatches: int) -> Schedule:

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
-from moe_pipeline.schedules.table import Action, Kind, StageCosts, folded_rank
+from moe_pipeline.schedules.generators.rows import folded_rank
+from moe_pipeline.schedules.table import Action, Kind, StageCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,7 @@ class Found:
 
 def run_policy(task: Task, policy: Policy) -> Found | None:
     """The plan that `policy` leads to, None if it blocks itself."""
-    return _Run(task, policy).run()
+    return _PolicyRun(task, policy).run()
 
 
 _PERIOD = 6
@@ -70,7 +71,7 @@ _NEVER = 1 << 40
 
 
 @final
-class _Run:
+class _PolicyRun:
     def __init__(self, task: Task, policy: Policy) -> None:
         p, m = task.num_ranks, task.num_microbatches
         self._task, self._policy, self._costs = task, policy, task.costs

@@ -6,7 +6,8 @@ sizes to a table, for any number of microbatches.
     schedule = interleaved_1f1b(num_ranks=4, num_microbatches=8, stages_per_rank=2)
 """
 
-from moe_pipeline.schedules.table import Action, Kind, Schedule, check_sizes, finish
+from moe_pipeline.schedules.generators.rows import check_sizes, finish
+from moe_pipeline.schedules.table import Action, Kind, Schedule
 
 
 def interleaved_1f1b(

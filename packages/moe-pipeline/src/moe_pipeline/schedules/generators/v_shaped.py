@@ -13,7 +13,8 @@ from collections import Counter
 from typing import final
 
 from moe_pipeline.schedules.generators.building_block import Block, rows_of_block
-from moe_pipeline.schedules.table import Action, Kind, Schedule, check_sizes, finish
+from moe_pipeline.schedules.generators.rows import check_sizes, finish
+from moe_pipeline.schedules.table import Action, Kind, Schedule
 
 
 def zbv(num_ranks: int, num_microbatches: int) -> Schedule:

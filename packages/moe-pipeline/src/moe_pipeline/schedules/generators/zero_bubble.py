@@ -6,7 +6,8 @@ weight gradients, which nobody waits for, and goes where the rank would be idle 
     schedule = zb_1p(num_stages=4, num_microbatches=8)
 """
 
-from moe_pipeline.schedules.table import Action, Kind, Schedule, check_sizes, finish
+from moe_pipeline.schedules.generators.rows import check_sizes, finish
+from moe_pipeline.schedules.table import Action, Kind, Schedule
 
 
 def zb_1p(num_stages: int, num_microbatches: int) -> Schedule:

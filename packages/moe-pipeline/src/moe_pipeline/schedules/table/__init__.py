@@ -1,12 +1,12 @@
-"""The room `table`."""
+"""A schedule as data, and what is known of it without running it: correctness, time, memory.
+
+May import: no room.
+"""
 
 from moe_pipeline.schedules.table.checker import Problem as Problem
 from moe_pipeline.schedules.table.checker import check as check
 from moe_pipeline.schedules.table.costs import StageCosts as StageCosts
 from moe_pipeline.schedules.table.costs import costs_of_stages as costs_of_stages
-from moe_pipeline.schedules.table.rows import check_sizes as check_sizes
-from moe_pipeline.schedules.table.rows import finish as finish
-from moe_pipeline.schedules.table.rows import folded_rank as folded_rank
 from moe_pipeline.schedules.table.schedule import COMPUTE as COMPUTE
 from moe_pipeline.schedules.table.schedule import Action as Action
 from moe_pipeline.schedules.table.schedule import Kind as Kind

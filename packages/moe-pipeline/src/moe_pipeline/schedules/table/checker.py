@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
+from moe_pipeline.errors import MoEValueError
 from moe_pipeline.schedules.table.schedule import Action, Kind, Schedule
 
 _COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
@@ -68,7 +69,7 @@ def check(schedule: Schedule, *, send_buffers: int = 1) -> list[Problem]:
         ValueError: `send_buffers` below 0.
     """
     if send_buffers < 0:
-        raise ValueError(f"send_buffers must be at least 0, got {send_buffers}")
+        raise MoEValueError(f"send_buffers must be at least 0, got {send_buffers}")
     places, problems = _place(schedule)
     if problems:
         return problems
@@ -303,7 +304,7 @@ def _describe(messages: list[_Message], at: int) -> str:
 
 
 @final
-class _Run:
+class _BufferedRun:
     """Ranks that wait for each other's messages, and for nothing else."""
 
     def __init__(self, schedule: Schedule, places: _Places, send_buffers: int) -> None:
@@ -351,7 +352,7 @@ def _deadlock(schedule: Schedule, places: _Places, send_buffers: int) -> list[Pr
 
     Messages of a link are only counted: `_links` has shown that they are received in order.
     """
-    run = _Run(schedule, places, send_buffers)
+    run = _BufferedRun(schedule, places, send_buffers)
     # A list, not a generator: every rank gets its turn in each round.
     while any([run.advance(rank) for rank in range(len(run.rows))]):
         pass

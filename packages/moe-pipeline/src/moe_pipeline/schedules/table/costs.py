@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import inf
 
+from moe_pipeline.errors import MoEValueError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCosts:
@@ -41,9 +43,9 @@ class StageCosts:
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None and not 0 <= value < inf:
-                raise ValueError(f"{field.name} must be at least 0 and finite, got {value}")
+                raise MoEValueError(f"{field.name} must be at least 0 and finite, got {value}")
         if self.left_for_weights > self.activation_bytes:
-            raise ValueError(
+            raise MoEValueError(
                 f"weight_gradient_bytes={self.weight_gradient_bytes} exceeds "
                 f"activation_bytes={self.activation_bytes}, of which it is a part"
             )
@@ -66,5 +68,5 @@ def costs_of_stages(
     if isinstance(costs, StageCosts):
         return (costs,) * num_stages
     if len(costs) != num_stages:
-        raise ValueError(f"expected costs of {num_stages} stages, got {len(costs)}")
+        raise MoEValueError(f"expected costs of {num_stages} stages, got {len(costs)}")
     return tuple(costs)

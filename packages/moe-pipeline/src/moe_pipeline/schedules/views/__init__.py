@@ -1,4 +1,7 @@
-"""The room `views`."""
+"""A schedule as text, as a drawing and as a CSV file.
+
+May import: schedules.table.
+"""
 
 from moe_pipeline.schedules.views.csv_file import from_csv as from_csv
 from moe_pipeline.schedules.views.csv_file import read_csv as read_csv

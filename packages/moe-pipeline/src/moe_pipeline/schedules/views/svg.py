@@ -8,6 +8,7 @@ With the default costs it is the picture of the papers; with measured ones it is
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
+from moe_pipeline.errors import MoEValueError
 from moe_pipeline.schedules.table import Kind, Schedule, Simulation, Span, StageCosts, simulate
 
 _COLORS = {
@@ -34,7 +35,7 @@ def to_svg(
         ValueError: costs of another number of stages, or a width below 200.
     """
     if width < 200:
-        raise ValueError(f"width must be at least 200, got {width}")
+        raise MoEValueError(f"width must be at least 200, got {width}")
     found = simulate(schedule, costs)
     scale = (width - _LEFT - 10) / found.makespan_s if found.makespan_s else 0.0
     height = _TOP + _LANE * len(found.spans) + 10

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from comm_collectives import all_gather, all_reduce
+from moe_pipeline.errors import MoEValueError
 
 _DIGEST_BYTES = 32
 
@@ -93,7 +94,7 @@ class TiedParameters:
     def _check(self) -> None:
         counts = self._gather(torch.tensor([len(self._parameters)], device=self._device))
         if len(set(counts.tolist())) > 1:
-            raise ValueError(
+            raise MoEValueError(
                 f"the ranks of the group tie {counts.tolist()} parameters; give each the same ones"
             )
         digests = [_digest(parameter) for parameter in self._parameters]
@@ -104,7 +105,7 @@ class TiedParameters:
             differs = theirs[:, index].ne(theirs[:1, index]).any(dim=1)
             if differs.any():
                 others = differs.nonzero().flatten().tolist()
-                raise ValueError(
+                raise MoEValueError(
                     f"tied parameter {index} (here of shape {tuple(parameter.shape)}, "
                     f"{parameter.dtype}) differs between rank 0 and ranks {others} of the group; "
                     "give the holders the same initial values, dtype and shape"

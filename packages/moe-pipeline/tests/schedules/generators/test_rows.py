@@ -1,6 +1,6 @@
 import pytest
 
-from moe_pipeline.schedules.table.rows import check_sizes, finish, folded_rank
+from moe_pipeline.schedules.generators.rows import check_sizes, finish, folded_rank
 from moe_pipeline.schedules.table.schedule import Action
 
 

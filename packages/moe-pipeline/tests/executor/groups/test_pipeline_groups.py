@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from comm_collectives import isend_tensors, recv_tensors
-from moe_pipeline.executor.pipeline_groups import make_pipeline_groups
+from moe_pipeline.executor.groups.pipeline_groups import make_pipeline_groups
 from ranktest import collect_ranks, run_ranks
 
 

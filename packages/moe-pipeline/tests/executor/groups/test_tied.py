@@ -4,10 +4,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from moe_pipeline.executor.groups.tied import TiedParameters
+from moe_pipeline.executor.groups.token_scale import token_scale
 from moe_pipeline.executor.pipeline_executor import PipelineExecutor
 from moe_pipeline.executor.stage_io import StageOutput
-from moe_pipeline.executor.tied import TiedParameters
-from moe_pipeline.executor.token_loss import token_scale
 from moe_pipeline.schedules.generators.basic import one_f_one_b
 from ranktest import run_ranks
 

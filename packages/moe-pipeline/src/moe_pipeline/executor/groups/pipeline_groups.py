@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from comm_collectives import all_gather, isend_tensors, recv_tensors
+from moe_pipeline.errors import MoEValueError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +48,14 @@ def make_pipeline_groups(pipelines: Sequence[Sequence[int]], *, timeout_s: float
     members = [rank for ranks in pipelines for rank in ranks]
     if len(set(members)) != len(members):
         twice = sorted({rank for rank in members if members.count(rank) > 1})
-        raise ValueError(f"ranks {twice} occur twice in pipelines={[list(p) for p in pipelines]}")
+        raise MoEValueError(
+            f"ranks {twice} occur twice in pipelines={[list(p) for p in pipelines]}"
+        )
     for ranks in pipelines:
         if not ranks:
-            raise ValueError(f"a pipeline is empty in pipelines={[list(p) for p in pipelines]}")
+            raise MoEValueError(f"a pipeline is empty in pipelines={[list(p) for p in pipelines]}")
         if list(ranks) != sorted(ranks):
-            raise ValueError(
+            raise MoEValueError(
                 f"pipeline {list(ranks)} is not in ascending order, in which torch numbers the "
                 "ranks of a group; let the schedule's rows follow the ranks"
             )
@@ -98,7 +101,7 @@ def _agree(pipelines: Sequence[Sequence[int]], timeout_s: float) -> None:
     digests = all_gather(digest, timeout_s=timeout_s)
     others = [rank for rank in range(len(digests)) if digests[rank].ne(digests[0]).any()]
     if others:
-        raise ValueError(
+        raise MoEValueError(
             f"ranks {others} gave other pipelines than rank 0; rank {dist.get_rank()} gave {text}; "
             "give the same ones, in the same order, on every rank"
         )

@@ -10,7 +10,8 @@ so do links.
 
 from collections.abc import Iterable, Sequence
 
-from moe_pipeline.schedules.table.schedule import Action, Schedule, add_transfers
+from moe_pipeline.errors import MoEValueError
+from moe_pipeline.schedules.table import Action, Schedule, add_transfers
 
 
 def check_sizes(**sizes: int) -> None:
@@ -21,7 +22,7 @@ def check_sizes(**sizes: int) -> None:
     """
     for name, value in sizes.items():
         if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+            raise MoEValueError(f"{name} must be at least 1, got {value}")
 
 
 def folded_rank(stage: int, num_ranks: int) -> int:

@@ -1,7 +1,7 @@
 import torch
 import torch.distributed as dist
 
-from moe_pipeline.executor.token_loss import token_scale
+from moe_pipeline.executor.groups.token_scale import token_scale
 from ranktest import run_ranks
 
 
