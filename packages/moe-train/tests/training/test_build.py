@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_pipeline import forward_then_backward, one_f_one_b
+from moe_pipeline import one_f_one_b
+from moe_pipeline.schedules import forward_then_backward
 from moe_train.config import Config
 from moe_train.data import prepare
 from moe_train.layout import is_expert

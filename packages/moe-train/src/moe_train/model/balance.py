@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe_pipeline import BalanceTerms, MoEConfig, MoEGroups, global_batch_shares
+from moe_pipeline import MoEConfig, MoEGroups
+from moe_pipeline.router import BalanceTerms, global_batch_shares
 from moe_train.errors import TrainValueError
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from comm_collectives import all_reduce
-from moe_pipeline import PipelineExecutor, token_scale
+from moe_pipeline import PipelineExecutor
+from moe_pipeline.executor import token_scale
 from moe_pipeline.router import TopKRouter, update_expert_bias
 from moe_train.data import Batch
 from moe_train.errors import MoeTrainError
