@@ -71,8 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="moe-train",
-        description="Train Mixture-of-Experts language models across processes.",
+        prog="moe-train", description="Train Mixture-of-Experts language models across processes."
     )
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
@@ -105,8 +104,7 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_train(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
-    common: argparse.ArgumentParser,
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", common: argparse.ArgumentParser
 ) -> None:
     train = commands.add_parser(
         "train",
@@ -129,8 +127,7 @@ def _add_train(
 
 
 def _add_generate(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
-    common: argparse.ArgumentParser,
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", common: argparse.ArgumentParser
 ) -> None:
     generate = commands.add_parser(
         "generate", parents=[common], help="print text from a model", description=_generate.__doc__

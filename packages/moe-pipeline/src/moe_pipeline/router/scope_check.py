@@ -38,7 +38,7 @@ def check_aux_scope(schedule: Schedule, scope: str) -> None:
             "moe_aux_loss_scope='global_batch' needs every forward of a stage before its first "
             "backward, because the load of the experts is known only then; schedule "
             f"{schedule.name} with {schedule.num_microbatches} microbatches {found}; choose "
-            "forward_then_backward, 1 microbatch, or the scope 'micro_batch' or 'sequence'"
+            "forward_then_backward, 1 microbatch, or the scope 'microbatch' or 'sequence'"
         )
 
 

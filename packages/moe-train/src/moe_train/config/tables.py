@@ -106,8 +106,7 @@ class DataConfig(Table):
         is_path=True,
     )
     extensions: tuple[str, ...] = key(
-        'endings of the files taken from folders; "*" takes every text file',
-        default=(".py",),
+        'endings of the files taken from folders; "*" takes every text file', default=(".py",)
     )
     sequence_length: int = key("length of a sequence", unit="tokens", default=256, minimum=1)
     validation_fraction: float = key(

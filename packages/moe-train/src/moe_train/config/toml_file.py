@@ -21,12 +21,7 @@ from typing import Any
 from moe_train.config.keys import KeyInfo, keys_of
 from moe_train.config.renames import RENAMED_KEYS, refuse_former_values, renewed
 from moe_train.config.tables import PYTHON_STDLIB, TABLES, Config, all_keys
-from moe_train.errors import (
-    MissingFileError,
-    TrainTypeError,
-    TrainValueError,
-    check_type,
-)
+from moe_train.errors import MissingFileError, TrainTypeError, TrainValueError, check_type
 
 OWN_TOML = "moe_train.toml"
 """The file in which a checkpoint keeps the configuration that it was made with."""

@@ -44,13 +44,7 @@ def load_model(checkpoint: Path, device: torch.device | None = None) -> DecoderS
 
 
 def generate_text(
-    checkpoint: Path,
-    prompt: str,
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    seed: int,
+    checkpoint: Path, prompt: str, *, max_new_tokens: int, temperature: float, top_k: int, seed: int
 ) -> str:
     """Continue `prompt`; the answer holds the prompt and ends before an end-of-text token.
 

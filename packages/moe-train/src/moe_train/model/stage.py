@@ -285,11 +285,7 @@ class DecoderStage(nn.Module):
     def _empty_record(self) -> StageRecord:
         zero = torch.zeros((), dtype=torch.float64, device=self.options.device)
         return StageRecord(
-            loss=zero,
-            aux_loss=zero.clone(),
-            z_loss=zero.clone(),
-            mtp_loss=zero.clone(),
-            load_E={},
+            loss=zero, aux_loss=zero.clone(), z_loss=zero.clone(), mtp_loss=zero.clone(), load_E={}
         )
 
 

@@ -195,9 +195,7 @@ def parameter_groups(
             parameters=dense, reduce_group=parallel.data_group, num_holders=parallel.num_data_ranks
         ),
         ParameterGroup(
-            parameters=experts,
-            reduce_group=parallel.dp_group,
-            num_holders=parallel.dp_group.size(),
+            parameters=experts, reduce_group=parallel.dp_group, num_holders=parallel.dp_group.size()
         ),
     ]
     if ends is not None and copied:

@@ -54,11 +54,7 @@ class TrainingLoop:
     """
 
     def __init__(
-        self,
-        config: Config,
-        training: Training,
-        reporter: Reporter | None,
-        position: Position,
+        self, config: Config, training: Training, reporter: Reporter | None, position: Position
     ) -> None:
         self.config = config
         self.runner = runner = training.runner
