@@ -11,7 +11,7 @@ import torch
 from moe_train.config import Config, load_config
 from moe_train.data import Batch
 from moe_train.jobs.job import check, train
-from moe_train.launch import StopFlag
+from moe_train.launch import RankContext
 from ranktest import run_ranks
 from ranktest.fixtures import one_thread as one_thread
 from ranktest.fixtures import seed as seed
@@ -111,7 +111,7 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory, corpus: Path, cache_di
     folder = tmp_path_factory.mktemp("trained")
     config = load_config(write_job(folder, corpus, cache_dir), ["train.max_steps=2"])
     check(config, "")
-    run_ranks(lambda *_: train(config, "", StopFlag()), 1)
+    run_ranks(lambda *_: train(config, "", RankContext()), 1)
     return folder / "run"
 
 

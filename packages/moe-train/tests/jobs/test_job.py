@@ -11,8 +11,8 @@ import torch.distributed as dist
 from moe_train.checkpoint import read_state
 from moe_train.config import Config
 from moe_train.data import prepare
-from moe_train.jobs.job import check, check_model, current_step, train
-from moe_train.launch import StopFlag
+from moe_train.jobs.job import check, check_model, train
+from moe_train.launch import RankContext
 from moe_train.report.metrics import read_metrics
 from moe_train.training import read_model_config
 from ranktest import run_ranks
@@ -164,8 +164,9 @@ def test_a_job_trains_to_its_end_and_says_where_the_results_are(
     check(config, "")
 
     def run(*_: int) -> object:
-        train(config, "", StopFlag())
-        return current_step(), dist.is_initialized()
+        context = RankContext()
+        train(config, "", context)
+        return context.step, dist.is_initialized()
 
     assert run_ranks(run, 2) == [(3, False)] * 2
     out = tmp_path / "run"
@@ -185,8 +186,9 @@ def test_a_resumed_job_begins_behind_its_checkpoint(
     check(config, named)
 
     def run(*_: int) -> int:
-        train(config, named, StopFlag())
-        return current_step()
+        context = RankContext()
+        train(config, named, context)
+        return context.step
 
     assert run_ranks(run, 2) == [4, 4]
     assert [line["step"] for line in read_metrics(out / "metrics.jsonl")] == [1, 2, 2, 3, 4, 4]
@@ -201,8 +203,9 @@ def test_a_job_that_starts_from_weights_counts_from_the_first_step(
     check(config, "")
 
     def run(*_: int) -> int:
-        train(config, "", StopFlag())
-        return current_step()
+        context = RankContext()
+        train(config, "", context)
+        return context.step
 
     assert run_ranks(run, 1) == [1]
     (first, _) = read_metrics(tmp_path / "run" / "metrics.jsonl")

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 
 from moe_train.config import Config, dump_toml
 from moe_train.jobs.job import check
-from moe_train.launch import RankJobError, StopFlag, run_rank
+from moe_train.launch import RankContext, RankJobError, run_rank, watch_stop_signals
 from moe_train.report.metrics import read_metrics
 from ranktest import run_ranks
 
@@ -32,7 +33,7 @@ def test_a_loss_that_is_not_a_number_is_named_with_rank_and_finished_steps(
     def run(rank: int, _: int) -> object:
         os.environ["RANK"] = str(rank)
         try:
-            run_rank(JOB, [toml, ""], StopFlag())
+            run_rank(JOB, [toml, ""], RankContext())
         except RankJobError as error:
             return str(error), error.error.rank, error.error.step, error.error.text
         return None
@@ -55,7 +56,7 @@ def test_overrides_and_the_number_of_threads_reach_the_rank(
     toml = written(configure(), tmp_path)
 
     def run(*_: int) -> int:
-        run_rank(JOB, [toml, "", "train.max_steps=1", "train.threads_per_rank=3"], StopFlag())
+        run_rank(JOB, [toml, "", "train.max_steps=1", "train.threads_per_rank=3"], RankContext())
         return torch.get_num_threads()
 
     assert run_ranks(run, 1) == [3]
@@ -68,9 +69,9 @@ def test_a_request_to_stop_ends_the_job_with_a_checkpoint(
     toml = written(configure(), tmp_path)
 
     def run(*_: int) -> None:
-        stop = StopFlag()
-        stop.request()
-        run_rank(JOB, [toml, ""], stop)
+        context = watch_stop_signals()
+        signal.raise_signal(signal.SIGTERM)
+        run_rank(JOB, [toml, ""], context)
 
     run_ranks(run, 1)
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-1"]

@@ -1,11 +1,10 @@
 import os
 import signal
 import threading
-from pathlib import Path
 
 import pytest
 
-from moe_train.launch.rank import RankContext, RankJobError, run_rank, watch_stop_signals
+from moe_train.launch.rank import RankContext, watch_stop_signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -41,17 +40,3 @@ def test_signals_are_refused_outside_of_the_main_thread() -> None:
     thread.start()
     thread.join()
     assert len(errors) == 1
-
-
-def test_what_a_job_raises_is_told_with_rank_and_finished_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "a_failing_job.py").write_text(
-        "def run(argv, context):\n    context.step = 4\n    raise KeyError(argv[0])\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("RANK", "3")
-    with pytest.raises(RankJobError, match="rank 3, step 4: KeyError: 'lost'") as raised:
-        run_rank("a_failing_job", ["lost"], RankContext())
-    assert (raised.value.error.rank, raised.value.error.step) == (3, 4)
-    assert "a_failing_job.py" in raised.value.error.text

@@ -10,38 +10,33 @@ from pathlib import Path
 
 import pytest
 
-from moe_train.launch.rank_main import (
+from moe_train.launch.rank import (
     RankError,
     RankJob,
     RankJobError,
     done_file,
     error_file,
     leave,
-    main,
     pid_file,
     run_rank,
+    watch_stop_signals,
 )
-from moe_train.launch.signals import StopFlag
+from moe_train.launch.rank_main import main
 from ranktest import Outcome, collect_ranks, run_ranks
 
 JOB = """
-STEP = 0
+import signal
 
 
-def current_step():
-    return STEP
-
-
-def run(argv, stop):
-    global STEP
+def run(argv, context):
     what, folder = argv
-    for STEP in range(1, 4):
-        if what == "fail" and STEP == 3:
+    for context.step in range(1, 4):
+        if what == "fail" and context.step == 3:
             raise KeyError("expert 7")
         if what == "stop":
-            stop.request()
+            signal.raise_signal(signal.SIGTERM)
     with open(folder + "/ran", "w") as stream:
-        stream.write(f"{STEP} {stop.requested}")
+        stream.write(f"{context.step} {context.stop_requested}")
 """
 
 
@@ -68,7 +63,7 @@ def launched(folder: Path, module: str, what: str, launcher_pid: int) -> Outcome
 
 def failure(module: str, argv: list[str]) -> RankError | None:
     try:
-        run_rank(module, argv, StopFlag())
+        run_rank(module, argv, watch_stop_signals())
     except RankJobError as error:
         assert str(error) == f"rank {error.error.rank}, step {error.error.step}: " + (
             error.error.summary
