@@ -6,7 +6,7 @@ doors of other folders; of another package from its face or a room's door. The m
 are single nodes of the graph of folders: some are a base floor, some (cli) stand on top.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
@@ -33,9 +33,8 @@ def check_rooms(sources: Iterable[Source], stubs: Iterable[Source] = ()) -> list
             message = _past_door(modules, source.module, use)
             if message is not None:
                 problems.append(Problem(path=source.path, line=use.line, message=message))
-    edges = folder_edges(modules)
-    problems += _circles(edges)
-    return problems + _chains(modules, edges)
+    problems += _circles(folder_edges(modules))
+    return problems + list(_chains(modules))
 
 
 def folder_edges(modules: Modules) -> _Edges:
@@ -58,6 +57,23 @@ def _node(modules: Modules, module: str) -> str:
     return folder if "." in folder else module
 
 
+def folder_files(modules: Modules) -> dict[str, int]:
+    """The number of Python files of each folder, by its path."""
+    return Counter(source.path.rpartition("/")[0] for source in modules.by_name.values())
+
+
+def longest_chains(modules: Modules) -> dict[str, list[str]]:
+    """The longest chain of rooms of each package that has rooms; a circle is cut at one edge."""
+    edges = folder_edges(modules)
+    graph = _graph((room_of(a), room_of(b)) for a, b in edges if room_of(a) != room_of(b))
+    list(cut_cycles(graph))
+    longest: dict[str, list[str]] = {}
+    for start in sorted(graph):
+        chain = _longest_chain(start, graph, modules)
+        longest[_package(start)] = max(longest.get(_package(start), []), chain, key=len)
+    return longest
+
+
 def room_of(folder: str) -> str:
     """The room on the top level that a folder belongs to: `pkg.room.sub` -> `pkg.room`."""
     return ".".join(folder.split(".")[:2])
@@ -68,16 +84,14 @@ def _package(name: str) -> str:
 
 
 def _folder_sizes(modules: Modules) -> Iterator[Problem]:
-    members: dict[str, list[Source]] = defaultdict(list)
     for name, source in modules.by_name.items():
-        members[source.path.rpartition("/")[0]].append(source)
         if modules.folder(name) not in modules.by_name:
             yield _problem(source.path, "its folder has no __init__.py; give the room a door")
-    for path, files in members.items():
-        if len(files) > FOLDER_FILES:
+    for path, count in folder_files(modules).items():
+        if count > FOLDER_FILES:
             yield _problem(
                 path,
-                f"{len(files)} Python files in a folder; at most {FOLDER_FILES}: "
+                f"{count} Python files in a folder; at most {FOLDER_FILES}: "
                 "move those of one topic into a sub-room",
             )
 
@@ -142,23 +156,14 @@ def _graph(edges: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
     return dict(graph)
 
 
-def _chains(modules: Modules, edges: _Edges) -> list[Problem]:
-    """The longest chain of rooms of each package, if it is too long; circles are cut before."""
-    graph = _graph((room_of(a), room_of(b)) for a, b in edges if room_of(a) != room_of(b))
-    list(cut_cycles(graph))
-    longest: dict[str, list[str]] = {}
-    for start in sorted(graph):
-        chain = _longest_chain(start, graph, modules)
-        longest[_package(start)] = max(longest.get(_package(start), []), chain, key=len)
-    return [
-        _problem(
-            modules.by_name[chain[0]].path,
-            f"chain of {len(chain)} rooms: {' -> '.join(chain)}; at most {CHAIN_ROOMS}: "
-            "join two rooms, or pass something as an argument",
-        )
-        for chain in longest.values()
-        if len(chain) > CHAIN_ROOMS
-    ]
+def _chains(modules: Modules) -> Iterator[Problem]:
+    for chain in longest_chains(modules).values():
+        if len(chain) > CHAIN_ROOMS:
+            yield _problem(
+                modules.by_name[chain[0]].path,
+                f"chain of {len(chain)} rooms: {' -> '.join(chain)}; at most {CHAIN_ROOMS}: "
+                "join two rooms, or pass something as an argument",
+            )
 
 
 def _longest_chain(start: str, graph: dict[str, set[str]], modules: Modules) -> list[str]:
