@@ -10,7 +10,7 @@ import pytest
 from moe_train.config import Config, load_config
 from moe_train.jobs.job import check as check_job
 from moe_train.jobs.job import train as run_job
-from moe_train.launch import RankContext
+from moe_train.rank import RankContext
 from ranktest import run_ranks
 
 TINY_MODEL = {

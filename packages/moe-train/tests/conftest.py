@@ -11,7 +11,7 @@ import torch
 from moe_train.config import Config, load_config
 from moe_train.data import Batch
 from moe_train.jobs.job import check, train
-from moe_train.launch import RankContext
+from moe_train.rank import RankContext
 from ranktest import run_ranks
 from ranktest.fixtures import one_thread as one_thread
 from ranktest.fixtures import seed as seed

@@ -210,7 +210,7 @@ def _train_as_rank(config: Config, resume: str, job_args: list[str]) -> int:
             f"{config.world_size}; start {config.world_size} ranks or change [parallel]"
         )
     from moe_train.jobs import job
-    from moe_train.launch import RankJobError, leave, run_rank, watch_stop_signals
+    from moe_train.rank import RankJobError, leave, run_rank, watch_stop_signals
 
     if rank == 0:
         print(format_compact(config), flush=True)

@@ -12,7 +12,7 @@ from moe_train.checkpoint import read_state
 from moe_train.config import Config
 from moe_train.data import prepare
 from moe_train.jobs.job import check, check_model, train
-from moe_train.launch import RankContext
+from moe_train.rank import RankContext
 from moe_train.report.metrics import read_metrics
 from moe_train.training import read_model_config
 from ranktest import run_ranks

@@ -10,7 +10,7 @@ import torch
 
 from moe_train.config import Config, dump_toml
 from moe_train.jobs.job import check
-from moe_train.launch import RankContext, RankJobError, run_rank, watch_stop_signals
+from moe_train.rank import RankContext, RankJobError, run_rank, watch_stop_signals
 from moe_train.report.metrics import read_metrics
 from ranktest import run_ranks
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from moe_train.checkpoint import TrainerState, newest_checkpoint, read_state
 from moe_train.config import Config
 from moe_train.data import prepare
-from moe_train.launch import RankContext
 from moe_train.optim import learning_rate
 from moe_train.parallel import start
+from moe_train.rank import RankContext
 from moe_train.report import MetricsLog, ProgressLine
 from moe_train.report.metrics import read_metrics
 from moe_train.training.build import build_training

@@ -1,6 +1,5 @@
 """From files to batches: find the corpus, train a tokenizer, encode once, pack, order."""
 
-from moe_train.data.cache import write_atomic as write_atomic
 from moe_train.data.order import SampleOrder as SampleOrder
 from moe_train.data.packing import Batch as Batch
 from moe_train.data.packing import PackedSplit as PackedSplit

@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
+from moe_train.cache import default_cache_dir, locked, publish, write_atomic
 from moe_train.config import Config
-from moe_train.data.cache import default_cache_dir, locked, publish, write_atomic
 from moe_train.data.corpus import Document, find_documents, name_hash, read_text
 from moe_train.data.token_file import TokenWriter, open_tokens
 from moe_train.data.tokenizer import encode_batch, end_token_id, load_tokenizer, train_bpe

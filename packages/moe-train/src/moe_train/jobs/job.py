@@ -14,9 +14,9 @@ from moe_train.checkpoint import check_same_data, find_checkpoint, read_state
 from moe_train.config import Config
 from moe_train.data import prepare
 from moe_train.errors import TrainValueError
-from moe_train.launch import RankContext
 from moe_train.model import DecoderConfig, stage_layers
 from moe_train.parallel import choose_device, start
+from moe_train.rank import RankContext
 from moe_train.report import MetricsLog, ProgressLine, write_plots
 from moe_train.training import (
     Position,

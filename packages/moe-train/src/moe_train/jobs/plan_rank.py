@@ -9,7 +9,7 @@ import torch
 
 from moe_train.config import load_config
 from moe_train.jobs.plan import record_rank
-from moe_train.launch import RankContext
+from moe_train.rank import RankContext
 
 
 def run(argv: list[str], context: RankContext) -> None:

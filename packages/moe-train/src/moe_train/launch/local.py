@@ -31,9 +31,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from moe_train.data import write_atomic
+from moe_train.cache import write_atomic
 from moe_train.errors import RankFailedError, StoppedUnsavedError
-from moe_train.launch.rank import RankError, RankJob, done_file, error_file, pid_file
+from moe_train.rank import RankError, RankJob, done_file, error_file, pid_file
 
 STOP_GRACE_S = 300.0
 """How long ranks may take to finish their step and save after a request to stop."""
@@ -66,7 +66,7 @@ def run_local(
     Args:
         world_size: number of ranks.
         module: import name of a module with `run(argv, context)`, as
-            `moe_train.launch.rank` describes it.
+            `moe_train.rank` describes it.
         argv: passed to `run` on each rank.
         stop_grace_s: seconds that ranks have to save after a request to stop.
         failure_grace_s: seconds that the others have to end after one rank has failed.
@@ -230,7 +230,7 @@ def _run_elastic(run_dir: Path, world_size: int) -> dict[int, int]:
     )
     _quiet_elastic()
     # -P: a module of the current folder must not stand in for an installed one.
-    args = ("-P", "-m", "moe_train.launch.rank_main", str(run_dir))
+    args = ("-P", "-m", "moe_train.rank.rank_main", str(run_dir))
     try:
         elastic_launch(config, sys.executable)(*args)
     except ChildFailedError as error:

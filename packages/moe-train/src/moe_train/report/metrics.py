@@ -25,7 +25,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from moe_train.data import write_atomic
+from moe_train.cache import write_atomic
 
 METRICS_FILE = "metrics.jsonl"
 EXPERT_LOAD = "expert_load/"

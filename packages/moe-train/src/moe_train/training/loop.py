@@ -15,8 +15,8 @@ from pathlib import Path
 from moe_train.checkpoint import TrainerState
 from moe_train.config import Config
 from moe_train.data import Batch
-from moe_train.launch import RankContext
 from moe_train.optim import learning_rate
+from moe_train.rank import RankContext
 from moe_train.report import MetricsLog, ProgressLine
 from moe_train.training.batches import BatchPlan, training_microbatches, validation_steps
 from moe_train.training.build import Training

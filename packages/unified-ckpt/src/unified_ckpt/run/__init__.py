@@ -3,4 +3,3 @@
 from unified_ckpt.run.manager import CheckpointManager as CheckpointManager
 from unified_ckpt.run.manager import Decision as Decision
 from unified_ckpt.run.manager import ManagerOptions as ManagerOptions
-from unified_ckpt.run.signals import SignalWatch as SignalWatch

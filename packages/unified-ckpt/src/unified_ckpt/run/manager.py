@@ -46,9 +46,9 @@ from unified_ckpt.folders import (
 )
 from unified_ckpt.options import SaveOptions
 from unified_ckpt.run.metrics import best_of, read_metric, with_metrics
-from unified_ckpt.run.signals import DEFAULT_SIGNALS, Signals, SignalWatch, stops_training
 from unified_ckpt.saving import SaveReport, save
 from unified_ckpt.saving.commit import Agreement, clean_leftovers
+from unified_ckpt.signals import DEFAULT_SIGNALS, Signals, SignalWatch, stops_training
 from unified_ckpt.state import StateDict
 
 _LOCK_WAIT_S = 10.0  # children of a job that was killed hold its lock until they notice

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from unified_ckpt.run.signals import SignalWatch, stops_training
+from unified_ckpt.signals.watch import SignalWatch, stops_training
 
 
 def test_a_signal_is_noted_and_the_former_handlers_come_back() -> None:
@@ -45,7 +45,7 @@ def test_a_second_signal_goes_to_the_former_handler() -> None:
 
 def test_a_second_sigterm_ends_a_process_that_is_stuck() -> None:
     code = (
-        "import os, signal, time\nfrom unified_ckpt.run.signals import SignalWatch\n"
+        "import os, signal, time\nfrom unified_ckpt.signals.watch import SignalWatch\n"
         "watch = SignalWatch(repeat_s=0.1)\nos.kill(os.getpid(), signal.SIGTERM)\n"
         "os.kill(os.getpid(), signal.SIGTERM)\nprint('noted', flush=True)\ntime.sleep(0.2)\n"
         "os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(20)\n"

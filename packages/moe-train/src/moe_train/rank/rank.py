@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 
 from moe_train.errors import MoeTrainError
-from unified_ckpt.run import SignalWatch
+from unified_ckpt.signals import SignalWatch
 
 
 @dataclass(slots=True)

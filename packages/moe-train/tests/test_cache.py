@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from moe_train.data.cache import default_cache_dir, locked, publish, write_atomic
+from moe_train.cache import default_cache_dir, locked, publish, write_atomic
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from moe_train.data.cache import locked
+from moe_train.cache import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)

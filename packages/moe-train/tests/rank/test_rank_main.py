@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_train.launch.rank import (
+from moe_train.rank import rank_main
+from moe_train.rank.rank import (
     RankError,
     RankJob,
     RankJobError,
@@ -21,7 +22,8 @@ from moe_train.launch.rank import (
     run_rank,
     watch_stop_signals,
 )
-from moe_train.launch.rank_main import main
+from moe_train.rank.rank_main import main
+from package_facts import check_import_is_cheap
 from ranktest import Outcome, collect_ranks, run_ranks
 
 JOB = """
@@ -142,3 +144,7 @@ def test_a_failed_rank_leaves_at_once_and_without_cleaning_up(
     with pytest.raises(SystemExit) as normal:
         leave(0)
     assert normal.value.code == 0
+
+
+def test_a_rank_starts_without_torch() -> None:
+    check_import_is_cheap(rank_main, "torch", "numpy")

@@ -1,4 +1,4 @@
-"""The program of one rank: `python -m moe_train.launch.rank_main RUN_DIR`.
+"""The program of one rank: `python -m moe_train.rank.rank_main RUN_DIR`.
 
 Invariant: a rank never outlives its launcher, and never ends with an error without having said so.
 """
@@ -12,8 +12,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from moe_train.data import write_atomic
-from moe_train.launch.rank import (
+from moe_train.cache import write_atomic
+from moe_train.rank.rank import (
     RankJob,
     RankJobError,
     done_file,

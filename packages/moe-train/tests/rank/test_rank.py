@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from moe_train.launch.rank import RankContext, watch_stop_signals
+from moe_train.rank.rank import RankContext, watch_stop_signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

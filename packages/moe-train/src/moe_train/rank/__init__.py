@@ -1,0 +1,16 @@
+"""One rank of a job: its program, what it is given, and what it leaves for the launcher.
+
+It imports no torch, so that a rank notices signals soon after its start.
+May import: unified-ckpt (signals).
+"""
+
+from moe_train.rank.rank import RankContext as RankContext
+from moe_train.rank.rank import RankError as RankError
+from moe_train.rank.rank import RankJob as RankJob
+from moe_train.rank.rank import RankJobError as RankJobError
+from moe_train.rank.rank import done_file as done_file
+from moe_train.rank.rank import error_file as error_file
+from moe_train.rank.rank import leave as leave
+from moe_train.rank.rank import pid_file as pid_file
+from moe_train.rank.rank import run_rank as run_rank
+from moe_train.rank.rank import watch_stop_signals as watch_stop_signals
