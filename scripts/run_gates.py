@@ -18,6 +18,7 @@ from gates.duplicates import check_duplicates
 from gates.floors import check_floors
 from gates.habits import check_habits
 from gates.lines import check_lines
+from gates.mirror import check_mirror
 from gates.pages import check_pages
 from gates.repeats import check_repeats
 from gates.rooms import check_rooms
@@ -46,6 +47,7 @@ def run(root: Path, packages: tuple[Package, ...]) -> Found:
         "doors": check_doors(sources, stubs),
         "faces": check_faces(stubs),
         "floors": check_floors(packages, sources, settings=settings),
+        "tests of rooms": check_mirror(packages, root=root),
         "words": check_words(packages, sources, stubs, glossary=(root / GLOSSARY).read_text()),
         "pages": check_pages(packages, root=root),
         "habits": check_habits(sources),
