@@ -1,4 +1,4 @@
-"""Tests stand in folders of the rooms' names: `tests/<room>/test_<file>.py` tests `<room>/<file>.py`.
+"""Tests stand in folders of the rooms' names: `tests/<room>/test_<file>.py` is of `<room>/<file>.py`.
 
 Tests of a whole package stand beside these folders, at `tests/test_*.py`. One file may have several
 files of tests: `test_step.py` and `test_step_on_gpu.py` both are of `step.py`.
@@ -24,13 +24,11 @@ def _of_package(package: Package, root: Path) -> Iterator[Problem]:
             continue
         tested = file.stem.removeprefix("test_")
         if not (source / room / "__init__.py").is_file():
-            message = (
-                f"tests of {room.as_posix()}/, which is no room; move them with what they test"
-            )
+            message = f"tests of {room.as_posix()}/, which is no room; move them along"
         elif not any(_is_of(tested, f.stem) for f in (source / room).glob("*.py")):
             message = (
-                f"no file {tested}.py in the room {room.as_posix()}/; name the tests after the file "
-                "that they test, or move tests of the whole package to tests/"
+                f"no file {tested}.py in the room {room.as_posix()}/; name the tests after "
+                "the file that they test, or move tests of the whole package to tests/"
             )
         else:
             continue
