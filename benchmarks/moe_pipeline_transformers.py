@@ -7,7 +7,7 @@ the same batches, step by step in turn. What is compared is
 - the largest relative difference of their losses;
 - the CPU time of a whole step: forward, backward and optimizer;
 - the bytes that the forward saves for the backward, of the whole model, parameters apart;
-- the most bytes alive at once in a step of two micro-batches, activations and gradients; once more
+- the most bytes alive at once in a step of two microbatches, activations and gradients; once more
   with `gradient_accumulation_fusion`.
 
 In bytes ours is compared to whichever implementation of transformers needs least, be it another one
@@ -163,7 +163,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def peak_bytes(trainer: Trainer) -> int:
-    """The most bytes alive in two micro-batches, gradients of parameters included."""
+    """The most bytes alive in two microbatches, gradients of parameters included."""
     with LiveBytes() as live:
         for number in range(2):
             trainer.forward(batch(number)).backward()

@@ -53,7 +53,7 @@ def test_config_refuses_what_no_layer_can_have(change, words):
         (RouterLosses, {"router_aux_loss_coef": -0.1}, "must be finite and not negative"),
         (RouterLosses, {"router_aux_loss_coef": float("nan")}, "must be finite and not negative"),
         (RouterLosses, {"router_z_loss_coef": -1.0}, "router_z_loss_coef must be finite"),
-        (RouterLosses, {"moe_aux_loss_scope": "token"}, "one of micro_batch, sequence, global_ba"),
+        (RouterLosses, {"moe_aux_loss_scope": "token"}, "one of microbatch, sequence, global_ba"),
         (
             ExpertsOptions,
             {"experts_implementation": "fast"},

@@ -1,4 +1,4 @@
-"""One process against every way to lay four: dp x ep x etp x tp x micro-batches.
+"""One process against every way to lay four: dp x ep x etp x tp x microbatches.
 
 tp is sequence parallel: each of its ranks holds a part of every sequence.
 
@@ -32,7 +32,7 @@ from ranktest import run_ranks
 WORLD = 4
 SEQUENCES, LENGTH, HIDDEN, INTERMEDIATE, EXPERTS, K = 6, 5, 6, 4, 12, 3
 LOSSES = dict(router_aux_loss_coef=0.3, router_z_loss_coef=0.1)
-# Unequal parts; with four ranks one has none. By ranks, then by sequences of a micro-batch.
+# Unequal parts; with four ranks one has none. By ranks, then by sequences of a microbatch.
 SPLITS = {
     1: {6: [6], 3: [3], 2: [2]},
     2: {6: [2, 4], 3: [2, 1], 2: [0, 2]},
@@ -53,7 +53,7 @@ class Layout:
     order: tuple = (0, 1, 2, 3)
 
     def own_tokens(self, rank, sequences):
-        """Which sequences, and which of their positions, the rank holds of a micro-batch."""
+        """Which sequences, and which of their positions, the rank holds of a microbatch."""
         dp_rank, tp_rank = divmod(rank, self.tp)
         parts = SPLITS[self.dp][sequences], POSITIONS[self.tp]
         return tuple(
@@ -125,10 +125,10 @@ def whole_layer(config):
 
 
 def train_step(layer, inputs, factors, token_ids, *, style="plain"):
-    """What comes out of forwards and backwards of all micro-batches.
+    """What comes out of forwards and backwards of all microbatches.
 
     One backward after all forwards, of the mean of the losses; "1f1b": the backward of a
-    micro-batch before the next but one forward; "recompute": as plain.
+    microbatch before the next but one forward; "recompute": as plain.
     """
     leaves = [x.clone().requires_grad_() for x in inputs]
     call = partial(recompute, layer) if style == "recompute" else layer
@@ -162,7 +162,7 @@ def train_step(layer, inputs, factors, token_ids, *, style="plain"):
 
 
 def data(microbatches):
-    """The same sequences, whatever the number of micro-batches they come in."""
+    """The same sequences, whatever the number of microbatches they come in."""
     generator = torch.Generator().manual_seed(torch.initial_seed() % 1000)
     shape = (SEQUENCES, LENGTH, HIDDEN)
     x, factors = torch.randn((2, *shape), generator=generator, dtype=torch.float64)
@@ -258,7 +258,7 @@ def check_layout(layout, got, expected):
 
 
 def check_layouts(config, layouts, *, one_microbatch=False, style="plain"):
-    """Compare all layouts with one process that has the same global micro-batches, or only one."""
+    """Compare all layouts with one process that has the same global microbatches, or only one."""
     whole = whole_layer(config)
     wanted = {}
     for microbatches in {1} if one_microbatch else {layout.microbatches for layout in layouts}:
@@ -281,7 +281,7 @@ def check_layouts(config, layouts, *, one_microbatch=False, style="plain"):
 
 
 def as_one_microbatch(got, expected, microbatches):
-    """Tokens of the one micro-batch as several would give them, and loads of several summed."""
+    """Tokens of the one microbatch as several would give them, and loads of several summed."""
     cut = {name: expected[name][0].chunk(microbatches) for name in ("hidden", "grad_x")}
     return [{**result, "load": result["load"].sum(0, True)} for result in got], {**expected, **cut}
 

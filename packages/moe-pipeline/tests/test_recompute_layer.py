@@ -255,7 +255,7 @@ def test_every_scope_and_no_tokens(seed, scope, shape):
 
 
 def test_loss_of_the_global_batch_is_that_of_no_recompute(seed):
-    """Its gradient comes after the last forward of the step, through terms of each micro-batch."""
+    """Its gradient comes after the last forward of the step, through terms of each microbatch."""
     config = config_for(scope="global_batch")
     block = Block(config)
     batches = [torch.randn(2, 5, HIDDEN, dtype=torch.float64) for _ in range(3)]

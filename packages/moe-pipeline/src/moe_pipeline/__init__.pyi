@@ -12,7 +12,6 @@ from moe_pipeline.families import family_of as family_of
 from moe_pipeline.groups import MoEGroups as MoEGroups
 from moe_pipeline.layer import Experts as Experts
 from moe_pipeline.layer import MoELayer as MoELayer
-from moe_pipeline.layer import MoEOutput as MoEOutput
 from moe_pipeline.ops import chunked_cross_entropy as chunked_cross_entropy
 from moe_pipeline.recomputation import recompute as recompute
 from moe_pipeline.router import TopKRouter as TopKRouter

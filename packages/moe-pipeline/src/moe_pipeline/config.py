@@ -9,7 +9,8 @@ Field names are those of transformers' configurations where it has one (`num_exp
 
 from dataclasses import dataclass, field
 
-from moe_pipeline.errors import MoETypeError, MoEValueError
+from moe_pipeline._checks import check_count, check_finite, check_type
+from moe_pipeline.errors import MoEValueError
 
 AUX_LOSS_SCOPES = ("microbatch", "sequence", "global_batch")
 EXPERTS_IMPLEMENTATIONS = ("auto", "fused", "grouped_mm", "loop")
@@ -40,7 +41,7 @@ class RouterOptions:
         moe_input_jitter_eps: in training, the router's input is multiplied by uniform numbers in
             1 - eps .. 1 + eps; 0: not.
         moe_expert_capacity_factor: an expert takes at most `ceil(factor * T * k / E)` of the T
-            tokens of the global micro-batch; None: dropless. Of expert choice it is the number of
+            tokens of the global microbatch; None: dropless. Of expert choice it is the number of
             tokens that each expert takes, and 1.0 if None.
         moe_token_drop_policy: which rows stay: the most probable ("probs") or the first
             ("position").
@@ -74,24 +75,24 @@ class RouterOptions:
                 "moe_router_score_function='sigmoid' leave it True"
             )
         for name in ("n_group", "topk_group"):
-            _positive_int(name, getattr(self, name))
+            check_count(name, getattr(self, name))
         if self.topk_group > self.n_group:
             raise MoEValueError(
                 f"topk_group={self.topk_group} exceeds n_group={self.n_group}; choose at most that"
             )
         for name in ("moe_norm_min", "routed_scaling_factor", "moe_router_bias_update_rate"):
-            _finite(name, getattr(self, name))
-        if not 0.0 <= self.moe_input_jitter_eps < 1.0:
-            raise MoEValueError(
-                f"moe_input_jitter_eps={self.moe_input_jitter_eps} must be at least 0 and below 1"
-            )
+            check_finite(name, getattr(self, name))
+        check_finite("moe_input_jitter_eps", self.moe_input_jitter_eps)
+        if self.moe_input_jitter_eps >= 1.0:
+            raise MoEValueError(f"moe_input_jitter_eps={self.moe_input_jitter_eps} must be below 1")
         self._check_selection()
-        factor = self.moe_expert_capacity_factor
-        if factor is not None and not 0.0 < factor < float("inf"):
-            raise MoEValueError(
-                f"moe_expert_capacity_factor={factor} leaves no room for any token; give a "
-                "positive number, or None for no limit"
-            )
+        if self.moe_expert_capacity_factor is not None:
+            check_finite("moe_expert_capacity_factor", self.moe_expert_capacity_factor)
+            if self.moe_expert_capacity_factor == 0:
+                raise MoEValueError(
+                    "moe_expert_capacity_factor=0 leaves no room for any token; give a positive "
+                    "number, or None for no limit"
+                )
 
     def _check_selection(self) -> None:
         selection = self.moe_router_selection
@@ -116,8 +117,8 @@ class RouterLosses:
     Attributes:
         router_aux_loss_coef: factor of the load-balancing loss; 0 switches its gradient off.
         moe_aux_loss_scope: tokens over which it takes its fractions and means: "microbatch" (the
-            global micro-batch), "sequence" (each sequence, then averaged) or "global_batch" (all
-            micro-batches of a step). See `moe_pipeline.router.aux_loss`.
+            global microbatch), "sequence" (each sequence, then averaged) or "global_batch" (all
+            microbatches of a step). See `moe_pipeline.router.aux_loss`.
         router_z_loss_coef: factor of the mean of `logsumexp(logits)^2` (ST-MoE, arXiv 2202.08906).
     """
 
@@ -126,8 +127,8 @@ class RouterLosses:
     router_z_loss_coef: float = 0.0
 
     def __post_init__(self) -> None:
-        _finite("router_aux_loss_coef", self.router_aux_loss_coef)
-        _finite("router_z_loss_coef", self.router_z_loss_coef)
+        check_finite("router_aux_loss_coef", self.router_aux_loss_coef)
+        check_finite("router_z_loss_coef", self.router_z_loss_coef)
         _one_of("moe_aux_loss_scope", self.moe_aux_loss_scope, *AUX_LOSS_SCOPES)
 
 
@@ -164,10 +165,10 @@ class ExpertsOptions:
         if self.swiglu_limit is not None:
             if not self.has_gate or self.hidden_act != "silu":
                 raise MoEValueError("swiglu_limit is for gated silu experts; leave it None")
-            if not 0.0 < self.swiglu_limit < float("inf"):
-                raise MoEValueError(f"swiglu_limit={self.swiglu_limit} must be positive, or None")
-            if not 0.0 < self.swiglu_alpha < float("inf"):
-                raise MoEValueError(f"swiglu_alpha={self.swiglu_alpha} must be positive and finite")
+            for name, value in (("limit", self.swiglu_limit), ("alpha", self.swiglu_alpha)):
+                check_finite(f"swiglu_{name}", value)
+                if value == 0:
+                    raise MoEValueError(f"swiglu_{name}=0 must be positive")
         if self.fp8 and (
             self.experts_implementation != "auto" or self.gradient_accumulation_fusion
         ):
@@ -190,9 +191,7 @@ class SharedExpertOptions:
     moe_shared_expert_gate: bool = False
 
     def __post_init__(self) -> None:
-        _positive_int(
-            "moe_shared_expert_intermediate_size", self.moe_shared_expert_intermediate_size
-        )
+        check_count("moe_shared_expert_intermediate_size", self.moe_shared_expert_intermediate_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,15 +229,20 @@ class MoEConfig:
     def __post_init__(self) -> None:
         names = ("hidden_size", "moe_intermediate_size", "num_experts", "num_experts_per_tok")
         for name in names:
-            _positive_int(name, getattr(self, name))
+            check_count(name, getattr(self, name))
+        check_type("router", self.router, RouterOptions)
+        check_type("losses", self.losses, RouterLosses)
+        check_type("experts", self.experts, ExpertsOptions)
+        if self.shared_expert is not None:
+            check_type("shared_expert", self.shared_expert, SharedExpertOptions)
         if self.moe_latent_size is not None:
-            _positive_int("moe_latent_size", self.moe_latent_size)
+            check_count("moe_latent_size", self.moe_latent_size)
         if self.num_experts_per_tok > self.num_experts:
             raise MoEValueError(
                 f"num_experts_per_tok={self.num_experts_per_tok} exceeds num_experts="
                 f"{self.num_experts}; each token needs that many different experts"
             )
-        _finite("initializer_range", self.initializer_range)
+        check_finite("initializer_range", self.initializer_range)
         self._check_groups()
 
     @property
@@ -269,15 +273,3 @@ class MoEConfig:
 def _one_of(name: str, value: str, *allowed: str) -> None:
     if value not in allowed:
         raise MoEValueError(f"{name}={value!r} is unknown; choose one of {', '.join(allowed)}")
-
-
-def _positive_int(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise MoETypeError(f"{name} must be an int, got {value!r}")
-    if value < 1:
-        raise MoEValueError(f"{name} must be at least 1, got {value}")
-
-
-def _finite(name: str, value: float) -> None:
-    if not 0.0 <= value < float("inf"):
-        raise MoEValueError(f"{name} must be finite and not negative, got {value}")

@@ -25,14 +25,3 @@ class StageTransferError(MoEPipelineError, RuntimeError):
 
     The communication error that caused it is the `__cause__`.
     """
-
-
-def check_type(name: str, value: object, *kinds: type, hint: str = "") -> None:
-    """Refuse a value that is of none of these kinds.
-
-    Raises:
-        TypeError: names the argument, what it is and what it should be.
-    """
-    if not isinstance(value, kinds):
-        wanted = " or ".join(kind.__name__ for kind in kinds)
-        raise MoETypeError(f"{name} must be a {wanted}{hint}, got a {type(value).__name__}")

@@ -23,7 +23,7 @@ class MoEGroups:
             each brings its own tokens. May span any part of dp x tp.
         etp: ranks that hold slices of the same experts (expert tensor parallelism); each brings its
             own tokens.
-        tokens: all ranks that hold tokens of the same global micro-batch (dp, ep, cp, sequence
+        tokens: all ranks that hold tokens of the same global microbatch (dp, ep, cp, sequence
             parallel), in the order of their tokens.
         sequence: ranks over which each sequence is split (cp, sequence parallel), in order.
         timeout_s: limit for each exchange; None: that of the group.
@@ -56,7 +56,7 @@ class MoEGroups:
             if not set(ranks) <= set(tokens):
                 raise MoEValueError(
                     f"groups.{name} has the ranks {ranks}, groups.tokens {tokens}; each rank "
-                    "brings tokens of the same micro-batch, so give a groups.tokens that contains "
+                    "brings tokens of the same microbatch, so give a groups.tokens that contains "
                     "them all"
                 )
 

@@ -1,4 +1,4 @@
-"""A routing plan: who goes where, made once for a layer and micro-batch, and never changed.
+"""A routing plan: who goes where, made once for a layer and microbatch, and never changed.
 
 Recompute replays plans, so tokens are never routed twice (`moe_pipeline.recompute`).
 
@@ -20,9 +20,9 @@ class RoutingPlan:
         topk_idx_TK: int64 [T, K], chosen experts, best first; -1: none (dropped, or not chosen).
         counts_E: int64 [E], routed rows per expert of this rank's tokens, before any is dropped.
         logits_TE: [T, E] router logits, fp32 or fp64, from which weights and losses follow.
-        load_E: int64 [E], `counts_E` of the global micro-batch; None before it is known.
-        num_parts: tokens of the global micro-batch, or sequences under scope "sequence".
-        num_tokens: tokens of the global micro-batch; None before it is known.
+        load_E: int64 [E], `counts_E` of the global microbatch; None before it is known.
+        num_parts: tokens of the global microbatch, or sequences under scope "sequence".
+        num_tokens: tokens of the global microbatch; None before it is known.
         sequence_load_BX: int64 [B, E + 1], routed rows per expert of each whole sequence, of which
             this rank may hold a part, then the sequence's tokens; only under scope "sequence".
         undropped_idx_TK: int64 [T, K], `topk_idx_TK` before rows were dropped; None: none was.

@@ -130,7 +130,7 @@ def test_wrong_inputs_on_one_rank_hold_up_no_other():
 
     texts = run_ranks(fn, 3)
     assert texts[0] == "schedule 1f1b has 4 microbatches, but 3 inputs are given"
-    cause = f"failed: rank 0 (stage 0) failed in the inputs: ValueError: {texts[0]}"
+    cause = f"failed: rank 0 (stage 0) failed in the inputs: MoEValueError: {texts[0]}"
     assert texts[1].endswith(cause) and texts[2].endswith(cause)
 
 

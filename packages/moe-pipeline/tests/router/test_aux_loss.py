@@ -78,36 +78,36 @@ def balance_of(x_TD, weight, k, score="softmax", choices=None):
     return len(weight) * total, counts
 
 
-def expected_aux(scope, micro_batches, weight, config, score="softmax"):
+def expected_aux(scope, microbatches, weight, config, score="softmax"):
     """The balancing loss of a step, as DESIGN.md section 4 defines it, on one process."""
     k = config.num_experts_per_tok
     if scope == "global_batch":
-        rows = torch.cat([x.reshape(-1, HIDDEN) for x in micro_batches])
+        rows = torch.cat([x.reshape(-1, HIDDEN) for x in microbatches])
         total = balance_of(rows, weight, k, score)[0]
     elif scope == "microbatch":
-        parts = [balance_of(x.reshape(-1, HIDDEN), weight, k, score)[0] for x in micro_batches]
+        parts = [balance_of(x.reshape(-1, HIDDEN), weight, k, score)[0] for x in microbatches]
         total = sum(parts) / len(parts)
     else:
-        means = [sum(balance_of(s, weight, k, score)[0] for s in x) / len(x) for x in micro_batches]
+        means = [sum(balance_of(s, weight, k, score)[0] for s in x) / len(x) for x in microbatches]
         total = sum(means) / len(means)
     return config.losses.router_aux_loss_coef * total
 
 
-def expected_z(micro_batches, weight, config):
+def expected_z(microbatches, weight, config):
     means = []
-    for x in micro_batches:
+    for x in microbatches:
         rows = (x.reshape(-1, HIDDEN) @ weight.t()).exp().sum(dim=1)
         means.append(sum(row.log() ** 2 for row in rows) / len(rows))
     return config.losses.router_z_loss_coef * sum(means) / len(means)
 
 
-def step_share(micro_batches, weight, config, groups=ALONE, score="softmax"):
-    """What a trainer adds up over a step, and the loads of its micro-batches."""
+def step_share(microbatches, weight, config, groups=ALONE, score="softmax"):
+    """What a trainer adds up over a step, and the loads of its microbatches."""
     total, terms, loads = weight.new_zeros(()), [], []
-    for x in micro_batches:
+    for x in microbatches:
         routed = route(x.reshape(-1, HIDDEN), weight, config.num_experts_per_tok, score)
         shares = router_losses(routed, config, sequence_shape=tuple(x.shape[:2]), groups=groups)
-        total = total + (shares.aux_loss + shares.z_loss) / len(micro_batches)
+        total = total + (shares.aux_loss + shares.z_loss) / len(microbatches)
         terms.append(shares.balance)
         loads.append(shares.load_E.tolist())
     if config.losses.moe_aux_loss_scope == "global_batch":
@@ -127,7 +127,7 @@ def check_equal(ours, expected, *wrt):
 @pytest.mark.parametrize("scope", AUX_LOSS_SCOPES)
 def test_loss_and_gradients_equal_the_formula(seed, scope, k, score):
     config, weight = config_for(scope, k=k, z=0.03), unbalanced_weight()
-    # Micro-batches of unequal numbers of sequences.
+    # Microbatches of unequal numbers of sequences.
     batches = [tokens(3, 7).requires_grad_(), tokens(2, 7).requires_grad_()]
     ours, loads = step_share(batches, weight, config, score=score)
     expected = expected_aux(scope, batches, weight, config, score)
@@ -275,7 +275,7 @@ def test_a_global_batch_without_terms_is_refused():
 
 
 @pytest.mark.parametrize("scope", AUX_LOSS_SCOPES)
-def test_one_micro_batch_is_its_own_global_batch(seed, scope):
+def test_one_microbatch_is_its_own_global_batch(seed, scope):
     config, weight, x = config_for(scope), unbalanced_weight(), tokens(1, 11)
     loss, _ = step_share([x], weight, config)
     assert_close(loss, expected_aux("microbatch", [x], weight, config), **EXACT)
@@ -421,7 +421,7 @@ def test_evaluation_meets_nobody_and_has_no_loss(seed, scope):
     assert run_ranks(fn, 2) == [(0.0, 0.0, False)] * 2
 
 
-def test_ranks_of_a_global_batch_may_differ_in_their_number_of_micro_batches(seed):
+def test_ranks_of_a_global_batch_may_differ_in_their_number_of_microbatches(seed):
     config, weight = config_for("global_batch"), unbalanced_weight()
     batches = [tokens(2, 3), tokens(1, 3), tokens(5, 3)]
 

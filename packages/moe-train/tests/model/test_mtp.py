@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_pipeline import MoEConfig, MoELayer, MoEOutput, chunked_cross_entropy
+from moe_pipeline import MoEConfig, MoELayer, chunked_cross_entropy
+from moe_pipeline.layer import MoEOutput
 from moe_train.model.layers import AttentionContext, document_mask
 from moe_train.model.mla import LatentAttention, MLAOptions
 from moe_train.model.mtp import MTPLayer, MTPTokens, SharedWeights, mtp_loss, stored_name

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from moe_pipeline._checks import check_finite, check_type
 from moe_pipeline.errors import MoEValueError
 
 
@@ -23,8 +24,8 @@ class ExecutorOptions:
             DDP, are left alone (`moe_pipeline.weight_grad.accumulation`).
 
     Raises:
-        ValueError: a limit that is not positive.
-        RuntimeError: `device` is no device.
+        ValueError: a limit that is not positive, or a device that torch does not know.
+        TypeError: a value of another type.
     """
 
     device: torch.device | str | None = None
@@ -32,7 +33,14 @@ class ExecutorOptions:
     gradient_accumulation_fusion: bool = False
 
     def __post_init__(self) -> None:
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise MoEValueError(f"timeout_s={self.timeout_s} must be above 0, or None")
-        if self.device is not None:
-            torch.device(self.device)
+        if self.timeout_s is not None:
+            check_finite("timeout_s", self.timeout_s)
+            if self.timeout_s == 0:
+                raise MoEValueError("timeout_s=0 must be above 0, or None")
+        if isinstance(self.device, str):
+            try:
+                torch.device(self.device)
+            except RuntimeError as error:
+                raise MoEValueError(f"device={self.device!r}: {error}") from error
+        elif self.device is not None:
+            check_type("device", self.device, torch.device, str)

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_pipeline.errors import MoETypeError, MoEValueError, StageTransferError, check_type
+from moe_pipeline._checks import check_type
+from moe_pipeline.errors import MoETypeError, MoEValueError, StageTransferError
 from moe_pipeline.executor.edges import EdgeBrokenError, Edges, GroupEdges, LocalEdges, Transport
 from moe_pipeline.executor.execution_plan import ExecutionPlan, MicrobatchKey
 from moe_pipeline.executor.memory_track import MemoryTrack
@@ -71,6 +72,9 @@ class PipelineExecutor:
         backward_group: ProcessGroup | None = None,
         options: ExecutorOptions = _OPTIONS,
     ) -> None:
+        check_type("stages", stages, Mapping, hint=" from number to stage")
+        check_type("schedule", schedule, Schedule)
+        check_type("options", options, ExecutorOptions)
         self._plan = ExecutionPlan.of(schedule, rank)
         _check_stages(stages, self._plan, rank)
         self.schedule = schedule

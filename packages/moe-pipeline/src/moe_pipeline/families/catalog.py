@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from moe_pipeline._checks import check_type
 from moe_pipeline.config import (
     ExpertsOptions,
     MoEConfig,
@@ -109,7 +110,7 @@ class Family:
     def config(self, values: Mapping[str, Any] | TransformersConfig) -> MoEConfig:
         """Sizes, routing rule, losses and experts of this family's MoE layers.
 
-        The balancing loss is over the micro-batch, or over each sequence if the configuration has
+        The balancing loss is over the microbatch, or over each sequence if the configuration has
         DeepSeek's `seq_aux`; its coefficient is 0 where the configuration has none. Other keys that
         are missing mean what they mean in transformers.
 
@@ -183,6 +184,7 @@ def family_of(model_type: str) -> Family:
     Raises:
         ValueError: none of `FAMILIES`.
     """
+    check_type("model_type", model_type, str)
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     near = get_close_matches(model_type, FAMILIES, n=1)

@@ -17,6 +17,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from moe_pipeline._checks import check_type
 from moe_pipeline.config import MoEConfig
 from moe_pipeline.errors import MoEValueError
 from moe_pipeline.experts import ExpertWeights, experts_function, token_experts_function
@@ -55,6 +56,7 @@ class Experts(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_type("config", config, MoEConfig)
         super().__init__()
         self.config = config
         options = config.experts

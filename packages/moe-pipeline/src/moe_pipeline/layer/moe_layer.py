@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from comm_collectives import Dispatched, MoeOptions, combine, dispatch
+from moe_pipeline._checks import check_type
 from moe_pipeline.config import MoEConfig
 from moe_pipeline.errors import MoETypeError, MoEValueError
 from moe_pipeline.groups import ALONE, MoEGroups
@@ -52,10 +53,10 @@ class MoEOutput:
     Attributes:
         hidden: same shape and dtype as the input.
         aux_loss: 0-d, this rank's share of the load-balancing loss, coefficient included; summed
-            over the ranks of `groups.tokens` it is the loss of the global micro-batch. Under scope
+            over the ranks of `groups.tokens` it is the loss of the global microbatch. Under scope
             "global_batch" it is 0, and `balance` is for `global_batch_loss`.
         z_loss: 0-d, this rank's share of the router z-loss, likewise.
-        load_E: int64 [E], routed rows per expert of the global micro-batch; no gradient; the
+        load_E: int64 [E], routed rows per expert of the global microbatch; no gradient; the
             caller's own.
         topk_idx_TK: int64 [T, K], the experts of each token, -1 for none; no gradient. Give it back
             to `forward` to replay the routing. It is the plan's: not to be changed in place.
@@ -99,6 +100,8 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
         noise_key: int = 0,
     ) -> None:
+        check_type("config", config, MoEConfig)
+        check_type("groups", groups, MoEGroups)
         super().__init__()
         _check_divisible("ep", groups.ep_size, "num_experts", config.num_experts)
         _check_divisible(

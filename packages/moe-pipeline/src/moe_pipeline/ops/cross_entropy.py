@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe_pipeline._checks import check_type
 from moe_pipeline.errors import MoETypeError, MoEValueError
 
 IGNORED_LABEL = -100
@@ -61,6 +62,9 @@ def chunked_cross_entropy(
         ValueError: shapes that do not fit, a label out of range, or `chunk_bytes` below 1.
         TypeError: dtypes that do not fit.
     """
+    given = {"hidden_TD": hidden_TD, "weight_VD": weight_VD, "labels_T": labels_T}
+    for name, tensor in given.items():
+        check_type(name, tensor, Tensor)
     device_type = hidden_TD.device.type
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)

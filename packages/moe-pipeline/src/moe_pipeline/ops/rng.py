@@ -2,7 +2,7 @@
 
 A generator with a state gives a token other numbers on another rank, in another order or in a
 recompute. Here each number is a hash of (key, token id, column), so that any split of tokens over
-ranks and micro-batches, any device and any recompute gives the same bits, and nothing is saved for
+ranks and microbatches, any device and any recompute gives the same bits, and nothing is saved for
 backward.
 
     key = counter_key(seed, layer, step)

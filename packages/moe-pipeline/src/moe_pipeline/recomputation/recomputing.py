@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from comm_collectives import DispatchHandle
-from moe_pipeline.errors import MoEValueError
+from moe_pipeline.errors import MoETypeError, MoEValueError
 from moe_pipeline.routing_plan import RoutingPlan
 from moe_pipeline.weight_grad import current_split
 
@@ -58,6 +58,8 @@ def recompute(function: Callable[..., _Value], *args: Any, **kwargs: Any) -> _Va
         args: of the function; tensors among them are kept for the backward.
         kwargs: of the function.
     """
+    if not callable(function):
+        raise MoETypeError(f"recompute needs a function, got a {type(function).__name__}")
     first, again = recompute_contexts()
     runs = iter([first])
 

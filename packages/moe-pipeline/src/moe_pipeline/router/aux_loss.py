@@ -6,19 +6,19 @@ that the router sent to expert e, before any is dropped, and `P_e` the mean prob
 transformers' `load_balancing_loss_func` counts rows per token instead of per routed row, so it is k
 times this one. Its scope (`moe_aux_loss_scope`) says over what f and P are taken:
 
-- `microbatch`: all tokens of the global micro-batch, wherever they are.
-- `sequence`: each sequence, then the mean over the sequences of the global micro-batch
+- `microbatch`: all tokens of the global microbatch, wherever they are.
+- `sequence`: each sequence, then the mean over the sequences of the global microbatch
   (DeepSeek-V3, arXiv 2412.19437, eq. 17-20), whole or split over `groups.sequence`.
-- `global_batch`: all micro-batches of a step (Qwen, arXiv 2501.11873). f is only known after the
-  last forward, so a micro-batch has no share of its own: see `global_batch_loss`, and
+- `global_batch`: all microbatches of a step (Qwen, arXiv 2501.11873). f is only known after the
+  last forward, so a microbatch has no share of its own: see `global_batch_loss`, and
   `check_aux_scope` for the schedules that allow it.
 
-The z-loss is `coef * mean_t logsumexp(logits_t)^2` over the tokens of the global micro-batch
+The z-loss is `coef * mean_t logsumexp(logits_t)^2` over the tokens of the global microbatch
 (ST-MoE, arXiv 2202.08906, eq. 5).
 
 Invariant: each rank computes its *share*. The shares of all ranks that hold tokens of the
-micro-batch sum to the loss, and so do their gradients; nothing is ever scaled by a number of ranks,
-micro-batches or recomputes. Only integers are reduced, in forward; nothing in backward. A plan that
+microbatch sum to the loss, and so do their gradients; nothing is ever scaled by a number of ranks,
+microbatches or recomputes. Only integers are reduced, in forward; nothing in backward. A plan that
 knows the counts (recompute) communicates nothing.
 
     shares = router_losses(router(x_TD), config, sequence_shape=(B, S), groups=groups)
@@ -44,7 +44,7 @@ from moe_pipeline.routing_plan import Routed, RoutingPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BalanceTerms:
-    """What one micro-batch on one rank brings to the balancing loss of a whole step.
+    """What one microbatch on one rank brings to the balancing loss of a whole step.
 
     Attributes:
         counts_E: int64 [E], routed rows per expert of this rank's tokens.
@@ -64,8 +64,8 @@ class LossShares:
     Attributes:
         aux_loss: 0-d, fp32 or fp64, the balancing loss; 0 under scope "global_batch".
         z_loss: 0-d, likewise.
-        load_E: int64 [E], routed rows per expert of the global micro-batch; no gradient.
-        plan: the router's plan with the counts of the global micro-batch filled in: keep this one
+        load_E: int64 [E], routed rows per expert of the global microbatch; no gradient.
+        plan: the router's plan with the counts of the global microbatch filled in: keep this one
             for a recompute.
         balance: for `global_batch_loss`; None under other scopes and outside training.
     """
@@ -85,13 +85,13 @@ def router_losses(
     groups: MoEGroups = ALONE,
     training: bool = True,
 ) -> LossShares:
-    """This rank's shares of the losses of one layer and micro-batch.
+    """This rank's shares of the losses of one layer and microbatch.
 
     Collective if `training`, like `count_load`. A coefficient of 0 makes a loss that is 0 and has
     no gradient. In evaluation nothing is communicated, so that ranks may evaluate different numbers
     of batches: the losses are 0 and `load_E` is that of this rank's tokens.
 
-    A trainer takes the mean of the shares of its micro-batches, as it does with the task's loss.
+    A trainer takes the mean of the shares of its microbatches, as it does with the task's loss.
 
     Args:
         routed: the router's result for this rank's tokens; T may be 0.
@@ -131,7 +131,7 @@ def count_load(
     sequence_shape: tuple[int, int] | None,
     groups: MoEGroups = ALONE,
 ) -> RoutingPlan:
-    """`plan` with the counts of the global micro-batch that losses and bias update need.
+    """`plan` with the counts of the global microbatch that losses and bias update need.
 
     Collective over `groups.tokens`, one all-reduce of E + 2 integers, and under scope "sequence"
     before that over `groups.sequence`, one of B * (E + 1): on every rank, whatever its number of
@@ -182,10 +182,10 @@ def count_load(
 def global_batch_loss(
     terms: Sequence[BalanceTerms], config: MoEConfig, groups: MoEGroups = ALONE
 ) -> Tensor:
-    """This rank's share of the balancing loss of one layer over all micro-batches of a step.
+    """This rank's share of the balancing loss of one layer over all microbatches of a step.
 
     The sum of `global_batch_shares`, which see. Add it once to the mean loss of the step, and do
-    not divide it by the number of micro-batches.
+    not divide it by the number of microbatches.
     """
     return torch.stack(global_batch_shares(terms, config, groups)).sum()
 
@@ -193,10 +193,10 @@ def global_batch_loss(
 def global_batch_shares(
     terms: Sequence[BalanceTerms], config: MoEConfig, groups: MoEGroups = ALONE
 ) -> tuple[Tensor, ...]:
-    """The summands of `global_batch_loss`, one 0-d share per micro-batch of this rank.
+    """The summands of `global_batch_loss`, one 0-d share per microbatch of this rank.
 
     They depend on each other's counts but not on each other's graphs, so that each can go into the
-    backward of its own micro-batch. Collective over `groups.tokens` (one all-reduce of E + 1
+    backward of its own microbatch. Collective over `groups.tokens` (one all-reduce of E + 1
     integers), once for each layer, after the last forward; ranks may differ in the number of terms.
     Nothing is communicated without a group or with a coefficient of 0.
 
@@ -209,7 +209,7 @@ def global_batch_shares(
         ValueError: no terms.
     """
     if not terms:
-        raise MoEValueError("no terms: give those of every micro-batch of the step, at least one")
+        raise MoEValueError("no terms: give those of every microbatch of the step, at least one")
     if config.losses.router_aux_loss_coef == 0:
         return tuple(term.prob_sum_E.new_zeros(()) for term in terms)
     counts_E = torch.stack([term.counts_E for term in terms]).sum(dim=0)

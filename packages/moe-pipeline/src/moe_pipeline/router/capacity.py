@@ -1,6 +1,6 @@
 """Capacity: the most tokens that an expert takes, and who has to go when more come.
 
-An expert takes `ceil(factor * T * k / E)` of the T tokens of the global micro-batch (Switch
+An expert takes `ceil(factor * T * k / E)` of the T tokens of the global microbatch (Switch
 Transformer, arXiv 2101.03961; GShard, arXiv 2006.16668), counted over all ranks that share it, so
 that the same rows are dropped in every layout. A dropped row has the expert -1: nothing is
 dispatched for it, its weight is 0, and the token's other experts are weighted as if they were all
@@ -8,7 +8,7 @@ that it chose.
 
     topk_idx_TK = drop_over_capacity(topk_idx_TK, probs_TE, config, groups=groups)
 
-Dims: T tokens of this rank, G of the global micro-batch, E experts, K choices per token, R = G * K.
+Dims: T tokens of this rank, G of the global microbatch, E experts, K choices per token, R = G * K.
 """
 
 from fractions import Fraction
@@ -28,7 +28,7 @@ def expert_capacity(num_tokens: int, config: MoEConfig) -> int:
     The factor is taken as it is written, so that 1.1 of 10 is 11, which fp64 would round up to 12.
 
     Args:
-        num_tokens: of the global micro-batch.
+        num_tokens: of the global microbatch.
         config: of the layer.
     """
     factor = config.router.moe_expert_capacity_factor

@@ -7,7 +7,7 @@ DeepSeek-V3, arXiv 2412.19437). The bias takes part in the choice and never in t
     optimizer.step()
     update_expert_bias(m for m in model.modules() if isinstance(m, TopKRouter))
 
-The loads that a router has counted are those of the global micro-batches, the same on every rank,
+The loads that a router has counted are those of the global microbatches, the same on every rank,
 so every rank makes the same update and nothing is exchanged.
 
 Dims: E experts.
@@ -17,6 +17,7 @@ from collections.abc import Iterable
 
 import torch
 
+from moe_pipeline._checks import check_type
 from moe_pipeline.errors import MoETypeError, MoEValueError
 from moe_pipeline.router.top_k import TopKRouter
 
@@ -32,6 +33,7 @@ def update_expert_bias(routers: Iterable[TopKRouter]) -> None:
         ValueError: a router has no bias; nothing is updated.
         TypeError: a bias in less than fp32, which would swallow the steps; nothing is updated.
     """
+    check_type("routers", routers, Iterable)
     checked = list(routers)
     for router in checked:
         _check_router(router)
@@ -44,6 +46,7 @@ def update_expert_bias(routers: Iterable[TopKRouter]) -> None:
 
 
 def _check_router(router: TopKRouter) -> None:
+    check_type("a router", router, TopKRouter)
     if not router.config.router.moe_router_enable_expert_bias:
         raise MoEValueError(
             "update_expert_bias got a router without one; leave it out, or build its layer with "

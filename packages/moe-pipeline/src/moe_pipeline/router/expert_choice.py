@@ -1,13 +1,13 @@
 """Expert choice: experts take the tokens that fit them best, equally many each.
 
-Each expert takes the `expert_capacity` tokens of the global micro-batch that score highest for it
+Each expert takes the `expert_capacity` tokens of the global microbatch that score highest for it
 (Zhou et al., arXiv 2202.09368). The load is balanced by construction; a token may get any number of
 experts, also none. What a token gets depends on tokens after it, so a causal model that generates
 token by token cannot do what it was trained to.
 
     topk_idx_TE = choose_tokens(scores_TE, config, groups=groups)
 
-Dims: T tokens of this rank, G of the global micro-batch, E experts, C tokens that an expert takes.
+Dims: T tokens of this rank, G of the global microbatch, E experts, C tokens that an expert takes.
 """
 
 import torch

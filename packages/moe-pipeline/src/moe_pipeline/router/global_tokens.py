@@ -1,4 +1,4 @@
-"""The tokens of a global micro-batch side by side, for choices that depend on all of them.
+"""The tokens of a global microbatch side by side, for choices that depend on all of them.
 
 Every rank sees the same rows in the same order and makes the same decision, so that nothing more
 has to be exchanged and no layout decides otherwise than one process.
@@ -7,7 +7,7 @@ has to be exchanged and no layout decides otherwise than one process.
     (scores_GE,) = everyone.rows
     own_TE = decide(scores_GE)[everyone.own_T]
 
-Dims: T tokens of this rank, G tokens of the global micro-batch.
+Dims: T tokens of this rank, G tokens of the global microbatch.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ def gather_tokens(
     Args:
         rows: tensors [T, ...].
         groups: of the layer.
-        token_ids_T: integers [T], each token's number in the global micro-batch; on every rank or
+        token_ids_T: integers [T], each token's number in the global microbatch; on every rank or
             on none.
 
     Raises:

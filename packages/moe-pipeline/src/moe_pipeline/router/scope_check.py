@@ -1,6 +1,6 @@
 """Which schedules a scope of the balancing loss allows.
 
-Under `moe_aux_loss_scope="global_batch"` the gradient of every micro-batch needs the load of all of
+Under `moe_aux_loss_scope="global_batch"` the gradient of every microbatch needs the load of all of
 them (`moe_pipeline.router.aux_loss`), which a stage knows after its last forward. A schedule that
 begins a backward earlier, or that gives a stage's microbatches to several ranks, could only use a
 part of the load: it is refused, never approximated.

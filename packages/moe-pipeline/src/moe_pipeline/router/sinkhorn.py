@@ -10,7 +10,7 @@ does not change the order of its experts, so what remains of it is one offset pe
 
 Only the choice is balanced; weights are those of the plain scores.
 
-Dims: T tokens of this rank, G of the global micro-batch, E experts.
+Dims: T tokens of this rank, G of the global microbatch, E experts.
 """
 
 import math

@@ -5,7 +5,7 @@ and the plan alone (`moe_pipeline.router.scores`), so that whoever holds a plan 
 weights again without choosing again. Logits and scores are fp32 whatever the dtype of the model, or
 fp64 (`moe_pipeline.router.logits`). The choice is exact, also among ties
 (`moe_pipeline.router.choice`), and where it depends on other tokens it is made over the whole
-global micro-batch (`moe_pipeline.router.capacity`, `.expert_choice`, `.sinkhorn`).
+global microbatch (`moe_pipeline.router.capacity`, `.expert_choice`, `.sinkhorn`).
 
     router = TopKRouter(config)
     routed = router(x_TD)
@@ -20,6 +20,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from moe_pipeline._checks import check_type
 from moe_pipeline.config import MoEConfig
 from moe_pipeline.errors import MoETypeError, MoEValueError
 from moe_pipeline.groups import ALONE, MoEGroups
@@ -63,6 +64,7 @@ class TopKRouter(nn.Module):
         dtype: torch.dtype | None = None,
         noise_key: int = 0,
     ) -> None:
+        check_type("config", config, MoEConfig)
         super().__init__()
         self.config = config
         self.noise_key = noise_key
@@ -146,7 +148,7 @@ class TopKRouter(nn.Module):
         )
 
     def count(self, load_E: Tensor) -> None:
-        """Add the rows per expert of a global micro-batch, int64 [E], for `update_expert_bias`.
+        """Add the rows per expert of a global microbatch, int64 [E], for `update_expert_bias`.
 
         Once for each forward, not for its recompute. Nothing to do without an expert bias.
         """

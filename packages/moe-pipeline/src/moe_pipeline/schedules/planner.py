@@ -20,6 +20,7 @@ from itertools import product
 from random import Random
 from typing import final
 
+from moe_pipeline._checks import check_finite
 from moe_pipeline.errors import MoEValueError
 from moe_pipeline.schedules.generators import (
     PERIOD,
@@ -85,6 +86,7 @@ def plan(
             microbatch needs.
     """
     check_sizes(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    check_finite("memory_cap_bytes", memory_cap_bytes)
     table = costs_of_stages(costs, 2 * num_ranks)
     pairs = zip(table[:num_ranks], reversed(table), strict=False)
     least = max(down.activation_bytes + up.activation_bytes for down, up in pairs)

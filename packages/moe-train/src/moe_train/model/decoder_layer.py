@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_pipeline import MoEConfig, MoEGroups, MoELayer, MoEOutput
+from moe_pipeline import MoEConfig, MoEGroups, MoELayer
+from moe_pipeline.layer import MoEOutput
 from moe_train.model.config import DecoderConfig
 from moe_train.model.layers import Attention, AttentionContext, DenseMLP, KeyValueCache
 from moe_train.model.mla import LatentAttention, MLAOptions

@@ -38,7 +38,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_pipeline import MoEOutput, recompute
+from moe_pipeline import recompute
+from moe_pipeline.layer import MoEOutput
 from moe_train.errors import TrainValueError
 from moe_train.model.layers import AttentionContext
 from moe_train.model.loss import IGNORED_LABEL, head_loss

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_pipeline import MoEGroups, MoEOutput, StageOutput, chunked_cross_entropy, recompute
+from moe_pipeline import MoEGroups, StageOutput, chunked_cross_entropy, recompute
+from moe_pipeline.layer import MoEOutput
 from moe_train.errors import TrainTypeError, TrainValueError
 from moe_train.model.balance import DeferredBalance
 from moe_train.model.config import DecoderConfig

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from comm_collectives import all_gather, isend_tensors, recv_tensors
+from moe_pipeline._checks import check_finite, check_type
 from moe_pipeline.errors import MoEValueError
 
 
@@ -45,6 +46,10 @@ def make_pipeline_groups(pipelines: Sequence[Sequence[int]], *, timeout_s: float
             ascending; or the ranks gave different pipelines (raised on every rank).
         CommError: a rank did not come within the limit, or died; names it.
     """
+    check_finite("timeout_s", timeout_s)
+    check_type("pipelines", pipelines, Sequence)
+    for ranks in pipelines:
+        check_type("a pipeline", ranks, Sequence)
     members = [rank for ranks in pipelines for rank in ranks]
     if len(set(members)) != len(members):
         twice = sorted({rank for rank in members if members.count(rank) > 1})

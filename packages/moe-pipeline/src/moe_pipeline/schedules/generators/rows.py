@@ -10,7 +10,7 @@ so do links.
 
 from collections.abc import Iterable, Sequence
 
-from moe_pipeline.errors import MoEValueError
+from moe_pipeline._checks import check_count
 from moe_pipeline.schedules.table import Action, Schedule, add_transfers
 
 
@@ -21,8 +21,7 @@ def check_sizes(**sizes: int) -> None:
         ValueError: a size below 1.
     """
     for name, value in sizes.items():
-        if value < 1:
-            raise MoEValueError(f"{name} must be at least 1, got {value}")
+        check_count(name, value)
 
 
 def folded_rank(stage: int, num_ranks: int) -> int:

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
-from moe_pipeline.errors import MoEValueError
+from moe_pipeline._checks import check_count, check_type
 from moe_pipeline.schedules.table.schedule import Action, Kind, Schedule
 
 _COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
@@ -68,8 +68,8 @@ def check(schedule: Schedule, *, send_buffers: int = 1) -> list[Problem]:
     Raises:
         ValueError: `send_buffers` below 0.
     """
-    if send_buffers < 0:
-        raise MoEValueError(f"send_buffers must be at least 0, got {send_buffers}")
+    check_type("schedule", schedule, Schedule)
+    check_count("send_buffers", send_buffers, 0)
     places, problems = _place(schedule)
     if problems:
         return problems

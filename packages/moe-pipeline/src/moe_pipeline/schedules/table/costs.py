@@ -9,8 +9,8 @@ activation unit for each stage and microbatch, held from F to W.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from math import inf
 
+from moe_pipeline._checks import check_finite, check_type
 from moe_pipeline.errors import MoEValueError
 
 
@@ -42,8 +42,8 @@ class StageCosts:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None and not 0 <= value < inf:
-                raise MoEValueError(f"{field.name} must be at least 0 and finite, got {value}")
+            if value is not None:
+                check_finite(field.name, value)
         if self.left_for_weights > self.activation_bytes:
             raise MoEValueError(
                 f"weight_gradient_bytes={self.weight_gradient_bytes} exceeds "
@@ -67,6 +67,7 @@ def costs_of_stages(
     """
     if isinstance(costs, StageCosts):
         return (costs,) * num_stages
+    check_type("costs", costs, StageCosts, Sequence)
     if len(costs) != num_stages:
         raise MoEValueError(f"expected costs of {num_stages} stages, got {len(costs)}")
     return tuple(costs)

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from moe_pipeline._checks import check_type
 from moe_pipeline.errors import ScheduleError
 
 
@@ -95,6 +96,12 @@ class Schedule:
     has_backward: bool = True
     copies: int = 1
     paired: frozenset[Action] = frozenset()
+
+    def __post_init__(self) -> None:
+        check_type("name", self.name, str)
+        check_type("num_stages", self.num_stages, int)
+        check_type("num_microbatches", self.num_microbatches, int)
+        check_type("ranks", self.ranks, tuple)
 
     def places(self) -> dict[tuple[int, int], int]:
         """The rank of each (stage, microbatch): the first rank that computes it."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
+from moe_pipeline._checks import check_type
 from moe_pipeline.errors import ScheduleError
 from moe_pipeline.schedules.table.costs import StageCosts, costs_of_stages
 from moe_pipeline.schedules.table.schedule import COMPUTE, Action, Kind, Schedule
@@ -83,6 +84,7 @@ def simulate(
         ScheduleError: some action waits for ever; `check` says why.
         ValueError: costs of another number of stages.
     """
+    check_type("schedule", schedule, Schedule)
     table = costs_of_stages(StageCosts() if costs is None else costs, schedule.num_stages)
     clock = _Clock(schedule, table, pair_saving_s)
     clock.run()
