@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from moe_pipeline._checks import check_count, check_finite, check_type
 from moe_pipeline.errors import MoEValueError
+from moe_pipeline.scoring import SCORE_FUNCTIONS
 
 AUX_LOSS_SCOPES = ("microbatch", "sequence", "global_batch")
 EXPERTS_IMPLEMENTATIONS = ("auto", "fused", "grouped_mm", "loop")
@@ -22,7 +23,7 @@ class RouterOptions:
     """How tokens choose experts, or experts tokens.
 
     Attributes:
-        moe_router_score_function: "softmax" or "sigmoid".
+        moe_router_score_function: "softmax", "sigmoid" or another of `moe_pipeline.scoring`.
         moe_router_pre_softmax: softmax over all experts, before the choice; False: over the chosen
             logits (GPT-OSS). Softmax scores only.
         norm_topk_prob: divide the k chosen scores by their sum.
@@ -64,7 +65,7 @@ class RouterOptions:
     moe_token_drop_policy: str = "probs"
 
     def __post_init__(self) -> None:
-        _one_of("moe_router_score_function", self.moe_router_score_function, "softmax", "sigmoid")
+        _one_of("moe_router_score_function", self.moe_router_score_function, *SCORE_FUNCTIONS)
         _one_of("moe_router_group_score", self.moe_router_group_score, "max", "top2_sum")
         selections = ("token_choice", "expert_choice", "sinkhorn")
         _one_of("moe_router_selection", self.moe_router_selection, *selections)

@@ -1,6 +1,6 @@
 """Which experts each token goes to, with what weight, and the losses that balance their load.
 
-May import: ops, schedules, weight_grad, comm_collectives.
+May import: ops, schedules, scoring, weight_grad, comm_collectives.
 """
 
 from moe_pipeline.router.aux_loss import BalanceTerms as BalanceTerms

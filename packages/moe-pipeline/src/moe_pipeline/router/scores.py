@@ -1,35 +1,27 @@
-"""From logits to scores to weights, for every scoring rule.
+"""From logits to scores to weights, for every scoring rule of the room `scoring`.
 
 A weight depends on the logits and on the choice, never on how the choice was made: whoever holds a
 plan computes its weights without choosing again. A choice of -1 (dropped, or none) has weight 0 and
 takes no part in what weights are normalised by.
 
-    scores_TE = expert_scores(logits_TE, options)
+    scores_TE, probs_TE = expert_scores(logits_TE, options)
     weights_TK = chosen_weights(logits_TE, scores_TE, topk_idx_TK, options)
 
 Dims: T tokens, E experts, K choices per token.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moe_pipeline.config import RouterOptions
+from moe_pipeline.scoring import SCORE_FUNCTIONS
 
 
-def expert_scores(logits_TE: Tensor, options: RouterOptions) -> Tensor:
-    """Return [T, E], differentiable: softmax over the experts, or each one's sigmoid."""
-    if options.moe_router_score_function == "sigmoid":
-        return torch.sigmoid(logits_TE)
-    return torch.softmax(logits_TE, dim=-1)
-
-
-def expert_probs(logits_TE: Tensor, scores_TE: Tensor, options: RouterOptions) -> Tensor:
-    """Return [T, E], differentiable: scores divided by their sum over the experts."""
-    if options.moe_router_score_function == "softmax":
-        return scores_TE
-    # s / sum(s) as a softmax of log(s): no 0 / 0 where all scores vanish.
-    return torch.softmax(F.logsigmoid(logits_TE), dim=-1)
+def expert_scores(logits_TE: Tensor, options: RouterOptions) -> tuple[Tensor, Tensor]:
+    """Scores and probabilities of the experts by the rule of `options`; [T, E], differentiable."""
+    function = SCORE_FUNCTIONS[options.moe_router_score_function]
+    scores_TE = function.scores(logits_TE)
+    return scores_TE, function.probs(logits_TE, scores_TE)
 
 
 def chosen_weights(

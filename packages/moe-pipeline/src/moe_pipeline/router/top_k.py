@@ -29,7 +29,7 @@ from moe_pipeline.router.capacity import drop_over_capacity
 from moe_pipeline.router.choice import choose_experts
 from moe_pipeline.router.expert_choice import choose_tokens
 from moe_pipeline.router.logits import router_logits, with_values
-from moe_pipeline.router.scores import chosen_weights, expert_probs, expert_scores
+from moe_pipeline.router.scores import chosen_weights, expert_scores
 from moe_pipeline.router.sinkhorn import sinkhorn_offsets
 from moe_pipeline.routing_plan import Routed, RoutingPlan
 
@@ -127,8 +127,7 @@ class TopKRouter(nn.Module):
         logits = router_logits(self._with_jitter(x_TD, token_ids_T), self.weight, self.bias)
         if logits_TE is not None:
             logits = with_values(logits, logits_TE)
-        scores_TE = expert_scores(logits, options)
-        probs_TE = expert_probs(logits, scores_TE, options)
+        scores_TE, probs_TE = expert_scores(logits, options)
         if topk_idx_TK is None:
             wanted_TK = self._choose(logits.detach(), scores_TE.detach(), groups, token_ids_T)
             kept_TK = self._drop(wanted_TK, probs_TE.detach(), groups, token_ids_T)
