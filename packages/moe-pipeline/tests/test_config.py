@@ -67,7 +67,8 @@ def test_config_refuses_what_no_layer_can_have(change, words):
         (RouterOptions, {"moe_router_selection": "best"}, "choose one of token_choice, expert_ch"),
         (RouterOptions, {"moe_token_drop_policy": "last"}, "choose one of probs, position"),
         (RouterOptions, {"moe_expert_capacity_factor": 0.0}, "leaves no room for any token"),
-        (RouterOptions, {"moe_input_jitter_eps": 1.0}, "at least 0 and below 1"),
+        (RouterOptions, {"moe_input_jitter_eps": 1.0}, "must be below 1"),
+        (RouterOptions, {"moe_input_jitter_eps": -0.1}, "finite and not negative"),
         (RouterOptions, {"topk_group": 2}, "topk_group=2 exceeds n_group=1"),
         (
             RouterOptions,

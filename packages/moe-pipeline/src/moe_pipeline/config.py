@@ -169,7 +169,7 @@ class ExpertsOptions:
             for name, value in (("limit", self.swiglu_limit), ("alpha", self.swiglu_alpha)):
                 check_finite(f"swiglu_{name}", value)
                 if value == 0:
-                    raise MoEValueError(f"swiglu_{name}=0 must be positive")
+                    raise MoEValueError(f"swiglu_{name}={value} must be positive")
         if self.fp8 and (
             self.experts_implementation != "auto" or self.gradient_accumulation_fusion
         ):

@@ -19,7 +19,7 @@ def test_all_of_an_activation_is_left_to_w_unless_said():
 
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
 def test_numbers_that_are_no_cost_are_refused(bad):
-    with pytest.raises(ValueError, match="forward_s must be at least 0"):
+    with pytest.raises(ValueError, match="forward_s must be finite and not negative"):
         StageCosts(forward_s=bad)
 
 
