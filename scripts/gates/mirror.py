@@ -1,4 +1,4 @@
-"""Tests stand in folders named as the rooms: `tests/<room>/test_<file>.py` is of `<room>/<file>.py`.
+"""Tests stand in folders named as rooms: `tests/<room>/test_<file>.py` is of `<room>/<file>.py`.
 
 Tests of a whole package stand beside these folders, at `tests/test_*.py`. One file may have several
 files of tests: `test_step.py` and `test_step_on_gpu.py` both are of `step.py`.
