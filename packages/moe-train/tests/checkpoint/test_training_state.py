@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_train.checkpoint.training_state import (
@@ -185,6 +186,28 @@ def test_every_rank_draws_on_with_its_own_random_numbers(
 
     first, second = run_ranks(draw, 2)  # type: ignore[misc]
     assert first[0] == first[1] != second[0] == second[1]
+
+
+def test_random_numbers_of_a_checkpoint_from_before_random_state_files_are_read(
+    configure: Configure, random_batches: Batches, tmp_path: Path
+) -> None:
+    saved(configure(), random_batches)
+    source = tmp_path / "run" / "checkpoint-2"
+    kept = {"model.safetensors", "optimizer.safetensors", "trainer_state.json"}
+    for path in source.iterdir():
+        if path.name not in kept:
+            path.unlink()
+    state_before = torch.Generator().manual_seed(77).get_state()
+    save_file({"cpu": state_before}, source / "rng-rank-00000.safetensors")
+
+    def draw(*_: int) -> list[float]:
+        config = configure()
+        _, checkpointer = build_runner(config, read_model_config(config), start(config), {})
+        checkpointer.load(source)
+        return torch.rand(4).tolist()
+
+    expected = torch.rand(4, generator=torch.Generator().manual_seed(77)).tolist()
+    assert run_ranks(draw, 1) == [expected]
 
 
 def test_a_checkpoint_of_fewer_ranks_leaves_the_new_ranks_their_random_numbers(

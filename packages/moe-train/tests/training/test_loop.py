@@ -1,6 +1,7 @@
 """The loop over real ranks: what it does, in which order, and where it stops and goes on."""
 
 import math
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from moe_train.config import Config
 from moe_train.data import prepare
 from moe_train.optim import learning_rate
 from moe_train.parallel import start
-from moe_train.rank import RankContext
+from moe_train.rank import watch_stop_signals
 from moe_train.report import MetricsLog, ProgressLine
 from moe_train.report.metrics import read_metrics
 from moe_train.training.build import build_training
@@ -23,15 +24,6 @@ from moe_train.training.step import StepResult
 from ranktest import run_ranks
 
 Configure = Callable[..., Config]
-
-
-class Asked(RankContext):
-    """A context whose stop is asked for by the test."""
-
-    stop_requested = False
-
-    def ask(self) -> None:
-        self.stop_requested = True
 
 
 class WatchedLog(MetricsLog):
@@ -64,14 +56,14 @@ class Ran:
 def run_loop(
     config: Config,
     *,
-    asks: Callable[[int, Asked], Callable[[int], None] | None] = lambda *_: None,
+    asks: Callable[[int], Callable[[int], None] | None] = lambda _: None,
     resume: bool = False,
 ) -> list[Ran]:
     """Run the loop on every rank.
 
     Args:
-        asks: given the rank and its flag before the loop; returns what to call after each line of
-            the metrics.
+        asks: called with the rank before the loop, which watches its signals by then; returns
+            what to call after each line of the metrics, if anything.
         resume: go on from the newest checkpoint.
     """
     prepare(config)
@@ -84,15 +76,17 @@ def run_loop(
             assert source is not None
             state = training.checkpointer.load(source)
             position = Position(state.step, state.consumed_samples)
-        stop = Asked()
-        then = asks(rank, stop)
+        context = watch_stop_signals()
+        context.step = position.step
+        then = asks(rank)
         reporter = None
         if rank == 0:
             log = WatchedLog(config, then, position.step)
             reporter = Reporter(log, ProgressLine(config.train.max_steps, "off"))
-        saved = TrainingLoop(config, training, reporter, position).run(stop)
+        saved = TrainingLoop(config, training, reporter, position).run(context)
         if reporter is not None:
             reporter.close()
+        assert context.step == position.step
         return Ran(saved, position, [] if reporter is None else log.events)
 
     return run_ranks(on_rank, config.world_size, timeout_s=120)  # type: ignore[return-value]
@@ -170,9 +164,9 @@ def test_any_ranks_request_ends_the_run_after_the_step_with_a_checkpoint_and_no_
 ) -> None:
     config = configure("parallel.dp=2", "train.validation_interval_steps=1")
 
-    def asks(rank: int, stop: Asked) -> None:
+    def asks(rank: int) -> None:
         if rank == asked:
-            stop.ask()
+            signal.raise_signal(signal.SIGTERM)
 
     ranks = run_loop(config, asks=asks)
     folder = Path(config.train.output_dir)
@@ -185,8 +179,8 @@ def test_any_ranks_request_ends_the_run_after_the_step_with_a_checkpoint_and_no_
 def test_a_request_between_steps_is_answered_after_the_next_one(configure: Configure) -> None:
     config = configure("train.max_steps=9", "train.validation_interval_steps=3")
 
-    def asks(_: int, stop: Asked) -> Callable[[int], None]:
-        return lambda step: stop.ask() if step == 2 else None
+    def asks(_: int) -> Callable[[int], None]:
+        return lambda step: signal.raise_signal(signal.SIGINT) if step == 2 else None
 
     (ran,) = run_loop(config, asks=asks)
     assert [event[:2] for event in ran.events] == [(1, "step"), (2, "step"), (3, "step")]
@@ -200,8 +194,8 @@ def test_a_run_that_stopped_goes_on_with_the_next_sample_as_if_it_had_not(
     run_loop(whole)
     parts = configure("parallel.pp=2", f"train.output_dir={tmp_path / 'parts'}")
 
-    def asks(rank: int, stop: Asked) -> Callable[[int], None]:
-        return lambda step: stop.ask() if step == 1 else None
+    def asks(_: int) -> Callable[[int], None]:
+        return lambda step: signal.raise_signal(signal.SIGTERM) if step == 1 else None
 
     stopped = run_loop(parts, asks=asks)
     assert [ran.position for ran in stopped] == [Position(2, 24)] * 2

@@ -317,14 +317,29 @@ def test_an_evaluation_is_the_sum_of_plain_cross_entropies(
         assert num_tokens == 12 * 11
 
 
-# With dropped tokens and an auxiliary loss, whose sums an evaluation must not touch.
-STATEFUL: dict[str, Any] = {"router_aux_loss_coef": 0.1}
+# What counts while it trains: loads for the expert bias, and the auxiliary loss of a whole step.
+COUNTING: dict[str, Any] = {
+    "model_type": "glm4_moe",
+    "n_routed_experts": 6,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 0,
+    "num_nextn_predict_layers": 1,
+    "router_aux_loss_coef": 0.1,
+}
 
 
 def test_an_evaluation_between_steps_changes_nothing(
     configure: Configure, random_batches: Batches
 ) -> None:
-    config = configure("parallel.ep=2", "train.recompute=layers", **STATEFUL)
+    config = configure(
+        "parallel.ep=2",
+        "parallel.schedule=forward_then_backward",
+        "moe.update_expert_bias=true",
+        "moe.aux_loss_scope=global_batch",
+        "moe.capacity_factor=1.5",
+        "train.recompute=layers",
+        **COUNTING,
+    )
 
     def run(evaluates: bool) -> Callable[[int, int], object]:
         def on_rank(rank: int, _: int) -> object:
