@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from gates.pages import check_pages
+import package_facts
+from gates.pages import FACTS, check_pages
 from gates.source import as_text
 from workspace import Package
 
@@ -23,6 +24,8 @@ def package(tmp_path: Path) -> Package:
     (folder / "README.md").write_text("# a-b\n\n## The tour\n\n- `order/` - sums, errors.py\n")
     (folder / "ARCHITECTURE.md").write_text("# Floors\n")
     (tmp_path / "docs").mkdir()
+    (folder / "tests").mkdir()
+    (folder / "tests" / "test_package.py").write_text("".join(f"{fact}(a_b)\n" for fact in FACTS))
     return Package(name="a-b", version="0.1.0", folder=folder, siblings=())
 
 
@@ -96,7 +99,6 @@ def test_the_second_hop_lies_in_the_package_of_the_first(package: Package) -> No
     root = package.folder.parents[1]
     other = Package(name="c", version="0.1.0", folder=root / "packages" / "c", siblings=())
     (other.folder / "src" / "c" / "order").mkdir(parents=True)
-    (other.folder / "ARCHITECTURE.md").write_text("# Floors\n")
     line = QUESTION.format(label="room", place="order").replace("a-b/src/a_b", "c/src/c")
     found(package, line)
     report = as_text(check_pages([package, other], root=root))
@@ -116,3 +118,15 @@ def test_an_architecture_page_has_60_lines_at_most(package: Package, lines: int,
     (package.folder / "ARCHITECTURE.md").write_text("x\n" * lines)
     report = found(package, QUESTION.format(label="room", place="order"))
     assert ("packages/a-b/ARCHITECTURE.md:1" in report) is bad
+
+
+@pytest.mark.parametrize("fact", FACTS)
+def test_tests_that_leave_out_a_shared_check_are_found(package: Package, fact: str) -> None:
+    tests = package.folder / "tests" / "test_package.py"
+    tests.write_text(tests.read_text().replace(f"{fact}(", "print("))
+    report = found(package, QUESTION.format(label="room", place="order"))
+    assert f"tests/test_package.py:1: does not call {fact} of" in report
+
+
+def test_the_shared_checks_exist() -> None:
+    assert all(callable(getattr(package_facts, fact)) for fact in FACTS)

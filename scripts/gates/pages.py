@@ -1,4 +1,4 @@
-"""Pages that lead a newcomer: docs/where-is.md, and each package's ARCHITECTURE.md.
+"""Pages that lead a newcomer: docs/where-is.md, each package's ARCHITECTURE.md, and its facts.
 
 A line of where-is.md is a question and two hops, the page of a package and the place in it:
 
@@ -7,6 +7,8 @@ A line of where-is.md is a question and two hops, the page of a package and the 
 
 What stands after `#`, and what stands in backticks, is defined in the linked file; the first page
 names the room of the second. A page of the repository (docs/, README.md) may be a hop too.
+
+The tests of a package call each of the checks that hold its README and its face to the code.
 """
 
 import ast
@@ -21,6 +23,16 @@ from workspace import Package
 WHERE_IS = Path("docs", "where-is.md")
 QUESTIONS = 30
 ARCHITECTURE_LINES = 60
+
+# The shared checks of scripts/package_facts.py, which the tests of every package call.
+FACTS = (
+    "check_names",
+    "check_import_is_cheap",
+    "run_examples",
+    "check_tour",
+    "check_name_table",
+    "check_wrong_types",
+)
 
 _LINK = re.compile(r"\[(?P<label>[^\]]+)\]\((?P<target>[^)\s]+)\)")
 _SYMBOL = re.compile(r"`([A-Za-z_][A-Za-z0-9_.]*)(?:\(\))?`")
@@ -46,6 +58,14 @@ def _page(package: Package, root: Path) -> Iterator[Problem]:
         yield _problem(path, 1, "is missing; write it: floors, the way of one call, where to add")
     if len(lines) > ARCHITECTURE_LINES:
         yield _problem(path, 1, f"{len(lines)} lines; at most {ARCHITECTURE_LINES}")
+    tests = package.folder / "tests" / "test_package.py"
+    tree = ast.parse(tests.read_text(encoding="utf-8")) if tests.is_file() else ast.Module([], [])
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    called = {function.id for function in calls if isinstance(function, ast.Name)}
+    for fact in FACTS:
+        if fact not in called:
+            path = tests.relative_to(root).as_posix()
+            yield _problem(path, 1, f"does not call {fact} of scripts/package_facts.py")
 
 
 def _where_is(packages: Sequence[Package], root: Path) -> Iterator[Problem]:
