@@ -51,7 +51,7 @@ def cut(tensors: dict[str, torch.Tensor], rank: int, ends: list[float]) -> list[
         begin, end = (edges[rank], edges[rank + 1]) if tensor.dim() else (0, 0)
         local = tensor[begin:end] if tensor.dim() else tensor
         offset = (begin, *(0 for _ in tensor.shape[1:])) if tensor.dim() else ()
-        held.append(Shard(key=key, tensor=local, global_shape=tuple(tensor.shape), offset=offset))
+        held.append(Shard.of(key, local, global_shape=tuple(tensor.shape), offset=offset))
     return held
 
 

@@ -69,7 +69,7 @@ def num_bytes(tensors: Tensors) -> int:
 
 def shards(tensors: Tensors) -> list[Shard]:
     return [
-        Shard(key=key, tensor=t, global_shape=tuple(t.shape), offset=(0,) * t.dim())
+        Shard.of(key, t, global_shape=tuple(t.shape), offset=(0,) * t.dim())
         for key, t in tensors.items()
     ]
 
@@ -219,7 +219,7 @@ def measure_reshard(tensors: Tensors, folder: Path, runs: int, *, peers: bool) -
         begin, length = columns(tuple(full.shape), rank, world_size)
         part = torch.zeros(*full.shape[:-1], length, dtype=full.dtype)
         offset = (*(0,) * (full.dim() - 1), begin)
-        wants.append(Shard(key=key, tensor=part, global_shape=tuple(full.shape), offset=offset))
+        wants.append(Shard.of(key, part, global_shape=tuple(full.shape), offset=offset))
         wanted[key] = DTensor.from_local(part, mesh, [ShardPlacement(full.dim() - 1)])
     sides: Sides = {
         "ours": lambda: load(wants, checkpoint_id=folder / "ours"),

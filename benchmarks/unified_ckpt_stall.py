@@ -48,7 +48,7 @@ def make_state(mib: int) -> dict[str, torch.Tensor]:
 
 def shards(tensors: dict[str, torch.Tensor]) -> list[Shard]:
     return [
-        Shard(key=key, tensor=t, global_shape=tuple(t.shape), offset=(0,) * t.dim())
+        Shard.of(key, t, global_shape=tuple(t.shape), offset=(0,) * t.dim())
         for key, t in tensors.items()
     ]
 

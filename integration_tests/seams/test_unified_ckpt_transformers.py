@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from ranktest import run_ranks
 from unified_ckpt import Shard, load, save, verify_checkpoint
-from unified_ckpt.geometry.layouts import LocalBox
+from unified_ckpt.geometry import Box
 from unified_ckpt.options import LoadOptions, SaveOptions
 from unified_ckpt.state import find_tied_keys
 
@@ -63,14 +63,12 @@ def stored_views(family: str, state: dict[str, torch.Tensor]) -> dict[str, torch
     return views
 
 
-def random_boxes(
-    rng: random.Random, shape: tuple[int, ...], world_size: int
-) -> list[LocalBox | None]:
+def random_boxes(rng: random.Random, shape: tuple[int, ...], world_size: int) -> list[Box | None]:
     """One box per rank; together they tile the tensor: rows, columns, flat, owner, replicas."""
-    whole = LocalBox.whole(shape)
+    whole = Box.whole(shape)
     kind = rng.choice(["replica", "dim", "flat", "owner"])
     owner, dim = rng.randrange(world_size), rng.randrange(len(shape))
-    boxes: list[LocalBox | None] = []
+    boxes: list[Box | None] = []
     for rank in range(world_size):
         if kind == "dim":
             boxes.append(whole.chunk(dim, num=world_size, index=rank))
@@ -90,11 +88,11 @@ def shards_of(
         box = random_boxes(rng, tuple(views[key].shape), world_size)[rank]
         if box is None:
             continue
-        slices = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+        slices = tuple(slice(o, o + n) for o, n in zip(box.offset, box.local_shape, strict=True))
         held = views[key][slices]
         if box.flattened_range is not None:
             held = held.reshape(-1)[slice(*box.flattened_range)]
-        shards.append(box.shard(key, held.clone() if copy else held * 0))
+        shards.append(Shard(key=key, tensor=held.clone() if copy else held * 0, box=box))
     return shards
 
 

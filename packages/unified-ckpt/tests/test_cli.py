@@ -12,9 +12,7 @@ from unified_ckpt.cli import main
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     parts = {
-        part: [
-            Shard(key="w", tensor=torch.ones(2, 3, dtype=dtype), global_shape=(2, 3), offset=(0, 0))
-        ]
+        part: [Shard.of("w", torch.ones(2, 3, dtype=dtype), global_shape=(2, 3), offset=(0, 0))]
         for part, dtype in (("model", torch.bfloat16), ("optimizer", torch.float32))
     }
     return save(parts, checkpoint_id=tmp_path / "c", files={"config.json": b"{}"}).path
@@ -60,7 +58,7 @@ def test_diff_answers_0_when_equal_and_1_with_every_difference(
     assert "the same, bit by bit" in capsys.readouterr().out
     tensor = torch.ones(2, 3, dtype=torch.bfloat16)
     tensor[1, 2] = 5
-    shard = Shard(key="w", tensor=tensor, global_shape=(2, 3), offset=(0, 0))
+    shard = Shard.of("w", tensor, global_shape=(2, 3), offset=(0, 0))
     other = save({"model": [shard]}, checkpoint_id=tmp_path / "d").path
     assert main(["diff", str(checkpoint), str(other)]) == 1
     said = capsys.readouterr().out.splitlines()

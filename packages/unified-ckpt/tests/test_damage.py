@@ -36,13 +36,11 @@ LIMIT_S = 5.0
 
 
 def whole(key: str, tensor: torch.Tensor) -> Shard:
-    return Shard(
-        key=key, tensor=tensor, global_shape=tuple(tensor.shape), offset=(0,) * tensor.dim()
-    )
+    return Shard.of(key, tensor, global_shape=tuple(tensor.shape), offset=(0,) * tensor.dim())
 
 
 def tensors_of(rank: int) -> list[Shard]:
-    half = Shard(key="split", tensor=torch.rand(9, 40), global_shape=(9, 80), offset=(0, 40 * rank))
+    half = Shard.of("split", torch.rand(9, 40), global_shape=(9, 80), offset=(0, 40 * rank))
     return [
         half,
         whole(f"own{rank}", torch.rand(70)),

@@ -45,19 +45,19 @@ def kill_after(pid: int, delay_s: float) -> None:
 
 def shards(rank: int, world_size: int, step: float) -> list[Shard]:
     step = float(step)
-    rows = Shard(
-        key="rows",
-        tensor=torch.full((NUMEL,), step),
+    rows = Shard.of(
+        "rows",
+        torch.full((NUMEL,), step),
         global_shape=(NUMEL * world_size,),
         offset=(NUMEL * rank,),
     )
-    columns = Shard(
-        key="columns",
-        tensor=torch.full((50, 20), step),
+    columns = Shard.of(
+        "columns",
+        torch.full((50, 20), step),
         global_shape=(50, 20 * world_size),
         offset=(0, 20 * rank),
     )
-    replica = Shard(key="replica", tensor=torch.tensor(step), global_shape=(), offset=())
+    replica = Shard.of("replica", torch.tensor(step), global_shape=(), offset=())
     return [rows, columns, replica]
 
 
@@ -105,7 +105,7 @@ def state_of(checkpoint: Path, part: str) -> set[float]:
     found: set[float] = set()
     for key, shape in {"rows": (2 * NUMEL,), "columns": (50, 40), "replica": ()}.items():
         tensor = torch.full(shape, -1.0)
-        whole = Shard(key=key, tensor=tensor, global_shape=shape, offset=(0,) * len(shape))
+        whole = Shard.of(key, tensor, global_shape=shape, offset=(0,) * len(shape))
         load([whole], checkpoint_id=checkpoint, part=part)
         found |= set(tensor.flatten().tolist())
     return found

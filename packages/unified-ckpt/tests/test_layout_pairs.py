@@ -20,7 +20,7 @@ from ranktest import run_ranks
 from unified_ckpt import Shard, load, save, verify_checkpoint
 from unified_ckpt.geometry import BoxMeta
 from unified_ckpt.geometry.layouts.layouts import (
-    LocalBox,
+    Box,
     ParallelDegrees,
     ParameterRule,
     expert_shards,
@@ -115,26 +115,28 @@ class Arrangement:
         return replace(rule, sharding=self.stage_sharding)
 
 
-def _stored(key: str, box: LocalBox, whole: torch.Tensor, *, copy: bool) -> list[Shard]:
+def _stored(key: str, box: Box, whole: torch.Tensor, *, copy: bool) -> list[Shard]:
     """One stored tensor; of fused experts one per expert, by global id."""
-    window = whole[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))]
+    window = whole[tuple(slice(o, o + n) for o, n in zip(box.offset, box.local_shape, strict=True))]
     if not key.partition("/")[0].endswith("mlp.experts"):
         memory = (
             window
             if box.flattened_range is None
             else window.reshape(-1)[slice(*box.flattened_range)]
         )
-        return [box.shard(key, memory.clone() if copy else torch.zeros_like(memory))]
+        return [
+            Shard(key=key, tensor=memory.clone() if copy else torch.zeros_like(memory), box=box)
+        ]
     parameter, slash, state = key.partition("/")
     name = parameter.replace(".mlp.experts", ".mlp.experts.{expert}.up_proj.weight") + slash + state
     fused = window.clone() if copy else torch.zeros_like(window)
     first = box.offset[0]
-    if box.flattened_range is None and box.shape == (box.shape[0], *whole.shape[1:]):
-        return expert_shards(name, fused, range(first, first + box.shape[0]))
+    if box.flattened_range is None and box.local_shape == (box.local_shape[0], *whole.shape[1:]):
+        return expert_shards(name, fused, range(first, first + box.local_shape[0]))
     return list(_expert_parts(name, box, fused))
 
 
-def _expert_parts(name: str, box: LocalBox, fused: torch.Tensor) -> list[Shard]:
+def _expert_parts(name: str, box: Box, fused: torch.Tensor) -> list[Shard]:
     """Boxes of experts that etp or a flat range cuts, each expert with its own part of it."""
     inner = fused[0].numel() if len(fused) else 0
     begin, end = box.flattened_range or (0, fused.numel())
@@ -147,10 +149,7 @@ def _expert_parts(name: str, box: LocalBox, fused: torch.Tensor) -> list[Shard]:
             Shard(
                 key=name.format(expert=box.offset[0] + local),
                 tensor=fused[local].reshape(-1)[low:high],
-                global_shape=box.global_shape[1:],
-                offset=box.offset[1:],
-                local_shape=box.shape[1:],
-                flattened_range=(low, high),
+                box=Box(box.global_shape[1:], box.offset[1:], box.local_shape[1:], (low, high)),
             )
         )
     return held
@@ -199,34 +198,35 @@ def test_random_pairs_of_moe_layouts_are_bit_exact_and_read_what_they_need(tmp_p
 def spoil(rng: random.Random, held: list[dict[str, list[BoxMeta]]]) -> str | None:
     """Make one mistake in who holds what; return the key, None where it would be none."""
     rank, part = rng.randrange(len(held)), rng.choice(["model", "optimizer", "master_weights"])
-    boxes = [box for box in held[rank][part] if box.numel]
-    if not boxes:
+    metas = [meta for meta in held[rank][part] if meta.box.numel]
+    if not metas:
         return None
-    box = rng.choice(boxes)
-    number = next(i for i, b in enumerate(held[rank][part]) if b is box)
+    meta = rng.choice(metas)
+    key, box = meta.key, meta.box
+    number = next(i for i, m in enumerate(held[rank][part]) if m is meta)
     kind = rng.choice(["drop", "shift", "shrink", "dtype", "shape"])
-    dim = rng.randrange(len(box.shape))
-    others = sum(b.key == box.key for boxes in held for b in boxes[part]) - 1
+    dim = rng.randrange(len(box.local_shape))
+    others = sum(m.key == key for metas in held for m in metas[part]) - 1
     changed = None
     if kind == "drop":
-        same = (box.offset, box.shape)
-        for boxes_of in held:
-            kept = [b for b in boxes_of[part] if b.key != box.key or (b.offset, b.shape) != same]
-            boxes_of[part] = kept
-        known = any(box.key == b.key for h in held for b in h[part])
-        return box.key if known else None  # the only box is gone: nobody knows of the tensor
-    if kind == "shift" and box.offset[dim] + box.shape[dim] < box.global_shape[dim]:
+        for held_by in held:
+            held_by[part] = [m for m in held_by[part] if m.key != key or m.box != box]
+        known = any(key == m.key for h in held for m in h[part])
+        return key if known else None  # the only box is gone: nobody knows of the tensor
+    if kind == "shift" and box.offset[dim] + box.local_shape[dim] < box.global_shape[dim]:
         changed = replace(box, offset=tuple(o + (d == dim) for d, o in enumerate(box.offset)))
-    elif kind == "shrink" and box.shape[dim] > 1:
-        changed = replace(box, shape=tuple(n - (d == dim) for d, n in enumerate(box.shape)))
-    elif kind == "dtype" and others:
-        changed = replace(box, dtype="F64")
+    elif kind == "shrink" and box.local_shape[dim] > 1:
+        shape = tuple(n - (d == dim) for d, n in enumerate(box.local_shape))
+        changed = replace(box, local_shape=shape)
     elif kind == "shape":
         changed = replace(box, global_shape=(box.global_shape[0] + 1, *box.global_shape[1:]))
+    elif kind == "dtype" and others:
+        held[rank][part][number] = replace(meta, dtype="F64")
+        return key
     if changed is None:
         return None
-    held[rank][part][number] = changed
-    return box.key
+    held[rank][part][number] = replace(meta, box=changed)
+    return key
 
 
 def test_every_hole_overlap_and_mismatch_raises_with_the_key() -> None:
@@ -239,9 +239,9 @@ def test_every_hole_overlap_and_mismatch_raises_with_the_key() -> None:
         held = [
             {
                 part: [
-                    box.meta
+                    plain.meta
                     for shard in arrangement.shards(scene, rank, part, copy=False)
-                    for box in shard.boxes()
+                    for plain in shard.boxes()
                 ]
                 for part in scene.parts
             }

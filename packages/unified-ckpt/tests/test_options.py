@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ranktest import run_ranks
-from unified_ckpt import Shard, load, read_index, save
+from unified_ckpt import Box, Shard, load, read_index, save
 from unified_ckpt.errors import LoadError
 from unified_ckpt.options import LoadOptions, SaveOptions
 from unified_ckpt.plans.checkpoint.directory import list_parts
@@ -97,19 +97,20 @@ def split_save(folder: Path, options: SaveOptions, *, flat: bool) -> None:
         def half(key: str, whole: torch.Tensor) -> Shard:
             if not flat:
                 rows = whole[rank * 2 : rank * 2 + 2]
-                return Shard(key=key, tensor=rows, global_shape=(4, 3), offset=(2 * rank, 0))
+                return Shard.of(key, rows, global_shape=(4, 3), offset=(2 * rank, 0))
             begin, end = [(0, 5), (5, 12)][rank]
             return Shard(
-                key=key, tensor=whole.reshape(-1)[begin:end], global_shape=(4, 3), offset=(0, 0),
-                flattened_range=(begin, end),
-            )  # fmt: skip
+                key=key,
+                tensor=whole.reshape(-1)[begin:end],
+                box=Box((4, 3), (0, 0), (4, 3), (begin, end)),
+            )
 
         parts = {
             "model": [half("w", WEIGHT)],
             "optimizer": [half("w/moment1", MASTER * 2), half("w/moment2", MASTER.square())],
         }
         if rank == 0:
-            bias = Shard(key="b/moment1", tensor=BIAS, global_shape=(4,), offset=(0,))
+            bias = Shard.of("b/moment1", BIAS, global_shape=(4,), offset=(0,))
             parts["optimizer"].append(bias)
         save(parts, checkpoint_id=folder, options=options)
 
@@ -138,7 +139,7 @@ def test_ignore_merge_optimizer_stores_boxes_apart_in_files_of_one_rank(
     assert torch.equal(back["optimizer"]["b/moment1"], BIAS)
     assert report.num_bytes == 24 + 48 * 2 + 16
     columns = torch.zeros(4, 1)
-    want = Shard(key="w/moment1", tensor=columns, global_shape=(4, 3), offset=(0, 1))
+    want = Shard.of("w/moment1", columns, global_shape=(4, 3), offset=(0, 1))
     load([want], checkpoint_id=tmp_path / "c", part="optimizer")
     assert torch.equal(columns, MASTER[:, 1:2] * 2)
 
@@ -155,7 +156,7 @@ def test_gather_split_param_decides_about_flat_ranges_only(tmp_path: Path) -> No
 
 
 def test_holes_are_found_also_where_boxes_are_stored_apart(tmp_path: Path) -> None:
-    lone = Shard(key="w/moment1", tensor=MASTER[:2], global_shape=(4, 3), offset=(0, 0))
+    lone = Shard.of("w/moment1", MASTER[:2], global_shape=(4, 3), offset=(0, 0))
     with pytest.raises(ValueError, match=r"optimizer 'w/moment1'.*no rank holds 6"):
         save(
             {"optimizer": [lone]},

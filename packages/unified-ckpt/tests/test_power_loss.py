@@ -97,15 +97,13 @@ def record(folder: Path, scenario: str) -> list[Event]:
         for step in range(1, 4):
             name = f"checkpoint-{step}" if "new" in scenario else "checkpoint-0"
             shards = [
-                Shard(
-                    key="split",
-                    tensor=torch.full((3, 5), float(step)),
+                Shard.of(
+                    "split",
+                    torch.full((3, 5), float(step)),
                     global_shape=(3, 10),
                     offset=(0, 5 * rank),
                 ),
-                Shard(
-                    key=f"own{rank}", tensor=torch.arange(step), global_shape=(step,), offset=(0,)
-                ),
+                Shard.of(f"own{rank}", torch.arange(step), global_shape=(step,), offset=(0,)),
             ]
             if rank == 0:
                 recorder.mark("saving", name, step)

@@ -29,9 +29,9 @@ CONFIG = AsyncSaverConfig(timeout_s=20.0, start_timeout_s=60.0, orphan_grace_s=1
 
 
 def state(rank: int, world_size: int, value: float) -> dict[str, list[Shard]]:
-    rows = Shard(
-        key="rows",
-        tensor=torch.full((ROWS, COLUMNS), float(value)),
+    rows = Shard.of(
+        "rows",
+        torch.full((ROWS, COLUMNS), float(value)),
         global_shape=(ROWS * world_size, COLUMNS),
         offset=(ROWS * rank, 0),
     )
@@ -44,7 +44,7 @@ def value_of(checkpoint: Path, world_size: int) -> float:
     values: set[float] = set()
     for part in ("model", "optimizer"):
         tensor = torch.full((ROWS * world_size, COLUMNS), -1.0)
-        whole = Shard(key="rows", tensor=tensor, global_shape=tuple(tensor.shape), offset=(0, 0))
+        whole = Shard.of("rows", tensor, global_shape=tuple(tensor.shape), offset=(0, 0))
         load([whole], checkpoint_id=checkpoint, part=part)
         values |= set(tensor.unique().tolist())
     (value,) = values

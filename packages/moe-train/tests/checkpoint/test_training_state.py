@@ -29,7 +29,7 @@ Batches = Callable[..., list[Batch]]
 
 
 def test_a_damaged_part_is_an_error_and_a_missing_one_is_not(tmp_path: Path) -> None:
-    shard = Shard(key="w", tensor=torch.ones(4), global_shape=(4,), offset=(0,))
+    shard = Shard.of("w", torch.ones(4), global_shape=(4,), offset=(0,))
     target = tmp_path / "checkpoint-1"
     save({"model": [shard], "master_weights": [shard]}, checkpoint_id=target)
     assert has_part(target, "master_weights")
@@ -43,7 +43,7 @@ def test_a_damaged_part_is_an_error_and_a_missing_one_is_not(tmp_path: Path) -> 
 def test_a_damaged_newer_checkpoint_is_one_line_of_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shard = Shard(key="w", tensor=torch.ones(4), global_shape=(4,), offset=(0,))
+    shard = Shard.of("w", torch.ones(4), global_shape=(4,), offset=(0,))
     for step in (1, 2, 3):
         save({"model": [shard]}, checkpoint_id=tmp_path / f"checkpoint-{step}")
     (tmp_path / "checkpoint-3" / "model.safetensors").write_bytes(b"torn")

@@ -54,8 +54,8 @@ def test_every_stored_expert_is_held_by_exactly_the_ranks_of_its_ep_coordinate()
         for name, layout in parameter_layouts(module, CONFIG, mesh).items():
             tensor = module.get_parameter(name)
             for shard in stored_tensors({name: layout}, {name: tensor}, rank).shards:
-                assert shard.offset == (0, 0)
-                assert tuple(shard.tensor.shape) == tuple(shard.global_shape)
+                assert shard.box.offset == (0, 0)
+                assert tuple(shard.tensor.shape) == tuple(shard.box.global_shape)
                 holders.setdefault(shard.key, []).append(rank)
     assert len(holders) == 12 * 3
     for expert in range(12):

@@ -5,6 +5,7 @@ from unified_ckpt.background import async_save as async_save
 from unified_ckpt.errors import CheckpointError as CheckpointError
 from unified_ckpt.folders import get_last_checkpoint as get_last_checkpoint
 from unified_ckpt.folders import rotate as rotate
+from unified_ckpt.geometry import Box as Box
 from unified_ckpt.geometry import Shard as Shard
 from unified_ckpt.geometry.layouts import expert_shards as expert_shards
 from unified_ckpt.loading import load as load

@@ -1,14 +1,26 @@
 """The errors of this package: every one names the rank, key or file, what was found, and a remedy.
 
+A user's mistake is a ValueError or a TypeError as well, so that callers can catch either.
+
 try:
     save(parts, checkpoint_id="run/checkpoint-10")
 except CheckpointError as error:
     print(error)  # rank 3 failed in 'write': OSError: [Errno 28] No space left on device: ...
 """
 
+from typing import Any
+
 
 class CheckpointError(RuntimeError):
     """Base of all errors of this package."""
+
+
+class CheckpointValueError(CheckpointError, ValueError):
+    """An argument has a value that cannot be used."""
+
+
+class CheckpointTypeError(CheckpointError, TypeError):
+    """An argument has a type that cannot be used."""
 
 
 class SaveError(CheckpointError):
@@ -33,3 +45,14 @@ class CorruptCheckpointError(LoadError):
 
 class DamagedCheckpointWarning(UserWarning):
     """A newer checkpoint is damaged or incomplete and was passed over for an older one."""
+
+
+def check_type(name: str, value: object, *kinds: type[Any]) -> None:
+    """Refuse an argument that is none of these kinds.
+
+    Raises:
+        CheckpointTypeError: names the argument, its type and the kinds.
+    """
+    if not isinstance(value, kinds):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise CheckpointTypeError(f"{name} is a {type(value).__name__}; expected {wanted}")

@@ -23,11 +23,8 @@ ROWS, COLUMNS = 40, 1000
 
 def shards(rank: int, world_size: int, value: float) -> dict[str, list[Shard]]:
     tensor = torch.full((ROWS, COLUMNS), float(value))
-    rows = Shard(
-        key="rows",
-        tensor=tensor,
-        global_shape=(ROWS * world_size, COLUMNS),
-        offset=(ROWS * rank, 0),
+    rows = Shard.of(
+        "rows", tensor, global_shape=(ROWS * world_size, COLUMNS), offset=(ROWS * rank, 0)
     )
     return {"model": [rows], "optimizer": [rows]}
 
@@ -36,7 +33,7 @@ def value_of(checkpoint: Path, part: str = "model") -> float:
     (index,) = {load_shape(checkpoint, part)}
     tensor = torch.full(index, -1.0)
     load(
-        [Shard(key="rows", tensor=tensor, global_shape=index, offset=(0, 0))],
+        [Shard.of("rows", tensor, global_shape=index, offset=(0, 0))],
         checkpoint_id=checkpoint,
         part=part,
     )
@@ -86,7 +83,7 @@ def test_every_dtype_and_ugly_shape_is_staged_bit_for_bit(
     }
     parts = {
         "model": [
-            Shard(key=k, tensor=t, global_shape=tuple(t.shape), offset=(0,) * t.dim())
+            Shard.of(k, t, global_shape=tuple(t.shape), offset=(0,) * t.dim())
             for k, t in tensors.items()
         ],
         "optimizer": [],
@@ -97,14 +94,7 @@ def test_every_dtype_and_ugly_shape_is_staged_bit_for_bit(
     for shard in parts["model"]:
         found = torch.empty(tuple(shard.tensor.shape), dtype=shard.tensor.dtype)
         load(
-            [
-                Shard(
-                    key=shard.key,
-                    tensor=found,
-                    global_shape=shard.global_shape,
-                    offset=shard.offset,
-                )
-            ],
+            [Shard(key=shard.key, tensor=found, box=shard.box)],
             checkpoint_id=tmp_path / "c",
         )
         want = shard.tensor.detach().contiguous().reshape(-1)
@@ -142,9 +132,7 @@ def test_modules_optimizers_values_and_options_are_taken_as_save_takes_them(
 def test_a_growing_state_gets_larger_staging(saver: AsyncSaver, tmp_path: Path) -> None:
     for number, rows in enumerate((10, 5000, 20)):
         tensor = torch.full((rows, 1000), float(number))
-        parts = {
-            "model": [Shard(key="rows", tensor=tensor, global_shape=(rows, 1000), offset=(0, 0))]
-        }
+        parts = {"model": [Shard.of("rows", tensor, global_shape=(rows, 1000), offset=(0, 0))]}
         response = async_save(parts, checkpoint_id=tmp_path / f"checkpoint-{number}", saver=saver)
         response.upload_completion.result(timeout=20)
         assert value_of(tmp_path / f"checkpoint-{number}") == number

@@ -11,9 +11,7 @@ from unified_ckpt.snapshots.staging import StagingLayout
 
 
 def whole(key: str, tensor: torch.Tensor) -> Shard:
-    return Shard(
-        key=key, tensor=tensor, global_shape=tuple(tensor.shape), offset=(0,) * tensor.dim()
-    )
+    return Shard.of(key, tensor, global_shape=tuple(tensor.shape), offset=(0,) * tensor.dim())
 
 
 def never(error: SaveError) -> None:

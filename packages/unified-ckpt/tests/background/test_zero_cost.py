@@ -17,7 +17,7 @@ from unified_ckpt.errors import SaveError
 
 def shards(tensors: dict[str, torch.Tensor]) -> list[Shard]:
     return [
-        Shard(key=key, tensor=t, global_shape=tuple(t.shape), offset=(0,) * t.dim())
+        Shard.of(key, t, global_shape=tuple(t.shape), offset=(0,) * t.dim())
         for key, t in tensors.items()
     ]
 

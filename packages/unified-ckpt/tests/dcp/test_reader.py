@@ -30,7 +30,7 @@ def test_dcp_reads_a_plain_transformers_directory(tmp_path: Path) -> None:
 def test_dcp_reads_boxes_apart_and_compressed_moments(tmp_path: Path) -> None:
     m = torch.randn(4, 64)
     halves = [
-        Shard(key="w/moment1", tensor=m[2 * i : 2 * i + 2], global_shape=(4, 64), offset=(2 * i, 0))
+        Shard.of("w/moment1", m[2 * i : 2 * i + 2], global_shape=(4, 64), offset=(2 * i, 0))
         for i in range(2)
     ]
     for number, options in enumerate(

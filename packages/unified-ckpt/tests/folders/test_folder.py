@@ -12,7 +12,7 @@ from unified_ckpt.folders.folder import is_complete
 
 def put(folder: Path, step: int) -> Path:
     tensor = torch.full((3,), float(step))
-    shard = Shard(key="w", tensor=tensor, global_shape=(3,), offset=(0,))
+    shard = Shard.of("w", tensor, global_shape=(3,), offset=(0,))
     files = {"config.json": b"{}"}
     return save({"model": [shard]}, checkpoint_id=folder / f"checkpoint-{step}", files=files).path
 

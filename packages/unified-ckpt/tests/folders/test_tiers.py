@@ -20,7 +20,7 @@ def fast() -> Iterator[Path]:
 
 def state(value: float) -> dict[str, list[Shard]]:
     tensor = torch.full((100, 7), float(value))
-    return {"model": [Shard(key="w", tensor=tensor, global_shape=(100, 7), offset=(0, 0))]}
+    return {"model": [Shard.of("w", tensor, global_shape=(100, 7), offset=(0, 0))]}
 
 
 def value_of(checkpoint: Path | None) -> float:

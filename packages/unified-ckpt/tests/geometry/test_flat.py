@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ranktest import run_ranks
-from unified_ckpt import Shard, load, save
+from unified_ckpt import Box, Shard, load, save
 from unified_ckpt.geometry.flat import flat_boxes, flat_buffer_ranges
 from unified_ckpt.geometry.regions import check_tiling
 from unified_ckpt.geometry.tensors.memory import narrow_box
@@ -36,36 +36,26 @@ def test_a_range_outside_the_tensor_is_refused() -> None:
     with pytest.raises(ValueError, match=r"\(2, 7\) does not lie in the 6 elements"):
         flat_boxes((2, 3), 2, 7)
     with pytest.raises(ValueError, match=r"'w': flattened_range \(0, 7\)"):
-        Shard(
-            key="w", tensor=torch.zeros(7), global_shape=(2, 3), offset=(0, 0),
-            flattened_range=(0, 7),
-        )  # fmt: skip
+        Shard(key="w", tensor=torch.zeros(7), box=Box((2, 3), (0, 0), (2, 3), (0, 7)))
 
 
 def test_a_flat_shard_is_boxes_that_view_its_memory() -> None:
     memory = torch.arange(20.0)[::2]  # every second element: any strided view will do
-    shard = Shard(
-        key="w", tensor=memory, global_shape=(6, 6), offset=(1, 2), local_shape=(4, 3),
-        flattened_range=(2, 12), replica_id=3,
-    )  # fmt: skip
-    assert shard.meta.numel == 10
+    shard = Shard(key="w", tensor=memory, box=Box((6, 6), (1, 2), (4, 3), (2, 12), replica_id=3))
+    assert shard.box.numel == 10
     boxes = shard.boxes()
-    assert [(b.offset, tuple(b.tensor.shape)) for b in boxes] == shard.meta.boxes()
+    assert [b.box for b in boxes] == shard.box.unflattened()
     assert [b.offset for b in boxes] == [(1, 4), (2, 2)]
     assert [v for b in boxes for v in b.tensor.flatten().tolist()] == memory.tolist()
     boxes[1].tensor.fill_(-1)
     assert (memory[1:] == -1).all() and memory[0] == 0
-    assert {b.replica_id for b in boxes} == {3}
+    assert {b.box.replica_id for b in boxes} == {3}
 
 
 def test_an_empty_flat_range_still_names_its_tensor() -> None:
-    empty = Shard(
-        key="w", tensor=torch.zeros(0), global_shape=(2, 3), offset=(0, 0), flattened_range=(6, 6)
-    )
+    empty = Shard(key="w", tensor=torch.zeros(0), box=Box((2, 3), (0, 0), (2, 3), (6, 6)))
     assert [tuple(b.tensor.shape) for b in empty.boxes()] == [(0, 3)]
-    scalar = Shard(
-        key="s", tensor=torch.zeros(0), global_shape=(), offset=(), flattened_range=(0, 0)
-    )
+    scalar = Shard(key="s", tensor=torch.zeros(0), box=Box((), (), (), (0, 0)))
     assert scalar.boxes() == []
 
 
@@ -110,9 +100,10 @@ def test_every_dtype_moves_between_flat_ranges_and_boxes(tmp_path: Path) -> None
         low, high = cuts[key][rank], cuts[key][rank + 1]
         shape = tuple(wholes[key].shape)
         return Shard(
-            key=key, tensor=memory.reshape(-1)[low:high], global_shape=shape, offset=(0, 0, 0),
-            flattened_range=(low, high),
-        )  # fmt: skip
+            key=key,
+            tensor=memory.reshape(-1)[low:high],
+            box=Box(shape, (0, 0, 0), shape, (low, high)),
+        )
 
     def fn(rank: int, world_size: int) -> None:
         shards = [flat(key, rank, whole) for key, whole in wholes.items()]

@@ -16,7 +16,7 @@ from unified_ckpt.options import SaveOptions
 
 
 def box(key: str, tensor: torch.Tensor, global_shape: tuple, offset: tuple) -> Shard:
-    return Shard(key=key, tensor=tensor, global_shape=global_shape, offset=offset)
+    return Shard.of(key, tensor, global_shape=global_shape, offset=offset)
 
 
 def whole(key: str, tensor: torch.Tensor) -> Shard:

@@ -12,7 +12,7 @@ from unified_ckpt.loading import reader as reader_module
 
 
 def box(key: str, tensor: torch.Tensor, global_shape: tuple, offset: tuple) -> Shard:
-    return Shard(key=key, tensor=tensor, global_shape=global_shape, offset=offset)
+    return Shard.of(key, tensor, global_shape=global_shape, offset=offset)
 
 
 def flip(checkpoint: Path, offset: int, key: str = "w") -> None:

@@ -1,5 +1,6 @@
 import pytest
 
+from unified_ckpt import Box
 from unified_ckpt.errors import LoadError
 from unified_ckpt.geometry import BoxMeta
 from unified_ckpt.geometry.regions import Region
@@ -14,7 +15,7 @@ STORED = {
 
 
 def want(key: str, global_shape: tuple, offset: tuple, shape: tuple, dtype: str = "F32") -> BoxMeta:
-    return BoxMeta(key=key, dtype=dtype, global_shape=global_shape, offset=offset, shape=shape)
+    return BoxMeta(key, dtype, Box(global_shape, offset, shape))
 
 
 def test_only_the_bytes_of_the_box_are_read_in_file_order() -> None:

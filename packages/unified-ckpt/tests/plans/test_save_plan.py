@@ -3,6 +3,7 @@ import random
 
 import pytest
 
+from unified_ckpt import Box
 from unified_ckpt.geometry import BoxMeta
 from unified_ckpt.plans import plan_save
 
@@ -15,11 +16,13 @@ def box(
     dtype: str = "F32",
 ) -> BoxMeta:
     return BoxMeta(
-        key=key,
-        dtype=dtype,
-        global_shape=global_shape,
-        offset=offset if offset is not None else (0,) * len(global_shape),
-        shape=shape if shape is not None else global_shape,
+        key,
+        dtype,
+        Box(
+            global_shape,
+            offset if offset is not None else (0,) * len(global_shape),
+            shape if shape is not None else global_shape,
+        ),
     )
 
 
@@ -34,7 +37,7 @@ def test_replicas_are_written_once_and_balanced_by_bytes() -> None:
     rng = random.Random(seed)
     boxes = [box(f"w{i}", (rng.randint(1, 1000),)) for i in range(200)]
     plan = plan_save([{"model": boxes}] * 4)
-    assert sum(plan.rank_bytes) == sum(4 * b.numel for b in boxes)
+    assert sum(plan.rank_bytes) == sum(4 * b.box.numel for b in boxes)
     assert max(plan.rank_bytes) - min(plan.rank_bytes) <= 4000, seed
     # One file per rank, and every file is written by one rank alone.
     assert [{p.rank for p in f.pieces} for f in plan.files] == [{0}, {1}, {2}, {3}]

@@ -29,9 +29,7 @@ QUIET = ManagerOptions(signals=())
 
 def shards(value: float, rank: int = 0, world_size: int = 1) -> dict[str, list[Shard]]:
     tensor = torch.full((3,), float(value))
-    return {
-        "model": [Shard(key="w", tensor=tensor, global_shape=(3 * world_size,), offset=(3 * rank,))]
-    }
+    return {"model": [Shard.of("w", tensor, global_shape=(3 * world_size,), offset=(3 * rank,))]}
 
 
 def names(folder: Path) -> list[str]:
@@ -161,7 +159,7 @@ def test_ranks_that_would_save_at_different_steps_are_told_at_once(tmp_path: Pat
 def test_resume_falls_back_to_the_newest_valid_one_and_says_so(tmp_path: Path) -> None:
     def fill(path: Path) -> float:
         tensor = torch.zeros(3)
-        load([Shard(key="w", tensor=tensor, global_shape=(3,), offset=(0,))], checkpoint_id=path)
+        load([Shard.of("w", tensor, global_shape=(3,), offset=(0,))], checkpoint_id=path)
         return float(tensor[0])
 
     with CheckpointManager(tmp_path, QUIET) as manager:

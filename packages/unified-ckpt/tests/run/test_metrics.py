@@ -21,7 +21,7 @@ def test_a_metric_that_is_no_number_is_refused() -> None:
 
 
 def test_a_metric_comes_back_and_none_where_there_is_none(tmp_path: Path) -> None:
-    shard = Shard(key="w", tensor=torch.ones(1), global_shape=(1,), offset=(0,))
+    shard = Shard.of("w", torch.ones(1), global_shape=(1,), offset=(0,))
     files = with_metrics({"a.json": b"{}"}, 3, {"loss": 0.5, "bad": math.nan})
     path = save({"model": [shard]}, checkpoint_id=tmp_path / "c", files=files).path
     assert read_metric(path, "loss") == 0.5 and math.isnan(read_metric(path, "bad"))

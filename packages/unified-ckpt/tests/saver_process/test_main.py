@@ -29,7 +29,7 @@ def fast() -> Iterator[Path]:
 
 def state(value: float, rows: int = 100) -> dict[str, list[Shard]]:
     tensor = torch.full((rows, 7), float(value))
-    return {"model": [Shard(key="w", tensor=tensor, global_shape=(rows, 7), offset=(0, 0))]}
+    return {"model": [Shard.of("w", tensor, global_shape=(rows, 7), offset=(0, 0))]}
 
 
 def value_of(checkpoint: Path, part: str = "model") -> float:

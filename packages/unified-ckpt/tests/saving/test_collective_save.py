@@ -31,7 +31,7 @@ def whole(key: str, tensor: torch.Tensor) -> Shard:
 
 
 def box(key: str, tensor: torch.Tensor, global_shape: tuple, offset: tuple) -> Shard:
-    return Shard(key=key, tensor=tensor, global_shape=global_shape, offset=offset)
+    return Shard.of(key, tensor, global_shape=global_shape, offset=offset)
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
@@ -98,7 +98,7 @@ def test_views_of_every_kind_are_saved_as_their_values(tmp_path: Path) -> None:
 def test_a_fused_parameter_becomes_many_stored_tensors(tmp_path: Path) -> None:
     fused = torch.randn(4, 6, 5)
     shards = [
-        Shard(key=f"experts.{e}.{name}.weight", tensor=part, global_shape=(3, 5), offset=(0, 0))
+        Shard.of(f"experts.{e}.{name}.weight", part, global_shape=(3, 5), offset=(0, 0))
         for e in range(4)
         for name, part in (("gate_proj", fused[e, :3]), ("up_proj", fused[e, 3:]))
     ]
@@ -107,7 +107,7 @@ def test_a_fused_parameter_becomes_many_stored_tensors(tmp_path: Path) -> None:
     again = torch.zeros_like(fused)
     load(
         [
-            Shard(key=f"experts.{e}.{name}.weight", tensor=part, global_shape=(3, 5), offset=(0, 0))
+            Shard.of(f"experts.{e}.{name}.weight", part, global_shape=(3, 5), offset=(0, 0))
             for e in range(4)
             for name, part in (("gate_proj", again[e, :3]), ("up_proj", again[e, 3:]))
         ],

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from unified_ckpt import Shard
+from unified_ckpt import Box, Shard
 from unified_ckpt.errors import SaveError
 from unified_ckpt.snapshots.shared_memory import SharedMemory, available_bytes
 from unified_ckpt.snapshots.staging import ALIGNMENT_BYTES, StagingLayout, StagingPool
@@ -13,13 +13,7 @@ from unified_ckpt.snapshots.staging import ALIGNMENT_BYTES, StagingLayout, Stagi
 
 def shards() -> dict[str, list[Shard]]:
     flat = Shard(
-        key="flat",
-        tensor=torch.arange(5.0),
-        global_shape=(4, 3),
-        offset=(0, 0),
-        local_shape=(4, 3),
-        flattened_range=(2, 7),
-        replica_id=1,
+        key="flat", tensor=torch.arange(5.0), box=Box((4, 3), (0, 0), (4, 3), (2, 7), replica_id=1)
     )
     tensors = {
         "scalar": torch.tensor(True),
@@ -27,7 +21,7 @@ def shards() -> dict[str, list[Shard]]:
         "matrix": torch.rand(3, 5).half(),
     }
     plain = [
-        Shard(key=key, tensor=t, global_shape=tuple(t.shape), offset=(0,) * t.dim())
+        Shard.of(key, t, global_shape=tuple(t.shape), offset=(0,) * t.dim())
         for key, t in tensors.items()
     ]
     return {"model": plain, "optimizer": [flat], "nothing": []}

@@ -9,7 +9,7 @@ from torch import nn
 from ranktest import run_ranks
 from unified_ckpt import Shard, load, load_files, read_index, save
 from unified_ckpt.errors import LoadError
-from unified_ckpt.geometry.layouts.layouts import LocalBox
+from unified_ckpt.geometry import Box
 from unified_ckpt.options import LoadOptions, SaveOptions
 from unified_ckpt.state.nested import find_tied_keys, flatten_state
 
@@ -184,8 +184,8 @@ def test_a_layout_places_plain_tensors_and_optimizer_states_like_their_parameter
 ) -> None:
     whole = torch.arange(24.0).view(6, 4)
 
-    def boxes(rank: int, num: int) -> dict[str, LocalBox]:
-        return {"w": LocalBox.whole((6, 4)).chunk(0, num=num, index=rank)}
+    def boxes(rank: int, num: int) -> dict[str, Box]:
+        return {"w": Box.whole((6, 4)).chunk(0, num=num, index=rank)}
 
     def fn(rank: int, world_size: int) -> None:
         rows = slice(*(a * 3 for a in (rank, rank + 1)))
@@ -211,7 +211,7 @@ def test_a_layout_function_may_store_one_tensor_under_many_keys(tmp_path: Path) 
         if key != "experts":
             return None
         return [
-            Shard(key=f"experts.{n}", tensor=tensor[n], global_shape=(3, 4), offset=(0, 0))
+            Shard.of(f"experts.{n}", tensor[n], global_shape=(3, 4), offset=(0, 0))
             for n in range(2)
         ]
 
@@ -278,14 +278,13 @@ def test_flat_shards_of_ranks_become_whole_stored_tensors(tmp_path: Path) -> Non
     def fn(rank: int, world_size: int) -> None:
         begin, end = cuts[rank], cuts[rank + 1]
         flat = Shard(
-            key="w", tensor=whole.view(-1)[begin:end].clone(), global_shape=(5, 7), offset=(0, 0),
-            flattened_range=(begin, end),
-        )  # fmt: skip
+            key="w",
+            tensor=whole.view(-1)[begin:end].clone(),
+            box=Box((5, 7), (0, 0), (5, 7), (begin, end)),
+        )
         save({"optimizer": [flat]}, checkpoint_id=tmp_path / "c")
         mine = torch.zeros(35 - begin)
-        want = Shard(
-            key="w", tensor=mine, global_shape=(5, 7), offset=(0, 0), flattened_range=(begin, 35)
-        )
+        want = Shard(key="w", tensor=mine, box=Box((5, 7), (0, 0), (5, 7), (begin, 35)))
         load([want], checkpoint_id=tmp_path / "c", part="optimizer")
         assert torch.equal(mine, whole.view(-1)[begin:])
 
@@ -303,6 +302,9 @@ def test_flatten_copies_nothing() -> None:
 
 
 def test_the_parts_form_writes_no_state_file(tmp_path: Path) -> None:
-    save({"model": [LocalBox.whole((1,)).shard("w", torch.ones(1))]}, checkpoint_id=tmp_path / "c")
+    save(
+        {"model": [Shard.of("w", torch.ones(1), global_shape=(1,), offset=(0,))]},
+        checkpoint_id=tmp_path / "c",
+    )
     with pytest.raises(LoadError, match=r"no file 'unified_ckpt.json'"):
         load_files(tmp_path / "c", "unified_ckpt.json")

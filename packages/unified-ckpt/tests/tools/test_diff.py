@@ -11,9 +11,7 @@ from unified_ckpt.tools.diff import diff_checkpoints
 
 
 def whole(key: str, tensor: torch.Tensor) -> Shard:
-    return Shard(
-        key=key, tensor=tensor, global_shape=tuple(tensor.shape), offset=(0,) * tensor.dim()
-    )
+    return Shard.of(key, tensor, global_shape=tuple(tensor.shape), offset=(0,) * tensor.dim())
 
 
 def put(folder: Path, max_shard_bytes: int = 10**9, **tensors: torch.Tensor) -> Path:

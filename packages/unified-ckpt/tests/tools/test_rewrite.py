@@ -20,9 +20,7 @@ LAYER = "model.layers.0."
 
 
 def whole(key: str, tensor: torch.Tensor) -> Shard:
-    return Shard(
-        key=key, tensor=tensor, global_shape=tuple(tensor.shape), offset=(0,) * tensor.dim()
-    )
+    return Shard.of(key, tensor, global_shape=tuple(tensor.shape), offset=(0,) * tensor.dim())
 
 
 def model() -> dict[str, torch.Tensor]:
@@ -80,7 +78,7 @@ def test_a_resharded_checkpoint_holds_the_same_and_loads_in_any_layout(
     assert [str(d) for d in diff_checkpoints(source, target)] == []
     key = f"{LAYER}self_attn.o_proj.weight"
     columns = torch.zeros(6, 3, dtype=torch.bfloat16)
-    load([Shard(key=key, tensor=columns, global_shape=(6, 8), offset=(0, 3))], checkpoint_id=target)
+    load([Shard.of(key, columns, global_shape=(6, 8), offset=(0, 3))], checkpoint_id=target)
     assert torch.equal(columns, tensors[key][:, 3:6])
 
 
@@ -100,7 +98,11 @@ def test_every_box_of_a_rank_is_one_range_of_a_file(tmp_path: Path) -> None:
                 box = rank_box(rule, tuple(tensor.shape), rank=rank, degrees=degrees)
                 size = dtype_of(stored.dtype).itemsize_bytes
                 region = box_region(
-                    box.global_shape, box.offset, box.shape, itemsize_bytes=size, start=stored.begin
+                    box.global_shape,
+                    box.offset,
+                    box.local_shape,
+                    itemsize_bytes=size,
+                    start=stored.begin,
                 )
                 assert region.contiguous, key
     files = {

@@ -144,9 +144,9 @@ def _boxes(layout: ParameterLayout, stored: Tensor, rank: int, suffix: str) -> I
         local = stored[tuple(slice(o - h, o - h + n) for o, h, n in _zip(part, held))]
         dropped = len(view.shape) - len(view.stored_shape)
         inside = tuple(o - v for o, v in zip(part.offset, view.offset, strict=True))
-        yield Shard(
-            key=view.key + suffix,
-            tensor=local.reshape(part.shape[dropped:]) if dropped else local,
+        yield Shard.of(
+            view.key + suffix,
+            local.reshape(part.shape[dropped:]) if dropped else local,
             global_shape=tuple(view.stored_shape),
             offset=inside[dropped:],
         )

@@ -133,7 +133,7 @@ def build_runner(
             shard.tensor,
             seed=config.train.seed,
             std=model.initializer_range,
-            first=shard.offset[0] if shard.offset else 0,
+            first=shard.box.offset[0] if shard.box.offset else 0,
         )
     stored.write_back()
     optimizer = AdamW(parameters, config.optimizer, master_weights=config.train.master_weights)

@@ -141,11 +141,8 @@ class UnifiedStorageReader(StorageReader):
                 continue
             part, key = record.names[name]
             target = planner.resolve_tensor(item)
-            shard = Shard(
-                key=key,
-                tensor=target.detach(),
-                global_shape=self._shapes[name],
-                offset=tuple(item.storage_offsets),
+            shard = Shard.of(
+                key, target.detach(), global_shape=self._shapes[name], offset=item.storage_offsets
             )
             parts.setdefault(part, []).append(shard)
             filled.append((item, target))

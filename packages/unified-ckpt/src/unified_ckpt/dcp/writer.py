@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from unified_ckpt.geometry import BoxMeta, Shard
+from unified_ckpt.geometry import Box, BoxMeta, Shard
 from unified_ckpt.geometry.tensors import stored_dtype
 from unified_ckpt.loading import DCP_NAME, DcpRecord, Prefixes
 from unified_ckpt.plans import DEFAULT_MAX_SHARD_BYTES, plan_save
@@ -138,13 +138,8 @@ class UnifiedStorageWriter(StorageWriter):
         for item in plan.items:
             data = planner.resolve_data(item)
             if isinstance(data, torch.Tensor):
-                meta = _box_of(item, self._prefixes)
-                shard = Shard(
-                    key=meta.key,
-                    tensor=data.detach(),
-                    global_shape=meta.global_shape,
-                    offset=meta.offset,
-                )
+                meta = _meta_of(item, self._prefixes)
+                shard = Shard(key=meta.key, tensor=data.detach(), box=meta.box)
                 parts.setdefault(self._prefixes.split(item.index.fqn)[0], []).append(shard)
             else:
                 objects[item.index.fqn] = _object_json(item.index.fqn, data)
@@ -191,7 +186,7 @@ class UnifiedStorageWriter(StorageWriter):
         for item in items:
             if item.tensor_data is not None:
                 part, _ = self._prefixes.split(item.index.fqn)
-                held.setdefault(part, []).append(_box_of(item, self._prefixes))
+                held.setdefault(part, []).append(_meta_of(item, self._prefixes))
         return held
 
     def _discard(self) -> None:
@@ -209,17 +204,15 @@ def _close_own(staging: Staging, process: int) -> None:
         staging.close()
 
 
-def _box_of(item: WriteItem, prefixes: Prefixes) -> BoxMeta:
+def _meta_of(item: WriteItem, prefixes: Prefixes) -> BoxMeta:
     """Return the box of a tensor item, under its key in its part."""
     data = item.tensor_data
     if data is None:
         raise TypeError(f"{item.index.fqn!r} is no tensor")
     return BoxMeta(
-        key=prefixes.split(item.index.fqn)[1],
-        dtype=stored_dtype(data.properties.dtype).name,
-        global_shape=tuple(data.size),
-        offset=tuple(data.chunk.offsets),
-        shape=tuple(data.chunk.sizes),
+        prefixes.split(item.index.fqn)[1],
+        stored_dtype(data.properties.dtype).name,
+        Box(data.size, data.chunk.offsets, data.chunk.sizes),
     )
 
 

@@ -10,11 +10,10 @@ range. So a flat shard is planned, checked, written and read like any other.
 import math
 from collections.abc import Sequence
 
-Shape = tuple[int, ...]
-Box = tuple[Shape, Shape]  # (offset, shape)
+from unified_ckpt.geometry.regions import Shape
 
 
-def flat_boxes(shape: Shape, begin: int, end: int) -> list[Box]:
+def flat_boxes(shape: Shape, begin: int, end: int) -> list[tuple[Shape, Shape]]:
     """Decompose elements `begin` to `end` of a row-major tensor into (offset, shape) boxes.
 
     The boxes are in row-major order and none is empty; an empty range gives none.
@@ -30,7 +29,7 @@ def flat_boxes(shape: Shape, begin: int, end: int) -> list[Box]:
     return _boxes(shape, begin, end) if begin < end else []
 
 
-def _boxes(shape: Shape, begin: int, end: int) -> list[Box]:
+def _boxes(shape: Shape, begin: int, end: int) -> list[tuple[Shape, Shape]]:
     if not shape:
         return [((), ())]
     inner = math.prod(shape[1:])
@@ -46,7 +45,7 @@ def _boxes(shape: Shape, begin: int, end: int) -> list[Box]:
     return [*head, *middle, *tail]
 
 
-def _row(shape: Shape, row: int, begin: int, end: int) -> list[Box]:
+def _row(shape: Shape, row: int, begin: int, end: int) -> list[tuple[Shape, Shape]]:
     return [((row, *o), (1, *s)) for o, s in _boxes(shape[1:], begin, end)]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from unified_ckpt.errors import LoadError
-from unified_ckpt.geometry import BoxMeta, Shape, Shard, overlap
+from unified_ckpt.geometry import Box, BoxMeta, Shape, Shard, overlap
 from unified_ckpt.geometry.tensors import dtype_of, narrow_box
 from unified_ckpt.loading.part_index import PartIndex, StoredScale
 from unified_ckpt.loading.reader import Destination
@@ -85,7 +85,7 @@ def make_jobs(
 def _is_new(seen: set[tuple[object, ...]], part: str, key: str, shard: Shard) -> bool:
     """Whether a tied tensor, the same memory under two keys, comes for the first time."""
     tensor = shard.tensor
-    memory = (part, key, shard.offset, tensor.data_ptr(), tensor.shape, tensor.stride())
+    memory = (part, key, shard.box.offset, tensor.data_ptr(), tensor.shape, tensor.stride())
     if tensor.numel() and memory in seen:
         return False
     seen.add(memory)
@@ -115,25 +115,22 @@ def _add_compressed(
     stored: StoredTensor | SplitTensor,
 ) -> Index:
     """Add reads of codes and of the scales that they need; return where the scales are stored."""
-    codes = torch.empty(meta.shape, dtype=_torch_dtype(stored.dtype))
+    codes = torch.empty(meta.box.local_shape, dtype=_torch_dtype(stored.dtype))
     job.add(replace(meta, dtype=stored.dtype), codes, stored)
     pieces: list[tuple[StoredScale, torch.Tensor, tuple[Shape, Shape]]] = []
     for scale in index.scales(meta.key):
-        shared = overlap((meta.offset, meta.shape), (scale.offset, scale.shape))
-        if shared is not None and meta.numel:
+        shared = overlap((meta.box.offset, meta.box.local_shape), (scale.offset, scale.shape))
+        if shared is not None and meta.box.numel:
             num_blocks = -(-math.prod(scale.shape) // BLOCK)
             pieces.append((scale, torch.empty(num_blocks), shared))
     found = index.resolve([scale.key for scale, _, _ in pieces])
     for scale, scales, _ in pieces:
-        shape = tuple(scales.shape)
-        scale_meta = BoxMeta(
-            key=scale.key, dtype="F32", global_shape=shape, offset=(0,), shape=shape
-        )
+        scale_meta = BoxMeta(scale.key, "F32", Box.whole(scales.shape))
         job.add(scale_meta, scales, found[scale.key])
 
     def decode() -> None:
         for scale, scales, (offset, shape) in pieces:
-            here = tuple(o - m for o, m in zip(offset, meta.offset, strict=True))
+            here = tuple(o - m for o, m in zip(offset, meta.box.offset, strict=True))
             in_box = tuple(o - s for o, s in zip(offset, scale.offset, strict=True))
             moment = moment_of(meta.key)
             if moment is None:

@@ -102,7 +102,7 @@ def _blank(
         return None
     codes = state in _TORCH_NAMES and stored.dtype in ("I8", "U8")
     dtype = dtype_of("F32" if codes else stored.dtype).torch_dtype
-    if box is not None and stored.shape == box.global_shape and state != "step":
+    if box is not None and stored.shape == box.box.global_shape and state != "step":
         return _like(parameter, dtype)
     device = parameter.device if stored.shape or on_device else "cpu"
     return torch.zeros(stored.shape or (), dtype=dtype, device=device)

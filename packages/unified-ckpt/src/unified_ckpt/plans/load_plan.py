@@ -8,15 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from unified_ckpt.errors import LoadError
-from unified_ckpt.geometry import (
-    BoxMeta,
-    Region,
-    Shape,
-    box_region,
-    describe_box,
-    overlap,
-    split_box,
-)
+from unified_ckpt.geometry import BoxMeta, Region, Shape, box_region, overlap, split_box
 from unified_ckpt.geometry.tensors import dtype_of
 from unified_ckpt.plans.save_plan import DEFAULT_CHUNK_BYTES
 
@@ -101,13 +93,14 @@ def _reads_of(
     boxes = (
         stored.boxes
         if isinstance(stored, SplitTensor)
-        else (((0,) * len(want.global_shape), stored),)
+        else (((0,) * len(want.box.global_shape), stored),)
     )
     covered = 0
+    wanted = (want.box.offset, want.box.local_shape)
     for begin, box in boxes:
         if box.shape is None:
             continue
-        shared = overlap((want.offset, want.shape), (begin, box.shape)) if want.numel else None
+        shared = overlap(wanted, (begin, box.shape)) if want.box.numel else None
         if shared is None:
             continue
         covered += math.prod(shared[1])
@@ -115,21 +108,21 @@ def _reads_of(
             absolute = tuple(s + o for s, o in zip(shared[0], offset, strict=True))
             inside = tuple(a - b for a, b in zip(absolute, begin, strict=True))
             region = box_region(box.shape, inside, shape, itemsize_bytes=size, start=box.begin)
-            place = tuple(a - w for a, w in zip(absolute, want.offset, strict=True))
+            place = tuple(a - w for a, w in zip(absolute, want.box.offset, strict=True))
             yield Read(box.file, region, want_index, place, shape)
-    if covered != want.numel:
+    if covered != want.box.numel:
         raise LoadError(
-            f"{want.key!r}: the stored boxes hold {covered} of the {want.numel} elements of "
-            f"{describe_box(want.offset, want.shape)}; the checkpoint is not complete"
+            f"{want.key!r}: the stored boxes hold {covered} of the {want.box.numel} elements of "
+            f"{want.box}; the checkpoint is not complete"
         )
 
 
 def _check_match(want: BoxMeta, stored: StoredTensor | SplitTensor, cast: bool) -> None:
     where = stored.file if isinstance(stored, StoredTensor) else stored.boxes[0][1].file
-    if stored.shape != want.global_shape:
+    if stored.shape != want.box.global_shape:
         raise LoadError(
             f"{want.key!r} in {where}: stored shape is {stored.shape}, wanted a box of "
-            f"{want.global_shape}"
+            f"{want.box.global_shape}"
         )
     if stored.dtype != want.dtype and (not cast or "F4" in (stored.dtype, want.dtype)):
         remedy = "F4 cannot be cast" if cast else "allocate that dtype or pass cast=True"

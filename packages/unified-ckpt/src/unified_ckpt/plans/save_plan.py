@@ -214,38 +214,42 @@ def _tensors_of(part: str, held: Sequence[Mapping[str, Sequence[BoxMeta]]]) -> l
     for rank, parts in enumerate(held):
         for index, meta in enumerate(parts.get(part, ())):
             known_rank, known = first.setdefault(meta.key, (rank, meta))
-            if (known.dtype, known.global_shape) != (meta.dtype, meta.global_shape):
+            box = meta.box
+            if (known.dtype, known.box.global_shape) != (meta.dtype, box.global_shape):
                 raise ValueError(
                     f"{part} {meta.key!r}: rank {known_rank} says {known.dtype} "
-                    f"{known.global_shape}, rank {rank} says {meta.dtype} {meta.global_shape}"
+                    f"{known.box.global_shape}, rank {rank} says {meta.dtype} {box.global_shape}"
                 )
-            if meta.flattened_range is not None:
-                raise ValueError(f"{part} {meta.key!r}: plan its boxes(), not its flattened_range")
-            if meta.numel:
-                boxes_of_key, place = holders[meta.key], (meta.offset, meta.shape)
+            if box.flattened_range is not None:
+                raise ValueError(
+                    f"{part} {meta.key!r}: plan its unflattened boxes, not its flattened_range"
+                )
+            if box.numel:
+                boxes_of_key, place = holders[meta.key], (box.offset, box.local_shape)
                 if place not in boxes_of_key:
                     boxes_of_key[place] = _Holders()
-                boxes_of_key[place].add(rank, index, meta.replica_id)
+                boxes_of_key[place].add(rank, index, box.replica_id)
     tensors = []
     for key in sorted(first):
         lowest_rank, meta = first[key]
+        global_shape = meta.box.global_shape
         boxes = sorted(holders[key])
-        whole = len(boxes) == 1 and boxes[0][1] == meta.global_shape  # most are
-        problem = None if whole else check_tiling(meta.global_shape, boxes)
+        whole = len(boxes) == 1 and boxes[0][1] == global_shape  # most are
+        problem = None if whole else check_tiling(global_shape, boxes)
         if problem is not None:
-            raise ValueError(f"{part} {key!r} {meta.global_shape}: {problem}")
+            raise ValueError(f"{part} {key!r} {global_shape}: {problem}")
         size = dtype_of(meta.dtype).itemsize_bytes
         tensors.append(
             _Tensor(
                 key,
                 meta.dtype,
-                meta.global_shape,
+                global_shape,
                 tuple(
                     _Held(*box, holders[key][box].writers(), math.prod(box[1]) * size)
                     for box in boxes
                 ),
                 lowest_rank,
-                math.prod(meta.global_shape) * size,
+                math.prod(global_shape) * size,
             )
         )
     return tensors

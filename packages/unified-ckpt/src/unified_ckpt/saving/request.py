@@ -177,17 +177,18 @@ def _left_out(held: Held) -> dict[str, set[str]]:
     Raises:
         ValueError: a master weight has another shape than the parameter.
     """
-    shapes = {meta.key: meta.global_shape for rank in held for meta in rank.get(MASTER_WEIGHTS, ())}
+    boxes = [(meta.key, meta.box) for rank in held for meta in rank.get(MASTER_WEIGHTS, ())]
+    shapes = {key: box.global_shape for key, box in boxes}
     left_out = set()
-    for rank in held:
-        for meta in rank.get(MODEL, ()):
-            if meta.key in shapes:
-                if shapes[meta.key] != meta.global_shape:
-                    raise ValueError(
-                        f"skip_save_model_weight: {meta.key!r} is {meta.global_shape} in 'model', "
-                        f"but {shapes[meta.key]} in 'master_weights'"
-                    )
-                left_out.add(meta.key)
+    for meta in (meta for rank in held for meta in rank.get(MODEL, ())):
+        if meta.key in shapes:
+            shape = meta.box.global_shape
+            if shapes[meta.key] != shape:
+                raise ValueError(
+                    f"skip_save_model_weight: {meta.key!r} is {shape} in 'model', "
+                    f"but {shapes[meta.key]} in 'master_weights'"
+                )
+            left_out.add(meta.key)
     return {MODEL: left_out}
 
 

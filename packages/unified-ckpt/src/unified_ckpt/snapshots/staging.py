@@ -53,15 +53,7 @@ class StagedShard:
 
     def shard(self, tensor: torch.Tensor) -> Shard:
         """Return the shard with other memory of the same box."""
-        return Shard(
-            key=self.meta.key,
-            tensor=tensor,
-            global_shape=self.meta.global_shape,
-            offset=self.meta.offset,
-            local_shape=self.meta.shape,
-            flattened_range=self.meta.flattened_range,
-            replica_id=self.meta.replica_id,
-        )
+        return Shard(key=self.meta.key, tensor=tensor, box=self.meta.box)
 
 
 @dataclass(frozen=True, slots=True)

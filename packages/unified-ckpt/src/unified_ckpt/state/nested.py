@@ -16,8 +16,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from unified_ckpt.geometry import Shard
-from unified_ckpt.geometry.layouts import Layout, LocalBox, dtensor_shards, is_dtensor
+from unified_ckpt.geometry import Box, Shard
+from unified_ckpt.geometry.layouts import Layout, dtensor_shards, is_dtensor
 from unified_ckpt.options import MASTER_WEIGHTS, MODEL
 from unified_ckpt.state.optimizer import (
     MASTER_FIELD,
@@ -299,7 +299,7 @@ class _Walker:
                 raise TypeError(f"part {part!r} holds a {type(shard).__name__}; expected Shard")
             if self._ignored and self._is_ignored(shard.key):
                 continue
-            if shard.flattened_range is None:
+            if shard.box.flattened_range is None:
                 held.append(shard)
             else:
                 self.flat.flat_keys.setdefault(part, set()).add(shard.key)
@@ -324,33 +324,23 @@ def place_tensor(key: str, tensor: torch.Tensor, layout: Layout | None) -> Seque
     parameter, slash, state = key.partition("/")
     if box is None and slash and tensor.dim():
         box = _ask(layout, parameter, tensor)
-        if isinstance(box, LocalBox):
-            box = box if box.fits(tensor) else None
+        if isinstance(box, Box):
+            box = box if tuple(tensor.shape) == box.memory_shape else None
         elif box is not None:
             box = [_renamed(shard, f"{shard.key}/{state}") for shard in box]
     if box is None:
-        return [LocalBox.whole(tensor.shape).shard(key, tensor)]
-    return [box.shard(key, tensor)] if isinstance(box, LocalBox) else box
+        box = Box.whole(tensor.shape)
+    return [Shard(key=key, tensor=tensor, box=box)] if isinstance(box, Box) else box
 
 
-def _ask(
-    layout: Layout | None, key: str, tensor: torch.Tensor
-) -> LocalBox | Sequence[Shard] | None:
+def _ask(layout: Layout | None, key: str, tensor: torch.Tensor) -> Box | Sequence[Shard] | None:
     if layout is None:
         return None
     return layout.get(key) if isinstance(layout, Mapping) else layout(key, tensor)
 
 
 def _renamed(shard: Shard, key: str) -> Shard:
-    return Shard(
-        key=key,
-        tensor=shard.tensor,
-        global_shape=shard.global_shape,
-        offset=shard.offset,
-        local_shape=shard.local_shape,
-        flattened_range=shard.flattened_range,
-        replica_id=shard.replica_id,
-    )
+    return Shard(key=key, tensor=shard.tensor, box=shard.box)
 
 
 def _are_shards(value: object) -> bool:

@@ -11,7 +11,7 @@ from types import TracebackType
 import torch
 
 from unified_ckpt.errors import LoadError
-from unified_ckpt.geometry import BoxMeta, Shape
+from unified_ckpt.geometry import Box, BoxMeta, Shape
 from unified_ckpt.geometry.tensors import dtype_of
 from unified_ckpt.loading import Destination, PartIndex, Reader
 from unified_ckpt.plans import SplitTensor, StoredTensor, plan_load
@@ -58,13 +58,7 @@ class BoxReader:
             CorruptCheckpointError: bytes are missing or differ from their checksum.
         """
         stored = self.tensors[key]
-        meta = BoxMeta(
-            key=key,
-            dtype=stored.dtype,
-            global_shape=self.shape(key),
-            offset=offset,
-            shape=shape,
-        )
+        meta = BoxMeta(key, stored.dtype, Box(self.shape(key), offset, shape))
         dtype = dtype_of(stored.dtype)
         if dtype.torch_dtype is None:
             raise LoadError(f"{self._where}: torch cannot hold {key!r}")

@@ -17,14 +17,8 @@ from pathlib import Path
 
 from unified_ckpt.errors import LoadError
 from unified_ckpt.files.format import MANIFEST_NAME, Manifest, encode_manifest
-from unified_ckpt.geometry import BoxMeta, Shape
-from unified_ckpt.geometry.layouts import (
-    LocalBox,
-    ParallelDegrees,
-    ParameterRule,
-    chunk_range,
-    rank_box,
-)
+from unified_ckpt.geometry import Box, BoxMeta, Shape, chunk_range
+from unified_ckpt.geometry.layouts import ParallelDegrees, ParameterRule, rank_box
 from unified_ckpt.geometry.tensors import byte_view
 from unified_ckpt.plans import FilePlan, Piece, SavePlan, plan_save
 from unified_ckpt.plans.checkpoint import Checkpoint, list_parts
@@ -169,7 +163,7 @@ def _box_of(
     rank: int,
     degrees: ParallelDegrees,
     experts: Mapping[str, int],
-) -> LocalBox | None:
+) -> Box | None:
     match = _EXPERT.match(key)
     if not rule.expert or match is None:
         return rank_box(rule, shape, rank=rank, degrees=degrees)
@@ -177,7 +171,7 @@ def _box_of(
     begin, length = chunk_range(experts[match[1]], num=degrees.ep, index=place["ep"])
     if not begin <= int(match[2]) < begin + length:
         return None
-    box = LocalBox.whole(shape)
+    box = Box.whole(shape)
     if rule.tp_dim is None:
         return box
     return box.chunk(rule.tp_dim, num=degrees.etp, index=place["etp"])
@@ -194,17 +188,11 @@ def _expert_counts(keys: Collection[str]) -> dict[str, int]:
 
 
 def _whole(key: str, reader: BoxReader) -> BoxMeta:
-    return _meta(key, reader, LocalBox.whole(reader.shape(key)))
+    return _meta(key, reader, Box.whole(reader.shape(key)))
 
 
-def _meta(key: str, reader: BoxReader, box: LocalBox) -> BoxMeta:
-    return BoxMeta(
-        key=key,
-        dtype=reader.tensors[key].dtype,
-        global_shape=box.global_shape,
-        offset=box.offset,
-        shape=box.shape,
-    )
+def _meta(key: str, reader: BoxReader, box: Box) -> BoxMeta:
+    return BoxMeta(key, reader.tensors[key].dtype, box)
 
 
 def _write(
@@ -217,7 +205,7 @@ def _write(
 ) -> Path:
     def bytes_of(file: FilePlan, piece: Piece) -> memoryview:
         meta = held[piece.rank][file.part][piece.shard_index]
-        offset = tuple(a + b for a, b in zip(meta.offset, piece.offset, strict=True))
+        offset = tuple(a + b for a, b in zip(meta.box.offset, piece.offset, strict=True))
         return byte_view(readers[file.part].read(meta.key, offset, piece.shape))
 
     place = Path(os.path.realpath(target))  # what a link names is replaced, not the link

@@ -34,7 +34,7 @@ def test_boxes_of_random_dtensors_are_what_they_hold(tmp_path: Path) -> None:
                 distributed = distribute_tensor(whole, mesh, placements)
                 case = f"seed {seed}: {shape} {placements} on {mesh_shape}"
                 for shard in dtensor_shards("w", distributed):
-                    held = narrow_box(whole, shard.offset, tuple(shard.tensor.shape))
+                    held = narrow_box(whole, shard.box.offset, tuple(shard.tensor.shape))
                     assert torch.equal(shard.tensor, held), case
                 held_numel = sum(s.tensor.numel() for s in dtensor_shards("w", distributed))
                 assert held_numel == distributed.to_local().numel(), case
@@ -59,7 +59,7 @@ def test_strided_shards_are_boxes_of_several_runs() -> None:
             found = [
                 n
                 for s in dtensor_shards("w", tensor)
-                for n in range(s.offset[0], s.offset[0] + len(s.tensor))
+                for n in range(s.box.offset[0], s.box.offset[0] + len(s.tensor))
             ]
             assert found == rows.tolist(), (length, dp, tp)
         lone = DTensor.from_local(
@@ -68,7 +68,7 @@ def test_strided_shards_are_boxes_of_several_runs() -> None:
             shape=torch.Size([8]), stride=(1,),
         )  # fmt: skip
         shards = dtensor_shards("w", lone)
-        assert [s.offset for s in shards] == [(2 * dp,), (4 + 2 * dp,)]
+        assert [s.box.offset for s in shards] == [(2 * dp,), (4 + 2 * dp,)]
         assert [s.tensor.tolist() for s in shards] == lone.to_local().view(2, 2).tolist()
 
     run_ranks(fn, 4)

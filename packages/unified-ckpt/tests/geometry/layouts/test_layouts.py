@@ -12,7 +12,7 @@ from ranktest import run_ranks
 from unified_ckpt import Shard, load, save, verify_checkpoint
 from unified_ckpt.geometry import BoxMeta
 from unified_ckpt.geometry.layouts.layouts import (
-    LocalBox,
+    Box,
     ParallelDegrees,
     ParameterRule,
     expert_shards,
@@ -24,7 +24,7 @@ from unified_ckpt.options import SaveOptions
 from unified_ckpt.plans import plan_save
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn]
-Box = tuple[tuple[int, ...], tuple[int, ...]]
+Block = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def random_tensors(rng: random.Random) -> dict[str, torch.Tensor]:
@@ -41,9 +41,9 @@ def random_tensors(rng: random.Random) -> dict[str, torch.Tensor]:
 
 def random_layout(
     rng: random.Random, tensors: dict[str, torch.Tensor], world_size: int
-) -> list[list[tuple[str, Box]]]:
+) -> list[list[tuple[str, Block]]]:
     """Cut every tensor into a random grid; each cell goes to some ranks, empty boxes to others."""
-    held: list[list[tuple[str, Box]]] = [[] for _ in range(world_size)]
+    held: list[list[tuple[str, Block]]] = [[] for _ in range(world_size)]
     for key, tensor in tensors.items():
         edges = [
             sorted({0, n, *(rng.randint(0, n) for _ in range(rng.randint(0, 2)))})
@@ -65,7 +65,7 @@ def random_layout(
 
 
 def shards_of(
-    boxes: list[tuple[str, Box]], tensors: dict[str, torch.Tensor], fill: bool
+    boxes: list[tuple[str, Block]], tensors: dict[str, torch.Tensor], fill: bool
 ) -> list[Shard]:
     shards = []
     for key, (offset, shape) in boxes:
@@ -75,9 +75,7 @@ def shards_of(
                 tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
             )
             tensor = tensor.view(tensors[key].dtype)
-        shards.append(
-            Shard(key=key, tensor=tensor, global_shape=tuple(tensors[key].shape), offset=offset)
-        )
+        shards.append(Shard.of(key, tensor, global_shape=tuple(tensors[key].shape), offset=offset))
     return shards
 
 
@@ -148,17 +146,12 @@ RULES = {
 }
 
 
-def plain_box(key: str, global_shape: tuple, offset: tuple, shape: tuple) -> BoxMeta:
-    return BoxMeta(key=key, dtype="F32", global_shape=global_shape, offset=offset, shape=shape)
-
-
-def metas_of(rule: ParameterRule, shape: Box | tuple, degrees: ParallelDegrees) -> list[dict]:
+def metas_of(rule: ParameterRule, shape: Block | tuple, degrees: ParallelDegrees) -> list[dict]:
     held = []
     for rank in range(degrees.world_size):
         box = rank_box(rule, shape, rank=rank, degrees=degrees)
-        meta = None if box is None else box.meta("w", "F32")
-        plain = [] if meta is None else meta.boxes()
-        held.append({"model": [plain_box("w", shape, o, s) for o, s in plain]})
+        plain = [] if box is None else box.unflattened()
+        held.append({"model": [BoxMeta("w", "F32", b) for b in plain]})
     return held
 
 
@@ -203,11 +196,11 @@ def test_uneven_sizes_are_taken_as_given_and_checked() -> None:
     with pytest.raises(ValueError, match="pp x etp x ep = 3 does not divide world_size=4"):
         ParallelDegrees(world_size=4, ep=3)
     with pytest.raises(ValueError, match=r"flat range .* cannot be cut"):
-        LocalBox.whole((4,)).flat_chunk(num=2, index=0).cut(0, begin=0, length=1)
+        Box.whole((4,)).flat_chunk(num=2, index=0).cut(0, begin=0, length=1)
 
 
 def test_cuts_that_cannot_be_are_refused() -> None:
-    whole = LocalBox.whole((4, 6))
+    whole = Box.whole((4, 6))
     flat = whole.flat_chunk(num=2, index=0)
     for cut, message in (
         (lambda: whole.chunk(2, num=2, index=0), r"dim 2 of a box of shape \(4, 6\)"),
@@ -267,8 +260,7 @@ def plan_seconds(num_ranks: int) -> float:
         for number, rule in enumerate(rules * 3):
             box = rank_box(rule, (512, 96, 64), rank=rank, degrees=degrees)
             if box is not None:
-                for o, s in box.meta("w", "F32").boxes():
-                    metas.append(plain_box(f"w{number}", (512, 96, 64), o, s))
+                metas += [BoxMeta(f"w{number}", "F32", b) for b in box.unflattened()]
         held.append({"model": metas})
     begin = time.process_time()
     plan_save(held)

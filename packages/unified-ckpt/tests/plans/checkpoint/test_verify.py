@@ -18,10 +18,8 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pristine") / "c"
 
     def fn(rank: int, world_size: int) -> None:
-        half = Shard(
-            key="split", tensor=torch.rand(9, 4), global_shape=(9, 8), offset=(0, 4 * rank)
-        )
-        own = Shard(key=f"own{rank}", tensor=torch.rand(50), global_shape=(50,), offset=(0,))
+        half = Shard.of("split", torch.rand(9, 4), global_shape=(9, 8), offset=(0, 4 * rank))
+        own = Shard.of(f"own{rank}", torch.rand(50), global_shape=(50,), offset=(0,))
         save(
             {"model": [half, own], "optimizer": [own]},
             checkpoint_id=folder,

@@ -53,15 +53,13 @@ def cut(tensors: dict[str, torch.Tensor], rank: int, world_size: int) -> list[Sh
     shards = []
     for key, tensor in tensors.items():
         if not tensor.dim():
-            shards.append(Shard(key=key, tensor=tensor, global_shape=(), offset=()))
+            shards.append(Shard.of(key, tensor, global_shape=(), offset=()))
             continue
         ends = [tensor.shape[0] * (r + 1) ** 2 // world_size**2 for r in range(world_size)]
         begin, end = [0, *ends][rank], ends[rank]
         offset = (begin, *(0 for _ in tensor.shape[1:]))
         shards.append(
-            Shard(
-                key=key, tensor=tensor[begin:end], global_shape=tuple(tensor.shape), offset=offset
-            )
+            Shard.of(key, tensor[begin:end], global_shape=tuple(tensor.shape), offset=offset)
         )
     return shards
 
@@ -96,14 +94,13 @@ def test_a_thousand_updates_in_every_layout_are_the_replay(
 def test_a_kill_at_any_moment_of_an_update_is_made_good_by_doing_it_again() -> None:
     config, numel = EmaConfig(decay=0.9), 1_000_000
     tensors = [torch.full((numel,), float(n)) for n in range(1, 12)]
-    shard = Shard(key="w", tensor=tensors[0], global_shape=(numel,), offset=(0,))
+    shard = Shard.of("w", tensors[0], global_shape=(numel,), offset=(0,))
     layout = StagingLayout.of({"model": [shard]})
     want = tensors[0].clone()
     for tensor in tensors[1:]:
         want += (tensor - want) * (1.0 - config.decay)
     memories = [
-        staged(layout, [Shard(key="w", tensor=t, global_shape=(numel,), offset=(0,))])
-        for t in tensors
+        staged(layout, [Shard.of("w", t, global_shape=(numel,), offset=(0,))]) for t in tensors
     ]
     for _ in range(3):
         average = EmaMemory.allocate(config, layout)
@@ -144,7 +141,7 @@ def test_losses_decide_what_is_taken_in() -> None:
 def test_what_is_not_floating_keeps_its_newest_value() -> None:
     count, mask = torch.tensor([1, 2]), torch.tensor([True, False])
     shards = [
-        Shard(key=k, tensor=t, global_shape=(2,), offset=(0,))
+        Shard.of(k, t, global_shape=(2,), offset=(0,))
         for k, t in (("count", count), ("mask", mask), ("half", torch.tensor([1.0, 2.0]).half()))
     ]
     layout = StagingLayout.of({"model": shards})
@@ -249,7 +246,7 @@ def open_averages() -> int:
 
 def check_refusals(saver: AsyncSaver, state: dict[str, list[Shard]], place: Path) -> None:
     """Each time anew, and without a trace in the average."""
-    one = Shard(key="w", tensor=torch.ones(1), global_shape=(1,), offset=(0,))
+    one = Shard.of("w", torch.ones(1), global_shape=(1,), offset=(0,))
     for _ in range(2):
         with pytest.raises(SaveArgumentError, match=r"'model' are not those of the moving average"):
             async_save({"model": [one]}, checkpoint_id=place, saver=saver)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from ranktest import run_ranks
-from unified_ckpt import Shard, load, read_index, save
+from unified_ckpt import Box, Shard, load, read_index, save
 from unified_ckpt.options import SaveOptions
 from unified_ckpt.state.compression.moments import BLOCK, dequantize, quantize
 
@@ -75,16 +75,20 @@ def test_compressed_moments_are_a_quarter_and_load_under_any_layout(tmp_path: Pa
             if kind == "flat":
                 begin, end = cuts[kind][rank]
                 shards.append(
-                    Shard(key=f"w/{name}", tensor=whole.view(-1)[begin:end], global_shape=(40, 96),
-                          offset=(0, 0), flattened_range=(begin, end))
-                )  # fmt: skip
+                    Shard(
+                        key=f"w/{name}",
+                        tensor=whole.view(-1)[begin:end],
+                        box=Box((40, 96), (0, 0), (40, 96), (begin, end)),
+                    )
+                )
             else:
                 row, n, _, _ = cuts[kind][rank]
                 shards.append(
-                    Shard(key=f"w/{name}", tensor=whole[row : row + n], global_shape=(40, 96),
-                          offset=(row, 0))
-                )  # fmt: skip
-        step = Shard(key="w/step", tensor=torch.tensor(3.0), global_shape=(), offset=())
+                    Shard.of(
+                        f"w/{name}", whole[row : row + n], global_shape=(40, 96), offset=(row, 0)
+                    )
+                )
+        step = Shard.of("w/step", torch.tensor(3.0), global_shape=(), offset=())
         return {"optimizer": [*shards, step]}
 
     for kind in cuts:
@@ -105,7 +109,7 @@ def test_compressed_moments_are_a_quarter_and_load_under_any_layout(tmp_path: Pa
         assert ((back["w/moment2"].sqrt() - v.sqrt()).abs() <= v.sqrt().max() / 255 * 1.001).all()
         for offset, shape in [((5, 7), (20, 30)), ((0, 95), (40, 1)), ((39, 0), (1, 96))]:
             part = torch.zeros(shape)
-            want = Shard(key="w/moment1", tensor=part, global_shape=(40, 96), offset=offset)
+            want = Shard.of("w/moment1", part, global_shape=(40, 96), offset=offset)
             load([want], checkpoint_id=folder, part="optimizer")
             rows, columns = (slice(o, o + n) for o, n in zip(offset, shape, strict=True))
             assert torch.equal(part, back["w/moment1"][rows, columns])
@@ -151,7 +155,7 @@ def test_other_states_and_bits_stay_as_they_are(tmp_path: Path) -> None:
 def test_compression_and_boxes_apart_go_together(tmp_path: Path) -> None:
     m = torch.randn(6, 70)
     halves = [
-        Shard(key="w/moment1", tensor=m[r], global_shape=(6, 70), offset=(r.start, 0))
+        Shard.of("w/moment1", m[r], global_shape=(6, 70), offset=(r.start, 0))
         for r in (slice(0, 1), slice(1, 6))
     ]
     options = SaveOptions(moment_compression="int8", ignore_merge_optimizer=True)

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from unified_ckpt import Shard, load, read_index, save
 from unified_ckpt.errors import LoadError
-from unified_ckpt.geometry.layouts.layouts import LocalBox, expert_shards
+from unified_ckpt.geometry.layouts.layouts import Box, expert_shards
 from unified_ckpt.options import LoadOptions, SaveOptions
 
 Pair = tuple[nn.Module, torch.optim.Optimizer]
@@ -182,8 +182,8 @@ def test_ignored_states_of_a_fresh_optimizer_are_not_made(tmp_path: Path) -> Non
 
 def test_several_optimizers_under_one_part_come_back_to_fresh_ones(tmp_path: Path) -> None:
     """Their keys have a prefix; a layout knows the parameters by their own names."""
-    layout = {"v": LocalBox(global_shape=(8,), offset=(0,), shape=(8,))}
-    half = {"v": LocalBox(global_shape=(8,), offset=(4,), shape=(4,))}
+    layout = {"v": Box((8,), (0,), (8,))}
+    half = {"v": Box((8,), (4,), (4,))}
 
     def make(length: int) -> tuple[nn.Parameter, nn.Parameter, dict[str, torch.optim.Optimizer]]:
         w, v = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(length))

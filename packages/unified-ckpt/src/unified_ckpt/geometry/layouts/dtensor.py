@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
 
-from unified_ckpt.geometry import Shape, Shard
-from unified_ckpt.geometry.layouts.layouts import chunk_range
+from unified_ckpt.geometry import Shape, Shard, chunk_range
 from unified_ckpt.geometry.tensors import narrow_box
 
 if TYPE_CHECKING:  # importing it takes longer than many a save
@@ -64,7 +63,7 @@ def dtensor_shards(key: str, tensor: "DTensor") -> list[Shard]:
             f"{tensor.placements} of {tuple(tensor.shape)} give this rank {held}"
         )
     return [
-        Shard(key=key, tensor=view, global_shape=tuple(tensor.shape), offset=offset)
+        Shard.of(key, view, global_shape=tensor.shape, offset=offset)
         for offset, view in _boxes(runs_of_dim, local)
     ]
 

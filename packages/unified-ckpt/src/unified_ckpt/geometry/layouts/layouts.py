@@ -12,131 +12,21 @@ from the rank alone, for thousands of ranks without a process.
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import torch
 
-from unified_ckpt.geometry import BoxMeta, Shape, Shard
+from unified_ckpt.geometry import Box, Shard
 
 Sharding = Literal["none", "flat", "dim0", "owner"]
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalBox:
-    """What a rank holds of a tensor, without the tensor: see `Shard` for the fields."""
-
-    global_shape: Shape
-    offset: Shape
-    shape: Shape
-    flattened_range: tuple[int, int] | None = None
-    replica_id: int | None = None
-
-    @classmethod
-    def whole(cls, global_shape: Sequence[int]) -> "LocalBox":
-        """Return the box that is all of a tensor."""
-        shape = tuple(global_shape)
-        return cls(global_shape=shape, offset=(0,) * len(shape), shape=shape)
-
-    def cut(self, dim: int, *, begin: int, length: int) -> "LocalBox":
-        """Return the part of this box that begins at `begin` of its own dim `dim`.
-
-        Raises:
-            ValueError: it does not lie inside, or the box has a flat range already.
-        """
-        if self.flattened_range is not None:
-            raise ValueError(f"a flat range {self.flattened_range} cannot be cut along dim {dim}")
-        if not 0 <= dim < len(self.shape) or not 0 <= begin <= begin + length <= self.shape[dim]:
-            raise ValueError(
-                f"dim {dim}, {begin} to {begin + length}: not inside a box of shape {self.shape}"
-            )
-        offset, shape = list(self.offset), list(self.shape)
-        offset[dim] += begin
-        shape[dim] = length
-        return replace(self, offset=tuple(offset), shape=tuple(shape))
-
-    def chunk(self, dim: int, *, num: int, index: int) -> "LocalBox":
-        """Cut as `torch.chunk` and DTensor do: equal parts, the last ones shorter or empty.
-
-        Raises:
-            ValueError: as `cut`.
-        """
-        begin, length = chunk_range(self._length(dim), num=num, index=index)
-        return self.cut(dim, begin=begin, length=length)
-
-    def sizes(self, dim: int, *, sizes: Sequence[int], index: int) -> "LocalBox":
-        """Cut into parts of any lengths, which must add up to the dim.
-
-        Raises:
-            ValueError: they do not, there is no part `index`, or as `cut`.
-        """
-        if not 0 <= index < len(sizes):
-            raise ValueError(f"part {index} of sizes {list(sizes)}; expected 0 <= index < number")
-        if sum(sizes) != self._length(dim) or min(sizes) < 0:
-            raise ValueError(f"sizes {list(sizes)} do not add up to dim {dim} of {self.shape}")
-        return self.cut(dim, begin=sum(sizes[:index]), length=sizes[index])
-
-    def flat_chunk(self, *, num: int, index: int) -> "LocalBox":
-        """Cut the row-major elements into equal ranges, the last ones shorter or empty.
-
-        Raises:
-            ValueError: the box has a flat range already.
-        """
-        if self.flattened_range is not None:
-            raise ValueError(f"a flat range {self.flattened_range} cannot be cut again")
-        begin, length = chunk_range(math.prod(self.shape), num=num, index=index)
-        return replace(self, flattened_range=(begin, begin + length))
-
-    def fits(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has the shape of the memory of this box."""
-        if self.flattened_range is not None:
-            return tuple(tensor.shape) == (self.flattened_range[1] - self.flattened_range[0],)
-        return tuple(tensor.shape) == self.shape
-
-    def _length(self, dim: int) -> int:
-        if not 0 <= dim < len(self.shape):
-            raise ValueError(f"dim {dim} of a box of shape {self.shape}: there is no such dim")
-        return self.shape[dim]
-
-    def meta(self, key: str, dtype: str) -> BoxMeta:
-        """Return the box as plans take it; `dtype` is a safetensors name like `BF16`."""
-        return BoxMeta(
-            key=key,
-            dtype=dtype,
-            global_shape=self.global_shape,
-            offset=self.offset,
-            shape=self.shape,
-            flattened_range=self.flattened_range,
-            replica_id=self.replica_id,
-        )
-
-    def shard(self, key: str, tensor: torch.Tensor) -> Shard:
-        """Join the box with its memory."""
-        return Shard(
-            key=key,
-            tensor=tensor,
-            global_shape=self.global_shape,
-            offset=self.offset,
-            local_shape=self.shape,
-            flattened_range=self.flattened_range,
-            replica_id=self.replica_id,
-        )
-
-
 # Boxes by key; or a function of (key, tensor) that returns a box, or shards under any keys (one
 # fused tensor may be many stored ones), or None for a tensor that is whole. An optimizer state
 # `KEY/moment1` that the layout does not know is placed like `KEY`.
-Layout = Mapping[str, LocalBox] | Callable[[str, torch.Tensor], LocalBox | Sequence[Shard] | None]
-
-
-def chunk_range(length: int, *, num: int, index: int) -> tuple[int, int]:
-    """Return (begin, length) of a part of `length` in `num` parts, as `torch.chunk` cuts."""
-    if num < 1 or not 0 <= index < num:
-        raise ValueError(f"part {index} of {num} parts; expected 0 <= index < num")
-    step = -(-length // num)
-    begin = min(length, index * step)
-    return begin, min(step, length - begin)
+Layout = Mapping[str, Box] | Callable[[str, torch.Tensor], Box | Sequence[Shard] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +112,7 @@ class ParameterRule:
 
 def rank_box(
     rule: ParameterRule, global_shape: Sequence[int], *, rank: int, degrees: ParallelDegrees
-) -> LocalBox | None:
+) -> Box | None:
     """Return what a rank holds of a tensor, None if nothing; the boxes of all ranks tile it.
 
     Raises:
@@ -232,7 +122,7 @@ def rank_box(
     place = degrees.coordinates(rank, expert=rule.expert)
     if rule.pp_stage is not None and place["pp"] != rule.pp_stage:
         return None
-    box = LocalBox.whole(global_shape)
+    box = Box.whole(global_shape)
     tp, tp_index = (degrees.etp, place["etp"]) if rule.expert else (degrees.tp, place["tp"])
     if rule.expert:
         box = _divide(box, 0, rule.ep_sizes, degrees.ep, place["ep"])
@@ -245,15 +135,13 @@ def rank_box(
     if rule.sharding == "flat":
         return box.flat_chunk(num=group, index=index)
     if rule.sharding == "dim0":
-        return box.chunk(0, num=group, index=index) if box.shape else box
+        return box.chunk(0, num=group, index=index) if box.local_shape else box
     if rule.sharding == "owner":
         return box if index == rule.owner % group else None
     return box
 
 
-def _divide(
-    box: LocalBox, dim: int, sizes: tuple[int, ...] | None, num: int, index: int
-) -> LocalBox:
+def _divide(box: Box, dim: int, sizes: tuple[int, ...] | None, num: int, index: int) -> Box:
     if sizes is None:
         return box.chunk(dim, num=num, index=index)
     if len(sizes) != num:
@@ -295,6 +183,10 @@ def expert_shards(key_format: str, fused: torch.Tensor, expert_ids: Sequence[int
     if len(expert_ids) != fused.shape[0]:
         raise ValueError(f"{fused.shape[0]} experts, but expert_ids are {list(expert_ids)}")
     return [
-        LocalBox.whole(fused.shape[1:]).shard(key_format.format(expert=number), fused[local])
+        Shard(
+            key=key_format.format(expert=number),
+            tensor=fused[local],
+            box=Box.whole(fused.shape[1:]),
+        )
         for local, number in enumerate(expert_ids)
     ]

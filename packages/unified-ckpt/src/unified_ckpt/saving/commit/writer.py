@@ -152,7 +152,7 @@ def _write_file(
 
 def _piece_bytes(piece: Piece, shard: Shard) -> memoryview:
     tensor = shard.tensor
-    if piece.shape == shard.meta.shape and is_plain_memory(tensor):
+    if piece.shape == shard.box.local_shape and is_plain_memory(tensor):
         return byte_view(tensor)  # by far the most; the rest of this function costs more
     box = narrow_box(tensor.detach(), piece.offset, piece.shape)
     return byte_view(bits_of(contiguous_on_cpu(box)))

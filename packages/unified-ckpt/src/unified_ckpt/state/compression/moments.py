@@ -16,11 +16,12 @@ another code.
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
 
-from unified_ckpt.geometry import Shape, Shard
+from unified_ckpt.geometry import Box, Shape, Shard
 
 BLOCK = 64
 Moment = Literal["moment1", "moment2"]
@@ -44,31 +45,17 @@ def compress_moments(shards: Sequence[Shard]) -> list[Shard]:
     compressed: list[Shard] = []
     for shard in shards:
         moment = moment_of(shard.key)
-        blockless = not shard.tensor.dim() or 0 in shard.global_shape
+        blockless = not shard.tensor.dim() or 0 in shard.box.global_shape
         if moment is None or blockless or not shard.tensor.dtype.is_floating_point:
             compressed.append(shard)
             continue
         codes, scales = quantize(shard.tensor, moment, key=shard.key)
-        offset, shape = shard.offset, tuple(shard.tensor.shape)
-        compressed.append(
-            Shard(
-                key=shard.key,
-                tensor=codes,
-                global_shape=shard.global_shape,
-                offset=offset,
-                replica_id=shard.replica_id,
-            )
-        )
+        box = shard.box
+        compressed.append(Shard(key=shard.key, tensor=codes, box=box))
         if codes.numel():
-            compressed.append(
-                Shard(
-                    key=scale_key(shard.key, offset, shape),
-                    tensor=scales,
-                    global_shape=tuple(scales.shape),
-                    offset=(0,),
-                    replica_id=shard.replica_id,
-                )
-            )
+            key = scale_key(shard.key, box.offset, box.local_shape)
+            scale_box = replace(Box.whole(scales.shape), replica_id=box.replica_id)
+            compressed.append(Shard(key=key, tensor=scales, box=scale_box))
     return compressed
 
 
