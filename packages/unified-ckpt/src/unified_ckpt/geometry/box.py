@@ -99,7 +99,7 @@ class Box:
         Raises:
             CheckpointValueError: it does not lie inside, or the box has a flat range already.
         """
-        self._check_not_flat()
+        self._check_not_flat(f"along dim {dim}")
         if not 0 <= begin <= begin + length <= self._length(dim):
             raise CheckpointValueError(
                 f"dim {dim}, {begin} to {begin + length}: not inside a box of {self.local_shape}"
@@ -140,7 +140,7 @@ class Box:
         Raises:
             CheckpointValueError: the box has a flat range already.
         """
-        self._check_not_flat()
+        self._check_not_flat("again")
         begin, length = chunk_range(self.numel, num=num, index=index)
         return replace(self, flattened_range=(begin, begin + length))
 
@@ -161,9 +161,9 @@ class Box:
             for offset, shape in inside
         ]
 
-    def _check_not_flat(self) -> None:
+    def _check_not_flat(self, how: str) -> None:
         if self.flattened_range is not None:
-            raise CheckpointValueError(f"a flat range {self.flattened_range} cannot be cut again")
+            raise CheckpointValueError(f"a flat range {self.flattened_range} cannot be cut {how}")
 
     def _length(self, dim: int) -> int:
         if not 0 <= dim < len(self.local_shape):

@@ -180,15 +180,15 @@ def test_dense_parameters_and_experts_have_different_sharding_groups() -> None:
     dense = rank_box(flat, (16, 2), rank=5, degrees=degrees)
     expert = rank_box(ParameterRule(expert=True, sharding="flat"), (8, 4), rank=5, degrees=degrees)
     assert dense is not None and expert is not None
-    assert (dense.shape, dense.flattened_range) == ((16, 2), (16, 24))
-    assert (expert.offset, expert.shape, expert.flattened_range) == ((2, 0), (2, 4), (4, 8))
+    assert (dense.local_shape, dense.flattened_range) == ((16, 2), (16, 24))
+    assert (expert.offset, expert.local_shape, expert.flattened_range) == ((2, 0), (2, 4), (4, 8))
 
 
 def test_uneven_sizes_are_taken_as_given_and_checked() -> None:
     degrees = ParallelDegrees(world_size=3, ep=3)
     rule = ParameterRule(expert=True, ep_sizes=(5, 0, 2))
     boxes = [rank_box(rule, (7, 2), rank=rank, degrees=degrees) for rank in range(3)]
-    assert [(b.offset[0], b.shape[0]) for b in boxes if b] == [(0, 5), (5, 0), (5, 2)]
+    assert [(b.offset[0], b.local_shape[0]) for b in boxes if b] == [(0, 5), (5, 0), (5, 2)]
     with pytest.raises(ValueError, match="do not add up to dim 0"):
         rank_box(rule, (8, 2), rank=0, degrees=degrees)
     with pytest.raises(ValueError, match=r"3 sizes .* for 2 ranks"):
