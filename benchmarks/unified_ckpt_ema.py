@@ -4,7 +4,7 @@ Exact: 1,000 updates on real saver processes, of bf16 weights in changing layout
 Each leg of the run resumes from the last checkpoint under another layout, in one leg in two a
 saver is killed at a random moment; what is compared, bit for bit, is one process that does the
 same updates in fp32. Pays: the trainer's stall with and without an average, in turns, whole
-(`async_save`) and chunked over 8 micro-batches.
+(`async_save`) and chunked over 8 microbatches.
 
     python benchmarks/unified_ckpt_ema.py --updates 1000 --mib 256 --runs 9
 """
@@ -32,7 +32,7 @@ from unified_ckpt.snapshots.average import EmaConfig
 
 SHAPES = {"w": (37, 290), "v": (4001,), "s": ()}
 LEGS = 10
-MICRO_BATCHES = 8
+MICROBATCHES = 8
 EMA = EmaConfig(decay=0.999, warmup=True)
 CONFIG = AsyncSaverConfig(ema=EMA, timeout_s=120.0, start_timeout_s=120.0, orphan_grace_s=1.0)
 
@@ -66,7 +66,7 @@ def run_leg(folder: Path, steps: range, resume: Path | None, seed: int) -> list[
         tensors, failed = weights(steps[0]), []
         state = {"model": cut(tensors, rank, ends)}
         with AsyncSaver(config=CONFIG) as saver:
-            zero_cost = ZeroCostSaver(saver, num_micro_batches=2)
+            zero_cost = ZeroCostSaver(saver, num_microbatches=2)
             zero_cost.prepare(state)
             if resume is not None:
                 saver.load_ema(resume)
@@ -128,10 +128,10 @@ class Side:
         self.whole: list[float] = []
         self.chunked: list[float] = []
         self._state, self._folder = state, folder
-        self._zero_cost = ZeroCostSaver(self.saver, num_micro_batches=MICRO_BATCHES)
+        self._zero_cost = ZeroCostSaver(self.saver, num_microbatches=MICROBATCHES)
         self._zero_cost.prepare(state)
 
-    def run(self, micro_batch: Compute) -> None:
+    def run(self, microbatch: Compute) -> None:
         """Save once whole and once in chunks."""
         place = self._folder / "checkpoint"
         work = partial(async_save, self._state, checkpoint_id=place, saver=self.saver)
@@ -139,9 +139,9 @@ class Side:
         self.saver.wait()
         self._zero_cost.stall_s = 0.0
         self._zero_cost.begin_save(self._state, checkpoint_id=place)
-        for _ in range(MICRO_BATCHES):
+        for _ in range(MICROBATCHES):
             self._zero_cost.offload_chunk()
-            micro_batch()
+            microbatch()
         self._zero_cost.finish()
         self.chunked.append(self._zero_cost.stall_s)
         self.saver.wait()
@@ -156,11 +156,11 @@ def measure_stall(mib: int, runs: int, folder: Path) -> None:
     tensors = make_state(mib)
     state, memcpy = {"model": shards(tensors)}, Memcpy(tensors)
     memcpy.seconds()
-    micro_batch = Compute(4 * memcpy.seconds() / MICRO_BATCHES)
+    microbatch = Compute(4 * memcpy.seconds() / MICROBATCHES)
     sides = [Side(EMA, state, folder / "with"), Side(None, state, folder / "without")]
     for run in range(runs):
         for side in sides if run % 2 else reversed(sides):
-            side.run(micro_batch)
+            side.run(microbatch)
     for side in sides:
         side.close()
     report("unified_ckpt_ema_stall", sides[0].whole, sides[1].whole)

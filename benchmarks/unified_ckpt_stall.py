@@ -2,7 +2,7 @@
 
 The floor copies the same bytes into memory that is there already, with all of torch's threads.
 Ours, whole: the time inside `async_save`. Ours, chunked: all time inside `begin_save`,
-`offload_chunk` and `finish` over a step of 8 micro-batches, so waiting before the next optimizer
+`offload_chunk` and `finish` over a step of 8 microbatches, so waiting before the next optimizer
 step counts. The first save counts as every other. All sides alternate, and before each the saver
 process is idle. Beside them: by how much a step with a chunked save takes longer than one without.
 
@@ -26,7 +26,7 @@ import torch.distributed.checkpoint as dcp
 
 from unified_ckpt import AsyncSaver, AsyncSaverConfig, Shard, ZeroCostSaver, async_save
 
-MICRO_BATCHES = 8
+MICROBATCHES = 8
 
 
 def make_state(mib: int) -> dict[str, torch.Tensor]:
@@ -85,7 +85,7 @@ class Memcpy:
 
 
 class Compute:
-    """A micro-batch that takes a given time: real matrix products on all of torch's threads."""
+    """A microbatch that takes a given time: real matrix products on all of torch's threads."""
 
     def __init__(self, goal_s: float) -> None:
         self._a, self._b = torch.rand(512, 512), torch.rand(512, 512)
@@ -137,19 +137,19 @@ def measure_chunked(
     tensors: dict[str, torch.Tensor], saver: AsyncSaver, folder: Path, runs: int
 ) -> None:
     parts, memcpy = {"model": shards(tensors)}, Memcpy(tensors)
-    zero_cost = ZeroCostSaver(saver, num_micro_batches=MICRO_BATCHES)
+    zero_cost = ZeroCostSaver(saver, num_microbatches=MICROBATCHES)
     zero_cost.prepare(parts)
     memcpy.seconds()
-    micro_batch = Compute(4 * memcpy.seconds() / MICRO_BATCHES)
+    microbatch = Compute(4 * memcpy.seconds() / MICROBATCHES)
     stalls, longer, floor = [], [], []
 
     def step(checkpoint_id: Path | None) -> float:
         started = time.perf_counter()
         if checkpoint_id is not None:
             zero_cost.begin_save(parts, checkpoint_id=checkpoint_id)
-        for _ in range(MICRO_BATCHES):
+        for _ in range(MICROBATCHES):
             zero_cost.offload_chunk()
-            micro_batch()
+            microbatch()
         zero_cost.finish()
         return time.perf_counter() - started
 

@@ -102,7 +102,7 @@ def test_killed_savers_and_killed_trainers_leave_whole_checkpoints_and_no_orphan
         dist.barrier()
         place = run / "checkpoint-5"
         async_save(state(rank, world_size, 5.0), checkpoint_id=place, saver=saver)
-        zero_cost = ZeroCostSaver(saver, num_micro_batches=2)
+        zero_cost = ZeroCostSaver(saver, num_microbatches=2)
         zero_cost.begin_save(state(rank, world_size, 6.0), checkpoint_id=run / "checkpoint-6")
         zero_cost.offload_chunk()
         time.sleep(random.uniform(0.0, 0.1))

@@ -18,7 +18,7 @@ def shared_store() -> Store | None:
     call of its peers spins forever.
 
     Raises:
-        ValueError: no process group has been initialised.
+        CheckpointValueError: no process group has been initialised.
     """
     store = _get_default_store()
     inner = store

@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from unified_ckpt.errors import CheckpointValueError
+
 _AXES = ("tp", "ep", "etp")
 _MAX_RANKS = 4096
 
@@ -79,7 +81,9 @@ def _reshard(directory: Path, layout: str, out: Path) -> int:
     sizes = _sizes(layout)
     world_size = math.lcm(sizes["tp"], sizes["ep"] * sizes["etp"])
     if world_size > _MAX_RANKS:
-        raise ValueError(f"--to {layout} means {world_size} ranks; at most {_MAX_RANKS} are taken")
+        raise CheckpointValueError(
+            f"--to {layout} means {world_size} ranks; at most {_MAX_RANKS} are taken"
+        )
     reshard(directory, out, ParallelDegrees(world_size=world_size, **sizes))
     print(f"{out}: written for {world_size} ranks ({layout})")
     return 0
@@ -90,9 +94,11 @@ def _sizes(layout: str) -> dict[str, int]:
     for item in layout.split(","):
         name, _, text = item.partition("=")
         if name not in _AXES or not text.isdecimal() or int(text) < 1:
-            raise ValueError(f"--to {layout}: {item!r} is not one of tp=N, ep=N, etp=N with N >= 1")
+            raise CheckpointValueError(
+                f"--to {layout}: {item!r} is not one of tp=N, ep=N, etp=N with N >= 1"
+            )
         if name in sizes:
-            raise ValueError(f"--to {layout}: {name} is there twice; name each axis once")
+            raise CheckpointValueError(f"--to {layout}: {name} is there twice; name each axis once")
         sizes[name] = int(text)
     return dict.fromkeys(_AXES, 1) | sizes
 

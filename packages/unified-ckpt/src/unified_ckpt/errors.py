@@ -8,6 +8,8 @@ except CheckpointError as error:
     print(error)  # rank 3 failed in 'write': OSError: [Errno 28] No space left on device: ...
 """
 
+import os
+from pathlib import Path
 from typing import Any
 
 
@@ -56,3 +58,13 @@ def check_type(name: str, value: object, *kinds: type[Any]) -> None:
     if not isinstance(value, kinds):
         wanted = " or ".join(kind.__name__ for kind in kinds)
         raise CheckpointTypeError(f"{name} is a {type(value).__name__}; expected {wanted}")
+
+
+def as_path(name: str, value: object) -> Path:
+    """Return an argument that names a file or folder as a path.
+
+    Raises:
+        CheckpointTypeError: it is no path.
+    """
+    check_type(name, value, str, os.PathLike)
+    return Path(value)  # type: ignore[arg-type]

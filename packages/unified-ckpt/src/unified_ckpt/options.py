@@ -1,4 +1,4 @@
-"""What a save leaves out or stores apart, and what a load takes instead; Paddle's option names.
+"""What a save excludes or keeps sharded, and what a load takes instead; Paddle's option names.
 
 Each option says what it does to which part. Parts are `model`, `optimizer`, `master_weights` (fp32
 copies of parameters, under the parameters' own keys) and any others that a caller saves.
@@ -7,10 +7,11 @@ copies of parameters, under the parameters' own keys) and any others that a call
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from unified_ckpt.errors import CheckpointValueError, check_type
 from unified_ckpt.geometry.layouts import Layout
 from unified_ckpt.plans import DEFAULT_MAX_SHARD_BYTES
 
@@ -57,12 +58,12 @@ class SaveOptions:
         _check_patterns(self.ignored_keys)
         _check_tied(self.tied)
         if self.skip_save_model_weight and self.remove_master_weight:
-            raise ValueError(
+            raise CheckpointValueError(
                 "skip_save_model_weight and remove_master_weight together would save no weights; "
                 "choose one"
             )
         if self.moment_compression not in ("none", "int8"):
-            raise ValueError(
+            raise CheckpointValueError(
                 f"moment_compression={self.moment_compression!r}; expected 'none' or 'int8'"
             )
 
@@ -112,21 +113,27 @@ def base_key(key: str) -> str:
     return key.partition("/")[0]
 
 
+def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
+    """Return a function that says whether one of the regular expressions is found in a key."""
+    compiled = [re.compile(pattern) for pattern in patterns]
+    return lambda key: any(pattern.search(key) for pattern in compiled)
+
+
 def _check_patterns(patterns: tuple[str, ...]) -> None:
-    if isinstance(patterns, str):
-        raise TypeError(f"ignored_keys={patterns!r}; pass a tuple of regular expressions")
+    check_type("ignored_keys", patterns, tuple, list)
     for pattern in patterns:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(
+            raise CheckpointValueError(
                 f"ignored_keys: {pattern!r} is no regular expression: {error}"
             ) from error
 
 
 def _check_tied(tied: Mapping[str, str]) -> None:
+    check_type("tied", tied, Mapping)
     for alias, key in tied.items():
         if key in tied:
-            raise ValueError(
+            raise CheckpointValueError(
                 f"tied: {alias!r} stands for {key!r}, which is an alias itself; name the stored key"
             )

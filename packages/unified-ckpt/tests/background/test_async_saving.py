@@ -186,10 +186,10 @@ def test_whatever_a_state_raises_spoils_only_its_own_save(
     with pytest.raises(LookupError, match="no epoch yet"):
         async_save({"progress": Odd()}, checkpoint_id=tmp_path / "c", saver=saver)
     parts = shards(0, 1, 1.0)
-    ticket, _ = saver.reserve(parts, checkpoint_id=tmp_path / "c")
-    saver.abandon(ticket, KeyboardInterrupt())
+    pending, _ = saver.reserve(parts, checkpoint_id=tmp_path / "c")
+    saver.abandon(pending, KeyboardInterrupt())
     with pytest.raises(SaveError, match="rank 0: KeyboardInterrupt"):
-        ticket.upload_completion.result(timeout=5)
+        pending.upload_completion.result(timeout=5)
     async_save(parts, checkpoint_id=tmp_path / "checkpoint-1", saver=saver)
     saver.wait(timeout_s=30)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
@@ -197,13 +197,13 @@ def test_whatever_a_state_raises_spoils_only_its_own_save(
 
 def test_wait_waits_for_what_another_thread_will_submit(saver: AsyncSaver, tmp_path: Path) -> None:
     """As the copying thread does once a device has copied all."""
-    ticket, tensors = saver.reserve(shards(0, 1, 5.0), checkpoint_id=tmp_path / "checkpoint-1")
-    for view, tensor in zip(ticket.buffer.views(ticket.layout), tensors, strict=True):
+    pending, tensors = saver.reserve(shards(0, 1, 5.0), checkpoint_id=tmp_path / "checkpoint-1")
+    for view, tensor in zip(pending.buffer.views(pending.layout), tensors, strict=True):
         view.copy_(tensor)
-    saver.expect(ticket)
-    threading.Timer(0.3, saver.submit, [ticket]).start()
+    saver.expect(pending)
+    threading.Timer(0.3, saver.submit, [pending]).start()
     saver.wait(timeout_s=30)
-    assert ticket.upload_completion.done() and value_of(tmp_path / "checkpoint-1") == 5.0
+    assert pending.upload_completion.done() and value_of(tmp_path / "checkpoint-1") == 5.0
 
 
 def test_snapshots_reach_the_saver_in_order_though_threads_send_them(
@@ -237,10 +237,10 @@ def test_a_buffer_that_is_still_written_to_is_not_used_again(
     saver: AsyncSaver, tmp_path: Path
 ) -> None:
     parts = shards(0, 1, 1.0)
-    ticket, _ = saver.reserve(parts, checkpoint_id=tmp_path / "c")
-    late = ticket.buffer.views(ticket.layout)
-    saver.abandon(ticket, SaveError("too slow"), still_copying=True)
-    assert ticket.upload_completion.exception(timeout=5) is not None
+    pending, _ = saver.reserve(parts, checkpoint_id=tmp_path / "c")
+    late = pending.buffer.views(pending.layout)
+    saver.abandon(pending, SaveError("too slow"), still_copying=True)
+    assert pending.upload_completion.exception(timeout=5) is not None
     for step in (1, 2, 3):  # more than there are buffers
         async_save(parts, checkpoint_id=tmp_path / f"checkpoint-{step}", saver=saver)
         for view in late:

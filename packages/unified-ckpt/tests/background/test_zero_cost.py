@@ -9,7 +9,7 @@ import torch
 
 from unified_ckpt import Shard, load
 from unified_ckpt.background.async_saving import async_save
-from unified_ckpt.background.pending_saves import Ticket
+from unified_ckpt.background.pending_saves import PendingSave
 from unified_ckpt.background.saver import AsyncSaver
 from unified_ckpt.background.zero_cost import ZeroCostSaver
 from unified_ckpt.errors import SaveError
@@ -54,16 +54,16 @@ def snapshot(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {key: t.detach().clone() for key, t in tensors.items()}
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 2, 8])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 8])
 def test_the_snapshot_is_the_step_boundary_at_every_legal_moment(
-    saver: AsyncSaver, num_micro_batches: int, tmp_path: Path
+    saver: AsyncSaver, num_microbatches: int, tmp_path: Path
 ) -> None:
-    zero_cost = ZeroCostSaver(saver, num_micro_batches=num_micro_batches)
+    zero_cost = ZeroCostSaver(saver, num_microbatches=num_microbatches)
     tensors = state()
     parts = {"model": shards(tensors)}
     zero_cost.prepare(parts)
     kept = {}
-    for calls in range(num_micro_batches + 3):  # fewer and more calls than chunks
+    for calls in range(num_microbatches + 3):  # fewer and more calls than chunks
         change(tensors)  # the last legal moment before
         kept[calls] = snapshot(tensors)
         zero_cost.begin_save(parts, checkpoint_id=tmp_path / f"checkpoint-{calls}")
@@ -77,18 +77,18 @@ def test_the_snapshot_is_the_step_boundary_at_every_legal_moment(
         assert_saved(tmp_path / f"checkpoint-{calls}", want)
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize("num_microbatches", [1, 3])
 def test_hooks_save_model_and_optimizer_of_a_training_loop(
-    saver: AsyncSaver, num_micro_batches: int, tmp_path: Path
+    saver: AsyncSaver, num_microbatches: int, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(30, 200), torch.nn.ReLU(), torch.nn.Linear(200, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    zero_cost = ZeroCostSaver(saver, num_micro_batches=num_micro_batches, check_changes=True)
+    zero_cost = ZeroCostSaver(saver, num_microbatches=num_microbatches, check_changes=True)
     zero_cost.attach(optimizer, model)
     kept, outcomes = {}, []
     for step in range(4):
-        for _ in range(num_micro_batches):
+        for _ in range(num_microbatches):
             model(torch.rand(5, 30)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -114,7 +114,7 @@ def test_hooks_save_model_and_optimizer_of_a_training_loop(
 def test_a_change_during_the_snapshot_is_found_and_named(
     saver: AsyncSaver, calls: int, tmp_path: Path
 ) -> None:
-    zero_cost = ZeroCostSaver(saver, num_micro_batches=2, check_changes=True)
+    zero_cost = ZeroCostSaver(saver, num_microbatches=2, check_changes=True)
     tensors = state()
     outcome = zero_cost.begin_save(
         {"model": shards(tensors)}, checkpoint_id=tmp_path / "checkpoint-1"
@@ -137,7 +137,7 @@ def test_a_change_during_the_snapshot_is_found_and_named(
 def test_a_second_snapshot_ends_the_first_and_async_saves_go_between(
     saver: AsyncSaver, tmp_path: Path
 ) -> None:
-    zero_cost = ZeroCostSaver(saver, num_micro_batches=4)
+    zero_cost = ZeroCostSaver(saver, num_microbatches=4)
     tensors = state()
     parts = {"model": shards(tensors)}
     first = snapshot(tensors)
@@ -154,24 +154,24 @@ def test_a_second_snapshot_ends_the_first_and_async_saves_go_between(
 
 
 def test_no_micro_batch_at_all_is_refused(saver: AsyncSaver) -> None:
-    with pytest.raises(ValueError, match=r"num_micro_batches=0 must be at least 1"):
-        ZeroCostSaver(saver, num_micro_batches=0)
+    with pytest.raises(ValueError, match=r"num_microbatches=0 must be at least 1"):
+        ZeroCostSaver(saver, num_microbatches=0)
     with pytest.raises(ValueError, match=r"timeout_s=0 must be a positive number"):
-        ZeroCostSaver(saver, num_micro_batches=1, timeout_s=0)
+        ZeroCostSaver(saver, num_microbatches=1, timeout_s=0)
 
 
 def test_a_copy_that_fails_in_a_hook_fails_its_snapshot_and_no_other(
     saver: AsyncSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a device whose copies cannot be begun; here the snapshot is told of a foreign one."""
-    zero_cost = ZeroCostSaver(saver, num_micro_batches=2)
+    zero_cost = ZeroCostSaver(saver, num_microbatches=2)
     tensors = {"w": torch.rand(10), "v": torch.rand(3)}
     parts = {"model": shards(tensors)}
     reserve = saver.reserve
 
-    def reserve_foreign(*args: Any, **fields: Any) -> tuple[Ticket, list[torch.Tensor]]:
-        ticket, sources = reserve(*args, **fields)
-        return ticket, [torch.empty_like(source, device="meta") for source in sources]
+    def reserve_foreign(*args: Any, **fields: Any) -> tuple[PendingSave, list[torch.Tensor]]:
+        pending, sources = reserve(*args, **fields)
+        return pending, [torch.empty_like(source, device="meta") for source in sources]
 
     with monkeypatch.context() as patch:
         patch.setattr(saver, "reserve", reserve_foreign)
@@ -200,7 +200,7 @@ def test_device_states_are_saved_as_they_were_and_cost_less_than_a_pinned_copy(
     pinned.copy_(weight, non_blocking=True)
     torch.cuda.synchronize()
     copy_s = time.perf_counter() - started
-    zero_cost = ZeroCostSaver(saver, num_micro_batches=8)
+    zero_cost = ZeroCostSaver(saver, num_microbatches=8)
     zero_cost.prepare(state)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -297,8 +297,8 @@ def test_a_signal_to_stop_that_comes_while_ranks_decide_is_not_lost(
 ) -> None:
     ask = Agreement.any_of
 
-    def any_of(self: Agreement, name: str, flags: list[bool]) -> list[bool]:
-        if flags[1]:
+    def any_of(self: Agreement, name: str, flags: manager._Ask) -> manager._Ask:
+        if manager._Ask.SIGNAL in flags:
             os.kill(os.getpid(), signal.SIGUSR1)
             os.kill(os.getpid(), signal.SIGTERM)
         return ask(self, name, flags)

@@ -61,7 +61,7 @@ class Trainer:
         place: Path | None,
         *,
         loss: float | None = None,
-        redo: bool = False,
+        replay: bool = False,
     ) -> dict[str, Any]:
         request, shards = SnapshotRequest.of(parts, checkpoint_id=place, loss=loss)
         layout = StagingLayout.of(shards)
@@ -77,7 +77,7 @@ class Trainer:
             self.average = self.average or EmaMemory.allocate(self.config.ema, layout)
             fds.append(os.dup(self.average.memory.fd))
         self.number += 1
-        message = {"number": self.number, "head": encoded.head, "redo": redo}
+        message = {"number": self.number, "head": encoded.head, "replay": replay}
         return self.worker.run(message, fds)
 
 
@@ -124,11 +124,11 @@ def test_a_new_process_redoes_what_the_dead_one_had_not_taken_in(tmp_path: Path)
     trainer = Trainer(AsyncSaverConfig(ema=EmaConfig(decay=0.5)))
     trainer.use(state(4.0), None)
     trainer.worker = trainer.new_worker()
-    answer = trainer.use(state(2.0), tmp_path / "checkpoint-2", redo=True)
+    answer = trainer.use(state(2.0), tmp_path / "checkpoint-2", replay=True)
     assert answer["report"] is None and names(tmp_path) == []
     assert trainer.average is not None and trainer.average.num_updates == 2
     trainer.number -= 1  # the same once more
-    trainer.use(state(2.0), None, redo=True)
+    trainer.use(state(2.0), None, replay=True)
     assert trainer.average.num_updates == 2
     assert trainer.average.shards()[0].tensor.unique().tolist() == [3.0]
 

@@ -10,43 +10,43 @@ import torch.distributed as dist
 from ranktest import run_ranks
 from unified_ckpt.errors import SaveError
 from unified_ckpt.saver_process.rendezvous import (
-    SaverMeeting,
+    SaverRendezvous,
     connect_store,
     host_store,
     post_failure,
 )
 
 
-def meeting_of(rank: int, world_size: int, port: int, timeout_s: float) -> SaverMeeting:
+def meeting_of(rank: int, world_size: int, port: int, timeout_s: float) -> SaverRendezvous:
     store = connect_store("127.0.0.1", port, timeout_s=20)
-    return SaverMeeting(store, rank=rank, size=world_size, timeout_s=timeout_s)
+    return SaverRendezvous(store, rank=rank, size=world_size, timeout_s=timeout_s)
 
 
 def test_all_take_a_snapshot_or_none_does() -> None:
     host = host_store(timeout_s=20)
 
     def fn(rank: int, world_size: int) -> list[str]:
-        meeting = meeting_of(rank, world_size, host.port, timeout_s=20)
+        rendezvous = meeting_of(rank, world_size, host.port, timeout_s=20)
         seen = []
-        meeting.enter(1, note={"step": 1}, save=False)
-        assert not dist.is_initialized() and meeting.agreed(1)
-        meeting.enter(2, note={"step": 2}, save=True)
+        rendezvous.enter(1, note={"step": 1}, save=False)
+        assert not dist.is_initialized() and rendezvous.agreed(1)
+        rendezvous.enter(2, note={"step": 2}, save=True)
         total = torch.tensor([rank])
         dist.all_reduce(total)
         assert total.item() == sum(range(world_size))
         if rank == 1:
-            meeting.leave()  # as a saver that was started anew: the others still have the group
-        meeting.enter(3, note={"step": 3}, save=True)
+            rendezvous.leave()  # as a saver that was started anew: the others still have the group
+        rendezvous.enter(3, note={"step": 3}, save=True)
         dist.all_reduce(total)
         for number, call in ((4, "fails"), (5, "differs"), (6, "works")):
             if call == "fails" and rank == 2:
                 post_failure(host, number, "rank 2 has no memory")
-                assert not meeting.agreed(number)
+                assert not rendezvous.agreed(number)
                 seen.append("")
                 continue
             try:
                 note = {"rank": rank} if call == "differs" else {}
-                meeting.enter(number, note=note, save=True)
+                rendezvous.enter(number, note=note, save=True)
                 seen.append("")
             except SaveError as error:
                 seen.append(str(error))
@@ -63,13 +63,13 @@ def test_who_does_not_come_in_time_is_named_and_bound_by_the_verdict() -> None:
     host = host_store(timeout_s=20)
 
     def fn(rank: int, world_size: int) -> str:
-        meeting = meeting_of(rank, world_size, host.port, timeout_s=0.5)
+        rendezvous = meeting_of(rank, world_size, host.port, timeout_s=0.5)
         if rank == 1:
             time.sleep(1.5)
         with pytest.raises(SaveError) as caught:
-            meeting.enter(1, note={}, save=True)
-        meeting = meeting_of(rank, world_size, host.port, timeout_s=20)
-        meeting.enter(2, note={}, save=True)
+            rendezvous.enter(1, note={}, save=True)
+        rendezvous = meeting_of(rank, world_size, host.port, timeout_s=20)
+        rendezvous.enter(2, note={}, save=True)
         return str(caught.value)
 
     for text in run_ranks(fn, 2, init=False, timeout_s=60):
@@ -78,15 +78,15 @@ def test_who_does_not_come_in_time_is_named_and_bound_by_the_verdict() -> None:
 
 def test_a_failure_after_the_agreement_changes_nothing() -> None:
     host = host_store(timeout_s=20)
-    host.compare_set("unified-ckpt-savers/1/verdict", "", json.dumps({"error": "", "group": 1}))
+    host.compare_set("unified-ckpt-savers/1/outcome", "", json.dumps({"error": "", "group": 1}))
     post_failure(host, 1, "too late")
-    meeting = SaverMeeting(
+    rendezvous = SaverRendezvous(
         connect_store("127.0.0.1", host.port, timeout_s=5), rank=1, size=2, timeout_s=5
     )
-    assert meeting.agreed(1)
+    assert rendezvous.agreed(1)
 
 
 def test_a_single_saver_meets_nobody() -> None:
-    meeting = SaverMeeting(None, rank=0, size=1, timeout_s=1.0)
-    meeting.enter(1, note={}, save=True)
-    assert meeting.agreed(1) and not dist.is_initialized()
+    rendezvous = SaverRendezvous(None, rank=0, size=1, timeout_s=1.0)
+    rendezvous.enter(1, note={}, save=True)
+    assert rendezvous.agreed(1) and not dist.is_initialized()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from unified_ckpt.background.pending_saves import UploadFuture
 from unified_ckpt.background.saver import AsyncSaver
-from unified_ckpt.errors import SaveError
+from unified_ckpt.errors import SaveError, check_type
 from unified_ckpt.options import SaveOptions
 from unified_ckpt.state import StateDict
 
@@ -61,9 +61,10 @@ def async_save(
     Raises:
         SaveError: the saver process had died, an earlier save had failed unseen, or no buffer
             became free within `backpressure_timeout_s`.
-        TypeError: the state or the files hold something that cannot be saved.
+        CheckpointTypeError: the state or the files hold something that cannot be saved.
     """
-    ticket, tensors = saver.reserve(
+    check_type("saver", saver, AsyncSaver)
+    pending, tensors = saver.reserve(
         state_dict,
         checkpoint_id=checkpoint_id,
         files=files,
@@ -75,18 +76,18 @@ def async_save(
 
     def submit() -> None:
         staged.set_result(None)
-        saver.submit(ticket)
+        saver.submit(pending)
 
     def fail(error: SaveError) -> None:
         staged.set_exception(error)
-        saver.abandon(ticket, error)
+        saver.abandon(pending, error)
 
     offloader = saver.offloader
     try:
-        offloader.start(tensors, ticket.buffer.views(ticket.layout), ticket.layout)
-        saver.expect(ticket)
+        offloader.start(tensors, pending.buffer.views(pending.layout), pending.layout)
+        saver.expect(pending)
         offloader.finish(submit, on_error=fail, timeout_s=saver.config.timeout_s)
-    except BaseException as error:  # an open ticket would hold up all later ones
-        saver.abandon(ticket, error, still_copying=offloader.busy)
+    except BaseException as error:  # an open save would hold up all later ones
+        saver.abandon(pending, error, still_copying=offloader.busy)
         raise
-    return AsyncSaveResponse(staging_completion=staged, upload_completion=ticket.upload_completion)
+    return AsyncSaveResponse(staging_completion=staged, upload_completion=pending.upload_completion)

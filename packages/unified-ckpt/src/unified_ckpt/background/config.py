@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unified_ckpt.errors import CheckpointValueError, check_type
 from unified_ckpt.snapshots.average import EmaConfig
 
 
@@ -43,21 +44,24 @@ class AsyncSaverConfig:
     store_host: str | None = None
 
     def __post_init__(self) -> None:
+        for name in ("num_buffers", "backpressure_timeout_s", "orphan_grace_s", "niceness"):
+            check_type(name, getattr(self, name), int, float)
         for name in ("timeout_s", "start_timeout_s"):
             value = getattr(self, name)
+            check_type(name, value, int, float)
             if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name}={value} must be a positive number of seconds")
+                raise CheckpointValueError(f"{name}={value} must be a positive number of seconds")
         if not math.isfinite(self.backpressure_timeout_s):
-            raise ValueError(
+            raise CheckpointValueError(
                 f"backpressure_timeout_s={self.backpressure_timeout_s} must be a finite number of "
                 "seconds; no wait is unbounded"
             )
         for name in ("backpressure_timeout_s", "orphan_grace_s", "niceness"):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+                raise CheckpointValueError(f"{name}={getattr(self, name)} must not be negative")
         for name in ("num_buffers", "fast_tier_keep"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+                raise CheckpointValueError(f"{name}={getattr(self, name)} must be at least 1")
 
     def to_json(self) -> dict[str, Any]:
         """Return what the saver process must know, as JSON types."""

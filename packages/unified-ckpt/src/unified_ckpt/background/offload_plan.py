@@ -1,4 +1,4 @@
-"""Which bytes of a snapshot are copied in which micro-batch: pure data, balanced by bytes.
+"""Which bytes of a snapshot are copied in which microbatch: pure data, balanced by bytes.
 
 plan = plan_offload([100, 0, 300], num_chunks=2, unit_bytes=1)
 plan.chunks == ((ByteSlice(0, 0, 100), ByteSlice(2, 0, 100)), (ByteSlice(2, 100, 300),))
@@ -7,6 +7,9 @@ plan.chunks == ((ByteSlice(0, 0, 100), ByteSlice(2, 0, 100)), (ByteSlice(2, 100,
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from unified_ckpt.errors import CheckpointValueError
+from unified_ckpt.geometry import round_up
 
 DEFAULT_UNIT_BYTES = 4096
 
@@ -43,16 +46,16 @@ def plan_offload(
 
     Args:
         sizes: bytes of each item.
-        num_chunks: chunks to make, one a micro-batch; some may be empty.
+        num_chunks: chunks to make, one a microbatch; some may be empty.
         divisible: whether an item may be cut, at multiples of `unit_bytes`; None for all. One that
             may not goes whole into the chunk in which its middle lies.
         unit_bytes: items are cut at multiples of it.
 
     Raises:
-        ValueError: a number is out of range.
+        CheckpointValueError: a number is out of range.
     """
     if num_chunks < 1 or unit_bytes < 1 or any(size < 0 for size in sizes):
-        raise ValueError(
+        raise CheckpointValueError(
             f"num_chunks={num_chunks} and unit_bytes={unit_bytes} must be at least 1, and sizes "
             "must not be negative"
         )
@@ -67,7 +70,7 @@ def plan_offload(
                 number += 1
         else:
             while at + size > ends[number]:
-                cut = _round_up(max(0, ends[number] - at), unit_bytes, size)
+                cut = min(round_up(max(0, ends[number] - at), unit_bytes), size)
                 if cut > begin:
                     chunks[number].append(ByteSlice(index, begin, cut))
                     begin = cut
@@ -78,7 +81,3 @@ def plan_offload(
             chunks[number].append(ByteSlice(index, begin, size))
         at += size
     return OffloadPlan(tuple(tuple(chunk) for chunk in chunks))
-
-
-def _round_up(value: int, unit: int, limit: int) -> int:
-    return min(value + -value % unit, limit)

@@ -1,6 +1,6 @@
 """A snapshot on its way from the trainer to the saver process, and the future of its outcome.
 
-report = ticket.upload_completion.result()  # raises what went wrong in the background
+report = pending.upload_completion.result()  # raises what went wrong in the background
 """
 
 import threading
@@ -46,7 +46,7 @@ class UploadFuture(_ReportFuture):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ticket:
+class PendingSave:
     """One snapshot: its number, the same on all ranks, and the staging memory to be filled.
 
     `head` says where in the buffer the request to the saver process stands.
@@ -59,58 +59,58 @@ class Ticket:
     upload_completion: UploadFuture
 
 
-class TicketBook:
-    """Where every ticket stands; used by the trainer's thread and by the one that reads answers.
+class SaveQueue:
+    """Where every save stands; used by the trainer's thread and by the one that reads answers.
 
-    A ticket is open from its reservation to its end, submitted when it is filled, running when the
-    saver process has it. One that a dead saver left may wait to be redone for the moving average.
+    A save is open from its reservation to its end, submitted when it is filled, running when the
+    saver process has it. One that a dead saver left may wait to be replayed for the moving average.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: dict[int, Ticket] = {}
+        self._open: dict[int, PendingSave] = {}
         self._submitted: set[int] = set()
         self._running: set[int] = set()
-        self._redo: dict[int, Ticket] = {}
+        self._replays: dict[int, PendingSave] = {}
         self._failed: list[UploadFuture] = []
         self._expected: list[UploadFuture] = []
 
-    def add(self, ticket: Ticket) -> None:
-        """Enter a ticket that was reserved."""
+    def add(self, pending: PendingSave) -> None:
+        """Enter a pending save that was reserved."""
         with self._lock:
-            self._open[ticket.number] = ticket
+            self._open[pending.number] = pending
 
-    def expect(self, ticket: Ticket) -> None:
-        """Note that a ticket will be submitted, or fail, without more that the trainer does."""
+    def expect(self, pending: PendingSave) -> None:
+        """Note that a save will be submitted, or fail, without more that the trainer does."""
         with self._lock:
             self._expected = [outcome for outcome in self._expected if not outcome.done()]
-            if ticket.upload_completion not in self._expected:
-                self._expected.append(ticket.upload_completion)
+            if pending.upload_completion not in self._expected:
+                self._expected.append(pending.upload_completion)
 
     def expected(self) -> list[UploadFuture]:
         """Return the outcomes that will come by themselves and are not there yet."""
         with self._lock:
             return [outcome for outcome in self._expected if not outcome.done()]
 
-    def submit(self, ticket: Ticket) -> None:
-        """Note that a ticket is filled; nothing if it has ended."""
-        self.expect(ticket)
+    def submit(self, pending: PendingSave) -> None:
+        """Note that a pending save is filled; nothing if it has ended."""
+        self.expect(pending)
         with self._lock:
-            if ticket.number in self._open:
-                self._submitted.add(ticket.number)
+            if pending.number in self._open:
+                self._submitted.add(pending.number)
 
-    def withdraw(self, ticket: Ticket) -> bool:
-        """Close a ticket that was not submitted; False if it was, or has ended."""
+    def withdraw(self, pending: PendingSave) -> bool:
+        """Close a pending save that was not submitted; False if it was, or has ended."""
         with self._lock:
-            if ticket.number in self._submitted:
+            if pending.number in self._submitted:
                 return False
-            return self._open.pop(ticket.number, None) is not None
+            return self._open.pop(pending.number, None) is not None
 
-    def next_to_send(self) -> Ticket | None:
-        """Return the first open ticket and count it as running, if it is submitted and not sent.
+    def next_to_send(self) -> PendingSave | None:
+        """Return the first open save and count it as running, if it is submitted and not sent.
 
-        Tickets go in the order of their numbers, so that the savers of all ranks meet for the same
-        one: an open ticket that is not submitted holds up those after it.
+        Saves go in the order of their numbers, so that the savers of all ranks meet for the same
+        one: an open save that is not submitted holds up those after it.
         """
         with self._lock:
             for number in sorted(self._open):
@@ -121,41 +121,41 @@ class TicketBook:
                     return self._open[number]
         return None
 
-    def open_ticket(self, number: int) -> Ticket | None:
-        """Return the open ticket of that number."""
+    def open_save(self, number: int) -> PendingSave | None:
+        """Return the open save of that number."""
         with self._lock:
             return self._open.get(number)
 
-    def running(self) -> list[Ticket]:
-        """Return the tickets that the saver process has."""
+    def running(self) -> list[PendingSave]:
+        """Return the pending_saves that the saver process has."""
         with self._lock:
             return [self._open[number] for number in sorted(self._running)]
 
-    def end(self, ticket: Ticket, *, redo: bool = False) -> bool:
-        """Close a ticket, to be redone or not; False if that was done before."""
+    def end(self, pending: PendingSave, *, replay: bool = False) -> bool:
+        """Close a pending save, to be replayed or not; False if that was done before."""
         with self._lock:
-            if self._open.pop(ticket.number, None) is None:
+            if self._open.pop(pending.number, None) is None:
                 return False
-            self._submitted.discard(ticket.number)
-            self._running.discard(ticket.number)
-            if redo:
-                self._redo[ticket.number] = ticket
+            self._submitted.discard(pending.number)
+            self._running.discard(pending.number)
+            if replay:
+                self._replays[pending.number] = pending
             return True
 
-    def to_redo(self) -> list[Ticket]:
-        """Return the tickets that a new saver process must redo, in order."""
+    def to_replay(self) -> list[PendingSave]:
+        """Return the pending_saves that a new saver process must replay, in order."""
         with self._lock:
-            return [ticket for _, ticket in sorted(self._redo.items())]
+            return [pending for _, pending in sorted(self._replays.items())]
 
-    def redone(self, number: int) -> Ticket | None:
-        """Strike a ticket that was redone."""
+    def replayed(self, number: int) -> PendingSave | None:
+        """Strike a pending save that was replayed."""
         with self._lock:
-            return self._redo.pop(number, None)
+            return self._replays.pop(number, None)
 
-    def take_redo(self) -> list[Ticket]:
-        """Strike all tickets that were to be redone, and return them."""
+    def take_replays(self) -> list[PendingSave]:
+        """Strike all pending_saves that were to be replayed, and return them."""
         with self._lock:
-            taken, self._redo = list(self._redo.values()), {}
+            taken, self._replays = list(self._replays.values()), {}
         return taken
 
     def note_failure(self, outcome: UploadFuture) -> None:

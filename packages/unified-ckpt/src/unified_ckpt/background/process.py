@@ -23,10 +23,42 @@ from pathlib import Path
 from typing import Any
 
 import unified_ckpt
-from unified_ckpt.errors import SaveError
-from unified_ckpt.saver_process import MAX_MESSAGE_BYTES
+from unified_ckpt._torch_private import TCPStore
+from unified_ckpt.background.config import AsyncSaverConfig
+from unified_ckpt.errors import CheckpointValueError, SaveError
+from unified_ckpt.saver_process import MAX_MESSAGE_BYTES, connect_store, host_store
+from unified_ckpt.saving.commit import Agreement
 
 _REAP_TIMEOUT_S = 10.0
+
+
+def open_store(
+    agreement: Agreement, config: AsyncSaverConfig
+) -> tuple[TCPStore | None, dict[str, Any]]:
+    """Open the store where the savers of all ranks meet, None for one rank; collective.
+
+    Returns:
+        The store, and the settings of this rank's saver process.
+    """
+    store = None
+    with agreement.phase("open store") as phase:
+        host = config.store_host or socket.gethostname()
+        if agreement.size > 1 and agreement.rank == 0:
+            store = host_store(timeout_s=config.timeout_s)
+        phase.payload = [host, store.port if store is not None else 0]
+    host, port = phase.results[0]
+    if all(other == host for other, _ in phase.results):
+        host = "127.0.0.1"
+    with agreement.phase("connect to store"):
+        if agreement.size > 1 and store is None:
+            timeout_s = config.start_timeout_s / 4  # peers wait for the outcome
+            store = connect_store(host, port, timeout_s=timeout_s)
+    return store, {
+        "rank": agreement.rank,
+        "size": agreement.size,
+        "store": [host, port] if agreement.size > 1 else None,
+        **config.to_json(),
+    }
 
 
 class SaverProcess:
@@ -100,7 +132,9 @@ class SaverProcess:
         """
         raw = json.dumps(message).encode()
         if len(raw) > MAX_MESSAGE_BYTES:
-            raise ValueError(f"a message of {len(raw)} bytes; at most {MAX_MESSAGE_BYTES}")
+            raise CheckpointValueError(
+                f"a message of {len(raw)} bytes; at most {MAX_MESSAGE_BYTES}"
+            )
         socket.send_fds(self._socket, [raw], list(fds), socket.MSG_DONTWAIT)
 
     def close(self, *, timeout_s: float) -> None:

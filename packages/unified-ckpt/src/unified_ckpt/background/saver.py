@@ -1,10 +1,10 @@
 """The queue of snapshots between a trainer and its saver process: bounded, loud, restarted.
 
-Who saves reserves a ticket, fills the ticket's staging memory, and submits it; the saver process
-writes it in the background. Nothing here is collective but the constructor, and no thread of the
-trainer ever uses the trainer's process groups.
+Who saves reserves a place in the queue, fills its staging memory, and submits it; the saver
+process writes it in the background. Nothing here is collective but the constructor, and no thread
+of the trainer ever uses the trainer's process groups.
 
-An error of the background shows in the ticket's `upload_completion`, and once more at the next
+An error of the background shows in the save's `upload_completion`, and once more at the next
 `reserve` if nobody has looked at it there. A saver that died is started again by that `reserve`.
 
     with AsyncSaver() as saver:  # collective
@@ -15,32 +15,27 @@ An error of the background shows in the ticket's `upload_completion`, and once m
 import atexit
 import contextlib
 import json
-import socket
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait as wait_futures
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from unified_ckpt._torch_private import TCPStore
 from unified_ckpt.background.config import AsyncSaverConfig
 from unified_ckpt.background.offloader import Offloader
-from unified_ckpt.background.pending_saves import Ticket, TicketBook, UploadFuture
-from unified_ckpt.background.process import SaverProcess
-from unified_ckpt.errors import SaveArgumentError, SaveError
+from unified_ckpt.background.pending_saves import PendingSave, SaveQueue, UploadFuture
+from unified_ckpt.background.process import SaverProcess, open_store
+from unified_ckpt.errors import SaveArgumentError, SaveError, check_type
 from unified_ckpt.geometry import Shard
 from unified_ckpt.geometry.tensors import byte_view
 from unified_ckpt.loading import load
 from unified_ckpt.options import SaveOptions
 from unified_ckpt.plans.checkpoint import load_files
 from unified_ckpt.saver_process import (
-    connect_store,
     error_from_json,
-    host_store,
     post_failure,
     report_from_json,
 )
@@ -73,23 +68,23 @@ class AsyncSaver:
     def __init__(
         self, *, group: dist.ProcessGroup | None = None, config: AsyncSaverConfig | None = None
     ) -> None:
-        self.config = config or AsyncSaverConfig()
+        self.config = AsyncSaverConfig() if config is None else config
+        check_type("config", self.config, AsyncSaverConfig)
         agreement = Agreement(group, timeout_s=self.config.start_timeout_s, subject="AsyncSaver")
         self._rank = agreement.rank
         self._who = f"rank {agreement.global_rank_here}"
         self._number = 0
-        self._book = TicketBook()
+        self._queue = SaveQueue()
         self._layout = StagingLayout((), (), 0)
         self._layout_json = b""
         self._pool = StagingPool(self.config.num_buffers)
         self.offloader = Offloader(_COPY_CHUNKS)  # of saves that copy all at once
         self._ema: EmaMemory | None = None
         self._closed = False
-        self._store: TCPStore | None = None
-        self._sending = threading.Lock()  # held from taking a ticket out of the book to its send
+        self._sending = threading.Lock()  # held from taking a save out of the queue to its send
         with contextlib.ExitStack() as undo:  # where some rank could not start, nothing stays
             undo.callback(self.offloader.close)
-            self._settings = self._meet(agreement)
+            self._store, self._settings = open_store(agreement, self.config)
             with agreement.phase("start saver"):
                 self._process = self._start()
                 undo.callback(self._process.close, timeout_s=0.0)
@@ -140,24 +135,29 @@ class AsyncSaver:
         if self._ema is None:
             raise SaveArgumentError("load_ema needs AsyncSaverConfig(ema=...) and prepare() first")
         self.wait()
-        self._forget_redo()
+        self._forget_replays()
         load({EMA_PART: self._ema.shards()}, checkpoint_id=checkpoint_id)
         self._ema.restore(load_files(checkpoint_id, EMA_FILE))
 
     def reserve(
-        self, state_dict: StateDict, **request: Any
-    ) -> tuple[Ticket, Sequence[torch.Tensor]]:
+        self,
+        state_dict: StateDict,
+        *,
+        checkpoint_id: Path | str | None,
+        files: Mapping[str, bytes] | None = None,
+        rank_files: Mapping[str, bytes] | None = None,
+        options: SaveOptions | None = None,
+        loss: float | None = None,
+    ) -> tuple[PendingSave, Sequence[torch.Tensor]]:
         """Take a staging buffer for a snapshot; every rank does, in the same order of snapshots.
 
-        Args:
-            state_dict: what will be copied.
-            request: as `SnapshotRequest.of` takes them.
+        The arguments are those of `SnapshotRequest.of`.
 
         Returns:
-            The ticket, and the tensors to copy into its views.
+            The pending save, and the tensors to copy into its views.
 
         Raises:
-            TypeError: the state or the files hold something that cannot be saved.
+            CheckpointTypeError: the state or the files hold something that cannot be saved.
             SaveError: an earlier save failed unseen, the saver process had died (it is started
                 again), or no buffer became free in time.
         """
@@ -166,7 +166,14 @@ class AsyncSaver:
             self._check_open()
             self._restart_if_dead()
             self._raise_unseen()
-            snapshot, parts = SnapshotRequest.of(state_dict, **request)
+            snapshot, parts = SnapshotRequest.of(
+                state_dict,
+                checkpoint_id=checkpoint_id,
+                files=files,
+                rank_files=rank_files,
+                options=options,
+                loss=loss,
+            )
             layout = self._layout_of(parts)
             self._check_files(snapshot)
             encoded = encode_request(snapshot, self._layout_json, base=layout.num_bytes)
@@ -177,15 +184,15 @@ class AsyncSaver:
             self._tell_peers(self._number, str(self._as_save_error(error)))
             raise
         encoded.write(byte_view(buffer.tensor))
-        ticket = Ticket(
+        pending = PendingSave(
             number=self._number,
             layout=layout,
             buffer=buffer,
             head=encoded.head,
             upload_completion=UploadFuture(),
         )
-        self._book.add(ticket)
-        return ticket, tensors_of(parts)
+        self._queue.add(pending)
+        return pending, tensors_of(parts)
 
     def _layout_of(self, parts: Mapping[str, Sequence[Shard]]) -> StagingLayout:
         """Return where the shards stand in a buffer; remembered while they stay alike."""
@@ -205,28 +212,30 @@ class AsyncSaver:
                 f"file {EMA_FILE!r} is the moving average's; give yours another name"
             )
 
-    def expect(self, ticket: Ticket) -> None:
-        """Let `wait` and `close` wait for a ticket that another thread will submit or abandon."""
-        self._book.expect(ticket)
+    def expect(self, pending: PendingSave) -> None:
+        """Let `wait` and `close` wait for a save that another thread will submit or abandon."""
+        self._queue.expect(pending)
 
-    def submit(self, ticket: Ticket) -> None:
+    def submit(self, pending: PendingSave) -> None:
         """Hand a filled snapshot to the saver process; an error shows in `upload_completion`.
 
-        Snapshots reach the process in the order of their tickets, so that all ranks' savers meet
-        for the same one; a ticket that is neither submitted nor abandoned holds up the later ones.
+        Snapshots reach the process in the order of their numbers, so that all ranks' savers meet
+        for the same one; one that is neither submitted nor abandoned holds up the later ones.
         """
-        self._book.submit(ticket)
+        self._queue.submit(pending)
         self._send_ready()
 
-    def abandon(self, ticket: Ticket, error: BaseException, *, still_copying: bool = False) -> None:
+    def abandon(
+        self, pending: PendingSave, error: BaseException, *, still_copying: bool = False
+    ) -> None:
         """Give a snapshot up that was not submitted; it fails on all ranks.
 
         With `still_copying` its buffer, into which some thread writes, is not used again.
         """
-        if self._book.withdraw(ticket):
+        if self._queue.withdraw(pending):
             give_back = self._pool.discard if still_copying else self._pool.release
-            give_back(ticket.buffer)
-            self._settle(ticket, self._as_save_error(error))
+            give_back(pending.buffer)
+            self._settle(pending, self._as_save_error(error))
             self._send_ready()
 
     def _as_save_error(self, error: BaseException) -> SaveError:
@@ -241,7 +250,7 @@ class AsyncSaver:
             SaveError: a save failed, or not all ended within `timeout_s`.
         """
         limit_s = 2 * self.config.timeout_s if timeout_s is None else timeout_s
-        late = wait_futures(self._book.expected(), timeout=limit_s).not_done
+        late = wait_futures(self._queue.expected(), timeout=limit_s).not_done
         if late:
             raise SaveError(f"{self._who}: {len(late)} saves did not end within {limit_s:g} s")
         self._raise_unseen()
@@ -261,7 +270,7 @@ class AsyncSaver:
         finally:
             self.offloader.close()
             self._process.close(timeout_s=self.config.start_timeout_s)
-            self._forget_redo()
+            self._forget_replays()
             self._pool.close()
             if self._ema is not None:
                 self._ema.memory.close()
@@ -269,34 +278,8 @@ class AsyncSaver:
     def __enter__(self) -> "AsyncSaver":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _meet(self, agreement: Agreement) -> dict[str, Any]:
-        """Open the store where the savers of all ranks meet; return the process's settings."""
-        with agreement.phase("open store") as phase:
-            host = self.config.store_host or socket.gethostname()
-            if agreement.size > 1 and agreement.rank == 0:
-                self._store = host_store(timeout_s=self.config.timeout_s)
-            phase.payload = [host, self._store.port if self._store is not None else 0]
-        host, port = phase.results[0]
-        if all(other == host for other, _ in phase.results):
-            host = "127.0.0.1"
-        with agreement.phase("connect to store"):
-            if agreement.size > 1 and self._store is None:
-                timeout_s = self.config.start_timeout_s / 4  # peers wait for the outcome
-                self._store = connect_store(host, port, timeout_s=timeout_s)
-        return {
-            "rank": agreement.rank,
-            "size": agreement.size,
-            "store": [host, port] if agreement.size > 1 else None,
-            **self.config.to_json(),
-        }
 
     def _start(self) -> SaverProcess:
         return SaverProcess(self._settings, on_answer=self._on_answer, on_death=self._on_death)
@@ -306,40 +289,40 @@ class AsyncSaver:
             self._process.close(timeout_s=self.config.start_timeout_s)
             with self._sending:
                 self._process = self._start()
-                for ticket in self._book.to_redo():
-                    self._send(ticket, redo=True)
+                for pending in self._queue.to_replay():
+                    self._send(pending, replay=True)
 
-    def _forget_redo(self) -> None:
-        for ticket in self._book.take_redo():
-            self._pool.release(ticket.buffer)
+    def _forget_replays(self) -> None:
+        for pending in self._queue.take_replays():
+            self._pool.release(pending.buffer)
 
     def _check_open(self) -> None:
         if self._closed:
             raise SaveArgumentError("this AsyncSaver is closed; make a new one")
 
     def _on_answer(self, answer: dict[str, Any]) -> None:
-        redone = self._book.redone(answer["number"])
-        if redone is not None:
-            self._pool.release(redone.buffer)
+        replayed = self._queue.replayed(answer["number"])
+        if replayed is not None:
+            self._pool.release(replayed.buffer)
             if "error" in answer:
                 text = answer["error"][1]
                 self._note_idle(SaveError(f"{self._who}: the average lacks a snapshot: {text}"))
-        ticket = self._book.open_ticket(answer["number"])
-        if ticket is None:
+        pending = self._queue.open_save(answer["number"])
+        if pending is None:
             return
         if "error" in answer:
-            self._fail([ticket], error_from_json(answer["error"]))
+            self._fail([pending], error_from_json(answer["error"]))
             return
         report = answer["report"] and report_from_json(answer["report"])
-        if self._book.end(ticket):
-            self._pool.release(ticket.buffer)
-            ticket.upload_completion.set_result(report)
+        if self._queue.end(pending):
+            self._pool.release(pending.buffer)
+            pending.upload_completion.set_result(report)
             self._send_ready()
 
     def _on_death(self, cause: str) -> None:
-        tickets = self._book.running()
-        if tickets:
-            self._fail(tickets, self._death(cause), died=True)
+        pending_saves = self._queue.running()
+        if pending_saves:
+            self._fail(pending_saves, self._death(cause), died=True)
         else:
             self._note_idle(self._death(cause))
 
@@ -347,7 +330,7 @@ class AsyncSaver:
         """Let the next call raise an error that belongs to no save under way."""
         idle = UploadFuture()
         idle.set_exception(error)
-        self._book.note_failure(idle)
+        self._queue.note_failure(idle)
 
     def _death(self, cause: str) -> SaveError:
         return SaveError(
@@ -355,50 +338,52 @@ class AsyncSaver:
             "older checkpoints are untouched. A new one is started for the save after the next call"
         )
 
-    def _fail(self, tickets: Sequence[Ticket], error: SaveError, *, died: bool = False) -> None:
-        redo = died and self._ema is not None
-        for ticket in tickets:
-            if not self._book.end(ticket, redo=redo):
+    def _fail(
+        self, pending_saves: Sequence[PendingSave], error: SaveError, *, died: bool = False
+    ) -> None:
+        replay = died and self._ema is not None
+        for pending in pending_saves:
+            if not self._queue.end(pending, replay=replay):
                 continue
-            if not redo:
-                self._pool.release(ticket.buffer)
-            self._settle(ticket, error)
+            if not replay:
+                self._pool.release(pending.buffer)
+            self._settle(pending, error)
         self._send_ready()
 
-    def _settle(self, ticket: Ticket, error: SaveError) -> None:
-        self._tell_peers(ticket.number, str(error))
-        self._book.note_failure(ticket.upload_completion)
-        ticket.upload_completion.set_exception(error)
+    def _settle(self, pending: PendingSave, error: SaveError) -> None:
+        self._tell_peers(pending.number, str(error))
+        self._queue.note_failure(pending.upload_completion)
+        pending.upload_completion.set_exception(error)
 
     def _send_ready(self) -> None:
-        """Send what is submitted, up to the first ticket that is not; on any thread."""
+        """Send what is submitted, up to the first save that is not; on any thread."""
         while True:
             with self._sending:
-                ticket = self._book.next_to_send()
-                if ticket is None:
+                pending = self._queue.next_to_send()
+                if pending is None:
                     return
-                error = self._try_send(ticket)
+                error = self._try_send(pending)
             if error is not None:
-                self._fail([ticket], error, died=self._process.ended)
+                self._fail([pending], error, died=self._process.ended)
 
-    def _try_send(self, ticket: Ticket) -> SaveError | None:
+    def _try_send(self, pending: PendingSave) -> SaveError | None:
         if self._process.ended:
             return self._death("it had ended")
         try:
-            self._send(ticket, redo=False)
+            self._send(pending, replay=False)
         except BlockingIOError as error:
             return SaveError(f"{self._who}: the saver is stuck: {error}")
         except OSError:
             pass  # it has just ended; the listener fails all that runs
         return None
 
-    def _send(self, ticket: Ticket, *, redo: bool) -> None:
-        message = {"kind": "use", "number": ticket.number, "head": ticket.head, "redo": redo}
+    def _send(self, pending: PendingSave, *, replay: bool) -> None:
+        message = {"kind": "use", "number": pending.number, "head": pending.head, "replay": replay}
         average = [] if self._ema is None else [self._ema.memory.fd]
-        self._process.send(message, ticket.buffer.memory.fd, *average)
+        self._process.send(message, pending.buffer.memory.fd, *average)
 
     def _raise_unseen(self) -> None:
-        if (error := self._book.take_unseen()) is not None:
+        if (error := self._queue.take_unseen()) is not None:
             text = f"since the last call a save failed, or could not have: {error}"
             raise SaveError(text) from error
 

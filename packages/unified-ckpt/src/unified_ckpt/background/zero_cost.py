@@ -1,11 +1,11 @@
-"""Saves that cost the trainer next to nothing: the copy runs beside the next step's micro-batches.
+"""Saves that cost the trainer next to nothing: the copy runs beside the next step's microbatches.
 
 Parameters and optimizer states change only in `optimizer.step`. So a snapshot that begins right
-after a step has until the next one, and its copy is cut into one chunk a micro-batch. `finish`,
+after a step has until the next one, and its copy is cut into one chunk a microbatch. `finish`,
 called by a hook before the next step, waits for what is left; the snapshot is the state at the
 step boundary, bit for bit.
 
-    zero_cost = ZeroCostSaver(saver, num_micro_batches=8)
+    zero_cost = ZeroCostSaver(saver, num_microbatches=8)
     zero_cost.attach(optimizer, model)  # then begin_save is the only call that a loop needs
     for step, batches in enumerate(data):
         for batch in batches:
@@ -26,9 +26,9 @@ from torch.utils.hooks import RemovableHandle
 
 from unified_ckpt._torch_private import version_of
 from unified_ckpt.background.offloader import Offloader
-from unified_ckpt.background.pending_saves import Ticket, UploadFuture
+from unified_ckpt.background.pending_saves import PendingSave, UploadFuture
 from unified_ckpt.background.saver import AsyncSaver
-from unified_ckpt.errors import SaveError
+from unified_ckpt.errors import CheckpointValueError, SaveError, check_type
 from unified_ckpt.options import SaveOptions
 from unified_ckpt.snapshots import SnapshotRequest, tensors_of
 from unified_ckpt.state import StateDict
@@ -39,7 +39,7 @@ class ZeroCostSaver:
 
     Args:
         saver: writes the snapshots; it is not closed by this object.
-        num_micro_batches: of a step; the copy is cut into that many chunks.
+        num_microbatches: of a step; the copy is cut into that many chunks.
         check_changes: record the tensors' version counters and raise in `finish` where one was
             changed before its snapshot was done. Changes through `.data` do not count versions.
         timeout_s: bound on the wait in `finish`.
@@ -49,20 +49,24 @@ class ZeroCostSaver:
         self,
         saver: AsyncSaver,
         *,
-        num_micro_batches: int,
+        num_microbatches: int,
         check_changes: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
-        if num_micro_batches < 1:
-            raise ValueError(f"num_micro_batches={num_micro_batches} must be at least 1")
+        check_type("saver", saver, AsyncSaver)
+        check_type("num_microbatches", num_microbatches, int)
+        if num_microbatches < 1:
+            raise CheckpointValueError(f"num_microbatches={num_microbatches} must be at least 1")
         if not (math.isfinite(timeout_s) and timeout_s > 0):
-            raise ValueError(f"timeout_s={timeout_s} must be a positive number of seconds")
+            raise CheckpointValueError(
+                f"timeout_s={timeout_s} must be a positive number of seconds"
+            )
         self.stall_s = 0.0  # time that the trainer has spent in calls of this object
         self._saver = saver
         self._check_changes = check_changes
         self._timeout_s = timeout_s
-        self._offloader = Offloader(num_micro_batches)
-        self._ticket: Ticket | None = None
+        self._offloader = Offloader(num_microbatches)
+        self._pending: PendingSave | None = None
         self._versions: list[tuple[str, torch.Tensor, int]] = []
         self._hooks: list[RemovableHandle] = []
 
@@ -80,7 +84,7 @@ class ZeroCostSaver:
     ) -> None:
         """Call `finish` before every step of the optimizer, `offload_chunk` before every forward.
 
-        The module is the one whose forward is called once a micro-batch; None calls no chunks.
+        The module is the one whose forward is called once a microbatch; None calls no chunks.
         """
         self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
         if module is not None:
@@ -118,7 +122,7 @@ class ZeroCostSaver:
         """
         self.finish()
         with self._stalling():
-            ticket, tensors = self._saver.reserve(
+            pending, tensors = self._saver.reserve(
                 state_dict,
                 checkpoint_id=checkpoint_id,
                 files=files,
@@ -128,22 +132,22 @@ class ZeroCostSaver:
             )
             try:
                 if self._check_changes:
-                    keys = [entry.meta.key for entry in ticket.layout.entries]
+                    keys = [entry.meta.key for entry in pending.layout.entries]
                     self._versions = [
                         (key, tensor, version_of(tensor))
                         for key, tensor in zip(keys, tensors, strict=True)
                     ]
-                views = ticket.buffer.views(ticket.layout)
-                self._offloader.start(tensors, views, ticket.layout)
-            except BaseException as error:  # an open ticket would hold up all later ones
-                self._saver.abandon(ticket, error)
+                views = pending.buffer.views(pending.layout)
+                self._offloader.start(tensors, views, pending.layout)
+            except BaseException as error:  # an open save would hold up all later ones
+                self._saver.abandon(pending, error)
                 raise
-            self._ticket = ticket
-        return ticket.upload_completion
+            self._pending = pending
+        return pending.upload_completion
 
     def offload_chunk(self) -> None:
-        """Let one more chunk be copied, if a snapshot is under way; call it once a micro-batch."""
-        if self._ticket is not None:
+        """Let one more chunk be copied, if a snapshot is under way; call it once a microbatch."""
+        if self._pending is not None:
             with self._stalling():
                 self._offloader.issue_next()
 
@@ -154,8 +158,8 @@ class ZeroCostSaver:
             SaveError: a copy failed or took too long, or with `check_changes` a tensor has changed.
                 This checkpoint then fails on all ranks.
         """
-        ticket, self._ticket = self._ticket, None
-        if ticket is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
         changed = [key for key, tensor, version in self._versions if version_of(tensor) != version]
         self._versions = []
@@ -163,20 +167,20 @@ class ZeroCostSaver:
 
         def end() -> None:
             if torn is None:
-                self._saver.submit(ticket)
+                self._saver.submit(pending)
             else:
-                self._saver.abandon(ticket, torn)
+                self._saver.abandon(pending, torn)
 
         with self._stalling():
             try:
-                self._saver.expect(ticket)
+                self._saver.expect(pending)
                 self._offloader.finish(
                     end,
-                    on_error=lambda error: self._saver.abandon(ticket, error),
+                    on_error=lambda error: self._saver.abandon(pending, error),
                     timeout_s=self._timeout_s,
                 )
-            except BaseException as error:  # an open ticket would hold up all later ones
-                self._saver.abandon(ticket, error, still_copying=self._offloader.busy)
+            except BaseException as error:  # an open save would hold up all later ones
+                self._saver.abandon(pending, error, still_copying=self._offloader.busy)
                 raise
         if torn is not None:
             raise torn

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from unified_ckpt.errors import CorruptCheckpointError
+from unified_ckpt.errors import CheckpointValueError, CorruptCheckpointError
 from unified_ckpt.geometry import Shard
 from unified_ckpt.geometry.tensors import dtype_of
 from unified_ckpt.loading import (
@@ -160,7 +160,9 @@ class UnifiedStorageReader(StorageReader):
 
     def _checked_folder(self) -> Path:
         if self._folder is None:
-            raise ValueError("UnifiedStorageReader: no checkpoint_id; give it here or to dcp.load")
+            raise CheckpointValueError(
+                "UnifiedStorageReader: no checkpoint_id; give it here or to dcp.load"
+            )
         return self._folder
 
     def _read_record(self, checkpoint: Checkpoint) -> DcpRecord:

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from unified_ckpt.errors import CheckpointTypeError, CheckpointValueError
 from unified_ckpt.geometry import Box, BoxMeta, Shard
 from unified_ckpt.geometry.tensors import stored_dtype
 from unified_ckpt.loading import DCP_NAME, DcpRecord, Prefixes
@@ -77,11 +78,11 @@ class UnifiedStorageWriter(StorageWriter):
         """Remove what a failed save left, and check what DCP was asked for.
 
         Raises:
-            ValueError: without collectives every rank would publish a checkpoint of its own.
+            CheckpointValueError: without collectives every rank would publish its own checkpoint.
         """
         self._discard()  # DCP does not call reset() when it is given no checkpoint_id
         if not kwargs.get("use_collectives", True):
-            raise ValueError(
+            raise CheckpointValueError(
                 "UnifiedStorageWriter needs use_collectives=True: one rank publishes what all wrote"
             )
 
@@ -93,12 +94,14 @@ class UnifiedStorageWriter(StorageWriter):
         """Lay out the files and make the hidden directory; on the coordinator.
 
         Raises:
-            ValueError: no directory was named, or the ranks' boxes leave holes or overlap.
+            CheckpointValueError: no directory was named, or boxes leave holes or overlap.
         """
         if self._target is None:
-            raise ValueError("UnifiedStorageWriter: no checkpoint_id; give it here or to dcp.save")
+            raise CheckpointValueError(
+                "UnifiedStorageWriter: no checkpoint_id; give it here or to dcp.save"
+            )
         if not all(plan.usable for plan in plans):
-            raise ValueError("UnifiedStorageWriter: enable_plan_caching is not supported")
+            raise CheckpointValueError("UnifiedStorageWriter: enable_plan_caching is not supported")
         self._names = {
             item.index.fqn: self._prefixes.split(item.index.fqn)
             for plan in plans
@@ -106,7 +109,7 @@ class UnifiedStorageWriter(StorageWriter):
             if item.tensor_data is not None
         }
         if len(set(self._names.values())) != len(self._names):
-            raise ValueError(
+            raise CheckpointValueError(
                 f"prefixes {dict(self._prefixes.part_of)} give two of {sorted(self._names)} one key"
             )
         held = [self._held(plan.items) for plan in plans]
@@ -128,11 +131,13 @@ class UnifiedStorageWriter(StorageWriter):
         """Write and fsync this rank's share; a completed future of one result.
 
         Raises:
-            TypeError: a Python object is none that JSON can hold.
+            CheckpointTypeError: a Python object is none that JSON can hold.
         """
         orders = plan.storage_data
         if not isinstance(orders, _Orders):
-            raise TypeError(f"plan has storage data {type(orders).__name__} of another writer")
+            raise CheckpointTypeError(
+                f"plan has storage data {type(orders).__name__} of another writer"
+            )
         parts: dict[str, list[Shard]] = {}
         objects: dict[str, Any] = {}
         for item in plan.items:
@@ -157,10 +162,12 @@ class UnifiedStorageWriter(StorageWriter):
         """Write the manifest and publish; on the coordinator, after all ranks have written.
 
         Raises:
-            ValueError: no save was begun.
+            CheckpointValueError: no save was begun.
         """
         if self._staging is None or self._files is None:
-            raise ValueError("UnifiedStorageWriter: finish() without prepare_global_plan()")
+            raise CheckpointValueError(
+                "UnifiedStorageWriter: finish() without prepare_global_plan()"
+            )
         reports = [result.storage_data for rank in results for result in rank]
         record = DcpRecord(
             names=self._names,
@@ -208,7 +215,7 @@ def _meta_of(item: WriteItem, prefixes: Prefixes) -> BoxMeta:
     """Return the box of a tensor item, under its key in its part."""
     data = item.tensor_data
     if data is None:
-        raise TypeError(f"{item.index.fqn!r} is no tensor")
+        raise CheckpointTypeError(f"{item.index.fqn!r} is no tensor")
     return BoxMeta(
         prefixes.split(item.index.fqn)[1],
         stored_dtype(data.properties.dtype).name,
@@ -220,14 +227,14 @@ def _object_json(name: str, data: io.BytesIO) -> Any:
     """Return a Python object that DCP's planner serialised in memory as JSON types.
 
     Raises:
-        TypeError: it is none that JSON can hold.
+        CheckpointTypeError: it is none that JSON can hold.
     """
     data.seek(0)
     try:
         value = torch.load(data, weights_only=True)
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)", str(error))
-        raise TypeError(
+        raise CheckpointTypeError(
             f"{name!r} is neither a tensor nor a JSON value, but holds "
             f"{found[1] if found else 'other objects'}; convert it to numbers, strings, lists and "
             "dicts, or leave it out"

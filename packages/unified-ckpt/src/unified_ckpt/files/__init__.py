@@ -1,5 +1,6 @@
 """The room `files`."""
 
+from unified_ckpt.files.system import BATCH_BYTES as BATCH_BYTES
 from unified_ckpt.files.system import Buffer as Buffer
 from unified_ckpt.files.system import begin_writeback as begin_writeback
 from unified_ckpt.files.system import exchange as exchange

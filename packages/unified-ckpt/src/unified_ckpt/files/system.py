@@ -26,6 +26,8 @@ _SYNC_FILE_RANGE_WRITE = 2
 _LOCK_POLL_S = 0.05
 _NOT_SUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 
+BATCH_BYTES = 16 * 1024 * 1024  # of one read or write: enough to keep a disk busy
+
 Buffer = bytes | memoryview
 
 

@@ -13,7 +13,14 @@ from collections.abc import Collection, Container, Iterator
 from pathlib import Path
 from typing import Literal
 
-from unified_ckpt.errors import CorruptCheckpointError, DamagedCheckpointWarning, LoadError
+from unified_ckpt.errors import (
+    CheckpointValueError,
+    CorruptCheckpointError,
+    DamagedCheckpointWarning,
+    LoadError,
+    as_path,
+    check_type,
+)
 from unified_ckpt.files import remove_tree, rename, sync_folder
 from unified_ckpt.files.format import (
     MANIFEST_NAME,
@@ -93,10 +100,10 @@ def valid_checkpoints(folder: Path | str, *, verify: Depth = "quick") -> Iterato
     """Yield the valid `checkpoint-N` from the newest to the oldest; warn of each that is not.
 
     Raises:
-        ValueError: `verify` is neither `quick` nor `full`.
+        CheckpointValueError: `verify` is neither `quick` nor `full`.
     """
     check_depth(verify)
-    for path in numbered_checkpoints(Path(folder)):
+    for path in numbered_checkpoints(as_path("folder", folder)):
         fault = find_fault(path, verify)
         if fault is None:
             yield path
@@ -112,21 +119,21 @@ def check_depth(verify: Depth) -> None:
     """Refuse an unknown `verify`.
 
     Raises:
-        ValueError: it is neither `quick` nor `full`.
+        CheckpointValueError: it is neither `quick` nor `full`.
     """
     if verify not in ("quick", "full"):
-        raise ValueError(f"verify={verify!r}; expected 'quick' or 'full'")
+        raise CheckpointValueError(f"verify={verify!r}; expected 'quick' or 'full'")
 
 
 def step_of(checkpoint: Path) -> int:
     """Return N of `checkpoint-N`.
 
     Raises:
-        ValueError: the directory has another name.
+        CheckpointValueError: the directory has another name.
     """
     match = _CHECKPOINT.match(checkpoint.name)
     if match is None:
-        raise ValueError(f"{checkpoint} is not named checkpoint-N")
+        raise CheckpointValueError(f"{checkpoint} is not named checkpoint-N")
     return int(match[1])
 
 
@@ -142,12 +149,14 @@ def rotate(folder: Path | str, keep: int, *, protect: Collection[Path] = ()) -> 
         protect: others that stay, for example the best one.
 
     Raises:
-        ValueError: `keep` is less than 1.
+        CheckpointValueError: `keep` is less than 1.
     """
+    check_type("keep", keep, int)
     if keep < 1:
-        raise ValueError(f"keep={keep} would remove every checkpoint; keep at least 1")
+        raise CheckpointValueError(f"keep={keep} would remove every checkpoint; keep at least 1")
     kept = {path.resolve() for path in protect}
-    complete = [path for path in numbered_checkpoints(Path(folder)) if is_complete(path)]
+    numbered = numbered_checkpoints(as_path("folder", folder))
+    complete = [path for path in numbered if is_complete(path)]
     old = [path for path in complete[keep:] if path.resolve() not in kept]
     for checkpoint in old:
         hidden = hidden_name(checkpoint, "tmp")
@@ -167,14 +176,14 @@ def check_steps_free(folder: Path | str, steps: Container[int]) -> None:
         steps: the steps that the run may save, for example `range(101, 201)`.
 
     Raises:
-        ValueError: names the first thing that stands in the way.
+        CheckpointValueError: names the first thing that stands in the way.
     """
-    for path in reversed(numbered_checkpoints(Path(folder))):
+    for path in reversed(numbered_checkpoints(as_path("folder", folder))):
         if step_of(path) in steps:
             try:
                 check_replaceable(path)
             except ValueError as error:
-                raise ValueError(
+                raise CheckpointValueError(
                     f"{path} is no complete checkpoint, so no save may replace it, but the run "
                     f"will come to step {step_of(path)}; move it away"
                 ) from error

@@ -65,7 +65,7 @@ def copy_checkpoint(source: Path | str, target: Path | str) -> None:
         LoadError: the source is no complete checkpoint of this package.
         CorruptCheckpointError: a byte of the copy differs from its checksum; nothing is published.
         OSError: the disk is full, or cannot be written.
-        ValueError: the target exists and is no checkpoint.
+        CheckpointValueError: the target exists and is no checkpoint.
     """
     source, target = Path(source), Path(os.path.realpath(target))
     manifest = read_manifest(source)

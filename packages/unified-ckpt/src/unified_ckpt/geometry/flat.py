@@ -10,6 +10,7 @@ range. So a flat shard is planned, checked, written and read like any other.
 import math
 from collections.abc import Sequence
 
+from unified_ckpt.errors import CheckpointValueError
 from unified_ckpt.geometry.regions import Shape
 
 
@@ -19,10 +20,10 @@ def flat_boxes(shape: Shape, begin: int, end: int) -> list[tuple[Shape, Shape]]:
     The boxes are in row-major order and none is empty; an empty range gives none.
 
     Raises:
-        ValueError: the range does not lie inside the tensor.
+        CheckpointValueError: the range does not lie inside the tensor.
     """
     if not 0 <= begin <= end <= math.prod(shape):
-        raise ValueError(
+        raise CheckpointValueError(
             f"flattened_range ({begin}, {end}) does not lie in the {math.prod(shape)} elements "
             f"of {shape}"
         )
@@ -49,6 +50,11 @@ def _row(shape: Shape, row: int, begin: int, end: int) -> list[tuple[Shape, Shap
     return [((row, *o), (1, *s)) for o, s in _boxes(shape[1:], begin, end)]
 
 
+def round_up(value: int, unit: int) -> int:
+    """Return the least multiple of `unit` that is at least `value`."""
+    return value + -value % unit
+
+
 def flat_buffer_ranges(
     numels: Sequence[int], *, num_ranks: int, rank: int, align: int = 1
 ) -> list[tuple[int, int]]:
@@ -65,16 +71,15 @@ def flat_buffer_ranges(
         One (begin, end) per parameter, (0, 0) where the rank holds nothing of it.
     """
     if num_ranks < 1 or not 0 <= rank < num_ranks or align < 1:
-        raise ValueError(
+        raise CheckpointValueError(
             f"rank {rank} of num_ranks={num_ranks} with align={align}; "
             "expected 0 <= rank < num_ranks and align >= 1"
         )
     starts, position = [], 0
     for numel in numels:
         starts.append(position)
-        position += -(-numel // align) * align
-    unit = num_ranks * align
-    part = -(-position // unit) * unit // num_ranks
+        position += round_up(numel, align)
+    part = round_up(position, num_ranks * align) // num_ranks
     low, high = rank * part, (rank + 1) * part
     ranges = []
     for start, numel in zip(starts, numels, strict=True):

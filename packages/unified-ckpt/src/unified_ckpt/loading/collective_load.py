@@ -6,7 +6,6 @@ through one small buffer. Nothing is collective: each rank loads what it wants.
     load({"model": model, "optimizer": optimizer, "epoch": 0}, checkpoint_id="run/checkpoint-10")
 """
 
-import re
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -15,14 +14,14 @@ from typing import Literal
 
 import torch
 
-from unified_ckpt.errors import LoadError
+from unified_ckpt.errors import CheckpointTypeError, CheckpointValueError, LoadError
 from unified_ckpt.geometry import Shard
 from unified_ckpt.geometry.tensors import collector_paused
 from unified_ckpt.loading.jobs import LoadJob, make_jobs
 from unified_ckpt.loading.optimizer_memory import StoredStates, allocate_states, remove_states
 from unified_ckpt.loading.reader import Reader
 from unified_ckpt.loading.sources import Sources
-from unified_ckpt.options import MASTER_WEIGHTS, LoadOptions, base_key
+from unified_ckpt.options import MASTER_WEIGHTS, LoadOptions, base_key, matcher
 from unified_ckpt.plans.checkpoint import Checkpoint
 from unified_ckpt.state import (
     FlatState,
@@ -83,8 +82,8 @@ def load(
             saved with different hyperparameters. Nothing was changed.
         CorruptCheckpointError: bytes are missing or differ from their checksum. Destinations may
             be partly filled.
-        TypeError: the state dict cannot be filled.
-        ValueError: a tensor does not fit its box, or shares memory between its elements.
+        CheckpointTypeError: the state dict cannot be filled.
+        CheckpointValueError: a tensor does not fit its box, or shares memory between its elements.
     """
     options = options or LoadOptions()
     checkpoint = Checkpoint(checkpoint_id)
@@ -133,7 +132,8 @@ class _OptimizerHooks:
     def __init__(self, sources: Sources, options: LoadOptions) -> None:
         self._sources = sources
         self._layout = options.layout
-        self._ignored = [re.compile(pattern) for pattern in options.ignored_keys]
+        self._ignores = bool(options.ignored_keys)
+        self.is_ignored = matcher(options.ignored_keys)
         self._groups = StoredGroups(sources.values)
         self._added: list[tuple[torch.optim.Optimizer, list[tuple[torch.Tensor, str]]]] = []
         self.lost_masters: list[tuple[str, str]] = []
@@ -143,14 +143,14 @@ class _OptimizerHooks:
         added = allocate_states(
             optimizer, stored, part, lambda key, tensor: place_tensor(key, tensor, self._layout)
         )
-        self._added.append((optimizer, added))
+        self._added.append((optimizer, added.states))
         self.lost_masters += [
-            (MASTER_WEIGHTS, key) for key in stored.lost_masters if not self.is_ignored(key)
+            (MASTER_WEIGHTS, key) for key in added.lost_masters if not self.is_ignored(key)
         ]
 
     def _without_ignored(self, stored: StoredStates, part: str, prefix: str) -> StoredStates:
         """Leave out what will not be read, but the tensors of a parameter with other states."""
-        if not self._ignored:
+        if not self._ignores:
             return stored
         taken = {base_key(key) for key in stored.tensors if not self.is_ignored(f"{prefix}{key}")}
         return replace(
@@ -163,10 +163,6 @@ class _OptimizerHooks:
             },
             master_dtype=lambda k: None if self.is_ignored(k) else stored.master_dtype(k),
         )
-
-    def is_ignored(self, key: str) -> bool:
-        """Whether the options leave out a tensor's key or a value's path."""
-        return any(pattern.search(key) for pattern in self._ignored)
 
     def group_number(
         self, where: str, names: Sequence[str], position: int, fields: Sequence[str]
@@ -185,16 +181,18 @@ def _flatten(
     if not isinstance(state_dict, Mapping):
         for want in state_dict:
             if not isinstance(want, Shard):
-                raise TypeError(f"wants hold a {type(want).__name__}; expected Shard")
+                raise CheckpointTypeError(f"wants hold a {type(want).__name__}; expected Shard")
         state_dict = {part: list(state_dict)}
     elif not isinstance(state_dict, MutableMapping):
-        raise TypeError(f"state_dict is a {type(state_dict).__name__}; load must change it")
+        raise CheckpointTypeError(
+            f"state_dict is a {type(state_dict).__name__}; load must change it"
+        )
     flat = flatten_state(
         state_dict, layout=options.layout, ignored_keys=options.ignored_keys, hooks=hooks
     )
     for path, slot in flat.all_values():
         if not isinstance(slot.container, MutableMapping | list):
-            raise TypeError(
+            raise CheckpointTypeError(
                 f"{path}: stands in a {type(slot.container).__name__}, which load cannot change; "
                 "use a dict or a list, or add it to ignored_keys"
             )
@@ -229,7 +227,7 @@ def _dropped_states(
     """Return the (part, parameter) pairs whose states are stored, but have no place to go to."""
     dropped = []
     stored: dict[str, set[str]] = {}
-    for part, name in flat.bare:
+    for part, name in flat.stateless:
         if part not in stored:
             keys = sources.index(part).tensor_keys() if sources.has_part(part) else set()
             stored[part] = {base_key(k) for k in keys if "/" in k and not is_ignored(k)}
@@ -254,7 +252,7 @@ def _check_destinations(flat: FlatState) -> None:
                 size > 1 and stride == 0
                 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
             ):
-                raise ValueError(
+                raise CheckpointValueError(
                     f"{want.key!r}: the destination {tuple(tensor.shape)} with strides "
                     f"{tensor.stride()} shares memory between elements; pass a tensor that does not"
                 )

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from unified_ckpt.errors import CheckpointValueError
+
 DCP_NAME = "dcp.json"
 DEFAULT_PREFIXES = {
     "model.": "model",
@@ -27,14 +29,14 @@ class Prefixes:
     """Prefix of DCP's names -> part; no two prefixes have one part, so that names come back.
 
     Raises:
-        ValueError: two prefixes have one part.
+        CheckpointValueError: two prefixes have one part.
     """
 
     part_of: Mapping[str, str] = field(default_factory=lambda: dict(DEFAULT_PREFIXES))
 
     def __post_init__(self) -> None:
         if len(set(self.part_of.values())) != len(self.part_of):
-            raise ValueError(f"prefixes {dict(self.part_of)}: two of them have one part")
+            raise CheckpointValueError(f"prefixes {dict(self.part_of)}: two of them have one part")
 
     def split(self, name: str) -> tuple[str, str]:
         """Return the part and the key of a DCP name."""
@@ -68,11 +70,11 @@ class DcpRecord:
         """Undo `to_bytes`.
 
         Raises:
-            ValueError: it is not what this package writes.
+            CheckpointValueError: it is not what this package writes.
         """
         try:
             content = json.loads(raw)
             names = {name: (str(part), str(key)) for name, (part, key) in content["names"].items()}
             return cls(names, dict(content["objects"]), dict(content["paths"]))
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{DCP_NAME} is malformed: {error!r}") from error
+            raise CheckpointValueError(f"{DCP_NAME} is malformed: {error!r}") from error

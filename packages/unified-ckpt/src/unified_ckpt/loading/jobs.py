@@ -24,7 +24,7 @@ from unified_ckpt.state.compression import BLOCK, dequantize, moment_of
 Index = Mapping[str, StoredTensor | SplitTensor]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class LoadJob:
     """Reads of one stored part: run the plan into the destinations, then `finish`."""
 
@@ -103,8 +103,7 @@ def _make_job(index: PartIndex, wants: Sequence[tuple[str, Shard]], *, cast: boo
         else:
             job.add(meta, shard.tensor, stored[key])
         job.changed.append(shard.tensor)
-    job.plan = plan_load(job.metas, {**stored, **scaled}, cast=cast)
-    return job
+    return replace(job, plan=plan_load(job.metas, {**stored, **scaled}, cast=cast))
 
 
 def _add_compressed(

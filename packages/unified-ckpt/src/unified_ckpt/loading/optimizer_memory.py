@@ -5,11 +5,12 @@ remove_states(optimizer, added.states)  # if the load fails
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
+from unified_ckpt.errors import CheckpointValueError
 from unified_ckpt.geometry import Shard
 from unified_ckpt.geometry.tensors import dtype_of
 from unified_ckpt.plans import SplitTensor, StoredTensor
@@ -28,14 +29,25 @@ class StoredStates:
         values: likewise, states that are no tensors.
         master_name: under which name the states held master weights, None if they did not.
         master_dtype: returns the dtype of a parameter's master weights, None if there are none.
-        lost_masters: `allocate_states` adds parameters that have states, but no master weights.
     """
 
     tensors: Mapping[str, StoredTensor | SplitTensor]
     values: Mapping[str, Any]
     master_name: str | None
     master_dtype: Callable[[str], torch.dtype | None]
-    lost_masters: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatedStates:
+    """What `allocate_states` did.
+
+    Attributes:
+        states: what was added, as (parameter, name of the state), for `remove_states`.
+        lost_masters: keys of parameters that have states, but no master weights.
+    """
+
+    states: list[tuple[torch.Tensor, str]]
+    lost_masters: list[str]
 
 
 def allocate_states(
@@ -43,7 +55,7 @@ def allocate_states(
     stored: StoredStates,
     path: str,
     place: Callable[[str, torch.Tensor], Sequence[Shard]],
-) -> list[tuple[torch.Tensor, str]]:
+) -> AllocatedStates:
     """Give a fresh optimizer a place for every state that a checkpoint holds of its parameters.
 
     A state that is shaped like its parameter becomes zeros like it (a DTensor too), but of the
@@ -52,14 +64,12 @@ def allocate_states(
     Args:
         place: returns the stored boxes of a parameter; their keys are looked up.
 
-    Returns:
-        What was added, as (parameter, name of the state), for `remove_states`.
-
     Raises:
-        ValueError: a state is a collection with tensors, which only the optimizer can make.
+        CheckpointValueError: a state is a collection of tensors, which only the optimizer makes.
     """
     tensors, values = _by_parameter(stored.tensors), _by_parameter(stored.values)
     new: list[tuple[torch.Tensor, str, Any]] = []
+    lost_masters: list[str] = []
     for group in optimizer.param_groups:
         on_device = bool(group.get("fused") or group.get("capturable"))
         for name, parameter in zip(parameter_names(group, path), group["params"], strict=True):
@@ -72,7 +82,7 @@ def allocate_states(
                 if root in known:
                     continue
                 if dot:
-                    raise ValueError(
+                    raise CheckpointValueError(
                         f"{path}: the state {state!r} of {name!r} is in a collection, which only "
                         "the optimizer can make; let it take a step before the load"
                     )
@@ -83,10 +93,10 @@ def allocate_states(
                 if dtype is not None:
                     new.append((parameter, stored.master_name, _like(parameter, dtype)))
                 elif found:
-                    stored.lost_masters.append(boxes[0].key)
+                    lost_masters.append(boxes[0].key)
     for parameter, state, value in new:
         optimizer.state[parameter][state] = value
-    return [(parameter, state) for parameter, state, _ in new]
+    return AllocatedStates([(parameter, state) for parameter, state, _ in new], lost_masters)
 
 
 def _blank(

@@ -14,12 +14,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from types import TracebackType
 
 import torch
 
 from unified_ckpt.errors import CorruptCheckpointError, LoadError
-from unified_ckpt.files import open_for_read, read_at, read_runs
+from unified_ckpt.files import BATCH_BYTES, open_for_read, read_at, read_runs
 from unified_ckpt.files.checksums import Checksums, PendingSum, crc32, crc_of_file, crc_of_runs
 from unified_ckpt.files.format import FileRecord
 from unified_ckpt.geometry import Region
@@ -27,7 +26,6 @@ from unified_ckpt.geometry.tensors import bits_of, byte_view, is_plain_memory, n
 from unified_ckpt.plans import LoadPlan, Read
 from unified_ckpt.plans.checkpoint import Checkpoint
 
-_BATCH_BYTES = 16 * 1024 * 1024
 _PAGE_BYTES = 4096  # the disk reads whole pages, so smaller gaps cost only a copy
 _TINY_RUN_BYTES = 512  # below it a call for each run costs more than reading over the gaps
 _MANY_RUNS = 4096
@@ -67,12 +65,7 @@ class Reader:
     def __enter__(self) -> "Reader":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def run(self, plan: LoadPlan, destinations: Sequence[Destination | None]) -> None:
@@ -182,7 +175,7 @@ class _FileReader:
             self._flush()
         self._batch.append((region, buffer, key))
         self._batch_bytes += region.num_bytes
-        if self._batch_bytes >= _BATCH_BYTES:
+        if self._batch_bytes >= BATCH_BYTES:
             self._flush()
 
     def _flush(self) -> None:

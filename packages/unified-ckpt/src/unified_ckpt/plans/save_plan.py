@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from unified_ckpt.errors import CheckpointValueError
 from unified_ckpt.files.format import HeaderEntry, encode_header
 from unified_ckpt.geometry import BoxMeta, Region, Shape, box_region, check_tiling, split_box
 from unified_ckpt.geometry.tensors import dtype_of
@@ -173,8 +174,8 @@ def plan_save(
     *,
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
-    apart: Mapping[str, Collection[str]] | None = None,
-    left_out: Mapping[str, Collection[str]] | None = None,
+    kept_sharded: Mapping[str, Collection[str]] | None = None,
+    excluded: Mapping[str, Collection[str]] | None = None,
 ) -> SavePlan:
     """Plan a save from what each rank holds (`held[rank][part]`, boxes in the rank's own order).
 
@@ -182,22 +183,22 @@ def plan_save(
     the unit of checksums, has at most `chunk_bytes`.
 
     Args:
-        apart: by part, tensors whose boxes become stored tensors of their own (`split_key`).
-        left_out: by part, tensors that are checked but not written.
+        kept_sharded: by part, tensors whose boxes become stored tensors of their own (`split_key`).
+        excluded: by part, tensors that are checked but not written.
 
     Raises:
-        ValueError: ranks disagree about a tensor, boxes overlap, or a tensor has a hole.
+        CheckpointValueError: ranks disagree about a tensor, boxes overlap, or a tensor has a hole.
     """
     if max_shard_bytes < 1 or chunk_bytes < 1:
-        raise ValueError(
+        raise CheckpointValueError(
             f"max_shard_bytes={max_shard_bytes}, chunk_bytes={chunk_bytes}: both must be at least 1"
         )
     parts = sorted({part for boxes in held for part in boxes}, key=lambda p: (p != "model", p))
     tensors = {part: _tensors_of(part, held) for part in parts}
-    for part, keys in (left_out or {}).items():
+    for part, keys in (excluded or {}).items():
         tensors[part] = [t for t in tensors.get(part, []) if t.key not in keys]
-    for part, keys in (apart or {}).items():
-        split = [_boxes_apart(t) if t.key in keys else [t] for t in tensors.get(part, [])]
+    for part, keys in (kept_sharded or {}).items():
+        split = [_split_into_boxes(t) if t.key in keys else [t] for t in tensors.get(part, [])]
         tensors[part] = sorted(itertools.chain(*split), key=lambda t: t.key)
     rank_bytes, writers = _assign(tensors, len(held))
     files: list[FilePlan] = []
@@ -216,12 +217,12 @@ def _tensors_of(part: str, held: Sequence[Mapping[str, Sequence[BoxMeta]]]) -> l
             known_rank, known = first.setdefault(meta.key, (rank, meta))
             box = meta.box
             if (known.dtype, known.box.global_shape) != (meta.dtype, box.global_shape):
-                raise ValueError(
+                raise CheckpointValueError(
                     f"{part} {meta.key!r}: rank {known_rank} says {known.dtype} "
                     f"{known.box.global_shape}, rank {rank} says {meta.dtype} {box.global_shape}"
                 )
             if box.flattened_range is not None:
-                raise ValueError(
+                raise CheckpointValueError(
                     f"{part} {meta.key!r}: plan its unflattened boxes, not its flattened_range"
                 )
             if box.numel:
@@ -237,7 +238,7 @@ def _tensors_of(part: str, held: Sequence[Mapping[str, Sequence[BoxMeta]]]) -> l
         whole = len(boxes) == 1 and boxes[0][1] == global_shape  # most are
         problem = None if whole else check_tiling(global_shape, boxes)
         if problem is not None:
-            raise ValueError(f"{part} {key!r} {global_shape}: {problem}")
+            raise CheckpointValueError(f"{part} {key!r} {global_shape}: {problem}")
         size = dtype_of(meta.dtype).itemsize_bytes
         tensors.append(
             _Tensor(
@@ -261,7 +262,7 @@ def split_key(key: str, offset: Shape, shape: Shape, global_shape: Shape) -> str
     return f"{key}@{box}@{','.join(map(str, global_shape))}"
 
 
-def _boxes_apart(tensor: _Tensor) -> list[_Tensor]:
+def _split_into_boxes(tensor: _Tensor) -> list[_Tensor]:
     """Make every box of a tensor that is in several boxes a stored tensor of its own."""
     if len(tensor.boxes) < 2:
         return [tensor]

@@ -21,19 +21,22 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from enum import Flag, auto
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 
 from unified_ckpt.errors import (
+    CheckpointValueError,
     CorruptCheckpointError,
     DamagedCheckpointWarning,
     LoadError,
     SaveArgumentError,
     SaveError,
     SavePeerError,
+    as_path,
+    check_type,
 )
 from unified_ckpt.files import lock_folder, make_folders, unlock_folder
 from unified_ckpt.folders import (
@@ -71,7 +74,7 @@ class ManagerOptions:
         timeout_s: bound on each wait for the other ranks.
 
     Raises:
-        ValueError: a number is not positive, or `best_mode` is unknown.
+        CheckpointValueError: a number is not positive, or `best_mode` is unknown.
     """
 
     save_steps: int | None = None
@@ -85,10 +88,11 @@ class ManagerOptions:
     def __post_init__(self) -> None:
         for name in ("save_steps", "save_minutes", "save_total_limit", "timeout_s"):
             value = getattr(self, name)
+            check_type(name, value, int, float, type(None))
             if value is not None and not value > 0:
-                raise ValueError(f"{name}={value!r} must be positive, or None")
+                raise CheckpointValueError(f"{name}={value!r} must be positive, or None")
         if self.best_mode not in ("min", "max"):
-            raise ValueError(f"best_mode={self.best_mode!r}; expected 'min' or 'max'")
+            raise CheckpointValueError(f"best_mode={self.best_mode!r}; expected 'min' or 'max'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +102,14 @@ class Decision:
     save: bool
     stop: bool
     reasons: tuple[str, ...]
+
+
+class _Ask(Flag):
+    """What some rank asks for after a step."""
+
+    MINUTES = auto()
+    SIGNAL = auto()
+    STOP = auto()
 
 
 class CheckpointManager:
@@ -127,7 +139,7 @@ class CheckpointManager:
         *,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.folder = Path(os.path.realpath(folder))
+        self.folder = Path(os.path.realpath(as_path("folder", folder)))
         self.options = options or ManagerOptions()
         self._group = group
         self._saved_at_s = time.monotonic()
@@ -165,11 +177,11 @@ class CheckpointManager:
         """Return the directory of a step's checkpoint.
 
         Raises:
-            TypeError: the step is no whole number.
-            ValueError: the step is negative.
+            CheckpointTypeError: the step is no whole number.
+            CheckpointValueError: the step is negative.
         """
         if operator.index(step) < 0:
-            raise ValueError(f"step={step} is negative; count steps from 0")
+            raise CheckpointValueError(f"step={step} is negative; count steps from 0")
         return self.folder / f"checkpoint-{operator.index(step)}"
 
     def decide(self, step: int) -> Decision:
@@ -185,16 +197,21 @@ class CheckpointManager:
         seen = self._watch.seen
         minutes = options.save_minutes
         late = minutes is not None and time.monotonic() - self._saved_at_s >= 60 * minutes
-        flags = [late and agreement.rank == 0, bool(seen), stops_training(seen)]
+        asked = _Ask(0)
+        asked |= _Ask.MINUTES if late and agreement.rank == 0 else _Ask(0)
+        asked |= _Ask.SIGNAL if seen else _Ask(0)
+        asked |= _Ask.STOP if stops_training(seen) else _Ask(0)
         if minutes is not None or options.signals:
-            flags = agreement.any_of("decide", flags)
-        by_minutes, by_signal, stop = flags
-        if by_signal:  # one that came meanwhile is answered by this save, unless it asks to end
+            asked = agreement.any_of("decide", asked)
+        stop = _Ask.STOP in asked
+        if (
+            _Ask.SIGNAL in asked
+        ):  # one that came meanwhile is answered by this save, unless it asks to end
             self._watch.clear(stopping=stop)
         causes = {
             "steps": due_by_steps(step, options.save_steps),
-            "minutes": by_minutes,
-            "signal": by_signal,
+            "minutes": _Ask.MINUTES in asked,
+            "signal": _Ask.SIGNAL in asked,
         }
         reasons = tuple(name for name, holds in causes.items() if holds)
         if reasons:  # a save in the background completes much later
@@ -292,7 +309,7 @@ class CheckpointManager:
             LoadError: `load_one` failed on some rank for another reason. On every rank.
             SaveError: the first rank cannot list the folder. On every rank.
             SavePeerError: a peer did not arrive within the time limit.
-            ValueError: `verify` is neither `quick` nor `full`.
+            CheckpointValueError: `verify` is neither `quick` nor `full`.
         """
         check_depth(verify)
         agreement = self._agreement("resume")
@@ -323,12 +340,7 @@ class CheckpointManager:
     def __enter__(self) -> "CheckpointManager":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _agreement(self, call: str) -> Agreement:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from unified_ckpt.errors import LoadError
+from unified_ckpt.errors import CheckpointValueError, LoadError
 from unified_ckpt.plans.checkpoint import load_files
 
 METRICS_NAME = "metrics.json"
@@ -28,7 +28,7 @@ def encode_metrics(step: int, metrics: Mapping[str, float]) -> bytes:
     """Write the metrics of a checkpoint as they stand in its `metrics.json`.
 
     Raises:
-        TypeError: a metric is not a number.
+        CheckpointTypeError: a metric is not a number.
     """
     numbers = {name: float(value) for name, value in metrics.items()}
     return json.dumps({"step": int(step), "metrics": numbers}).encode()
@@ -40,11 +40,13 @@ def with_metrics(
     """Add `metrics.json` to the files of a checkpoint, if there are metrics.
 
     Raises:
-        TypeError: a metric is not a number.
-        ValueError: the files have one of that name.
+        CheckpointTypeError: a metric is not a number.
+        CheckpointValueError: the files have one of that name.
     """
     if METRICS_NAME in files:
-        raise ValueError(f"files has {METRICS_NAME!r}, which holds `metrics`; use another name")
+        raise CheckpointValueError(
+            f"files has {METRICS_NAME!r}, which holds `metrics`; use another name"
+        )
     return {**files} if metrics is None else {**files, METRICS_NAME: encode_metrics(step, metrics)}
 
 

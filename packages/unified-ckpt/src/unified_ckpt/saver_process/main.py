@@ -26,7 +26,7 @@ from unified_ckpt.folders import rotate
 from unified_ckpt.geometry import Shard
 from unified_ckpt.geometry.tensors import byte_view
 from unified_ckpt.saver_process.answers import MAX_MESSAGE_BYTES, error_to_json, report_to_json
-from unified_ckpt.saver_process.rendezvous import SaverMeeting, connect_store
+from unified_ckpt.saver_process.rendezvous import SaverRendezvous, connect_store
 from unified_ckpt.saving import save_request
 from unified_ckpt.snapshots import SharedMemory, SnapshotRequest, StagingLayout, decode_request
 from unified_ckpt.snapshots.average import EMA_FILE, EMA_PART, EmaConfig, EmaMemory
@@ -57,7 +57,7 @@ class SaverWorker:
         store = settings["store"]
         if store is not None:
             store = connect_store(*store, timeout_s=settings["start_timeout_s"])
-        self._meeting = SaverMeeting(
+        self._rendezvous = SaverRendezvous(
             store, rank=settings["rank"], size=settings["size"], timeout_s=self._timeout_s
         )
 
@@ -75,13 +75,13 @@ class SaverWorker:
                 self._layout = StagingLayout.from_json(json.loads(layout_json))
                 self._layout_json = layout_json
             self._attach_ema(average)
-            if message["redo"]:
-                self._redo(number, request, memory)
+            if message["replay"]:
+                self._replay(number, request, memory)
             else:
                 answer["report"] = self._use(number, request, memory)
         except (CheckpointError, OSError, ValueError, TypeError, RuntimeError) as error:
             if isinstance(error, SavePeerError):
-                self._meeting.leave()
+                self._rendezvous.leave()
             answer["error"] = error_to_json(error)
         return answer
 
@@ -92,7 +92,7 @@ class SaverWorker:
         save = request.checkpoint_id is not None
         updates = None if self._ema is None else self._ema.num_updates
         note = {"checkpoint_id": request.checkpoint_id, "loss": request.loss, "ema": updates}
-        self._meeting.enter(number, note=note, save=save)
+        self._rendezvous.enter(number, note=note, save=save)
         parts: dict[str, Sequence[Shard]] = dict(self._layout.shards(memory.tensor))
         if self._ema is not None:
             self._ema.update(self._layout, memory.tensor, number=number, loss=request.loss)
@@ -127,9 +127,9 @@ class SaverWorker:
             return error
         return None
 
-    def _redo(self, number: int, request: SnapshotRequest, memory: SharedMemory) -> None:
+    def _replay(self, number: int, request: SnapshotRequest, memory: SharedMemory) -> None:
         """Bring the average to where the other ranks have it, after a saver that died."""
-        if self._ema is not None and self._meeting.agreed(number):
+        if self._ema is not None and self._rendezvous.agreed(number):
             self._ema.update(self._layout, memory.tensor, number=number, loss=request.loss)
 
     def _attach_ema(self, average: Sequence[SharedMemory]) -> None:

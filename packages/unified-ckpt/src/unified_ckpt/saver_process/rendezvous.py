@@ -1,15 +1,15 @@
 """The saver processes of all ranks meet before each snapshot is used, in a gloo group of their own.
 
 They meet through a store that the first rank's trainer hosts. For each snapshot there is one
-verdict, written once: `go` when all have arrived, or the failure of the first rank that said that
+outcome, written once: `go` when all have arrived, or the failure of the first rank that said that
 it cannot come. So all ranks take a snapshot or none does. Saves run over the last gloo group where
 every saver still has it, else over a new one; a saver that was started anew joins at the next
 snapshot. No trainer takes part.
 
-    meeting = SaverMeeting(store, rank=0, size=2, timeout_s=60)
-    meeting.enter(1, note={}, save=True)
+    rendezvous = SaverRendezvous(store, rank=0, size=2, timeout_s=60)
+    rendezvous.enter(1, note={}, save=True)
     ...  # save over the default group
-    meeting.leave()  # after an error: the next meeting makes a new group
+    rendezvous.leave()  # after an error: the next rendezvous makes a new group
 """
 
 import json
@@ -24,8 +24,9 @@ from unified_ckpt._torch_private import PrefixStore, Store, TCPStore
 from unified_ckpt.errors import SaveError, SavePeerError
 
 _PREFIX = "unified-ckpt-savers"
-_KEPT_VERDICTS = 64  # far more than snapshots can be under way
-_POLL_S = (0.001, 0.05)  # the first and the longest pause between two looks at the store
+_KEPT_OUTCOMES = 64  # far more than snapshots can be under way
+_FIRST_PAUSE_S = 0.001  # between two looks at the store
+_LONGEST_PAUSE_S = 0.05
 
 
 def host_store(*, timeout_s: float) -> TCPStore:
@@ -49,15 +50,15 @@ def post_failure(store: Store, number: int, text: str) -> None:
     _post(store, number, {"error": text})
 
 
-def _post(store: Store, number: int, verdict: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the verdict if there is none yet; return the one that holds."""
-    held = store.compare_set(f"{_PREFIX}/{number}/verdict", "", json.dumps(verdict))
+def _post(store: Store, number: int, outcome: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the outcome if there is none yet; return the one that holds."""
+    held = store.compare_set(f"{_PREFIX}/{number}/outcome", "", json.dumps(outcome))
     found: dict[str, Any] = json.loads(bytes(held))
     return found
 
 
-class SaverMeeting:
-    """One saver's part in the meetings; a single rank meets nobody.
+class SaverRendezvous:
+    """One saver's part in the rendezvous; a single rank meets nobody.
 
     Args:
         store: connected to the first rank's trainer; None for a single rank.
@@ -91,11 +92,11 @@ class SaverMeeting:
         try:
             mine = {"group": self._group, "note": dict(note)}
             self._store.set(_here(number, self._rank), json.dumps(mine))
-            verdict = self._decide(number) if self._rank == 0 else self._await(number)
-            if verdict["error"]:
-                raise SaveError(verdict["error"])
-            if save and verdict["group"] != self._group:
-                self._form(verdict["group"])
+            outcome = self._decide(number) if self._rank == 0 else self._await(number)
+            if outcome["error"]:
+                raise SaveError(outcome["error"])
+            if save and outcome["group"] != self._group:
+                self._form(outcome["group"])
         except (RuntimeError, ValueError) as error:
             if isinstance(error, SaveError):
                 raise
@@ -105,22 +106,22 @@ class SaverMeeting:
             ) from error
 
     def agreed(self, number: int) -> bool:
-        """Whether the verdict about a snapshot, which must be there, was to use it."""
+        """Whether the outcome about a snapshot, which must be there, was to use it."""
         if self._store is None:
             return True
         return not _post(self._store, number, {"error": "its saver process died"})["error"]
 
     def leave(self) -> None:
-        """Give up the group; the next meeting that needs one makes a new one."""
+        """Give up the group; the next rendezvous that needs one makes a new one."""
         if dist.is_initialized():
             dist.destroy_process_group()
         self._group = -1
 
     def _decide(self, number: int) -> dict[str, Any]:
-        """The first rank reads what all have and writes the verdict."""
+        """The first rank reads what all have and writes the outcome."""
         for rank in range(self._size):
             self._wait(number, _here(number, rank))
-        if self._has(f"{_PREFIX}/{number}/verdict"):
+        if self._has(f"{_PREFIX}/{number}/outcome"):
             return self._post(number, {"error": ""})
         here = [json.loads(self._read(_here(number, rank))) for rank in range(self._size)]
         for rank, other in enumerate(here):
@@ -132,18 +133,18 @@ class SaverMeeting:
                 return self._post(number, {"error": text})
         groups = {other["group"] for other in here}
         group = groups.pop() if groups != {-1} and len(groups) == 1 else number
-        verdict = self._post(number, {"error": "", "group": group})
+        outcome = self._post(number, {"error": "", "group": group})
         self._forget(number)
-        return verdict
+        return outcome
 
     def _await(self, number: int) -> dict[str, Any]:
-        self._wait(number, f"{_PREFIX}/{number}/verdict")
-        return self._post(number, {"error": "no verdict"})
+        self._wait(number, f"{_PREFIX}/{number}/outcome")
+        return self._post(number, {"error": "no outcome"})
 
     def _wait(self, number: int, key: str) -> None:
-        """Wait for a key or a verdict; write the verdict that the time is over, if it is."""
-        deadline, pause_s = time.monotonic() + self._timeout_s, _POLL_S[0]
-        while not (self._has(key) or self._has(f"{_PREFIX}/{number}/verdict")):
+        """Wait for a key or a outcome; write the outcome that the time is over, if it is."""
+        deadline, pause_s = time.monotonic() + self._timeout_s, _FIRST_PAUSE_S
+        while not (self._has(key) or self._has(f"{_PREFIX}/{number}/outcome")):
             if time.monotonic() > deadline:
                 absent = [r for r in range(self._size) if not self._has(_here(number, r))]
                 text = (
@@ -153,19 +154,19 @@ class SaverMeeting:
                 self._post(number, {"error": text})
                 return
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _POLL_S[1])
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _forget(self, number: int) -> None:
         """Remove from the store what nobody asks for any more."""
         self._past.append(number)
-        if self._store is None or len(self._past) <= _KEPT_VERDICTS:
+        if self._store is None or len(self._past) <= _KEPT_OUTCOMES:
             return
         old = self._past.pop(0)
-        for key in (f"{_PREFIX}/{old}/verdict", *(_here(old, r) for r in range(self._size))):
+        for key in (f"{_PREFIX}/{old}/outcome", *(_here(old, r) for r in range(self._size))):
             self._store.delete_key(key)
 
-    def _post(self, number: int, verdict: Mapping[str, Any]) -> dict[str, Any]:
-        return {} if self._store is None else _post(self._store, number, verdict)
+    def _post(self, number: int, outcome: Mapping[str, Any]) -> dict[str, Any]:
+        return {} if self._store is None else _post(self._store, number, outcome)
 
     def _read(self, key: str) -> bytes:
         return b"" if self._store is None else bytes(self._store.get(key))

@@ -83,7 +83,7 @@ def save(
         group: the ranks that save together, None for all; without process groups this one alone.
         files: more files by relative name, written by the group's first rank (others' are ignored).
         rank_files: more files by relative name, written by every rank; names must be unique.
-        options: what to leave out, store apart or compress; the same on every rank.
+        options: what to exclude, keep sharded or compress; the same on every rank.
         timeout_s: bound on each wait for the other ranks.
 
     Raises:

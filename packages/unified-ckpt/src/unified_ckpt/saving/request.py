@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from unified_ckpt.errors import CheckpointTypeError, CheckpointValueError
 from unified_ckpt.files.format import MANIFEST_NAME
 from unified_ckpt.geometry import BoxMeta, Shard
 from unified_ckpt.options import MASTER_WEIGHTS, MODEL, OPTIMIZER, SaveOptions, base_key
@@ -65,8 +66,8 @@ def make_request(
     """Take a state dict apart and apply the options that one rank can apply alone.
 
     Raises:
-        TypeError: a leaf is neither a tensor nor JSON.
-        ValueError: a tensor does not fit its box, or cannot be compressed.
+        CheckpointTypeError: a leaf is neither a tensor nor JSON.
+        CheckpointValueError: a tensor does not fit its box, or cannot be compressed.
     """
     options = options or SaveOptions()
     flat = flatten_state(state_dict, layout=options.layout, ignored_keys=options.ignored_keys)
@@ -90,16 +91,16 @@ def make_request(
 def _without_aliases(
     flat: FlatState, tied: Mapping[str, str]
 ) -> tuple[dict[str, Sequence[Shard]], dict[str, set[str]]]:
-    """Leave out tensors that are stored under another key; return what was left out by part."""
+    """Exclude tensors that are stored under another key; return those keys by part."""
     if not tied:
         return dict(flat.parts), {}
     parts: dict[str, Sequence[Shard]] = {}
     aliases: dict[str, set[str]] = {}
     for part, shards in flat.parts.items():
         parts[part] = [shard for shard in shards if base_key(shard.key) not in tied]
-        left_out = {shard.key for shard in shards if base_key(shard.key) in tied}
-        if left_out:
-            aliases[part] = left_out
+        excluded = {shard.key for shard in shards if base_key(shard.key) in tied}
+        if excluded:
+            aliases[part] = excluded
     return parts, aliases
 
 
@@ -107,7 +108,9 @@ def _describe_parts(parts: Mapping[str, Sequence[Shard]]) -> dict[str, list[list
     """Check the names of this rank's parts and return their boxes as JSON types."""
     for part in parts:
         if not _PART.match(part):
-            raise ValueError(f"part {part!r} must be lower-case letters, digits and underscores")
+            raise CheckpointValueError(
+                f"part {part!r} must be lower-case letters, digits and underscores"
+            )
     return {part: [shard.meta.to_json() for shard in shards] for part, shards in parts.items()}
 
 
@@ -116,9 +119,13 @@ def _describe_blobs(blobs: Mapping[str, bytes]) -> list[tuple[str, int]]:
     for name, blob in blobs.items():
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or str(path) != name or name == ".":
-            raise ValueError(f"file name {name!r} must be a relative path inside the checkpoint")
+            raise CheckpointValueError(
+                f"file name {name!r} must be a relative path inside the checkpoint"
+            )
         if not isinstance(blob, bytes):
-            raise TypeError(f"file {name!r} holds a {type(blob).__name__}; expected bytes")
+            raise CheckpointTypeError(
+                f"file {name!r} holds a {type(blob).__name__}; expected bytes"
+            )
     return [(name, len(blob)) for name, blob in blobs.items()]
 
 
@@ -126,12 +133,14 @@ def plan_request(described: Sequence[Mapping[str, Any]]) -> SavePlan:
     """Plan from every rank's description; the same on every rank.
 
     Raises:
-        ValueError: the ranks disagree, a tensor has a hole or an overlap, or names clash.
+        CheckpointValueError: the ranks disagree, a tensor has a hole or an overlap, or names clash.
     """
     for name in ("target", "options"):
         values = [rank[name] for rank in described]
         if any(value != values[0] for value in values):
-            raise ValueError(f"ranks disagree about {name}: {values}; pass the same on every rank")
+            raise CheckpointValueError(
+                f"ranks disagree about {name}: {values}; pass the same on every rank"
+            )
     options = described[0]["options"]
     held = [
         {part: [BoxMeta.from_json(box) for box in boxes] for part, boxes in rank["parts"].items()}
@@ -140,8 +149,8 @@ def plan_request(described: Sequence[Mapping[str, Any]]) -> SavePlan:
     plan = plan_save(
         held,
         max_shard_bytes=options["max_shard_bytes"],
-        apart=_kept_apart(described, held, options),
-        left_out=_left_out(held) if options["skip_save_model_weight"] else None,
+        kept_sharded=_kept_sharded(described, held, options),
+        excluded=_excluded(held) if options["skip_save_model_weight"] else None,
     )
     _check_aliases(described, held, options["tied"])
     state_file = {STATE_NAME} if state_file_bytes(described) else set()
@@ -149,47 +158,49 @@ def plan_request(described: Sequence[Mapping[str, Any]]) -> SavePlan:
     names += [name for rank in described for name, _ in rank["files"]]
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
-        raise ValueError(f"several ranks or arguments would write {twice}; give each its own name")
+        raise CheckpointValueError(
+            f"several ranks or arguments would write {twice}; give each its own name"
+        )
     return plan
 
 
 Held = Sequence[Mapping[str, Sequence[BoxMeta]]]
 
 
-def _kept_apart(
+def _kept_sharded(
     described: Sequence[Mapping[str, Any]], held: Held, options: Mapping[str, Any]
 ) -> dict[str, set[str]]:
     """Return the tensors, by part, whose boxes become stored tensors of their own."""
-    apart: dict[str, set[str]] = {}
+    kept_sharded: dict[str, set[str]] = {}
     for part in (OPTIMIZER, MASTER_WEIGHTS):
         keys: set[str] = set()
         if options["ignore_merge_optimizer"]:
             keys = {meta.key for rank in held for meta in rank.get(part, ())}
         elif not options["gather_split_param"]:
             keys = {key for rank in described for key in rank["flat_keys"].get(part, ())}
-        apart[part] = keys
-    return apart
+        kept_sharded[part] = keys
+    return kept_sharded
 
 
-def _left_out(held: Held) -> dict[str, set[str]]:
+def _excluded(held: Held) -> dict[str, set[str]]:
     """Return the model's tensors that the master weights hold too.
 
     Raises:
-        ValueError: a master weight has another shape than the parameter.
+        CheckpointValueError: a master weight has another shape than the parameter.
     """
     boxes = [(meta.key, meta.box) for rank in held for meta in rank.get(MASTER_WEIGHTS, ())]
     shapes = {key: box.global_shape for key, box in boxes}
-    left_out = set()
+    excluded = set()
     for meta in (meta for rank in held for meta in rank.get(MODEL, ())):
         if meta.key in shapes:
             shape = meta.box.global_shape
             if shapes[meta.key] != shape:
-                raise ValueError(
+                raise CheckpointValueError(
                     f"skip_save_model_weight: {meta.key!r} is {shape} in 'model', "
                     f"but {shapes[meta.key]} in 'master_weights'"
                 )
-            left_out.add(meta.key)
-    return {MODEL: left_out}
+            excluded.add(meta.key)
+    return {MODEL: excluded}
 
 
 def _check_aliases(
@@ -200,7 +211,7 @@ def _check_aliases(
         for alias in {key for rank in described for key in rank["aliases"].get(part, ())}:
             parameter, slash, state = alias.partition("/")
             if f"{tied[parameter]}{slash}{state}" not in stored:
-                raise ValueError(
+                raise CheckpointValueError(
                     f"{part} {alias!r} is tied to {tied[parameter]!r}, which no rank holds; name "
                     "the key that is stored"
                 )
@@ -210,14 +221,14 @@ def state_file_bytes(described: Sequence[Mapping[str, Any]]) -> bytes:
     """Return the contents of `unified_ckpt.json`, empty if there is nothing to say.
 
     Raises:
-        ValueError: ranks give different values for one path, or one parameter.
+        CheckpointValueError: ranks give different values for one path, or one parameter.
     """
     held, merged = merge_groups([description["values"] for description in described])
     rank_of: dict[str, int] = {}
     for rank, values in enumerate(held):
         for path, value in values.items():
             if path in merged and not _same(merged[path], value):
-                raise ValueError(
+                raise CheckpointValueError(
                     f"{path!r} is {merged[path]!r} on rank {rank_of[path]}, {value!r} on rank "
                     f"{rank}; values must be equal, or go into rank_files"
                 )

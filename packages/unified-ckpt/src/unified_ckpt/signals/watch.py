@@ -14,7 +14,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from types import FrameType, TracebackType
+from types import FrameType
+
+from unified_ckpt.errors import CheckpointValueError
 
 Signals = signal.Signals
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -41,14 +43,14 @@ class SignalWatch:
             all processes of a job and the launcher passes on to its workers what it got.
 
     Raises:
-        ValueError: called outside the main thread, where Python takes no handlers.
+        CheckpointValueError: called outside the main thread, where Python takes no handlers.
     """
 
     def __init__(
         self, signals: Sequence[Signals] = DEFAULT_SIGNALS, *, repeat_s: float = 2.0
     ) -> None:
         if signals and threading.current_thread() is not threading.main_thread():
-            raise ValueError(
+            raise CheckpointValueError(
                 "signals can be watched from the main thread only; make the watch there, or pass "
                 "signals=()"
             )
@@ -79,12 +81,7 @@ class SignalWatch:
     def __enter__(self) -> "SignalWatch":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:

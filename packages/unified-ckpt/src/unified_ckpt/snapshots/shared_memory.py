@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from unified_ckpt.errors import SaveError
+from unified_ckpt.geometry import round_up
 from unified_ckpt.snapshots.cuda_pinning import pin, unpin
 
 _RESERVE_BYTES = 64 * 1024 * 1024  # left to everything else on the machine
@@ -38,7 +39,7 @@ class SharedMemory:
         Raises:
             SaveError: the machine has not that much memory available.
         """
-        num_bytes = max(num_bytes, 1) + -max(num_bytes, 1) % mmap.PAGESIZE
+        num_bytes = round_up(max(num_bytes, 1), mmap.PAGESIZE)
         check_memory(num_bytes, purpose=purpose)
         fd = os.memfd_create(f"unified-ckpt-{purpose.replace(' ', '-')}")
         try:

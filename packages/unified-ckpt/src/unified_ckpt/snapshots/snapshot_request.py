@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from unified_ckpt.errors import CheckpointTypeError
 from unified_ckpt.geometry import Shard
 from unified_ckpt.options import OPTIMIZER, SaveOptions
 from unified_ckpt.saving import Request, make_request
@@ -56,11 +57,14 @@ class SnapshotRequest:
         Moments are compressed by the saver process, if at all.
 
         Raises:
-            TypeError: a leaf is neither a tensor nor JSON, a file no bytes, or the loss no number.
-            ValueError: a tensor does not fit its box.
+            CheckpointTypeError: a leaf is neither tensor nor JSON, a file no bytes, the loss no
+                number.
+            CheckpointValueError: a tensor does not fit its box.
         """
         if loss is not None and not isinstance(loss, float | int):
-            raise TypeError(f"loss is a {type(loss).__name__}; expected a float, as of `.item()`")
+            raise CheckpointTypeError(
+                f"loss is a {type(loss).__name__}; expected a float, as of `.item()`"
+            )
         options = options or SaveOptions()
         request = make_request(
             state_dict,
@@ -71,7 +75,9 @@ class SnapshotRequest:
         )
         for name, blob in [*request.files.items(), *request.rank_files.items()]:
             if not isinstance(name, str) or not isinstance(blob, bytes):
-                raise TypeError(f"file {name!r} holds a {type(blob).__name__}; expected bytes")
+                raise CheckpointTypeError(
+                    f"file {name!r} holds a {type(blob).__name__}; expected bytes"
+                )
         fields = {
             "options": options.to_json(),
             "values": request.values,

@@ -17,17 +17,12 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.errors import SaveError
-from unified_ckpt.geometry import BoxMeta, Shard
+from unified_ckpt.errors import CheckpointTypeError, CheckpointValueError, SaveError
+from unified_ckpt.geometry import BoxMeta, Shard, round_up
 from unified_ckpt.geometry.tensors import dtype_of
 from unified_ckpt.snapshots.shared_memory import SharedMemory, check_memory
 
 ALIGNMENT_BYTES = 64  # of every shard: whole cache lines, and any dtype
-
-
-def align(num_bytes: int) -> int:
-    """Round up to the alignment of shards."""
-    return num_bytes + -num_bytes % ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +64,7 @@ class StagingLayout:
         """Lay out shards one after the other.
 
         Raises:
-            TypeError: a part holds something else.
+            CheckpointTypeError: a part holds something else.
         """
         boxes = [
             (part, shard.meta, tuple(shard.tensor.shape))
@@ -87,7 +82,7 @@ class StagingLayout:
         for part, meta, shape in boxes:
             num_bytes = math.prod(shape) * dtype_of(meta.dtype).itemsize_bytes
             entries.append(StagedShard(part, meta, shape, begin, num_bytes))
-            begin += align(num_bytes)
+            begin += round_up(num_bytes, ALIGNMENT_BYTES)
         return cls(tuple(part_names), tuple(entries), begin)
 
     def matches(self, parts: Mapping[str, Sequence[Shard]]) -> bool:
@@ -134,11 +129,13 @@ def check_shards(part: str, shards: Sequence[Shard]) -> Sequence[Shard]:
     """Return the shards of a part.
 
     Raises:
-        TypeError: one is something else.
+        CheckpointTypeError: one is something else.
     """
     for shard in shards:
         if not isinstance(shard, Shard):
-            raise TypeError(f"part {part!r} holds a {type(shard).__name__}; expected Shard")
+            raise CheckpointTypeError(
+                f"part {part!r} holds a {type(shard).__name__}; expected Shard"
+            )
     return shards
 
 
@@ -171,7 +168,7 @@ class StagingPool:
 
     def __init__(self, num_buffers: int) -> None:
         if num_buffers < 1:
-            raise ValueError(f"num_buffers={num_buffers}; a pool needs at least 1")
+            raise CheckpointValueError(f"num_buffers={num_buffers}; a pool needs at least 1")
         self._num_buffers = num_buffers
         self._free: list[StagingBuffer] = []
         self._num_used = 0

@@ -9,16 +9,16 @@ A tensor at the top belongs to the part `model`; a sequence of `Shard`s at the t
     flat.parts["model"], flat.values["epoch"].get()
 """
 
-import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from unified_ckpt.errors import CheckpointTypeError, CheckpointValueError
 from unified_ckpt.geometry import Box, Shard
 from unified_ckpt.geometry.layouts import Layout, dtensor_shards, is_dtensor
-from unified_ckpt.options import MASTER_WEIGHTS, MODEL
+from unified_ckpt.options import MASTER_WEIGHTS, MODEL, matcher
 from unified_ckpt.state.optimizer import (
     MASTER_FIELD,
     MASTER_NAMES,
@@ -82,7 +82,7 @@ class FlatState:
         values: where each Python value stands, by dotted path.
         empty: likewise, empty collections at the top: parts without tensors, or values.
         flat_keys: by part, keys that were given as flat ranges.
-        bare: (part, parameter) pairs of which an optimizer has no state yet.
+        stateless: (part, parameter) pairs of which an optimizer has no state yet.
         stateful: objects, and a list of one: the state dict that they gave and will take back.
         more_values: as `values`, further places for values of the same path.
         tuples: where each tuple with tensors stands, and its items; outer ones first.
@@ -93,7 +93,7 @@ class FlatState:
     values: dict[str, ValueSlot] = field(default_factory=dict)
     empty: dict[str, ValueSlot] = field(default_factory=dict)
     flat_keys: dict[str, set[str]] = field(default_factory=dict)
-    bare: list[tuple[str, str]] = field(default_factory=list)
+    stateless: list[tuple[str, str]] = field(default_factory=list)
     stateful: list[tuple[Stateful, list[dict[str, Any]]]] = field(default_factory=list)
     more_values: list[tuple[str, ValueSlot]] = field(default_factory=list)
     tuples: list[tuple[ValueSlot, list[Any]]] = field(default_factory=list)
@@ -129,12 +129,14 @@ def flatten_state(
         hooks: what a load does to optimizers; None for a save.
 
     Raises:
-        TypeError: a leaf is neither a tensor nor JSON; the message names its path.
-        ValueError: a tensor does not fit its box, a DTensor is `Partial`, or two leaves have one
-            dotted path.
+        CheckpointTypeError: a leaf is neither a tensor nor JSON; the message names its path.
+        CheckpointValueError: a tensor does not fit its box, a DTensor is `Partial`, or two leaves
+            have one dotted path.
     """
     if not isinstance(state_dict, Mapping):
-        raise TypeError(f"state_dict is a {type(state_dict).__name__}; expected a mapping")
+        raise CheckpointTypeError(
+            f"state_dict is a {type(state_dict).__name__}; expected a mapping"
+        )
     walker = _Walker(layout, ignored_keys, hooks)
     for name, value in state_dict.items():
         walker.visit_top(name, state_dict, value)
@@ -167,7 +169,8 @@ class _Walker:
     ) -> None:
         self.flat = FlatState()
         self._layout = layout
-        self._ignored = [re.compile(pattern) for pattern in ignored_keys]
+        self._ignores = bool(ignored_keys)
+        self._is_ignored = matcher(ignored_keys)
         self._hooks = hooks
         self._tensor_keys: set[tuple[str, str]] = set()
 
@@ -222,7 +225,7 @@ class _Walker:
         entries, groups = optimizer_entries(value, part)
         for name, state in entries:
             if not state:
-                self.flat.bare.append((part, f"{prefix}{name}"))
+                self.flat.stateless.append((part, f"{prefix}{name}"))
             for state_name, item in state.items():
                 self._visit_state((part, prefix, name), state_name, state, item)
         for position, group in enumerate(groups):
@@ -284,11 +287,13 @@ class _Walker:
         elif self._hooks is not None and "param_groups." in path:  # two groups, one stored
             self.flat.more_values.append((path, slot))
         else:
-            raise ValueError(f"two values have the path {path!r}; rename one")
+            raise CheckpointValueError(f"two values have the path {path!r}; rename one")
 
     def _add_tensor(self, part: str, key: str, tensor: torch.Tensor) -> None:
         if (part, key) in self._tensor_keys and "param_groups." not in key:
-            raise ValueError(f"two tensors of part {part!r} have the key {key!r}; rename one")
+            raise CheckpointValueError(
+                f"two tensors of part {part!r} have the key {key!r}; rename one"
+            )
         self._tensor_keys.add((part, key))
         self._add_shards(part, place_tensor(key, tensor, self._layout))
 
@@ -296,8 +301,10 @@ class _Walker:
         held = self.flat.parts.setdefault(part, [])
         for shard in shards:
             if not isinstance(shard, Shard):
-                raise TypeError(f"part {part!r} holds a {type(shard).__name__}; expected Shard")
-            if self._ignored and self._is_ignored(shard.key):
+                raise CheckpointTypeError(
+                    f"part {part!r} holds a {type(shard).__name__}; expected Shard"
+                )
+            if self._ignores and self._is_ignored(shard.key):
                 continue
             if shard.box.flattened_range is None:
                 held.append(shard)
@@ -306,14 +313,11 @@ class _Walker:
                 held += shard.boxes()
 
     def _ignores_inside(self, path: str, value: Mapping[Any, Any]) -> bool:
-        return bool(self._ignored) and any(
+        return self._ignores and any(
             self._is_ignored(f"{path}.{name}")
             or (isinstance(item, Mapping) and self._ignores_inside(f"{path}.{name}", item))
             for name, item in value.items()
         )
-
-    def _is_ignored(self, key: str) -> bool:
-        return any(pattern.search(key) for pattern in self._ignored)
 
 
 def place_tensor(key: str, tensor: torch.Tensor, layout: Layout | None) -> Sequence[Shard]:

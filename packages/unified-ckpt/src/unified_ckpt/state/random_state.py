@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from unified_ckpt.errors import CorruptCheckpointError, LoadError
+from unified_ckpt.errors import CheckpointValueError, CorruptCheckpointError, LoadError, check_type
 from unified_ckpt.geometry.tensors import byte_view
 from unified_ckpt.plans.checkpoint import Checkpoint
 
@@ -35,6 +35,7 @@ class NumpyGenerator(Protocol):
 
 def random_state_file(rank: int) -> str:
     """Return the name of a rank's file."""
+    check_type("rank", rank, int)
     return f"random_state-{rank:05d}.json"
 
 
@@ -122,7 +123,7 @@ def _read(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
     try:
         states = json.loads(checkpoint.read_file(name))
         if not isinstance(states, dict) or not {"torch.cpu", "python"} <= states.keys():
-            raise ValueError("it lacks torch.cpu or python")
+            raise CheckpointValueError("it lacks torch.cpu or python")
         for key, state in states.items():  # all of them, before any generator is set
             if key.startswith(("torch.", "tracker.")):
                 states[key] = _to_tensor(state)

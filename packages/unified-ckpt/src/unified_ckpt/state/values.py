@@ -11,6 +11,8 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from unified_ckpt.errors import CheckpointTypeError
+
 _ITEMS = "@items"
 _PLAIN = (bool, int, float, str)
 
@@ -19,7 +21,7 @@ def encode_value(value: Any, path: str) -> Any:
     """Return a value as JSON types.
 
     Raises:
-        TypeError: it is none that JSON can hold; the message names its path.
+        CheckpointTypeError: it is none that JSON can hold; the message names its path.
     """
     if value is None or type(value) in _PLAIN:
         return value
@@ -30,7 +32,7 @@ def encode_value(value: Any, path: str) -> Any:
         if all(type(name) is str and name != _ITEMS for name, _ in encoded):
             return dict(encoded)
         return {_ITEMS: [[encode_value(name, f"{path} key"), item] for name, item in encoded]}
-    raise TypeError(
+    raise CheckpointTypeError(
         f"{path}: a {type(value).__name__} is neither a tensor nor a JSON value (bool, int, "
         "float, str, None, lists and dicts of them); convert it or add it to ignored_keys"
     )

@@ -6,7 +6,6 @@ with BoxReader(Checkpoint("run/checkpoint-10"), "model") as boxes:
 
 import math
 import mmap
-from types import TracebackType
 
 import torch
 
@@ -24,8 +23,8 @@ class BoxReader:
     """Reads boxes of one part; every byte that is read is compared with its checksum.
 
     Attributes:
-        tensors: dtype, shape and place of every tensor of the part, by key; what is stored in boxes
-            apart is one tensor here, and compressed moments are as they are stored.
+        tensors: dtype, shape and place of every tensor of the part, by key; what is kept
+            sharded is one tensor here, and compressed moments are as they are stored.
 
     Raises:
         LoadError: the checkpoint has no such part.
@@ -72,13 +71,8 @@ class BoxReader:
     def __enter__(self) -> "BoxReader":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._reader.__exit__(kind, error, traceback)
+    def __exit__(self, *_: object) -> None:
+        self._reader.__exit__(None, None, None)
 
 
 def _empty_bytes(num_bytes: int) -> torch.Tensor:

@@ -44,7 +44,10 @@ def diff_checkpoints(a: Path | str, b: Path | str) -> Iterator[Difference]:
         LoadError: one of them cannot be read.
         CorruptCheckpointError: one of them is damaged.
     """
-    first, second = Checkpoint(a), Checkpoint(b)
+    return _differences(Checkpoint(a), Checkpoint(b))
+
+
+def _differences(first: Checkpoint, second: Checkpoint) -> Iterator[Difference]:
     parts_a, parts_b = set(list_parts(first.folder)), set(list_parts(second.folder))
     for part in sorted(parts_a | parts_b):
         if part in parts_a & parts_b:

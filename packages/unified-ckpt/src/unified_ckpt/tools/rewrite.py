@@ -99,7 +99,7 @@ def reshard(
 
     Raises:
         LoadError: the source cannot be read, or is damaged.
-        ValueError: the target exists and is no checkpoint.
+        CheckpointValueError: the target exists and is no checkpoint.
     """
     checkpoint = Checkpoint(source)
     parts = list_parts(checkpoint.folder)
@@ -108,10 +108,10 @@ def reshard(
     with ExitStack() as stack:
         readers = {part: stack.enter_context(BoxReader(checkpoint, part)) for part in parts}
         held: list[dict[str, list[BoxMeta]]] = [{} for _ in range(degrees.world_size)]
-        apart: dict[str, set[str]] = {}
+        kept_sharded: dict[str, set[str]] = {}
         for part, reader in readers.items():
-            apart[part] = _hold(part, reader, degrees, rule_of, held)
-        plan = plan_save(held, apart=apart)
+            kept_sharded[part] = _hold(part, reader, degrees, rule_of, held)
+        plan = plan_save(held, kept_sharded=kept_sharded)
         return _write(plan, held, readers, Path(target), checkpoint, other_files(checkpoint))
 
 
@@ -122,7 +122,7 @@ def export_model(source: Path | str, target: Path | str) -> Path:
 
     Raises:
         LoadError: the source cannot be read, is damaged, or has no part `model`.
-        ValueError: the target exists and is no checkpoint.
+        CheckpointValueError: the target exists and is no checkpoint.
     """
     checkpoint = Checkpoint(source)
     with BoxReader(checkpoint, "model") as reader:
@@ -139,21 +139,21 @@ def _hold(
     rule_of: RuleOf,
     held: Sequence[dict[str, list[BoxMeta]]],
 ) -> set[str]:
-    """Give every rank its boxes of a part; return the keys that are stored in boxes apart."""
+    """Give every rank its boxes of a part; return the keys that are kept sharded."""
     experts = _expert_counts(reader.tensors)
-    apart = set()
+    kept_sharded = set()
     for rank_held in held:
         rank_held[part] = []
     for key in sorted(reader.tensors):
         shape = reader.shape(key)
         rule = ParameterRule() if "@" in key else rule_of(key, shape)
         if rule.tp_dim not in (None, 0):
-            apart.add(key)
+            kept_sharded.add(key)
         for rank, rank_held in enumerate(held):
             box = _box_of(key, rule, shape, rank, degrees, experts)
             if box is not None:
                 rank_held[part].append(_meta(key, reader, box))
-    return apart
+    return kept_sharded
 
 
 def _box_of(

@@ -1,6 +1,7 @@
 import os
 import signal
 import time
+from enum import Flag, auto
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,12 @@ import torch.distributed as dist
 from ranktest import collect_ranks, run_ranks
 from unified_ckpt.errors import SaveArgumentError, SaveError, SavePeerError
 from unified_ckpt.saving.commit.agreement import Agreement
+
+
+class Asked(Flag):
+    SAVE = auto()
+    NOTE = auto()
+    STOP = auto()
 
 
 def join_over_tcp(folder: Path, rank: int, world_size: int) -> None:
@@ -130,18 +137,18 @@ def test_a_peer_that_is_killed_is_named_at_once(tmp_path: Path) -> None:
 
 
 def test_a_flag_of_any_rank_is_seen_by_all_and_an_absent_rank_is_named(tmp_path: Path) -> None:
-    def fn(rank: int, world_size: int) -> list[bool]:
+    def fn(rank: int, world_size: int) -> Asked:
         join_over_tcp(tmp_path, rank, world_size)
-        seen = make().any_of("decide", [rank == 1, False, rank == 0])
+        seen = make().any_of("decide", Asked.SAVE if rank == 1 else Asked.STOP)
         if rank == 1:
             time.sleep(3.0)
             return seen
         with pytest.raises(SavePeerError, match=r"'decide'.*ranks \[1\] did not arrive"):
-            make(timeout_s=0.7).any_of("decide", [False])
+            make(timeout_s=0.7).any_of("decide", Asked(0))
         return seen
 
-    assert run_ranks(fn, 2, init=False) == [[True, False, True]] * 2
-    assert make().any_of("x", [True, False]) == [True, False]
+    assert run_ranks(fn, 2, init=False) == [Asked.SAVE | Asked.STOP] * 2
+    assert make().any_of("x", Asked.NOTE) == Asked.NOTE
 
 
 def test_half_a_record_in_a_file_store_does_not_hang_the_peers(tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def test_savers_keep_the_average_across_kill_and_reshard(tmp_path: Path) -> None
         tensors = weights(0, dtype)
         state = {"model": cut(tensors, rank, world_size)}
         with AsyncSaver(config=saver_config(config)) as saver:
-            zero_cost = ZeroCostSaver(saver, num_micro_batches=2)
+            zero_cost = ZeroCostSaver(saver, num_microbatches=2)
             zero_cost.prepare(state)
             for step in range(15):
                 for key, tensor in weights(step, dtype).items():

@@ -11,12 +11,11 @@ summed on the spot, where handing them over would cost more.
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from unified_ckpt.files import read_at
+from unified_ckpt.files import BATCH_BYTES, read_at
 from unified_ckpt.files.checksums.crc import crc32
 from unified_ckpt.geometry import Region
 from unified_ckpt.geometry.tensors import byte_view
@@ -28,20 +27,19 @@ _T = TypeVar("_T")
 _INLINE_BYTES = 64 * 1024
 _COPY_RUN_BYTES = 512  # shorter runs are copied together before they are summed
 _WORKERS = 2
-_READ_BYTES = 16 * 1024 * 1024
 _MAX_PENDING = 4  # bounds how many staged buffers are alive
 
 
 def crc_of_file(fd: int, region: Region) -> int | None:
     """Return the CRC-32 of a region of a file, None where the file ends too early.
 
-    Holds at most `_READ_BYTES` at once.
+    Holds at most `BATCH_BYTES` at once.
     """
     crc = 0
-    buffer = memoryview(bytearray(min(region.run_bytes, _READ_BYTES)))
+    buffer = memoryview(bytearray(min(region.run_bytes, BATCH_BYTES)))
     for start in region.run_starts():
-        for begin in range(0, region.run_bytes, _READ_BYTES):
-            part = buffer[: min(_READ_BYTES, region.run_bytes - begin)]
+        for begin in range(0, region.run_bytes, BATCH_BYTES):
+            part = buffer[: min(BATCH_BYTES, region.run_bytes - begin)]
             if read_at(fd, [part], start + begin) != len(part):
                 return None
             crc = crc32(part, crc)
@@ -116,10 +114,5 @@ class Checksums:
     def __enter__(self) -> "Checksums":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=True)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from unified_ckpt.errors import CorruptCheckpointError
+from unified_ckpt.errors import CheckpointValueError, CorruptCheckpointError
 from unified_ckpt.geometry import Shape
 from unified_ckpt.geometry.tensors import StoredDtype, dtype_of, header_shape, torch_shape
 
@@ -43,7 +43,7 @@ def encode_header(entries: Sequence[HeaderEntry]) -> tuple[bytes, tuple[HeaderEn
     """Lay tensors out in the order given; return the file's first bytes and the placed entries.
 
     Raises:
-        ValueError: the header would be longer than readers accept.
+        CheckpointValueError: the header would be longer than readers accept.
     """
     position = 0
     spans: list[tuple[int, int]] = []
@@ -61,7 +61,7 @@ def encode_header(entries: Sequence[HeaderEntry]) -> tuple[bytes, tuple[HeaderEn
     text = f"{{{','.join(lines)}}}".encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
-        raise ValueError(
+        raise CheckpointValueError(
             f"{len(entries)} tensors need a header of {len(text)} bytes; readers accept "
             f"{MAX_HEADER_BYTES}; lower max_shard_bytes"
         )
@@ -120,32 +120,36 @@ def _parse(raw: bytes) -> object:
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+    raise CheckpointValueError(f"{name} is not JSON")
 
 
 def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     table = dict(pairs)
     if len(table) != len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"key {next(n for n in names if names.count(n) > 1)!r} appears twice")
+        raise CheckpointValueError(
+            f"key {next(n for n in names if names.count(n) > 1)!r} appears twice"
+        )
     return table
 
 
 def _entries(table: object, base: int, file_bytes: int) -> tuple[HeaderEntry, ...]:
     if not isinstance(table, dict):
-        raise ValueError("it is not a JSON object")
+        raise CheckpointValueError("it is not a JSON object")
     metadata = table.get("__metadata__") or {}
     if not isinstance(metadata, dict) or {*map(type, metadata.values())} - {str}:
-        raise ValueError("its __metadata__ is not an object of strings")
+        raise CheckpointValueError("its __metadata__ is not an object of strings")
     entries = [_entry(key, value, base) for key, value in table.items() if key != "__metadata__"]
     entries.sort(key=lambda e: (e.begin, e.end))
     position = base
     for entry in entries:
         if entry.begin != position:
-            raise ValueError(f"{entry.key!r} begins at byte {entry.begin}, expected {position}")
+            raise CheckpointValueError(
+                f"{entry.key!r} begins at byte {entry.begin}, expected {position}"
+            )
         position = entry.end
     if position != file_bytes:
-        raise ValueError(f"the tensors end at byte {position}, the file at {file_bytes}")
+        raise CheckpointValueError(f"the tensors end at byte {position}, the file at {file_bytes}")
     return tuple(entries)
 
 
@@ -153,11 +157,13 @@ def _entry(key: str, value: dict[str, object], base: int) -> HeaderEntry:
     dtype: StoredDtype = dtype_of(str(value["dtype"]))
     shape = _ints(key, value["shape"])
     if len(shape) > _MAX_DIMS or (shape and max(shape) > _MAX_DIM):
-        raise ValueError(f"{key!r}: no tensor has {len(shape)} dims of such sizes")
+        raise CheckpointValueError(f"{key!r}: no tensor has {len(shape)} dims of such sizes")
     begin, end = _ints(key, value["data_offsets"])
     bits = math.prod(shape) * dtype.bits
     if bits % 8 or end - begin != bits // 8:
-        raise ValueError(f"{key!r}: {dtype.name} {shape} does not fill bytes {begin} to {end}")
+        raise CheckpointValueError(
+            f"{key!r}: {dtype.name} {shape} does not fill bytes {begin} to {end}"
+        )
     return HeaderEntry(
         key=key,
         dtype=dtype.name,
@@ -169,5 +175,5 @@ def _entry(key: str, value: dict[str, object], base: int) -> HeaderEntry:
 
 def _ints(key: str, value: object) -> Shape:
     if not isinstance(value, list) or {*map(type, value)} - {int} or (value and min(value) < 0):
-        raise ValueError(f"{key!r}: expected a list of numbers, got {value!r}")
+        raise CheckpointValueError(f"{key!r}: expected a list of numbers, got {value!r}")
     return tuple(value)

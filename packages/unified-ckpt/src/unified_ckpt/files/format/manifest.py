@@ -20,7 +20,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from unified_ckpt.errors import CorruptCheckpointError
+from unified_ckpt.errors import CheckpointValueError, CorruptCheckpointError
 from unified_ckpt.files.checksums import crc32
 from unified_ckpt.geometry import Region
 
@@ -91,7 +91,7 @@ class FileRecord:
         """Undo `to_json`.
 
         Raises:
-            ValueError: the value is malformed.
+            CheckpointValueError: the value is malformed.
         """
         begins: list[int] = []
         lengths: list[int] = []
@@ -101,7 +101,9 @@ class FileRecord:
             *run_begins, _ = accumulate(run_lengths, initial=start)
             run_sums = text_to_sums(text)
             if len(run_sums) != len(run_lengths):
-                raise ValueError(f"{len(run_sums)} checksums for {len(run_lengths)} pieces")
+                raise CheckpointValueError(
+                    f"{len(run_sums)} checksums for {len(run_lengths)} pieces"
+                )
             begins += run_begins
             lengths += run_lengths
             sums += run_sums
@@ -115,16 +117,16 @@ class FileRecord:
         """Refuse what would make a reader work longer than the file is.
 
         Raises:
-            ValueError: pieces are not in order, overlap, or lie outside the file.
+            CheckpointValueError: pieces are not in order, overlap, or lie outside the file.
         """
         ends = [b + n for b, n in zip(self.begins, self.lengths, strict=True)]
         if any(end > begin for end, begin in zip(ends, self.begins[1:], strict=False)):
-            raise ValueError("pieces overlap or are not in order")
+            raise CheckpointValueError("pieces overlap or are not in order")
         ends += [region.end for region, _ in self.strided]
         if ends and max(ends) > self.num_bytes:
-            raise ValueError(f"a piece ends at byte {max(ends)} of {self.num_bytes}")
+            raise CheckpointValueError(f"a piece ends at byte {max(ends)} of {self.num_bytes}")
         if self.covered_bytes > self.num_bytes:
-            raise ValueError(f"pieces of {self.covered_bytes} bytes for {self.num_bytes}")
+            raise CheckpointValueError(f"pieces of {self.covered_bytes} bytes for {self.num_bytes}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +156,7 @@ def decode_manifest(raw: bytes, path: Path) -> Manifest:
     try:
         table = json.loads(raw)
         if (table["format"], table["version"]) != (_FORMAT, _VERSION):
-            raise ValueError(
+            raise CheckpointValueError(
                 f"format {table['format']!r} version {table['version']!r} is not known here; "
                 f"this package reads {_FORMAT!r} version {_VERSION}"
             )
@@ -196,13 +198,13 @@ def check_name(name: str) -> str:
     """Return a file name that a table states if it is a relative path inside the directory.
 
     Raises:
-        ValueError: it leads outside, or no file can have it.
+        CheckpointValueError: it leads outside, or no file can have it.
     """
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\0" in name:
-        raise ValueError(f"file name {name!r} leads outside the checkpoint")
+        raise CheckpointValueError(f"file name {name!r} leads outside the checkpoint")
     if max(map(len, map(os.fsencode, path.parts)), default=256) > 255 or len(name) > 1024:
-        raise ValueError(f"file name {name[:80]!r} is empty or too long")
+        raise CheckpointValueError(f"file name {name[:80]!r} is empty or too long")
     return name
 
 
@@ -215,11 +217,11 @@ def text_to_sums(text: str) -> tuple[int, ...]:
     """Undo `sums_to_text`.
 
     Raises:
-        ValueError: the text is no such list.
+        CheckpointValueError: the text is no such list.
     """
     raw = binascii.unhexlify(text)
     if len(raw) % 4:
-        raise ValueError(f"{len(raw)} bytes of checksums are not a multiple of 4")
+        raise CheckpointValueError(f"{len(raw)} bytes of checksums are not a multiple of 4")
     return struct.unpack(f">{len(raw) // 4}I", raw)
 
 
@@ -227,10 +229,10 @@ def _strided_piece(piece: Sequence[Any]) -> tuple[Region, int]:
     start, run_bytes, counts, strides, crc = piece
     _check_numbers([start, run_bytes, crc, *counts, *strides])
     if len(counts) != len(strides) or not counts or not (run_bytes and all(counts)):
-        raise ValueError(f"strided piece {piece!r}")
+        raise CheckpointValueError(f"strided piece {piece!r}")
     return Region(start, run_bytes, tuple(counts), tuple(strides)), crc
 
 
 def _check_numbers(values: Sequence[Any]) -> None:
     if set(map(type, values)) - {int} or (values and min(values) < 0):
-        raise ValueError("a size, place or checksum is not a natural number")
+        raise CheckpointValueError("a size, place or checksum is not a natural number")

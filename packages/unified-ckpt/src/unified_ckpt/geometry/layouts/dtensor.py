@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
 
+from unified_ckpt.errors import CheckpointValueError
 from unified_ckpt.geometry import Shape, Shard, chunk_range
 from unified_ckpt.geometry.tensors import narrow_box
 
@@ -33,8 +34,7 @@ def dtensor_shards(key: str, tensor: "DTensor") -> list[Shard]:
     """Return this rank's boxes of a DTensor as views of its local tensor; none off its mesh.
 
     Raises:
-        ValueError: a placement is `Partial`, or the local tensor is not of the size that the
-            placements say.
+        CheckpointValueError: a placement is `Partial`, or does not give the local tensor's size.
     """
     place = tensor.device_mesh.get_coordinate()
     if place is None:
@@ -43,7 +43,7 @@ def dtensor_shards(key: str, tensor: "DTensor") -> list[Shard]:
     runs_of_dim: list[Runs] = [[(0, n)] for n in tensor.shape]
     for axis, placement in enumerate(tensor.placements):
         if placement.is_partial():
-            raise ValueError(
+            raise CheckpointValueError(
                 f"{key!r}: DTensor with placements {tensor.placements}: Partial values are not yet "
                 "summed; call redistribute() before saving or loading"
             )
@@ -58,7 +58,7 @@ def dtensor_shards(key: str, tensor: "DTensor") -> list[Shard]:
         )
     held = tuple(sum(n for _, n in runs) for runs in runs_of_dim)
     if held != tuple(local.shape):
-        raise ValueError(
+        raise CheckpointValueError(
             f"{key!r}: local tensor has shape {tuple(local.shape)}, but placements "
             f"{tensor.placements} of {tuple(tensor.shape)} give this rank {held}"
         )

@@ -17,6 +17,7 @@ from typing import Literal, TypeVar
 
 import torch
 
+from unified_ckpt.errors import CheckpointValueError, check_type
 from unified_ckpt.geometry import Box, Shard
 
 Sharding = Literal["none", "flat", "dim0", "owner"]
@@ -36,7 +37,7 @@ class ParallelDegrees:
     Ranks are numbered with tp (etp) fastest, then cp and dp (ep and edp), and pp slowest.
 
     Raises:
-        ValueError: the degrees do not divide the ranks of a pipeline stage.
+        CheckpointValueError: the degrees do not divide the ranks of a pipeline stage.
     """
 
     world_size: int
@@ -49,11 +50,11 @@ class ParallelDegrees:
     def __post_init__(self) -> None:
         degrees = {n: getattr(self, n) for n in ("world_size", "tp", "pp", "cp", "ep", "etp")}
         if min(degrees.values()) < 1:
-            raise ValueError(f"every degree must be at least 1, got {degrees}")
+            raise CheckpointValueError(f"every degree must be at least 1, got {degrees}")
         for names in (("tp", "cp"), ("etp", "ep")):
             product = self.pp * math.prod(degrees[name] for name in names)
             if self.world_size % product:
-                raise ValueError(
+                raise CheckpointValueError(
                     f"pp x {' x '.join(names)} = {product} does not divide "
                     f"world_size={self.world_size}; got {degrees}"
                 )
@@ -71,7 +72,7 @@ class ParallelDegrees:
     def coordinates(self, rank: int, *, expert: bool = False) -> dict[str, int]:
         """Return a rank's place on each axis: tp, cp, dp, pp; or etp, ep, edp, pp for experts."""
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank} is not one of {self.world_size}")
+            raise CheckpointValueError(f"rank {rank} is not one of {self.world_size}")
         axes = (
             {"etp": self.etp, "ep": self.ep, "edp": self.edp}
             if expert
@@ -116,8 +117,8 @@ def rank_box(
     """Return what a rank holds of a tensor, None if nothing; the boxes of all ranks tile it.
 
     Raises:
-        ValueError: the rule names a dim that the tensor lacks, sizes that do not fit, or the rank
-            is none of `degrees`.
+        CheckpointValueError: the rule names a dim that the tensor lacks or sizes that do not fit,
+            or the rank is none of `degrees`.
     """
     place = degrees.coordinates(rank, expert=rule.expert)
     if rule.pp_stage is not None and place["pp"] != rule.pp_stage:
@@ -145,7 +146,7 @@ def _divide(box: Box, dim: int, sizes: tuple[int, ...] | None, num: int, index: 
     if sizes is None:
         return box.chunk(dim, num=num, index=index)
     if len(sizes) != num:
-        raise ValueError(f"{len(sizes)} sizes {sizes} for {num} ranks along dim {dim}")
+        raise CheckpointValueError(f"{len(sizes)} sizes {sizes} for {num} ranks along dim {dim}")
     return box.sizes(dim, sizes=sizes, index=index)
 
 
@@ -156,7 +157,7 @@ def global_expert_keys(state: Mapping[str, _T], expert_ids: Sequence[int]) -> di
         expert_ids: the global id of each expert that this rank holds, in its own order.
 
     Raises:
-        ValueError: a key counts an expert that `expert_ids` does not have.
+        CheckpointValueError: a key counts an expert that `expert_ids` does not have.
     """
     renamed = {}
     for key, value in state.items():
@@ -164,7 +165,9 @@ def global_expert_keys(state: Mapping[str, _T], expert_ids: Sequence[int]) -> di
         if match is not None:
             number = int(match[1])
             if number >= len(expert_ids):
-                raise ValueError(f"{key!r}: this rank's expert_ids are {list(expert_ids)}")
+                raise CheckpointValueError(
+                    f"{key!r}: this rank's expert_ids are {list(expert_ids)}"
+                )
             key = f"{key[: match.start(1)]}{expert_ids[number]}{key[match.end(1) :]}"
         renamed[key] = value
     return renamed
@@ -178,10 +181,14 @@ def expert_shards(key_format: str, fused: torch.Tensor, expert_ids: Sequence[int
         fused: this rank's experts, stacked along dim 0.
 
     Raises:
-        ValueError: as many ids as experts are needed.
+        CheckpointValueError: as many ids as experts are needed.
     """
+    check_type("key_format", key_format, str)
+    check_type("fused", fused, torch.Tensor)
     if len(expert_ids) != fused.shape[0]:
-        raise ValueError(f"{fused.shape[0]} experts, but expert_ids are {list(expert_ids)}")
+        raise CheckpointValueError(
+            f"{fused.shape[0]} experts, but expert_ids are {list(expert_ids)}"
+        )
     return [
         Shard(
             key=key_format.format(expert=number),

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from unified_ckpt.errors import CheckpointTypeError, CheckpointValueError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredDtype:
@@ -71,10 +73,12 @@ def dtype_of(name: str) -> StoredDtype:
     """Look up a dtype by its safetensors name.
 
     Raises:
-        ValueError: the format has no such dtype.
+        CheckpointValueError: the format has no such dtype.
     """
     if name not in _BY_NAME:
-        raise ValueError(f"unknown safetensors dtype {name!r}; known: {', '.join(_BY_NAME)}")
+        raise CheckpointValueError(
+            f"unknown safetensors dtype {name!r}; known: {', '.join(_BY_NAME)}"
+        )
     return _BY_NAME[name]
 
 
@@ -82,11 +86,11 @@ def stored_dtype(torch_dtype: torch.dtype) -> StoredDtype:
     """Look up the safetensors dtype of a torch dtype.
 
     Raises:
-        TypeError: safetensors cannot hold this dtype.
+        CheckpointTypeError: safetensors cannot hold this dtype.
     """
     if torch_dtype not in _BY_TORCH:
         known = ", ".join(str(d).removeprefix("torch.") for d in _BY_TORCH)
-        raise TypeError(
+        raise CheckpointTypeError(
             f"safetensors cannot hold {torch_dtype}; view or convert it to one of {known}"
         )
     return _BY_TORCH[torch_dtype]

@@ -7,6 +7,8 @@ import ctypes
 
 import torch
 
+from unified_ckpt.errors import CheckpointValueError
+
 _BYTE = ctypes.c_ubyte
 
 
@@ -14,10 +16,12 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     """Return the writable bytes of a contiguous CPU tensor; the view keeps the tensor alive.
 
     Raises:
-        ValueError: the tensor is not on the CPU or not contiguous.
+        CheckpointValueError: the tensor is not on the CPU or not contiguous.
     """
     if not tensor.is_cpu or not tensor.is_contiguous():
-        raise ValueError(f"need a contiguous CPU tensor, got {tensor.device}, {tensor.stride()}")
+        raise CheckpointValueError(
+            f"need a contiguous CPU tensor, got {tensor.device}, {tensor.stride()}"
+        )
     num_bytes = tensor.nbytes
     if num_bytes == 0:
         return memoryview(b"")

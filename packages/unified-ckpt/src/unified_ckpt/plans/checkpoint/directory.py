@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from unified_ckpt.errors import CorruptCheckpointError, LoadError
+from unified_ckpt.errors import CheckpointValueError, CorruptCheckpointError, LoadError, as_path
 from unified_ckpt.files.checksums import crc32
 from unified_ckpt.files.format import (
     FileRecord,
@@ -33,7 +33,7 @@ class Checkpoint:
     """
 
     def __init__(self, checkpoint_id: Path | str) -> None:
-        self.folder = Path(checkpoint_id)
+        self.folder = as_path("checkpoint_id", checkpoint_id)
         if not self.folder.is_dir():
             raise LoadError(f"{self.folder}: no such checkpoint directory")
         self.manifest: Manifest | None = read_manifest(self.folder)
@@ -94,7 +94,7 @@ class Checkpoint:
         try:
             weight_map = json.loads(self.read_file(index_name))["weight_map"]
             if not isinstance(weight_map, dict):
-                raise ValueError("weight_map is not an object")
+                raise CheckpointValueError("weight_map is not an object")
             return {key: check_inside(name, self.folder) for key, name in weight_map.items()}
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorruptCheckpointError(f"{path}: malformed index: {error!r}") from error

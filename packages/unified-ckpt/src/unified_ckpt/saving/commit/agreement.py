@@ -14,8 +14,11 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from enum import Flag
+from functools import reduce
+from operator import or_
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +29,7 @@ from unified_ckpt.geometry.tensors import byte_view
 
 _LATE_MARKS_S = 1.0
 _USER_MISTAKES = (ValueError, TypeError)
+_Flags = TypeVar("_Flags", bound=Flag)
 
 
 class Agreement:
@@ -92,8 +96,8 @@ class Agreement:
             raise SavePeerError(self._lost(name, error)) from error
         return [json.loads(text) for text in texts]
 
-    def any_of(self, name: str, flags: Sequence[bool]) -> list[bool]:
-        """Return for every flag whether any rank raised it; collective over the group.
+    def any_of(self, name: str, flags: _Flags) -> _Flags:
+        """Return the flags that any rank has raised; collective over the group.
 
         One small all-reduce, cheap enough for every training step.
 
@@ -101,16 +105,18 @@ class Agreement:
             SavePeerError: a peer did not take part within the time limit.
         """
         if self.size == 1:
-            return list(flags)
+            return flags
         device = _collective_device(self._group)
-        raised = torch.tensor(flags, dtype=torch.int32, device=device)
+        kinds = list(type(flags))
+        raised = torch.tensor([kind in flags for kind in kinds], dtype=torch.int32, device=device)
         try:
             work = dist.all_reduce(raised, dist.ReduceOp.MAX, group=self._group, async_op=True)
             if work is not None:
                 work.wait(timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
             raise SavePeerError(self._lost(name, error, late_marks=True)) from error
-        return [bool(flag) for flag in raised.tolist()]
+        found = (kind for kind, on in zip(kinds, raised.tolist(), strict=True) if on)
+        return reduce(or_, found, type(flags)(0))
 
     def _gather_texts(self, text: bytes) -> list[bytes]:
         device = _collective_device(self._group)

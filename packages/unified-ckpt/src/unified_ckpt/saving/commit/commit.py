@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from unified_ckpt.errors import CheckpointValueError
 from unified_ckpt.files import (
     exchange,
     lock_folder,
@@ -54,8 +55,8 @@ class Staging:
         """Make the directory, durable parents included, and lock it.
 
         Raises:
-            ValueError: the target exists and is no checkpoint, so it will not be replaced; or its
-                name leaves no room for that of the hidden directory.
+            CheckpointValueError: the target exists and is no checkpoint, so it is not replaced; or
+                its name leaves no room for that of the hidden directory.
         """
         check_replaceable(target)
         _check_name_length(target)
@@ -74,7 +75,7 @@ class Staging:
         All ranks must have fsynced their files.
 
         Raises:
-            ValueError: meanwhile something that is no checkpoint stands under the target's name.
+            CheckpointValueError: meanwhile the target's name is that of something else.
         """
         sync_tree(self.folder)
         check_replaceable(self.target)
@@ -116,14 +117,16 @@ def check_replaceable(target: Path) -> None:
     """Refuse to replace what is not a checkpoint.
 
     Raises:
-        ValueError: something stands under the target's name that a save must not delete.
+        CheckpointValueError: something stands under the target's name that a save must not delete.
     """
     if not target.exists():
         return
     if not target.is_dir():
-        raise ValueError(f"{target} exists and is not a directory; choose another checkpoint_id")
+        raise CheckpointValueError(
+            f"{target} exists and is not a directory; choose another checkpoint_id"
+        )
     if not (target / MANIFEST_NAME).is_file() and any(target.iterdir()):
-        raise ValueError(
+        raise CheckpointValueError(
             f"{target} exists and has no {MANIFEST_NAME}, so it is not a checkpoint that may be "
             "replaced; remove it yourself or choose another checkpoint_id"
         )
@@ -132,7 +135,7 @@ def check_replaceable(target: Path) -> None:
 def _check_name_length(target: Path) -> None:
     length, hidden = (len(os.fsencode(path.name)) for path in (target, hidden_name(target, "tmp")))
     if hidden > _MAX_NAME_BYTES:
-        raise ValueError(
+        raise CheckpointValueError(
             f"the name {target.name[:40]!r}... has {length} bytes; choose a checkpoint_id whose "
             f"last name has at most {_MAX_NAME_BYTES - hidden + length}, since the directory that "
             "becomes it has a longer one"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unified_ckpt.files import (
+    BATCH_BYTES,
     Buffer,
     begin_writeback,
     make_folders,
@@ -36,8 +37,6 @@ from unified_ckpt.geometry.tensors import (
     narrow_box,
 )
 from unified_ckpt.plans import FilePlan, Piece, SavePlan
-
-_BATCH_BYTES = 16 * 1024 * 1024
 
 
 def write_share(
@@ -177,7 +176,7 @@ class _Batch:
 
     def add(self, start: int, buffer: Buffer) -> None:
         """Take a buffer for byte `start`, after writing what it does not continue."""
-        if start != self._start + self._num_bytes or self._num_bytes >= _BATCH_BYTES:
+        if start != self._start + self._num_bytes or self._num_bytes >= BATCH_BYTES:
             self.flush()
             self._start = start
         self._buffers.append(buffer)

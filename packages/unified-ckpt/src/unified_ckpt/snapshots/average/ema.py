@@ -15,6 +15,7 @@ snapshot becomes the average as it is. Dtypes that are not floating keep their n
     average.update(layout, buffer, number=1, loss=None)
 """
 
+import ctypes
 import json
 import math
 from collections.abc import Iterator
@@ -23,9 +24,9 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.errors import LoadError, SaveArgumentError
+from unified_ckpt.errors import CheckpointValueError, LoadError, SaveArgumentError
 from unified_ckpt.geometry import BoxMeta, Shard
-from unified_ckpt.geometry.tensors import bits_of
+from unified_ckpt.geometry.tensors import bits_of, byte_view
 from unified_ckpt.snapshots import SharedMemory, StagingLayout
 
 EMA_PART = "ema"
@@ -34,8 +35,28 @@ _AVERAGED = frozenset(
     ["F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ"]
 )
 _UNIT_NUMEL = 256 * 1024  # elements that are changed, and can be undone, at a time
-_ACTIVE, _RECORDS, _PROGRESS, _UNDONE = 0, 1, 5, 6  # control words
 _CONTROL_BYTES = 64
+
+
+class _Record(ctypes.Structure):
+    """How far the average is: snapshots taken in, and the last one that was looked at."""
+
+    _fields_ = (("num_updates", ctypes.c_int64), ("number", ctypes.c_int64))
+
+
+class _Control(ctypes.Structure):
+    """The head of the shared memory; every field is written in one store.
+
+    Which of the two records counts, and of the update under way: snapshot << 32 | units done, and
+    the unit of which an undo copy is there.
+    """
+
+    _fields_ = (
+        ("active", ctypes.c_int64),
+        ("records", _Record * 2),
+        ("progress", ctypes.c_int64),
+        ("undo_of", ctypes.c_int64),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +79,15 @@ class EmaConfig:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.decay < 1.0:
-            raise ValueError(f"decay={self.decay} must be at least 0 and less than 1")
+            raise CheckpointValueError(f"decay={self.decay} must be at least 0 and less than 1")
         if self.loss_threshold is not None and math.isnan(self.loss_threshold):
-            raise ValueError("loss_threshold=nan takes no snapshot in; pass None to take in all")
+            raise CheckpointValueError(
+                "loss_threshold=nan takes no snapshot in; pass None to take in all"
+            )
         if self.source == EMA_PART:
-            raise ValueError(f"source={self.source!r} is the average itself; name another part")
+            raise CheckpointValueError(
+                f"source={self.source!r} is the average itself; name another part"
+            )
 
     def decay_at(self, num_updates: int) -> float:
         """Return the decay of the update after `num_updates`; the first one takes all: 0."""
@@ -96,7 +121,7 @@ class EmaMemory:
         self.config = config
         self.memory = memory
         self.layout = _average_layout(config, layout)
-        self._control = memory.tensor[:_CONTROL_BYTES].view(torch.int64)
+        self._control = _Control.from_buffer(byte_view(memory.tensor[:_CONTROL_BYTES]))
         undo_end = _CONTROL_BYTES + 4 * _UNIT_NUMEL
         self._undo = memory.tensor[_CONTROL_BYTES:undo_end].view(torch.float32)
         data = memory.tensor[undo_end:]
@@ -122,7 +147,7 @@ class EmaMemory:
     @property
     def num_updates(self) -> int:
         """Snapshots that were taken in."""
-        return int(self._control[_RECORDS + 2 * int(self._control[_ACTIVE])])
+        return int(self._record.num_updates)
 
     def fits(self, layout: StagingLayout) -> bool:
         """Whether the layout's source part is the one that is averaged here."""
@@ -161,7 +186,7 @@ class EmaMemory:
             number: of the snapshot, rising; one that was taken in before is not taken again.
             loss: of the snapshot's step; see `EmaConfig.loss_threshold`.
         """
-        if number <= self._number:
+        if number <= self._record.number:
             return
         if self.config.takes(loss):
             sources = [e.view(memory) for e in layout.entries if e.part == self.config.source]
@@ -171,38 +196,38 @@ class EmaMemory:
             self._commit(self.num_updates, number)
 
     @property
-    def _number(self) -> int:
-        """The last snapshot that was looked at."""
-        return int(self._control[_RECORDS + 2 * int(self._control[_ACTIVE]) + 1])
+    def _record(self) -> Any:
+        return self._control.records[self._control.active]
 
     def _commit(self, num_updates: int, number: int) -> None:
-        """Replace both numbers in one step: the store to the word that says which pair counts."""
-        other = 1 - int(self._control[_ACTIVE])
-        self._control[_RECORDS + 2 * other] = num_updates
-        self._control[_RECORDS + 2 * other + 1] = number
-        self._control[_ACTIVE] = other
+        """Replace both numbers in one step: the store that says which record counts."""
+        other = 1 - self._control.active
+        self._control.records[other].num_updates = num_updates
+        self._control.records[other].number = number
+        self._control.active = other
 
     def _average(self, sources: list[torch.Tensor], number: int) -> None:
         weight = 1.0 - self.config.decay_at(self.num_updates)
         base = number << 32
-        if int(self._control[_PROGRESS]) >> 32 != number:
-            self._control[_UNDONE] = -1
-            self._control[_PROGRESS] = base
-        begin = int(self._control[_PROGRESS]) - base
+        control = self._control
+        if control.progress >> 32 != number:
+            control.undo_of = -1
+            control.progress = base
+        begin = control.progress - base
         for unit, (source, target) in enumerate(self._units(sources)):
             if unit < begin:
                 continue
             if target.dtype == torch.float32:
                 undo = self._undo[: target.numel()]
-                if int(self._control[_UNDONE]) == base + unit:
+                if control.undo_of == base + unit:
                     target.copy_(undo)  # it was killed while it changed this unit
                 else:
                     undo.copy_(target)
-                    self._control[_UNDONE] = base + unit
+                    control.undo_of = base + unit
                 self._mix(source, target, weight)
             else:
                 target.copy_(source)
-            self._control[_PROGRESS] = base + unit + 1
+            control.progress = base + unit + 1
 
     def _mix(self, source: torch.Tensor, target: torch.Tensor, weight: float) -> None:
         if weight == 1.0:

@@ -21,6 +21,7 @@ from typing import Literal
 
 import torch
 
+from unified_ckpt.errors import CheckpointValueError
 from unified_ckpt.geometry import Box, Shape, Shard
 
 BLOCK = 64
@@ -40,7 +41,7 @@ def compress_moments(shards: Sequence[Shard]) -> list[Shard]:
     """Replace floating moments by codes and scales (new memory), and keep all other shards.
 
     Raises:
-        ValueError: a moment is not finite, or a second moment is negative.
+        CheckpointValueError: a moment is not finite, or a second moment is negative.
     """
     compressed: list[Shard] = []
     for shard in shards:
@@ -79,11 +80,11 @@ def quantize(
     """Return codes of the tensor's shape and one fp32 scale per block of its row-major elements.
 
     Raises:
-        ValueError: a value is not finite, or a second moment is negative.
+        CheckpointValueError: a value is not finite, or a second moment is negative.
     """
     values = tensor.detach().to(torch.float32).reshape(-1)
     if not bool(torch.isfinite(values).all()) or (moment == "moment2" and bool((values < 0).any())):
-        raise ValueError(
+        raise CheckpointValueError(
             f"{key!r}: moment_compression='int8' needs finite values, and second moments that are "
             "not negative; save without it, or find where training diverged"
         )

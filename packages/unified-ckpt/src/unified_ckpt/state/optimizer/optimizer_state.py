@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from unified_ckpt.errors import CheckpointValueError
+
 MOMENTS = {"exp_avg": "moment1", "exp_avg_sq": "moment2"}
 MASTER_NAMES = frozenset({"master_weight", "master_weights", "master_param"})
 MASTER_FIELD = "master_weight_state"  # a value: under which name states held master weights
@@ -35,7 +37,7 @@ def optimizer_entries(
     """Return (parameter name, its live state) pairs, empty states included, and the groups.
 
     Raises:
-        ValueError: the parameters have numbers only.
+        CheckpointValueError: the parameters have numbers only.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         groups: Groups = list(optimizer.param_groups)
@@ -58,11 +60,11 @@ def parameter_names(group: Mapping[str, Any], path: str) -> list[str]:
     """Return the names of a group's parameters, in its order.
 
     Raises:
-        ValueError: they have numbers only.
+        CheckpointValueError: they have numbers only.
     """
     names = group.get("param_names", group["params"])
     if not all(isinstance(name, str) for name in names):
-        raise ValueError(
+        raise CheckpointValueError(
             f"{path}: the optimizer numbers its parameters, which means nothing under another "
             "layout; make it from model.named_parameters(), or pass get_optimizer_state_dict(...) "
             "of torch.distributed.checkpoint.state_dict"

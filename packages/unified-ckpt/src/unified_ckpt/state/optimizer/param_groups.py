@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from unified_ckpt.errors import LoadError
+from unified_ckpt.errors import CheckpointValueError, LoadError
 
 PARAMS = "params"
 _FIELD = re.compile(r"(?P<where>(?:.+\.)?param_groups)\.(?P<number>\d+)\.(?P<field>.+)\Z")
@@ -35,7 +35,7 @@ class _Numbering:
         """Number the groups of a rank; return rank's number -> number.
 
         Raises:
-            ValueError: a parameter has other hyperparameters on another rank.
+            CheckpointValueError: a parameter has other hyperparameters on another rank.
         """
         number_of, used = {}, Counter[str]()
         for number, fields in sorted(groups.items()):
@@ -49,7 +49,7 @@ class _Numbering:
             for name in fields[PARAMS]:
                 other, other_rank = self.group_of.setdefault(name, (number_of[number], rank))
                 if self.contents[other] != content:
-                    raise ValueError(
+                    raise CheckpointValueError(
                         f"{where}: the group of {name!r} has {self.contents[other]} on rank "
                         f"{other_rank}, {content} on rank {rank}; a parameter's hyperparameters "
                         "must be equal on all ranks that hold it"
@@ -74,7 +74,7 @@ def merge_groups(held: Sequence[Mapping[str, Any]]) -> tuple[list[Values], Value
         The values by rank, without `params`; and the `params` of optimizers of several groups.
 
     Raises:
-        ValueError: a parameter has other hyperparameters on another rank.
+        CheckpointValueError: a parameter has other hyperparameters on another rank.
     """
     numberings: dict[str, _Numbering] = defaultdict(_Numbering)
     renumbered = []
