@@ -18,7 +18,7 @@ from pathlib import Path
 
 from moe_train.config import Config, dump_toml, format_compact, keys_help, load_config
 from moe_train.errors import MoeTrainError, RankFailedError, StoppedUnsavedError, TrainValueError
-from unified_ckpt.errors import CheckpointError
+from unified_ckpt import CheckpointError
 
 _EXIT_FAILED = 1
 _EXIT_USER_ERROR = 2

@@ -120,7 +120,7 @@ def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
 
 
 def _check_patterns(patterns: tuple[str, ...]) -> None:
-    check_type("ignored_keys", patterns, tuple, list)
+    check_type("ignored_keys, a tuple of regular expressions,", patterns, tuple, list)
     for pattern in patterns:
         try:
             re.compile(pattern)

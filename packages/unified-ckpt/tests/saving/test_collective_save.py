@@ -262,7 +262,10 @@ def test_a_mistake_on_one_rank_raises_on_all_and_the_group_stays_usable(tmp_path
     first, second = run_ranks(fn, 2)
     assert first == second
     assert "rank 0, 1 failed in 'prepare'" in first[0] and "no rank holds 7 of its 9" in first[0]
-    assert "rank 1 failed in 'describe': TypeError: part 'model' holds a NoneType" in first[1]
+    assert (
+        "rank 1 failed in 'describe': CheckpointTypeError: part 'model' holds a NoneType"
+        in first[1]
+    )
     assert [p.name for p in tmp_path.iterdir()] == ["good"]
 
 

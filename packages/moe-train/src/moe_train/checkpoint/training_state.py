@@ -29,8 +29,8 @@ from unified_ckpt import (
     read_index,
     restore_random_state,
 )
-from unified_ckpt.errors import CorruptCheckpointError
 from unified_ckpt.folders import find_fault, numbered_checkpoints
+from unified_ckpt.run import CorruptCheckpointError
 
 _NOTHING_TO_RESUME = (
     "--resume: {} holds no complete checkpoint; start without --resume, or name one"

@@ -1,4 +1,7 @@
-"""The room `background`."""
+"""The trainer's side of saves beside training: queue, copies, saver process.
+
+May import: saver_process, snapshots, loading, saving, state, plans, geometry.
+"""
 
 from unified_ckpt.background.async_saving import AsyncSaveResponse as AsyncSaveResponse
 from unified_ckpt.background.async_saving import async_save as async_save

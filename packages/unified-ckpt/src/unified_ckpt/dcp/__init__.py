@@ -1,4 +1,7 @@
-"""The room `dcp`."""
+"""torch's distributed checkpoint reads and writes our files.
+
+May import: loading, saving, state, plans, geometry.
+"""
 
 from unified_ckpt.dcp.reader import UnifiedStorageReader as UnifiedStorageReader
 from unified_ckpt.dcp.writer import UnifiedStorageWriter as UnifiedStorageWriter

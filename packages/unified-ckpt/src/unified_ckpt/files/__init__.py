@@ -1,4 +1,9 @@
-"""The room `files`."""
+"""The only code that changes the file system, so that a crash can be reasoned about.
+
+Catalogue: the calls on files and folders.
+
+May import: no room.
+"""
 
 from unified_ckpt.files.system import BATCH_BYTES as BATCH_BYTES
 from unified_ckpt.files.system import Buffer as Buffer

@@ -1,4 +1,7 @@
-"""The room `folders`."""
+"""The folder of a run: the newest valid checkpoint, rotation, a fast tier.
+
+May import: saving, plans, files.
+"""
 
 from unified_ckpt.folders.folder import Depth as Depth
 from unified_ckpt.folders.folder import check_depth as check_depth

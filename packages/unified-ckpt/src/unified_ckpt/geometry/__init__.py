@@ -1,4 +1,7 @@
-"""The room `geometry`."""
+"""Which part of a tensor a rank holds, and where its bytes lie in a file.
+
+May import: geometry/tensors.
+"""
 
 from unified_ckpt.geometry.box import Box as Box
 from unified_ckpt.geometry.box import chunk_range as chunk_range

@@ -1,4 +1,7 @@
-"""The room `loading`."""
+"""Fill a state in place from a checkpoint of any layout.
+
+May import: saving, state, plans, files, geometry.
+"""
 
 from unified_ckpt.loading.collective_load import LoadReport as LoadReport
 from unified_ckpt.loading.collective_load import load as load

@@ -1,4 +1,7 @@
-"""The room `plans`."""
+"""Who writes and who reads which bytes of which file: pure data, alike on every rank.
+
+May import: files, geometry.
+"""
 
 from unified_ckpt.plans.load_plan import LoadPlan as LoadPlan
 from unified_ckpt.plans.load_plan import Read as Read

@@ -1,5 +1,10 @@
-"""The room `run`."""
+"""When a training run saves, and where it resumes.
 
+May import: folders, saving, state, plans, files.
+"""
+
+from unified_ckpt.errors import CorruptCheckpointError as CorruptCheckpointError
+from unified_ckpt.errors import DamagedCheckpointWarning as DamagedCheckpointWarning
 from unified_ckpt.run.manager import CheckpointManager as CheckpointManager
 from unified_ckpt.run.manager import Decision as Decision
 from unified_ckpt.run.manager import ManagerOptions as ManagerOptions

@@ -1,4 +1,7 @@
-"""The room `saver_process`."""
+"""The process that writes snapshots beside training, and how all savers meet.
+
+May import: folders, snapshots, saving, geometry.
+"""
 
 from unified_ckpt.saver_process.answers import MAX_MESSAGE_BYTES as MAX_MESSAGE_BYTES
 from unified_ckpt.saver_process.answers import error_from_json as error_from_json

@@ -1,4 +1,7 @@
-"""The room `saving`."""
+"""The collective save: every rank describes, plans, writes and agrees.
+
+May import: state, plans, files, geometry.
+"""
 
 from unified_ckpt.saving.collective_save import SaveReport as SaveReport
 from unified_ckpt.saving.collective_save import publish_written as publish_written

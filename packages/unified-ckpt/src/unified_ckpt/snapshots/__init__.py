@@ -1,4 +1,7 @@
-"""The room `snapshots`."""
+"""A copy of the state on its way to the saver process, in memory that both map.
+
+May import: saving, state, geometry.
+"""
 
 from unified_ckpt.snapshots.shared_memory import SharedMemory as SharedMemory
 from unified_ckpt.snapshots.snapshot_request import SnapshotRequest as SnapshotRequest

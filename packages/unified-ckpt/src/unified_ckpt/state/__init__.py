@@ -1,4 +1,7 @@
-"""The room `state`."""
+"""A nested state dict in pieces, shards and plain values, and the way back.
+
+May import: plans, geometry.
+"""
 
 from unified_ckpt.state.nested import FlatState as FlatState
 from unified_ckpt.state.nested import StateDict as StateDict

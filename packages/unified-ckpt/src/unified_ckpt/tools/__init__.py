@@ -1,4 +1,7 @@
-"""The room `tools`."""
+"""Compare checkpoints, and write them again for another use.
+
+May import: loading, saving, plans, files, geometry.
+"""
 
 from unified_ckpt.tools.diff import Difference as Difference
 from unified_ckpt.tools.diff import diff_checkpoints as diff_checkpoints

@@ -1,4 +1,7 @@
-"""The room `checksums`."""
+"""CRC-32 of buffers and files, beside reading and writing.
+
+May import: files, geometry.
+"""
 
 from unified_ckpt.files.checksums.checksums import CHUNK_BYTES as CHUNK_BYTES
 from unified_ckpt.files.checksums.checksums import Checksums as Checksums

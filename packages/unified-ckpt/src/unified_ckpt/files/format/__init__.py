@@ -1,4 +1,7 @@
-"""The room `format`."""
+"""Safetensors headers and the manifest: bytes on disk to records and back.
+
+May import: checksums, geometry.
+"""
 
 from unified_ckpt.files.format.header import HeaderEntry as HeaderEntry
 from unified_ckpt.files.format.header import encode_header as encode_header

@@ -1,4 +1,7 @@
-"""The room `layouts`."""
+"""Boxes of every parallel layout: DTensors, and rules for plain tensors.
+
+May import: geometry, tensors.
+"""
 
 from unified_ckpt.geometry.layouts.dtensor import dtensor_shards as dtensor_shards
 from unified_ckpt.geometry.layouts.dtensor import is_dtensor as is_dtensor

@@ -1,4 +1,7 @@
-"""The room `tensors`."""
+"""Dtypes, memory and bytes of tensors.
+
+May import: no room.
+"""
 
 from unified_ckpt.geometry.tensors.collector import collector_paused as collector_paused
 from unified_ckpt.geometry.tensors.dtypes import StoredDtype as StoredDtype

@@ -1,4 +1,7 @@
-"""The room `checkpoint`."""
+"""A checkpoint directory opened for reading, and the check of all its bytes.
+
+May import: plans, files, geometry.
+"""
 
 from unified_ckpt.plans.checkpoint.directory import Checkpoint as Checkpoint
 from unified_ckpt.plans.checkpoint.directory import check_bytes as check_bytes

@@ -1,4 +1,7 @@
-"""The room `commit`."""
+"""Written bytes become a checkpoint: agreement of ranks, checksums, one rename.
+
+May import: plans, files, geometry.
+"""
 
 from unified_ckpt.saving.commit.agreement import Agreement as Agreement
 from unified_ckpt.saving.commit.commit import Staging as Staging

@@ -1,4 +1,7 @@
-"""The room `average`."""
+"""A moving average of the weights, taken from snapshots.
+
+May import: snapshots, geometry.
+"""
 
 from unified_ckpt.snapshots.average.ema import EMA_FILE as EMA_FILE
 from unified_ckpt.snapshots.average.ema import EMA_PART as EMA_PART

@@ -1,4 +1,7 @@
-"""The room `compression`."""
+"""Adam's moments in one byte an element.
+
+May import: geometry.
+"""
 
 from unified_ckpt.state.compression.moments import BLOCK as BLOCK
 from unified_ckpt.state.compression.moments import compress_moments as compress_moments

@@ -1,4 +1,7 @@
-"""The room `optimizer`."""
+"""Optimizer states and parameter groups under names that hold in every layout.
+
+May import: no room.
+"""
 
 from unified_ckpt.state.optimizer.optimizer_state import MASTER_FIELD as MASTER_FIELD
 from unified_ckpt.state.optimizer.optimizer_state import MASTER_NAMES as MASTER_NAMES
