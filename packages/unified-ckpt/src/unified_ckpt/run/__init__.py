@@ -1,6 +1,6 @@
 """When a training run saves, and where it resumes.
 
-May import: folders, saving, state, plans, files.
+May import: signals, folders, saving, state, plans, files.
 """
 
 from unified_ckpt.errors import CorruptCheckpointError as CorruptCheckpointError
