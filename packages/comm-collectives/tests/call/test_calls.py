@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import comm_collectives as cc
 from comm_collectives.call.agreement.agreement import AgreementPolicy
-from comm_collectives.call.control.meeting import WireMeeting
+from comm_collectives.call.control.exchange import WireMeeting
 from comm_collectives.call.groups.groups import group_state
 from comm_collectives.moe.options import MoeOptions
 from ranktest import collect_ranks, run_ranks

@@ -1,7 +1,7 @@
 """What the words of a backend mean."""
 
 import comm_collectives as cc
-from comm_collectives.call.control.board import Arrival
+from comm_collectives.call.control.mailbox import Arrival
 from comm_collectives.call.failures import classify, describe_absent, first_line
 from comm_collectives.call.groups.groups import group_state
 from ranktest import run_ranks

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import comm_collectives as cc
 from comm_collectives.base.wire import as_bytes, bytes_of, dense
-from comm_collectives.call.control.meeting import WireMeeting
+from comm_collectives.call.control.exchange import WireMeeting
 from comm_collectives.call.groups.groups import group_state
 from ranktest import collect_ranks, run_ranks
 

@@ -6,7 +6,7 @@ from comm_collectives.call.counts import exchange_counts as exchange_counts
 from comm_collectives.call.failures import classify as classify
 from comm_collectives.call.failures import first_line as first_line
 from comm_collectives.call.reports import awaited_backward as awaited_backward
-from comm_collectives.call.riding import apart as apart
-from comm_collectives.call.riding import fits_sheet as fits_sheet
-from comm_collectives.call.riding import load_rows as load_rows
+from comm_collectives.call.inline_payload import apart as apart
+from comm_collectives.call.inline_payload import fits_sheet as fits_sheet
+from comm_collectives.call.inline_payload import load_rows as load_rows
 from comm_collectives.call.waiting import wait_for as wait_for

@@ -36,7 +36,7 @@ from comm_collectives.call.signature import (
     current_site,
     status_of,
 )
-from comm_collectives.call.verdict import first_failure, in_one_class
+from comm_collectives.call.failure_consensus import first_failure, in_one_class
 from comm_collectives.call.waiting import wait_for, wait_in_slices
 from comm_collectives.errors import (
     ERROR_NAMED,

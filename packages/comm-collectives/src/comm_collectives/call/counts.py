@@ -17,7 +17,7 @@ import torch
 
 from comm_collectives.base import as_bytes
 from comm_collectives.call.calls import Call
-from comm_collectives.call.riding import Coming, Load
+from comm_collectives.call.inline_payload import Coming, Load
 from comm_collectives.call.signature import PART_BYTES, TRAVELS_APART, WANTS_SHEETS
 
 _WORD_BYTES = 8

@@ -11,7 +11,7 @@ from typing import cast, final
 
 from comm_collectives.call.control import Board, BoardMeeting, Sheets, WireMeeting
 from comm_collectives.call.groups import CustomGroup, GroupState
-from comm_collectives.simulation.board import Page, SimRegion
+from comm_collectives.simulation.mailbox import Page, SimRegion
 from comm_collectives.simulation.scheduler import Signal
 from comm_collectives.simulation.transport import SimTransport
 from comm_collectives.simulation.wire import CLOSED, Wire

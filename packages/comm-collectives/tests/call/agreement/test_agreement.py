@@ -12,7 +12,7 @@ from comm_collectives.call.agreement.agreement import (
 )
 from comm_collectives.call.agreement.pending import PendingBackwards
 from comm_collectives.call.signature.callsite import CallSite
-from comm_collectives.call.signature.frames import (
+from comm_collectives.call.signature.call_signature import (
     BACKWARD,
     REFUSED,
     REFUSED_TYPE,

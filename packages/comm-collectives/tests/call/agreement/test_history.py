@@ -2,7 +2,7 @@
 
 from comm_collectives.call.agreement.history import History
 from comm_collectives.call.signature.callsite import CallSite
-from comm_collectives.call.signature.frames import Argument, Head
+from comm_collectives.call.signature.call_signature import Argument, Head
 
 
 def _head(number: int, op: int) -> Head:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import comm_collectives as cc
 from comm_collectives.base.transport.transport import TorchTransport
-from comm_collectives.call.control.meeting import WireMeeting
+from comm_collectives.call.control.exchange import WireMeeting
 from comm_collectives.call.groups.groups import group_state
 from comm_collectives.call.signature.callsite import call_site
 from comm_collectives.collectives.broadcasting import broadcast

@@ -31,7 +31,7 @@ import torch
 from comm_collectives.errors import CommError
 from comm_collectives.moe.deepep.calls import BufferCalls, DeepEpCalls, ElasticCalls
 from comm_collectives.moe.routes import Routing, Travel
-from comm_collectives.moe.rows import Expansion, plan_expansion
+from comm_collectives.moe.deepep.expansion import Expansion, plan_expansion
 from comm_collectives.planning import round_up
 
 _MOST_CHOICES = 32  # DeepEP's kernels hold one choice in each lane of a warp

@@ -4,8 +4,6 @@ from comm_collectives.moe.rows.choices import Bags as Bags
 from comm_collectives.moe.rows.choices import SortedChoices as SortedChoices
 from comm_collectives.moe.rows.choices import bags_of as bags_of
 from comm_collectives.moe.rows.choices import sort_choices as sort_choices
-from comm_collectives.moe.rows.expansion import Expansion as Expansion
-from comm_collectives.moe.rows.expansion import plan_expansion as plan_expansion
 from comm_collectives.moe.rows.payload import Payload as Payload
 from comm_collectives.moe.rows.payload import RowCodec as RowCodec
 from comm_collectives.moe.rows.payload import row_codec as row_codec

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comm_collectives.moe.rows.expansion import Expansion, plan_expansion
+from comm_collectives.moe.deepep.expansion import Expansion, plan_expansion
 
 _K, _L, _D = 4, 3, 5
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import comm_collectives as cc
 from comm_collectives.call.groups.groups import GroupState, group_state
 from comm_collectives.call.reports import Report
-from comm_collectives.call.verdict import first_failure
+from comm_collectives.call.failure_consensus import first_failure
 from comm_collectives.simulation.run import SimRank, simulate
 from ranktest import run_ranks
 

@@ -5,11 +5,11 @@ import torch
 
 import comm_collectives as cc
 from comm_collectives.base.transport.shm_region import Region
-from comm_collectives.call.control.board import Arrival
-from comm_collectives.call.control.meeting import BoardMeeting
-from comm_collectives.call.control.sheets import SHEET_BYTES, Sheets
+from comm_collectives.call.control.mailbox import Arrival
+from comm_collectives.call.control.exchange import BoardMeeting
+from comm_collectives.call.control.inline_pages import SHEET_BYTES, Sheets
 from comm_collectives.call.groups.groups import group_state
-from comm_collectives.call.signature.frames import PART_BYTES
+from comm_collectives.call.signature.call_signature import PART_BYTES
 from comm_collectives.errors import CollectiveTimeoutError, CommError
 from ranktest import run_ranks
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from comm_collectives.base.transport import shm_region
-from comm_collectives.call.control.board import Arrival, Board
-from comm_collectives.call.control.board_slots import COMMON_BYTES, PART_BYTES, Slot
+from comm_collectives.call.control.mailbox import Arrival, Board
+from comm_collectives.call.control.mailbox_slots import COMMON_BYTES, PART_BYTES, Slot
 from ranktest import collect_ranks, run_ranks
 
 _LIMIT_S = 20.0

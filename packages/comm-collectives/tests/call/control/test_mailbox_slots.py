@@ -2,7 +2,7 @@
 
 import pytest
 
-from comm_collectives.call.control.board_slots import (
+from comm_collectives.call.control.mailbox_slots import (
     COMMON_BYTES,
     LINE_BYTES,
     PART_BYTES,

@@ -3,8 +3,8 @@
 import pytest
 
 from comm_collectives.call.calls import Call
-from comm_collectives.call.control.board import Arrival
-from comm_collectives.call.control.meeting import (
+from comm_collectives.call.control.mailbox import Arrival
+from comm_collectives.call.control.exchange import (
     TEXT_BYTES,
     BoardMeeting,
     Meeting,

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Protocol, final
 
 from comm_collectives.base.transport import SYSTEM_CLOCK, Clock, Region
-from comm_collectives.call.control.board_slots import (
+from comm_collectives.call.control.mailbox_slots import (
     COMMON_BYTES,
     LINE_BYTES,
     PART_BYTES,

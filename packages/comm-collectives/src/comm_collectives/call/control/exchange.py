@@ -17,8 +17,8 @@ import torch
 
 from comm_collectives.base import bytes_of
 from comm_collectives.base.transport import Pending, Transport
-from comm_collectives.call.control.board import Arrival, Board
-from comm_collectives.call.control.sheets import Sheets
+from comm_collectives.call.control.mailbox import Arrival, Board
+from comm_collectives.call.control.inline_pages import Sheets
 from comm_collectives.call.signature import HEAD_BYTES, PART_BYTES
 from comm_collectives.errors import CommError
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from comm_collectives.call.signature.callsite import CallSite
-from comm_collectives.call.signature.frames import (
+from comm_collectives.call.signature.call_signature import (
     HEAD_BYTES,
     MAX_ARGUMENTS,
     Argument,
