@@ -2,11 +2,11 @@
 
 Two gloo ranks of one host, calls of 1 and of 65,536 float32 elements, or of those given. With
 agreement every call meets the other rank first and compares operation, dtype, shape or splits,
-reduce op and call site; what is at most 512 KiB of a rank travels in the meeting itself, which is
-what makes up for it. Without agreement (`AgreementPolicy(every=0)`) the data goes straight to gloo.
-Blocks of calls alternate; every figure is the median over the rounds of time with / time without,
-with the quartiles, for the worse of all_reduce and all_to_all with given splits. Then the same
-calls against bare torch.distributed, for the record.
+reduce op and call site; what is at most 512 KiB of a rank travels in the control exchange itself,
+which is what makes up for it. Without agreement (`AgreementPolicy(every=0)`) the data goes straight
+to gloo. Blocks of calls alternate; every figure is the median over the rounds of time with / time
+without, with the quartiles, for the worse of all_reduce and all_to_all with given splits. Then the
+same calls against bare torch.distributed, for the record.
 
     python benchmarks/comm_collectives_agreement.py [elements ...]
 """

@@ -1,7 +1,7 @@
 """The planner's cost model against the clock: sizes it was fitted to, and sizes it has not seen.
 
 Two gloo ranks exchange bytes by `all_to_all`, 1 KiB to 64 MiB each way, without agreement: what is
-small then goes over gloo too, as the rows of a dispatch do, and does not ride on the meeting. Every
+small then goes over gloo too, as the rows of a dispatch do, and is no inline payload. Every
 round times all sizes once, fitted and held-out ones in one shuffled order, so that both see the
 same machine. The curve is fitted to the medians of the fitted sizes (a line per size class); the
 peer is one alpha-beta line fitted to the same samples. Figures are medians over the held-out sizes

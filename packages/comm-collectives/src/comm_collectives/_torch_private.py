@@ -1,7 +1,8 @@
 """The private torch names that this package needs, in one place that an upgrade has to check.
 
 `torch.distributed` keeps the store of the default group and a group's time limit to itself; the
-failure reports need the one and meetings the other. A backend's base class is private as well.
+failure reports need the one and control exchanges the other. A backend's base class is private as
+well.
 """
 
 from datetime import timedelta

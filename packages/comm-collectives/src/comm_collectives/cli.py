@@ -76,8 +76,8 @@ def _check(args: argparse.Namespace) -> int:
     from comm_collectives.base import DTYPES
     from comm_collectives.errors import CommError
     from comm_collectives.verify import (
-        BOARD,
         FEW_DTYPES,
+        HERE,
         WIRE,
         check_machine,
         format_table,
@@ -88,7 +88,7 @@ def _check(args: argparse.Namespace) -> int:
     try:
         report = check_machine(
             args.world_size,
-            places=(BOARD, WIRE) if args.wire else (BOARD,),
+            places=(HERE, WIRE) if args.wire else (HERE,),
             raw_dtypes=raw_dtypes,
             backend=args.backend,
         )

@@ -1,18 +1,18 @@
 """What can go wrong between ranks, as exceptions whose text names rank, call and peers.
 
-Invariant: every failure of a transfer that this package starts surfaces as a `CommError`; a user's
-own mistake (a wrong shape, dtype or split) is a `ValueError` or `TypeError`. Where the others wait
-for the rank that made it, all of them raise the same class, which is both.
+Invariant: every error of this package is a `CommError`; a user's own mistake (a wrong shape, dtype
+or split) is a `ValueError` or `TypeError` as well. Where other ranks wait for the rank that made
+it, all of them raise the same class, `RefusedError` or `RefusedTypeError`.
 
     try:
         y = comm_collectives.all_to_all(x, timeout_s=30)
-    except comm_collectives.PeerFailedError as error:
+    except comm_collectives.errors.PeerFailedError as error:
         print(error)  # rank 0: all_to_all call 7 of group (0, 1, 2) ...; did not arrive: rank 2
 """
 
 
 class CommError(RuntimeError):
-    """A transfer between ranks failed; base of every error of this package."""
+    """A transfer between ranks failed, or a call was a mistake; base of every error here."""
 
 
 class CollectiveTimeoutError(CommError):
@@ -30,11 +30,19 @@ class MismatchError(CommError):
     """Two ranks entered the same call with arguments that do not fit each other."""
 
 
-class RefusedError(CommError, ValueError):
+class CommValueError(CommError, ValueError):
+    """An argument is wrong on this rank, and no other rank waits for it."""
+
+
+class CommTypeError(CommError, TypeError):
+    """As CommValueError, where the reason is a type or dtype."""
+
+
+class RefusedError(CommValueError):
     """Arguments of a rank are wrong; raised on every rank of the call, with that rank's reason."""
 
 
-class RefusedTypeError(RefusedError, TypeError):
+class RefusedTypeError(RefusedError, CommTypeError):
     """As RefusedError, where the reason is a type or dtype."""
 
 
@@ -50,7 +58,11 @@ class LostGradientWarning(UserWarning):
 ERROR_NAMED = {
     kind.__name__: kind
     for kind in (
-        *(CommError, CollectiveTimeoutError, MismatchError, PeerFailedError),
-        *(RefusedError, RefusedTypeError),
+        CommError,
+        CollectiveTimeoutError,
+        MismatchError,
+        PeerFailedError,
+        RefusedError,
+        RefusedTypeError,
     )
 }

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import comm_collectives as cc
 from comm_collectives.call.agreement.agreement import AgreementPolicy
-from comm_collectives.call.control.exchange import WireMeeting
+from comm_collectives.call.control.exchange import WireExchange
 from comm_collectives.call.groups.groups import group_state
 from comm_collectives.moe.options import MoeOptions
 from ranktest import collect_ranks, run_ranks
@@ -49,11 +49,11 @@ def _wire(every: int = 1) -> None:
     """Let the default group meet over its own transport, as across hosts."""
     state = group_state(None)
     state.policy = AgreementPolicy(every=every)
-    state.meeting = WireMeeting(state.transport, state.size, "cpu")
+    state.control = WireExchange(state.transport, state.size, "cpu")
 
 
 @pytest.mark.parametrize("name", ["all_to_all", "all_reduce", "dispatch"])
-@pytest.mark.parametrize("place", ["board", "wire"])
+@pytest.mark.parametrize("place", ["mailbox", "wire"])
 def test_rank_that_never_calls_is_named(name: str, place: str) -> None:
     def fn(rank: int, world_size: int) -> object:
         cc.all_reduce(torch.ones(1))
@@ -69,7 +69,7 @@ def test_rank_that_never_calls_is_named(name: str, place: str) -> None:
         assert kind == "CollectiveTimeoutError"
         assert f"rank {rank}: {name}" in text
         assert "call 2 of group (0, 1, 2) timed out a" in text
-        if place == "board":
+        if place == "mailbox":
             assert "did not arrive: rank 2 (last in all_reduce call 1)" in text
         else:
             assert "did not arrive: rank 2 (no report" in text
@@ -96,7 +96,7 @@ def test_killed_rank_is_named(name: str) -> None:
         assert elapsed_s < _SECONDS
 
 
-@pytest.mark.parametrize("place", ["board", "wire"])
+@pytest.mark.parametrize("place", ["mailbox", "wire"])
 @pytest.mark.parametrize("num_elements", [1, 100_000])
 def test_rank_killed_inside_a_call_is_noticed(num_elements: int, place: str) -> None:
     def fn(rank: int, world_size: int) -> object:
@@ -207,7 +207,7 @@ def _differing_calls(rank: int) -> dict[str, Callable[[], object]]:
     }
 
 
-@pytest.mark.parametrize("place", ["board", "wire"])
+@pytest.mark.parametrize("place", ["mailbox", "wire"])
 def test_mismatch_is_the_same_error_on_every_rank_and_names_what_differs(place: str) -> None:
     def fn(rank: int, world_size: int) -> object:
         if place == "wire":

@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 
 import comm_collectives as cc
+from comm_collectives.call.failure_consensus import first_failure
 from comm_collectives.call.groups.groups import GroupState, group_state
 from comm_collectives.call.reports import Report
-from comm_collectives.call.failure_consensus import first_failure
+from comm_collectives.errors import CollectiveTimeoutError
 from comm_collectives.simulation.run import SimRank, simulate
 from ranktest import run_ranks
 
@@ -79,6 +80,6 @@ def test_rank_whose_peer_gave_up_raises_what_the_peer_raised() -> None:
         return cc.all_reduce(torch.ones(500), group=rank.group)
 
     first, second, _ = simulate(call, 3, shared_memory=False).outcomes
-    assert type(first.error) is type(second.error) is cc.CollectiveTimeoutError
+    assert type(first.error) is type(second.error) is CollectiveTimeoutError
     assert "lost a peer" in str(second.error)
     assert "the first failure was a CollectiveTimeoutError of rank " in str(second.error)

@@ -9,6 +9,7 @@ import comm_collectives as cc
 from comm_collectives.call.groups import group_state
 from comm_collectives.collectives import reduce_in_buckets
 from comm_collectives.collectives.buckets import fill_buckets
+from comm_collectives.errors import MismatchError
 from ranktest import run_ranks
 
 
@@ -60,7 +61,7 @@ def test_leaves_that_require_gradients_are_reduced_without_a_graph() -> None:
 def test_empty_list_on_every_rank_is_fine_and_on_one_rank_is_named() -> None:
     def fn(rank: int, world_size: int) -> None:
         reduce_in_buckets([])
-        with pytest.raises(cc.MismatchError, match="shape"):
+        with pytest.raises(MismatchError, match="shape"):
             reduce_in_buckets([torch.ones(2)] if rank else [], timeout_s=30)
 
     run_ranks(fn, 2)

@@ -130,7 +130,7 @@ def test_complex_products_and_half_complex_sums() -> None:
 
 @pytest.mark.parametrize("op", ["sum", "avg", "min", "max", "product"])
 def test_numbers_of_any_count_are_reduced_alike_on_every_rank(op: str) -> None:
-    """Small ones travel with the meeting, and some reductions are made in pieces."""
+    """Small ones travel with the control exchange, and some reductions are made in pieces."""
     reduce = {
         "sum": torch.sum,
         "avg": torch.mean,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import comm_collectives as cc
+from comm_collectives.moe import Dispatched
 from comm_collectives.moe.options import MoeOptions
 from ranktest import collect_ranks, run_ranks
 
@@ -28,7 +29,7 @@ def _dense_moe(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, experts: Tenso
     return (chosen * (topk_weights * (topk_idx >= 0))[:, :, None]).sum(1)
 
 
-def _sparse_moe(dispatched: cc.Dispatched, experts: Tensor) -> Tensor:
+def _sparse_moe(dispatched: Dispatched, experts: Tensor) -> Tensor:
     """The same on sorted rows; an expert without rows is skipped, and no row leaves no graph."""
     x, weights = dispatched.x, dispatched.topk_weights
     rows, start = [x.new_zeros(0, x.shape[1]).detach()], 0
@@ -291,7 +292,9 @@ def test_rank_with_rows_that_leaves_the_output_unused_is_no_silent_loss(then: st
     for outcome in collect_ranks(fn, 2, timeout_s=30):
         # Nobody waits: the backward ends on both ranks, and the next call on both in this error.
         assert outcome.error_type == "RefusedError", outcome.error
-        assert "refused: rank 1: combine call 2 made at tests/test_moe.py" in str(outcome.error)
+        assert "refused: rank 1: combine call 2 made at moe/test_dispatch_combine.py" in str(
+            outcome.error
+        )
         assert "gradients for its input, which are lost" in str(outcome.error)
 
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import comm_collectives as cc
+from comm_collectives.moe import Dispatched
 from comm_collectives.moe.overlap import OverlappedMoe
 from ranktest import run_ranks
 
@@ -21,7 +22,7 @@ def _tokens(rank: int, count: int) -> list[torch.Tensor]:
 
 
 def _experts(scale: torch.Tensor, first: int):
-    def run(sent: cc.Dispatched) -> torch.Tensor:
+    def run(sent: Dispatched) -> torch.Tensor:
         counts = torch.tensor(sent.num_tokens_per_expert)
         own = scale[first : first + len(counts)].repeat_interleave(counts, dim=0)
         return torch.tanh(sent.x * own) * sent.topk_weights[:, None]
@@ -68,7 +69,7 @@ def test_next_chunk_arrives_while_the_experts_compute() -> None:
 
         OverlappedMoe._dispatch = dispatch
 
-        def experts(sent: cc.Dispatched) -> torch.Tensor:
+        def experts(sent: Dispatched) -> torch.Tensor:
             deadline = time.monotonic() + 10
             while not handles[-1].is_done() and time.monotonic() < deadline:
                 time.sleep(0.01)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import comm_collectives as cc
+from comm_collectives.moe import Dispatched
 from comm_collectives.moe.options import MoeOptions
 from ranktest import collect_ranks
 
@@ -20,7 +21,7 @@ _DIFFERENT: dict[str, dict[str, Any]] = {
 }
 
 
-def _call(different: dict[str, Any]) -> cc.Dispatched:
+def _call(different: dict[str, Any]) -> Dispatched:
     given = {
         "x": torch.ones(2, 3),
         "topk_idx": torch.tensor([[0], [1]]),

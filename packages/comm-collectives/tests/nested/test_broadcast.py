@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import comm_collectives as cc
 from comm_collectives.base.wire import as_bytes, bytes_of, dense
-from comm_collectives.call.control.exchange import WireMeeting
+from comm_collectives.call.control.exchange import WireExchange
 from comm_collectives.call.groups.groups import group_state
 from ranktest import collect_ranks, run_ranks
 
@@ -151,7 +151,7 @@ def test_memory_and_containers_that_are_shared_stay_shared() -> None:
 def test_values_arrive_where_ranks_meet_over_the_network() -> None:
     def fn(rank: int, world_size: int) -> None:
         state = group_state(None)
-        state.meeting = WireMeeting(state.transport, state.size, "cpu")
+        state.control = WireExchange(state.transport, state.size, "cpu")
         for value in ({}, 3, "x" * 340, _value()):
             got = cc.broadcast_nested(value if rank == 2 else None, src=2)
             assert _flatten(got) == _flatten(value)
@@ -302,7 +302,7 @@ def test_class_that_only_the_source_knows_fails_on_the_others_alone() -> None:
 
     source, receiver = run_ranks(fn, 2)
     assert source == "no error"
-    assert "test_nested.Setting is not a namedtuple or dataclass that can be found" in str(receiver)
+    assert f"{__name__}.Setting is not a namedtuple or dataclass that can be found" in str(receiver)
 
 
 def test_source_killed_on_the_way_is_named_by_the_receivers() -> None:

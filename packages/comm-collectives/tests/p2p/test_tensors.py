@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 import comm_collectives as cc
 from comm_collectives.call.groups.groups import group_state
+from comm_collectives.errors import CollectiveTimeoutError, MismatchError, PeerFailedError
+from comm_collectives.p2p import expect_tensors
 from ranktest import collect_ranks, run_ranks
 
 _LISTS = [
@@ -88,7 +90,7 @@ def test_receiver_names_a_sender_that_does_not_send() -> None:
         if rank == 0:
             time.sleep(2)
             return ""
-        with pytest.raises(cc.CollectiveTimeoutError) as caught:
+        with pytest.raises(CollectiveTimeoutError) as caught:
             cc.recv_tensors(src=0, timeout_s=0.5)
         return str(caught.value)
 
@@ -110,7 +112,7 @@ def test_dead_peer_is_named_by_both_directions() -> None:
             lambda: cc.recv_tensors(src=1, timeout_s=5),
             lambda: cc.isend_tensors([torch.ones(2)], dst=1, timeout_s=5).wait(),
         ):
-            with pytest.raises(cc.PeerFailedError) as caught:
+            with pytest.raises(PeerFailedError) as caught:
                 call()
             texts.append(str(caught.value))
         return texts
@@ -131,7 +133,7 @@ def test_transfer_out_of_step_is_a_mismatch() -> None:
             return
         state = group_state(None)
         state.next_transfer(1, 0)  # as if an earlier receive had been given up
-        with pytest.raises(cc.MismatchError, match=r"transfer 2 .*: transfer 1 arrived"):
+        with pytest.raises(MismatchError, match=r"transfer 2 .*: transfer 1 arrived"):
             cc.recv_tensors(src=1, timeout_s=5)
 
     run_ranks(fn, 2)
@@ -143,7 +145,7 @@ def test_send_without_a_receiver_is_noticed_when_waited_for() -> None:
     def fn(rank: int, world_size: int) -> None:
         if rank == 0:
             handle = cc.isend_tensors([torch.ones(1 << 22)], dst=1, timeout_s=0.5)
-            with pytest.raises(cc.CollectiveTimeoutError, match="rank 1 did not do its part"):
+            with pytest.raises(CollectiveTimeoutError, match="rank 1 did not do its part"):
                 handle.wait()
         else:
             time.sleep(1.5)
@@ -193,8 +195,8 @@ def test_an_expected_list_arrives_before_it_is_received() -> None:
     def fn(rank: int, world_size: int) -> None:
         store = dist.distributed_c10d._get_default_store()
         if rank == 1:
-            cc.expect_tensors(src=0)
-            cc.expect_tensors(src=0)  # once more is the same
+            expect_tensors(src=0)
+            expect_tensors(src=0)  # once more is the same
             store.set("expected", "")
             store.wait(["sent"], timedelta(seconds=30))
             (got,) = cc.recv_tensors(src=0, timeout_s=30)
@@ -213,13 +215,13 @@ def test_expecting_changes_nothing_about_what_is_received() -> None:
             if rank == 0:
                 cc.isend_tensors(want, dst=1).wait()
                 continue
-            cc.expect_tensors(src=0)
+            expect_tensors(src=0)
             got = cc.recv_tensors(src=0, timeout_s=30)
             assert [(t.dtype, t.shape) for t in got] == [(t.dtype, t.shape) for t in want]
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
         # What is expected and never sent disturbs neither collectives nor the end of the group.
         if rank == 1:
-            cc.expect_tensors(src=0)
+            expect_tensors(src=0)
         assert int(cc.all_reduce(torch.ones(()))) == 2
 
     run_ranks(fn, 2)
@@ -230,15 +232,15 @@ def test_a_sender_that_died_is_named_by_whoever_expected_it() -> None:
         if rank == 0:
             cc.recv_tensors(src=1)
             os._exit(1)
-        cc.expect_tensors(src=0)
+        expect_tensors(src=0)
         cc.isend_tensors([], dst=0).wait()
         started = time.monotonic()
-        with pytest.raises(cc.PeerFailedError, match="recv_tensors, transfer 1 from rank 0"):
+        with pytest.raises(PeerFailedError, match="recv_tensors, transfer 1 from rank 0"):
             cc.recv_tensors(src=0, timeout_s=30)
         assert time.monotonic() - started < 10
-        cc.expect_tensors(src=0)  # and does not raise
+        expect_tensors(src=0)  # and does not raise
         with pytest.raises(ValueError, match="src"):
-            cc.expect_tensors(src=1)
+            expect_tensors(src=1)
         return "named"
 
     assert collect_ranks(fn, 2)[1].value == "named"

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import comm_collectives as cc
 from comm_collectives.call.agreement.agreement import AgreementPolicy
+from comm_collectives.errors import CollectiveTimeoutError, LostGradientWarning, PeerFailedError
 from comm_collectives.simulation import run as simulation
 from comm_collectives.simulation.faults.schedule import (
     Delay,
@@ -106,7 +107,7 @@ def test_killed_rank_costs_no_real_time_and_is_named_on_all_others(shared_memory
     assert result.outcomes[7].ending == "killed"
     for rank, outcome in enumerate(result.outcomes):
         if rank != 7:
-            assert isinstance(outcome.error, cc.PeerFailedError)
+            assert isinstance(outcome.error, PeerFailedError)
             assert f"rank {rank}: all_reduce call 2" in str(outcome.error)
             assert "rank 7" in str(outcome.error)
             assert torch.equal(outcome.values[0], torch.full((2,), 64.0))
@@ -228,7 +229,7 @@ def test_handle_can_be_asked_within_a_limit_of_virtual_time() -> None:
             rank.sleep(1.0)
         handle = cc.all_reduce(torch.ones(2), group=rank.group, async_op=True)
         if rank.rank == 0:
-            with pytest.raises(cc.CollectiveTimeoutError, match=r"still under way after 0\.5 s"):
+            with pytest.raises(CollectiveTimeoutError, match=r"still under way after 0\.5 s"):
                 handle.wait(0.5)
         return handle.is_done(), handle.wait()
 
@@ -304,7 +305,7 @@ def test_ranks_that_leave_a_result_unused_disturb_nobody(
         return cc.all_reduce(torch.full((500,), float(rank.rank)), group=rank.group)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", cc.LostGradientWarning)
+        warnings.simplefilter("ignore", LostGradientWarning)
         result = simulate(
             [share, sums, share, share, sums],
             5,

@@ -8,11 +8,15 @@ import torch
 
 from comm_collectives.verify import matrix as check
 from comm_collectives.verify import rank_side as check_ranks
-from comm_collectives.verify.cells.cases import ABORTED, RIGHT, WRONG, canaries, torch_cases
+from comm_collectives.verify.cells.cases import (
+    canaries,
+    torch_cases,
+)
 from comm_collectives.verify.cells.problems import EVEN, Case
 from comm_collectives.verify.matrix import check_machine
 from comm_collectives.verify.misuse.outcome import At, Misuse, nobody
-from comm_collectives.verify.rank_side import BOARD, RAW_TORCH, Order
+from comm_collectives.verify.rank_side import HERE, RAW_TORCH, Order
+from comm_collectives.verify.results.results import Verdict
 
 _FLOAT = Case(collective="all_gather", dtype=torch.float32, shape=EVEN)
 
@@ -37,11 +41,18 @@ def test_abort_and_silence_cost_only_the_cells_in_which_they_happen(
 
     monkeypatch.setattr(check_ranks, "run_ours", dies)
     shapes = ["fine", "dies", "fine too", "wrong", "dies again", "last"]
-    orders = [Order(Case(collective="x", dtype=torch.int8, shape=shape), BOARD) for shape in shapes]
+    orders = [Order(Case(collective="x", dtype=torch.int8, shape=shape), HERE) for shape in shapes]
     outcomes = check._run(orders, 2, "gloo", 10.0, 100)
     assert [outcome.order for outcome in outcomes] == orders
     assert [outcome.verdict for outcome in outcomes] == [
-        *(RIGHT, ABORTED, RIGHT, WRONG, ABORTED, RIGHT),
+        *(
+            Verdict.RIGHT,
+            Verdict.ABORTED,
+            Verdict.RIGHT,
+            Verdict.WRONG,
+            Verdict.ABORTED,
+            Verdict.RIGHT,
+        ),
     ]
 
 
@@ -57,11 +68,11 @@ def test_one_failure_that_does_not_happen_again_alone_is_not_reported(
 
     monkeypatch.setattr(check_ranks, "run_ours", breaks)
     orders = [
-        Order(Case(collective="x", dtype=torch.int8, shape=shape), BOARD)
+        Order(Case(collective="x", dtype=torch.int8, shape=shape), HERE)
         for shape in ("first", "second", "third")
     ]
     outcomes = check._run(orders, 2, "gloo", 10.0, 100)
-    assert [outcome.verdict for outcome in outcomes] == [RIGHT] * 3
+    assert [outcome.verdict for outcome in outcomes] == [Verdict.RIGHT] * 3
 
 
 def test_raw_torch_is_measured_but_is_no_problem_of_this_package(
@@ -75,9 +86,9 @@ def test_raw_torch_is_measured_but_is_no_problem_of_this_package(
     monkeypatch.setattr(check, "RAW", ["lengths differ", "op differs"])
     report = check_machine(2, raw_dtypes=[torch.float32])
     found = {str(o.order.what): o.verdict for o in report.outcomes if o.order.place == RAW_TORCH}
-    assert found["torch.broadcast float32 strided 3 columns"] == WRONG
-    assert found["lengths differ"] == ABORTED
-    assert found["op differs"] == WRONG
+    assert found["torch.broadcast float32 strided 3 columns"] == Verdict.WRONG
+    assert found["lengths differ"] == Verdict.ABORTED
+    assert found["op differs"] == Verdict.WRONG
     assert report.problems == []
 
 
@@ -94,9 +105,9 @@ def test_mistake_that_hangs_for_ever_is_given_up(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(
         check_ranks.MISUSE_OF, "hangs", Misuse(name="hangs", run=hang, raised_by=nobody)
     )
-    (outcome,) = check._run([Order("hangs", BOARD)], 2, "gloo", 10.0, 1)
+    (outcome,) = check._run([Order("hangs", HERE)], 2, "gloo", 10.0, 1)
     assert outcome.verdict == "timed out"
     assert "no answer within 0.5 s" in outcome.detail
 
 
-_RIGHT = check_ranks.CaseResult(verdict=RIGHT)
+_RIGHT = check_ranks.CaseResult(verdict=Verdict.RIGHT)

@@ -4,10 +4,10 @@ import json
 
 import torch
 
-from comm_collectives.verify.cells.cases import REFUSED, RIGHT, WRONG
 from comm_collectives.verify.cells.problems import Case
 from comm_collectives.verify.matrix import CheckReport, Outcome
-from comm_collectives.verify.rank_side import BLIND, BOARD, RAW_TORCH, WIRE, Order
+from comm_collectives.verify.rank_side import BLIND, HERE, RAW_TORCH, WIRE, Order
+from comm_collectives.verify.results.results import Verdict
 from comm_collectives.verify.table import format_table, to_json
 
 _CELL = Case(collective="all_gather", dtype=torch.int8, shape="even")
@@ -19,19 +19,19 @@ def _report(*outcomes: Outcome) -> CheckReport:
     return CheckReport(num_ranks=2, backend="gloo", elapsed_s=3.0, outcomes=outcomes)
 
 
-def _outcome(what: Case | str, verdict: str, place: str = BOARD, detail: str = "") -> Outcome:
+def _outcome(what: Case | str, verdict: str, place: str = HERE, detail: str = "") -> Outcome:
     return Outcome(order=Order(what, place), verdict=verdict, detail=detail)
 
 
 def test_good_report_has_counts_and_no_problem() -> None:
     report = _report(
-        _outcome(_CANARY, WRONG),
-        _outcome(_CELL, RIGHT),
-        _outcome("op differs", REFUSED),
-        _outcome("op differs", REFUSED, WIRE),
-        _outcome("op differs", WRONG, BLIND),
-        _outcome("op differs", WRONG, RAW_TORCH),
-        _outcome(_RAW_CELL, REFUSED, RAW_TORCH),
+        _outcome(_CANARY, Verdict.WRONG),
+        _outcome(_CELL, Verdict.RIGHT),
+        _outcome("op differs", Verdict.REFUSED),
+        _outcome("op differs", Verdict.REFUSED, WIRE),
+        _outcome("op differs", Verdict.WRONG, BLIND),
+        _outcome("op differs", Verdict.WRONG, RAW_TORCH),
+        _outcome(_RAW_CELL, Verdict.REFUSED, RAW_TORCH),
     )
     assert report.problems == []
     assert report.missed_canaries == []
@@ -51,10 +51,10 @@ def test_good_report_has_counts_and_no_problem() -> None:
 
 def test_problems_and_missed_canaries_are_printed() -> None:
     report = _report(
-        _outcome(_CANARY, RIGHT),
-        _outcome(_CELL, WRONG, detail="rank 1: other values"),
-        _outcome("op differs", RIGHT, BLIND),
-        _outcome("op differs", WRONG, WIRE, detail="not a word"),
+        _outcome(_CANARY, Verdict.RIGHT),
+        _outcome(_CELL, Verdict.WRONG, detail="rank 1: other values"),
+        _outcome("op differs", Verdict.RIGHT, BLIND),
+        _outcome("op differs", Verdict.WRONG, WIRE, detail="not a word"),
     )
     assert len(report.problems) == 2
     assert len(report.missed_canaries) == 2
@@ -66,7 +66,9 @@ def test_problems_and_missed_canaries_are_printed() -> None:
 
 
 def test_json_holds_every_outcome() -> None:
-    report = json.loads(to_json(_report(_outcome(_CELL, RIGHT), _outcome("op differs", WRONG))))
+    report = json.loads(
+        to_json(_report(_outcome(_CELL, Verdict.RIGHT), _outcome("op differs", Verdict.WRONG)))
+    )
     cell, mistake = report["outcomes"]
     assert cell["collective"] == "all_gather"
     assert cell["dtype"] == "int8"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from comm_collectives import DispatchHandle
+from comm_collectives.moe import DispatchHandle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

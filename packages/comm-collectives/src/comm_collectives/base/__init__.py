@@ -1,4 +1,7 @@
-"""The room `base`."""
+"""Tensors as bytes: every dtype travels as uint8, since moving data needs no arithmetic.
+
+May import: no other room.
+"""
 
 from comm_collectives.base.wire import DTYPES as DTYPES
 from comm_collectives.base.wire import as_bytes as as_bytes

@@ -14,12 +14,31 @@ from collections.abc import Sequence
 import torch
 
 from comm_collectives._torch_private import is_traceable_wrapper_subclass
+from comm_collectives.errors import CommTypeError
 
 # The number under which a dtype is named in headers. Append only: both ends must agree.
 _NAMES = (
-    *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
-    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
-    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    "bool",
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex32",
+    "complex64",
+    "complex128",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
     "float4_e2m1fn_x2",
 )
 DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _NAMES)
@@ -34,7 +53,9 @@ def dtype_code(dtype: torch.dtype) -> int:
     """
     code = _CODE_OF.get(dtype)
     if code is None:
-        raise TypeError(f"tensors of dtype {dtype} cannot be moved; convert to a plain dtype first")
+        raise CommTypeError(
+            f"tensors of dtype {dtype} cannot be moved; convert to a plain dtype first"
+        )
     return code
 
 
@@ -55,14 +76,14 @@ def check_dense(x: torch.Tensor, name: str) -> None:
             quantised, on the meta device.
     """
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} is a {type(x).__name__}; give a torch.Tensor")
+        raise CommTypeError(f"{name} is a {type(x).__name__}; give a torch.Tensor")
     if x.is_nested or is_traceable_wrapper_subclass(x):
-        raise TypeError(
+        raise CommTypeError(
             f"{name} is a {type(x).__name__}, which wraps other tensors; give those "
             "(for a DTensor its to_local())"
         )
     if x.layout != torch.strided or x.is_quantized or x.is_meta:
-        raise TypeError(
+        raise CommTypeError(
             f"{name} has layout {x.layout} on device {x.device}; give a dense tensor with data"
         )
     dtype_code(x.dtype)
@@ -75,7 +96,7 @@ def check_tensors(tensors: Sequence[torch.Tensor]) -> None:
         TypeError: it is not.
     """
     if not isinstance(tensors, list | tuple):
-        raise TypeError(f"tensors is a {type(tensors).__name__}; give a list of tensors")
+        raise CommTypeError(f"tensors is a {type(tensors).__name__}; give a list of tensors")
     for i, tensor in enumerate(tensors):
         check_dense(tensor, f"tensors[{i}]")
 

@@ -16,8 +16,9 @@ from typing import TypeVar, final
 import torch
 
 from comm_collectives.base.transport import Pending
-from comm_collectives.call.agreement import EARLIER, Verdict, judge, mismatch_error, refused_error
-from comm_collectives.call.control import Arrival, BoardMeeting, Meeting, Met, open_meeting
+from comm_collectives.call.agreement import Comparison, compare, mismatch_error, refused_error
+from comm_collectives.call.control import Arrival, ControlExchange, Exchanged, MailboxExchange
+from comm_collectives.call.failure_consensus import first_failure, in_one_class
 from comm_collectives.call.failures import (
     classify,
     dead_ranks,
@@ -28,15 +29,13 @@ from comm_collectives.call.failures import (
 from comm_collectives.call.groups import GroupState, check_timeout
 from comm_collectives.call.reports import GRACE_S, Report, ask_peers, post, tell_awaited
 from comm_collectives.call.signature import (
-    BACKWARD,
     Argument,
+    CallSignature,
     CallSite,
-    Head,
-    Words,
+    SignatureWords,
+    Status,
     current_site,
-    status_of,
 )
-from comm_collectives.call.failure_consensus import first_failure, in_one_class
 from comm_collectives.call.waiting import wait_for, wait_in_slices
 from comm_collectives.errors import (
     ERROR_NAMED,
@@ -54,7 +53,7 @@ BACKWARD_OF = " (backward)"  # ends the name of a call that is the backward of a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreed:
-    """What came of a meeting: flags of all ranks or-ed, and what each rank told this one."""
+    """What a control exchange gave: flags of all ranks or-ed, what each rank told this one."""
 
     flags: int
     parts: list[bytes]
@@ -66,11 +65,6 @@ class Call:
 
     `compares_site` is False for a call that programs make from several lines, as with a root.
     """
-
-    __slots__ = (
-        *("arguments", "compares_site", "failure", "is_noted", "is_serving", "meets", "name"),
-        *("number", "refused", "saw_dead", "site", "state", "timeout_s"),
-    )
 
     def __init__(
         self,
@@ -118,15 +112,15 @@ class Call:
         parts: Sequence[bytes] | None = None,
         status: int = 0,
         refused: ValueError | TypeError | None = None,
-        sheet: torch.Tensor | None = None,
+        page: torch.Tensor | None = None,
     ) -> Agreed:
         """Compare this call with those of the other ranks. Collective.
 
         Args:
-            parts: up to PART_BYTES for each rank; all ranks give parts, or none does.
+            parts: up to INLINE_BYTES for each rank; all ranks give parts, or none does.
             status: flags that every rank shall know of, BACKWARD for the backward of a call.
             refused: what is wrong with this rank's arguments; every rank then raises.
-            sheet: flat uint8 on the host that all ranks may `read`; see `Meeting`.
+            page: flat uint8 on the host that all ranks may `read`; see `ControlExchange`.
 
         Raises:
             RefusedError, RefusedTypeError: arguments of a rank are wrong.
@@ -137,36 +131,36 @@ class Call:
         if self.state.size == 1:
             self.go_alone(refused)
             return Agreed(flags=status, parts=list(parts or []))
-        meeting = self._meeting()
+        control = self._control()
         while True:
             refused = refused or self.state.pending.take_lost()
-            head = self._head(status | status_of(refused))
-            met = meeting.meet(head.pack(), parts, self, sheet)
+            head = self._head(status | Status.of(refused))
+            met = control.meet(head.pack(), parts, self, page)
             if met.all_equal and refused is None:
                 self.state.history.clear()
                 return Agreed(flags=status, parts=met.parts)
-            verdict = judge([Words.unpack(theirs) for theirs in met.heads], head)
-            if not verdict.agrees:
-                raise self._disagreement(meeting, head, met, verdict, refused) from refused
+            comparison = compare([SignatureWords.unpack(theirs) for theirs in met.heads], head)
+            if not comparison.agrees:
+                raise self._disagreement(control, head, met, comparison, refused) from refused
             history = self.state.history
             history.clear()
             # A rank that takes part is about to meet for its own call: so have all others meet.
-            history.compares_next = verdict.is_served
-            if verdict.serves is None:
-                return Agreed(flags=verdict.flags, parts=met.parts)
-            self._serve(verdict.serves)
+            history.compares_next = comparison.is_served
+            if comparison.serves is None:
+                return Agreed(flags=comparison.flags, parts=met.parts)
+            self._serve(comparison.serves)
             self.number = self.state.next_call()
             if self.is_noted:
                 history.add(self.number, self._head(0))
 
     @in_one_class
     def read(self, take: Callable[[torch.Tensor], T]) -> T:
-        """Return what `take` makes of the sheets of the last meeting; see `Meeting.read`."""
-        return self._meeting().read(take, self)
+        """Return what `take` makes of the inline pages; see `ControlExchange.read`."""
+        return self._control().read(take, self)
 
-    def open_sheets(self) -> None:
-        """Make room for calls like this to travel with their meeting from now on. Collective."""
-        self._meeting().open_sheets(self.state.rank, self.state.transport, self)
+    def open_pages(self) -> None:
+        """Make room for inline payloads as large as that of this call. Collective."""
+        self._control().open_pages(self.state.rank, self.state.transport, self)
 
     @in_one_class
     def answer(self) -> None:
@@ -175,14 +169,14 @@ class Call:
         Raises:
             CommError: what the others' call ends in.
         """
-        meeting, head = self._meeting(), self._head(0)
-        met = meeting.meet(head.pack(), None, self)
-        verdict = judge([Words.unpack(theirs) for theirs in met.heads], head)
-        if verdict.serves is None:
-            raise self._disagreement(meeting, head, met, verdict, None)
+        control, head = self._control(), self._head(0)
+        met = control.meet(head.pack(), None, self)
+        comparison = compare([SignatureWords.unpack(theirs) for theirs in met.heads], head)
+        if comparison.serves is None:
+            raise self._disagreement(control, head, met, comparison, None)
         self.state.history.clear()
-        self.state.history.compares_next = verdict.is_served
-        self._serve(verdict.serves)
+        self.state.history.compares_next = comparison.is_served
+        self._serve(comparison.serves)
 
     def _serve(self, number: int) -> None:
         """Take part in the backward of another call on behalf of this one."""
@@ -194,7 +188,7 @@ class Call:
         """As `meet` without parts, but left out where it costs a transfer and is not due.
 
         Returns:
-            The flags of all ranks, or of this one if there was no meeting.
+            The flags of all ranks, or of this one if there was no control exchange.
         """
         if self.is_due():
             return self.meet(status=status, refused=refused).flags
@@ -210,7 +204,7 @@ class Call:
     def meet_backward(self) -> None:
         """Meet for the backward of a call, where the host can do so without stopping a stream."""
         if self.state.control_type == "cpu" and self.state.policy.every:
-            self.meet(status=BACKWARD)
+            self.meet(status=Status.BACKWARD)
 
     @in_one_class
     def run(self, start: Callable[[], Pending | None], *, on_cpu: bool) -> None:
@@ -251,7 +245,7 @@ class Call:
         return kind(text)
 
     def not_all_here(self, arrival: Arrival) -> CommError:
-        """Return the error for a meeting to which not all came."""
+        """Return the error for a control exchange to which not all came."""
         kind, text = describe_absent(self.state, arrival, self.limit_s)
         return kind(f"{self} {text}")
 
@@ -267,8 +261,8 @@ class Call:
         every = self.state.policy.every
         if self.state.size == 1 or every == 0:
             return False
-        # Where meetings are nearly free every call has one, and the first call finds out.
-        if isinstance(self.state.meeting, BoardMeeting | None):
+        # Where control exchanges are nearly free every call has one, and the first call finds out.
+        if isinstance(self.state.control, MailboxExchange | None):
             return True
         history = self.state.history
         # While a backward is owed (on every rank alike), a peer may be waiting in it.
@@ -279,16 +273,17 @@ class Call:
         self.is_noted = True
         return self.meets
 
-    def _meeting(self) -> Meeting:
+    def _control(self) -> ControlExchange:
         state = self.state
-        if state.meeting is None:
+        if state.control is None:
             device = state.control_type
-            state.meeting = open_meeting(state.transport, state.rank, state.size, device, self)
-        return state.meeting
+            at = (state.transport, state.rank, state.size)
+            state.control = ControlExchange.open(*at, device, self)
+        return state.control
 
-    def _head(self, status: int) -> Head:
+    def _head(self, status: int) -> CallSignature:
         state = self.state
-        return Head(
+        return CallSignature(
             name=self.name,
             number=self.number,
             site=self.site,
@@ -301,22 +296,22 @@ class Call:
 
     def _disagreement(
         self,
-        meeting: Meeting,
-        head: Head,
-        met: Met,
-        verdict: Verdict,
+        control: ControlExchange,
+        head: CallSignature,
+        met: Exchanged,
+        comparison: Comparison,
         refused: Exception | None,
     ) -> CommError:
         own = head.describe() if refused is None else f"{refused} (at {self.site.text})"
-        if verdict.differing == (EARLIER,):
+        if comparison.differs_earlier:
             own = self.state.history.first_difference(
-                lambda text: meeting.tell(text, self), head.describe()
+                lambda text: control.tell(text, self), head.describe()
             )
         self.state.history.clear()
-        texts = [told.decode(errors="replace") for told in meeting.tell(own.encode(), self)]
-        if verdict.differing:
-            return mismatch_error(str(self), verdict.differing, texts, self.state.ranks)
-        statuses = [Words.unpack(theirs).status for theirs in met.heads]
+        texts = [told.decode(errors="replace") for told in control.tell(own.encode(), self)]
+        if comparison.differing:
+            return mismatch_error(str(self), comparison.differing, texts, self.state.ranks)
+        statuses = [SignatureWords.unpack(theirs).status for theirs in met.heads]
         return refused_error(str(self), statuses, texts, self.state.ranks)
 
     def _report(self, *, problem: type[CommError] | None = None, text: str = "") -> Report:
@@ -360,7 +355,7 @@ class Call:
         if dead and self.saw_dead:
             raise self.not_all_here(Arrival(missing=dead, dead=dead, withdrawn=()))
         self.saw_dead = bool(dead)
-        if isinstance(self.state.meeting, BoardMeeting):
+        if isinstance(self.state.control, MailboxExchange):
             return
         if self.is_backward:
             tell_awaited(self.state, self.arguments[0].word)

@@ -1,12 +1,12 @@
-"""The meeting ahead of a payload: how many rows come, of what kind, and whether all is well.
+"""The control exchange ahead of rows: how many come, of what kind, and whether all is well.
 
-Counts ride on the frame in which ranks agree anyway, so one rank's refused arguments, or rows of
+Counts travel in the frame in which ranks agree anyway, so one rank's refused arguments, or rows of
 another width or dtype, end the call on every rank at once, instead of leaving the others to wait.
 
     received = exchange_counts(call, [[2, 0], [1, 3]])
     received.rows[1]       # what rank 1 has for this rank
 
-Small rows can travel in the same meeting; see `riding`.
+Small rows can travel in the same control exchange; see `inline_payload`.
 """
 
 import struct
@@ -17,11 +17,11 @@ import torch
 
 from comm_collectives.base import as_bytes
 from comm_collectives.call.calls import Call
-from comm_collectives.call.inline_payload import Coming, Load
-from comm_collectives.call.signature import PART_BYTES, TRAVELS_APART, WANTS_SHEETS
+from comm_collectives.call.inline_payload import InlinePayload, InlineRows
+from comm_collectives.call.signature import INLINE_BYTES, Status
+from comm_collectives.units import WORD_BYTES
 
-_WORD_BYTES = 8
-_INLINE = PART_BYTES // _WORD_BYTES
+_INLINE = INLINE_BYTES // WORD_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Counts:
 
     flags: int
     rows: list[list[int]]
-    coming: Coming | None = None
+    coming: InlineRows | None = None
 
 
 def exchange_counts(
@@ -43,7 +43,7 @@ def exchange_counts(
     *,
     flags: int = 0,
     refused: ValueError | TypeError | None = None,
-    load: Load | None = None,
+    load: InlinePayload | None = None,
 ) -> Counts:
     """Send `counts[r]` to each rank r and return what each rank sent here. Collective.
 
@@ -57,19 +57,19 @@ def exchange_counts(
     Raises:
         RefusedError, MismatchError: on every rank alike; see `Call.meet`.
     """
-    sheet = None
+    page = None
     if load is not None:
         counts = [[at, *row] for at, row in zip(load.at, counts, strict=True)]
-        flags, sheet = flags | load.flags, load.sheet
+        flags, page = flags | load.flags, load.page
     width = len(counts[0])
     inline = min(width, _INLINE)
     layout = struct.Struct(f"<{inline}q")
     parts = [layout.pack(*row[:inline]) for row in counts]
     if load is not None and load.parts is not None:
         parts = [words + rows for words, rows in zip(parts, load.parts, strict=True)]
-    agreed = call.meet(parts=parts, status=flags, refused=refused, sheet=sheet)
-    if agreed.flags & WANTS_SHEETS:
-        call.open_sheets()
+    agreed = call.meet(parts=parts, status=flags, refused=refused, page=page)
+    if agreed.flags & Status.WANTS_PAGES:
+        call.open_pages()
     rows = [list(layout.unpack_from(part)) for part in agreed.parts]
     if width > inline:
         for row, rest in zip(rows, _exchange_rest(call, counts, inline), strict=True):
@@ -77,10 +77,10 @@ def exchange_counts(
     if load is None:
         return Counts(flags=agreed.flags, rows=rows)
     at = [row.pop(0) for row in rows]
-    if agreed.flags & TRAVELS_APART:
+    if agreed.flags & Status.NOT_INLINE:
         return Counts(flags=agreed.flags, rows=rows)
     told = [part[layout.size :] for part in agreed.parts]
-    return Counts(flags=agreed.flags, rows=rows, coming=Coming(at=at, parts=told))
+    return Counts(flags=agreed.flags, rows=rows, coming=InlineRows(at=at, parts=told))
 
 
 def _exchange_rest(call: Call, counts: Sequence[Sequence[int]], start: int) -> list[list[int]]:
@@ -89,7 +89,7 @@ def _exchange_rest(call: Call, counts: Sequence[Sequence[int]], start: int) -> l
     rest = [row[start:] for row in counts]
     sent = torch.tensor(rest, dtype=torch.int64, device=state.control_type)
     received = torch.empty_like(sent)
-    splits = [sent.shape[1] * _WORD_BYTES] * state.size
+    splits = [sent.shape[1] * WORD_BYTES] * state.size
     call.run(
         lambda: state.transport.exchange(as_bytes(received), as_bytes(sent), splits, splits),
         on_cpu=state.control_type == "cpu",

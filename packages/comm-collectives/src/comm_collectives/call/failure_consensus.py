@@ -44,10 +44,10 @@ def in_one_class(method: Callable[Concatenate[F, P], T]) -> Callable[Concatenate
         try:
             return method(call, *args, **kwargs)
         except CommError as error:
-            settled = call.in_class_of_first(error)
-            if settled is error:
+            agreed = call.in_class_of_first(error)
+            if agreed is error:
                 raise
-            raise settled from error
+            raise agreed from error
 
     return checked
 

@@ -6,17 +6,17 @@ raise kind(f"{call} {what}; {who_is_missing(state, report)}")
 
 from collections.abc import Sequence
 
-from comm_collectives.call.control import Arrival, BoardMeeting
+from comm_collectives.call.control import Arrival, MailboxExchange
 from comm_collectives.call.groups import GroupState
 from comm_collectives.call.reports import GRACE_S, Report, ask_peers, has_arrived
-from comm_collectives.call.signature import Words, operation_name
+from comm_collectives.call.signature import SignatureWords
 from comm_collectives.errors import CollectiveTimeoutError, CommError, PeerFailedError
 
 # Gloo closes a connection whose transfer ran into its limit; what comes later fails with this.
 _CLOSED_WORDS = ("pair closure",)
 _TIMEOUT_WORDS = ("timed out", "timeout")
 _PEER_WORDS = ("connection closed", "connection reset", "broken pipe", "connection refused", "peer")
-_POLL_S = 0.02
+_LOOK_S = 0.02
 
 
 def classify(error: RuntimeError, timeout_s: float | None) -> tuple[type[CommError], str]:
@@ -43,22 +43,22 @@ def dead_ranks(state: GroupState, *, grace_s: float = 0.0) -> tuple[int, ...]:
 
     `grace_s` bounds the wait for a process that is ending, whose connections close a little before.
     """
-    meeting = state.meeting
-    if not isinstance(meeting, BoardMeeting):
+    control = state.control
+    if not isinstance(control, MailboxExchange):
         return ()
     clock = state.transport.clock
     deadline_s = clock.now_s() + grace_s
     while True:
-        dead = meeting.board.dead()
+        dead = control.mailbox.dead()
         if dead or clock.now_s() >= deadline_s:
             return dead
-        clock.sleep(_POLL_S)
+        clock.sleep(_LOOK_S)
 
 
 def describe_absent(
     state: GroupState, arrival: Arrival, limit_s: float
 ) -> tuple[type[CommError], str]:
-    """Return the kind of error and its text for a meeting to which not all ranks came."""
+    """Return the kind of error and its text for a control exchange to which not all ranks came."""
     if arrival.dead:
         names = _names(state, arrival.dead)
         return PeerFailedError, f"lost a peer: {names} has ended or given up its group"
@@ -107,14 +107,14 @@ def who_is_missing(state: GroupState, own: Report) -> str:
 
 
 def _last_seen(state: GroupState, rank: int) -> str:
-    meeting = state.meeting
-    if not isinstance(meeting, BoardMeeting):
+    control = state.control
+    if not isinstance(control, MailboxExchange):
         return ""
-    number, head = meeting.board.last_posted()[rank]
+    number, head = control.mailbox.last_posted()[rank]
     if number == 0:
         return " (not seen in this group yet)"
-    words = Words.unpack(head)
-    return f" (last in {operation_name(words.operation)} call {words.number})"
+    words = SignatureWords.unpack(head)
+    return f" (last in {words.operation_name} call {words.number})"
 
 
 def _elsewhere(report: Report | None) -> str:

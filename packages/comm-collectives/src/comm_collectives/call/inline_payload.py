@@ -1,7 +1,7 @@
-"""Rows that travel with the meeting of their call, which saves them an exchange of their own.
+"""Rows that travel inside the control exchange of their call and need no exchange of their own.
 
-A few bytes for each rank lie in the frames; more lies on sheets, where a group has them. They ride
-only if those of every rank do, and each rank says where its rows for another one begin.
+A few bytes for each rank lie in the frames; more lies on pages, where a group has them. They are
+inline only if those of every rank do, and each rank says where its rows for another one begin.
 
     load = load_rows(x, sent, num_words=1, state=state)
     counts = exchange_counts(call, [[n] for n in sent], flags=load.flags, load=load)
@@ -17,34 +17,34 @@ import torch
 
 from comm_collectives.base import as_bytes, bytes_of, dense, joined, new_tensor, num_bytes
 from comm_collectives.call.calls import Call
-from comm_collectives.call.control import SHEET_BYTES
+from comm_collectives.call.control import PAGE_BYTES
 from comm_collectives.call.groups import GroupState
-from comm_collectives.call.signature import PART_BYTES, TRAVELS_APART, WANTS_SHEETS
+from comm_collectives.call.signature import INLINE_BYTES, Status
+from comm_collectives.units import WORD_BYTES
 
-_WORD_BYTES = 8
 _IN_FRAME = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class InlinePayload:
     """How the rows of this rank travel.
 
     Attributes:
-        flags: for the meeting.
-        at: by rank, where its rows begin on the sheet, in bytes.
+        flags: for the control exchange.
+        at: by rank, where its rows begin on the page, in bytes.
         parts: by rank, the rows in its frame; None if they are not there.
-        sheet: the rows as flat uint8; None if they are not there.
+        page: the rows as flat uint8; None if they are not there.
     """
 
     flags: int
     at: tuple[int, ...]
     parts: list[bytes] | None = None
-    sheet: torch.Tensor | None = None
+    page: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Coming:
-    """Rows that came with a meeting: where those of each rank begin, and its frame."""
+class InlineRows:
+    """Rows that came with a control exchange: where those of each rank begin, and its frame."""
 
     at: list[int]
     parts: list[bytes]
@@ -63,45 +63,49 @@ class Coming:
             return joined(pieces, x.dtype, shape, x.device)
         y = new_tensor(shape, x.dtype, "cpu")
         targets = as_bytes(y).split(lengths)
-        call.read(lambda sheets: self._copy(targets, sheets))
+        call.read(lambda pages: self._copy(targets, pages))
         return y.to(x.device)
 
-    def _copy(self, targets: Sequence[torch.Tensor], sheets: torch.Tensor) -> None:
-        for target, at, part, sheet in zip(targets, self.at, self.parts, sheets, strict=True):
+    def _copy(self, targets: Sequence[torch.Tensor], pages: torch.Tensor) -> None:
+        for target, at, part, page in zip(targets, self.at, self.parts, pages, strict=True):
             length = target.numel()
             if at != _IN_FRAME:
-                target.copy_(sheet[at : at + length])
+                target.copy_(page[at : at + length])
             elif length:
                 target.copy_(torch.frombuffer(bytearray(part[:length]), dtype=torch.uint8))
 
 
-def apart(state: GroupState) -> Load:
+def not_inline(state: GroupState) -> InlinePayload:
     """Return the load of a rank whose rows travel apart, or that has none to offer."""
-    return Load(flags=TRAVELS_APART, at=(0,) * state.size)
+    return InlinePayload(flags=Status.NOT_INLINE, at=(0,) * state.size)
 
 
-def load_rows(x: torch.Tensor, sent: Sequence[int], *, num_words: int, state: GroupState) -> Load:
+def inline_rows(
+    x: torch.Tensor, sent: Sequence[int], *, num_words: int, state: GroupState
+) -> InlinePayload:
     """Say how the rows of `x` travel, of which rank r gets `sent[r]`, along with some words."""
-    if not state.rides(x.device):
-        return apart(state)
+    if not state.carries_inline(x.device):
+        return not_inline(state)
     row_bytes = num_bytes(x.dtype, x.shape[1:])
     lengths = [n * row_bytes for n in sent]
     starts = tuple(accumulate(lengths[:-1], initial=0))
-    if max(lengths) <= PART_BYTES - (num_words + 1) * _WORD_BYTES:
+    if max(lengths) <= INLINE_BYTES - (num_words + 1) * WORD_BYTES:
         data = bytes_of(as_bytes(dense(x)))
         parts = [data[at : at + n] for at, n in zip(starts, lengths, strict=True)]
-        return Load(flags=0, at=(_IN_FRAME,) * state.size, parts=parts)
-    if fits_sheet(x.nbytes, state):
-        return Load(flags=0, at=starts, sheet=as_bytes(dense(x)).cpu())
-    return Load(flags=TRAVELS_APART | wants_sheets(x.nbytes, state), at=(0,) * state.size)
+        return InlinePayload(flags=0, at=(_IN_FRAME,) * state.size, parts=parts)
+    if fits_page(x.nbytes, state):
+        return InlinePayload(flags=0, at=starts, page=as_bytes(dense(x)).cpu())
+    return InlinePayload(
+        flags=Status.NOT_INLINE | wants_pages(x.nbytes, state), at=(0,) * state.size
+    )
 
 
-def fits_sheet(num_bytes: int, state: GroupState) -> bool:
-    """Whether a sheet of this group holds so much."""
-    meeting = state.meeting
-    return meeting is not None and num_bytes <= meeting.sheet_bytes
+def fits_page(num_bytes: int, state: GroupState) -> bool:
+    """Whether a page of this group holds so much."""
+    control = state.control
+    return control is not None and num_bytes <= control.page_bytes
 
 
-def wants_sheets(num_bytes: int, state: GroupState) -> int:
-    """Return the flag WANTS_SHEETS if the group should try to get sheets for so much, else 0."""
-    return WANTS_SHEETS if num_bytes <= SHEET_BYTES and state.size > 1 else 0
+def wants_pages(num_bytes: int, state: GroupState) -> int:
+    """Return the flag WANTS_PAGES if the group should try to get pages for so much, else 0."""
+    return Status.WANTS_PAGES if num_bytes <= PAGE_BYTES and state.size > 1 else 0

@@ -14,10 +14,10 @@ from functools import lru_cache
 
 from comm_collectives._torch_private import Store, default_store
 from comm_collectives.call.groups import GroupState
+from comm_collectives.units import POLL_S
 
 GRACE_S = 2.0  # how long a failed rank waits for the reports of its peers
-_POLL_S = 0.05  # at first; a rank that is not there after a while is asked for less often
-_LONGEST_POLL_S = 0.4
+_LONGEST_POLL_S = 0.4  # a rank that is not there after a while is asked for less often
 ANSWER_S = 1.0  # how much longer than it should take a store may take
 _KEY = "comm_collectives/report/{}"
 _AWAITED_KEY = "comm_collectives/awaited/{}"
@@ -115,7 +115,7 @@ def _post(state: GroupState, report: Report) -> None:
 
 def _poll(state: GroupState, report: Report, grace_s: float, view: PeersView) -> None:
     clock = state.transport.clock
-    deadline_s, pause_s = clock.now_s() + grace_s, _POLL_S
+    deadline_s, pause_s = clock.now_s() + grace_s, POLL_S
     try:
         store = store_of(state)
         store.set(_KEY.format(state.global_rank), report.to_json())

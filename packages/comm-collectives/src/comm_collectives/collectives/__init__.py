@@ -1,4 +1,9 @@
-"""The room `collectives`."""
+"""Collectives that are right for every shape, dtype and stride, and differentiable.
+
+Catalogue: collectives, and the same as steps of other calls (`*_call`).
+
+May import: base, call.
+"""
 
 from comm_collectives.collectives.alltoall import all_to_all as all_to_all
 from comm_collectives.collectives.alltoall import checked_splits as checked_splits

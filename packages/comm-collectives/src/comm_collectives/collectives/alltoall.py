@@ -14,12 +14,12 @@ from typing import Literal, overload
 import torch
 
 from comm_collectives.base import as_bytes, check_dense, dense, new_tensor, num_bytes
-from comm_collectives.call import Call, apart, exchange_counts, load_rows
+from comm_collectives.call import Call, exchange_counts, inline_rows, not_inline
 from comm_collectives.call.autograd import Back, attach, wants_grad, zeros_for
-from comm_collectives.call.groups import Group, GroupState, group_state, travel_argument
+from comm_collectives.call.groups import Group, GroupState, group_state, wire_device_argument
 from comm_collectives.call.handles import Handle, launch
-from comm_collectives.call.signature import WANTS_GRAD, Argument, dtype_argument, shape_argument
-from comm_collectives.errors import MismatchError
+from comm_collectives.call.signature import Argument, Status, dtype_argument, shape_argument
+from comm_collectives.errors import CommTypeError, CommValueError, MismatchError
 
 _Splits = Sequence[int] | None
 
@@ -57,8 +57,8 @@ def all_to_all(
 
     Collective: every rank of the group must call, also one without rows. Differentiable; the
     backward is an all-to-all in the other direction, in which every rank takes part. Few rows
-    travel with the meeting, in one exchange: up to 384 bytes for each rank with what is said of
-    them, and 512 KiB of each rank on one host.
+    travel with the control exchange, in one exchange: up to 384 bytes for each rank with what is
+    said of them, and 512 KiB of each rank on one host.
 
     Args:
         x: [rows, ...], any plain dtype, any strides; not modified. The trailing shape and the dtype
@@ -139,9 +139,9 @@ def checked_splits(splits: Sequence[int], size: int, name: str) -> tuple[int, ..
     try:
         checked = tuple(index(n) for n in splits)
     except TypeError as error:
-        raise TypeError(f"{name}={splits!r} must be a sequence of integers") from error
+        raise CommTypeError(f"{name}={splits!r} must be a sequence of integers") from error
     if len(checked) != size or any(n < 0 for n in checked):
-        raise ValueError(
+        raise CommValueError(
             f"{name}={list(checked)} must hold {size} row counts >= 0, one per rank of the group"
         )
     return checked
@@ -156,13 +156,13 @@ def row_splits(rows: int, splits: _Splits, size: int, name: str) -> tuple[int, .
     """
     if splits is None:
         if rows % size:
-            raise ValueError(
+            raise CommValueError(
                 f"x has {rows} rows, which {size} ranks cannot share evenly; give {name}"
             )
         return (rows // size,) * size
     checked = checked_splits(splits, size, name)
     if sum(checked) != rows:
-        raise ValueError(
+        raise CommValueError(
             f"{name}={list(checked)} sum to {sum(checked)} but x has {rows} rows; "
             "make them cover x exactly"
         )
@@ -195,17 +195,17 @@ def _all_to_all(
         arguments = (
             dtype_argument(x.dtype),
             shape_argument("row shape", x.shape[1:]),
-            travel_argument(state, x.device),
+            wire_device_argument(state, x.device),
             Argument("output_splits given", output_splits is not None),
         )
     except (TypeError, ValueError) as error:
         refused = error
     call = Call(state, "all_to_all", arguments=arguments, timeout_s=timeout_s)
-    flags = WANTS_GRAD if refused is None and wants_grad(x) else 0
-    load = apart(state)
+    flags = Status.WANTS_GRAD if refused is None and wants_grad(x) else 0
+    load = not_inline(state)
     if refused is None:
         words = 1 if output_splits is None else 2 * state.size
-        load = load_rows(x, sent, num_words=words, state=state)
+        load = inline_rows(x, sent, num_words=words, state=state)
     coming = None
     if output_splits is None or call.is_due():
         rows = [[n] for n in sent] if output_splits is None else [[*sent, *received]] * state.size
@@ -222,7 +222,7 @@ def _all_to_all(
         exchange_rows(call, dense(x), sent, received, y)
     else:
         y = coming.rows(call, x, sent, received)
-    if not flags & WANTS_GRAD:
+    if not flags & Status.WANTS_GRAD:
         return y
     shape = x.shape
 
@@ -239,7 +239,9 @@ def _check(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     check_dense(x, "x")
     if x.dim() == 0:
-        raise ValueError("x has no dims; all_to_all moves rows along dim 0, so give [rows, ...]")
+        raise CommValueError(
+            "x has no dims; all_to_all moves rows along dim 0, so give [rows, ...]"
+        )
     sent = row_splits(x.shape[0], input_splits, size, "input_splits")
     if output_splits is None:
         return sent, (0,) * size

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from comm_collectives.base import dense
+from comm_collectives.errors import CommTypeError, CommValueError
 
 OPS = ("sum", "avg", "min", "max", "product")
 NO_FACTOR = ("sum", "avg")  # ops whose gradient does not depend on the values
@@ -50,7 +51,7 @@ def check_op(dtype: torch.dtype, op: str) -> None:
         TypeError: the dtype has no such arithmetic.
     """
     if op not in OPS:
-        raise ValueError(f"op={op!r} is unknown; choose one of {', '.join(OPS)}")
+        raise CommValueError(f"op={op!r} is unknown; choose one of {', '.join(OPS)}")
     if dtype in _NATIVE and (op != "avg" or dtype.is_floating_point):
         return
     if dtype in _COMPLEX and op not in _ORDERED:
@@ -59,7 +60,7 @@ def check_op(dtype: torch.dtype, op: str) -> None:
         op in ("min", "max", "product") or (op == "sum" and dtype != torch.bool)
     ):
         return
-    raise TypeError(
+    raise CommTypeError(
         f"op={op!r} is not defined for {dtype}; convert to a dtype with that arithmetic first "
         "(float32 for fp8, int64 for counting bools)"
     )

@@ -2,7 +2,7 @@
 
 Raw torch wants every receiver to have a tensor of the same shape, does not notice if it has not,
 and on gloo writes past the view if that tensor is strided. Here dtype and shape travel with the
-meeting, and the result is new. For values with several tensors see `broadcast_nested`.
+control exchange, and the result is new. For values with several tensors see `broadcast_nested`.
 
     weights = broadcast(weights if rank == 0 else None, src=0)
 """
@@ -19,9 +19,8 @@ from comm_collectives.call import Call
 from comm_collectives.call.autograd import Back, Gradients, attach, wants_grad, zeros_for
 from comm_collectives.call.groups import Group, GroupState, check_root, group_state
 from comm_collectives.call.handles import Handle, launch
-from comm_collectives.call.signature import WANTS_GRAD, Argument
+from comm_collectives.call.signature import Argument, Status
 from comm_collectives.collectives.pieces import (
-    COMES_ALONG,
     Device,
     broadcast_bytes,
     checked_device,
@@ -63,7 +62,7 @@ def broadcast(
     """Return, on every rank, the tensor that rank `src` gave.
 
     Collective. Differentiable for `src`: its gradient is that of the sum of all ranks' losses. A
-    few hundred bytes travel with the meeting, in one exchange.
+    few hundred bytes travel with the control exchange, in one exchange.
 
     Args:
         x: on `src`, any shape, plain dtype and strides; not modified. Elsewhere None, or a tensor
@@ -90,7 +89,7 @@ def broadcast(
     def run() -> torch.Tensor:
         got = broadcast_call(x, src, device, state, timeout_s)
         y = got.y if got.is_new else _copied(got.y)
-        if not got.flags & WANTS_GRAD:
+        if not got.flags & Status.WANTS_GRAD:
             return y
         return _attach(x if state.rank == src else None, y, got)
 
@@ -129,7 +128,7 @@ def broadcast_call(
         if x is not None or is_src:
             check_dense(x, "x")  # type: ignore[arg-type]
             status, parts = describe_each([x], state, with_data=is_src)  # type: ignore[list-item]
-            status |= WANTS_GRAD if is_src and wants_grad(x) else 0  # type: ignore[arg-type]
+            status |= Status.WANTS_GRAD if is_src and wants_grad(x) else 0  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
         refused = refused or error
     call = Call(state, "broadcast", arguments=arguments, timeout_s=timeout_s, compares_site=False)
@@ -138,7 +137,7 @@ def broadcast_call(
     header = _agreed_header(call, [header for header, _ in told], src)
     dtype, shape, kind = header.dtypes[0], header.shapes[0], torch.device(header.travels[0])
     own = as_bytes(dense(x)) if is_src and x is not None else None
-    if agreed.flags & COMES_ALONG:
+    if agreed.flags & Status.INLINE:
         payload = told[src][1][: num_bytes(dtype, shape)]
         flat = joined([payload], torch.uint8, (len(payload),), kind)
     elif own is not None:

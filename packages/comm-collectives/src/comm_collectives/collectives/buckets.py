@@ -16,7 +16,7 @@ from comm_collectives.base import check_tensors
 from comm_collectives.call.groups import Group, check_integer, group_state
 from comm_collectives.call.handles import launch
 from comm_collectives.collectives.reduction import all_reduce_call, check_op
-from comm_collectives.errors import RefusedError
+from comm_collectives.errors import CommValueError
 
 BUCKET_BYTES = 25 << 20
 T = TypeVar("T", bound=torch.Tensor)
@@ -71,11 +71,11 @@ def fill_buckets(tensors: Iterable[T], bucket_bytes: int) -> list[list[T]]:
     """Share tensors out in their order; one dtype and device in each bucket.
 
     Raises:
-        RefusedError, RefusedTypeError: `bucket_bytes` is not a positive integer.
+        ValueError, TypeError: `bucket_bytes` is not a positive integer.
     """
     check_integer(bucket_bytes, "bucket_bytes")
     if bucket_bytes < 1:
-        raise RefusedError(f"bucket_bytes={bucket_bytes} must be at least 1")
+        raise CommValueError(f"bucket_bytes={bucket_bytes} must be at least 1")
     still_open: dict[tuple[torch.dtype, torch.device], list[T]] = {}
     held_bytes: dict[tuple[torch.dtype, torch.device], int] = {}
     full: list[list[T]] = []
@@ -106,4 +106,4 @@ def _check(tensors: Sequence[torch.Tensor], op: str) -> None:
     for tensor in tensors:
         check_op(tensor.dtype, op)
     if len({id(tensor) for tensor in tensors}) < len(tensors):
-        raise RefusedError("a tensor occurs twice; give each one once")
+        raise CommValueError("a tensor occurs twice; give each one once")

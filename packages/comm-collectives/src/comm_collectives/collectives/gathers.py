@@ -1,8 +1,8 @@
 """Every rank's rows on every rank, and its counterpart: a sum of which each rank keeps its rows.
 
 Raw gloo refuses ranks with different numbers of rows, and most dtypes. Here rows travel as bytes,
-their counts with the meeting, and sums are taken by the rank that keeps them, in the order of the
-ranks: the same bits at every run, whatever the splits.
+their counts with the control exchange, and sums are taken by the rank that keeps them, in the order
+of the ranks: the same bits at every run, whatever the splits.
 
     everything = all_gather(x)                       # x: [any number of rows, ...]
     mine = reduce_scatter(everything, splits=[3, 0, 2])
@@ -18,7 +18,7 @@ from comm_collectives.call import Call
 from comm_collectives.call.autograd import Back, Gradients, attach, wants_grad, zeros_for
 from comm_collectives.call.groups import Group, GroupState, group_state
 from comm_collectives.call.handles import Handle, launch
-from comm_collectives.call.signature import PART_BYTES, WANTS_GRAD, Argument, shape_argument
+from comm_collectives.call.signature import INLINE_BYTES, Argument, Status, shape_argument
 from comm_collectives.collectives.alltoall import row_splits
 from comm_collectives.collectives.arithmetic import (
     NO_FACTOR,
@@ -64,7 +64,7 @@ def all_gather(
 
     Collective: every rank of the group must call, also one without rows. Differentiable; the
     gradient is that of the sum of all ranks' losses. Rows of up to 376 bytes a rank travel with the
-    meeting, in one exchange.
+    control exchange, in one exchange.
 
     Args:
         x: [rows, ...], any plain dtype, any strides; not modified. Ranks may have different numbers
@@ -125,7 +125,7 @@ def reduce_scatter(
     Collective: every rank of the group must call with the same shape, dtype, splits and op.
     Differentiable as `all_reduce`. The rank that keeps a row reduces it in the order of the ranks
     (16-bit floats in float32, rounded once), so the bits are the same at every run and for every
-    way to split. Pieces of up to 384 bytes travel with the meeting.
+    way to split. Pieces of up to 384 bytes travel with the control exchange.
 
     Args:
         x: [rows, ...], any strides; not modified. The dtypes are those of `all_reduce`.
@@ -165,7 +165,7 @@ def all_gather_call(
     """Run `all_gather` under a name, on this thread.
 
     `refused` is what is wrong already. With `out` (contiguous, apart from `x`) all ranks have
-    equally many rows, which are written there if they do not travel with the meeting.
+    equally many rows, which are written there if they do not travel with the control exchange.
     """
     arguments: tuple[Argument, ...] = ()
     try:
@@ -176,14 +176,14 @@ def all_gather_call(
     except (TypeError, ValueError) as error:
         refused = refused or error
     call = Call(state, name, arguments=arguments, timeout_s=timeout_s)
-    status = WANTS_GRAD if refused is None and wants_grad(x) else 0
+    status = Status.WANTS_GRAD if refused is None and wants_grad(x) else 0
     met = meet_rows(call, x, status=status, refused=refused, readers=range(state.size))
     counts = met.counts
     if met.parts is None:
         y = gather_rows(call, dense(x), counts, out)
     else:
         y = joined(met.parts, x.dtype, (sum(counts), *x.shape[1:]), x.device)
-    if not met.flags & WANTS_GRAD:
+    if not met.flags & Status.WANTS_GRAD:
         return y
 
     def back(grads: Gradients, call: Call) -> Gradients:
@@ -217,7 +217,7 @@ def reduce_scatter_call(
     except (TypeError, ValueError) as error:
         refused = refused or error
     call = Call(state, name, arguments=arguments, timeout_s=timeout_s)
-    status = WANTS_GRAD if refused is None and wants_grad(x) else 0
+    status = Status.WANTS_GRAD if refused is None and wants_grad(x) else 0
     if refused is None and _comes_along(x, kept, state):
         agreed = call.meet(parts=_parts(x, kept), status=status)
         flags, own = agreed.flags, (kept[state.rank], *x.shape[1:])
@@ -227,7 +227,7 @@ def reduce_scatter_call(
         flags = call.meet_if_due(status=status, refused=refused)
         rows = exchange_pieces(call, dense(x), kept)
     y = reduce_rows(rows, op)
-    if not flags & WANTS_GRAD:
+    if not flags & Status.WANTS_GRAD:
         return y
     factor: torch.Tensor | float = 1.0 / state.size
     if op not in NO_FACTOR:
@@ -245,7 +245,7 @@ def reduce_scatter_call(
 def _comes_along(x: torch.Tensor, splits: Sequence[int], state: GroupState) -> bool:
     """Whether all pieces of `x` travel with the frames."""
     most = max(splits) * num_bytes(x.dtype, x.shape[1:])
-    return most <= PART_BYTES and state.policy.every > 0 and state.rides(x.device)
+    return most <= INLINE_BYTES and state.policy.every > 0 and state.carries_inline(x.device)
 
 
 def _parts(x: torch.Tensor, splits: Sequence[int]) -> list[bytes]:

@@ -22,13 +22,14 @@ from typing import final
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from comm_collectives.base import check_tensors
 from comm_collectives.call.groups import Group, check_timeout, group_state
 from comm_collectives.call.handles import Handle
 from comm_collectives.call.signature import CallSite, current_site, use_site
+from comm_collectives.collectives.arithmetic import NO_FACTOR
 from comm_collectives.collectives.buckets import BUCKET_BYTES, fill_buckets, pack, unpack
 from comm_collectives.collectives.reduction import all_reduce, check_op
-
-_OPS = ("sum", "avg")
+from comm_collectives.errors import CommTypeError, CommValueError
 
 
 def overlap_gradients(
@@ -55,17 +56,21 @@ def overlap_gradients(
 
     Raises:
         ValueError: no parameter needs a gradient, one occurs twice, or an argument is out of range.
-        TypeError: the op is not defined for the dtype of a parameter.
+        TypeError: an item is no tensor, or the op is not defined for the dtype of a parameter.
     """
     group_state(group)  # a group of which this rank is no member is a mistake here and now
     check_timeout(timeout_s)
+    if not isinstance(params, Iterable):
+        raise CommTypeError(f"params is a {type(params).__name__}; give model.parameters()")
+    params = list(params)
+    check_tensors(params)
     chosen = [p for p in params if p.requires_grad]
     if not chosen:
-        raise ValueError("no parameter needs a gradient; give parameters with requires_grad")
+        raise CommValueError("no parameter needs a gradient; give parameters with requires_grad")
     if len({id(p) for p in chosen}) < len(chosen):
-        raise ValueError("a parameter occurs twice; give each one once")
-    if op not in _OPS:
-        raise ValueError(f"op={op!r} is unknown here; choose one of {', '.join(_OPS)}")
+        raise CommValueError("a parameter occurs twice; give each one once")
+    if op not in NO_FACTOR:
+        raise CommValueError(f"op={op!r} is unknown here; choose one of {', '.join(NO_FACTOR)}")
     for param in chosen:
         check_op(param.dtype, op)
     buckets = [_Bucket(part) for part in fill_buckets(reversed(chosen), bucket_bytes)]
@@ -139,7 +144,7 @@ class GradientOverlap(AbstractContextManager["GradientOverlap"]):
 
     def __enter__(self) -> "GradientOverlap":
         if self._site is not None:
-            raise ValueError("the block is already open; leave it before entering it again")
+            raise CommValueError("the block is already open; leave it before entering it again")
         self._site = current_site()
         self._handles = []
         for bucket in self._buckets:
@@ -168,7 +173,7 @@ class GradientOverlap(AbstractContextManager["GradientOverlap"]):
     def _on_gradient(self, param: torch.Tensor) -> None:
         bucket = self._bucket_of[id(param)]
         if id(param) in bucket.ready:
-            raise ValueError(
+            raise CommValueError(
                 "a second backward ran inside the block, after gradients of the first were sent; "
                 "put only the last backward of a step into the block"
             )

@@ -2,7 +2,7 @@
 
 A tensor that all ranks hold is cut into one piece per rank; each rank receives its piece of
 everybody's tensor, works on it, and the results are gathered. Nothing here has gradients of its
-own, and but for `meet_rows` no meeting either: counts are known to all ranks.
+own, and but for `meet_rows` no control exchange either: counts are known to all ranks.
 
     rows = exchange_pieces(call, x, splits)        # [ranks, splits[rank], ...]: this rank's piece
     whole = gather_rows(call, rows.sum(0), splits)
@@ -17,20 +17,26 @@ import torch
 from comm_collectives.base import as_bytes, bytes_of, check_dense, dense, new_tensor, num_bytes
 from comm_collectives.base.transport import TransferHeader
 from comm_collectives.call import Call, first_line
-from comm_collectives.call.groups import GroupState, travel_argument
-from comm_collectives.call.signature import PART_BYTES, Argument, dtype_argument, shape_argument
+from comm_collectives.call.groups import GroupState, wire_device_argument
+from comm_collectives.call.signature import (
+    INLINE_BYTES,
+    Argument,
+    Status,
+    dtype_argument,
+    shape_argument,
+)
 from comm_collectives.collectives.alltoall import exchange_bytes, exchange_rows
+from comm_collectives.errors import CommValueError
 
 Device = torch.device | str | None
-COMES_ALONG = 2  # flag of a source: the data is in the frames
 _COUNT = struct.Struct("<q")
-_ROOM_BYTES = PART_BYTES - _COUNT.size
+_ROOM_BYTES = INLINE_BYTES - _COUNT.size
 _MOST_PADDING = 4  # pieces are padded to one size if that adds at most a quarter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsMet:
-    """What a meeting told of the rows of all ranks.
+    """What a control exchange told of the rows of all ranks.
 
     Attributes:
         flags: those of all ranks.
@@ -52,7 +58,7 @@ def check_rows(x: torch.Tensor, what: str) -> None:
     """
     check_dense(x, "x")
     if x.dim() == 0:
-        raise ValueError(f"x has no dims; {what} works along dim 0, so give x.reshape(1)")
+        raise CommValueError(f"x has no dims; {what} works along dim 0, so give x.reshape(1)")
 
 
 def row_arguments(state: GroupState, x: torch.Tensor) -> tuple[Argument, ...]:
@@ -60,7 +66,7 @@ def row_arguments(state: GroupState, x: torch.Tensor) -> tuple[Argument, ...]:
     return (
         dtype_argument(x.dtype),
         shape_argument("row shape", x.shape[1:]),
-        travel_argument(state, x.device),
+        wire_device_argument(state, x.device),
     )
 
 
@@ -75,7 +81,7 @@ def checked_device(device: Device) -> torch.device | None:
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, TypeError, AssertionError) as error:  # the last: torch without CUDA
-        raise ValueError(
+        raise CommValueError(
             f"device={device!r} cannot be used on this rank ({first_line(error)}); "
             "give one that it has, or None"
         ) from error
@@ -84,9 +90,9 @@ def checked_device(device: Device) -> torch.device | None:
 def describe_each(
     tensors: Sequence[torch.Tensor], state: GroupState, *, with_data: bool
 ) -> tuple[int, list[bytes]]:
-    """Return a part for each of dense tensors that says what it is, and flags for the meeting.
+    """Return a part for each dense tensor that says what it is, and flags for the exchange.
 
-    With data that is small enough for all of them, the parts hold it, and the flags COMES_ALONG.
+    With data that is small enough for all of them, the parts hold it, and the flags have INLINE.
 
     Raises:
         ValueError: a tensor has too many dims to be described.
@@ -95,16 +101,16 @@ def describe_each(
     for tensor in tensors:
         kind = state.transport_type(tensor.device)
         headers.append(TransferHeader.describe([tensor], 0, [kind]).pack())
-        if len(headers[-1]) > PART_BYTES:
-            raise ValueError(f"a tensor has {tensor.dim()} dims; at most 40 can be described")
+        if len(headers[-1]) > INLINE_BYTES:
+            raise CommValueError(f"a tensor has {tensor.dim()} dims; at most 40 can be described")
     fits = with_data and all(
-        state.rides(tensor.device) and len(header) + tensor.nbytes <= PART_BYTES
+        state.carries_inline(tensor.device) and len(header) + tensor.nbytes <= INLINE_BYTES
         for header, tensor in zip(headers, tensors, strict=True)
     )
     if not fits:
         return 0, headers
     data = [bytes_of(as_bytes(dense(tensor))) for tensor in tensors]
-    return COMES_ALONG, [a + b for a, b in zip(headers, data, strict=True)]
+    return Status.INLINE, [a + b for a, b in zip(headers, data, strict=True)]
 
 
 def meet_rows(
@@ -124,7 +130,7 @@ def meet_rows(
     x = dense(x)
     row_bytes = num_bytes(x.dtype, x.shape[1:])
     head, payload = _COUNT.pack(len(x)), b""
-    comes_along = call.state.rides(x.device)
+    comes_along = call.state.carries_inline(x.device)
     if comes_along and x.nbytes <= _ROOM_BYTES:
         payload = bytes_of(as_bytes(x))
     parts = [head + payload if r in readers else head for r in range(call.state.size)]
@@ -132,7 +138,7 @@ def meet_rows(
     counts = tuple(_COUNT.unpack_from(part)[0] for part in agreed.parts)
     ends = [_COUNT.size + n * row_bytes for n in counts]
     told = [part[_COUNT.size : end] for part, end in zip(agreed.parts, ends, strict=True)]
-    small = comes_along and max(ends) <= PART_BYTES
+    small = comes_along and max(ends) <= INLINE_BYTES
     return RowsMet(flags=agreed.flags, counts=counts, parts=told if small else None)
 
 

@@ -14,15 +14,15 @@ from typing import Literal, overload
 import torch
 
 from comm_collectives.base import as_bytes, bytes_of, check_dense, dense, joined
-from comm_collectives.call import Call, fits_sheet
+from comm_collectives.call import Call, fits_page
 from comm_collectives.call.autograd import Back, attach, wants_grad, zeros_for
-from comm_collectives.call.control import SHEET_BYTES
-from comm_collectives.call.groups import Group, GroupState, group_state, travel_argument
+from comm_collectives.call.control import PAGE_BYTES
+from comm_collectives.call.groups import Group, GroupState, group_state, wire_device_argument
 from comm_collectives.call.handles import Handle, launch
 from comm_collectives.call.signature import (
-    PART_BYTES,
-    WANTS_GRAD,
+    INLINE_BYTES,
     Argument,
+    Status,
     dtype_argument,
     shape_argument,
 )
@@ -76,7 +76,7 @@ def all_reduce(
 
     Collective: every rank of the group must call with the same shape, dtype and op. `x` may have
     any strides and is not modified. The result is the same on every rank; up to 384 bytes, or
-    on one host 512 KiB, travel with the meeting, in one exchange.
+    on one host 512 KiB, travel with the control exchange, in one exchange.
 
     Differentiable: the gradient is that of the sum of all ranks' losses. That of min and max goes
     to the ranks that attain it, in equal shares, as in `torch.amax`; that of a product is exact
@@ -109,7 +109,7 @@ def all_reduce(
 
 
 def reduce_plain(call: Call, x: torch.Tensor, op: str) -> torch.Tensor:
-    """Reduce without a meeting and without gradients; `op` is known to fit the dtype."""
+    """Reduce without a control exchange and without gradients; `op` is known to fit the dtype."""
     state = call.state
     if not is_native(x.dtype, op):
         return _reduce_by_pieces(call, x, op, with_factor=False).result
@@ -146,32 +146,33 @@ def all_reduce_call(
 ) -> torch.Tensor:
     """Run `all_reduce` on this thread; `refused` is what is wrong already."""
     arguments: tuple[Argument, ...] = ()
-    rides = False
+    is_inline = False
     try:
         check_dense(x, "x")
-        rides = _rides(x, state)  # known before the rest is refused, since those whose x rides meet
+        # Known before the rest is refused, since ranks whose x is inline meet.
+        is_inline = _is_inline(x, state)
         check_op(x.dtype, op)
         arguments = (
             dtype_argument(x.dtype),
             shape_argument("shape", x.shape),
             Argument("op", OPS.index(op), op),
-            travel_argument(state, x.device),
+            wire_device_argument(state, x.device),
         )
     except (TypeError, ValueError) as error:
         refused = refused or error
     call = Call(state, "all_reduce", arguments=arguments, timeout_s=timeout_s)
-    flags = WANTS_GRAD if refused is None and wants_grad(x) else 0
-    if rides:
-        flags, reduced = _reduce_in_meeting(call, x, op, flags, refused)
+    flags = Status.WANTS_GRAD if refused is None and wants_grad(x) else 0
+    if is_inline:
+        flags, reduced = _reduce_in_exchange(call, x, op, flags, refused)
     else:
         flags = call.meet_if_due(status=flags, refused=refused)
-        if _may_ride(x, state):
-            call.open_sheets()
-        with_factor = bool(flags & WANTS_GRAD) and op not in NO_FACTOR
-        # With new sheets `x` rides from the next time on; the first sum is rounded like those.
-        alike = _rides(x, state)
+        if _may_be_inline(x, state):
+            call.open_pages()
+        with_factor = bool(flags & Status.WANTS_GRAD) and op not in NO_FACTOR
+        # With new pages `x` is inline from the next time on; the first sum is rounded like those.
+        alike = _is_inline(x, state)
         reduced = _reduce(call, x, op, with_factor=with_factor, in_rank_order=alike)
-    if not flags & WANTS_GRAD:
+    if not flags & Status.WANTS_GRAD:
         return reduced.result
     return _attach(x, reduced, op, call)
 
@@ -191,37 +192,37 @@ def _attach(x: torch.Tensor, reduced: _Reduced, op: str, call: Call) -> torch.Te
     return attach((x,), (y,), call, Back(run=back, zeros=zeros_for(y), finish=finish))[0]
 
 
-def _may_ride(x: torch.Tensor, state: GroupState) -> bool:
-    """Whether `x` may travel with a meeting: the same on every rank, if shapes agree."""
-    # On sheets every rank reads what every other shows.
-    most = min(SHEET_BYTES, _MOST_READ_BYTES // state.size)
+def _may_be_inline(x: torch.Tensor, state: GroupState) -> bool:
+    """Whether `x` may travel with a control exchange: the same on every rank, if shapes agree."""
+    # On pages every rank reads what every other shows.
+    most = min(PAGE_BYTES, _MOST_READ_BYTES // state.size)
     compares = state.size > 1 and state.policy.every > 0
-    return compares and x.nbytes <= most and state.rides(x.device)
+    return compares and x.nbytes <= most and state.carries_inline(x.device)
 
 
-def _rides(x: torch.Tensor, state: GroupState) -> bool:
-    """Whether `x` travels with this meeting."""
-    return _may_ride(x, state) and (x.nbytes <= PART_BYTES or fits_sheet(x.nbytes, state))
+def _is_inline(x: torch.Tensor, state: GroupState) -> bool:
+    """Whether `x` travels with this control exchange."""
+    return _may_be_inline(x, state) and (x.nbytes <= INLINE_BYTES or fits_page(x.nbytes, state))
 
 
-def _reduce_in_meeting(
+def _reduce_in_exchange(
     call: Call, x: torch.Tensor, op: str, flags: int, refused: ValueError | TypeError | None
 ) -> tuple[int, _Reduced]:
     """Reduce what all ranks show each other; return the flags of all as well."""
     state, flat = call.state, as_bytes(dense(x)).cpu()
 
     def reduced(rows: torch.Tensor, flags: int) -> _Reduced:
-        return _reduce_all(rows, op, state.rank, with_factor=bool(flags & WANTS_GRAD))
+        return _reduce_all(rows, op, state.rank, with_factor=bool(flags & Status.WANTS_GRAD))
 
-    if x.nbytes <= PART_BYTES:
+    if x.nbytes <= INLINE_BYTES:
         agreed = call.meet(parts=[bytes_of(flat)] * state.size, status=flags, refused=refused)
         told = [part[: x.nbytes] for part in agreed.parts]
         rows = joined(told, x.dtype, (state.size, *x.shape), x.device)
         return agreed.flags, reduced(rows, agreed.flags)
-    agreed = call.meet(status=flags, refused=refused, sheet=flat)
+    agreed = call.meet(status=flags, refused=refused, page=flat)
 
-    def take(sheets: torch.Tensor) -> _Reduced:
-        rows = sheets[:, : x.nbytes].view(x.dtype).view(state.size, *x.shape)
+    def take(pages: torch.Tensor) -> _Reduced:
+        rows = pages[:, : x.nbytes].view(x.dtype).view(state.size, *x.shape)
         return reduced(rows.to(x.device), agreed.flags)
 
     return agreed.flags, call.read(take)

@@ -1,7 +1,7 @@
 """All ranks give to one, or one to all of them apart: gather and scatter.
 
 Raw torch refuses ranks with different sizes here, and the peers of a rank that refused see a closed
-connection. Sizes travel with the meeting, and results are new tensors.
+connection. Sizes travel with the control exchange, and results are new tensors.
 
     parts = gather(x, dst=0)         # a list on rank 0, None elsewhere
     mine = scatter(parts, src=0)     # x again
@@ -26,9 +26,8 @@ from comm_collectives.call import Call
 from comm_collectives.call.autograd import Back, Gradients, attach, wants_grad, zeros_for
 from comm_collectives.call.groups import Group, GroupState, check_root, group_state
 from comm_collectives.call.handles import Handle, launch
-from comm_collectives.call.signature import WANTS_GRAD, Argument
+from comm_collectives.call.signature import Argument, Status
 from comm_collectives.collectives.pieces import (
-    COMES_ALONG,
     Device,
     checked_device,
     describe_each,
@@ -37,7 +36,7 @@ from comm_collectives.collectives.pieces import (
     send_from_one,
     send_to_one,
 )
-from comm_collectives.errors import MismatchError
+from comm_collectives.errors import CommTypeError, CommValueError, MismatchError
 
 
 @overload
@@ -180,7 +179,7 @@ def _gather(
     except (TypeError, ValueError) as error:
         refused = error
     call = Call(state, "gather", arguments=arguments, timeout_s=timeout_s, compares_site=False)
-    status = WANTS_GRAD if refused is None and wants_grad(x) else 0
+    status = Status.WANTS_GRAD if refused is None and wants_grad(x) else 0
     met = meet_rows(call, rows, status=status, refused=refused, readers=[dst])
     is_dst = state.rank == dst
     received = met.counts if is_dst else (0,) * state.size
@@ -194,7 +193,7 @@ def _gather(
     parts = [part.data for part in whole.split(list(received))]
     if is_dst and not x.dim():
         parts = [part.view(()) for part in parts]
-    if met.flags & WANTS_GRAD:
+    if met.flags & Status.WANTS_GRAD:
         return _attach_gather(x, parts, call, met.counts, dst)
     return parts if is_dst else None
 
@@ -233,7 +232,7 @@ def _scatter(
         if state.rank == src:
             given = _checked_tensors(tensors, state.size)
             status, parts = describe_each(given, state, with_data=True)
-            status |= WANTS_GRAD if wants_grad(*given) else 0
+            status |= Status.WANTS_GRAD if wants_grad(*given) else 0
     except (TypeError, ValueError) as error:
         refused = error
     call = Call(
@@ -249,7 +248,7 @@ def _scatter(
         raise MismatchError(f"{call}: something else arrived; the ranks make different calls")
     dtype, shape, kind = header.dtypes[0], header.shapes[0], torch.device(header.travels[0])
     own_bytes = num_bytes(dtype, shape)
-    if agreed.flags & COMES_ALONG:
+    if agreed.flags & Status.INLINE:
         y = joined([payload[:own_bytes]], dtype, shape, kind)
     else:
         flat = _flat(given) if given else torch.empty(0, dtype=torch.uint8, device=kind)
@@ -258,7 +257,7 @@ def _scatter(
         send_from_one(call, flat, sizes, src, own)
         y = from_bytes(own, dtype, shape)
     y = y.to(device or (given[0].device if given else kind))
-    if not agreed.flags & WANTS_GRAD:
+    if not agreed.flags & Status.WANTS_GRAD:
         return y
     return _attach_scatter(given, y, call, src, kind)
 
@@ -282,16 +281,16 @@ def _attach_scatter(
 
 def _checked_tensors(tensors: object, size: int) -> Sequence[torch.Tensor]:
     if not isinstance(tensors, list | tuple):
-        raise TypeError(
+        raise CommTypeError(
             f"tensors is a {type(tensors).__name__} on the source; give a list of {size} tensors"
         )
     for i, tensor in enumerate(tensors):
         check_dense(tensor, f"tensors[{i}]")
     if len(tensors) != size:
-        raise ValueError(f"{len(tensors)} tensors for {size} ranks; give one for each rank")
+        raise CommValueError(f"{len(tensors)} tensors for {size} ranks; give one for each rank")
     kinds = {(str(tensor.dtype), str(tensor.device)) for tensor in tensors}
     if len(kinds) > 1:
-        raise ValueError(
+        raise CommValueError(
             f"tensors are of several kinds, {sorted(kinds)}; give one dtype and one device"
         )
     return tensors

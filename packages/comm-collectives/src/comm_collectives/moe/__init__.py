@@ -1,4 +1,7 @@
-"""The room `moe`."""
+"""Mixture of experts: bring rows to the ranks of their experts, and the results back.
+
+May import: base, call, collectives, planning.
+"""
 
 from comm_collectives.moe.dispatch_combine import Dispatched as Dispatched
 from comm_collectives.moe.dispatch_combine import combine as combine

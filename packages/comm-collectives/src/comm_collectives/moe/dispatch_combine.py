@@ -23,12 +23,13 @@ from comm_collectives.call import Call
 from comm_collectives.call.autograd import Back, attach, wants_grad, zeros_for
 from comm_collectives.call.groups import Group, group_state
 from comm_collectives.call.handles import Handle, finished, launch
-from comm_collectives.call.signature import WANTS_GRAD, Argument, dtype_argument
+from comm_collectives.call.signature import Argument, Status, dtype_argument
+from comm_collectives.errors import CommTypeError, CommValueError
+from comm_collectives.moe.handle import Contract
 from comm_collectives.moe.handle import DispatchHandle as DispatchHandle
-from comm_collectives.moe.handle import Terms
 from comm_collectives.moe.options import MoeOptions
-from comm_collectives.moe.request import FLOATS, Request, Settled, flags_of_all
-from comm_collectives.moe.routes import Travel
+from comm_collectives.moe.request import FLOATS, AgreedRoute, Request, flags_of_all
+from comm_collectives.moe.routes import Leg
 from comm_collectives.planning import Movement
 
 _DEFAULTS = MoeOptions()
@@ -139,8 +140,7 @@ def combine(
 
     On the flat route a token's rows are summed in the order of its choices and the sum does not
     depend on the number of ranks: one rank and many give the same bits. On the others they are
-    summed per rank (and node) first, by expert, then over these. float16 and bfloat16 are summed in
-    float32 where torch's EmbeddingBag does, and travel rounded.
+    summed per rank (and node) first, by expert, then over these. Sums of 16 bits travel rounded.
 
     Args:
         y: [R, D'] rows in the order of `Dispatched.x`, weights already applied, same floating
@@ -153,15 +153,16 @@ def combine(
         [T, D'] of y's dtype; zeros for a token without experts.
 
     Raises:
-        ValueError, TypeError: `y` does not fit the handle; between ranks these are RefusedError
-            and RefusedTypeError, raised on every rank where ranks compare this call.
+        ValueError, TypeError: `y` does not fit; on every rank where ranks compare this call.
         MismatchError: ranks differ in hidden size, dtype or the dispatch whose handle they give.
         CommError: the exchange failed; see the subclasses.
     """
+    if not isinstance(handle, DispatchHandle):
+        raise CommTypeError(f"handle is a {type(handle).__name__}; give that of the dispatch")
     limit_s = handle.timeout_s if timeout_s is None else timeout_s
     if handle.state is None:
         _check_rows(y, handle)
-        out = _move_back(y, handle, WANTS_GRAD)
+        out = _move_back(y, handle, Status.WANTS_GRAD)
         return finished("combine", out) if async_op else out
     state = handle.state
 
@@ -179,7 +180,7 @@ def combine(
             refused = error
         call = Call(state, "combine", arguments=arguments, timeout_s=limit_s)
         wanted = refused is None and wants_grad(y, handle.anchor)
-        flags = flags_of_all(call, WANTS_GRAD if wanted else 0, refused)
+        flags = flags_of_all(call, Status.WANTS_GRAD if wanted else 0, refused)
         return _move_back(y, handle, flags, call)
 
     return cast(torch.Tensor, launch(state, "combine", run, inputs=_tensors(y), async_op=async_op))
@@ -210,43 +211,43 @@ def _request(
 def _dispatch(request: Request, *, async_op: bool) -> Dispatched | Handle[Dispatched]:
     state = request.state
     if state is None:
-        out = _move_out(request, request.settle_alone())
+        out = _move_out(request, request.agree_alone())
         return finished("dispatch", out) if async_op else out
 
     def run() -> Dispatched:
-        return _move_out(request, request.settle(state))
+        return _move_out(request, request.agree(state))
 
     inputs = _tensors(request.x, request.topk_idx, request.topk_weights)
     launched: Handle[Dispatched] = launch(state, "dispatch", run, inputs=inputs, async_op=async_op)
     return launched
 
 
-def _move_out(request: Request, settled: Settled) -> Dispatched:
+def _move_out(request: Request, agreed: AgreedRoute) -> Dispatched:
     """Bring the rows to the experts, and make that part of the graph."""
-    x, weights, routing = request.x, request.topk_weights, settled.routing
-    out = _travel("dispatch", settled.terms, settled.call)
+    x, weights, routing = request.x, request.topk_weights, agreed.routing
+    out = _leg("dispatch", agreed.contract, agreed.call)
     x_RD, weights_R = routing.to_experts(x.detach(), weights.detach(), out)
     outputs: _Tensors = x_RD, weights_R, x.new_zeros(0)
 
     def back(grads: _Tensors, call: Call | None) -> _Tensors:
-        travel = _travel("dispatch_backward", settled.terms, call)
-        return routing.to_tokens(grads[0], grads[1], travel)
+        leg = _leg("dispatch_backward", agreed.contract, call)
+        return routing.to_tokens(grads[0], grads[1], leg)
 
-    if settled.flags & WANTS_GRAD and settled.call is None:
+    if agreed.flags & Status.WANTS_GRAD and agreed.call is None:
         outputs = _Local.apply(back, outputs, x, weights)
-    elif settled.flags & WANTS_GRAD and settled.call is not None:
+    elif agreed.flags & Status.WANTS_GRAD and agreed.call is not None:
         way_back = Back(run=back, zeros=zeros_for(*outputs))
-        outputs = attach((x, weights), outputs, settled.call, way_back)
+        outputs = attach((x, weights), outputs, agreed.call, way_back)
     return Dispatched(
         x=outputs[0],
         topk_weights=outputs[1],
         num_tokens_per_expert=routing.num_tokens_per_expert,
         handle=DispatchHandle(
             routing=routing,
-            choices=settled.choices,
-            terms=settled.terms,
+            choices=agreed.choices,
+            contract=agreed.contract,
             state=request.state,
-            number=0 if settled.call is None else settled.call.number,
+            number=0 if agreed.call is None else agreed.call.number,
             expert_alignment=request.alignment,
             num_rows=x_RD.shape[0],
             timeout_s=request.options.timeout_s,
@@ -259,15 +260,15 @@ def _move_back(
     y: torch.Tensor, handle: DispatchHandle, flags: int, call: Call | None = None
 ) -> torch.Tensor:
     """Bring the rows to their tokens, and make that part of the graph."""
-    routing, terms = handle.routing, handle.terms
-    travel = _travel("combine", terms, call)
-    out_TD = routing.rows_to_tokens(y.detach().contiguous(), travel)
+    routing, contract = handle.routing, handle.contract
+    leg = _leg("combine", contract, call)
+    out_TD = routing.rows_to_tokens(y.detach().contiguous(), leg)
 
     def back(grads: _Tensors, call: Call | None) -> _Tensors:
-        y_RD = routing.rows_to_experts(grads[0], _travel("combine_backward", terms, call))
+        y_RD = routing.rows_to_experts(grads[0], _leg("combine_backward", contract, call))
         return y_RD, y_RD.new_zeros(0)
 
-    if not flags & WANTS_GRAD:
+    if not flags & Status.WANTS_GRAD:
         return out_TD
     inputs, outputs = (y, handle.anchor), (out_TD,)
     if call is None:
@@ -296,9 +297,9 @@ class _Local(torch.autograd.Function):
         return (None, None, *ctx.back(tuple(grad.contiguous() for grad in grads), None))
 
 
-def _travel(movement: Movement, terms: Terms, call: Call | None) -> Travel:
-    quantised = movement == "dispatch" or (terms.quantize_backward and movement != "combine")
-    return Travel(movement=movement, payload=terms.payload if quantised else "full", call=call)
+def _leg(movement: Movement, contract: Contract, call: Call | None) -> Leg:
+    quantised = movement == "dispatch" or (contract.quantize_backward and movement != "combine")
+    return Leg(movement=movement, payload=contract.payload if quantised else "full", call=call)
 
 
 def _tensors(*given: object) -> list[torch.Tensor]:
@@ -309,9 +310,9 @@ def _tensors(*given: object) -> list[torch.Tensor]:
 def _check_rows(y: torch.Tensor, handle: DispatchHandle) -> None:
     check_dense(y, "y")
     if y.dim() != 2 or y.shape[0] != handle.num_rows or y.shape[1] == 0:
-        raise ValueError(
+        raise CommValueError(
             f"y has shape {tuple(y.shape)}; the dispatch gave {handle.num_rows} rows, "
             f"so pass [{handle.num_rows}, hidden size > 0], padding rows included"
         )
     if y.dtype not in FLOATS:
-        raise TypeError(f"y is {y.dtype}; combine sums, so give one of {FLOATS}")
+        raise CommTypeError(f"y is {y.dtype}; combine sums, so give one of {FLOATS}")

@@ -6,13 +6,14 @@ import torch
 
 from comm_collectives.call.groups import GroupState
 from comm_collectives.call.signature import Argument, dtype_argument
+from comm_collectives.errors import CommValueError
 from comm_collectives.moe.routes import Routing
 from comm_collectives.moe.rows import Payload, SortedChoices, row_codec
 from comm_collectives.planning import ROUTES, Route
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class Contract:
     """What all ranks of a dispatch have to agree on, under the names that users know."""
 
     num_experts: int
@@ -49,7 +50,7 @@ class DispatchHandle:
 
     routing: Routing
     choices: SortedChoices
-    terms: Terms
+    contract: Contract
     state: GroupState | None
     number: int
     expert_alignment: int
@@ -59,7 +60,7 @@ class DispatchHandle:
 
     def check_reused(
         self,
-        terms: Terms,
+        contract: Contract,
         *,
         state: GroupState | None,
         alignment: int,
@@ -70,21 +71,21 @@ class DispatchHandle:
         Raises:
             ValueError: they differ in something.
         """
-        names = [field.name for field in fields(Terms)]
-        pairs = [(name, getattr(self.terms, name), getattr(terms, name)) for name in names]
+        names = [field.name for field in fields(Contract)]
+        pairs = [(name, getattr(self.contract, name), getattr(contract, name)) for name in names]
         pairs.append(("expert_alignment", self.expert_alignment, alignment))
         for name, then, now in pairs:
             if now != then:
-                raise ValueError(
+                raise CommValueError(
                     f"options.reuse is of a dispatch with {name}={then}, but here it is {now}; "
                     "dispatch without reuse"
                 )
         if state is not self.state:
-            raise ValueError(
+            raise CommValueError(
                 "options.reuse is of a dispatch over another group; dispatch without reuse"
             )
         if not self.choices.describes(topk_idx_TK):
-            raise ValueError(
+            raise CommValueError(
                 "options.reuse is of a dispatch with other choices than this topk_idx of shape "
                 f"{tuple(topk_idx_TK.shape)}; dispatch without reuse"
             )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from comm_collectives.call.groups import check_integer, check_timeout
+from comm_collectives.errors import CommValueError
 from comm_collectives.moe.deepep import DeepEpBackend
 from comm_collectives.moe.handle import DispatchHandle
 from comm_collectives.moe.rows import Payload
@@ -61,17 +62,17 @@ class MoeOptions:
         for name, kind in (("route", Route), ("payload", Payload)):
             value, known = getattr(self, name), get_args(kind)
             if value not in known:
-                raise ValueError(f"{name}={value!r} is unknown; choose of {list(known)}")
+                raise CommValueError(f"{name}={value!r} is unknown; choose of {list(known)}")
         check_timeout(self.timeout_s)
         self._check_nodes()
         self._check_backend()
         if self.quantize_backward and self.payload == "full":
-            raise ValueError(
+            raise CommValueError(
                 "quantize_backward needs a quantised payload, but payload='full'; "
                 "choose payload='float8_e4m3' or 'int8'"
             )
         if self.reuse is not None and not isinstance(self.reuse, DispatchHandle):
-            raise ValueError(
+            raise CommValueError(
                 f"reuse is a {type(self.reuse).__name__}; give the handle of an earlier dispatch"
             )
 
@@ -80,12 +81,12 @@ class MoeOptions:
             check_integer(self.ranks_per_node, "ranks_per_node")
         if self.route == "hierarchical":
             if self.ranks_per_node is None or self.ranks_per_node < 1:
-                raise ValueError(
+                raise CommValueError(
                     f"route='hierarchical' needs ranks_per_node >= 1, not {self.ranks_per_node}; "
                     "give the number of ranks on each node"
                 )
         elif self.ranks_per_node is not None:
-            raise ValueError(
+            raise CommValueError(
                 f"ranks_per_node={self.ranks_per_node} is for route='hierarchical', but "
                 f"route={self.route!r}; leave it out"
             )
@@ -93,11 +94,11 @@ class MoeOptions:
     def _check_backend(self) -> None:
         if isinstance(self.backend, DeepEpBackend):
             if self.route != "flat" or self.payload != "full":
-                raise ValueError(
+                raise CommValueError(
                     f"route={self.route!r} and payload={self.payload!r} are for backend='torch'; "
                     "DeepEP de-duplicates by itself: leave route and payload out"
                 )
         elif self.backend != "torch":
-            raise ValueError(
+            raise CommValueError(
                 f"backend={self.backend!r} is unknown; give 'torch' or a DeepEpBackend"
             )

@@ -15,6 +15,7 @@ import torch
 
 from comm_collectives.call.groups import Group, check_integer
 from comm_collectives.call.handles import Handle
+from comm_collectives.errors import CommValueError
 from comm_collectives.moe.dispatch_combine import Dispatched, combine, dispatch_async
 from comm_collectives.moe.options import MoeOptions
 
@@ -43,9 +44,11 @@ class OverlappedMoe:
     def __post_init__(self) -> None:
         check_integer(self.num_chunks, "num_chunks")
         if self.num_chunks < 1:
-            raise ValueError(f"num_chunks={self.num_chunks} must be at least 1")
+            raise CommValueError(f"num_chunks={self.num_chunks} must be at least 1")
         if self.options.reuse is not None:
-            raise ValueError("options.reuse is of one dispatch, and here are several; leave it out")
+            raise CommValueError(
+                "options.reuse is of one dispatch, and here are several; leave it out"
+            )
 
     def __call__(
         self,

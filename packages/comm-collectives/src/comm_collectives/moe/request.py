@@ -3,8 +3,8 @@
 A rank whose arguments are wrong still meets the others, so that all of them raise.
 
     request = Request(x=x, topk_idx=topk_idx, topk_weights=topk_weights, num_experts=8, ...)
-    settled = request.settle()
-    settled.routing.to_experts(x, topk_weights, travel)
+    agreed = request.agree(state)
+    agreed.routing.to_experts(x, topk_weights, leg)
 
 Legend: T tokens, D hidden size, K choices per token.
 """
@@ -19,15 +19,16 @@ from comm_collectives.base import check_dense
 from comm_collectives.call import Call, exchange_counts
 from comm_collectives.call.autograd import wants_grad
 from comm_collectives.call.groups import Group, GroupState, check_integer
-from comm_collectives.call.signature import WANTS_GRAD, Argument
+from comm_collectives.call.signature import Argument, Status
+from comm_collectives.errors import CommTypeError, CommValueError
 from comm_collectives.moe.deepep import DeepEpBackend
-from comm_collectives.moe.handle import Terms
+from comm_collectives.moe.handle import Contract
 from comm_collectives.moe.options import MoeOptions
 from comm_collectives.moe.routes import (
-    DedupProposal,
-    FlatProposal,
-    NodeProposal,
-    Proposal,
+    DedupRequest,
+    FlatRequest,
+    NodeRequest,
+    RouteRequest,
     Routing,
     check_nodes,
     counts_by_rank,
@@ -39,13 +40,13 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settled:
+class AgreedRoute:
     """What the ranks came to: the way of the rows, and flags of all ranks or-ed.
 
     `call` is the call of the dispatch, None where nothing is exchanged.
     """
 
-    terms: Terms
+    contract: Contract
     choices: SortedChoices
     routing: Routing
     flags: int
@@ -65,22 +66,22 @@ class Request:
     group: Group | None
     state: GroupState | None
 
-    def settle_alone(self) -> Settled:
+    def agree_alone(self) -> AgreedRoute:
         """Check, and route within this rank, which holds all experts.
 
         Raises:
             ValueError, TypeError: an argument does not fit.
         """
-        terms, choices = self._checked()
+        contract, choices = self._checked()
         reuse = self.options.reuse
         if reuse is not None:
             routing = reuse.routing
         else:
             placing = plan_placing([choices.counts_E], alignment=self.alignment)
             routing = local_routing(choices, placing)
-        return Settled(terms=terms, choices=choices, routing=routing, flags=self._flags)
+        return AgreedRoute(contract=contract, choices=choices, routing=routing, flags=self._flags)
 
-    def settle(self, state: GroupState) -> Settled:
+    def agree(self, state: GroupState) -> AgreedRoute:
         """Check, tell the other ranks, and hear from them. Collective.
 
         Raises:
@@ -88,26 +89,28 @@ class Request:
         """
         reuse = self.options.reuse
         try:
-            terms, choices = self._checked()
+            contract, choices = self._checked()
         except (TypeError, ValueError) as error:
             call = self._call(state, ())
             if reuse is None:
                 exchange_counts(call, [()] * state.size, refused=error)
             flags_of_all(call, 0, error)
             raise  # not reached: both raise what was refused
-        call = self._call(state, terms.arguments())
+        call = self._call(state, contract.arguments())
         if reuse is not None:
             routing, flags = reuse.routing, flags_of_all(call, self._flags)
         else:
-            proposal = self._proposal(choices, state)
-            counts = exchange_counts(call, proposal.counts, flags=self._flags)
-            routing = proposal.routing(counts.rows, alignment=self.alignment)
+            route_request = self._route_request(choices, state)
+            counts = exchange_counts(call, route_request.counts, flags=self._flags)
+            routing = route_request.routing(counts.rows, alignment=self.alignment)
             flags = counts.flags
-        return Settled(terms=terms, choices=choices, routing=routing, flags=flags, call=call)
+        return AgreedRoute(
+            contract=contract, choices=choices, routing=routing, flags=flags, call=call
+        )
 
     @property
     def _flags(self) -> int:
-        return WANTS_GRAD if wants_grad(self.x, self.topk_weights) else 0
+        return Status.WANTS_GRAD if wants_grad(self.x, self.topk_weights) else 0
 
     def _call(self, state: GroupState, arguments: tuple[Argument, ...]) -> Call:
         reuses = Argument("reuse given", int(self.options.reuse is not None))
@@ -118,7 +121,7 @@ class Request:
             timeout_s=self.options.timeout_s,
         )
 
-    def _checked(self) -> tuple[Terms, SortedChoices]:
+    def _checked(self) -> tuple[Contract, SortedChoices]:
         """Check all arguments; return what has to agree, and the choices sorted by expert."""
         self._check_numbers()
         self._check_tensors()
@@ -126,7 +129,7 @@ class Request:
         options = self.options
         if isinstance(options.backend, DeepEpBackend) and self.state is not None:
             options.backend.check(self.x, self.topk_idx, self.topk_weights, group=self.group)
-        terms = Terms(
+        contract = Contract(
             num_experts=int(self.num_experts),
             hidden_size=self.x.shape[1],
             dtype=self.x.dtype,
@@ -138,34 +141,34 @@ class Request:
             backend="deepep" if isinstance(options.backend, DeepEpBackend) else "torch",
         )
         if options.reuse is None:
-            return terms, sort_choices(self.topk_idx, self.num_experts)
+            return contract, sort_choices(self.topk_idx, self.num_experts)
         options.reuse.check_reused(
-            terms, state=self.state, alignment=self.alignment, topk_idx_TK=self.topk_idx
+            contract, state=self.state, alignment=self.alignment, topk_idx_TK=self.topk_idx
         )
-        return terms, options.reuse.choices
+        return contract, options.reuse.choices
 
-    def _proposal(self, choices: SortedChoices, state: GroupState) -> Proposal:
+    def _route_request(self, choices: SortedChoices, state: GroupState) -> RouteRequest:
         """Return what the choices ask for on the route of the options."""
         backend = self.options.backend
         if isinstance(backend, DeepEpBackend):
-            return DeepEpProposal(choices, state, backend, self.topk_idx)
+            return DeepEpRequest(choices, state, backend, self.topk_idx)
         if self.options.route == "flat":
-            return FlatProposal(choices, state)
+            return FlatRequest(choices, state)
         if self.options.route == "dedup":
-            return DedupProposal(choices, state)
-        return NodeProposal(choices, state, self.options.ranks_per_node or 1)
+            return DedupRequest(choices, state)
+        return NodeRequest(choices, state, self.options.ranks_per_node or 1)
 
     def _check_numbers(self) -> None:
         check_integer(self.num_experts, "num_experts")
         check_integer(self.alignment, "expert_alignment")
         if self.num_experts < 1:
-            raise ValueError(f"num_experts={self.num_experts} must be at least 1")
+            raise CommValueError(f"num_experts={self.num_experts} must be at least 1")
         if self.alignment < 1:
-            raise ValueError(f"expert_alignment={self.alignment} must be at least 1")
+            raise CommValueError(f"expert_alignment={self.alignment} must be at least 1")
         if self.state is None:
             return
         if self.num_experts % self.state.size:
-            raise ValueError(
+            raise CommValueError(
                 f"the group has {self.state.size} ranks but num_experts={self.num_experts}; "
                 f"choose a number of ranks that divides {self.num_experts}"
             )
@@ -178,36 +181,38 @@ class Request:
         check_dense(topk_idx, "topk_idx")
         check_dense(topk_weights, "topk_weights")
         if x.dtype not in FLOATS or topk_weights.dtype not in FLOATS:
-            raise TypeError(
+            raise CommTypeError(
                 f"x is {x.dtype} and topk_weights {topk_weights.dtype}; both must be one of "
                 f"{FLOATS}"
             )
         if topk_idx.dtype != torch.int64:
-            raise TypeError(f"topk_idx is {topk_idx.dtype}; convert to torch.int64")
+            raise CommTypeError(f"topk_idx is {topk_idx.dtype}; convert to torch.int64")
         if not x.device == topk_idx.device == topk_weights.device:
-            raise ValueError(
+            raise CommValueError(
                 f"x is on {x.device}, topk_idx on {topk_idx.device} and topk_weights on "
                 f"{topk_weights.device}; move them to one device"
             )
 
     def _check_shapes(self) -> None:
         if self.x.dim() != 2 or self.x.shape[1] == 0:
-            raise ValueError(f"x has shape {tuple(self.x.shape)}; give [tokens, hidden size > 0]")
+            raise CommValueError(
+                f"x has shape {tuple(self.x.shape)}; give [tokens, hidden size > 0]"
+            )
         shape, tokens = tuple(self.topk_idx.shape), self.x.shape[0]
         if len(shape) != 2 or shape[0] != tokens:
-            raise ValueError(
+            raise CommValueError(
                 f"topk_idx has shape {shape}; with {tokens} tokens in x give "
                 f"[{tokens}, choices per token]"
             )
         if tuple(self.topk_weights.shape) != shape:
-            raise ValueError(
+            raise CommValueError(
                 f"topk_weights has shape {tuple(self.topk_weights.shape)}, topk_idx {shape}; "
                 "make them equal"
             )
 
 
 @final
-class DeepEpProposal(Proposal):
+class DeepEpRequest(RouteRequest):
     """Each rank is told the choices for each of its experts; DeepEP itself finds out the rest."""
 
     __slots__ = ("_backend", "_num_experts", "_topk_idx_TK", "counts")
@@ -245,4 +250,4 @@ def flags_of_all(call: Call, flags: int, refused: ValueError | TypeError | None 
     if call.is_due():
         return call.meet(status=flags, refused=refused).flags
     call.go_alone(refused)
-    return WANTS_GRAD if torch.is_grad_enabled() else 0
+    return Status.WANTS_GRAD if torch.is_grad_enabled() else 0

@@ -1,8 +1,8 @@
 """Broadcast of nested values with tensors in them, without pickle and without guessing sizes.
 
 The structure travels as JSON and a table of ints, small tensors in chunks behind it, big ones by
-themselves straight into their place. The first bytes ride on the meeting of the ranks, so a few
-scalars need no transfer of their own.
+themselves straight into their place. The first bytes travel inline in the control exchange, so a
+few scalars need no transfer of their own.
 
     state = broadcast_nested({"step": 3, "rng": rng_state} if rank == 0 else None, src=0)
 """
@@ -18,7 +18,7 @@ from comm_collectives.base import as_bytes, dense
 from comm_collectives.call import Call
 from comm_collectives.call.groups import Group, GroupState, check_root, group_state
 from comm_collectives.call.handles import Handle, launch
-from comm_collectives.call.signature import PART_BYTES, Argument
+from comm_collectives.call.signature import INLINE_BYTES, Argument
 from comm_collectives.collectives import broadcast_bytes, checked_device
 from comm_collectives.nested.codec import Packed, decode, encode
 from comm_collectives.nested.packing import (
@@ -27,11 +27,11 @@ from comm_collectives.nested.packing import (
     Packer,
     Table,
     Unpacker,
-    aligned,
     describe,
     make_plan,
 )
 from comm_collectives.nested.sharing import Cargo, find_cargo
+from comm_collectives.units import TENSOR_BYTES, round_up
 
 _LENGTHS = struct.Struct("<3q")  # bytes of the text, of the table, of all up to the second chunk
 
@@ -159,8 +159,8 @@ class _Channel:
         return sorted(self.state.backend_of)
 
     def meet(self, first: bytes, refused: ValueError | TypeError | None = None) -> bytes:
-        """Meet the other ranks, and return the first PART_BYTES that the source has to say."""
-        parts = [first[:PART_BYTES]] * self.state.size
+        """Meet the other ranks, and return the first INLINE_BYTES that the source has to say."""
+        parts = [first[:INLINE_BYTES]] * self.state.size
         agreed = self.call.meet(parts=parts, refused=refused)
         return agreed.parts[self.src]
 
@@ -193,15 +193,15 @@ def _send_cargo(channel: _Channel, packed: Packed, cargo: Cargo) -> None:
     packer = Packer(cargo.items, packed.blobs)
     first, *others = plan.chunks
     words = table.to_bytes(channel.kinds)
-    offset = aligned(_LENGTHS.size + len(packed.text) + len(words))
+    offset = round_up(_LENGTHS.size + len(packed.text) + len(words), TENSOR_BYTES)
     total = offset + first.num_bytes
     lengths = _LENGTHS.pack(len(packed.text), len(words), total)
     head = b"".join((lengths, packed.text, words))
-    buffer = Buffer.of(max(total, PART_BYTES))
+    buffer = Buffer.of(max(total, INLINE_BYTES))
     buffer.memory[: len(head)] = head
     packer.fill(buffer.behind(offset), first)
-    channel.meet(bytes(buffer.memory[:PART_BYTES]))
-    channel.broadcast_host(buffer.flat[PART_BYTES:])
+    channel.meet(bytes(buffer.memory[:INLINE_BYTES]))
+    channel.broadcast_host(buffer.flat[INLINE_BYTES:])
     buffer = _room_for(others)
     for chunk in others:
         packer.fill(buffer, chunk)
@@ -213,10 +213,10 @@ def _send_cargo(channel: _Channel, packed: Packed, cargo: Cargo) -> None:
 def _receive(channel: _Channel, given: _Given) -> object:
     first = channel.meet(b"", given.refused)
     text_bytes, words_bytes, total = _LENGTHS.unpack_from(first)
-    buffer = Buffer.of(max(total, PART_BYTES))
-    buffer.memory[:PART_BYTES] = first
-    channel.broadcast_host(buffer.flat[PART_BYTES:])
-    offset = aligned(_LENGTHS.size + text_bytes + words_bytes)
+    buffer = Buffer.of(max(total, INLINE_BYTES))
+    buffer.memory[:INLINE_BYTES] = first
+    channel.broadcast_host(buffer.flat[INLINE_BYTES:])
+    offset = round_up(_LENGTHS.size + text_bytes + words_bytes, TENSOR_BYTES)
     head = bytes(buffer.memory[_LENGTHS.size : offset])
     table = Table.parse(head[text_bytes : text_bytes + words_bytes], channel.kinds)
     unpacker = Unpacker(table, given.device)

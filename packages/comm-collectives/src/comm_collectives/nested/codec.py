@@ -31,6 +31,7 @@ from typing import Any, final
 import torch
 
 from comm_collectives.base import DTYPES
+from comm_collectives.errors import CommTypeError, CommValueError
 
 _DTYPES = frozenset(DTYPES)
 _AS_THEY_ARE = (type(None), bool, float)
@@ -110,7 +111,7 @@ class _Encoder:
         number = self._number_of.get(id(leaf))
         if number is None:
             if leaves is self.tensors and not _is_plain(leaf):
-                raise TypeError(
+                raise CommTypeError(
                     f"{self._path(leaf)} has layout {leaf.layout}, dtype {leaf.dtype}, device "
                     f"{leaf.device}; give a dense tensor with data, of a plain dtype"
                 )
@@ -124,7 +125,7 @@ class _Encoder:
             self._number_of[id(value)] = _OPEN
             self._open.append(value)
             if len(self._open) > _MAX_DEPTH:
-                raise ValueError(
+                raise CommValueError(
                     f"{self._path()[:80]}... is nested more than {_MAX_DEPTH} levels deep; "
                     "flatten it"
                 )
@@ -135,7 +136,7 @@ class _Encoder:
             return node
         if number == _OPEN:
             outer = next(i for i, container in enumerate(self._open) if container is value)
-            raise ValueError(
+            raise CommValueError(
                 f"{self._path(value)} is {self._path(upto=outer)} itself, which contains it; "
                 "replace it by something that the receiver can put back, such as a name"
             )
@@ -154,11 +155,11 @@ class _Encoder:
             values = (getattr(value, name, _UNSET) for name in self.classes[number][2])
             return ["c", number, *(v if v is _UNSET else self.node(v) for v in values)]
         if isinstance(value, torch.Tensor):
-            raise TypeError(
+            raise CommTypeError(
                 f"{self._path()} is a {kind.__name__}; give a plain torch.Tensor, such as the "
                 "local part of a distributed one"
             )
-        raise TypeError(
+        raise CommTypeError(
             f"{self._path()} is a {kind.__name__}; supported are None, bool, int, float, complex, "
             "str, bytes, plain tensors and lists, tuples, dicts, OrderedDicts, namedtuples and "
             "dataclasses of them"
@@ -169,13 +170,13 @@ class _Encoder:
         if number is None:
             problem = _problem_of(kind)
             if problem is not None:
-                raise TypeError(f"{self._path()}: {problem}")
+                raise CommTypeError(f"{self._path()}: {problem}")
             number = self._number_of_class[kind] = len(self.classes)
             self.classes.append([kind.__module__, kind.__qualname__, _fields_of(kind)])
         others = getattr(value, "__dict__", {}).keys() - self.classes[number][2]
         for name in others:
             if not isinstance(getattr(kind, name, None), functools.cached_property):
-                raise TypeError(
+                raise CommTypeError(
                     f"{self._path()} has the attribute {name}, which is no field of "
                     f"{kind.__qualname__} and would be lost; make it a field or send it beside"
                 )
@@ -303,7 +304,7 @@ def _problem_of(kind: type) -> str | None:
 def _find_same(module: str, name: str, fields: list[str]) -> Any:
     cls = _find_class(module, name)
     if _fields_of(cls) != fields:
-        raise TypeError(
+        raise CommTypeError(
             f"{module}.{name} has the fields {_fields_of(cls)} here and {fields} on the source; "
             "run the same version on every rank"
         )
@@ -315,7 +316,7 @@ def _find_class(module: str, name: str) -> Any:
     for part in name.split("."):
         found = getattr(found, part, None)
     if not (_is_namedtuple(found) or (isinstance(found, type) and dataclasses.is_dataclass(found))):
-        raise TypeError(
+        raise CommTypeError(
             f"{module}.{name} is not a namedtuple or dataclass that can be found by this name; "
             "define it at the top of a module that every rank has imported"
         )

@@ -25,10 +25,10 @@ import torch
 
 from comm_collectives.base import DTYPES, dense, dtype_code, from_bytes, num_bytes
 from comm_collectives.nested.sharing import Cargo, View
+from comm_collectives.units import TENSOR_BYTES, round_up
 
 # Each message costs as much as some hundred KiB, most where ranks share a core.
 _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES, _CHUNKS = 1 << 20, 1 << 22, 16
-_ALIGN_BYTES = 16
 # What torch has long been able to stack; other dtypes are packed as integers of their size.
 _ORDINARY = frozenset(
     {
@@ -210,7 +210,8 @@ class Plan:
 def make_plan(table: Table) -> Plan:
     """Lay out the small things in chunks."""
     payload = sum(g.item_bytes * len(g.numbers) for g in table.groups) + sum(table.blob_bytes)
-    limit = aligned(min(max(payload // _CHUNKS, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES))
+    limit = min(max(payload // _CHUNKS, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
+    limit = round_up(limit, TENSOR_BYTES)
     chunks = [Chunk()]
     big: list[tuple[Group, int]] = []
     for group in table.groups:
@@ -220,7 +221,7 @@ def make_plan(table: Table) -> Plan:
             continue
         for chunk, first, count in _fit(chunks, limit, size, len(group.numbers)):
             chunk.rows.append(Rows(group=group, first=first, count=count, start=chunk.num_bytes))
-            chunk.num_bytes += aligned(count * size)
+            chunk.num_bytes += round_up(count * size, TENSOR_BYTES)
     for blob, size in enumerate(table.blob_bytes):
         for chunk, first, count in _fit(chunks, limit, 1, size):
             chunk.cuts.append(Cut(blob=blob, first=first, num_bytes=count))
@@ -325,11 +326,6 @@ class Unpacker:
         for number, parts in self._parts.items():
             self._blobs[number] = parts.getvalue()
         return self._blobs
-
-
-def aligned(size: int) -> int:
-    """Round up to where any dtype may begin."""
-    return -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 def _carrier(dtype: torch.dtype) -> torch.dtype:

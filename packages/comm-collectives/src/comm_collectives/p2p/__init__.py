@@ -1,4 +1,7 @@
-"""The room `p2p`."""
+"""One tensor, or a list of them, between two ranks; the order of other calls does not matter.
+
+May import: base, call, collectives.
+"""
 
 from comm_collectives.p2p.send_recv import recv as recv
 from comm_collectives.p2p.send_recv import send as send

@@ -2,8 +2,8 @@
 
 Gradients of what was sent come back over the same wire as other transfers of that direction, at a
 time that the autograd engine chooses. So whoever waits for one message reads the wire and keeps
-what is meant for others; every message says in its header what it is. Nothing here uses the meeting
-of a group or its lock: only two of its ranks are involved.
+what is meant for others; every message says in its header what it is. Nothing here uses the control
+exchange of a group or its lock: only two of its ranks are involved.
 
     channel = Channel.of(state, peer)
     works, buffers = channel.send([x], transfer)
@@ -90,11 +90,6 @@ class Message:
 @final
 class Channel:
     """All messages between this rank and one peer of a group."""
-
-    __slots__ = (
-        *("__weakref__", "_arrived", "_changed", "_incoming", "_is_reading", "_outbox"),
-        *("_outgoing", "_peer", "_posted", "_sending", "_state", "_unwanted", "_workers"),
-    )
 
     def __init__(self, state: GroupState, peer: int) -> None:
         self._state, self._peer = state, peer

@@ -20,12 +20,11 @@ import torch
 
 from comm_collectives.base import as_bytes, bytes_of, dense, from_bytes, num_bytes
 from comm_collectives.base.transport import FIRST_WORDS, TransferHeader
+from comm_collectives.units import CACHE_LINE_BYTES, WORD_BYTES, round_up
 
 _FIRST_BYTES = 16 << 10
 # Above it the copies cost more than the message that they save.
 _MOST_BYTES = 512 << 10
-_ALIGNMENT = 64
-_WORD_BYTES = 8
 _THREE_WORDS = struct.Struct("<3q")
 
 
@@ -83,7 +82,7 @@ class Framing:
         more = TransferHeader.words_to_come(_THREE_WORDS.unpack_from(data))
         if more:
             data = _start_of(first, FIRST_WORDS + more)
-            rest = torch.empty((FIRST_WORDS + more) * _WORD_BYTES - len(data), dtype=torch.uint8)
+            rest = torch.empty((FIRST_WORDS + more) * WORD_BYTES - len(data), dtype=torch.uint8)
             if rest.numel():
                 receive(rest)
                 data += bytes_of(rest)
@@ -117,7 +116,7 @@ class Framing:
         if self._buffer.numel() < self._capacity:
             self._buffer = torch.empty(self._capacity, dtype=torch.uint8, device="cpu")
         # So that an earlier header is not taken for one.
-        ctypes.memset(self._buffer.data_ptr(), 0, _WORD_BYTES)
+        ctypes.memset(self._buffer.data_ptr(), 0, WORD_BYTES)
         return self._buffer
 
     def _grow(self, header: TransferHeader, places: Sequence[int | None]) -> None:
@@ -129,7 +128,7 @@ class Framing:
 
 def _places(header: TransferHeader, capacity: int) -> tuple[Sequence[int | None], int]:
     """Where each tensor begins in the first message (None: not in it), and that one's bytes."""
-    start = _aligned(header.num_words * _WORD_BYTES)
+    start = round_up(header.num_words * WORD_BYTES, CACHE_LINE_BYTES)
     return _places_from(start, (header.dtypes, header.shapes, header.travels), capacity)
 
 
@@ -142,16 +141,12 @@ def _places_from(
     end = start
     places: list[int | None] = []
     for dtype, shape, kind in zip(*kinds, strict=True):
-        after = _aligned(end + num_bytes(dtype, shape))
+        after = round_up(end + num_bytes(dtype, shape), CACHE_LINE_BYTES)
         fits = kind == "cpu" and after <= capacity
         places.append(end if fits else None)
         end = after if fits else end
     return tuple(places), end
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
 def _start_of(flat: torch.Tensor, num_words: int = FIRST_WORDS) -> bytes:
-    return ctypes.string_at(flat.data_ptr(), min(num_words * _WORD_BYTES, flat.numel()))
+    return ctypes.string_at(flat.data_ptr(), min(num_words * WORD_BYTES, flat.numel()))

@@ -1,4 +1,7 @@
-"""The room `planning`."""
+"""Which route and payload to choose for MoE rows: counted bytes and a cost model, without torch.
+
+May import: no other room.
+"""
 
 from comm_collectives.planning.plan_command import add_plan_arguments as add_plan_arguments
 from comm_collectives.planning.plan_command import run_plan as run_plan
@@ -11,4 +14,3 @@ from comm_collectives.planning.wire_format import Movement as Movement
 from comm_collectives.planning.wire_format import Route as Route
 from comm_collectives.planning.wire_format import RowFormat as RowFormat
 from comm_collectives.planning.wire_format import message_layout as message_layout
-from comm_collectives.planning.wire_format import round_up as round_up

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Self
 
+from comm_collectives.errors import CommValueError
+
 MAX_LINES = 8
 
 
@@ -37,19 +39,19 @@ class CostCurve:
 
     def __post_init__(self) -> None:
         if not self.knots:
-            raise ValueError("knots is empty; give at least (0, latency in seconds)")
+            raise CommValueError("knots is empty; give at least (0, latency in seconds)")
         for num_bytes, seconds in self.knots:
             if not (0 <= num_bytes < math.inf and 0 <= seconds < math.inf):
-                raise ValueError(
+                raise CommValueError(
                     f"knot ({num_bytes}, {seconds}) must be (bytes, seconds), both >= 0 and finite"
                 )
         for before, after in pairwise(self.knots):
             if before[0] >= after[0] or before[1] > after[1]:
-                raise ValueError(
+                raise CommValueError(
                     f"knot {after} follows {before}; bytes must rise and seconds must not fall"
                 )
         if not 0 < self.bytes_per_s < math.inf:
-            raise ValueError(f"bytes_per_s={self.bytes_per_s} must be positive and finite")
+            raise CommValueError(f"bytes_per_s={self.bytes_per_s} must be positive and finite")
 
     @classmethod
     def line(cls, *, alpha_s: float, bytes_per_s: float) -> Self:
@@ -89,16 +91,16 @@ def fit_cost_model(
     times: dict[float, list[float]] = {}
     for num_bytes, seconds in samples:
         if not (0 < num_bytes < math.inf and 0 < seconds < math.inf):
-            raise ValueError(
+            raise CommValueError(
                 f"sample ({num_bytes}, {seconds}) must be (bytes, seconds), both positive"
             )
         times.setdefault(num_bytes, []).append(seconds)
     if len(times) < 2:
-        raise ValueError(
+        raise CommValueError(
             f"{len(times)} different sizes cannot show latency and bandwidth; measure at least two"
         )
     if max_lines < 1:
-        raise ValueError(f"max_lines={max_lines} must be at least 1")
+        raise CommValueError(f"max_lines={max_lines} must be at least 1")
     sizes = sorted(times)
     medians = [statistics.median(times[size]) for size in sizes]
     knots = _best_knots(sizes, medians, max_lines)

@@ -19,8 +19,15 @@ _PAYLOADS: dict[str, tuple[Payload, ...]] = {
     "float8_e4m3": ("float8_e4m3",),
 }
 _TITLES = (
-    *("variant", "copies/token", "inter MB", "intra MB", "inter msgs", "intra msgs"),
-    *("dispatch ms", "combine ms", "backward ms"),
+    "variant",
+    "copies/token",
+    "inter MB",
+    "intra MB",
+    "inter msgs",
+    "intra msgs",
+    "dispatch ms",
+    "combine ms",
+    "backward ms",
 )
 
 

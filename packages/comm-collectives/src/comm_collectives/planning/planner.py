@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self, get_args
 
+from comm_collectives.errors import CommValueError
 from comm_collectives.planning.topology import Topology
 from comm_collectives.planning.wire_format import (
     MOVEMENTS,
@@ -113,7 +114,7 @@ class DispatchPlan:
         for variant in self.variants:
             if (variant.route, variant.payload) == (route, payload):
                 return variant
-        raise ValueError(
+        raise CommValueError(
             f"the plan has no variant {route} {payload}; it has "
             f"{', '.join(str(variant) for variant in self.variants)}"
         )
@@ -145,12 +146,12 @@ def plan_dispatch(
     """
     check_divides("num_experts", workload.num_experts, "ranks", topology.num_ranks)
     if not payloads:
-        raise ValueError("payloads is empty; allow 'full', 'float8_e4m3' or both")
+        raise CommValueError("payloads is empty; allow 'full', 'float8_e4m3' or both")
     if counts is None:
         counts = uniform_counts(workload, topology)
     shape = (counts.num_ranks, counts.ranks_per_node)
     if shape != (topology.num_ranks, topology.gpus_per_node):
-        raise ValueError(
+        raise CommValueError(
             f"counts are of {shape[0]} ranks, {shape[1]} per node, but the topology has "
             f"{topology.num_ranks}, {topology.gpus_per_node} per node; count the same ranks"
         )

@@ -11,6 +11,7 @@ without a source are estimates. For your own machine, measure and use `fit_cost_
 import math
 from dataclasses import dataclass, field, replace
 
+from comm_collectives.errors import CommValueError
 from comm_collectives.planning.cost_model import CostCurve
 from comm_collectives.planning.wire_format import check_divides
 
@@ -33,7 +34,7 @@ class Link:
 
     def __post_init__(self) -> None:
         if not 0 <= self.message_s < math.inf:
-            raise ValueError(f"message_s={self.message_s} must be finite seconds >= 0")
+            raise CommValueError(f"message_s={self.message_s} must be finite seconds >= 0")
 
     def seconds(self, num_bytes: int, num_messages: int) -> float:
         """Return the time for these bytes in so many messages; 0 without messages."""
@@ -71,7 +72,7 @@ class Topology:
     def __post_init__(self) -> None:
         for name in ("nodes", "gpus_per_node"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+                raise CommValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.nics_per_node:
             check_divides("gpus_per_node", self.gpus_per_node, "nics_per_node", self.nics_per_node)
 
@@ -137,4 +138,4 @@ def topology_preset(name: str, *, nodes: int, gpus_per_node: int) -> Topology:
     for preset in _ALL:
         if preset.name == name:
             return replace(preset, nodes=nodes, gpus_per_node=gpus_per_node)
-    raise ValueError(f"no topology preset {name!r}; choose one of {', '.join(PRESETS)}")
+    raise CommValueError(f"no topology preset {name!r}; choose one of {', '.join(PRESETS)}")

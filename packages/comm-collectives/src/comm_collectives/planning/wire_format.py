@@ -39,6 +39,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, Self, get_args
 
+from comm_collectives.errors import CommValueError
+from comm_collectives.units import round_up
+
 Route = Literal["flat", "dedup", "hierarchical"]
 Movement = Literal["dispatch", "combine", "dispatch_backward", "combine_backward"]
 ROUTES: tuple[Route, ...] = get_args(Route)
@@ -75,7 +78,7 @@ class RowFormat:
     def __post_init__(self) -> None:
         for name in ("hidden_size", "itemsize", "weight_itemsize"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+                raise CommValueError(f"{name}={getattr(self, name)} must be at least 1")
 
     @property
     def bare_row_bytes(self) -> int:
@@ -211,7 +214,7 @@ def count_routing(
     for source, topk_idx_TK in enumerate(topk_idx_WTK):
         for experts in topk_idx_TK:
             if any(not 0 <= e < num_experts for e in experts):
-                raise ValueError(
+                raise CommValueError(
                     f"rank {source} has a token with choices {list(experts)}; every choice must "
                     f"be an expert in 0..{num_experts - 1}"
                 )
@@ -253,11 +256,6 @@ def wire_stages(
     )
 
 
-def round_up(count: int, alignment: int) -> int:
-    """Return the smallest multiple of `alignment` that is at least `count`."""
-    return -(-count // alignment) * alignment
-
-
 def check_divides(name: str, count: int, divisor_name: str, divisor: int) -> None:
     """Check that `count` things can be shared evenly.
 
@@ -265,7 +263,7 @@ def check_divides(name: str, count: int, divisor_name: str, divisor: int) -> Non
         ValueError: they cannot.
     """
     if divisor < 1 or count < 1 or count % divisor:
-        raise ValueError(
+        raise CommValueError(
             f"{name}={count} cannot be shared evenly by {divisor_name}={divisor}; "
             f"choose {name} as a multiple of {divisor_name}"
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import comb
 from typing import Literal
 
+from comm_collectives.errors import CommValueError
 from comm_collectives.planning.topology import Topology
 from comm_collectives.planning.wire_format import RoutingCounts, RowFormat, check_divides
 
@@ -37,17 +38,17 @@ class Workload:
     def __post_init__(self) -> None:
         for name in ("num_experts", "topk", "hidden_size", "tokens_per_rank"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+                raise CommValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.topk > self.num_experts:
-            raise ValueError(
+            raise CommValueError(
                 f"topk={self.topk} but num_experts={self.num_experts}; a token cannot choose more "
                 "experts than there are"
             )
         if self.nodes_per_token < 0:
-            raise ValueError(f"nodes_per_token={self.nodes_per_token} must be at least 0")
+            raise CommValueError(f"nodes_per_token={self.nodes_per_token} must be at least 0")
         for name in ("dtype", "weight_dtype"):
             if getattr(self, name) not in ITEMSIZES:
-                raise ValueError(
+                raise CommValueError(
                     f"{name}={getattr(self, name)!r} is unknown; choose one of "
                     f"{', '.join(ITEMSIZES)}"
                 )
@@ -94,7 +95,7 @@ def share_of_tokens(workload: Workload, nodes: int, experts_there: int) -> float
     allowed = min(workload.nodes_per_token or nodes, nodes)
     reachable = workload.num_experts // nodes * allowed
     if workload.topk > reachable:
-        raise ValueError(
+        raise CommValueError(
             f"topk={workload.topk} but nodes_per_token={allowed} nodes hold {reachable} experts; "
             "allow more nodes"
         )

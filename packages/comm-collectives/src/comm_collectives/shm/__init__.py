@@ -1,4 +1,7 @@
-"""The room `shm`."""
+"""The backend `comm_shm`: torch's collectives through the shared memory of one host.
+
+May import: base.
+"""
 
 from comm_collectives.shm.backend import BACKEND_NAME as BACKEND_NAME
 from comm_collectives.shm.backend import ShmBackend as ShmBackend

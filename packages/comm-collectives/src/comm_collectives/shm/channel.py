@@ -27,13 +27,12 @@ import torch
 
 from comm_collectives.base.transport import Region
 from comm_collectives.errors import CommError, PeerFailedError
+from comm_collectives.units import CACHE_LINE_BYTES, WORD_BYTES, round_up
 
 # For each rank a cache line: the last step that it announced, and the first step of the call in
 # which it gave up (0: none).
 _LINE_WORDS = 8
-_WORD_BYTES = 8
 _LEFT = 1
-ALIGNMENT = 64
 _FIXED_HEAD_BYTES = 64
 _SLOT_BYTES = (1 << 16, 1 << 20)  # smallest and largest
 _REGION_BYTES = 1 << 24
@@ -53,16 +52,10 @@ class Channel:
         rank: this rank's number in the group.
         size: number of ranks.
         capacity: bytes that a rank can hand to the others in one step. Rounding each of up to
-            `size` pieces up to `ALIGNMENT` is provided for on top.
+            `size` pieces up to `CACHE_LINE_BYTES` is provided for on top.
         names: what the ranks are called in errors.
         is_open: False once this rank has left.
     """
-
-    __slots__ = (
-        *("_first", "_head_at", "_head_bytes", "_line", "_others", "_region", "_slots"),
-        *("_step", "_typed", "_words", "capacity", "is_open", "names"),
-        *("rank", "size"),
-    )
 
     def __init__(self, region: Region, names: Sequence[int]) -> None:
         self.rank, self.size = region.rank, region.size
@@ -71,7 +64,7 @@ class Channel:
         self.names = tuple(names)
         self._region = region
         self._others = tuple(rank for rank in range(self.size) if rank != self.rank)
-        lines_bytes = self.size * _LINE_WORDS * _WORD_BYTES
+        lines_bytes = self.size * _LINE_WORDS * WORD_BYTES
         self._words = region.memory[:lines_bytes].cast("q")
         self._line = self.rank * _LINE_WORDS
         self._head_bytes = _head_bytes(self.size)
@@ -215,12 +208,7 @@ class Channel:
 
 def _head_bytes(size: int) -> int:
     """Room for what a rank says of itself: 64 bytes, and two words for each rank."""
-    return _FIXED_HEAD_BYTES + aligned(2 * _WORD_BYTES * size)
-
-
-def aligned(num_bytes: int) -> int:
-    """Round up to a multiple of `ALIGNMENT`."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    return _FIXED_HEAD_BYTES + round_up(2 * WORD_BYTES * size, CACHE_LINE_BYTES)
 
 
 def _capacity(size: int) -> int:
@@ -230,10 +218,10 @@ def _capacity(size: int) -> int:
 
 
 def _slot_bytes(size: int) -> int:
-    rounding = ALIGNMENT * (size + 1)
-    return math.ceil((_capacity(size) + rounding) / mmap.PAGESIZE) * mmap.PAGESIZE
+    rounding = CACHE_LINE_BYTES * (size + 1)
+    return round_up(_capacity(size) + rounding, mmap.PAGESIZE)
 
 
 def _slots_at(size: int) -> int:
-    used = size * _LINE_WORDS * _WORD_BYTES + 2 * size * _head_bytes(size)
-    return math.ceil(used / mmap.PAGESIZE) * mmap.PAGESIZE
+    used = size * _LINE_WORDS * WORD_BYTES + 2 * size * _head_bytes(size)
+    return round_up(used, mmap.PAGESIZE)

@@ -20,9 +20,20 @@ _WORDS = struct.Struct("<5q")
 HEAD_BYTES = _WORDS.size
 REFUSED = "refused"
 _OPERATIONS = (
-    *("all_reduce", "all_to_all", "all_gather", "reduce_scatter", "broadcast", "gather"),
-    *("scatter", "barrier", "reduce", "all_reduce of sparse tensors", "allreduce_coalesced"),
-    *("allgather_coalesced", "all_gather_single_coalesced", "reduce_scatter_single_coalesced"),
+    "all_reduce",
+    "all_to_all",
+    "all_gather",
+    "reduce_scatter",
+    "broadcast",
+    "gather",
+    "scatter",
+    "barrier",
+    "reduce",
+    "all_reduce of sparse tensors",
+    "allreduce_coalesced",
+    "allgather_coalesced",
+    "all_gather_single_coalesced",
+    "reduce_scatter_single_coalesced",
     REFUSED,
 )
 _NO_DTYPE = -1

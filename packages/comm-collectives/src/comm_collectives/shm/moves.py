@@ -19,8 +19,9 @@ from typing import NamedTuple
 import torch
 
 from comm_collectives.errors import MismatchError, RefusedError
-from comm_collectives.shm.channel import Channel, aligned
+from comm_collectives.shm.channel import Channel
 from comm_collectives.shm.heads import HEAD_BYTES, REFUSED, Head, check_heads
+from comm_collectives.units import CACHE_LINE_BYTES, round_up
 
 Steps = Iterator[None]
 
@@ -50,7 +51,7 @@ def cut(lengths: Sequence[int], steps: int) -> list[tuple[int, int]]:
     """Lay the segments of one rank side by side in its slot: (offset, bytes a step) of each."""
     places, offset = [], 0
     for length in lengths:
-        stride = aligned(-(-length // steps))
+        stride = round_up(-(-length // steps), CACHE_LINE_BYTES)
         places.append((offset, stride))
         offset += stride
     return places

@@ -36,7 +36,7 @@ from comm_collectives.shm.moves import Steps
 
 # The group's thread looks for work so often, and goes to sleep after so many looks in vain. It is
 # not woken for each call, since a caller who is about to wait would share a core with it.
-_LOOK_S, _LOOKS = 2e-4, 100
+_SPIN_S, _SPINS = 2e-4, 100
 _NOW = -math.inf
 _CLOSE_S = 0.1
 _FAILURES = (RuntimeError, ValueError, TypeError, MemoryError, OSError)
@@ -68,11 +68,6 @@ class Operation:
 @final
 class Task:
     """An operation in the queue. Whoever drives the queue moves it; anybody may wait for it."""
-
-    __slots__ = (
-        *("_deadline", "_event", "_future", "_lock", "_steps", "_work", "done", "error"),
-        "operation",
-    )
 
     def __init__(self, operation: Operation) -> None:
         self.operation = operation
@@ -265,8 +260,8 @@ class Queue:
     def _work(self) -> None:
         while self._bell.get():
             looks = 0
-            while looks < _LOOKS:
-                time.sleep(_LOOK_S)
+            while looks < _SPINS:
+                time.sleep(_SPIN_S)
                 looks += 1
                 if self._tasks:
                     looks = 0

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from comm_collectives.errors import MismatchError
-from comm_collectives.shm.channel import Channel, aligned
+from comm_collectives.shm.channel import Channel
 from comm_collectives.shm.heads import HEAD_BYTES, Head
 from comm_collectives.shm.moves import (
     Piece,
@@ -31,6 +31,7 @@ from comm_collectives.shm.moves import (
     without,
 )
 from comm_collectives.shm.reductions import Reduction
+from comm_collectives.units import CACHE_LINE_BYTES, round_up
 
 # Above this size three ranks or more share the work instead of all doing all of it.
 _SHARED_BYTES = 1 << 16
@@ -56,7 +57,7 @@ def reduce_scatter(
     places = [cut(row, steps) for row in rows]
     writes = pieces(me, [span_of(part) for part in parts], places[me])
     starts = [row[me][0] // out.itemsize for row in places]
-    per_step = aligned(-(-out.nbytes // steps)) // out.itemsize
+    per_step = round_up(-(-out.nbytes // steps), CACHE_LINE_BYTES) // out.itemsize
     for step in range(steps):
         fill(channel, writes, step)
         channel.announce(None if step else told)
@@ -84,7 +85,7 @@ def _all_reduce_alone(channel: Channel, head: Head, x: torch.Tensor, reduction: 
     """Every rank computes all of it: one step a chunk, and for two ranks no more work."""
     packed = head.pack()
     steps = count_steps(x.nbytes, channel)
-    stride = aligned(-(-x.nbytes // steps))
+    stride = round_up(-(-x.nbytes // steps), CACHE_LINE_BYTES)
     writes = [Piece(span_of(x), channel.rank, 0, stride)]
     per_step = stride // x.itemsize
     # Of two ranks each can use its own values where they are; more would overwrite them too early.
@@ -114,7 +115,7 @@ def _all_reduce_shared(
     """
     me, size, packed = channel.rank, channel.size, head.pack()
     chunks = count_steps(x.nbytes, channel)
-    part_bytes = aligned(-(-x.nbytes // (chunks * size)))
+    part_bytes = round_up(-(-x.nbytes // (chunks * size)), CACHE_LINE_BYTES)
     chunk_bytes, part = part_bytes * size, part_bytes // x.itemsize
     whole = span_of(x)
     mine = slice(me * part, (me + 1) * part)

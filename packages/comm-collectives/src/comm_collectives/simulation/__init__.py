@@ -1,4 +1,7 @@
-"""The room `simulation`."""
+"""A program on many simulated ranks in one process: real collectives, virtual time.
+
+May import: base, call.
+"""
 
 from comm_collectives.simulation.run import Outcome as Outcome
 from comm_collectives.simulation.run import SimRank as SimRank

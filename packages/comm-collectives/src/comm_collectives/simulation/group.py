@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast, final
 
-from comm_collectives.call.control import Board, BoardMeeting, Sheets, WireMeeting
+from comm_collectives.call.control import InlinePages, MailboxExchange, SharedMailbox, WireExchange
 from comm_collectives.call.groups import CustomGroup, GroupState
+from comm_collectives.errors import CommValueError
 from comm_collectives.simulation.mailbox import Page, SimRegion
 from comm_collectives.simulation.scheduler import Signal
 from comm_collectives.simulation.transport import SimTransport
@@ -56,9 +57,11 @@ class SimGroup(CustomGroup):
         known = world.groups.get((ranks, rank))
         if known is None:
             if rank not in ranks or len(set(ranks)) != len(ranks):
-                raise ValueError(f"ranks={ranks} must hold rank {rank} and each rank once")
+                raise CommValueError(f"ranks={ranks} must hold rank {rank} and each rank once")
             if not all(0 <= other < world.setting.num_ranks for other in ranks):
-                raise ValueError(f"ranks={ranks}; there are ranks 0..{world.setting.num_ranks - 1}")
+                raise CommValueError(
+                    f"ranks={ranks}; there are ranks 0..{world.setting.num_ranks - 1}"
+                )
             known = world.groups[ranks, rank] = SimGroup(_new_state(world, ranks, rank))
         return cast(SimGroup, known)
 
@@ -91,11 +94,11 @@ def _new_state(world: World, ranks: tuple[int, ...], rank: int) -> GroupState:
     state.responder = _NO_RESPONDER
     if world.setting.shared_memory:
         region = SimRegion(shared.page, world, ranks=ranks, index=index)
-        board = Board(region, clock=transport.clock, look_s=_SELDOM_S)
-        sheets = Sheets(shared.page.sheets, index, len(ranks))
-        state.meeting = BoardMeeting(board, len(ranks), sheets)
+        mailbox = SharedMailbox(region, clock=transport.clock, look_s=_SELDOM_S)
+        inline_pages = InlinePages(shared.page.inline_pages, index, len(ranks))
+        state.control = MailboxExchange(mailbox, len(ranks), inline_pages)
     else:
-        state.meeting = WireMeeting(transport, len(ranks), "cpu")
+        state.control = WireExchange(transport, len(ranks), "cpu")
     return state
 
 

@@ -1,7 +1,7 @@
-"""Shared memory of simulated ranks: the real `Board` runs on it, only waiting is simulated.
+"""Shared memory of simulated ranks: the real `SharedMailbox` runs on it, only waiting is simulated.
 
 page = Page(size=3)
-board = Board(SimRegion(page, world, ranks=(0, 1, 2), index=1), clock=clock, look_s=...)
+mailbox = SharedMailbox(SimRegion(page, world, ranks=(0, 1, 2), index=1), clock=clock, look_s=...)
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -9,24 +9,24 @@ from typing import final
 
 import torch
 
-from comm_collectives.call.control import Board, Sheets
+from comm_collectives.call.control import InlinePages, SharedMailbox
 from comm_collectives.simulation.scheduler import Signal
 from comm_collectives.simulation.world import World
+from comm_collectives.units import POLL_S
 
-_SHEET_BYTES = 1024
-_LOOK_S = 0.05  # how often a waiting rank looks for peers that are dead already
+_PAGE_BYTES = 1024
 
 
 @final
 class Page:
     """What is shared: the bytes, and a signal for each word on which somebody waits."""
 
-    __slots__ = ("_signals", "memory", "sheets")
+    __slots__ = ("_signals", "inline_pages", "memory")
 
     def __init__(self, size: int) -> None:
-        self.memory = memoryview(bytearray(Board.num_bytes(size)))
-        num_bytes = Sheets.num_bytes(size, _SHEET_BYTES)
-        self.sheets = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
+        self.memory = memoryview(bytearray(SharedMailbox.num_bytes(size)))
+        num_bytes = InlinePages.num_bytes(size, _PAGE_BYTES)
+        self.inline_pages = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
         self._signals: dict[int, Signal] = {}
 
     def signal(self, index: int) -> Signal:
@@ -61,7 +61,7 @@ class SimRegion:
         if ready():
             return True
         scheduler, dead = self._world.scheduler, self.dead()
-        until_s = scheduler.now_s + (min(timeout_s, _LOOK_S) if dead else timeout_s)
+        until_s = scheduler.now_s + (min(timeout_s, POLL_S) if dead else timeout_s)
         while scheduler.now_s < until_s and self.dead() == dead:
             scheduler.block(self._page.signal(index), until_s)
             if ready():

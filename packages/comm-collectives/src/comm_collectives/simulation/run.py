@@ -21,6 +21,7 @@ from typing import Literal, final
 
 from comm_collectives.call.agreement import AgreementPolicy
 from comm_collectives.call.handles import Caught
+from comm_collectives.errors import CommTypeError
 from comm_collectives.simulation.faults import FaultSchedule, ZeroTokens
 from comm_collectives.simulation.group import SimGroup
 from comm_collectives.simulation.scheduler import Hung, Scheduler, Threads, Unwound
@@ -127,6 +128,8 @@ def simulate(
         ValueError: there are no ranks, or the limit is not positive.
         SimulationStuckError: a rank blocks outside of this package's calls.
     """
+    if not (callable(program) or isinstance(program, Sequence)):
+        raise CommTypeError(f"program is a {type(program).__name__}; give a function, or a list")
     setting = Setting(
         num_ranks=num_ranks,
         faults=FaultSchedule() if faults is None else faults,

@@ -121,11 +121,6 @@ class Signal:
 class Scheduler:
     """Passes the baton between tasks. `now_s` is the virtual time, from 0."""
 
-    __slots__ = (
-        *("_alarms", "_current", "_done", "_random", "_ready", "_tasks", "_threads"),
-        *("hung", "now_s"),
-    )
-
     def __init__(self, *, seed: int, threads: Threads) -> None:
         self._random = Random(seed)
         self._threads = threads

@@ -41,17 +41,6 @@ class Round:
     A message passes at the moment at which both ends have begun, if they are connected then.
     """
 
-    __slots__ = (
-        "_common",
-        "_flaws",
-        "_is_flawed",
-        "_offsets",
-        "_sources",
-        "here",
-        "num_here",
-        "signal",
-    )
-
     def __init__(self, size: int) -> None:
         self._sources: list[bytes | None] = [None] * size
         self._offsets: list[Sequence[int] | None] = [None] * size

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from comm_collectives.call.agreement import AgreementPolicy
+from comm_collectives.call.groups import check_integer
+from comm_collectives.errors import CommValueError
 from comm_collectives.simulation.faults import Delay, FaultSchedule, Kill, Truncate
 from comm_collectives.simulation.scheduler import Scheduler, Signal, Task, Unwound
 
@@ -77,8 +79,9 @@ class Setting:
     agreement: AgreementPolicy = field(default_factory=AgreementPolicy)
 
     def __post_init__(self) -> None:
+        check_integer(self.num_ranks, "num_ranks")
         if self.num_ranks < 1 or not self.limit_s > 0:
-            raise ValueError(
+            raise CommValueError(
                 f"num_ranks={self.num_ranks}, limit_s={self.limit_s}; give at least one rank and a "
                 "positive limit"
             )
@@ -87,11 +90,6 @@ class Setting:
 @final
 class World:
     """Ranks are global numbers here."""
-
-    __slots__ = (
-        *("_faults", "_leavers", "_operations", "_tasks", "_watchers", "dead", "groups"),
-        *("scheduler", "setting", "shared", "store"),
-    )
 
     def __init__(self, scheduler: Scheduler, setting: Setting) -> None:
         num_ranks = setting.num_ranks

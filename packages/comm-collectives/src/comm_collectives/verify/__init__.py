@@ -1,9 +1,12 @@
-"""The room `verify`."""
+"""The commands `check` and `bench`: is it right on this machine, and how fast?
+
+May import: base, call, collectives, shm.
+"""
 
 from comm_collectives.verify.bench import run_bench as run_bench
 from comm_collectives.verify.matrix import FEW_DTYPES as FEW_DTYPES
 from comm_collectives.verify.matrix import check_machine as check_machine
-from comm_collectives.verify.rank_side import BOARD as BOARD
+from comm_collectives.verify.rank_side import HERE as HERE
 from comm_collectives.verify.rank_side import WIRE as WIRE
 from comm_collectives.verify.table import format_table as format_table
 from comm_collectives.verify.table import to_json as to_json

@@ -21,7 +21,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from comm_collectives.errors import CommError
+from comm_collectives.errors import CommError, CommValueError
 from comm_collectives.shm import BACKEND_NAME, ShmBackend, register_backends
 from comm_collectives.verify.local_ranks import LocalRanks
 
@@ -82,7 +82,7 @@ def bench_machine(num_ranks: int, *, timeout_s: float, quick: bool = False) -> B
         CommError: a rank died or did not finish.
     """
     if num_ranks < 2:
-        raise ValueError(f"world size {num_ranks} must be at least 2")
+        raise CommValueError(f"world size {num_ranks} must be at least 2")
     rounds = _QUICK_ROUNDS if quick else _ROUNDS
     cases = [
         BenchCase(collective=collective, num_bytes=num_bytes, rounds=rounds)

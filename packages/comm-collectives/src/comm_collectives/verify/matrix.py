@@ -4,7 +4,7 @@ Cells share one set of processes as long as all goes well. What ends badly is do
 processes to which nothing has happened yet, and only that counts: what one cell breaks is not put
 down to the next, and an abort or a hang costs only the processes in which it happened.
 
-    report = check_machine(2, places=(BOARD, WIRE), raw_dtypes=FEW_DTYPES)
+    report = check_machine(2, places=(HERE, WIRE), raw_dtypes=FEW_DTYPES)
     report.problems
 """
 
@@ -18,31 +18,28 @@ from itertools import islice
 import torch
 
 from comm_collectives.base import DTYPES
+from comm_collectives.errors import CommValueError
 from comm_collectives.verify.cells import (
-    ABORTED,
     COLUMNS,
-    REFUSED,
-    RIGHT,
-    TIMED_OUT,
-    WRONG,
     Case,
-    CaseResult,
     all_cases,
     canaries,
     expected_verdict,
-    judge,
     torch_cases,
 )
 from comm_collectives.verify.local_ranks import LocalRanks, Reply
-from comm_collectives.verify.misuse import RAW, judge_misuse, judge_raw_misuse
+from comm_collectives.verify.misuse import MISUSE_OF, MISUSES, RAW, judge_misuse, judge_raw_misuse
 from comm_collectives.verify.rank_side import (
     BLIND,
-    BOARD,
-    MISUSE_OF,
-    MISUSES,
+    HERE,
     RAW_TORCH,
     Order,
     answer,
+)
+from comm_collectives.verify.results import (
+    CaseResult,
+    Verdict,
+    judge,
 )
 
 FEW_DTYPES = (torch.bool, torch.int16, torch.bfloat16, torch.float32, torch.float8_e4m3fn)
@@ -58,7 +55,7 @@ class Outcome:
     """What came of an order, and why."""
 
     order: Order
-    verdict: str
+    verdict: Verdict
     detail: str = ""
 
     @property
@@ -68,13 +65,13 @@ class Outcome:
         if isinstance(what, Case):
             return expected_verdict(what)
         if self.order.place == BLIND:
-            return WRONG
-        return REFUSED if MISUSE_OF[what].raises else RIGHT
+            return Verdict.WRONG
+        return Verdict.REFUSED if MISUSE_OF[what].raises else Verdict.RIGHT
 
     @property
     def is_canary(self) -> bool:
         """Whether it had to be found wrong."""
-        return self.expected == WRONG
+        return self.expected == Verdict.WRONG
 
     @property
     def is_good(self) -> bool:
@@ -113,7 +110,7 @@ class CheckReport:
 def check_machine(
     num_ranks: int,
     *,
-    places: Sequence[str] = (BOARD,),
+    places: Sequence[str] = (HERE,),
     dtypes: Sequence[torch.dtype] = DTYPES,
     raw_dtypes: Sequence[torch.dtype] = (),
     backend: str = "gloo",
@@ -122,7 +119,7 @@ def check_machine(
 
     Args:
         num_ranks: at least 2; one rank alone has nobody to disagree with.
-        places: where calls are compared, BOARD or WIRE or both.
+        places: where calls are compared, HERE or WIRE or both.
         dtypes: those of the cells.
         raw_dtypes: those of the cells of raw torch.distributed; none leaves it out.
         backend: of the process groups, "gloo" or "comm_shm".
@@ -132,7 +129,7 @@ def check_machine(
         CommError: ranks could not be started.
     """
     if num_ranks < 2:
-        raise ValueError(f"world size {num_ranks} must be at least 2")
+        raise CommValueError(f"world size {num_ranks} must be at least 2")
     started = time.monotonic()
     few = [dtype for dtype in FEW_DTYPES if dtype in dtypes]
     outcomes: list[Outcome] = []
@@ -175,7 +172,7 @@ def check_raw(
 ) -> list[Outcome]:
     """Run torch.distributed itself: small rows of these dtypes, and the mistakes that it knows."""
     cells = torch_cases(dtypes=dtypes, columns=COLUMNS[:1])
-    orders = [Order(cell, RAW_TORCH) for cell in cells if expected_verdict(cell) == RIGHT]
+    orders = [Order(cell, RAW_TORCH) for cell in cells if expected_verdict(cell) == Verdict.RIGHT]
     mistakes = [Order(name, RAW_TORCH) for name in RAW]
     return [
         *_run(orders, num_ranks, backend, _RAW_LIMIT_S, _AT_ONCE),
@@ -188,7 +185,7 @@ def judge_order(order: Order, results: Sequence[CaseResult]) -> Outcome:
     if isinstance(order.what, Case):
         verdict, detail = judge(results)
     else:
-        judge_it: Callable[..., tuple[str, str]] = judge_misuse
+        judge_it: Callable[..., tuple[Verdict, str]] = judge_misuse
         if order.place == RAW_TORCH:
             judge_it = judge_raw_misuse
         verdict, detail = judge_it(results, MISUSE_OF[order.what])
@@ -224,7 +221,7 @@ def _take(queue: "deque[Order]", ranks: LocalRanks, at_once: int) -> Iterator[Ou
 def _is_clean(outcome: Outcome) -> bool:
     """Whether ranks that ended like this can be trusted to be as before."""
     if outcome.order.place == RAW_TORCH:
-        return outcome.verdict in (RIGHT, REFUSED, WRONG)
+        return outcome.verdict in (Verdict.RIGHT, Verdict.REFUSED, Verdict.WRONG)
     return outcome.is_good
 
 
@@ -245,7 +242,7 @@ def _run_each_alone(
 
 def _results(replies: Sequence[Reply]) -> list[CaseResult]:
     return [
-        CaseResult(verdict=ABORTED if reply.died else TIMED_OUT, detail=reply.lost)
+        CaseResult(verdict=Verdict.ABORTED if reply.died else Verdict.TIMED_OUT, detail=reply.lost)
         if reply.lost
         else reply.value
         for reply in replies

@@ -1,6 +1,6 @@
 """What a rank of `check` does: one order after the other, a cell or a mistake, at some place.
 
-BOARD compares calls where this group does so by itself, WIRE over the group's own transport as
+HERE compares calls where this group does so by itself, WIRE over the group's own transport as
 across hosts, BLIND not at all, which is a canary. RAW is torch.distributed without this package.
 
     result = answer(Order(what="op differs", place=WIRE))      # collective
@@ -12,41 +12,30 @@ import torch
 import torch.distributed as dist
 
 from comm_collectives.call.agreement import AgreementPolicy
-from comm_collectives.call.control import BoardMeeting, WireMeeting
+from comm_collectives.call.control import MailboxExchange, WireExchange
 from comm_collectives.call.groups import group_state
-from comm_collectives.collectives import all_reduce
-from comm_collectives.collectives.drop_in import torch_order
+from comm_collectives.collectives import all_reduce, drop_in
 from comm_collectives.verify.cells import (
     MOE_COLLECTIVES,
     TORCH_ORDER,
     Case,
-    CaseResult,
-    run_case,
     run_moe,
     run_ours,
     run_torch_order,
 )
 from comm_collectives.verify.misuse import (
-    ABSENCES,
-    DISAGREEMENTS,
-    MOE_MISUSES,
-    OTHERS,
+    MISUSE_OF,
     RAW,
-    RAW_ONLY,
-    REFUSALS,
-    TORCH_ORDER_MISUSES,
     At,
-    Misuse,
     run_misuse,
     run_raw_misuse,
 )
-
-BOARD, WIRE, BLIND, RAW_TORCH = "here", "over the wire", "blind", "torch.distributed"
-MISUSES = (
-    *(*DISAGREEMENTS, *REFUSALS, *TORCH_ORDER_MISUSES),
-    *(*MOE_MISUSES, *OTHERS, *ABSENCES),
+from comm_collectives.verify.results import (
+    CaseResult,
+    run_case,
 )
-MISUSE_OF: dict[str, Misuse] = {misuse.name: misuse for misuse in (*MISUSES, *RAW_ONLY)}
+
+HERE, WIRE, BLIND, RAW_TORCH = "here", "over the wire", "blind", "torch.distributed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +43,7 @@ class Order:
     """A cell, or the name of a mistake, and where to compare the calls of the ranks."""
 
     what: Case | str
-    place: str = BOARD
+    place: str = HERE
 
 
 def answer(order: Order) -> CaseResult:
@@ -71,7 +60,7 @@ def answer(order: Order) -> CaseResult:
     if what.collective in MOE_COLLECTIVES:
         return run_case(lambda: run_moe(what))
     if what.collective.startswith(TORCH_ORDER):
-        return run_case(lambda: run_torch_order(what, torch_order))
+        return run_case(lambda: run_torch_order(what, drop_in))
     return run_case(lambda: run_ours(what))
 
 
@@ -80,10 +69,10 @@ def _meet_at(place: str) -> None:
     state = group_state(None)
     if place == BLIND:
         state.policy = AgreementPolicy(every=0)
-    elif place == WIRE and not isinstance(state.meeting, WireMeeting):
+    elif place == WIRE and not isinstance(state.control, WireExchange):
         state.policy = AgreementPolicy(every=1)
-        state.meeting = WireMeeting(state.transport, state.size, state.control_type)
-    elif place == BOARD and not isinstance(state.meeting, BoardMeeting):
-        state.policy, state.meeting = AgreementPolicy(), None
+        state.control = WireExchange(state.transport, state.size, state.control_type)
+    elif place == HERE and not isinstance(state.control, MailboxExchange):
+        state.policy, state.control = AgreementPolicy(), None
         # The group finds out where it meets in its first call.
         all_reduce(torch.zeros(1))

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 import torch
 
-from comm_collectives.verify.cells import RIGHT, VERDICTS, WRONG, Case
+from comm_collectives.verify.cells import Case
 from comm_collectives.verify.matrix import CheckReport, Outcome
 from comm_collectives.verify.rank_side import BLIND, RAW_TORCH
+from comm_collectives.verify.results import Verdict
 
 _LEGEND = (
     "right: the known answer, and no input or neighbour touched",
@@ -92,9 +93,9 @@ def _cell_lines(outcomes: Sequence[Outcome], place: str) -> list[str]:
         if isinstance(outcome.order.what, Case):
             rows.setdefault(outcome.order.what.collective, []).append(outcome.verdict)
     title = "torch.distributed as it is" if place == RAW_TORCH else f"calls compared {place}"
-    lines = [f"{title:<34}{'cells':>7}" + "".join(f"{verdict:>16}" for verdict in VERDICTS)]
+    lines = [f"{title:<34}{'cells':>7}" + "".join(f"{verdict:>16}" for verdict in tuple(Verdict))]
     for collective, verdicts in rows.items():
-        counts = "".join(f"{verdicts.count(verdict) or '-':>16}" for verdict in VERDICTS)
+        counts = "".join(f"{verdicts.count(verdict) or '-':>16}" for verdict in tuple(Verdict))
         lines.append(f"{collective:<34}{len(verdicts):>7}{counts}")
     return lines
 
@@ -124,10 +125,10 @@ def total(who: str, outcomes: Sequence[Outcome]) -> str:
     ]
     text = f"{who}: {' and '.join(counts)} end as they must"
     bad = [outcome for outcome in outcomes if not outcome.is_good]
-    for verdict in (WRONG, *(v for v in VERDICTS if v != WRONG)):
+    for verdict in (Verdict.WRONG, *(v for v in tuple(Verdict) if v != Verdict.WRONG)):
         count = sum(outcome.verdict == verdict for outcome in bad)
         if count:
-            word = "right, which cannot be" if verdict == RIGHT else verdict
+            word = "right, which cannot be" if verdict == Verdict.RIGHT else verdict
             text += f"; {count} {word}"
     return text
 

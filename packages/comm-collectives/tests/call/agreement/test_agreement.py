@@ -6,23 +6,21 @@ import pytest
 
 from comm_collectives.call.agreement.agreement import (
     AgreementPolicy,
-    judge,
+    compare,
     mismatch_error,
     refused_error,
 )
 from comm_collectives.call.agreement.pending import PendingBackwards
-from comm_collectives.call.signature.callsite import CallSite
 from comm_collectives.call.signature.call_signature import (
-    BACKWARD,
-    REFUSED,
-    REFUSED_TYPE,
     Argument,
-    Head,
-    Words,
+    CallSignature,
+    SignatureWords,
+    Status,
 )
+from comm_collectives.call.signature.callsite import CallSite
 from comm_collectives.errors import RefusedError, RefusedTypeError
 
-_HEAD = Head(
+_HEAD = CallSignature(
     name="all_reduce",
     number=7,
     site=CallSite("train.py:3", 1),
@@ -30,20 +28,20 @@ _HEAD = Head(
 )
 
 
-def _verdicts(*heads: Head) -> list[object]:
-    words = [Words.unpack(head.pack()) for head in heads]
-    return [judge(words, own) for own in heads]
+def _verdicts(*heads: CallSignature) -> list[object]:
+    words = [SignatureWords.unpack(head.pack()) for head in heads]
+    return [compare(words, own) for own in heads]
 
 
-def _change(**fields: object) -> Head:
+def _change(**fields: object) -> CallSignature:
     return dataclasses.replace(_HEAD, **fields)
 
 
 def test_equal_heads_agree_and_flags_add_up() -> None:
-    for verdict in _verdicts(_change(status=1), _change(status=4), _HEAD):
-        assert verdict.agrees
-        assert verdict.flags == 5
-        assert verdict.serves is None
+    for comparison in _verdicts(_change(status=1), _change(status=4), _HEAD):
+        assert comparison.agrees
+        assert comparison.flags == 5
+        assert comparison.serves is None
 
 
 @pytest.mark.parametrize(
@@ -60,16 +58,16 @@ def test_equal_heads_agree_and_flags_add_up() -> None:
 def test_what_differs_is_named_on_every_rank(
     change: dict[str, object], differing: tuple[str, ...]
 ) -> None:
-    for verdict in _verdicts(_HEAD, _change(**change), _HEAD):
-        assert not verdict.agrees
-        assert verdict.differing == differing
+    for comparison in _verdicts(_HEAD, _change(**change), _HEAD):
+        assert not comparison.agrees
+        assert comparison.differing == differing
 
 
 def test_refusal_counts_more_than_the_arguments_that_it_lacks() -> None:
-    refusing = _change(arguments=(), status=REFUSED)
-    for verdict in _verdicts(_HEAD, refusing):
-        assert verdict.refused == (1,)
-        assert verdict.differing == ()
+    refusing = _change(arguments=(), status=Status.REFUSED)
+    for comparison in _verdicts(_HEAD, refusing):
+        assert comparison.refused == (1,)
+        assert comparison.differing == ()
 
 
 def test_rank_that_owes_the_backward_of_the_others_serves_it() -> None:
@@ -77,7 +75,7 @@ def test_rank_that_owes_the_backward_of_the_others_serves_it() -> None:
     backward = _change(
         name="all_to_all (backward)",
         arguments=(Argument("of", 5),),
-        status=BACKWARD,
+        status=Status.BACKWARD,
         pending=owed_else,
     )
     owing = _change(pending=owed_else ^ PendingBackwards.word_of(5))
@@ -87,16 +85,18 @@ def test_rank_that_owes_the_backward_of_the_others_serves_it() -> None:
 
 
 def test_rank_that_owes_nothing_makes_it_a_mismatch() -> None:
-    backward = _change(name="x (backward)", arguments=(Argument("of", 5),), status=BACKWARD)
-    for verdict in _verdicts(backward, _change(pending=PendingBackwards.word_of(4))):
-        assert verdict.differing == ("operation",)
+    backward = _change(name="x (backward)", arguments=(Argument("of", 5),), status=Status.BACKWARD)
+    for comparison in _verdicts(backward, _change(pending=PendingBackwards.word_of(4))):
+        assert comparison.differing == ("operation",)
 
 
 def test_of_two_backwards_the_later_call_comes_first() -> None:
-    def backward(number: int, owed: int) -> Head:
+    def backward(number: int, owed: int) -> CallSignature:
         arguments = (Argument("of", number),)
         pending = PendingBackwards.word_of(owed)
-        return _change(name=f"{number}", arguments=arguments, status=BACKWARD, pending=pending)
+        return _change(
+            name=f"{number}", arguments=arguments, status=Status.BACKWARD, pending=pending
+        )
 
     early, late = _verdicts(backward(5, owed=6), backward(6, owed=5))
     assert (early.serves, late.serves) == (6, None)
@@ -108,10 +108,10 @@ def test_error_groups_ranks_that_say_the_same() -> None:
 
 
 def test_refusals_keep_their_kind() -> None:
-    error = refused_error("call", [0, REFUSED], ["fine", "too long"], (2, 3))
+    error = refused_error("call", [0, Status.REFUSED], ["fine", "too long"], (2, 3))
     assert type(error) is RefusedError
     assert str(error) == "call refused: rank 3: too long"
-    both = refused_error("call", [REFUSED | REFUSED_TYPE], ["no tensor"], (2,))
+    both = refused_error("call", [Status.REFUSED | Status.REFUSED_TYPE], ["no tensor"], (2,))
     assert type(both) is RefusedTypeError
     assert isinstance(both, TypeError)
     assert isinstance(both, ValueError)

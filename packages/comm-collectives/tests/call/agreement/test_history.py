@@ -1,13 +1,15 @@
 """The first call that differs is found again among those not compared."""
 
 from comm_collectives.call.agreement.history import History
+from comm_collectives.call.signature.call_signature import Argument, CallSignature
 from comm_collectives.call.signature.callsite import CallSite
-from comm_collectives.call.signature.call_signature import Argument, Head
 
 
-def _head(number: int, op: int) -> Head:
+def _head(number: int, op: int) -> CallSignature:
     site = CallSite("train.py:3", 1)
-    return Head(name="all_reduce", number=number, site=site, arguments=(Argument("op", op),))
+    return CallSignature(
+        name="all_reduce", number=number, site=site, arguments=(Argument("op", op),)
+    )
 
 
 def _histories(*ops: list[int]) -> list[History]:
@@ -49,7 +51,7 @@ def test_cleared_history_starts_anew() -> None:
 
 
 def test_last_call_is_found_although_its_hash_ends_in_zero_bytes() -> None:
-    """A meeting strips the zeros with which it pads texts."""
+    """A control exchange strips the zeros with which it pads texts."""
     last = next(op for op in range(100_000) if 0 <= _histories([op])[0].rolling < 1 << 56)
     histories = _histories([last], [last + 1])
     told: list[bytes] = []

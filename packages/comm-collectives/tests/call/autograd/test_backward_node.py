@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import comm_collectives as cc
 from comm_collectives.base.transport.transport import TorchTransport
-from comm_collectives.call.control.exchange import WireMeeting
+from comm_collectives.call.control.exchange import WireExchange
 from comm_collectives.call.groups.groups import group_state
 from comm_collectives.call.signature.callsite import call_site
 from comm_collectives.collectives.broadcasting import broadcast
@@ -230,13 +230,13 @@ def _use(case: Case, rank: int, size: int) -> tuple[torch.Tensor, Tensors]:
     return x, case.call(x)
 
 
-@pytest.mark.parametrize("meets", ["on a board", "over the wire"])
+@pytest.mark.parametrize("meets", ["on a mailbox", "over the wire"])
 @pytest.mark.parametrize("kept", [False, True], ids=["graph dropped", "output kept"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_rank_that_goes_on_takes_part_with_zeros(
     world_size: int, kept: bool, meets: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TorchTransport, "may_share_memory", meets == "on a board")
+    monkeypatch.setattr(TorchTransport, "may_share_memory", meets == "on a mailbox")
 
     def fn(rank: int, world_size: int) -> None:
         for case in _CASES:
@@ -248,20 +248,20 @@ def test_rank_that_goes_on_takes_part_with_zeros(
                 del outputs
             total = cc.all_reduce(torch.ones(1), timeout_s=_LIMIT_S)
             assert total.item() == world_size, case.name
-        assert isinstance(group_state(None).meeting, WireMeeting) == (meets == "over the wire")
+        assert isinstance(group_state(None).control, WireExchange) == (meets == "over the wire")
 
     run_ranks(fn, world_size)
 
 
-@pytest.mark.parametrize("meets", ["on a board", "over the wire"])
+@pytest.mark.parametrize("meets", ["on a mailbox", "over the wire"])
 def test_rank_that_does_nothing_more_takes_part_with_zeros(
     meets: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TorchTransport, "may_share_memory", meets == "on a board")
+    monkeypatch.setattr(TorchTransport, "may_share_memory", meets == "on a mailbox")
 
     def fn(rank: int, world_size: int) -> None:
         other = dist.new_group()
-        for case in _CASES if meets == "on a board" else _CASES[::8]:
+        for case in _CASES if meets == "on a mailbox" else _CASES[::8]:
             x, outputs = _use(case, rank, world_size)
             if rank == 0:
                 _loss(outputs, rank).backward()
@@ -300,7 +300,7 @@ def test_gradients_that_are_lost_are_warned_of_where_they_are_lost() -> None:
         texts = [str(w.message) for w in seen if w.category is LostGradientWarning]
         assert len(texts) == (rank == 1)  # rank 2 needs no gradient, so it loses none
         if texts:
-            assert "rank 1: all_reduce call 1 made at tests/test_autograd.py:" in texts[0]
+            assert "rank 1: all_reduce call 1 made at autograd/test_backward_node.py:" in texts[0]
 
     run_ranks(fn, 3)
 

@@ -1,4 +1,4 @@
-"""The meeting place in shared memory: all ranks see the same call, or the same failure."""
+"""The control exchange place in shared memory: all ranks see the same call, or the same failure."""
 
 import os
 import random
@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from comm_collectives.base.transport import shm_region
-from comm_collectives.call.control.mailbox import Arrival, Board
-from comm_collectives.call.control.mailbox_slots import COMMON_BYTES, PART_BYTES, Slot
+from comm_collectives.call.control.mailbox import Arrival, SharedMailbox
+from comm_collectives.call.control.mailbox_slots import Slot
+from comm_collectives.call.signature import INLINE_BYTES, SIGNATURE_BYTES
 from ranktest import collect_ranks, run_ranks
 
 _LIMIT_S = 20.0
@@ -26,10 +27,10 @@ def _all_gather(message: bytes) -> list[bytes]:
     return [bytes(text.tolist()) for text in received]
 
 
-def _open(rank: int, size: int) -> Board:
-    board = Board.open(rank, size, _all_gather)
-    assert board is not None
-    return board
+def _open(rank: int, size: int) -> SharedMailbox:
+    mailbox = SharedMailbox.open(rank, size, _all_gather)
+    assert mailbox is not None
+    return mailbox
 
 
 def _text(length: int, *key: int) -> bytes:
@@ -40,22 +41,22 @@ def _text(length: int, *key: int) -> bytes:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_rank_reads_what_every_rank_posted(size: int) -> None:
     def fn(rank: int, world_size: int) -> None:
-        board = _open(rank, world_size)
+        mailbox = _open(rank, world_size)
         ranks = range(world_size)
         for number in range(1, 60):
             lengths = [[_LENGTHS[(number + s + 3 * d) % 4] for d in ranks] for s in ranks]
             parts = [_text(lengths[rank][dst], number, rank, dst) for dst in ranks]
             speaks = [(number + src) % 3 > 0 for src in ranks]
-            common = _text(number % (COMMON_BYTES + 1), number, rank)
-            board.post(number, common, parts if speaks[rank] else None)
-            assert board.wait(number, _LIMIT_S) == _COMPLETE
-            assert board.commons(number) == [
-                _text(number % (COMMON_BYTES + 1), number, src).ljust(COMMON_BYTES, b"\0")
+            common = _text(number % (SIGNATURE_BYTES + 1), number, rank)
+            mailbox.post(number, common, parts if speaks[rank] else None)
+            assert mailbox.wait(number, _LIMIT_S) == _COMPLETE
+            assert mailbox.commons(number) == [
+                _text(number % (SIGNATURE_BYTES + 1), number, src).ljust(SIGNATURE_BYTES, b"\0")
                 for src in ranks
             ]
-            assert board.parts(number) == [
+            assert mailbox.parts(number) == [
                 _text(lengths[src][rank] if speaks[src] else 0, number, src, rank).ljust(
-                    PART_BYTES, b"\0"
+                    INLINE_BYTES, b"\0"
                 )
                 for src in ranks
             ]
@@ -63,17 +64,17 @@ def test_every_rank_reads_what_every_rank_posted(size: int) -> None:
     run_ranks(fn, size)
 
 
-_LENGTHS = (0, 1, 200, PART_BYTES)
+_LENGTHS = (0, 1, 200, INLINE_BYTES)
 
 
 def test_all_equal_tells_whether_all_said_the_same() -> None:
     def fn(rank: int, world_size: int) -> list[bool]:
-        board = _open(rank, world_size)
+        mailbox = _open(rank, world_size)
         equal = []
         for number, common in enumerate((b"a", b"a\0" if rank else b"a", b"b" * rank, b""), 1):
-            board.post(number, common, None)
-            assert board.wait(number, _LIMIT_S).complete
-            equal.append(board.all_equal(number, common))
+            mailbox.post(number, common, None)
+            assert mailbox.wait(number, _LIMIT_S).complete
+            equal.append(mailbox.all_equal(number, common))
         return equal
 
     assert run_ranks(fn, 3) == [[True, True, False, True]] * 3
@@ -81,16 +82,16 @@ def test_all_equal_tells_whether_all_said_the_same() -> None:
 
 def test_rank_that_has_not_posted_is_missing_and_reads_as_nothing() -> None:
     def fn(rank: int, world_size: int) -> object:
-        board = _open(rank, world_size)
+        mailbox = _open(rank, world_size)
         if rank == 2:
             dist.barrier()
             return None
-        board.post(1, b"x", [b"y"] * 3)
+        mailbox.post(1, b"x", [b"y"] * 3)
         started = time.monotonic()
-        arrival = board.wait(1, 0.1)
+        arrival = mailbox.wait(1, 0.1)
         limited = 0.1 <= time.monotonic() - started < _LIMIT_S
-        seen = [bool(text) for text in (*board.commons(1), *board.parts(1))]
-        equal = board.all_equal(1, b"x")
+        seen = [bool(text) for text in (*mailbox.commons(1), *mailbox.parts(1))]
+        equal = mailbox.all_equal(1, b"x")
         dist.barrier()
         return arrival, limited, seen, equal
 
@@ -101,17 +102,17 @@ def test_rank_that_has_not_posted_is_missing_and_reads_as_nothing() -> None:
 
 def test_late_rank_finds_who_withdrew_and_all_meet_again_in_the_next_call() -> None:
     def fn(rank: int, world_size: int) -> list[Arrival]:
-        board = _open(rank, world_size)
+        mailbox = _open(rank, world_size)
         seen = []
         if rank == 2:
             time.sleep(0.3)
-        board.post(1, b"first", None)
-        seen.append(board.wait(1, _LIMIT_S if rank else 0.1))
+        mailbox.post(1, b"first", None)
+        seen.append(mailbox.wait(1, _LIMIT_S if rank else 0.1))
         if rank == 0:
-            seen.append(board.withdraw(1))
-        board.post(2, b"second", None)
-        seen.append(board.wait(2, _LIMIT_S))
-        assert board.all_equal(2, b"second")
+            seen.append(mailbox.withdraw(1))
+        mailbox.post(2, b"second", None)
+        seen.append(mailbox.wait(2, _LIMIT_S))
+        assert mailbox.all_equal(2, b"second")
         return seen
 
     gave_up = Arrival(missing=(2,), dead=(), withdrawn=(0,))
@@ -123,21 +124,21 @@ def test_late_rank_finds_who_withdrew_and_all_meet_again_in_the_next_call() -> N
 
 def test_rank_many_calls_behind_finds_each_of_them_given_up() -> None:
     def fn(rank: int, world_size: int) -> list[tuple[Arrival, bytes]]:
-        board = _open(rank, world_size)
+        mailbox = _open(rank, world_size)
         seen = []
         if rank == 1:
             dist.barrier()
         for number in range(1, 8):
-            board.post(number, b"%d" % number, None)
-            arrival = board.wait(number, 0.01 if rank == 0 else _LIMIT_S)
+            mailbox.post(number, b"%d" % number, None)
+            arrival = mailbox.wait(number, 0.01 if rank == 0 else _LIMIT_S)
             if rank == 0:
-                arrival = board.withdraw(number)
-            seen.append((arrival, board.commons(number)[0][:1]))
+                arrival = mailbox.withdraw(number)
+            seen.append((arrival, mailbox.commons(number)[0][:1]))
         if rank == 0:
             dist.barrier()
         dist.barrier()
-        board.post(8, b"", None)
-        seen.append((board.wait(8, _LIMIT_S), b""))
+        mailbox.post(8, b"", None)
+        seen.append((mailbox.wait(8, _LIMIT_S), b""))
         return seen
 
     ahead, behind = run_ranks(fn, 2)
@@ -153,17 +154,17 @@ def test_withdrawal_after_the_last_post_is_a_complete_call() -> None:
     """The peer has found the call complete by then, and goes on with it."""
 
     def fn(rank: int, world_size: int) -> list[Arrival]:
-        board = _open(rank, world_size)
+        mailbox = _open(rank, world_size)
         seen = []
         if rank == 0:
-            board.post(1, b"", None)
-            seen.append(board.wait(1, 0.01))
+            mailbox.post(1, b"", None)
+            seen.append(mailbox.wait(1, 0.01))
         dist.barrier()
         if rank == 1:
-            board.post(1, b"", None)
-            seen.append(board.wait(1, _LIMIT_S))
+            mailbox.post(1, b"", None)
+            seen.append(mailbox.wait(1, _LIMIT_S))
         dist.barrier()
-        seen.append(board.withdraw(1))
+        seen.append(mailbox.withdraw(1))
         return seen
 
     first = Arrival(missing=(1,), dead=(), withdrawn=())
@@ -172,12 +173,12 @@ def test_withdrawal_after_the_last_post_is_a_complete_call() -> None:
 
 def test_rank_that_arrives_while_another_decides_waits_for_the_decision() -> None:
     def fn(rank: int, world_size: int) -> Arrival:
-        board = _open(rank, world_size)
+        mailbox = _open(rank, world_size)
         if rank == 1:
             dist.barrier()
-            board.post(1, b"", None)
-            return board.wait(1, _LIMIT_S)
-        board.post(1, b"", None)
+            mailbox.post(1, b"", None)
+            return mailbox.wait(1, _LIMIT_S)
+        mailbox.post(1, b"", None)
         look = Slot.posted
 
         def look_and_pause(slot: Slot, number: int) -> bool:
@@ -188,7 +189,7 @@ def test_rank_that_arrives_while_another_decides_waits_for_the_decision() -> Non
             return seen
 
         Slot.posted = look_and_pause
-        return board.withdraw(1)
+        return mailbox.withdraw(1)
 
     given_up = Arrival(missing=(), dead=(), withdrawn=(0,))
     assert run_ranks(fn, 2) == [given_up, given_up]
@@ -200,12 +201,12 @@ def test_last_post_wakes_all_who_sleep(size: int) -> None:
 
     def fn(rank: int, world_size: int) -> None:
         shm_region._SLICE_S = _LIMIT_S
-        board = _open(rank, world_size)
-        board._look_s = _LIMIT_S
-        board._region._longest_spin_s = board._region._spin_s = 0.0
+        mailbox = _open(rank, world_size)
+        mailbox._look_s = _LIMIT_S
+        mailbox._region._longest_spin_s = mailbox._region._spin_s = 0.0
         for number in range(1, 1500):
-            board.post(number, b"", None)
-            assert board.wait(number, _LIMIT_S).complete
+            mailbox.post(number, b"", None)
+            assert mailbox.wait(number, _LIMIT_S).complete
 
     started = time.monotonic()
     run_ranks(fn, size, timeout_s=50)
@@ -220,15 +221,15 @@ def test_verdict_on_a_call_is_the_same_on_every_rank(size: int) -> None:
     calls = 400
 
     def fn(rank: int, world_size: int) -> list[bool]:
-        board = _open(rank, world_size)
+        mailbox = _open(rank, world_size)
         moments = random.Random(seed + rank)
         verdicts = []
         for number in range(1, calls + 1):
             time.sleep(moments.choice((0.0, 1e-4, 4e-4)))
-            board.post(number, b"", None)
-            arrival = board.wait(number, moments.choice((0.0, 1e-4, 5e-4, _LIMIT_S)))
+            mailbox.post(number, b"", None)
+            arrival = mailbox.wait(number, moments.choice((0.0, 1e-4, 5e-4, _LIMIT_S)))
             if not arrival.complete:
-                arrival = board.withdraw(number)
+                arrival = mailbox.withdraw(number)
             verdicts.append(arrival.complete)
         return verdicts
 
@@ -241,22 +242,22 @@ def test_verdict_on_a_call_is_the_same_on_every_rank(size: int) -> None:
 
 def test_what_is_written_over_while_it_is_read_is_never_mixed() -> None:
     def fn(rank: int, world_size: int) -> tuple[int, int]:
-        board = _open(rank, world_size)
+        mailbox = _open(rank, world_size)
         end = time.monotonic() + 0.5
         number, seen = 0, 0
         while time.monotonic() < end:
             number += 1
-            text = bytes([number % 251 + 1]) * COMMON_BYTES
-            board.post(number, text, [text * 3] * 2)
-            board.withdraw(number)
+            text = bytes([number % 251 + 1]) * SIGNATURE_BYTES
+            mailbox.post(number, text, [text * 3] * 2)
+            mailbox.withdraw(number)
             peer = 1 - rank
-            last, common = board.last_posted()[peer]
-            assert common in (b"", bytes([last % 251 + 1]) * COMMON_BYTES)
+            last, common = mailbox.last_posted()[peer]
+            assert common in (b"", bytes([last % 251 + 1]) * SIGNATURE_BYTES)
             for ahead in (last - 1, last, last + 1):
                 if ahead > 0:
-                    want = bytes([ahead % 251 + 1]) * COMMON_BYTES
-                    assert board.commons(ahead)[peer] in (b"", want)
-                    assert board.parts(ahead)[peer] in (b"", want * 3)
+                    want = bytes([ahead % 251 + 1]) * SIGNATURE_BYTES
+                    assert mailbox.commons(ahead)[peer] in (b"", want)
+                    assert mailbox.parts(ahead)[peer] in (b"", want * 3)
             seen += last > 0
         return number, seen
 
@@ -267,28 +268,28 @@ def test_what_is_written_over_while_it_is_read_is_never_mixed() -> None:
 
 def test_last_post_of_each_rank_is_known() -> None:
     def fn(rank: int, world_size: int) -> list[tuple[int, bytes]]:
-        board = _open(rank, world_size)
+        mailbox = _open(rank, world_size)
         for number in range(1, rank + 1):
-            board.post(number, b"%d of %d" % (number, rank), None)
+            mailbox.post(number, b"%d of %d" % (number, rank), None)
         dist.barrier()
-        return [(number, text.rstrip(b"\0")) for number, text in board.last_posted()]
+        return [(number, text.rstrip(b"\0")) for number, text in mailbox.last_posted()]
 
     assert run_ranks(fn, 3) == [[(0, b""), (1, b"1 of 1"), (2, b"2 of 2")]] * 3
 
 
 def test_rank_that_died_before_its_post_is_dead_and_one_that_died_after_has_arrived() -> None:
     def fn(rank: int, world_size: int) -> list[Arrival]:
-        board = _open(rank, world_size)
+        mailbox = _open(rank, world_size)
         for number in (1, 2):
-            board.post(number, b"", None)
+            mailbox.post(number, b"", None)
             if rank == 1 and number == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             if number == 1:
-                assert board.wait(number, _LIMIT_S).complete
+                assert mailbox.wait(number, _LIMIT_S).complete
         time.sleep(0.2)  # until it is gone
-        after = board.wait(2, _LIMIT_S)
-        board.post(3, b"", None)
-        return [after, board.wait(3, _LIMIT_S), board.withdraw(3)]
+        after = mailbox.wait(2, _LIMIT_S)
+        mailbox.post(3, b"", None)
+        return [after, mailbox.wait(3, _LIMIT_S), mailbox.withdraw(3)]
 
     outcomes = collect_ranks(fn, 3, timeout_s=30)
     assert outcomes[1].error_type == "Died"
@@ -302,7 +303,7 @@ def test_rank_that_died_before_its_post_is_dead_and_one_that_died_after_has_arri
 @pytest.mark.parametrize("attempt", range(3))
 def test_survivors_of_a_kill_at_any_moment_stop_at_the_same_call(attempt: int) -> None:
     def fn(rank: int, world_size: int) -> tuple[int, Arrival, bool]:
-        board = _open(rank, world_size)
+        mailbox = _open(rank, world_size)
         if rank == 1:
             delay_s = random.Random(time.time_ns()).uniform(0.02, 0.2)
             killer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL))
@@ -310,13 +311,13 @@ def test_survivors_of_a_kill_at_any_moment_stop_at_the_same_call(attempt: int) -
         number = 0
         while True:
             number += 1
-            board.post(number, b"same", [b"%d" % rank] * 3)
-            arrival = board.wait(number, _LIMIT_S)
+            mailbox.post(number, b"same", [b"%d" % rank] * 3)
+            arrival = mailbox.wait(number, _LIMIT_S)
             if not arrival.complete:
                 break
-            assert board.all_equal(number, b"same")
+            assert mailbox.all_equal(number, b"same")
         started = time.monotonic()
-        board.wait(number, _LIMIT_S)
+        mailbox.wait(number, _LIMIT_S)
         return number, arrival, time.monotonic() - started < 5
 
     outcomes = collect_ranks(fn, 3, timeout_s=40)
@@ -328,15 +329,15 @@ def test_survivors_of_a_kill_at_any_moment_stop_at_the_same_call(attempt: int) -
 
 def test_rank_killed_while_it_decides_to_withdraw_does_not_hold_up_the_others() -> None:
     def fn(rank: int, world_size: int) -> tuple[Arrival, bool]:
-        board = _open(rank, world_size)
-        board.post(1, b"", None)
+        mailbox = _open(rank, world_size)
+        mailbox.post(1, b"", None)
         if rank == 0:
-            board._withdrawn[rank] = 2  # as `withdraw` leaves it until it has looked
+            mailbox._withdrawn[rank] = 2  # as `withdraw` leaves it until it has looked
             dist.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
         dist.barrier()
         started = time.monotonic()
-        return board.wait(1, _LIMIT_S), time.monotonic() - started < _LIMIT_S / 2
+        return mailbox.wait(1, _LIMIT_S), time.monotonic() - started < _LIMIT_S / 2
 
     outcomes = collect_ranks(fn, 2, timeout_s=30)
     assert outcomes[1].value == (Arrival(missing=(), dead=(0,), withdrawn=(0,)), True)
@@ -344,20 +345,20 @@ def test_rank_killed_while_it_decides_to_withdraw_does_not_hold_up_the_others() 
 
 def test_stopped_rank_is_missing_and_not_dead() -> None:
     def fn(rank: int, world_size: int) -> Arrival | None:
-        board = _open(rank, world_size)
-        board.post(1, b"%d" % os.getpid(), None)
-        assert board.wait(1, _LIMIT_S).complete
+        mailbox = _open(rank, world_size)
+        mailbox.post(1, b"%d" % os.getpid(), None)
+        assert mailbox.wait(1, _LIMIT_S).complete
         if rank == 1:
             time.sleep(0.1)
-            board.post(2, b"", None)
-            assert not board.wait(2, _LIMIT_S).complete
+            mailbox.post(2, b"", None)
+            assert not mailbox.wait(2, _LIMIT_S).complete
             return None
-        pid = int(board.commons(1)[1].rstrip(b"\0"))
+        pid = int(mailbox.commons(1)[1].rstrip(b"\0"))
         os.kill(pid, signal.SIGSTOP)
         try:
-            board.post(2, b"", None)
-            board.wait(2, 0.3)
-            return board.withdraw(2)
+            mailbox.post(2, b"", None)
+            mailbox.wait(2, 0.3)
+            return mailbox.withdraw(2)
         finally:
             os.kill(pid, signal.SIGCONT)
 
@@ -365,46 +366,46 @@ def test_stopped_rank_is_missing_and_not_dead() -> None:
     assert run_ranks(fn, 2) == [stopped, None]
 
 
-def test_no_board_on_any_rank_if_one_cannot_share() -> None:
+def test_no_mailbox_on_any_rank_if_one_cannot_share() -> None:
     def fn(rank: int, world_size: int) -> bool:
         if rank == 1:
             shm_region._machine_fits = lambda: False
-        return Board.open(rank, world_size, _all_gather) is None
+        return SharedMailbox.open(rank, world_size, _all_gather) is None
 
     assert run_ranks(fn, 3) == [True] * 3
 
 
-def test_closed_board_is_dead_only_for_calls_that_it_missed() -> None:
+def test_closed_mailbox_is_dead_only_for_calls_that_it_missed() -> None:
     def fn(rank: int, world_size: int) -> object:
-        board = _open(rank, world_size)
-        board.post(1, b"", None)
+        mailbox = _open(rank, world_size)
+        mailbox.post(1, b"", None)
         if rank == 1:
-            board.close()
-            board.close()
+            mailbox.close()
+            mailbox.close()
             dist.barrier()
             return None
         dist.barrier()
-        first = board.wait(1, _LIMIT_S)
-        board.post(2, b"", None)
-        return first, board.wait(2, _LIMIT_S), board.dead()
+        first = mailbox.wait(1, _LIMIT_S)
+        mailbox.post(2, b"", None)
+        return first, mailbox.wait(2, _LIMIT_S), mailbox.dead()
 
     gone = Arrival(missing=(1,), dead=(1,), withdrawn=())
     assert run_ranks(fn, 2) == [(_COMPLETE, gone, (1,)), None]
 
 
-def test_posts_that_do_not_fit_are_refused_and_leave_the_board_as_it_was() -> None:
+def test_posts_that_do_not_fit_are_refused_and_leave_the_mailbox_as_it_was() -> None:
     def fn(rank: int, world_size: int) -> bool:
-        board = _open(rank, world_size)
+        mailbox = _open(rank, world_size)
         for number, common, parts, match in (
             (2, b"", None, "numbers go 1, 2, 3"),
-            (1, bytes(COMMON_BYTES + 1), None, "at most 128"),
+            (1, bytes(SIGNATURE_BYTES + 1), None, "at most 128"),
             (1, b"", [b""], "give 2 parts"),
-            (1, b"", [b"", bytes(PART_BYTES + 1)], "at most 384"),
+            (1, b"", [b"", bytes(INLINE_BYTES + 1)], "at most 384"),
         ):
             with pytest.raises(ValueError, match=match):
-                board.post(number, common, parts)
-        assert board.last_posted()[rank] == (0, b"")
-        board.post(1, b"fits", [bytes(PART_BYTES)] * 2)
-        return board.wait(1, _LIMIT_S).complete and board.all_equal(1, b"fits")
+                mailbox.post(number, common, parts)
+        assert mailbox.last_posted()[rank] == (0, b"")
+        mailbox.post(1, b"fits", [bytes(INLINE_BYTES)] * 2)
+        return mailbox.wait(1, _LIMIT_S).complete and mailbox.all_equal(1, b"fits")
 
     assert run_ranks(fn, 2) == [True, True]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import comm_collectives as cc
 from comm_collectives.call.groups import groups
 from comm_collectives.call.groups.groups import group_state
+from comm_collectives.errors import RefusedError, RefusedTypeError
 from ranktest import run_ranks
 
 
@@ -68,17 +69,17 @@ def test_rank_that_is_no_integer_is_refused_on_every_rank() -> None:
 
     def fn(rank: int, world_size: int) -> None:
         x = torch.ones(2)
-        with pytest.raises(cc.RefusedTypeError, match=r"rank 1: src=0.0 is a float; give an int"):
+        with pytest.raises(RefusedTypeError, match=r"rank 1: src=0.0 is a float; give an int"):
             cc.broadcast(x, src=0.0 if rank else 0, timeout_s=10)  # type: ignore[call-overload]
-        with pytest.raises(cc.RefusedTypeError, match=r"rank 0: src=0.5 is a float"):
+        with pytest.raises(RefusedTypeError, match=r"rank 0: src=0.5 is a float"):
             cc.scatter([x, x], src=0 if rank else 0.5, timeout_s=10)  # type: ignore[call-overload]
-        with pytest.raises(cc.RefusedTypeError, match=r"rank 0: src=None is a NoneType"):
+        with pytest.raises(RefusedTypeError, match=r"rank 0: src=None is a NoneType"):
             cc.broadcast_nested(x, src=0 if rank else None, timeout_s=10)  # type: ignore[call-overload]
-        with pytest.raises(cc.RefusedTypeError, match=r"rank 0: dst=1.0 is a float"):
+        with pytest.raises(RefusedTypeError, match=r"rank 0: dst=1.0 is a float"):
             cc.gather(x, dst=1 if rank else 1.0, timeout_s=10)  # type: ignore[call-overload]
         with pytest.raises(TypeError, match=r"dst=0.5 is a float; give an int"):
             cc.send(x, dst=0.5)  # type: ignore[call-overload]
-        with pytest.raises(cc.RefusedTypeError, match=r"is a Tensor; give an int"):
+        with pytest.raises(RefusedTypeError, match=r"is a Tensor; give an int"):
             cc.broadcast(x, src=torch.tensor(0.0) if rank else 0, timeout_s=10)  # type: ignore[call-overload]
         for src in (np.int64(1), torch.tensor(1)):
             assert cc.broadcast(x, src=src).tolist() == [1, 1]  # type: ignore[call-overload]
@@ -89,10 +90,10 @@ def test_rank_that_is_no_integer_is_refused_on_every_rank() -> None:
 @pytest.mark.parametrize(
     ("limit", "kind", "text"),
     [
-        ("3", cc.RefusedTypeError, "timeout_s='3' is a str; give seconds"),
-        (timedelta(seconds=3), cc.RefusedTypeError, "is a timedelta; give seconds"),
-        (math.inf, cc.RefusedError, "timeout_s=inf must be positive"),
-        (math.nan, cc.RefusedError, "timeout_s=nan must be positive"),
+        ("3", RefusedTypeError, "timeout_s='3' is a str; give seconds"),
+        (timedelta(seconds=3), RefusedTypeError, "is a timedelta; give seconds"),
+        (math.inf, RefusedError, "timeout_s=inf must be positive"),
+        (math.nan, RefusedError, "timeout_s=nan must be positive"),
     ],
 )
 def test_limit_that_is_no_time_is_refused_on_every_rank(

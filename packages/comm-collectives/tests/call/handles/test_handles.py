@@ -10,6 +10,13 @@ import torch
 
 import comm_collectives as cc
 from comm_collectives.call.groups.groups import group_state
+from comm_collectives.call.handles import debug_mode
+from comm_collectives.errors import (
+    CollectiveTimeoutError,
+    MismatchError,
+    MutatedInputError,
+    RefusedTypeError,
+)
 from ranktest import run_ranks
 
 
@@ -71,7 +78,7 @@ def test_input_changed_before_wait_is_an_error() -> None:
         x = torch.ones(3000)
         handle = cc.all_reduce(x, async_op=True)
         x.add_(1)
-        with pytest.raises(cc.MutatedInputError, match="all_reduce: input 0 was changed in place"):
+        with pytest.raises(MutatedInputError, match="all_reduce: input 0 was changed in place"):
             handle.wait()
 
     run_ranks(fn, 2)
@@ -80,10 +87,10 @@ def test_input_changed_before_wait_is_an_error() -> None:
 def test_input_changed_behind_torch_is_an_error_in_debug_mode() -> None:
     def fn(rank: int, world_size: int) -> None:
         array = np.ones(3000, dtype=np.float32)
-        with cc.debug_mode():
+        with debug_mode():
             handle = cc.all_reduce(torch.from_numpy(array), async_op=True)
         array += 1
-        with pytest.raises(cc.MutatedInputError):
+        with pytest.raises(MutatedInputError):
             handle.wait()
 
     run_ranks(fn, 2)
@@ -96,7 +103,7 @@ def test_failure_comes_at_wait_and_names_the_call() -> None:
             time.sleep(1.5)
             return ""
         handle = cc.all_reduce(torch.ones(1), timeout_s=0.3, async_op=True)
-        with pytest.raises(cc.CollectiveTimeoutError) as caught:
+        with pytest.raises(CollectiveTimeoutError) as caught:
             handle.wait()
         return str(caught.value)
 
@@ -112,7 +119,7 @@ def test_limit_of_a_wait_leaves_the_call_under_way() -> None:
             time.sleep(1.0)
         handle = cc.all_reduce(torch.ones(1), async_op=True)
         if rank == 0:
-            with pytest.raises(cc.CollectiveTimeoutError, match=r"still under way after 0\.05 s"):
+            with pytest.raises(CollectiveTimeoutError, match=r"still under way after 0\.05 s"):
                 handle.wait(0.05)
         return float(handle.wait())
 
@@ -133,7 +140,7 @@ def test_site_of_an_asynchronous_call_is_the_callers_line() -> None:
     def fn(rank: int, world_size: int) -> str:
         x = torch.ones(4 - rank, 3)
         handle = cc.all_reduce(x, async_op=True)
-        with pytest.raises(cc.MismatchError) as caught:
+        with pytest.raises(MismatchError) as caught:
             handle.wait()
         return str(caught.value)
 
@@ -170,9 +177,9 @@ def test_input_that_cannot_be_watched_is_refused_on_every_rank(kind: str) -> Non
     def fn(rank: int, world_size: int) -> None:
         x = torch.ones(3)
         odd = x.to("meta") if kind == "meta" else x.to_sparse()
-        with cc.debug_mode():
+        with debug_mode():
             handle = cc.all_gather(odd if rank else x, timeout_s=10, async_op=True)
-        with pytest.raises(cc.RefusedTypeError, match="rank 1: x has layout"):
+        with pytest.raises(RefusedTypeError, match="rank 1: x has layout"):
             handle.wait()
 
     run_ranks(fn, 2, timeout_s=30)

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-import comm_collectives as cc
+from comm_collectives.call.handles import debug_mode
 from comm_collectives.call.handles.watch import Watch
 
 
@@ -25,7 +25,7 @@ def test_changes_behind_torch_are_noticed_in_debug_mode_only() -> None:
     array = np.zeros(3, dtype=np.float32)
     x = torch.from_numpy(array)
     plain = Watch([x])
-    with cc.debug_mode():
+    with debug_mode():
         careful = Watch([x])
     array[1] = 1
     assert plain.changed() == []
@@ -34,7 +34,7 @@ def test_changes_behind_torch_are_noticed_in_debug_mode_only() -> None:
 
 def test_nan_and_negative_zero_are_compared_as_bytes() -> None:
     x = torch.tensor([float("nan"), -0.0])
-    with cc.debug_mode():
+    with debug_mode():
         watch = Watch([x])
     assert watch.changed() == []
 

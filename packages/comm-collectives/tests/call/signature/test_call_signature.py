@@ -4,18 +4,17 @@ import dataclasses
 
 import pytest
 
-from comm_collectives.call.signature.callsite import CallSite
 from comm_collectives.call.signature.call_signature import (
-    HEAD_BYTES,
     MAX_ARGUMENTS,
+    SIGNATURE_BYTES,
     Argument,
-    Head,
-    Words,
-    operation_name,
+    CallSignature,
+    SignatureWords,
     operation_word,
 )
+from comm_collectives.call.signature.callsite import CallSite
 
-_HEAD = Head(
+_HEAD = CallSignature(
     name="all_gather",
     number=7,
     site=CallSite("train.py:3", 12345),
@@ -28,12 +27,12 @@ _HEAD = Head(
 
 def test_words_are_what_was_packed() -> None:
     data = _HEAD.pack()
-    words = Words.unpack(data)
-    assert len(data) == HEAD_BYTES
+    words = SignatureWords.unpack(data)
+    assert len(data) == SIGNATURE_BYTES
     assert words[:6] == (3, 7, operation_word("all_gather"), 12345, -5, (1 << 62) + 1)
     assert words.arguments == (11, -(1 << 63), *[0] * (MAX_ARGUMENTS - 2))
-    assert operation_name(words.operation) == "all_gather"
-    assert operation_name(1) == "another operation"
+    assert words.operation_name == "all_gather"
+    assert words._replace(operation=1).operation_name == "another operation"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from comm_collectives.call.signature.callsite import CallSite, current_site, use
 def test_site_is_the_line_of_the_caller() -> None:
     first = current_site()
     second = current_site()
-    assert first.text.startswith("tests/test_callsite.py:")
+    assert first.text.startswith("signature/test_callsite.py:")
     assert int(second.text.split(":")[1]) == int(first.text.split(":")[1]) + 1
     assert first.word != second.word
 

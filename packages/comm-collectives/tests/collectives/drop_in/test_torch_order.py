@@ -16,6 +16,7 @@ from comm_collectives.errors import (
     RefusedError,
     RefusedTypeError,
 )
+from comm_collectives.shm import register_backends
 from ranktest import run_ranks
 
 _SENT = [[2, 1, 0], [0, 3, 1], [4, 0, 2]]  # rows from each rank to each
@@ -363,8 +364,8 @@ def test_default_device_of_the_program_changes_nothing(backend: str) -> None:
         return [*got, z.grad, strided]
 
     def fn(rank: int, world_size: int) -> None:
-        cc.register_backends()
-        sizes = (4, 400, 200_000)  # with the meeting, beside it, and apart
+        register_backends()
+        sizes = (4, 400, 200_000)  # with the control exchange, beside it, and apart
         inputs = [torch.full((size,), rank + 1.0) for size in sizes]
         group = dist.new_group(backend=backend)
         with torch.device("meta"):  # from the group's first call on

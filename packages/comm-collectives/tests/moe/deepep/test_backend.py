@@ -32,12 +32,12 @@ from comm_collectives.moe.deepep.backend import (
 )
 from comm_collectives.moe.deepep.calls import BufferCalls, DeepEpCalls, ElasticCalls
 from comm_collectives.moe.options import MoeOptions
-from comm_collectives.moe.routes.routing import Routing, Travel
+from comm_collectives.moe.routes.routing import Leg, Routing
 from ranktest import run_ranks
 
 _W, _E, _K, _D = 2, 8, 3, 16
 _LOCAL = _E // _W
-_TRAVEL = Travel(movement="dispatch")
+_TRAVEL = Leg(movement="dispatch")
 
 
 class _StandIn:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import comm_collectives as cc
+from comm_collectives.moe import Dispatched
 from comm_collectives.moe.options import MoeOptions
 from comm_collectives.moe.rows.payload import row_codec
 from ranktest import run_ranks
@@ -37,7 +38,7 @@ def _rounded(x: Tensor, payload: Any) -> Tensor:
     return codec.decode(codec.encode(x), hidden=x.shape[1], dtype=x.dtype)
 
 
-def _dispatch(rank: int, alignment: int, dtype: torch.dtype, **options: Any) -> cc.Dispatched:
+def _dispatch(rank: int, alignment: int, dtype: torch.dtype, **options: Any) -> Dispatched:
     x, idx, weights = _inputs(rank, dtype)
     return cc.dispatch(
         x,

@@ -64,7 +64,7 @@ def test_schedules_need_ranks_and_calls(num_ranks: int, num_calls: int) -> None:
 
 
 def _long(rank: SimRank) -> torch.Tensor:
-    """Two operations: a meeting, and the rows, which are too many to travel with it."""
+    """Two operations: a control exchange, and the rows, which are too many to travel with it."""
     return cc.all_to_all(torch.full((4 * rank.size, 200), float(rank.rank)), group=rank.group)
 
 
@@ -103,8 +103,8 @@ def test_message_cut_short_is_a_lost_peer_for_all_over_the_wire() -> None:
         cut = Truncate(rank=1, call=0, operation=operation, peer=4)
         assert _run(cut, shared_memory=False) == {"PeerFailedError": 6}
     # In shared memory nothing can be cut but the rows themselves.
-    meeting = Truncate(rank=1, call=0, operation=1, peer=4)
-    assert _run(meeting, shared_memory=True) == {"returned": 6}
+    control = Truncate(rank=1, call=0, operation=1, peer=4)
+    assert _run(control, shared_memory=True) == {"returned": 6}
     rows = Truncate(rank=1, call=0, operation=2, peer=4)
     assert _run(rows, shared_memory=True) == {"PeerFailedError": 6}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from comm_collectives.call import calls
-from comm_collectives.call.agreement.agreement import Verdict
+from comm_collectives.call.agreement.agreement import Comparison
 from comm_collectives.errors import CommError
 from comm_collectives.simulation.faults.schedule import FaultSchedule, ZeroTokens
 from comm_collectives.simulation.fuzz import cases as fuzz_cases
@@ -56,7 +56,7 @@ def test_canary_an_early_return_without_rows_is_found_and_shrunk(
 def test_canary_agreement_switched_off_is_found_and_shrunk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(calls, "judge", lambda words, own: Verdict())
+    monkeypatch.setattr(calls, "compare", lambda words, own: Comparison())
     (violation,) = _canary().violations
     assert violation.scenario.num_ranks <= 4
     assert len(violation.scenario.calls) <= 2

@@ -5,38 +5,38 @@ import torch
 
 from comm_collectives.base.wire import DTYPES
 from comm_collectives.verify.cells.cases import (
-    ABORTED,
-    FAILED,
-    REFUSED,
-    RIGHT,
-    TIMED_OUT,
     TORCH_SHAPES_OF,
-    WRONG,
-    CaseResult,
     all_cases,
     canaries,
     expected_verdict,
-    judge,
-    run_case,
     torch_cases,
 )
 from comm_collectives.verify.cells.problems import Case
 from comm_collectives.verify.matrix import FEW_DTYPES, check_cells
-from comm_collectives.verify.rank_side import BOARD, WIRE
+from comm_collectives.verify.rank_side import HERE, WIRE
+from comm_collectives.verify.results.results import (
+    CaseResult,
+    Verdict,
+    judge,
+    run_case,
+)
 from comm_collectives.verify.table import total
 
-_RIGHT, _WRONG = CaseResult(verdict=RIGHT), CaseResult(verdict=WRONG, detail="other values")
+_RIGHT, _WRONG = (
+    CaseResult(verdict=Verdict.RIGHT),
+    CaseResult(verdict=Verdict.WRONG, detail="other values"),
+)
 
 
 def _raised(error: str = "RefusedTypeError", text: str = "rank 0: no", elapsed_s: float = 0.1):  # type: ignore[no-untyped-def]
-    return CaseResult(verdict=FAILED, detail=text, error=error, elapsed_s=elapsed_s)
+    return CaseResult(verdict=Verdict.FAILED, detail=text, error=error, elapsed_s=elapsed_s)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_every_cell_ends_as_it_must_on_every_rank(
     num_ranks: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outcomes = check_cells(num_ranks, BOARD)
+    outcomes = check_cells(num_ranks, HERE)
     with capsys.disabled():
         print(f"\n{num_ranks} ranks: {total('comm_collectives', outcomes)}")
     bad = [outcome for outcome in outcomes if not outcome.is_good]
@@ -56,33 +56,36 @@ def test_cells_end_as_they_must_over_the_wire(num_ranks: int) -> None:
 @pytest.mark.parametrize(
     ("results", "verdict"),
     [
-        ([_RIGHT, _RIGHT], RIGHT),
-        ([_RIGHT, _WRONG], WRONG),
-        ([_raised(), _raised()], REFUSED),
-        ([_raised(), _raised(elapsed_s=1.5)], FAILED),
-        ([_raised(), _raised(error="RefusedError")], FAILED),
-        ([_RIGHT, _raised()], FAILED),
-        ([_WRONG, _raised()], FAILED),
-        ([_raised(text="timed out; did not arrive: rank 1"), _RIGHT], FAILED),
-        ([_raised(error="RuntimeError", text="Timed out waiting 10ms"), _RIGHT], TIMED_OUT),
-        ([_RIGHT, CaseResult(verdict=TIMED_OUT, detail="no answer")], TIMED_OUT),
-        ([_raised(), CaseResult(verdict=ABORTED, detail="was killed by SIGABRT")], ABORTED),
+        ([_RIGHT, _RIGHT], Verdict.RIGHT),
+        ([_RIGHT, _WRONG], Verdict.WRONG),
+        ([_raised(), _raised()], Verdict.REFUSED),
+        ([_raised(), _raised(elapsed_s=1.5)], Verdict.FAILED),
+        ([_raised(), _raised(error="RefusedError")], Verdict.FAILED),
+        ([_RIGHT, _raised()], Verdict.FAILED),
+        ([_WRONG, _raised()], Verdict.FAILED),
+        ([_raised(text="timed out; did not arrive: rank 1"), _RIGHT], Verdict.FAILED),
+        ([_raised(error="RuntimeError", text="Timed out waiting 10ms"), _RIGHT], Verdict.TIMED_OUT),
+        ([_RIGHT, CaseResult(verdict=Verdict.TIMED_OUT, detail="no answer")], Verdict.TIMED_OUT),
+        (
+            [_raised(), CaseResult(verdict=Verdict.ABORTED, detail="was killed by SIGABRT")],
+            Verdict.ABORTED,
+        ),
     ],
 )
 def test_results_of_all_ranks_come_to_one_verdict(results: list[CaseResult], verdict: str) -> None:
     found, detail = judge(results)
     assert found == verdict
-    assert bool(detail) == (verdict != RIGHT)
+    assert bool(detail) == (verdict != Verdict.RIGHT)
 
 
 def test_result_exception_and_silence_of_a_cell_are_told_apart() -> None:
     def fails() -> str:
         raise KeyError("x")
 
-    assert run_case(lambda: "").verdict == RIGHT
+    assert run_case(lambda: "").verdict == Verdict.RIGHT
     assert run_case(lambda: "wrong").detail == "wrong"
     result = run_case(fails)
-    assert (result.verdict, result.error) == (FAILED, "KeyError")
+    assert (result.verdict, result.error) == (Verdict.FAILED, "KeyError")
     assert result.elapsed_s >= 0
 
 
@@ -112,8 +115,8 @@ def test_cells_in_torchs_order_are_named_after_their_functions() -> None:
 
 
 def test_only_reductions_without_arithmetic_are_refused_and_only_canaries_wrong() -> None:
-    assert {expected_verdict(case) for case in canaries()} == {WRONG}
-    refused = [case for case in all_cases() if expected_verdict(case) == REFUSED]
+    assert {expected_verdict(case) for case in canaries()} == {Verdict.WRONG}
+    refused = [case for case in all_cases() if expected_verdict(case) == Verdict.REFUSED]
     assert {case.collective for case in refused} == {
         *("all_reduce", "reduce_scatter"),
         *("torch_order.all_reduce", "torch_order.reduce_scatter_tensor"),

@@ -5,9 +5,13 @@ import torch
 import torch.distributed as dist
 
 from comm_collectives.collectives.drop_in import torch_order
-from comm_collectives.verify.cells.cases import judge, run_case, torch_cases
+from comm_collectives.verify.cells.cases import torch_cases
 from comm_collectives.verify.cells.problems import ALIASED, EVEN, STRIDED, Case
 from comm_collectives.verify.cells.torch_order import run_torch_order
+from comm_collectives.verify.results.results import (
+    judge,
+    run_case,
+)
 from ranktest import run_ranks
 
 

@@ -10,16 +10,8 @@ from comm_collectives.call.agreement.agreement import AgreementPolicy
 from comm_collectives.call.groups.groups import group_state
 from comm_collectives.collectives.reduction import all_reduce
 from comm_collectives.errors import MismatchError
-from comm_collectives.verify.cells.cases import (
-    ABORTED,
-    FAILED,
-    REFUSED,
-    RIGHT,
-    TIMED_OUT,
-    WRONG,
-    CaseResult,
-)
 from comm_collectives.verify.matrix import check_mistakes
+from comm_collectives.verify.misuse.listing import MISUSE_OF, MISUSES
 from comm_collectives.verify.misuse.outcome import (
     At,
     Misuse,
@@ -32,20 +24,24 @@ from comm_collectives.verify.misuse.outcome import (
     the_others,
 )
 from comm_collectives.verify.misuse.raw import RAW
-from comm_collectives.verify.rank_side import BOARD, MISUSE_OF, MISUSES, WIRE
+from comm_collectives.verify.rank_side import HERE, WIRE
+from comm_collectives.verify.results.results import (
+    CaseResult,
+    Verdict,
+)
 from comm_collectives.verify.table import total
 from ranktest import run_ranks
 
 _DTYPE = MISUSE_OF["dtype differs, same bytes"]
-_RIGHT = CaseResult(verdict=RIGHT)
-_SILENT = CaseResult(verdict=WRONG, detail="not a word")
+_RIGHT = CaseResult(verdict=Verdict.RIGHT)
+_SILENT = CaseResult(verdict=Verdict.WRONG, detail="not a word")
 
 
 def _raised(text: str, error: str = "RuntimeError", elapsed_s: float = 0.1) -> CaseResult:
-    return CaseResult(verdict=FAILED, detail=text, error=error, elapsed_s=elapsed_s)
+    return CaseResult(verdict=Verdict.FAILED, detail=text, error=error, elapsed_s=elapsed_s)
 
 
-@pytest.mark.parametrize("place", [BOARD, WIRE])
+@pytest.mark.parametrize("place", [HERE, WIRE])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_every_mistake_is_the_same_error_on_every_rank_and_names_who_and_where(
     num_ranks: int, place: str, capsys: pytest.CaptureFixture[str]
@@ -56,18 +52,21 @@ def test_every_mistake_is_the_same_error_on_every_rank_and_names_who_and_where(
     bad = [outcome for outcome in outcomes if not outcome.is_good]
     assert [f"{outcome.order.what}: {outcome.verdict}: {outcome.detail}" for outcome in bad] == []
     assert len(outcomes) == len(MISUSES) + 1
-    assert [outcome.verdict for outcome in outcomes if outcome.is_canary] == [WRONG]
+    assert [outcome.verdict for outcome in outcomes if outcome.is_canary] == [Verdict.WRONG]
 
 
 @pytest.mark.parametrize(
     ("results", "verdict"),
     [
-        ([_RIGHT, _RIGHT], REFUSED),
-        ([_SILENT, _SILENT], WRONG),
-        ([_RIGHT, _SILENT], WRONG),
-        ([_RIGHT, _raised("rank 1: does not say what")], FAILED),
-        ([_raised("Timed out waiting"), _SILENT], TIMED_OUT),
-        ([_raised("closed"), CaseResult(verdict=ABORTED, detail="SIGABRT")], ABORTED),
+        ([_RIGHT, _RIGHT], Verdict.REFUSED),
+        ([_SILENT, _SILENT], Verdict.WRONG),
+        ([_RIGHT, _SILENT], Verdict.WRONG),
+        ([_RIGHT, _raised("rank 1: does not say what")], Verdict.FAILED),
+        ([_raised("Timed out waiting"), _SILENT], Verdict.TIMED_OUT),
+        (
+            [_raised("closed"), CaseResult(verdict=Verdict.ABORTED, detail="SIGABRT")],
+            Verdict.ABORTED,
+        ),
     ],
 )
 def test_mistake_is_caught_only_if_it_ends_well_on_every_rank(
@@ -78,26 +77,26 @@ def test_mistake_is_caught_only_if_it_ends_well_on_every_rank(
 
 def test_mistake_that_is_none_has_to_end_right() -> None:
     harmless = Misuse(name="harmless", run=lambda at: "", raised_by=nobody)
-    assert judge_misuse([_RIGHT, _RIGHT], harmless)[0] == RIGHT
-    assert judge_misuse([_RIGHT, _SILENT], harmless)[0] == WRONG
+    assert judge_misuse([_RIGHT, _RIGHT], harmless)[0] == Verdict.RIGHT
+    assert judge_misuse([_RIGHT, _SILENT], harmless)[0] == Verdict.WRONG
 
 
 def test_rank_that_dies_on_purpose_does_not_count() -> None:
     dies = Misuse(name="dies", run=lambda at: None, raised_by=the_others, dies=True)
-    gone = CaseResult(verdict=ABORTED, detail="SIGKILL")
-    assert judge_misuse([_RIGHT, gone], dies)[0] == REFUSED
-    assert judge_misuse([gone, gone], dies)[0] == ABORTED
+    gone = CaseResult(verdict=Verdict.ABORTED, detail="SIGKILL")
+    assert judge_misuse([_RIGHT, gone], dies)[0] == Verdict.REFUSED
+    assert judge_misuse([gone, gone], dies)[0] == Verdict.ABORTED
 
 
 @pytest.mark.parametrize(
     ("results", "verdict"),
     [
-        ([_raised("x"), _raised("y")], REFUSED),
-        ([_raised("x"), _raised("y", error="ValueError")], FAILED),
-        ([_raised("x"), _raised("y", elapsed_s=1.5)], FAILED),
-        ([_raised("x"), _raised("timed out")], TIMED_OUT),
-        ([_raised("x"), _SILENT], FAILED),
-        ([_SILENT, _SILENT], WRONG),
+        ([_raised("x"), _raised("y")], Verdict.REFUSED),
+        ([_raised("x"), _raised("y", error="ValueError")], Verdict.FAILED),
+        ([_raised("x"), _raised("y", elapsed_s=1.5)], Verdict.FAILED),
+        ([_raised("x"), _raised("timed out")], Verdict.TIMED_OUT),
+        ([_raised("x"), _SILENT], Verdict.FAILED),
+        ([_SILENT, _SILENT], Verdict.WRONG),
     ],
 )
 def test_raw_mistake_is_caught_if_every_rank_raises_the_same_class_at_once(
@@ -109,8 +108,8 @@ def test_raw_mistake_is_caught_if_every_rank_raises_the_same_class_at_once(
 def test_raw_call_that_returns_is_silent_where_it_has_to_raise() -> None:
     assert run_raw_misuse(lambda at: None, _DTYPE, At(0, 2)).detail == "not a word"
     only_one = Misuse(name="x", run=lambda at: None, raised_by=the_odd_one)
-    assert run_raw_misuse(lambda at: None, only_one, At(0, 2)).verdict == RIGHT
-    assert run_raw_misuse(lambda at: "wrong", only_one, At(0, 2)).verdict == WRONG
+    assert run_raw_misuse(lambda at: None, only_one, At(0, 2)).verdict == Verdict.RIGHT
+    assert run_raw_misuse(lambda at: "wrong", only_one, At(0, 2)).verdict == Verdict.WRONG
 
 
 def _raise(error: Exception) -> None:
@@ -136,7 +135,7 @@ def test_error_that_says_too_little_is_not_good_enough(text: str, missing: str) 
         goes_on=False,
     )
     result = run_misuse(misuse, At(0, 2))
-    assert (result.verdict == RIGHT) == (missing == "")
+    assert (result.verdict == Verdict.RIGHT) == (missing == "")
     assert missing in result.detail
 
 
@@ -150,7 +149,7 @@ def test_error_of_another_class_or_too_late_is_not_good_enough() -> None:
     slow = Misuse(name="x", run=late, error="RuntimeError", within_s=0.01, goes_on=False)
     assert run_misuse(slow, At(0, 2)).detail.startswith("only after 0.")
     enough = Misuse(name="x", run=late, error="RuntimeError", goes_on=False)
-    assert run_misuse(enough, At(0, 2)).verdict == RIGHT
+    assert run_misuse(enough, At(0, 2)).verdict == Verdict.RIGHT
 
 
 def test_group_that_is_out_of_step_afterwards_is_noticed() -> None:
@@ -164,7 +163,7 @@ def test_group_that_is_out_of_step_afterwards_is_noticed() -> None:
     def fn(rank: int, world_size: int) -> str:
         return run_misuse(misuse, At(rank, world_size)).verdict
 
-    assert RIGHT not in run_ranks(fn, 2)
+    assert Verdict.RIGHT not in run_ranks(fn, 2)
 
 
 def test_switched_off_comparison_is_a_mistake_that_goes_unnoticed() -> None:
@@ -175,8 +174,8 @@ def test_switched_off_comparison_is_a_mistake_that_goes_unnoticed() -> None:
         return seen, run_misuse(_DTYPE, at)
 
     seen, blind = zip(*run_ranks(fn, 2), strict=True)  # type: ignore[call-overload]
-    assert judge_misuse(seen, _DTYPE) == (REFUSED, "")
-    assert judge_misuse(blind, _DTYPE) == (WRONG, "rank 0: not a word")
+    assert judge_misuse(seen, _DTYPE) == (Verdict.REFUSED, "")
+    assert judge_misuse(blind, _DTYPE) == (Verdict.WRONG, "rank 0: not a word")
 
 
 def test_there_are_enough_mistakes_of_every_kind() -> None:

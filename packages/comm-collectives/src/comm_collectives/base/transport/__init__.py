@@ -1,4 +1,7 @@
-"""The room `transport`."""
+"""How bytes move between the ranks of a group, over torch or through shared memory.
+
+May import: base.
+"""
 
 from comm_collectives.base.transport.clock import SYSTEM_CLOCK as SYSTEM_CLOCK
 from comm_collectives.base.transport.clock import Clock as Clock

@@ -38,7 +38,8 @@ from typing import final
 
 import torch
 
-from comm_collectives.errors import CommError, MismatchError
+from comm_collectives.errors import CommError, CommValueError, MismatchError
+from comm_collectives.units import POLL_S, round_up
 
 if sys.platform != "win32":
     import fcntl
@@ -53,7 +54,6 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock of Linux on x86_64: type, when
 _FUTEX = 202  # the system call's number on x86_64
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _EVERYBODY = 2**31 - 1
-_SLICE_S = 0.05  # longest sleep between two looks, so that nothing depends on a wake alone
 _SHORTEST_SPIN_S = 5e-6
 _LONGEST_SPIN_S = 1e-4  # before a sleep, if every rank has a core; a wake from sleep costs as much
 _LONGEST_CROWDED_SPIN_S = 2e-5  # else; its yields let the ranks run that share this core
@@ -67,23 +67,6 @@ class Region:
     is read and written whole), `tensor` the same memory as uint8 [num_bytes]. Both stay valid after
     `close` for those who still hold them. One thread of a rank waits at a time.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "_address",
-        "_asleep",
-        "_close",
-        "_fd",
-        "_fence",
-        "_kernel",
-        "_longest_spin_s",
-        "_spin_s",
-        "_words",
-        "memory",
-        "rank",
-        "size",
-        "tensor",
-    )
 
     def __init__(self, candidate: "_Candidate") -> None:
         mapping, num_bytes = candidate.mapping, candidate.num_bytes
@@ -133,7 +116,7 @@ class Region:
             CommError: whatever `all_gather` raises; nothing is left behind.
         """
         if not 0 <= rank < size or num_bytes < 1:
-            raise ValueError(
+            raise CommValueError(
                 f"rank={rank}, size={size}, num_bytes={num_bytes}: "
                 "give 0 <= rank < size and at least one byte"
             )
@@ -196,7 +179,8 @@ class Region:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     return False
-                self._kernel.sleep(self._address + 4 * index, seen, min(left_s, _SLICE_S))
+                # In slices, so that nothing depends on a wake alone.
+                self._kernel.sleep(self._address + 4 * index, seen, min(left_s, POLL_S))
         finally:
             asleep[rank] = 0
 
@@ -358,7 +342,7 @@ def _machine_fits() -> bool:
 
 def _head_bytes(size: int) -> int:
     """Bytes before the users' memory: a nonce and a flag for each rank, in whole pages."""
-    return -(-(_NONCE_BYTES + _FLAG_BYTES) * size // mmap.PAGESIZE) * mmap.PAGESIZE
+    return round_up((_NONCE_BYTES + _FLAG_BYTES) * size, mmap.PAGESIZE)
 
 
 def _unlocked(fd: int, rank: int, size: int) -> tuple[int, ...]:

@@ -1,9 +1,11 @@
-"""The room `agreement`."""
+"""Do all ranks make the same call? Pure functions of their signatures, and what is owed.
 
-from comm_collectives.call.agreement.agreement import EARLIER as EARLIER
+May import: signature.
+"""
+
 from comm_collectives.call.agreement.agreement import AgreementPolicy as AgreementPolicy
-from comm_collectives.call.agreement.agreement import Verdict as Verdict
-from comm_collectives.call.agreement.agreement import judge as judge
+from comm_collectives.call.agreement.agreement import Comparison as Comparison
+from comm_collectives.call.agreement.agreement import compare as compare
 from comm_collectives.call.agreement.agreement import mismatch_error as mismatch_error
 from comm_collectives.call.agreement.agreement import refused_error as refused_error
 from comm_collectives.call.agreement.history import History as History

@@ -1,19 +1,25 @@
-"""Do all ranks make the same call? What the frames of a meeting say, as pure functions of them.
+"""Do all ranks make the same call? What their signatures say, as pure functions of them.
 
-Every rank sees every head, so all come to the same verdict: go on, join a backward that this rank
+Every rank sees every head, so all find the same: go on, join a backward that this rank
 owes, or raise the same error. The texts for the error are exchanged only then.
 
-    verdict = judge([Words.unpack(head) for head in met.heads], rank)
+    comparison = compare([SignatureWords.unpack(head) for head in heads], own)
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from comm_collectives.call.agreement.pending import PendingBackwards
-from comm_collectives.call.signature import BACKWARD, REFUSED, REFUSED_TYPE, Argument, Head, Words
-from comm_collectives.errors import MismatchError, RefusedError, RefusedTypeError
+from comm_collectives.call.signature import Argument, CallSignature, SignatureWords, Status
+from comm_collectives.errors import (
+    CommTypeError,
+    CommValueError,
+    MismatchError,
+    RefusedError,
+    RefusedTypeError,
+)
 
-EARLIER = "an earlier call"
+_EARLIER = "an earlier call"
 _FLAGS = (1 << 32) - 1
 
 
@@ -34,13 +40,17 @@ class AgreementPolicy:
 
     def __post_init__(self) -> None:
         if not isinstance(self.every, int):
-            raise TypeError(f"every={self.every!r} is a {type(self.every).__name__}; give an int")
+            raise CommTypeError(
+                f"every={self.every!r} is a {type(self.every).__name__}; give an int"
+            )
         if self.every < 0:
-            raise ValueError(f"every={self.every} must be >= 0 (0: only with counts; 1: always)")
+            raise CommValueError(
+                f"every={self.every} must be >= 0 (0: only with counts; 1: always)"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Comparison:
     """What the heads say. `differing` has the positions of the words that differ.
 
     `serves` is a backward that this rank has to take part in; `is_served` whether some rank has to.
@@ -57,9 +67,14 @@ class Verdict:
         """Whether the call can go on."""
         return not self.refused and not self.differing
 
+    @property
+    def differs_earlier(self) -> bool:
+        """Whether these calls are the same, and some of those before them were not."""
+        return self.differing == (_EARLIER,)
 
-def judge(words: Sequence[Words], own: Head) -> Verdict:
-    """Compare the heads of all ranks; the same verdict on each, but for who serves.
+
+def compare(words: Sequence[SignatureWords], own: CallSignature) -> Comparison:
+    """Compare the heads of all ranks; the same result on each, but for who serves.
 
     `serves` is a backward for which the others wait and which this rank owes.
     """
@@ -68,21 +83,21 @@ def judge(words: Sequence[Words], own: Head) -> Verdict:
         flags |= head.status & _FLAGS
     first = words[0]
     if all(head[1:5] == first[1:5] and head.arguments == first.arguments for head in words):
-        refused = tuple(rank for rank, head in enumerate(words) if head.status & REFUSED)
-        return Verdict(flags=flags, refused=refused)
+        refused = tuple(rank for rank, head in enumerate(words) if head.status & Status.REFUSED)
+        return Comparison(flags=flags, refused=refused)
     awaited = _awaited_backward(words)
     if awaited is not None:
-        own_is_it = bool(own.status & BACKWARD) and own.arguments[0].word == awaited
-        return Verdict(flags=flags, serves=None if own_is_it else awaited, is_served=True)
-    refused = tuple(rank for rank, head in enumerate(words) if head.status & REFUSED)
+        own_is_it = bool(own.status & Status.BACKWARD) and own.arguments[0].word == awaited
+        return Comparison(flags=flags, serves=None if own_is_it else awaited, is_served=True)
+    refused = tuple(rank for rank, head in enumerate(words) if head.status & Status.REFUSED)
     if refused:  # the arguments of a refused call are not worth comparing
-        return Verdict(flags=flags, refused=refused)
-    return Verdict(flags=flags, differing=_differing(words, own))
+        return Comparison(flags=flags, refused=refused)
+    return Comparison(flags=flags, differing=_differing(words, own))
 
 
-def _awaited_backward(words: Sequence[Words]) -> int | None:
+def _awaited_backward(words: Sequence[SignatureWords]) -> int | None:
     """The latest call whose backward some ranks are in and all others owe."""
-    started = [head.arguments[0] if head.status & BACKWARD else None for head in words]
+    started = [head.arguments[0] if head.status & Status.BACKWARD else None for head in words]
     numbers = [number for number in started if number is not None]
     if not numbers:
         return None
@@ -94,7 +109,7 @@ def _awaited_backward(words: Sequence[Words]) -> int | None:
     return max(numbers) if len(owed) == 1 else None
 
 
-def _differing(words: Sequence[Words], own: Head) -> tuple[str, ...]:
+def _differing(words: Sequence[SignatureWords], own: CallSignature) -> tuple[str, ...]:
     def differ(position: int) -> bool:
         return len({head[position] for head in words}) > 1
 
@@ -105,7 +120,7 @@ def _differing(words: Sequence[Words], own: Head) -> tuple[str, ...]:
         if len({head.arguments[i] for head in words}) > 1:
             known: Argument | None = own.arguments[i] if i < len(own.arguments) else None
             names.append(known.name if known is not None else f"argument {i}")
-    return tuple(names) or (EARLIER,)
+    return tuple(names) or (_EARLIER,)
 
 
 def mismatch_error(
@@ -126,8 +141,8 @@ def refused_error(
     head: str, statuses: Sequence[int], texts: Sequence[str], ranks: Sequence[int]
 ) -> RefusedError:
     """Return the error that every rank raises when the arguments of some are wrong."""
-    bad = [r for r, status in enumerate(statuses) if status & REFUSED]
-    kind = RefusedTypeError if statuses[bad[0]] & REFUSED_TYPE else RefusedError
+    bad = [r for r, status in enumerate(statuses) if status & Status.REFUSED]
+    kind = RefusedTypeError if statuses[bad[0]] & Status.REFUSED_TYPE else RefusedError
     reasons = _grouped([texts[r] for r in bad], [ranks[r] for r in bad])
     return kind(f"{head} refused: {reasons}")
 

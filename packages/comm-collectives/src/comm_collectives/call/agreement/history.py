@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import final
 
-from comm_collectives.call.signature import Head
+from comm_collectives.call.signature import CallSignature
 
 _KEPT = 64
 _ENTRY = struct.Struct("<2q")
@@ -30,9 +30,9 @@ class History:
     def __init__(self) -> None:
         self.rolling = 0
         self.compares_next = False
-        self._last: deque[tuple[int, int, Head]] = deque(maxlen=_KEPT)
+        self._last: deque[tuple[int, int, CallSignature]] = deque(maxlen=_KEPT)
 
-    def add(self, number: int, head: Head) -> None:
+    def add(self, number: int, head: CallSignature) -> None:
         """Note a call."""
         self.rolling = head.fingerprint(self.rolling)
         self._last.append((number, self.rolling, head))
@@ -60,5 +60,6 @@ class History:
 
 
 def _padded(text: bytes) -> bytes:
-    # A meeting strips the zeros at the end of what is told, which may belong to the last hash.
+    # A control exchange strips the zeros at the end of what is told, which may belong to the last
+    # hash.
     return text + bytes(-len(text) % _ENTRY.size)

@@ -1,4 +1,7 @@
-"""The room `autograd`."""
+"""One autograd node for every collective, and how a rank joins a backward with zeros.
+
+May import: base, call, control, groups, handles, signature.
+"""
 
 from comm_collectives.call.autograd.backward_node import Back as Back
 from comm_collectives.call.autograd.backward_node import Gradients as Gradients

@@ -22,14 +22,14 @@ from torch.autograd.function import once_differentiable
 
 from comm_collectives.base import dense, from_bytes, num_bytes
 from comm_collectives.call import BACKWARD_OF, Call, awaited_backward
-from comm_collectives.call.control import BoardMeeting
+from comm_collectives.call.control import MailboxExchange
 from comm_collectives.call.groups import GroupState
 from comm_collectives.call.handles import launch, put_in_graph
-from comm_collectives.call.signature import BACKWARD, Argument, CallSite, Words
+from comm_collectives.call.signature import Argument, CallSite, SignatureWords, Status
 from comm_collectives.errors import CommError, LostGradientWarning, MismatchError
+from comm_collectives.units import POLL_S
 
 Gradients = tuple[torch.Tensor, ...]
-_POLL_S = 0.05
 _POLL_STORE_S = 0.5
 
 
@@ -233,7 +233,7 @@ def _respond(state_of: "ref[GroupState]", dropped: threading.Event) -> None:
         state = state_of()
         if state is None:
             return
-        pause_s = _POLL_S if isinstance(state.meeting, BoardMeeting) else _POLL_STORE_S
+        pause_s = POLL_S if isinstance(state.control, MailboxExchange) else _POLL_STORE_S
         if not state.pending.dropped():
             dropped.clear()
         elif _is_awaited(state) and state.lock.acquire(blocking=False):
@@ -252,7 +252,7 @@ def _respond(state_of: "ref[GroupState]", dropped: threading.Event) -> None:
 def _is_awaited(state: GroupState) -> bool:
     """Whether a peer waits in a backward whose graph this rank has dropped."""
     dropped = state.pending.dropped()
-    if not isinstance(state.meeting, BoardMeeting):
+    if not isinstance(state.control, MailboxExchange):
         return awaited_backward(state) in dropped
-    ahead = [Words.unpack(head) for head in state.meeting.ahead()]
-    return any(words.status & BACKWARD and words.arguments[0] in dropped for words in ahead)
+    ahead = [SignatureWords.unpack(head) for head in state.control.ahead()]
+    return any(words.status & Status.BACKWARD and words.arguments[0] in dropped for words in ahead)

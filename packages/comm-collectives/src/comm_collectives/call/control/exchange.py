@@ -4,7 +4,7 @@ Two places: a page of shared memory if all ranks are on one host (found out by t
 group), else one small all-to-all. Frames have one size, whatever the call, so that ranks in
 different calls still understand each other.
 
-    met = meeting.meet(head.pack(), None, waiter)     # collective; one frame of every rank
+    met = control exchange.meet(head.pack(), None, waiter)     # collective; one frame of every rank
     met.heads[2], met.parts[2]                        # what rank 2 told all, and told this rank
 """
 
@@ -17,21 +17,21 @@ import torch
 
 from comm_collectives.base import bytes_of
 from comm_collectives.base.transport import Pending, Transport
-from comm_collectives.call.control.mailbox import Arrival, Board
-from comm_collectives.call.control.inline_pages import Sheets
-from comm_collectives.call.signature import HEAD_BYTES, PART_BYTES
+from comm_collectives.call.control.inline_pages import InlinePages
+from comm_collectives.call.control.mailbox import Arrival, SharedMailbox
+from comm_collectives.call.signature import INLINE_BYTES, SIGNATURE_BYTES
 from comm_collectives.errors import CommError
 
 T = TypeVar("T")
 
 TEXT_BYTES = 1536
-_FRAME_BYTES = HEAD_BYTES + PART_BYTES
+_FRAME_BYTES = SIGNATURE_BYTES + INLINE_BYTES
 _JOIN_BYTES = 258
 _LENGTH_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
+class Exchanged:
     """The frames of all ranks: their heads, and the parts meant for this rank."""
 
     heads: list[bytes]
@@ -40,7 +40,7 @@ class Met:
 
 
 class Waiter(Protocol):
-    """The call on whose behalf a meeting waits."""
+    """The call on whose behalf a control exchange waits."""
 
     @property
     def limit_s(self) -> float:
@@ -53,10 +53,21 @@ class Waiter(Protocol):
         """Return the error for ranks that did not come."""
 
 
-class Meeting(ABC):
-    """Exchange of frames, and of sheets where there are any. Every method is collective."""
+class ControlExchange(ABC):
+    """Exchange of frames, and of pages where there are any. Every method is collective."""
 
     __slots__ = ()
+
+    @staticmethod
+    def open(
+        transport: Transport, rank: int, size: int, device: str, waiter: Waiter
+    ) -> "ControlExchange":
+        """Find out where this group meets. Once per group."""
+        if transport.may_share_memory and device == "cpu":
+            mailbox = SharedMailbox.open(rank, size, _all_gather(transport, size, waiter))
+            if mailbox is not None:
+                return MailboxExchange(mailbox, size)
+        return WireExchange(transport, size, device)
 
     @abstractmethod
     def meet(
@@ -64,28 +75,28 @@ class Meeting(ABC):
         head: bytes,
         parts: Sequence[bytes] | None,
         waiter: Waiter,
-        sheet: torch.Tensor | None = None,
-    ) -> Met:
-        """Give each rank the head and its part, and return theirs; show all of them the sheet.
+        page: torch.Tensor | None = None,
+    ) -> Exchanged:
+        """Give each rank the head and its part, and return theirs; show all of them the page.
 
-        A sheet is flat uint8 on the host, of at most `sheet_bytes`.
+        A page is flat uint8 on the host, of at most `page_bytes`.
         """
 
     @property
-    def sheet_bytes(self) -> int:
+    def page_bytes(self) -> int:
         """How much a rank can show all others; 0 where nothing, the same on every rank."""
         return 0
 
     @abstractmethod
-    def open_sheets(self, rank: int, transport: Transport, waiter: Waiter) -> None:
-        """Make sheets if that is possible here; only the first time does something."""
+    def open_pages(self, rank: int, transport: Transport, waiter: Waiter) -> None:
+        """Make pages if that is possible here; only the first time does something."""
 
     def read(self, take: Callable[[torch.Tensor], T], waiter: Waiter) -> T:
-        """Return what `take` makes of the sheets that all showed in the last meeting.
+        """Return what `take` makes of the pages that all showed in the last control exchange.
 
         They are [ranks, sheet_bytes] uint8, and are written over later: copy what you need.
         """
-        raise CommError("this group has no sheets to read; look at sheet_bytes first")
+        raise CommError("this group has no pages to read; look at sheet_bytes first")
 
     @abstractmethod
     def tell(self, text: bytes, waiter: Waiter) -> list[bytes]:
@@ -93,7 +104,7 @@ class Meeting(ABC):
 
 
 @final
-class WireMeeting(Meeting):
+class WireExchange(ControlExchange):
     """Frames travel as one all-to-all of the group's own transport."""
 
     __slots__ = ("_device", "_size", "_transport")
@@ -106,20 +117,20 @@ class WireMeeting(Meeting):
         head: bytes,
         parts: Sequence[bytes] | None,
         waiter: Waiter,
-        sheet: torch.Tensor | None = None,
-    ) -> Met:
+        page: torch.Tensor | None = None,
+    ) -> Exchanged:
         """Swap frames of 512 bytes."""
         given = [b""] * self._size if parts is None else parts
         frames = self._swap([(head + part).ljust(_FRAME_BYTES, b"\0") for part in given], waiter)
-        heads = [frame[:HEAD_BYTES] for frame in frames]
-        padded = head.ljust(HEAD_BYTES, b"\0")
-        return Met(
+        heads = [frame[:SIGNATURE_BYTES] for frame in frames]
+        padded = head.ljust(SIGNATURE_BYTES, b"\0")
+        return Exchanged(
             heads=heads,
-            parts=[frame[HEAD_BYTES:] for frame in frames],
+            parts=[frame[SIGNATURE_BYTES:] for frame in frames],
             all_equal=all(theirs == padded for theirs in heads),
         )
 
-    def open_sheets(self, rank: int, transport: Transport, waiter: Waiter) -> None:
+    def open_pages(self, rank: int, transport: Transport, waiter: Waiter) -> None:
         """Without shared memory there are none."""
 
     def tell(self, text: bytes, waiter: Waiter) -> list[bytes]:
@@ -141,33 +152,35 @@ class WireMeeting(Meeting):
 
 
 @final
-class BoardMeeting(Meeting):
-    """Frames lie in shared memory; `board` also tells who is dead and where everybody was last."""
+class MailboxExchange(ControlExchange):
+    """Frames lie in shared memory; `mailbox` also knows who is dead and where all were last."""
 
-    __slots__ = ("_number", "_sheets", "_size", "_tried", "board")
+    __slots__ = ("_number", "_pages", "_size", "_tried", "mailbox")
 
-    def __init__(self, board: Board, size: int, sheets: Sheets | None = None) -> None:
-        self.board, self._size = board, size
-        self._sheets, self._tried = sheets, sheets is not None
+    def __init__(self, mailbox: SharedMailbox, size: int, pages: InlinePages | None = None) -> None:
+        self.mailbox, self._size = mailbox, size
+        self._pages, self._tried = pages, pages is not None
         self._number = 0
 
     @property
-    def sheet_bytes(self) -> int:
+    def page_bytes(self) -> int:
         """See Meeting."""
-        return 0 if self._sheets is None else self._sheets.sheet_bytes
+        return 0 if self._pages is None else self._pages.page_bytes
 
-    def open_sheets(self, rank: int, transport: Transport, waiter: Waiter) -> None:
+    def open_pages(self, rank: int, transport: Transport, waiter: Waiter) -> None:
         """See Meeting."""
         if not self._tried:
             self._tried = True
-            self._sheets = Sheets.open(rank, self._size, _all_gather(transport, self._size, waiter))
+            self._pages = InlinePages.open(
+                rank, self._size, _all_gather(transport, self._size, waiter)
+            )
 
     def read(self, take: Callable[[torch.Tensor], T], waiter: Waiter) -> T:
         """See Meeting."""
-        if self._sheets is None:
+        if self._pages is None:
             return super().read(take, waiter)
-        taken = take(self._sheets.of(self._number))
-        gone_on = self.board.overwritten(self._number)
+        taken = take(self._pages.of(self._number))
+        gone_on = self.mailbox.overwritten(self._number)
         if gone_on:
             raise waiter.not_all_here(Arrival(missing=(), dead=(), withdrawn=gone_on))
         return taken
@@ -177,32 +190,32 @@ class BoardMeeting(Meeting):
         head: bytes,
         parts: Sequence[bytes] | None,
         waiter: Waiter,
-        sheet: torch.Tensor | None = None,
-    ) -> Met:
+        page: torch.Tensor | None = None,
+    ) -> Exchanged:
         """Post the frame, wait for the others, and read theirs only if they differ."""
-        number = self._arrive(head, parts, waiter, sheet)
-        received = self.board.parts(number) if parts is not None else []
-        if self.board.all_equal(number, head):
-            return Met(heads=[head] * self._size, parts=received, all_equal=True)
+        number = self._arrive(head, parts, waiter, page)
+        received = self.mailbox.parts(number) if parts is not None else []
+        if self.mailbox.all_equal(number, head):
+            return Exchanged(heads=[head] * self._size, parts=received, all_equal=True)
         if parts is None:
-            received = self.board.parts(number)
-        return Met(heads=self._heads(number, waiter), parts=received, all_equal=False)
+            received = self.mailbox.parts(number)
+        return Exchanged(heads=self._heads(number, waiter), parts=received, all_equal=False)
 
     def tell(self, text: bytes, waiter: Waiter) -> list[bytes]:
         """Post texts head by head."""
         told = [b""] * self._size
-        for at in range(0, TEXT_BYTES, HEAD_BYTES):
-            number = self._arrive(text[at : at + HEAD_BYTES], None, waiter)
+        for at in range(0, TEXT_BYTES, SIGNATURE_BYTES):
+            number = self._arrive(text[at : at + SIGNATURE_BYTES], None, waiter)
             told = [a + b for a, b in zip(told, self._heads(number, waiter), strict=True)]
         return [text.rstrip(b"\0") for text in told]
 
     def ahead(self) -> list[bytes]:
-        """Return the heads of ranks that are already in the next meeting."""
-        return [head for number, head in self.board.last_posted() if number == self._number + 1]
+        """Return the heads of ranks that are already in the next control exchange."""
+        return [head for number, head in self.mailbox.last_posted() if number == self._number + 1]
 
     def _heads(self, number: int, waiter: Waiter) -> list[bytes]:
-        """The heads of a meeting, if no rank has gone on and overwritten its own."""
-        heads = self.board.commons(number)
+        """The heads of a control exchange, if no rank has gone on and overwritten its own."""
+        heads = self.mailbox.commons(number)
         gone_on = tuple(rank for rank, head in enumerate(heads) if not head)
         if gone_on:
             raise waiter.not_all_here(Arrival(missing=(), dead=(), withdrawn=gone_on))
@@ -213,31 +226,20 @@ class BoardMeeting(Meeting):
         head: bytes,
         parts: Sequence[bytes] | None,
         waiter: Waiter,
-        sheet: torch.Tensor | None = None,
+        page: torch.Tensor | None = None,
     ) -> int:
         self._number += 1
-        number, sheets = self._number, self._sheets
-        if sheet is None or sheets is None:
-            self.board.post(number, head, parts)
+        number, pages = self._number, self._pages
+        if page is None or pages is None:
+            self.mailbox.post(number, head, parts)
         else:
-            self.board.post(number, head, parts, beside=lambda: sheets.show(number, sheet))
-        arrival = self.board.wait(number, waiter.limit_s)
+            self.mailbox.post(number, head, parts, beside=lambda: pages.show(number, page))
+        arrival = self.mailbox.wait(number, waiter.limit_s)
         if not arrival.complete:
-            arrival = self.board.withdraw(number)
+            arrival = self.mailbox.withdraw(number)
         if not arrival.complete:
             raise waiter.not_all_here(arrival)
         return number
-
-
-def open_meeting(
-    transport: Transport, rank: int, size: int, device: str, waiter: Waiter
-) -> Meeting:
-    """Find out where this group meets. Collective, once per group."""
-    if transport.may_share_memory and device == "cpu":
-        board = Board.open(rank, size, _all_gather(transport, size, waiter))
-        if board is not None:
-            return BoardMeeting(board, size)
-    return WireMeeting(transport, size, device)
 
 
 def _all_gather(transport: Transport, size: int, waiter: Waiter) -> Callable[[bytes], list[bytes]]:

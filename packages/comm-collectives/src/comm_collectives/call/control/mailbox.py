@@ -1,8 +1,8 @@
-"""A group's meeting place in shared memory: who has arrived at call n, and what each one says.
+"""A group's mailbox in shared memory: who has arrived at call n, and what each rank says.
 
-Every collective call begins with a meeting, so a meeting must cost microseconds. Each rank has two
-alternating slots, since nobody posts n + 1 before it has read what all posted in n. A rank may give
-up a call, however, and go on: its peers arrive later, and then see that it withdrew.
+Every collective call begins with a control exchange, so it must cost microseconds. Each rank has
+two alternating slots, since nobody posts n + 1 before it has read what all posted in n. A rank may
+give up a call, however, and go on: its peers arrive later, and then see that it withdrew.
 
 Invariants. A slot's number is taken back before its bytes change and written after them, so whoever
 sees number n before and after reading has read n whole. Nothing is lost between a rank that gives
@@ -10,14 +10,14 @@ up and one that arrives at that moment: either all ranks find the call complete,
 withdrawal (`withdraw` announces itself first, looks for late posts, and only then decides; ranks
 that see it undecided wait for the decision). Only the death of a process can part them.
 
-    board = Board.open(rank, size, all_gather)     # None: meet over the wire instead
-    board.post(1, b"what all read", None)
-    arrival = board.wait(1, timeout_s=30.0)
+    mailbox = SharedMailbox.open(rank, size, all_gather)     # None: meet over the wire instead
+    mailbox.post(1, b"what all read", None)
+    arrival = mailbox.wait(1, timeout_s=30.0)
     if not arrival.complete:
-        arrival = board.withdraw(1)                # complete if the last one came just now
-    heads = board.commons(1)
+        arrival = mailbox.withdraw(1)                # complete if the last one came just now
+    heads = mailbox.commons(1)
 
-One thread of a rank uses a board at a time; the caller holds the lock.
+One thread of a rank uses a mailbox at a time; the caller holds the lock.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,16 +25,12 @@ from dataclasses import dataclass
 from typing import Protocol, final
 
 from comm_collectives.base.transport import SYSTEM_CLOCK, Clock, Region
-from comm_collectives.call.control.mailbox_slots import (
-    COMMON_BYTES,
-    LINE_BYTES,
-    PART_BYTES,
-    Areas,
-    Slot,
-)
+from comm_collectives.call.control.mailbox_slots import Areas, Slot
+from comm_collectives.call.signature import INLINE_BYTES, SIGNATURE_BYTES
+from comm_collectives.errors import CommValueError
+from comm_collectives.units import CACHE_LINE_BYTES, POLL_S
 
 _EVENT = 0  # the 32-bit word that changes when a call is complete or somebody withdraws
-_LOOK_S = 0.05  # how often a waiting rank looks for dead peers
 _TRIES = 8  # to read what a rank overwrites
 _DECISION_S = 1.0  # longest wait for a peer that is about to give up or not: microseconds of work
 
@@ -44,7 +40,7 @@ class Arrival:
     """Ranks (inside the group) that keep a call from being complete; all empty: everybody arrived.
 
     `missing` have not posted it; `withdrawn` gave it up; `dead` are those of either kind whose
-    process is gone, or has closed the board, before it could post or decide.
+    process is gone, or has closed the mailbox, before it could post or decide.
     """
 
     missing: tuple[int, ...]
@@ -61,7 +57,7 @@ _COMPLETE = Arrival(missing=(), dead=(), withdrawn=())
 
 
 class Shared(Protocol):
-    """The memory under a board: a `Region`, or the simulator's."""
+    """The memory under a mailbox: a `Region`, or the simulator's."""
 
     memory: memoryview
     rank: int
@@ -84,32 +80,18 @@ class Shared(Protocol):
 
 
 @final
-class Board:
-    """One group's meeting place in shared memory. A rank's calls are numbered 1, 2, 3, ..."""
-
-    __slots__ = (
-        "_clock",
-        "_completed",
-        "_events",
-        "_last",
-        "_look_s",
-        "_rank",
-        "_region",
-        "_size",
-        "_slots",
-        "_withdrawn",
-        "_words",
-    )
+class SharedMailbox:
+    """Memory in which a group's ranks meet. A rank's calls are numbered 1, 2, 3, ..."""
 
     def __init__(
-        self, region: Shared, *, clock: Clock = SYSTEM_CLOCK, look_s: float = _LOOK_S
+        self, region: Shared, *, clock: Clock = SYSTEM_CLOCK, look_s: float = POLL_S
     ) -> None:
         self._clock, self._look_s = clock, look_s
         areas = Areas(region.memory, region.size)
         self._region = region
         self._rank = region.rank
         self._size = region.size
-        self._words = areas.take(LINE_BYTES).cast("i")
+        self._words = areas.take(CACHE_LINE_BYTES).cast("i")
         self._withdrawn = areas.take_words()  # by rank: 2 * number, plus 1 once it is decided
         self._completed = areas.take_words()  # by rank: the last call that it found complete
         self._slots = (Slot(areas, region.rank), Slot(areas, region.rank))
@@ -117,24 +99,27 @@ class Board:
         self._last = 0
 
     @staticmethod
-    def open(rank: int, size: int, all_gather: Callable[[bytes], list[bytes]]) -> "Board | None":
-        """Open a board for the `size` ranks of a group. Collective: every rank calls this.
+    def open(
+        rank: int, size: int, all_gather: Callable[[bytes], list[bytes]]
+    ) -> "SharedMailbox | None":
+        """Open a mailbox for the `size` ranks of a group. Collective: every rank calls this.
 
         `all_gather` hands a message of at most 256 bytes to all ranks and returns everybody's, by
         rank.
 
         Returns:
-            The board; or None, on every rank, unless all of them share memory (see `Region.open`).
+            The mailbox; or None, on every rank, unless all of them share memory (see
+            `Region.open`).
 
         Raises:
             CommError: whatever `all_gather` raises; nothing is left behind.
         """
-        region = Region.open(rank, size, Board.num_bytes(size), all_gather)
-        return None if region is None else Board(region)
+        region = Region.open(rank, size, SharedMailbox.num_bytes(size), all_gather)
+        return None if region is None else SharedMailbox(region)
 
     @staticmethod
     def num_bytes(size: int) -> int:
-        """Return how much memory a board of `size` ranks needs."""
+        """Return how much memory a mailbox of `size` ranks needs."""
         return Areas.num_bytes(size)
 
     def post(
@@ -145,11 +130,11 @@ class Board:
         *,
         beside: Callable[[], None] | None = None,
     ) -> None:
-        """Say `common` (at most COMMON_BYTES) to all, and `parts[r]` (PART_BYTES) to rank r.
+        """Say `common` (at most SIGNATURE_BYTES) to all, and `parts[r]` (INLINE_BYTES) to rank r.
 
         `parts` has one entry for each rank, this one included; None says nothing to anyone. Never
-        waits. Shorter texts are padded with zero bytes. `beside` writes what lies beside the board
-        and belongs to this post.
+        waits. Shorter texts are padded with zero bytes. `beside` writes what lies beside the
+        mailbox and belongs to this post.
 
         Raises:
             ValueError: `number` does not follow the last one, or something is too long.
@@ -157,10 +142,10 @@ class Board:
         self._check(number, common, parts)
         slot, rank = self._slots[number & 1], self._rank
         slot.numbers[rank] = -number
-        slot.own_common[:] = common.ljust(COMMON_BYTES, b"\0")
+        slot.own_common[:] = common.ljust(SIGNATURE_BYTES, b"\0")
         if parts is not None:
             for place, part in zip(slot.own_parts, parts, strict=True):
-                place[:] = part.ljust(PART_BYTES, b"\0")
+                place[:] = part.ljust(INLINE_BYTES, b"\0")
             slot.part_numbers[rank] = number
         if beside is not None:
             beside()
@@ -184,9 +169,9 @@ class Board:
         deadline_s = clock.now_s() + timeout_s
         while True:
             left_s = min(self._look_s, max(0.0, deadline_s - clock.now_s()))
-            settled = region.wait_until(_EVENT, lambda: self._settled(number), left_s)
+            done = region.wait_until(_EVENT, lambda: self._is_decided(number), left_s)
             arrival = self._arrival(number)
-            if settled or arrival.complete or arrival.dead:
+            if done or arrival.complete or arrival.dead:
                 return arrival
             if clock.now_s() >= deadline_s:
                 # Too late to wait for arrivals, but not for a peer that is just deciding.
@@ -194,9 +179,9 @@ class Board:
                 return self._arrival(number)
 
     def withdraw(self, number: int) -> Arrival:
-        """Give up waiting for `number`, and return the verdict, which is final for every rank.
+        """Give up waiting for `number`, and return what came of it, which is final for every rank.
 
-        If the last rank arrived meanwhile the verdict is a complete arrival, and the call goes on:
+        If the last rank arrived meanwhile it is a complete arrival, and the call goes on:
         the peers have seen it complete as well. Else every rank that waits for `number`, or comes
         to it later, finds this rank in `Arrival.withdrawn`; its bytes stay readable until this rank
         posts `number + 2`.
@@ -211,26 +196,26 @@ class Board:
         return self.wait(number, 0.0)
 
     def commons(self, number: int) -> list[bytes]:
-        """What each rank said to all in call `number`, COMMON_BYTES each, by rank; after `wait`.
+        """What each rank said to all in call `number`, SIGNATURE_BYTES each, by rank; after `wait`.
 
         b"" for a rank that has not posted it, or has gone on so far that it is overwritten.
         """
         slot = self._slots[number & 1]
         before = slot.numbers.tolist()
-        texts = _split(slot.commons.tobytes(), COMMON_BYTES)
+        texts = _split(slot.commons.tobytes(), SIGNATURE_BYTES)
         return self._whole(texts, number, before, slot.numbers.tolist())
 
     def parts(self, number: int) -> list[bytes]:
-        """What each rank said to this one in call `number`, PART_BYTES each, by rank.
+        """What each rank said to this one in call `number`, INLINE_BYTES each, by rank.
 
         Zero bytes for a rank that posted None; b"" as in `commons`.
         """
         slot = self._slots[number & 1]
         before = slot.numbers.tolist()
         written = slot.part_numbers.tolist()
-        texts = _split(slot.parts.tobytes(), PART_BYTES)
+        texts = _split(slot.parts.tobytes(), INLINE_BYTES)
         if written != [number] * self._size:
-            nothing = bytes(PART_BYTES)
+            nothing = bytes(INLINE_BYTES)
             texts = [
                 text if wrote == number else nothing
                 for text, wrote in zip(texts, written, strict=True)
@@ -245,37 +230,39 @@ class Board:
     def all_equal(self, number: int, common: bytes) -> bool:
         """Whether every rank said `common` in call `number`; after a complete `wait`."""
         slot = self._slots[number & 1]
-        expected = common.ljust(COMMON_BYTES, b"\0") * self._size
+        expected = common.ljust(SIGNATURE_BYTES, b"\0") * self._size
         return slot.commons.tobytes() == expected and slot.numbers.tolist() == [number] * self._size
 
     def last_posted(self) -> list[tuple[int, bytes]]:
-        """Number and common text (COMMON_BYTES) of each rank's last post, by rank; 0, b"" if none.
+        """Number and signature of each rank's last post, by rank; 0, b"" if none.
 
         For reports: at any time, whatever the peers do meanwhile.
         """
         return [self._last_of(peer) for peer in range(self._size)]
 
     def dead(self) -> tuple[int, ...]:
-        """Other ranks whose process is gone or has closed the board.
+        """Other ranks whose process is gone or has closed the mailbox.
 
         Raises:
-            CommError: this rank has closed the board.
+            CommError: this rank has closed the mailbox.
         """
         return self._region.dead()
 
     def close(self) -> None:
-        """Leave the board: peers that wait for this rank find it dead. Twice is harmless."""
+        """Leave the mailbox: peers that wait for this rank find it dead. Twice is harmless."""
         self._region.close()
 
     def _check(self, number: int, common: bytes, parts: Sequence[bytes] | None) -> None:
         if number != self._last + 1:
-            raise ValueError(f"post {number} follows post {self._last}; numbers go 1, 2, 3, ...")
-        if len(common) > COMMON_BYTES:
-            raise ValueError(f"common has {len(common)} bytes; at most {COMMON_BYTES} fit")
-        if parts is not None and (len(parts) != self._size or max(map(len, parts)) > PART_BYTES):
-            raise ValueError(
+            raise CommValueError(
+                f"post {number} follows post {self._last}; numbers go 1, 2, 3, ..."
+            )
+        if len(common) > SIGNATURE_BYTES:
+            raise CommValueError(f"common has {len(common)} bytes; at most {SIGNATURE_BYTES} fit")
+        if parts is not None and (len(parts) != self._size or max(map(len, parts)) > INLINE_BYTES):
+            raise CommValueError(
                 f"parts have {[len(part) for part in parts]} bytes; give {self._size} parts "
-                f"of at most {PART_BYTES}"
+                f"of at most {INLINE_BYTES}"
             )
 
     def _announce(self) -> None:
@@ -293,7 +280,7 @@ class Board:
             return True
         return False
 
-    def _settled(self, number: int) -> bool:
+    def _is_decided(self, number: int) -> bool:
         """Whether the call is complete or given up, and nobody is about to decide that."""
         arrived = self._slots[number & 1].posted(number)
         if max(self._withdrawn.tolist()) < 2 * number:
@@ -344,12 +331,12 @@ class Board:
         ]
 
     def _last_of(self, peer: int) -> tuple[int, bytes]:
-        start = peer * COMMON_BYTES
+        start = peer * SIGNATURE_BYTES
         number = 0
         for _ in range(_TRIES):
             slot = max(self._slots, key=lambda slot: slot.numbers[peer])
             number = slot.numbers[peer]
-            text = slot.commons[start : start + COMMON_BYTES].tobytes()
+            text = slot.commons[start : start + SIGNATURE_BYTES].tobytes()
             if slot.numbers[peer] == number:
                 return (number, text) if number > 0 else (0, b"")
         return number, b""

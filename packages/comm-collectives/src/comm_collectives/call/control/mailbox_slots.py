@@ -1,4 +1,4 @@
-"""How a board lies in shared memory: for each rank two alternating slots, and a few words.
+"""How a mailbox lies in shared memory: for each rank two alternating slots, and a few words.
 
 Invariant: a slot's number says what its bytes are. It is negative while they change, so whoever
 finds the same positive number before and after reading has read one post, and all of it.
@@ -10,11 +10,8 @@ finds the same positive number before and after reading has read one post, and a
 
 from typing import final
 
-COMMON_BYTES = 128  # the head that all peers read
-PART_BYTES = 384  # what one peer reads
-LINE_BYTES = 64  # a cache line
-
-_WORD_BYTES = 8
+from comm_collectives.call.signature import INLINE_BYTES, SIGNATURE_BYTES
+from comm_collectives.units import CACHE_LINE_BYTES, WORD_BYTES, round_up
 
 
 @final
@@ -27,12 +24,12 @@ class Slot:
         size = areas.size
         self.numbers = areas.take_words()  # by rank; negative while that number is being written
         self.part_numbers = areas.take_words()  # by rank: the last number that had parts
-        self.commons = areas.take(size * COMMON_BYTES)
-        self.own_common = self.commons[rank * COMMON_BYTES :][:COMMON_BYTES]
+        self.commons = areas.take(size * SIGNATURE_BYTES)
+        self.own_common = self.commons[rank * SIGNATURE_BYTES :][:SIGNATURE_BYTES]
         # By reader, then by writer, so that a reader's parts lie together.
-        parts = [areas.take(size * PART_BYTES) for _ in range(size)]
+        parts = [areas.take(size * INLINE_BYTES) for _ in range(size)]
         self.parts = parts[rank]
-        self.own_parts = [part[rank * PART_BYTES :][:PART_BYTES] for part in parts]
+        self.own_parts = [part[rank * INLINE_BYTES :][:INLINE_BYTES] for part in parts]
 
     def posted(self, number: int) -> bool:
         """Whether every rank has posted `number` or a later call."""
@@ -62,21 +59,21 @@ class Areas:
 
     @staticmethod
     def num_bytes(size: int) -> int:
-        """Bytes that a board of `size` ranks needs."""
-        words = _lines(size * _WORD_BYTES)
-        slot = 2 * words + size * COMMON_BYTES + size * _lines(size * PART_BYTES)
-        return LINE_BYTES + 2 * words + 2 * slot
+        """Bytes that a mailbox of `size` ranks needs."""
+        words = round_up(size * WORD_BYTES, CACHE_LINE_BYTES)
+        slot = (
+            2 * words
+            + size * SIGNATURE_BYTES
+            + size * round_up(size * INLINE_BYTES, CACHE_LINE_BYTES)
+        )
+        return CACHE_LINE_BYTES + 2 * words + 2 * slot
 
     def take(self, num_bytes: int) -> memoryview:
         """Return the next area."""
         start = self._next
-        self._next += _lines(num_bytes)
+        self._next += round_up(num_bytes, CACHE_LINE_BYTES)
         return self._memory[start : start + num_bytes]
 
     def take_words(self) -> memoryview:
         """Return one 64-bit word for each rank."""
-        return self.take(self.size * _WORD_BYTES).cast("q")
-
-
-def _lines(num_bytes: int) -> int:
-    return -(-num_bytes // LINE_BYTES) * LINE_BYTES
+        return self.take(self.size * WORD_BYTES).cast("q")

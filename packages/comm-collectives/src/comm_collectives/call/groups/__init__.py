@@ -1,4 +1,7 @@
-"""The room `groups`."""
+"""What this rank knows of a process group, and the bytes that it hands to its backend.
+
+May import: base, signature, agreement, control.
+"""
 
 from comm_collectives.call.groups.groups import CustomGroup as CustomGroup
 from comm_collectives.call.groups.groups import Group as Group
@@ -9,5 +12,5 @@ from comm_collectives.call.groups.groups import check_root as check_root
 from comm_collectives.call.groups.groups import check_timeout as check_timeout
 from comm_collectives.call.groups.groups import group_state as group_state
 from comm_collectives.call.groups.groups import set_agreement as set_agreement
-from comm_collectives.call.groups.groups import travel_argument as travel_argument
+from comm_collectives.call.groups.groups import wire_device_argument as wire_device_argument
 from comm_collectives.call.groups.wire_count import count_wire_bytes as count_wire_bytes

@@ -26,8 +26,9 @@ from torch.distributed.distributed_c10d import get_backend_config
 
 from comm_collectives.base.transport import ScratchPool, TorchTransport, Transport
 from comm_collectives.call.agreement import AgreementPolicy, History, PendingBackwards
-from comm_collectives.call.control import Meeting
+from comm_collectives.call.control import ControlExchange
 from comm_collectives.call.signature import Argument
+from comm_collectives.errors import CommTypeError, CommValueError
 
 
 @final
@@ -36,7 +37,7 @@ class GroupState:
 
     Attributes:
         lock: held by the thread that is in a call; calls of one group run one after another.
-        meeting: where the ranks compare their calls; None before the first one.
+        control exchange: where the ranks compare their calls; None before the first one.
         policy: when they do.
         pending: backwards that this rank owes.
         history: the calls since the last comparison, where not every call is compared.
@@ -47,23 +48,6 @@ class GroupState:
         channels: what this rank and a peer send each other apart from the calls, by peer.
         observers: told of each all-to-all: the call's name and the bytes for each rank.
     """
-
-    __slots__ = (
-        *("__weakref__", "_calls", "_transfers", "backend_of", "channels", "failed_calls"),
-        *(
-            "given_up",
-            "history",
-            "lock",
-            "meeting",
-            "name",
-            "observers",
-            "pending",
-            "policy",
-            "rank",
-            "ranks",
-        ),
-        *("responder", "scratch", "size", "transport", "worker"),
-    )
 
     def __init__(
         self,
@@ -82,7 +66,7 @@ class GroupState:
         self.backend_of = backend_of
         self.scratch = ScratchPool()
         self.lock = threading.RLock()
-        self.meeting: Meeting | None = None
+        self.control: ControlExchange | None = None
         self.policy = AgreementPolicy()
         self.pending = PendingBackwards()
         self.history = History()
@@ -120,7 +104,7 @@ class GroupState:
             return device.type
         return self.control_type
 
-    def rides(self, device: torch.device) -> bool:
+    def carries_inline(self, device: torch.device) -> bool:
         """Whether small data travels with the frames: not where that stops an accelerator."""
         return self.transport_type(device) == "cpu" == self.control_type
 
@@ -154,13 +138,13 @@ def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """
     if group is None:
         if not dist.is_initialized():
-            raise ValueError(
+            raise CommValueError(
                 "group=None means the default process group, but there is none; "
                 "call torch.distributed.init_process_group first or pass group="
             )
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(
+        raise CommValueError(
             f"group={group!r} is not a ProcessGroup of which this rank is a member; "
             "call only on the ranks that new_group was given"
         )
@@ -201,11 +185,11 @@ def set_agreement(policy: AgreementPolicy, *, group: Group | None = None) -> Non
         TypeError: `policy` is not an AgreementPolicy.
     """
     if not isinstance(policy, AgreementPolicy):
-        raise TypeError(f"policy is a {type(policy).__name__}; give an AgreementPolicy")
+        raise CommTypeError(f"policy is a {type(policy).__name__}; give an AgreementPolicy")
     group_state(group).policy = policy
 
 
-def travel_argument(state: GroupState, device: torch.device) -> Argument:
+def wire_device_argument(state: GroupState, device: torch.device) -> Argument:
     """Return the kind of device on which a tensor on `device` travels, for ranks to agree on."""
     return _device_argument(state.transport_type(device))
 
@@ -225,7 +209,7 @@ def check_integer(value: Any, name: str) -> None:
         index(value)
     except TypeError as error:
         kind = type(value).__name__
-        raise TypeError(f"{name}={value!r} is a {kind}; give an integer") from error
+        raise CommTypeError(f"{name}={value!r} is a {kind}; give an integer") from error
 
 
 def check_root(state: GroupState, rank: int, name: str) -> None:
@@ -237,7 +221,7 @@ def check_root(state: GroupState, rank: int, name: str) -> None:
     """
     check_integer(rank, name)
     if not 0 <= rank < state.size:
-        raise ValueError(
+        raise CommValueError(
             f"{name}={rank} is not a rank of a group of {state.size}; give 0..{state.size - 1}"
         )
 
@@ -251,7 +235,7 @@ def check_peer(state: GroupState, peer: int, name: str) -> None:
     """
     check_root(state, peer, name)
     if peer == state.rank:
-        raise ValueError(f"{name}={peer} is this rank itself; hand the tensors over directly")
+        raise CommValueError(f"{name}={peer} is this rank itself; hand the tensors over directly")
 
 
 def check_timeout(timeout_s: float | None) -> None:
@@ -264,12 +248,12 @@ def check_timeout(timeout_s: float | None) -> None:
     if timeout_s is None:
         return
     if not isinstance(timeout_s, Real):
-        raise TypeError(
+        raise CommTypeError(
             f"timeout_s={timeout_s!r} is a {type(timeout_s).__name__}; give seconds, or None for "
             "the group's own limit"
         )
     if not 0 < timeout_s <= threading.TIMEOUT_MAX:
-        raise ValueError(
+        raise CommValueError(
             f"timeout_s={timeout_s} must be positive and at most {threading.TIMEOUT_MAX:.0e}, or "
             "None for the group's own limit"
         )

@@ -1,4 +1,7 @@
-"""The room `handles`."""
+"""Calls that run beside the program: a handle to wait on, a thread for each group.
+
+May import: base, signature, groups.
+"""
 
 from comm_collectives.call.handles.caught import Caught as Caught
 from comm_collectives.call.handles.handles import Handle as Handle

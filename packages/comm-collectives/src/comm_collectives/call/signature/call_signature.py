@@ -13,6 +13,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntFlag
 from typing import NamedTuple, final
 
 import torch
@@ -20,20 +21,35 @@ import torch
 from comm_collectives.base import dtype_code
 from comm_collectives.call.signature.callsite import CallSite
 
-MAX_DTYPES = 10
-HEAD_BYTES = 128
-PART_BYTES = 384
+MAX_ARGUMENTS = 10
+SIGNATURE_BYTES = 128
+INLINE_BYTES = 384
 _STRUCT = struct.Struct("<16q")
 _FIXED_WORDS = 6
-# Status bits; the low 32 are flags of the call, which may differ between ranks.
-REFUSED = 1 << 32
-REFUSED_TYPE = 1 << 33
-BACKWARD = 1 << 34
-WANTS_GRAD = 1
-TRAVELS_APART = 4  # the data of some rank has an exchange of its own
-WANTS_SHEETS = 8  # but would not, if the group had sheets
 _OPERATION_WORDS: dict[str, int] = {}
 _DTYPES: dict[tuple[str, torch.dtype], "Argument"] = {}
+
+
+class Status(IntFlag):
+    """What a rank says of its call beside its arguments; may differ between ranks.
+
+    The low 32 bits are told to every rank, or-ed over the ranks.
+    """
+
+    WANTS_GRAD = 1
+    INLINE = 2  # the data of the root travels in the control exchange
+    NOT_INLINE = 4  # the data of some rank does not
+    WANTS_PAGES = 8  # but would, if the group had inline pages
+    REFUSED = 1 << 32
+    REFUSED_TYPE = 1 << 33
+    BACKWARD = 1 << 34
+
+    @classmethod
+    def of(cls, refused: ValueError | TypeError | None) -> "Status":
+        """Return the status for what is wrong with a rank's arguments."""
+        if refused is None:
+            return cls(0)
+        return cls.REFUSED | cls.REFUSED_TYPE if isinstance(refused, TypeError) else cls.REFUSED
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +78,7 @@ def shape_argument(name: str, shape: Sequence[int]) -> Argument:
     return Argument(name, hash(tuple(shape)), str(tuple(shape)))
 
 
-class Words(NamedTuple):
+class SignatureWords(NamedTuple):
     """A head as numbers."""
 
     status: int
@@ -74,16 +90,22 @@ class Words(NamedTuple):
     arguments: tuple[int, ...]
 
     @classmethod
-    def unpack(cls, data: bytes) -> "Words":
-        """Read what `Head.pack` wrote."""
+    def unpack(cls, data: bytes) -> "SignatureWords":
+        """Read what `CallSignature.pack` wrote."""
         words = _STRUCT.unpack_from(data)
         status, number, operation, site, rolling, pending = words[:_FIXED_WORDS]
         return cls(status, number, operation, site, rolling, pending, words[_FIXED_WORDS:])
 
+    @property
+    def operation_name(self) -> str:
+        """The operation's name, as far as this rank has made such a call itself."""
+        names = [name for name, known in _OPERATION_WORDS.items() if known == self.operation]
+        return names[0] if names else "another operation"
+
 
 @final
 @dataclass(slots=True, kw_only=True)
-class Head:
+class CallSignature:
     """What this rank says of its call.
 
     `compares_site` is False for calls that a program rightly makes from two places, such as a
@@ -107,10 +129,15 @@ class Head:
     def pack(self) -> bytes:
         """Return the head as bytes."""
         words = self._argument_words()
-        padding = (0,) * (MAX_DTYPES - len(words))
+        padding = (0,) * (MAX_ARGUMENTS - len(words))
         operation = operation_word(self.name)
         return _STRUCT.pack(
-            *(self.status, self.number, operation, self.site_word, self.rolling, self.pending),
+            self.status,
+            self.number,
+            operation,
+            self.site_word,
+            self.rolling,
+            self.pending,
             *words,
             *padding,
         )
@@ -135,16 +162,3 @@ def operation_word(name: str) -> int:
     if word is None:
         word = _OPERATION_WORDS[name] = zlib.crc32(name.encode())
     return word
-
-
-def operation_name(word: int) -> str:
-    """Return the operation with this number, as far as this rank has made it itself."""
-    names = [name for name, known in _OPERATION_WORDS.items() if known == word]
-    return names[0] if names else "another operation"
-
-
-def status_of(refused: ValueError | TypeError | None) -> int:
-    """Return the status bits for what is wrong with a rank's arguments."""
-    if refused is None:
-        return 0
-    return REFUSED | (REFUSED_TYPE if isinstance(refused, TypeError) else 0)

@@ -12,13 +12,14 @@ import os
 import sys
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
 
 import comm_collectives
+from comm_collectives.errors import CommTypeError, CommValueError
 
 _PACKAGE = os.path.dirname(os.path.abspath(str(comm_collectives.__file__)))
 _INSIDE = (_PACKAGE, os.path.dirname(os.path.abspath(str(torch.__file__))))
@@ -46,8 +47,7 @@ _IS_INSIDE: dict[str, bool] = {}
 _SITES: dict[tuple[str, int], CallSite] = {}
 
 
-@contextmanager
-def call_site(name: str) -> Iterator[None]:
+def call_site(name: str) -> AbstractContextManager[None]:
     """Name the collectives called inside, instead of naming them by file and line.
 
     For calls that stand in several places of a program and still are one call of the group. Not
@@ -58,11 +58,10 @@ def call_site(name: str) -> Iterator[None]:
         ValueError: it is empty.
     """
     if not isinstance(name, str):
-        raise TypeError(f"name={name!r} is a {type(name).__name__}; give a str, such as a title")
+        raise CommTypeError(f"name={name!r} is a {type(name).__name__}; give a str, as a title")
     if not name:
-        raise ValueError("name is empty; give the calls inside a name, the same on every rank")
-    with use_site(_site(name, is_named=True)):
-        yield
+        raise CommValueError("name is empty; give the calls inside a name, the same on every rank")
+    return use_site(_site(name, is_named=True))
 
 
 @contextmanager

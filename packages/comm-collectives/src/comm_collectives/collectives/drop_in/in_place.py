@@ -6,6 +6,8 @@ write(output, y)                 # nothing outside the view is touched
 
 import torch
 
+from comm_collectives.errors import CommValueError
+
 # What torch cannot copy between strides, or not without a warning, as integers of its size.
 _INTEGERS_OF = {torch.complex32: torch.int32, torch.float4_e2m1fn_x2: torch.uint8}
 
@@ -50,7 +52,7 @@ def check_apart(x: torch.Tensor, name: str) -> None:
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and x.numel():
             if stride <= reach:
-                raise ValueError(
+                raise CommValueError(
                     f"elements of {name} may share memory (shape {list(x.shape)}, strides "
                     f"{list(x.stride())}); give {name}.contiguous() and copy from it"
                 )

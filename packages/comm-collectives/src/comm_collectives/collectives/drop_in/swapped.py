@@ -16,7 +16,7 @@ from comm_collectives.base import check_dense
 from comm_collectives.call import Call
 from comm_collectives.collectives import checked_splits, first_difference
 from comm_collectives.collectives.drop_in.in_place import check_apart
-from comm_collectives.errors import MismatchError
+from comm_collectives.errors import CommTypeError, CommValueError, MismatchError
 
 
 def check_output(
@@ -35,22 +35,22 @@ def check_output(
     check_dense(output, "output")
     check_dense(input, "input")
     if output.dtype != input.dtype:
-        raise TypeError(
+        raise CommTypeError(
             f"output is {output.dtype} but input is {input.dtype}; give an output of the input's "
             "dtype"
         )
     if output.device.type != input.device.type:
-        raise ValueError(f"output is on {output.device} but input on {input.device}; use one")
+        raise CommValueError(f"output is on {output.device} but input on {input.device}; use one")
     order = "output is the first argument and input the second"
     if output.requires_grad and not input.requires_grad:
-        raise ValueError(
+        raise CommValueError(
             f"output needs a gradient and input does not, as if they were swapped: {order}; if "
             "they are not, give output.detach()"
         )
     problem = fits(output, input)
     if problem:
         swapped = "" if fits(input, output) else f"; they fit the other way round: {order}"
-        raise ValueError(problem + swapped)
+        raise CommValueError(problem + swapped)
     check_apart(output, "output")
 
 
@@ -82,7 +82,7 @@ def both_splits(
         rows = len(x)
         if splits is None or (isinstance(splits, Sequence) and not splits):
             if rows % size:
-                raise ValueError(
+                raise CommValueError(
                     f"{name} has {rows} rows, which {size} ranks cannot share evenly; give "
                     f"{name}_split_sizes"
                 )
@@ -95,7 +95,7 @@ def both_splits(
     swapped = ""
     if (sum(sent), sum(received)) == (len(output), len(input)):
         swapped = "; they fit the other way round: output comes before input, and so do the splits"
-    raise ValueError(
+    raise CommValueError(
         f"input_split_sizes={list(sent)} and output_split_sizes={list(received)} do not fit input, "
         f"which has {len(input)} rows, and output, which has {len(output)}{swapped}"
     )

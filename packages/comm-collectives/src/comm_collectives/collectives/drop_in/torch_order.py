@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from comm_collectives.base import check_dense, dense, is_dense, new_tensor
-from comm_collectives.call import Call, apart, exchange_counts, load_rows
+from comm_collectives.call import Call, exchange_counts, inline_rows, not_inline
 from comm_collectives.call.groups import Group, GroupState, group_state
 from comm_collectives.call.handles import Handle, launch
 from comm_collectives.call.signature import Argument
@@ -39,6 +39,7 @@ from comm_collectives.collectives.drop_in.swapped import (
     same_rows,
     times,
 )
+from comm_collectives.errors import CommValueError
 
 _OP_OF = (
     (dist.ReduceOp.SUM, "sum"),
@@ -258,9 +259,9 @@ def _all_to_all(
         except (TypeError, ValueError) as error:
             refused = error
     call = Call(state, "all_to_all_single", arguments=arguments)
-    load = apart(state)
+    load = not_inline(state)
     if refused is None:
-        load = load_rows(input, sent, num_words=2 * state.size, state=state)
+        load = inline_rows(input, sent, num_words=2 * state.size, state=state)
     told = exchange_counts(call, [[*sent, *received]] * state.size, refused=refused, load=load)
     compare_splits(call, told.rows)
     if told.coming is not None:
@@ -312,14 +313,14 @@ def _op_name(op: Any) -> str:
 def _root(state: GroupState, src: int | None, group_src: int | None) -> int:
     """Return the rank inside the group that both ways to name a source mean."""
     if (src is None) == (group_src is None):
-        raise ValueError(
+        raise CommValueError(
             f"src={src} and group_src={group_src}; give one of them: src is a global rank, "
             "group_src one inside the group"
         )
     if group_src is not None:
         return group_src
     if src not in state.ranks:
-        raise ValueError(f"src={src} is not one of the global ranks {state.ranks} of the group")
+        raise CommValueError(f"src={src} is not one of the global ranks {state.ranks} of the group")
     return state.ranks.index(src)
 
 

@@ -1,3 +1,6 @@
-"""The room `deepep`."""
+"""Dispatch and combine over DeepEP's GPU kernels.
+
+May import: rows, routes.
+"""
 
 from comm_collectives.moe.deepep.backend import DeepEpBackend as DeepEpBackend

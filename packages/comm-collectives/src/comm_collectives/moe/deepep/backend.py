@@ -28,11 +28,11 @@ from typing import Any, ClassVar, final
 
 import torch
 
-from comm_collectives.errors import CommError
+from comm_collectives.errors import CommError, CommTypeError, CommValueError
 from comm_collectives.moe.deepep.calls import BufferCalls, DeepEpCalls, ElasticCalls
-from comm_collectives.moe.routes import Routing, Travel
 from comm_collectives.moe.deepep.expansion import Expansion, plan_expansion
-from comm_collectives.planning import round_up
+from comm_collectives.moe.routes import Leg, Routing
+from comm_collectives.units import round_up
 
 _MOST_CHOICES = 32  # DeepEP's kernels hold one choice in each lane of a warp
 _ELEMENTS_PER_LOAD = 8  # rows are moved in units of 16 bytes
@@ -43,10 +43,6 @@ class DeepEpRouting(Routing):
     """The four movements of one dispatch over DeepEP; `to_experts` comes first."""
 
     exchanges: ClassVar[bool] = True
-    __slots__ = (
-        *("_alignment", "_calls", "_counts_L", "_delivered", "_idx_TK", "_num_experts"),
-        "num_tokens_per_expert",
-    )
 
     def __init__(
         self,
@@ -64,11 +60,11 @@ class DeepEpRouting(Routing):
         self.num_tokens_per_expert = tuple(round_up(count, alignment) for count in counts_L)
 
     def to_experts(
-        self, x_TD: torch.Tensor, weight_TK: torch.Tensor, travel: Travel
+        self, x_TD: torch.Tensor, weight_TK: torch.Tensor, leg: Leg
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Bring rows and weights to the experts, and keep DeepEP's handle for the other three."""
         idx_TK = _at_least_one_row(self._idx_TK, -1)
-        with _named(travel):
+        with _named(leg):
             got = self._calls.dispatch(
                 _at_least_one_row(x_TD, 0),
                 idx_TK,
@@ -77,7 +73,7 @@ class DeepEpRouting(Routing):
             )
         if got.counts_L != self._counts_L:
             raise CommError(
-                f"{travel.name}: DeepEP delivered {got.counts_L} rows to the local experts but the "
+                f"{leg.name}: DeepEP delivered {got.counts_L} rows to the local experts but the "
                 f"ranks announced {self._counts_L}; is the buffer used by another thread?"
             )
         expansion = plan_expansion(
@@ -86,40 +82,40 @@ class DeepEpRouting(Routing):
         self._delivered = got.handle, expansion
         return expansion.expand(got.x_UD), expansion.expand_weights(got.weight_UK)
 
-    def rows_to_experts(self, x_TD: torch.Tensor, travel: Travel) -> torch.Tensor:
+    def rows_to_experts(self, x_TD: torch.Tensor, leg: Leg) -> torch.Tensor:
         """Bring rows alone to the experts, the same way."""
-        handle, expansion = self._handle(travel)
-        with _named(travel):
+        handle, expansion = self._handle(leg)
+        with _named(leg):
             x_UD = self._calls.dispatch_again(_at_least_one_row(x_TD, 0), handle)
         return expansion.expand(x_UD)
 
-    def rows_to_tokens(self, y_RD: torch.Tensor, travel: Travel) -> torch.Tensor:
+    def rows_to_tokens(self, y_RD: torch.Tensor, leg: Leg) -> torch.Tensor:
         """Sum each token's rows of this rank, and let DeepEP sum over the ranks."""
-        return self._combine(y_RD, None, travel)[0]
+        return self._combine(y_RD, None, leg)[0]
 
     def to_tokens(
-        self, y_RD: torch.Tensor, weight_R: torch.Tensor, travel: Travel
+        self, y_RD: torch.Tensor, weight_R: torch.Tensor, leg: Leg
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Bring rows and weights back."""
-        y_TD, weight_TK = self._combine(y_RD, weight_R, travel)
+        y_TD, weight_TK = self._combine(y_RD, weight_R, leg)
         if weight_TK is None:
-            raise CommError(f"{travel.name}: DeepEP gave no weights although it was given some")
+            raise CommError(f"{leg.name}: DeepEP gave no weights although it was given some")
         return y_TD, weight_TK
 
     def _combine(
-        self, y_RD: torch.Tensor, weight_R: torch.Tensor | None, travel: Travel
+        self, y_RD: torch.Tensor, weight_R: torch.Tensor | None, leg: Leg
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        handle, expansion = self._handle(travel)
+        handle, expansion = self._handle(leg)
         check_rows(y_RD, "y_RD")
         weight_UK = None if weight_R is None else expansion.fold_weights(weight_R)
-        with _named(travel):
+        with _named(leg):
             y_TD, weight_TK = self._calls.combine(expansion.fold(y_RD), handle, weight_UK)
         num_tokens = self._idx_TK.shape[0]  # without the row that stood in for no token
         return y_TD[:num_tokens], None if weight_TK is None else weight_TK[:num_tokens]
 
-    def _handle(self, travel: Travel) -> tuple[Any, Expansion]:
+    def _handle(self, leg: Leg) -> tuple[Any, Expansion]:
         if self._delivered is None:
-            raise CommError(f"{travel.name}: the dispatch that it belongs to has failed")
+            raise CommError(f"{leg.name}: the dispatch that it belongs to has failed")
         return self._delivered
 
 
@@ -162,7 +158,7 @@ class DeepEpBackend:
         elif isinstance(buffer, module.Buffer):
             self._calls = BufferCalls(buffer, *options)
         else:
-            raise TypeError(
+            raise CommTypeError(
                 f"buffer is a {type(buffer).__name__}; give a deep_ep.Buffer or ElasticBuffer"
             )
 
@@ -180,7 +176,7 @@ class DeepEpBackend:
             ValueError, TypeError: it does not; the text says what to convert.
         """
         if self._buffer.group is not group:
-            raise ValueError(
+            raise CommValueError(
                 "the DeepEP buffer was made for another group; make one for the group of the "
                 "dispatch, with the same ProcessGroup object"
             )
@@ -230,9 +226,9 @@ def check_inputs(x_TD: torch.Tensor, idx_TK: torch.Tensor, weight_TK: torch.Tens
     """
     check_rows(x_TD, "x")
     if weight_TK.dtype != torch.float32:
-        raise TypeError(f"topk_weights is {weight_TK.dtype}; DeepEP takes torch.float32")
+        raise CommTypeError(f"topk_weights is {weight_TK.dtype}; DeepEP takes torch.float32")
     if not 1 <= idx_TK.shape[1] <= _MOST_CHOICES:
-        raise ValueError(
+        raise CommValueError(
             f"topk_idx has {idx_TK.shape[1]} choices per token; DeepEP takes 1 to {_MOST_CHOICES}"
         )
 
@@ -244,7 +240,9 @@ def check_device(x_TD: torch.Tensor) -> None:
         ValueError: they are not on a CUDA device.
     """
     if not x_TD.is_cuda:
-        raise ValueError(f"x is on {x_TD.device}; DeepEP moves CUDA tensors, use backend='torch'")
+        raise CommValueError(
+            f"x is on {x_TD.device}; DeepEP moves CUDA tensors, use backend='torch'"
+        )
 
 
 def check_rows(x_ND: torch.Tensor, name: str) -> None:
@@ -255,26 +253,40 @@ def check_rows(x_ND: torch.Tensor, name: str) -> None:
         ValueError: the hidden size is not a multiple of 8.
     """
     if x_ND.dtype != torch.bfloat16:
-        raise TypeError(f"{name} is {x_ND.dtype}; DeepEP moves and sums torch.bfloat16")
+        raise CommTypeError(f"{name} is {x_ND.dtype}; DeepEP moves and sums torch.bfloat16")
     if x_ND.shape[1] % _ELEMENTS_PER_LOAD:
-        raise ValueError(
+        raise CommValueError(
             f"{name} has hidden size {x_ND.shape[1]}; "
             f"DeepEP takes multiples of {_ELEMENTS_PER_LOAD}"
         )
 
 
 _OURS = (
-    *("topk_idx", "topk_weights", "num_experts", "expert_alignment", "num_worst_tokens", "handle"),
-    *("num_tokens_per_rank", "num_tokens_per_rdma_rank", "num_tokens_per_expert"),
-    *("is_token_in_rank", "async_finish", "async_with_compute_stream", "previous_event"),
-    *("allocate_on_comm_stream", "do_expand", "do_cpu_sync", "do_zero_padding", "bias"),
+    "topk_idx",
+    "topk_weights",
+    "num_experts",
+    "expert_alignment",
+    "num_worst_tokens",
+    "handle",
+    "num_tokens_per_rank",
+    "num_tokens_per_rdma_rank",
+    "num_tokens_per_expert",
+    "is_token_in_rank",
+    "async_finish",
+    "async_with_compute_stream",
+    "previous_event",
+    "allocate_on_comm_stream",
+    "do_expand",
+    "do_cpu_sync",
+    "do_zero_padding",
+    "bias",
 )
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
     taken = sorted(set(options) & set(_OURS))
     if taken:
-        raise ValueError(f"{', '.join(taken)} cannot be chosen: the adapter depends on it")
+        raise CommValueError(f"{', '.join(taken)} cannot be chosen: the adapter depends on it")
 
 
 def _at_least_one_row(x: torch.Tensor, value: int) -> torch.Tensor:
@@ -283,9 +295,9 @@ def _at_least_one_row(x: torch.Tensor, value: int) -> torch.Tensor:
 
 
 @contextmanager
-def _named(travel: Travel) -> Iterator[None]:
+def _named(leg: Leg) -> Iterator[None]:
     """Name the call in what DeepEP raises."""
     try:
         yield
     except (RuntimeError, AssertionError) as error:
-        raise CommError(f"{travel.name}: DeepEP failed: {error}") from error
+        raise CommError(f"{leg.name}: DeepEP failed: {error}") from error

@@ -18,6 +18,8 @@ from typing import Any, final
 
 import torch
 
+from comm_collectives.errors import CommValueError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
@@ -160,14 +162,14 @@ class ElasticCalls(DeepEpCalls):
         most = self._dispatch_options.get("num_max_tokens_per_rank")
         most = self._buffer.num_max_tokens_per_rank if most is None else most
         if x_TD.shape[0] > most:
-            raise ValueError(
+            raise CommValueError(
                 f"x has {x_TD.shape[0]} tokens but the ElasticBuffer takes {most}; make it with a "
                 f"num_max_tokens_per_rank of at least {x_TD.shape[0]}"
             )
         sorted_TK = idx_TK.sort(1).values
         is_twice = (sorted_TK[:, 1:] == sorted_TK[:, :-1]) & (sorted_TK[:, 1:] >= 0)
         if bool(is_twice.any()):
-            raise ValueError(
+            raise CommValueError(
                 "topk_idx names an expert twice for one token; ElasticBuffer takes each expert at "
                 "most once per token"
             )

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from comm_collectives.moe.rows.choices import Bags
-from comm_collectives.moe.rows.plan import starts
-from comm_collectives.planning import round_up
+from comm_collectives.moe.rows import Bags, starts
+from comm_collectives.units import round_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,12 +15,12 @@ from typing import final
 from comm_collectives.call.groups import GroupState
 from comm_collectives.moe.routes.flat import counts_by_rank
 from comm_collectives.moe.routes.hops import Hop, HopPlan, hop_routing, plan_source
-from comm_collectives.moe.routes.routing import Proposal, Routing
+from comm_collectives.moe.routes.routing import RouteRequest, Routing
 from comm_collectives.moe.rows import SortedChoices, plan_placing
 
 
 @final
-class DedupProposal(Proposal):
+class DedupRequest(RouteRequest):
     """Each rank is told its number of rows, then the choices for each of its experts."""
 
     __slots__ = ("_choices", "_sent_choices_W", "_source", "_state", "counts")

@@ -14,7 +14,7 @@ import torch
 
 from comm_collectives.base.transport import Scratch
 from comm_collectives.call.groups import GroupState
-from comm_collectives.moe.routes.routing import Proposal, Routing, RowForm, Travel, place, spread
+from comm_collectives.moe.routes.routing import Leg, RouteRequest, Routing, WireRow, place, spread
 from comm_collectives.moe.rows import Placing, SortedChoices, WireSide, plan_placing, plan_wire
 
 
@@ -42,10 +42,6 @@ class _FlatRouting(Routing):
     """Experts are spread over the ranks of a group; each movement is one all-to-all."""
 
     exchanges = True
-    __slots__ = (
-        *("_choices", "_local_R", "_placing", "_received_P", "_sent_P", "_state", "_wires"),
-        "num_tokens_per_expert",
-    )
 
     def __init__(
         self,
@@ -65,16 +61,16 @@ class _FlatRouting(Routing):
         self._wires: dict[int, _Wire] = {}
 
     def to_experts(
-        self, x_TD: torch.Tensor, weight_TK: torch.Tensor, travel: Travel
+        self, x_TD: torch.Tensor, weight_TK: torch.Tensor, leg: Leg
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        form = travel.form(x_TD, weight_TK.element_size())
+        form = leg.form(x_TD, weight_TK.element_size())
         wire = self._wire(form)
         weight_N = self._choices.sorted_weights(weight_TK)
         index_M = _with_gaps(self._choices.token_N, wire.source, wire.sent_row)
         sent = self._gather(form.encode(x_TD), index_M, form.wire_columns)
         _as_weights(sent.rows, weight_N.dtype).scatter_(0, wire.sent_weight, weight_N)
         got = self._exchange(
-            travel, sent, wire.source.wire_rows_P, wire.expert.wire_rows_P, padded=True
+            leg, sent, wire.source.wire_rows_P, wire.expert.wire_rows_P, padded=True
         )
         rows, last = got.rows, got.rows.shape[0] - 1
         weight = _as_weights(rows, weight_TK.dtype)
@@ -85,35 +81,35 @@ class _FlatRouting(Routing):
         self._state.scratch.give_back(got)
         return x_RD, weight_R
 
-    def rows_to_experts(self, x_TD: torch.Tensor, travel: Travel) -> torch.Tensor:
-        form = travel.form(x_TD)
+    def rows_to_experts(self, x_TD: torch.Tensor, leg: Leg) -> torch.Tensor:
+        form = leg.form(x_TD)
         sent = self._gather(form.encode(x_TD), self._choices.token_N, form.columns)
-        got = self._exchange(travel, sent, self._sent_P, self._received_P, padded=True)
+        got = self._exchange(leg, sent, self._sent_P, self._received_P, padded=True)
         running = torch.arange(self._placing.num_choices, device=x_TD.device)
         row_R = self._place(running, got.rows.shape[0] - 1)
         x_RD = form.decode(got.rows.index_select(0, row_R))
         self._state.scratch.give_back(got)
         return x_RD
 
-    def rows_to_tokens(self, y_RD: torch.Tensor, travel: Travel) -> torch.Tensor:
-        form = travel.form(y_RD)
+    def rows_to_tokens(self, y_RD: torch.Tensor, leg: Leg) -> torch.Tensor:
+        form = leg.form(y_RD)
         sent = self._gather(form.encode(y_RD), self._local_R, form.columns)
-        got = self._exchange(travel, sent, self._received_P, self._sent_P)
+        got = self._exchange(leg, sent, self._received_P, self._sent_P)
         running = torch.arange(got.rows.shape[0], device=y_RD.device)
         y_TD = self._choices.bags(running).sum(form.decode(got.rows))
         self._state.scratch.give_back(got)
         return y_TD
 
     def to_tokens(
-        self, y_RD: torch.Tensor, weight_R: torch.Tensor, travel: Travel
+        self, y_RD: torch.Tensor, weight_R: torch.Tensor, leg: Leg
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        form = travel.form(y_RD, weight_R.element_size())
+        form = leg.form(y_RD, weight_R.element_size())
         wire = self._wire(form)
         index_M = _with_gaps(self._local_R, wire.expert, wire.received_row)
         sent = self._gather(form.encode(y_RD), index_M, form.wire_columns)
         weight_N = weight_R.index_select(0, self._local_R)
         _as_weights(sent.rows, weight_R.dtype).scatter_(0, wire.received_weight, weight_N)
-        got = self._exchange(travel, sent, wire.expert.wire_rows_P, wire.source.wire_rows_P)
+        got = self._exchange(leg, sent, wire.expert.wire_rows_P, wire.source.wire_rows_P)
         rows = form.decode(got.rows[:, : form.columns])
         y_TD = self._choices.bags(wire.sent_row).sum(rows)
         weight = _as_weights(got.rows, weight_R.dtype)
@@ -121,7 +117,7 @@ class _FlatRouting(Routing):
         self._state.scratch.give_back(got)
         return y_TD, weight_TK
 
-    def _wire(self, form: RowForm) -> _Wire:
+    def _wire(self, form: WireRow) -> _Wire:
         per_row = form.size.weights_per_row
         wire = self._wires.get(per_row)
         if wire is None:
@@ -137,7 +133,7 @@ class _FlatRouting(Routing):
 
     def _exchange(
         self,
-        travel: Travel,
+        leg: Leg,
         wire: Scratch,
         sent: Sequence[int],
         received: Sequence[int],
@@ -149,7 +145,7 @@ class _FlatRouting(Routing):
         total, pool = sum(received), self._state.scratch
         rows = wire.rows
         got = pool.take((total + spare, rows.shape[1]), rows.dtype, rows.device)
-        travel.exchange(rows, sent, received, got.rows[:total])
+        leg.exchange(rows, sent, received, got.rows[:total])
         pool.give_back(wire)
         got.rows[total:].zero_()
         return got
@@ -160,7 +156,7 @@ class _FlatRouting(Routing):
 
 
 @final
-class FlatProposal(Proposal):
+class FlatRequest(RouteRequest):
     """Each rank is told the choices for each of its experts."""
 
     __slots__ = ("_choices", "_state", "counts")

@@ -22,7 +22,7 @@ import torch
 from comm_collectives.base.transport import Scratch
 from comm_collectives.call.groups import GroupState
 from comm_collectives.moe.routes.hop_messages import Messages
-from comm_collectives.moe.routes.routing import Routing, RowForm, Travel, place, spread
+from comm_collectives.moe.routes.routing import Leg, Routing, WireRow, place, spread
 from comm_collectives.moe.rows import Bags, Placing, SortedChoices, bags_of, starts
 
 _T = TypeVar("_T")
@@ -130,29 +130,29 @@ class Hop:
             self._source = plan_source(item_N, num_items, self._plan.sent_choices_P)
 
     def out(
-        self, rows_XC: torch.Tensor, weight_N: torch.Tensor, travel: Travel, form: RowForm
+        self, rows_XC: torch.Tensor, weight_N: torch.Tensor, leg: Leg, form: WireRow
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Send items and weights; return rows [V, C], with a spare one, and weight_R."""
         source, plan = _learned(self._source), self._plan
-        leaving = self._messages(travel, form, source.rows_P, plan.sent_choices_P)
+        leaving = self._messages(leg, form, source.rows_P, plan.sent_choices_P)
         sent = self._flat(leaving, rows_XC.device)
         _gather_into(leaving.rows(sent.rows, rows_XC.dtype), rows_XC, source.item_U)
         _split_into(leaving.row_numbers(sent.rows), source.row_N)
         _split_into(leaving.weights(sent.rows, weight_N.dtype), weight_N)
-        coming = self._messages(travel, form, plan.received_rows_P, plan.received_choices_P)
-        got = self._swap(travel, sent, leaving.bytes_P, coming.bytes_P)
+        coming = self._messages(leg, form, plan.received_rows_P, plan.received_choices_P)
+        got = self._swap(leg, sent, leaving.bytes_P, coming.bytes_P)
         rows_VC = self._joined(coming.rows(got.rows, rows_XC.dtype), rows_XC.shape[1])
         weight = torch.cat(coming.weights(got.rows, weight_N.dtype))
         self._learn(coming.row_numbers(got.rows))
         self._state.scratch.give_back(got)
         return rows_VC, place(weight, _learned(self._local_N), plan.placing, 0)
 
-    def rows_out(self, rows_XC: torch.Tensor, travel: Travel) -> torch.Tensor:
+    def rows_out(self, rows_XC: torch.Tensor, leg: Leg) -> torch.Tensor:
         """Send items alone; return rows [V, C], with a spare one."""
         source = _learned(self._source)
         rows_UC = rows_XC.index_select(0, source.item_U)
         return self._swap_rows(
-            travel, rows_UC, source.rows_P, self._plan.received_rows_P, spare=self._spare
+            leg, rows_UC, source.rows_P, self._plan.received_rows_P, spare=self._spare
         )
 
     def choices_summed(self, y_RD: torch.Tensor) -> torch.Tensor:
@@ -161,17 +161,17 @@ class Hop:
             self._bags = bags_of(_learned(self._row_N), _learned(self._local_N), self.num_received)
         return self._bags.sum(y_RD)
 
-    def rows_back(self, rows_VC: torch.Tensor, travel: Travel) -> torch.Tensor:
+    def rows_back(self, rows_VC: torch.Tensor, leg: Leg) -> torch.Tensor:
         """Return a row for each one received; gives [U, C], for `items_summed`."""
         source = _learned(self._source)
-        return self._swap_rows(travel, rows_VC, self._plan.received_rows_P, source.rows_P, spare=0)
+        return self._swap_rows(leg, rows_VC, self._plan.received_rows_P, source.rows_P, spare=0)
 
     def back(
-        self, rows_VC: torch.Tensor, weight_R: torch.Tensor, travel: Travel, form: RowForm
+        self, rows_VC: torch.Tensor, weight_R: torch.Tensor, leg: Leg, form: WireRow
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `rows_back`, with a weight for each local choice; gives rows [U, C] and weight_N."""
         source, plan = _learned(self._source), self._plan
-        leaving = self._messages(travel, form, plan.received_rows_P, plan.received_choices_P)
+        leaving = self._messages(leg, form, plan.received_rows_P, plan.received_choices_P)
         sent = self._flat(leaving, rows_VC.device)
         _split_into(
             [view[:, : rows_VC.shape[1]] for view in leaving.rows(sent.rows, rows_VC.dtype)],
@@ -179,8 +179,8 @@ class Hop:
         )
         weight_N = weight_R.index_select(0, _learned(self._local_N))
         _split_into(leaving.weights(sent.rows, weight_R.dtype), weight_N)
-        coming = self._messages(travel, form, source.rows_P, plan.sent_choices_P)
-        got = self._swap(travel, sent, leaving.bytes_P, coming.bytes_P)
+        coming = self._messages(leg, form, source.rows_P, plan.sent_choices_P)
+        got = self._swap(leg, sent, leaving.bytes_P, coming.bytes_P)
         views = coming.rows(got.rows, rows_VC.dtype)
         rows_UC = torch.cat([view[:, : rows_VC.shape[1]] for view in views])
         weight_N = torch.cat(coming.weights(got.rows, weight_R.dtype))
@@ -210,25 +210,25 @@ class Hop:
         self._row_R = place(row_N, local_N, placing, self.num_received)
 
     def _messages(
-        self, travel: Travel, form: RowForm, rows_P: Sequence[int], choices_P: Sequence[int]
+        self, leg: Leg, form: WireRow, rows_P: Sequence[int], choices_P: Sequence[int]
     ) -> Messages:
-        return Messages(travel.movement, form.size, rows_P=rows_P, choices_P=choices_P)
+        return Messages(leg.movement, form.size, rows_P=rows_P, choices_P=choices_P)
 
     def _flat(self, messages: Messages, device: torch.device) -> Scratch:
         return self._state.scratch.take((messages.num_bytes,), torch.uint8, device)
 
     def _swap(
-        self, travel: Travel, wire: Scratch, sent_P: Sequence[int], received_P: Sequence[int]
+        self, leg: Leg, wire: Scratch, sent_P: Sequence[int], received_P: Sequence[int]
     ) -> Scratch:
         pool = self._state.scratch
         got = pool.take((sum(received_P),), torch.uint8, wire.rows.device)
-        self._exchange(travel, wire.rows, sent_P, received_P, got.rows)
+        self._exchange(leg, wire.rows, sent_P, received_P, got.rows)
         pool.give_back(wire)
         return got
 
     def _swap_rows(
         self,
-        travel: Travel,
+        leg: Leg,
         rows: torch.Tensor,
         sent_P: Sequence[int],
         received_P: Sequence[int],
@@ -237,13 +237,13 @@ class Hop:
     ) -> torch.Tensor:
         total = sum(received_P)
         got = rows.new_empty((total + spare, rows.shape[1]))
-        self._exchange(travel, rows, sent_P, received_P, got[:total])
+        self._exchange(leg, rows, sent_P, received_P, got[:total])
         got[total:].zero_()
         return got
 
     def _exchange(
         self,
-        travel: Travel,
+        leg: Leg,
         rows: torch.Tensor,
         sent_P: Sequence[int],
         received_P: Sequence[int],
@@ -253,7 +253,7 @@ class Hop:
         sent, received = [0] * self._state.size, [0] * self._state.size
         for peer, out_count, in_count in zip(self._plan.peers, sent_P, received_P, strict=True):
             sent[peer], received[peer] = out_count, in_count
-        travel.exchange(rows, sent, received, out)
+        leg.exchange(rows, sent, received, out)
 
     def _joined(self, view_P: Sequence[torch.Tensor], columns: int) -> torch.Tensor:
         """Join the peers' rows, and a row of zeros behind them if padding will point there."""
@@ -294,38 +294,38 @@ class _HopRouting(Routing):
         self.num_tokens_per_expert = num_tokens_per_expert
 
     def to_experts(
-        self, x_TD: torch.Tensor, weight_TK: torch.Tensor, travel: Travel
+        self, x_TD: torch.Tensor, weight_TK: torch.Tensor, leg: Leg
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        form = travel.form(x_TD, weight_TK.element_size())
+        form = leg.form(x_TD, weight_TK.element_size())
         rows, weight = form.encode(x_TD), self._choices.sorted_weights(weight_TK)
         item_N, num_items = self._choices.token_N, self._choices.num_tokens
         for hop in self._hops:
             hop.start_from(item_N, num_items)
-            rows, weight = hop.out(rows, weight, travel, form)
+            rows, weight = hop.out(rows, weight, leg, form)
             item_N, num_items = hop.row_R, hop.num_received
         return form.decode(rows).index_select(0, item_N), weight
 
-    def rows_to_experts(self, x_TD: torch.Tensor, travel: Travel) -> torch.Tensor:
-        form = travel.form(x_TD)
+    def rows_to_experts(self, x_TD: torch.Tensor, leg: Leg) -> torch.Tensor:
+        form = leg.form(x_TD)
         rows = form.encode(x_TD)
         for hop in self._hops:
-            rows = hop.rows_out(rows, travel)
+            rows = hop.rows_out(rows, leg)
         return form.decode(rows).index_select(0, self._hops[-1].row_R)
 
-    def rows_to_tokens(self, y_RD: torch.Tensor, travel: Travel) -> torch.Tensor:
-        form = travel.form(y_RD)
+    def rows_to_tokens(self, y_RD: torch.Tensor, leg: Leg) -> torch.Tensor:
+        form = leg.form(y_RD)
         y = self._hops[-1].choices_summed(y_RD)
         for hop in reversed(self._hops):
-            y = hop.items_summed(form.decode(hop.rows_back(form.encode(y), travel)))
+            y = hop.items_summed(form.decode(hop.rows_back(form.encode(y), leg)))
         return y
 
     def to_tokens(
-        self, y_RD: torch.Tensor, weight_R: torch.Tensor, travel: Travel
+        self, y_RD: torch.Tensor, weight_R: torch.Tensor, leg: Leg
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        form = travel.form(y_RD, weight_R.element_size())
+        form = leg.form(y_RD, weight_R.element_size())
         y, weight = self._hops[-1].choices_summed(y_RD), weight_R
         for hop in reversed(self._hops):
-            rows, weight = hop.back(form.encode(y), weight, travel, form)
+            rows, weight = hop.back(form.encode(y), weight, leg, form)
             y = hop.items_summed(form.decode(rows))
         return y, self._choices.unsorted_weights(weight)
 

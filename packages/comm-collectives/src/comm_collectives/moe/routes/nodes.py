@@ -16,16 +16,17 @@ from collections.abc import Sequence
 from typing import final
 
 from comm_collectives.call.groups import GroupState
+from comm_collectives.errors import CommValueError
 from comm_collectives.moe.routes.flat import counts_by_rank
 from comm_collectives.moe.routes.hops import Hop, HopPlan, count_unique, hop_routing, plan_source
-from comm_collectives.moe.routes.routing import Proposal, Routing
+from comm_collectives.moe.routes.routing import RouteRequest, Routing
 from comm_collectives.moe.rows import SortedChoices, plan_placing
 
 _NODE_ROWS, _RANK_ROWS, _COUNTS = 0, 1, 2  # places in what a rank is told
 
 
 @final
-class NodeProposal(Proposal):
+class NodeRequest(RouteRequest):
     """Each rank is told: rows for its node, rows for itself, choices per expert of its node."""
 
     __slots__ = ("_choices", "_choices_M", "_num_local", "_per_node", "_source", "_state", "counts")
@@ -103,7 +104,7 @@ def check_nodes(ranks_per_node: int, num_ranks: int) -> None:
         ValueError: it does not.
     """
     if num_ranks % ranks_per_node:
-        raise ValueError(
+        raise CommValueError(
             f"the group has {num_ranks} ranks but ranks_per_node={ranks_per_node}; "
             f"choose a divisor of {num_ranks}"
         )

@@ -22,7 +22,7 @@ from comm_collectives.planning import Movement, RowFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowForm:
+class WireRow:
     """How the rows [N, D] of one movement travel: as their elements, or as bytes of a codec.
 
     Attributes:
@@ -50,7 +50,7 @@ class RowForm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Travel:
+class Leg:
     """One movement: which it is, what rows become on the wire, and the call that makes it.
 
     `call` is None where nothing is exchanged.
@@ -65,7 +65,7 @@ class Travel:
         """The movement as errors name it."""
         return self.movement if self.call is None else str(self.call)
 
-    def form(self, x_ND: torch.Tensor, weight_itemsize: int = 1) -> RowForm:
+    def form(self, x_ND: torch.Tensor, weight_itemsize: int = 1) -> WireRow:
         """Return how the rows of `x_ND` travel, with weights of that many bytes beside them."""
         return _row_form(self.movement, self.payload, x_ND.shape[1], x_ND.dtype, weight_itemsize)
 
@@ -88,7 +88,7 @@ class Travel:
 @lru_cache(maxsize=256)
 def _row_form(
     movement: Movement, payload: Payload, hidden: int, dtype: torch.dtype, weight_itemsize: int
-) -> RowForm:
+) -> WireRow:
     is_full = payload == "full"
     size = RowFormat(
         hidden_size=hidden,
@@ -97,7 +97,7 @@ def _row_form(
         block_scaled=not is_full,
     )
     itemsize = dtype.itemsize if is_full else 1
-    return RowForm(
+    return WireRow(
         hidden=hidden,
         dtype=dtype,
         codec=None if is_full else row_codec(payload, dtype),
@@ -121,26 +121,26 @@ class Routing(ABC):
 
     @abstractmethod
     def to_experts(
-        self, x_TD: torch.Tensor, weight_TK: torch.Tensor, travel: Travel
+        self, x_TD: torch.Tensor, weight_TK: torch.Tensor, leg: Leg
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Bring rows and their weights to the experts: x_RD and weight_R, padding zero."""
 
     @abstractmethod
-    def rows_to_experts(self, x_TD: torch.Tensor, travel: Travel) -> torch.Tensor:
+    def rows_to_experts(self, x_TD: torch.Tensor, leg: Leg) -> torch.Tensor:
         """Bring rows alone to the experts: x_RD, padding zero."""
 
     @abstractmethod
-    def rows_to_tokens(self, y_RD: torch.Tensor, travel: Travel) -> torch.Tensor:
+    def rows_to_tokens(self, y_RD: torch.Tensor, leg: Leg) -> torch.Tensor:
         """Bring rows back and sum those of each token: y_TD."""
 
     @abstractmethod
     def to_tokens(
-        self, y_RD: torch.Tensor, weight_R: torch.Tensor, travel: Travel
+        self, y_RD: torch.Tensor, weight_R: torch.Tensor, leg: Leg
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Bring rows and weights back: y_TD summed, weight_TK each in its place."""
 
 
-class Proposal(ABC):
+class RouteRequest(ABC):
     """What this rank's choices ask for, before it is known what the others ask.
 
     Attributes:
@@ -173,24 +173,24 @@ class _LocalRouting(Routing):
         self.num_tokens_per_expert = placing.num_tokens_per_expert
 
     def to_experts(
-        self, x_TD: torch.Tensor, weight_TK: torch.Tensor, travel: Travel
+        self, x_TD: torch.Tensor, weight_TK: torch.Tensor, leg: Leg
     ) -> tuple[torch.Tensor, torch.Tensor]:
         weight_N = self._choices.sorted_weights(weight_TK)
-        return self.rows_to_experts(x_TD, travel), self._pad(weight_N)
+        return self.rows_to_experts(x_TD, leg), self._pad(weight_N)
 
-    def rows_to_experts(self, x_TD: torch.Tensor, travel: Travel) -> torch.Tensor:
-        return self._pad(_rounded(x_TD, travel).index_select(0, self._choices.token_N))
+    def rows_to_experts(self, x_TD: torch.Tensor, leg: Leg) -> torch.Tensor:
+        return self._pad(_rounded(x_TD, leg).index_select(0, self._choices.token_N))
 
-    def rows_to_tokens(self, y_RD: torch.Tensor, travel: Travel) -> torch.Tensor:
-        return self._bags().sum(_rounded(y_RD, travel))
+    def rows_to_tokens(self, y_RD: torch.Tensor, leg: Leg) -> torch.Tensor:
+        return self._bags().sum(_rounded(y_RD, leg))
 
     def to_tokens(
-        self, y_RD: torch.Tensor, weight_R: torch.Tensor, travel: Travel
+        self, y_RD: torch.Tensor, weight_R: torch.Tensor, leg: Leg
     ) -> tuple[torch.Tensor, torch.Tensor]:
         weight_N = weight_R
         if self._local_N is not None:
             weight_N = weight_R.index_select(0, self._local_N)
-        return self.rows_to_tokens(y_RD, travel), self._choices.unsorted_weights(weight_N)
+        return self.rows_to_tokens(y_RD, leg), self._choices.unsorted_weights(weight_N)
 
     def _bags(self) -> Bags:
         order_N = self._choices.order_N
@@ -233,6 +233,6 @@ def place(
     return placed.scatter_(0, local_N, value_N)
 
 
-def _rounded(x_ND: torch.Tensor, travel: Travel) -> torch.Tensor:
-    form = travel.form(x_ND)
+def _rounded(x_ND: torch.Tensor, leg: Leg) -> torch.Tensor:
+    form = leg.form(x_ND)
     return form.decode(form.encode(x_ND))

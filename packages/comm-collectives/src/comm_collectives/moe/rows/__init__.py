@@ -1,4 +1,7 @@
-"""The room `rows`."""
+"""The rows of one rank: sorted by expert, in their places on the wire, as payload bytes.
+
+May import: planning.
+"""
 
 from comm_collectives.moe.rows.choices import Bags as Bags
 from comm_collectives.moe.rows.choices import SortedChoices as SortedChoices

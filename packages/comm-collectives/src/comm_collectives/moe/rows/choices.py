@@ -19,6 +19,8 @@ from typing import final
 import torch
 from torch.nn.functional import embedding_bag
 
+from comm_collectives.errors import CommValueError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bags:
@@ -105,7 +107,7 @@ def sort_choices(topk_idx_TK: torch.Tensor, num_experts: int) -> SortedChoices:
     lowest, highest = (int(end) for end in flat.aminmax()) if flat.numel() else (0, 0)
     for choice in (lowest, highest):
         if not -1 <= choice < num_experts:
-            raise ValueError(
+            raise CommValueError(
                 f"topk_idx holds {choice} but num_experts={num_experts}; every choice must be an "
                 f"expert in 0..{num_experts - 1}, or -1 for none"
             )

@@ -28,7 +28,9 @@ from typing import Literal, final
 
 import torch
 
-from comm_collectives.planning import BLOCK_ELEMENTS, SCALE_BYTES, RowFormat, round_up
+from comm_collectives.errors import CommTypeError, CommValueError
+from comm_collectives.planning import BLOCK_ELEMENTS, SCALE_BYTES, RowFormat
+from comm_collectives.units import round_up
 
 Payload = Literal["full", "float8_e4m3", "int8"]
 # A smaller scale would be subnormal: too few bits, and its inverse is no fp32 number.
@@ -108,7 +110,7 @@ class PlainCodec(RowCodec):
         """See `RowCodec.encode`; `x_ND` must have the codec's dtype, so that no bit changes."""
         rows_NB = _rows_for(x_ND, self.row_bytes(x_ND.shape[-1]), self._dtype.itemsize, out)
         if x_ND.dtype != self._dtype:
-            raise TypeError(f"x is {x_ND.dtype}; this codec was made for {self._dtype}")
+            raise CommTypeError(f"x is {x_ND.dtype}; this codec was made for {self._dtype}")
         self._elements(rows_NB, x_ND.shape[1]).copy_(x_ND.detach())
         return rows_NB
 
@@ -156,7 +158,7 @@ class BlockScaledCodec(RowCodec):
 
     def __init__(self, payload: Literal["float8_e4m3", "int8"]) -> None:
         if payload not in _CODES:
-            raise ValueError(f"payload={payload!r} is not block-scaled; choose of {[*_CODES]}")
+            raise CommValueError(f"payload={payload!r} is not block-scaled; choose of {[*_CODES]}")
         self._code = _CODES[payload]
         self.payload = payload
         self.word = self._code.word
@@ -235,7 +237,7 @@ def row_codec(payload: Payload, dtype: torch.dtype) -> RowCodec:
     if payload == "full":
         return PlainCodec(dtype)
     if payload not in _CODES:
-        raise ValueError(f"payload={payload!r} is unknown; choose of {['full', *_CODES]}")
+        raise CommValueError(f"payload={payload!r} is unknown; choose of {['full', *_CODES]}")
     return BlockScaledCodec(payload)
 
 
@@ -280,7 +282,7 @@ def _rows_for(
     x_ND: torch.Tensor, row_bytes: int, alignment: int, out: torch.Tensor | None
 ) -> torch.Tensor:
     if x_ND.dim() != 2 or not x_ND.is_floating_point() or x_ND.element_size() < 2:
-        raise TypeError(
+        raise CommTypeError(
             f"x is {x_ND.dtype} of shape {tuple(x_ND.shape)}; give [rows, hidden size] of float16, "
             "bfloat16, float32 or float64"
         )
@@ -292,14 +294,14 @@ def _rows_for(
 
 def _check_rows(rows: torch.Tensor, num_rows: int, row_bytes: int, alignment: int) -> None:
     if rows.dtype != torch.uint8:
-        raise TypeError(f"rows of bytes are {rows.dtype}; give torch.uint8")
+        raise CommTypeError(f"rows of bytes are {rows.dtype}; give torch.uint8")
     if rows.dim() != 2 or rows.shape[0] != num_rows or rows.shape[1] < row_bytes:
-        raise ValueError(
+        raise CommValueError(
             f"rows of bytes have shape {tuple(rows.shape)}; give [{num_rows}, {row_bytes} or more]"
         )
     strides, offset = rows.stride(), rows.storage_offset()
     if strides[1] != 1 or strides[0] % alignment or offset % alignment:
-        raise ValueError(
+        raise CommValueError(
             f"rows of bytes have strides {strides} and begin at byte {offset} of their storage; "
             f"make each row dense and let it begin at a multiple of {alignment} bytes"
         )
@@ -310,11 +312,11 @@ def _floats_for(
 ) -> torch.Tensor:
     shape = (rows_NB.shape[0], hidden)
     if not dtype.is_floating_point or dtype.itemsize < 2:
-        raise TypeError(f"dtype={dtype}; rows decode to float16, bfloat16, float32 or float64")
+        raise CommTypeError(f"dtype={dtype}; rows decode to float16, bfloat16, float32 or float64")
     if out is None:
         return torch.empty(shape, dtype=dtype, device=rows_NB.device)
     if tuple(out.shape) != shape or out.dtype != dtype:
-        raise ValueError(
+        raise CommValueError(
             f"out is {out.dtype} of shape {tuple(out.shape)}; give {dtype} of shape {shape}"
         )
     return out

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from comm_collectives.planning import round_up
+from comm_collectives.units import round_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,7 @@
-"""The room `faults`."""
+"""What goes wrong in a simulated run, as data, and shrinking it to what is needed.
+
+May import: no other room.
+"""
 
 from comm_collectives.simulation.faults.schedule import Delay as Delay
 from comm_collectives.simulation.faults.schedule import FaultSchedule as FaultSchedule

@@ -2,7 +2,7 @@
 
 A program is a list of calls. A fault names the rank, the call by its place in that list, and where
 it strikes inside the call, the transport operation: 0 is before the call does anything, 1 the first
-message or meeting, and so on; behind the last one is the end of the call.
+message or control exchange, and so on; behind the last one is the end of the call.
 
     faults = FaultSchedule((Kill(rank=3, call=1, operation=2), Delay(rank=0, call=0, delay_s=0.2)))
     faults = FaultSchedule.random(seed=7, num_ranks=16, num_calls=5)
@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import final
+
+from comm_collectives.errors import CommValueError
 
 _MAX_FAULTS = 4
 _MAX_OPERATION = 4
@@ -98,7 +100,7 @@ class FaultSchedule:
             ValueError: fewer than two ranks, or no calls.
         """
         if num_ranks < 2 or num_calls < 1:
-            raise ValueError(
+            raise CommValueError(
                 f"num_ranks={num_ranks}, num_calls={num_calls}; give at least 2 ranks and 1 call"
             )
         chance = Random(seed)
@@ -167,7 +169,9 @@ _GENTLE: tuple[_Draw, ...] = (
 )
 _ALL: tuple[_Draw, ...] = (
     *_GENTLE,
-    *(_too_late, _kill, _truncate),
+    _too_late,
+    _kill,
+    _truncate,
     lambda chance, rank, call, num_ranks: Skip(rank=rank, call=call),
     lambda chance, rank, call, num_ranks: Reorder(rank=rank, call=call),
 )

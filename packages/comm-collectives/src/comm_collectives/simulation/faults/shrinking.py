@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import final
 
+from comm_collectives.errors import CommValueError
 from comm_collectives.simulation.faults.schedule import Delay, Fault, FaultSchedule, Kill, Truncate
 
 _LEAST_RANKS = 2
@@ -46,7 +47,7 @@ def shrink(
         ValueError: the scenario does not fail.
     """
     if not fails(scenario):
-        raise ValueError(f"{scenario} does not fail, so there is nothing to shrink")
+        raise CommValueError(f"{scenario} does not fail, so there is nothing to shrink")
     tries = 0
     candidates = _smaller(scenario)
     while tries < max_tries:

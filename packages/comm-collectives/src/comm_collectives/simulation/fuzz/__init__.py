@@ -1,3 +1,6 @@
-"""The room `fuzz`."""
+"""Random programs under random faults: right everywhere, or the same error everywhere.
+
+May import: call, collectives, moe, nested, simulation, faults.
+"""
 
 from comm_collectives.simulation.fuzz.fuzzing import fuzz as fuzz

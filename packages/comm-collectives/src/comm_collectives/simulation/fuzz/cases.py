@@ -25,6 +25,7 @@ from comm_collectives.collectives import (
     reduce_scatter,
     scatter,
 )
+from comm_collectives.errors import CommTypeError
 from comm_collectives.nested import broadcast_nested
 from comm_collectives.simulation import SimRank
 
@@ -74,7 +75,7 @@ class Case(ABC):
 
 @final
 class Reduce(Case):
-    """all_reduce: short tensors travel with the meeting, long ones by themselves."""
+    """all_reduce: short tensors travel with the control exchange, long ones by themselves."""
 
     name = "all_reduce"
 
@@ -243,7 +244,7 @@ class FromOne(Case):
         value = {"x": [self._x, self._x + 1], "n": 3} if is_root else None
         got = broadcast_nested(value, src=self._root, group=rank.group)
         if not isinstance(got, dict):
-            raise TypeError(f"a dict was sent and a {type(got).__name__} arrived")
+            raise CommTypeError(f"a dict was sent and a {type(got).__name__} arrived")
         return (*got["x"], torch.tensor(got["n"]))
 
     def expected(self) -> list[Tensors]:

@@ -26,7 +26,7 @@ from typing import final
 import torch
 
 from comm_collectives.call.agreement import AgreementPolicy
-from comm_collectives.errors import LostGradientWarning
+from comm_collectives.errors import CommValueError, LostGradientWarning
 from comm_collectives.simulation import Threads
 from comm_collectives.simulation.fuzz.trial import Trial, Violation
 
@@ -80,7 +80,7 @@ def fuzz(
         ValueError: fewer than one trial, or fewer than two ranks.
     """
     if num_schedules < 1 or not 2 <= ranks[0] <= ranks[1]:
-        raise ValueError(
+        raise CommValueError(
             f"num_schedules={num_schedules}, ranks={ranks}; give at least one trial, and at least "
             "two ranks, the least first"
         )

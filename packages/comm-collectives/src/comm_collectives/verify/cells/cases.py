@@ -1,17 +1,13 @@
 """The correctness matrix: collective x dtype x shape, each cell with an answer known beforehand.
 
-A cell ends on each rank in a result, which is compared, or in an exception; what came of it on all
-ranks together is its verdict. A check that cannot fail proves nothing, so some cells are canaries,
-whose data is spoiled on purpose.
+A check that cannot fail proves nothing, so some cells are canaries, whose data is spoiled on
+purpose.
 
-    result = run_case(case, runner)      # inside each rank, with a process group
-    verdict, detail = judge([result_of_rank_0, result_of_rank_1])
+    cells = [*canaries(), *all_cases(dtypes=[torch.float32])]
 """
 
-import pickle
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -29,12 +25,9 @@ from comm_collectives.verify.cells.problems import (
     UNEVEN,
     Case,
 )
+from comm_collectives.verify.results import Verdict
 
-RIGHT, REFUSED, WRONG, FAILED = "right", "refused", "silently wrong", "failed"
-ABORTED, TIMED_OUT = "aborted", "timed out"
-VERDICTS = (RIGHT, REFUSED, WRONG, FAILED, ABORTED, TIMED_OUT)
-SOON_S = 1.0  # within which a refusal has to be there on every rank
-COLUMNS = (3, 401)  # rows that travel with a meeting, and rows that are too big for it
+COLUMNS = (3, 401)  # rows that travel with a control exchange, and rows that are too big for it
 _MOVED = (EVEN, UNEVEN, EMPTY, ONE_EMPTY, STRIDED, EXPANDED, OVERLAPPING)
 _SHAPES_OF: dict[str, tuple[str, ...]] = {
     "all_to_all": _MOVED,
@@ -67,38 +60,16 @@ TORCH_SHAPES_OF: dict[str, tuple[str, ...]] = {
 }
 TORCH_ORDER = "torch_order"  # the module of ours that has functions of those names
 _DROP_INS = (
-    *("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor"),
-    *("all_reduce", "broadcast"),
+    "all_to_all_single",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_reduce",
+    "broadcast",
 )
 _REDUCING = ("all_reduce", "reduce_scatter", "reduce_scatter_tensor")
 _WIDE_ON = (EVEN, UNEVEN, STRIDED)
 _NOT_ASYNC = ("isend_tensors",)  # it always is
 _ASYNC_DTYPE = torch.bfloat16
-
-
-# What torch and pickle are known to raise, and what a mistake of this package could.
-_EXCEPTIONS = (
-    *(RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError),
-    *(AssertionError, OSError, ImportError, Warning, pickle.PickleError),
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CaseResult:
-    """What came of a cell on one rank.
-
-    Attributes:
-        verdict: RIGHT, WRONG, or FAILED if it raised, until all ranks are looked at together; or
-            ABORTED or TIMED_OUT if the rank did not come back.
-        detail: what is wrong, or the text of the exception.
-        error: the class of the exception.
-        elapsed_s: from the start of the cell.
-    """
-
-    verdict: str
-    detail: str = ""
-    error: str = ""
-    elapsed_s: float = 0.0
 
 
 def canaries() -> list[Case]:
@@ -168,58 +139,8 @@ def _cells(
     ]
 
 
-def expected_verdict(case: Case) -> str:
+def expected_verdict(case: Case) -> Verdict:
     """Return what has to come of a cell."""
     if case.spoiled:
-        return WRONG
-    return RIGHT if not case.op or is_defined(case.dtype, case.op) else REFUSED
-
-
-def run_case(run: Callable[[], str]) -> CaseResult:
-    """Run a cell on this rank; `run` returns what is wrong, or ""."""
-    started = time.monotonic()
-    try:
-        problem = run()
-    except _EXCEPTIONS as error:
-        return CaseResult(
-            verdict=FAILED,
-            detail=str(error),
-            error=type(error).__name__,
-            elapsed_s=time.monotonic() - started,
-        )
-    return CaseResult(
-        verdict=WRONG if problem else RIGHT, detail=problem, elapsed_s=time.monotonic() - started
-    )
-
-
-def judge(results: Sequence[CaseResult]) -> tuple[str, str]:
-    """Return what came of a cell on all ranks together, and the detail that says most."""
-    for verdict in (ABORTED, TIMED_OUT):
-        for rank, result in enumerate(results):
-            if result.verdict == verdict or (verdict == TIMED_OUT and is_nameless(result)):
-                return verdict, on_rank(rank, result)
-    bad = [(rank, result) for rank, result in enumerate(results) if result.verdict != RIGHT]
-    if not bad:
-        return RIGHT, ""
-    classes = {result.error for result in results}
-    if classes == {""}:
-        return WRONG, on_rank(*bad[0])
-    latest = max(result.elapsed_s for result in results)
-    if len(classes) > 1:
-        return FAILED, "not alike on every rank: " + "; ".join(on_rank(*each) for each in bad)
-    if latest > SOON_S:
-        return FAILED, f"after {latest:.1f} s: {on_rank(*bad[0])}"
-    return REFUSED, on_rank(*bad[0])
-
-
-def is_nameless(result: CaseResult) -> bool:
-    """Whether a rank ended in a time limit whose text names no rank."""
-    text = result.detail.lower()
-    return bool(result.error) and ("timed out" in text or "timeout" in text) and "rank" not in text
-
-
-def on_rank(rank: int, result: CaseResult) -> str:
-    """Return what came of a cell on a rank, in one line."""
-    error = f"{result.error}: " if result.error else ""
-    lines = result.detail.splitlines()
-    return f"rank {rank}: {error}{lines[0] if lines else ''}"
+        return Verdict.WRONG
+    return Verdict.RIGHT if not case.op or is_defined(case.dtype, case.op) else Verdict.REFUSED

@@ -12,6 +12,7 @@ import torch
 
 from comm_collectives.call.groups import Group, group_state
 from comm_collectives.call.handles import Handle
+from comm_collectives.errors import CommValueError
 from comm_collectives.moe import MoeOptions, combine, dispatch, dispatch_async
 from comm_collectives.moe.rows import Payload
 from comm_collectives.planning import Route
@@ -96,7 +97,7 @@ def as_group(group: Group | None) -> Group:
         return group
     default = torch.distributed.group.WORLD
     if default is None:
-        raise ValueError("there is no default group; call init_process_group or pass group=")
+        raise CommValueError("there is no default group; call init_process_group or pass group=")
     return default
 
 

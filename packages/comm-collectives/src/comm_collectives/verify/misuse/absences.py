@@ -126,7 +126,7 @@ OTHERS = (
     Misuse(
         name="caller outside the group",
         run=_calls_as_outsider,
-        error="ValueError",
+        error="CommValueError",
         says=("member",),
         raised_by=the_odd_one,
     ),
@@ -140,7 +140,7 @@ OTHERS = (
     Misuse(
         name="sender sends to itself",
         run=_sends_to_itself,
-        error="ValueError",
+        error="CommValueError",
         says=("dst=",),
         raised_by=the_odd_one,
     ),

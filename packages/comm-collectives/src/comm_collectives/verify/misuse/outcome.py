@@ -19,15 +19,10 @@ import torch
 
 from comm_collectives.collectives import all_reduce
 from comm_collectives.errors import LostGradientWarning
-from comm_collectives.verify.cells import (
-    ABORTED,
-    FAILED,
-    REFUSED,
-    RIGHT,
+from comm_collectives.verify.results import (
     SOON_S,
-    TIMED_OUT,
-    WRONG,
     CaseResult,
+    Verdict,
     is_nameless,
     on_rank,
     run_case,
@@ -55,7 +50,7 @@ class At:
 
     @property
     def x(self) -> torch.Tensor:
-        """3,000 ones, which is more than travels with a meeting."""
+        """3,000 ones, which is more than travels with a control exchange."""
         return torch.ones(3000)
 
     def pick(self, odd: Any, usual: Any) -> Any:
@@ -135,16 +130,16 @@ def run_misuse(misuse: Misuse, at: At) -> CaseResult:
         if not problem and misuse.goes_on:
             problem = _problem_afterwards(at)
     if not problem:
-        return CaseResult(verdict=RIGHT, error=result.error, elapsed_s=result.elapsed_s)
+        return CaseResult(verdict=Verdict.RIGHT, error=result.error, elapsed_s=result.elapsed_s)
     return CaseResult(
-        verdict=FAILED if result.error else WRONG,
+        verdict=Verdict.FAILED if result.error else Verdict.WRONG,
         detail=problem,
         error=result.error,
         elapsed_s=result.elapsed_s,
     )
 
 
-def judge_misuse(results: Sequence[CaseResult], misuse: Misuse) -> tuple[str, str]:
+def judge_misuse(results: Sequence[CaseResult], misuse: Misuse) -> tuple[Verdict, str]:
     """Return what came of a mistake on all ranks together; REFUSED (or RIGHT) is as it must be."""
     size = len(results)
     must_raise = [misuse.raised_by(At(rank, size)) for rank in range(size)]
@@ -153,26 +148,26 @@ def judge_misuse(results: Sequence[CaseResult], misuse: Misuse) -> tuple[str, st
         for rank, result in enumerate(results)
         if not (misuse.dies and At(rank, size).odd)
     ]
-    if all(result.verdict == RIGHT for _, result in living):
-        return (REFUSED if any(must_raise) else RIGHT), ""
-    for verdict in (ABORTED, TIMED_OUT):
+    if all(result.verdict == Verdict.RIGHT for _, result in living):
+        return (Verdict.REFUSED if any(must_raise) else Verdict.RIGHT), ""
+    for verdict in (Verdict.ABORTED, Verdict.TIMED_OUT):
         for rank, result in living:
-            if result.verdict == verdict or (verdict == TIMED_OUT and is_nameless(result)):
+            if result.verdict == verdict or (verdict == Verdict.TIMED_OUT and is_nameless(result)):
                 return verdict, on_rank(rank, result)
-    bad = [(rank, result) for rank, result in living if result.verdict != RIGHT]
+    bad = [(rank, result) for rank, result in living if result.verdict != Verdict.RIGHT]
     is_silent = not any(result.error for _, result in living)
-    return (WRONG if is_silent else FAILED), on_rank(*bad[0])
+    return (Verdict.WRONG if is_silent else Verdict.FAILED), on_rank(*bad[0])
 
 
 def run_raw_misuse(run: Callable[[At], Any], misuse: Misuse, at: At) -> CaseResult:
     """Make the same mistake with something that promises nothing: any exception will do."""
     result = run_case(lambda: _text_of(run(at)))
-    if result.error or result.verdict == WRONG or not misuse.raised_by(at):
+    if result.error or result.verdict == Verdict.WRONG or not misuse.raised_by(at):
         return result
-    return CaseResult(verdict=WRONG, detail="not a word", elapsed_s=result.elapsed_s)
+    return CaseResult(verdict=Verdict.WRONG, detail="not a word", elapsed_s=result.elapsed_s)
 
 
-def judge_raw_misuse(results: Sequence[CaseResult], misuse: Misuse) -> tuple[str, str]:
+def judge_raw_misuse(results: Sequence[CaseResult], misuse: Misuse) -> tuple[Verdict, str]:
     """As `judge_misuse`; an exception of one class on all ranks that must raise is REFUSED."""
     size = len(results)
     living = [
@@ -182,11 +177,11 @@ def judge_raw_misuse(results: Sequence[CaseResult], misuse: Misuse) -> tuple[str
     ]
     raising = [result for rank, result in living if misuse.raised_by(At(rank, size))]
     nameless = any(is_nameless(result) for _, result in living)
-    lost = any(result.verdict in (ABORTED, TIMED_OUT) for _, result in living)
+    lost = any(result.verdict in (Verdict.ABORTED, Verdict.TIMED_OUT) for _, result in living)
     classes = {result.error for result in raising}
     soon = all(result.elapsed_s <= misuse.within_s for result in raising)
     if raising and not (nameless or lost) and len(classes) == 1 and "" not in classes and soon:
-        return REFUSED, on_rank(*living[0])
+        return Verdict.REFUSED, on_rank(*living[0])
     return judge_misuse(results, misuse)
 
 

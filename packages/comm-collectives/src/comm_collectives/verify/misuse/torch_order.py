@@ -6,10 +6,10 @@ TORCH_ORDER_MISUSES[0].run(At(rank=1, size=2))      # the same error on every ra
 import torch
 import torch.distributed as dist
 
-from comm_collectives.collectives.drop_in import torch_order
+from comm_collectives.collectives import drop_in
 from comm_collectives.verify.misuse.outcome import REFUSAL, TYPE_REFUSAL, At, Misuse
 
-_ROWS = 50  # of two numbers each, which is more than travels with a meeting
+_ROWS = 50  # of two numbers each, which is more than travels with a control exchange
 
 
 def _rows(ranks: int = 1) -> torch.Tensor:
@@ -19,14 +19,14 @@ def _rows(ranks: int = 1) -> torch.Tensor:
 def _all_swap_exchange(at: At) -> None:
     """The tensors are swapped, the splits are not."""
     x, output, sent, expected = _everything_to_first(at)
-    torch_order.all_to_all_single(x, output, expected, sent)
+    drop_in.all_to_all_single(x, output, expected, sent)
 
 
 def _one_swaps_exchange(at: At) -> None:
     """The odd rank swaps the splits too, so that nothing is wrong with its arguments alone."""
     x, output, sent, expected = _everything_to_first(at)
     arguments = at.pick((x, output, sent, expected), (output, x, expected, sent))
-    torch_order.all_to_all_single(*arguments)
+    drop_in.all_to_all_single(*arguments)
 
 
 def _everything_to_first(at: At) -> tuple[torch.Tensor, torch.Tensor, list[int], list[int]]:
@@ -36,16 +36,16 @@ def _everything_to_first(at: At) -> tuple[torch.Tensor, torch.Tensor, list[int],
 
 def _one_swaps_gather(at: At) -> None:
     whole, part = _rows(at.size), _rows()
-    torch_order.all_gather_into_tensor(*at.pick((part, whole), (whole, part)))
+    drop_in.all_gather_into_tensor(*at.pick((part, whole), (whole, part)))
 
 
 def _all_swap_scatter(at: At) -> None:
-    torch_order.reduce_scatter_tensor(_rows(at.size), _rows())
+    drop_in.reduce_scatter_tensor(_rows(at.size), _rows())
 
 
 def _swapped_with_gradient(at: At) -> None:
     weights, room = _rows(at.size).requires_grad_(), _rows(at.size)
-    torch_order.all_to_all_single(weights, room)
+    drop_in.all_to_all_single(weights, room)
 
 
 def _splits_disagree(at: At) -> None:
@@ -53,7 +53,7 @@ def _splits_disagree(at: At) -> None:
     if at.odd:
         expected[0] += 1
     sent = [_ROWS] + [0] * (at.size - 1)
-    torch_order.all_to_all_single(torch.ones(sum(expected), 2), _rows(), expected, sent)
+    drop_in.all_to_all_single(torch.ones(sum(expected), 2), _rows(), expected, sent)
 
 
 TORCH_ORDER_MISUSES = (
@@ -95,13 +95,13 @@ TORCH_ORDER_MISUSES = (
     ),
     Misuse(
         name="torch order: output too short on one rank",
-        run=lambda at: torch_order.all_gather_into_tensor(_rows(at.size)[at.odd :], _rows()),
+        run=lambda at: drop_in.all_gather_into_tensor(_rows(at.size)[at.odd :], _rows()),
         error=REFUSAL,
         says=("output has shape", "{odd}: "),
     ),
     Misuse(
         name="torch order: output of another dtype on one rank",
-        run=lambda at: torch_order.all_gather_into_tensor(
+        run=lambda at: drop_in.all_gather_into_tensor(
             at.pick(_rows(at.size).int(), _rows(at.size)), _rows()
         ),
         error=TYPE_REFUSAL,
@@ -109,24 +109,24 @@ TORCH_ORDER_MISUSES = (
     ),
     Misuse(
         name="torch order: elements of the output share memory on one rank",
-        run=lambda at: torch_order.all_reduce(at.pick(torch.ones(1, 2).expand(_ROWS, 2), _rows())),
+        run=lambda at: drop_in.all_reduce(at.pick(torch.ones(1, 2).expand(_ROWS, 2), _rows())),
         error=REFUSAL,
         says=("share memory", "{odd}: "),
     ),
     Misuse(
         name="torch order: no tensor on one rank",
-        run=lambda at: torch_order.broadcast(at.pick([1.0], at.x), src=0),
+        run=lambda at: drop_in.broadcast(at.pick([1.0], at.x), src=0),
         error=TYPE_REFUSAL,
         says=("list", "{odd}: "),
     ),
     Misuse(
         name="torch order: op differs",
-        run=lambda at: torch_order.all_reduce(at.x, at.pick(dist.ReduceOp.MAX, dist.ReduceOp.SUM)),
+        run=lambda at: drop_in.all_reduce(at.x, at.pick(dist.ReduceOp.MAX, dist.ReduceOp.SUM)),
         says=("op=max", "op=sum", "{odd}: "),
     ),
     Misuse(
         name="torch order: op without meaning here on one rank",
-        run=lambda at: torch_order.all_reduce(
+        run=lambda at: drop_in.all_reduce(
             at.x.int(), at.pick(dist.ReduceOp.BXOR, dist.ReduceOp.SUM)
         ),
         error=REFUSAL,
@@ -134,7 +134,7 @@ TORCH_ORDER_MISUSES = (
     ),
     Misuse(
         name="torch order: sum of fp8",
-        run=lambda at: torch_order.reduce_scatter_tensor(
+        run=lambda at: drop_in.reduce_scatter_tensor(
             _rows().to(torch.float8_e5m2), _rows(at.size).to(torch.float8_e5m2)
         ),
         error=TYPE_REFUSAL,
@@ -142,29 +142,29 @@ TORCH_ORDER_MISUSES = (
     ),
     Misuse(
         name="torch order: lengths differ",
-        run=lambda at: torch_order.all_reduce(at.x[at.odd :]),
+        run=lambda at: drop_in.all_reduce(at.x[at.odd :]),
         says=("shape", "(2999,)", "{odd}: "),
     ),
     Misuse(
         name="torch order: source differs",
-        run=lambda at: torch_order.broadcast(at.x, src=at.pick(at.rank, 0)),
+        run=lambda at: drop_in.broadcast(at.x, src=at.pick(at.rank, 0)),
         says=("src", "{odd}: "),
     ),
     Misuse(
         name="torch order: source outside the group on one rank",
-        run=lambda at: torch_order.broadcast(at.x, src=at.pick(at.size, 0)),
+        run=lambda at: drop_in.broadcast(at.x, src=at.pick(at.size, 0)),
         error=REFUSAL,
         says=("src=", "{odd}: "),
     ),
     Misuse(
         name="torch order: receiver of a broadcast is longer",
-        run=lambda at: torch_order.broadcast(at.pick(at.x, at.x[:2000]), src=0),
+        run=lambda at: drop_in.broadcast(at.pick(at.x, at.x[:2000]), src=0),
         sides=1,
         says=("2000", "3000", "{odd}"),
     ),
     Misuse(
         name="torch order: all_gather_into_tensor and all_to_all_single",
-        run=lambda at: at.pick(torch_order.all_gather_into_tensor, torch_order.all_to_all_single)(
+        run=lambda at: at.pick(drop_in.all_gather_into_tensor, drop_in.all_to_all_single)(
             _rows(at.size), at.pick(_rows(), _rows(at.size))
         ),
         says=("operation", "{odd}: "),
