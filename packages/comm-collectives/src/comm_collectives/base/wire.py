@@ -17,31 +17,12 @@ from comm_collectives._torch_private import is_traceable_wrapper_subclass
 from comm_collectives.errors import CommTypeError
 
 # The number under which a dtype is named in headers. Append only: both ends must agree.
-_NAMES = (
-    "bool",
-    "uint8",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint16",
-    "uint32",
-    "uint64",
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-    "complex32",
-    "complex64",
-    "complex128",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "float8_e4m3fnuz",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-    "float4_e2m1fn_x2",
-)
-DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _NAMES)
+_NAMES = """
+bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64
+complex32 complex64 complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz
+float8_e8m0fnu float4_e2m1fn_x2
+"""
+DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _NAMES.split())
 _CODE_OF = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 

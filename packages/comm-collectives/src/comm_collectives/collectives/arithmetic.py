@@ -25,10 +25,8 @@ _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
     "max": torch.maximum,
     "product": torch.mul,
 }
-_NATIVE = {
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    *(torch.int8, torch.uint8, torch.int32, torch.int64),
-}
+_NATIVE = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_NATIVE |= {torch.int8, torch.uint8, torch.int32, torch.int64}
 # Sums and products modulo 2^n survive a detour through more bits, and order does too.
 _WIDER = {
     torch.int16: torch.int32,

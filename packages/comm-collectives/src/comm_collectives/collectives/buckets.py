@@ -51,7 +51,7 @@ def reduce_in_buckets(
     state, refused = group_state(group), None
     buckets: list[list[torch.Tensor]] = []
     try:
-        _check(tensors, op)
+        _check_tensors(tensors, op)
         buckets = fill_buckets(tensors, bucket_bytes)
     except (TypeError, ValueError) as error:
         refused = error  # told to the ranks that wait in their first bucket
@@ -101,7 +101,7 @@ def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Te
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def _check(tensors: Sequence[torch.Tensor], op: str) -> None:
+def _check_tensors(tensors: Sequence[torch.Tensor], op: str) -> None:
     check_tensors(tensors)
     for tensor in tensors:
         check_op(tensor.dtype, op)

@@ -27,12 +27,11 @@ from comm_collectives.call.signature import Argument, Status, dtype_argument
 from comm_collectives.errors import CommTypeError, CommValueError
 from comm_collectives.moe.handle import Contract
 from comm_collectives.moe.handle import DispatchHandle as DispatchHandle
-from comm_collectives.moe.options import MoeOptions
+from comm_collectives.moe.options import DEFAULT_OPTIONS, MoeOptions
 from comm_collectives.moe.request import FLOATS, AgreedRoute, Request, flags_of_all
 from comm_collectives.moe.routes import Leg
 from comm_collectives.planning import Movement
 
-_DEFAULTS = MoeOptions()
 _Tensors = tuple[torch.Tensor, ...]
 
 
@@ -61,7 +60,7 @@ def dispatch(
     num_experts: int,
     group: Group | None = None,
     expert_alignment: int = 1,
-    options: MoeOptions = _DEFAULTS,
+    options: MoeOptions = DEFAULT_OPTIONS,
 ) -> Dispatched:
     """Bring each token's row to the ranks that hold its experts.
 
@@ -101,7 +100,7 @@ def dispatch_async(
     num_experts: int,
     group: Group | None = None,
     expert_alignment: int = 1,
-    options: MoeOptions = _DEFAULTS,
+    options: MoeOptions = DEFAULT_OPTIONS,
 ) -> Handle[Dispatched]:
     """As `dispatch`, but return at once; the handle's `wait` returns the rows. Collective."""
     request = _request(x, topk_idx, topk_weights, num_experts, group, expert_alignment, options)

@@ -102,3 +102,6 @@ class MoeOptions:
             raise CommValueError(
                 f"backend={self.backend!r} is unknown; give 'torch' or a DeepEpBackend"
             )
+
+
+DEFAULT_OPTIONS = MoeOptions()

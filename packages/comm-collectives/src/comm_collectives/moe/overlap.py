@@ -17,9 +17,7 @@ from comm_collectives.call.groups import Group, check_integer
 from comm_collectives.call.handles import Handle
 from comm_collectives.errors import CommValueError
 from comm_collectives.moe.dispatch_combine import Dispatched, combine, dispatch_async
-from comm_collectives.moe.options import MoeOptions
-
-_DEFAULTS = MoeOptions()
+from comm_collectives.moe.options import DEFAULT_OPTIONS, MoeOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +37,7 @@ class OverlappedMoe:
     group: Group | None = None
     num_chunks: int = 2
     expert_alignment: int = 1
-    options: MoeOptions = _DEFAULTS
+    options: MoeOptions = DEFAULT_OPTIONS
 
     def __post_init__(self) -> None:
         check_integer(self.num_chunks, "num_chunks")

@@ -118,7 +118,7 @@ def broadcast_nested(
     return launch(state, "broadcast_nested", run, inputs=inputs, async_op=async_op)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Given:
     """What this rank's arguments come to."""
 
@@ -129,16 +129,14 @@ class _Given:
 
 
 def _look_at(state: GroupState, obj: object, src: int, device: torch.device | str | None) -> _Given:
-    given = _Given()
+    arguments: tuple[Argument, ...] = ()
     try:
         check_root(state, src, "src")
-        given.arguments = (Argument("src", int(src)),)
-        given.device = checked_device(device)
-        if state.rank == src:
-            given.packed = encode(obj)
+        arguments = (Argument("src", int(src)),)
+        place = checked_device(device)
+        return _Given(arguments, encode(obj) if state.rank == src else None, place)
     except (TypeError, ValueError) as error:
-        given.refused = error
-    return given
+        return _Given(arguments, refused=error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

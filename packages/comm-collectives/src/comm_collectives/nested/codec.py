@@ -33,7 +33,7 @@ import torch
 from comm_collectives.base import DTYPES
 from comm_collectives.errors import CommTypeError, CommValueError
 
-_DTYPES = frozenset(DTYPES)
+_KNOWN_DTYPES = frozenset(DTYPES)
 _AS_THEY_ARE = (type(None), bool, float)
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _TAG_OF_SEQUENCE: dict[type, str] = {list: "l", tuple: "t"}
@@ -233,6 +233,7 @@ class _Decoder:
         instance = object.__new__(cls)
         for name, item in zip(_fields_of(cls), islice(node, 2, None), strict=True):
             if item != _UNSET:
+                # gate: setattr - the values were checked when the source made its instance
                 object.__setattr__(instance, name, self.build(item))
         return instance
 
@@ -244,7 +245,7 @@ class _Decoder:
 def _is_plain(tensor: torch.Tensor) -> bool:
     return (
         tensor.layout is torch.strided
-        and tensor.dtype in _DTYPES
+        and tensor.dtype in _KNOWN_DTYPES
         and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
     )
 

@@ -30,12 +30,8 @@ from comm_collectives.units import TENSOR_BYTES, round_up
 # Each message costs as much as some hundred KiB, most where ranks share a core.
 _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES, _CHUNKS = 1 << 20, 1 << 22, 16
 # What torch has long been able to stack; other dtypes are packed as integers of their size.
-_ORDINARY = frozenset(
-    {
-        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    }
-)
+_ORDINARY = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+_ORDINARY |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 # torch's own annotation says that it returns None.
 _unbind_copy = cast("Callable[[torch.Tensor], Sequence[torch.Tensor]]", torch.unbind_copy)
 _INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

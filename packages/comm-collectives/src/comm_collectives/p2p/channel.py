@@ -260,7 +260,7 @@ class Channel:
     def _keep(self, message: Message) -> None:
         number = message.header.number
         if not message.header.flags & IS_GRADIENT:
-            self._arrived[_TRANSFERS].append(message)
+            self._arrived[_TRANSFERS].append(message)  # gate: position - a key, not a place
         elif number in self._unwanted:
             self._unwanted.discard(number)
         else:

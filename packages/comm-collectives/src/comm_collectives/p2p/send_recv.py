@@ -163,12 +163,12 @@ def recv(
         y = message.tensors[0] if device is None else message.tensors[0].to(device)
         if not message.header.flags & WANTS_GRADIENT:
             return y
-        return _attach(y, channel, transfer)
+        return _attach_sent(y, channel, transfer)
 
     return channel.launch(transfer, run, inputs=()) if async_op else channel.run(transfer, run)
 
 
-def _attach(y: torch.Tensor, channel: Channel, transfer: Transfer) -> torch.Tensor:
+def _attach_sent(y: torch.Tensor, channel: Channel, transfer: Transfer) -> torch.Tensor:
     if not torch.is_grad_enabled():
         channel.give_gradient([], transfer)
         return y

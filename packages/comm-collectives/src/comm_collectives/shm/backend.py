@@ -95,45 +95,45 @@ class ShmBackend(Backend):
 
     def allreduce(self, tensors: Tensors, opts: Options) -> Any:
         """Reduce in place."""
-        return self._carry_out(operations.all_reduce, self._gloo.allreduce, opts, tensors)
+        return self._carry_out(operations.build_all_reduce, self._gloo.allreduce, opts, tensors)
 
     def broadcast(self, tensors: Tensors, opts: Options) -> Any:
         """Broadcast in place."""
-        return self._carry_out(operations.broadcast, self._gloo.broadcast, opts, tensors)
+        return self._carry_out(operations.build_broadcast, self._gloo.broadcast, opts, tensors)
 
     def reduce(self, tensors: Tensors, opts: Options) -> Any:
         """Reduce to one rank."""
-        return self._carry_out(operations.reduce, self._gloo.reduce, opts, tensors)
+        return self._carry_out(operations.build_reduce, self._gloo.reduce, opts, tensors)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Options) -> Any:
         """Gather into lists."""
         plain = self._gloo.allgather
-        return self._carry_out(operations.all_gather, plain, opts, outputs, inputs)
+        return self._carry_out(operations.build_all_gather, plain, opts, outputs, inputs)
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Options) -> Any:
         """Gather into one tensor."""
         plain = self._gloo._allgather_base
-        return self._carry_out(operations.all_gather_single, plain, opts, output, source)
+        return self._carry_out(operations.build_all_gather_single, plain, opts, output, source)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Options) -> Any:
         """Gather into a list on one rank."""
-        return self._carry_out(operations.gather, self._gloo.gather, opts, outputs, inputs)
+        return self._carry_out(operations.build_gather, self._gloo.gather, opts, outputs, inputs)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Options) -> Any:
         """Scatter a list of one rank."""
-        return self._carry_out(operations.scatter, self._gloo.scatter, opts, outputs, inputs)
+        return self._carry_out(operations.build_scatter, self._gloo.scatter, opts, outputs, inputs)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Options) -> Any:
         """Reduce a list, one tensor to each rank."""
         plain = self._gloo.reduce_scatter
-        return self._carry_out(operations.reduce_scatter, plain, opts, outputs, inputs)
+        return self._carry_out(operations.build_reduce_scatter, plain, opts, outputs, inputs)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, source: torch.Tensor, opts: Options
     ) -> Any:
         """Reduce one tensor, a part of it to each rank."""
         plain = self._gloo._reduce_scatter_base
-        return self._carry_out(operations.reduce_scatter_single, plain, opts, output, source)
+        return self._carry_out(operations.build_reduce_scatter_single, plain, opts, output, source)
 
     def all_to_all_single(
         self,
@@ -151,16 +151,18 @@ class ShmBackend(Backend):
             )
 
         splits = output_splits, input_splits
-        build = operations.all_to_all_single
+        build = operations.build_all_to_all_single
         return self._carry_out(build, plain, opts, output, source, splits)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Options) -> Any:
         """Exchange the tensors of a list."""
-        return self._carry_out(operations.all_to_all, self._gloo.alltoall, opts, outputs, inputs)
+        return self._carry_out(
+            operations.build_all_to_all, self._gloo.alltoall, opts, outputs, inputs
+        )
 
     def barrier(self, opts: Options) -> Any:
         """Wait for all ranks."""
-        return self._carry_out(operations.barrier, self._gloo.barrier, opts)
+        return self._carry_out(operations.build_barrier, self._gloo.barrier, opts)
 
     # Older versions of torch know three of them by other names.
     _allgather_base = all_gather_single

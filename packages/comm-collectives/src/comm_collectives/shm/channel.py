@@ -17,6 +17,8 @@ further step; the others then fail in that call too, or leave before they begin 
         ctypes.memmove(target, channel.theirs(peer), num_bytes)
 """
 
+# gate: position - addresses of words in shared memory
+
 import math
 import mmap
 import time

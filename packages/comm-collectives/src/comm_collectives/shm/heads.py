@@ -37,6 +37,7 @@ _OPERATIONS = (
     REFUSED,
 )
 _NO_DTYPE = -1
+# gate: clone - unlike in dtype_code, a dtype without a number is no mistake here
 _CODE_OF = {dtype: code for code, dtype in enumerate(DTYPES)}
 _REDUCTIONS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 

@@ -57,7 +57,7 @@ def cut(lengths: Sequence[int], steps: int) -> list[tuple[int, int]]:
     return places
 
 
-def broadcast(channel: Channel, head: Head, span: Span, root: int) -> Steps:
+def broadcast_steps(channel: Channel, head: Head, span: Span, root: int) -> Steps:
     """The bytes of `root` come to lie in the spans of all others."""
     pieces = _even(channel, [(span, root)], span.num_bytes)
     if channel.rank == root:
@@ -65,7 +65,7 @@ def broadcast(channel: Channel, head: Head, span: Span, root: int) -> Steps:
     return move(channel, head, [], pieces)
 
 
-def all_gather(channel: Channel, head: Head, source: Span, targets: Sequence[Span]) -> Steps:
+def all_gather_steps(channel: Channel, head: Head, source: Span, targets: Sequence[Span]) -> Steps:
     """Target `r` of every rank receives the source of rank r; all have one size."""
     me = channel.rank
     writes = _even(channel, [(source, me)], source.num_bytes)
@@ -74,7 +74,9 @@ def all_gather(channel: Channel, head: Head, source: Span, targets: Sequence[Spa
     return move(channel, head, writes, reads, (targets[me], source))
 
 
-def gather(channel: Channel, head: Head, source: Span, targets: Sequence[Span], root: int) -> Steps:
+def gather_steps(
+    channel: Channel, head: Head, source: Span, targets: Sequence[Span], root: int
+) -> Steps:
     """Target `r` of `root` receives the source of rank r; the others have no targets."""
     if channel.rank == root:
         others = [(target, rank) for rank, target in enumerate(targets) if rank != root]
@@ -83,7 +85,7 @@ def gather(channel: Channel, head: Head, source: Span, targets: Sequence[Span], 
     return move(channel, head, _even(channel, [(source, channel.rank)], source.num_bytes), [])
 
 
-def scatter(
+def scatter_steps(
     channel: Channel, head: Head, sources: Sequence[Span], target: Span, root: int
 ) -> Steps:
     """Source `r` of `root` goes to the target of rank r; the others have no sources."""

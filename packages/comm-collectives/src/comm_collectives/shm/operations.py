@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from comm_collectives.base import as_bytes, dense
 from comm_collectives.errors import RefusedError
-from comm_collectives.shm import moves as shm_moves
-from comm_collectives.shm import sums as shm_sums
+from comm_collectives.shm import moves, sums
 from comm_collectives.shm.arguments import (
     Landings,
     Tensors,
@@ -56,7 +55,7 @@ class Place:
         return len(self.ranks)
 
 
-def all_reduce(place: Place, tensors: Tensors, opts: Options) -> Operation:
+def build_all_reduce(place: Place, tensors: Tensors, opts: Options) -> Operation:
     """Reduce one tensor in place."""
     x = tensors[0]
     if x.layout != torch.strided:
@@ -70,14 +69,14 @@ def all_reduce(place: Place, tensors: Tensors, opts: Options) -> Operation:
     flat = in_place(x, landings)
     return Operation(
         name=_title(place, head),
-        steps=lambda channel: shm_sums.all_reduce(channel, head, flat, reduction),
+        steps=lambda channel: sums.all_reduce_steps(channel, head, flat, reduction),
         over_gloo=lambda: place.gloo.allreduce([flat], opts),
         results=[x],
         landings=landings,
     )
 
 
-def reduce(place: Place, tensors: Tensors, opts: Options) -> Operation:
+def build_reduce(place: Place, tensors: Tensors, opts: Options) -> Operation:
     """Reduce to one rank; gloo does it."""
     x = tensors[0]
     name, _ = find_reduction(opts.reduceOp, x.dtype)
@@ -89,7 +88,7 @@ def reduce(place: Place, tensors: Tensors, opts: Options) -> Operation:
     return operation
 
 
-def broadcast(place: Place, tensors: Tensors, opts: Options) -> Operation:
+def build_broadcast(place: Place, tensors: Tensors, opts: Options) -> Operation:
     """Broadcast one tensor in place."""
     x, root = tensors[0], opts.rootRank
     head = Head("broadcast", x.dtype, "", x.nbytes, root)
@@ -97,14 +96,14 @@ def broadcast(place: Place, tensors: Tensors, opts: Options) -> Operation:
     flat = source_bytes(x) if place.rank == root else as_bytes(target_of(x, landings))
     return Operation(
         name=_title(place, head),
-        steps=lambda channel: shm_moves.broadcast(channel, head, span_of(flat), root),
+        steps=lambda channel: moves.broadcast_steps(channel, head, span_of(flat), root),
         over_gloo=lambda: place.gloo.broadcast([flat], opts),
         results=[x],
         landings=landings,
     )
 
 
-def all_gather_single(
+def build_all_gather_single(
     place: Place, output: torch.Tensor, source: torch.Tensor, opts: Options
 ) -> Operation:
     """Gather equal tensors into one."""
@@ -123,14 +122,14 @@ def all_gather_single(
     head = Head("all_gather", source.dtype, "", source.nbytes)
     return Operation(
         name=_title(place, head),
-        steps=lambda channel: shm_moves.all_gather(channel, head, span_of(sent), targets),
+        steps=lambda channel: moves.all_gather_steps(channel, head, span_of(sent), targets),
         over_gloo=lambda: place.gloo._allgather_base(flat, sent, opts),
         results=[output],
         landings=landings,
     )
 
 
-def all_gather(
+def build_all_gather(
     place: Place, outputs: Sequence[Tensors], sources: Tensors, opts: Options
 ) -> Operation:
     """Gather equal tensors into a list of them."""
@@ -141,14 +140,16 @@ def all_gather(
     head = Head("all_gather", source.dtype, "", source.nbytes)
     return Operation(
         name=_title(place, head),
-        steps=lambda channel: shm_moves.all_gather(channel, head, span_of(sent), _spans(targets)),
+        steps=lambda channel: moves.all_gather_steps(channel, head, span_of(sent), _spans(targets)),
         over_gloo=lambda: place.gloo.allgather([targets], [sent], opts),
         results=list(outputs[0]),
         landings=landings,
     )
 
 
-def gather(place: Place, outputs: Sequence[Tensors], sources: Tensors, opts: Options) -> Operation:
+def build_gather(
+    place: Place, outputs: Sequence[Tensors], sources: Tensors, opts: Options
+) -> Operation:
     """Gather equal tensors into a list of them on one rank."""
     source, root = sources[0], opts.rootRank
     landings: Landings = []
@@ -158,14 +159,18 @@ def gather(place: Place, outputs: Sequence[Tensors], sources: Tensors, opts: Opt
     head = Head("gather", source.dtype, "", source.nbytes, root)
     return Operation(
         name=_title(place, head),
-        steps=lambda channel: shm_moves.gather(channel, head, span_of(sent), _spans(targets), root),
+        steps=lambda channel: moves.gather_steps(
+            channel, head, span_of(sent), _spans(targets), root
+        ),
         over_gloo=lambda: place.gloo.gather([targets] if targets else [], [sent], opts),
         results=list(wanted),
         landings=landings,
     )
 
 
-def scatter(place: Place, outputs: Tensors, sources: Sequence[Tensors], opts: Options) -> Operation:
+def build_scatter(
+    place: Place, outputs: Tensors, sources: Sequence[Tensors], opts: Options
+) -> Operation:
     """Scatter a list of equal tensors of one rank."""
     output, root = outputs[0], opts.rootRank
     landings: Landings = []
@@ -177,14 +182,16 @@ def scatter(place: Place, outputs: Tensors, sources: Sequence[Tensors], opts: Op
     head = Head("scatter", output.dtype, "", output.nbytes, root)
     return Operation(
         name=_title(place, head),
-        steps=lambda channel: shm_moves.scatter(channel, head, _spans(sent), span_of(target), root),
+        steps=lambda channel: moves.scatter_steps(
+            channel, head, _spans(sent), span_of(target), root
+        ),
         over_gloo=lambda: place.gloo.scatter([target], [sent] if sent else [], opts),
         results=[output],
         landings=landings,
     )
 
 
-def reduce_scatter_single(
+def build_reduce_scatter_single(
     place: Place, output: torch.Tensor, source: torch.Tensor, opts: Options
 ) -> Operation:
     """Reduce one tensor, of which each rank gets its part."""
@@ -202,7 +209,7 @@ def reduce_scatter_single(
     return _reduce_scatter(place, output, parts or [flat] * place.size, (target, landings), opts)
 
 
-def reduce_scatter(
+def build_reduce_scatter(
     place: Place, outputs: Tensors, sources: Sequence[Tensors], opts: Options
 ) -> Operation:
     """Reduce a list of tensors, of which each rank gets one."""
@@ -241,14 +248,14 @@ def _reduce_scatter(
         return operation
     return Operation(
         name=_title(place, head),
-        steps=lambda channel: shm_sums.reduce_scatter(channel, head, parts, target, reduction),
+        steps=lambda channel: sums.reduce_scatter_steps(channel, head, parts, target, reduction),
         over_gloo=over_gloo,
         results=[output],
         landings=landings,
     )
 
 
-def all_to_all_single(
+def build_all_to_all_single(
     place: Place,
     output: torch.Tensor,
     source: torch.Tensor,
@@ -265,7 +272,7 @@ def all_to_all_single(
     head = Head("all_to_all", source.dtype)
     return Operation(
         name=_title(place, head),
-        steps=lambda channel: shm_moves.swap(
+        steps=lambda channel: moves.swap(
             channel, head, spans_of(data, sent), spans_of(flat, received)
         ),
         over_gloo=lambda: place.gloo.alltoall_base(flat, data, received, sent, opts),
@@ -274,7 +281,7 @@ def all_to_all_single(
     )
 
 
-def all_to_all(place: Place, outputs: Tensors, sources: Tensors, opts: Options) -> Operation:
+def build_all_to_all(place: Place, outputs: Tensors, sources: Tensors, opts: Options) -> Operation:
     """Exchange one tensor with each rank; the sizes may differ."""
     if len(outputs) != place.size or len(sources) != place.size:
         raise RefusedError(
@@ -299,19 +306,19 @@ def all_to_all(place: Place, outputs: Tensors, sources: Tensors, opts: Options) 
 
     return Operation(
         name=_title(place, head),
-        steps=lambda channel: shm_moves.swap(channel, head, _spans(sent), _spans(targets)),
+        steps=lambda channel: moves.swap(channel, head, _spans(sent), _spans(targets)),
         over_gloo=over_gloo,
         results=list(outputs),
         landings=landings,
     )
 
 
-def barrier(place: Place, opts: Options) -> Operation:
+def build_barrier(place: Place, opts: Options) -> Operation:
     """Meet."""
     head = Head("barrier")
     return Operation(
         name=_title(place, head),
-        steps=lambda channel: shm_moves.meet(channel, head),
+        steps=lambda channel: moves.meet(channel, head),
         over_gloo=lambda: place.gloo.barrier(opts),
     )
 
@@ -320,7 +327,7 @@ def by_gloo(place: Place, head: Head, start: Callable[[], dist.Work]) -> Operati
     """Have gloo do it, once all ranks have shown that they make the same call."""
     return Operation(
         name=_title(place, head),
-        steps=lambda channel: shm_moves.meet(channel, head),
+        steps=lambda channel: moves.meet(channel, head),
         over_gloo=start,
         is_gloo=True,
     )
@@ -334,7 +341,7 @@ def refused(error: RefusedError) -> Operation:
 
     return Operation(
         name="refused",
-        steps=lambda channel: shm_moves.refuse(channel, error),
+        steps=lambda channel: moves.refuse(channel, error),
         over_gloo=complain,
     )
 

@@ -37,7 +37,7 @@ from comm_collectives.units import CACHE_LINE_BYTES, round_up
 _SHARED_BYTES = 1 << 16
 
 
-def reduce_scatter(
+def reduce_scatter_steps(
     channel: Channel,
     head: Head,
     parts: Sequence[torch.Tensor],
@@ -74,7 +74,7 @@ def reduce_scatter(
         reduction(values, target)
 
 
-def all_reduce(channel: Channel, head: Head, x: torch.Tensor, reduction: Reduction) -> Steps:
+def all_reduce_steps(channel: Channel, head: Head, x: torch.Tensor, reduction: Reduction) -> Steps:
     """Reduce the flat tensor `x` in place."""
     if channel.size > 2 and x.nbytes > _SHARED_BYTES:
         return _all_reduce_shared(channel, head, x, reduction)

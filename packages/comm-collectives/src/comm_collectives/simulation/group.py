@@ -4,6 +4,8 @@ group = SimGroup.of(world, ranks=(0, 2, 5), rank=2)
 comm_collectives.all_reduce(x, group=group)
 """
 
+# gate: late-attribute - what a group learns in its first calls, a simulated one has from the start
+
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -21,11 +21,11 @@ from comm_collectives.simulation.scheduler import Signal, VirtualClock
 from comm_collectives.simulation.wire import (
     CLOSED,
     Aborted,
-    Channel,
+    MessageQueue,
     Round,
     Wire,
     offsets_of,
-    place,
+    scatter_bytes,
 )
 from comm_collectives.simulation.world import Post, World
 
@@ -58,13 +58,15 @@ class SimTransport(Transport):
     ) -> Pending:
         """Every rank sends a piece to every rank."""
         round_ = self._begin("exchange", bytes_of(source), offsets_of(sent_bytes))
-        return self._work(round_, lambda: place(round_.pieces(self._index), received_bytes, target))
+        return self._work(
+            round_, lambda: scatter_bytes(round_.pieces(self._index), received_bytes, target)
+        )
 
     def all_gather(self, target: torch.Tensor, source: torch.Tensor) -> Pending:
         """Every rank sends one message to all."""
         round_ = self._begin("all_gather", bytes_of(source))
         sizes = [target.numel() // len(self._ranks)] * len(self._ranks)
-        return self._work(round_, lambda: place(round_.pieces(self._index), sizes, target))
+        return self._work(round_, lambda: scatter_bytes(round_.pieces(self._index), sizes, target))
 
     def broadcast(self, flat: torch.Tensor, root: int) -> Pending:
         """One rank sends, and waits until all have received."""
@@ -74,7 +76,7 @@ class SimTransport(Transport):
             return self._work(round_, lambda: None)
 
         def deliver() -> None:
-            place([round_.piece(root, self._index)], [flat.numel()], flat)
+            scatter_bytes([round_.piece(root, self._index)], [flat.numel()], flat)
 
         return self._work(round_, deliver, peers=(root,))
 
@@ -85,7 +87,7 @@ class SimTransport(Transport):
 
         def deliver() -> None:
             reduced = round_.reduced((flat.dtype, op), data.numel())
-            place([reduced], [data.numel()], data)
+            scatter_bytes([reduced], [data.numel()], data)
 
         return self._work(round_, deliver)
 
@@ -188,7 +190,7 @@ class SimTransport(Transport):
         self.world.notify()
         raise RuntimeError(f"{_RESET} [simulated rank {self._ranks[peer]}]")
 
-    def _take(self, channel: Channel, number: int, src: int, flat: torch.Tensor) -> bool:
+    def _take(self, channel: MessageQueue, number: int, src: int, flat: torch.Tensor) -> bool:
         if not channel.has(number):
             if self._wire.problem(self._index, src) is not None:
                 raise RuntimeError(self._problem_with(src))
@@ -196,7 +198,7 @@ class SimTransport(Transport):
         message = channel.message(number)
         if message is None:
             self._break(src)
-        place([message], [flat.nbytes], flat)
+        scatter_bytes([message], [flat.nbytes], flat)
         return True
 
 

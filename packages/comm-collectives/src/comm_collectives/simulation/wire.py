@@ -120,7 +120,7 @@ class Round:
 
 
 @final
-class Channel:
+class MessageQueue:
     """Messages from one rank to another, in their order."""
 
     __slots__ = ("_read", "_sent", "signal")
@@ -159,7 +159,7 @@ class Wire:
         self._closed: set[tuple[int, int]] = set()
         self._gone: dict[int, str] = {}
         self._rounds: dict[tuple[int, str], Round] = {}
-        self._channels: dict[tuple[int, int], Channel] = {}
+        self._channels: dict[tuple[int, int], MessageQueue] = {}
 
     def round(self, number: int, kind: str) -> Round:
         """Return an operation by its number and kind."""
@@ -173,9 +173,9 @@ class Wire:
                 found.sever(one, other)
         return found
 
-    def channel(self, src: int, dst: int) -> Channel:
+    def channel(self, src: int, dst: int) -> MessageQueue:
         """Return the messages from one rank to another."""
-        return self._channels.setdefault((src, dst), Channel())
+        return self._channels.setdefault((src, dst), MessageQueue())
 
     def close(self, one: int, other: int) -> None:
         """Close one connection."""
@@ -214,7 +214,7 @@ def offsets_of(sizes: Sequence[int]) -> list[int]:
     return list(accumulate(sizes, initial=0))
 
 
-def place(messages: Sequence[bytes], sizes: Sequence[int], target: torch.Tensor) -> None:
+def scatter_bytes(messages: Sequence[bytes], sizes: Sequence[int], target: torch.Tensor) -> None:
     """Write messages into a flat buffer that expects these sizes.
 
     Raises:

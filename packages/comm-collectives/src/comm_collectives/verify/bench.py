@@ -23,12 +23,11 @@ import torch.distributed as dist
 
 from comm_collectives.errors import CommError, CommValueError
 from comm_collectives.shm import BACKEND_NAME, ShmBackend, register_backends
-from comm_collectives.verify.local_ranks import LocalRanks
+from comm_collectives.verify.local_ranks import START_S, LocalRanks
 
 SIZES = (1 << 12, 1 << 16, 1 << 20, 8 << 20, 64 << 20)
 QUICK_SIZES = SIZES[:3]
 # The ranks need some time to connect, whatever the limit for the measurement.
-_START_S = 60.0
 _ROUNDS, _QUICK_ROUNDS = 21, 5
 # Calls in a round, so that a round is long enough to be timed.
 _CALLS = {1 << 12: 100, 1 << 16: 50, 1 << 20: 10, 8 << 20: 2}
@@ -91,7 +90,7 @@ def bench_machine(num_ranks: int, *, timeout_s: float, quick: bool = False) -> B
     ]
     deadline = time.monotonic() + timeout_s
     results, shared = [], False
-    with LocalRanks(num_ranks, measure, limit_s=timeout_s + _START_S) as ranks:
+    with LocalRanks(num_ranks, measure, limit_s=timeout_s + START_S) as ranks:
         for case in cases:
             left_s = max(0.0, deadline - time.monotonic())
             (replies,) = ranks.ask([case], limit_s=left_s)
@@ -197,35 +196,35 @@ def run_bench(args: argparse.Namespace) -> int:
 Run = Callable[[dist.ProcessGroup], object]
 
 
-def _all_reduce(x: torch.Tensor, size: int) -> Run:
+def _run_all_reduce(x: torch.Tensor, size: int) -> Run:
     return lambda group: dist.all_reduce(x, group=group)
 
 
-def _all_to_all(x: torch.Tensor, size: int) -> Run:
+def _run_all_to_all(x: torch.Tensor, size: int) -> Run:
     y = torch.empty_like(x)
     return lambda group: dist.all_to_all_single(y, x, group=group)
 
 
-def _all_gather(x: torch.Tensor, size: int) -> Run:
+def _run_all_gather(x: torch.Tensor, size: int) -> Run:
     y = x.new_empty(x.numel() * size)
     return lambda group: dist.all_gather_into_tensor(y, x, group=group)
 
 
-def _reduce_scatter(x: torch.Tensor, size: int) -> Run:
+def _run_reduce_scatter(x: torch.Tensor, size: int) -> Run:
     y = x.new_empty(x.numel() // size)
     return lambda group: dist.reduce_scatter_tensor(y, x[: y.numel() * size], group=group)
 
 
-def _broadcast(x: torch.Tensor, size: int) -> Run:
+def _run_broadcast(x: torch.Tensor, size: int) -> Run:
     return lambda group: dist.broadcast(x, 0, group=group)
 
 
 _COLLECTIVES: dict[str, Callable[[torch.Tensor, int], Run]] = {
-    "all_reduce": _all_reduce,
-    "all_to_all_single": _all_to_all,
-    "all_gather_into_tensor": _all_gather,
-    "reduce_scatter_tensor": _reduce_scatter,
-    "broadcast": _broadcast,
+    "all_reduce": _run_all_reduce,
+    "all_to_all_single": _run_all_to_all,
+    "all_gather_into_tensor": _run_all_gather,
+    "reduce_scatter_tensor": _run_reduce_scatter,
+    "broadcast": _run_broadcast,
 }
 
 

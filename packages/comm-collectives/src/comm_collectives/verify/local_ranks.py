@@ -34,7 +34,7 @@ from comm_collectives.shm import BACKEND_NAME, register_backends
 
 # A fork costs no second import of torch; elsewhere than on Linux it is not safe.
 _START_METHOD = "fork" if sys.platform == "linux" else "spawn"
-_START_S = 60.0
+START_S = 60.0
 _END_S = 5.0
 
 
@@ -154,7 +154,7 @@ class LocalRanks:
                 return
 
     def _check_all_up(self) -> None:
-        for rank, reply in enumerate(self._collect(_START_S)):
+        for rank, reply in enumerate(self._collect(START_S)):
             if reply.lost:
                 raise CommError(f"rank {rank} did not start: {reply.lost}")
 

@@ -199,5 +199,5 @@ def test_lines_of_the_mistakes_count_as_lines_of_a_program() -> None:
         return ""
 
     for text in run_ranks(fn, 2):
-        lines = re.findall(r"check_misuse_disagreements\.py:(\d+)", str(text))
+        lines = re.findall(r"disagreements\.py:(\d+)", str(text))
         assert len(set(lines)) == 2

@@ -14,7 +14,7 @@ from typing import final
 
 from comm_collectives.call.signature import CallSignature
 
-_KEPT = 64
+_KEPT_CALLS = 64
 _ENTRY = struct.Struct("<2q")
 
 
@@ -30,7 +30,7 @@ class History:
     def __init__(self) -> None:
         self.rolling = 0
         self.compares_next = False
-        self._last: deque[tuple[int, int, CallSignature]] = deque(maxlen=_KEPT)
+        self._last: deque[tuple[int, int, CallSignature]] = deque(maxlen=_KEPT_CALLS)
 
     def add(self, number: int, head: CallSignature) -> None:
         """Note a call."""
@@ -56,7 +56,7 @@ class History:
                 for own_number, _, head in self._last:
                     if own_number == number:
                         return f"call {number} was {head.describe()}"
-        return f"a call before the last {_KEPT} (found in {current})"
+        return f"a call before the last {_KEPT_CALLS} (found in {current})"
 
 
 def _padded(text: bytes) -> bytes:

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, final
 
-_KEPT = 1024  # older ones are forgotten, on every rank alike
+_KEPT_BACKWARDS = 1024  # older ones are forgotten, on every rank alike
 
 
 @final
@@ -37,13 +37,13 @@ class PendingBackwards:
     @staticmethod
     def word_of(number: int) -> int:
         """The part of one call in `word`."""
-        return hash((number, _KEPT))  # the same in every process, for integers
+        return hash((number, _KEPT_BACKWARDS))  # the same in every process, for integers
 
     def add(self, number: int, serve: Callable[[Any], None]) -> None:
         """Keep how to take part with zeros in the backward of call `number`."""
         self._owed[number] = serve
         self.word ^= self.word_of(number)
-        while len(self._owed) > _KEPT:
+        while len(self._owed) > _KEPT_BACKWARDS:
             self._remove(next(iter(self._owed)))
 
     def start(self, number: int) -> bool:

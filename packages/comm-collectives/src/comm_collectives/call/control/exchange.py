@@ -64,7 +64,7 @@ class ControlExchange(ABC):
     ) -> "ControlExchange":
         """Find out where this group meets. Once per group."""
         if transport.may_share_memory and device == "cpu":
-            mailbox = SharedMailbox.open(rank, size, _all_gather(transport, size, waiter))
+            mailbox = SharedMailbox.open(rank, size, _text_gather(transport, size, waiter))
             if mailbox is not None:
                 return MailboxExchange(mailbox, size)
         return WireExchange(transport, size, device)
@@ -172,7 +172,7 @@ class MailboxExchange(ControlExchange):
         if not self._tried:
             self._tried = True
             self._pages = InlinePages.open(
-                rank, self._size, _all_gather(transport, self._size, waiter)
+                rank, self._size, _text_gather(transport, self._size, waiter)
             )
 
     def read(self, take: Callable[[torch.Tensor], T], waiter: Waiter) -> T:
@@ -242,7 +242,7 @@ class MailboxExchange(ControlExchange):
         return number
 
 
-def _all_gather(transport: Transport, size: int, waiter: Waiter) -> Callable[[bytes], list[bytes]]:
+def _text_gather(transport: Transport, size: int, waiter: Waiter) -> Callable[[bytes], list[bytes]]:
     """Return a function that hands a short text of each rank to all, by the transport."""
 
     def all_gather(text: bytes) -> list[bytes]:

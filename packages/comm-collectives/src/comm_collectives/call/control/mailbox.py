@@ -20,6 +20,8 @@ that see it undecided wait for the decision). Only the death of a process can pa
 One thread of a rank uses a mailbox at a time; the caller holds the lock.
 """
 
+# gate: position - addresses of words in shared memory
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, final

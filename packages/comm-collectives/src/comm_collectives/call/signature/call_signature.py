@@ -27,7 +27,7 @@ INLINE_BYTES = 384
 _STRUCT = struct.Struct("<16q")
 _FIXED_WORDS = 6
 _OPERATION_WORDS: dict[str, int] = {}
-_DTYPES: dict[tuple[str, torch.dtype], "Argument"] = {}
+_DTYPE_ARGUMENTS: dict[tuple[str, torch.dtype], "Argument"] = {}
 
 
 class Status(IntFlag):
@@ -66,10 +66,10 @@ class Argument:
 
 def dtype_argument(dtype: torch.dtype, name: str = "dtype") -> Argument:
     """Return a dtype as something on which the ranks of a call have to agree."""
-    known = _DTYPES.get((name, dtype))
+    known = _DTYPE_ARGUMENTS.get((name, dtype))
     if known is None:
         text = str(dtype).removeprefix("torch.")
-        known = _DTYPES[name, dtype] = Argument(name, dtype_code(dtype), text)
+        known = _DTYPE_ARGUMENTS[name, dtype] = Argument(name, dtype_code(dtype), text)
     return known
 
 

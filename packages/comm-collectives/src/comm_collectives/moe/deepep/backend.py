@@ -261,30 +261,15 @@ def check_rows(x_ND: torch.Tensor, name: str) -> None:
         )
 
 
-_OURS = (
-    "topk_idx",
-    "topk_weights",
-    "num_experts",
-    "expert_alignment",
-    "num_worst_tokens",
-    "handle",
-    "num_tokens_per_rank",
-    "num_tokens_per_rdma_rank",
-    "num_tokens_per_expert",
-    "is_token_in_rank",
-    "async_finish",
-    "async_with_compute_stream",
-    "previous_event",
-    "allocate_on_comm_stream",
-    "do_expand",
-    "do_cpu_sync",
-    "do_zero_padding",
-    "bias",
-)
+_OURS = """
+topk_idx topk_weights num_experts expert_alignment num_worst_tokens handle num_tokens_per_rank
+num_tokens_per_rdma_rank num_tokens_per_expert is_token_in_rank async_finish previous_event
+async_with_compute_stream allocate_on_comm_stream do_expand do_cpu_sync do_zero_padding bias
+"""
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    taken = sorted(set(options) & set(_OURS))
+    taken = sorted(set(options) & set(_OURS.split()))
     if taken:
         raise CommValueError(f"{', '.join(taken)} cannot be chosen: the adapter depends on it")
 

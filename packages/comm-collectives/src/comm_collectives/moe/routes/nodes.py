@@ -13,7 +13,7 @@ Legend: W ranks, M nodes, S ranks of a node, L local experts per rank.
 """
 
 from collections.abc import Sequence
-from typing import final
+from typing import NamedTuple, final
 
 from comm_collectives.call.groups import GroupState
 from comm_collectives.errors import CommValueError
@@ -22,7 +22,13 @@ from comm_collectives.moe.routes.hops import Hop, HopPlan, count_unique, hop_rou
 from comm_collectives.moe.routes.routing import RouteRequest, Routing
 from comm_collectives.moe.rows import SortedChoices, plan_placing
 
-_NODE_ROWS, _RANK_ROWS, _COUNTS = 0, 1, 2  # places in what a rank is told
+
+class _Told(NamedTuple):
+    """What one rank tells another: rows for its node and for itself, choices per expert there."""
+
+    node_rows: int
+    rank_rows: int
+    counts: Sequence[int]
 
 
 @final
@@ -55,43 +61,39 @@ class NodeRequest(RouteRequest):
 
     def routing(self, received: Sequence[Sequence[int]], *, alignment: int) -> Routing:
         """Return the routing, given what each rank told this one."""
-        between, inside = self._between(received), self._inside(received, alignment)
+        told_W = [_Told(row[0], row[1], row[2:]) for row in received]
+        between, inside = self._between(told_W), self._inside(told_W, alignment)
         hops = [Hop(between, self._state, self._source), Hop(inside, self._state)]
         return hop_routing(self._choices, hops, inside.placing.num_tokens_per_expert)
 
-    def _between(self, received: Sequence[Sequence[int]]) -> HopPlan:
+    def _between(self, told_W: Sequence[_Told]) -> HopPlan:
         """The hop from and to the ranks with this one's local index."""
         peers = tuple(range(self._state.rank % self._per_node, self._state.size, self._per_node))
-        counts_MX = [received[peer][_COUNTS:] for peer in peers]
+        counts_MX = [told_W[peer].counts for peer in peers]
         return HopPlan(
             peers=peers,
             sent_choices_P=self._choices_M,
-            received_rows_P=tuple(received[peer][_NODE_ROWS] for peer in peers),
+            received_rows_P=tuple(told_W[peer].node_rows for peer in peers),
             received_choices_P=tuple(sum(row) for row in counts_MX),
             placing=plan_placing(counts_MX, alignment=1),
         )
 
-    def _inside(self, received: Sequence[Sequence[int]], alignment: int) -> HopPlan:
+    def _inside(self, told_W: Sequence[_Told], alignment: int) -> HopPlan:
         """The hop inside the node: each of its ranks forwards what it had from everywhere."""
         state, per_node, num_local = self._state, self._per_node, self._num_local
         local = state.rank % per_node
         first = state.rank - local
-        own_WL = [
-            told[_COUNTS + local * num_local : _COUNTS + (local + 1) * num_local]
-            for told in received
-        ]
+        own_WL = [told.counts[local * num_local : (local + 1) * num_local] for told in told_W]
         sources_SM = [range(s, state.size, per_node) for s in range(per_node)]
         blocks = [(w, e) for ranks in sources_SM for e in range(num_local) for w in ranks]
-        forwarded = [received[w][_COUNTS:] for w in sources_SM[local]]
+        forwarded = [told_W[w].counts for w in sources_SM[local]]
         return HopPlan(
             peers=tuple(range(first, first + per_node)),
             sent_choices_P=tuple(
                 sum(sum(row[at : at + num_local]) for row in forwarded)
                 for at in range(0, per_node * num_local, num_local)
             ),
-            received_rows_P=tuple(
-                sum(received[w][_RANK_ROWS] for w in ranks) for ranks in sources_SM
-            ),
+            received_rows_P=tuple(sum(told_W[w].rank_rows for w in ranks) for ranks in sources_SM),
             received_choices_P=tuple(sum(sum(own_WL[w]) for w in ranks) for ranks in sources_SM),
             placing=plan_placing(own_WL, alignment=alignment, blocks=blocks),
         )

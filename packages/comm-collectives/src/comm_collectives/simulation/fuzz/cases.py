@@ -29,7 +29,7 @@ from comm_collectives.errors import CommTypeError
 from comm_collectives.nested import broadcast_nested
 from comm_collectives.simulation import SimRank
 
-Tensors = Sequence[torch.Tensor]
+Results = Sequence[torch.Tensor]
 _FOLD: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
     "min": torch.minimum,
@@ -65,11 +65,11 @@ class Case(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def call(self, rank: SimRank) -> Tensors:
+    def call(self, rank: SimRank) -> Results:
         """Make the call on one rank."""
 
     @abstractmethod
-    def expected(self) -> list[Tensors]:
+    def expected(self) -> list[Results]:
         """Return what each rank must get, by rank."""
 
 
@@ -87,7 +87,7 @@ class Reduce(Case):
         self._data = draw.numbers(0, 100, draw.size, length).to(dtype)
         self._data[~draw.has_tokens] = 0
 
-    def call(self, rank: SimRank) -> Tensors:
+    def call(self, rank: SimRank) -> Results:
         """With a gradient now and then."""
         x = self._data[rank.rank].clone().requires_grad_(self._grad)
         y = all_reduce(x, op=self._op, group=rank.group)
@@ -96,7 +96,7 @@ class Reduce(Case):
         y.sum().backward()
         return y.detach(), _grad(x)
 
-    def expected(self) -> list[Tensors]:
+    def expected(self) -> list[Results]:
         """Folded in the order of the ranks."""
         total = self._data[0]
         for row in self._data[1:]:
@@ -128,7 +128,7 @@ class Rows(Case):
         self._rows = torch.arange(int(flat.sum()), dtype=torch.float32)[:, None] + columns
         self._starts = [0, *self._splits.sum(1).cumsum(0).tolist()]
 
-    def call(self, rank: SimRank) -> Tensors:
+    def call(self, rank: SimRank) -> Results:
         """Each row is a number of its own."""
         at = rank.rank
         x = self._rows[self._starts[at] : self._starts[at + 1]].clone().requires_grad_(self._grad)
@@ -145,7 +145,7 @@ class Rows(Case):
         (y * (y.detach() + 1)).sum().backward()
         return y.detach(), _grad(x)
 
-    def expected(self) -> list[Tensors]:
+    def expected(self) -> list[Results]:
         """Rows by receiver, then by sender; gradients are 0 for rows whose receiver has no use."""
         size = len(self._starts) - 1
         received = self._splits.sum(0).tolist()
@@ -173,7 +173,7 @@ class Everything(Case):
         self._rows = draw.numbers(0, 100, total, self._width).float()
         self._parts = self._rows.split(self._counts)
 
-    def call(self, rank: SimRank) -> Tensors:
+    def call(self, rank: SimRank) -> Results:
         """What everybody has, summed, is what everybody had, times the number of ranks."""
         x = self._parts[rank.rank].clone().requires_grad_(self._grad)
         y = all_gather(x, group=rank.group)
@@ -183,11 +183,11 @@ class Everything(Case):
         (y * (rank.rank + 1)).sum().backward()
         return y.detach(), z, _grad(x)
 
-    def expected(self) -> list[Tensors]:
+    def expected(self) -> list[Results]:
         """Ranks weight the gradient by 1, 2, 3 ..."""
         size = len(self._counts)
         weight = float(size * (size + 1) // 2)
-        results: list[Tensors] = []
+        results: list[Results] = []
         for part in self._parts:
             values = (self._rows, part * size)
             results.append((*values, torch.full_like(part, weight)) if self._grad else values)
@@ -208,13 +208,13 @@ class Rooted(Case):
             draw.numbers(0, 100, sum(self._counts), width).to(torch.int16).split(self._counts)
         )
 
-    def call(self, rank: SimRank) -> Tensors:
+    def call(self, rank: SimRank) -> Results:
         """What was gathered is scattered again."""
         parts = gather(self._parts[rank.rank], dst=self._root, group=rank.group)
         back = scatter(parts, src=self._root, group=rank.group)
         return (back,) if parts is None else (torch.cat(parts), back)
 
-    def expected(self) -> list[Tensors]:
+    def expected(self) -> list[Results]:
         """Everybody has what it had."""
         whole = torch.cat(self._parts)
         return [
@@ -236,7 +236,7 @@ class FromOne(Case):
         self._x = draw.numbers(0, 100, length).to(draw.chance.choice(_DTYPES))
         self._is_nested = draw.chance.random() < 0.5
 
-    def call(self, rank: SimRank) -> Tensors:
+    def call(self, rank: SimRank) -> Results:
         """The receivers give None."""
         is_root = rank.rank == self._root
         if not self._is_nested:
@@ -247,7 +247,7 @@ class FromOne(Case):
             raise CommTypeError(f"a dict was sent and a {type(got).__name__} arrived")
         return (*got["x"], torch.tensor(got["n"]))
 
-    def expected(self) -> list[Tensors]:
+    def expected(self) -> list[Results]:
         """The same on every rank."""
         if not self._is_nested:
             return [(self._x,)] * self._size
@@ -264,7 +264,7 @@ class Beside(Case):
         self._size = draw.size
         self._data = draw.numbers(0, 100, draw.size, draw.size).float()
 
-    def call(self, rank: SimRank) -> Tensors:
+    def call(self, rank: SimRank) -> Results:
         """Waits in the order of the calls: of several failures the first is the one that counts."""
         x = self._data[rank.rank]
         rows = all_to_all(x, group=rank.group, async_op=True)
@@ -275,7 +275,7 @@ class Beside(Case):
             results = rows.wait(), total.wait()
         return largest, *results
 
-    def expected(self) -> list[Tensors]:
+    def expected(self) -> list[Results]:
         """Column r of the numbers goes to rank r."""
         largest, total = self._data.amax(0), self._data.sum(0)
         return [(largest, self._data[:, r], total) for r in range(self._size)]

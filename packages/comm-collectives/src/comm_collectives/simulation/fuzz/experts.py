@@ -10,7 +10,7 @@ import torch
 
 from comm_collectives.moe import MoeOptions, combine, dispatch
 from comm_collectives.simulation import SimRank
-from comm_collectives.simulation.fuzz.cases import Case, Draw, Tensors
+from comm_collectives.simulation.fuzz.cases import Case, Draw, Results
 
 _HIDDEN = 4
 
@@ -43,7 +43,7 @@ class Experts(Case):
         """Experts of all ranks."""
         return self._size * self._per_rank
 
-    def call(self, rank: SimRank) -> Tensors:
+    def call(self, rank: SimRank) -> Results:
         """One layer on one rank."""
         mine = self._slices[rank.rank]
         x_TD = self._x_TD[mine].clone().requires_grad_(self._grad)
@@ -68,7 +68,7 @@ class Experts(Case):
             results += [x for x in (x_TD.grad, weights_TK.grad) if x is not None]
         return results
 
-    def expected(self) -> list[Tensors]:
+    def expected(self) -> list[Results]:
         """Everything for all ranks at once, then cut by rank."""
         x_RD, weights_R, counts_E = self._received()
         scale_TK = (self._idx_TK + 1).float()  # 0 for no expert
@@ -79,7 +79,7 @@ class Experts(Case):
         counts_WL = counts_E.view(self._size, self._per_rank)
         rows_W = counts_WL.sum(1).tolist()
         received = zip(x_RD.split(rows_W), weights_R.split(rows_W), counts_WL, strict=True)
-        results: list[Tensors] = []
+        results: list[Results] = []
         for mine, at_experts in zip(self._slices, received, strict=True):
             values = [*at_experts, out_TD[mine]]
             if self._grad:

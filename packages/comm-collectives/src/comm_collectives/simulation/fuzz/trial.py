@@ -34,13 +34,20 @@ from comm_collectives.simulation.fuzz.cases import (
     Everything,
     FromOne,
     Reduce,
+    Results,
     Rooted,
     Rows,
-    Tensors,
 )
 from comm_collectives.simulation.fuzz.experts import Experts
 
-KINDS: tuple[Callable[[Draw], Case], ...] = (*(Reduce, Rows, Everything, Rooted, FromOne, Beside),)
+KINDS: tuple[Callable[[Draw], Case], ...] = (
+    Reduce,
+    Rows,
+    Everything,
+    Rooted,
+    FromOne,
+    Beside,
+)
 _CALLS = (1, 3)  # each of up to four collectives
 _WITH_EXPERTS = 0.3
 _LIMIT_S = 2.2  # above all that the late ranks of one schedule can add up to
@@ -169,20 +176,20 @@ def _first_difference(survivors: dict[int, Outcome], cases: Sequence[Case]) -> s
     for call, case in enumerate(cases):
         expected = case.expected()
         for rank, outcome in survivors.items():
-            got: Tensors = outcome.values[call]  # type: ignore[assignment]
+            got: Results = outcome.values[call]  # type: ignore[assignment]
             if not _are_equal(got, expected[rank]):
                 return f"rank {rank} got {got} of {case.name}, but {expected[rank]} is right"
     return None
 
 
-def _are_equal(got: Tensors, expected: Tensors) -> bool:
+def _are_equal(got: Results, expected: Results) -> bool:
     return len(got) == len(expected) and all(
         a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(got, expected, strict=True)
     )
 
 
 def _step(call: int, case: Case) -> Step:
-    def step(rank: SimRank) -> Tensors:
+    def step(rank: SimRank) -> Results:
         with call_site(f"call {call}"):
             return case.call(rank)
 

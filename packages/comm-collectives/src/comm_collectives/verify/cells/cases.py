@@ -12,7 +12,8 @@ from dataclasses import replace
 import torch
 
 from comm_collectives.base import DTYPES
-from comm_collectives.verify.cells.data import OPS, SCALAR, is_defined
+from comm_collectives.collectives import OPS
+from comm_collectives.verify.cells.data import SCALAR, is_defined
 from comm_collectives.verify.cells.moe_cells import MOE_COLLECTIVES, MOE_DTYPES, MOE_SHAPES
 from comm_collectives.verify.cells.problems import (
     ALIASED,

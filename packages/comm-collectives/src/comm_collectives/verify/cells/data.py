@@ -17,7 +17,6 @@ import torch
 from comm_collectives.base import DTYPES, as_bytes, dense, from_bytes, num_bytes
 
 SCALAR = "no dims"
-OPS = ("sum", "avg", "min", "max", "product")
 _SMALL_FLOATS = tuple(d for d in DTYPES if "float8" in str(d) or "float4" in str(d))
 _GAP = 251  # what lies between the elements of a strided view
 

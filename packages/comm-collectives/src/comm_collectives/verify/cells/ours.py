@@ -66,7 +66,7 @@ def _options(case: Case, group: Group | None) -> dict[str, Any]:
     return {"group": group, "async_op": True} if case.is_async else {"group": group}
 
 
-def _all_to_all(
+def _call_all_to_all(
     case: Case, x: torch.Tensor, problem: Problem, state: GroupState, group: Group | None
 ) -> Any:
     # Every other shape names what it expects, as a program that knows does.
@@ -75,13 +75,13 @@ def _all_to_all(
     return all_to_all(x, input_splits=problem.sent, output_splits=received, **options)
 
 
-def _reduce_scatter(
+def _call_reduce_scatter(
     case: Case, x: torch.Tensor, problem: Problem, state: GroupState, group: Group | None
 ) -> Any:
     return reduce_scatter(x, splits=problem.sent, op=case.op, **_options(case, group))
 
 
-def _scatter(
+def _call_scatter(
     case: Case, x: torch.Tensor, problem: Problem, state: GroupState, group: Group | None
 ) -> Any:
     parts = None
@@ -90,7 +90,7 @@ def _scatter(
     return scatter(parts, src=problem.root, **_options(case, group))
 
 
-def _broadcast(
+def _call_broadcast(
     case: Case, x: torch.Tensor, problem: Problem, state: GroupState, group: Group | None
 ) -> Any:
     given = x if state.rank == problem.root else None
@@ -133,15 +133,15 @@ def _send_and_recv(
 
 _Call = Callable[[Case, torch.Tensor, Problem, GroupState, Group | None], Any]
 _CALL_OF: dict[str, _Call] = {
-    "all_to_all": _all_to_all,
+    "all_to_all": _call_all_to_all,
     "all_gather": lambda case, x, _, __, group: all_gather(x, **_options(case, group)),
     "all_reduce": lambda case, x, _, __, group: all_reduce(x, op=case.op, **_options(case, group)),
-    "reduce_scatter": _reduce_scatter,
-    "broadcast": _broadcast,
+    "reduce_scatter": _call_reduce_scatter,
+    "broadcast": _call_broadcast,
     "gather": lambda case, x, problem, _, group: gather(
         x, dst=problem.root, **_options(case, group)
     ),
-    "scatter": _scatter,
+    "scatter": _call_scatter,
     "broadcast_nested": _nested,
     "isend_tensors": _tensors,
     "send and recv": _send_and_recv,

@@ -117,13 +117,13 @@ def _gather_all(case: Case, rank: int, size: int) -> Problem:
     return Problem(x=given[rank], want=want, sent=(rows[rank],), received=rows)
 
 
-def _gather(case: Case, rank: int, size: int) -> Problem:
+def _gather_problem(case: Case, rank: int, size: int) -> Problem:
     whole, root = _gather_all(case, rank, size), size - 1
     want = whole.want if rank == root else None
     return Problem(x=whole.x, want=want, sent=whole.sent, received=whole.received, root=root)
 
 
-def _scatter(case: Case, rank: int, size: int) -> Problem:
+def _scatter_problem(case: Case, rank: int, size: int) -> Problem:
     root = size - 1
     rows = tuple(num_rows(case.shape, dst, dst) for dst in range(size))
     x = _given(case, root, sum(rows))
@@ -132,7 +132,7 @@ def _scatter(case: Case, rank: int, size: int) -> Problem:
     return Problem(x=x if rank == root else None, want=want, sent=rows, root=root)
 
 
-def _broadcast(case: Case, rank: int, size: int) -> Problem:
+def _broadcast_problem(case: Case, rank: int, size: int) -> Problem:
     root = size - 1
     x = _given(case, root, num_rows(case.shape, root, root))
     return Problem(x=x if rank == root else None, want=x, root=root)
@@ -167,11 +167,11 @@ _KIND_OF: dict[str, Callable[[Case, int, int], Problem]] = {
     "all_to_all_single": _exchange,
     "all_gather": _gather_all,
     "all_gather_into_tensor": _gather_all,
-    "gather": _gather,
-    "scatter": _scatter,
-    "broadcast": _broadcast,
-    "broadcast_nested": _broadcast,
-    "broadcast_object_list": _broadcast,
+    "gather": _gather_problem,
+    "scatter": _scatter_problem,
+    "broadcast": _broadcast_problem,
+    "broadcast_nested": _broadcast_problem,
+    "broadcast_object_list": _broadcast_problem,
     "send and recv": _ring,
     "isend_tensors": _ring,
     "all_reduce": _reduce,

@@ -117,7 +117,7 @@ def _cut(x: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor]:
     return list(x.split(list(rows)))
 
 
-def _all_to_all(cell: _Cell) -> str:
+def _check_all_to_all(cell: _Cell) -> str:
     given, result = cell.buffers()
     targets = _cut(result.view, cell.problem.received)
     sources = _cut(given.view, cell.problem.sent)
@@ -125,14 +125,14 @@ def _all_to_all(cell: _Cell) -> str:
     return cell.check(given, result)
 
 
-def _all_gather(cell: _Cell) -> str:
+def _check_all_gather(cell: _Cell) -> str:
     given, result = cell.buffers()
     targets = _cut(result.view, cell.problem.received)
     _finish(cell.ops.all_gather(targets, given.view, **cell.options()))
     return cell.check(given, result)
 
 
-def _reduce_scatter(cell: _Cell) -> str:
+def _check_reduce_scatter(cell: _Cell) -> str:
     given, result = cell.buffers()
     sources = _cut(given.view, cell.problem.sent)
     op = _OPS[cell.case.op]
@@ -140,7 +140,7 @@ def _reduce_scatter(cell: _Cell) -> str:
     return cell.check(given, result)
 
 
-def _gather(cell: _Cell) -> str:
+def _check_gather(cell: _Cell) -> str:
     given, result = cell.buffers()
     root = cell.problem.root
     targets = _cut(result.view, cell.problem.received) if cell.rank == root else None
@@ -148,7 +148,7 @@ def _gather(cell: _Cell) -> str:
     return cell.check(given, result)
 
 
-def _scatter(cell: _Cell) -> str:
+def _check_scatter(cell: _Cell) -> str:
     given, result = cell.buffers()
     root = cell.problem.root
     sources = _cut(given.view, cell.problem.sent) if cell.rank == root else None
@@ -163,7 +163,7 @@ def _in_place(x: torch.Tensor, cell: _Cell) -> Placed:
     return placed
 
 
-def _all_reduce(cell: _Cell) -> str:
+def _check_all_reduce(cell: _Cell) -> str:
     x = cell.problem.x
     if x is None:
         return "there is nothing to reduce"
@@ -172,7 +172,7 @@ def _all_reduce(cell: _Cell) -> str:
     return compare(cell.case, placed.view, cell.problem.want) or placed.problem()
 
 
-def _broadcast(cell: _Cell) -> str:
+def _check_broadcast(cell: _Cell) -> str:
     want = cell.problem.want
     if want is None:
         return "there is nothing to broadcast"
@@ -209,15 +209,15 @@ def _broadcast_object_list(cell: _Cell) -> str:
 
 _RUN_OF: dict[str, Callable[[_Cell], str]] = {
     "all_to_all_single": _two_tensors("all_to_all_single", splits=True),
-    "all_to_all": _all_to_all,
+    "all_to_all": _check_all_to_all,
     "all_gather_into_tensor": _two_tensors("all_gather_into_tensor"),
-    "all_gather": _all_gather,
+    "all_gather": _check_all_gather,
     "reduce_scatter_tensor": _two_tensors("reduce_scatter_tensor", op=True),
-    "reduce_scatter": _reduce_scatter,
-    "all_reduce": _all_reduce,
-    "broadcast": _broadcast,
-    "gather": _gather,
-    "scatter": _scatter,
+    "reduce_scatter": _check_reduce_scatter,
+    "all_reduce": _check_all_reduce,
+    "broadcast": _check_broadcast,
+    "gather": _check_gather,
+    "scatter": _check_scatter,
     "send and recv": _send_and_recv,
     "broadcast_object_list": _broadcast_object_list,
 }

@@ -17,7 +17,7 @@ from comm_collectives.verify.misuse.outcome import At, Misuse, nobody, the_first
 _LONG = 1 << 16
 
 
-def _all_to_all(at: At, x: torch.Tensor | None = None) -> None:
+def _raw_all_to_all(at: At, x: torch.Tensor | None = None) -> None:
     """Exchange evenly."""
     given = at.x[: 60 * at.size] if x is None else x
     dist.all_to_all_single(torch.empty_like(given), given)
@@ -27,16 +27,16 @@ def _gathered(at: At, x: torch.Tensor) -> None:
     dist.all_gather([torch.empty_like(x) for _ in range(at.size)], x)
 
 
-def _gather(at: At, dst: int) -> None:
+def _raw_gather(at: At, dst: int) -> None:
     parts = [torch.empty(3000) for _ in range(at.size)] if at.rank == dst else None
     dist.gather(at.x, parts, dst=dst)
 
 
-def _scatter(at: At, src: int, parts: list[Any]) -> None:
+def _raw_scatter(at: At, src: int, parts: list[Any]) -> None:
     dist.scatter(torch.empty(3000), parts if at.rank == src else None, src=src)
 
 
-def _reduce_scatter(at: At, op: dist.ReduceOp.RedOpType) -> None:
+def _raw_reduce_scatter(at: At, op: dist.ReduceOp.RedOpType) -> None:
     dist.reduce_scatter(torch.empty(60), list(at.x[: 60 * at.size].split(60)), op=op)
 
 
@@ -69,7 +69,7 @@ def _object_lists(at: At) -> None:
     dist.broadcast_object_list([None] * (1 if at.odd else 3), src=0)
 
 
-def _splits_disagree(at: At) -> None:
+def _raw_splits_disagree(at: At) -> None:
     sent = [3000] + [0] * (at.size - 1)
     expected = [3000 if at.rank == 0 else 0] * at.size
     if at.odd:
@@ -131,21 +131,21 @@ RAW: dict[str, Callable[[At], Any]] = {
     "dtype differs, same bytes": lambda at: dist.all_reduce(at.pick(at.x.int(), at.x)),
     "dtype differs, other bytes": lambda at: dist.all_reduce(at.pick(at.x.half(), at.x)),
     "dtype differs, one number": lambda at: dist.all_reduce(at.pick(at.x[:1].int(), at.x[:1])),
-    "dtype differs in all_to_all": lambda at: _all_to_all(
+    "dtype differs in all_to_all": lambda at: _raw_all_to_all(
         at, at.pick(at.x[: 60 * at.size].int(), at.x[: 60 * at.size])
     ),
     "dtype differs in all_gather": lambda at: _gathered(at, at.pick(at.x.int(), at.x)),
     "op differs": lambda at: dist.all_reduce(at.x, op=at.pick(_MAX, _SUM)),
-    "op differs in reduce_scatter": lambda at: _reduce_scatter(at, at.pick(_MAX, _SUM)),
+    "op differs in reduce_scatter": lambda at: _raw_reduce_scatter(at, at.pick(_MAX, _SUM)),
     "lengths differ": lambda at: dist.all_reduce(at.x[: 3000 - at.odd]),
     "shapes differ, same length": lambda at: dist.all_reduce(at.pick(at.x.view(2, -1), at.x)),
     "same shape, other order": _two_tensors,
     "one rank skips a call": _skips_a_call,
     "all_reduce and all_to_all": lambda at: _operations(
-        at, lambda: _all_to_all(at), lambda: dist.all_reduce(at.x)
+        at, lambda: _raw_all_to_all(at), lambda: dist.all_reduce(at.x)
     ),
     "broadcast and all_to_all": lambda at: _operations(
-        at, lambda: _all_to_all(at), lambda: dist.broadcast(at.x, src=0)
+        at, lambda: _raw_all_to_all(at), lambda: dist.broadcast(at.x, src=0)
     ),
     "all_reduce and broadcast_nested": lambda at: _operations(
         at,
@@ -153,22 +153,22 @@ RAW: dict[str, Callable[[At], Any]] = {
         lambda: dist.all_reduce(at.x),
     ),
     "gather and scatter": lambda at: _operations(
-        at, lambda: dist.scatter(torch.empty(3000), None, src=0), lambda: _gather(at, 0)
+        at, lambda: dist.scatter(torch.empty(3000), None, src=0), lambda: _raw_gather(at, 0)
     ),
     "asynchronous calls in another order": _async_out_of_order,
     "source differs in broadcast": lambda at: dist.broadcast(at.x, src=at.pick(at.rank, 0)),
     "source differs in broadcast_nested": lambda at: dist.broadcast_object_list(
         [at.x], src=at.pick(at.rank, 0)
     ),
-    "destination differs in gather": lambda at: _gather(at, at.pick(at.rank, 0)),
-    "source differs in scatter": lambda at: _scatter(at, at.pick(at.rank, 0), [at.x] * at.size),
+    "destination differs in gather": lambda at: _raw_gather(at, at.pick(at.rank, 0)),
+    "source differs in scatter": lambda at: _raw_scatter(at, at.pick(at.rank, 0), [at.x] * at.size),
     "receiver of a broadcast is longer": lambda at: dist.broadcast(
         at.pick(at.x, at.x[:2000]), src=0
     ),
     "receiver of a broadcast has another dtype": lambda at: dist.broadcast(
         at.pick(at.x.int(), at.x), src=0
     ),
-    "splits disagree": _splits_disagree,
+    "splits disagree": _raw_splits_disagree,
     "lengths of object lists differ": _object_lists,
     "input and output swapped": _swapped,
     "receiver is shorter than the message": lambda at: _received(at, torch.empty(2000)),
@@ -186,10 +186,10 @@ RAW: dict[str, Callable[[At], Any]] = {
     "source outside the group on one rank": lambda at: dist.broadcast(
         at.x, src=at.pick(at.size, 0)
     ),
-    "destination outside the group on one rank": lambda at: _gather(at, at.pick(-1, 0)),
-    "too few tensors to scatter": lambda at: _scatter(at, 0, [at.x] * (at.size - 1)),
-    "something else to scatter": lambda at: _scatter(at, 0, [at.x] * (at.size - 1) + [None]),
-    "tensors of two dtypes to scatter": lambda at: _scatter(
+    "destination outside the group on one rank": lambda at: _raw_gather(at, at.pick(-1, 0)),
+    "too few tensors to scatter": lambda at: _raw_scatter(at, 0, [at.x] * (at.size - 1)),
+    "something else to scatter": lambda at: _raw_scatter(at, 0, [at.x] * (at.size - 1) + [None]),
+    "tensors of two dtypes to scatter": lambda at: _raw_scatter(
         at, 0, [at.x] * (at.size - 1) + [at.x.int()]
     ),
     "input changed before wait": _changes_input,
@@ -197,8 +197,8 @@ RAW: dict[str, Callable[[At], Any]] = {
     "one rank never comes to all_reduce": lambda at: (
         at.pick(None, dist.all_reduce) and dist.all_reduce(at.x)
     ),
-    "one rank never comes to all_to_all": lambda at: None if at.odd else _all_to_all(at),
-    "one rank never comes to gather": lambda at: None if at.odd else _gather(at, 0),
+    "one rank never comes to all_to_all": lambda at: None if at.odd else _raw_all_to_all(at),
+    "one rank never comes to gather": lambda at: None if at.odd else _raw_gather(at, 0),
     "one rank never sends": lambda at: (
         None if at.odd else dist.recv(torch.empty(3), src=at.size - 1)
     ),

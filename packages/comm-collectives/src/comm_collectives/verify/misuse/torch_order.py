@@ -48,7 +48,7 @@ def _swapped_with_gradient(at: At) -> None:
     drop_in.all_to_all_single(weights, room)
 
 
-def _splits_disagree(at: At) -> None:
+def _splits_disagree_in_place(at: At) -> None:
     expected = [_ROWS if at.rank == 0 else 0] * at.size
     if at.odd:
         expected[0] += 1
@@ -89,7 +89,7 @@ TORCH_ORDER_MISUSES = (
     ),
     Misuse(
         name="torch order: splits disagree",
-        run=_splits_disagree,
+        run=_splits_disagree_in_place,
         sides=1,
         says=("sends 0 rows to {odd}", "expects 1"),
     ),
