@@ -16,7 +16,7 @@ import sys
 import time
 from collections import Counter
 
-from comm_collectives.simulation.fuzz.fuzzing import FuzzReport, fuzz
+from comm_collectives.simulation.fuzz import FuzzReport, fuzz
 
 SCHEDULES, PROCESSES = 10_000, 2
 

@@ -24,7 +24,7 @@ from comm_collectives.collectives import (
     reduce_scatter,
     scatter,
 )
-from comm_collectives.collectives.drop_in.torch_order import all_to_all_single
+from comm_collectives.collectives.drop_in import all_to_all_single
 from comm_collectives.p2p import recv, send
 from ranktest import run_ranks
 

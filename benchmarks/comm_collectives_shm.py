@@ -12,7 +12,7 @@ fewer cores than ranks they measure the scheduler more than the backends.
 import json
 import sys
 
-from comm_collectives.verify.bench import BenchResult, bench_machine, format_table, quartiles
+from comm_collectives.verify import BenchResult, bench_machine, format_bench, quartiles
 
 TIMEOUT_S = 1200
 LARGEST = 64 << 20
@@ -32,7 +32,7 @@ def worst(results: list[BenchResult]) -> BenchResult:
 def main() -> None:
     for num_ranks in (2, 4):
         report = bench_machine(num_ranks, timeout_s=TIMEOUT_S)
-        print(format_table(report), file=sys.stderr)
+        print(format_bench(report), file=sys.stderr)
         suffix = "" if num_ranks == 2 else f"_{num_ranks}_ranks"
         results = list(report.results)
         slowest = worst(results)

@@ -23,10 +23,14 @@ import torch.distributed as dist
 import comm_collectives as cc
 from comm_collectives.call.groups import count_wire_bytes
 from comm_collectives.moe import MoeOptions
-from comm_collectives.planning.planner import bytes_for_routing
-from comm_collectives.planning.topology import topology_preset
-from comm_collectives.planning.wire_format import MOVEMENTS, wire_stages
-from comm_collectives.planning.workload import Workload, uniform_counts
+from comm_collectives.planning import (
+    Workload,
+    bytes_for_routing,
+    topology_preset,
+    uniform_counts,
+    wire_stages,
+)
+from comm_collectives.planning.wire import MOVEMENTS
 from ranktest import run_ranks
 
 RANKS, PER_NODE, EXPERTS, CHOICES, TOKENS = 4, 2, 64, 8, 768

@@ -9,7 +9,8 @@ import pytest
 from comm_collectives.planning.cost_model import CostCurve
 from comm_collectives.planning.planner import bytes_for_routing, plan_dispatch
 from comm_collectives.planning.topology import Link, Topology, topology_preset
-from comm_collectives.planning.wire_format import ROUTES, RoutingCounts, count_routing
+from comm_collectives.planning.wire.wire_format import ROUTES
+from comm_collectives.planning.wire_bytes import RoutingCounts, count_routing
 from comm_collectives.planning.workload import Workload
 
 # DeepSeek-V3's layer, as DeepEP measures it.

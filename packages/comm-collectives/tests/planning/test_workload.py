@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from comm_collectives.planning.topology import topology_preset
-from comm_collectives.planning.wire_format import count_routing
+from comm_collectives.planning.wire_bytes import count_routing
 from comm_collectives.planning.workload import Workload, share_of_tokens, uniform_counts
 
 V3 = Workload(num_experts=256, topk=8, hidden_size=7168, tokens_per_rank=4096)

@@ -13,7 +13,7 @@ from comm_collectives.verify.bench import (
     BenchReport,
     BenchResult,
     bench_machine,
-    format_table,
+    format_bench,
     to_json,
 )
 
@@ -43,7 +43,7 @@ def test_table_shows_the_median_of_the_rounds_ratios():
         _result("all_reduce", 1 << 20, [1.0, 1.0, 1.0], [2.0, 2.0, 2.0]),
     )
     report = BenchReport(num_ranks=2, shares_memory=True, results=results)
-    lines = format_table(report).splitlines()
+    lines = format_bench(report).splitlines()
     assert lines[-2].split() == ["collective", "4", "KiB", "1", "MiB"]
     assert lines[-1].split() == ["all_reduce", "2.00x", "0.50x"]
     cells = json.loads(to_json(report))["cells"]
@@ -53,7 +53,7 @@ def test_table_shows_the_median_of_the_rounds_ratios():
 def test_table_says_when_there_was_no_shared_memory():
     results = (_result("broadcast", 4096, [1.0, 1.0], [1.0, 1.0]),)
     report = BenchReport(num_ranks=2, shares_memory=False, results=results)
-    assert "share no memory: comm_shm is gloo here" in format_table(report)
+    assert "share no memory: comm_shm is gloo here" in format_bench(report)
 
 
 def test_run_that_takes_too_long_names_rank_and_collective():

@@ -30,7 +30,7 @@ from comm_collectives.moe.handle import DispatchHandle as DispatchHandle
 from comm_collectives.moe.options import DEFAULT_OPTIONS, MoeOptions
 from comm_collectives.moe.request import FLOATS, AgreedRoute, Request, flags_of_all
 from comm_collectives.moe.routes import Leg
-from comm_collectives.planning import Movement
+from comm_collectives.planning.wire import Movement
 
 _Tensors = tuple[torch.Tensor, ...]
 

@@ -9,7 +9,7 @@ from comm_collectives.call.signature import Argument, dtype_argument
 from comm_collectives.errors import CommValueError
 from comm_collectives.moe.routes import Routing
 from comm_collectives.moe.rows import Payload, SortedChoices, row_codec
-from comm_collectives.planning import ROUTES, Route
+from comm_collectives.planning.wire import ROUTES, Route
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from comm_collectives.errors import CommValueError
 from comm_collectives.moe.deepep import DeepEpBackend
 from comm_collectives.moe.handle import DispatchHandle
 from comm_collectives.moe.rows import Payload
-from comm_collectives.planning import Route
+from comm_collectives.planning.wire import Route
 
 MoeBackend = Literal["torch"] | DeepEpBackend
 

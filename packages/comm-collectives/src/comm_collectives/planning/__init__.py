@@ -1,16 +1,16 @@
 """Which route and payload to choose for MoE rows: counted bytes and a cost model, without torch.
 
-May import: no other room.
+May import: wire.
 """
 
+from comm_collectives.planning.cost_model import CostCurve as CostCurve
+from comm_collectives.planning.cost_model import fit_cost_model as fit_cost_model
 from comm_collectives.planning.plan_command import add_plan_arguments as add_plan_arguments
 from comm_collectives.planning.plan_command import run_plan as run_plan
-from comm_collectives.planning.wire_format import BLOCK_ELEMENTS as BLOCK_ELEMENTS
-from comm_collectives.planning.wire_format import INDEX_BYTES as INDEX_BYTES
-from comm_collectives.planning.wire_format import ROUTES as ROUTES
-from comm_collectives.planning.wire_format import SCALE_BYTES as SCALE_BYTES
-from comm_collectives.planning.wire_format import MessageLayout as MessageLayout
-from comm_collectives.planning.wire_format import Movement as Movement
-from comm_collectives.planning.wire_format import Route as Route
-from comm_collectives.planning.wire_format import RowFormat as RowFormat
-from comm_collectives.planning.wire_format import message_layout as message_layout
+from comm_collectives.planning.planner import bytes_for_routing as bytes_for_routing
+from comm_collectives.planning.planner import plan_dispatch as plan_dispatch
+from comm_collectives.planning.topology import topology_preset as topology_preset
+from comm_collectives.planning.wire_bytes import count_routing as count_routing
+from comm_collectives.planning.wire_bytes import wire_stages as wire_stages
+from comm_collectives.planning.workload import Workload as Workload
+from comm_collectives.planning.workload import uniform_counts as uniform_counts

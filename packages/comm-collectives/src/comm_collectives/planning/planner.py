@@ -20,13 +20,9 @@ from typing import Self, get_args
 
 from comm_collectives.errors import CommValueError
 from comm_collectives.planning.topology import Topology
-from comm_collectives.planning.wire_format import (
-    MOVEMENTS,
-    ROUTES,
-    Movement,
-    Route,
+from comm_collectives.planning.wire import MOVEMENTS, ROUTES, Movement, Route, RowFormat
+from comm_collectives.planning.wire_bytes import (
     RoutingCounts,
-    RowFormat,
     WireStage,
     check_divides,
     count_routing,

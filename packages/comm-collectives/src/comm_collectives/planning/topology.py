@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from comm_collectives.errors import CommValueError
 from comm_collectives.planning.cost_model import CostCurve
-from comm_collectives.planning.wire_format import check_divides
+from comm_collectives.planning.wire_bytes import check_divides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

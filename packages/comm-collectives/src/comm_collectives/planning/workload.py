@@ -10,7 +10,8 @@ from typing import Literal
 
 from comm_collectives.errors import CommValueError
 from comm_collectives.planning.topology import Topology
-from comm_collectives.planning.wire_format import RoutingCounts, RowFormat, check_divides
+from comm_collectives.planning.wire import RowFormat
+from comm_collectives.planning.wire_bytes import RoutingCounts, check_divides
 
 Payload = Literal["full", "float8_e4m3"]  # int8 has the same bytes
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

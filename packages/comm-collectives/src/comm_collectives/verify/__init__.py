@@ -3,6 +3,10 @@
 May import: base, call, collectives, shm.
 """
 
+from comm_collectives.verify.bench import BenchResult as BenchResult
+from comm_collectives.verify.bench import bench_machine as bench_machine
+from comm_collectives.verify.bench import format_bench as format_bench
+from comm_collectives.verify.bench import quartiles as quartiles
 from comm_collectives.verify.bench import run_bench as run_bench
 from comm_collectives.verify.matrix import FEW_DTYPES as FEW_DTYPES
 from comm_collectives.verify.matrix import check_machine as check_machine

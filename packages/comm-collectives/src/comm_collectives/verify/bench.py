@@ -4,7 +4,7 @@ Both backends run in the same processes, in rounds that alternate, so that a bus
 down; a round takes as long as its slowest rank. The sizes are those of each rank's input.
 
     report = bench_machine(2, timeout_s=300)
-    print(format_table(report))
+    print(format_bench(report))
 """
 
 import argparse
@@ -141,7 +141,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def format_table(report: BenchReport) -> str:
+def format_bench(report: BenchReport) -> str:
     """Return the medians as text, one row a collective and one column a size."""
     sizes = list(dict.fromkeys(result.case.num_bytes for result in report.results))
     lines = [
@@ -189,7 +189,7 @@ def run_bench(args: argparse.Namespace) -> int:
     except CommError as error:
         print(f"comm-collectives: {error}", file=sys.stderr)
         return 1
-    print(to_json(report) if args.json else format_table(report))
+    print(to_json(report) if args.json else format_bench(report))
     return 0
 
 

@@ -12,7 +12,7 @@ import comm_collectives as cc
 from comm_collectives.call.groups.wire_count import count_wire_bytes
 from comm_collectives.moe.options import MoeOptions
 from comm_collectives.planning.planner import bytes_for_routing
-from comm_collectives.planning.wire_format import RowFormat
+from comm_collectives.planning.wire.wire_format import RowFormat
 from ranktest import run_ranks
 
 _W, _E, _D = 4, 8, 20

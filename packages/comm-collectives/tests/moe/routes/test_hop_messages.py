@@ -3,7 +3,7 @@
 import torch
 
 from comm_collectives.moe.routes.hop_messages import Messages
-from comm_collectives.planning.wire_format import RowFormat, message_layout
+from comm_collectives.planning.wire.wire_format import RowFormat, message_layout
 
 
 def test_sections_cover_each_message_without_overlap() -> None:

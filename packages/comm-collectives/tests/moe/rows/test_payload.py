@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from comm_collectives.moe.rows.payload import BlockScaledCodec, Payload, PlainCodec, row_codec
-from comm_collectives.planning.wire_format import RowFormat
+from comm_collectives.planning.wire.wire_format import RowFormat
 from ranktest import run_ranks
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -1,6 +1,6 @@
 """The messages of one hop in one flat buffer, and the sections of each.
 
-The layout is that of `planning/wire_format.py`.
+The layout is that of `planning/wire/wire_format.py`.
 
     messages = Messages("dispatch", form.size, rows_P=[3, 0], choices_P=[5, 0])
     flat = torch.empty(messages.num_bytes, dtype=torch.uint8)
@@ -16,7 +16,7 @@ from typing import final
 import torch
 
 from comm_collectives.moe.rows import starts
-from comm_collectives.planning import (
+from comm_collectives.planning.wire import (
     INDEX_BYTES,
     MessageLayout,
     Movement,

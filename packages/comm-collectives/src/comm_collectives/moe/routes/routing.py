@@ -18,7 +18,7 @@ import torch
 from comm_collectives.call import Call
 from comm_collectives.collectives import exchange_rows
 from comm_collectives.moe.rows import Bags, Payload, Placing, RowCodec, SortedChoices, row_codec
-from comm_collectives.planning import Movement, RowFormat
+from comm_collectives.planning.wire import Movement, RowFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

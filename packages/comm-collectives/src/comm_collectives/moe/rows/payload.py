@@ -29,7 +29,7 @@ from typing import Literal, final
 import torch
 
 from comm_collectives.errors import CommTypeError, CommValueError
-from comm_collectives.planning import BLOCK_ELEMENTS, SCALE_BYTES, RowFormat
+from comm_collectives.planning.wire import BLOCK_ELEMENTS, SCALE_BYTES, RowFormat
 from comm_collectives.units import round_up
 
 Payload = Literal["full", "float8_e4m3", "int8"]

@@ -3,4 +3,5 @@
 May import: call, collectives, moe, nested, simulation, faults.
 """
 
+from comm_collectives.simulation.fuzz.fuzzing import FuzzReport as FuzzReport
 from comm_collectives.simulation.fuzz.fuzzing import fuzz as fuzz

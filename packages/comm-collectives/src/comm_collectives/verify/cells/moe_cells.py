@@ -15,7 +15,7 @@ from comm_collectives.call.handles import Handle
 from comm_collectives.errors import CommValueError
 from comm_collectives.moe import MoeOptions, combine, dispatch, dispatch_async
 from comm_collectives.moe.rows import Payload
-from comm_collectives.planning import Route
+from comm_collectives.planning.wire import Route
 from comm_collectives.verify.cells.data import difference, index_of, place
 from comm_collectives.verify.cells.problems import (
     EMPTY,

@@ -5,16 +5,15 @@ from collections import defaultdict
 
 import pytest
 
-from comm_collectives.planning.wire_format import (
+from comm_collectives.planning.wire.wire_format import (
     MOVEMENTS,
     ROUTES,
     Movement,
     Route,
     RowFormat,
-    count_routing,
     message_layout,
-    wire_stages,
 )
+from comm_collectives.planning.wire_bytes import count_routing, wire_stages
 
 _TO_EXPERTS = ("dispatch", "combine_backward")
 

@@ -34,9 +34,7 @@ on a wire, although executors move it alike and the matrices show it on their di
     message_layout("dedup", "dispatch", row_format, tokens=3, choices=5).num_bytes  # 22240
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Literal, Self, get_args
 
 from comm_collectives.errors import CommValueError
@@ -53,7 +51,6 @@ INDEX_BYTES = 4  # int32
 SECTION_BYTES = 16  # alignment of sections: any dtype can be viewed there
 
 _CARRIES_WEIGHTS = ("dispatch", "dispatch_backward")
-_TOWARDS_TOKENS = ("combine", "dispatch_backward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,45 +128,6 @@ class MessageLayout:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingCounts:
-    """How much goes from each rank where; W ranks, M nodes of `ranks_per_node` consecutive ranks.
-
-    Attributes:
-        ranks_per_node: ranks of one node.
-        choices_WW: routed choices of the first rank's tokens for experts of the second.
-        tokens_WW: unique tokens among them.
-        tokens_WM: unique tokens of each rank with any choice in each node.
-    """
-
-    ranks_per_node: int
-    choices_WW: tuple[tuple[int, ...], ...]
-    tokens_WW: tuple[tuple[int, ...], ...]
-    tokens_WM: tuple[tuple[int, ...], ...]
-
-    @property
-    def num_ranks(self) -> int:
-        """W."""
-        return len(self.choices_WW)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WireStage:
-    """One exchange: bytes from each rank (first) to each rank (second).
-
-    `name` is "ranks" (flat, dedup), "between nodes" or "inside nodes".
-    """
-
-    name: str
-    bytes_WW: tuple[tuple[int, ...], ...]
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes of all ranks that leave their rank."""
-        kept = sum(row[rank] for rank, row in enumerate(self.bytes_WW))
-        return sum(sum(row) for row in self.bytes_WW) - kept
-
-
 def message_layout(
     route: Route, movement: Movement, row_format: RowFormat, *, tokens: int, choices: int
 ) -> MessageLayout:
@@ -193,136 +151,7 @@ def message_layout(
     return _layout(num_rows, index_at, weights_at, end)
 
 
-def count_routing(
-    topk_idx_WTK: Sequence[Sequence[Sequence[int]]], *, num_experts: int, ranks_per_node: int
-) -> RoutingCounts:
-    """Count a routing: for each rank, for each of its tokens, the chosen experts.
-
-    Rank r holds experts r * E / W up to (r + 1) * E / W. A token may choose an expert twice: that
-    is two choices of one token.
-
-    Raises:
-        ValueError: the ranks divide neither the experts nor into nodes, or an expert is unknown.
-    """
-    num_ranks = len(topk_idx_WTK)
-    check_divides("num_experts", num_experts, "ranks", num_ranks)
-    check_divides("ranks", num_ranks, "ranks_per_node", ranks_per_node)
-    num_local, num_nodes = num_experts // num_ranks, num_ranks // ranks_per_node
-    choices_WW = [[0] * num_ranks for _ in range(num_ranks)]
-    tokens_WW = [[0] * num_ranks for _ in range(num_ranks)]
-    tokens_WM = [[0] * num_nodes for _ in range(num_ranks)]
-    for source, topk_idx_TK in enumerate(topk_idx_WTK):
-        for experts in topk_idx_TK:
-            if any(not 0 <= e < num_experts for e in experts):
-                raise CommValueError(
-                    f"rank {source} has a token with choices {list(experts)}; every choice must "
-                    f"be an expert in 0..{num_experts - 1}"
-                )
-            ranks = [e // num_local for e in experts]
-            for rank in ranks:
-                choices_WW[source][rank] += 1
-            for rank in set(ranks):
-                tokens_WW[source][rank] += 1
-            for node in {rank // ranks_per_node for rank in ranks}:
-                tokens_WM[source][node] += 1
-    return RoutingCounts(
-        ranks_per_node=ranks_per_node,
-        choices_WW=_frozen(choices_WW),
-        tokens_WW=_frozen(tokens_WW),
-        tokens_WM=_frozen(tokens_WM),
-    )
-
-
-def wire_stages(
-    counts: RoutingCounts, route: Route, movement: Movement, row_format: RowFormat
-) -> tuple[WireStage, ...]:
-    """Return the exchanges of a movement in their order, each with its bytes per pair of ranks."""
-    if route == "hierarchical":
-        pieces = [
-            ("between nodes", *_between_nodes(counts)),
-            ("inside nodes", *_inside_nodes(counts)),
-        ]
-    else:
-        pieces = [("ranks", counts.tokens_WW, counts.choices_WW)]
-    stages = [
-        WireStage(name=name, bytes_WW=_message_bytes(tokens, choices, route, movement, row_format))
-        for name, tokens, choices in pieces
-    ]
-    if movement not in _TOWARDS_TOKENS:
-        return tuple(stages)
-    return tuple(
-        WireStage(name=stage.name, bytes_WW=tuple(zip(*stage.bytes_WW, strict=True)))
-        for stage in reversed(stages)
-    )
-
-
-def check_divides(name: str, count: int, divisor_name: str, divisor: int) -> None:
-    """Check that `count` things can be shared evenly.
-
-    Raises:
-        ValueError: they cannot.
-    """
-    if divisor < 1 or count < 1 or count % divisor:
-        raise CommValueError(
-            f"{name}={count} cannot be shared evenly by {divisor_name}={divisor}; "
-            f"choose {name} as a multiple of {divisor_name}"
-        )
-
-
-_Matrix = Sequence[Sequence[int]]
-
-
-def _between_nodes(counts: RoutingCounts) -> tuple[_Matrix, _Matrix]:
-    """Tokens and choices from each rank to the rank of each node with its local index."""
-    size, per_node = counts.num_ranks, counts.ranks_per_node
-    tokens = [[0] * size for _ in range(size)]
-    choices = [[0] * size for _ in range(size)]
-    for source in range(size):
-        for node in range(size // per_node):
-            first = node * per_node
-            forwarder = first + source % per_node
-            tokens[source][forwarder] = counts.tokens_WM[source][node]
-            choices[source][forwarder] = sum(counts.choices_WW[source][first : first + per_node])
-    return tokens, choices
-
-
-def _inside_nodes(counts: RoutingCounts) -> tuple[_Matrix, _Matrix]:
-    """Tokens and choices from each forwarding rank to the ranks of its node, all sources summed."""
-    size, per_node = counts.num_ranks, counts.ranks_per_node
-    tokens = [[0] * size for _ in range(size)]
-    choices = [[0] * size for _ in range(size)]
-    for target in range(size):
-        first = target // per_node * per_node
-        for source in range(size):
-            forwarder = first + source % per_node
-            tokens[forwarder][target] += counts.tokens_WW[source][target]
-            choices[forwarder][target] += counts.choices_WW[source][target]
-    return tokens, choices
-
-
-def _message_bytes(
-    tokens_WW: _Matrix,
-    choices_WW: _Matrix,
-    route: Route,
-    movement: Movement,
-    row_format: RowFormat,
-) -> tuple[tuple[int, ...], ...]:
-    @cache  # few pairs of counts are different where routing is even
-    def num_bytes(tokens: int, choices: int) -> int:
-        layout = message_layout(route, movement, row_format, tokens=tokens, choices=choices)
-        return layout.num_bytes
-
-    return tuple(
-        tuple(map(num_bytes, tokens, choices))
-        for tokens, choices in zip(tokens_WW, choices_WW, strict=True)
-    )
-
-
 def _layout(num_rows: int, index_at: int, weights_at: int, num_bytes: int) -> MessageLayout:
     return MessageLayout(
         num_rows=num_rows, index_at=index_at, weights_at=weights_at, num_bytes=num_bytes
     )
-
-
-def _frozen(matrix: list[list[int]]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(row) for row in matrix)
