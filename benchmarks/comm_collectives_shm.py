@@ -12,7 +12,7 @@ fewer cores than ranks they measure the scheduler more than the backends.
 import json
 import sys
 
-from comm_collectives.verify import BenchResult, bench_machine, format_bench, quartiles
+from comm_collectives.checking import BenchResult, bench_machine, format_bench, quartiles
 
 TIMEOUT_S = 1200
 LARGEST = 64 << 20

@@ -11,14 +11,14 @@ from comm_collectives.collectives import overlap_gradients as overlap_gradients
 from comm_collectives.collectives import reduce_in_buckets as reduce_in_buckets
 from comm_collectives.collectives import reduce_scatter as reduce_scatter
 from comm_collectives.collectives import scatter as scatter
+from comm_collectives.errors import CollectiveTimeoutError as CollectiveTimeoutError
 from comm_collectives.errors import CommError as CommError
+from comm_collectives.errors import PeerFailedError as PeerFailedError
 from comm_collectives.moe import MoeOptions as MoeOptions
 from comm_collectives.moe import combine as combine
 from comm_collectives.moe import dispatch as dispatch
-from comm_collectives.moe import dispatch_async as dispatch_async
 from comm_collectives.nested import broadcast_nested as broadcast_nested
 from comm_collectives.p2p import isend_tensors as isend_tensors
 from comm_collectives.p2p import recv as recv
 from comm_collectives.p2p import recv_tensors as recv_tensors
 from comm_collectives.p2p import send as send
-from comm_collectives.simulation import simulate as simulate

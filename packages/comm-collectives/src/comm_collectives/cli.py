@@ -74,8 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check(args: argparse.Namespace) -> int:
     from comm_collectives.base import DTYPES
-    from comm_collectives.errors import CommError
-    from comm_collectives.verify import (
+    from comm_collectives.checking import (
         FEW_DTYPES,
         HERE,
         WIRE,
@@ -83,6 +82,7 @@ def _check(args: argparse.Namespace) -> int:
         format_table,
         to_json,
     )
+    from comm_collectives.errors import CommError
 
     raw_dtypes = () if not args.raw else DTYPES if args.all else FEW_DTYPES
     try:
@@ -103,6 +103,6 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from comm_collectives.verify import run_bench
+    from comm_collectives.checking import run_bench
 
     return run_bench(args)

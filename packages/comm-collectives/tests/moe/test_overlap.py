@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import comm_collectives as cc
-from comm_collectives.moe import Dispatched
+from comm_collectives.moe import Dispatched, dispatch_async
 from comm_collectives.moe.overlap import OverlappedMoe
 from ranktest import run_ranks
 
@@ -86,7 +86,7 @@ def test_asynchronous_dispatch_and_combine_return_handles_on_one_rank_and_many()
     def fn(rank: int, world_size: int) -> None:
         for group in (None, dist.group.WORLD):
             x, idx, weights = _tokens(rank, 5)
-            coming = cc.dispatch_async(x, idx, weights, num_experts=_EXPERTS, group=group)
+            coming = dispatch_async(x, idx, weights, num_experts=_EXPERTS, group=group)
             sent = coming.wait()
             y = sent.x * sent.topk_weights[:, None]
             out = cc.combine(y, sent.handle, async_op=True).wait()

@@ -27,8 +27,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from comm_collectives import CommError, isend_tensors, recv_tensors
-from comm_collectives.errors import CollectiveTimeoutError, PeerFailedError
+from comm_collectives import (
+    CollectiveTimeoutError,
+    CommError,
+    PeerFailedError,
+    isend_tensors,
+    recv_tensors,
+)
 from comm_collectives.p2p import SendHandle, expect_tensors
 from moe_pipeline.executor.execution_plan import RECEIVES, Edge, ExecutionPlan, other_end
 from moe_pipeline.executor.stage_message import (

@@ -24,7 +24,7 @@ from comm_collectives.errors import CommTypeError, CommValueError
 _PACKAGE = os.path.dirname(os.path.abspath(str(comm_collectives.__file__)))
 _INSIDE = (_PACKAGE, os.path.dirname(os.path.abspath(str(torch.__file__))))
 # Files of this package whose calls stand for a user's.
-_LIKE_A_PROGRAM = os.path.join(_PACKAGE, "verify", "misuse")
+_LIKE_A_PROGRAM = os.path.join(_PACKAGE, "checking", "misuse")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,223 @@
+"""The cells of the matrix as calls in torch's argument order, which write into given tensors.
+
+For raw torch.distributed, to count what is broken there, and for this package's functions of the
+same names, which have to get the same calls right: into strided results, whose surroundings stay,
+and into results that share memory with the input.
+
+    run_torch_order(case, torch.distributed)      # "" or what is wrong; collective
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from comm_collectives.base import as_bytes, dense
+from comm_collectives.checking.cells.data import Placed, difference, place, place_result
+from comm_collectives.checking.cells.ours import compare
+from comm_collectives.checking.cells.problems import ALIASED, Case, Problem, problem_of
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cell:
+    """One cell on this rank. `ops` has the functions, torch.distributed or what replaces it."""
+
+    case: Case
+    problem: Problem
+    ops: Any
+    rank: int
+    size: int
+
+    def buffers(self) -> tuple[Placed, Placed]:
+        """Return the input and room for the result, laid out as the case says."""
+        x, want = self.problem.x, self.problem.want
+        x = torch.empty(0, 1, dtype=self.case.dtype) if x is None else x
+        want = x[:0] if want is None else want
+        if self.case.shape == ALIASED:
+            return _overlapping(x, want)
+        layout = self.case.shape
+        return place(x, layout), place_result(tuple(want.shape), want.dtype, layout)
+
+    def check(self, given: Placed, result: Placed) -> str:
+        """Compare the result, and what must not have changed."""
+        want = self.problem.want
+        got = None if want is None else result.view
+        return compare(self.case, got, want) or result.problem() or given.problem()
+
+    def options(self) -> dict[str, Any]:
+        """What the case asks for besides its tensors."""
+        return {"async_op": True} if self.case.is_async else {}
+
+
+def run_torch_order(case: Case, ops: Any) -> str:
+    """Run one cell on this rank in the default group; return what is wrong, or "".
+
+    Collective. Whatever `ops` raises is raised.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    problem = problem_of(case, rank, size)
+    cell = _Cell(case=case, problem=problem, ops=ops, rank=rank, size=size)
+    return _RUN_OF[function_of(case)](cell)
+
+
+def function_of(case: Case) -> str:
+    """Return the name of the function that a cell is about, with the kind of its arguments."""
+    return case.collective.partition(".")[2]
+
+
+def _overlapping(x: torch.Tensor, want: torch.Tensor) -> tuple[Placed, Placed]:
+    """Lay the result over the last row of the input. The rows before it stay as they are."""
+    rows, columns = x.shape
+    kept = max(rows - 1, 0)
+    memory = torch.zeros(kept + max(len(want), 1), columns * x.dtype.itemsize, dtype=torch.uint8)
+    memory[:rows] = as_bytes(dense(x)).view(rows, -1)
+    before = memory[:kept].clone()
+    given = memory.view(x.dtype)[:rows]
+    result = memory.view(x.dtype)[kept : kept + len(want)]
+    return (
+        Placed(
+            view=given, problem=lambda: difference(memory[:kept], before, "the rest of the input")
+        ),
+        Placed(view=result, problem=lambda: ""),
+    )
+
+
+def _finish(work: Any) -> None:
+    if hasattr(work, "wait"):
+        work.wait()
+
+
+def _two_tensors(name: str, *, splits: bool = False, op: bool = False) -> Callable[[_Cell], str]:
+    """Call a function of (output, input, ...)."""
+
+    def run(cell: _Cell) -> str:
+        given, result = cell.buffers()
+        more: list[Any] = []
+        if splits:
+            more += [list(cell.problem.received), list(cell.problem.sent)]
+        if op:
+            more.append(_OPS[cell.case.op])
+        _finish(getattr(cell.ops, name)(result.view, given.view, *more, **cell.options()))
+        return cell.check(given, result)
+
+    return run
+
+
+def _cut(x: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor]:
+    return list(x.split(list(rows)))
+
+
+def _check_all_to_all(cell: _Cell) -> str:
+    given, result = cell.buffers()
+    targets = _cut(result.view, cell.problem.received)
+    sources = _cut(given.view, cell.problem.sent)
+    _finish(cell.ops.all_to_all(targets, sources, **cell.options()))
+    return cell.check(given, result)
+
+
+def _check_all_gather(cell: _Cell) -> str:
+    given, result = cell.buffers()
+    targets = _cut(result.view, cell.problem.received)
+    _finish(cell.ops.all_gather(targets, given.view, **cell.options()))
+    return cell.check(given, result)
+
+
+def _check_reduce_scatter(cell: _Cell) -> str:
+    given, result = cell.buffers()
+    sources = _cut(given.view, cell.problem.sent)
+    op = _OPS[cell.case.op]
+    _finish(cell.ops.reduce_scatter(result.view, sources, op, **cell.options()))
+    return cell.check(given, result)
+
+
+def _check_gather(cell: _Cell) -> str:
+    given, result = cell.buffers()
+    root = cell.problem.root
+    targets = _cut(result.view, cell.problem.received) if cell.rank == root else None
+    _finish(cell.ops.gather(given.view, targets, dst=root, **cell.options()))
+    return cell.check(given, result)
+
+
+def _check_scatter(cell: _Cell) -> str:
+    given, result = cell.buffers()
+    root = cell.problem.root
+    sources = _cut(given.view, cell.problem.sent) if cell.rank == root else None
+    _finish(cell.ops.scatter(result.view, sources, src=root, **cell.options()))
+    return cell.check(given, result)
+
+
+def _in_place(x: torch.Tensor, cell: _Cell) -> Placed:
+    """Lay out a tensor that a call overwrites: it holds `x`, and its surroundings are watched."""
+    placed = place_result(tuple(x.shape), x.dtype, cell.case.shape)
+    placed.view.copy_(x)
+    return placed
+
+
+def _check_all_reduce(cell: _Cell) -> str:
+    x = cell.problem.x
+    if x is None:
+        return "there is nothing to reduce"
+    placed = _in_place(x, cell)
+    _finish(cell.ops.all_reduce(placed.view, _OPS[cell.case.op], **cell.options()))
+    return compare(cell.case, placed.view, cell.problem.want) or placed.problem()
+
+
+def _check_broadcast(cell: _Cell) -> str:
+    want = cell.problem.want
+    if want is None:
+        return "there is nothing to broadcast"
+    placed = place_result(tuple(want.shape), want.dtype, cell.case.shape)
+    if cell.problem.x is not None:
+        placed.view.copy_(want)
+    _finish(cell.ops.broadcast(placed.view, src=cell.problem.root, **cell.options()))
+    return compare(cell.case, placed.view, want) or placed.problem()
+
+
+def _send_and_recv(cell: _Cell) -> str:
+    """Even ranks send first, odd ones receive first."""
+    given, result = cell.buffers()
+    after, before = (cell.rank + 1) % cell.size, (cell.rank - 1) % cell.size
+    for is_sending in (cell.rank % 2 == 0, cell.rank % 2 == 1):
+        if is_sending:
+            cell.ops.send(given.view, dst=after)
+        else:
+            cell.ops.recv(result.view, src=before)
+    return cell.check(given, result)
+
+
+def _broadcast_object_list(cell: _Cell) -> str:
+    x, want = cell.problem.x, cell.problem.want
+    placed = None if x is None else place(x, cell.case.shape)
+    value = {"x": [None if placed is None else placed.view, (1.5, None)], "name": str(cell.case)}
+    box = [value if placed is not None else None]
+    cell.ops.broadcast_object_list(box, src=cell.problem.root)
+    got: Any = box[0]
+    if not isinstance(got, dict) or got["name"] != str(cell.case) or got["x"][1] != (1.5, None):
+        return f"the structure arrived as {got!r}"
+    return compare(cell.case, got["x"][0], want) or ("" if placed is None else placed.problem())
+
+
+_RUN_OF: dict[str, Callable[[_Cell], str]] = {
+    "all_to_all_single": _two_tensors("all_to_all_single", splits=True),
+    "all_to_all": _check_all_to_all,
+    "all_gather_into_tensor": _two_tensors("all_gather_into_tensor"),
+    "all_gather": _check_all_gather,
+    "reduce_scatter_tensor": _two_tensors("reduce_scatter_tensor", op=True),
+    "reduce_scatter": _check_reduce_scatter,
+    "all_reduce": _check_all_reduce,
+    "broadcast": _check_broadcast,
+    "gather": _check_gather,
+    "scatter": _check_scatter,
+    "send and recv": _send_and_recv,
+    "broadcast_object_list": _broadcast_object_list,
+}
