@@ -30,7 +30,12 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from comm_collectives import Dispatched, MoeOptions, combine, dispatch
+from comm_collectives import (
+    MoeOptions,
+    combine,
+    dispatch,
+)
+from comm_collectives.moe import Dispatched
 from moe_pipeline._checks import check_type
 from moe_pipeline.config import MoEConfig
 from moe_pipeline.errors import MoETypeError, MoEValueError

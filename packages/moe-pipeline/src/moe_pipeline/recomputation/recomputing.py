@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from comm_collectives import DispatchHandle
+from comm_collectives.moe import DispatchHandle
 from moe_pipeline.errors import MoETypeError, MoEValueError
 from moe_pipeline.routing_plan import RoutingPlan
 from moe_pipeline.weight_grad import current_split
