@@ -77,6 +77,19 @@ def test_the_own_door_and_the_own_face_are_not_imported(parse: Parse) -> None:
     assert "its own package's face (run)" in found(parse, {"p/base/more.py": "from p import run\n"})
 
 
+def test_a_dotted_name_after_an_import_is_an_import_of_what_it_names(parse: Parse) -> None:
+    assert found(parse, {"p/top/job.py": "import p\nx = p.__file__\n"}) == ""
+    assert "p.base.wire (send) lies behind" in found(
+        parse, {"p/top/job.py": "import p\nx = p.base.wire.send()\n"}
+    )
+    assert "its own package's face (run)" in found(parse, {"p/top/job.py": "import p\np.run()\n"})
+    assert "p.base.wire (send) is a module of another" in found(
+        parse, {"q/a.py": "import p as library\nlibrary.base.wire.send()\n"}
+    )
+    good = {"q/__init__.py": "", "q/a.py": "import p.base\np.base.send()\n"}
+    assert found(parse, good) == ""
+
+
 def test_another_package_is_entered_by_its_face_or_a_door(parse: Parse) -> None:
     good = {"q/__init__.py": "from p.top import run\n", "q/a.py": "import p\nfrom p import run\n"}
     assert found(parse, good) == ""

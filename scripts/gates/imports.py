@@ -41,19 +41,42 @@ class Modules:
         return cls(by_name, exports | {stub.module: exported(stub.tree) for stub in stubs})
 
     def imports_of(self, source: Source) -> Iterator[Use]:
-        """Every import of one of our modules, in the order of the syntax tree."""
+        """Every import of one of our modules; `pkg.room.name` after `import pkg` is one as well."""
+        roots: dict[str, str] = {}
         for node in ast.walk(source.tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     target = self._nearest(alias.name)
                     if target is not None:
                         yield Use(line=node.lineno, target=target, names=())
+                        bound = alias.asname or alias.name.split(".")[0]
+                        roots[bound] = alias.name if alias.asname else bound
             elif isinstance(node, ast.ImportFrom):
                 yield from self._from_import(node, _absolute(node, source), source)
+        if roots:
+            yield from self._attributes(source, roots)
 
     def folder(self, module: str) -> str:
         """The folder of a module, as a dotted name; a door stands in the folder that it opens."""
         return module if self.by_name[module].is_package else module.rpartition(".")[0]
+
+    def _attributes(self, source: Source, roots: dict[str, str]) -> Iterator[Use]:
+        """What is taken from a module by its dotted name: `pkg.room.name`, `pkg.name`."""
+        for node in ast.walk(source.tree):
+            name, parts = node, list[str]()
+            while isinstance(name, ast.Attribute):
+                parts.insert(0, name.attr)
+                name = name.value
+            if not parts or not isinstance(name, ast.Name) or name.id not in roots:
+                continue
+            target = roots[name.id]
+            while parts and self._is_module(target, parts[0]):
+                target = f"{target}.{parts.pop(0)}"
+            if target in self.by_name and parts and not parts[0].startswith("__"):
+                yield Use(line=name.lineno, target=target, names=(parts[0],))
+
+    def _is_module(self, base: str, name: str) -> bool:
+        return f"{base}.{name}" in self.by_name and name not in self.exports.get(base, ())
 
     def _nearest(self, name: str) -> str | None:
         while name and name not in self.by_name:
