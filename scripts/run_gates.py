@@ -25,7 +25,7 @@ from gates.rooms import check_rooms
 from gates.source import Problem, read_sources
 from gates.tracked import check_tracked, tracked_files
 from gates.wheels import check_wheels
-from gates.words import GLOSSARY, check_words
+from gates.words import GLOSSARY, check_spellings, check_words
 from workspace import ROOT, Package, read_packages
 
 Found = dict[str, list[Problem]]  # gate -> what it found
@@ -49,6 +49,7 @@ def run(root: Path, packages: tuple[Package, ...]) -> Found:
         "floors": check_floors(packages, sources, settings=settings),
         "tests of rooms": check_mirror(packages, root=root),
         "words": check_words(packages, sources, stubs, glossary=(root / GLOSSARY).read_text()),
+        "spellings": check_spellings(sources),
         "pages": check_pages(packages, root=root),
         "habits": check_habits(sources),
         "repeats": check_repeats(sources),

@@ -2,8 +2,10 @@ import ast
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from gates.source import Source, as_text
-from gates.words import check_words
+from gates.words import check_spellings, check_words
 from workspace import Package
 
 Parse = Callable[[dict[str, str]], list[Source]]
@@ -67,3 +69,23 @@ def test_a_word_with_two_meanings_is_found(parse: Parse) -> None:
     text = GLOSSARY + "| axis | what a wheel turns on |\n"
     assert "`axis` (a-b) stands in line 8" in found(parse, text)
     assert "stands in line 14 (a-b) too" in found(parse, GLOSSARY + "| load | writes and reads |\n")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "micro_batch = 1",
+        "def f(num_micro_batches: int) -> None: ...",
+        "class MicroBatch: ...",
+        "config.aux_loss_coeff",
+        "f(coeff=1)",
+        "from p import AUX_COEFF_OF",
+    ],
+)
+def test_a_name_in_a_spelling_that_was_given_up_is_found(parse: Parse, text: str) -> None:
+    assert "p/m.py:1: " in as_text(check_spellings(parse({"p/m.py": text + "\n"})))
+
+
+def test_the_spellings_of_the_repository_and_old_strings_are_free(parse: Parse) -> None:
+    text = "microbatch, aux_loss_coef = old['moe_aux_loss_coeff'], coefficient  # micro_batch\n"
+    assert not check_spellings(parse({"p/m.py": text}))

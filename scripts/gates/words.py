@@ -7,6 +7,7 @@ The glossary has a section for each package, and one for the whole repository:
     | `save` | writes a checkpoint that every rank takes part in |
 """
 
+import ast
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,12 @@ from gates.source import Problem, Source
 from workspace import Package
 
 GLOSSARY = Path("docs", "glossary.md")
+# One spelling each, in all names of src; what a file of old holds is a string and stays.
+SPELLINGS = {
+    re.compile(r"micro_batch|Micro_?Batch|MICRO_BATCH"): "microbatch",
+    re.compile(r"(?:^|_)coeffs?(?=_|$)", re.IGNORECASE): "coef",
+}
+
 _COMMON = "Words of the whole repository"
 _ROW = re.compile(r"^\|(?P<words>[^|]+)\|(?P<meaning>.*)\|\s*$")
 
@@ -56,6 +63,30 @@ def check_words(
                 for word in sorted(words - told)
             ]
     return problems
+
+
+def check_spellings(sources: Sequence[Source]) -> list[Problem]:
+    """Names in src that are spelled in a way that this repository gave up."""
+    found = [
+        Problem(
+            path=source.path,
+            line=getattr(node, "lineno", 1),
+            message=f"`{name}`: this repository writes `{right}`",
+        )
+        for source in sources
+        for node in ast.walk(source.tree)
+        for name in _named(node)
+        for wrong, right in SPELLINGS.items()
+        if wrong.search(name)
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _named(node: ast.AST) -> Iterator[str]:
+    for field in ("id", "attr", "arg", "name", "asname"):
+        name = getattr(node, field, None)
+        if isinstance(name, str):
+            yield name
 
 
 def _rows(text: str) -> Iterator[_Row]:
