@@ -10,6 +10,7 @@ from pathlib import Path
 from gates.doors import check_doors
 from gates.imports import Modules
 from gates.lines import count_lines
+from gates.pages import check_pages
 from gates.repeats import check_repeats
 from gates.rooms import check_rooms, folder_files, longest_chains
 from gates.source import read_sources
@@ -31,6 +32,7 @@ def figures(root: Path) -> Iterator[tuple[str, int]]:
     # Past a door, circles, folders and chains that are too large; doors with too many names.
     yield "problems_of_rooms", len(check_rooms(sources, stubs)) + len(check_doors(sources, stubs))
     yield "words_unexplained", len(check_words(packages, sources, stubs, glossary=glossary))
+    yield "problems_of_pages", len(check_pages(packages, root=root))
     yield "repeats_without_reason", len(check_repeats(sources))
     yield "lines_of_src", sum(count_lines(package) for package in packages)
 
