@@ -13,7 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from moe_train import PackedSplit, load_config, prepare, unigram_cross_entropy
+from moe_train import load_config, prepare, unigram_cross_entropy
+from moe_train.data import PackedSplit
 from moe_train.report.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent

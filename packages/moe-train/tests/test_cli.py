@@ -67,7 +67,6 @@ def test_train_help_lists_every_key_with_meaning_and_unit(
         ["train"],
         ["train", "job.toml", "--foo"],
         ["inspect", "a", "b.c=3"],
-        ["generate", "--checkpoint", "x", "--prompt", "a", "--max-new-tokens", "0"],
         ["generate", "--checkpoint", "x", "--prompt", "a", "--top-k", "many"],
     ],
 )
@@ -78,6 +77,18 @@ def test_unusable_arguments_end_with_usage(
         main(argv)
     assert ended.value.code == 2
     assert "usage: moe-train" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option", [("--max-new-tokens", "0"), ("--top-k", "-1"), ("--temperature", "-0.5")]
+)
+def test_a_number_out_of_range_is_one_line(
+    option: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "--checkpoint", "x", "--prompt", "a", *option]) == 2
+    line = capsys.readouterr().err
+    name, value = option[0].strip("-").replace("-", "_"), option[1]
+    assert line.count("\n") == 1 and f"{name}={value}" in line
 
 
 def test_missing_config_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

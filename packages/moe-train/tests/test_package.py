@@ -1,7 +1,15 @@
 from pathlib import Path
 
 import moe_train
-from package_facts import check_import_is_cheap, check_names, run_examples
+from moe_train import MoeTrainError
+from package_facts import (
+    check_import_is_cheap,
+    check_name_table,
+    check_names,
+    check_tour,
+    check_wrong_types,
+    run_examples,
+)
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -16,3 +24,12 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
 
 def test_the_examples_of_the_readme_run() -> None:
     assert run_examples(README) > 0
+
+
+def test_the_readme_has_a_line_for_each_room_and_a_row_for_each_name() -> None:
+    check_tour(moe_train, README)
+    check_name_table(moe_train, README)
+
+
+def test_arguments_of_a_wrong_type_are_named_by_an_error_of_the_package() -> None:
+    assert check_wrong_types(moe_train, MoeTrainError) == 12

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-_POLL_S = 0.05
+_LOCK_POLL_S = 0.05
 _LOCK_TIMEOUT_S = 3600.0
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def locked(path: Path, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[None]:
                     f"another process has held {path} for {timeout_s:g} s; end it, or set "
                     "data.cache_dir to another folder"
                 )
-            time.sleep(_POLL_S)
+            time.sleep(_LOCK_POLL_S)
         yield
 
 

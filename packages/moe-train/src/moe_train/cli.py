@@ -78,21 +78,29 @@ def _parser() -> argparse.ArgumentParser:
         "--traceback", action="store_true", help="show the traceback of a mistake, not one line"
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    _add_train(commands, common)
-    _add_generate(commands, common)
-    inspect = commands.add_parser(
-        "inspect",
-        parents=[common],
-        help="list what a checkpoint holds",
-        description=_inspect.__doc__,
+
+    def add(run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        name = run.__name__.strip("_")
+        added = commands.add_parser(name, parents=[common], help=text, description=run.__doc__)
+        added.set_defaults(command=run)
+        return added
+
+    train = add(_train, "train a model, or go on with a run")
+    train.epilog = _TRAIN_NOTES + "\nKeys:\n\n" + keys_help()
+    train.formatter_class = argparse.RawDescriptionHelpFormatter
+    _add_config(train)
+    train.add_argument(
+        "--resume",
+        metavar="latest|DIR",
+        nargs="?",
+        const="latest",
+        default="",
+        help="go on from the newest checkpoint in train.output_dir, or from a named one",
     )
+    _add_generate(add(_generate, "print text from a model"))
+    inspect = add(_inspect, "list what a checkpoint holds")
     inspect.add_argument("checkpoint", metavar="DIR", type=Path, help="a checkpoint's folder")
-    inspect.set_defaults(command=_inspect)
-    plan = commands.add_parser(
-        "plan", parents=[common], help="estimate memory before a run", description=_plan.__doc__
-    )
-    _add_config(plan)
-    plan.set_defaults(command=_plan)
+    _add_config(add(_plan, "estimate memory before a run"))
     return parser
 
 
@@ -103,69 +111,16 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_train(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", common: argparse.ArgumentParser
-) -> None:
-    train = commands.add_parser(
-        "train",
-        parents=[common],
-        help="train a model, or go on with a run",
-        description=_train.__doc__,
-        epilog=_TRAIN_NOTES + "\nKeys:\n\n" + keys_help(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    _add_config(train)
-    train.add_argument(
-        "--resume",
-        metavar="latest|DIR",
-        nargs="?",
-        const="latest",
-        default="",
-        help="go on from the newest checkpoint in train.output_dir, or from a named one",
-    )
-    train.set_defaults(command=_train)
-
-
-def _add_generate(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", common: argparse.ArgumentParser
-) -> None:
-    generate = commands.add_parser(
-        "generate", parents=[common], help="print text from a model", description=_generate.__doc__
-    )
-    generate.add_argument("--checkpoint", metavar="DIR", type=Path, required=True)
-    generate.add_argument("--prompt", metavar="TEXT", required=True, help="how the text begins")
-    generate.add_argument(
-        "--max-new-tokens", metavar="N", type=_at_least(1), default=64, help="default 64"
-    )
-    generate.add_argument(
-        "--temperature",
-        metavar="T",
-        type=float,
-        default=0.8,
-        help="0 takes the likeliest token each time; default 0.8",
-    )
-    generate.add_argument(
-        "--top-k",
-        metavar="K",
-        type=_at_least(0),
-        default=50,
-        help="choose among the K likeliest tokens, 0 among all; default 50",
-    )
-    generate.add_argument("--seed", metavar="S", type=_at_least(0), default=0, help="default 0")
-    generate.set_defaults(command=_generate)
-
-
-def _at_least(minimum: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"must be at least {minimum}, got {value}")
-        return value
-
-    return parse
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--checkpoint", metavar="DIR", type=Path, required=True)
+    add("--prompt", metavar="TEXT", required=True, help="how the text begins")
+    add("--max-new-tokens", metavar="N", type=int, default=64, help="default 64")
+    text = "0 takes the likeliest token each time; default 0.8"
+    add("--temperature", metavar="T", type=float, default=0.8, help=text)
+    text = "choose among the K likeliest tokens, 0 among all; default 50"
+    add("--top-k", metavar="K", type=int, default=50, help=text)
+    add("--seed", metavar="S", type=int, default=0, help="default 0")
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -179,11 +134,11 @@ def _train(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, overrides)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _train_as_rank(config, resume, [str(arguments.config), *overrides])
-    from moe_train.jobs import job
+    from moe_train.jobs import check
 
     print(format_compact(config), flush=True)
     # Ranks take the checkpoint that was checked, and do not look for it again.
-    source = job.check(config, resume)
+    source = check(config, resume)
     resolved = _save_resolved(config)
     from moe_train.launch import run_local
 
@@ -209,14 +164,14 @@ def _train_as_rank(config: Config, resume: str, job_args: list[str]) -> int:
             f"parallel.dp={config.parallel.dp} * parallel.ep={config.parallel.ep} = "
             f"{config.world_size}; start {config.world_size} ranks or change [parallel]"
         )
-    from moe_train.jobs import job
+    from moe_train.jobs import check
     from moe_train.rank import RankJobError, leave, run_rank, watch_stop_signals
 
     if rank == 0:
         print(format_compact(config), flush=True)
     else:  # what every rank finds out about the checkpoints, one says
         logging.getLogger("moe_train.checkpoint.training_state").setLevel(logging.ERROR)
-    source = job.check(config, resume)
+    source = check(config, resume)
     if rank == 0:
         _save_resolved(config)
     argv = [job_args[0], str(source or ""), *job_args[1:]]
@@ -237,8 +192,6 @@ def _save_resolved(config: Config) -> Path:
 
 def _generate(arguments: argparse.Namespace) -> int:
     """Print the prompt and what a trained model makes of it."""
-    if arguments.temperature < 0:
-        raise TrainValueError(f"--temperature {arguments.temperature} must be at least 0")
     from moe_train.jobs import generate_text
 
     text = generate_text(

@@ -251,10 +251,10 @@ def test_a_trainer_state_that_cannot_be_read_is_named(text: bytes, tmp_path: Pat
 @pytest.mark.parametrize("name", ["data_fingerprint", "sequence_length", "seed"])
 def test_other_data_are_refused_with_both_values(name: str) -> None:
     now = {"data_fingerprint": "f", "sequence_length": 12, "seed": 0}
-    check_same_data(state(), now.__getitem__, Path("checkpoint-1"))
+    check_same_data(state(), now, Path("checkpoint-1"))
     was = now[name]
     now[name] = 99
     with pytest.raises(
         ValueError, match=f"^checkpoint-1 was trained with {name}={was!r}, this run has 99; restore"
     ):
-        check_same_data(state(), now.__getitem__, Path("checkpoint-1"))
+        check_same_data(state(), now, Path("checkpoint-1"))

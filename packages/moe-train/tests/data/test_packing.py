@@ -7,16 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_train.data.packing import IGNORED_LABEL, PackedSplit
-from moe_train.data.token_file import TokenWriter
+from moe_train.data.token_file import write_tokens
 
 EOS = 0
 
 
 def write_documents(folder: Path, documents: list[list[int]]) -> Path:
     path = folder / "tokens.bin"
-    with TokenWriter(path, vocab_size=1000) as writer:
-        for document in documents:
-            writer.append(np.array([*document, EOS], dtype=np.int64))
+    parts = (np.array([*document, EOS], dtype=np.int64) for document in documents)
+    write_tokens(path, parts, vocab_size=1000)
     return path
 
 

@@ -3,15 +3,17 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from moe_train.config.tables import OptimizerConfig
 from moe_train.optim.adamw import AdamW, learning_rate
 from moe_train.optim.grads import GradientStore, ParameterGroup, clip_coefficient
+from ranktest import run_ranks
 
 
 def store_of(*parameters: nn.Parameter, fp32: bool = False) -> GradientStore:
-    group = ParameterGroup(parameters=parameters, reduce_group=None, num_holders=1)
+    group = ParameterGroup(parameters=parameters, reduce_group=None)
     return GradientStore([group], fp32_accumulation=fp32)
 
 
@@ -99,10 +101,13 @@ def test_norm_and_clipping_agree_with_torch() -> None:
 
 
 def test_shares_of_a_replicated_parameter_add_up_to_one_norm() -> None:
-    weight = nn.Parameter(torch.zeros(2))
-    weight.grad = torch.tensor([3.0, 4.0])
-    group = ParameterGroup(parameters=[weight], reduce_group=None, num_holders=4)
-    assert GradientStore([group], fp32_accumulation=False).norm_squared() * 4 == 25.0
+    def share(*_: int) -> float:
+        weight = nn.Parameter(torch.zeros(2))
+        weight.grad = torch.tensor([3.0, 4.0])
+        group = ParameterGroup(parameters=[weight], reduce_group=dist.group.WORLD)
+        return GradientStore([group], fp32_accumulation=False).norm_squared()
+
+    assert run_ranks(share, 4) == [25.0 / 4] * 4
 
 
 def test_no_clipping_below_the_limit_or_when_switched_off() -> None:

@@ -75,10 +75,8 @@ def grads_of_ranks(
         columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
         dense, mine = dense_parameters(), expert(number)
         groups = [
-            ParameterGroup(
-                parameters=list(dense.values()), reduce_group=dist.group.WORLD, num_holders=4
-            ),
-            ParameterGroup(parameters=[mine], reduce_group=columns[number], num_holders=2),
+            ParameterGroup(parameters=list(dense.values()), reduce_group=dist.group.WORLD),
+            ParameterGroup(parameters=[mine], reduce_group=columns[number]),
         ]
         store = GradientStore(groups, fp32_accumulation=fp32_accumulation)
         store.clear()
@@ -147,9 +145,7 @@ def test_a_rank_whose_tokens_miss_a_parameter_takes_part_with_zeros(
 ) -> None:
     def run(rank: int, _: int) -> object:
         reached, missed = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
-        group = ParameterGroup(
-            parameters=[reached, missed], reduce_group=dist.group.WORLD, num_holders=3
-        )
+        group = ParameterGroup(parameters=[reached, missed], reduce_group=dist.group.WORLD)
         store = GradientStore([group], fp32_accumulation=fp32_accumulation)
         store.clear()
         if rank == 1:
@@ -165,7 +161,7 @@ def test_a_rank_whose_tokens_miss_a_parameter_takes_part_with_zeros(
 @pytest.mark.parametrize("fp32_accumulation", [False, True])
 def test_a_cleared_store_holds_nothing_of_the_step_before(fp32_accumulation: bool) -> None:
     weight = nn.Parameter(torch.zeros(3))
-    group = ParameterGroup(parameters=[weight], reduce_group=None, num_holders=1)
+    group = ParameterGroup(parameters=[weight], reduce_group=None)
     store = GradientStore([group], fp32_accumulation=fp32_accumulation)
     for factor in (5.0, 1.0):
         store.clear()
@@ -178,7 +174,7 @@ def test_a_cleared_store_holds_nothing_of_the_step_before(fp32_accumulation: boo
 def test_one_rank_that_is_not_finite_makes_the_norm_of_all_not_finite() -> None:
     def run(rank: int, _: int) -> float:
         weight = nn.Parameter(torch.ones(2))
-        group = ParameterGroup(parameters=[weight], reduce_group=dist.group.WORLD, num_holders=2)
+        group = ParameterGroup(parameters=[weight], reduce_group=dist.group.WORLD)
         store = GradientStore([group], fp32_accumulation=False)
         store.clear()
         (weight * (math.inf if rank == 1 else 1.0)).sum().backward()

@@ -1,4 +1,7 @@
-"""The room `checkpoint`."""
+"""What a training checkpoint holds beside weights, and how it is saved, found and resumed.
+
+May import: config, layout, model, optim, errors; unified_ckpt.
+"""
 
 from moe_train.checkpoint.export import checkpoint_files as checkpoint_files
 from moe_train.checkpoint.training_state import Checkpointer as Checkpointer

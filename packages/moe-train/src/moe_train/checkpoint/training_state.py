@@ -7,7 +7,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -30,7 +30,6 @@ from unified_ckpt import (
     restore_random_state,
 )
 from unified_ckpt.folders import find_fault, numbered_checkpoints
-from unified_ckpt.run import CorruptCheckpointError
 
 _NOTHING_TO_RESUME = (
     "--resume: {} holds no complete checkpoint; start without --resume, or name one"
@@ -238,30 +237,25 @@ def has_part(source: Path, part: str) -> bool:
     """Whether the checkpoint holds tensors of `part`.
 
     Raises:
-        CorruptCheckpointError: it does, and they are damaged; that is not the same as having none.
+        CheckpointError: it does, and they are damaged; that is not the same as having none.
     """
-    try:
-        return bool(read_index(source, part))
-    except CorruptCheckpointError:
-        raise
-    except CheckpointError:
-        return False
+    return any(source.glob(f"{part}[.-]*")) and bool(read_index(source, part))
 
 
-def check_same_data(state: TrainerState, now: Callable[[str], object], source: Path) -> None:
+def check_same_data(state: TrainerState, now: Mapping[str, object], source: Path) -> None:
     """Refuse to resume on data that give sample numbers another meaning.
 
     Args:
-        now: the present value of a field of `TrainerState`.
+        now: the present values of fields of `TrainerState`.
 
     Raises:
         ValueError: names the field, both values and the remedy.
     """
-    for name in ("data_fingerprint", "sequence_length", "seed"):
-        if getattr(state, name) != now(name):
+    for name, value in now.items():
+        if getattr(state, name) != value:
             raise TrainValueError(
                 f"{source} was trained with {name}={getattr(state, name)!r}, this run has "
-                f"{now(name)!r}; restore the data settings, or set model.init_from to begin anew"
+                f"{value!r}; restore the data settings, or set model.init_from to begin anew"
             )
 
 

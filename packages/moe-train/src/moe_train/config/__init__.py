@@ -1,4 +1,4 @@
-"""The job's configuration: one TOML file, its tables and keys, and how a mistake in it is told.
+"""The job's configuration: one TOML file, its tables and keys, and the messages for mistakes.
 
 May import: errors. Torch is not imported, so that `--help` and a mistake answer at once.
 """

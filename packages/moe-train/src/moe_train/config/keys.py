@@ -92,13 +92,11 @@ def keys_of(table_type: type[Any]) -> tuple[KeyInfo, ...]:
 
 
 def _is_of_kind(value: object, kind: type) -> bool:
+    if isinstance(value, bool):
+        return kind is bool
     if kind is tuple:
         return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, kind)
+    return isinstance(value, int | float if kind is float else kind)
 
 
 def _checked(info: KeyInfo, value: Any) -> Any:

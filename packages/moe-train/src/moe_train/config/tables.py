@@ -209,8 +209,8 @@ class TrainConfig(Table):
         "keep float32 copies of bfloat16 parameters in the optimizer", default=False
     )
     gradient_accumulation_fusion: bool = key(
-        "let matrix products add themselves to the gradients from the second microbatch on, which "
-        "saves time and the memory of one more gradient",
+        "from the second microbatch on, matrix products of the backward add straight to the "
+        "gradients, which saves time and the memory of one more gradient",
         default=False,
     )
     recompute: Literal["layers"] | None = key(
@@ -302,7 +302,7 @@ class CheckpointConfig(Table):
 
     table: ClassVar[str] = "checkpoint"
     interval_steps: int | None = key(
-        "steps between checkpoints; the end of the run is always saved; absent: only the end",
+        "steps between checkpoints; absent: only at the end, or when the job is stopped",
         unit="steps",
         default=None,
         minimum=1,

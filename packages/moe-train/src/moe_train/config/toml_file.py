@@ -207,30 +207,14 @@ def _check_required(tables: Mapping[str, Mapping[str, Any]], path: Path) -> None
 
 def _absolute(info: KeyInfo, value: Any, base_dir: Path) -> Any:
     """Text of a path key made absolute; anything else is left to the check of types."""
-    if not info.is_path:
+    if info.is_path and isinstance(value, list):
+        return [_absolute(info, item, base_dir) for item in value]
+    is_built_in = info.kind is tuple and value == PYTHON_STDLIB
+    if not info.is_path or not isinstance(value, str) or not value or is_built_in:
         return value
-    if isinstance(value, str):
-        return _absolute_path(value, base_dir)
-    if isinstance(value, list):
-        return [
-            _absolute_path(item, base_dir)
-            if isinstance(item, str) and item != PYTHON_STDLIB
-            else item
-            for item in value
-        ]
-    return value
-
-
-def _absolute_path(text: str, base_dir: Path) -> str:
-    if not text:
-        return text
-    expanded = os.path.expanduser(text)
-    if os.path.isabs(expanded):
-        return os.path.normpath(expanded)
+    expanded = os.path.expanduser(value)
     # A folder's own name may hold the signs of a glob; only the user's part is a pattern.
-    base = str(base_dir)
-    if glob.has_magic(expanded):
-        base = glob.escape(base)
+    base = glob.escape(str(base_dir)) if glob.has_magic(expanded) else str(base_dir)
     return os.path.normpath(os.path.join(base, expanded))
 
 

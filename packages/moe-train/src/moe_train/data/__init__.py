@@ -1,4 +1,7 @@
-"""From files to batches: find the corpus, train a tokenizer, encode once, pack, order."""
+"""From files to batches: find the corpus, train a tokenizer, encode once, pack, order.
+
+May import: model (the label that is ignored), config, errors.
+"""
 
 from moe_train.data.order import SampleOrder as SampleOrder
 from moe_train.data.packing import Batch as Batch

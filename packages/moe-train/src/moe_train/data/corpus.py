@@ -59,7 +59,7 @@ def find_documents(
     documents: list[Document] = []
     for entry in corpus:
         found = list(_documents_of(entry, tuple(extensions), seen))
-        # An entry whose files all came with an earlier entry is no mistake; an empty one is.
+        # All files of an entry may have come with an earlier one; having none is a mistake.
         if not found and not any(_documents_of(entry, tuple(extensions), set())):
             raise TrainValueError(
                 f"corpus {entry!r} has no files ({', '.join(extensions)}); set data.extensions to "

@@ -21,9 +21,7 @@ from torch import Tensor
 
 from moe_train.data.token_file import open_tokens
 from moe_train.errors import TrainValueError
-
-IGNORED_LABEL = -100
-"""Label of a place where nothing is predicted, as in torch's cross entropy."""
+from moe_train.model import IGNORED_LABEL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Turn a corpus into token files once, and find them again in the cache ever after.
+"""Turn a corpus into token files once, and find them in the cache from then on.
 
 Invariant: the fingerprint is a function of the documents' names and contents and of the settings
 that shape the token files; equal fingerprints mean equal token files, on every machine.
@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from moe_train.cache import default_cache_dir, locked, publish, write_atomic
 from moe_train.config import Config
 from moe_train.data.corpus import Document, find_documents, name_hash, read_text
-from moe_train.data.token_file import TokenWriter, open_tokens
+from moe_train.data.token_file import open_tokens, write_tokens
 from moe_train.data.tokenizer import encode_batch, end_token_id, load_tokenizer, train_bpe
 from moe_train.errors import MissingFileError, TrainValueError, check_type
 
@@ -53,6 +54,10 @@ class PreparedCorpus:
     vocab_size: int
     eos_token_id: int
     fingerprint: str
+
+    def __post_init__(self) -> None:
+        for name in ("tokenizer_file", "train_tokens", "validation_tokens"):
+            check_type(name, getattr(self, name), Path)
 
 
 def prepare(config: Config) -> PreparedCorpus:
@@ -218,8 +223,8 @@ def _fill(
     vocab_size = tokenizer.get_vocab_size()
     started = time.perf_counter()
     for name, documents in (("train.bin", train), ("validation.bin", validation)):
-        with TokenWriter(work / name, vocab_size=vocab_size) as writer:
-            _encode(tokenizer, eos_token_id, documents, writer)
+        parts = _encoded(tokenizer, eos_token_id, documents)
+        write_tokens(work / name, parts, vocab_size=vocab_size)
     logger.info("encoded the documents in %.1f s", time.perf_counter() - started)
     facts = {"vocab_size": vocab_size, "eos_token_id": eos_token_id}
     (work / "corpus.json").write_text(json.dumps(facts) + "\n")
@@ -235,15 +240,16 @@ def _sample_texts(documents: Sequence[Document], max_bytes: int) -> Iterator[str
         room -= document.size_bytes
 
 
-def _encode(
-    tokenizer: Tokenizer, eos_token_id: int, documents: Sequence[Document], writer: TokenWriter
-) -> None:
+def _encoded(
+    tokenizer: Tokenizer, eos_token_id: int, documents: Sequence[Document]
+) -> Iterator[NDArray[np.int64]]:
+    """Token ids of each document, and the end-of-text token behind it."""
     end = np.array([eos_token_id], dtype=np.int64)
     for batch in _batches(documents):
         texts = [read_text(document.path) or "" for document in batch]
         for ids in encode_batch(tokenizer, texts):
-            writer.append(ids)
-            writer.append(end)
+            yield ids
+            yield end
 
 
 def _batches(documents: Sequence[Document]) -> Iterator[list[Document]]:

@@ -2,14 +2,13 @@
 
 Invariant: a file whose size does not fit its JSON is refused, so that a torn copy is never read.
 
-    with TokenWriter(Path("train.bin"), vocab_size=4096) as writer:
-        writer.append(ids)
+    write_tokens(Path("train.bin"), [ids], vocab_size=4096)
     tokens = open_tokens(Path("train.bin"))
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -21,33 +20,20 @@ _FORMAT = 1
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
-class TokenWriter:
-    """Writes one token file; the JSON is written when the writer is closed without an error."""
+def write_tokens(path: Path, parts: Iterable[NDArray[np.int64]], *, vocab_size: int) -> None:
+    """Write one token file; the JSON is written last, when nothing has failed.
 
-    def __init__(self, path: Path, *, vocab_size: int) -> None:
-        self._path = path
-        self._dtype_name = "uint16" if vocab_size <= 1 << 16 else "uint32"
-        self._stream = path.open("wb")
-        self.num_tokens = 0
-
-    def append(self, ids: NDArray[np.int64]) -> None:
-        """Add token ids, int64 [N], each below the vocabulary size."""
-        self._stream.write(ids.astype(_DTYPES[self._dtype_name]).tobytes())
-        self.num_tokens += len(ids)
-
-    def __enter__(self) -> "TokenWriter":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stream.close()
-        if error is None:
-            facts = {"format": _FORMAT, "dtype": self._dtype_name, "num_tokens": self.num_tokens}
-            self._path.with_suffix(".json").write_text(json.dumps(facts) + "\n")
+    Args:
+        parts: token ids, int64 [N], each below the vocabulary size.
+    """
+    dtype_name = "uint16" if vocab_size <= 1 << 16 else "uint32"
+    num_tokens = 0
+    with path.open("wb") as stream:
+        for ids in parts:
+            stream.write(ids.astype(_DTYPES[dtype_name]).tobytes())
+            num_tokens += len(ids)
+    facts = {"format": _FORMAT, "dtype": dtype_name, "num_tokens": num_tokens}
+    path.with_suffix(".json").write_text(json.dumps(facts) + "\n")
 
 
 def open_tokens(path: Path) -> NDArray[Any]:

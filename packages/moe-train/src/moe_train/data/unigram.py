@@ -8,10 +8,11 @@ Invariant: it predicts the same places as `PackedSplit` labels, and sees trainin
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_train.data.packing import IGNORED_LABEL, PackedSplit
+from moe_train.data.packing import PackedSplit
 from moe_train.data.prepare import PreparedCorpus
 from moe_train.data.token_file import open_tokens
-from moe_train.errors import TrainValueError
+from moe_train.errors import TrainValueError, check_type
+from moe_train.model import IGNORED_LABEL
 
 _BATCH = 1024
 
@@ -36,6 +37,8 @@ def unigram_cross_entropy(
     Raises:
         ValueError: the splits are too small, or nothing is predicted in these sequences.
     """
+    check_type("prepared", prepared, PreparedCorpus)
+    check_type("sequence_length", sequence_length, int)
     train = open_tokens(prepared.train_tokens)
     counts = np.bincount(train, minlength=prepared.vocab_size).astype(np.float64) + 1.0
     nats = -np.log(counts / counts.sum())

@@ -1,5 +1,11 @@
-"""The room `jobs`."""
+"""What each command runs: train, generate, inspect and plan, checked before any rank starts.
+
+May import: every other room, parallel and errors; gpu_alloc, unified_ckpt.
+"""
 
 from moe_train.jobs.generate import generate_text as generate_text
+from moe_train.jobs.generate import load_model as load_model
 from moe_train.jobs.inspect import describe_checkpoint as describe_checkpoint
+from moe_train.jobs.job import check as check
+from moe_train.jobs.job import train as train
 from moe_train.jobs.plan import plan_report as plan_report

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from moe_train.checkpoint import read_part
-from moe_train.errors import TrainValueError
+from moe_train.errors import TrainValueError, check_type
 from moe_train.layout import read_decoder, single_rank_layouts, stage_tensors, stored_tensors
 from moe_train.model import DecoderStage, KeyValueCache, StageOptions
 
@@ -23,6 +23,7 @@ def load_model(checkpoint: Path, device: torch.device | None = None) -> DecoderS
     Raises:
         ValueError: the folder is not a checkpoint of a known family, or a tensor does not fit.
     """
+    check_type("checkpoint", checkpoint, Path)
     if not checkpoint.is_dir():
         raise TrainValueError(f"{checkpoint} is not a folder; name a checkpoint-N folder")
     config = read_decoder(checkpoint)
@@ -55,6 +56,12 @@ def generate_text(
     Raises:
         ValueError: an argument is out of range, or the checkpoint cannot be read.
     """
+    check_type("checkpoint", checkpoint, Path)
+    check_type("prompt", prompt, str)
+    check_type("max_new_tokens", max_new_tokens, int)
+    check_type("temperature", temperature, int, float)
+    check_type("top_k", top_k, int)
+    check_type("seed", seed, int)
     if max_new_tokens < 1 or temperature < 0 or top_k < 0:
         raise TrainValueError(
             f"max_new_tokens={max_new_tokens}, temperature={temperature}, top_k={top_k}; expected "

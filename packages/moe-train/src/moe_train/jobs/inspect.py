@@ -4,7 +4,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from moe_train.checkpoint import has_part, newest_checkpoint, read_state
-from moe_train.errors import TrainValueError
+from moe_train.errors import TrainValueError, check_type
 from moe_train.layout import read_decoder
 from moe_train.model import DecoderConfig
 from unified_ckpt import read_index
@@ -18,6 +18,7 @@ def describe_checkpoint(path: Path) -> str:
     Raises:
         ValueError: there is no checkpoint.
     """
+    check_type("path", path, Path)
     if not path.is_dir():
         raise TrainValueError(
             f"{path} is not a folder; name a checkpoint-N folder or an output folder"
@@ -45,8 +46,8 @@ def _describe_model(config: DecoderConfig) -> list[str]:
     return [
         f"model       {config.model_type}: {config.num_hidden_layers} layers ({sparse} with "
         f"experts), hidden {config.hidden_size}, vocabulary {config.vocab_size}",
-        f"experts     {config.num_experts} of width {config.moe_intermediate_size}, "
-        f"{config.num_experts_per_tok} per token",
+        f"experts     {config.num_experts} of width {config.moe.moe_intermediate_size}, "
+        f"{config.moe.num_experts_per_tok} per token",
     ]
 
 

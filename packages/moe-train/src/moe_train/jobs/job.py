@@ -65,7 +65,7 @@ def check(config: Config, resume: str) -> Path | None:
             "sequence_length": config.data.sequence_length,
             "seed": config.train.seed,
         }
-        check_same_data(state, now.__getitem__, source)
+        check_same_data(state, now, source)
         if state.step >= config.train.max_steps:
             raise TrainValueError(
                 f"{source} is at step {state.step} and train.max_steps={config.train.max_steps}; "

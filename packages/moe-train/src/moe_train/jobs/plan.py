@@ -14,13 +14,13 @@ import torch
 from gpu_alloc import AllocatorConfig, load_trace, replay, save_trace
 from moe_train.config import Config, dump_toml
 from moe_train.data import Batch
-from moe_train.errors import MoeTrainError
+from moe_train.errors import MoeTrainError, check_type
 from moe_train.jobs.job import check_model
 from moe_train.launch import run_local
 from moe_train.layout import is_expert
 from moe_train.model import DecoderConfig, DecoderStage, StageOptions
 from moe_train.parallel import Parallel, start
-from moe_train.training import AllocationRecorder, build_runner, read_model_config
+from moe_train.training import build_runner, read_model_config, record_allocations
 
 _MIB = 2**20
 _STEPS = 2  # the second one allocates what stays after the first
@@ -42,7 +42,7 @@ def count_parameters(model: DecoderConfig) -> ParameterCount:
     for name, parameter in DecoderStage(model, options).named_parameters():
         total += parameter.numel()
         if is_expert(name):
-            used = model.num_experts_per_tok
+            used = model.moe.num_experts_per_tok
             idle += parameter.numel() // model.num_experts * (model.num_experts - used)
     return ParameterCount(total=total, active=total - idle)
 
@@ -54,6 +54,7 @@ def plan_report(config: Config) -> str:
         ValueError: the layout does not fit the model.
         MoeTrainError: a rank failed.
     """
+    check_type("config", config, Config)
     model = read_model_config(config)
     check_model(config, model)
     count = count_parameters(model)
@@ -84,13 +85,13 @@ def record_rank(config: Config, folder: Path) -> int:
     """Run two steps of this rank on random tokens and write its trace; return 2. Collective."""
     parallel = start(config)
     model = read_model_config(config)
-    with AllocationRecorder() as recorder:
+    with record_allocations() as events:
         runner, _ = build_runner(config, model, parallel, {})
         for _ in range(_STEPS):
             runner.train(
                 _random_batches(config, model.vocab_size, parallel), lr=config.optimizer.lr
             )
-    save_trace(recorder.events, trace_file(folder, parallel.rank))
+    save_trace(events, trace_file(folder, parallel.rank))
     return _STEPS
 
 

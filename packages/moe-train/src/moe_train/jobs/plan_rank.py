@@ -17,7 +17,7 @@ def run(argv: list[str], context: RankContext) -> None:
 
     Args:
         argv: the path of a config, and the folder for the traces.
-        context: told that the steps are done; not asked, for they are soon over.
+        context: told the number of steps; a request to stop is ignored, since they are short.
     """
     config_file, folder = argv
     torch.set_num_threads(1)

@@ -32,7 +32,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from moe_train.cache import write_atomic
-from moe_train.errors import RankFailedError, StoppedUnsavedError
+from moe_train.errors import RankFailedError, StoppedUnsavedError, check_type
 from moe_train.rank import RankError, RankJob, done_file, error_file, pid_file
 
 STOP_GRACE_S = 300.0
@@ -78,6 +78,8 @@ def run_local(
         RankFailedError: a rank failed or was killed; the message begins with the cause.
         StoppedUnsavedError: a second signal came before the ranks had saved.
     """
+    check_type("world_size", world_size, int)
+    check_type("module", module, str)
     with tempfile.TemporaryDirectory(prefix="moe-train-") as folder:
         run_dir = Path(folder)
         job = RankJob(module=module, argv=list(argv), launcher_pid=os.getpid())

@@ -1,4 +1,7 @@
-"""The room `layout`."""
+"""Where each parameter lies: which box of it a rank holds, and under which keys it is stored.
+
+May import: model, errors; mesh_spmd, moe_pipeline, unified_ckpt, weight_convert.
+"""
 
 from moe_train.layout.model_source import read_decoder as read_decoder
 from moe_train.layout.parameters import ParameterLayout as ParameterLayout

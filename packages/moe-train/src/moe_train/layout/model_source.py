@@ -1,7 +1,7 @@
 """Which decoder a `config.json` or a checkpoint folder describes.
 
-A folder is believed where its weights and its `config.json` disagree about multi-token prediction:
-transformers writes `num_nextn_predict_layers` but drops those layers' weights.
+Where a folder's weights and its `config.json` disagree about multi-token prediction, the weights
+decide: transformers writes `num_nextn_predict_layers` but drops those layers' weights.
 
     config = read_decoder(Path("checkpoint-250"))
 """
@@ -28,7 +28,7 @@ def read_decoder(source: Path) -> DecoderConfig:
     try:
         keys = read_index(source, "model").keys()
     except CheckpointError:
-        # A folder without readable weights; whoever loads them says what is wrong.
+        # A folder without readable weights: loading them will say what is wrong.
         return config
     present = [f"model.layers.{n}.eh_proj.weight" in keys for n in config.mtp_layers]
     count = len(list(takewhile(bool, present)))

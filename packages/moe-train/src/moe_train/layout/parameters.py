@@ -141,31 +141,26 @@ def _boxes(layout: ParameterLayout, stored: Tensor, rank: int, suffix: str) -> I
         part = _overlap(held, Box(view.offset, view.shape))
         if part is None:
             continue
-        local = stored[tuple(slice(o - h, o - h + n) for o, h, n in _zip(part, held))]
+        inside_held = Box(_difference(part.offset, held.offset), part.shape)
+        local = stored[inside_held.slices()]
         dropped = len(view.shape) - len(view.stored_shape)
-        inside = tuple(o - v for o, v in zip(part.offset, view.offset, strict=True))
         yield Shard.of(
             view.key + suffix,
             local.reshape(part.shape[dropped:]) if dropped else local,
             global_shape=tuple(view.stored_shape),
-            offset=inside[dropped:],
+            offset=_difference(part.offset, view.offset)[dropped:],
         )
 
 
+def _difference(offset: tuple[int, ...], origin: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a - b for a, b in zip(offset, origin, strict=True))
+
+
 def _overlap(held: Box, view: Box) -> Box | None:
-    lows, lengths = [], []
-    for (a, n), (b, m) in zip(
-        zip(held.offset, held.shape, strict=True),
-        zip(view.offset, view.shape, strict=True),
-        strict=True,
-    ):
-        low, high = max(a, b), min(a + n, b + m)
-        if high <= low and m > 0:
-            return None
-        lows.append(low)
-        lengths.append(max(0, high - low))
-    return Box(tuple(lows), tuple(lengths))
-
-
-def _zip(part: Box, held: Box) -> Iterator[tuple[int, int, int]]:
-    return zip(part.offset, held.offset, part.shape, strict=True)
+    """The part that both have; None if there is none. An empty view lies in every box."""
+    ends = [tuple(map(sum, zip(box.offset, box.shape, strict=True))) for box in (held, view)]
+    lows = tuple(map(max, held.offset, view.offset))
+    highs = tuple(map(min, *ends))
+    if any(high <= low and n > 0 for low, high, n in zip(lows, highs, view.shape, strict=True)):
+        return None
+    return Box(lows, tuple(max(0, high - low) for low, high in zip(lows, highs, strict=True)))

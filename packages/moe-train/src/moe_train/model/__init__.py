@@ -1,4 +1,7 @@
-"""The decoder: transformers' Qwen3-MoE shape, split into pipeline stages."""
+"""The decoder of every family, as pipeline stages, equal to that of transformers.
+
+May import: errors; moe_pipeline. It knows nothing of ranks, files or configuration files.
+"""
 
 from moe_train.model.config import DecoderConfig as DecoderConfig
 from moe_train.model.init import decays as decays
@@ -9,7 +12,6 @@ from moe_train.model.mtp import stored_name as stored_name
 from moe_train.model.stage import EMBEDDING as EMBEDDING
 from moe_train.model.stage import DecoderStage as DecoderStage
 from moe_train.model.stage import StageOptions as StageOptions
-from moe_train.model.stage import StageRecord as StageRecord
 from moe_train.model.stage import Target as Target
 from moe_train.model.stage import shares_embedding as shares_embedding
 from moe_train.model.stage import stage_layers as stage_layers

@@ -3,8 +3,8 @@
 Its factors are the load of the whole step, known after the stage's last forward, while the loss of
 a microbatch is handed to the schedule right after its own forward. So a microbatch brings a term
 of value 0 whose gradient is looked up when its backward runs; the last forward of the step counts
-the loads, over all ranks with tokens, and fills the factors in. Nothing is asked of the schedule
-but that no backward comes before the last forward, which `moe_pipeline.check_aux_scope` sees to.
+the loads, over all ranks with tokens, and fills the factors in. The schedule must run no backward
+before the last forward; `check_aux_scope` refuses other schedules.
 
     deferred = DeferredBalance(config, groups, num_microbatches=4)
     for ... :                                    # each microbatch
@@ -99,7 +99,7 @@ def _detached(terms: Mapping[int, BalanceTerms]) -> dict[int, BalanceTerms]:
 
 
 class _Later(torch.autograd.Function):
-    """0, with gradients that stand in a dictionary by the time of the backward."""
+    """0; its gradients are looked up in a dictionary, which is filled before the backward."""
 
     @staticmethod
     def forward(

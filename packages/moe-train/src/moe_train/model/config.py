@@ -171,21 +171,6 @@ class DecoderConfig:
         """Experts of a layer."""
         return self.moe.num_experts
 
-    @property
-    def num_experts_per_tok(self) -> int:
-        """Experts of a token."""
-        return self.moe.num_experts_per_tok
-
-    @property
-    def moe_intermediate_size(self) -> int:
-        """Width of an expert."""
-        return self.moe.moe_intermediate_size
-
-    @property
-    def router_aux_loss_coef(self) -> float:
-        """Coefficient of the load-balancing loss."""
-        return self.moe.losses.router_aux_loss_coef
-
     def is_sparse(self, layer: int) -> bool:
         """Whether decoder layer `layer` has experts; those of multi-token prediction have."""
         return layer >= self.num_hidden_layers or self.sparse_layers[layer]

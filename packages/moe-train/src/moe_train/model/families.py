@@ -22,7 +22,11 @@ from moe_train.errors import TrainValueError
 
 @dataclass(frozen=True, slots=True)
 class ConfigReader:
-    """A `config.json` that names what it misses or what it asks for in vain."""
+    """A `config.json` whose values are checked as they are read.
+
+    Raises:
+        ValueError: of each method: the key is missing without a default, or has another type.
+    """
 
     values: Mapping[str, Any]
 
@@ -32,72 +36,48 @@ class ConfigReader:
         return next(present, default)
 
     def need(self, *names: str) -> Any:
-        """Like `get`, of a key that has no default.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """Like `get`, of a key that has no default."""
         value = self.get(*names)
         if value is None:
             raise TrainValueError(f"config.json: missing {' or '.join(names)}; add it")
         return value
 
     def size(self, *names: str, default: int | None = None) -> int:
-        """A positive integer.
-
-        Raises:
-            ValueError: it is missing without a default, or is something else.
-        """
+        """A positive integer; needed if it has no default."""
         value = self.need(*names) if default is None else self.get(*names, default=default)
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise TrainValueError(f"config.json: {names[0]}={value!r}; expected a positive integer")
-        return value
+        return int(_expect(names[0], value, _is_integer(value) and value > 0, "a positive integer"))
 
     def integer(self, name: str, *, default: int) -> int:
-        """An integer of any sign.
-
-        Raises:
-            ValueError: it is something else.
-        """
+        """An integer of any sign."""
         value = self.get(name, default=default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TrainValueError(f"config.json: {name}={value!r}; expected an integer")
-        return value
+        return int(_expect(name, value, _is_integer(value), "an integer"))
 
     def flag(self, name: str, *, default: bool) -> bool:
-        """True or false.
-
-        Raises:
-            ValueError: it is something else.
-        """
+        """True or false."""
         value = self.get(name, default=default)
-        if not isinstance(value, bool):
-            raise TrainValueError(f"config.json: {name}={value!r}; expected true or false")
-        return value
+        return bool(_expect(name, value, isinstance(value, bool), "true or false"))
 
     def number(self, name: str, *, default: float, positive: bool = False) -> float:
-        """A finite number, of an integer too.
-
-        Raises:
-            ValueError: it is something else, or not above 0 where it has to be.
-        """
+        """A finite number, which may be an integer."""
         value = self.get(name, default=default)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or (positive and value <= 0):
-            kind = "positive finite number" if positive else "finite number"
-            raise TrainValueError(f"config.json: {name}={value!r}; expected a {kind}")
-        return float(value)
+        is_number = (_is_integer(value) or isinstance(value, float)) and math.isfinite(value)
+        kind = "positive finite number" if positive else "finite number"
+        return float(_expect(name, value, is_number and (value > 0 or not positive), f"a {kind}"))
 
     def items(self, name: str) -> Sequence[Any]:
-        """A list, empty where there is none.
-
-        Raises:
-            ValueError: it is something else.
-        """
+        """A list, empty where there is none."""
         value = self.get(name, default=())
-        if not isinstance(value, list | tuple):
-            raise TrainValueError(f"config.json: {name}={value!r}; expected a list")
-        return value
+        return tuple(_expect(name, value, isinstance(value, list | tuple), "a list"))
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _expect(name: str, value: Any, is_right: bool, expected: str) -> Any:
+    if not is_right:
+        raise TrainValueError(f"config.json: {name}={value!r}; expected {expected}")
+    return value
 
 
 Flag = Callable[[ConfigReader], bool]

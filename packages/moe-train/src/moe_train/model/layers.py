@@ -180,8 +180,7 @@ class Attention(nn.Module):
         options: what it is made of.
         hidden_size: width of a token.
         layer: number of the layer, for the cache.
-        device: of the parameters.
-        dtype: of the parameters.
+        device, dtype: of the parameters.
     """
 
     def __init__(
@@ -283,8 +282,7 @@ class DenseMLP(nn.Module):
 
     Args:
         hidden_size, intermediate_size: widths outside and inside.
-        device: of the parameters.
-        dtype: of the parameters.
+        device, dtype: of the parameters.
     """
 
     def __init__(

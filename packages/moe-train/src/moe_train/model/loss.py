@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORED_LABEL = -100
+"""Label of a place where nothing is predicted, as in torch's cross entropy."""
 
 
 def head_loss(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:

@@ -89,8 +89,7 @@ class LatentAttention(nn.Module):
         hidden_size: width of a token.
         num_heads: heads of queries, keys and values.
         layer: number of the layer, for the cache.
-        device: of the parameters.
-        dtype: of the parameters.
+        device, dtype: of the parameters.
     """
 
     def __init__(

@@ -31,8 +31,8 @@ Shape legend: B sequences, S positions, d hidden size, V vocabulary, T = B * S.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import final
+from dataclasses import dataclass
+from typing import NamedTuple, final
 
 import torch
 import torch.nn.functional as F
@@ -57,8 +57,7 @@ class MTPLayer(nn.Module):
             states, and what its experts reported or None.
         hidden_size: width of a token.
         rms_norm_eps: of the three norms.
-        device: of the parameters.
-        dtype: of the parameters.
+        device, dtype: of the parameters.
     """
 
     def __init__(
@@ -135,18 +134,13 @@ class SharedWeights:
     head_Vd: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class MTPOutput:
-    """What `mtp_loss` returns.
-
-    Attributes:
-        loss: 0-d, fp32 or fp64: cross entropies summed over tokens, averaged over depths, without
-            coefficient.
-        routed: what the experts of each depth reported; None for a dense layer.
+class MTPOutput(NamedTuple):
+    """The cross entropies summed over tokens, averaged over depths, without coefficient; and what
+    the experts of each depth reported, None for a dense layer.
     """
 
     loss: Tensor
-    routed: list[MoEOutput | None] = field(default_factory=list)
+    routed: list[MoEOutput | None]
 
 
 def mtp_loss(

@@ -18,7 +18,7 @@ def read_rotary(read: ConfigReader, rules: FamilyRules, head_dim: int) -> Rotary
     """How the decoder rotates queries and keys.
 
     Args:
-        head_dim: width of a head, of which a share is rotated.
+        head_dim: width of a head; a part of it is rotated.
 
     Raises:
         ValueError: a scaling other than YaRN, or one that differs from layer to layer; a share of

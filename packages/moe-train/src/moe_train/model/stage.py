@@ -291,7 +291,7 @@ class DecoderStage(nn.Module):
 
 
 def shares_embedding(config: DecoderConfig, options: StageOptions) -> bool:
-    """Whether the last stage uses the embedding, of which it then holds a copy."""
+    """Whether the last stage uses the embedding; it then holds a copy."""
     predicts_further = config.num_nextn_predict_layers > 0 and options.mtp_loss_coef > 0
     return config.tie_word_embeddings or predicts_further
 

@@ -1,4 +1,7 @@
-"""The room `optim`."""
+"""Gradients over the right ranks, and AdamW with its learning rate.
+
+May import: config, model; comm_collectives, moe_pipeline.
+"""
 
 from moe_train.optim.adamw import AdamW as AdamW
 from moe_train.optim.adamw import learning_rate as learning_rate

@@ -31,14 +31,17 @@ class ParameterGroup:
     Args:
         parameters: in the same order on every rank of `reduce_group`.
         reduce_group: ranks that hold the same parameters; None when there is only this one.
-        num_holders: how many ranks of this pipeline stage hold each of them (norm bookkeeping).
-        tied: of the embedding that two stages hold, instead of `reduce_group`.
+        tied: of the embedding that two stages hold, over the same ranks.
     """
 
     parameters: Sequence[nn.Parameter]
     reduce_group: dist.ProcessGroup | None
-    num_holders: int
     tied: TiedParameters | None = None
+
+    @property
+    def num_holders(self) -> int:
+        """How many ranks hold each of the parameters."""
+        return 1 if self.reduce_group is None else self.reduce_group.size()
 
 
 class GradientStore:
@@ -85,7 +88,7 @@ class GradientStore:
             gradients = [self.of(parameter) for parameter in group.parameters]
             if group.tied is not None:
                 group.tied.reduce_gradients(gradients)
-            elif group.reduce_group is not None and group.reduce_group.size() > 1:
+            elif group.num_holders > 1:
                 reduce_in_buckets(gradients, group=group.reduce_group, bucket_bytes=_BUCKET_BYTES)
 
     def norm_squared(self) -> float:

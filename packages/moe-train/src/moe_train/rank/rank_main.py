@@ -1,6 +1,6 @@
 """The program of one rank: `python -m moe_train.rank.rank_main RUN_DIR`.
 
-Invariant: a rank never outlives its launcher, and never ends with an error without having said so.
+Invariant: a rank ends with its launcher, and writes down its error before it ends with one.
 """
 
 import ctypes

@@ -1,4 +1,7 @@
-"""The room `report`."""
+"""What people see of a run: metrics, the progress line, pictures.
+
+May import: data, errors.
+"""
 
 from moe_train.report.metrics import MetricsLog as MetricsLog
 from moe_train.report.plots import write_plots as write_plots

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from moe_train.errors import check_type
 from moe_train.report.metrics import EXPERT_LOAD, read_metrics
 
 _SMOOTHED_STEPS = 20
@@ -40,6 +41,8 @@ def write_plots(metrics_file: Path, output_dir: Path) -> list[Path]:
     Raises:
         OSError: the metrics cannot be read or a picture cannot be written.
     """
+    check_type("metrics_file", metrics_file, Path)
+    check_type("output_dir", output_dir, Path)
     series = _read(metrics_file)
     # Imported here: matplotlib is slow to load and is needed once, at the end of a run. A Figure
     # made without pyplot draws with Agg and needs neither a display nor global state.

@@ -1,4 +1,8 @@
-"""The room `training`."""
+"""One step, the loop around it, and the libraries put together for one rank.
+
+May import: checkpoint, config, data, layout, model, optim, rank, report, parallel, errors;
+comm_collectives, gpu_alloc, moe_pipeline, unified_ckpt.
+"""
 
 from moe_train.training.balancing import check_balancing as check_balancing
 from moe_train.training.build import build_runner as build_runner
@@ -8,5 +12,5 @@ from moe_train.training.build import training_schedule as training_schedule
 from moe_train.training.loop import Position as Position
 from moe_train.training.loop import Reporter as Reporter
 from moe_train.training.loop import TrainingLoop as TrainingLoop
-from moe_train.training.recorder import AllocationRecorder as AllocationRecorder
+from moe_train.training.recorder import record_allocations as record_allocations
 from moe_train.training.sources import open_splits as open_splits

@@ -16,7 +16,7 @@ _FAMILIES_WITH_BIAS = ("deepseek_v3", "ernie4_5_moe", "glm4_moe")
 def aux_loss_coef(config: Config, model: DecoderConfig) -> float:
     """The factor of the load-balancing loss: the job's, or that of config.json."""
     given = config.moe.aux_loss_coef
-    return model.router_aux_loss_coef if given is None else given
+    return model.moe.losses.router_aux_loss_coef if given is None else given
 
 
 def check_balancing(config: Config, model: DecoderConfig, schedule: Schedule) -> None:

@@ -42,7 +42,6 @@ from moe_train.training.step import StepRunner
 from unified_ckpt import ManagerOptions
 
 _SCHEDULES = {"1f1b": one_f_one_b, "forward_then_backward": forward_then_backward}
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +95,7 @@ def build_stage(config: Config, model: DecoderConfig, parallel: Parallel) -> Dec
         experts_implementation=config.model.experts_implementation,
         recompute=config.train.recompute is not None,
         device=parallel.device,
-        dtype=_DTYPES[config.train.dtype],
+        dtype=getattr(torch, config.train.dtype),
     )
     return DecoderStage(model, options)
 
@@ -180,7 +179,7 @@ def parameter_groups(
     Collective over the ranks of the first and last stage, which compare a shared embedding.
 
     Dense parameters are reduced over dp x ep, experts over their own data parallel ranks, and an
-    embedding of which first and last stage hold a copy over the ranks of both.
+    embedding that the first and the last stage hold over the ranks of both.
 
     Args:
         has_copy: the last stage uses the embedding.
@@ -191,18 +190,12 @@ def parameter_groups(
     experts = [p for name, p in parameters.items() if is_expert(name)]
     dense = [p for name, p in parameters.items() if name not in names and not is_expert(name)]
     groups = [
-        ParameterGroup(
-            parameters=dense, reduce_group=parallel.data_group, num_holders=parallel.num_data_ranks
-        ),
-        ParameterGroup(
-            parameters=experts, reduce_group=parallel.dp_group, num_holders=parallel.dp_group.size()
-        ),
+        ParameterGroup(parameters=dense, reduce_group=parallel.data_group),
+        ParameterGroup(parameters=experts, reduce_group=parallel.dp_group),
     ]
     if ends is not None and copied:
         tied = TiedParameters(copied, group=ends)
-        groups.append(
-            ParameterGroup(parameters=copied, reduce_group=None, num_holders=ends.size(), tied=tied)
-        )
+        groups.append(ParameterGroup(parameters=copied, reduce_group=ends, tied=tied))
     return groups
 
 

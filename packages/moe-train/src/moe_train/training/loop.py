@@ -33,7 +33,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Reporter:
-    """What rank 0 writes for people; the other ranks have none."""
+    """What rank 0 writes for people; other ranks have no reporter."""
 
     metrics: MetricsLog
     progress: ProgressLine
