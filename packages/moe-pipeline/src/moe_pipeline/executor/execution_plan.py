@@ -39,37 +39,25 @@ class Edge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutionPlan:
-    """A checked schedule as one process performs it.
+    """A checked schedule as one process performs it."""
 
-    Attributes:
-        schedule: as given.
-        rows: by rank the actions that this process performs: one row, or all of them.
-        places: the rank of each (stage, microbatch).
-        split_backwards: (stage, microbatch) whose backward is split into I and W.
-        expected: by edge of the one row, what arrives on it, as receives in order.
-        targets: the edges on which the one row sends.
-        edges: of each transfer of the one row.
-        delivered: by receive of the one row, how many messages per edge are then known to have
-            been received by the peer.
-    """
-
-    schedule: Schedule
+    schedule: Schedule  # as given
+    # by rank the actions that this process performs: one row, or all of them
     rows: Mapping[int, tuple[Action, ...]]
-    places: Mapping[MicrobatchKey, int]
+    places: Mapping[MicrobatchKey, int]  # the rank of each (stage, microbatch)
+    # (stage, microbatch) whose backward is split into I and W
     split_backwards: frozenset[MicrobatchKey]
+    # by edge of the one row, what arrives on it, as receives in order
     expected: Mapping[Edge, tuple[Action, ...]]
-    targets: frozenset[Edge]
-    edges: Mapping[Action, Edge]
+    targets: frozenset[Edge]  # the edges on which the one row sends
+    edges: Mapping[Action, Edge]  # of each transfer of the one row
+    # by receive of the one row, how many messages per edge are then known to have been received by
+    # the peer
     delivered: Mapping[Action, Mapping[Edge, int]]
 
     @staticmethod
     def of(schedule: Schedule, rank: int | None) -> "ExecutionPlan":
-        """Prove the schedule and read it, for one rank or (None) for all in one process.
-
-        Raises:
-            ScheduleError: `check` finds problems.
-            ValueError: `rank` is not one of the schedule's.
-        """
+        """Prove the schedule and read it, for one rank or (None) for all in one process."""
         problems = check(schedule)
         if problems:
             shown = "; ".join(str(problem) for problem in problems[:5])

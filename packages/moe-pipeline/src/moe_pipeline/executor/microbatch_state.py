@@ -17,29 +17,21 @@ from moe_pipeline.weight_grad import WeightGradStore
 
 @dataclass(slots=True)
 class MicrobatchState:
-    """One (stage, microbatch).
+    """One (stage, microbatch)."""
 
-    Attributes:
-        given: inputs of the first stage, as the caller gave them.
-        arrived: inputs of another stage, from its reception to its forward.
-        target: what the caller gives beside them, until the forward.
-        sink: where the gradients of the inputs go, from forward until they are passed on.
-        outputs: from the forward until they are passed on.
-        roots: the outputs that want a gradient, from the forward to the backward; their 0-d roots
-            and what those take their gradients from.
-        loss: what the stage adds to the loss, from the forward to the backward.
-        loss_value: its value, for the caller.
-        store: work on weights that I leaves to W; None where the backward is whole.
-    """
-
-    given: tuple[object, ...] = ()
+    given: tuple[object, ...] = ()  # inputs of the first stage, as the caller gave them
+    # inputs of another stage, from its reception to its forward
     arrived: StageMessage | None = None
-    target: object | None = None
+    target: object | None = None  # what the caller gives beside them, until the forward
+    # where the gradients of the inputs go, from forward until they are passed on
     sink: GradientSink = field(default_factory=GradientSink)
-    outputs: StageMessage | None = None
+    outputs: StageMessage | None = None  # from the forward until they are passed on
+    # the outputs that want a gradient, from the forward to the backward; their 0-d roots and what
+    # those take their gradients from
     roots: list[tuple[Tensor, GradientSource]] = field(default_factory=list)
-    loss: Tensor | None = None
-    loss_value: Tensor | None = None
+    loss: Tensor | None = None  # what the stage adds to the loss, from the forward to the backward
+    loss_value: Tensor | None = None  # its value, for the caller
+    # work on weights that I leaves to W; None where the backward is whole
     store: WeightGradStore | None = None
 
     def take_outputs(self) -> StageMessage:
@@ -53,11 +45,7 @@ class MicrobatchState:
         return sink.gradients
 
     def put_output_gradients(self, gradients: list[Tensor | None]) -> None:
-        """Keep what came back for the outputs, until the backward.
-
-        Raises:
-            StageTransferError: other gradients than the outputs want.
-        """
+        """Keep what came back for the outputs, until the backward."""
         if len(gradients) != len(self.roots):
             raise StageTransferError(
                 f"gradients of {len(gradients)} tensors came back, but {len(self.roots)} of those "

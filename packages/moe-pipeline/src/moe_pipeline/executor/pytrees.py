@@ -24,22 +24,13 @@ _PLAIN = (bool, int, float, str)
 
 
 def flatten(tree: object) -> tuple[Structure, list[Tensor]]:
-    """The structure of a tree and its tensors, in order.
-
-    Raises:
-        TypeError: something in it is neither a tensor, None, a plain value nor a container of such;
-            the message says where.
-    """
+    """The structure of a tree and its tensors, in order."""
     tensors: list[Tensor] = []
     return _structure(tree, tensors, ""), tensors
 
 
 def unflatten(structure: Structure, tensors: Sequence[Any]) -> Any:
-    """The tree of a structure, with `tensors` in the places that `flatten` found them in.
-
-    Raises:
-        TypeError: a namedtuple's class is not known in this process.
-    """
+    """The tree of a structure, with `tensors` in the places that `flatten` found them in."""
     if structure is None or isinstance(structure, int):
         return None if structure is None else tensors[structure]
     kind = structure[0]

@@ -30,17 +30,13 @@ _ENCODE = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 @dataclass(frozen=True, slots=True)
 class StageMessage:
-    """What one stage gives another.
+    """What one stage gives another."""
 
-    Attributes:
-        tensors: detached.
-        flags: of activations, for each tensor whether it wants a gradient; of gradients, for each
-            tensor that wanted one whether there is one (only those are in `tensors`).
-        structure: of activations, how the tensors are nested; see `executor/pytrees.py`.
-    """
-
-    tensors: list[Tensor]
+    tensors: list[Tensor]  # detached
+    # of activations, for each tensor whether it wants a gradient; of gradients, for each tensor
+    # that wanted one whether there is one (only those are in `tensors`)
     flags: list[bool]
+    # of activations, how the tensors are nested; see `executor/pytrees.py`
     structure: Structure = None
 
     def tree(self, tensors: Sequence[Tensor]) -> Any:
@@ -61,11 +57,7 @@ class FailureNotice:
 
 
 def activations(outputs: tuple[Any, ...]) -> tuple[StageMessage, list[Tensor]]:
-    """The message of a stage's outputs, and those of its tensors that want a gradient.
-
-    Raises:
-        TypeError: something among them cannot travel.
-    """
+    """The message of a stage's outputs, and those of its tensors that want a gradient."""
     structure, tensors = flatten(outputs)
     wants_gradient = [t.requires_grad for t in tensors]
     message = StageMessage([t.detach() for t in tensors], wants_gradient, structure)
@@ -89,11 +81,7 @@ def pack_notice(notice: FailureNotice) -> list[Tensor]:
 
 
 def unpack(packed: Sequence[Tensor]) -> tuple[Action, StageMessage] | FailureNotice:
-    """Read what a rank sent: a message with the action that sent it, or a notice.
-
-    Raises:
-        ValueError: its first tensor is no header, or it announces other tensors than it carries.
-    """
+    """Read what a rank sent: a message with the action that sent it, or a notice."""
     if not packed or packed[0].dtype != torch.uint8 or packed[0].dim() != 1:
         raise MoEValueError("a message without a header arrived; was it sent by another program?")
     header = packed[0].contiguous()

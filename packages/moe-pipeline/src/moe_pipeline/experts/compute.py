@@ -147,12 +147,7 @@ def experts_function(
 
 
 def check_rows(x_RD: Tensor, weights: ExpertWeights) -> None:
-    """Refuse rows of another width or dtype than the weights'.
-
-    Raises:
-        ValueError: another width, or not two dims.
-        TypeError: another dtype.
-    """
+    """Refuse rows of another width or dtype than the weights'."""
     d = weights.gate_up_EGD.shape[2]
     if x_RD.dim() != 2 or x_RD.shape[1] != d:
         raise MoEValueError(f"experts expect [rows, {d}], got shape {tuple(x_RD.shape)}")

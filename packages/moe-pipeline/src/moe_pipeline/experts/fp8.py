@@ -35,15 +35,10 @@ _SMALLEST_SCALE = 2.0**-126  # smaller ones are not normal fp32 numbers
 
 
 class QuantizedRows(NamedTuple):
-    """Rows in fp8, with what multiplies them.
+    """Rows in fp8, with what multiplies them."""
 
-    Attributes:
-        values: fp8 e4m3 [..., K], contiguous.
-        scales: fp32 [...], one for each row.
-    """
-
-    values: Tensor
-    scales: Tensor
+    values: Tensor  # fp8 e4m3 [..., K], contiguous
+    scales: Tensor  # fp32 [...], one for each row
 
     def dequantized(self) -> Tensor:
         """`values * scales` in fp32."""
@@ -151,11 +146,7 @@ def fp8_experts(
     num_tokens_per_expert: tuple[int, ...],
     activation: Activation,
 ) -> Tensor:
-    """Two grouped products in fp8; see `moe_pipeline.experts.compute.experts_function`.
-
-    Raises:
-        ValueError: not bf16, D or H not a multiple of 16, not on CUDA, or too old a device.
-    """
+    """Two grouped products in fp8; see `moe_pipeline.experts.compute.experts_function`."""
     obstacle = fp8_obstacle(weights)
     if obstacle:
         raise MoEValueError(f"experts option fp8=True {obstacle}; or leave fp8=False")

@@ -29,11 +29,7 @@ def grouped_mm_experts(
     num_tokens_per_expert: tuple[int, ...],
     activation: Activation,
 ) -> Tensor:
-    """Two grouped products; see `moe_pipeline.experts.compute.experts_function`.
-
-    Raises:
-        ValueError: fp64, or D or H whose rows are not a multiple of 16 bytes.
-    """
+    """Two grouped products; see `moe_pipeline.experts.compute.experts_function`."""
     obstacle = grouped_mm_obstacle(weights)
     if obstacle:
         raise MoEValueError(

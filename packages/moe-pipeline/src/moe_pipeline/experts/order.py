@@ -16,27 +16,15 @@ from moe_pipeline.errors import MoEValueError
 
 @final
 class ExpertOrder(NamedTuple):
-    """Which choice each row is.
+    """Which choice each row is."""
 
-    Attributes:
-        choice_R: int64 [R], index of the choice in the flattened [T, K]; token t is `choice // K`.
-        num_tokens_per_expert: rows of each expert.
-    """
-
+    # int64 [R], index of the choice in the flattened [T, K]; token t is `choice // K`
     choice_R: Tensor
-    num_tokens_per_expert: tuple[int, ...]
+    num_tokens_per_expert: tuple[int, ...]  # rows of each expert
 
     @classmethod
     def of(cls, topk_idx_TK: Tensor, *, num_experts: int) -> "ExpertOrder":
-        """Sort the choices. On CUDA it waits for the counts.
-
-        Args:
-            topk_idx_TK: int64 [T, K] in 0..num_experts-1, or -1: no expert.
-            num_experts: experts of this rank, all that tokens may choose.
-
-        Raises:
-            ValueError: a number that is no expert's.
-        """
+        """Sort choices, int64 [T, K], -1 for none. On CUDA it waits for the counts."""
         flat = topk_idx_TK.reshape(-1)
         order = torch.argsort(flat, stable=True)
         # The first count is of all numbers below -1.

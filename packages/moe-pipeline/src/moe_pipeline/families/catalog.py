@@ -13,10 +13,8 @@ Two things differ on purpose. Coefficients of balancing losses are taken as they
 transformers' loss is `num_experts_per_tok` times the one defined in `moe_pipeline.router.aux_loss`.
 And Mixtral's jitter perturbs what the router sees, not also what the experts see.
 
-Which layers of a model have experts, attention and norms are the model's business, not a family's
-here. One expert per stored tensor, as on disk, is `weight_convert`'s.
-
-Dims: E experts, D hidden, H intermediate.
+Attention, norms and which layers have experts are the model's business. One expert per stored
+tensor, as on disk, is `weight_convert`'s. Dims: E experts, D hidden, H intermediate.
 """
 
 from collections.abc import Callable, Mapping

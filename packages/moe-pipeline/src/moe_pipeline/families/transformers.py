@@ -94,9 +94,6 @@ class RegisteredExperts:
 
         Returns:
             [T, D] in the dtype of `hidden_states`.
-
-        Raises:
-            ValueError: the module computes something that ours does not.
         """
         known = self._modules.get(module)
         if known is None:

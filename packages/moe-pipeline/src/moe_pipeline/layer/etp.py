@@ -28,23 +28,15 @@ from comm_collectives import all_gather, reduce_scatter
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SharedLayout:
-    """Whose rows lie where, after the rows of all ranks are sorted by expert. Holds no gradient.
+    """Whose rows lie where, after the rows of all ranks are sorted by expert. Holds no gradient."""
 
-    Attributes:
-        rows_of_rank: rows that each rank of the group brings; their sum is S.
-        num_tokens_per_expert: rows of each local expert over the group; their sum is S.
-        to_experts_S: int64 [S], where each sorted row stands among the rows by rank.
-        to_ranks_S: the inverse permutation.
-        group: the ranks.
-        timeout_s: limit for each exchange.
-    """
-
-    rows_of_rank: tuple[int, ...]
+    rows_of_rank: tuple[int, ...]  # rows that each rank of the group brings; their sum is S
+    # rows of each local expert over the group; their sum is S
     num_tokens_per_expert: tuple[int, ...]
-    to_experts_S: Tensor
-    to_ranks_S: Tensor
-    group: ProcessGroup
-    timeout_s: float | None
+    to_experts_S: Tensor  # int64 [S], where each sorted row stands among the rows by rank
+    to_ranks_S: Tensor  # the inverse permutation
+    group: ProcessGroup  # the ranks
+    timeout_s: float | None  # limit for each exchange
 
 
 def share_counts(
@@ -56,11 +48,8 @@ def share_counts(
 ) -> SharedLayout:
     """Tell the group how many rows this rank has for each expert. Collective, of integers only.
 
-    Args:
-        num_tokens_per_expert: E counts; the same E on every rank.
-        group: the ranks that hold slices of these experts.
-        device: of the rows.
-        timeout_s: limit for this exchange and those of the rows.
+    The number of experts is the same on every rank; `device` is that of the rows, and `timeout_s`
+    limits this exchange and those of the rows.
     """
     own_1E = torch.tensor([list(num_tokens_per_expert)], dtype=torch.int64)
     own_1E = own_1E.to(device) if device is not None else own_1E
@@ -77,14 +66,7 @@ def share_counts(
 
 
 def rows_by_expert(counts_WE: Tensor) -> Tensor:
-    """Where rows sorted by expert, then rank, stand among rows sorted by rank, then expert.
-
-    Args:
-        counts_WE: int64 [W, E], rows of each rank for each expert.
-
-    Returns:
-        int64 [S], a permutation.
-    """
+    """[S], where rows sorted by expert, then rank, stand among rows sorted by rank, then expert."""
     num_ranks, num_experts = counts_WE.shape
     expert_WE = torch.arange(num_experts).expand(num_ranks, num_experts)
     expert_S = torch.repeat_interleave(expert_WE.reshape(-1), counts_WE.reshape(-1))
@@ -92,17 +74,9 @@ def rows_by_expert(counts_WE: Tensor) -> Tensor:
 
 
 def gather_rows(x_RD: Tensor, weights_R: Tensor, layout: SharedLayout) -> tuple[Tensor, Tensor]:
-    """Return the rows of all ranks and their weights, sorted by expert, then rank.
+    """The rows [S, D] of all ranks and their weights [S], sorted by expert, then rank.
 
     Collective over the layout's group, and so is the backward, which sums over the ranks.
-
-    Args:
-        x_RD: [R, D] rows of this rank, sorted by expert.
-        weights_R: [R] their weights.
-        layout: of their counts.
-
-    Returns:
-        [S, D] and [S].
     """
     x_SD = all_gather(x_RD, group=layout.group, timeout_s=layout.timeout_s)
     weights_S = all_gather(weights_R, group=layout.group, timeout_s=layout.timeout_s)
@@ -111,16 +85,9 @@ def gather_rows(x_RD: Tensor, weights_R: Tensor, layout: SharedLayout) -> tuple[
 
 
 def return_rows(partial_SD: Tensor, layout: SharedLayout) -> Tensor:
-    """Sum the slices' results over the ranks, and return those of this rank's rows.
+    """Sum the slices' results [S, D] over the ranks; return those of this rank's rows, [R, D].
 
     Collective over the layout's group, and so is the backward.
-
-    Args:
-        partial_SD: [S, D], results of this rank's slice, in the order of `gather_rows`.
-        layout: as given there.
-
-    Returns:
-        [R, D], in the order of this rank's rows.
     """
     by_rank_SD = _Permutation.apply(partial_SD, layout.to_ranks_S, layout.to_experts_S)
     return reduce_scatter(

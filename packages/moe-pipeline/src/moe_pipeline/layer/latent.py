@@ -27,9 +27,6 @@ def latent_projections(
     """Into the latent width, weight [latent, d], and out of it, [d, latent].
 
     Weights are drawn from a normal distribution with `initializer_range`.
-
-    Raises:
-        ValueError: `config.moe_latent_size` is None.
     """
     if config.moe_latent_size is None:
         raise MoEValueError(

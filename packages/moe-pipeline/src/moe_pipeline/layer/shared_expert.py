@@ -32,9 +32,6 @@ class SharedExpert(nn.Module):
     """`down_proj(scale * act(gate_proj(x)) * up_proj(x))` with `hidden_act` of the experts.
 
     Parameters `gate_proj.weight` and `up_proj.weight` [S, D], `down_proj.weight` [D, S].
-
-    Raises:
-        ValueError: `config.shared_expert` is None.
     """
 
     def __init__(
@@ -58,14 +55,9 @@ class SharedExpert(nn.Module):
             nn.init.normal_(projection.weight, std=self.config.initializer_range)
 
     def forward(self, x_TD: Tensor, scale_T1: Tensor | None = None) -> Tensor:
-        """Apply the MLP to [T, D] tokens in the dtype of the parameters; T may be 0.
+        """Apply the MLP to [T, D] tokens in the dtype of the parameters. Not collective.
 
-        Args:
-            x_TD: tokens.
-            scale_T1: factor of each token's output, differentiable (`SharedExpertGate`).
-
-        Returns:
-            [T, D]. Not collective.
+        `scale_T1`: factor of each token's output, differentiable (`SharedExpertGate`).
         """
         gate, up, down = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
         act = self.config.experts.hidden_act
@@ -82,11 +74,7 @@ class SharedExpert(nn.Module):
 
 @final
 class SharedExpertGate(nn.Module):
-    """`sigmoid(x @ weight)`, the factor of a shared expert (Qwen2-MoE). Parameter `weight` [1, D].
-
-    Raises:
-        ValueError: `config.shared_expert` is None.
-    """
+    """`sigmoid(x @ weight)`, the factor of a shared expert (Qwen2-MoE); `weight` is [1, D]."""
 
     def __init__(
         self,

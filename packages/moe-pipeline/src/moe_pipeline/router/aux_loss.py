@@ -59,21 +59,15 @@ class BalanceTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossShares:
-    """This rank's shares of a router's losses, coefficients included.
+    """This rank's shares of a router's losses, coefficients included."""
 
-    Attributes:
-        aux_loss: 0-d, fp32 or fp64, the balancing loss; 0 under scope "global_batch".
-        z_loss: 0-d, likewise.
-        load_E: int64 [E], routed rows per expert of the global microbatch; no gradient.
-        plan: the router's plan with the counts of the global microbatch filled in: keep this one
-            for a recompute.
-        balance: for `global_batch_loss`; None under other scopes and outside training.
-    """
-
-    aux_loss: Tensor
-    z_loss: Tensor
-    load_E: Tensor
+    aux_loss: Tensor  # 0-d, fp32 or fp64, the balancing loss; 0 under scope "global_batch"
+    z_loss: Tensor  # 0-d, likewise
+    load_E: Tensor  # int64 [E], routed rows per expert of the global microbatch; no gradient
+    # the router's plan with the counts of the global microbatch filled in: keep this one for a
+    # recompute
     plan: RoutingPlan
+    # for `global_batch_loss`; None under other scopes and outside training
     balance: BalanceTerms | None = None
 
 
@@ -147,10 +141,6 @@ def count_load(
     Returns:
         The plan with `load_E`, `num_parts`, `num_tokens`, and `sequence_load_BX` under scope
         "sequence"; `plan` itself if it has them.
-
-    Raises:
-        ValueError: scope "sequence" without `sequence_shape`, or with one of another number of
-            tokens; counts filled in partly.
     """
     by_sequence = _by_sequence(config)
     if plan.load_E is not None:

@@ -23,14 +23,7 @@ from moe_pipeline.router.global_tokens import gather_tokens
 
 
 def expert_capacity(num_tokens: int, config: MoEConfig) -> int:
-    """Return `ceil(factor * num_tokens * k / E)`; a factor of None is 1.
-
-    The factor is taken as it is written, so that 1.1 of 10 is 11, which fp64 would round up to 12.
-
-    Args:
-        num_tokens: of the global microbatch.
-        config: of the layer.
-    """
+    """Return `ceil(factor * num_tokens * k / E)`, of global tokens; a factor of None is 1."""
     factor = config.router.moe_expert_capacity_factor
     share = Fraction(num_tokens * config.num_experts_per_tok, config.num_experts)
     return ceil(Fraction(repr(1.0 if factor is None else float(factor))) * share)
@@ -48,15 +41,8 @@ def drop_over_capacity(
 
     Under `moe_token_drop_policy="probs"` an expert keeps the tokens that give it the highest
     probability, and of equal ones the first; under "position" the first tokens. The order of tokens
-    is that of `gather_tokens`. Collective over `groups.tokens`, on every rank whatever its number
-    of tokens.
-
-    Args:
-        topk_idx_TK: int64, -1 for none; an expert at most once for a token.
-        probs_TE: fp32 or fp64.
-        config: of the layer.
-        groups: of the layer.
-        token_ids_T: see `gather_tokens`.
+    is that of `gather_tokens`. A token has an expert at most once. Collective over `groups.tokens`,
+    on every rank whatever its number of tokens.
     """
     rows = [topk_idx_TK]
     if config.router.moe_token_drop_policy == "probs":

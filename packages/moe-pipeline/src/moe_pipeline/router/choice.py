@@ -21,11 +21,7 @@ def choose_experts(scores_TE: Tensor, config: MoEConfig) -> Tensor:
 
     With `n_group` above 1 only those of the token's `topk_group` best groups. A group's score is
     its best expert's (DeepSeek-V2, arXiv 2405.04434) or the sum of its two best (DeepSeek-V3, arXiv
-    2412.19437), as `moe_router_group_score` says.
-
-    Args:
-        scores_TE: fp32 or fp64, finite, any sign, what the choice goes by: bias included.
-        config: of the layer.
+    2412.19437), as `moe_router_group_score` says. Scores are finite, of any sign, bias included.
     """
     if config.router.n_group > 1:
         scores_TE = _in_best_groups(scores_TE, config.router)
@@ -35,9 +31,7 @@ def choose_experts(scores_TE: Tensor, config: MoEConfig) -> Tensor:
 def topk_lowest_index_first(scores_NM: Tensor, k: int) -> Tensor:
     """Return int64 [N, k]: where the k largest of each row are, best first; ties by lower index.
 
-    Args:
-        scores_NM: fp32 or fp64, any strides; -0 equals 0.
-        k: at most M.
+    -0 equals 0.
     """
     if scores_NM.dtype != torch.float32:
         order_NM = torch.sort(scores_NM, dim=1, descending=True, stable=True).indices

@@ -32,12 +32,6 @@ def choose_tokens(
     As wide as there are experts, whatever was chosen, so that it has the same shape on every rank
     and in every step. Ties go to the first token, in the order of `gather_tokens`. Collective over
     `groups.tokens`, on every rank whatever its number of tokens.
-
-    Args:
-        scores_TE: fp32 or fp64.
-        config: of the layer.
-        groups: of the layer.
-        token_ids_T: see `gather_tokens`.
     """
     everyone = gather_tokens([scores_TE.detach()], groups, token_ids_T)
     scores_EG = everyone.rows[0].t()

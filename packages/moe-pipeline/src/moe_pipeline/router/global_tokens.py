@@ -23,15 +23,10 @@ from moe_pipeline.groups import MoEGroups
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GlobalTokens:
-    """What `gather_tokens` returns.
+    """What `gather_tokens` returns."""
 
-    Attributes:
-        rows: the tensors [G, ...] of all tokens, in token order.
-        own_T: int64 [T], where this rank's tokens stand there.
-    """
-
-    rows: tuple[Tensor, ...]
-    own_T: Tensor
+    rows: tuple[Tensor, ...]  # the tensors [G, ...] of all tokens, in token order
+    own_T: Tensor  # int64 [T], where this rank's tokens stand there
 
 
 def gather_tokens(
@@ -43,15 +38,7 @@ def gather_tokens(
     Not differentiable. Collective over `groups.tokens` (one all-gather for each tensor and one for
     the order), on every rank whatever its number of tokens; without that group no communication.
 
-    Args:
-        rows: tensors [T, ...].
-        groups: of the layer.
-        token_ids_T: integers [T], each token's number in the global microbatch; on every rank or
-            on none.
-
-    Raises:
-        MismatchError: some ranks gave `token_ids_T` and some did not, which the shapes [2] and [1]
-            of what is gathered show.
+    `token_ids_T`: each token's number in the global microbatch; on every rank or on none.
     """
     num_tokens = rows[0].shape[0]
     group, own_rank = groups.tokens, 0

@@ -33,9 +33,6 @@ def with_values(computed_TE: Tensor, values_TE: Tensor) -> Tensor:
 
     A recompute may differ from the first forward in rounding. With the first's values everything
     downstream is what it was, and the gradient still reaches what the logits came from.
-
-    Raises:
-        ValueError: another shape or dtype.
     """
     if values_TE.shape != computed_TE.shape or values_TE.dtype != computed_TE.dtype:
         raise MoEValueError(

@@ -30,13 +30,8 @@ def chosen_weights(
     """Return [T, K], differentiable: the weights of the chosen experts.
 
     The scores of the chosen, or with `moe_router_pre_softmax=False` a softmax over their logits;
-    divided by their sum with `norm_topk_prob`; times `routed_scaling_factor`.
-
-    Args:
-        logits_TE: fp32 or fp64.
-        scores_TE: `expert_scores` of them.
-        topk_idx_TK: int64, -1 for none. A token may have none at all.
-        options: the rule.
+    divided by their sum with `norm_topk_prob`; times `routed_scaling_factor`. A token may have no
+    expert at all.
     """
     absent_TK = topk_idx_TK < 0
     idx_TK = topk_idx_TK.clamp(min=0)

@@ -35,11 +35,6 @@ def sinkhorn_offsets(
     that no logit is too large. Every rank iterates over all tokens, so that the ranks' choices rest
     on the same numbers. Collective over `groups.tokens`, on every rank whatever its number of
     tokens.
-
-    Args:
-        logits_TE: fp32 or fp64.
-        groups: of the layer.
-        token_ids_T: see `gather_tokens`.
     """
     everyone = gather_tokens([logits_TE.detach()], groups, token_ids_T)
     logits_GE = everyone.rows[0]

@@ -30,11 +30,7 @@ class Batch:
 def split_batch(
     args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, count: int, specs: ChunkSpecs
 ) -> Batch:
-    """Cut a batch into `count` microbatches, tensors along dim 0 unless the specs say otherwise.
-
-    Raises:
-        ValueError: fewer rows than microbatches.
-    """
+    """Cut a batch into `count` microbatches, tensors along dim 0 unless the specs say otherwise."""
     all_args: Sequence[tuple[Any, ...]] = [()] * count
     all_kwargs: Sequence[Mapping[str, Any]] = [{}] * count
     if args or kwargs:
@@ -49,12 +45,7 @@ def split_batch(
 
 
 def pre_split_batch(given: Mapping[str, Any], count: int, has_whole: object) -> Batch:
-    """Take a batch that is split already, by the names of `PRE_SPLIT`.
-
-    Raises:
-        TypeError: an entry is of another type than torch's.
-        ValueError: another number of microbatches; the batch is given whole as well.
-    """
+    """Take a batch that is split already, by the names of `PRE_SPLIT`."""
     if has_whole:
         raise MoEValueError(
             "a batch is given both whole and in microbatches; give args, kwargs and target, or "

@@ -22,20 +22,7 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec, merge_chunk
 
 from moe_pipeline.errors import MoETypeError, MoEValueError
 from moe_pipeline.executor import ExecutorOptions, PipelineExecutor
-from moe_pipeline.schedules.generators import (
-    dualpipe_v,
-    forward_then_backward,
-    interleaved_1f1b,
-    interleaved_forward_then_backward,
-    interleaved_zero_bubble,
-    looped_bfs,
-    one_f_one_b,
-    v_half,
-    v_min,
-    zb_1p,
-    zb_2p,
-    zbv,
-)
+from moe_pipeline.schedules.generators import SCHEDULES
 from moe_pipeline.schedules.table import Kind, Schedule, add_transfers
 from moe_pipeline.torch_compat.batches import PRE_SPLIT, Batch, pre_split_batch, split_batch
 from moe_pipeline.torch_compat.stages import (
@@ -47,49 +34,36 @@ from moe_pipeline.torch_compat.stages import (
     check_stage,
 )
 
-_SINGLE: dict[str, Callable[[int, int], Schedule]] = {
-    "GPipe": forward_then_backward,
-    "forward_then_backward": forward_then_backward,
-    "1F1B": one_f_one_b,
-    "zb_1p": zb_1p,
-    "zb_2p": zb_2p,
-}
+_SINGLE = ("forward_then_backward", "1f1b", "zb_1p", "zb_2p")
 # These take stages_per_rank=, at any number; the others have two stages on each rank, in a V.
-_LOOPED: dict[str, Callable[..., Schedule]] = {
-    "Interleaved1F1B": interleaved_1f1b,
-    "interleaved_1f1b": interleaved_1f1b,
-    "LoopedBFS": looped_bfs,
-    "looped_bfs": looped_bfs,
-    "InterleavedZeroBubble": interleaved_zero_bubble,
-    "interleaved_zero_bubble": interleaved_zero_bubble,
-    "interleaved_forward_then_backward": interleaved_forward_then_backward,
-}
-_FOLDED: dict[str, Callable[[int, int], Schedule]] = {
-    "ZBVZeroBubble": zbv,
-    "zbv": zbv,
-    "v_half": v_half,
-    "v_min": v_min,
-    "DualPipeV": dualpipe_v,
-    "dualpipe_v": dualpipe_v,
+_LOOPED = (
+    "interleaved_1f1b",
+    "looped_bfs",
+    "interleaved_zero_bubble",
+    "interleaved_forward_then_backward",
+)
+_FOLDED = ("zbv", "v_half", "v_min", "dualpipe_v")
+_NAMES_OF_TORCH = {
+    "GPipe": "forward_then_backward",
+    "1F1B": "1f1b",
+    "Interleaved1F1B": "interleaved_1f1b",
+    "LoopedBFS": "looped_bfs",
+    "InterleavedZeroBubble": "interleaved_zero_bubble",
+    "ZBVZeroBubble": "zbv",
+    "DualPipeV": "dualpipe_v",
 }
 
 
 class ScheduleKeywords(TypedDict, total=False):
-    """Further arguments of a schedule, by keyword: torch's, then this executor's own.
+    """Further arguments of a schedule, by keyword: torch's, then this executor's own."""
 
-    Attributes:
-        args_chunk_spec: how positional arguments are split; None: tensors along dim 0.
-        kwargs_chunk_spec: how keyword arguments are split; likewise.
-        output_merge_spec: how outputs are put together; likewise.
-        backward_group: carries gradients; None: the group of the stages.
-        executor_options: of the executor, whose device is that of the stages.
-    """
-
+    # how positional arguments are split; None: tensors along dim 0
     args_chunk_spec: tuple[TensorChunkSpec, ...] | None
+    # how keyword arguments are split; likewise
     kwargs_chunk_spec: dict[str, TensorChunkSpec] | None
-    output_merge_spec: Any
-    backward_group: ProcessGroup | None
-    executor_options: ExecutorOptions
+    output_merge_spec: Any  # how outputs are put together; likewise
+    backward_group: ProcessGroup | None  # carries gradients; None: the group of the stages
+    executor_options: ExecutorOptions  # of the executor, whose device is that of the stages
 
 
 class PipelineSchedule:
@@ -148,11 +122,6 @@ class PipelineSchedule:
 
         Returns:
             On the rank of the last stage its outputs, detached; else None.
-
-        Raises:
-            ValueError: too few rows or microbatches; targets are missing where there is a loss;
-                gradients are switched off, where `eval` is meant.
-            StageTransferError: another rank failed or is gone.
         """
         kwargs.pop("finalize_gradients", None)
         backward = self._loss_fn is not None
@@ -315,7 +284,8 @@ def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
     Raises:
         ValueError: no such schedule; lists those there are.
     """
-    known = {name.lower(): name for name in (*_BASES, *_SINGLE, *_LOOPED, *_FOLDED)}
+    names = (*_BASES, *_SINGLE, *_LOOPED, *_FOLDED, *_NAMES_OF_TORCH)
+    known = {name.lower(): name for name in names}
     name = known.get(schedule_name.lower())
     if name is None:
         raise MoEValueError(
@@ -328,9 +298,10 @@ def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
 def _class_of(name: str) -> type[PipelineSchedule]:
     if name in _BASES:
         return _BASES[name]
-    base = PipelineScheduleSingle if name in _SINGLE else PipelineScheduleMulti
-    generate = {**_SINGLE, **_LOOPED, **_FOLDED}[name]
-    members = {"_generate": staticmethod(generate), "_takes_stages_per_rank": name in _LOOPED}
+    ours = _NAMES_OF_TORCH.get(name, name)
+    base = PipelineScheduleSingle if ours in _SINGLE else PipelineScheduleMulti
+    generate = SCHEDULES[ours]
+    members = {"_generate": staticmethod(generate), "_takes_stages_per_rank": ours in _LOOPED}
     return type(f"Schedule{name}", (base,), {"__doc__": generate.__doc__, **members})
 
 

@@ -26,27 +26,18 @@ LossFunction = Callable[..., Tensor]
 
 
 class TorchStage(Protocol):
-    """The attributes of `torch.distributed.pipelining.PipelineStage` that are used here.
+    """The attributes of `torch.distributed.pipelining.PipelineStage` that are used here."""
 
-    Attributes:
-        submod: the module; called with what the stage before returned, the first one with the
-            positional arguments of `step`, each with the keyword arguments given on its rank. It
-            may return a `StageOutput` to add an auxiliary loss.
-        stage_index: from 0.
-        num_stages: of the whole pipeline.
-        device: where received tensors are put.
-        group: the ranks of the pipeline; None: the default group.
-        group_rank: this rank in it.
-        group_size: its ranks.
-    """
-
+    # the module; called with what the stage before returned, the first one with the positional
+    # arguments of `step`, each with the keyword arguments given on its rank. It may return a
+    # `StageOutput` to add an auxiliary loss
     submod: nn.Module
-    stage_index: int
-    num_stages: int
-    device: torch.device
-    group: ProcessGroup | None
-    group_rank: int
-    group_size: int
+    stage_index: int  # from 0
+    num_stages: int  # of the whole pipeline
+    device: torch.device  # where received tensors are put
+    group: ProcessGroup | None  # the ranks of the pipeline; None: the default group
+    group_rank: int  # this rank in it
+    group_size: int  # its ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +74,7 @@ class ModuleStage:
         return self
 
     def __call__(self, *inputs: Any, target: object | None) -> StageOutput:
-        """One microbatch; `target` is its `Microbatch`.
-
-        Raises:
-            TypeError: called outside a step.
-        """
+        """One microbatch; `target` is its `Microbatch`."""
         step = self._step
         if step is None or not isinstance(target, Microbatch):
             raise MoETypeError("a ModuleStage runs within the step of its schedule only")
@@ -108,12 +95,7 @@ class ModuleStage:
 
 
 def check_stage(stage: TorchStage) -> None:
-    """Refuse what torch's schedules steer and ours do not.
-
-    Raises:
-        TypeError: not a stage, or its module reduces its gradients itself.
-        ValueError: it brings functions of its own for weight gradients.
-    """
+    """Refuse what torch's schedules steer and ours do not."""
     for name in ("submod", "stage_index", "num_stages", "device", "group_rank", "group_size"):
         if not hasattr(stage, name):
             raise MoETypeError(

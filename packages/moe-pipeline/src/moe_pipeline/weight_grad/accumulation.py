@@ -136,11 +136,7 @@ def fits(grad: Tensor, *factors: Tensor) -> bool:
 def add_product(to: Tensor, left: Tensor, right: Tensor, scratch: Tensor | None = None) -> None:
     """`to += left @ right`, for [N, R] and [R, K] in the dtype of `to`.
 
-    Args:
-        to: [N, K].
-        left: [N, R].
-        right: [R, K].
-        scratch: [N, K] to work in; use one for all products of that shape.
+    `scratch`: [N, K] to work in; use one for all products of that shape.
     """
     if to.device.type == "cpu" and len(right) < _FEW_ROWS:
         to.add_(torch.mm(left, right, out=scratch))

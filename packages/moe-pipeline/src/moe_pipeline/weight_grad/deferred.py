@@ -1,11 +1,9 @@
 """Deferred weight gradients: which weight, what to compute, and how it gets its gradient.
 
-A backward that is split computes the gradients of inputs now (I) and those of weights later (W).
-Autograd has no such thing: a function that returns None for a weight has that weight's hooks called
-without a gradient. So inside `moe_pipeline.weight_grad.store.split_backward` a function is given an
+Autograd cannot leave a weight's gradient for later: a function that returns None for a weight has
+that weight's hooks called without a gradient. So inside `split_backward` a function is given an
 *alias* of a weight, which is no part of the weight's graph, and a `DeferredWeightGrad` that says
-whose alias it is. A gradient of the alias is delivered to the weight; without one nothing happens
-to it.
+whose alias it is. A gradient of the alias is delivered to the weight.
 
 How an autograd function of your own takes part:
 
@@ -19,17 +17,14 @@ How an autograd function of your own takes part:
         @staticmethod
         def backward(ctx, grad):
             x, weight = ctx.saved_tensors
-            grad_weight = None
-            if ctx.needs_input_grad[1]:
-                grad_weight = defer(ctx.deferred, lambda x, grad: x.t() @ grad, x, grad)
+            grad_weight = defer(ctx.deferred, lambda x, grad: x.t() @ grad, x, grad)
             return grad @ weight.t(), grad_weight, None
 
     y = Scaled.apply(x, *deferrable(weight))
 
 Invariant: deferred work runs once, in order, and its gradient reaches the weight as autograd
-delivers one: added to `grad`, once for all uses of a weight in one backward, hooks and
-post-accumulate hooks called. Only `torch.autograd.grad` with respect to the weight is left out: the
-graph does not lead there.
+delivers one: added to `grad`, once for all uses of a weight in one backward, hooks called. Only
+`torch.autograd.grad` with respect to the weight is left out: the graph does not lead there.
 """
 
 from collections import Counter, deque

@@ -1,10 +1,8 @@
 """A stage's backward split in two: input gradients (I) now, weight gradients (W) from a store.
 
 Zero-bubble schedules (Qi et al., arXiv 2401.10241) fill idle time with W, so I must leave W out and
-W must not repeat what I did. Asking autograd for a part of a graph does neither: functions written
-in Python do not know which gradients are wanted, and checkpointed layers compute their forward once
-more for each part. Here the forward remembers a store, and a backward puts the weight gradients
-there instead of computing them:
+W must not repeat what I did. Here the forward remembers a store, and a backward puts the weight
+gradients there instead of computing them:
 
     store = WeightGradStore()
     with split_backward(store):

@@ -1,7 +1,6 @@
 import pytest
 
 from moe_pipeline.schedules.generators.basic import (
-    GENERATORS,
     forward_only,
     forward_then_backward,
     one_f_one_b,
@@ -9,6 +8,11 @@ from moe_pipeline.schedules.generators.basic import (
 from moe_pipeline.schedules.table.checker import check
 from moe_pipeline.schedules.table.schedule import COMPUTE, Kind
 
+GENERATORS = {
+    "forward_then_backward": forward_then_backward,
+    "1f1b": one_f_one_b,
+    "forward_only": forward_only,
+}
 SIZES = [(p, m) for p in range(1, 9) for m in (1, 2, 3, 5, 8, 12)]
 
 

@@ -62,13 +62,6 @@ def forward_only(num_stages: int, num_microbatches: int) -> Schedule:
     return _build("forward_only", num_stages, num_microbatches, row, has_backward=False)
 
 
-GENERATORS: dict[str, Callable[[int, int], Schedule]] = {
-    "forward_then_backward": forward_then_backward,
-    "1f1b": one_f_one_b,
-    "forward_only": forward_only,
-}
-
-
 def _run(kind: Kind, count: int) -> _RankRow:
     return [(kind, microbatch) for microbatch in range(count)]
 

@@ -5,7 +5,7 @@ schedule = SCHEDULES["zbv"](4, 8)
 
 from collections.abc import Callable
 
-from moe_pipeline.schedules.generators.basic import GENERATORS
+from moe_pipeline.schedules.generators.basic import forward_only, forward_then_backward, one_f_one_b
 from moe_pipeline.schedules.generators.dual_pipe import dualpipe, dualpipe_v
 from moe_pipeline.schedules.generators.interleaved import (
     interleaved_1f1b,
@@ -19,7 +19,9 @@ from moe_pipeline.schedules.generators.zero_bubble import zb_1p, zb_2p
 from moe_pipeline.schedules.table import Schedule
 
 SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
-    **GENERATORS,
+    "forward_then_backward": forward_then_backward,
+    "1f1b": one_f_one_b,
+    "forward_only": forward_only,
     "interleaved_1f1b": interleaved_1f1b,
     "looped_bfs": looped_bfs,
     "interleaved_forward_then_backward": interleaved_forward_then_backward,

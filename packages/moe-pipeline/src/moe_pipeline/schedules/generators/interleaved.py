@@ -82,11 +82,7 @@ def interleaved_forward_then_backward(
 def interleaved_forward_only(
     num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 2
 ) -> Schedule:
-    """Forwards only, in the order of `interleaved_1f1b`: evaluation.
-
-    Raises:
-        ValueError: a size below 1.
-    """
+    """Forwards only, in the order of `interleaved_1f1b`: evaluation."""
     forwards = _in_groups(num_ranks, num_microbatches, stages_per_rank)
     rows = [
         [Action(chunk * num_ranks + rank, Kind.FORWARD, m) for chunk, m in forwards]
