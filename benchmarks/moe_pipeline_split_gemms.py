@@ -59,9 +59,9 @@ class Product(torch.autograd.Function):
     """A user's function with a product of its own."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, token: DeferredWeightGrad | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, deferred: DeferredWeightGrad | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.token = token
+        ctx.deferred = deferred
         return x @ weight
 
     @staticmethod
@@ -70,7 +70,7 @@ class Product(torch.autograd.Function):
         grad_x = grad @ weight.t() if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = defer(ctx.token, lambda x, grad: x.t() @ grad, x, grad)
+            grad_weight = defer(ctx.deferred, lambda x, grad: x.t() @ grad, x, grad)
         return grad_x, grad_weight, None
 
 

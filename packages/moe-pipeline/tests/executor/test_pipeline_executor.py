@@ -412,8 +412,6 @@ def test_rank_and_stages_must_fit_schedule_and_groups():
         PipelineExecutor({0: stage}, one_f_one_b(2, 2), rank=1)
     with pytest.raises(ValueError, match="forward_group=None is the default group, which does not"):
         PipelineExecutor({1: stage}, one_f_one_b(2, 2), rank=1)
-    with pytest.raises(ValueError, match=r"timeout_s=0 must be above 0"):
-        ExecutorOptions(timeout_s=0)
     idle = replace(one_f_one_b(1, 2), ranks=(one_f_one_b(1, 2).ranks[0], ()))
     with pytest.raises(ValueError, match="rank 1 has nothing to do in schedule 1f1b"):
         PipelineExecutor({}, idle, rank=1)
@@ -423,8 +421,6 @@ def test_rank_and_stages_must_fit_schedule_and_groups():
             PipelineExecutor({1 - rank: stage}, one_f_one_b(2, 2), rank=1 - rank)
         with pytest.raises(ValueError, match="the schedule has 3 ranks"):
             PipelineExecutor({rank: stage}, one_f_one_b(3, 2), rank=rank)
-        with pytest.raises(RuntimeError, match="device type at start of device string: gpu"):
-            ExecutorOptions(device="gpu")
         with pytest.raises(ValueError, match="groups need rank="):
             PipelineExecutor({0: stage}, one_f_one_b(1, 2), forward_group=dist.group.WORLD)
 

@@ -99,7 +99,7 @@ def test_products_by_any_name_are_split(seed):
     assert_same_bits([batch, weight], lambda: batch @ weight)
 
 
-def test_what_cannot_be_put_off_is_computed_at_once(seed):
+def test_what_cannot_be_deferred_is_computed_at_once(seed):
     x, weight, batch = drawn(5, 5), drawn(5, 5), drawn(2, 5, 5)
     others = [
         lambda: F.linear(x, weight * 2),

@@ -117,12 +117,28 @@ class LocalEdges:
         """Nothing is under way."""
 
     def give_up(self, cause: str, *, observed: bool) -> str:
-        """There is nobody to tell, and nothing lost."""
+        """All ranks are this process: nothing to send, and all can go on."""
         return ""
 
     def name(self, rank: int) -> str:
         """The rank of the schedule."""
         return f"rank {rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """A peer and a group over which it is reached; edges of both directions may share it."""
+
+    peer: int
+    group: ProcessGroup
+
+    def send(self, packed: list[Tensor], limit_s: float | None) -> SendHandle:
+        """Start to send a message."""
+        return isend_tensors(packed, dst=self.peer, group=self.group, timeout_s=limit_s)
+
+    def receive(self, limit_s: float | None) -> list[Tensor]:
+        """Receive the next message, where it travelled."""
+        return recv_tensors(src=self.peer, group=self.group, timeout_s=limit_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,34 +150,9 @@ class Transport:
     device: torch.device | None
     timeout_s: float | None
 
-    def channel(self, edge: Edge) -> "Channel":
+    def channel(self, edge: Edge) -> Channel:
         """The peer and group of an edge."""
-        return Channel(edge.peer, edge.forward or self.forward is self.backward)
-
-    def send(self, channel: "Channel", packed: list[Tensor], limit_s: float | None) -> SendHandle:
-        """Start to send a message."""
-        return isend_tensors(
-            packed, dst=channel.peer, group=self._group(channel), timeout_s=limit_s
-        )
-
-    def receive(self, channel: "Channel", limit_s: float | None) -> list[Tensor]:
-        """Receive the next message, where it travelled."""
-        return recv_tensors(src=channel.peer, group=self._group(channel), timeout_s=limit_s)
-
-    def expect(self, channel: "Channel") -> None:
-        """Let the next message arrive while this rank computes; one is to come."""
-        expect_tensors(src=channel.peer, group=self._group(channel))
-
-    def _group(self, channel: "Channel") -> ProcessGroup:
-        return self.forward if channel.forward else self.backward
-
-
-@dataclass(frozen=True, slots=True)
-class Channel:
-    """A peer and one of the two groups; edges of both directions may share it."""
-
-    peer: int
-    forward: bool
+        return Channel(edge.peer, self.forward if edge.forward else self.backward)
 
 
 @final
@@ -196,7 +187,7 @@ class GroupEdges:
         channel, limit_s = self._transport.channel(edge), self._transport.timeout_s
         try:
             packed = pack_message(action, message)
-            self._under_way[edge].append(self._transport.send(channel, packed, limit_s))
+            self._under_way[edge].append(channel.send(packed, limit_s))
             self._sent[edge] += 1
             self._settle(edge, _MAX_SENDS_UNDER_WAY)
         except CommError as error:
@@ -229,7 +220,7 @@ class GroupEdges:
             channel, limit_s = self._transport.channel(Edge(peer, True)), self._transport.timeout_s
             try:
                 if peer == taker:
-                    self._transport.send(channel, pack_notice(FailureNotice("")), limit_s).wait()
+                    channel.send(pack_notice(FailureNotice("")), limit_s).wait()
                 else:
                     self._expect_well(channel)
             except CommError as error:
@@ -258,12 +249,12 @@ class GroupEdges:
             thread.start()
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        # Who is gone may be gone because of what another peer has to tell.
+        # A peer that is gone may have failed for a reason that another peer knows.
         return heard[0] if observed and heard else cause
 
     def _expect_well(self, channel: Channel) -> None:
         """Wait until the stages behind the channel's peer have ended."""
-        notice = unpack(self._transport.receive(channel, self._transport.timeout_s))
+        notice = unpack(channel.receive(self._transport.timeout_s))
         if isinstance(notice, FailureNotice) and notice.cause:
             self._told = channel
             raise EdgeBrokenError(notice.cause)
@@ -271,7 +262,7 @@ class GroupEdges:
     def _read(self, awaited: Action, edge: Edge) -> None:
         """Read one message of the edge's channel and keep it."""
         channel = self._transport.channel(edge)
-        packed = self._transport.receive(channel, self._transport.timeout_s)
+        packed = channel.receive(self._transport.timeout_s)
         try:
             found = unpack(packed)
         except ValueError as error:
@@ -295,7 +286,7 @@ class GroupEdges:
         """Let the channel's next message of this step, if there is one, arrive before its turn."""
         rows = self._expected.items()
         if any(row and self._transport.channel(edge) == channel for edge, row in rows):
-            self._transport.expect(channel)
+            expect_tensors(src=channel.peer, group=channel.group)
 
     def _settle(self, edge: Edge, most: int) -> None:
         """Wait for the oldest sends of an edge until `most` are under way."""
@@ -317,7 +308,7 @@ class GroupEdges:
 
     def _warn(self, channel: Channel, cause: str, limit_s: float) -> None:
         try:
-            self._transport.send(channel, pack_notice(FailureNotice(cause)), limit_s).wait()
+            channel.send(pack_notice(FailureNotice(cause)), limit_s).wait()
         except CommError:
             return  # it is gone, or needs nothing of this rank any more
 
@@ -325,7 +316,7 @@ class GroupEdges:
         while time.monotonic() < deadline:
             left_s = max(0.001, deadline - time.monotonic())
             try:
-                notice = unpack(self._transport.receive(channel, left_s))
+                notice = unpack(channel.receive(left_s))
             except (CommError, ValueError):
                 return
             if isinstance(notice, FailureNotice) and notice.cause:

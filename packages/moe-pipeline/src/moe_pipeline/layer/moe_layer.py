@@ -108,10 +108,11 @@ class MoELayer(nn.Module):
         check_type("config", config, MoEConfig)
         check_type("groups", groups, MoEGroups)
         super().__init__()
-        _check_divisible("ep", groups.ep_size, "num_experts", config.num_experts)
-        _check_divisible(
-            "etp", groups.etp_size, "moe_intermediate_size", config.moe_intermediate_size
-        )
+        if config.num_experts % groups.ep_size:
+            raise MoEValueError(
+                f"ep axis has {groups.ep_size} ranks but num_experts={config.num_experts}; choose "
+                f"a divisor of {config.num_experts}"
+            )
         self.config = config
         self.groups = groups
         self.gate = TopKRouter(config, device=device, dtype=dtype, noise_key=noise_key)
@@ -262,10 +263,3 @@ class MoELayer(nn.Module):
             raise MoETypeError(
                 f"the experts hold {dtype} and got {x.dtype}; convert the input or the layer"
             )
-
-
-def _check_divisible(axis: str, ranks: int, name: str, size: int) -> None:
-    if size % ranks:
-        raise MoEValueError(
-            f"{axis} axis has {ranks} ranks but {name}={size}; choose a divisor of {size}"
-        )

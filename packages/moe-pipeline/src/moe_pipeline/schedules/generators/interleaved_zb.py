@@ -1,7 +1,7 @@
 """Interleaved 1F1B with split backwards (the rules of arXiv 2401.10241 on several stages a rank).
 
 Weight gradients run a few slots after their input gradients, so that input gradients leave early:
-rank r puts off r of them, as ZB-H1 does with one stage on each rank.
+rank r defers r of them, as ZB-H1 does with one stage on each rank.
 
     schedule = interleaved_zero_bubble(num_ranks=4, num_microbatches=8)
 """

@@ -25,7 +25,7 @@ class StageCosts:
         forward_transfer_s: until the next stage, on another rank, has the outputs.
         backward_transfer_s: until the previous stage, on another rank, has the gradients.
         activation_bytes: held from the start of F to the end of I or B.
-        weight_gradient_bytes: what of them I leaves to W; None: all.
+        weight_gradient_bytes: those among them that stay from I until W; None: all.
 
     Raises:
         ValueError: a negative or infinite number, or more left to W than there was.
