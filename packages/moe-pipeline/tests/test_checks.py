@@ -6,7 +6,8 @@ from moe_pipeline.errors import MoEPipelineError, MoETypeError, MoEValueError
 
 def test_each_check_names_the_argument_and_what_it_got():
     with pytest.raises(
-        MoETypeError, match="x must be a tuple or list, such as \\(y,\\), got a str"
+    words = r"x must be a tuple or list, such as \(y,\), got a str"
+    with pytest.raises(MoETypeError, match=words):
     ):
         check_type("x", "y", tuple, list, hint=", such as (y,)")
     for wrong in (True, 1.0, "1"):
@@ -27,6 +28,7 @@ def test_what_is_right_passes():
 
 def test_mistakes_of_a_user_are_errors_of_python_too():
     assert issubclass(MoEValueError, ValueError) and issubclass(MoETypeError, TypeError)
-    assert issubclass(MoEValueError, MoEPipelineError) and issubclass(
+    for error in (MoEValueError, MoETypeError):
+        assert issubclass(error, MoEPipelineError)
         MoETypeError, MoEPipelineError
     )
