@@ -175,25 +175,49 @@ def test_a_job_trains_to_its_end_and_says_where_the_results_are(
     assert [line["step"] for line in read_metrics(out / "metrics.jsonl")] == [1, 2, 3, 3]
 
 
-@pytest.mark.parametrize("resume", ["latest", "checkpoint-2"])
+def resumed(config: Config, resume: str) -> list[object]:
+    """Train on from a checkpoint; the finished steps that each rank tells."""
+    check(config, resume)
+
+    def run(*_: int) -> int:
+        context = RankContext()
+        train(config, resume, context)
+        return context.step
+
+    return run_ranks(run, config.world_size)
+
+
 def test_a_resumed_job_begins_behind_its_checkpoint(
-    configure: Configure, trained_run: Path, tmp_path: Path, resume: str
+    configure: Configure, trained_run: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "again"
     shutil.copytree(trained_run, out)
     config = configure(f"train.output_dir={out}", "parallel.ep=2")
-    named = resume if resume == "latest" else str(out / resume)
-    check(config, named)
-
-    def run(*_: int) -> int:
-        context = RankContext()
-        train(config, named, context)
-        return context.step
-
-    assert run_ranks(run, 2) == [4, 4]
+    assert resumed(config, "latest") == [4, 4]
     assert [line["step"] for line in read_metrics(out / "metrics.jsonl")] == [1, 2, 2, 3, 4, 4]
     state = read_state(out / "checkpoint-4")
     assert (state.step, state.consumed_samples) == (4, 48)
+
+
+def test_a_job_goes_on_from_the_named_checkpoint_in_a_folder_of_its_own(
+    configure: Configure, trained_run: Path, tmp_path: Path
+) -> None:
+    config = configure("train.max_steps=3")
+    assert resumed(config, str(trained_run / "checkpoint-2")) == [3]
+    assert [line["step"] for line in read_metrics(tmp_path / "run/metrics.jsonl")] == [3, 3]
+    assert read_state(tmp_path / "run/checkpoint-3").consumed_samples == 36
+
+
+def test_what_stands_where_a_later_save_goes_is_refused_before_training(
+    configure: Configure, trained_run: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "again"
+    shutil.copytree(trained_run, out)
+    (out / "checkpoint-3").mkdir()
+    (out / "checkpoint-3" / "model.safetensors").write_bytes(b"half a copy")
+    with pytest.raises(ValueError, match=r"again/checkpoint-3 .*move it away"):
+        check(configure(f"train.output_dir={out}"), "latest")
+    assert check(configure(f"train.output_dir={trained_run}"), "latest") is not None
 
 
 def test_a_job_that_starts_from_weights_counts_from_the_first_step(

@@ -2,11 +2,13 @@
 
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from moe_train.config import Config, dump_toml
 from moe_train.jobs.job import check
@@ -48,6 +50,28 @@ def test_a_loss_that_is_not_a_number_is_named_with_rank_and_finished_steps(
         assert text.startswith("Traceback") and "NonFiniteLossError" in text
     assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1]
     assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_a_resumed_job_that_fails_at_once_names_the_steps_of_its_checkpoint(
+    configure: Configure, trained_run: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "checkpoint-2"
+    shutil.copytree(trained_run / "checkpoint-2", source)
+    weights = load_file(source / "model.safetensors")
+    weights["model.norm.weight"][0] = torch.nan
+    save_file(weights, source / "model.safetensors")
+    (source / "manifest.json").unlink()
+    toml = written(configure(), tmp_path)
+
+    def run(*_: int) -> str:
+        try:
+            run_rank(JOB, [toml, str(source)], RankContext())
+        except RankJobError as error:
+            return str(error)
+        return "it trained"
+
+    (message,) = run_ranks(run, 1)
+    assert str(message).startswith("rank 0, step 2: NonFiniteLossError: loss=nan"), message
 
 
 def test_overrides_and_the_number_of_threads_reach_the_rank(
