@@ -65,7 +65,7 @@ def test_nearly_every_file_of_today_has_its_past(moved: str) -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_git_log_follow_goes_back_to_the_flat_folder(moved: str, package: str) -> None:
     folder = f"packages/{package}/src/"
-    file, then = min((f, p) for f, p in pasts(moved).items() if f.startswith(folder) and f != p)
+    flat = {f: p for f, p in pasts(moved).items() if f.startswith(folder) and p.count("/") == 4}
+    file, then = min((f, p) for f, p in flat.items() if f.count("/") > 4)
     lines = git("log", "--follow", "--name-status", "--format=", f"{moved}^..HEAD", "--", file)
     assert lines[-1].split("\t")[1:2] == [then]
-    assert then.count("/") == 4
