@@ -141,7 +141,7 @@ def test_many_blocks_are_as_near_to_fp64_as_their_dtype(
     seed, monkeypatch, implementation, dtype, kind
 ):
     monkeypatch.setattr(expert_chunks, "_CPU_CHUNK_ELEMENTS", 256 * 512)
-    monkeypatch.setattr(activations, "_CPU_CHUNK_ELEMENTS", 50 * 512)
+    monkeypatch.setattr(activations, "_CACHE_ELEMENTS", 50 * 512)
     sizes = dict(experts=10, hidden=32, intermediate=512, options=KINDS[kind])
     experts = make(implementation, dtype=dtype, **sizes)
     exact = make("loop", dtype=torch.float64, **sizes)

@@ -32,7 +32,7 @@ from torch import Tensor
 from moe_pipeline.config import ExpertsOptions
 
 # Elements of [rows, H] that are worked on together on a CPU: a handful of them stay near a core.
-_CPU_CHUNK_ELEMENTS = 1 << 17
+_CACHE_ELEMENTS = 1 << 17
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -196,7 +196,7 @@ class Activation:
 
 def _chunks(act_RH: Tensor, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Pieces of tensors of equally many rows, so small that a CPU's cache holds them."""
-    if act_RH.device.type != "cpu" or act_RH.numel() <= _CPU_CHUNK_ELEMENTS:
+    if act_RH.device.type != "cpu" or act_RH.numel() <= _CACHE_ELEMENTS:
         return iter([rows])
-    size = max(1, _CPU_CHUNK_ELEMENTS // act_RH.shape[1])
+    size = max(1, _CACHE_ELEMENTS // act_RH.shape[1])
     return zip(*(r.split(size) for r in rows), strict=True)

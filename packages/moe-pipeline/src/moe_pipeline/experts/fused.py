@@ -60,13 +60,14 @@ class _Spec(NamedTuple):
         deferred = self.deferred[index]
         return deferred is not None and deferred.is_deferring
 
-    def target(self, index: int, like: Tensor) -> tuple[GradTarget, bool]:
-        """Where a weight's gradient is put, completed for empty experts; whether in place."""
+    def target(self, index: int, like: Tensor) -> GradTarget:
+        """Where a weight's gradient is put, completed for empty experts."""
         deferred = self.deferred[index]
-        in_place = None if deferred is None else deferred.target()
-        target = GradTarget(torch.empty_like(like), False) if in_place is None else in_place
+        target = None if deferred is None else deferred.target()
+        if target is None:
+            target = GradTarget(torch.empty_like(like), False, in_place=False)
         target.zero([e for e, count in enumerate(self.num_tokens_per_expert) if count == 0])
-        return target, in_place is not None
+        return target
 
 
 def fused_experts(
@@ -172,6 +173,7 @@ class FusedExperts(torch.autograd.Function):
         grad_out = grad_out.contiguous()
         permutation = Permutation.of(order_R, ctx.num_sources, spec.num_choices)
         grads = _Gradients.allocate(ctx, permutation, grad_out, (weights_R, *weights_E))
+        gate_up_target, down_target = grads.targets[:2]
         gate_ups, downs = gate_up_EGD.unbind(), down_EDH.unbind()
         later = _Later.of(spec)
         for chunk in expert_chunks(
@@ -185,9 +187,9 @@ class FusedExperts(torch.autograd.Function):
                 chunk.slice(gate_up_RG), weights, grad_act, grad_weights
             )
             later.keep(chunk, act, grad_gate_up)
-            chunk.outer_products(grads.down, grad_y, act)
-            if grads.gate_up is not None:
-                chunk.outer_products(grads.gate_up, grad_gate_up, permutation.permute(chunk, x_SD))
+            chunk.outer_products(down_target, grad_y, act)
+            if gate_up_target is not None:
+                chunk.outer_products(gate_up_target, grad_gate_up, permutation.permute(chunk, x_SD))
             if grads.x_RD is not None:
                 chunk.products(grad_gate_up, gate_ups, chunk.slice(grads.x_RD))
             grads.write_biases(chunk, grad_gate_up, grad_y, weights)
@@ -241,12 +243,12 @@ def _products_later(
     """
     sources, factors, order = held[0], held[1 : 1 + len(chunks)], held[1 + len(chunks) :]
     permutation = Permutation(order[0] if order else None, None)
-    target, is_in_place = spec.target(index, weight)
+    target = spec.target(index, weight)
     for chunk, factor in zip(chunks, factors, strict=True):
         rows = permutation.permute(chunk, sources)
         left, right = (rows, factor) if index else (factor, rows)
         chunk.outer_products(target, left, right)
-    return None if is_in_place else target.grad
+    return target.returned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,11 +257,7 @@ class _Gradients:
 
     x_RD: Tensor | None
     weights_R: Tensor | None
-    gate_up: GradTarget | None
-    down: GradTarget | None
-    gate_up_bias: GradTarget | None
-    down_bias: GradTarget | None
-    through_autograd: tuple[bool, ...]  # of the four targets
+    targets: list[GradTarget | None]  # of gate_up, down and their biases
 
     @staticmethod
     def allocate(
@@ -268,38 +266,27 @@ class _Gradients:
         """`saved`: router weights, projections and biases."""
         spec: _Spec = ctx.spec
         needs_x, needs_weights, *needs = ctx.needs_input_grad[2:]
-        targets: list[GradTarget | None] = [None] * len(needs)
-        through_autograd = [False] * len(needs)
-        for i, need in enumerate(needs):
-            if need and not spec.is_deferred(i):
-                targets[i], is_in_place = spec.target(i, saved[1 + i])
-                through_autograd[i] = not is_in_place
-        gate_up, down, gate_up_bias, down_bias = targets
         return _Gradients(
             x_RD=permutation.new_rows(grad_out, saved[0].shape[0]) if needs_x else None,
             weights_R=torch.empty_like(saved[0]) if needs_weights else None,
-            gate_up=gate_up,
-            down=down,
-            gate_up_bias=gate_up_bias,
-            down_bias=down_bias,
-            through_autograd=tuple(through_autograd),
+            targets=[
+                spec.target(i, saved[1 + i]) if need and not spec.is_deferred(i) else None
+                for i, need in enumerate(needs)
+            ],
         )
 
     def write_biases(
         self, chunk: ExpertChunk, grad_gate_up: Tensor, grad_y: Tensor, weights: Tensor
     ) -> None:
-        if self.gate_up_bias is not None:
+        gate_up_bias, down_bias = self.targets[2:]
+        if gate_up_bias is not None:
             for expert, g in chunk.split(grad_gate_up):
-                self.gate_up_bias.write_sum(expert, g.sum(0, dtype=weights.dtype))
-        if self.down_bias is not None:
+                gate_up_bias.write_sum(expert, g.sum(0, dtype=weights.dtype))
+        if down_bias is not None:
             for expert, g, w in chunk.split(grad_y, weights):
-                self.down_bias.write_sum(expert, (g * w.unsqueeze(1)).sum(0))
+                down_bias.write_sum(expert, (g * w.unsqueeze(1)).sum(0))
 
     def of_weights(self) -> tuple[Tensor | None, ...]:
         """Of router weights, projections and biases; None where autograd has nothing to add."""
-        targets = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
-        weights = (
-            target.grad if target is not None and through else None
-            for target, through in zip(targets, self.through_autograd, strict=True)
-        )
-        return (self.weights_R, *weights)
+        found = (None if target is None else target.returned for target in self.targets)
+        return (self.weights_R, *found)

@@ -37,11 +37,13 @@ class GradTarget:
     Attributes:
         grad: the whole gradient.
         accumulate: products are added to what is there; False: it holds nothing yet.
+        returned: what the backward returns: the gradient, or None if it is the weight's `grad`.
     """
 
-    def __init__(self, grad: Tensor, accumulate: bool) -> None:
+    def __init__(self, grad: Tensor, accumulate: bool, *, in_place: bool = True) -> None:
         self.grad = grad
         self.accumulate = accumulate
+        self.returned = None if in_place else grad
         self._of_expert: tuple[Tensor, ...] = ()
 
     @property

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
+from moe_pipeline.schedules.generators.building_block import PERIOD
 from moe_pipeline.schedules.generators.rows import folded_rank
 from moe_pipeline.schedules.table import Action, Kind, StageCosts
 
@@ -66,7 +67,6 @@ def run_policy(task: Task, policy: Policy) -> Found | None:
     return _PolicyRun(task, policy).run()
 
 
-_PERIOD = 6
 _NEVER = 1 << 40
 
 
@@ -115,13 +115,13 @@ class _PolicyRun:
         for stage in (self._last - rank, rank):
             m = self._done_i[stage]
             if m < self._arrived_i[stage]:
-                slot = policy.gradient_at[stage] + _PERIOD * m
+                slot = policy.gradient_at[stage] + PERIOD * m
                 slot += self._nudge(stage, Kind.INPUT_GRADIENT, m)
                 if best is None or slot < best[0]:
                     best = (slot, stage, Kind.INPUT_GRADIENT, m)
             m = self._done_f[stage]
             if m < self._arrived_f[stage] and m - self._done_i[stage] < policy.in_flight[stage]:
-                slot = policy.forward_at[stage] + _PERIOD * m
+                slot = policy.forward_at[stage] + PERIOD * m
                 slot += self._nudge(stage, Kind.FORWARD, m)
                 if not self._fits(rank, stage):
                     blocked = min(blocked, slot)
@@ -181,7 +181,7 @@ class _PolicyRun:
                 self._arrived_i[stage] += 1
         else:
             self._held[rank] -= costs.activation_bytes - costs.left_for_weights
-            slot = self._policy.gradient_at[stage] + _PERIOD * action.microbatch
+            slot = self._policy.gradient_at[stage] + PERIOD * action.microbatch
             self._weights[rank].append((slot, stage, action.microbatch))
             travel = costs.backward_transfer_s
             target = stage - 1
