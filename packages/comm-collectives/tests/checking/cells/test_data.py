@@ -5,7 +5,6 @@ import torch
 
 from comm_collectives.base.wire import DTYPES, as_bytes, dense
 from comm_collectives.checking.cells.data import (
-    OPS,
     SCALAR,
     difference,
     index_of,
@@ -15,6 +14,7 @@ from comm_collectives.checking.cells.data import (
     place_result,
     reduced_rows,
 )
+from comm_collectives.collectives.arithmetic import OPS
 
 _LAYOUTS = ("even", "strided", "expanded", "overlapping", SCALAR)
 
