@@ -29,12 +29,12 @@ class Counts:
     """What the peers told: `flags` of every rank or-ed together, and each peer's counts.
 
     Attributes:
-        coming: the rows that came along; None if they travel apart.
+        inline: the rows that came along; None if they have an exchange of their own.
     """
 
     flags: int
     rows: list[list[int]]
-    coming: InlineRows | None = None
+    inline: InlineRows | None = None
 
 
 def exchange_counts(
@@ -43,7 +43,7 @@ def exchange_counts(
     *,
     flags: int = 0,
     refused: ValueError | TypeError | None = None,
-    load: InlinePayload | None = None,
+    inline: InlinePayload | None = None,
 ) -> Counts:
     """Send `counts[r]` to each rank r and return what each rank sent here. Collective.
 
@@ -52,35 +52,35 @@ def exchange_counts(
         counts: one list per rank, all of one length, which follows from those arguments.
         flags: bits (below 2^32) that every rank shall know of.
         refused: what is wrong with this rank's arguments; raised on every rank.
-        load: this rank's rows, if they can travel along; every rank gives one, or none does.
+        inline: this rank's rows, if they can travel along; every rank gives one, or none does.
 
     Raises:
         RefusedError, MismatchError: on every rank alike; see `Call.meet`.
     """
     page = None
-    if load is not None:
-        counts = [[at, *row] for at, row in zip(load.at, counts, strict=True)]
-        flags, page = flags | load.flags, load.page
+    if inline is not None:
+        counts = [[at, *row] for at, row in zip(inline.at, counts, strict=True)]
+        flags, page = flags | inline.flags, inline.page
     width = len(counts[0])
-    inline = min(width, _INLINE)
-    layout = struct.Struct(f"<{inline}q")
-    parts = [layout.pack(*row[:inline]) for row in counts]
-    if load is not None and load.parts is not None:
-        parts = [words + rows for words, rows in zip(parts, load.parts, strict=True)]
+    fitting = min(width, _INLINE)
+    layout = struct.Struct(f"<{fitting}q")
+    parts = [layout.pack(*row[:fitting]) for row in counts]
+    if inline is not None and inline.parts is not None:
+        parts = [words + rows for words, rows in zip(parts, inline.parts, strict=True)]
     agreed = call.meet(parts=parts, status=flags, refused=refused, page=page)
     if agreed.flags & Status.WANTS_PAGES:
         call.open_pages()
     rows = [list(layout.unpack_from(part)) for part in agreed.parts]
-    if width > inline:
-        for row, rest in zip(rows, _exchange_rest(call, counts, inline), strict=True):
+    if width > fitting:
+        for row, rest in zip(rows, _exchange_rest(call, counts, fitting), strict=True):
             row += rest
-    if load is None:
+    if inline is None:
         return Counts(flags=agreed.flags, rows=rows)
     at = [row.pop(0) for row in rows]
     if agreed.flags & Status.NOT_INLINE:
         return Counts(flags=agreed.flags, rows=rows)
     told = [part[layout.size :] for part in agreed.parts]
-    return Counts(flags=agreed.flags, rows=rows, coming=InlineRows(at=at, parts=told))
+    return Counts(flags=agreed.flags, rows=rows, inline=InlineRows(at=at, parts=told))
 
 
 def _exchange_rest(call: Call, counts: Sequence[Sequence[int]], start: int) -> list[list[int]]:

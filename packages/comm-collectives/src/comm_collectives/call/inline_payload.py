@@ -3,10 +3,10 @@
 A few bytes for each rank lie in the frames; more lies on pages, where a group has them. They are
 inline only if those of every rank do, and each rank says where its rows for another one begin.
 
-    load = load_rows(x, sent, num_words=1, state=state)
-    counts = exchange_counts(call, [[n] for n in sent], flags=load.flags, load=load)
-    if counts.coming is not None:
-        y = counts.coming.rows(call, x, sent, received)
+    offered = inline_rows(x, sent, num_words=1, state=state)
+    counts = exchange_counts(call, [[n] for n in sent], inline=offered)
+    if counts.inline is not None:
+        y = counts.inline.rows(call, x, sent, received)
 """
 
 from collections.abc import Sequence
@@ -76,7 +76,7 @@ class InlineRows:
 
 
 def not_inline(state: GroupState) -> InlinePayload:
-    """Return the load of a rank whose rows travel apart, or that has none to offer."""
+    """Return the payload of a rank whose rows have their own exchange, or that has none."""
     return InlinePayload(flags=Status.NOT_INLINE, at=(0,) * state.size)
 
 

@@ -202,26 +202,26 @@ def _all_to_all(
         refused = error
     call = Call(state, "all_to_all", arguments=arguments, timeout_s=timeout_s)
     flags = Status.WANTS_GRAD if refused is None and wants_grad(x) else 0
-    load = not_inline(state)
+    offered = not_inline(state)
     if refused is None:
         words = 1 if output_splits is None else 2 * state.size
-        load = inline_rows(x, sent, num_words=words, state=state)
-    coming = None
+        offered = inline_rows(x, sent, num_words=words, state=state)
+    inline = None
     if output_splits is None or call.is_due():
         rows = [[n] for n in sent] if output_splits is None else [[*sent, *received]] * state.size
-        counts = exchange_counts(call, rows, flags=flags, refused=refused, load=load)
-        flags, coming = counts.flags, counts.coming
+        counts = exchange_counts(call, rows, flags=flags, refused=refused, inline=offered)
+        flags, inline = counts.flags, counts.inline
         if output_splits is None:
             received = tuple(row[0] for row in counts.rows)
         else:
             _compare_splits(call, counts.rows)
     else:
         call.go_alone(refused)
-    if coming is None:
+    if inline is None:
         y = new_tensor((sum(received), *x.shape[1:]), x.dtype, x.device)
         exchange_rows(call, dense(x), sent, received, y)
     else:
-        y = coming.rows(call, x, sent, received)
+        y = inline.rows(call, x, sent, received)
     if not flags & Status.WANTS_GRAD:
         return y
     shape = x.shape

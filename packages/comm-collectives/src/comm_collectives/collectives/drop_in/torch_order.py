@@ -259,13 +259,13 @@ def _all_to_all(
         except (TypeError, ValueError) as error:
             refused = error
     call = Call(state, "all_to_all_single", arguments=arguments)
-    load = not_inline(state)
+    offered = not_inline(state)
     if refused is None:
-        load = inline_rows(input, sent, num_words=2 * state.size, state=state)
-    told = exchange_counts(call, [[*sent, *received]] * state.size, refused=refused, load=load)
+        offered = inline_rows(input, sent, num_words=2 * state.size, state=state)
+    told = exchange_counts(call, [[*sent, *received]] * state.size, refused=refused, inline=offered)
     compare_splits(call, told.rows)
-    if told.coming is not None:
-        write(output, told.coming.rows(call, input, sent, received))
+    if told.inline is not None:
+        write(output, told.inline.rows(call, input, sent, received))
         return
     x = dense(input)
     fits = output.is_contiguous() and not overlap(output, x)

@@ -109,7 +109,7 @@ class Reduce(Case):
 
 @final
 class Rows(Case):
-    """all_to_all of uneven rows, which may ride; some ranks may not use the result."""
+    """all_to_all of uneven rows, which may be inline; some ranks may not use the result."""
 
     name = "all_to_all"
 
