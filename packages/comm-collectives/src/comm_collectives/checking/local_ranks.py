@@ -62,12 +62,7 @@ class LocalRanks:
     """Processes of this machine, each with a process group; killed at the end of the `with`."""
 
     def __init__(
-        self,
-        num_ranks: int,
-        answer: Callable[[Any], Any],
-        *,
-        limit_s: float,
-        backend: str = "gloo",
+        self, num_ranks: int, answer: Callable[[Any], Any], *, limit_s: float, backend: str = "gloo"
     ) -> None:
         """Start them and wait until the group stands.
 

@@ -28,18 +28,8 @@ from comm_collectives.checking.cells import (
 )
 from comm_collectives.checking.local_ranks import LocalRanks, Reply
 from comm_collectives.checking.misuse import MISUSE_OF, MISUSES, RAW, judge_misuse, judge_raw_misuse
-from comm_collectives.checking.rank_side import (
-    BLIND,
-    HERE,
-    RAW_TORCH,
-    Order,
-    answer,
-)
-from comm_collectives.checking.results import (
-    CaseResult,
-    Verdict,
-    judge,
-)
+from comm_collectives.checking.rank_side import BLIND, HERE, RAW_TORCH, Order, answer
+from comm_collectives.checking.results import CaseResult, Verdict, judge
 from comm_collectives.errors import CommValueError
 
 FEW_DTYPES = (torch.bool, torch.int16, torch.bfloat16, torch.float32, torch.float8_e4m3fn)

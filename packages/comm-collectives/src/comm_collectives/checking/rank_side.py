@@ -22,17 +22,8 @@ from comm_collectives.checking.cells import (
     run_ours,
     run_torch_order,
 )
-from comm_collectives.checking.misuse import (
-    MISUSE_OF,
-    RAW,
-    At,
-    run_misuse,
-    run_raw_misuse,
-)
-from comm_collectives.checking.results import (
-    CaseResult,
-    run_case,
-)
+from comm_collectives.checking.misuse import MISUSE_OF, RAW, At, run_misuse, run_raw_misuse
+from comm_collectives.checking.results import CaseResult, run_case
 from comm_collectives.collectives import all_reduce, drop_in
 
 HERE, WIRE, BLIND, RAW_TORCH = "here", "over the wire", "blind", "torch.distributed"

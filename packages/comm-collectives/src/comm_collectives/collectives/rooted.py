@@ -235,13 +235,7 @@ def _scatter(
             status |= Status.WANTS_GRAD if wants_grad(*given) else 0
     except (TypeError, ValueError) as error:
         refused = error
-    call = Call(
-        state,
-        "scatter",
-        arguments=arguments,
-        timeout_s=timeout_s,
-        compares_site=False,
-    )
+    call = Call(state, "scatter", arguments=arguments, timeout_s=timeout_s, compares_site=False)
     agreed = call.meet(parts=parts, status=status, refused=refused)
     header, payload = TransferHeader.unpack(agreed.parts[src])
     if header is None:

@@ -69,8 +69,7 @@ class OverlappedMoe:
         """
         chunks = list(
             zip(
-                *(t.tensor_split(self.num_chunks) for t in (x, topk_idx, topk_weights)),
-                strict=True,
+                *(t.tensor_split(self.num_chunks) for t in (x, topk_idx, topk_weights)), strict=True
             )
         )
         coming = self._dispatch(*chunks[0])

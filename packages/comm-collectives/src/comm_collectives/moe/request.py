@@ -115,10 +115,7 @@ class Request:
     def _call(self, state: GroupState, arguments: tuple[Argument, ...]) -> Call:
         reuses = Argument("reuse given", int(self.options.reuse is not None))
         return Call(
-            state,
-            "dispatch",
-            arguments=(*arguments, reuses),
-            timeout_s=self.options.timeout_s,
+            state, "dispatch", arguments=(*arguments, reuses), timeout_s=self.options.timeout_s
         )
 
     def _checked(self) -> tuple[Contract, SortedChoices]:

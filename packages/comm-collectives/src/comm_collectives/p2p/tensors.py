@@ -80,11 +80,7 @@ def isend_tensors(
 
 
 def recv_tensors(
-    *,
-    src: int,
-    group: Group | None = None,
-    device: Device = None,
-    timeout_s: float | None = None,
+    *, src: int, group: Group | None = None, device: Device = None, timeout_s: float | None = None
 ) -> list[torch.Tensor]:
     """Receive the next list of tensors that rank `src` of the group sends here.
 

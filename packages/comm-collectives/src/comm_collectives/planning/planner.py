@@ -203,11 +203,7 @@ def bytes_for_routing(
 
 
 def _plan_variant(
-    route: Route,
-    payload: Payload,
-    counts: RoutingCounts,
-    workload: Workload,
-    topology: Topology,
+    route: Route, payload: Payload, counts: RoutingCounts, workload: Workload, topology: Topology
 ) -> VariantPlan:
     row_format = workload.row_format(payload)
     first = counts.tokens_WM if route == "hierarchical" else counts.tokens_WW

@@ -161,11 +161,7 @@ def _inside_nodes(counts: RoutingCounts) -> tuple[_Matrix, _Matrix]:
 
 
 def _message_bytes(
-    tokens_WW: _Matrix,
-    choices_WW: _Matrix,
-    route: Route,
-    movement: Movement,
-    row_format: RowFormat,
+    tokens_WW: _Matrix, choices_WW: _Matrix, route: Route, movement: Movement, row_format: RowFormat
 ) -> tuple[tuple[int, ...], ...]:
     @cache  # few pairs of counts are different where routing is even
     def num_bytes(tokens: int, choices: int) -> int:

@@ -340,9 +340,7 @@ def refused(error: RefusedError) -> Operation:
         raise error
 
     return Operation(
-        name="refused",
-        steps=lambda channel: moves.refuse(channel, error),
-        over_gloo=complain,
+        name="refused", steps=lambda channel: moves.refuse(channel, error), over_gloo=complain
     )
 
 

@@ -149,11 +149,7 @@ class SimTransport(Transport):
         return round_
 
     def _work(
-        self,
-        round_: Round,
-        deliver: Callable[[], None],
-        *,
-        peers: Sequence[int] | None = None,
+        self, round_: Round, deliver: Callable[[], None], *, peers: Sequence[int] | None = None
     ) -> "SimWork":
         """Wait until the messages to and from these peers have passed, then deliver."""
         others = range(len(self._ranks)) if peers is None else peers

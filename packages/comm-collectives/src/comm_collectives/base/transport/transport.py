@@ -115,12 +115,7 @@ class TorchTransport(Transport):
     ) -> Pending | None:
         """As `all_to_all_single`."""
         return dist.all_to_all_single(
-            target,
-            source,
-            list(received_bytes),
-            list(sent_bytes),
-            group=self._group,
-            async_op=True,
+            target, source, list(received_bytes), list(sent_bytes), group=self._group, async_op=True
         )
 
     def all_gather(self, target: torch.Tensor, source: torch.Tensor) -> Pending | None:

@@ -124,10 +124,7 @@ def _async_cells(collective: str, shapes: Sequence[str], columns: Sequence[int])
 
 
 def _cells(
-    collective: str,
-    shapes: Sequence[str],
-    dtypes: Sequence[torch.dtype],
-    columns: Sequence[int],
+    collective: str, shapes: Sequence[str], dtypes: Sequence[torch.dtype], columns: Sequence[int]
 ) -> list[Case]:
     """Return the cells of one collective; wide rows and the other ops come in a few shapes."""
     ops = OPS if collective.rpartition(".")[2] in _REDUCING else ("",)

@@ -70,11 +70,7 @@ class Leg:
         return _row_form(self.movement, self.payload, x_ND.shape[1], x_ND.dtype, weight_itemsize)
 
     def exchange(
-        self,
-        rows: torch.Tensor,
-        sent: Sequence[int],
-        received: Sequence[int],
-        out: torch.Tensor,
+        self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], out: torch.Tensor
     ) -> None:
         """Exchange contiguous rows; `sent` and `received` by rank. Collective.
 

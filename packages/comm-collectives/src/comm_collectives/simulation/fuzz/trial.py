@@ -40,14 +40,7 @@ from comm_collectives.simulation.fuzz.cases import (
 )
 from comm_collectives.simulation.fuzz.experts import Experts
 
-KINDS: tuple[Callable[[Draw], Case], ...] = (
-    Reduce,
-    Rows,
-    Everything,
-    Rooted,
-    FromOne,
-    Beside,
-)
+KINDS: tuple[Callable[[Draw], Case], ...] = (Reduce, Rows, Everything, Rooted, FromOne, Beside)
 _CALLS = (1, 3)  # each of up to four collectives
 _WITH_EXPERTS = 0.3
 _LIMIT_S = 2.2  # above all that the late ranks of one schedule can add up to
@@ -81,11 +74,7 @@ class Trial:
     __slots__ = ("_kinds", "_setting", "_threads", "scenario", "seed")
 
     def __init__(
-        self,
-        seed: int,
-        ranks: tuple[int, int],
-        agreement: AgreementPolicy | None,
-        threads: Threads,
+        self, seed: int, ranks: tuple[int, int], agreement: AgreementPolicy | None, threads: Threads
     ) -> None:
         chance = Random(seed)
         low, high = math.log(ranks[0]), math.log(ranks[1] + 1)
