@@ -86,8 +86,6 @@ def overlap_gradients(
 class _Bucket:
     """Gradients that travel together, and how many of them are there."""
 
-    __slots__ = ("params", "ready")
-
     def __init__(self, params: list[torch.nn.Parameter]) -> None:
         self.params = params
         self.ready: set[int] = set()

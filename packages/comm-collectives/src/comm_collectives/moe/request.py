@@ -212,8 +212,6 @@ class Request:
 class DeepEpRequest(RouteRequest):
     """Each rank is told the choices for each of its experts; DeepEP itself finds out the rest."""
 
-    __slots__ = ("_backend", "_num_experts", "_topk_idx_TK", "counts")
-
     def __init__(
         self,
         choices: SortedChoices,

@@ -80,8 +80,6 @@ def decode(text: bytes, tensors: Sequence[torch.Tensor], blobs: Sequence[bytes])
 
 @final
 class _Encoder:
-    __slots__ = ("_kept", "_number_of", "_number_of_class", "_open", "blobs", "classes", "tensors")
-
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self.blobs: list[bytes] = []
@@ -189,8 +187,6 @@ class _Encoder:
 
 @final
 class _Decoder:
-    __slots__ = ("_blobs", "_built", "_classes", "_tensors")
-
     def __init__(
         self, classes: Sequence[Any], tensors: Sequence[torch.Tensor], blobs: Sequence[bytes]
     ) -> None:

@@ -247,8 +247,6 @@ def _fit(
 class Packer:
     """Writes tensors and bytes of the source into chunks."""
 
-    __slots__ = ("_blobs", "_items")
-
     def __init__(self, items: Mapping[int, torch.Tensor], blobs: Sequence[bytes]) -> None:
         self._items = items
         self._blobs = blobs
@@ -278,8 +276,6 @@ class Packer:
 @final
 class Unpacker:
     """Makes the receiver's tensors and bytes from what arrives."""
-
-    __slots__ = ("_blobs", "_device", "_items", "_parts", "_table")
 
     def __init__(self, table: Table, device: torch.device | None) -> None:
         self._table = table

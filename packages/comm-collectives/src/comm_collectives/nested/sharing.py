@@ -82,8 +82,6 @@ def find_cargo(tensors: Sequence[torch.Tensor]) -> Cargo:
 class _Finder:
     """Replaces tensors that overlap by what travels in their place."""
 
-    __slots__ = ("_next", "_tensors", "items", "views")
-
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
         self._next = len(tensors)

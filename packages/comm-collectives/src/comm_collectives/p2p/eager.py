@@ -32,8 +32,6 @@ _THREE_WORDS = struct.Struct("<3q")
 class Framing:
     """One direction between two ranks; the ends call `pack` and `unpack` once for each transfer."""
 
-    __slots__ = ("_buffer", "_capacity", "_is_offered")
-
     def __init__(self) -> None:
         self._capacity = _FIRST_BYTES
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -231,8 +231,6 @@ class _Received(torch.autograd.Function):
 class _Alive:
     """Lives as long as the graph of a received tensor; without a backward its gradient is zeros."""
 
-    __slots__ = ("_channel", "_transfer", "is_used")
-
     def __init__(self, channel: Channel, transfer: Transfer) -> None:
         self._channel, self._transfer = channel, transfer
         self.is_used = False
@@ -246,8 +244,6 @@ class _Alive:
 @final
 class _Wanted:
     """Lives as long as the graph of a sent tensor; after that nobody takes its gradient."""
-
-    __slots__ = ("_channel", "_number", "is_taken")
 
     def __init__(self, channel: Channel, number: int) -> None:
         self._channel, self._number = ref(channel), number

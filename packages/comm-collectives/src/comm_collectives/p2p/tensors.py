@@ -28,8 +28,6 @@ from comm_collectives.p2p.channel import Channel, Message, Transfer
 class SendHandle:
     """A send under way. Keep it, and leave the tensors unchanged, until `wait` has returned."""
 
-    __slots__ = ("_buffers", "_transfer", "_works")
-
     def __init__(
         self, transfer: Transfer, works: list[Pending], buffers: list[torch.Tensor]
     ) -> None:

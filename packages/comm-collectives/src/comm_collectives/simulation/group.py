@@ -44,8 +44,6 @@ class _Shared:
 class SimGroup(CustomGroup):
     """A group of simulated ranks, as one of them sees it."""
 
-    __slots__ = ("_state",)
-
     def __init__(self, state: GroupState) -> None:
         self._state = state
 

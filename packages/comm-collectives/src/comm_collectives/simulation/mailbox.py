@@ -21,8 +21,6 @@ _PAGE_BYTES = 1024
 class Page:
     """What is shared: the bytes, and a signal for each word on which somebody waits."""
 
-    __slots__ = ("_signals", "inline_pages", "memory")
-
     def __init__(self, size: int) -> None:
         self.memory = memoryview(bytearray(SharedMailbox.num_bytes(size)))
         num_bytes = InlinePages.num_bytes(size, _PAGE_BYTES)
@@ -41,8 +39,6 @@ class Page:
 @final
 class SimRegion:
     """A page as one rank sees it; `rank` is its number inside the group."""
-
-    __slots__ = ("_page", "_ranks", "_world", "memory", "rank", "size")
 
     def __init__(self, page: Page, world: World, *, ranks: Sequence[int], index: int) -> None:
         self._page, self._world, self._ranks = page, world, ranks

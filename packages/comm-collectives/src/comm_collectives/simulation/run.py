@@ -40,8 +40,6 @@ class SimRank:
         memory: kept from call to call, for what one call needs of another.
     """
 
-    __slots__ = ("_world", "call", "group", "memory", "rank", "size")
-
     def __init__(self, world: World, rank: int) -> None:
         self._world = world
         self.rank = rank
@@ -162,8 +160,6 @@ def run_in(setting: Setting, program: Sequence[Step] | Step, threads: Threads) -
 @final
 class _Life:
     """One rank from its first call to the end of its process."""
-
-    __slots__ = ("_ending", "_error", "_steps", "_values", "_world", "rank")
 
     def __init__(self, world: World, rank: int, steps: Sequence[Step]) -> None:
         self._world = world

@@ -43,8 +43,6 @@ class SimulationStuckError(RuntimeError):
 class Threads:
     """Idle threads that are used again, since starting one costs more than a simulated call."""
 
-    __slots__ = ("_idle", "_is_closed")
-
     def __init__(self) -> None:
         self._idle: list[_Thread] = []
         self._is_closed = False
@@ -70,8 +68,6 @@ class Threads:
 
 @final
 class _Thread:
-    __slots__ = ("_owner", "gate", "job")
-
     def __init__(self, owner: Threads) -> None:
         self._owner = owner
         self.job: Callable[[], None] | None = None
@@ -94,8 +90,6 @@ class _Thread:
 class Task:
     """One cooperative thread. `doom`, once set, is raised wherever it waits."""
 
-    __slots__ = ("doom", "gate", "is_blocked", "run", "thread", "turn", "woken")
-
     def __init__(self, run: Callable[[], None]) -> None:
         self.run: Callable[[], None] | None = run
         self.gate = threading.Lock()
@@ -110,8 +104,6 @@ class Task:
 @final
 class Signal:
     """Something that tasks wait for."""
-
-    __slots__ = ("waiters",)
 
     def __init__(self) -> None:
         self.waiters: list[tuple[Task, int]] = []
@@ -278,8 +270,6 @@ class Scheduler:
 @final
 class VirtualClock(Clock):
     """The time of the simulation."""
-
-    __slots__ = ("_scheduler",)
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

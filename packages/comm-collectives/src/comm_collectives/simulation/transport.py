@@ -40,7 +40,6 @@ class SimTransport(Transport):
     """The operations of one rank of a simulated group; `index` is its number inside the group."""
 
     may_share_memory = False
-    __slots__ = ("_index", "_number", "_ranks", "_wire", "clock", "limit_s", "world")
 
     def __init__(self, world: World, wire: Wire, *, ranks: Sequence[int], index: int) -> None:
         self.world = world
@@ -201,8 +200,6 @@ class SimTransport(Transport):
 @final
 class SimWork:
     """An operation under way, as `torch.distributed.Work`."""
-
-    __slots__ = ("_attempt", "_deadline_s", "_error", "_is_done", "_signal", "_transport")
 
     def __init__(
         self, transport: SimTransport, signal: Signal, attempt: Callable[[], bool]

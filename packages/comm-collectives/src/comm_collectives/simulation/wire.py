@@ -123,8 +123,6 @@ class Round:
 class MessageQueue:
     """Messages from one rank to another, in their order."""
 
-    __slots__ = ("_read", "_sent", "signal")
-
     def __init__(self) -> None:
         self._sent: list[bytes | None] = []
         self._read = 0
@@ -151,8 +149,6 @@ class MessageQueue:
 @final
 class Wire:
     """The connections of one group, and what runs over them."""
-
-    __slots__ = ("_channels", "_closed", "_gone", "_rounds", "_size")
 
     def __init__(self, size: int) -> None:
         self._size = size

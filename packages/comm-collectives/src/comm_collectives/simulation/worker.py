@@ -20,8 +20,6 @@ T = TypeVar("T")
 class SimWorker:
     """Runs the asynchronous calls of one group on one rank in their order, beside the program."""
 
-    __slots__ = ("_jobs", "_rank", "_task", "_world")
-
     def __init__(self, world: World, rank: int) -> None:
         self._world, self._rank = world, rank
         self._jobs: deque[Callable[[], None]] = deque()

@@ -38,8 +38,6 @@ _Timed = Delay | Kill | Truncate
 class KeyValues:
     """An in-process store with the methods that reports need."""
 
-    __slots__ = ("_values",)
-
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
 

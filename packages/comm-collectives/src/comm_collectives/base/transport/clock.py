@@ -18,8 +18,6 @@ from typing import final
 class Clock(ABC):
     """The time of one rank."""
 
-    __slots__ = ()
-
     @abstractmethod
     def now_s(self) -> float:
         """Return the time in seconds since some moment; never goes back."""
@@ -36,8 +34,6 @@ class Clock(ABC):
 @final
 class SystemClock(Clock):
     """The machine's own time."""
-
-    __slots__ = ()
 
     def now_s(self) -> float:
         """As `time.monotonic`."""

@@ -36,8 +36,6 @@ class Scratch:
 class ScratchPool:
     """At most two host buffers, each as large as the largest call so far needed."""
 
-    __slots__ = ("_free",)
-
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
 

@@ -212,8 +212,6 @@ class Region:
 class _Kernel:
     """Sleep and wake on words of shared memory, without the GIL."""
 
-    __slots__ = ("_syscall", "give_way")
-
     def __init__(self) -> None:
         library = ctypes.CDLL(None)
         self.give_way: Callable[[], int] = library.sched_yield
@@ -240,7 +238,6 @@ class _Kernel:
 class _Candidate:
     """A region in the making. Each step ends in an exchange, after which all ranks decide alike."""
 
-    __slots__ = ("_nonce", "_path", "_spare_bytes", "fd", "mapping", "num_bytes", "rank", "size")
     mapping: mmap.mmap  # from `attach` on
 
     def __init__(self, rank: int, size: int, num_bytes: int, spare_bytes: int) -> None:

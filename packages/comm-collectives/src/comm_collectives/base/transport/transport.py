@@ -47,7 +47,6 @@ class Transport(ABC):
         clock: the time by which limits pass.
     """
 
-    __slots__ = ()
     limit_s: float
     may_share_memory: ClassVar[bool]
     clock: Clock = SYSTEM_CLOCK
@@ -92,7 +91,6 @@ class TorchTransport(Transport):
     """The operations of a `torch.distributed` process group, of any backend."""
 
     may_share_memory = True
-    __slots__ = ("_ref", "limit_s")
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         # Weak, since what is known of a group must not outlive it.

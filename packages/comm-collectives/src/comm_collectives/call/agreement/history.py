@@ -25,8 +25,6 @@ class History:
     `compares_next` says that the next call is compared, on every rank, whatever its number.
     """
 
-    __slots__ = ("_last", "compares_next", "rolling")
-
     def __init__(self) -> None:
         self.rolling = 0
         self.compares_next = False

@@ -22,8 +22,6 @@ _KEPT_BACKWARDS = 1024  # older ones are forgotten, on every rank alike
 class PendingBackwards:
     """The differentiable calls of one group on this rank whose backward has not run yet."""
 
-    __slots__ = ("_dropped", "_owed", "_served", "dropped_event", "lost", "word")
-
     def __init__(self) -> None:
         self._owed: OrderedDict[int, Callable[[Any], None]] = OrderedDict()
         self._dropped: set[int] = set()

@@ -204,8 +204,6 @@ def _serve_with_zeros(origin: Origin, back: Back, needs: tuple[bool, ...]) -> Ca
 class _Alive:
     """Lives as long as a graph; when that ends without a backward, peers may still need one."""
 
-    __slots__ = ("_number", "_state")
-
     def __init__(self, state: GroupState, number: int) -> None:
         self._state, self._number = ref(state), number
 

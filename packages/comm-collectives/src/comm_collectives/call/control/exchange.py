@@ -56,8 +56,6 @@ class Waiter(Protocol):
 class ControlExchange(ABC):
     """Exchange of frames, and of pages where there are any. Every method is collective."""
 
-    __slots__ = ()
-
     @staticmethod
     def open(
         transport: Transport, rank: int, size: int, device: str, waiter: Waiter
@@ -107,8 +105,6 @@ class ControlExchange(ABC):
 class WireExchange(ControlExchange):
     """Frames travel as one all-to-all of the group's own transport."""
 
-    __slots__ = ("_device", "_size", "_transport")
-
     def __init__(self, transport: Transport, size: int, device: str) -> None:
         self._transport, self._size, self._device = transport, size, device
 
@@ -154,8 +150,6 @@ class WireExchange(ControlExchange):
 @final
 class MailboxExchange(ControlExchange):
     """Frames lie in shared memory; `mailbox` also knows who is dead and where all were last."""
-
-    __slots__ = ("_number", "_pages", "_size", "_tried", "mailbox")
 
     def __init__(self, mailbox: SharedMailbox, size: int, pages: InlinePages | None = None) -> None:
         self.mailbox, self._size = mailbox, size

@@ -26,8 +26,6 @@ _LEAVE_FREE = 7  # times what is taken: the memory that is shared also serves da
 class InlinePages:
     """The pages of all ranks of a group as one of them sees them; each has `page_bytes`."""
 
-    __slots__ = ("_own", "_slots", "page_bytes")
-
     def __init__(self, memory: torch.Tensor, rank: int, size: int) -> None:
         self.page_bytes = memory.numel() // (2 * size)
         self._slots = memory[: 2 * size * self.page_bytes].view(2, size, self.page_bytes)

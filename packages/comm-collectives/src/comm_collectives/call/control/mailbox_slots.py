@@ -18,8 +18,6 @@ from comm_collectives.units import CACHE_LINE_BYTES, WORD_BYTES, round_up
 class Slot:
     """What all ranks said in the calls of even, or of odd, numbers; as one rank sees it."""
 
-    __slots__ = ("commons", "numbers", "own_common", "own_parts", "part_numbers", "parts")
-
     def __init__(self, areas: "Areas", rank: int) -> None:
         size = areas.size
         self.numbers = areas.take_words()  # by rank; negative while that number is being written
@@ -49,8 +47,6 @@ class Slot:
 @final
 class Areas:
     """Cuts the shared memory into areas, the same on every rank, each on cache lines of its own."""
-
-    __slots__ = ("_memory", "_next", "size")
 
     def __init__(self, memory: memoryview, size: int) -> None:
         self._memory = memory

@@ -117,8 +117,6 @@ class GroupState:
 class CustomGroup(ABC):
     """A group that is not torch's; every function here takes it where it takes a ProcessGroup."""
 
-    __slots__ = ()
-
     @abstractmethod
     def state(self) -> GroupState:
         """Return what this rank knows of the group; always the same object."""

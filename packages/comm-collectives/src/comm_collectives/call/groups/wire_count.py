@@ -21,8 +21,6 @@ from comm_collectives.call.groups.groups import Group, group_state
 class WireBytes:
     """Bytes sent by this rank since counting began."""
 
-    __slots__ = ("_by_call", "_rank", "_size")
-
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
         self._by_call: dict[str, list[int]] = {}

@@ -17,8 +17,6 @@ from typing import final
 class Caught(AbstractContextManager["Caught"]):
     """A block whose exceptions, of `kinds` but for those `passing`, are kept in `error`."""
 
-    __slots__ = ("_kinds", "_passing", "error")
-
     def __init__(
         self,
         kinds: type[BaseException] = BaseException,

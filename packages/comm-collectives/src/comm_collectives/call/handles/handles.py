@@ -73,8 +73,6 @@ class Handle(Generic[T]):
     The handle keeps the inputs alive.
     """
 
-    __slots__ = ("_event", "_future", "_name", "_results", "_watch")
-
     def __init__(
         self,
         name: str,
@@ -142,8 +140,6 @@ class Worker:
 
     Ends with its owner.
     """
-
-    __slots__ = ("_done", "_jobs", "_lock", "_streams", "_submitted", "_thread")
 
     def __init__(self, name: str, owner: object) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

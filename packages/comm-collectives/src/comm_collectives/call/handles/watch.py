@@ -38,8 +38,6 @@ def debug_mode() -> Iterator[None]:
 class Watch:
     """Keeps tensors alive and knows which of them changed since."""
 
-    __slots__ = ("_copies", "_tensors", "_versions")
-
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tuple(tensors)
         self._versions = [_version(x) for x in tensors]

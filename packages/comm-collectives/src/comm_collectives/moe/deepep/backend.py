@@ -136,8 +136,6 @@ class DeepEpBackend:
         ValueError: an option that this adapter sets itself.
     """
 
-    __slots__ = ("_buffer", "_calls", "_idx_dtype")
-
     def __init__(
         self,
         buffer: Any,

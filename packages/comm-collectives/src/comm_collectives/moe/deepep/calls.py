@@ -41,8 +41,6 @@ class Delivery:
 class DeepEpCalls(ABC):
     """DeepEP's calls in one generation of its interface; collective over the buffer's group."""
 
-    __slots__ = ("_buffer", "_combine_options", "_dispatch_options")
-
     def __init__(
         self, buffer: Any, dispatch_options: Mapping[str, Any], combine_options: Mapping[str, Any]
     ) -> None:
@@ -82,8 +80,6 @@ class DeepEpCalls(ABC):
 class BufferCalls(DeepEpCalls):
     """`deep_ep.Buffer` (V1)."""
 
-    __slots__ = ()
-
     def dispatch(
         self, x_TD: torch.Tensor, idx_TK: torch.Tensor, weight_TK: torch.Tensor, num_experts: int
     ) -> Delivery:
@@ -121,8 +117,6 @@ class BufferCalls(DeepEpCalls):
 @final
 class ElasticCalls(DeepEpCalls):
     """`deep_ep.ElasticBuffer` (V2), in the form with one row per received token."""
-
-    __slots__ = ()
 
     def dispatch(
         self, x_TD: torch.Tensor, idx_TK: torch.Tensor, weight_TK: torch.Tensor, num_experts: int

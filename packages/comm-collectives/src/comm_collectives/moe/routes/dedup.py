@@ -23,8 +23,6 @@ from comm_collectives.moe.rows import SortedChoices, plan_placing
 class DedupRequest(RouteRequest):
     """Each rank is told its number of rows, then the choices for each of its experts."""
 
-    __slots__ = ("_choices", "_sent_choices_W", "_source", "_state", "counts")
-
     def __init__(self, choices: SortedChoices, state: GroupState) -> None:
         self._choices, self._state = choices, state
         counts_WL = counts_by_rank(choices, state)

@@ -22,8 +22,6 @@ from comm_collectives.moe.rows import Placing, SortedChoices, WireSide, plan_pla
 class _Wire:
     """Positions of rows and of weights on the wire, for one number of weights to a gap row."""
 
-    __slots__ = ("expert", "received_row", "received_weight", "sent_row", "sent_weight", "source")
-
     def __init__(
         self,
         sent_P: Sequence[int],
@@ -158,8 +156,6 @@ class _FlatRouting(Routing):
 @final
 class FlatRequest(RouteRequest):
     """Each rank is told the choices for each of its experts."""
-
-    __slots__ = ("_choices", "_state", "counts")
 
     def __init__(self, choices: SortedChoices, state: GroupState) -> None:
         self._choices, self._state = choices, state

@@ -29,8 +29,6 @@ from comm_collectives.planning.wire import (
 class Messages:
     """Where each peer's message begins in the buffer, and what it holds."""
 
-    __slots__ = ("_choices_P", "_first_P", "_layouts", "_size", "bytes_P")
-
     def __init__(
         self,
         movement: Movement,

@@ -105,8 +105,6 @@ def _wanted(
 class Hop:
     """One hop. The first `out` learns which rows arrive; only then can the others run."""
 
-    __slots__ = ("_bags", "_local_N", "_plan", "_row_N", "_row_R", "_source", "_state")
-
     def __init__(self, plan: HopPlan, state: GroupState, source: HopSource | None = None) -> None:
         self._plan, self._state, self._source = plan, state, source
         self._local_N: torch.Tensor | None = None
@@ -285,7 +283,6 @@ class _HopRouting(Routing):
     """The hops in turn, and in reverse order on the way back."""
 
     exchanges = True
-    __slots__ = ("_choices", "_hops", "num_tokens_per_expert")
 
     def __init__(
         self, choices: SortedChoices, hops: Sequence[Hop], num_tokens_per_expert: tuple[int, ...]

@@ -35,8 +35,6 @@ class _Told(NamedTuple):
 class NodeRequest(RouteRequest):
     """Each rank is told: rows for its node, rows for itself, choices per expert of its node."""
 
-    __slots__ = ("_choices", "_choices_M", "_num_local", "_per_node", "_source", "_state", "counts")
-
     def __init__(self, choices: SortedChoices, state: GroupState, ranks_per_node: int) -> None:
         self._choices, self._state, self._per_node = choices, state, ranks_per_node
         counts_WL = counts_by_rank(choices, state)

@@ -110,8 +110,6 @@ class Routing(ABC):
     from it which rows arrive then learn the same.
     """
 
-    __slots__ = ()
-
     exchanges: ClassVar[bool]
     num_tokens_per_expert: tuple[int, ...]
 
@@ -143,8 +141,6 @@ class RouteRequest(ABC):
         counts: what each rank has to be told, equally many numbers for each.
     """
 
-    __slots__ = ()
-
     counts: Sequence[Sequence[int]]
 
     @abstractmethod
@@ -157,7 +153,6 @@ class _LocalRouting(Routing):
     """One rank holds all experts: rows are reordered, and rounded as on a wire, not exchanged."""
 
     exchanges = False
-    __slots__ = ("_choices", "_local_N", "_num_rows", "num_tokens_per_expert")
 
     def __init__(self, choices: SortedChoices, placing: Placing) -> None:
         self._choices = choices

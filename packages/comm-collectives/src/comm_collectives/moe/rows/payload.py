@@ -41,8 +41,6 @@ _CHUNK_ELEMENTS = 1 << 19  # 2 MiB of fp32: what is worked on at a time stays in
 class RowCodec(ABC):
     """One way to write rows. Both sides of a transfer must use the same: compare `word`."""
 
-    __slots__ = ()
-
     payload: Payload
     word: int
 
@@ -94,8 +92,6 @@ class RowCodec(ABC):
 @final
 class PlainCodec(RowCodec):
     """The elements as they are, bit for bit."""
-
-    __slots__ = ("_dtype", "payload", "word")
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -153,8 +149,6 @@ class BlockScaledCodec(RowCodec):
     elements are all smaller than about 1e-35 lose precision instead of becoming infinite; the scale
     of a block of zeros is 1. float64 is worked on in float64, everything else in float32.
     """
-
-    __slots__ = ("_code", "payload", "word")
 
     def __init__(self, payload: Literal["float8_e4m3", "int8"]) -> None:
         if payload not in _CODES:

@@ -41,8 +41,6 @@ _FOLD: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 class Draw:
     """Random choices of one case; `has_tokens[r]` is False for a rank without data."""
 
-    __slots__ = ("_generator", "chance", "has_tokens", "size")
-
     def __init__(self, *, seed: int, size: int, has_tokens: Sequence[bool]) -> None:
         self.chance = Random(seed)
         self.size = size

@@ -71,8 +71,6 @@ class Violation:
 class Trial:
     """Program, setting and faults, all drawn from one seed."""
 
-    __slots__ = ("_kinds", "_setting", "_threads", "scenario", "seed")
-
     def __init__(
         self, seed: int, ranks: tuple[int, int], agreement: AgreementPolicy | None, threads: Threads
     ) -> None:
