@@ -18,7 +18,7 @@ from comm_collectives.call import Call, exchange_counts, inline_rows, not_inline
 from comm_collectives.call.autograd import Back, attach, wants_grad, zeros_for
 from comm_collectives.call.groups import Group, GroupState, group_state, wire_device_argument
 from comm_collectives.call.handles import Handle, launch
-from comm_collectives.call.signature import Argument, Status, dtype_argument, shape_argument
+from comm_collectives.call.signature import Argument, Status
 from comm_collectives.errors import CommTypeError, CommValueError, MismatchError
 
 _Splits = Sequence[int] | None
@@ -193,8 +193,8 @@ def _all_to_all(
     try:
         sent, received = _check(x, input_splits, output_splits, state.size)
         arguments = (
-            dtype_argument(x.dtype),
-            shape_argument("row shape", x.shape[1:]),
+            Argument.of_dtype(x.dtype),
+            Argument.of_shape("row shape", x.shape[1:]),
             wire_device_argument(state, x.device),
             Argument("output_splits given", output_splits is not None),
         )

@@ -18,7 +18,7 @@ from comm_collectives.call import Call
 from comm_collectives.call.autograd import Back, Gradients, attach, wants_grad, zeros_for
 from comm_collectives.call.groups import Group, GroupState, group_state
 from comm_collectives.call.handles import Handle, launch
-from comm_collectives.call.signature import INLINE_BYTES, Argument, Status, shape_argument
+from comm_collectives.call.signature import INLINE_BYTES, Argument, Status
 from comm_collectives.collectives.alltoall import row_splits
 from comm_collectives.collectives.arithmetic import (
     NO_FACTOR,
@@ -211,7 +211,7 @@ def reduce_scatter_call(
         kept = row_splits(x.shape[0], splits, state.size, "splits")
         arguments = (
             *row_arguments(state, x),
-            shape_argument("splits", kept),
+            Argument.of_shape("splits", kept),
             Argument("op", OPS.index(op), op),
         )
     except (TypeError, ValueError) as error:

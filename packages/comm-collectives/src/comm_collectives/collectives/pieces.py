@@ -18,13 +18,7 @@ from comm_collectives.base import as_bytes, bytes_of, check_dense, dense, new_te
 from comm_collectives.base.transport import TransferHeader
 from comm_collectives.call import Call, first_line
 from comm_collectives.call.groups import GroupState, wire_device_argument
-from comm_collectives.call.signature import (
-    INLINE_BYTES,
-    Argument,
-    Status,
-    dtype_argument,
-    shape_argument,
-)
+from comm_collectives.call.signature import INLINE_BYTES, Argument, Status
 from comm_collectives.collectives.alltoall import exchange_bytes, exchange_rows
 from comm_collectives.errors import CommValueError
 
@@ -64,8 +58,8 @@ def check_rows(x: torch.Tensor, what: str) -> None:
 def row_arguments(state: GroupState, x: torch.Tensor) -> tuple[Argument, ...]:
     """Return what ranks agree on when they differ in the number of rows alone."""
     return (
-        dtype_argument(x.dtype),
-        shape_argument("row shape", x.shape[1:]),
+        Argument.of_dtype(x.dtype),
+        Argument.of_shape("row shape", x.shape[1:]),
         wire_device_argument(state, x.device),
     )
 

@@ -19,13 +19,7 @@ from comm_collectives.call.autograd import Back, attach, wants_grad, zeros_for
 from comm_collectives.call.control import PAGE_BYTES
 from comm_collectives.call.groups import Group, GroupState, group_state, wire_device_argument
 from comm_collectives.call.handles import Handle, launch
-from comm_collectives.call.signature import (
-    INLINE_BYTES,
-    Argument,
-    Status,
-    dtype_argument,
-    shape_argument,
-)
+from comm_collectives.call.signature import INLINE_BYTES, Argument, Status
 from comm_collectives.collectives.arithmetic import (
     NO_FACTOR,
     OPS,
@@ -153,8 +147,8 @@ def all_reduce_call(
         is_inline = _is_inline(x, state)
         check_op(x.dtype, op)
         arguments = (
-            dtype_argument(x.dtype),
-            shape_argument("shape", x.shape),
+            Argument.of_dtype(x.dtype),
+            Argument.of_shape("shape", x.shape),
             Argument("op", OPS.index(op), op),
             wire_device_argument(state, x.device),
         )

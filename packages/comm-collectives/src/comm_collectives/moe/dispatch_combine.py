@@ -23,7 +23,7 @@ from comm_collectives.call import Call
 from comm_collectives.call.autograd import Back, attach, wants_grad, zeros_for
 from comm_collectives.call.groups import Group, group_state
 from comm_collectives.call.handles import Handle, finished, launch
-from comm_collectives.call.signature import Argument, Status, dtype_argument
+from comm_collectives.call.signature import Argument, Status
 from comm_collectives.errors import CommTypeError, CommValueError
 from comm_collectives.moe.handle import Contract
 from comm_collectives.moe.handle import DispatchHandle as DispatchHandle
@@ -173,7 +173,7 @@ def combine(
             arguments = (
                 Argument("dispatch call", handle.number),
                 Argument("hidden size", y.shape[1]),
-                dtype_argument(y.dtype),
+                Argument.of_dtype(y.dtype),
             )
         except (TypeError, ValueError) as error:
             refused = error

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from comm_collectives.call.groups import GroupState
-from comm_collectives.call.signature import Argument, dtype_argument
+from comm_collectives.call.signature import Argument
 from comm_collectives.errors import CommValueError
 from comm_collectives.moe.routes import Routing
 from comm_collectives.moe.rows import Payload, SortedChoices, row_codec
@@ -31,8 +31,8 @@ class Contract:
         return (
             Argument("num_experts", self.num_experts),
             Argument("hidden size", self.hidden_size),
-            dtype_argument(self.dtype),
-            dtype_argument(self.weight_dtype, "dtype of topk_weights"),
+            Argument.of_dtype(self.dtype),
+            Argument.of_dtype(self.weight_dtype, "dtype of topk_weights"),
             Argument("route", ROUTES.index(self.route), self.route),
             Argument("ranks_per_node", self.ranks_per_node),
             Argument("payload", row_codec(self.payload, self.dtype).word, self.payload),

@@ -9,8 +9,6 @@ from comm_collectives.call.signature.call_signature import Argument as Argument
 from comm_collectives.call.signature.call_signature import CallSignature as CallSignature
 from comm_collectives.call.signature.call_signature import SignatureWords as SignatureWords
 from comm_collectives.call.signature.call_signature import Status as Status
-from comm_collectives.call.signature.call_signature import dtype_argument as dtype_argument
-from comm_collectives.call.signature.call_signature import shape_argument as shape_argument
 from comm_collectives.call.signature.callsite import CallSite as CallSite
 from comm_collectives.call.signature.callsite import call_site as call_site
 from comm_collectives.call.signature.callsite import current_site as current_site

@@ -63,19 +63,19 @@ class Argument:
     def __str__(self) -> str:
         return f"{self.name}={self.text or self.word}"
 
+    @staticmethod
+    def of_dtype(dtype: torch.dtype, name: str = "dtype") -> "Argument":
+        """Return a dtype as something on which the ranks of a call have to agree."""
+        known = _DTYPE_ARGUMENTS.get((name, dtype))
+        if known is None:
+            text = str(dtype).removeprefix("torch.")
+            known = _DTYPE_ARGUMENTS[name, dtype] = Argument(name, dtype_code(dtype), text)
+        return known
 
-def dtype_argument(dtype: torch.dtype, name: str = "dtype") -> Argument:
-    """Return a dtype as something on which the ranks of a call have to agree."""
-    known = _DTYPE_ARGUMENTS.get((name, dtype))
-    if known is None:
-        text = str(dtype).removeprefix("torch.")
-        known = _DTYPE_ARGUMENTS[name, dtype] = Argument(name, dtype_code(dtype), text)
-    return known
-
-
-def shape_argument(name: str, shape: Sequence[int]) -> Argument:
-    """Return a shape (or splits) as something on which the ranks of a call have to agree."""
-    return Argument(name, hash(tuple(shape)), str(tuple(shape)))
+    @staticmethod
+    def of_shape(name: str, shape: Sequence[int]) -> "Argument":
+        """Return a shape (or splits) as something on which the ranks of a call have to agree."""
+        return Argument(name, hash(tuple(shape)), str(tuple(shape)))
 
 
 class SignatureWords(NamedTuple):
