@@ -390,7 +390,7 @@ _X, _IDX, _W = torch.ones(2, 3), torch.tensor([[0], [1]]), torch.ones(2, 1)
         ((_X.long(), _IDX, _W), {}, TypeError, "x is torch.int64"),
         ((_X, _IDX, _W.long()), {}, TypeError, "topk_weights torch.int64"),
         ((_X[0], _IDX, _W), {}, ValueError, r"x has shape \(3,\)"),
-        ((_X[:, :0], _IDX, _W), {}, ValueError, "hidden size > 0"),
+        ((_X[:, :0], _IDX, _W), {}, ValueError, "hidden > 0"),
         ((_X, _IDX[:1], _W), {}, ValueError, "with 2 tokens in x give"),
         ((_X, _IDX, _W.T), {}, ValueError, "make them equal"),
         ((_X, _IDX, _W), {"expert_alignment": 0}, ValueError, "must be at least 1"),

@@ -12,7 +12,7 @@ from comm_collectives.moe.options import MoeOptions
     [
         ({"route": "2dh"}, "route='2dh' is unknown; choose of"),
         ({"payload": "float8"}, "payload='float8' is unknown; choose of"),
-        ({"backend": "nccl"}, "backend='nccl' is unknown; give 'torch' or a DeepEpBackend"),
+        ({"backend": "nccl"}, "backend='nccl' is unknown: 'torch' or a DeepEpBackend"),
         ({"timeout_s": 0}, "timeout_s=0 must be positive"),
         ({"route": "hierarchical"}, "needs ranks_per_node >= 1, not None"),
         ({"route": "hierarchical", "ranks_per_node": 0}, "needs ranks_per_node >= 1, not 0"),

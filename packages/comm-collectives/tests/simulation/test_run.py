@@ -204,7 +204,7 @@ def test_subgroups_have_their_own_numbers_and_members() -> None:
         ranks = (1, 3) if rank.rank % 2 else (0, 2)
         with pytest.raises(ValueError, match="must hold rank"):
             rank.subgroup([(rank.rank + 1) % 4])
-        with pytest.raises(ValueError, match=r"there are ranks 0\.\.3"):
+        with pytest.raises(ValueError, match=r"give ranks in 0\.\.3"):
             rank.subgroup([rank.rank, 4])
         group = rank.subgroup(ranks)
         total = cc.all_reduce(torch.tensor([float(rank.rank)]), group=group)

@@ -34,9 +34,7 @@ def dtype_code(dtype: torch.dtype) -> int:
     """
     code = _CODE_OF.get(dtype)
     if code is None:
-        raise CommTypeError(
-            f"tensors of dtype {dtype} cannot be moved; convert to a plain dtype first"
-        )
+        raise CommTypeError(f"tensors of dtype {dtype} cannot be moved; convert to a plain dtype")
     return code
 
 

@@ -239,9 +239,7 @@ def _check(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     check_dense(x, "x")
     if x.dim() == 0:
-        raise CommValueError(
-            "x has no dims; all_to_all moves rows along dim 0, so give [rows, ...]"
-        )
+        raise CommValueError("x has no dims; all_to_all moves rows of dim 0, so give [rows, ...]")
     sent = row_splits(x.shape[0], input_splits, size, "input_splits")
     if output_splits is None:
         return sent, (0,) * size

@@ -99,9 +99,7 @@ class MoeOptions:
                     "DeepEP de-duplicates by itself: leave route and payload out"
                 )
         elif self.backend != "torch":
-            raise CommValueError(
-                f"backend={self.backend!r} is unknown; give 'torch' or a DeepEpBackend"
-            )
+            raise CommValueError(f"backend={self.backend!r} is unknown: 'torch' or a DeepEpBackend")
 
 
 DEFAULT_OPTIONS = MoeOptions()

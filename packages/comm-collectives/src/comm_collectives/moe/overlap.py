@@ -44,9 +44,7 @@ class OverlappedMoe:
         if self.num_chunks < 1:
             raise CommValueError(f"num_chunks={self.num_chunks} must be at least 1")
         if self.options.reuse is not None:
-            raise CommValueError(
-                "options.reuse is of one dispatch, and here are several; leave it out"
-            )
+            raise CommValueError("options.reuse is of one dispatch, here are several; leave it out")
 
     def __call__(
         self,

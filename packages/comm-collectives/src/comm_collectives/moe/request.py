@@ -192,9 +192,7 @@ class Request:
 
     def _check_shapes(self) -> None:
         if self.x.dim() != 2 or self.x.shape[1] == 0:
-            raise CommValueError(
-                f"x has shape {tuple(self.x.shape)}; give [tokens, hidden size > 0]"
-            )
+            raise CommValueError(f"x has shape {tuple(self.x.shape)}; give [tokens, hidden > 0]")
         shape, tokens = tuple(self.topk_idx.shape), self.x.shape[0]
         if len(shape) != 2 or shape[0] != tokens:
             raise CommValueError(

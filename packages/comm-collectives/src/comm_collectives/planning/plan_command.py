@@ -38,9 +38,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--experts", type=int, required=True, help="experts of all ranks together")
     parser.add_argument("--topk", type=int, required=True, help="experts that a token chooses")
     parser.add_argument("--hidden", type=int, required=True, help="elements of a token's row")
-    parser.add_argument(
-        "--tokens", type=int, default=4096, help="tokens of one rank (default: 4096)"
-    )
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a rank (default: 4096)")
     parser.add_argument(
         "--dtype", choices=ITEMSIZES, default="bfloat16", help="of the rows (default: bfloat16)"
     )

@@ -70,9 +70,7 @@ def check_even(size: int, listed: Tensors, like: torch.Tensor) -> None:
         RefusedError: they do not fit.
     """
     if len(listed) != size:
-        raise RefusedError(
-            f"the list has {len(listed)} tensors; give one for each of the {size} ranks"
-        )
+        raise RefusedError(f"the list has {len(listed)} tensors; give one for each of {size} ranks")
     for tensor in listed:
         check_same_dtype(tensor, like)
         if tensor.numel() != like.numel():

@@ -60,7 +60,7 @@ class SimGroup(CustomGroup):
                 raise CommValueError(f"ranks={ranks} must hold rank {rank} and each rank once")
             if not all(0 <= other < world.setting.num_ranks for other in ranks):
                 raise CommValueError(
-                    f"ranks={ranks}; there are ranks 0..{world.setting.num_ranks - 1}"
+                    f"ranks={ranks}; give ranks in 0..{world.setting.num_ranks - 1}"
                 )
             known = world.groups[ranks, rank] = SimGroup(_new_state(world, ranks, rank))
         return cast(SimGroup, known)

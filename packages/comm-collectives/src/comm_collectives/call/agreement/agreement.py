@@ -44,9 +44,7 @@ class AgreementPolicy:
                 f"every={self.every!r} is a {type(self.every).__name__}; give an int"
             )
         if self.every < 0:
-            raise CommValueError(
-                f"every={self.every} must be >= 0 (0: only with counts; 1: always)"
-            )
+            raise CommValueError(f"every={self.every} must be >= 0 (0: with counts; 1: always)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

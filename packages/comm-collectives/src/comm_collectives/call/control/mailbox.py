@@ -256,9 +256,7 @@ class SharedMailbox:
 
     def _check(self, number: int, common: bytes, parts: Sequence[bytes] | None) -> None:
         if number != self._last + 1:
-            raise CommValueError(
-                f"post {number} follows post {self._last}; numbers go 1, 2, 3, ..."
-            )
+            raise CommValueError(f"post {number} follows post {self._last}; numbers go 1, 2, ...")
         if len(common) > SIGNATURE_BYTES:
             raise CommValueError(f"common has {len(common)} bytes; at most {SIGNATURE_BYTES} fit")
         if parts is not None and (len(parts) != self._size or max(map(len, parts)) > INLINE_BYTES):

@@ -238,9 +238,7 @@ def check_device(x_TD: torch.Tensor) -> None:
         ValueError: they are not on a CUDA device.
     """
     if not x_TD.is_cuda:
-        raise CommValueError(
-            f"x is on {x_TD.device}; DeepEP moves CUDA tensors, use backend='torch'"
-        )
+        raise CommValueError(f"x is on {x_TD.device}; DeepEP moves CUDA tensors; use 'torch'")
 
 
 def check_rows(x_ND: torch.Tensor, name: str) -> None:
