@@ -1,7 +1,5 @@
 """The matrix on real ranks, two and four: which cells there are, and how each of them ends."""
 
-import time
-
 import pytest
 import torch
 
@@ -17,21 +15,9 @@ from comm_collectives.checking.cells.problems import Case
 from comm_collectives.checking.matrix import FEW_DTYPES, check_cells
 from comm_collectives.checking.rank_side import HERE, WIRE
 from comm_collectives.checking.results.results import (
-    CaseResult,
     Verdict,
-    judge,
-    run_case,
 )
 from comm_collectives.checking.table import total
-
-_RIGHT, _WRONG = (
-    CaseResult(verdict=Verdict.RIGHT),
-    CaseResult(verdict=Verdict.WRONG, detail="other values"),
-)
-
-
-def _raised(error: str = "RefusedTypeError", text: str = "rank 0: no", elapsed_s: float = 0.1):  # type: ignore[no-untyped-def]
-    return CaseResult(verdict=Verdict.FAILED, detail=text, error=error, elapsed_s=elapsed_s)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -53,43 +39,6 @@ def test_cells_end_as_they_must_over_the_wire(num_ranks: int) -> None:
     bad = [outcome for outcome in outcomes if not outcome.is_good]
     assert [f"{outcome.order.what}: {outcome.verdict}: {outcome.detail}" for outcome in bad] == []
     assert len(outcomes) > 600
-
-
-@pytest.mark.parametrize(
-    ("results", "verdict"),
-    [
-        ([_RIGHT, _RIGHT], Verdict.RIGHT),
-        ([_RIGHT, _WRONG], Verdict.WRONG),
-        ([_raised(), _raised()], Verdict.REFUSED),
-        ([_raised(), _raised(elapsed_s=1.5)], Verdict.FAILED),
-        ([_raised(), _raised(error="RefusedError")], Verdict.FAILED),
-        ([_RIGHT, _raised()], Verdict.FAILED),
-        ([_WRONG, _raised()], Verdict.FAILED),
-        ([_raised(text="timed out; did not arrive: rank 1"), _RIGHT], Verdict.FAILED),
-        ([_raised(error="RuntimeError", text="Timed out waiting 10ms"), _RIGHT], Verdict.TIMED_OUT),
-        ([_RIGHT, CaseResult(verdict=Verdict.TIMED_OUT, detail="no answer")], Verdict.TIMED_OUT),
-        (
-            [_raised(), CaseResult(verdict=Verdict.ABORTED, detail="was killed by SIGABRT")],
-            Verdict.ABORTED,
-        ),
-    ],
-)
-def test_results_of_all_ranks_come_to_one_verdict(results: list[CaseResult], verdict: str) -> None:
-    found, detail = judge(results)
-    assert found == verdict
-    assert bool(detail) == (verdict != Verdict.RIGHT)
-
-
-def test_result_exception_and_silence_of_a_cell_are_told_apart() -> None:
-    def fails() -> str:
-        time.sleep(0.01)
-        raise KeyError("x")
-
-    assert run_case(lambda: "").verdict == Verdict.RIGHT
-    assert run_case(lambda: "wrong").detail == "wrong"
-    result = run_case(fails)
-    assert (result.verdict, result.error) == (Verdict.FAILED, "KeyError")
-    assert result.elapsed_s >= 0.01
 
 
 def test_every_collective_meets_every_dtype_in_every_shape() -> None:
