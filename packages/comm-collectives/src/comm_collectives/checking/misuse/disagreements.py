@@ -31,7 +31,10 @@ def _two_lines(at: At) -> None:
 
 def _two_threads(at: At) -> None:
     bias, scale = at.x, at.x
-    jobs = [lambda: all_reduce(bias), lambda: all_reduce(scale)]
+    jobs = [  # on two lines, which are two call sites
+        lambda: all_reduce(bias),
+        lambda: all_reduce(scale),
+    ]
     errors: list[RuntimeError] = []
 
     def run(job: Callable[[], object]) -> None:
@@ -189,7 +192,9 @@ DISAGREEMENTS = (
     ),
     Misuse(name="same shape, other order", run=_two_lines, says=("call site", "{odd}: ")),
     Misuse(
-        name="same shape, other order, by threads", run=_two_threads, says=("call site", "{odd}: ")
+        name="same shape, other order, by threads",
+        run=_two_threads,
+        says=("call site", "{odd}: "),
     ),
     Misuse(name="one rank skips a call", run=_skips_a_call, says=("call site", "{odd}: ")),
     Misuse(

@@ -159,7 +159,11 @@ MOE_MISUSES = (
         run=lambda at: _dispatch(at, options=at.pick(_FP8, None)),
         says=("payload", "float8_e4m3", "full", "{odd}: "),
     ),
-    Misuse(name="dispatch: one rank reuses a handle", run=_reuses, says=("reuse", "{odd}: ")),
+    Misuse(
+        name="dispatch: one rank reuses a handle",
+        run=_reuses,
+        says=("reuse", "{odd}: "),
+    ),
     Misuse(
         name="dispatch: a handle reused for other choices on one rank",
         run=_reuses_other_choices,

@@ -148,7 +148,9 @@ RAW: dict[str, Callable[[At], Any]] = {
         at, lambda: _raw_all_to_all(at), lambda: dist.broadcast(at.x, src=0)
     ),
     "all_reduce and broadcast_nested": lambda at: _operations(
-        at, lambda: dist.broadcast_object_list([None], src=0), lambda: dist.all_reduce(at.x)
+        at,
+        lambda: dist.broadcast_object_list([None], src=0),
+        lambda: dist.all_reduce(at.x),
     ),
     "gather and scatter": lambda at: _operations(
         at, lambda: dist.scatter(torch.empty(3000), None, src=0), lambda: _raw_gather(at, 0)
