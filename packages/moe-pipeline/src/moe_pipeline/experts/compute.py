@@ -134,10 +134,6 @@ def experts_function(
 
     Returns:
         [R, D], same dtype as `x_RD`.
-
-    Raises:
-        ValueError: shapes or counts that do not fit, or what the implementation cannot take.
-        TypeError: `x_RD` in another dtype than the weights.
     """
     counts = tuple(num_tokens_per_expert)
     _check_counts(x_RD, weights_R, weights, counts)

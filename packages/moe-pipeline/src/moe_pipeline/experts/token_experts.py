@@ -40,11 +40,6 @@ def token_experts_function(
 
     Returns:
         [T, D], same dtype as `x_TD`; zeros for a token without experts.
-
-    Raises:
-        ValueError: shapes that do not fit, an unknown expert, or what the implementation cannot
-            take.
-        TypeError: `x_TD` in another dtype than the weights, or choices that are not int64.
     """
     num_experts = weights.down_EDH.shape[0]
     _check_choices(x_TD, topk_idx_TK, topk_weights_TK)

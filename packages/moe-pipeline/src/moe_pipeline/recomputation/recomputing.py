@@ -121,9 +121,6 @@ def replayed_plan(owner: nn.Module) -> RoutingPlan | None:
     Who gets one routes by it: the router takes its `topk_idx_TK` and `logits_TE`, the losses take
     `load_E` and `num_parts`, and the dispatch takes `handle` as `MoeOptions.reuse`; no count
     advances. A call that returns None is to be followed by one of `keep_plan`.
-
-    Raises:
-        RuntimeError: the layer is called more often than in the first forward.
     """
     current = _CURRENT.get()
     if current is None or not current.replays:
@@ -135,9 +132,6 @@ def keep_plan(owner: nn.Module, plan: RoutingPlan) -> None:
     """Keep a plan for `replayed_plan`, its handle without its graph.
 
     Outside a tape, and in a recompute, which has a plan, do nothing.
-
-    Raises:
-        ValueError: a tensor of the plan requires grad.
     """
     current = _CURRENT.get()
     if current is None or current.replays:

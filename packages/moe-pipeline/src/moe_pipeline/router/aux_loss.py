@@ -93,9 +93,6 @@ def router_losses(
         sequence_shape: (B, S) of this rank's tokens, or None when they have no sequence structure.
         groups: `tokens`, `sequence` and `timeout_s` are used.
         training: whether losses are wanted.
-
-    Raises:
-        ValueError: as `count_load`.
     """
     if not training:
         zero = routed.probs_TE.new_zeros(())

@@ -15,11 +15,7 @@ from moe_pipeline.schedules.table import Action, Schedule, add_transfers
 
 
 def check_sizes(**sizes: int) -> None:
-    """Refuse sizes below 1 by their names.
-
-    Raises:
-        ValueError: a size below 1.
-    """
+    """Refuse sizes below 1 by their names."""
     for name, value in sizes.items():
         check_count(name, value)
 

@@ -60,11 +60,7 @@ class StageCosts:
 def costs_of_stages(
     costs: StageCosts | Sequence[StageCosts], num_stages: int
 ) -> tuple[StageCosts, ...]:
-    """One for each stage; a single one stands for all.
-
-    Raises:
-        ValueError: another number of them.
-    """
+    """One for each stage; a single one stands for all."""
     if isinstance(costs, StageCosts):
         return (costs,) * num_stages
     check_type("costs", costs, StageCosts, Sequence)
