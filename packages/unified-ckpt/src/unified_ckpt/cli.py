@@ -82,7 +82,7 @@ def _reshard(directory: Path, layout: str, out: Path) -> int:
     world_size = math.lcm(sizes["tp"], sizes["ep"] * sizes["etp"])
     if world_size > _MAX_RANKS:
         raise CheckpointValueError(
-            f"--to {layout} means {world_size} ranks; at most {_MAX_RANKS} are taken"
+            f"--to {layout} means {world_size} ranks, more than {_MAX_RANKS}"
         )
     reshard(directory, out, ParallelDegrees(world_size=world_size, **sizes))
     print(f"{out}: written for {world_size} ranks ({layout})")
@@ -94,9 +94,7 @@ def _sizes(layout: str) -> dict[str, int]:
     for item in layout.split(","):
         name, _, text = item.partition("=")
         if name not in _AXES or not text.isdecimal() or int(text) < 1:
-            raise CheckpointValueError(
-                f"--to {layout}: {item!r} is not one of tp=N, ep=N, etp=N with N >= 1"
-            )
+            raise CheckpointValueError(f"--to {layout}: {item!r} is none of tp=N, ep=N, etp=N")
         if name in sizes:
             raise CheckpointValueError(f"--to {layout}: {name} is there twice; name each axis once")
         sizes[name] = int(text)

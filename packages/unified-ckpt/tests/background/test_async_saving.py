@@ -165,11 +165,11 @@ def test_an_error_that_nobody_saw_is_raised_by_the_next_save(
 
 
 def test_wrong_arguments_name_the_part(saver: AsyncSaver, tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"part 'model' holds a Tensor"):
+    with pytest.raises(TypeError, match=r"part 'model': a shard is a Tensor"):
         async_save({"model": [torch.zeros(1)]}, checkpoint_id=tmp_path / "c", saver=saver)
     with pytest.raises(SaveArgumentError, match=r"load_ema needs AsyncSaverConfig\(ema="):
         saver.load_ema(tmp_path / "c")
-    with pytest.raises(TypeError, match=r"file 'a' holds a str"):
+    with pytest.raises(TypeError, match=r"file 'a' is a str"):
         async_save({}, checkpoint_id=tmp_path / "c", saver=saver, files={"a": "text"})
 
 

@@ -223,12 +223,12 @@ def test_folders_that_are_no_checkpoints_are_not_replaced(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"state_dict": {"Model": []}}, "part 'Model' must be lower-case"),
-        ({"state_dict": {"model": [torch.ones(2)]}}, "holds a Tensor; expected Shard"),
-        ({"files": {"../x": b""}}, "must be a relative path"),
-        ({"files": {"/x": b""}}, "must be a relative path"),
-        ({"files": {"x//y": b""}}, "must be a relative path"),
-        ({"files": {"x": "text"}}, "holds a str; expected bytes"),
+        ({"state_dict": {"Model": []}}, "part 'Model' must be of lower-case"),
+        ({"state_dict": {"model": [torch.ones(2)]}}, "a shard is a Tensor; expected Shard"),
+        ({"files": {"../x": b""}}, "must be a plain relative path"),
+        ({"files": {"/x": b""}}, "must be a plain relative path"),
+        ({"files": {"x//y": b""}}, "must be a plain relative path"),
+        ({"files": {"x": "text"}}, "is a str; expected bytes"),
         ({"files": {"manifest.json": b""}}, r"would write \['manifest.json'\]"),
         ({"files": {"x": b""}, "rank_files": {"x": b""}}, r"would write \['x'\]"),
         ({"state_dict": {"model": []}, "files": {"model.safetensors": b""}}, "would write"),
@@ -263,7 +263,7 @@ def test_a_mistake_on_one_rank_raises_on_all_and_the_group_stays_usable(tmp_path
     assert first == second
     assert "rank 0, 1 failed in 'prepare'" in first[0] and "no rank holds 7 of its 9" in first[0]
     assert (
-        "rank 1 failed in 'describe': CheckpointTypeError: part 'model' holds a NoneType"
+        "rank 1 failed in 'describe': CheckpointTypeError: part 'model': a shard is a NoneType"
         in first[1]
     )
     assert [p.name for p in tmp_path.iterdir()] == ["good"]

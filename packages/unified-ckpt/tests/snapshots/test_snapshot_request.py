@@ -57,7 +57,7 @@ def test_a_snapshot_may_write_nothing() -> None:
 def test_what_cannot_be_sent_is_refused_before_anything_is_copied() -> None:
     shard = Shard.of("w", torch.zeros(1), global_shape=(1,), offset=(0,))
     state = {"model": [shard]}
-    with pytest.raises(TypeError, match=r"file 'a' holds a str; expected bytes"):
+    with pytest.raises(TypeError, match=r"file 'a' is a str; expected bytes"):
         SnapshotRequest.of(state, checkpoint_id="c", rank_files={"a": "x"})  # type: ignore[dict-item]
     with pytest.raises(TypeError, match=r"loss is a Tensor; expected a float"):
         SnapshotRequest.of(state, checkpoint_id="c", loss=torch.tensor(1.0))  # type: ignore[arg-type]

@@ -56,7 +56,7 @@ def test_another_state_does_not_match() -> None:
     assert not layout.matches({**parts, "nothing": parts["optimizer"]})
     assert not layout.matches({"model": parts["model"]})
     assert not layout.matches({**parts, "model": parts["model"][:-1]})
-    with pytest.raises(TypeError, match=r"part 'model' holds a int; expected Shard"):
+    with pytest.raises(TypeError, match=r"part 'model': a shard is a int; expected Shard"):
         StagingLayout.of({"model": [3]})  # type: ignore[list-item]
 
 

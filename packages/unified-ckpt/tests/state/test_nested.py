@@ -102,7 +102,7 @@ def test_leaves_that_are_neither_tensors_nor_json_are_named(tmp_path: Path) -> N
     with pytest.raises(ValueError, match=r"TypeError: extra.deep.when: a PosixPath is neither"):
         save({"extra": {"deep": {"when": Path("x")}}}, checkpoint_id=tmp_path / "c")
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ValueError, match="state_dict is a list; expected a mapping"):
+    with pytest.raises(ValueError, match="state_dict is a list; expected Mapping"):
         save([torch.zeros(1)], checkpoint_id=tmp_path / "c")  # type: ignore[arg-type]
 
 

@@ -50,9 +50,6 @@ def plan_offload(
         divisible: whether an item may be cut, at multiples of `unit_bytes`; None for all. One that
             may not goes whole into the chunk in which its middle lies.
         unit_bytes: items are cut at multiples of it.
-
-    Raises:
-        CheckpointValueError: a number is out of range.
     """
     if num_chunks < 1 or unit_bytes < 1 or any(size < 0 for size in sizes):
         raise CheckpointValueError(

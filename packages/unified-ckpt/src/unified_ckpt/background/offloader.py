@@ -51,9 +51,8 @@ class Offloader:
         self._next = 0
         self._device = DeviceCopies()
         self._on_device = False
-        self._thread = threading.Thread(
-            target=self._run, name="unified-ckpt-offloader", daemon=True
-        )
+        name = "unified-ckpt-offloader"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def plan(self, tensors: Sequence[torch.Tensor], layout: StagingLayout) -> None:
@@ -65,10 +64,7 @@ class Offloader:
             self._layout = layout
 
     def start(
-        self,
-        tensors: Sequence[torch.Tensor],
-        views: Sequence[torch.Tensor],
-        layout: StagingLayout,
+        self, tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor], layout: StagingLayout
     ) -> None:
         """Begin a snapshot: `views`, the staging memory of the layout, get the tensors' values."""
         self.plan(tensors, layout)
@@ -109,9 +105,6 @@ class Offloader:
 
         Device copies are not waited for here, but by the device's current stream; `then`, or
         `on_error` where one failed, is called on the copying thread when they are done.
-
-        Raises:
-            SaveError: a copy failed, or was not done in time; `then` is not called.
         """
         self._copy_rest()
         with self._changed:
@@ -182,9 +175,7 @@ class Offloader:
 
 
 def _end_device(
-    done: Callable[[], object],
-    then: Callable[[], object],
-    on_error: Callable[[SaveError], object],
+    done: Callable[[], object], then: Callable[[], object], on_error: Callable[[SaveError], object]
 ) -> None:
     try:
         done()

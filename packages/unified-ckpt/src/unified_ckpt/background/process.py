@@ -87,20 +87,13 @@ class SaverProcess:
         with theirs:
             given = {**settings, "socket_fd": theirs.fileno(), "parent_pid": os.getpid()}
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "unified_ckpt.saver_process.main",
-                    json.dumps(given),
-                ],
+                [sys.executable, "-P", "-m", "unified_ckpt.saver_process.main", json.dumps(given)],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": _import_path()},
             )
-        self._listener = threading.Thread(
-            target=self._listen, name="unified-ckpt-saver-answers", daemon=True
-        )
+        name = "unified-ckpt-saver-answers"
+        self._listener = threading.Thread(target=self._listen, name=name, daemon=True)
         self._listener.start()
 
     @property
@@ -114,11 +107,7 @@ class SaverProcess:
         return self._ended.is_set()
 
     def wait_ready(self, *, timeout_s: float) -> None:
-        """Wait until the process has started.
-
-        Raises:
-            SaveError: it ended or did not start in time.
-        """
+        """Wait until the process has started."""
         if not self._ready.wait(timeout_s):
             raise SaveError(f"the saver process (pid {self.pid}) did not start in {timeout_s:g} s")
         if self.ended:
@@ -132,9 +121,7 @@ class SaverProcess:
         """
         raw = json.dumps(message).encode()
         if len(raw) > MAX_MESSAGE_BYTES:
-            raise CheckpointValueError(
-                f"a message of {len(raw)} bytes; at most {MAX_MESSAGE_BYTES}"
-            )
+            raise CheckpointValueError(f"message of {len(raw)} bytes; at most {MAX_MESSAGE_BYTES}")
         socket.send_fds(self._socket, [raw], list(fds), socket.MSG_DONTWAIT)
 
     def close(self, *, timeout_s: float) -> None:

@@ -34,11 +34,7 @@ from unified_ckpt.geometry.tensors import byte_view
 from unified_ckpt.loading import load
 from unified_ckpt.options import SaveOptions
 from unified_ckpt.plans.checkpoint import load_files
-from unified_ckpt.saver_process import (
-    error_from_json,
-    post_failure,
-    report_from_json,
-)
+from unified_ckpt.saver_process import error_from_json, post_failure, report_from_json
 from unified_ckpt.saving.commit import Agreement
 from unified_ckpt.snapshots import (
     SnapshotRequest,
@@ -208,9 +204,7 @@ class AsyncSaver:
 
     def _check_files(self, request: SnapshotRequest) -> None:
         if self._ema is not None and EMA_FILE in {*request.files, *request.rank_files}:
-            raise SaveArgumentError(
-                f"file {EMA_FILE!r} is the moving average's; give yours another name"
-            )
+            raise SaveArgumentError(f"file {EMA_FILE!r} is the moving average's; use another name")
 
     def expect(self, pending: PendingSave) -> None:
         """Let `wait` and `close` wait for a save that another thread will submit or abandon."""

@@ -58,9 +58,7 @@ class ZeroCostSaver:
         if num_microbatches < 1:
             raise CheckpointValueError(f"num_microbatches={num_microbatches} must be at least 1")
         if not (math.isfinite(timeout_s) and timeout_s > 0):
-            raise CheckpointValueError(
-                f"timeout_s={timeout_s} must be a positive number of seconds"
-            )
+            raise CheckpointValueError(f"timeout_s={timeout_s} must be a positive number")
         self.stall_s = 0.0  # time that the trainer has spent in calls of this object
         self._saver = saver
         self._check_changes = check_changes

@@ -141,9 +141,8 @@ class UnifiedStorageReader(StorageReader):
                 continue
             part, key = record.names[name]
             target = planner.resolve_tensor(item)
-            shard = Shard.of(
-                key, target.detach(), global_shape=self._shapes[name], offset=item.storage_offsets
-            )
+            shape, offset = self._shapes[name], item.storage_offsets
+            shard = Shard.of(key, target.detach(), global_shape=shape, offset=offset)
             parts.setdefault(part, []).append(shard)
             filled.append((item, target))
         load(parts, checkpoint_id=folder, verify=self._verify, cast=self._cast)
@@ -160,9 +159,7 @@ class UnifiedStorageReader(StorageReader):
 
     def _checked_folder(self) -> Path:
         if self._folder is None:
-            raise CheckpointValueError(
-                "UnifiedStorageReader: no checkpoint_id; give it here or to dcp.load"
-            )
+            raise CheckpointValueError("no checkpoint_id; give it to the reader or to dcp.load")
         return self._folder
 
     def _read_record(self, checkpoint: Checkpoint) -> DcpRecord:

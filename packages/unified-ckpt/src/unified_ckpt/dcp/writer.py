@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from unified_ckpt.errors import CheckpointTypeError, CheckpointValueError
+from unified_ckpt.errors import CheckpointTypeError, CheckpointValueError, check_type
 from unified_ckpt.geometry import Box, BoxMeta, Shard
 from unified_ckpt.geometry.tensors import stored_dtype
 from unified_ckpt.loading import DCP_NAME, DcpRecord, Prefixes
@@ -97,9 +97,7 @@ class UnifiedStorageWriter(StorageWriter):
             CheckpointValueError: no directory was named, or boxes leave holes or overlap.
         """
         if self._target is None:
-            raise CheckpointValueError(
-                "UnifiedStorageWriter: no checkpoint_id; give it here or to dcp.save"
-            )
+            raise CheckpointValueError("no checkpoint_id; give it to the writer or to dcp.save")
         if not all(plan.usable for plan in plans):
             raise CheckpointValueError("UnifiedStorageWriter: enable_plan_caching is not supported")
         self._names = {
@@ -134,10 +132,7 @@ class UnifiedStorageWriter(StorageWriter):
             CheckpointTypeError: a Python object is none that JSON can hold.
         """
         orders = plan.storage_data
-        if not isinstance(orders, _Orders):
-            raise CheckpointTypeError(
-                f"plan has storage data {type(orders).__name__} of another writer"
-            )
+        check_type("storage_data of the plan", orders, _Orders)
         parts: dict[str, list[Shard]] = {}
         objects: dict[str, Any] = {}
         for item in plan.items:
@@ -165,9 +160,7 @@ class UnifiedStorageWriter(StorageWriter):
             CheckpointValueError: no save was begun.
         """
         if self._staging is None or self._files is None:
-            raise CheckpointValueError(
-                "UnifiedStorageWriter: finish() without prepare_global_plan()"
-            )
+            raise CheckpointValueError("finish() was called without prepare_global_plan()")
         reports = [result.storage_data for rank in results for result in rank]
         record = DcpRecord(
             names=self._names,
@@ -224,11 +217,7 @@ def _meta_of(item: WriteItem, prefixes: Prefixes) -> BoxMeta:
 
 
 def _object_json(name: str, data: io.BytesIO) -> Any:
-    """Return a Python object that DCP's planner serialised in memory as JSON types.
-
-    Raises:
-        CheckpointTypeError: it is none that JSON can hold.
-    """
+    """Return a Python object that DCP's planner serialised in memory as JSON types."""
     data.seek(0)
     try:
         value = torch.load(data, weights_only=True)

@@ -202,11 +202,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def exchange(a: Path, b: Path) -> bool:
-    """Swap two names in one step (Linux `renameat2`); False where the file system cannot.
-
-    Raises:
-        OSError: the swap failed for another reason.
-    """
+    """Swap two names in one step (Linux `renameat2`); False where the file system cannot."""
     number = _renameat2(a, b)
     if number == 0:
         return True

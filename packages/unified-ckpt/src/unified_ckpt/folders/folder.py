@@ -116,21 +116,13 @@ def valid_checkpoints(folder: Path | str, *, verify: Depth = "quick") -> Iterato
 
 
 def check_depth(verify: Depth) -> None:
-    """Refuse an unknown `verify`.
-
-    Raises:
-        CheckpointValueError: it is neither `quick` nor `full`.
-    """
+    """Refuse an unknown `verify`."""
     if verify not in ("quick", "full"):
         raise CheckpointValueError(f"verify={verify!r}; expected 'quick' or 'full'")
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return N of `checkpoint-N`.
-
-    Raises:
-        CheckpointValueError: the directory has another name.
-    """
+    """Return N of `checkpoint-N`."""
     match = _CHECKPOINT.match(checkpoint.name)
     if match is None:
         raise CheckpointValueError(f"{checkpoint} is not named checkpoint-N")

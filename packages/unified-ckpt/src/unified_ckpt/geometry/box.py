@@ -54,12 +54,11 @@ class Box:
                 f"global_shape {self.global_shape}, offset {self.offset} and local_shape "
                 f"{self.local_shape} must have the same number of dims"
             )
-        for length, begin, size in zip(
-            self.global_shape, self.offset, self.local_shape, strict=True
-        ):
+        dims = zip(self.global_shape, self.offset, self.local_shape, strict=True)
+        for length, begin, size in dims:
             if begin < 0 or length < 0 or size < 0 or begin + size > length:
                 raise CheckpointValueError(
-                    f"box {self} does not lie inside global_shape {self.global_shape}"
+                    f"{self} does not lie inside global_shape {self.global_shape}"
                 )
         begin, end = self.flattened_range or (0, 0)
         if not 0 <= begin <= end <= self._box_numel:
@@ -126,11 +125,11 @@ class Box:
         """
         if not 0 <= index < len(sizes):
             raise CheckpointValueError(
-                f"part {index} of sizes {list(sizes)}; expected 0 <= index < number"
+                f"part {index} of sizes {list(sizes)}: there is no such part"
             )
         if sum(sizes) != self._length(dim) or min(sizes) < 0:
             raise CheckpointValueError(
-                f"sizes {list(sizes)} do not add up to dim {dim} of {self.local_shape}"
+                f"sizes {sizes} do not add up to dim {dim} of {self.local_shape}"
             )
         return self.cut(dim, begin=sum(sizes[:index]), length=sizes[index])
 
@@ -168,7 +167,7 @@ class Box:
     def _length(self, dim: int) -> int:
         if not 0 <= dim < len(self.local_shape):
             raise CheckpointValueError(
-                f"dim {dim} of a box of shape {self.local_shape}: there is no such dim"
+                f"dim {dim} of a box of shape {self.local_shape} is not there"
             )
         return self.local_shape[dim]
 

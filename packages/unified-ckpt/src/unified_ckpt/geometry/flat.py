@@ -18,9 +18,6 @@ def flat_boxes(shape: Shape, begin: int, end: int) -> list[tuple[Shape, Shape]]:
     """Decompose elements `begin` to `end` of a row-major tensor into (offset, shape) boxes.
 
     The boxes are in row-major order and none is empty; an empty range gives none.
-
-    Raises:
-        CheckpointValueError: the range does not lie inside the tensor.
     """
     if not 0 <= begin <= end <= math.prod(shape):
         raise CheckpointValueError(

@@ -30,9 +30,7 @@ class BoxMeta:
         if not isinstance(self.key, str) or not self.key or self.key == "__metadata__":
             raise CheckpointValueError(f"key {self.key!r} cannot name a stored tensor")
         if self.dtype == "F4" and not self.box.local_shape:
-            raise CheckpointValueError(
-                f"{self.key!r}: a packed F4 tensor must have at least one dim"
-            )
+            raise CheckpointValueError(f"{self.key!r}: a packed F4 tensor needs at least one dim")
 
     def to_json(self) -> list[Any]:
         """Return the box as JSON types."""

@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from unified_ckpt.errors import CheckpointTypeError, CheckpointValueError, LoadError
+from unified_ckpt.errors import CheckpointTypeError, CheckpointValueError, LoadError, check_type
 from unified_ckpt.geometry import Shard
 from unified_ckpt.geometry.tensors import collector_paused
 from unified_ckpt.loading.jobs import LoadJob, make_jobs
@@ -180,13 +180,10 @@ def _flatten(
 ) -> FlatState:
     if not isinstance(state_dict, Mapping):
         for want in state_dict:
-            if not isinstance(want, Shard):
-                raise CheckpointTypeError(f"wants hold a {type(want).__name__}; expected Shard")
+            check_type("an item of state_dict", want, Shard)
         state_dict = {part: list(state_dict)}
-    elif not isinstance(state_dict, MutableMapping):
-        raise CheckpointTypeError(
-            f"state_dict is a {type(state_dict).__name__}; load must change it"
-        )
+    else:
+        check_type("state_dict, which load must change,", state_dict, MutableMapping)
     flat = flatten_state(
         state_dict, layout=options.layout, ignored_keys=options.ignored_keys, hooks=hooks
     )

@@ -67,11 +67,7 @@ class DcpRecord:
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> "DcpRecord":
-        """Undo `to_bytes`.
-
-        Raises:
-            CheckpointValueError: it is not what this package writes.
-        """
+        """Undo `to_bytes`."""
         try:
             content = json.loads(raw)
             names = {name: (str(part), str(key)) for name, (part, key) in content["names"].items()}

@@ -107,11 +107,7 @@ def _make_job(index: PartIndex, wants: Sequence[tuple[str, Shard]], *, cast: boo
 
 
 def _add_compressed(
-    job: LoadJob,
-    index: PartIndex,
-    shard: Shard,
-    meta: BoxMeta,
-    stored: StoredTensor | SplitTensor,
+    job: LoadJob, index: PartIndex, shard: Shard, meta: BoxMeta, stored: StoredTensor | SplitTensor
 ) -> Index:
     """Add reads of codes and of the scales that they need; return where the scales are stored."""
     codes = torch.empty(meta.box.local_shape, dtype=_torch_dtype(stored.dtype))

@@ -63,9 +63,6 @@ def allocate_states(
 
     Args:
         place: returns the stored boxes of a parameter; their keys are looked up.
-
-    Raises:
-        CheckpointValueError: a state is a collection of tensors, which only the optimizer makes.
     """
     tensors, values = _by_parameter(stored.tensors), _by_parameter(stored.values)
     new: list[tuple[torch.Tensor, str, Any]] = []
@@ -100,12 +97,7 @@ def allocate_states(
 
 
 def _blank(
-    parameter: torch.Tensor,
-    box: Shard | None,
-    state: str,
-    stored: object,
-    *,
-    on_device: bool,
+    parameter: torch.Tensor, box: Shard | None, state: str, stored: object, *, on_device: bool
 ) -> torch.Tensor | None:
     """Return memory for a stored state, None for one that is a value."""
     if not isinstance(stored, StoredTensor | SplitTensor):

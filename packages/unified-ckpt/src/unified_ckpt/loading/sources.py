@@ -181,11 +181,7 @@ def read_values(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _read_state_file(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the contents of `unified_ckpt.json`, empty if there is none.
-
-    Raises:
-        CorruptCheckpointError: it is not what this package writes.
-    """
+    """Return the contents of `unified_ckpt.json`, empty if there is none."""
     path = checkpoint.folder / STATE_NAME
     if not holds_file(checkpoint, STATE_NAME):
         return {}

@@ -45,7 +45,7 @@ def with_metrics(
     """
     if METRICS_NAME in files:
         raise CheckpointValueError(
-            f"files has {METRICS_NAME!r}, which holds `metrics`; use another name"
+            f"files has {METRICS_NAME!r}, where metrics stand; use another name"
         )
     return {**files} if metrics is None else {**files, METRICS_NAME: encode_metrics(step, metrics)}
 

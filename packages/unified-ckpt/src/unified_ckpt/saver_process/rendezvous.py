@@ -31,13 +31,8 @@ _LONGEST_PAUSE_S = 0.05
 
 def host_store(*, timeout_s: float) -> TCPStore:
     """Open the store on a free port of this machine; `port` tells which."""
-    return TCPStore(
-        "0.0.0.0",
-        0,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    limit = timedelta(seconds=timeout_s)
+    return TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=limit)
 
 
 def connect_store(host: str, port: int, *, timeout_s: float) -> TCPStore:
@@ -82,10 +77,6 @@ class SaverRendezvous:
             number: of the snapshot, the same on all ranks.
             note: JSON types that must be equal on all ranks.
             save: whether a group is needed afterwards.
-
-        Raises:
-            SaveError: some saver cannot come, did not come in time, or brought another note.
-            SavePeerError: the store or the new group failed.
         """
         if self._store is None:
             return

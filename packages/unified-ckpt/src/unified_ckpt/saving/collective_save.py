@@ -144,8 +144,9 @@ def _save(
                 blobs |= plan.indexes
                 if state := state_file_bytes(described):
                     blobs[STATE_NAME] = state
+            place = Path(folder)
             phase.payload = write_rank(
-                plan, request.parts, blobs, rank=agreement.rank, folder=Path(folder)
+                plan, request.parts, blobs, rank=agreement.rank, folder=place
             )
         written = phase.results
         with agreement.phase("commit") as phase:
@@ -188,11 +189,7 @@ def write_rank(
     rank: int,
     folder: Path,
 ) -> dict[str, Any]:
-    """Write and fsync one rank's bytes and whole files; return their checksums as JSON types.
-
-    Raises:
-        FileNotFoundError: the ranks do not share the file system.
-    """
+    """Write and fsync one rank's bytes and whole files; return their checksums as JSON types."""
     if not folder.is_dir():
         raise FileNotFoundError(
             f"this rank does not see {folder}; all ranks must share the checkpoint's file system"

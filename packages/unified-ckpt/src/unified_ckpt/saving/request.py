@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from unified_ckpt.errors import CheckpointTypeError, CheckpointValueError
+from unified_ckpt.errors import CheckpointValueError, check_type
 from unified_ckpt.files.format import MANIFEST_NAME
 from unified_ckpt.geometry import BoxMeta, Shard
 from unified_ckpt.options import MASTER_WEIGHTS, MODEL, OPTIMIZER, SaveOptions, base_key
@@ -108,9 +108,7 @@ def _describe_parts(parts: Mapping[str, Sequence[Shard]]) -> dict[str, list[list
     """Check the names of this rank's parts and return their boxes as JSON types."""
     for part in parts:
         if not _PART.match(part):
-            raise CheckpointValueError(
-                f"part {part!r} must be lower-case letters, digits and underscores"
-            )
+            raise CheckpointValueError(f"part {part!r} must be of lower-case letters, digits and _")
     return {part: [shard.meta.to_json() for shard in shards] for part, shards in parts.items()}
 
 
@@ -119,27 +117,18 @@ def _describe_blobs(blobs: Mapping[str, bytes]) -> list[tuple[str, int]]:
     for name, blob in blobs.items():
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or str(path) != name or name == ".":
-            raise CheckpointValueError(
-                f"file name {name!r} must be a relative path inside the checkpoint"
-            )
-        if not isinstance(blob, bytes):
-            raise CheckpointTypeError(
-                f"file {name!r} holds a {type(blob).__name__}; expected bytes"
-            )
+            raise CheckpointValueError(f"file name {name!r} must be a plain relative path")
+        check_type(f"file {name!r}", blob, bytes)
     return [(name, len(blob)) for name, blob in blobs.items()]
 
 
 def plan_request(described: Sequence[Mapping[str, Any]]) -> SavePlan:
-    """Plan from every rank's description; the same on every rank.
-
-    Raises:
-        CheckpointValueError: the ranks disagree, a tensor has a hole or an overlap, or names clash.
-    """
+    """Plan from every rank's description; the same on every rank."""
     for name in ("target", "options"):
         values = [rank[name] for rank in described]
         if any(value != values[0] for value in values):
             raise CheckpointValueError(
-                f"ranks disagree about {name}: {values}; pass the same on every rank"
+                f"ranks disagree about {name}: {values}; pass the same on all"
             )
     options = described[0]["options"]
     held = [
@@ -158,9 +147,7 @@ def plan_request(described: Sequence[Mapping[str, Any]]) -> SavePlan:
     names += [name for rank in described for name, _ in rank["files"]]
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
-        raise CheckpointValueError(
-            f"several ranks or arguments would write {twice}; give each its own name"
-        )
+        raise CheckpointValueError(f"{twice} would be written twice; use different names")
     return plan
 
 
@@ -183,11 +170,7 @@ def _kept_sharded(
 
 
 def _excluded(held: Held) -> dict[str, set[str]]:
-    """Return the model's tensors that the master weights hold too.
-
-    Raises:
-        CheckpointValueError: a master weight has another shape than the parameter.
-    """
+    """Return the model's tensors that the master weights hold too."""
     boxes = [(meta.key, meta.box) for rank in held for meta in rank.get(MASTER_WEIGHTS, ())]
     shapes = {key: box.global_shape for key, box in boxes}
     excluded = set()
@@ -218,11 +201,7 @@ def _check_aliases(
 
 
 def state_file_bytes(described: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return the contents of `unified_ckpt.json`, empty if there is nothing to say.
-
-    Raises:
-        CheckpointValueError: ranks give different values for one path, or one parameter.
-    """
+    """Return the contents of `unified_ckpt.json`, empty if there is nothing to say."""
     held, merged = merge_groups([description["values"] for description in described])
     rank_of: dict[str, int] = {}
     for rank, values in enumerate(held):

@@ -9,11 +9,7 @@ from unified_ckpt.errors import SaveError
 
 
 def pin(memory: torch.Tensor) -> None:
-    """Lock host memory (uint8) in place, so that devices copy to it asynchronously.
-
-    Raises:
-        SaveError: CUDA refuses, for example because the limit of locked memory is reached.
-    """
+    """Lock host memory (uint8) in place, so that devices copy to it asynchronously."""
     code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
     if code != 0:
         raise SaveError(f"cudaHostRegister of {memory.numel()} bytes failed with error {code}")

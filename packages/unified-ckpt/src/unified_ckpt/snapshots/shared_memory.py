@@ -34,11 +34,7 @@ class SharedMemory:
 
     @classmethod
     def allocate(cls, num_bytes: int, *, purpose: str) -> "SharedMemory":
-        """Make zeroed memory of at least that size.
-
-        Raises:
-            SaveError: the machine has not that much memory available.
-        """
+        """Make zeroed memory of at least that size."""
         num_bytes = round_up(max(num_bytes, 1), mmap.PAGESIZE)
         check_memory(num_bytes, purpose=purpose)
         fd = os.memfd_create(f"unified-ckpt-{purpose.replace(' ', '-')}")
@@ -81,11 +77,7 @@ class SharedMemory:
 
 
 def check_memory(num_bytes: int, *, purpose: str) -> None:
-    """Refuse to allocate what the machine, or this process's cgroup, has not available.
-
-    Raises:
-        SaveError: says how much is needed and how much there is.
-    """
+    """Refuse to allocate what the machine, or this process's cgroup, has not available."""
     available = available_bytes()
     if num_bytes + _RESERVE_BYTES > available:
         raise SaveError(

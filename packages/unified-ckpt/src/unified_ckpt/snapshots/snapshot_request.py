@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from unified_ckpt.errors import CheckpointTypeError
+from unified_ckpt.errors import check_type
 from unified_ckpt.geometry import Shard
 from unified_ckpt.options import OPTIMIZER, SaveOptions
 from unified_ckpt.saving import Request, make_request
@@ -61,10 +61,8 @@ class SnapshotRequest:
                 number.
             CheckpointValueError: a tensor does not fit its box.
         """
-        if loss is not None and not isinstance(loss, float | int):
-            raise CheckpointTypeError(
-                f"loss is a {type(loss).__name__}; expected a float, as of `.item()`"
-            )
+        if loss is not None:
+            check_type("loss", loss, float, int)
         options = options or SaveOptions()
         request = make_request(
             state_dict,
@@ -74,10 +72,8 @@ class SnapshotRequest:
             rank_files=rank_files,
         )
         for name, blob in [*request.files.items(), *request.rank_files.items()]:
-            if not isinstance(name, str) or not isinstance(blob, bytes):
-                raise CheckpointTypeError(
-                    f"file {name!r} holds a {type(blob).__name__}; expected bytes"
-                )
+            check_type("the name of a file", name, str)
+            check_type(f"file {name!r}", blob, bytes)
         fields = {
             "options": options.to_json(),
             "values": request.values,

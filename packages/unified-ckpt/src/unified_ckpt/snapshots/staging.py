@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.errors import CheckpointTypeError, CheckpointValueError, SaveError
+from unified_ckpt.errors import CheckpointValueError, SaveError, check_type
 from unified_ckpt.geometry import BoxMeta, Shard, round_up
 from unified_ckpt.geometry.tensors import dtype_of
 from unified_ckpt.snapshots.shared_memory import SharedMemory, check_memory
@@ -126,16 +126,9 @@ def tensors_of(parts: Mapping[str, Sequence[Shard]]) -> list[torch.Tensor]:
 
 
 def check_shards(part: str, shards: Sequence[Shard]) -> Sequence[Shard]:
-    """Return the shards of a part.
-
-    Raises:
-        CheckpointTypeError: one is something else.
-    """
+    """Return the shards of a part."""
     for shard in shards:
-        if not isinstance(shard, Shard):
-            raise CheckpointTypeError(
-                f"part {part!r} holds a {type(shard).__name__}; expected Shard"
-            )
+        check_type(f"part {part!r}: a shard", shard, Shard)
     return shards
 
 
@@ -209,11 +202,7 @@ class StagingPool:
                 self._free.append(StagingBuffer(memory))
 
     def acquire(self, num_bytes: int, *, timeout_s: float) -> StagingBuffer:
-        """Return a free buffer of at least that size; waits while all are in use.
-
-        Raises:
-            SaveError: none became free in time, or memory is too small.
-        """
+        """Return a free buffer of at least that size; waits while all are in use."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while not self._free and self._num_used >= self._num_buffers:

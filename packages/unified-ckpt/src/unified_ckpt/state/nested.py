@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from unified_ckpt.errors import CheckpointTypeError, CheckpointValueError
+from unified_ckpt.errors import CheckpointValueError, check_type
 from unified_ckpt.geometry import Box, Shard
 from unified_ckpt.geometry.layouts import Layout, dtensor_shards, is_dtensor
 from unified_ckpt.options import MASTER_WEIGHTS, MODEL, matcher
@@ -133,10 +133,7 @@ def flatten_state(
         CheckpointValueError: a tensor does not fit its box, a DTensor is `Partial`, or two leaves
             have one dotted path.
     """
-    if not isinstance(state_dict, Mapping):
-        raise CheckpointTypeError(
-            f"state_dict is a {type(state_dict).__name__}; expected a mapping"
-        )
+    check_type("state_dict", state_dict, Mapping)
     walker = _Walker(layout, ignored_keys, hooks)
     for name, value in state_dict.items():
         walker.visit_top(name, state_dict, value)
@@ -291,19 +288,14 @@ class _Walker:
 
     def _add_tensor(self, part: str, key: str, tensor: torch.Tensor) -> None:
         if (part, key) in self._tensor_keys and "param_groups." not in key:
-            raise CheckpointValueError(
-                f"two tensors of part {part!r} have the key {key!r}; rename one"
-            )
+            raise CheckpointValueError(f"two tensors of {part!r} have the key {key!r}; rename one")
         self._tensor_keys.add((part, key))
         self._add_shards(part, place_tensor(key, tensor, self._layout))
 
     def _add_shards(self, part: str, shards: Sequence[Shard]) -> None:
         held = self.flat.parts.setdefault(part, [])
         for shard in shards:
-            if not isinstance(shard, Shard):
-                raise CheckpointTypeError(
-                    f"part {part!r} holds a {type(shard).__name__}; expected Shard"
-                )
+            check_type(f"part {part!r}: a shard", shard, Shard)
             if self._ignores and self._is_ignored(shard.key):
                 continue
             if shard.box.flattened_range is None:

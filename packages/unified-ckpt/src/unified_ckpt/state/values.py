@@ -18,11 +18,7 @@ _PLAIN = (bool, int, float, str)
 
 
 def encode_value(value: Any, path: str) -> Any:
-    """Return a value as JSON types.
-
-    Raises:
-        CheckpointTypeError: it is none that JSON can hold; the message names its path.
-    """
+    """Return a value as JSON types."""
     if value is None or type(value) in _PLAIN:
         return value
     if isinstance(value, list | tuple):

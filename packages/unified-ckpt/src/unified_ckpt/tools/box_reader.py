@@ -40,11 +40,7 @@ class BoxReader:
         self._where = f"{checkpoint.folder}: part {part!r}"
 
     def shape(self, key: str) -> Shape:
-        """Return the shape of a tensor.
-
-        Raises:
-            LoadError: torch has no tensor of its dtype and shape.
-        """
+        """Return the shape of a tensor."""
         stored = self.tensors[key]
         if stored.shape is None or dtype_of(stored.dtype).torch_dtype is None:
             raise LoadError(f"{self._where}: torch cannot hold {key!r}, which is {stored.dtype}")

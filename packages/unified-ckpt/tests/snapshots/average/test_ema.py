@@ -158,9 +158,9 @@ def test_what_is_not_floating_keeps_its_newest_value() -> None:
 def test_wrong_settings_are_refused() -> None:
     with pytest.raises(ValueError, match=r"decay=1.0 must be at least 0 and less than 1"):
         EmaConfig(decay=1.0)
-    with pytest.raises(ValueError, match=r"source='ema' is the average itself"):
+    with pytest.raises(ValueError, match=r"source='ema' is the average; name"):
         EmaConfig(source="ema")
-    with pytest.raises(ValueError, match=r"loss_threshold=nan takes no snapshot in"):
+    with pytest.raises(ValueError, match=r"loss_threshold=nan takes nothing in"):
         EmaConfig(loss_threshold=math.nan)
     layout = StagingLayout.of({"optimizer": []})
     with pytest.raises(SaveArgumentError, match=r"of part 'model', but the snapshot has only"):

@@ -40,11 +40,7 @@ class HeaderEntry:
 
 
 def encode_header(entries: Sequence[HeaderEntry]) -> tuple[bytes, tuple[HeaderEntry, ...]]:
-    """Lay tensors out in the order given; return the file's first bytes and the placed entries.
-
-    Raises:
-        CheckpointValueError: the header would be longer than readers accept.
-    """
+    """Lay tensors out in the order given; return the file's first bytes and the placed entries."""
     position = 0
     spans: list[tuple[int, int]] = []
     lines = ['"__metadata__":{"format":"pt"}']
@@ -74,11 +70,7 @@ def encode_header(entries: Sequence[HeaderEntry]) -> tuple[bytes, tuple[HeaderEn
 
 
 def read_header(path: Path) -> tuple[bytes, tuple[HeaderEntry, ...]]:
-    """Read and check the header of a file; entries come in the order of their bytes.
-
-    Raises:
-        CorruptCheckpointError: the file is not a valid safetensors file, or is cut short.
-    """
+    """Read and check the header of a file; entries come in the order of their bytes."""
     try:
         with path.open("rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
@@ -127,9 +119,8 @@ def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     table = dict(pairs)
     if len(table) != len(pairs):
         names = [name for name, _ in pairs]
-        raise CheckpointValueError(
-            f"key {next(n for n in names if names.count(n) > 1)!r} appears twice"
-        )
+        twice = next(name for name in names if names.count(name) > 1)
+        raise CheckpointValueError(f"key {twice!r} appears twice")
     return table
 
 
@@ -145,7 +136,7 @@ def _entries(table: object, base: int, file_bytes: int) -> tuple[HeaderEntry, ..
     for entry in entries:
         if entry.begin != position:
             raise CheckpointValueError(
-                f"{entry.key!r} begins at byte {entry.begin}, expected {position}"
+                f"{entry.key!r} begins at byte {entry.begin}, not {position}"
             )
         position = entry.end
     if position != file_bytes:
@@ -161,9 +152,7 @@ def _entry(key: str, value: dict[str, object], base: int) -> HeaderEntry:
     begin, end = _ints(key, value["data_offsets"])
     bits = math.prod(shape) * dtype.bits
     if bits % 8 or end - begin != bits // 8:
-        raise CheckpointValueError(
-            f"{key!r}: {dtype.name} {shape} does not fill bytes {begin} to {end}"
-        )
+        raise CheckpointValueError(f"{key!r}: {dtype.name} {shape} is not bytes {begin} to {end}")
     return HeaderEntry(
         key=key,
         dtype=dtype.name,

@@ -88,11 +88,7 @@ class FileRecord:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "FileRecord":
-        """Undo `to_json`.
-
-        Raises:
-            CheckpointValueError: the value is malformed.
-        """
+        """Undo `to_json`."""
         begins: list[int] = []
         lengths: list[int] = []
         sums: list[int] = []
@@ -101,9 +97,7 @@ class FileRecord:
             *run_begins, _ = accumulate(run_lengths, initial=start)
             run_sums = text_to_sums(text)
             if len(run_sums) != len(run_lengths):
-                raise CheckpointValueError(
-                    f"{len(run_sums)} checksums for {len(run_lengths)} pieces"
-                )
+                raise CheckpointValueError(f"{len(run_sums)} sums for {len(run_lengths)} pieces")
             begins += run_begins
             lengths += run_lengths
             sums += run_sums
@@ -114,11 +108,7 @@ class FileRecord:
         return record
 
     def check_bounds(self) -> None:
-        """Refuse what would make a reader work longer than the file is.
-
-        Raises:
-            CheckpointValueError: pieces are not in order, overlap, or lie outside the file.
-        """
+        """Refuse what would make a reader work longer than the file is."""
         ends = [b + n for b, n in zip(self.begins, self.lengths, strict=True)]
         if any(end > begin for end, begin in zip(ends, self.begins[1:], strict=False)):
             raise CheckpointValueError("pieces overlap or are not in order")
@@ -145,11 +135,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(raw: bytes, path: Path) -> Manifest:
-    """Read a manifest's bytes; `path` names it in messages.
-
-    Raises:
-        CorruptCheckpointError: the bytes are damaged or of an unknown version.
-    """
+    """Read a manifest's bytes; `path` names it in messages."""
     tail = _TAIL.search(raw)
     if tail is None or int(tail[1], 16) != crc32(raw[: tail.start()]):
         raise CorruptCheckpointError(f"{path}: the manifest does not match its own checksum")
@@ -195,11 +181,7 @@ def check_sizes(checkpoint: Path, manifest: Manifest) -> list[str]:
 
 
 def check_name(name: str) -> str:
-    """Return a file name that a table states if it is a relative path inside the directory.
-
-    Raises:
-        CheckpointValueError: it leads outside, or no file can have it.
-    """
+    """Return a file name that a table states if it is a relative path inside the directory."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\0" in name:
         raise CheckpointValueError(f"file name {name!r} leads outside the checkpoint")
@@ -214,11 +196,7 @@ def sums_to_text(sums: Sequence[int]) -> str:
 
 
 def text_to_sums(text: str) -> tuple[int, ...]:
-    """Undo `sums_to_text`.
-
-    Raises:
-        CheckpointValueError: the text is no such list.
-    """
+    """Undo `sums_to_text`."""
     raw = binascii.unhexlify(text)
     if len(raw) % 4:
         raise CheckpointValueError(f"{len(raw)} bytes of checksums are not a multiple of 4")

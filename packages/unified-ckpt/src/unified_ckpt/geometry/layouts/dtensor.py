@@ -31,11 +31,7 @@ def is_dtensor(value: object) -> "TypeGuard[DTensor]":
 
 
 def dtensor_shards(key: str, tensor: "DTensor") -> list[Shard]:
-    """Return this rank's boxes of a DTensor as views of its local tensor; none off its mesh.
-
-    Raises:
-        CheckpointValueError: a placement is `Partial`, or does not give the local tensor's size.
-    """
+    """Return this rank's boxes of a DTensor as views of its local tensor; none off its mesh."""
     place = tensor.device_mesh.get_coordinate()
     if place is None:
         return []

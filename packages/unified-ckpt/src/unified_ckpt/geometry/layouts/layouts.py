@@ -165,9 +165,7 @@ def global_expert_keys(state: Mapping[str, _T], expert_ids: Sequence[int]) -> di
         if match is not None:
             number = int(match[1])
             if number >= len(expert_ids):
-                raise CheckpointValueError(
-                    f"{key!r}: this rank's expert_ids are {list(expert_ids)}"
-                )
+                raise CheckpointValueError(f"{key!r}: this rank has expert_ids {list(expert_ids)}")
             key = f"{key[: match.start(1)]}{expert_ids[number]}{key[match.end(1) :]}"
         renamed[key] = value
     return renamed
@@ -186,9 +184,7 @@ def expert_shards(key_format: str, fused: torch.Tensor, expert_ids: Sequence[int
     check_type("key_format", key_format, str)
     check_type("fused", fused, torch.Tensor)
     if len(expert_ids) != fused.shape[0]:
-        raise CheckpointValueError(
-            f"{fused.shape[0]} experts, but expert_ids are {list(expert_ids)}"
-        )
+        raise CheckpointValueError(f"{fused.shape[0]} experts, expert_ids {list(expert_ids)}")
     return [
         Shard(
             key=key_format.format(expert=number),

@@ -56,11 +56,7 @@ _ALL = (
     _plain("F8_E5M2FNUZ", torch.float8_e5m2fnuz),
     _plain("F8_E8M0", torch.float8_e8m0fnu),
     StoredDtype(
-        name="F4",
-        bits=4,
-        torch_dtype=torch.float4_e2m1fn_x2,
-        itemsize_bytes=1,
-        values_per_item=2,
+        name="F4", bits=4, torch_dtype=torch.float4_e2m1fn_x2, itemsize_bytes=1, values_per_item=2
     ),
     StoredDtype(name="F6_E2M3", bits=6, torch_dtype=None, itemsize_bytes=0),
     StoredDtype(name="F6_E3M2", bits=6, torch_dtype=None, itemsize_bytes=0),
@@ -70,24 +66,14 @@ _BY_TORCH = {d.torch_dtype: d for d in _ALL if d.torch_dtype is not None}
 
 
 def dtype_of(name: str) -> StoredDtype:
-    """Look up a dtype by its safetensors name.
-
-    Raises:
-        CheckpointValueError: the format has no such dtype.
-    """
+    """Look up a dtype by its safetensors name."""
     if name not in _BY_NAME:
-        raise CheckpointValueError(
-            f"unknown safetensors dtype {name!r}; known: {', '.join(_BY_NAME)}"
-        )
+        raise CheckpointValueError(f"unknown dtype {name!r}; known: {', '.join(_BY_NAME)}")
     return _BY_NAME[name]
 
 
 def stored_dtype(torch_dtype: torch.dtype) -> StoredDtype:
-    """Look up the safetensors dtype of a torch dtype.
-
-    Raises:
-        CheckpointTypeError: safetensors cannot hold this dtype.
-    """
+    """Look up the safetensors dtype of a torch dtype."""
     if torch_dtype not in _BY_TORCH:
         known = ", ".join(str(d).removeprefix("torch.") for d in _BY_TORCH)
         raise CheckpointTypeError(

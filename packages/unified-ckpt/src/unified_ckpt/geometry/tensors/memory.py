@@ -13,15 +13,9 @@ _BYTE = ctypes.c_ubyte
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """Return the writable bytes of a contiguous CPU tensor; the view keeps the tensor alive.
-
-    Raises:
-        CheckpointValueError: the tensor is not on the CPU or not contiguous.
-    """
+    """Return the writable bytes of a contiguous CPU tensor; the view keeps the tensor alive."""
     if not tensor.is_cpu or not tensor.is_contiguous():
-        raise CheckpointValueError(
-            f"need a contiguous CPU tensor, got {tensor.device}, {tensor.stride()}"
-        )
+        raise CheckpointValueError(f"no contiguous CPU tensor: {tensor.device}, {tensor.stride()}")
     num_bytes = tensor.nbytes
     if num_bytes == 0:
         return memoryview(b"")

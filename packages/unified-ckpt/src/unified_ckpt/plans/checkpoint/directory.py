@@ -40,11 +40,7 @@ class Checkpoint:
         self._headers: dict[str, dict[str, HeaderEntry]] = {}
 
     def record(self, name: str) -> FileRecord | None:
-        """Return the manifest's record of a file; None without a manifest.
-
-        Raises:
-            CorruptCheckpointError: there is a manifest, and it does not list the file.
-        """
+        """Return the manifest's record of a file; None without a manifest."""
         if self.manifest is None:
             return None
         if name not in self.manifest.files:
@@ -52,12 +48,7 @@ class Checkpoint:
         return self.manifest.files[name]
 
     def read_file(self, name: str) -> bytes:
-        """Return the bytes of a small file, checked against the manifest where there is one.
-
-        Raises:
-            LoadError: there is no such file.
-            CorruptCheckpointError: its bytes differ from their checksum.
-        """
+        """Return the bytes of a small file, checked against the manifest where there is one."""
         path = self.folder / check_inside(name, self.folder)
         try:
             raw = path.read_bytes()
@@ -70,12 +61,7 @@ class Checkpoint:
         return raw
 
     def files_of(self, part: str) -> Mapping[str, str] | str:
-        """Return the index of a part (key to file), or the one file that holds it all.
-
-        Raises:
-            LoadError: the directory holds no such part.
-            CorruptCheckpointError: the index is malformed.
-        """
+        """Return the index of a part (key to file), or the one file that holds it all."""
         index_name, file_name = f"{part}.safetensors.index.json", f"{part}.safetensors"
         if (self.folder / index_name).is_file():
             return self._read_weight_map(index_name)
@@ -108,9 +94,6 @@ class Checkpoint:
         """Return the stored tensors of a part; with `keys` only those of them that it holds.
 
         Only the headers of files that hold a wanted key are read.
-
-        Raises:
-            CorruptCheckpointError: a file is missing, malformed, or lacks what the index says.
         """
         where = self.files_of(part)
         if isinstance(where, str):
@@ -141,11 +124,7 @@ class Checkpoint:
 
 
 def check_inside(name: str, folder: Path) -> str:
-    """Return a file name of an index if it stays inside the directory.
-
-    Raises:
-        CorruptCheckpointError: it leads outside.
-    """
+    """Return a file name of an index if it stays inside the directory."""
     try:
         return check_name(name)
     except ValueError as error:
@@ -153,11 +132,7 @@ def check_inside(name: str, folder: Path) -> str:
 
 
 def check_bytes(raw: bytes, record: FileRecord, path: Path, *, whole: bool = True) -> None:
-    """Compare a file's bytes, or with `whole=False` its first ones, with the manifest's record.
-
-    Raises:
-        CorruptCheckpointError: they differ; the message names the file and the offset.
-    """
+    """Compare a file's bytes, or with `whole=False` its first ones, with the manifest's record."""
     if whole and len(raw) != record.num_bytes:
         raise CorruptCheckpointError(f"{path}: {len(raw)} bytes, expected {record.num_bytes}")
     view = memoryview(raw)
@@ -166,9 +141,7 @@ def check_bytes(raw: bytes, record: FileRecord, path: Path, *, whole: bool = Tru
         if end > len(raw):
             break  # they are in order
         if crc32(view[begin:end]) != crc:
-            raise CorruptCheckpointError(
-                f"{path}: bytes {begin} to {end} differ from their checksum"
-            )
+            raise CorruptCheckpointError(f"{path}: bytes {begin} to {end} differ from the checksum")
 
 
 def list_parts(folder: Path) -> list[str]:

@@ -76,11 +76,7 @@ class Agreement:
         return Phase(self, name, checks_arguments)
 
     def gather(self, name: str, payload: object) -> list[Any]:
-        """Return every rank's payload (JSON types), by rank; collective over the group.
-
-        Raises:
-            SavePeerError: a peer did not take part within the time limit.
-        """
+        """Return every rank's payload (JSON types), by rank; collective over the group."""
         if self.size == 1:
             return [payload]
         text = json.dumps(payload, separators=(",", ":")).encode()
@@ -100,9 +96,6 @@ class Agreement:
         """Return the flags that any rank has raised; collective over the group.
 
         One small all-reduce, cheap enough for every training step.
-
-        Raises:
-            SavePeerError: a peer did not take part within the time limit.
         """
         if self.size == 1:
             return flags

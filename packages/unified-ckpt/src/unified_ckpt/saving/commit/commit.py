@@ -114,17 +114,11 @@ def hidden_name(target: Path, kind: str) -> Path:
 
 
 def check_replaceable(target: Path) -> None:
-    """Refuse to replace what is not a checkpoint.
-
-    Raises:
-        CheckpointValueError: something stands under the target's name that a save must not delete.
-    """
+    """Refuse to replace what is not a checkpoint."""
     if not target.exists():
         return
     if not target.is_dir():
-        raise CheckpointValueError(
-            f"{target} exists and is not a directory; choose another checkpoint_id"
-        )
+        raise CheckpointValueError(f"{target} exists and is no directory; choose another place")
     if not (target / MANIFEST_NAME).is_file() and any(target.iterdir()):
         raise CheckpointValueError(
             f"{target} exists and has no {MANIFEST_NAME}, so it is not a checkpoint that may be "

@@ -82,12 +82,10 @@ class EmaConfig:
             raise CheckpointValueError(f"decay={self.decay} must be at least 0 and less than 1")
         if self.loss_threshold is not None and math.isnan(self.loss_threshold):
             raise CheckpointValueError(
-                "loss_threshold=nan takes no snapshot in; pass None to take in all"
+                "loss_threshold=nan takes nothing in; pass None to take in all"
             )
         if self.source == EMA_PART:
-            raise CheckpointValueError(
-                f"source={self.source!r} is the average itself; name another part"
-            )
+            raise CheckpointValueError(f"source={self.source!r} is the average; name another part")
 
     def decay_at(self, num_updates: int) -> float:
         """Return the decay of the update after `num_updates`; the first one takes all: 0."""
@@ -164,11 +162,7 @@ class EmaMemory:
         return json.dumps({"num_updates": self.num_updates, **self.config.to_json()}).encode()
 
     def restore(self, state: bytes) -> None:
-        """Take over the number of updates after the shards have been loaded.
-
-        Raises:
-            LoadError: the state is malformed.
-        """
+        """Take over the number of updates after the shards have been loaded."""
         try:
             num_updates = int(json.loads(state)["num_updates"])
         except (ValueError, KeyError, TypeError) as error:

@@ -77,11 +77,7 @@ def parse_scale_key(stored_key: str) -> tuple[str, Shape, Shape] | None:
 def quantize(
     tensor: torch.Tensor, moment: Moment, *, key: str = "moment"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes of the tensor's shape and one fp32 scale per block of its row-major elements.
-
-    Raises:
-        CheckpointValueError: a value is not finite, or a second moment is negative.
-    """
+    """Return codes of the tensor's shape and one fp32 scale per block of its row-major elements."""
     values = tensor.detach().to(torch.float32).reshape(-1)
     if not bool(torch.isfinite(values).all()) or (moment == "moment2" and bool((values < 0).any())):
         raise CheckpointValueError(
@@ -103,12 +99,7 @@ def quantize(
 
 
 def dequantize(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    moment: Moment,
-    *,
-    offset: Shape,
-    box_shape: Shape,
+    codes: torch.Tensor, scales: torch.Tensor, moment: Moment, *, offset: Shape, box_shape: Shape
 ) -> torch.Tensor:
     """Return the fp32 values of a part of a box.
 

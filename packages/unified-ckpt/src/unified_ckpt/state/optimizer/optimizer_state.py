@@ -57,11 +57,7 @@ def hyperparameters(group: Mapping[str, Any]) -> list[str]:
 
 
 def parameter_names(group: Mapping[str, Any], path: str) -> list[str]:
-    """Return the names of a group's parameters, in its order.
-
-    Raises:
-        CheckpointValueError: they have numbers only.
-    """
+    """Return the names of a group's parameters, in its order."""
     names = group.get("param_names", group["params"])
     if not all(isinstance(name, str) for name in names):
         raise CheckpointValueError(

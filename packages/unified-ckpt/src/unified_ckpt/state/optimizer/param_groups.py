@@ -32,11 +32,7 @@ class _Numbering:
     group_of: dict[str, tuple[int, int]] = field(default_factory=dict)  # name -> number, rank
 
     def add(self, rank: int, groups: Mapping[int, Values], where: str) -> dict[int, int]:
-        """Number the groups of a rank; return rank's number -> number.
-
-        Raises:
-            CheckpointValueError: a parameter has other hyperparameters on another rank.
-        """
+        """Number the groups of a rank; return rank's number -> number."""
         number_of, used = {}, Counter[str]()
         for number, fields in sorted(groups.items()):
             content = json.dumps({k: v for k, v in fields.items() if k != PARAMS}, sort_keys=True)
@@ -112,11 +108,7 @@ class StoredGroups:
         self._number_of: dict[str, dict[str, int]] = {}
 
     def number(self, where: str, names: Sequence[str], position: int, fields: Sequence[str]) -> int:
-        """Return the stored number of the group of these parameters; `position` if none is known.
-
-        Raises:
-            LoadError: its parameters were saved in groups that differ in one of `fields`.
-        """
+        """Return the stored number of the group of these parameters; `position` if unknown."""
         number_of = self._numbers(where)
         found = {number_of[name]: name for name in names if name in number_of}
         numbers = sorted(found)
