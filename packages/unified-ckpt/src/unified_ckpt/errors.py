@@ -50,21 +50,13 @@ class DamagedCheckpointWarning(UserWarning):
 
 
 def check_type(name: str, value: object, *kinds: type[Any]) -> None:
-    """Refuse an argument that is none of these kinds.
-
-    Raises:
-        CheckpointTypeError: names the argument, its type and the kinds.
-    """
+    """Raise CheckpointTypeError if an argument is none of these kinds."""
     if not isinstance(value, kinds):
         wanted = " or ".join(kind.__name__ for kind in kinds)
         raise CheckpointTypeError(f"{name} is a {type(value).__name__}; expected {wanted}")
 
 
 def as_path(name: str, value: object) -> Path:
-    """Return an argument that names a file or folder as a path.
-
-    Raises:
-        CheckpointTypeError: it is no path.
-    """
+    """Return an argument that names a file or folder as a path; refuse any other."""
     check_type(name, value, str, os.PathLike)
     return Path(value)  # type: ignore[arg-type]

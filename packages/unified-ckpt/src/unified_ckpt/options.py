@@ -16,6 +16,7 @@ from unified_ckpt.geometry.layouts import Layout
 from unified_ckpt.plans import DEFAULT_MAX_SHARD_BYTES
 
 MODEL, OPTIMIZER, MASTER_WEIGHTS = "model", "optimizer", "master_weights"
+_PER_RANK = ("layout", "ignored_keys")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,15 +70,8 @@ class SaveOptions:
 
     def to_json(self) -> dict[str, Any]:
         """Return what all ranks must agree about, as JSON types."""
-        return {
-            "tied": dict(self.tied),
-            "skip_save_model_weight": self.skip_save_model_weight,
-            "remove_master_weight": self.remove_master_weight,
-            "ignore_merge_optimizer": self.ignore_merge_optimizer,
-            "gather_split_param": self.gather_split_param,
-            "moment_compression": self.moment_compression,
-            "max_shard_bytes": int(self.max_shard_bytes),
-        }
+        fields = {name: getattr(self, name) for name in self.__slots__ if name not in _PER_RANK}
+        return fields | {"tied": dict(self.tied), "max_shard_bytes": int(self.max_shard_bytes)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

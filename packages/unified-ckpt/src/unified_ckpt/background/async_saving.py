@@ -53,9 +53,7 @@ def async_save(
         checkpoint_id: as in `save`.
         saver: the saver of this rank; `saver.prepare(state_dict)` before the first save makes that
             one as fast as the others.
-        files: as in `save`.
-        rank_files: as in `save`.
-        options: as in `save`; moments are compressed by the saver process.
+        files, rank_files, options: as in `save`; the saver process compresses moments.
         loss: of this step, the same on all ranks; for a moving average (see `EmaConfig`).
 
     Raises:

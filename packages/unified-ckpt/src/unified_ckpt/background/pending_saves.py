@@ -6,21 +6,14 @@ report = pending.upload_completion.result()  # raises what went wrong in the bac
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from unified_ckpt.saving import SaveReport
 from unified_ckpt.snapshots import StagingBuffer, StagingLayout
 
-if TYPE_CHECKING:
-    _ReportFuture = Future[SaveReport | None]
-else:
-    _ReportFuture = Future
-
-
 _SETTLE_S = 60.0
 
 
-class UploadFuture(_ReportFuture):
+class UploadFuture(Future["SaveReport | None"]):
     """The outcome of a save in the background: its report, None for a snapshot that wrote none.
 
     It knows whether somebody has looked; an error that nobody saw is raised by the next save.

@@ -18,6 +18,7 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait as wait_futures
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ _COPY_CHUNKS = 64  # each taken by the calling thread or one more
 _TAIL_BYTES = 1 << 20  # room beside the tensors for files of the usual size
 
 
-class AsyncSaver:
+class AsyncSaver(AbstractContextManager["AsyncSaver"]):
     """A saver process of this rank, with its staging memory; collective over `group` to make.
 
     Args:
@@ -268,9 +269,6 @@ class AsyncSaver:
             self._pool.close()
             if self._ema is not None:
                 self._ema.memory.close()
-
-    def __enter__(self) -> "AsyncSaver":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

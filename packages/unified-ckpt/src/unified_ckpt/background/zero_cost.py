@@ -84,9 +84,9 @@ class ZeroCostSaver:
 
         The module is the one whose forward is called once a microbatch; None calls no chunks.
         """
-        self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+        self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.finish()))
         if module is not None:
-            self._hooks.append(module.register_forward_pre_hook(self._before_forward))
+            self._hooks.append(module.register_forward_pre_hook(self._offload))
 
     def begin_save(
         self,
@@ -107,9 +107,7 @@ class ZeroCostSaver:
             state_dict: as in `save`; the tensors themselves, whose memory is read until `finish`.
                 Parts of ready-made `Shard`s cost the least to take apart.
             checkpoint_id: as in `save`; None for a snapshot that only updates the moving average.
-            files: as in `save`.
-            rank_files: as in `save`.
-            options: as in `save`; moments are compressed by the saver process.
+            files, rank_files, options: as in `save`; the saver process compresses moments.
             loss: of this step, the same on all ranks; for a moving average (see `EmaConfig`).
 
         Returns:
@@ -205,10 +203,7 @@ class ZeroCostSaver:
         finally:
             self.stall_s += time.perf_counter() - started
 
-    def _before_step(self, *_: Any) -> None:
-        self.finish()
-
-    def _before_forward(self, *_: Any) -> None:
+    def _offload(self, *_: Any) -> None:
         self.offload_chunk()
 
 

@@ -75,11 +75,7 @@ class UnifiedStorageWriter(StorageWriter):
             self._target = Path(os.path.realpath(checkpoint_id))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Remove what a failed save left, and check what DCP was asked for.
-
-        Raises:
-            CheckpointValueError: without collectives every rank would publish its own checkpoint.
-        """
+        """Remove what a failed save left, and check what DCP was asked for."""
         self._discard()  # DCP does not call reset() when it is given no checkpoint_id
         if not kwargs.get("use_collectives", True):
             raise CheckpointValueError(
@@ -91,11 +87,7 @@ class UnifiedStorageWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Lay out the files and make the hidden directory; on the coordinator.
-
-        Raises:
-            CheckpointValueError: no directory was named, or boxes leave holes or overlap.
-        """
+        """Lay out the files and make the hidden directory; on the coordinator."""
         if self._target is None:
             raise CheckpointValueError("no checkpoint_id; give it to the writer or to dcp.save")
         if not all(plan.usable for plan in plans):
@@ -126,11 +118,7 @@ class UnifiedStorageWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write and fsync this rank's share; a completed future of one result.
-
-        Raises:
-            CheckpointTypeError: a Python object is none that JSON can hold.
-        """
+        """Write and fsync this rank's share; a completed future of one result."""
         orders = plan.storage_data
         check_type("storage_data of the plan", orders, _Orders)
         parts: dict[str, list[Shard]] = {}
@@ -154,11 +142,7 @@ class UnifiedStorageWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the manifest and publish; on the coordinator, after all ranks have written.
-
-        Raises:
-            CheckpointValueError: no save was begun.
-        """
+        """Write the manifest and publish; on the coordinator, after all ranks have written."""
         if self._staging is None or self._files is None:
             raise CheckpointValueError("finish() was called without prepare_global_plan()")
         reports = [result.storage_data for rank in results for result in rank]

@@ -52,11 +52,7 @@ def open_for_read(path: Path) -> Iterator[int]:
 
 
 def write_at(fd: int, buffers: Sequence[Buffer], start: int) -> None:
-    """Write all bytes of the buffers one after the other from byte `start`.
-
-    Raises:
-        OSError: as the system call, for example when the disk is full.
-    """
+    """Write all bytes of the buffers one after the other from byte `start`."""
     left = [memoryview(b).cast("B") for b in buffers if len(b)]
     left.reverse()
     while left:
@@ -140,11 +136,7 @@ def sync_tree(root: Path) -> None:
 
 
 def make_folder(path: Path, *, exist_ok: bool = False) -> None:
-    """Make a folder; its name is not durable yet.
-
-    Raises:
-        FileExistsError: something has that name, unless it is a folder and `exist_ok`.
-    """
+    """Make a folder; its name is not durable yet."""
     try:
         os.mkdir(path)
     except FileExistsError:
@@ -166,12 +158,9 @@ def rename(old: Path, new: Path) -> None:
 
 
 def lock_folder(folder: Path, *, wait_s: float = 0.0) -> tuple[int, bool]:
-    """Lock a folder until `unlock_folder` gets the descriptor that is returned.
+    """Lock a folder until `unlock_folder` gets the descriptor returned; else BlockingIOError.
 
     The second value is False where the file system has no locks (NFS, Lustre without `flock`).
-
-    Raises:
-        BlockingIOError: another descriptor holds the lock, and still does after `wait_s`.
     """
     give_up_s = time.monotonic() + wait_s
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

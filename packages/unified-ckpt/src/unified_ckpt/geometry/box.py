@@ -109,20 +109,12 @@ class Box:
         return replace(self, offset=tuple(offset), local_shape=tuple(shape))
 
     def chunk(self, dim: int, *, num: int, index: int) -> "Box":
-        """Cut as `torch.chunk` and DTensor do: equal parts, the last ones shorter or empty.
-
-        Raises:
-            CheckpointValueError: as `cut`.
-        """
+        """Cut as `torch.chunk` and DTensor do: equal parts, the last ones shorter or empty."""
         begin, length = chunk_range(self._length(dim), num=num, index=index)
         return self.cut(dim, begin=begin, length=length)
 
     def sizes(self, dim: int, *, sizes: Sequence[int], index: int) -> "Box":
-        """Cut into parts of any lengths, which must add up to the dim.
-
-        Raises:
-            CheckpointValueError: they do not, there is no part `index`, or as `cut`.
-        """
+        """Cut into parts of any lengths, which must add up to the dim."""
         if not 0 <= index < len(sizes):
             raise CheckpointValueError(
                 f"part {index} of sizes {list(sizes)}: there is no such part"
@@ -134,11 +126,7 @@ class Box:
         return self.cut(dim, begin=sum(sizes[:index]), length=sizes[index])
 
     def flat_chunk(self, *, num: int, index: int) -> "Box":
-        """Cut the row-major elements into equal ranges, the last ones shorter or empty.
-
-        Raises:
-            CheckpointValueError: the box has a flat range already.
-        """
+        """Cut the row-major elements into equal ranges, the last ones shorter or empty."""
         self._check_not_flat("again")
         begin, length = chunk_range(self.numel, num=num, index=index)
         return replace(self, flattened_range=(begin, begin + length))

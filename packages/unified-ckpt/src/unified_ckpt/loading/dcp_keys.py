@@ -26,11 +26,7 @@ DEFAULT_PREFIXES = {
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """Prefix of DCP's names -> part; no two prefixes have one part, so that names come back.
-
-    Raises:
-        CheckpointValueError: two prefixes have one part.
-    """
+    """Prefix of DCP's names -> part; no two prefixes have one part, so that names come back."""
 
     part_of: Mapping[str, str] = field(default_factory=lambda: dict(DEFAULT_PREFIXES))
 

@@ -54,12 +54,7 @@ class LoadJob:
 def make_jobs(
     parts: Mapping[str, Sequence[Shard]], sources: Sources, *, cast: bool, strict: bool = True
 ) -> tuple[list[LoadJob], list[tuple[str, str]]]:
-    """Plan all reads of a load; return the jobs and the (part, key) pairs that are not stored.
-
-    Raises:
-        LoadError: a part is not stored (without `strict`: not one of them is), or a tensor has
-            another shape or dtype than wanted.
-    """
+    """Plan all reads of a load; return the jobs and the (part, key) pairs that are not stored."""
     groups: dict[tuple[str, bool], list[tuple[str, Shard]]] = {}
     missing: list[tuple[str, str]] = []
     seen: set[tuple[object, ...]] = set()

@@ -38,12 +38,7 @@ class _StoredBox:
 
 
 class PartIndex:
-    """What a part holds; headers are read only of files that hold what is asked for.
-
-    Raises:
-        LoadError: the checkpoint holds no such part.
-        CorruptCheckpointError: its index is malformed.
-    """
+    """What a part holds; headers are read only of files that hold what is asked for."""
 
     def __init__(self, checkpoint: Checkpoint, part: str) -> None:
         self._checkpoint = checkpoint

@@ -10,7 +10,7 @@ reads it once more, whole.
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -41,7 +41,7 @@ class Destination:
     stored_dtype: torch.dtype
 
 
-class Reader:
+class Reader(AbstractContextManager["Reader"]):
     """Reads the files of one checkpoint; a context manager that ends its checksum thread.
 
     `num_bytes` and `verified_bytes` count what was read and what was compared with checksums.
@@ -61,9 +61,6 @@ class Reader:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self.num_bytes = 0
         self.verified_bytes = 0
-
-    def __enter__(self) -> "Reader":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()

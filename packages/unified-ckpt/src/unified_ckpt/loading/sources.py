@@ -55,11 +55,7 @@ class Sources:
         self._skipped_model = bool(content.get("skip_save_model_weight", False))
 
     def index(self, part: str) -> PartIndex:
-        """Return the index of a part.
-
-        Raises:
-            LoadError: the checkpoint holds no such part.
-        """
+        """Return the index of a part."""
         found = self._index_if_any(part)
         return found if found is not None else PartIndex(self._checkpoint, part)
 
@@ -151,12 +147,7 @@ def holds_file(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def read_dcp_record(checkpoint: Checkpoint) -> DcpRecord:
-    """Return what `dcp.json` says.
-
-    Raises:
-        LoadError: there is none.
-        CorruptCheckpointError: it is damaged.
-    """
+    """Return what `dcp.json` says."""
     try:
         return DcpRecord.from_bytes(checkpoint.read_file(DCP_NAME))
     except (ValueError, RecursionError) as error:
@@ -164,11 +155,7 @@ def read_dcp_record(checkpoint: Checkpoint) -> DcpRecord:
 
 
 def read_values(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the Python values of a checkpoint by dotted path, those in dicts one by one.
-
-    Raises:
-        CorruptCheckpointError: the file that holds them is damaged.
-    """
+    """Return the Python values of a checkpoint by dotted path, those in dicts one by one."""
     leaves: dict[str, Any] = {}
     todo = list(Sources(checkpoint, LoadOptions()).values.items())
     while todo:

@@ -19,11 +19,11 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from enum import Flag, auto
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, SupportsIndex, TypeVar
 
 import torch.distributed as dist
 
@@ -112,7 +112,7 @@ class _Ask(Flag):
     STOP = auto()
 
 
-class CheckpointManager:
+class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     """Saves, keeps and finds the checkpoints `checkpoint-{step}` of one folder.
 
     Every rank of the group makes one, and calls what is marked collective together with the others.
@@ -180,6 +180,7 @@ class CheckpointManager:
             CheckpointTypeError: the step is no whole number.
             CheckpointValueError: the step is negative.
         """
+        check_type("step", step, SupportsIndex)
         if operator.index(step) < 0:
             raise CheckpointValueError(f"step={step} is negative; count steps from 0")
         return self.folder / f"checkpoint-{operator.index(step)}"
@@ -235,9 +236,7 @@ class CheckpointManager:
             step: the number in the directory's name.
             metrics: numbers of this step, for `best_metric`, written as `metrics.json`; None writes
                 no such file. The first rank's count, others' are ignored.
-            files: more files by relative name, as in `save`.
-            rank_files: more files of every rank, as in `save`.
-            options: as in `save`.
+            files, rank_files, options: as in `save`.
 
         Raises:
             SaveArgumentError: as `save`; or the step or a metric is no number, or `files` has a
@@ -336,9 +335,6 @@ class CheckpointManager:
         if self._lock_fd >= 0:
             unlock_folder(self._lock_fd)
             self._lock_fd = -1
-
-    def __enter__(self) -> "CheckpointManager":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -7,9 +7,9 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, SupportsFloat
 
-from unified_ckpt.errors import CheckpointValueError, LoadError
+from unified_ckpt.errors import CheckpointValueError, LoadError, check_type
 from unified_ckpt.plans.checkpoint import load_files
 
 METRICS_NAME = "metrics.json"
@@ -30,6 +30,8 @@ def encode_metrics(step: int, metrics: Mapping[str, float]) -> bytes:
     Raises:
         CheckpointTypeError: a metric is not a number.
     """
+    for name, value in metrics.items():
+        check_type(f"metric {name!r}", value, SupportsFloat)
     numbers = {name: float(value) for name, value in metrics.items()}
     return json.dumps({"step": int(step), "metrics": numbers}).encode()
 
@@ -37,12 +39,7 @@ def encode_metrics(step: int, metrics: Mapping[str, float]) -> bytes:
 def with_metrics(
     files: Mapping[str, bytes], step: int, metrics: Mapping[str, float] | None
 ) -> dict[str, bytes]:
-    """Add `metrics.json` to the files of a checkpoint, if there are metrics.
-
-    Raises:
-        CheckpointTypeError: a metric is not a number.
-        CheckpointValueError: the files have one of that name.
-    """
+    """Add `metrics.json` to the files of a checkpoint, if there are metrics."""
     if METRICS_NAME in files:
         raise CheckpointValueError(
             f"files has {METRICS_NAME!r}, where metrics stand; use another name"

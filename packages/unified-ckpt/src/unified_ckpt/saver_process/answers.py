@@ -5,6 +5,7 @@ raise error_from_json(error_to_json(error))  # of the same kind, with the same t
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,8 @@ _KINDS = (SavePeerError, SaveArgumentError)
 
 def report_to_json(report: SaveReport) -> dict[str, Any]:
     """Return a report as JSON types."""
-    return {
-        "path": str(report.path),
-        "num_files": report.num_files,
-        "num_bytes": report.num_bytes,
-        "rank_bytes": report.rank_bytes,
-        "replaced": report.replaced,
-        "removed_leftovers": [str(path) for path in report.removed_leftovers],
-    }
+    leftovers = [str(path) for path in report.removed_leftovers]
+    return {**asdict(report), "path": str(report.path), "removed_leftovers": leftovers}
 
 
 def report_from_json(fields: Mapping[str, Any]) -> SaveReport:

@@ -111,9 +111,6 @@ def save_request(make: Callable[[], Request], *, timeout_s: float) -> SaveReport
     Args:
         make: returns this rank's request; what it raises, all ranks raise.
         timeout_s: bound on each wait for the other ranks.
-
-    Raises:
-        SaveError: as `save`.
     """
     agreement = Agreement(None, timeout_s=timeout_s, subject="save in the background")
     with agreement.phase("describe", checks_arguments=True) as phase:

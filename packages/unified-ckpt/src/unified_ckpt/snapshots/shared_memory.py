@@ -47,11 +47,7 @@ class SharedMemory:
 
     @classmethod
     def attach(cls, fd: int) -> "SharedMemory":
-        """Map memory that another process allocated; takes over the descriptor.
-
-        Raises:
-            OSError, ValueError: it cannot be mapped; the descriptor is closed.
-        """
+        """Map memory that another process allocated; takes over the descriptor."""
         try:
             return cls(fd, os.fstat(fd).st_size)
         except (OSError, ValueError):
@@ -59,11 +55,7 @@ class SharedMemory:
             raise
 
     def pin(self) -> None:
-        """Lock the pages and let CUDA know, once; `close` undoes it.
-
-        Raises:
-            SaveError: CUDA refuses.
-        """
+        """Lock the pages and let CUDA know, once; `close` undoes it."""
         if not self._pinned:
             pin(self.tensor)
             self._pinned = True

@@ -55,11 +55,6 @@ class SnapshotRequest:
         """Take a state dict apart as `save` does; return the request and the shards to be staged.
 
         Moments are compressed by the saver process, if at all.
-
-        Raises:
-            CheckpointTypeError: a leaf is neither tensor nor JSON, a file no bytes, the loss no
-                number.
-            CheckpointValueError: a tensor does not fit its box.
         """
         if loss is not None:
             check_type("loss", loss, float, int)

@@ -61,11 +61,7 @@ class StagingLayout:
 
     @classmethod
     def of(cls, parts: Mapping[str, Sequence[Shard]]) -> "StagingLayout":
-        """Lay out shards one after the other.
-
-        Raises:
-            CheckpointTypeError: a part holds something else.
-        """
+        """Lay out shards one after the other."""
         boxes = [
             (part, shard.meta, tuple(shard.tensor.shape))
             for part, shards in parts.items()
@@ -170,22 +166,14 @@ class StagingPool:
         self._changed = threading.Condition()
 
     def pin(self) -> None:
-        """Pin all buffers, those to come as well, so that CUDA devices copy to them without a stop.
-
-        Raises:
-            SaveError: CUDA refuses.
-        """
+        """Pin all buffers, those to come as well, so that CUDA copies to them without a stop."""
         with self._changed:
             self._pins = True
             for buffer in self._free:
                 buffer.memory.pin()
 
     def prepare(self, num_bytes: int) -> None:
-        """Make every free buffer at least that large.
-
-        Raises:
-            SaveError: there is not enough memory; the message gives both sizes.
-        """
+        """Make every free buffer at least that large."""
         with self._changed:
             fitting = [b for b in self._free if b.memory.num_bytes >= num_bytes]
             for buffer in self._free:

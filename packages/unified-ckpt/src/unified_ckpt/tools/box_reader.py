@@ -6,6 +6,7 @@ with BoxReader(Checkpoint("run/checkpoint-10"), "model") as boxes:
 
 import math
 import mmap
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -19,15 +20,12 @@ from unified_ckpt.plans.checkpoint import Checkpoint
 _PAGES_BYTES = 1024 * 1024  # from this size on memory comes from the system and goes back to it
 
 
-class BoxReader:
+class BoxReader(AbstractContextManager["BoxReader"]):
     """Reads boxes of one part; every byte that is read is compared with its checksum.
 
     Attributes:
         tensors: dtype, shape and place of every tensor of the part, by key; what is kept
             sharded is one tensor here, and compressed moments are as they are stored.
-
-    Raises:
-        LoadError: the checkpoint has no such part.
     """
 
     def __init__(self, checkpoint: Checkpoint, part: str) -> None:
@@ -47,11 +45,7 @@ class BoxReader:
         return stored.shape
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        """Return the row-major bytes of a box, uint8 `[bytes]`.
-
-        Raises:
-            CorruptCheckpointError: bytes are missing or differ from their checksum.
-        """
+        """Return the row-major bytes of a box, uint8 `[bytes]`."""
         stored = self.tensors[key]
         meta = BoxMeta(key, stored.dtype, Box(self.shape(key), offset, shape))
         dtype = dtype_of(stored.dtype)
@@ -63,9 +57,6 @@ class BoxReader:
             typed = memory.view(dtype.torch_dtype).view(shape)
             self._reader.run(plan, [Destination(key, typed, dtype.torch_dtype)])
         return memory
-
-    def __enter__(self) -> "BoxReader":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._reader.__exit__(None, None, None)

@@ -11,6 +11,7 @@ summed on the spot, where handing them over would cost more.
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -90,7 +91,7 @@ class PendingSum(Generic[_T]):
         return cast(_T, self._known)
 
 
-class Checksums:
+class Checksums(AbstractContextManager["Checksums"]):
     """Sums buffers on worker threads; a context manager that waits for the threads."""
 
     def __init__(self) -> None:
@@ -110,9 +111,6 @@ class Checksums:
         future = self._pool.submit(work, *arguments)
         self._pending.append(future)
         return PendingSum(future=future)
-
-    def __enter__(self) -> "Checksums":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=True)

@@ -155,11 +155,7 @@ def decode_manifest(raw: bytes, path: Path) -> Manifest:
 
 
 def read_manifest(checkpoint: Path) -> Manifest | None:
-    """Read the manifest of a checkpoint directory; None where there is none.
-
-    Raises:
-        CorruptCheckpointError: there is one, but it is damaged.
-    """
+    """Read the manifest of a checkpoint directory; None where there is none."""
     path = checkpoint / MANIFEST_NAME
     try:
         raw = path.read_bytes()

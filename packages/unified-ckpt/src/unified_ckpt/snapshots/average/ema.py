@@ -128,12 +128,7 @@ class EmaMemory:
 
     @classmethod
     def allocate(cls, config: EmaConfig, layout: StagingLayout) -> "EmaMemory":
-        """Make zeroed memory for the average of the layout's source part.
-
-        Raises:
-            SaveError: there is not enough memory.
-            SaveArgumentError: the layout has no such part.
-        """
+        """Make zeroed memory for the average of the layout's source part."""
         if config.source not in layout.part_names:
             raise SaveArgumentError(
                 f"the moving average is of part {config.source!r}, but the snapshot has only "
@@ -242,13 +237,7 @@ class EmaMemory:
 
 
 def average_for(config: EmaConfig, layout: StagingLayout, current: EmaMemory | None) -> EmaMemory:
-    """Return the average for snapshots of a layout: the current one, or a new one if there is none.
-
-    Raises:
-        SaveArgumentError: the layout lacks the source part, has other shards of it than the current
-            average, or a part of the average's name.
-        SaveError: there is not enough memory.
-    """
+    """Return the average for snapshots of a layout: the current one, or a new one."""
     if EMA_PART in layout.part_names:
         raise SaveArgumentError(
             f"part {EMA_PART!r} is where the moving average is saved; give yours another name"

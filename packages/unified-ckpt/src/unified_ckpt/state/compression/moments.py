@@ -38,11 +38,7 @@ def moment_of(key: str) -> Moment | None:
 
 
 def compress_moments(shards: Sequence[Shard]) -> list[Shard]:
-    """Replace floating moments by codes and scales (new memory), and keep all other shards.
-
-    Raises:
-        CheckpointValueError: a moment is not finite, or a second moment is negative.
-    """
+    """Replace floating moments by codes and scales (new memory), and keep all other shards."""
     compressed: list[Shard] = []
     for shard in shards:
         moment = moment_of(shard.key)

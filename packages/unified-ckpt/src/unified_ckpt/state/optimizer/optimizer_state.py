@@ -34,11 +34,7 @@ def is_optimizer_state(value: object) -> bool:
 def optimizer_entries(
     optimizer: torch.optim.Optimizer | Mapping[str, Any], path: str
 ) -> tuple[Entries, Groups]:
-    """Return (parameter name, its live state) pairs, empty states included, and the groups.
-
-    Raises:
-        CheckpointValueError: the parameters have numbers only.
-    """
+    """Return (parameter name, its live state) pairs, empty states included, and the groups."""
     if isinstance(optimizer, torch.optim.Optimizer):
         groups: Groups = list(optimizer.param_groups)
         state: Mapping[Any, MutableMapping[str, Any]] = optimizer.state

@@ -68,9 +68,6 @@ def merge_groups(held: Sequence[Mapping[str, Any]]) -> tuple[list[Values], Value
 
     Returns:
         The values by rank, without `params`; and the `params` of optimizers of several groups.
-
-    Raises:
-        CheckpointValueError: a parameter has other hyperparameters on another rank.
     """
     numberings: dict[str, _Numbering] = defaultdict(_Numbering)
     renumbered = []
