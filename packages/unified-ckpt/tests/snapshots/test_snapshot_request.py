@@ -59,5 +59,5 @@ def test_what_cannot_be_sent_is_refused_before_anything_is_copied() -> None:
     state = {"model": [shard]}
     with pytest.raises(TypeError, match=r"file 'a' is a str; expected bytes"):
         SnapshotRequest.of(state, checkpoint_id="c", rank_files={"a": "x"})  # type: ignore[dict-item]
-    with pytest.raises(TypeError, match=r"loss is a Tensor; expected a float"):
+    with pytest.raises(TypeError, match=r"loss is a Tensor; expected float or int"):
         SnapshotRequest.of(state, checkpoint_id="c", loss=torch.tensor(1.0))  # type: ignore[arg-type]

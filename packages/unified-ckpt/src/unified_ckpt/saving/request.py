@@ -147,7 +147,7 @@ def plan_request(described: Sequence[Mapping[str, Any]]) -> SavePlan:
     names += [name for rank in described for name, _ in rank["files"]]
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
-        raise CheckpointValueError(f"{twice} would be written twice; use different names")
+        raise CheckpointValueError(f"several would write {twice}; use different names")
     return plan
 
 

@@ -288,7 +288,7 @@ class _Walker:
 
     def _add_tensor(self, part: str, key: str, tensor: torch.Tensor) -> None:
         if (part, key) in self._tensor_keys and "param_groups." not in key:
-            raise CheckpointValueError(f"two tensors of {part!r} have the key {key!r}; rename one")
+            raise CheckpointValueError(f"two tensors of part {part!r} have the key {key!r}")
         self._tensor_keys.add((part, key))
         self._add_shards(part, place_tensor(key, tensor, self._layout))
 

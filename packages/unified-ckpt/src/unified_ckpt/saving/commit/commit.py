@@ -118,7 +118,7 @@ def check_replaceable(target: Path) -> None:
     if not target.exists():
         return
     if not target.is_dir():
-        raise CheckpointValueError(f"{target} exists and is no directory; choose another place")
+        raise CheckpointValueError(f"{target} exists and is not a directory; choose another name")
     if not (target / MANIFEST_NAME).is_file() and any(target.iterdir()):
         raise CheckpointValueError(
             f"{target} exists and has no {MANIFEST_NAME}, so it is not a checkpoint that may be "
