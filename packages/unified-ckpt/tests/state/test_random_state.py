@@ -118,6 +118,27 @@ def test_losses_after_resume_equal_those_of_the_uninterrupted_run(tmp_path: Path
     assert run_ranks(forgotten, 2) == again  # the state comes from the checkpoint, not from before
 
 
+def test_a_rank_that_resumes_on_another_device_goes_on_with_its_own_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = 1
+    states = {device: torch.full((4,), device, dtype=torch.uint8) for device in range(2)}
+    for name, value in {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 2,
+        "current_device": lambda: own,
+        "get_rng_state": states.__getitem__,
+        "set_rng_state": lambda state, device: states.update({device: state}),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    save({}, checkpoint_id=tmp_path / "c", rank_files=random_state_files(0))
+    own = 0
+    states.clear()
+    assert restore_random_state(tmp_path / "c", 0)
+    assert {device: int(state[0]) for device, state in states.items()} == {0: 1, 1: 1}
+
+
 @pytest.mark.gpu
 def test_the_generators_of_devices_go_on_where_they_stood(tmp_path: Path) -> None:
     tracker = {"tp": torch.Generator(device="cuda").manual_seed(3)}

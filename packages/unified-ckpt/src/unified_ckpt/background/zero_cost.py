@@ -182,11 +182,7 @@ class ZeroCostSaver:
             raise torn
 
     def close(self) -> None:
-        """Finish, remove the hooks, and end the copying thread; the saver stays open.
-
-        Raises:
-            SaveError: as in `finish`; all is closed nevertheless.
-        """
+        """Finish, remove the hooks, end the copying thread, even if `finish` raises."""
         try:
             self.finish()
         finally:

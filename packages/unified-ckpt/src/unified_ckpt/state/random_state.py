@@ -60,6 +60,8 @@ def random_state_files(
         tensors[f"tracker.{name}"] = generator.get_state()
     states: dict[str, Any] = {name: _to_text(state) for name, state in tensors.items()}
     states["python"] = random.getstate()
+    if "torch.cuda.0" in states:  # a resumed rank may have another device of its machine
+        states["cuda_device"] = torch.cuda.current_device()
     if numpy_random is not None:
         states["numpy"] = _numpy_json(numpy_random.get_state(legacy=False))
     return {random_state_file(rank): json.dumps(states).encode()}
@@ -110,9 +112,11 @@ def restore_random_state(
         generator.set_state(states[key])
     torch.set_rng_state(states["torch.cpu"])
     if torch.cuda.is_available():
+        own = torch.cuda.current_device()
         for device in range(torch.cuda.device_count()):
-            if f"torch.cuda.{device}" in states:
-                torch.cuda.set_rng_state(states[f"torch.cuda.{device}"], device)
+            saved = states.get("cuda_device", own) if device == own else device
+            if f"torch.cuda.{saved}" in states:
+                torch.cuda.set_rng_state(states[f"torch.cuda.{saved}"], device)
     random.setstate(states["python"])
     if numpy_random is not None:
         numpy_random.set_state(states["numpy"])
