@@ -15,10 +15,8 @@ from moe_train.rank.rank import (
     RankError,
     RankJob,
     RankJobError,
-    done_file,
-    error_file,
     leave,
-    pid_file,
+    rank_file,
     run_rank,
     watch_stop_signals,
 )
@@ -106,17 +104,17 @@ def test_a_rank_that_ends_well_says_that_it_was_ready_and_that_it_is_done(
     ended = launched(tmp_path, module, "", os.getpid())
     assert (ended.value, ended.error) == (0, None)
     assert (tmp_path / "ran").read_text() == "3 False"
-    assert int(pid_file(tmp_path, 3).read_text()) != os.getpid()
-    assert done_file(tmp_path, 3).exists()
-    assert not error_file(tmp_path, 3).exists()
+    assert int(rank_file(tmp_path, 3, "pid").read_text()) != os.getpid()
+    assert rank_file(tmp_path, 3, "done").exists()
+    assert not rank_file(tmp_path, 3, "error.json").exists()
 
 
 def test_a_rank_that_fails_leaves_its_error_and_is_not_done(module: str, tmp_path: Path) -> None:
     assert launched(tmp_path, module, "fail", os.getpid()).value == 1
-    error = RankError(**json.loads(error_file(tmp_path, 3).read_bytes()))
+    error = RankError(**json.loads(rank_file(tmp_path, 3, "error.json").read_bytes()))
     assert (error.rank, error.step, error.summary) == (3, 3, "KeyError: 'expert 7'")
-    assert pid_file(tmp_path, 3).exists()
-    assert not done_file(tmp_path, 3).exists()
+    assert rank_file(tmp_path, 3, "pid").exists()
+    assert not rank_file(tmp_path, 3, "done").exists()
 
 
 def test_a_rank_whose_launcher_is_gone_ends_without_running_its_job(
@@ -125,7 +123,7 @@ def test_a_rank_whose_launcher_is_gone_ends_without_running_its_job(
     ended = launched(tmp_path, module, "", launcher_pid=os.getppid())
     assert (ended.value, ended.error_type, ended.exitcode) == (None, "Died", 1)
     assert not (tmp_path / "ran").exists()
-    assert not pid_file(tmp_path, 3).exists()
+    assert not rank_file(tmp_path, 3, "pid").exists()
 
 
 def test_a_failed_rank_leaves_at_once_and_without_cleaning_up(

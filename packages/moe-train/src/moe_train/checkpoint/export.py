@@ -14,7 +14,8 @@ def checkpoint_files(
 ) -> dict[str, bytes]:
     """File name -> content: model and generation config, tokenizer, and the run's own config."""
     text = tokenizer_file.read_bytes()
-    end = _end_token(Tokenizer.from_file(str(tokenizer_file)), model.eos_token_id)
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    end = None if model.eos_token_id is None else tokenizer.id_to_token(model.eos_token_id)
     ends = list(model.eos_token_ids)
     generation: dict[str, object] = {
         "eos_token_id": ends if len(ends) > 1 else model.eos_token_id,
@@ -35,10 +36,6 @@ def checkpoint_files(
         "tokenizer_config.json": _json(tokenizer_config),
         "moe_train.toml": dump_toml(config).encode(),
     }
-
-
-def _end_token(tokenizer: Tokenizer, eos_token_id: int | None) -> str | None:
-    return None if eos_token_id is None else tokenizer.id_to_token(eos_token_id)
 
 
 def _json(values: dict[str, object]) -> bytes:

@@ -76,8 +76,7 @@ class MoeTable(Table):
         minimum=0,
     )
     capacity_factor: float | None = key(
-        "an expert takes at most this times its even share of a global microbatch's tokens, and "
-        "the others skip it; absent: no token is dropped",
+        "most tokens of an expert, over an even share of the global microbatch; absent: no limit",
         default=None,
         above=0,
     )
@@ -85,8 +84,8 @@ class MoeTable(Table):
         "which tokens a full expert keeps: the most probable or the first ones", default="probs"
     )
     update_expert_bias: bool = key(
-        "balance without a loss: after each step move the bias by which experts are chosen "
-        "towards even load (families with e_score_correction_bias in their checkpoints)",
+        "balance without a loss: move the bias that chooses experts towards even load after each "
+        "step (families with e_score_correction_bias)",
         default=False,
     )
     expert_bias_update_rate: float = key(
@@ -209,18 +208,15 @@ class TrainConfig(Table):
         "keep float32 copies of bfloat16 parameters in the optimizer", default=False
     )
     gradient_accumulation_fusion: bool = key(
-        "from the second microbatch on, matrix products of the backward add straight to the "
-        "gradients, which saves time and the memory of one more gradient",
+        "from the second microbatch on add weight gradients in place, to save time and memory",
         default=False,
     )
     recompute: Literal["layers"] | None = key(
-        "what is computed again in the backward instead of being kept: each decoder layer (tokens "
-        "keep their experts); absent: nothing",
+        "what the backward computes again instead of keeping it, with the same routing",
         default=None,
     )
     loss_chunk_tokens: int | None = key(
-        "tokens of which the head computes logits and loss at a time, which saves memory; absent: "
-        "all of a microbatch at once",
+        "logits are computed for this many tokens at a time, to save memory; absent: for all",
         unit="tokens",
         default=None,
         minimum=1,

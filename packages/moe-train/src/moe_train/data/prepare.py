@@ -144,14 +144,11 @@ def _lookup(cache_dir: Path, index_file: Path) -> PreparedCorpus | None:
         fingerprint = json.loads(index_file.read_bytes())["fingerprint"]
     except (OSError, ValueError, KeyError):
         return None
-    return _open(_folder(cache_dir, fingerprint), fingerprint)
+    return _open(cache_dir / "corpora" / str(fingerprint))
 
 
-def _folder(cache_dir: Path, fingerprint: str) -> Path:
-    return cache_dir / "corpora" / fingerprint
-
-
-def _open(folder: Path, fingerprint: str) -> PreparedCorpus | None:
+def _open(folder: Path) -> PreparedCorpus | None:
+    """The corpus in a folder, whose name is its fingerprint; None when it is damaged."""
     try:
         facts = json.loads((folder / "corpus.json").read_bytes())
         prepared = PreparedCorpus(
@@ -160,7 +157,7 @@ def _open(folder: Path, fingerprint: str) -> PreparedCorpus | None:
             validation_tokens=folder / "validation.bin",
             vocab_size=facts["vocab_size"],
             eos_token_id=facts["eos_token_id"],
-            fingerprint=fingerprint,
+            fingerprint=folder.name,
         )
         open_tokens(prepared.train_tokens)
         open_tokens(prepared.validation_tokens)
@@ -175,15 +172,14 @@ def _build(
     started = time.perf_counter()
     usable, digests = _usable(documents)
     train, validation = split_documents(usable, config.data.validation_fraction)
-    fingerprint = _digest([settings, *digests])
-    folder = _folder(cache_dir, fingerprint)
-    prepared = _open(folder, fingerprint)
+    folder = cache_dir / "corpora" / _digest([settings, *digests])
+    prepared = _open(folder)
     if prepared is not None:
         return prepared
     size_mb = sum(document.size_bytes for document in usable) / 1e6
     logger.info("preparing %d documents of text, %.1f MB (once)", len(usable), size_mb)
     publish(folder, lambda work: _fill(work, config, train, validation))
-    prepared = _open(folder, fingerprint)
+    prepared = _open(folder)
     if prepared is None:
         raise TrainValueError(f"{folder} was changed while it was made; delete it and start again")
     logger.info("prepared the corpus in %.1f s: %s", time.perf_counter() - started, folder)

@@ -1,5 +1,6 @@
 """What a checkpoint holds, in words: `moe-train inspect DIR`."""
 
+import math
 from collections import defaultdict
 from pathlib import Path
 
@@ -54,13 +55,9 @@ def _describe_model(config: DecoderConfig) -> list[str]:
 def _describe_part(folder: Path, part: str) -> list[str]:
     index = read_index(folder, part)
     sizes: dict[str, int] = defaultdict(int)
-    elements = 0
     for entry in index.values():
-        count = 1
-        for length in entry.shape or ():
-            count *= length
-        elements += count
-        sizes[str(entry.dtype)] += count
+        sizes[str(entry.dtype)] += math.prod(entry.shape or ())
+    elements = sum(sizes.values())
     dtypes = ", ".join(f"{count:,} {dtype}" for dtype, count in sorted(sizes.items()))
     files = len({entry.file for entry in index.values()})
     return [f"{part:<11} {len(index)} tensors, {elements:,} elements ({dtypes}), {files} file(s)"]

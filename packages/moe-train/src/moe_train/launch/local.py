@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from textwrap import shorten
 from types import FrameType
@@ -33,7 +33,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from moe_train.cache import write_atomic
 from moe_train.errors import RankFailedError, StoppedUnsavedError, check_type
-from moe_train.rank import RankError, RankJob, done_file, error_file, pid_file
+from moe_train.rank import RankError, RankJob, rank_file
 
 STOP_GRACE_S = 300.0
 """How long ranks may take to finish their step and save after a request to stop."""
@@ -65,8 +65,7 @@ def run_local(
 
     Args:
         world_size: number of ranks.
-        module: import name of a module with `run(argv, context)`, as
-            `moe_train.rank` describes it.
+        module: import name of a module with `run(argv, context)`; see `moe_train.rank`.
         argv: passed to `run` on each rank.
         stop_grace_s: seconds that ranks have to save after a request to stop.
         failure_grace_s: seconds that the others have to end after one rank has failed.
@@ -88,25 +87,23 @@ def run_local(
         return supervisor.run()
 
 
+@dataclass(slots=True)
 class _Supervisor:
     """Watches the ranks of one launch from the main thread."""
 
-    def __init__(
-        self, run_dir: Path, world_size: int, stop_grace_s: float, failure_grace_s: float
-    ) -> None:
-        self._run_dir = run_dir
-        self._world_size = world_size
-        self._stop_grace_s = stop_grace_s
-        self._failure_grace_s = failure_grace_s
-        self._pids: dict[int, int] = {}
-        self._asked: set[int] = set()
-        self._ended_s: dict[int, float] = {}
-        self._stop_signal: signal.Signals | None = None
-        self._stop_s = 0.0
-        self._killed_by: signal.Signals | None = None
-        self._kill_s: float | None = None
-        self._kill_reason = ""
-        self._killed: set[int] = set()
+    _run_dir: Path
+    _world_size: int
+    _stop_grace_s: float
+    _failure_grace_s: float
+    _pids: dict[int, int] = field(default_factory=dict)
+    _asked: set[int] = field(default_factory=set)
+    _ended_s: dict[int, float] = field(default_factory=dict)
+    _stop_signal: signal.Signals | None = None
+    _stop_s: float = 0.0
+    _killed_by: signal.Signals | None = None
+    _kill_s: float | None = None
+    _kill_reason: str = ""
+    _killed: set[int] = field(default_factory=set)
 
     def run(self) -> signal.Signals | None:
         # Under nohup SIGHUP is ignored, and has to stay so.
@@ -153,8 +150,8 @@ class _Supervisor:
     def _look(self) -> None:
         """Register ranks as they come up, pass the stop on, notice ends, kill what is overdue."""
         for rank in range(self._world_size):
-            if rank not in self._pids and pid_file(self._run_dir, rank).exists():
-                self._pids[rank] = int(pid_file(self._run_dir, rank).read_text())
+            if rank not in self._pids and rank_file(self._run_dir, rank, "pid").exists():
+                self._pids[rank] = int(rank_file(self._run_dir, rank, "pid").read_text())
         now = time.monotonic()
         for rank, pid in self._pids.items():
             if rank not in self._ended_s and not _is_running(pid):
@@ -170,7 +167,7 @@ class _Supervisor:
 
     def _has_failed(self, rank: int) -> bool:
         """Whether an ended rank did not say that it was done."""
-        return not done_file(self._run_dir, rank).exists()
+        return not rank_file(self._run_dir, rank, "done").exists()
 
     def _plan_kill(self, at_s: float, reason: str) -> None:
         if self._kill_s is None or at_s < self._kill_s:
@@ -258,7 +255,7 @@ def _is_running(pid: int) -> bool:
 def _read_errors(run_dir: Path, world_size: int) -> dict[int, RankError]:
     errors = {}
     for rank in range(world_size):
-        path = error_file(run_dir, rank)
+        path = rank_file(run_dir, rank, "error.json")
         if path.exists():
             errors[rank] = RankError(**json.loads(path.read_bytes()))
     return errors

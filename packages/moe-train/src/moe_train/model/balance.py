@@ -16,6 +16,7 @@ Dims: E experts.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -52,9 +53,6 @@ class DeferredBalance:
 
         Args:
             terms: of each layer; the same layers in every microbatch and on every rank.
-
-        Raises:
-            ValueError: no terms.
         """
         if not terms:
             raise TrainValueError("no terms: give those of at least one layer with experts")
@@ -89,11 +87,7 @@ class DeferredBalance:
 def _detached(terms: Mapping[int, BalanceTerms]) -> dict[int, BalanceTerms]:
     """The same numbers as leaves, so that factors are found without the graph behind them."""
     return {
-        layer: BalanceTerms(
-            counts_E=term.counts_E,
-            prob_sum_E=term.prob_sum_E.detach().requires_grad_(),
-            num_tokens=term.num_tokens,
-        )
+        layer: replace(term, prob_sum_E=term.prob_sum_E.detach().requires_grad_())
         for layer, term in terms.items()
     }
 

@@ -254,11 +254,10 @@ def _moe(read: ConfigReader) -> MoEConfig:
 
 
 def _num_mtp_layers(read: ConfigReader, rules: FamilyRules) -> int:
-    count = read.get("num_nextn_predict_layers", "num_mtp_layers", default=0)
-    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-        raise TrainValueError(
-            f"config.json: num_nextn_predict_layers={count!r}; expected an integer, at least 0"
-        )
+    other_name = read.integer("num_mtp_layers", default=0)
+    count = read.integer("num_nextn_predict_layers", default=other_name)
+    if count < 0:
+        raise TrainValueError(f"config.json: num_nextn_predict_layers={count}; expected 0 or more")
     if count and not rules.has_mtp:
         raise TrainValueError(
             f"config.json: num_nextn_predict_layers={count} is not supported for "

@@ -221,11 +221,7 @@ class FamilyRules:
 
 
 def rules_of(model_type: object) -> FamilyRules:
-    """The rules of a `model_type`.
-
-    Raises:
-        ValueError: no decoder of that type is known.
-    """
+    """The rules of a `model_type`."""
     if isinstance(model_type, str) and model_type in RULES:
         return RULES[model_type]
     near = get_close_matches(str(model_type), RULES, n=1)

@@ -16,7 +16,6 @@ Shape legend: B sequences, S positions, P positions with those in the cache, H q
 K key/value heads, G = H / K, D head dim, d hidden size.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,32 +98,15 @@ def attention_context(
         window: a token attends to itself and `window - 1` tokens before it; None: to all.
         num_cached: positions in the cache, which this batch of one document each continues.
     """
-    windows = attention_contexts(
-        position_ids_BS, rotary, dtype, windows=(window,), num_cached=num_cached
-    )
-    return windows[window]
+    tables = rotary_tables(position_ids_BS, rotary, dtype)
+    return AttentionContext(*tables, attention_mask(position_ids_BS, window, num_cached))
 
 
-def attention_contexts(
-    position_ids_BS: Tensor,
-    rotary: RotaryOptions,
-    dtype: torch.dtype,
-    *,
-    windows: Sequence[int | None],
-    num_cached: int = 0,
-) -> dict[int | None, AttentionContext]:
-    """The context for each window among `windows`, over the same rotary tables."""
-    cos_BSR, sin_BSR = rotary_tables(position_ids_BS, rotary, dtype)
-    return {
-        window: AttentionContext(
-            cos_BSR,
-            sin_BSR,
-            continued_mask(position_ids_BS, num_cached, window)
-            if num_cached
-            else document_mask(position_ids_BS, window),
-        )
-        for window in dict.fromkeys(windows)
-    }
+def attention_mask(position_ids_BS: Tensor, window: int | None, num_cached: int) -> Tensor | None:
+    """Where attention is allowed in layers with this window, as in `AttentionContext`."""
+    if num_cached:
+        return continued_mask(position_ids_BS, num_cached, window)
+    return document_mask(position_ids_BS, window)
 
 
 def document_mask(position_ids_BS: Tensor, window: int | None = None) -> Tensor | None:

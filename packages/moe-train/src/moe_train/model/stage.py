@@ -29,11 +29,12 @@ from moe_train.model.layers import (
     AttentionContext,
     KeyValueCache,
     attention_context,
-    attention_contexts,
+    attention_mask,
 )
 from moe_train.model.loss import head_loss
 from moe_train.model.mtp import MTPLayer, MTPTokens, SharedWeights, mtp_loss
 from moe_train.model.norm import RMSNorm
+from moe_train.model.rotary import rotary_tables
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -200,14 +201,13 @@ class DecoderStage(nn.Module):
         self, position_ids_BS: Tensor, dtype: torch.dtype, cache: KeyValueCache | None
     ) -> dict[int | None, AttentionContext]:
         """What the layers of each window share."""
-        windows = [self.config.window(number) for number in self.options.layers]
-        return attention_contexts(
-            position_ids_BS,
-            self.config.rotary,
-            dtype,
-            windows=windows,
-            num_cached=0 if cache is None else cache.num_cached,
-        )
+        num_cached = 0 if cache is None else cache.num_cached
+        tables = rotary_tables(position_ids_BS, self.config.rotary, dtype)
+        windows = {self.config.window(number) for number in self.options.layers}
+        return {
+            window: AttentionContext(*tables, attention_mask(position_ids_BS, window, num_cached))
+            for window in windows
+        }
 
     def _mtp_losses(
         self, normed_BSd: Tensor, position_ids_BS: Tensor, target: Target

@@ -53,12 +53,11 @@ class GradientStore:
 
     def __init__(self, groups: Sequence[ParameterGroup], *, fp32_accumulation: bool) -> None:
         self._groups = groups
+        self._parameters = [p for group in groups for p in group.parameters]
         self._buffers: dict[nn.Parameter, Tensor] = {}
-        if fp32_accumulation:
-            for group in groups:
-                for parameter in group.parameters:
-                    self._buffers[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
-                    parameter.register_post_accumulate_grad_hook(self._accumulate)
+        for parameter in self._parameters if fp32_accumulation else ():
+            self._buffers[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
+            parameter.register_post_accumulate_grad_hook(self._accumulate)
 
     def _accumulate(self, parameter: Tensor) -> None:
         if parameter.grad is not None and isinstance(parameter, nn.Parameter):
@@ -78,9 +77,8 @@ class GradientStore:
         """Forget all gradients, before a step."""
         for buffer in self._buffers.values():
             buffer.zero_()
-        for group in self._groups:
-            for parameter in group.parameters:
-                parameter.grad = None
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def reduce(self) -> None:
         """Sum every gradient over its group's ranks. Collective over each group."""
@@ -105,9 +103,8 @@ class GradientStore:
 
     def scale(self, coefficient: float) -> None:
         """Multiply every gradient in place."""
-        for group in self._groups:
-            for parameter in group.parameters:
-                self.of(parameter).mul_(coefficient)
+        for parameter in self._parameters:
+            self.of(parameter).mul_(coefficient)
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

@@ -8,9 +8,7 @@ from moe_train.rank.rank import RankContext as RankContext
 from moe_train.rank.rank import RankError as RankError
 from moe_train.rank.rank import RankJob as RankJob
 from moe_train.rank.rank import RankJobError as RankJobError
-from moe_train.rank.rank import done_file as done_file
-from moe_train.rank.rank import error_file as error_file
 from moe_train.rank.rank import leave as leave
-from moe_train.rank.rank import pid_file as pid_file
+from moe_train.rank.rank import rank_file as rank_file
 from moe_train.rank.rank import run_rank as run_rank
 from moe_train.rank.rank import watch_stop_signals as watch_stop_signals

@@ -71,19 +71,11 @@ class RankJob:
     launcher_pid: int
 
 
-def pid_file(run_dir: Path, rank: int) -> Path:
-    """The file in which a rank says that it is ready for signals."""
-    return run_dir / f"rank-{rank}.pid"
-
-
-def done_file(run_dir: Path, rank: int) -> Path:
-    """The file in which a rank says that its job ran to its end."""
-    return run_dir / f"rank-{rank}.done"
-
-
-def error_file(run_dir: Path, rank: int) -> Path:
-    """The file in which a rank says why it failed."""
-    return run_dir / f"rank-{rank}.error.json"
+def rank_file(run_dir: Path, rank: int, kind: str) -> Path:
+    """The file in which a rank says that it is ready for signals (`pid`), that its job ran to its
+    end (`done`), or why it failed (`error.json`).
+    """
+    return run_dir / f"rank-{rank}.{kind}"
 
 
 class RankJobError(MoeTrainError):

@@ -16,10 +16,8 @@ from moe_train.cache import write_atomic
 from moe_train.rank.rank import (
     RankJob,
     RankJobError,
-    done_file,
-    error_file,
     leave,
-    pid_file,
+    rank_file,
     rank_number,
     run_rank,
     watch_stop_signals,
@@ -33,14 +31,14 @@ def main(run_dir: Path) -> int:
     context, rank = watch_stop_signals(), rank_number()
     job = RankJob(**json.loads((run_dir / "job.json").read_bytes()))
     _die_with(job.launcher_pid)
-    write_atomic(pid_file(run_dir, rank), str(os.getpid()))
+    write_atomic(rank_file(run_dir, rank, "pid"), str(os.getpid()))
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         run_rank(job.module, job.argv, context)
     except RankJobError as failure:
-        write_atomic(error_file(run_dir, rank), json.dumps(asdict(failure.error)))
+        write_atomic(rank_file(run_dir, rank, "error.json"), json.dumps(asdict(failure.error)))
         return 1
-    write_atomic(done_file(run_dir, rank), "")
+    write_atomic(rank_file(run_dir, rank, "done"), "")
     return 0
 
 

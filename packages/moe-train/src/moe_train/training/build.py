@@ -59,9 +59,6 @@ def read_model_config(config: Config) -> DecoderConfig:
 
     Layers for multi-token prediction that are not trained are left out of a model that starts
     from random weights, and are kept as they are with a model that starts from a checkpoint.
-
-    Raises:
-        ValueError: the file cannot be used.
     """
     model = read_decoder(Path(config.model.source))
     is_idle = bool(model.mtp_layers) and config.train.mtp_loss_coef == 0

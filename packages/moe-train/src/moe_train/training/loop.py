@@ -44,6 +44,7 @@ class Reporter:
         self.metrics.close()
 
 
+@dataclass(frozen=True, slots=True)
 class TrainingLoop:
     """Runs steps until `max_steps` or until any rank is asked to stop.
 
@@ -53,20 +54,20 @@ class TrainingLoop:
         position: where to start; kept up to date while the loop runs.
     """
 
-    def __init__(
-        self, config: Config, training: Training, reporter: Reporter | None, position: Position
-    ) -> None:
-        self.config = config
-        self.runner = runner = training.runner
-        self.corpus = training.corpus
-        self.checkpointer = training.checkpointer
-        self.reporter = reporter
-        self.position = position
-        self.plan = BatchPlan(
-            global_batch_size=config.train.global_batch_size,
-            num_microbatches=config.train.gradient_accumulation_steps,
-            data_rank=runner.parallel.data_rank,
-            num_data_ranks=runner.parallel.num_data_ranks,
+    config: Config
+    training: Training
+    reporter: Reporter | None
+    position: Position
+
+    @property
+    def plan(self) -> BatchPlan:
+        """How a global batch is cut for this rank."""
+        parallel = self.training.parallel
+        return BatchPlan(
+            global_batch_size=self.config.train.global_batch_size,
+            num_microbatches=self.config.train.gradient_accumulation_steps,
+            data_rank=parallel.data_rank,
+            num_data_ranks=parallel.num_data_ranks,
         )
 
     def run(self, context: RankContext) -> Path | None:
@@ -85,8 +86,8 @@ class TrainingLoop:
             stopping = result.stop_requested
             if not stopping and (last or _due(step, train.validation_interval_steps)):
                 self._validate()
-            if self.checkpointer.is_due(step) or stopping or last:
-                saved = self.checkpointer.save(self._state())
+            if self.training.checkpointer.is_due(step) or stopping or last:
+                saved = self.training.checkpointer.save(self._state())
         return saved
 
     def _step(self, *, stop: bool) -> StepResult:
@@ -96,7 +97,7 @@ class TrainingLoop:
         lr = learning_rate(
             self.position.step + 1, self.config.train.max_steps, self.config.optimizer
         )
-        result = self.runner.train(batches, lr=lr, stop=stop)
+        result = self.training.runner.train(batches, lr=lr, stop=stop)
         self.position.step += 1
         self.position.consumed_samples += self.config.train.global_batch_size
         elapsed_s = time.perf_counter() - started
@@ -106,16 +107,19 @@ class TrainingLoop:
         return result
 
     def _training_batches(self) -> list[Batch]:
-        if self.corpus.train is None:
+        if self.training.corpus.train is None:
             return []
         return training_microbatches(
-            self.corpus.train, self.corpus.order, self.plan, self.position.consumed_samples
+            self.training.corpus.train,
+            self.training.corpus.order,
+            self.plan,
+            self.position.consumed_samples,
         )
 
     def _validate(self) -> float:
         total, count = 0.0, 0
         for batches in self._validation_batches():
-            loss, tokens = self.runner.evaluate(batches)
+            loss, tokens = self.training.runner.evaluate(batches)
             total, count = total + loss, count + tokens
         mean = total / max(count, 1)
         self._report({"validation_loss": mean, "validation_perplexity": math.exp(min(mean, 700.0))})
@@ -123,17 +127,18 @@ class TrainingLoop:
 
     def _validation_batches(self) -> list[list[Batch]]:
         count = min(
-            self.config.train.validation_sequences, self.corpus.facts.num_validation_sequences
+            self.config.train.validation_sequences,
+            self.training.corpus.facts.num_validation_sequences,
         )
-        if self.corpus.validation is None:
+        if self.training.corpus.validation is None:
             return [[] for _ in range(0, count, self.plan.global_batch_size)]
-        return list(validation_steps(self.corpus.validation, count, self.plan))
+        return list(validation_steps(self.training.corpus.validation, count, self.plan))
 
     def _state(self) -> TrainerState:
         return TrainerState(
             step=self.position.step,
             consumed_samples=self.position.consumed_samples,
-            data_fingerprint=self.corpus.facts.fingerprint,
+            data_fingerprint=self.training.corpus.facts.fingerprint,
             sequence_length=self.config.data.sequence_length,
             seed=self.config.train.seed,
         )

@@ -1,7 +1,6 @@
 """The corpus as a rank sees it: opened where tokens are needed, known everywhere."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from comm_collectives import broadcast_nested
 from moe_train.config import Config
@@ -47,10 +46,8 @@ def open_corpus(config: Config, parallel: Parallel, prepared: PreparedCorpus | N
             num_validation_sequences=validation.num_sequences,
             fingerprint=prepared.fingerprint,
         )
-    told: Any = broadcast_nested(
-        None if own is None else asdict(own), src=0, timeout_s=config.parallel.timeout_s
-    )
-    facts = CorpusFacts(**told)
+    given = None if own is None else asdict(own)
+    facts = CorpusFacts(**broadcast_nested(given, src=0, timeout_s=config.parallel.timeout_s))
     if own is not None and own != facts:
         raise TrainValueError(
             f"rank {parallel.rank} reads another corpus than rank 0: {own} and {facts}; "
@@ -61,11 +58,7 @@ def open_corpus(config: Config, parallel: Parallel, prepared: PreparedCorpus | N
 
 
 def open_splits(config: Config, prepared: PreparedCorpus) -> tuple[PackedSplit, PackedSplit]:
-    """The training and the validation split.
-
-    Raises:
-        ValueError: a split is too small for one sequence.
-    """
+    """The training and the validation split."""
     length, eos = config.data.sequence_length, prepared.eos_token_id
     reset = config.data.reset_at_documents
     return (
