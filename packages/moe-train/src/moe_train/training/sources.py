@@ -1,6 +1,7 @@
 """The corpus as a rank sees it: opened where tokens are needed, known everywhere."""
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from comm_collectives import broadcast_nested
 from moe_train.config import Config
@@ -47,7 +48,8 @@ def open_corpus(config: Config, parallel: Parallel, prepared: PreparedCorpus | N
             fingerprint=prepared.fingerprint,
         )
     given = None if own is None else asdict(own)
-    facts = CorpusFacts(**broadcast_nested(given, src=0, timeout_s=config.parallel.timeout_s))
+    told: Any = broadcast_nested(given, src=0, timeout_s=config.parallel.timeout_s)
+    facts = CorpusFacts(**told)
     if own is not None and own != facts:
         raise TrainValueError(
             f"rank {parallel.rank} reads another corpus than rank 0: {own} and {facts}; "
