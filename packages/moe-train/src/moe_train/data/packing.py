@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moe_train.data.token_file import open_tokens
 from moe_train.errors import TrainValueError
-from moe_train.model import IGNORED_LABEL
+from moe_train.labels import IGNORED_LABEL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from moe_train.data.packing import PackedSplit
 from moe_train.data.prepare import PreparedCorpus
 from moe_train.data.token_file import open_tokens
 from moe_train.errors import TrainValueError, check_type
-from moe_train.model import IGNORED_LABEL
+from moe_train.labels import IGNORED_LABEL
 
 _BATCH = 1024
 

@@ -111,7 +111,6 @@ def _random_batches(config: Config, vocab_size: int, parallel: Parallel) -> list
     for _ in range(count):
         tokens = torch.randint(0, vocab_size, (rows, length + 1), generator=generator)
         positions = torch.arange(length).expand(rows, length)
-        batches.append(
-            Batch(input_ids=tokens[:, :-1], labels=tokens[:, 1:], position_ids=positions)
-        )
+        ids, labels = tokens[:, :-1], tokens[:, 1:]
+        batches.append(Batch(input_ids=ids, labels=labels, position_ids=positions))
     return batches

@@ -1,13 +1,12 @@
 """The decoder of every family, as pipeline stages, equal to that of transformers.
 
-May import: errors; moe_pipeline. It knows nothing of ranks, files or configuration files.
+May import: labels, errors; moe_pipeline. It knows nothing of ranks, files or configuration files.
 """
 
 from moe_train.model.config import DecoderConfig as DecoderConfig
 from moe_train.model.init import decays as decays
 from moe_train.model.init import initialise as initialise
 from moe_train.model.layers import KeyValueCache as KeyValueCache
-from moe_train.model.loss import IGNORED_LABEL as IGNORED_LABEL
 from moe_train.model.mtp import stored_name as stored_name
 from moe_train.model.stage import EMBEDDING as EMBEDDING
 from moe_train.model.stage import DecoderStage as DecoderStage

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-IGNORED_LABEL = -100
-"""Label of a place where nothing is predicted, as in torch's cross entropy."""
+from moe_train.labels import IGNORED_LABEL
 
 
 def head_loss(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:

@@ -41,8 +41,9 @@ from torch import Tensor, nn
 from moe_pipeline import recompute
 from moe_pipeline.layer import MoEOutput
 from moe_train.errors import TrainValueError
+from moe_train.labels import IGNORED_LABEL
 from moe_train.model.layers import AttentionContext
-from moe_train.model.loss import IGNORED_LABEL, head_loss
+from moe_train.model.loss import head_loss
 from moe_train.model.norm import RMSNorm
 
 _BLOCK = ".mtp_block."

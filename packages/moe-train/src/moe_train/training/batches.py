@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from moe_train.data import Batch, PackedSplit, SampleOrder
-from moe_train.model import IGNORED_LABEL
+from moe_train.labels import IGNORED_LABEL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +57,5 @@ def count_predictions(batches: Sequence[Batch]) -> int:
 
 def _with_padding(split: PackedSplit, samples: NDArray[np.int64], count: int) -> Batch:
     batch = split.batch(np.minimum(samples, count - 1))
-    beyond = torch.from_numpy(samples >= count)
-    labels = batch.labels.masked_fill(beyond[:, None], IGNORED_LABEL)
+    labels = batch.labels.masked_fill(torch.from_numpy(samples >= count)[:, None], IGNORED_LABEL)
     return Batch(input_ids=batch.input_ids, labels=labels, position_ids=batch.position_ids)
