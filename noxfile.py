@@ -225,7 +225,9 @@ def _workspace_tests(
 
 def _pytest(session: nox.Session, *folders: str) -> tuple[str, ...]:
     # Two workers: many tests are one process that computes, or processes that wait for each other.
-    return ("pytest", "-q", "-m", "not gpu", "-n", "2", *folders, *session.posargs)
+    # Each begins with one half of the files, and takes from the other's when it has done its own.
+    workers = ("-n", "2", "--dist", "worksteal")
+    return ("pytest", "-q", "-m", "not gpu", *workers, *folders, *session.posargs)
 
 
 def _check(

@@ -1,6 +1,7 @@
 """Fork ranks, gather what each returned or raised, and kill whatever is left at the deadline."""
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import pickle
@@ -138,6 +139,7 @@ def _read(pipe: Connection, rank: int, process: ForkProcess, elapsed_s: float) -
 
 def _child(job: _Job, sender: Connection) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    gc.freeze()  # what the parent made is no garbage here; walking it would copy its pages
     torch.set_num_threads(1)
     try:
         if job.store_path is not None:
