@@ -1,9 +1,10 @@
+import io
 import json
+import logging
+import multiprocessing
 import os
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -20,12 +21,12 @@ from moe_train.config.tables import (
     TokenizerConfig,
     TrainConfig,
 )
-from moe_train.config.toml_file import dump_toml
 from moe_train.data.corpus import Document
 from moe_train.data.packing import IGNORED_LABEL, PackedSplit
 from moe_train.data.prepare import PreparedCorpus, prepare, split_documents
 from moe_train.data.token_file import open_tokens
 from moe_train.data.unigram import unigram_cross_entropy
+from ranktest import run_ranks
 
 
 @pytest.fixture
@@ -140,26 +141,18 @@ def test_damaged_cache_is_made_again(make: Make) -> None:
 
 
 def test_processes_at_once_make_it_once(make: Make, tmp_path: Path) -> None:
-    job = tmp_path / "job.toml"
-    job.write_text(dump_toml(make()), encoding="utf-8")
-    code = (
-        "import logging, sys; from pathlib import Path; logging.basicConfig(level=logging.INFO)\n"
-        "from moe_train import load_config, prepare\n"
-        "print(prepare(load_config(Path(sys.argv[1]))).fingerprint)"
-    )
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(job)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(3)
-    ]
-    ended = [process.communicate(timeout=60) for process in running]
-    assert [process.returncode for process in running] == [0, 0, 0], ended
-    assert len({out for out, _ in ended}) == 1
-    assert sum("trained the tokenizer" in errors for _, errors in ended) == 1
+    config = make()
+    gate = multiprocessing.get_context("fork").Barrier(3)
+
+    def run(*_: int) -> tuple[str, str]:
+        log = io.StringIO()
+        logging.basicConfig(level=logging.INFO, stream=log, force=True)
+        gate.wait(60)
+        return prepare(config).fingerprint, log.getvalue()
+
+    ended = run_ranks(run, 3, init=False)
+    assert len({fingerprint for fingerprint, _ in ended}) == 1  # type: ignore[misc]
+    assert sum("trained the tokenizer" in log for _, log in ended) == 1  # type: ignore[misc]
     assert len(list((tmp_path / "cache" / "corpora").iterdir())) == 1
 
 
