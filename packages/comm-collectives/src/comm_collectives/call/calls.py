@@ -266,9 +266,8 @@ class Call:
             return True
         history = self.state.history
         # While a backward is owed (on every rank alike), a peer may be waiting in it.
-        self.meets = (
-            self.number % every == 0 or history.compares_next or len(self.state.pending) > 0
-        )
+        owes = len(self.state.pending) > 0
+        self.meets = self.number % every == 0 or history.compares_next or owes
         history.add(self.number, self._head(0))
         self.is_noted = True
         return self.meets

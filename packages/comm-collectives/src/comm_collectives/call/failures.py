@@ -71,9 +71,7 @@ def describe_absent(
             text = f"timed out after {limit_s:g} s; arrived too late: the last of {late}"
         return CollectiveTimeoutError, text
     arrived = [rank for rank in others if rank not in arrival.missing]
-    missing = ", ".join(
-        f"rank {state.ranks[rank]}{_last_seen(state, rank)}" for rank in arrival.missing
-    )
+    missing = ", ".join(f"rank {state.ranks[r]}{_last_seen(state, r)}" for r in arrival.missing)
     what = f"timed out after {limit_s:g} s"
     if gave_up:
         what = f"timed out at {_names(state, gave_up)}, which gave up waiting"

@@ -54,9 +54,7 @@ def check_op(dtype: torch.dtype, op: str) -> None:
         return
     if dtype in _COMPLEX and op not in _ORDERED:
         return
-    if dtype in _WIDER and (
-        op in ("min", "max", "product") or (op == "sum" and dtype != torch.bool)
-    ):
+    if dtype in _WIDER and op != "avg" and (op != "sum" or dtype != torch.bool):
         return
     raise CommTypeError(
         f"op={op!r} is not defined for {dtype}; convert to a dtype with that arithmetic first "

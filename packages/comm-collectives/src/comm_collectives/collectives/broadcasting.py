@@ -134,7 +134,7 @@ def broadcast_call(
     call = Call(state, "broadcast", arguments=arguments, timeout_s=timeout_s, compares_site=False)
     agreed = call.meet(parts=parts * state.size, status=status, refused=refused)
     told = [TransferHeader.unpack(part) for part in agreed.parts]
-    header = _agreed_header(call, [header for header, _ in told], src)
+    header = _one_header(call, [header for header, _ in told], src)
     dtype, shape, kind = header.dtypes[0], header.shapes[0], torch.device(header.travels[0])
     own = as_bytes(dense(x)) if is_src and x is not None else None
     if agreed.flags & Status.INLINE:
@@ -173,9 +173,7 @@ def _attach(x: torch.Tensor | None, y: torch.Tensor, got: _Got) -> torch.Tensor:
     return attach(inputs, (y,), got.call, Back(run=back, zeros=zeros_for(y)))[0]
 
 
-def _agreed_header(
-    call: Call, headers: Sequence[TransferHeader | None], src: int
-) -> TransferHeader:
+def _one_header(call: Call, headers: Sequence[TransferHeader | None], src: int) -> TransferHeader:
     """Return what the source's tensor is, if those that receivers gave are alike."""
     source = headers[src]
     if source is None:

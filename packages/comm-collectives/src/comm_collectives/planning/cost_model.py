@@ -141,9 +141,7 @@ def _score(
     if free < 1:
         return math.inf if len(positions) > 2 else 0.0, knots
     curve = CostCurve(knots=knots, bytes_per_s=1.0)
-    squares = sum(
-        (curve.seconds(n) / time - 1) ** 2 for n, time in zip(sizes, seconds, strict=True)
-    )
+    squares = sum((curve.seconds(n) / t - 1) ** 2 for n, t in zip(sizes, seconds, strict=True))
     return squares / free**2, knots
 
 
@@ -167,12 +165,10 @@ def _fit_heights(
         beside[low] += weight * near * far
         right[low] += weight * near * time
         right[low + 1] += weight * far * time
-    return _solve_tridiagonal(diagonal, beside, right)
+    return _tridiagonal(diagonal, beside, right)
 
 
-def _solve_tridiagonal(
-    diagonal: list[float], beside: list[float], right: list[float]
-) -> list[float]:
+def _tridiagonal(diagonal: list[float], beside: list[float], right: list[float]) -> list[float]:
     for i, upper in enumerate(beside):
         factor = upper / diagonal[i]
         diagonal[i + 1] -= factor * upper

@@ -252,9 +252,7 @@ class _OneWay:
     def busiest_nic(self, ranks_per_nic: int) -> int:
         """Bytes of the busiest network card."""
         inter = self.inter_bytes_W
-        return max(
-            sum(inter[at : at + ranks_per_nic]) for at in range(0, len(inter), ranks_per_nic)
-        )
+        return max(sum(inter[i : i + ranks_per_nic]) for i in range(0, len(inter), ranks_per_nic))
 
 
 def _stage_load(stage: WireStage, topology: Topology) -> StageLoad:

@@ -159,9 +159,7 @@ def build_gather(
     head = Head("gather", source.dtype, "", source.nbytes, root)
     return Operation(
         name=_title(place, head),
-        steps=lambda channel: moves.gather_steps(
-            channel, head, span_of(sent), _spans(targets), root
-        ),
+        steps=lambda c: moves.gather_steps(c, head, span_of(sent), _spans(targets), root),
         over_gloo=lambda: place.gloo.gather([targets] if targets else [], [sent], opts),
         results=list(wanted),
         landings=landings,
@@ -182,9 +180,7 @@ def build_scatter(
     head = Head("scatter", output.dtype, "", output.nbytes, root)
     return Operation(
         name=_title(place, head),
-        steps=lambda channel: moves.scatter_steps(
-            channel, head, _spans(sent), span_of(target), root
-        ),
+        steps=lambda c: moves.scatter_steps(c, head, _spans(sent), span_of(target), root),
         over_gloo=lambda: place.gloo.scatter([target], [sent] if sent else [], opts),
         results=[output],
         landings=landings,

@@ -67,9 +67,7 @@ def reduce_scatter_steps(
             _check_lengths(channel, told)
         target = out[step * per_step : (step + 1) * per_step]
         count = target.numel()
-        values = [
-            channel.their_tensor(rank, dtype)[at : at + count] for rank, at in enumerate(starts)
-        ]
+        values = [channel.their_tensor(r, dtype)[at : at + count] for r, at in enumerate(starts)]
         values[me] = parts[me][step * per_step : (step + 1) * per_step]
         reduction(values, target)
 
@@ -132,9 +130,7 @@ def _all_reduce_shared(
             drain(channel, _parts(before, part_bytes, me, size), 0)
         own = x[step * part * size :][mine]
         if own.numel():
-            values = [
-                channel.their_tensor(rank, x.dtype)[mine][: own.numel()] for rank in range(size)
-            ]
+            values = [channel.their_tensor(r, x.dtype)[mine][: own.numel()] for r in range(size)]
             values[me] = own
             result = channel.my_tensor(x.dtype)[mine][: own.numel()]
             reduction(values, result)

@@ -269,9 +269,7 @@ class _Candidate:
     def attach(self, all_gather: Callable[[bytes], list[bytes]]) -> bool:
         """Everybody maps the file, locks its byte and leaves its nonce."""
         able = _succeeds(self._map)
-        marks = [
-            _MARK.unpack_from(message) for message in all_gather(_MARK.pack(able, self._nonce))
-        ]
+        marks = [_MARK.unpack_from(text) for text in all_gather(_MARK.pack(able, self._nonce))]
         self._nonce = b"".join(mark[1] for mark in marks)
         return all(mark[0] for mark in marks)
 

@@ -8,13 +8,13 @@ between two ranks are counted per direction, because pipeline stages make differ
     state.rank, state.size, state.next_call()
 """
 
-import itertools
 import threading
 import zlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import count
 from numbers import Real
 from operator import index
 from typing import Any, final
@@ -76,10 +76,8 @@ class GroupState:
         self.given_up: list[object] = []
         self.failed_calls: list[int] = []
         self.observers: list[Callable[[str, Sequence[int]], None]] = []
-        self._calls: Iterator[int] = itertools.count(1)
-        self._transfers: dict[tuple[int, int], Iterator[int]] = defaultdict(
-            lambda: itertools.count(1)
-        )
+        self._calls: Iterator[int] = count(1)
+        self._transfers: dict[tuple[int, int], Iterator[int]] = defaultdict(lambda: count(1))
 
     def next_call(self) -> int:
         """Number of the collective that starts now (from 1)."""

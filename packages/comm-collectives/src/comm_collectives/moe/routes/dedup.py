@@ -28,9 +28,7 @@ class DedupRequest(RouteRequest):
         counts_WL = counts_by_rank(choices, state)
         self._sent_choices_W = tuple(sum(row) for row in counts_WL)
         self._source = plan_source(choices.token_N, choices.num_tokens, self._sent_choices_W)
-        self.counts = [
-            (rows, *row) for rows, row in zip(self._source.rows_P, counts_WL, strict=True)
-        ]
+        self.counts = [(n, *row) for n, row in zip(self._source.rows_P, counts_WL, strict=True)]
 
     def routing(self, received: Sequence[Sequence[int]], *, alignment: int) -> Routing:
         """Return the routing, given what each rank told this one."""

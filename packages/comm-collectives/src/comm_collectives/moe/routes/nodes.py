@@ -45,9 +45,7 @@ class NodeRequest(RouteRequest):
         self._choices_M = tuple(sum(choices_W[at : at + ranks_per_node]) for at in nodes)
         self._source = plan_source(token_N, num_tokens, self._choices_M)
         rank_rows_W = count_unique(token_N, num_tokens, choices_W)
-        experts_M = [
-            [n for row in counts_WL[at : at + ranks_per_node] for n in row] for at in nodes
-        ]
+        experts_M = [[n for row in counts_WL[i : i + ranks_per_node] for n in row] for i in nodes]
         self.counts = [
             (
                 self._source.rows_P[rank // ranks_per_node],
