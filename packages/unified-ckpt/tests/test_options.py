@@ -118,7 +118,7 @@ def split_save(folder: Path, options: SaveOptions, *, flat: bool) -> None:
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_ignore_merge_optimizer_stores_boxes_apart_in_files_of_one_rank(
+def test_ignore_merge_optimizer_keeps_boxes_sharded_in_files_of_one_rank(
     flat: bool, tmp_path: Path
 ) -> None:
     split_save(tmp_path / "c", SaveOptions(ignore_merge_optimizer=True), flat=flat)
@@ -155,7 +155,7 @@ def test_gather_split_param_decides_about_flat_ranges_only(tmp_path: Path) -> No
         assert torch.equal(back, MASTER * 2)
 
 
-def test_holes_are_found_also_where_boxes_are_stored_apart(tmp_path: Path) -> None:
+def test_holes_are_found_also_where_boxes_are_kept_sharded(tmp_path: Path) -> None:
     lone = Shard.of("w/moment1", MASTER[:2], global_shape=(4, 3), offset=(0, 0))
     with pytest.raises(ValueError, match=r"optimizer 'w/moment1'.*no rank holds 6"):
         save(

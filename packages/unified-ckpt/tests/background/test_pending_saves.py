@@ -24,7 +24,7 @@ def pending(number: int, buffer: StagingBuffer) -> PendingSave:
     )
 
 
-def test_tickets_are_sent_once_in_the_order_of_their_numbers(buffer: StagingBuffer) -> None:
+def test_saves_are_sent_once_in_the_order_of_their_numbers(buffer: StagingBuffer) -> None:
     queue = SaveQueue()
     first, second, third = (pending(number, buffer) for number in (1, 2, 3))
     for each in (first, second, third):
@@ -56,7 +56,7 @@ def test_what_is_expected_is_waited_for_until_its_outcome_is_there(buffer: Stagi
     assert queue.expected() == [copied.upload_completion]
 
 
-def test_a_ticket_that_ended_cannot_be_submitted(buffer: StagingBuffer) -> None:
+def test_a_save_that_ended_cannot_be_submitted(buffer: StagingBuffer) -> None:
     queue, only = SaveQueue(), pending(1, buffer)
     queue.add(only)
     assert queue.withdraw(only)

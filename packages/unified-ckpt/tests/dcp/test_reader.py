@@ -27,7 +27,7 @@ def test_dcp_reads_a_plain_transformers_directory(tmp_path: Path) -> None:
     assert torch.equal(flat["lm_head.weight"], w)
 
 
-def test_dcp_reads_boxes_apart_and_compressed_moments(tmp_path: Path) -> None:
+def test_dcp_reads_boxes_kept_sharded_and_compressed_moments(tmp_path: Path) -> None:
     m = torch.randn(4, 64)
     halves = [
         Shard.of("w/moment1", m[2 * i : 2 * i + 2], global_shape=(4, 64), offset=(2 * i, 0))

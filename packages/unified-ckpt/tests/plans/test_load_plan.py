@@ -69,7 +69,7 @@ def test_cast_plans_the_bytes_of_the_stored_dtype() -> None:
     assert plan.num_bytes == 24
 
 
-def test_boxes_stored_apart_are_read_where_they_overlap_the_want() -> None:
+def test_boxes_kept_sharded_are_read_where_they_overlap_the_want() -> None:
     halves = (
         ((0, 0), StoredTensor(dtype="F32", shape=(2, 6), file="a", begin=80, end=128)),
         ((2, 0), StoredTensor(dtype="F32", shape=(2, 6), file="b", begin=8, end=56)),

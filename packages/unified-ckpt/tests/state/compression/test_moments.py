@@ -152,7 +152,7 @@ def test_other_states_and_bits_stay_as_they_are(tmp_path: Path) -> None:
     assert all(torch.equal(back[key], state[key]) for key in state)
 
 
-def test_compression_and_boxes_apart_go_together(tmp_path: Path) -> None:
+def test_compression_and_boxes_kept_sharded_go_together(tmp_path: Path) -> None:
     m = torch.randn(6, 70)
     halves = [
         Shard.of("w/moment1", m[r], global_shape=(6, 70), offset=(r.start, 0))
