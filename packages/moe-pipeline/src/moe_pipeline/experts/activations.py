@@ -103,16 +103,10 @@ class Activation:
         grad_act_RH: Tensor,
         grad_weights_out: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Derivatives of `weighted`.
+        """What `weighted` returned, and the gradient of `pre_RG`, both in its dtype.
 
-        Args:
-            pre_RG: as given to `weighted`.
-            weights_R: likewise.
-            grad_act_RH: gradient of what `weighted` returned. Overwritten.
-            grad_weights_out: [R], receives the gradient of the weights; None: not wanted.
-
-        Returns:
-            What `weighted` returned, and the gradient of `pre_RG`, both in its dtype.
+        `grad_act_RH`, the gradient of what `weighted` returned, is overwritten. `grad_weights_out` [R]
+        receives the gradient of the weights; None: not wanted.
         """
         act_RH, grad_pre_RG = torch.empty_like(grad_act_RH), torch.empty_like(pre_RG)
         if grad_weights_out is None:

@@ -14,13 +14,9 @@ Implementations (`experts_function`):
 - `grouped_mm`: `moe_pipeline.experts.grouped`. No fp64; D and H in multiples of 16 bytes.
 - `auto`: what `choose_implementation` says.
 
-Where one rank has all experts, `moe_pipeline.experts.token_experts` takes tokens instead and saves
-less.
-
     y_RD = experts_function(x_RD, weights_R, weights, (3, 0, 5, 1), ExpertsOptions())
 
-Dims: R routed rows sorted by expert, D width of a row, H intermediate, E local experts, G = 2H (H
-without a gate).
+Dims: R rows sorted by expert, D wide, H intermediate, E local experts, G = 2H (H without a gate).
 """
 
 from collections.abc import Callable, Sequence
@@ -123,17 +119,14 @@ def experts_function(
     num_tokens_per_expert: Sequence[int],
     options: ExpertsOptions,
 ) -> Tensor:
-    """Apply each row's expert and router weight, with weights held anywhere. Not collective.
+    """Apply each row's expert and router weight: [R, D] in the dtype of `x_RD`. Not collective.
 
     Args:
         x_RD: [R, D] rows sorted by local expert, any strides, in the dtype of the weights.
         weights_R: [R] router weights, any float dtype.
-        weights: the experts' weights.
+        weights: held anywhere; biases are used where it has them.
         num_tokens_per_expert: rows of each local expert; sums to R; zeros allowed.
-        options: activation and implementation. Biases are used where `weights` has them.
-
-    Returns:
-        [R, D], same dtype as `x_RD`.
+        options: activation and implementation.
     """
     counts = tuple(num_tokens_per_expert)
     _check_counts(x_RD, weights_R, weights, counts)

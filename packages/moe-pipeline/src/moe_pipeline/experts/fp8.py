@@ -90,11 +90,8 @@ def scaled_grouped_mm(rows: QuantizedRows, weight: QuantizedRows, offsets_E: Ten
 def fp8_product(rows_RK: Tensor, weight_ENK: Tensor, offsets_E: Tensor, kernel: Kernel) -> Tensor:
     """[R, N] by a kernel on fp8 operands; differentiable once, with bf16 products.
 
-    Args:
-        rows_RK: bf16, contiguous; the rows of expert e end at `offsets_E[e]`.
-        weight_ENK: bf16, any strides; its gradient may be deferred.
-        offsets_E: int32 [E] on the same device.
-        kernel: makes the product; on CUDA `scaled_grouped_mm`.
+    Both are bf16; the rows of expert e end at `offsets_E[e]` (int32). On CUDA the kernel is
+    `scaled_grouped_mm`.
     """
     if rows_RK.shape[0] == 0:  # grouped kernels refuse such strides; this has gradients of zero
         return rows_RK @ weight_ENK.sum(0).t()

@@ -1,9 +1,7 @@
 """All experts as one autograd function: little saved, little copied.
 
-Plain autograd saves, for each routed row, the input, the gate-up output, the activated gate, the
-product and the unweighted output, and makes a weight gradient by summing per-expert pieces. This
-function saves the input, the gate-up output and the router weights only; everything else is cheap
-to compute again. Further points make it fast:
+It saves the input, the gate-up output and the router weights only; what else autograd would save is
+cheap to compute again. Further points make it fast:
 
 - router weights multiply the activation (H wide) before the down projection instead of the output
   (D wide) after it, which is the same number: `w * (W a + b) = W (w * a) + w * b`;

@@ -4,8 +4,7 @@ One kernel for all experts on CUDA. On a CPU it is a loop inside torch.
 
 What it cannot take is refused by name: fp64, and rows that are not a multiple of 16 bytes.
 
-Dims: R routed rows sorted by expert, D width of a row, H intermediate, E local experts, G = 2H (H
-without a gate).
+Dims: R rows sorted by expert, D wide, H intermediate, E local experts, G = 2H (H without a gate).
 """
 
 from collections.abc import Callable

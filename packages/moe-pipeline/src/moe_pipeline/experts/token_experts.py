@@ -29,7 +29,7 @@ def token_experts_function(
     weights: ExpertWeights,
     options: ExpertsOptions,
 ) -> Tensor:
-    """Send each token through its experts and sum what they return. Not collective.
+    """Send each token through its experts and sum what they return: [T, D]. Not collective.
 
     Args:
         x_TD: [T, D] in the dtype of the weights.
@@ -37,9 +37,6 @@ def token_experts_function(
         topk_weights_TK: [T, K] router weights, any float dtype.
         weights: of all E experts.
         options: activation and implementation.
-
-    Returns:
-        [T, D], same dtype as `x_TD`; zeros for a token without experts.
     """
     num_experts = weights.down_EDH.shape[0]
     _check_choices(x_TD, topk_idx_TK, topk_weights_TK)

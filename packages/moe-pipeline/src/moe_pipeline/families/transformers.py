@@ -11,9 +11,8 @@ GPT-OSS), gate and up alternating (GPT-OSS), with biases, without a gate. Router
 optimizer see no difference. Needs transformers >= 5.17, which this package does not install.
 
 What a family computes between its projections is code of its own (`_apply_gate`, `act_fn`). It is
-not read but tried out once per module: on a few fp64 numbers, far beyond any limit, it has to
-return what one of our activations returns. If none does, the call is refused with the reason;
-nothing is ever approximated by a similar activation.
+tried out once per module, on a few fp64 numbers: if none of our activations returns the same, the
+call is refused.
 
 Choices of experts that are not on this rank, which transformers marks with the number of local
 experts, cost nothing and get zero gradient. Under autocast the experts work in the dtype of their
@@ -84,16 +83,10 @@ class RegisteredExperts:
         top_k_index: Tensor,
         top_k_weights: Tensor,
     ) -> Tensor:
-        """Each token's weighted sum over its experts. Not collective.
+        """Each token's weighted sum over its experts, [T, D] as `hidden_states`. Not collective.
 
-        Args:
-            module: an experts module of transformers, with its flags and parameters.
-            hidden_states: [T, D].
-            top_k_index: integers [T, K]; those outside 0 .. E-1 choose no expert of this rank.
-            top_k_weights: [T, K].
-
-        Returns:
-            [T, D] in the dtype of `hidden_states`.
+        `top_k_index` and `top_k_weights` are [T, K]; an index outside 0 .. E-1 chooses no expert of
+        this rank. `module` is an experts module of transformers, with its flags and parameters.
         """
         known = self._modules.get(module)
         if known is None:

@@ -16,9 +16,8 @@ are plain probabilities no constant is, see `approximate`.
     layer = MoELayer(config)
     layer.load_state_dict(upcycled_state(dense.state_dict(), config))
 
-A shared expert takes the first units of the MLP, the shards are cut from the rest.
-
-Dims: H units of the dense MLP, D hidden, E experts, h units of an expert, G = shards.
+A shared expert takes the first units of the MLP, the shards are cut from the rest. Dims: H units of
+the dense MLP, D hidden, E experts, h units of an expert, G = shards.
 """
 
 from collections.abc import Mapping

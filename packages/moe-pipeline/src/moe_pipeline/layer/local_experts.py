@@ -7,8 +7,7 @@ None elsewhere, so that the sum holds it once.
     experts = Experts(config, num_local_experts=8)
     y_RD = experts(x_RD, (3, 0, 5, 1, 0, 0, 2, 1), topk_weights_R)
 
-Dims: R routed rows sorted by expert, T tokens, K choices, D width of a row, H intermediate, E local
-experts, G = 2H (H without a gate).
+Dims: R rows sorted by expert, T tokens, K choices, D wide, H intermediate, E local experts, G = 2H.
 """
 
 from collections.abc import Sequence

@@ -4,8 +4,7 @@ Parameters are named as in transformers' `Qwen3MoeSparseMoeBlock` (`gate.weight`
 `experts.gate_up_proj`, `experts.down_proj`) and its relatives (`shared_experts.*`,
 `shared_expert_gate.weight`, `fc1_latent_proj.weight`), so that a state dict fits both.
 
-The layer is given its process groups (`MoEGroups`) and asks no global for one. Without groups it is
-an ordinary module.
+Without process groups (`MoEGroups`) it is an ordinary module.
 
     layer = MoELayer(config)
     out = layer(x)                       # [batch, sequence, hidden] or [tokens, hidden]
@@ -17,9 +16,7 @@ tokens, or its own experts, contribute to a gradient; the sums over ranks are th
 
 - of `experts.*`: over the ranks that hold the same slices of the same experts
   (`fold_experts(...).expert_dp`), nobody else has a part of these;
-- of every other parameter: over all ranks with tokens (`MoEGroups.tokens`).
-
-Sums, never means: the shares of the losses are made for that.
+- of every other parameter: over all ranks with tokens (`MoEGroups.tokens`). Sums, never means.
 
 Dims: T tokens of this rank, R routed rows received, D hidden, E experts of the layer, K choices.
 """

@@ -3,9 +3,8 @@
 What stands before a product (a norm, an activation) is cheap to compute, but its output is saved,
 because the product needs it for the gradient of its weight. Here such an output is saved by
 nobody: once the forward has gone on its memory is free, and the first operation whose backward
-needs it has it computed again, once for all. In the recomputation of a whole layer the product
-itself would be repeated; here it is not. Megatron-Core calls this output-discarding recompute
-(arXiv 2603.07685).
+needs it has it computed again, once for all (Megatron-Core's output-discarding recompute, arXiv
+2603.07685). The product itself is not repeated.
 
     with discard_outputs():
         hidden = discarded(norm, x)      # instead of norm(x)

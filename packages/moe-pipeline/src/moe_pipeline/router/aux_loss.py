@@ -134,10 +134,6 @@ def count_load(
         sequence_shape: (B, S) of this rank's tokens; needed under scope "sequence" alone. Ranks of
             `groups.sequence` have the same B, and S may differ, also be 0.
         groups: `tokens`, `sequence` and `timeout_s` are used.
-
-    Returns:
-        The plan with `load_E`, `num_parts`, `num_tokens`, and `sequence_load_BX` under scope
-        "sequence"; `plan` itself if it has them.
     """
     by_sequence = _by_sequence(config)
     if plan.load_E is not None:

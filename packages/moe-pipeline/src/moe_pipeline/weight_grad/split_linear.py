@@ -1,8 +1,7 @@
 """Torch's linear functions with a weight gradient that can be deferred.
 
-The same products as autograd's own backward, in the same order of operands, so that the numbers are
-the same to the bit. What these functions cannot take (a weight that is no leaf, subclasses of
-tensors, no grad mode) goes to torch's own, whose weight gradients are computed at once.
+The same products as autograd's own backward, to the bit. What these functions cannot take (a weight
+that is no leaf, subclasses of tensors, no grad mode) goes to torch's own, computed at once.
 
     REPLACEMENTS[F.linear]                              # used by moe_pipeline.weight_grad.store
     y_RN = looped_product(x_RK, weight_ENK, counts)
@@ -262,14 +261,9 @@ def _grad_of_transposed_groups(rows_RK: Tensor, grad_RN: Tensor, offsets_E: Tens
 
 
 def looped_product(rows_RK: Tensor, weight_ENK: Tensor, counts: tuple[int, ...]) -> Tensor:
-    """[R, N]: each group's rows times its transposed weight, one product for each group.
+    """[R, N]: the rows of each group, `counts` of them, times its transposed weight, one by one.
 
     Any float dtype. The weight's gradient is deferred under `split_backward`.
-
-    Args:
-        rows_RK: sorted by group.
-        weight_ENK: one weight for each group.
-        counts: rows of each group; sums to R.
     """
     alias_ENK, deferred = deferrable(weight_ENK)
 

@@ -12,8 +12,7 @@ gradients there instead of computing them:
     store.run()                  # W
 
 Outside of `deferring()` the same graph gives all gradients at once; run that in `store.at_once()`
-if the stage calls `torch.utils.checkpoint` by itself. With a stage that is recomputed the forward
-runs a second time in I and never in W. Take a store for each stage and microbatch.
+if the stage calls `torch.utils.checkpoint` by itself. Take a store for each stage and microbatch.
 
 What is split: `F.linear` (so `nn.Linear`), `x @ weight`, `torch.mm`, `torch.addmm` and
 `F.grouped_mm` by a weight that is a leaf or its transpose; all experts, shared experts and routers
