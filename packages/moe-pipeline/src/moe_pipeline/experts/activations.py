@@ -105,8 +105,8 @@ class Activation:
     ) -> tuple[Tensor, Tensor]:
         """What `weighted` returned, and the gradient of `pre_RG`, both in its dtype.
 
-        `grad_act_RH`, the gradient of what `weighted` returned, is overwritten. `grad_weights_out` [R]
-        receives the gradient of the weights; None: not wanted.
+        `grad_act_RH`, the gradient of what `weighted` returned, is overwritten; the gradient of the
+        weights is written to `grad_weights_out` [R], if that is given.
         """
         act_RH, grad_pre_RG = torch.empty_like(grad_act_RH), torch.empty_like(pre_RG)
         if grad_weights_out is None:
