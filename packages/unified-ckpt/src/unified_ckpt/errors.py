@@ -12,6 +12,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+_PLAIN = {"SupportsFloat": "a number", "SupportsIndex": "a whole number"}
+
 
 class CheckpointError(RuntimeError):
     """Base of all errors of this package."""
@@ -52,7 +54,7 @@ class DamagedCheckpointWarning(UserWarning):
 def check_type(name: str, value: object, *kinds: type[Any]) -> None:
     """Raise CheckpointTypeError if an argument is none of these kinds."""
     if not isinstance(value, kinds):
-        wanted = " or ".join(kind.__name__ for kind in kinds)
+        wanted = " or ".join(_PLAIN.get(kind.__name__, kind.__name__) for kind in kinds)
         raise CheckpointTypeError(f"{name} is a {type(value).__name__}; expected {wanted}")
 
 

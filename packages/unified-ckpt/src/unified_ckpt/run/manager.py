@@ -198,8 +198,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         seen = self._watch.seen
         minutes = options.save_minutes
         late = minutes is not None and time.monotonic() - self._saved_at_s >= 60 * minutes
-        asked = _Ask(0)
-        asked |= _Ask.MINUTES if late and agreement.rank == 0 else _Ask(0)
+        asked = _Ask.MINUTES if late and agreement.rank == 0 else _Ask(0)
         asked |= _Ask.SIGNAL if seen else _Ask(0)
         asked |= _Ask.STOP if stops_training(seen) else _Ask(0)
         if minutes is not None or options.signals:
