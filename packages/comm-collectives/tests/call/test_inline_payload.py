@@ -74,7 +74,7 @@ def test_sums_of_every_size_are_those_of_a_call_without_an_exchange(op: str) -> 
                 assert y.grad is not None and y.grad.shape == x.shape
         assert _page_bytes() == PAGE_BYTES
 
-    run_ranks(fn, 2, timeout_s=60)
+    run_ranks(fn, 2, timeout_s=120)
 
 
 def test_drop_in_gets_rows_of_every_size_into_any_output() -> None:
