@@ -63,6 +63,12 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def has_own_call(module: torch.nn.Module) -> bool:
+    """Whether a call of a module does more than its class's forward: hooks, or another forward."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    return any(hooks) or bool(module._backward_pre_hooks) or "forward" in vars(module)
+
+
 def has_hooks(leaf: Tensor) -> bool:
     """Whether somebody has registered a hook for the gradient of a leaf, by its own methods."""
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)

@@ -1,9 +1,12 @@
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
 
 from moe_pipeline.config import (
@@ -14,7 +17,9 @@ from moe_pipeline.config import (
     SharedExpertOptions,
 )
 from moe_pipeline.groups import MoEGroups
+from moe_pipeline.layer.local_experts import Experts
 from moe_pipeline.layer.moe_layer import MoELayer
+from moe_pipeline.recomputation import recompute, recompute_modules
 from ranktest import run_ranks
 
 HIDDEN, INTERMEDIATE = 12, 5
@@ -206,6 +211,48 @@ def test_load_is_counted_once_per_training_forward_and_not_in_evaluation(seed):
     layer.eval()
     layer(x)
     assert torch.equal(layer.gate.tokens_per_expert, total)
+
+
+def test_a_layer_alone_calls_experts_that_have_hooks(seed):
+    layer = MoELayer(config_for(), dtype=torch.float64)
+    calls = []
+    layer.experts.register_forward_pre_hook(lambda module, args: calls.append(len(args)))
+    x = torch.randn(2, 5, HIDDEN, dtype=torch.float64, requires_grad=True)
+    check_against_the_reference(layer, x)
+    assert calls == [3]
+
+
+def test_recomputed_experts_of_a_layer_alone_run_again_in_backward(seed):
+    layer = MoELayer(config_for(), dtype=torch.float64)
+    runs = []
+    original = Experts.forward
+
+    def counted(self, *args):
+        runs.append(len(args))
+        return original(self, *args)
+
+    x = torch.randn(2, 5, HIDDEN, dtype=torch.float64, requires_grad=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Experts, "forward", counted)
+        recompute_modules(layer, {"experts": recompute})
+        check_against_the_reference(layer, x)
+    assert runs == [3, 3]
+
+
+def experts_under_fsdp(rank, world_size):
+    torch.manual_seed(0)
+    layer = MoELayer(config_for(), dtype=torch.float64)
+    whole = deepcopy(layer)
+    fully_shard(layer.experts, mesh=init_device_mesh("cpu", (world_size,)))
+    x = torch.randn(2, 5, HIDDEN, dtype=torch.float64)
+    for each in (layer, whole):
+        each(x).hidden.square().sum().backward()
+    for ours, theirs in zip(layer.experts.parameters(), whole.experts.parameters(), strict=True):
+        assert_close(ours.grad.full_tensor(), theirs.grad, atol=1e-12, rtol=1e-10)
+
+
+def test_experts_of_a_layer_alone_may_be_sharded_by_fsdp():
+    run_ranks(experts_under_fsdp, 2)
 
 
 @pytest.mark.parametrize("scope", ["microbatch", "sequence", "global_batch"])

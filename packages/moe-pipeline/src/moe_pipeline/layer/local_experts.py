@@ -122,7 +122,7 @@ class Experts(nn.Module):
         """Send each token through its experts, where this rank has all of them. Not collective.
 
         It saves less for the backward than `forward` on a row for each choice. Hooks on this module
-        are those of `forward`, as of every method of an `nn.Module`.
+        act on its calls, so on `forward` alone; a layer whose experts have some calls them.
 
         Args:
             x_TD: [T, D] tokens, in the dtype of the parameters.

@@ -27,13 +27,10 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from comm_collectives import (
-    MoeOptions,
-    combine,
-    dispatch,
-)
+from comm_collectives import MoeOptions, combine, dispatch
 from comm_collectives.moe import Dispatched
 from moe_pipeline._checks import check_type
+from moe_pipeline._torch_private import has_own_call
 from moe_pipeline.config import MoEConfig
 from moe_pipeline.errors import MoETypeError, MoEValueError
 from moe_pipeline.groups import ALONE, MoEGroups
@@ -206,7 +203,9 @@ class MoELayer(nn.Module):
         rows_TD = x_TD
         if self.fc1_latent_proj is not None:
             rows_TD = self.fc1_latent_proj(x_TD).to(x_TD.dtype)
-        if self.groups.ep_size == 1 and self.groups.etp_size == 1:
+        alone = self.groups.ep_size == 1 and self.groups.etp_size == 1
+        # What FSDP or `recompute_modules` adds to the experts acts on calls of the module alone.
+        if alone and not has_own_call(self.experts):
             # Nothing travels, and the experts save tokens instead of k rows for each.
             keep_plan(self, plan)
             out_TD = self.experts.forward_tokens(rows_TD, plan.topk_idx_TK, weights_TK)
