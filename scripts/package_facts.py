@@ -11,6 +11,7 @@ import inspect
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -53,7 +54,8 @@ def run_examples(page: Path, *, beginning: str = "") -> int:
     """Run every Python example of a page as printed; return how many there are.
 
     Of a page whose other blocks only show something, give the comment with which those that run
-    begin: `run_examples(ARCHITECTURE, beginning="# example")`. Each runs in a namespace of its own.
+    begin: `run_examples(ARCHITECTURE, beginning="# example")`. Each runs in a namespace of its own;
+    one that asks whether it is the program (`__main__`) runs as one, in a process of its own.
     """
     blocks = [
         b for b in _BLOCK.findall(page.read_text(encoding="utf-8")) if b.startswith(beginning)
@@ -61,8 +63,22 @@ def run_examples(page: Path, *, beginning: str = "") -> int:
     if not blocks:
         raise AssertionError(f"{page} has no example" + f" that begins with {beginning!r}")
     for block in blocks:
-        exec(compile(block, str(page), "exec"), {"__name__": "readme"})
+        if "__main__" in block:
+            _run_script(block, page)
+        else:
+            exec(compile(block, str(page), "exec"), {"__name__": "readme"})
     return len(blocks)
+
+
+def _run_script(text: str, page: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "example.py"
+        script.write_text(text, encoding="utf-8")
+        done = subprocess.run(
+            [sys.executable, str(script)], capture_output=True, text=True, timeout=120, cwd=folder
+        )
+    if done.returncode != 0:
+        raise AssertionError(f"an example of {page} fails:\n{done.stderr}")
 
 
 def check_tour(package: ModuleType, readme: Path) -> None:

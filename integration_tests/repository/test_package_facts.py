@@ -120,6 +120,13 @@ def test_an_example_that_fails_and_a_page_without_one_are_found(tmp_path: Path) 
         run_examples(page(tmp_path, "```bash\ntrue\n```\n"))
 
 
+def test_an_example_that_is_a_program_runs_as_one(tmp_path: Path) -> None:
+    text = "```python\nif __name__ == '__main__':\n    {}\n```\n"
+    assert run_examples(page(tmp_path, text.format("x = 1"))) == 1
+    with pytest.raises(AssertionError, match="(?s)an example of .* fails:.*ZeroDivisionError"):
+        run_examples(page(tmp_path, text.format("1 / 0")))
+
+
 def test_examples_can_be_told_from_blocks_that_only_show(tmp_path: Path) -> None:
     text = "```python\nshown(...)\n```\n\n```python\n# example: a router\nx = 1\n```\n"
     assert run_examples(page(tmp_path, text), beginning="# example") == 1
