@@ -123,7 +123,7 @@ def test_an_example_that_fails_and_a_page_without_one_are_found(tmp_path: Path) 
 def test_an_example_that_is_a_program_runs_as_one(tmp_path: Path) -> None:
     text = "```python\nif __name__ == '__main__':\n    {}\n```\n"
     assert run_examples(page(tmp_path, text.format("x = 1"))) == 1
-    with pytest.raises(AssertionError, match="(?s)an example of .* fails:.*ZeroDivisionError"):
+    with pytest.raises(AssertionError, match=r"(?s)an example of .* fails:.*ZeroDivisionError"):
         run_examples(page(tmp_path, text.format("1 / 0")))
 
 
