@@ -1,12 +1,12 @@
-"""What one rank tells all others ahead of a call: the head of a frame, sixteen int64 words.
+"""What one rank tells all others ahead of a call: its signature, sixteen int64 words.
 
     status | call number | operation | call site | rolling hash | pending backwards | 10 arguments
 
-Heads that are equal byte for byte agree; that is the common case and costs one comparison. What the
-words mean in plain text is exchanged only when they differ.
+Signatures that are equal byte for byte agree; that is the common case and costs one comparison. What
+the words mean in plain text is exchanged only when they differ.
 
-    head = Head(name="all_reduce", number=7, site=site, arguments=(Argument("op", 1, "sum"),))
-    assert Words.unpack(head.pack()).number == 7
+    call = CallSignature(name="all_reduce", number=7, site=site, arguments=(Argument("op", 1),))
+    assert SignatureWords.unpack(call.pack()).number == 7
 """
 
 import struct
@@ -80,7 +80,7 @@ class Argument:
 
 
 class SignatureWords(NamedTuple):
-    """A head as numbers."""
+    """A signature as numbers."""
 
     status: int
     number: int
@@ -128,7 +128,7 @@ class CallSignature:
         return hash((rolling, operation_word(self.name), self.site_word, *self._argument_words()))
 
     def pack(self) -> bytes:
-        """Return the head as bytes."""
+        """Return the signature as bytes."""
         words = self._argument_words()
         padding = (0,) * (MAX_ARGUMENTS - len(words))
         operation = operation_word(self.name)
