@@ -12,9 +12,10 @@ PACKAGES = Path(__file__).parents[1] / "packages"
 
 
 def load_test(package: str, name: str) -> ModuleType:
-    """Import `name`.py of the tests of `package` from its file."""
+    """Import a test file of a package by its path without `.py`, "schedules/test_planner"."""
     file = PACKAGES / package / "tests" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"{package.replace('-', '_')}_{name}", file)
+    module_name = f"{package}_{name}".replace("-", "_").replace("/", "_")
+    spec = importlib.util.spec_from_file_location(module_name, file)
     if spec is None or spec.loader is None:
         raise FileNotFoundError(file)
     module = importlib.util.module_from_spec(spec)

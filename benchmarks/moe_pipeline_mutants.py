@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--largest", type=int, nargs=2, default=[8, 32], help="of those executed")
     parser.add_argument("--moved", type=int, default=1, help="mutants of one larger schedule")
     given = parser.parse_args(argv)
-    oracle, execution = load_test("moe-pipeline", "test_checker"), Execution()
+    oracle, execution = load_test("moe-pipeline", "schedules/table/test_checker"), Execution()
     illegal = caught = legal = wronged = 0
     judged = (given.stages, given.microbatches)
     for schedule in schedules(judged):

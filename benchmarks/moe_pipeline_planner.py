@@ -74,7 +74,7 @@ def main() -> int:
     """Print a JSON line for each figure."""
     ratios = against_known()
     report("planner_vs_known", max(ratios), "x", ratios)
-    proven = [float(ok) for ok in optimal(load_test("moe-pipeline", "test_planner"))]
+    proven = [float(ok) for ok in optimal(load_test("moe-pipeline", "schedules/test_planner"))]
     report("planner_optimal", sum(proven) / len(proven), "share", proven)
     times = seconds()
     report("planner_seconds", max(times), "s", times)

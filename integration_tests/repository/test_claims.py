@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from claims.runner import (
     read_figures,
 )
 from gates.source import as_text
-from workspace import Package, read_packages
+from workspace import ROOT, Package, read_packages
 
 ENTRY = """\
 [[claim]]
@@ -241,3 +242,15 @@ def test_a_package_without_claims_needs_no_figures() -> None:
 def test_a_verdict_needs_the_figure_of_the_claim() -> None:
     assert judge(CLAIM, {"else": {"value": 1.0}}, "").verdict == FAILED
     assert judge(CLAIM, {"ratio": {"value": math.nan}}, "").verdict == FALLS_SHORT
+
+
+def test_the_test_files_that_benchmarks_load_are_there() -> None:
+    texts = [file.read_text() for file in ROOT.glob("benchmarks/*.py")]
+    loaded = [found for t in texts for found in re.findall(r'load_test\("(.+?)", "(.+?)"\)', t)]
+    assert len(loaded) >= 8
+    missing = [
+        name
+        for package, name in loaded
+        if not (ROOT / "packages" / package / "tests" / f"{name}.py").is_file()
+    ]
+    assert missing == []

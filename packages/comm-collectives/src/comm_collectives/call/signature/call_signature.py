@@ -2,8 +2,8 @@
 
     status | call number | operation | call site | rolling hash | pending backwards | 10 arguments
 
-Signatures that are equal byte for byte agree; that is the common case and costs one comparison. What
-the words mean in plain text is exchanged only when they differ.
+Signatures that are equal byte for byte agree; that is the common case and costs one comparison.
+What the words mean in plain text is exchanged only when they differ.
 
     call = CallSignature(name="all_reduce", number=7, site=site, arguments=(Argument("op", 1),))
     assert SignatureWords.unpack(call.pack()).number == 7

@@ -59,10 +59,10 @@ def rank_main(rank: int, world_size: int) -> dict[str, list[float]]:
     source = torch.zeros(world_size, WORDS, dtype=torch.int64)
     target = torch.empty_like(source)
     parts = [PART] * world_size
-    times: dict[str, list[float]] = {"control exchange": [], "meeting_with_parts": [], "gloo": []}
+    times: dict[str, list[float]] = {"exchange": [], "exchange_with_parts": [], "gloo": []}
     for _ in range(ROUNDS):
-        times["control exchange"].append(seconds(lambda: meet(None)))
-        times["meeting_with_parts"].append(seconds(lambda: meet(parts)))
+        times["exchange"].append(seconds(lambda: meet(None)))
+        times["exchange_with_parts"].append(seconds(lambda: meet(parts)))
         times["gloo"].append(seconds(lambda: dist.all_to_all_single(target, source)))
     return times
 
@@ -70,7 +70,7 @@ def rank_main(rank: int, world_size: int) -> dict[str, list[float]]:
 def main() -> None:
     for ranks in (2, 4):
         times: Any = run_ranks(rank_main, ranks, timeout_s=300)[0]
-        for name in ("control exchange", "meeting_with_parts"):
+        for name in ("exchange", "exchange_with_parts"):
             ratios = [ours / gloo for ours, gloo in zip(times[name], times["gloo"], strict=True)]
             low, middle, high = statistics.quantiles(ratios, n=4)
             values = {"value": round(middle, 4), "low": round(low, 4), "high": round(high, 4)}
@@ -78,7 +78,7 @@ def main() -> None:
                 "ours_us": round(statistics.median(times[name]) * 1e6, 1),
                 "gloo_us": round(statistics.median(times["gloo"]) * 1e6, 1),
             }
-            figure = {"figure": f"board_{name}_vs_gloo_{ranks}_ranks", **values, "unit": "x"}
+            figure = {"figure": f"mailbox_{name}_vs_gloo_{ranks}_ranks", **values, "unit": "x"}
             print(json.dumps({**figure, **micros, "n": len(ratios)}))
 
 
