@@ -204,9 +204,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         if minutes is not None or options.signals:
             asked = agreement.any_of("decide", asked)
         stop = _Ask.STOP in asked
-        if (
-            _Ask.SIGNAL in asked
-        ):  # one that came meanwhile is answered by this save, unless it asks to end
+        if _Ask.SIGNAL in asked:
+            # One that came meanwhile is answered by this save, unless it asks to end.
             self._watch.clear(stopping=stop)
         causes = {
             "steps": due_by_steps(step, options.save_steps),
