@@ -147,11 +147,14 @@ def compare(model_type: str, block: nn.Module, layer: MoELayer, x: Tensor, limit
     wanted = family_of(model_type).from_transformers(trained)
     ours = {name: parameter.grad for name, parameter in layer.named_parameters()}
     assert ours.keys() == wanted.keys()
+    # What a router's gradient would be if its one weight were not normalised.
+    unnormalised = (expected * factors).sum(-1).abs() * x.norm(dim=-1)
     for name, gradient in ours.items():
         # A router's gradient is a sum of differences of what experts gave, and its rounding is of
         # their size. One normalised weight is always 1, so that nothing but rounding is left.
         nothing = wanted[name].norm() < 1e-5 * factors.norm()
-        floor = (1.0 if nothing else 0.1) * factors.norm() if name.startswith("gate.") else 0.0
+        rounding = unnormalised.norm() if nothing else 0.1 * factors.norm()
+        floor = rounding if name.startswith("gate.") else 0.0
         scale = wanted[name].norm() + floor
         assert (gradient - wanted[name]).norm() <= limit * scale, name
     return got.load_E
