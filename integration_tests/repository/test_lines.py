@@ -23,7 +23,7 @@ def test_packages_together_have_no_more_lines_than_before(
 ) -> None:
     packages = [package(tmp_path, "a", py=10, pyi=pyi), package(tmp_path, "b", py=8)]
     report = as_text(check_lines(packages, root=tmp_path, before={"a": 10, "b": 10}))
-    assert ("packages/a/src:1: 13 lines of .py and .pyi, 10 before" in report) is bad
+    assert ("packages/a/src:1: 13 lines of .py and .pyi, 10 allowed" in report) is bad
     assert "packages/b" not in report
 
 

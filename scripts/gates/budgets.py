@@ -24,7 +24,7 @@ PARAMETERS = 7
 _REASON = re.compile(r"^\s*Length: \S.{15,}", re.MULTILINE)
 # Files that may import inside functions: commands answer --help without torch; adapters of CuPy
 # and CUDA must not load either before they are asked to.
-_LATE_IMPORTS = re.compile(r"(^|/)(cli|\w*(cupy|cuda)\w*)\.py$")
+_LATE_IMPORTS = re.compile(r"(^|/)(cli|commands/\w+|\w*(cupy|cuda)\w*)\.py$")
 _NOQA = re.compile(r"#\s*noqa\b(?P<codes>:\s*[A-Z]+[0-9]+(\s*,\s*[A-Z]+[0-9]+)*)?(?P<reason>.*)")
 
 
@@ -130,7 +130,7 @@ def _statements(source: Source) -> Iterator[Problem]:
             path=source.path,
             line=line,
             message="import inside a function; import at the top "
-            "(only cli.py and the CuPy and CUDA adapters may import late)",
+            "(only cli.py, commands/ and the CuPy and CUDA adapters may import late)",
         )
 
 

@@ -22,25 +22,35 @@ LINES_BEFORE = {
 }
 LINES = sum(LINES_BEFORE.values())  # 58,563
 
+# What a capability that did not exist before may add, and which one.
+LINES_ADDED = {
+    # Data people have (readers, chat, mixtures, packing, ledger), tokenizers of checkpoints, fine-
+    # tuning, evaluation, generation on several ranks, and what may change on resume.
+    "moe-train": 7_500,
+    # Tokens of padding that no expert sees.
+    "moe-pipeline": 150,
+}
+
 
 def check_lines(
     packages: Sequence[Package], *, root: Path, before: Mapping[str, int] = LINES_BEFORE
 ) -> list[Problem]:
     """One problem for each package that grew, if all packages together did."""
     now = {package.name: count_lines(package) for package in packages}
-    excess = sum(now.values()) - sum(before.values())
+    allowed = {name: lines + LINES_ADDED.get(name, 0) for name, lines in before.items()}
+    excess = sum(now.values()) - sum(allowed.values())
     if excess <= 0:
         return []
     return [
         Problem(
             path=f"{package.folder.relative_to(root).as_posix()}/src",
             line=1,
-            message=f"{now[package.name]} lines of .py and .pyi, {before.get(package.name, 0)} "
-            f"before; all packages together are {excess} lines above {sum(before.values())}: "
+            message=f"{now[package.name]} lines of .py and .pyi, {allowed.get(package.name, 0)} "
+            f"allowed; all packages together are {excess} lines above {sum(allowed.values())}: "
             "shorten, or argue for more in scripts/gates/lines.py",
         )
         for package in packages
-        if now[package.name] > before.get(package.name, 0)
+        if now[package.name] > allowed.get(package.name, 0)
     ]
 
 

@@ -3,17 +3,10 @@ import math
 
 import pytest
 
-from moe_train.config.tables import (
-    TABLES,
-    Config,
-    DataConfig,
-    ModelConfig,
-    MoeTable,
-    OptimizerConfig,
-    ParallelConfig,
-    TrainConfig,
-    all_keys,
-)
+from moe_train.config.data_tables import DataConfig
+from moe_train.config.model_tables import ModelConfig, MoeTable
+from moe_train.config.tables import TABLES, Config, all_keys
+from moe_train.config.train_tables import OptimizerConfig, ParallelConfig, TrainConfig
 
 
 def train(**changes: object) -> TrainConfig:

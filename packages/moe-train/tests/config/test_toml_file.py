@@ -5,15 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_train.config.tables import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TrainConfig,
-    all_keys,
-)
+from moe_train.config.data_tables import DataConfig
+from moe_train.config.model_tables import ModelConfig
+from moe_train.config.tables import Config, all_keys
 from moe_train.config.toml_file import dump_toml, format_compact, keys_help, load_config
+from moe_train.config.train_tables import OptimizerConfig, TrainConfig
 
 MINIMAL = """
 [model]

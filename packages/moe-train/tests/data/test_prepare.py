@@ -13,14 +13,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from moe_train.config.tables import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TokenizerConfig,
-    TrainConfig,
-)
+from moe_train.config.data_tables import DataConfig, TokenizerConfig
+from moe_train.config.model_tables import ModelConfig
+from moe_train.config.tables import Config
+from moe_train.config.train_tables import OptimizerConfig, TrainConfig
 from moe_train.data.corpus import Document
 from moe_train.data.packing import IGNORED_LABEL, PackedSplit
 from moe_train.data.prepare import PreparedCorpus, prepare, split_documents

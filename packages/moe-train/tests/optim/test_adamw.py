@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moe_train.config.tables import OptimizerConfig
+from moe_train.config.train_tables import OptimizerConfig
 from moe_train.optim.adamw import AdamW, learning_rate
 from moe_train.optim.grads import GradientStore, ParameterGroup, clip_coefficient
 from ranktest import run_ranks

@@ -18,9 +18,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moe_train.config.data_tables import PYTHON_STDLIB
 from moe_train.config.keys import KeyInfo, keys_of
 from moe_train.config.renames import RENAMED_KEYS, refuse_former_values, renewed
-from moe_train.config.tables import PYTHON_STDLIB, TABLES, Config, all_keys
+from moe_train.config.tables import TABLES, Config, all_keys
 from moe_train.errors import MissingFileError, TrainTypeError, TrainValueError, check_type
 
 OWN_TOML = "moe_train.toml"

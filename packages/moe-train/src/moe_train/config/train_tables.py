@@ -1,0 +1,153 @@
+"""The tables that say how a job is trained: on which ranks, how long, and with which optimizer.
+
+ParallelConfig(pp=2, ep=2)
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from moe_train.config.keys import Table, key
+from moe_train.errors import TrainValueError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig(Table):
+    """How the job is spread over processes; their number is pp * dp * ep."""
+
+    table: ClassVar[str] = "parallel"
+    pp: int = key("pipeline stages", unit="ranks", default=1, minimum=1)
+    dp: int = key("data-parallel replicas of the experts", unit="ranks", default=1, minimum=1)
+    ep: int = key(
+        "ranks that share the experts of a layer, each with tokens of its own",
+        unit="ranks",
+        default=1,
+        minimum=1,
+    )
+    schedule: Literal["1f1b", "forward_then_backward"] = key(
+        "order in which a pipeline stage runs its microbatches", default="1f1b"
+    )
+    timeout_s: float = key(
+        "longest wait of a rank for another one before the job fails",
+        unit="seconds",
+        default=120.0,
+        above=0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig(Table):
+    """How long, on what and with which batches the job trains."""
+
+    table: ClassVar[str] = "train"
+    output_dir: str = key("folder for checkpoints, metrics and plots", is_path=True)
+    seed: int = key("seed of the weights and of the order of the data", default=0, minimum=0)
+    max_steps: int = key("optimizer steps of the whole run", unit="steps", minimum=1)
+    global_batch_size: int = key(
+        "sequences of one optimizer step, over all ranks", unit="sequences", minimum=1
+    )
+    gradient_accumulation_steps: int = key(
+        "global microbatches that one optimizer step is cut into (those of the pipeline)",
+        unit="microbatches",
+        default=1,
+        minimum=1,
+    )
+    dtype: Literal["float32", "bfloat16"] = key(
+        "number format of parameters and activations", default="float32"
+    )
+    master_weights: bool = key(
+        "keep float32 copies of bfloat16 parameters in the optimizer", default=False
+    )
+    gradient_accumulation_fusion: bool = key(
+        "from the second microbatch on add weight gradients in place, to save time and memory",
+        default=False,
+    )
+    recompute: Literal["layers"] | None = key(
+        "what the backward computes again instead of keeping it, with the same routing",
+        default=None,
+    )
+    loss_chunk_tokens: int | None = key(
+        "logits are computed for this many tokens at a time, to save memory; absent: for all",
+        unit="tokens",
+        default=None,
+        minimum=1,
+    )
+    mtp_loss_coef: float = key(
+        "factor of the loss of the multi-token prediction layers (num_nextn_predict_layers of "
+        "config.json); with 0 they are not trained",
+        default=0.3,
+        minimum=0,
+    )
+    validation_interval_steps: int = key(
+        "steps between validations; the end of the run is always validated",
+        unit="steps",
+        default=50,
+        minimum=1,
+    )
+    validation_sequences: int = key(
+        "sequences of the held-out text that one validation reads",
+        unit="sequences",
+        default=64,
+        minimum=1,
+    )
+    device: Literal["auto", "cpu", "cuda"] = key(
+        "where to train; auto takes CUDA when there is a device for each local rank", default="auto"
+    )
+    threads_per_rank: int | None = key(
+        "CPU threads of each rank; absent: the machine's cores divided by its ranks",
+        unit="threads",
+        default=None,
+        minimum=1,
+    )
+
+    def _check(self) -> None:
+        if self.master_weights and self.dtype == "float32":
+            raise TrainValueError(
+                'train.master_weights=true has no use with train.dtype="float32"; '
+                'set train.dtype="bfloat16" or leave master_weights out'
+            )
+        if self.global_batch_size % self.gradient_accumulation_steps:
+            raise TrainValueError(batch_message(self, "", self.gradient_accumulation_steps))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig(Table):
+    """AdamW with warm-up, decay of the learning rate, and clipping by the global norm."""
+
+    table: ClassVar[str] = "optimizer"
+    lr: float = key("peak learning rate", above=0)
+    min_lr_ratio: float = key(
+        "learning rate at the end of the decay",
+        unit="fraction of lr",
+        default=0.1,
+        minimum=0,
+        maximum=1,
+    )
+    warmup_steps: int = key(
+        "steps in which the learning rate rises from 0 to lr", unit="steps", default=0, minimum=0
+    )
+    decay: Literal["cosine", "linear", "constant"] = key(
+        "shape of the learning rate after the warm-up", default="cosine"
+    )
+    weight_decay: float = key("decoupled weight decay", default=0.1, minimum=0)
+    beta1: float = key("decay of the mean of gradients", default=0.9, minimum=0, maximum=0.999999)
+    beta2: float = key(
+        "decay of the mean of squared gradients", default=0.95, minimum=0, maximum=0.9999999
+    )
+    eps: float = key("added to the root of the second moment", default=1e-8, above=0)
+    max_grad_norm: float = key(
+        "gradients are scaled down to this global norm; inf for no limit",
+        default=1.0,
+        above=0,
+        maximum=math.inf,
+    )
+
+
+def batch_message(train: TrainConfig, layout: str, divisor: int) -> str:
+    """The message for a batch that cannot be cut into equal parts; `layout` names the ranks."""
+    batch, below = train.global_batch_size, train.global_batch_size // divisor * divisor
+    choices = f"{below} or {below + divisor}" if below else f"{divisor}"
+    return (
+        f"train.global_batch_size={batch} does not divide by train.gradient_accumulation_steps="
+        f"{train.gradient_accumulation_steps}{layout} = {divisor}; choose {choices}"
+    )
