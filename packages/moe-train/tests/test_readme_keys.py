@@ -14,11 +14,13 @@ def row(key: KeyInfo) -> str:
     default = "required" if key.required else "optional"
     if not key.required and key.default is not None:
         default = f"`{json.dumps(key.default)}`"
-    return f"| `{key.full_name}` | {default} | {key.help} |\n"
+    return f"| `{key.full_name}` | {default} | {key.on_resume} | {key.help} |\n"
 
 
 def table() -> str:
-    return "| key | default | meaning |\n|---|---|---|\n" + "".join(map(row, all_keys()))
+    return "| key | default | on resume | meaning |\n|---|---|---|---|\n" + "".join(
+        map(row, all_keys())
+    )
 
 
 def test_the_readme_shows_every_key_with_its_default_and_meaning() -> None:

@@ -6,7 +6,7 @@ DataConfig(corpus=(PYTHON_STDLIB,), sequence_length=256)
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moe_train.config.keys import Table, key
+from moe_train.config.keys import PATH, Table, key
 from moe_train.errors import TrainValueError
 
 PYTHON_STDLIB = "python_stdlib"
@@ -22,33 +22,42 @@ class DataConfig(Table):
         f'text to train on: "{PYTHON_STDLIB}" (source of the running interpreter\'s standard '
         "library), folders, files or globs",
         default=(PYTHON_STDLIB,),
-        is_path=True,
+        unit=PATH,
+        on_resume="compared",
     )
     extensions: tuple[str, ...] = key(
-        'endings of the files taken from folders; "*" takes every text file', default=(".py",)
+        'endings of the files taken from folders; "*" takes every text file',
+        default=(".py",),
+        on_resume="compared",
     )
-    sequence_length: int = key("length of a sequence", unit="tokens", default=256, minimum=1)
+    sequence_length: int = key(
+        "length of a sequence", unit="tokens", default=256, minimum=1, on_resume="asked"
+    )
     validation_fraction: float = key(
         "share of the text, in whole documents, held out for validation",
         unit="fraction of bytes",
         default=0.02,
         above=0,
         maximum=0.5,
+        on_resume="compared",
     )
     reset_at_documents: bool = key(
         "restart positions and attention at each document; false attends across documents",
         default=True,
+        on_resume="asked",
     )
     max_bytes: int | None = key(
         "use about this much of the corpus, in whole documents; absent: all of it",
         unit="bytes",
         default=None,
         minimum=1,
+        on_resume="compared",
     )
     cache_dir: str | None = key(
         "folder for tokenizers and token files; absent: moe-train in the user's cache folder",
         default=None,
-        is_path=True,
+        unit=PATH,
+        on_resume="free",
     )
 
     def _check(self) -> None:
@@ -68,13 +77,18 @@ class TokenizerConfig(Table):
         unit="tokens",
         default=4096,
         minimum=257,
+        on_resume="compared",
     )
     train_bytes: int = key(
         "size of the sample of the corpus that the BPE is trained on",
         unit="bytes",
         default=8_000_000,
         minimum=1,
+        on_resume="compared",
     )
     file: str | None = key(
-        "path of a tokenizer.json to use instead of training one", default=None, is_path=True
+        "path of a tokenizer.json to use instead of training one",
+        default=None,
+        unit=PATH,
+        on_resume="compared",
     )

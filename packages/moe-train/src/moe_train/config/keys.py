@@ -7,7 +7,7 @@ that may be left out without a default has the type `... | None`, and None when 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class LogConfig(Table):
         table: ClassVar[str] = "log"
-        interval_steps: int = key("steps between lines", unit="steps", default=1, minimum=1)
+        interval_steps: int = key("steps between lines", default=1, minimum=1, on_resume="free")
 """
 
 import dataclasses
@@ -18,25 +18,36 @@ from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from moe_train.errors import TrainTypeError, TrainValueError
 
+PATH = "path"
+"""The unit of keys that name files and folders; what they say is made absolute."""
+
+OnResume = Literal["free", "compared", "asked", "never"]
+"""What `--resume` does when a key differs from the checkpoint's own job.
+
+free: it may change. compared: the model, text or tokenizer that it leads to is compared instead.
+asked: refused without `--allow-change KEY`. never: refused, for the weights would mean nothing.
+"""
+
 
 def key(
     help: str,
     *,
+    on_resume: OnResume,
     unit: str = "",
     default: Any = dataclasses.MISSING,
     minimum: float | None = None,
     maximum: float | None = None,
     above: float | None = None,
-    is_path: bool = False,
 ) -> Any:
-    """Declare a key: its help, its unit, its default and its limits."""
-    limits = {"minimum": minimum, "maximum": maximum, "above": above, "is_path": is_path}
-    return field(default=default, metadata={"help": help, "unit": unit, **limits})
+    """Declare a key: its help, its unit (PATH for paths), default and limits, and `OnResume`."""
+    limits = {"minimum": minimum, "maximum": maximum, "above": above}
+    told = {"help": help, "on_resume": on_resume, "unit": unit}
+    return field(default=default, metadata={**told, **limits})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyInfo:
-    """What is known of one key: table, name, kind and choices, default, unit, limits and help."""
+    """What is known of one key: all that its declaration says, and its type."""
 
     table: str
     name: str
@@ -45,10 +56,15 @@ class KeyInfo:
     default: Any
     unit: str
     help: str
-    is_path: bool
+    on_resume: OnResume
     minimum: float | None
     maximum: float | None
     above: float | None
+
+    @property
+    def is_path(self) -> bool:
+        """Whether the key names files or folders."""
+        return self.unit == PATH
 
     @property
     def required(self) -> bool:

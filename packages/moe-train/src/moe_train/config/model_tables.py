@@ -6,7 +6,7 @@ model.source        # where the decoder is described
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from moe_train.config.keys import Table, key
+from moe_train.config.keys import PATH, Table, key
 from moe_train.errors import TrainValueError
 
 
@@ -18,16 +18,19 @@ class ModelConfig(Table):
     config_file: str | None = key(
         "path of the model's config.json as transformers writes it; not used with init_from",
         default=None,
-        is_path=True,
+        unit=PATH,
+        on_resume="compared",
     )
     init_from: str | None = key(
         "folder of a transformers checkpoint to start from; absent: random weights",
         default=None,
-        is_path=True,
+        unit=PATH,
+        on_resume="compared",
     )
     experts_implementation: Literal["auto", "fused", "grouped_mm", "loop"] = key(
         "how the experts' matrix products are computed; auto picks the fastest for the device",
         default="auto",
+        on_resume="free",
     )
 
     @property
@@ -53,31 +56,38 @@ class MoeTable(Table):
         "sequence, or all microbatches of a step (only with parallel.schedule="
         '"forward_then_backward" or one microbatch)',
         default="microbatch",
+        on_resume="asked",
     )
     aux_loss_coef: float | None = key(
         "factor of the load-balancing loss, 0 for none; absent: that of config.json "
         "(router_aux_loss_coef)",
         default=None,
         minimum=0,
+        on_resume="asked",
     )
     z_loss_coef: float = key(
         "factor of the mean squared logsumexp of the router's logits; 0 for none",
         default=0.0,
         minimum=0,
+        on_resume="asked",
     )
     capacity_factor: float | None = key(
         "most tokens of an expert, over an even share of the global microbatch; absent: no limit",
         default=None,
         above=0,
+        on_resume="asked",
     )
     token_drop_policy: Literal["probs", "position"] = key(
-        "which tokens a full expert keeps: the most probable or the first ones", default="probs"
+        "which tokens a full expert keeps: the most probable or the first ones",
+        default="probs",
+        on_resume="asked",
     )
     update_expert_bias: bool = key(
         "balance without a loss: move the bias that chooses experts towards even load after each "
         "step (families with e_score_correction_bias)",
         default=False,
+        on_resume="asked",
     )
     expert_bias_update_rate: float = key(
-        "how far the expert bias moves in a step", default=1e-3, above=0
+        "how far the expert bias moves in a step", default=1e-3, above=0, on_resume="asked"
     )

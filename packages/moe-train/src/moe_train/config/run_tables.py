@@ -3,6 +3,7 @@
 CheckpointConfig(interval_steps=100)
 """
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -15,13 +16,28 @@ class CheckpointConfig(Table):
 
     table: ClassVar[str] = "checkpoint"
     interval_steps: int | None = key(
-        "steps between checkpoints; absent: only at the end, or when the job is stopped",
+        "steps between checkpoints, beside those of interval_minutes; absent: no such interval",
         unit="steps",
         default=None,
         minimum=1,
+        on_resume="free",
+    )
+    interval_minutes: float = key(
+        "time between checkpoints, by the clock of rank 0; inf: no such interval",
+        unit="minutes",
+        default=30.0,
+        above=0,
+        maximum=math.inf,
+        on_resume="free",
+    )
+    stop_on_save_error: bool = key(
+        "end the run when a checkpoint cannot be written; false trains on and tries again at the "
+        "next interval",
+        default=False,
+        on_resume="free",
     )
     save_total_limit: int = key(
-        "newest checkpoints to keep", unit="checkpoints", default=2, minimum=1
+        "newest checkpoints to keep", unit="checkpoints", default=2, minimum=1, on_resume="free"
     )
 
 
@@ -31,11 +47,14 @@ class LogConfig(Table):
 
     table: ClassVar[str] = "log"
     interval_steps: int = key(
-        "steps between lines of metrics.jsonl", unit="steps", default=1, minimum=1
+        "steps between lines of metrics.jsonl", unit="steps", default=1, minimum=1, on_resume="free"
     )
-    tensorboard: bool = key("also write TensorBoard event files", default=True)
-    plots: bool = key("write loss.png and expert_load.png at the end", default=True)
+    tensorboard: bool = key("also write TensorBoard event files", default=True, on_resume="free")
+    plots: bool = key(
+        "write loss.png and expert_load.png at the end", default=True, on_resume="free"
+    )
     progress: Literal["auto", "live", "plain", "off"] = key(
         "how progress is shown; auto is live on a terminal and plain lines elsewhere",
         default="auto",
+        on_resume="free",
     )

@@ -100,7 +100,7 @@ def keys_help() -> str:
             default = "required" if key.required else "optional"
             if not key.required and key.default is not None:
                 default = f"default {_toml(key.default)}"
-            unit = f", in {key.unit}" if key.unit else ""
+            unit = f", in {key.unit}" if key.unit and not key.is_path else ""
             lines.append(f"  {key.full_name}  ({key.type_name}{unit}; {default})")
             lines += textwrap.wrap(key.help, 94, initial_indent=" " * 6, subsequent_indent=" " * 6)
         lines.append("")

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from moe_train.config.keys import Table, key
+from moe_train.config.keys import PATH, Table, key
 from moe_train.errors import TrainValueError
 
 
@@ -16,22 +16,30 @@ class ParallelConfig(Table):
     """How the job is spread over processes; their number is pp * dp * ep."""
 
     table: ClassVar[str] = "parallel"
-    pp: int = key("pipeline stages", unit="ranks", default=1, minimum=1)
-    dp: int = key("data-parallel replicas of the experts", unit="ranks", default=1, minimum=1)
+    pp: int = key("pipeline stages", unit="ranks", default=1, minimum=1, on_resume="free")
+    dp: int = key(
+        "data-parallel replicas of the experts",
+        unit="ranks",
+        default=1,
+        minimum=1,
+        on_resume="free",
+    )
     ep: int = key(
         "ranks that share the experts of a layer, each with tokens of its own",
         unit="ranks",
         default=1,
         minimum=1,
+        on_resume="free",
     )
     schedule: Literal["1f1b", "forward_then_backward"] = key(
-        "order in which a pipeline stage runs its microbatches", default="1f1b"
+        "order in which a pipeline stage runs its microbatches", default="1f1b", on_resume="free"
     )
     timeout_s: float = key(
         "longest wait of a rank for another one before the job fails",
         unit="seconds",
         default=120.0,
         above=0,
+        on_resume="free",
     )
 
 
@@ -40,64 +48,110 @@ class TrainConfig(Table):
     """How long, on what and with which batches the job trains."""
 
     table: ClassVar[str] = "train"
-    output_dir: str = key("folder for checkpoints, metrics and plots", is_path=True)
-    seed: int = key("seed of the weights and of the order of the data", default=0, minimum=0)
-    max_steps: int = key("optimizer steps of the whole run", unit="steps", minimum=1)
+    output_dir: str = key("folder for checkpoints, metrics and plots", unit=PATH, on_resume="free")
+    seed: int = key(
+        "seed of the weights and of the order of the data", default=0, minimum=0, on_resume="asked"
+    )
+    max_steps: int = key(
+        "optimizer steps of the whole run", unit="steps", minimum=1, on_resume="free"
+    )
     global_batch_size: int = key(
-        "sequences of one optimizer step, over all ranks", unit="sequences", minimum=1
+        "sequences of one optimizer step, over all ranks",
+        unit="sequences",
+        minimum=1,
+        on_resume="free",
     )
     gradient_accumulation_steps: int = key(
         "global microbatches that one optimizer step is cut into (those of the pipeline)",
         unit="microbatches",
         default=1,
         minimum=1,
+        on_resume="free",
     )
     dtype: Literal["float32", "bfloat16"] = key(
-        "number format of parameters and activations", default="float32"
+        "number format of parameters and activations", default="float32", on_resume="free"
     )
     master_weights: bool = key(
-        "keep float32 copies of bfloat16 parameters in the optimizer", default=False
+        "keep float32 copies of bfloat16 parameters in the optimizer",
+        default=False,
+        on_resume="free",
     )
     gradient_accumulation_fusion: bool = key(
         "from the second microbatch on add weight gradients in place, to save time and memory",
         default=False,
+        on_resume="free",
     )
     recompute: Literal["layers"] | None = key(
         "what the backward computes again instead of keeping it, with the same routing",
         default=None,
+        on_resume="free",
     )
     loss_chunk_tokens: int | None = key(
         "logits are computed for this many tokens at a time, to save memory; absent: for all",
         unit="tokens",
         default=None,
         minimum=1,
+        on_resume="free",
     )
     mtp_loss_coef: float = key(
         "factor of the loss of the multi-token prediction layers (num_nextn_predict_layers of "
         "config.json); with 0 they are not trained",
         default=0.3,
         minimum=0,
+        on_resume="asked",
     )
     validation_interval_steps: int = key(
         "steps between validations; the end of the run is always validated",
         unit="steps",
         default=50,
         minimum=1,
+        on_resume="free",
     )
     validation_sequences: int = key(
         "sequences of the held-out text that one validation reads",
         unit="sequences",
         default=64,
         minimum=1,
+        on_resume="free",
     )
     device: Literal["auto", "cpu", "cuda"] = key(
-        "where to train; auto takes CUDA when there is a device for each local rank", default="auto"
+        "where to train; auto takes CUDA when there is a device for each local rank",
+        default="auto",
+        on_resume="free",
     )
     threads_per_rank: int | None = key(
         "CPU threads of each rank; absent: the machine's cores divided by its ranks",
         unit="threads",
         default=None,
         minimum=1,
+        on_resume="free",
+    )
+
+    loss_spike_threshold: float | None = key(
+        "a loss above this multiple of the median of the last losses is a spike; absent: no guard",
+        unit="times the median",
+        default=None,
+        above=1,
+        on_resume="free",
+    )
+    loss_spike_window: int = key(
+        "losses of which the median is taken; the guard begins when there are so many",
+        unit="steps",
+        default=32,
+        minimum=2,
+        on_resume="free",
+    )
+    on_loss_spike: Literal["stop", "skip"] = key(
+        "at a spike save the state before it and stop, or leave out the update and go on",
+        default="stop",
+        on_resume="free",
+    )
+    max_skipped_steps: int = key(
+        "spikes in a row that are left out; the next one stops the run",
+        unit="steps",
+        default=3,
+        minimum=1,
+        on_resume="free",
     )
 
     def _check(self) -> None:
@@ -115,32 +169,72 @@ class OptimizerConfig(Table):
     """AdamW with warm-up, decay of the learning rate, and clipping by the global norm."""
 
     table: ClassVar[str] = "optimizer"
-    lr: float = key("peak learning rate", above=0)
+    lr: float = key("peak learning rate", above=0, on_resume="free")
     min_lr_ratio: float = key(
         "learning rate at the end of the decay",
         unit="fraction of lr",
         default=0.1,
         minimum=0,
         maximum=1,
+        on_resume="free",
     )
     warmup_steps: int = key(
-        "steps in which the learning rate rises from 0 to lr", unit="steps", default=0, minimum=0
+        "steps in which the learning rate rises from 0 to lr",
+        unit="steps",
+        default=0,
+        minimum=0,
+        on_resume="free",
     )
     decay: Literal["cosine", "linear", "constant"] = key(
-        "shape of the learning rate after the warm-up", default="cosine"
+        "shape of the learning rate after the warm-up", default="cosine", on_resume="free"
     )
-    weight_decay: float = key("decoupled weight decay", default=0.1, minimum=0)
-    beta1: float = key("decay of the mean of gradients", default=0.9, minimum=0, maximum=0.999999)
+    decay_steps: int | None = key(
+        "step at which the decay ends; absent: max_steps of the first run",
+        unit="steps",
+        default=None,
+        minimum=1,
+        on_resume="free",
+    )
+    on_extend: Literal["constant", "rewarm", "restretch"] = key(
+        "learning rate of a resumed run with another max_steps: go on along the first run's curve "
+        "and then hold its end; rise again over warmup_steps and decay until max_steps; or take "
+        "the curve of a run that had this max_steps from its start",
+        default="constant",
+        on_resume="free",
+    )
+    weight_decay: float = key("decoupled weight decay", default=0.1, minimum=0, on_resume="asked")
+    beta1: float = key(
+        "decay of the mean of gradients",
+        default=0.9,
+        minimum=0,
+        maximum=0.999999,
+        on_resume="asked",
+    )
     beta2: float = key(
-        "decay of the mean of squared gradients", default=0.95, minimum=0, maximum=0.9999999
+        "decay of the mean of squared gradients",
+        default=0.95,
+        minimum=0,
+        maximum=0.9999999,
+        on_resume="asked",
     )
-    eps: float = key("added to the root of the second moment", default=1e-8, above=0)
+    eps: float = key(
+        "added to the root of the second moment", default=1e-8, above=0, on_resume="asked"
+    )
     max_grad_norm: float = key(
         "gradients are scaled down to this global norm; inf for no limit",
         default=1.0,
         above=0,
         maximum=math.inf,
+        on_resume="free",
     )
+
+    def _check(self) -> None:
+        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            raise TrainValueError(
+                f"optimizer.decay_steps={self.decay_steps} ends the decay before "
+                f"optimizer.warmup_steps={self.warmup_steps} are over; it counts from the first "
+                "step of the run"
+            )
 
 
 def batch_message(train: TrainConfig, layout: str, divisor: int) -> str:
