@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from moe_train.model.layers import AttentionContext, KeyValueCache, document_mask
+from moe_train.model.kv_cache import KeyValueCache
+from moe_train.model.layers import AttentionContext, document_mask
 from moe_train.model.mla import LatentAttention, MLAOptions
 
 transformers = pytest.importorskip("transformers")

@@ -81,23 +81,28 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def start(config: Config) -> Parallel:
-    """Join the job and make every group. Collective over all ranks.
+    """Join the training job and make every group; see `join`."""
+    return join(config.parallel, config.train.device)
+
+
+def join(config: ParallelConfig, wanted_device: str) -> Parallel:
+    """Join the ranks of this layout and make every group. Collective over all ranks.
 
     Uses the process group of the caller if there is one, else the environment of torchrun.
 
     Raises:
         ValueError: the number of ranks is not pp x dp x ep.
     """
-    device = choose_device(config.train.device)
-    timeout = timedelta(seconds=config.parallel.timeout_s)
+    device = choose_device(wanted_device)
+    timeout = timedelta(seconds=config.timeout_s)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timeout)
-    mesh = make_mesh(config.parallel)
+    mesh = make_mesh(config)
     if dist.get_world_size() != mesh.size:
-        sizes = f"pp={config.parallel.pp} x dp={config.parallel.dp} x ep={config.parallel.ep}"
+        sizes = f"pp={config.pp} x dp={config.dp} x ep={config.ep}"
         raise TrainValueError(
             f"the job has {dist.get_world_size()} ranks but parallel.{sizes} needs {mesh.size}; "
             f"start {mesh.size} ranks or change the sizes"
@@ -105,16 +110,16 @@ def start(config: Config) -> Parallel:
     device_mesh = mesh.to_device_mesh(device.type)
     rank = dist.get_rank()
     at = mesh.coordinate(rank)
-    pipelined = config.parallel.pp > 1
+    pipelined = config.pp > 1
     groups = [own_group(ranks, rank, timeout) for ranks in mesh.groups("pp") if pipelined]
-    ends = [r for r in range(mesh.size) if mesh.coordinate(r)["pp"] in (0, config.parallel.pp - 1)]
+    ends = [r for r in range(mesh.size) if mesh.coordinate(r)["pp"] in (0, config.pp - 1)]
     return Parallel(
         mesh=mesh,
         rank=rank,
         stage=at["pp"],
-        num_stages=config.parallel.pp,
-        data_rank=at["dp"] * config.parallel.ep + at["ep"],
-        num_data_ranks=config.parallel.dp * config.parallel.ep,
+        num_stages=config.pp,
+        data_rank=at["dp"] * config.ep + at["ep"],
+        num_data_ranks=config.dp * config.ep,
         device=device,
         ep_group=axis_group(device_mesh, "ep"),
         dp_group=axis_group(device_mesh, "dp"),

@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from moe_train.model.kv_cache import KeyValueCache
 from moe_train.model.layers import (
     Attention,
     AttentionContext,
     AttentionOptions,
-    KeyValueCache,
     attention_context,
     document_mask,
     sink_attention,
@@ -94,8 +94,9 @@ def test_the_cache_gives_what_the_whole_sequence_gives(window: int | None, has_s
     cache = KeyValueCache()
     parts = []
     for piece in (slice(0, 4), slice(4, 5), slice(5, 8), slice(8, 9)):
+        cache.add_positions(positions[:, piece])
         context = attention_context(
-            positions[:, piece], ROTARY, torch.float64, window=window, num_cached=cache.num_cached
+            positions[:, piece], ROTARY, torch.float64, window=window, cache=cache
         )
         parts.append(attention(x[:, piece], context, cache))
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-12, atol=1e-12)

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_train.model.layers import AttentionContext, KeyValueCache, document_mask
+from moe_train.model.kv_cache import KeyValueCache
+from moe_train.model.layers import AttentionContext, document_mask
 from moe_train.model.mla import LatentAttention, MLAOptions
 
 HIDDEN, HEADS, LATENT, NOPE, ROPE, VALUE = 12, 3, 7, 4, 4, 5

@@ -6,7 +6,7 @@ May import: labels, errors; moe_pipeline. It knows nothing of ranks, files or co
 from moe_train.model.config import DecoderConfig as DecoderConfig
 from moe_train.model.init import decays as decays
 from moe_train.model.init import initialise as initialise
-from moe_train.model.layers import KeyValueCache as KeyValueCache
+from moe_train.model.kv_cache import KeyValueCache as KeyValueCache
 from moe_train.model.mtp import stored_name as stored_name
 from moe_train.model.stage import EMBEDDING as EMBEDDING
 from moe_train.model.stage import DecoderStage as DecoderStage

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from moe_pipeline import MoEConfig, MoEGroups, MoELayer
 from moe_pipeline.layer import MoEOutput
 from moe_train.model.config import DecoderConfig
-from moe_train.model.layers import Attention, AttentionContext, DenseMLP, KeyValueCache
+from moe_train.model.kv_cache import KeyValueCache
+from moe_train.model.layers import Attention, AttentionContext, DenseMLP
 from moe_train.model.mla import LatentAttention, MLAOptions
 from moe_train.model.norm import RMSNorm
 

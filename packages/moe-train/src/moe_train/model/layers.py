@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_train.errors import TrainValueError
+from moe_train.model.kv_cache import KeyValueCache
 from moe_train.model.norm import RMSNorm
 from moe_train.model.rotary import RotaryOptions, rotary_tables, rotate
 
@@ -74,7 +75,7 @@ class AttentionContext:
     """What the layers share for one microbatch: rotary tables and the attention mask.
 
     `cos_BSD`, `sin_BSD`: rotary tables, as wide as the rotated dims. `mask_B1SS`: boolean, True
-    where attention is allowed (with a cache [1, 1, S, P]), or None for plain causal attention.
+    where attention is allowed (with a cache [B, 1, S, P]), or None for plain causal attention.
     """
 
     cos_BSD: Tensor
@@ -88,7 +89,7 @@ def attention_context(
     dtype: torch.dtype,
     *,
     window: int | None = None,
-    num_cached: int = 0,
+    cache: KeyValueCache | None = None,
 ) -> AttentionContext:
     """The context of layers with one window.
 
@@ -96,16 +97,18 @@ def attention_context(
         position_ids_BS: int64; a document starts at each 0.
         dtype: of the activations.
         window: a token attends to itself and `window - 1` tokens before it; None: to all.
-        num_cached: positions in the cache, which this batch of one document each continues.
+        cache: of the tokens so far, which has been told these positions.
     """
     tables = rotary_tables(position_ids_BS, rotary, dtype)
-    return AttentionContext(*tables, attention_mask(position_ids_BS, window, num_cached))
+    return AttentionContext(*tables, attention_mask(position_ids_BS, window, cache))
 
 
-def attention_mask(position_ids_BS: Tensor, window: int | None, num_cached: int) -> Tensor | None:
+def attention_mask(
+    position_ids_BS: Tensor, window: int | None, cache: KeyValueCache | None
+) -> Tensor | None:
     """Where attention is allowed in layers with this window, as in `AttentionContext`."""
-    if num_cached:
-        return continued_mask(position_ids_BS, num_cached, window)
+    if cache is not None:
+        return cache.mask(position_ids_BS, window)
     return document_mask(position_ids_BS, window)
 
 
@@ -120,39 +123,6 @@ def document_mask(position_ids_BS: Tensor, window: int | None = None) -> Tensor 
     document_BS = starts_BS.cumsum(dim=1)
     allowed_BSS = (document_BS[:, :, None] == document_BS[:, None, :]).tril()
     return (allowed_BSS.triu(1 - window) if has_window and window else allowed_BSS)[:, None]
-
-
-def continued_mask(position_ids_BS: Tensor, num_cached: int, window: int | None) -> Tensor | None:
-    """[1, 1, S, P]: causal over the cached positions and these; None for one unbounded token."""
-    length, device = position_ids_BS.shape[1], position_ids_BS.device
-    if length == 1 and window is None:
-        return None
-    allowed = torch.ones(length, num_cached + length, dtype=torch.bool, device=device)
-    allowed = allowed.tril(num_cached)
-    if window is not None:
-        allowed = allowed.triu(num_cached + 1 - window)
-    return allowed[None, None]
-
-
-class KeyValueCache:
-    """Keys and values of the positions seen so far, for generation, per layer."""
-
-    def __init__(self) -> None:
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def extend(self, layer: int, k_BKSD: Tensor, v_BKSD: Tensor) -> tuple[Tensor, Tensor]:
-        """Append this call's keys and values and return all of the layer's."""
-        if layer in self._layers:
-            old_k, old_v = self._layers[layer]
-            k_BKSD = torch.cat((old_k, k_BKSD), dim=2)
-            v_BKSD = torch.cat((old_v, v_BKSD), dim=2)
-        self._layers[layer] = (k_BKSD, v_BKSD)
-        return k_BKSD, v_BKSD
-
-    @property
-    def num_cached(self) -> int:
-        """Positions that every layer holds; 0 before the first call."""
-        return min((k.shape[2] for k, _ in self._layers.values()), default=0)
 
 
 class Attention(nn.Module):

@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_train.errors import TrainValueError
-from moe_train.model.layers import AttentionContext, KeyValueCache
+from moe_train.model.kv_cache import KeyValueCache
+from moe_train.model.layers import AttentionContext
 from moe_train.model.norm import RMSNorm
 from moe_train.model.rotary import rotate
 
@@ -134,7 +135,7 @@ class LatentAttention(nn.Module):
         Args:
             x_BSd: [B, S, d], in the dtype of the parameters.
             context: rotary tables of width R, and the mask: of these S positions, or with a cache
-                [1, 1, S, P]; None: causal.
+                [B, 1, S, P]; None: causal.
             cache: of the positions so far, which this batch continues.
 
         Raises:

@@ -25,9 +25,9 @@ from moe_train.errors import TrainTypeError, TrainValueError
 from moe_train.model.balance import DeferredBalance
 from moe_train.model.config import DecoderConfig
 from moe_train.model.decoder_layer import DecoderLayer, LayerOptions, moe_config
+from moe_train.model.kv_cache import KeyValueCache
 from moe_train.model.layers import (
     AttentionContext,
-    KeyValueCache,
     attention_context,
     attention_mask,
 )
@@ -201,11 +201,12 @@ class DecoderStage(nn.Module):
         self, position_ids_BS: Tensor, dtype: torch.dtype, cache: KeyValueCache | None
     ) -> dict[int | None, AttentionContext]:
         """What the layers of each window share."""
-        num_cached = 0 if cache is None else cache.num_cached
+        if cache is not None:
+            cache.add_positions(position_ids_BS)
         tables = rotary_tables(position_ids_BS, self.config.rotary, dtype)
         windows = {self.config.window(number) for number in self.options.layers}
         return {
-            window: AttentionContext(*tables, attention_mask(position_ids_BS, window, num_cached))
+            window: AttentionContext(*tables, attention_mask(position_ids_BS, window, cache))
             for window in windows
         }
 
