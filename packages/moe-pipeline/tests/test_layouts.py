@@ -128,13 +128,15 @@ def train_step(layer, inputs, factors, token_ids, *, style="plain"):
     """What comes out of forwards and backwards of all microbatches.
 
     One backward after all forwards, of the mean of the losses; "1f1b": the backward of a
-    microbatch before the next but one forward; "recompute": as plain.
+    microbatch before the next but one forward; "recompute": as plain; "padding": as recompute, with
+    places that hold no token.
     """
     leaves = [x.clone().requires_grad_() for x in inputs]
-    call = partial(recompute, layer) if style == "recompute" else layer
+    call = layer if style in ("plain", "1f1b") else partial(recompute, layer)
     outs, losses = [], []
     for x, f, ids in zip(leaves, factors, token_ids, strict=True):
-        out = call(x, token_ids_T=ids.reshape(-1))
+        kept = tokens_of(ids) if style == "padding" else None
+        out = call(x, token_ids_T=ids.reshape(-1), token_idx_N=kept)
         outs.append(out)
         losses.append((out.hidden * f).sum() + (out.aux_loss + out.z_loss) / len(inputs))
         if style == "1f1b" and len(losses) > 1:
@@ -159,6 +161,13 @@ def train_step(layer, inputs, factors, token_ids, *, style="plain"):
         grads={name: p.grad for name, p in layer.named_parameters()},
         bias=layer.gate.state_dict().get("e_score_correction_bias", torch.zeros(())).clone(),
     )
+
+
+def tokens_of(ids):
+    """Places that are no padding: the first and fourth sequence have none; None if all are."""
+    ids = ids.reshape(-1)
+    is_padding = (ids % 7 == 4) | (ids // LENGTH == 0) | (ids // LENGTH == 3)
+    return (~is_padding).nonzero().flatten() if is_padding.any() else None
 
 
 def data(microbatches):
@@ -264,7 +273,8 @@ def check_layouts(config, layouts, *, one_microbatch=False, style="plain"):
     for microbatches in {1} if one_microbatch else {layout.microbatches for layout in layouts}:
         alone = MoELayer(config, dtype=torch.float64)
         alone.load_state_dict(whole.state_dict())
-        wanted[microbatches] = train_step(alone, *data(microbatches))
+        alone_style = "padding" if style == "padding" else "plain"
+        wanted[microbatches] = train_step(alone, *data(microbatches), style=alone_style)
         if config.router.moe_router_selection == "token_choice":
             assert not wanted[microbatches]["load"][:, -1].any()
     ranks = run_layouts(whole, layouts, style)
@@ -304,6 +314,12 @@ def test_global_batch_scope_is_that_of_one_microbatch_in_every_layout(seed):
 def test_backwards_between_forwards_change_nothing(seed):
     layouts = [replace(layout, microbatches=3) for layout in SOME_LAYOUTS]
     check_layouts(config_for(), layouts, style="1f1b")
+
+
+@pytest.mark.parametrize("scope", ["microbatch", "sequence", "global_batch"])
+def test_padding_counts_nowhere_in_every_layout(seed, scope):
+    config = config_for(scope=scope, router=RouterOptions(moe_router_enable_expert_bias=True))
+    check_layouts(config, SOME_LAYOUTS, style="padding")
 
 
 def test_bf16_slices_of_experts_are_close_to_whole_ones(seed):

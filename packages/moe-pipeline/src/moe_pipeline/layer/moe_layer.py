@@ -18,7 +18,8 @@ tokens, or its own experts, contribute to a gradient; the sums over ranks are th
   (`fold_experts(...).expert_dp`), nobody else has a part of these;
 - of every other parameter: over all ranks with tokens (`MoEGroups.tokens`). Sums, never means.
 
-Dims: T tokens of this rank, R routed rows received, D hidden, E experts of the layer, K choices.
+Dims: T tokens of this rank (N of them without padding), R routed rows received, D hidden,
+E experts of the layer, K choices.
 """
 
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ from moe_pipeline.groups import ALONE, MoEGroups
 from moe_pipeline.layer.etp import gather_rows, return_rows, share_counts
 from moe_pipeline.layer.latent import latent_projections
 from moe_pipeline.layer.local_experts import Experts
+from moe_pipeline.layer.padding import check_token_idx, with_padding, without_padding
 from moe_pipeline.layer.shared_expert import SharedExpert, SharedExpertGate
 from moe_pipeline.recomputation import is_replaying, keep_plan, recorded, replayed_plan
 from moe_pipeline.router import BalanceTerms, TopKRouter, router_losses
@@ -57,8 +59,9 @@ class MoEOutput:
         z_loss: 0-d, this rank's share of the router z-loss, likewise.
         load_E: int64 [E], routed rows per expert of the global microbatch; no gradient; the
             caller's own.
-        topk_idx_TK: int64 [T, K], the experts of each token, -1 for none; no gradient. Give it back
-            to `forward` to replay the routing. It is the plan's: not to be changed in place.
+        topk_idx_TK: int64 [T, K], the experts of each token, -1 for none (padding has none); no
+            gradient. Give it back to `forward` to replay the routing. It is the plan's: not to be
+            changed in place.
         balance: what the balancing loss of a whole step is made of; None under other scopes.
     """
 
@@ -136,6 +139,7 @@ class MoELayer(nn.Module):
         *,
         topk_idx_TK: Tensor | None = None,
         token_ids_T: Tensor | None = None,
+        token_idx_N: Tensor | None = None,
     ) -> MoEOutput:
         """Send each token through its experts.
 
@@ -148,6 +152,9 @@ class MoELayer(nn.Module):
             topk_idx_TK: int64 [T, K], the experts to send each token to instead of those that the
                 router would choose; -1 for none. Weights and losses still come from the router.
             token_ids_T: int64 [T], the global number of each token, which keys the router's noise.
+            token_idx_N: int64 [N], the places among the T that hold tokens, each once; all others
+                are padding, which goes to no expert, counts nowhere and comes out as 0
+                (`moe_pipeline.layer.padding`). None: there is none.
 
         Raises:
             ValueError: another shape, or [tokens, D] under `moe_aux_loss_scope="sequence"`.
@@ -155,17 +162,20 @@ class MoELayer(nn.Module):
         """
         self._check(x)
         x_TD = x.reshape(-1, x.shape[-1])
-        replayed = replayed_plan(self)
-        if replayed is None:
-            routed = self.gate(
-                x_TD, groups=self.groups, topk_idx_TK=topk_idx_TK, token_ids_T=token_ids_T
-            )
-        else:
-            routed = self._route_again(x_TD, replayed, token_ids_T)
+        num_places = x_TD.shape[0]
+        if token_idx_N is not None:
+            check_token_idx(token_idx_N, num_places)
+            x_TD = without_padding(x_TD, token_idx_N)
+            if token_ids_T is not None:
+                token_ids_T = without_padding(token_ids_T, token_idx_N)
+            if topk_idx_TK is not None:
+                topk_idx_TK = without_padding(topk_idx_TK, token_idx_N)
+        routed = self._route(x_TD, topk_idx_TK, token_ids_T)
         shares = router_losses(
             routed,
             self.config,
             sequence_shape=(x.shape[0], x.shape[1]) if x.dim() == 3 else None,
+            token_idx_N=token_idx_N,
             groups=self.groups,
             training=self.training,
         )
@@ -173,6 +183,7 @@ class MoELayer(nn.Module):
         if self.shared_experts is not None:
             scale_T1 = None if self.shared_expert_gate is None else self.shared_expert_gate(x_TD)
             hidden_TD = hidden_TD + self.shared_experts(x_TD, scale_T1)
+        hidden_TD = with_padding(hidden_TD, token_idx_N, num_places)
         # Last, so that a forward that fails has not counted.
         if self.training and not is_replaying():
             self.gate.count(shares.load_E)
@@ -181,9 +192,21 @@ class MoELayer(nn.Module):
             aux_loss=shares.aux_loss,
             z_loss=shares.z_loss,
             load_E=shares.load_E.clone(),  # the plan's own is read again by a recompute
-            topk_idx_TK=routed.plan.topk_idx_TK,
+            topk_idx_TK=with_padding(routed.plan.topk_idx_TK, token_idx_N, num_places, fill=-1),
             balance=shares.balance,
         )
+
+    def _route(
+        self, x_TD: Tensor, topk_idx_TK: Tensor | None, token_ids_T: Tensor | None
+    ) -> Routed:
+        """Choose experts, in a recompute those of the first forward."""
+        replayed = replayed_plan(self)
+        if replayed is not None:
+            return self._route_again(x_TD, replayed, token_ids_T)
+        routed: Routed = self.gate(
+            x_TD, groups=self.groups, topk_idx_TK=topk_idx_TK, token_ids_T=token_ids_T
+        )
+        return routed
 
     def _route_again(
         self, x_TD: Tensor, replayed: RoutingPlan, token_ids_T: Tensor | None

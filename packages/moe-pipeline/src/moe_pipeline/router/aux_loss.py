@@ -24,8 +24,8 @@ knows the counts (recompute) communicates nothing.
     shares = router_losses(router(x_TD), config, sequence_shape=(B, S), groups=groups)
     (task_loss + shares.aux_loss + shares.z_loss).backward()
 
-Dims: T tokens of this rank, E experts, X = E + 1 (counts per expert, then tokens), B sequences,
-S their tokens on this rank, K choices per token.
+Dims: T tokens of this rank without padding (N where their places matter), E experts, X = E + 1
+(counts per expert, then tokens), B sequences, S their places on this rank, K choices per token.
 """
 
 from collections.abc import Sequence
@@ -76,6 +76,7 @@ def router_losses(
     config: MoEConfig,
     *,
     sequence_shape: tuple[int, int] | None,
+    token_idx_N: Tensor | None = None,
     groups: MoEGroups = ALONE,
     training: bool = True,
 ) -> LossShares:
@@ -91,6 +92,8 @@ def router_losses(
         routed: the router's result for this rank's tokens; T may be 0.
         config: coefficients and scope.
         sequence_shape: (B, S) of this rank's tokens, or None when they have no sequence structure.
+        token_idx_N: int64 [T], where in B * S the router's tokens stand, the other places being
+            padding; None: B * S is T.
         groups: `tokens`, `sequence` and `timeout_s` are used.
         training: whether losses are wanted.
     """
@@ -98,7 +101,9 @@ def router_losses(
         zero = routed.probs_TE.new_zeros(())
         load_E = routed.plan.counts_E
         return LossShares(aux_loss=zero, z_loss=zero.clone(), load_E=load_E, plan=routed.plan)
-    plan = count_load(routed.plan, config, sequence_shape=sequence_shape, groups=groups)
+    plan = count_load(
+        routed.plan, config, sequence_shape=sequence_shape, token_idx_N=token_idx_N, groups=groups
+    )
     load_E, num_tokens, _ = _known(plan, config)
     balance = None
     if config.losses.moe_aux_loss_scope == "global_batch":
@@ -107,7 +112,7 @@ def router_losses(
             counts_E=plan.counts_E, prob_sum_E=probs_TE.sum(dim=0), num_tokens=probs_TE.shape[0]
         )
     return LossShares(
-        aux_loss=_aux_share(routed.probs_TE, plan, config, sequence_shape),
+        aux_loss=_aux_share(routed.probs_TE, plan, config, sequence_shape, token_idx_N),
         z_loss=_z_share(routed.logits_TE, num_tokens, config),
         load_E=load_E,
         plan=plan,
@@ -120,6 +125,7 @@ def count_load(
     config: MoEConfig,
     *,
     sequence_shape: tuple[int, int] | None,
+    token_idx_N: Tensor | None = None,
     groups: MoEGroups = ALONE,
 ) -> RoutingPlan:
     """`plan` with the counts of the global microbatch that losses and bias update need.
@@ -133,6 +139,7 @@ def count_load(
         config: the scope.
         sequence_shape: (B, S) of this rank's tokens; needed under scope "sequence" alone. Ranks of
             `groups.sequence` have the same B, and S may differ, also be 0.
+        token_idx_N: as in `router_losses`; a sequence of padding alone is none.
         groups: `tokens`, `sequence` and `timeout_s` are used.
     """
     by_sequence = _by_sequence(config)
@@ -142,11 +149,11 @@ def count_load(
     num_tokens = plan.topk_idx_TK.shape[0]
     num_sequences, sequence_load_BX = 0, None
     if by_sequence:
-        shape = _checked_shape(sequence_shape, num_tokens)
-        sequence_load_BX = _sequence_load(plan, shape, groups)
+        shape = _checked_shape(sequence_shape, num_tokens, token_idx_N)
+        sequence_load_BX = _sequence_load(plan, shape, token_idx_N, groups)
         # Ranks that hold parts of the same sequences count them once.
         first = groups.sequence is None or dist.get_rank(groups.sequence) == 0
-        num_sequences = shape[0] if first else 0
+        num_sequences = _num_sequences(sequence_load_BX, token_idx_N) if first else 0
     load_E = plan.counts_E
     if groups.tokens is not None:
         own_X = torch.cat([load_E, load_E.new_tensor([num_tokens, num_sequences])])
@@ -204,7 +211,11 @@ def global_batch_shares(
 
 
 def _aux_share(
-    probs_TE: Tensor, plan: RoutingPlan, config: MoEConfig, sequence_shape: tuple[int, int] | None
+    probs_TE: Tensor,
+    plan: RoutingPlan,
+    config: MoEConfig,
+    sequence_shape: tuple[int, int] | None,
+    token_idx_N: Tensor | None,
 ) -> Tensor:
     """Sum over this rank's sequences, or over its tokens as one sequence, of factor times P."""
     load_E, num_tokens, num_parts = _known(plan, config)
@@ -215,8 +226,11 @@ def _aux_share(
         load_X = torch.cat([load_E, load_E.new_tensor([num_tokens])])
         factor_BE = _factors(load_X[None], 1, config, probs_TE.dtype)
         return (factor_BE[0] * probs_TE.sum(dim=0)).sum()
-    shape = _checked_shape(sequence_shape, probs_TE.shape[0])
+    shape = _checked_shape(sequence_shape, probs_TE.shape[0], token_idx_N)
     factor_BE = _factors(plan.sequence_load_BX, num_parts, config, probs_TE.dtype)
+    if token_idx_N is not None:
+        factor_NE = factor_BE.index_select(0, _sequence_of(token_idx_N, shape))
+        return (factor_NE * probs_TE).sum()
     # Not -1: of no tokens it could be anything.
     probs_BSE = probs_TE.reshape(*shape, probs_TE.shape[1])
     return (factor_BE * probs_BSE.sum(dim=1)).sum()
@@ -237,18 +251,38 @@ def _factors(load_BX: Tensor, num_parts: int, config: MoEConfig, dtype: torch.dt
     return f_BE * (scale / tokens_B1.clamp(min=1).to(dtype))
 
 
-def _sequence_load(plan: RoutingPlan, shape: tuple[int, int], groups: MoEGroups) -> Tensor:
+def _sequence_load(
+    plan: RoutingPlan, shape: tuple[int, int], token_idx_N: Tensor | None, groups: MoEGroups
+) -> Tensor:
     """Rows per expert and tokens of each whole sequence, int64 [B, E + 1]."""
     (num_sequences, length), num_experts = shape, plan.num_experts
     idx_TK = plan.topk_idx_TK if plan.undropped_idx_TK is None else plan.undropped_idx_TK
     # The last column takes what is not an expert (-1), before it takes the tokens.
-    idx_BR = idx_TK.where(idx_TK >= 0, num_experts).reshape(num_sequences, length * idx_TK.shape[1])
+    column_TK = idx_TK.where(idx_TK >= 0, num_experts)
     load_BX = idx_TK.new_zeros(num_sequences, num_experts + 1)
-    load_BX.scatter_add_(1, idx_BR, torch.ones_like(idx_BR))
-    load_BX[:, -1] = length
+    if token_idx_N is None:
+        idx_BR = column_TK.reshape(num_sequences, length * idx_TK.shape[1])
+        load_BX.scatter_add_(1, idx_BR, torch.ones_like(idx_BR))
+        load_BX[:, -1] = length
+    else:
+        sequence_N = _sequence_of(token_idx_N, shape)
+        cell_NK = sequence_N[:, None] * (num_experts + 1) + column_TK
+        load_BX.view(-1).scatter_add_(0, cell_NK.flatten(), torch.ones_like(cell_NK).flatten())
+        load_BX[:, -1] = 0
+        load_BX[:, -1].scatter_add_(0, sequence_N, torch.ones_like(sequence_N))
     if groups.sequence is not None:
         load_BX = all_reduce(load_BX, group=groups.sequence, timeout_s=groups.timeout_s)
     return load_BX
+
+
+def _num_sequences(load_BX: Tensor, token_idx_N: Tensor | None) -> int:
+    """How many sequences have a token; all where there is no padding."""
+    return load_BX.shape[0] if token_idx_N is None else int((load_BX[:, -1] > 0).sum())
+
+
+def _sequence_of(token_idx_N: Tensor, shape: tuple[int, int]) -> Tensor:
+    """The sequence of each token, from its place in B * S."""
+    return token_idx_N.div(max(shape[1], 1), rounding_mode="floor")
 
 
 def _known(plan: RoutingPlan, config: MoEConfig) -> tuple[Tensor, int, int]:
@@ -269,13 +303,16 @@ def _by_sequence(config: MoEConfig) -> bool:
     return config.losses.moe_aux_loss_scope == "sequence"
 
 
-def _checked_shape(shape: tuple[int, int] | None, num_tokens: int) -> tuple[int, int]:
+def _checked_shape(
+    shape: tuple[int, int] | None, num_tokens: int, token_idx_N: Tensor | None
+) -> tuple[int, int]:
     if shape is None:
         raise MoEValueError(
             "moe_aux_loss_scope='sequence' needs to know the sequences: "
             "pass the layer [batch, sequence, hidden] instead of [tokens, hidden]"
         )
-    if shape[0] * shape[1] != num_tokens:
+    # With padding it is the caller that has held the places against the shape.
+    if shape[0] * shape[1] != num_tokens and token_idx_N is None:
         raise MoEValueError(
             f"sequence_shape={shape} holds {shape[0] * shape[1]} tokens, the router got "
             f"{num_tokens}; give (batch, sequence) of the tokens on this rank"
