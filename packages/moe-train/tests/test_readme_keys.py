@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from moe_train.config.keys import KeyInfo
+from moe_train.config.data_tables import SourceConfig
+from moe_train.config.keys import KeyInfo, keys_of
 from moe_train.config.tables import all_keys
 
 README = Path(__file__).parents[1] / "README.md"
@@ -19,7 +20,7 @@ def row(key: KeyInfo) -> str:
 
 def table() -> str:
     return "| key | default | on resume | meaning |\n|---|---|---|---|\n" + "".join(
-        map(row, all_keys())
+        map(row, [*all_keys(), *keys_of(SourceConfig)])
     )
 
 

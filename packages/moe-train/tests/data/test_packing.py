@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_train.data.packing import IGNORED_LABEL, PackedSplit
-from moe_train.data.token_file import write_tokens
+from moe_train.data.token_store import write_store
 
 EOS = 0
 
@@ -15,7 +15,7 @@ EOS = 0
 def write_documents(folder: Path, documents: list[list[int]]) -> Path:
     path = folder / "tokens.bin"
     parts = (np.array([*document, EOS], dtype=np.int64) for document in documents)
-    write_tokens(path, parts, vocab_size=1000)
+    write_store(path, parts, vocab_size=1000)
     return path
 
 

@@ -20,7 +20,7 @@ from moe_train.config.train_tables import OptimizerConfig, TrainConfig
 from moe_train.data.corpus import Document
 from moe_train.data.packing import IGNORED_LABEL, PackedSplit
 from moe_train.data.prepare import PreparedCorpus, prepare, split_documents
-from moe_train.data.token_file import open_tokens
+from moe_train.data.token_store import open_store
 from moe_train.data.unigram import unigram_cross_entropy
 from ranktest import run_ranks
 
@@ -58,7 +58,7 @@ def make(tmp_path: Path, text: Path) -> Make:
 
 def texts_of(prepared: PreparedCorpus, path: Path) -> list[str]:
     tokenizer = Tokenizer.from_file(str(prepared.tokenizer_file))
-    tokens = open_tokens(path).astype(np.int64)
+    tokens = open_store(path).tokens.astype(np.int64)
     ends = np.flatnonzero(tokens == prepared.eos_token_id)
     assert ends[-1] == len(tokens) - 1
     parts = np.split(tokens, ends + 1)[:-1]
@@ -219,7 +219,7 @@ def test_split_changes_little_when_a_document_is_added() -> None:
 
 def test_unigram_cross_entropy_equals_a_count_by_hand(make: Make) -> None:
     prepared = prepare(make(validation_fraction=0.3))
-    train = open_tokens(prepared.train_tokens).tolist()
+    train = open_store(prepared.train_tokens).tokens.tolist()
     split = PackedSplit(prepared.validation_tokens, 16, prepared.eos_token_id, True)
     numbers = list(range(0, split.num_sequences, 2))
     labels = [

@@ -6,7 +6,7 @@ import torch
 
 from moe_train.data.order import SampleOrder
 from moe_train.data.packing import Batch, PackedSplit
-from moe_train.data.token_file import write_tokens
+from moe_train.data.token_store import write_store
 from moe_train.training.batches import (
     BatchPlan,
     count_predictions,
@@ -18,7 +18,7 @@ from moe_train.training.batches import (
 @pytest.fixture
 def split(tmp_path: Path) -> PackedSplit:
     tokens = np.random.default_rng(0).integers(1, 50, size=8 * 25 + 1)
-    write_tokens(tmp_path / "tokens.bin", [tokens], vocab_size=64)
+    write_store(tmp_path / "tokens.bin", [tokens], vocab_size=64)
     return PackedSplit(tmp_path / "tokens.bin", 8, 0, False)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-OVERRIDE = re.compile(r"\w+(\.\w+)?\s*=")
-"""How an argument of the form `table.key=value` begins."""
+OVERRIDE = re.compile(r"\w+(\.[\w-]+){0,2}\s*=")
+"""How an argument of the form `table.key=value` or `sources.NAME.key=value` begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

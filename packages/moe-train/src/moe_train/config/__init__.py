@@ -4,6 +4,7 @@ May import: errors. Torch is not imported, so that `--help` and a mistake answer
 """
 
 from moe_train.config.data_tables import PYTHON_STDLIB as PYTHON_STDLIB
+from moe_train.config.data_tables import SourceConfig as SourceConfig
 from moe_train.config.tables import Config as Config
 from moe_train.config.toml_file import OWN_TOML as OWN_TOML
 from moe_train.config.toml_file import STATE_FILE as STATE_FILE

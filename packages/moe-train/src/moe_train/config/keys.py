@@ -85,18 +85,24 @@ class KeyInfo:
         return f"{self.table}.{self.name}"
 
 
-def keys_of(table_type: type[Any]) -> tuple[KeyInfo, ...]:
-    """The keys of a table's dataclass, in the order of declaration."""
+def keys_of(table_type: type[Any], place: str | None = None) -> tuple[KeyInfo, ...]:
+    """The keys of a table's dataclass, in the order of declaration.
+
+    Args:
+        place: the table's name in the file; None: that of the class.
+    """
     hints = get_type_hints(table_type)
     infos = []
     for item in dataclasses.fields(table_type):
+        if not item.metadata:  # not a key
+            continue
         hint = hints[item.name]
         if NoneType in get_args(hint):
             hint = get_args(hint)[0]
         choices = tuple(get_args(hint)) if get_origin(hint) is Literal else ()
         infos.append(
             KeyInfo(
-                table=table_type.table,
+                table=place or table_type.table,
                 name=item.name,
                 kind=str if choices else (get_origin(hint) or hint),
                 choices=choices,
@@ -157,8 +163,13 @@ class Table:
     __slots__ = ()
     table: ClassVar[str]
 
+    @property
+    def place(self) -> str:
+        """The table's name in the file."""
+        return self.table
+
     def __post_init__(self) -> None:
-        for info in keys_of(type(self)):
+        for info in keys_of(type(self), self.place):
             object.__setattr__(self, info.name, _checked(info, getattr(self, info.name)))
         self._check()
 

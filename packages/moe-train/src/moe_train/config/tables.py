@@ -11,7 +11,7 @@ the corpus is checked when it is made. Every field carries its help text and uni
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from moe_train.config.data_tables import DataConfig, TokenizerConfig
+from moe_train.config.data_tables import DataConfig, SourceConfig, TokenizerConfig
 from moe_train.config.keys import KeyInfo, Table, keys_of
 from moe_train.config.model_tables import ModelConfig, MoeTable
 from moe_train.config.run_tables import CheckpointConfig, LogConfig
@@ -37,6 +37,7 @@ class Config:
     model: ModelConfig
     moe: MoeTable = field(default_factory=MoeTable)
     data: DataConfig = field(default_factory=DataConfig)
+    sources: tuple[SourceConfig, ...] = ()
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     train: TrainConfig
@@ -47,6 +48,7 @@ class Config:
     def __post_init__(self) -> None:
         for name, table_type in TABLES.items():
             check_type(f"Config({name}=...)", getattr(self, name), table_type)
+        self._check_sources()
         ranks = self.parallel.dp * self.parallel.ep
         divisor = self.train.gradient_accumulation_steps * ranks
         if self.train.global_batch_size % divisor:
@@ -58,6 +60,29 @@ class Config:
         """Number of processes: pp * dp * ep."""
         return self.parallel.pp * self.parallel.dp * self.parallel.ep
 
+    @property
+    def all_sources(self) -> tuple[SourceConfig, ...]:
+        """Every source with all its keys set; without [sources.NAME] one, "data", of [data]."""
+        named = self.sources or (SourceConfig(name="data", corpus=self.data.corpus),)
+        return tuple(source.filled(self.data) for source in named)
+
+    def _check_sources(self) -> None:
+        check_type("Config(sources=...)", self.sources, tuple)
+        for source in self.sources:
+            check_type("Config(sources=...)", source, SourceConfig)
+        names = [source.name for source in self.sources]
+        if len(set(names)) < len(names):
+            raise TrainValueError(f"sources {', '.join(names)} have names that are not distinct")
+        if self.sources and self.data.corpus != DataConfig().corpus:
+            raise TrainValueError(CORPUS_TWICE)
+        _ = self.all_sources  # checks what their keys and those of [data] say together
+
+
+CORPUS_TWICE = (
+    "data.corpus and [sources.NAME] are both given; take data.corpus out, or move it into a table "
+    "[sources.NAME] of its own"
+)
+"""The message for a job that says twice what it trains on."""
 
 TABLES: dict[str, type[Table]] = {
     table.table: table

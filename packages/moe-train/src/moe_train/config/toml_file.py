@@ -12,16 +12,17 @@ import difflib
 import glob
 import json
 import os
+import re
 import textwrap
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_train.config.data_tables import PYTHON_STDLIB
-from moe_train.config.keys import KeyInfo, keys_of
+from moe_train.config.data_tables import PYTHON_STDLIB, SourceConfig
+from moe_train.config.keys import KeyInfo, Table, keys_of
 from moe_train.config.renames import RENAMED_KEYS, refuse_former_values, renewed
-from moe_train.config.tables import TABLES, Config, all_keys
+from moe_train.config.tables import CORPUS_TWICE, TABLES, Config, all_keys
 from moe_train.errors import MissingFileError, TrainTypeError, TrainValueError, check_type
 
 OWN_TOML = "moe_train.toml"
@@ -37,7 +38,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     Args:
         path: the file.
         overrides: later ones win. A value is written as in TOML; quotes around text may be left
-            out, and one name stands for a list of one. `table.key=` takes the key out.
+            out, and one name stands for a list of one. `table.key=` takes the key out. A source's
+            table is `sources.NAME`.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -64,7 +66,11 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     made: dict[str, Any] = {
         name: table_type(**tables.get(name, {})) for name, table_type in TABLES.items()
     }
-    return Config(**made)
+    named = [table for table in tables if table not in TABLES]
+    if named and "corpus" in tables.get("data", {}):
+        raise TrainValueError(CORPUS_TWICE)
+    sources = (SourceConfig(name=table.partition(".")[2], **tables[table]) for table in named)
+    return Config(**made, sources=tuple(sources))
 
 
 def dump_toml(config: Config) -> str:
@@ -75,26 +81,27 @@ def dump_toml(config: Config) -> str:
     """
     check_type("config", config, Config)
     blocks = []
-    for table in TABLES:
+    for table in _tables_of(config):
         lines = [f"{name} = {text}" for name, text in _set_keys(config, table)]
-        blocks.append("\n".join([f"[{table}]", *lines]) + "\n")
+        blocks.append("\n".join([f"[{table.place}]", *lines]) + "\n")
     return "\n".join(blocks)
 
 
 def format_compact(config: Config) -> str:
     """`config` in one line a table, for the terminal; every key that has a value is there."""
+    tables = list(_tables_of(config))
+    width = max(len(table.place) for table in tables) + 2
     lines = []
-    width = max(map(len, TABLES)) + 2
-    for table in TABLES:
+    for table in tables:
         pairs = (f"{name}={text}" for name, text in _set_keys(config, table))
-        lines.append(f"{'[' + table + ']':<{width}} {' '.join(pairs)}")
+        lines.append(f"{'[' + table.place + ']':<{width}} {' '.join(pairs)}")
     return "\n".join(lines)
 
 
 def keys_help() -> str:
     """Every key with its type, default, unit and meaning, for `moe-train train --help`."""
     lines: list[str] = []
-    for table, table_type in TABLES.items():
+    for table, table_type in {**TABLES, SourceConfig.table: SourceConfig}.items():
         lines.append(f"[{table}]  {(table_type.__doc__ or '').splitlines()[0]}")
         for key in keys_of(table_type):
             default = "required" if key.required else "optional"
@@ -107,11 +114,17 @@ def keys_help() -> str:
     return "\n".join(lines)
 
 
-def _set_keys(config: Config, table: str) -> Iterator[tuple[str, str]]:
-    """Name and TOML text of each key of a table that has a value."""
-    for key in keys_of(TABLES[table]):
-        value = getattr(getattr(config, table), key.name)
-        if value is not None:
+def _tables_of(config: Config) -> Iterator[Table]:
+    yield from (getattr(config, table) for table in TABLES)
+    yield from config.sources
+
+
+def _set_keys(config: Config, table: Table) -> Iterator[tuple[str, str]]:
+    """Name and TOML text of each key of a table that has a value and is used."""
+    for key in keys_of(type(table)):
+        value = getattr(table, key.name)
+        unused = table is config.data and key.name == "corpus" and config.sources
+        if value is not None and not unused:
             yield key.name, _toml(value)
 
 
@@ -125,22 +138,47 @@ def _read_tables(path: Path) -> dict[str, dict[str, Any]]:
         raise TrainValueError(f"config file {path} is not valid TOML: {error}") from error
     if path.name == OWN_TOML and (path.parent / STATE_FILE).exists():
         parsed = renewed(parsed)
+    parsed = _flattened(parsed)
     for table, values in parsed.items():
+        known = table in TABLES or table.startswith("sources.")
         if not isinstance(values, dict):
             raise TrainValueError(
-                f"{table} stands outside of a table; {_hint_of_key('', table)}"
-                if table not in TABLES
-                else f"{table} must be a table, got {values!r}; write [{table}] above its keys"
+                f"{table} must be a table, got {values!r}; write [{table}] above its keys"
+                if known
+                else f"{table} stands outside of a table; {_hint_of_key('', table)}"
             )
-        if table not in TABLES:
-            raise TrainValueError(f"unknown table [{table}] in {path}; {_nearest(table, TABLES)}")
+        if not known:
+            raise TrainValueError(f"unknown table [{table}] in {path}; {_nearest_table(table)}")
         for name in values:
             _info(table, name)
     return parsed
 
 
+def _flattened(parsed: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables with each `[sources.NAME]` under that name."""
+    tables = {name: values for name, values in parsed.items() if name != "sources"}
+    sources = parsed.get("sources", {})
+    if not isinstance(sources, dict):
+        raise TrainValueError("sources must be tables; write [sources.NAME] above the keys of one")
+    for name, values in sources.items():
+        if not isinstance(values, dict):
+            raise TrainValueError(
+                f"sources.{name} is no table; write [sources.NAME] above the keys of a source"
+            )
+        tables[f"sources.{name}"] = values
+    return tables
+
+
+def _keys_in(table: str) -> tuple[KeyInfo, ...]:
+    return keys_of(TABLES.get(table, SourceConfig), table)
+
+
+def _nearest_table(name: str) -> str:
+    return _nearest(name, [*TABLES, SourceConfig.table])
+
+
 def _info(table: str, name: str) -> KeyInfo:
-    for key in keys_of(TABLES[table]):
+    for key in _keys_in(table):
         if key.name == name:
             return key
     if f"{table}.{name}" in RENAMED_KEYS:
@@ -153,7 +191,8 @@ def _hint_of_key(table: str, name: str) -> str:
     elsewhere = [key.full_name for key in all_keys() if key.name == name]
     if elsewhere:
         return "did you mean " + " or ".join(elsewhere) + "?"
-    names = {key.name: key.full_name for key in all_keys() if table in ("", key.table)}
+    own = _keys_in(table) if table else all_keys()
+    names = {key.name: key.full_name for key in own}
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if not close:
         everywhere = {key.name: key.full_name for key in all_keys()}
@@ -173,13 +212,13 @@ def _nearest(name: str, valid: Iterable[str]) -> str:
 def _parse_override(text: str) -> tuple[KeyInfo, Any]:
     """The key that an override names, and its value before checks; None takes the key out."""
     name, equals, value = text.partition("=")
-    table, dot, key = name.strip().partition(".")
+    table, dot, key = name.strip().rpartition(".")
     if not equals:
         raise TrainValueError(f"override {text!r} is not of the form table.key=value")
     if not dot:
-        raise TrainValueError(f"override {text!r} names no table; {_hint_of_key('', table)}")
-    if table not in TABLES:
-        raise TrainValueError(f"unknown table {table} in {text!r}; {_nearest(table, TABLES)}")
+        raise TrainValueError(f"override {text!r} names no table; {_hint_of_key('', key)}")
+    if table not in TABLES and not re.fullmatch(r"sources\.[^.]+", table):
+        raise TrainValueError(f"unknown table {table} in {text!r}; {_nearest_table(table)}")
     info = _info(table, key)
     return info, _override_value(info, value.strip()) if value.strip() else None
 
@@ -198,9 +237,8 @@ def _override_value(info: KeyInfo, text: str) -> Any:
 
 
 def _check_required(tables: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    missing = [
-        key for key in all_keys() if key.required and key.name not in tables.get(key.table, {})
-    ]
+    needed = [key for table in {**TABLES, **tables} for key in _keys_in(table) if key.required]
+    missing = [key for key in needed if key.name not in tables.get(key.table, {})]
     if missing:
         listed = ", ".join(f"{key.full_name} ({key.help})" for key in missing)
         raise TrainValueError(f"config file {path} lacks {listed}")

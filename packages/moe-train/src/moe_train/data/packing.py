@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_train.data.token_file import open_tokens
+from moe_train.data.token_store import open_store
 from moe_train.errors import TrainValueError
 from moe_train.labels import IGNORED_LABEL
 
@@ -43,7 +43,7 @@ class PackedSplit:
     """The sequences of one token file, read from disk as they are asked for.
 
     Args:
-        path: a token file as `moe_train.data.token_file` writes it.
+        path: a token file as `moe_train.data.token_store` writes it.
         sequence_length: tokens of a sequence.
         eos_token_id: the token that ends a document.
         reset_at_documents: restart positions after each document and ignore labels across borders.
@@ -57,7 +57,7 @@ class PackedSplit:
     ) -> None:
         if sequence_length < 1:
             raise TrainValueError(f"sequence_length={sequence_length} must be at least 1")
-        self._tokens = open_tokens(path)
+        self._tokens = open_store(path).tokens
         self.path = path
         self.sequence_length = sequence_length
         self.eos_token_id = eos_token_id

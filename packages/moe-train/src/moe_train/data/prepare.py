@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 from moe_train.cache import default_cache_dir, locked, publish, write_atomic
 from moe_train.config import Config
 from moe_train.data.corpus import Document, find_documents, name_hash, read_text
-from moe_train.data.token_file import open_tokens, write_tokens
+from moe_train.data.token_store import open_store, write_store
 from moe_train.data.tokenizer import encode_batch, end_token_id, load_tokenizer, train_bpe
 from moe_train.errors import MissingFileError, TrainValueError, check_type
 
@@ -36,28 +36,61 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedSource:
+    """One source, as token files.
+
+    Attributes:
+        name: that of its table; "data" when there are no tables of sources.
+        kind: what it holds, as data.kind.
+        weight: its share of the samples, relative to the other sources.
+        packing: how its documents fill sequences, as data.packing.
+        train: token file of the training documents (`open_store`).
+        validation: token file of the held-out documents.
+        fingerprint: hex digits that stand for the two files' content.
+    """
+
+    name: str
+    kind: str
+    weight: float
+    packing: str
+    train: Path
+    validation: Path
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedCorpus:
     """A corpus ready to train on.
 
     Attributes:
+        sources: at least one, in the order of the file.
         tokenizer_file: the tokenizer.json that made the tokens.
-        train_tokens: token file of the training documents.
-        validation_tokens: token file of the held-out documents.
         vocab_size: number of token ids, special ones included.
-        eos_token_id: the token that ends each document.
-        fingerprint: hex digits that stand for the token files' content.
+        eos_token_id: the token that ends each document of text.
+        pad_token_id: the token of padding.
+        fingerprint: hex digits that stand for the content of all token files.
     """
 
+    sources: tuple[PreparedSource, ...]
     tokenizer_file: Path
-    train_tokens: Path
-    validation_tokens: Path
     vocab_size: int
     eos_token_id: int
+    pad_token_id: int
     fingerprint: str
 
     def __post_init__(self) -> None:
-        for name in ("tokenizer_file", "train_tokens", "validation_tokens"):
-            check_type(name, getattr(self, name), Path)
+        check_type("tokenizer_file", self.tokenizer_file, Path)
+        check_type("sources", self.sources, tuple)
+
+    @property
+    def train_tokens(self) -> Path:
+        """The token file of the first source's training documents."""
+        return self.sources[0].train
+
+    @property
+    def validation_tokens(self) -> Path:
+        """The token file of the first source's held-out documents."""
+        return self.sources[0].validation
 
 
 def prepare(config: Config) -> PreparedCorpus:
@@ -151,16 +184,25 @@ def _open(folder: Path) -> PreparedCorpus | None:
     """The corpus in a folder, whose name is its fingerprint; None when it is damaged."""
     try:
         facts = json.loads((folder / "corpus.json").read_bytes())
-        prepared = PreparedCorpus(
-            tokenizer_file=folder / "tokenizer.json",
-            train_tokens=folder / "train.bin",
-            validation_tokens=folder / "validation.bin",
-            vocab_size=facts["vocab_size"],
-            eos_token_id=facts["eos_token_id"],
+        source = PreparedSource(
+            name="data",
+            kind="text",
+            weight=1.0,
+            packing="stream",
+            train=folder / "train.bin",
+            validation=folder / "validation.bin",
             fingerprint=folder.name,
         )
-        open_tokens(prepared.train_tokens)
-        open_tokens(prepared.validation_tokens)
+        prepared = PreparedCorpus(
+            sources=(source,),
+            tokenizer_file=folder / "tokenizer.json",
+            vocab_size=facts["vocab_size"],
+            eos_token_id=facts["eos_token_id"],
+            pad_token_id=facts["eos_token_id"],
+            fingerprint=folder.name,
+        )
+        open_store(prepared.train_tokens)
+        open_store(prepared.validation_tokens)
     except (OSError, ValueError, KeyError):
         return None
     return prepared if prepared.tokenizer_file.is_file() else None
@@ -220,7 +262,7 @@ def _fill(
     started = time.perf_counter()
     for name, documents in (("train.bin", train), ("validation.bin", validation)):
         parts = _encoded(tokenizer, eos_token_id, documents)
-        write_tokens(work / name, parts, vocab_size=vocab_size)
+        write_store(work / name, parts, vocab_size=vocab_size)
     logger.info("encoded the documents in %.1f s", time.perf_counter() - started)
     facts = {"vocab_size": vocab_size, "eos_token_id": eos_token_id}
     (work / "corpus.json").write_text(json.dumps(facts) + "\n")
@@ -239,13 +281,11 @@ def _sample_texts(documents: Sequence[Document], max_bytes: int) -> Iterator[str
 def _encoded(
     tokenizer: Tokenizer, eos_token_id: int, documents: Sequence[Document]
 ) -> Iterator[NDArray[np.int64]]:
-    """Token ids of each document, and the end-of-text token behind it."""
-    end = np.array([eos_token_id], dtype=np.int64)
+    """Token ids of each document, the end-of-text token behind them."""
     for batch in _batches(documents):
         texts = [read_text(document.path) or "" for document in batch]
         for ids in encode_batch(tokenizer, texts):
-            yield ids
-            yield end
+            yield np.append(ids, eos_token_id)
 
 
 def _batches(documents: Sequence[Document]) -> Iterator[list[Document]]:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from moe_train.data.packing import PackedSplit
 from moe_train.data.prepare import PreparedCorpus
-from moe_train.data.token_file import open_tokens
+from moe_train.data.token_store import open_store
 from moe_train.errors import TrainValueError, check_type
 from moe_train.labels import IGNORED_LABEL
 
@@ -39,7 +39,7 @@ def unigram_cross_entropy(
     """
     check_type("prepared", prepared, PreparedCorpus)
     check_type("sequence_length", sequence_length, int)
-    train = open_tokens(prepared.train_tokens)
+    train = open_store(prepared.train_tokens).tokens
     counts = np.bincount(train, minlength=prepared.vocab_size).astype(np.float64) + 1.0
     nats = -np.log(counts / counts.sum())
     split = PackedSplit(
