@@ -90,7 +90,7 @@ def test_touched_files_are_read_again_but_not_encoded(
     first = prepare(make())
     for path in text.rglob("*.py"):
         os.utime(path, ns=(1, 1))
-    monkeypatch.setattr(import_module("moe_train.data.prepare"), "encode_batch", None)
+    monkeypatch.setattr(import_module("moe_train.data.prepare"), "_encoded", None)
     assert prepare(make()) == first
 
 
@@ -179,7 +179,7 @@ def test_unusable_tokenizer_file_is_refused_and_leaves_nothing(make: Make, tmp_p
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.file=.* does not exist"):
         prepare(make(tokenizer={"file": str(tmp_path / "no.json")}))
     (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"is not a tokenizer\.json"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read as a tok"):
         prepare(make(tokenizer={"file": str(tmp_path / "bad.json")}))
     corpora = tmp_path / "cache" / "corpora"
     assert not corpora.exists() or list(corpora.iterdir()) == []

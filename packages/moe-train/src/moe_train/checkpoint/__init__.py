@@ -1,6 +1,6 @@
 """What a training checkpoint holds beside weights, and how it is saved, found and resumed.
 
-May import: config, layout, model, optim, errors; unified_ckpt.
+May import: tokenization, config, layout, model, optim, errors; unified_ckpt.
 """
 
 from moe_train.checkpoint.export import checkpoint_files as checkpoint_files

@@ -20,14 +20,18 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
 from moe_train.cache import default_cache_dir, locked, publish, write_atomic
 from moe_train.config import Config
 from moe_train.data.corpus import Document, find_documents, name_hash, read_text
 from moe_train.data.token_store import open_store, write_store
-from moe_train.data.tokenizer import encode_batch, end_token_id, load_tokenizer, train_bpe
-from moe_train.errors import MissingFileError, TrainValueError, check_type
+from moe_train.errors import TrainValueError, check_type
+from moe_train.tokenization import (
+    TextTokenizer,
+    choose_tokenizer,
+    load_tokenizer,
+    train_tokenizer,
+)
 
 _VERSION = "1"
 _ENCODE_BATCH_BYTES = 4_000_000
@@ -64,7 +68,7 @@ class PreparedCorpus:
 
     Attributes:
         sources: at least one, in the order of the file.
-        tokenizer_file: the tokenizer.json that made the tokens.
+        tokenizer_file: the tokenizer.json that made the tokens, among its other files.
         vocab_size: number of token ids, special ones included.
         eos_token_id: the token that ends each document of text.
         pad_token_id: the token of padding.
@@ -77,6 +81,11 @@ class PreparedCorpus:
     eos_token_id: int
     pad_token_id: int
     fingerprint: str
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        """The tokenizer that made the tokens; read anew each time."""
+        return load_tokenizer(self.tokenizer_file.parent)
 
     def __post_init__(self) -> None:
         check_type("tokenizer_file", self.tokenizer_file, Path)
@@ -108,7 +117,8 @@ def prepare(config: Config) -> PreparedCorpus:
     documents = find_documents(
         config.data.corpus, extensions=config.data.extensions, max_bytes=config.data.max_bytes
     )
-    settings = _settings(config)
+    chosen = choose_tokenizer(config)
+    settings = _settings(config, chosen)
     seen_as = _digest(
         [settings] + [f"{d.path}|{d.name}|{d.size_bytes}|{d.mtime_ns}" for d in documents]
     )
@@ -118,7 +128,7 @@ def prepare(config: Config) -> PreparedCorpus:
         with locked(cache_dir / "locks" / f"{seen_as}.lock"):
             prepared = _lookup(cache_dir, index_file)
             if prepared is None:
-                prepared = _build(config, cache_dir, settings, documents)
+                prepared = _build(config, chosen, cache_dir, settings, documents)
                 write_atomic(index_file, json.dumps({"fingerprint": prepared.fingerprint}))
     return prepared
 
@@ -151,15 +161,10 @@ def split_documents(
     return train, [document for document in documents if document.path in held]
 
 
-def _settings(config: Config) -> str:
+def _settings(config: Config, chosen: TextTokenizer | None) -> str:
     """What shapes the token files beside the documents, as text."""
-    if config.tokenizer.file:
-        path = Path(config.tokenizer.file)
-        if not path.is_file():
-            raise MissingFileError(f"tokenizer.file={path} does not exist")
-        tokenizer = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
-    else:
-        tokenizer = f"bpe {config.tokenizer.vocab_size} {config.tokenizer.train_bytes}"
+    trained = f"bpe {config.tokenizer.vocab_size} {config.tokenizer.train_bytes}"
+    tokenizer = trained if chosen is None else chosen.fingerprint
     return f"{_VERSION}|{tokenizer}|{config.data.validation_fraction!r}"
 
 
@@ -198,7 +203,7 @@ def _open(folder: Path) -> PreparedCorpus | None:
             tokenizer_file=folder / "tokenizer.json",
             vocab_size=facts["vocab_size"],
             eos_token_id=facts["eos_token_id"],
-            pad_token_id=facts["eos_token_id"],
+            pad_token_id=facts.get("pad_token_id", facts["eos_token_id"]),
             fingerprint=folder.name,
         )
         open_store(prepared.train_tokens)
@@ -209,7 +214,11 @@ def _open(folder: Path) -> PreparedCorpus | None:
 
 
 def _build(
-    config: Config, cache_dir: Path, settings: str, documents: Sequence[Document]
+    config: Config,
+    chosen: TextTokenizer | None,
+    cache_dir: Path,
+    settings: str,
+    documents: Sequence[Document],
 ) -> PreparedCorpus:
     started = time.perf_counter()
     usable, digests = _usable(documents)
@@ -220,7 +229,7 @@ def _build(
         return prepared
     size_mb = sum(document.size_bytes for document in usable) / 1e6
     logger.info("preparing %d documents of text, %.1f MB (once)", len(usable), size_mb)
-    publish(folder, lambda work: _fill(work, config, train, validation))
+    publish(folder, lambda work: _fill(work, config, chosen, train, validation))
     prepared = _open(folder)
     if prepared is None:
         raise TrainValueError(f"{folder} was changed while it was made; delete it and start again")
@@ -243,28 +252,32 @@ def _usable(documents: Sequence[Document]) -> tuple[list[Document], list[str]]:
 
 
 def _fill(
-    work: Path, config: Config, train: Sequence[Document], validation: Sequence[Document]
+    work: Path,
+    config: Config,
+    chosen: TextTokenizer | None,
+    train: Sequence[Document],
+    validation: Sequence[Document],
 ) -> None:
     """Write tokenizer, token files and facts into the folder `work`."""
-    if config.tokenizer.file:
-        tokenizer = load_tokenizer(Path(config.tokenizer.file))
-        source = f"tokenizer.file={config.tokenizer.file}"
-        (work / "tokenizer.json").write_bytes(Path(config.tokenizer.file).read_bytes())
-    else:
+    tokenizer = chosen
+    if tokenizer is None:
         started = time.perf_counter()
         sample = _sample_texts(train, config.tokenizer.train_bytes)
-        tokenizer = train_bpe(sample, vocab_size=config.tokenizer.vocab_size)
-        source = "the trained tokenizer"
-        tokenizer.save(str(work / "tokenizer.json"))
+        tokenizer = train_tokenizer(sample, vocab_size=config.tokenizer.vocab_size)
         logger.info("trained the tokenizer in %.1f s", time.perf_counter() - started)
-    eos_token_id = end_token_id(tokenizer, source)
-    vocab_size = tokenizer.get_vocab_size()
+    for name, content in tokenizer.files.items():
+        (work / name).write_bytes(content)
+    vocab_size, eos_token_id = tokenizer.vocab_size, tokenizer.document_end_id
     started = time.perf_counter()
     for name, documents in (("train.bin", train), ("validation.bin", validation)):
-        parts = _encoded(tokenizer, eos_token_id, documents)
+        parts = _encoded(tokenizer, documents)
         write_store(work / name, parts, vocab_size=vocab_size)
     logger.info("encoded the documents in %.1f s", time.perf_counter() - started)
-    facts = {"vocab_size": vocab_size, "eos_token_id": eos_token_id}
+    facts = {
+        "vocab_size": vocab_size,
+        "eos_token_id": eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     (work / "corpus.json").write_text(json.dumps(facts) + "\n")
 
 
@@ -279,13 +292,12 @@ def _sample_texts(documents: Sequence[Document], max_bytes: int) -> Iterator[str
 
 
 def _encoded(
-    tokenizer: Tokenizer, eos_token_id: int, documents: Sequence[Document]
+    tokenizer: TextTokenizer, documents: Sequence[Document]
 ) -> Iterator[NDArray[np.int64]]:
     """Token ids of each document, the end-of-text token behind them."""
     for batch in _batches(documents):
-        texts = [read_text(document.path) or "" for document in batch]
-        for ids in encode_batch(tokenizer, texts):
-            yield np.append(ids, eos_token_id)
+        for ids in tokenizer.encode_batch([read_text(document.path) or "" for document in batch]):
+            yield np.append(ids, tokenizer.document_end_id)
 
 
 def _batches(documents: Sequence[Document]) -> Iterator[list[Document]]:

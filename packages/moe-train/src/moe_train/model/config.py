@@ -155,6 +155,16 @@ class DecoderConfig:
         extra["num_nextn_predict_layers"] = count
         return replace(self, num_nextn_predict_layers=count, extra=extra)
 
+    def with_token_ids(self, **ids: int | tuple[int, ...] | None) -> "DecoderConfig":
+        """This decoder with other special tokens in its file, such as `eos_token_id=(2, 7)`."""
+        extra = dict(self.extra)
+        for name, given in ids.items():
+            several = isinstance(given, tuple) and len(given) != 1
+            extra[name] = given[0] if isinstance(given, tuple) and not several else given
+        return replace(
+            self, eos_token_ids=_token_ids(ConfigReader(extra), "eos_token_id"), extra=extra
+        )
+
     @property
     def eos_token_id(self) -> int | None:
         """The token that usually ends a text."""

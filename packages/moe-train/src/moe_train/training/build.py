@@ -105,7 +105,7 @@ def build_training(config: Config, parallel: Parallel) -> Training:
     corpus = open_corpus(config, parallel, prepared)
     files: dict[str, bytes] = {}
     if parallel.rank == 0 and prepared is not None:
-        files = checkpoint_files(config, model, prepared.tokenizer_file)
+        files = checkpoint_files(config, model, prepared.tokenizer)
     runner, checkpointer = build_runner(config, model, parallel, files)
     return Training(parallel=parallel, runner=runner, checkpointer=checkpointer, corpus=corpus)
 

@@ -1,0 +1,205 @@
+"""A tokenizer with all that belongs to it: special tokens, end tokens, chat templates, its files.
+
+Invariant: `files` say everything: `load_tokenizer` of a folder that holds them gives an equal
+tokenizer, and transformers' `AutoTokenizer` gives the same ids, prompts and end tokens.
+
+    tokenizer = load_tokenizer(Path("checkpoint-250"))
+    tokenizer.encode_prompt("Hi"), tokenizer.eos_token_ids
+    tokenizer.encode_chat([{"role": "user", "content": "Hi"}, answer]).trained
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Tokenizer
+
+from moe_train.errors import TrainValueError
+from moe_train.tokenization.chat import ChatTokens, encode_conversation
+from moe_train.tokenization.end_tokens import EndTokens, NamedIds, end_tokens, token_ids_of
+from moe_train.tokenization.folder import (
+    GENERATION_CONFIG,
+    SPECIAL_TOKENS_MAP,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    read_files,
+    read_json,
+)
+from moe_train.tokenization.template import ChatTemplates, templates_in
+
+CONFIG = "config.json"
+
+
+class TextTokenizer:
+    """Text to ids and back; never changed once it is made.
+
+    Attributes:
+        files: every file that a checkpoint has to carry, by name.
+        vocab_size: ids are below it; added tokens included.
+        document_end_id: ends a document in a token file.
+        eos_token_ids: every token that ends a generated text, `document_end_id` first.
+        pad_token_id: fills a batch.
+        fingerprint: hex digits of what changes ids, prompts or special tokens.
+        notes: what was decided here and should be said once, a line each.
+    """
+
+    __slots__ = (
+        "_templates",
+        "_tokenizer",
+        "document_end_id",
+        "eos_token_ids",
+        "files",
+        "fingerprint",
+        "notes",
+        "pad_token_id",
+        "vocab_size",
+    )
+
+    def __init__(
+        self, files: Mapping[str, bytes], ends: EndTokens, notes: Sequence[str] = ()
+    ) -> None:
+        self.files: Mapping[str, bytes] = MappingProxyType(dict(files))
+        self._tokenizer = parse_tokenizer(files)
+        self._templates = ChatTemplates(templates_in(files), named_tokens(files))
+        self.document_end_id = ends.document_end_id
+        self.eos_token_ids = ends.eos_token_ids
+        self.pad_token_id = ends.pad_token_id
+        self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
+        self.fingerprint = _digest(files, ends)
+        self.notes = tuple(notes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        ends = EndTokens(
+            document_end_id=self.document_end_id,
+            eos_token_ids=self.eos_token_ids,
+            pad_token_id=self.pad_token_id,
+        )
+        return TextTokenizer, (dict(self.files), ends, self.notes)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+        """Token ids of each text, int64 [N]; runs on all cores.
+
+        Text that looks like a special token stays text, and no special token is added.
+        """
+        self._tokenizer.encode_special_tokens = True
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids that transformers' `tokenizer(text)` gives: special tokens are read and added."""
+        self._tokenizer.encode_special_tokens = False
+        return list(self._tokenizer.encode(text).ids)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of ids, by default without special tokens."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """A conversation as the chat template writes it.
+
+        Raises:
+            ValueError: there is no template, or it refuses the conversation.
+        """
+        return self._templates.render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt
+        ).text
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> ChatTokens:
+        """A conversation as tokens, and which of them are targets.
+
+        Raises:
+            ValueError: as `encode_conversation`.
+        """
+        return encode_conversation(self._tokenizer, self._templates, messages, tools)
+
+
+def load_tokenizer(path: Path) -> TextTokenizer:
+    """The tokenizer in a folder, or of a tokenizer.json.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it cannot be read, or names end tokens that contradict those of the model's
+            config.json or generation_config.json in the folder.
+    """
+    files = read_files(path)
+    ids = named_ids(files, path if path.is_dir() else path.parent / "none")
+    ends = end_tokens(parse_tokenizer(files), named_tokens(files), ids, pretrained=True)
+    return TextTokenizer(files, ends)
+
+
+def named_ids(files: Mapping[str, bytes], model: Path) -> NamedIds:
+    """The end tokens that generation_config.json and the model's config.json name.
+
+    Args:
+        files: of the tokenizer.
+        model: a config.json, or a folder that may hold one.
+    """
+    config = model / CONFIG if model.is_dir() else model
+    values = read_json({CONFIG: config.read_bytes()}, CONFIG) if config.is_file() else {}
+    generation = read_json(files, GENERATION_CONFIG)
+    return NamedIds(
+        config=token_ids_of(values, "eos_token_id", CONFIG),
+        generation=token_ids_of(generation, "eos_token_id", GENERATION_CONFIG),
+    )
+
+
+def parse_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
+    """The tokenizer of the files, with the tokens that tokenizer_config.json adds to it.
+
+    Raises:
+        ValueError: tokenizer.json cannot be read as a tokenizer.
+    """
+    try:
+        tokenizer = Tokenizer.from_buffer(files[TOKENIZER])
+    # tokenizers raises a bare Exception for a file that it cannot read.
+    except Exception as error:
+        raise TrainValueError(f"{TOKENIZER} cannot be read as a tokenizer: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    listed = read_json(files, TOKENIZER_CONFIG).get("added_tokens_decoder", {})
+    added = [AddedToken(**token) for _, token in sorted(listed.items(), key=lambda i: int(i[0]))]
+    named = [AddedToken(token, special=True) for token in named_tokens(files).values()]
+    for token in (*added, *named):
+        if tokenizer.token_to_id(token.content) is None:
+            tokenizer.add_tokens([token])
+    return tokenizer
+
+
+def named_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
+    """The special tokens that have a role, such as `eos_token`, as templates see them."""
+    values = read_json(files, TOKENIZER_CONFIG)
+    if "added_tokens_decoder" not in values:
+        values = {**values, **read_json(files, SPECIAL_TOKENS_MAP)}
+    found = {}
+    for role, token in values.items():
+        text = token.get("content") if isinstance(token, dict) else token
+        if role.endswith("_token") and isinstance(text, str):
+            found[role] = text
+    return found
+
+
+def _digest(files: Mapping[str, bytes], ends: EndTokens) -> str:
+    parts = [
+        json.loads(files[TOKENIZER]),
+        templates_in(files),
+        named_tokens(files),
+        [ends.document_end_id, ends.eos_token_ids, ends.pad_token_id],
+    ]
+    text = json.dumps(parts, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
