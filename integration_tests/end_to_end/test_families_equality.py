@@ -297,3 +297,86 @@ def test_generation_with_the_cache_equals_the_whole_sequence(reference: Referenc
         done += length
         whole = next_logits(stage, tokens[:done], 0, KeyValueCache())
         torch.testing.assert_close(logits, whole, rtol=1e-5, atol=1e-5)
+
+
+CONVERSATIONS = (5, 3, 7, 1)
+"""Lengths; of the second nothing is predicted."""
+
+
+def conversations() -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Tokens, labels and positions of each conversation, [1, length]; the last has no label."""
+    made = []
+    generator = torch.Generator().manual_seed(3)
+    for number, length in enumerate(CONVERSATIONS):
+        tokens = torch.randint(1, 64, (1, length + 1), generator=generator)
+        labels = tokens[:, 1:].clone()
+        labels[:, -1] = -100
+        labels[:, : length if number == 1 else 1] = -100
+        made.append((tokens[:, :-1], labels, torch.arange(length)[None]))
+    return made
+
+
+def in_rows(rows: list[list[int]], *, left: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """The conversations with these numbers one behind the other, in rows padded to 11 places."""
+    whole = conversations()
+    parts: list[list[Tensor]] = [[], [], []]
+    for row in rows:
+        for part, pad, which in zip(parts, (0, -100, -1), range(3), strict=True):
+            tensor = torch.cat([whole[number][which] for number in row], dim=1)
+            missing = 11 - tensor.shape[1]
+            part.append(F.pad(tensor, (missing, 0) if left else (0, missing), value=pad))
+    tokens, labels, positions = (torch.cat(part) for part in parts)
+    return tokens, labels, positions
+
+
+def loss_and_gradients(
+    stage: DecoderStage, batches: list[tuple[Tensor, Tensor, Tensor]]
+) -> tuple[float, dict[str, Tensor]]:
+    stage.zero_grad()
+    total = 0.0
+    for tokens, labels, positions in batches:
+        loss = stage(tokens, positions, target=Target(labels, 0.1, tokens)).loss
+        assert loss is not None
+        loss.backward()
+        total += loss.item()
+    return total, {name: p.grad for name, p in stage.named_parameters() if p.grad is not None}
+
+
+def test_packed_padded_and_single_conversations_are_the_same(
+    reference: Reference,
+) -> None:
+    stage = stage_of(reference.folder, torch.float64)
+    expected, gradients = loss_and_gradients(stage, conversations())
+    assert expected > 1.0
+    loads = {n: int(load_E.sum()) for n, load_E in stage.take_record().load_E.items()}
+    forms = {
+        "packed": in_rows([[0, 1], [2, 3]]),
+        "packed left": in_rows([[0, 1], [2, 3]], left=True),
+        "padded": in_rows([[0], [1], [2], [3]]),
+        "padded left": in_rows([[0], [1], [2], [3]], left=True),
+    }
+    for form, batch in forms.items():
+        loss, found = loss_and_gradients(stage, [batch])
+        assert abs(loss - expected) <= 1e-12 * expected, form
+        assert found.keys() == gradients.keys()
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, gradients[name], rtol=1e-9, atol=1e-12)
+        counted = stage.take_record().load_E
+        assert {n: int(load_E.sum()) for n, load_E in counted.items()} == loads, form
+
+
+@torch.no_grad()
+def test_padded_logits_equal_those_of_transformers_with_a_mask(reference: Reference) -> None:
+    model, stage = reference.models[torch.float32], stage_of(reference.folder, torch.float32)
+    for left in (False, True):
+        tokens, _, positions = in_rows([[0], [1], [2], [3]], left=left)
+        theirs = model(
+            input_ids=tokens,
+            attention_mask=(positions >= 0).long(),
+            position_ids=positions.clamp(min=0),
+            use_cache=False,
+        ).logits
+        ours = stage.logits(stage.hidden_states(tokens, positions)[0])
+        is_token = positions >= 0
+        torch.testing.assert_close(ours[is_token], theirs[is_token], rtol=1e-5, atol=1e-5)
+        assert bool(ours.isfinite().all())

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from moe_train.model.documents import read_documents
 from moe_train.model.kv_cache import KeyValueCache
-from moe_train.model.layers import AttentionContext, document_mask
+from moe_train.model.layers import AttentionContext
 from moe_train.model.mla import LatentAttention, MLAOptions
 
 transformers = pytest.importorskip("transformers")
@@ -129,7 +130,9 @@ def test_values_and_gradients_are_those_of_transformers(
     theirs, ours = modules_of(case, dtype)
     positions = POSITIONS if with_documents else POSITIONS[1:].expand(2, -1)
     context = context_of(positions, dtype)
-    context = AttentionContext(context.cos_BSD, context.sin_BSD, document_mask(positions))
+    context = AttentionContext(
+        context.cos_BSD, context.sin_BSD, read_documents(positions).mask(None)
+    )
     assert (context.mask_B1SS is not None) == with_documents
     length = positions.shape[1]
     allowed = torch.ones(2, 1, length, length).tril().bool()

@@ -4,7 +4,7 @@ import torch
 from moe_pipeline import MoELayer
 from moe_train.model.config import DecoderConfig
 from moe_train.model.decoder_layer import DecoderLayer, LayerOptions, moe_config
-from moe_train.model.layers import Attention, DenseMLP, attention_context
+from moe_train.model.layers import Attention, DenseMLP, attention_contexts
 from moe_train.model.mla import LatentAttention
 
 SIZES = {
@@ -41,7 +41,9 @@ def test_the_configuration_chooses_attention_and_experts(
     assert all(isinstance(layer.self_attn, attention) for layer in layers)
     assert isinstance(layers[0].mlp, DenseMLP) and isinstance(layers[1].mlp, MoELayer)
     x = torch.randn(2, 5, 16, dtype=torch.float64)
-    context = attention_context(torch.arange(5).expand(2, 5), config.rotary, torch.float64)
+    positions = torch.arange(5).expand(2, 5)
+    contexts = attention_contexts(positions, config.rotary, torch.float64, windows={None})
+    context = contexts[None]
     with torch.no_grad():
         for layer in layers:
             for parameter in layer.parameters():

@@ -4,13 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from moe_train.model.documents import read_documents
 from moe_train.model.kv_cache import KeyValueCache
 from moe_train.model.layers import (
     Attention,
     AttentionContext,
     AttentionOptions,
-    attention_context,
-    document_mask,
+    attention_contexts,
     sink_attention,
 )
 from moe_train.model.rotary import RotaryOptions
@@ -28,24 +28,11 @@ def make_attention(**changes: object) -> Attention:
     return attention
 
 
-def context_of(positions: torch.Tensor, **options: int) -> AttentionContext:
-    return attention_context(positions, ROTARY, torch.float64, **options)
-
-
-def test_document_mask_is_causal_inside_each_document_only() -> None:
-    positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])
-    mask = document_mask(positions)
-    assert mask is not None
-    documents = [[0, 0, 0, 1, 1, 2], [0] * 6]
-    for b in range(2):
-        for i in range(6):
-            for j in range(6):
-                allowed = j <= i and documents[b][i] == documents[b][j]
-                assert bool(mask[b, 0, i, j]) == allowed, (b, i, j)
-
-
-def test_sequences_of_one_document_need_no_mask() -> None:
-    assert document_mask(torch.arange(5).expand(3, 5)) is None
+def context_of(
+    positions: torch.Tensor, *, window: int | None = None, cache: KeyValueCache | None = None
+) -> AttentionContext:
+    contexts = attention_contexts(positions, ROTARY, torch.float64, windows={window}, cache=cache)
+    return contexts[window]
 
 
 def test_a_packed_sequence_equals_its_documents_apart() -> None:
@@ -89,36 +76,20 @@ def test_the_cache_gives_what_the_whole_sequence_gives(window: int | None, has_s
     attention = make_attention(has_sinks=has_sinks)
     x = torch.randn(1, 9, 32, dtype=torch.float64)
     positions = torch.arange(9)[None]
-    context = attention_context(positions, ROTARY, torch.float64, window=window)
+    context = context_of(positions, window=window)
     whole = attention(x, context, None)
     cache = KeyValueCache()
     parts = []
     for piece in (slice(0, 4), slice(4, 5), slice(5, 8), slice(8, 9)):
-        cache.add_positions(positions[:, piece])
-        context = attention_context(
-            positions[:, piece], ROTARY, torch.float64, window=window, cache=cache
-        )
+        context = context_of(positions[:, piece], window=window, cache=cache)
         parts.append(attention(x[:, piece], context, cache))
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-12, atol=1e-12)
-
-
-def test_a_window_is_the_token_itself_and_those_before_it() -> None:
-    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1], [0, 1, 2, 3, 4, 5, 6]])
-    for window in range(1, 9):
-        mask = document_mask(positions, window)
-        documents = [[0] * 5 + [1] * 2, [0] * 7]
-        assert mask is not None
-        for b, row in enumerate(documents):
-            for i in range(7):
-                seen = [j for j in range(7) if bool(mask[b, 0, i, j])]
-                assert seen == [j for j in range(i + 1) if row[i] == row[j] and i - j < window]
-    assert document_mask(positions[1:], 7) is None
 
 
 def test_sinks_take_a_part_of_every_softmax() -> None:
     q, k, v = (torch.randn(2, heads, 5, 8, dtype=torch.float64) for heads in (4, 2, 2))
     sinks = torch.randn(4, dtype=torch.float64)
-    for mask in (None, document_mask(torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]]), 2)):
+    for mask in (None, read_documents(torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]])).mask(2)):
         out = sink_attention(q, k, v, sinks, mask)
         for b in range(2):
             for head in range(4):

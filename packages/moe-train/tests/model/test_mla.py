@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_train.model.documents import read_documents
 from moe_train.model.kv_cache import KeyValueCache
-from moe_train.model.layers import AttentionContext, document_mask
+from moe_train.model.layers import AttentionContext
 from moe_train.model.mla import LatentAttention, MLAOptions
 
 HIDDEN, HEADS, LATENT, NOPE, ROPE, VALUE = 12, 3, 7, 4, 4, 5
@@ -36,7 +37,7 @@ def attention_of(**changes: object) -> LatentAttention:
 def context_of(positions: Tensor, width: int = ROPE) -> AttentionContext:
     angles = positions[..., None] * torch.tensor([1.0, 0.3], dtype=torch.float64)[: width // 2]
     angles = torch.cat((angles, angles), dim=-1)
-    return AttentionContext(angles.cos(), angles.sin(), document_mask(positions))
+    return AttentionContext(angles.cos(), angles.sin(), read_documents(positions).mask(None))
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:

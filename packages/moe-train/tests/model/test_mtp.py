@@ -4,7 +4,8 @@ from torch import Tensor, nn
 
 from moe_pipeline import MoEConfig, MoELayer, chunked_cross_entropy
 from moe_pipeline.layer import MoEOutput
-from moe_train.model.layers import AttentionContext, document_mask
+from moe_train.model.documents import read_documents
+from moe_train.model.layers import AttentionContext
 from moe_train.model.mla import LatentAttention, MLAOptions
 from moe_train.model.mtp import MTPLayer, MTPTokens, SharedWeights, mtp_loss, stored_name
 
@@ -49,7 +50,7 @@ class Block(nn.Module):
 
 def context_of(positions: Tensor) -> AttentionContext:
     angles = positions[..., None] * torch.tensor([1.0, 0.1, 1.0, 0.1], dtype=torch.float64)
-    return AttentionContext(angles.cos(), angles.sin(), document_mask(positions))
+    return AttentionContext(angles.cos(), angles.sin(), read_documents(positions).mask(None))
 
 
 def layers_of(depths: int) -> list[MTPLayer]:
@@ -152,7 +153,7 @@ def test_labels_lie_in_the_same_document_and_in_the_sequence() -> None:
         POSITIONS,
     )
     ahead, labels = tokens.at_depth(1)
-    assert ahead[0, :4].tolist() == [101, 102, 103, 104]
+    assert ahead[0, :4].tolist() == [101, 102, 103, 0]  # 104 is of another document
     assert labels[0].tolist() == [102, 103, 104, -100, 106, 107, 108, 109, -100]
     assert ahead[1].tolist() == list(range(201, 210))
     ahead, labels = tokens.at_depth(2)

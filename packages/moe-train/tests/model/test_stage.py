@@ -163,3 +163,59 @@ def test_layers_that_do_not_divide_are_refused_with_the_choices() -> None:
     assert [list(stage_layers(6, 3, s)) for s in range(3)] == [[0, 1], [2, 3], [4, 5]]
     with pytest.raises(ValueError, match=r"num_hidden_layers=6 .*pp=4.*1, 2, 3, 6"):
         stage_layers(6, 4, 0)
+
+
+def padded_rows(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Documents of these lengths, row by row, as tokens, labels and positions of 12 places.
+
+    A document is a function of its length, so that it is the same wherever it stands.
+    """
+    made = [torch.zeros(len(rows), 12, dtype=torch.int64) + pad for pad in (0, -100, -1)]
+    for number, row in enumerate(rows):
+        start = 0
+        for length in row:
+            tokens = (torch.arange(length) * 7 + length) % 40
+            labels = torch.cat((tokens[1:], torch.tensor([-100])))
+            labels[0] = -100
+            for part, values in zip(made, (tokens, labels, torch.arange(length)), strict=True):
+                part[number, start : start + length] = values
+            start += length
+    return made[0], made[1], made[2]
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_padding_changes_neither_losses_nor_gradients_nor_loads(recomputed: bool) -> None:
+    config = config_of(
+        model_type="glm4_moe", n_routed_experts=4, first_k_dense_replace=1, n_shared_experts=1
+    ).with_mtp_layers(2)
+    results = []
+    for rows in ([[3, 5], [9], [1, 2]], [[9, 1, 2], [5, 3]], [[5], [2], [9], [], [1], [3]]):
+        stage = make_stage(config, range(4), z_loss_coef=0.1, recompute=recomputed).double()
+        tokens, labels, positions = padded_rows(rows)
+        loss = stage(tokens, positions, target=Target(labels, 0.1, tokens)).loss
+        assert loss is not None
+        loss.backward()
+        results.append((stage.take_record(), {n: p.grad for n, p in stage.named_parameters()}))
+    (first, gradients), *others = results
+    assert min(first.loss, first.aux_loss, first.z_loss, first.mtp_loss) > 0
+    for record, found in others:
+        for name in ("loss", "aux_loss", "z_loss", "mtp_loss"):
+            torch.testing.assert_close(
+                getattr(record, name), getattr(first, name), rtol=1e-12, atol=0
+            )
+        assert {n: x.tolist() for n, x in record.load_E.items()} == {
+            n: x.tolist() for n, x in first.load_E.items()
+        }
+        torch.testing.assert_close(found, gradients, rtol=1e-9, atol=1e-12)
+
+
+def test_a_batch_of_padding_alone_gives_a_loss_of_zero_and_no_nan() -> None:
+    config = config_of(model_type="glm4_moe", n_routed_experts=4).with_mtp_layers(1)
+    stage = make_stage(config, range(4), z_loss_coef=0.1)
+    tokens, labels, positions = padded_rows([[], []])
+    loss = stage(tokens, positions, target=Target(labels, 1.0, tokens)).loss
+    assert loss is not None
+    loss.backward()
+    assert loss.item() == 0
+    gradients = [p.grad for p in stage.parameters() if p.grad is not None]
+    assert gradients and not any(gradient.any() for gradient in gradients)

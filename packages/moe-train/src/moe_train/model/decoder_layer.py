@@ -82,7 +82,7 @@ class DecoderLayer(nn.Module):
         normed_BSd = self.post_attention_layernorm(x_BSd)
         if isinstance(self.mlp, DenseMLP):
             return x_BSd + self.mlp(normed_BSd), None
-        routed = self.mlp(normed_BSd)
+        routed = self.mlp(normed_BSd, token_idx_N=context.token_idx_N)
         return x_BSd + routed.hidden, routed
 
 

@@ -38,6 +38,11 @@ class KeyValueCache:
         """Positions that every layer holds; 0 before the first call."""
         return min(self._lengths.values(), default=0)
 
+    @property
+    def has_padding(self) -> bool:
+        """Whether some row of the first call had padding."""
+        return self._has_padding
+
     def extend(self, layer: int, k_BKSD: Tensor, v_BKSD: Tensor) -> tuple[Tensor, Tensor]:
         """Append this call's keys and values and return all of the layer's, as views [B, K, P, D].
 

@@ -4,18 +4,19 @@ One attention serves every family with grouped queries: what differs (biases, no
 keys, rotation, sinks) is in `AttentionOptions`. DeepSeek's latent attention is in `model.mla`.
 
 Packed sequences: a document starts where its position is 0, and a token attends to its own
-document only. The mask is derived from the positions, so that it needs no second tensor on its way
-through the pipeline; a batch without inner document starts takes the fast causal path.
+document only (`model.documents`); a batch without inner document starts takes the fast causal path.
 
-    context = attention_context(position_ids_BS, RotaryOptions(dim=8, theta=1e4), torch.float32)
+    rotary = RotaryOptions(dim=8, theta=1e4)
+    contexts = attention_contexts(position_ids_BS, rotary, torch.float32, windows={None})
     y_BSd = Attention(options, hidden_size=32, layer=0, device=None, dtype=torch.float32)(
-        x_BSd, context, None
+        x_BSd, contexts[None], None
     )
 
 Shape legend: B sequences, S positions, P positions with those in the cache, H query heads,
 K key/value heads, G = H / K, D head dim, d hidden size.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_train.errors import TrainValueError
+from moe_train.model.documents import read_documents, token_places
 from moe_train.model.kv_cache import KeyValueCache
 from moe_train.model.norm import RMSNorm
 from moe_train.model.rotary import RotaryOptions, rotary_tables, rotate
@@ -72,57 +74,47 @@ class AttentionOptions:
 
 @dataclass(frozen=True, slots=True)
 class AttentionContext:
-    """What the layers share for one microbatch: rotary tables and the attention mask.
+    """What the layers share for one microbatch: rotary tables, attention mask, and its tokens.
 
     `cos_BSD`, `sin_BSD`: rotary tables, as wide as the rotated dims. `mask_B1SS`: boolean, True
     where attention is allowed (with a cache [B, 1, S, P]), or None for plain causal attention.
+    `token_idx_N`: int64, the places in B * S that are no padding; None where there is none.
     """
 
     cos_BSD: Tensor
     sin_BSD: Tensor
     mask_B1SS: Tensor | None
+    token_idx_N: Tensor | None = None
 
 
-def attention_context(
+def attention_contexts(
     position_ids_BS: Tensor,
     rotary: RotaryOptions,
     dtype: torch.dtype,
     *,
-    window: int | None = None,
+    windows: Collection[int | None],
     cache: KeyValueCache | None = None,
-) -> AttentionContext:
-    """The context of layers with one window.
+) -> dict[int | None, AttentionContext]:
+    """The context of the layers with each of these windows.
 
     Args:
-        position_ids_BS: int64; a document starts at each 0.
+        position_ids_BS: int64; a document starts at each 0, and -1 is padding.
         dtype: of the activations.
-        window: a token attends to itself and `window - 1` tokens before it; None: to all.
-        cache: of the tokens so far, which has been told these positions.
+        windows: a token attends to itself and `window - 1` tokens before it; None: to all.
+        cache: of the tokens so far, which is told these positions.
     """
     tables = rotary_tables(position_ids_BS, rotary, dtype)
-    return AttentionContext(*tables, attention_mask(position_ids_BS, window, cache))
-
-
-def attention_mask(
-    position_ids_BS: Tensor, window: int | None, cache: KeyValueCache | None
-) -> Tensor | None:
-    """Where attention is allowed in layers with this window, as in `AttentionContext`."""
     if cache is not None:
-        return cache.mask(position_ids_BS, window)
-    return document_mask(position_ids_BS, window)
-
-
-def document_mask(position_ids_BS: Tensor, window: int | None = None) -> Tensor | None:
-    """Causal inside each document and window; None where plain causal attention is the same."""
-    length = position_ids_BS.shape[1]
-    starts_BS = position_ids_BS == 0
-    has_documents = bool(starts_BS[:, 1:].any())
-    has_window = window is not None and window < length
-    if not has_documents and not has_window:
-        return None
-    document_BS = starts_BS.cumsum(dim=1)
-    allowed_BSS = (document_BS[:, :, None] == document_BS[:, None, :]).tril()
-    return (allowed_BSS.triu(1 - window) if has_window and window else allowed_BSS)[:, None]
+        cache.add_positions(position_ids_BS)
+        # After the first call each row goes on token by token, without padding.
+        has_padding = cache.has_padding and position_ids_BS.shape[1] > 1
+        tokens = token_places(position_ids_BS) if has_padding else None
+        masks = {window: cache.mask(position_ids_BS, window) for window in windows}
+    else:
+        documents = read_documents(position_ids_BS)
+        tokens = documents.token_idx_N
+        masks = {window: documents.mask(window) for window in windows}
+    return {w: AttentionContext(*tables, masks[w], tokens) for w in windows}
 
 
 class Attention(nn.Module):

@@ -114,16 +114,19 @@ class MTPTokens:
         """For each place the token `depth` places ahead, and the label that follows that one.
 
         The label is -100 where it lies behind the end of the sequence or in another document, or is
-        ignored by the main model. Where there is no token ahead the id is 0: nothing that counts
-        attends to such a place.
+        ignored by the main model. Where its document has no token ahead the id is 0, whatever
+        stands there: nothing that counts attends to such a place, and experts get the same row of
+        it however documents are packed.
         """
         length = self.labels_BS.shape[1]
-        last_B1 = self.labels_BS[:, -1:].clamp(min=0)
-        tokens = torch.cat((self.input_ids_BS, last_B1), dim=1)[:, depth:]
-        ahead_BS = F.pad(tokens, (0, depth))[:, :length]
-        labels_BS = F.pad(self.labels_BS[:, depth:], (0, depth), value=IGNORED_LABEL)[:, :length]
         positions = F.pad(self.position_ids_BS[:, depth:], (0, depth), value=-1)[:, :length]
         same_document = positions == self.position_ids_BS + depth
+        same_document &= self.position_ids_BS >= 0
+        ahead_BS = F.pad(self.input_ids_BS[:, depth:], (0, depth))[:, :length]
+        ahead_BS = ahead_BS.masked_fill(~same_document, 0)
+        if depth <= length:  # the last label is the first token behind the row
+            ahead_BS[:, length - depth] = self.labels_BS[:, -1].clamp(min=0)
+        labels_BS = F.pad(self.labels_BS[:, depth:], (0, depth), value=IGNORED_LABEL)[:, :length]
         return ahead_BS, labels_BS.masked_fill(~same_document, IGNORED_LABEL)
 
 

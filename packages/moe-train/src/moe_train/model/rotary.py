@@ -91,8 +91,11 @@ def inverse_frequencies(options: RotaryOptions, device: torch.device | None = No
 def rotary_tables(
     position_ids_BS: Tensor, options: RotaryOptions, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [B, S, R], computed in fp32; in `dtype`, or fp32 under `is_fp32`."""
-    angles = position_ids_BS[..., None].float() * inverse_frequencies(
+    """Cosines and sines [B, S, R], computed in fp32; in `dtype`, or fp32 under `is_fp32`.
+
+    Padding (position -1) is turned as position 0.
+    """
+    angles = position_ids_BS.clamp(min=0)[..., None].float() * inverse_frequencies(
         options, position_ids_BS.device
     )
     table_BSR = torch.cat((angles, angles), dim=-1)

@@ -26,15 +26,10 @@ from moe_train.model.balance import DeferredBalance
 from moe_train.model.config import DecoderConfig
 from moe_train.model.decoder_layer import DecoderLayer, LayerOptions, moe_config
 from moe_train.model.kv_cache import KeyValueCache
-from moe_train.model.layers import (
-    AttentionContext,
-    attention_context,
-    attention_mask,
-)
+from moe_train.model.layers import AttentionContext, attention_contexts
 from moe_train.model.loss import head_loss
 from moe_train.model.mtp import MTPLayer, MTPTokens, SharedWeights, mtp_loss
 from moe_train.model.norm import RMSNorm
-from moe_train.model.rotary import rotary_tables
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -144,10 +139,13 @@ class DecoderStage(nn.Module):
         """Run one microbatch.
 
         Args:
-            inputs: `(input_ids or hidden, position_ids)`, shapes [B, S] or [B, S, d], and [B, S].
+            inputs: `(input_ids or hidden, position_ids)`, shapes [B, S] or [B, S, d], and [B, S];
+                a position of -1 is padding.
             target: a `Target` on the last stage, otherwise None.
         """
-        hidden_BSd, aux_loss = self.hidden_states(inputs[0], inputs[1])
+        x_BSd = self._embedded(inputs[0])
+        contexts = self._contexts(inputs[1], x_BSd.dtype, None)
+        hidden_BSd, aux_loss = self._through_layers(x_BSd, contexts, None)
         if not self.options.last:
             return StageOutput(tensors=(hidden_BSd, inputs[1]), loss=aux_loss)
         if not isinstance(target, Target):
@@ -158,7 +156,7 @@ class DecoderStage(nn.Module):
         self.record.loss += loss.detach()
         parts = [loss, aux_loss]
         if self.training and self.config.mtp_layers and self.options.mtp_loss_coef:
-            parts += self._mtp_losses(normed_BSd, inputs[1], target)
+            parts += self._mtp_losses(normed_BSd, inputs[1], target, contexts[None])
         present = [part for part in parts if part is not None]
         return StageOutput(tensors=(), loss=torch.stack(present).sum())
 
@@ -170,11 +168,23 @@ class DecoderStage(nn.Module):
         Args:
             cache: of the positions so far, which these continue.
         """
-        options = self.options
-        x_BSd = self.model.embed_tokens(first_BS) if options.first else first_BS
-        contexts = self._contexts(position_ids_BS, x_BSd.dtype, cache)
+        x_BSd = self._embedded(first_BS)
+        return self._through_layers(
+            x_BSd, self._contexts(position_ids_BS, x_BSd.dtype, cache), cache
+        )
+
+    def _embedded(self, first_BS: Tensor) -> Tensor:
+        embedded: Tensor = self.model.embed_tokens(first_BS) if self.options.first else first_BS
+        return embedded
+
+    def _through_layers(
+        self,
+        x_BSd: Tensor,
+        contexts: dict[int | None, AttentionContext],
+        cache: KeyValueCache | None,
+    ) -> tuple[Tensor, Tensor | None]:
         reports: dict[int, MoEOutput | None] = {}
-        for number in options.layers:
+        for number in self.options.layers:
             layer, context = self.model.layers[str(number)], contexts[self.config.window(number)]
             if self._recomputes:
                 x_BSd, reports[number] = recompute(layer, x_BSd, context, None)
@@ -201,17 +211,18 @@ class DecoderStage(nn.Module):
         self, position_ids_BS: Tensor, dtype: torch.dtype, cache: KeyValueCache | None
     ) -> dict[int | None, AttentionContext]:
         """What the layers of each window share."""
-        if cache is not None:
-            cache.add_positions(position_ids_BS)
-        tables = rotary_tables(position_ids_BS, self.config.rotary, dtype)
         windows = {self.config.window(number) for number in self.options.layers}
-        return {
-            window: AttentionContext(*tables, attention_mask(position_ids_BS, window, cache))
-            for window in windows
-        }
+        if self.options.last and self.config.mtp_layers:
+            windows.add(None)
+        rotary = self.config.rotary
+        return attention_contexts(position_ids_BS, rotary, dtype, windows=windows, cache=cache)
 
     def _mtp_losses(
-        self, normed_BSd: Tensor, position_ids_BS: Tensor, target: Target
+        self,
+        normed_BSd: Tensor,
+        position_ids_BS: Tensor,
+        target: Target,
+        context: AttentionContext,
     ) -> list[Tensor | None]:
         """The multi-token prediction loss and the auxiliary loss of its experts."""
         if target.input_ids_BS is None:
@@ -225,7 +236,7 @@ class DecoderStage(nn.Module):
             normed_BSd,
             MTPTokens(target.input_ids_BS, target.labels_BS, position_ids_BS),
             SharedWeights(self.model.embed_tokens.weight, self.head),
-            attention_context(position_ids_BS, self.config.rotary, normed_BSd.dtype),
+            context,
             token_loss=self._token_loss,
             recomputed=self._recomputes,
         )
