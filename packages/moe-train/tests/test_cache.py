@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_train.cache import default_cache_dir, locked, publish, write_atomic
+from moe_train.cache import claimed, default_cache_dir, locked, publish, write_atomic
 
 HOLD = """
 import sys, time
@@ -68,3 +68,17 @@ def test_cache_is_in_the_users_cache_folder(
     for useless in ("", "relative"):
         monkeypatch.setenv("XDG_CACHE_HOME", useless)
         assert default_cache_dir() == tmp_path / "someone" / ".cache" / "moe-train"
+
+
+def test_a_claimed_file_is_refused_at_once_until_its_holder_has_ended(tmp_path: Path) -> None:
+    path = tmp_path / "run.lock"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    with pytest.raises(BlockingIOError, match=r"^in use$"), claimed(path, "in use"):
+        pass
+    holder.kill()
+    holder.communicate()
+    with claimed(path, "in use"):
+        pass

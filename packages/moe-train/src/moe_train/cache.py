@@ -56,6 +56,21 @@ def locked(path: Path, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def claimed(path: Path, refusal: str) -> Iterator[None]:
+    """Hold the file `path`, made if needed, or raise at once; the system frees it at the end.
+
+    On file systems without locks nothing is held.
+
+    Raises:
+        BlockingIOError: `refusal`, because another process holds it.
+    """
+    with path.open("a+") as stream:
+        if not _try_lock(stream.fileno()):
+            raise BlockingIOError(refusal)
+        yield
+
+
 def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -65,11 +65,16 @@ def make_mesh(config: ParallelConfig) -> ProcessMesh:
     return ProcessMesh((config.pp, config.dp, config.ep), AXES)
 
 
-def choose_device(wanted: str) -> torch.device:
-    """`auto` is CUDA when there is one. A CUDA rank takes the card of its LOCAL_RANK.
+def choose_device(wanted: str, local_ranks: int = 1) -> torch.device:
+    """`auto` is CUDA when there is a card for each local rank. A rank takes that of its LOCAL_RANK.
+
+    Where SLURM gives each task cards of its own (`--gpus-per-task`), it takes the first of them.
+
+    Args:
+        local_ranks: ranks on this machine, where LOCAL_WORLD_SIZE does not say it.
 
     Raises:
-        ValueError: CUDA is asked for and there is none.
+        ValueError: CUDA is asked for and there are too few cards.
     """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -77,6 +82,16 @@ def choose_device(wanted: str) -> torch.device:
         raise TrainValueError(
             "train.device='cuda' but torch sees no CUDA device; use 'auto' or 'cpu'"
         )
+    if "SLURM_GPUS_PER_TASK" in os.environ and "SLURM_STEP_ID" in os.environ:
+        return torch.device("cuda", 0)
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", local_ranks))
+    if torch.cuda.device_count() < local_ranks:
+        cards = f"{local_ranks} ranks on this machine but {torch.cuda.device_count()} CUDA devices"
+        if wanted == "cuda":
+            raise TrainValueError(
+                f"train.device='cuda' with {cards}; start fewer ranks, or use 'cpu'"
+            )
+        return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 

@@ -47,9 +47,9 @@ def test_every_key_is_described() -> None:
 def test_batch_that_does_not_divide_names_the_numbers_and_a_remedy() -> None:
     batch = train(global_batch_size=12, gradient_accumulation_steps=4)
     with pytest.raises(ValueError, match=r"=12 does not divide .* = 8; choose 8 or 16"):
-        config(train=batch, parallel=ParallelConfig(ep=2))
+        config(train=batch, parallel=ParallelConfig(ep=2)).check_batch()
     with pytest.raises(ValueError, match=r"=3 does not divide .* = 8; choose 8$"):
-        config(train=train(global_batch_size=3), parallel=ParallelConfig(dp=8))
+        config(train=train(global_batch_size=3), parallel=ParallelConfig(dp=8)).check_batch()
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from moe_train.report.plots import write_plots
+from moe_train.report.plots import _running_mean, write_plots
 
 # Colours of the two lines, as fractions of red, green and blue.
 BLUE = np.array([0x1F, 0x77, 0xB4]) / 255
@@ -39,6 +39,12 @@ def test_loss_picture_shows_both_lines_falling(tmp_path: Path) -> None:
         left, right = found[found[:, 1].argmin()], found[found[:, 1].argmax()]
         assert len(found) > 100
         assert right[0] > left[0] + height * 0.1  # rows count downwards: the line falls
+
+
+def test_the_smoothed_line_begins_where_it_has_a_whole_window() -> None:
+    assert _running_mean([1.0] * 19) == []
+    assert _running_mean([1.0] * 20) == [1.0]
+    assert _running_mean([0.0] * 20 + [20.0]) == [0.0, 1.0]
 
 
 def test_load_picture_shows_the_busy_expert(tmp_path: Path) -> None:

@@ -1,15 +1,21 @@
-"""The command `moe-train train`: by itself it starts the ranks, under torchrun it is one."""
+"""The command `moe-train train`: it starts ranks, or is one that torchrun, srun or mpirun made."""
 
 import argparse
 import logging
 import os
 import shlex
+import signal
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 from moe_train.commands.options import OVERRIDE, Command, add_config
-from moe_train.config import Config, dump_toml, format_compact, keys_help, load_config
+from moe_train.config import Config, format_compact, keys_help, load_config
+from moe_train.early_checks import check_early
 from moe_train.errors import TrainValueError
+from moe_train.rank import RankPlace, find_place
+
+logger = logging.getLogger(__name__)
 
 _NOTES = """\
 Each key can be set in the file or, later and stronger, on the command line as table.key=value:
@@ -18,7 +24,7 @@ Each key can be set in the file or, later and stronger, on the command line as t
 
 Relative paths in the file start at the file's folder, those on the command line at the current
 folder. By itself the command starts parallel.pp * parallel.dp * parallel.ep processes on this
-machine; under torchrun it is one of the ranks that torchrun starts.
+machine; started so many times by torchrun, srun or mpirun, each is one rank of the job.
 
 Ctrl-C or SIGTERM: the ranks finish the step, save a checkpoint and end; a second Ctrl-C ends them
 at once. Exit codes: 0 finished, 130 stopped by Ctrl-C, 143 by SIGTERM, 2 a mistake in what was
@@ -32,11 +38,12 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     parser.add_argument(
         "--resume",
-        metavar="latest|DIR",
+        metavar="latest|auto|DIR",
         nargs="?",
         const="latest",
         default="",
-        help="go on from the newest checkpoint in train.output_dir, or from a named one",
+        help="go on from the newest checkpoint in train.output_dir, or from a named one; auto: "
+        "begin anew where there is none",
     )
 
 
@@ -46,65 +53,89 @@ def _train(arguments: argparse.Namespace) -> int:
     if OVERRIDE.match(resume) and not Path(resume).exists():
         overrides.append(resume)  # `--resume table.key=value`: the value belongs to no option
         resume = "latest"
-    if resume not in ("", "latest"):
-        resume = str(Path(resume).expanduser().absolute())
+    place = find_place(os.environ)
+    if place is not None:
+        os.environ.update(place.variables())
     config = load_config(arguments.config, overrides)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return _train_as_rank(config, resume, [str(arguments.config), *overrides])
-    from moe_train.jobs import check
+    if place is not None:
+        _check_number(config, place)
+    if resume == "auto":
+        resume = "latest" if any(Path(config.train.output_dir).glob("checkpoint-*")) else ""
+    elif resume not in ("", "latest"):
+        resume = str(Path(resume).expanduser().absolute())
+    check_early(config, resuming=bool(resume))
+    again = ["moe-train", "train", str(arguments.config), *overrides]
+    if place is not None:
+        return _train_as_rank(config, resume, place, again)
+    stopped_by = _train_here(config, resume, again)
+    if stopped_by is None:
+        return 0
+    resumed = shlex.join([*again, "--resume"])
+    print(f"stopped by {stopped_by.name} after saving; go on with: {resumed}", file=sys.stderr)
+    return 128 + int(stopped_by)
+
+
+def _train_here(config: Config, resume: str, again: list[str]) -> signal.Signals | None:
+    """Start the ranks on this machine; the signal on which they saved and stopped, if any."""
+    from moe_train.jobs import check, run_folder
 
     print(format_compact(config), flush=True)
     # Ranks take the checkpoint that was checked, and do not look for it again.
     source = check(config, resume)
-    resolved = _save_resolved(config)
-    from moe_train.launch import run_local
+    with run_folder(config, source, command=shlex.join(again)) as folder:
+        from moe_train.launch import run_local
 
-    argv = [str(resolved), str(source or "")]
-    stopped_by = run_local(config.world_size, "moe_train.jobs.rank_job", argv)
-    if stopped_by is None:
-        return 0
-    again = shlex.join(["moe-train", "train", str(arguments.config), *overrides, "--resume"])
-    print(f"stopped by {stopped_by.name} after saving; go on with: {again}", file=sys.stderr)
-    return 128 + int(stopped_by)
+        argv = [str(folder.resolved), str(source or "")]
+        logger.info("starting %d rank(s) on this machine", config.world_size)
+        stopped_by = run_local(config.world_size, "moe_train.jobs.rank_job", argv)
+        if stopped_by is not None:
+            folder.end(f"stopped by {stopped_by.name} after saving")
+    return stopped_by
 
 
-def _train_as_rank(config: Config, resume: str, job_args: list[str]) -> int:
-    """Train as one of the ranks that torchrun has started.
-
-    Args:
-        job_args: the config's path and the overrides.
-    """
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if world_size != config.world_size:
-        raise TrainValueError(
-            f"WORLD_SIZE={world_size} ranks were started, but parallel.pp={config.parallel.pp} * "
-            f"parallel.dp={config.parallel.dp} * parallel.ep={config.parallel.ep} = "
-            f"{config.world_size}; start {config.world_size} ranks or change [parallel]"
-        )
-    from moe_train.jobs import check
+def _train_as_rank(config: Config, resume: str, place: RankPlace, again: list[str]) -> int:
+    """Train as one of the ranks that another program has started."""
+    from moe_train.jobs import check, run_folder
     from moe_train.rank import RankJobError, leave, run_rank, watch_stop_signals
 
-    if rank == 0:
+    if place.rank == 0:
         print(format_compact(config), flush=True)
     else:  # what every rank finds out about the checkpoints, one says
-        logging.getLogger("moe_train.checkpoint.training_state").setLevel(logging.ERROR)
+        logging.getLogger("moe_train").setLevel(logging.ERROR)
     source = check(config, resume)
-    if rank == 0:
-        _save_resolved(config)
-    argv = [job_args[0], str(source or ""), *job_args[1:]]
-    try:
-        run_rank("moe_train.jobs.rank_job", argv, watch_stop_signals())
-    except RankJobError as failure:
-        print(f"rank {rank}, step {failure.error.step}: {failure.error.text}", file=sys.stderr)
-        leave(1)
-    return 0
+    job_file, *overrides = again[2:]
+    argv = [job_file, str(source or ""), *overrides]
+    with ExitStack() as stack:
+        folder = None
+        if place.rank == 0:
+            folder = stack.enter_context(run_folder(config, source, command=shlex.join(again)))
+        context = watch_stop_signals()
+        try:
+            run_rank("moe_train.jobs.rank_job", argv, context)
+        except RankJobError as failure:
+            error = failure.error
+            print(f"rank {place.rank}, step {error.step}: {error.text}", file=sys.stderr)
+            if folder is not None:
+                folder.end(f"failed: rank {place.rank}, step {error.step}: {error.summary}")
+            leave(1)
+        stopped_by = next(iter(context.signals.seen), None)
+        if stopped_by is None or context.step >= config.train.max_steps:
+            return 0
+        if folder is not None:
+            folder.end(f"stopped by {stopped_by.name} after saving")
+    # torchrun takes any other code for a failure, and ends ranks that are still about to leave.
+    return 0 if place.started_by == "torchrun" else 128 + int(stopped_by)
 
 
-def _save_resolved(config: Config) -> Path:
-    path = Path(config.train.output_dir) / "config.resolved.toml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(dump_toml(config), encoding="utf-8")
-    return path
+def _check_number(config: Config, place: RankPlace) -> None:
+    """Refuse another number of ranks than the layout has."""
+    parallel, wanted = config.parallel, config.world_size
+    if place.world_size != wanted:
+        raise TrainValueError(
+            f"WORLD_SIZE={place.world_size} ranks were started by {place.started_by}, but "
+            f"parallel.pp={parallel.pp} * parallel.dp={parallel.dp} * parallel.ep={parallel.ep} = "
+            f"{wanted}; start {wanted} ranks ({place.remedy.format(wanted)}) or change [parallel]"
+        )
 
 
 TRAIN = Command(name="train", text="train a model, or go on with a run", add=_add_train, run=_train)

@@ -49,6 +49,16 @@ class Config:
         for name, table_type in TABLES.items():
             check_type(f"Config({name}=...)", getattr(self, name), table_type)
         self._check_sources()
+
+    def check_batch(self) -> None:
+        """Whether each rank gets as many sequences of every microbatch.
+
+        The sizes of the model are asked first: an `ep` that cannot share the experts is no matter
+        of the batch.
+
+        Raises:
+            ValueError: it does not; with the nearest batches that fit.
+        """
         ranks = self.parallel.dp * self.parallel.ep
         divisor = self.train.gradient_accumulation_steps * ranks
         if self.train.global_batch_size % divisor:

@@ -4,20 +4,22 @@ source = check(config, resume)     # once, in the launching process; raises for 
 train(config, str(source or ""), context)                                          # on every rank
 """
 
-import os
+import logging
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer
 
 from moe_train.checkpoint import check_same_data, find_checkpoint, read_state
 from moe_train.config import Config
 from moe_train.data import prepare
+from moe_train.early_checks import ModelSizes, check_run_folder, check_sizes
 from moe_train.errors import TrainValueError
-from moe_train.model import DecoderConfig, stage_layers
+from moe_train.model import DecoderConfig
 from moe_train.parallel import choose_device, start
-from moe_train.rank import RankContext
-from moe_train.report import MetricsLog, ProgressLine, write_plots
+from moe_train.rank import RankContext, rank_number
+from moe_train.report import MetricsLog, ProgressLine, phase, write_plots
 from moe_train.training import (
     Position,
     Reporter,
@@ -31,6 +33,8 @@ from moe_train.training import (
 from unified_ckpt import CheckpointError, read_index
 from unified_ckpt.folders import check_steps_free
 
+logger = logging.getLogger(__name__)
+
 
 def check(config: Config, resume: str) -> Path | None:
     """Refuse what cannot work, before any process starts; prepares the corpus on the way.
@@ -43,10 +47,10 @@ def check(config: Config, resume: str) -> Path | None:
     """
     model = read_model_config(config)
     check_model(config, model)
-    choose_device(config.train.device)
+    _say_device(config)
     folder = Path(config.train.output_dir)
     source = find_checkpoint(folder, resume)
-    _check_output_folder(folder, source)
+    check_run_folder(folder, resuming=source is not None)
     if source is not None:
         _check_checkpoint(source)
     prepared = prepare(config)
@@ -82,20 +86,15 @@ def check_model(config: Config, model: DecoderConfig) -> None:
         ValueError: layers, experts or positions do not fit the layout or the data, or balancing
             does not fit the schedule or the family.
     """
-    parallel = config.parallel
-    stage_layers(model.num_hidden_layers, parallel.pp, 0)
+    check_sizes(
+        config,
+        ModelSizes(
+            num_hidden_layers=model.num_hidden_layers,
+            num_experts=model.num_experts,
+            max_position_embeddings=model.max_position_embeddings,
+        ),
+    )
     check_balancing(config, model, training_schedule(config))
-    if model.num_experts % parallel.ep:
-        choices = [str(d) for d in range(1, model.num_experts + 1) if model.num_experts % d == 0]
-        raise TrainValueError(
-            f"parallel.ep={parallel.ep} ranks cannot share num_experts={model.num_experts} evenly; "
-            f"choose ep among {', '.join(choices)}"
-        )
-    if config.data.sequence_length > model.max_position_embeddings:
-        raise TrainValueError(
-            f"data.sequence_length={config.data.sequence_length} exceeds the model's "
-            f"max_position_embeddings={model.max_position_embeddings}; shorten the sequences"
-        )
 
 
 def train(config: Config, resume: str, context: RankContext) -> None:
@@ -106,20 +105,26 @@ def train(config: Config, resume: str, context: RankContext) -> None:
         resume: "", "latest" or a checkpoint folder.
         context: asked after every step; any rank's request stops all of them with a checkpoint.
     """
-    parallel = start(config)
-    training = build_training(config, parallel)
+    is_first = rank_number() == 0
+    with phase(f"joining {config.world_size} ranks", shown=is_first and config.world_size > 1):
+        parallel = start(config)
+    with phase("building the model and opening the corpus", shown=is_first):
+        training = build_training(config, parallel)
     folder = Path(config.train.output_dir)
     checkpointer, position = training.checkpointer, Position()
     reporter: Reporter | None = None
     try:
         if resume:
             latest = resume == "latest"
-            state = checkpointer.resume() if latest else checkpointer.load(Path(resume))
+            with phase(f"loading the checkpoint {resume}", shown=is_first):
+                state = checkpointer.resume() if latest else checkpointer.load(Path(resume))
             position = Position(state.step, state.consumed_samples)
             context.step = position.step
         elif config.model.init_from is not None:
-            checkpointer.load_weights(Path(config.model.init_from))
+            with phase(f"loading the weights of {config.model.init_from}", shown=is_first):
+                checkpointer.load_weights(Path(config.model.init_from))
         if parallel.rank == 0:
+            logger.info("step %d begins; the first one takes longer", position.step + 1)
             reporter = _reporter(config, position)
         saved = TrainingLoop(config, training, reporter, position).run(context)
     finally:
@@ -147,21 +152,20 @@ def _finish(config: Config, folder: Path, saved: Path | None) -> None:
     print("results:", *(f"\n  {path}" for path in written), flush=True)
 
 
+def _say_device(config: Config) -> None:
+    """Refuse a device that is not there; warn of cards that are not used."""
+    device = choose_device(config.train.device, config.world_size)
+    if device.type == "cpu" and config.train.device == "auto" and torch.cuda.is_available():
+        logger.warning(
+            "warning: train.device='auto' trains on the CPU: %d CUDA devices are fewer than the "
+            "ranks of this machine; start fewer ranks to use them",
+            torch.cuda.device_count(),
+        )
+
+
 def _check_checkpoint(source: Path) -> None:
     try:
         for part in ("model", "optimizer"):
             read_index(source, part)
     except CheckpointError as error:
         raise TrainValueError(f"--resume: {error}") from error
-
-
-def _check_output_folder(folder: Path, source: Path | None) -> None:
-    """A run must not write its checkpoints between those of another."""
-    if source is None and any(folder.glob("checkpoint-*")):
-        raise TrainValueError(
-            f"train.output_dir={folder} already holds checkpoints; pass --resume to continue that "
-            "run, or choose another folder"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK):
-        raise TrainValueError(f"train.output_dir={folder} is not writable; choose another folder")

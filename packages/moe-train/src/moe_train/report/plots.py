@@ -82,13 +82,15 @@ def _loss_figure(figure_type: Any, series: _Series) -> Any:
     if series.loss:
         steps, losses = zip(*series.loss, strict=True)
         axes.plot(steps, losses, color="tab:blue", alpha=0.35, linewidth=1, label="training")
-        axes.plot(
-            steps,
-            _running_mean(losses),
-            color="tab:blue",
-            linewidth=2,
-            label=f"training, mean of {_SMOOTHED_STEPS} steps",
-        )
+        means = _running_mean(losses)
+        if means:  # begins where it has a whole window
+            axes.plot(
+                steps[-len(means) :],
+                means,
+                color="tab:blue",
+                linewidth=2,
+                label=f"training, mean of {_SMOOTHED_STEPS} steps",
+            )
     if series.validation:
         steps, losses = zip(*series.validation, strict=True)
         axes.plot(steps, losses, color="tab:orange", marker="o", linewidth=2, label="validation")
@@ -100,10 +102,9 @@ def _loss_figure(figure_type: Any, series: _Series) -> Any:
 
 
 def _running_mean(values: Sequence[float]) -> list[float]:
+    """The mean of each `_SMOOTHED_STEPS` values in a row; none of fewer values."""
     total = np.concatenate([[0.0], np.cumsum(values)])
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(0, ends - _SMOOTHED_STEPS)
-    return list((total[ends] - total[starts]) / (ends - starts))
+    return list((total[_SMOOTHED_STEPS:] - total[:-_SMOOTHED_STEPS]) / _SMOOTHED_STEPS)
 
 
 def _load_figure(figure_type: Any, load: Mapping[int, list[tuple[int, list[float]]]]) -> Any:

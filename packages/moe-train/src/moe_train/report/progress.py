@@ -83,14 +83,14 @@ class ProgressLine:
         if self.mode == "live":
             full = _BAR_CELLS * min(step, self._total_steps) // max(1, self._total_steps)
             parts.append("━" * full + "╌" * (_BAR_CELLS - full))
+        left_s = self._time_left_s(step)
+        if left_s is not None:  # before the figures, which a narrow terminal cuts off
+            parts.append(f"left {_clock(left_s)}")
         parts += [
             f"{label} {form.format(self._values[name])}"
             for name, label, form in _FIGURES
             if name in self._values
         ]
-        left_s = self._time_left_s(step)
-        if left_s is not None:
-            parts.append(f"left {_clock(left_s)}")
         return "  ".join(parts)
 
     def close(self) -> None:
@@ -106,12 +106,15 @@ class ProgressLine:
         return due and step != self._printed_step
 
     def _time_left_s(self, step: int) -> float | None:
-        if len(self._marks) < 2:
+        """From the newest steps; at the first one from its own duration, where that is known."""
+        steps_left = max(0, self._total_steps - step)
+        if not self._marks:
             return None
         (first_step, first_s), (last_step, last_s) = self._marks[0], self._marks[-1]
-        if last_step <= first_step:
-            return None
-        return (last_s - first_s) / (last_step - first_step) * max(0, self._total_steps - step)
+        if last_step > first_step:
+            return (last_s - first_s) / (last_step - first_step) * steps_left
+        step_s = self._values.get("step_time_s")
+        return None if step_s is None else step_s * steps_left
 
 
 def _clock(seconds: float) -> str:

@@ -1,0 +1,135 @@
+"""What can be refused from the files alone, before torch is imported: sizes, paths, the run folder.
+
+Invariant: nothing is written that stays, and each rule has its home here; `moe_train.jobs` asks the
+same functions again with the decoder as it was really read.
+
+    check_early(config, resuming=False)
+"""
+
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_train.config import Config
+from moe_train.errors import MissingFileError, TrainValueError
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """The sizes of a decoder that a layout has to fit; None where a `config.json` has none."""
+
+    num_hidden_layers: int | None
+    num_experts: int | None
+    max_position_embeddings: int | None
+
+
+def check_early(config: Config, *, resuming: bool) -> None:
+    """Everything that is refused before torch is imported.
+
+    Args:
+        resuming: the run may go on in a folder that holds checkpoints.
+
+    Raises:
+        FileNotFoundError: a file or folder that a key names does not exist.
+        ValueError: the model does not fit the layout, or the run folder cannot be used.
+    """
+    check_sizes(config, _read_sizes(config))
+    if config.tokenizer.file is not None and not Path(config.tokenizer.file).exists():
+        raise MissingFileError(f"tokenizer.file={config.tokenizer.file} does not exist")
+    check_run_folder(Path(config.train.output_dir), resuming=resuming)
+
+
+def check_sizes(config: Config, sizes: ModelSizes) -> None:
+    """Hold the decoder's sizes and the batch against the layout and the data.
+
+    Raises:
+        ValueError: layers, experts, batch or positions do not fit; with the numbers that would.
+    """
+    parallel, length = config.parallel, config.data.sequence_length
+    layers, experts = sizes.num_hidden_layers, sizes.num_experts
+    if layers is not None and layers % parallel.pp:
+        raise TrainValueError(
+            f"num_hidden_layers={layers} is not divisible by parallel.pp={parallel.pp} stages; "
+            f"choose pp among {_divisors(layers)}"
+        )
+    if experts is not None and experts % parallel.ep:
+        raise TrainValueError(
+            f"parallel.ep={parallel.ep} ranks cannot share num_experts={experts} evenly; "
+            f"choose ep among {_divisors(experts)}"
+        )
+    config.check_batch()
+    positions = sizes.max_position_embeddings
+    if positions is not None and length > positions:
+        raise TrainValueError(
+            f"data.sequence_length={length} exceeds the model's max_position_embeddings="
+            f"{positions}; shorten the sequences"
+        )
+
+
+def check_run_folder(folder: Path, *, resuming: bool) -> None:
+    """Whether a run can write into `folder`; nothing is made that stays.
+
+    Raises:
+        ValueError: it is a file, cannot be written, or holds the checkpoints of another run.
+    """
+    nearest = folder
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        what = "is a file" if nearest == folder else f"cannot be made, {nearest} is a file"
+        raise TrainValueError(f"train.output_dir={folder} {what}; choose another folder")
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        where = "" if nearest == folder else f": {nearest}"
+        raise TrainValueError(
+            f"train.output_dir={folder} is not writable{where} ({error.strerror}); choose another "
+            "folder, or get the right to write there"
+        ) from error
+    if not resuming and any(folder.glob("checkpoint-*")):
+        raise TrainValueError(
+            f"train.output_dir={folder} already holds checkpoints; pass --resume to continue that "
+            "run, or choose another folder"
+        )
+
+
+def _read_sizes(config: Config) -> ModelSizes:
+    """The sizes in the model's `config.json`, as far as they can be had without torch."""
+    source = Path(config.model.source)
+    key = "model.config_file" if config.model.init_from is None else "model.init_from"
+    if not source.exists():
+        raise MissingFileError(f"{key}={source} does not exist; name a {_WANTED[key]}")
+    file = source / "config.json" if source.is_dir() else source
+    if not file.exists():
+        raise MissingFileError(f"{key}={source} holds no config.json; name a {_WANTED[key]}")
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TrainValueError(f"cannot read the model config {file}: {error}") from error
+    if not isinstance(values, dict):
+        raise TrainValueError(f"the model config {file} is not a JSON object")
+    experts = (values[name] for name in _EXPERTS if values.get(name) is not None)
+    return ModelSizes(
+        num_hidden_layers=_size(values.get("num_hidden_layers")),
+        num_experts=_size(next(experts, None)),
+        max_position_embeddings=_size(values.get("max_position_embeddings")),
+    )
+
+
+_WANTED = {
+    "model.config_file": "config.json as transformers writes it",
+    "model.init_from": "folder that transformers' save_pretrained wrote",
+}
+
+
+def _size(value: object) -> int | None:
+    """`value` if it is a size; else None: the reader of the decoder says what is wrong."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)

@@ -1,0 +1,87 @@
+"""The folder of a run while a job is in it: held against a second job, and its story written down.
+
+with run_folder(config, source, command="moe-train train job.toml") as folder:
+    folder.ended = "stopped by SIGTERM after saving"     # else: "finished", or the error
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moe_train.cache import claimed
+from moe_train.config import Config, dump_toml
+from moe_train.early_checks import check_run_folder
+from moe_train.parallel import choose_device
+from moe_train.report import RunRecord
+
+_LOCK_FILE = "run.lock"
+_RESOLVED_FILE = "config.resolved.toml"
+
+
+@dataclass(slots=True, kw_only=True)
+class RunFolder:
+    """A run's folder that this process holds.
+
+    Attributes:
+        resolved: the job's file with every key that has a value.
+    """
+
+    resolved: Path
+    record: RunRecord
+    has_ended: bool = False
+
+    def end(self, reason: str) -> None:
+        """Write down how the run ended; what is said first stands."""
+        if not self.has_ended:
+            self.record.end(reason)
+        self.has_ended = True
+
+
+@contextmanager
+def run_folder(config: Config, source: Path | None, *, command: str) -> Iterator[RunFolder]:
+    """Make and hold `train.output_dir`; write `config.resolved.toml` and an entry of `run.json`.
+
+    Args:
+        source: the checkpoint that the job goes on from.
+        command: what was typed.
+
+    Raises:
+        BlockingIOError: another job is in the folder.
+        ValueError: another job has left checkpoints there since the folder was checked.
+    """
+    folder = Path(config.train.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    refusal = (
+        f"train.output_dir={folder} is in use by another moe-train; wait until that ends, or "
+        "choose another folder"
+    )
+    with claimed(folder / _LOCK_FILE, refusal):
+        check_run_folder(folder, resuming=source is not None)
+        resolved = folder / _RESOLVED_FILE
+        resolved.write_text(dump_toml(config), encoding="utf-8")
+        record = RunRecord(folder, _facts(config, source, command))
+        held = RunFolder(resolved=resolved, record=record)
+        try:
+            yield held
+        except BaseException as error:
+            text = str(error).strip() or type(error).__name__
+            held.end(f"failed: {text.splitlines()[0]}")
+            raise
+        held.end("finished")
+
+
+def _facts(config: Config, source: Path | None, command: str) -> dict[str, object]:
+    parallel, device = config.parallel, choose_device(config.train.device, config.world_size)
+    is_cuda = device.type == "cuda"
+    return {
+        "command": command,
+        "folder": os.getcwd(),
+        "resumed_from": None if source is None else str(source),
+        "layout": {"pp": parallel.pp, "dp": parallel.dp, "ep": parallel.ep},
+        "device": torch.cuda.get_device_name(device) if is_cuda else "cpu",
+        "cpu_cores": os.cpu_count(),
+    }
