@@ -37,7 +37,7 @@ def runner_of(config: Config) -> StepRunner:
 def trained(
     config: Config, batches: Batches, steps: int = STEPS
 ) -> list[tuple[list[StepResult], dict[str, Tensor], int]]:
-    """Of each rank: its results, its (master) weights at the end, its place among the ep ranks."""
+    """Of each rank: its results, its trained (master) weights, its place among the ep ranks."""
 
     def run(rank: int, _: int) -> object:
         runner = runner_of(config)
@@ -46,7 +46,7 @@ def trained(
             runner.train(batches(config, step, at.data_rank, at.num_data_ranks), lr=LR)
             for step in range(steps)
         ]
-        held = dict(runner.stage.named_parameters())
+        held = {n: p for n, p in runner.stage.named_parameters() if p.requires_grad}
         for name, master in runner.optimizer.master.items():
             assert torch.equal(held[name], master.to(held[name].dtype)), name
         return results, {**held, **runner.optimizer.master}, at.mesh.coordinate(rank)["ep"]
@@ -86,7 +86,7 @@ def plainly_trained(
         stage = build_stage(config, model, start(config))
         # The weights that a job begins with.
         stage.load_state_dict(runner_of(config).stage.state_dict())
-        held = dict(stage.named_parameters())
+        held = {n: p for n, p in stage.named_parameters() if p.requires_grad}
         master = {n: nn.Parameter(p.detach().float().clone()) for n, p in held.items()}
         settings = config.optimizer
         matrices = [p for n, p in master.items() if decays(n, p.shape)]
@@ -182,6 +182,47 @@ def test_master_weights_sum_and_update_bfloat16_in_fp32(
     low = ("train.dtype=bfloat16", "train.master_weights=true")
     expected = plainly_trained(configure(*low), random_batches, own_losses)
     compare(configure(*low), random_batches, expected, 1e-6)
+
+
+TRAINABLE = {
+    "experts of one layer": ("*.layers.1.mlp.experts.*",),  # the first of two stages has none
+    "all but the last layer": ("!*.layers.1.*", "!*norm.weight"),
+    "embedding": ("*embed_tokens*", "*.gate.weight"),
+}
+
+
+@pytest.mark.parametrize("frozen", TRAINABLE)
+@pytest.mark.parametrize("layout", ["one rank", "pp2 ep3", "pp2 dp2 fused recompute"])
+def test_frozen_parameters_stay_bit_equal_and_the_rest_trains_as_by_plain_torch(
+    configure: Configure, random_batches: Batches, layout: str, frozen: str
+) -> None:
+    tied = {"tie_word_embeddings": frozen == "embedding"}
+    trainable = f"train.trainable={list(TRAINABLE[frozen])}".replace("'", '"')
+    more = ("parallel.pp=2", "parallel.dp=2", "train.gradient_accumulation_fusion=true")
+    overrides = LAYOUTS.get(layout, (*more, "train.recompute=layers"))
+    config = configure(*overrides, trainable, **tied)
+    compare(
+        config, random_batches, plainly_trained(configure(trainable, **tied), random_batches), 1e-6
+    )
+
+    def run(rank: int, _: int) -> object:
+        runner = runner_of(config)
+        before, at = state_of(runner), runner.parallel
+        runner.train(batches := random_batches(config, 0, at.data_rank, at.num_data_ranks), lr=LR)
+        runner.train(batches, lr=LR)
+        after = state_of(runner)
+        named = dict(runner.stage.named_parameters())
+        kept = {name for name, p in named.items() if not p.requires_grad}
+        assert all(torch.equal(before[name], after[name]) for name in kept)
+        assert all(named[name].grad is None for name in kept)
+        moments = sum(
+            t.nbytes for group in runner.optimizer.moments().values() for t in group.values()
+        )
+        assert moments == 2 * sum(p.nbytes for p in named.values() if p.requires_grad)
+        return len(kept), len(named)
+
+    counts = run_ranks(run, config.world_size, timeout_s=120)
+    assert any(kept > 0 for kept, _ in counts)  # type: ignore[misc]
 
 
 def test_figures_are_equal_on_every_rank_and_count_tokens_and_routed_rows(

@@ -93,6 +93,12 @@ class TrainConfig(Table):
         minimum=1,
         on_resume="free",
     )
+    trainable: tuple[str, ...] = key(
+        "patterns (fnmatch) of the parameters to train, by transformers' names; with ! in front: "
+        "not to train; the last that matches decides, and all others are frozen; absent: train all",
+        default=(),
+        on_resume="free",
+    )
     mtp_loss_coef: float = key(
         "factor of the loss of the multi-token prediction layers (num_nextn_predict_layers of "
         "config.json); with 0 they are not trained",

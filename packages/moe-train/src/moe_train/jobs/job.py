@@ -16,6 +16,7 @@ from moe_train.config import Config
 from moe_train.data import prepare
 from moe_train.early_checks import ModelSizes, check_run_folder, check_sizes
 from moe_train.errors import TrainValueError
+from moe_train.layout import trainable_names
 from moe_train.model import DecoderConfig
 from moe_train.parallel import choose_device, start
 from moe_train.rank import RankContext, rank_number
@@ -83,8 +84,8 @@ def check_model(config: Config, model: DecoderConfig) -> None:
     """Check the decoder against the layout.
 
     Raises:
-        ValueError: layers, experts or positions do not fit the layout or the data, or balancing
-            does not fit the schedule or the family.
+        ValueError: layers, experts or positions do not fit the layout or the data, balancing does
+            not fit the schedule or the family, or `train.trainable` the names of the decoder.
     """
     check_sizes(
         config,
@@ -95,6 +96,7 @@ def check_model(config: Config, model: DecoderConfig) -> None:
         ),
     )
     check_balancing(config, model, training_schedule(config))
+    trainable_names(config.train.trainable, model)
 
 
 def train(config: Config, resume: str, context: RankContext) -> None:

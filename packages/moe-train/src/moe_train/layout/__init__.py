@@ -11,3 +11,4 @@ from moe_train.layout.parameters import parameter_layouts as parameter_layouts
 from moe_train.layout.parameters import single_rank_layouts as single_rank_layouts
 from moe_train.layout.parameters import stage_tensors as stage_tensors
 from moe_train.layout.parameters import stored_tensors as stored_tensors
+from moe_train.layout.trainable import trainable_names as trainable_names

@@ -51,7 +51,7 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         if ctx.is_used:
             raise RuntimeError("head_loss can go backward once: its probabilities are overwritten")
         ctx.is_used = True
@@ -59,4 +59,5 @@ class _HeadLoss(torch.autograd.Function):
         scale_T1 = counts_T1 * grad
         grad_TV = exps_TV.mul_(scale_T1 / sums_T1).scatter_add_(1, index_T1, -scale_T1)
         grad_TV = grad_TV.to(weight_VD.dtype)
-        return grad_TV @ weight_VD, grad_TV.t() @ hidden_TD, None
+        grad_weight = grad_TV.t() @ hidden_TD if ctx.needs_input_grad[1] else None
+        return grad_TV @ weight_VD, grad_weight, None

@@ -47,11 +47,13 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, rstd = ctx.saved_tensors
         normed = _wide(x) * rstd
         wide_grad = _wide(grad)
-        grad_weight = (wide_grad * normed).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = (wide_grad * normed).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
         scaled = wide_grad * _wide(weight)
         mean = (scaled * normed).mean(-1, keepdim=True)
         grad_x = scaled.sub_(normed.mul_(mean)).mul_(rstd)

@@ -24,6 +24,7 @@ from moe_train.layout import (
     read_decoder,
     stage_tensors,
     stored_tensors,
+    trainable_names,
 )
 from moe_train.model import (
     EMBEDDING,
@@ -73,7 +74,7 @@ def training_schedule(config: Config) -> Schedule:
 
 
 def build_stage(config: Config, model: DecoderConfig, parallel: Parallel) -> DecoderStage:
-    """This rank's part of the decoder, with initial weights that do not depend on the layout."""
+    """This rank's part of the decoder; what `train.trainable` leaves out is frozen."""
     options = StageOptions(
         layers=stage_layers(model.num_hidden_layers, parallel.num_stages, parallel.stage),
         first=parallel.is_first,
@@ -94,7 +95,12 @@ def build_stage(config: Config, model: DecoderConfig, parallel: Parallel) -> Dec
         device=parallel.device,
         dtype=getattr(torch, config.train.dtype),
     )
-    return DecoderStage(model, options)
+    stage = DecoderStage(model, options)
+    if config.train.trainable:
+        names = trainable_names(config.train.trainable, model)
+        for name, parameter in stage.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and name in names)
+    return stage
 
 
 def build_training(config: Config, parallel: Parallel) -> Training:

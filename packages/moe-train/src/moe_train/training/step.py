@@ -66,7 +66,8 @@ class StepRunner:
 
     Args:
         max_grad_norm: above it gradients are scaled down.
-        updates_expert_bias: after each update of the weights move the routers' expert biases.
+        updates_expert_bias: after each update of the weights move the expert biases of the routers
+            that are trained.
     """
 
     parallel: Parallel
@@ -109,7 +110,8 @@ class StepRunner:
         self.optimizer.step(self.gradients, lr)
         if self.updates_expert_bias:
             # Routers have counted global microbatches, so every rank moves its copies alike.
-            update_expert_bias(m for m in self.stage.modules() if isinstance(m, TopKRouter))
+            routers = (m for m in self.stage.modules() if isinstance(m, TopKRouter))
+            update_expert_bias(router for router in routers if router.weight.requires_grad)
         return result
 
     def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:

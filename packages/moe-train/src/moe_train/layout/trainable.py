@@ -1,0 +1,89 @@
+"""Which parameters a job trains: `train.trainable`, patterns on the names that transformers uses.
+
+A parameter is known by its name in the decoder and by the keys under which it is stored, so that
+`*.mlp.experts.*` and `*.block_sparse_moe.experts.*.w1.weight` both find Mixtral's experts. The
+choice is made over the whole decoder, so that every rank makes the same whatever part it holds.
+
+    names = trainable_names(("lm_head.weight", "*.layers.3.*", "!*.mlp.gate.weight"), config)
+
+Patterns are those of `fnmatch`, case and all; the last one that matches a parameter decides. A list
+that begins with an exclusion begins with everything.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import translate
+
+import torch
+
+from moe_train.errors import TrainValueError
+from moe_train.layout.parameters import single_rank_layouts
+from moe_train.model import EMBEDDING, DecoderConfig, DecoderStage, StageOptions
+
+_HEAD = "lm_head.weight"
+
+
+def trainable_names(patterns: Sequence[str], config: DecoderConfig) -> frozenset[str]:
+    """Names of the decoder's parameters that `patterns` choose; all of them without patterns.
+
+    Raises:
+        ValueError: a pattern that matches nothing, or a part of what is one parameter here; or
+            nothing is chosen.
+    """
+    keys = _keys_by_parameter(config)
+    chosen = set(keys) if not patterns or patterns[0].startswith("!") else set()
+    for pattern in patterns:
+        matched = _matched(pattern, keys, config)
+        chosen = chosen - matched if pattern.startswith("!") else chosen | matched
+    if not chosen:
+        raise TrainValueError(
+            f"train.trainable={list(patterns)} leaves no parameter to train; the last pattern that "
+            "matches a parameter decides, so put exclusions (!) behind what they exclude from"
+        )
+    return frozenset(chosen)
+
+
+def _keys_by_parameter(config: DecoderConfig) -> dict[str, tuple[str, ...]]:
+    """Each parameter's name in the decoder -> the keys under which it is stored."""
+    options = StageOptions(
+        layers=range(config.num_hidden_layers), first=True, last=True, device=torch.device("meta")
+    )
+    stage = DecoderStage(config, options)
+    layouts = single_rank_layouts(stage, config)
+    names = [name for name, _ in stage.named_parameters()]
+    return {name: tuple(view.key for view in layouts[name].form.views) for name in names}
+
+
+def _matched(pattern: str, keys: Mapping[str, tuple[str, ...]], config: DecoderConfig) -> set[str]:
+    matches = re.compile(translate(pattern.removeprefix("!"))).match
+    found = set()
+    for name, stored in keys.items():
+        if matches(name):
+            found.add(name)
+            continue
+        count = sum(1 for key in stored if matches(key))
+        if count == len(stored):
+            found.add(name)
+        elif count:
+            raise TrainValueError(
+                f"train.trainable: {pattern!r} matches {count} of the {len(stored)} stored tensors "
+                f"that are one parameter here, {name}, which is trained or frozen whole; use "
+                f"{name!r}"
+            )
+    if not found:
+        raise TrainValueError(_no_match(pattern, keys, config))
+    return found
+
+
+def _no_match(pattern: str, keys: Mapping[str, tuple[str, ...]], config: DecoderConfig) -> str:
+    text = pattern.removeprefix("!")
+    if config.tie_word_embeddings and re.match(translate(text), _HEAD):
+        return (
+            f"train.trainable: {pattern!r} matches no parameter: the head of this model is tied to "
+            f"the embedding; name {EMBEDDING}, which is both"
+        )
+    names = sorted({*keys, *(key for stored in keys.values() for key in stored)})
+    near = get_close_matches(text, names, n=3, cutoff=0.5)
+    hint = f"; the nearest names are {', '.join(near)}" if near else f"; one name is {names[0]}"
+    return f"train.trainable: {pattern!r} matches no parameter{hint}"
