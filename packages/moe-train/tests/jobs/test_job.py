@@ -39,7 +39,7 @@ REFUSED = {
     "vocabulary": (
         [],
         {"vocab_size": 258},
-        "the tokenizer tokenizer.json has {size} tokens but the model's vocab_size=258; lower "
+        "the tokenizer has {size} tokens but the model's vocab_size=258; lower "
         "tokenizer.vocab_size to 258 or use a model config with a larger vocabulary",
     ),
 }

@@ -17,7 +17,13 @@ from torch import Tensor
 
 from moe_train.config import STATE_FILE
 from moe_train.errors import TrainValueError
-from moe_train.layout import ParameterLayout, StoredTensors, stored_tensors
+from moe_train.layout import (
+    ParameterLayout,
+    StoredTensors,
+    fill_new_rows,
+    first_rows,
+    stored_tensors,
+)
 from moe_train.optim import AdamW
 from unified_ckpt import (
     CheckpointError,
@@ -154,8 +160,16 @@ class Checkpointer:
         return state
 
     def load_weights(self, source: Path) -> None:
-        """Start from the weights of a transformers checkpoint, cast to this run's dtype."""
-        read_part(source, "model", [self._stored(self.parameters)], cast=True)
+        """Start from the weights of a transformers checkpoint, cast to this run's dtype.
+
+        Rows of vocabulary that it does not have become the mean of those that it has.
+
+        Raises:
+            ValueError: it has more rows than the model, or a tensor does not fit.
+        """
+        layouts, tensors = first_rows(self.layouts, self.parameters, source)
+        read_part(source, "model", [stored_tensors(layouts, tensors, self.rank)], cast=True)
+        fill_new_rows(self.parameters, source)
         self.optimizer.master_from_parameters()
 
     def _stored(self, tensors: Mapping[str, Tensor], suffix: str = "") -> StoredTensors:

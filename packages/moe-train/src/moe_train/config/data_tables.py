@@ -203,6 +203,18 @@ class TokenizerConfig(Table):
     """How text becomes tokens."""
 
     table: ClassVar[str] = "tokenizer"
+    file: str | None = key(
+        "folder of a tokenizer, or path of a tokenizer.json; absent: that of model.init_from, and "
+        "without init_from a BPE that is trained",
+        default=None,
+        unit=PATH,
+        on_resume="compared",
+    )
+    train: bool = key(
+        "train a BPE although model.init_from has embeddings; their rows lose their meaning",
+        default=False,
+        on_resume="compared",
+    )
     vocab_size: int = key(
         "entries of the byte-level BPE vocabulary to train; not used with file",
         unit="tokens",
@@ -217,9 +229,42 @@ class TokenizerConfig(Table):
         minimum=1,
         on_resume="compared",
     )
-    file: str | None = key(
-        "path of a tokenizer.json to use instead of training one",
+    eos_token: str | None = key(
+        "the token that ends documents and generated texts; absent: the tokenizer's eos_token, "
+        "held against config.json and generation_config.json",
+        default=None,
+        on_resume="compared",
+    )
+    chat_template: str | None = key(
+        "path of a jinja file that takes the place of the tokenizer's chat template",
         default=None,
         unit=PATH,
         on_resume="compared",
     )
+    new_tokens: tuple[str, ...] = key(
+        "tokens to add: text that is one id from now on",
+        default=(),
+        on_resume="compared",
+    )
+    new_special_tokens: tuple[str, ...] = key(
+        "control tokens to add, such as those of a chat template; read in templates and prompts, "
+        "left out of decoded text",
+        default=(),
+        on_resume="compared",
+    )
+    pad_vocab_multiple: int | None = key(
+        "let the model have a multiple of this many rows of vocabulary; absent: as many as its "
+        "config.json says, or as new tokens need",
+        unit="tokens",
+        default=None,
+        minimum=1,
+        on_resume="compared",
+    )
+
+    def _check(self) -> None:
+        if self.train and self.file is not None:
+            raise TrainValueError(
+                "tokenizer.train=true and tokenizer.file are both given; keep the one you mean"
+            )
+        if not all((*self.new_tokens, *self.new_special_tokens)):
+            raise TrainValueError("tokenizer.new_tokens holds an empty token; leave it out")

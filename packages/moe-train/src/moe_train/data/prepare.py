@@ -30,6 +30,7 @@ from moe_train.tokenization import (
     TextTokenizer,
     choose_tokenizer,
     load_tokenizer,
+    train_settings,
     train_tokenizer,
 )
 
@@ -163,8 +164,7 @@ def split_documents(
 
 def _settings(config: Config, chosen: TextTokenizer | None) -> str:
     """What shapes the token files beside the documents, as text."""
-    trained = f"bpe {config.tokenizer.vocab_size} {config.tokenizer.train_bytes}"
-    tokenizer = trained if chosen is None else chosen.fingerprint
+    tokenizer = train_settings(config) if chosen is None else chosen.fingerprint
     return f"{_VERSION}|{tokenizer}|{config.data.validation_fraction!r}"
 
 
@@ -263,7 +263,7 @@ def _fill(
     if tokenizer is None:
         started = time.perf_counter()
         sample = _sample_texts(train, config.tokenizer.train_bytes)
-        tokenizer = train_tokenizer(sample, vocab_size=config.tokenizer.vocab_size)
+        tokenizer = train_tokenizer(sample, config)
         logger.info("trained the tokenizer in %.1f s", time.perf_counter() - started)
     for name, content in tokenizer.files.items():
         (work / name).write_bytes(content)

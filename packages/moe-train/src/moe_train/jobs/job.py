@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tokenizers import Tokenizer
 
 from moe_train.checkpoint import check_same_data, find_checkpoint, read_state
 from moe_train.config import Config
@@ -21,6 +20,7 @@ from moe_train.model import DecoderConfig
 from moe_train.parallel import choose_device, start
 from moe_train.rank import RankContext, rank_number
 from moe_train.report import MetricsLog, ProgressLine, phase, write_plots
+from moe_train.tokenization import TextTokenizer, describe_choice
 from moe_train.training import (
     Position,
     Reporter,
@@ -55,13 +55,7 @@ def check(config: Config, resume: str) -> Path | None:
     if source is not None:
         _check_checkpoint(source)
     prepared = prepare(config)
-    size = Tokenizer.from_file(str(prepared.tokenizer_file)).get_vocab_size()
-    if size > model.vocab_size:
-        raise TrainValueError(
-            f"the tokenizer {prepared.tokenizer_file.name} has {size} tokens but the model's "
-            f"vocab_size={model.vocab_size}; lower tokenizer.vocab_size to {model.vocab_size} or "
-            "use a model config with a larger vocabulary"
-        )
+    _check_tokenizer(config, model, prepared.tokenizer)
     open_splits(config, prepared)
     if source is not None:
         state = read_state(source)
@@ -97,6 +91,21 @@ def check_model(config: Config, model: DecoderConfig) -> None:
     )
     check_balancing(config, model, training_schedule(config))
     trainable_names(config.train.trainable, model)
+
+
+def _check_tokenizer(config: Config, model: DecoderConfig, tokenizer: TextTokenizer) -> None:
+    """Refuse a tokenizer that the model has too few rows for; say what was decided about it."""
+    if tokenizer.vocab_size > model.vocab_size:
+        remedy = f"lower tokenizer.vocab_size to {model.vocab_size} or use a model config with a "
+        remedy += "larger vocabulary"
+        if config.model.init_from is not None or config.tokenizer.file is not None:
+            remedy = "set tokenizer.pad_vocab_multiple (1 or more), which gives it new rows"
+        raise TrainValueError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens but the model's "
+            f"vocab_size={model.vocab_size}; {remedy}"
+        )
+    for line in describe_choice(config, tokenizer):
+        logger.info("%s", line)
 
 
 def train(config: Config, resume: str, context: RankContext) -> None:

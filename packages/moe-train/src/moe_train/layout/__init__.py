@@ -12,3 +12,5 @@ from moe_train.layout.parameters import single_rank_layouts as single_rank_layou
 from moe_train.layout.parameters import stage_tensors as stage_tensors
 from moe_train.layout.parameters import stored_tensors as stored_tensors
 from moe_train.layout.trainable import trainable_names as trainable_names
+from moe_train.layout.vocabulary import fill_new_rows as fill_new_rows
+from moe_train.layout.vocabulary import first_rows as first_rows

@@ -75,7 +75,7 @@ def stored_form(model_type: str, name: str, shape: tuple[int, ...]) -> StoredFor
     block = _BLOCK.fullmatch(name)
     keys = {key.ours: key for key in family_of(model_type).block_keys}
     if block is None or block["rest"] not in keys:
-        return _plain(name, shape)
+        return plain_form(name, shape)
     key = keys[block["rest"]]
     spec = _spec_of_experts(model_type)
     if spec is not None and spec.fused_group(name) is not None:
@@ -86,13 +86,13 @@ def stored_form(model_type: str, name: str, shape: tuple[int, ...]) -> StoredFor
     stored_shape = tuple(key.to_theirs(torch.empty(shape, device="meta")).shape)
     return StoredForm(
         shape=stored_shape,
-        views=_plain(theirs, stored_shape).views,
+        views=plain_form(theirs, stored_shape).views,
         to_stored=key.to_theirs,
         to_memory=key.to_ours,
     )
 
 
-def _plain(name: str, shape: tuple[int, ...]) -> StoredForm:
+def plain_form(name: str, shape: tuple[int, ...]) -> StoredForm:
     """A tensor that is stored as it is."""
     view = StoredView(key=name, offset=(0,) * len(shape), shape=shape, stored_shape=shape)
     return StoredForm(shape=shape, views=(view,), to_stored=_same, to_memory=_same)

@@ -155,6 +155,10 @@ class DecoderConfig:
         extra["num_nextn_predict_layers"] = count
         return replace(self, num_nextn_predict_layers=count, extra=extra)
 
+    def with_vocab_size(self, rows: int) -> "DecoderConfig":
+        """This decoder with so many rows of vocabulary, also in its file."""
+        return replace(self, vocab_size=rows, extra={**self.extra, "vocab_size": rows})
+
     def with_token_ids(self, **ids: int | tuple[int, ...] | None) -> "DecoderConfig":
         """This decoder with other special tokens in its file, such as `eos_token_id=(2, 7)`."""
         extra = dict(self.extra)

@@ -3,8 +3,11 @@
 May import: model, config, cache, errors; tokenizers, jinja2.
 """
 
-from moe_train.tokenization.bpe import train_tokenizer as train_tokenizer
 from moe_train.tokenization.chat import ChatTokens as ChatTokens
 from moe_train.tokenization.choose import choose_tokenizer as choose_tokenizer
+from moe_train.tokenization.choose import describe_choice as describe_choice
+from moe_train.tokenization.choose import load_tokenizer as load_tokenizer
+from moe_train.tokenization.choose import train_settings as train_settings
+from moe_train.tokenization.choose import train_tokenizer as train_tokenizer
+from moe_train.tokenization.choose import vocabulary_rows as vocabulary_rows
 from moe_train.tokenization.text_tokenizer import TextTokenizer as TextTokenizer
-from moe_train.tokenization.text_tokenizer import load_tokenizer as load_tokenizer

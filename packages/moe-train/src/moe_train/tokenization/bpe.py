@@ -2,7 +2,7 @@
 
 Invariant: any text is encoded without loss, and the same texts give the same tokenizer.
 
-    tokenizer = train_tokenizer(["def f(): ..."], vocab_size=300)
+    files = train_bpe(["def f(): ..."], vocab_size=300)
 """
 
 from collections.abc import Iterable
@@ -13,16 +13,14 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
-from moe_train.tokenization.end_tokens import EndTokens
 from moe_train.tokenization.folder import GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, to_json
-from moe_train.tokenization.text_tokenizer import TextTokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 """The only special token of a trained tokenizer: id 0, and end and padding at once."""
 
 
-def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> TextTokenizer:
-    """Train a byte-level BPE; the same texts give the same tokenizer.
+def train_bpe(texts: Iterable[str], *, vocab_size: int) -> dict[str, bytes]:
+    """The files of a byte-level BPE; the same texts give the same bytes.
 
     Args:
         texts: the sample.
@@ -40,7 +38,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> TextTokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer)
     end_id = 0  # special tokens come first
-    files = {
+    return {
         TOKENIZER: tokenizer.to_str(pretty=True).encode(),
         TOKENIZER_CONFIG: to_json(
             {
@@ -54,5 +52,3 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> TextTokenizer:
             {"do_sample": True, "eos_token_id": end_id, "pad_token_id": end_id}
         ),
     }
-    ends = EndTokens(document_end_id=end_id, eos_token_ids=(end_id,), pad_token_id=end_id)
-    return TextTokenizer(files, ends)

@@ -1,14 +1,23 @@
 """Which tokenizer a job uses: the given one, that of the model it starts from, or a new one.
 
-tokenizer = choose_tokenizer(config)       # None: train one on the corpus
+Invariant: it is a function of the configuration and of the files that it names, so that every rank
+chooses alike; what was decided on the way is said once, by `describe_choice`.
+
+    tokenizer = choose_tokenizer(config)       # None: train one on the corpus
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
 from moe_train.config import Config
-from moe_train.errors import MissingFileError
-from moe_train.tokenization.end_tokens import end_tokens
-from moe_train.tokenization.folder import read_files
+from moe_train.errors import MissingFileError, TrainValueError
+from moe_train.model import DecoderConfig
+from moe_train.tokenization.bpe import train_bpe
+from moe_train.tokenization.edits import agreed, edited
+from moe_train.tokenization.end_tokens import NamedIds, describe, end_tokens
+from moe_train.tokenization.folder import TOKENIZER, read_files
 from moe_train.tokenization.text_tokenizer import (
     TextTokenizer,
     named_ids,
@@ -20,20 +29,127 @@ from moe_train.tokenization.text_tokenizer import (
 def choose_tokenizer(config: Config) -> TextTokenizer | None:
     """`tokenizer.file`, else that of `model.init_from`, else None: a BPE is to be trained.
 
+    The keys of `[tokenizer]` are applied: new tokens, end token, chat template.
+
     Raises:
         FileNotFoundError: the tokenizer does not exist.
-        ValueError: it cannot be used.
+        ValueError: it cannot be used, or its end tokens contradict those of the model.
     """
-    given = config.tokenizer.file or config.model.init_from
-    if given is None:
+    table, init_from = config.tokenizer, config.model.init_from
+    if table.file is not None:
+        if not Path(table.file).exists():
+            raise MissingFileError(f"tokenizer.file={table.file} does not exist")
+        files = read_files(Path(table.file))
+    elif init_from is not None and not table.train:
+        files = _of_source(Path(init_from))
+    else:
         return None
-    if config.tokenizer.file is not None and not Path(given).exists():
-        raise MissingFileError(f"tokenizer.file={given} does not exist")
-    files = read_files(Path(given))
-    ends = end_tokens(
-        parse_tokenizer(files),
-        named_tokens(files),
-        named_ids(files, Path(config.model.source)),
-        pretrained=config.model.init_from is not None,
-    )
-    return TextTokenizer(files, ends)
+    ids = named_ids(files, Path(config.model.source))
+    return edited(files, config, ids)
+
+
+def load_tokenizer(path: Path) -> TextTokenizer:
+    """The tokenizer in a folder, or of a tokenizer.json.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it cannot be read, or names end tokens that contradict those of the model's
+            config.json or generation_config.json in the folder.
+    """
+    files = read_files(path)
+    tokenizer = parse_tokenizer(files)
+    ids = named_ids(files, path if path.is_dir() else path.parent / "none")
+    ends = end_tokens(tokenizer, named_tokens(files), ids, pretrained=True)
+    return agreed(files, tokenizer, ends)
+
+
+def train_settings(config: Config) -> str:
+    """What the tokenizer of `train_tokenizer` depends on, beside the texts."""
+    table = config.tokenizer
+    changes = [table.eos_token, *table.new_tokens, "", *table.new_special_tokens]
+    if table.chat_template is not None:
+        changes.append(Path(table.chat_template).read_text(encoding="utf-8"))
+    settings = f"bpe {table.vocab_size} {table.train_bytes}"
+    return f"{settings} {changes!r}" if any(changes) else settings
+
+
+def train_tokenizer(texts: Iterable[str], config: Config) -> TextTokenizer:
+    """The BPE that a job trains on texts of its corpus, with the keys of `[tokenizer]` applied."""
+    files = train_bpe(texts, vocab_size=config.tokenizer.vocab_size)
+    return edited(files, config, NamedIds())
+
+
+def vocabulary_rows(config: Config, model: DecoderConfig) -> int:
+    """How many rows of vocabulary the job's model has; at least those of its config.json.
+
+    Only `tokenizer.new_tokens`, `new_special_tokens` and `pad_vocab_multiple` ask for more.
+    """
+    table = config.tokenizer
+    rows = model.vocab_size
+    if table.new_tokens or table.new_special_tokens or table.pad_vocab_multiple:
+        tokenizer = choose_tokenizer(config)
+        rows = rows if tokenizer is None else max(rows, tokenizer.vocab_size)
+    multiple = table.pad_vocab_multiple or 1
+    return -(-rows // multiple) * multiple
+
+
+def describe_choice(config: Config, tokenizer: TextTokenizer) -> list[str]:
+    """What a person should know of the job's tokenizer, one line each; mostly nothing."""
+    lines = []
+    source = Path(config.model.source)
+    chosen = parse_tokenizer(tokenizer.files)
+    if config.model.init_from is not None and config.tokenizer.train:
+        lines.append(
+            f"tokenizer.train: a new BPE is used with the embeddings of {source}, whose rows lose "
+            "their meaning"
+        )
+    elif config.model.init_from is not None and config.tokenizer.file is not None:
+        count = _num_different(chosen, source)
+        if count:
+            lines.append(
+                f"tokenizer.file={config.tokenizer.file} differs from the tokenizer of {source} in "
+                f"{count} ids, whose embeddings lose their meaning"
+            )
+    named = named_ids({}, source).config
+    if named and not set(named) <= set(tokenizer.eos_token_ids):
+        used = describe(chosen, tokenizer.eos_token_ids)
+        lines.append(
+            f"end tokens: config.json names eos_token_id={', '.join(map(str, named))}, the "
+            f"tokenizer {used}; texts end with {used}, and checkpoints say so in config.json and "
+            "generation_config.json"
+        )
+    return [*lines, *_describe_rows(config, tokenizer)]
+
+
+def _describe_rows(config: Config, tokenizer: TextTokenizer) -> list[str]:
+    model = DecoderConfig.from_file(Path(config.model.source))
+    rows = vocabulary_rows(config, model)
+    if rows == model.vocab_size:
+        return []
+    begins = "the mean of the others" if config.model.init_from is not None else "random weights"
+    return [
+        f"vocabulary: {rows} rows instead of {model.vocab_size} for {tokenizer.vocab_size} tokens; "
+        f"new rows of the embedding and the head begin as {begins}"
+    ]
+
+
+def _of_source(folder: Path) -> dict[str, bytes]:
+    """The tokenizer's files in the folder of `model.init_from`."""
+    try:
+        return read_files(folder)
+    except MissingFileError as error:
+        raise TrainValueError(
+            f"model.init_from={folder} has no tokenizer to go on with: {error}; or set "
+            "tokenizer.train=true for a new BPE, with which its embedding rows lose their meaning"
+        ) from error
+
+
+def _num_different(chosen: Tokenizer, source: Path) -> int:
+    """Ids that are not the same token in the tokenizer of the folder `source`."""
+    if not (source / TOKENIZER).is_file():
+        return 0
+    tables = [
+        {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+        for tokenizer in (chosen, parse_tokenizer(read_files(source)))
+    ]
+    return sum(tables[0].get(each) != tables[1].get(each) for each in {*tables[0], *tables[1]})

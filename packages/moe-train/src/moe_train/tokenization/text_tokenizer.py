@@ -3,7 +3,7 @@
 Invariant: `files` say everything: `load_tokenizer` of a folder that holds them gives an equal
 tokenizer, and transformers' `AutoTokenizer` gives the same ids, prompts and end tokens.
 
-    tokenizer = load_tokenizer(Path("checkpoint-250"))
+    tokenizer = TextTokenizer(files, ends)
     tokenizer.encode_prompt("Hi"), tokenizer.eos_token_ids
     tokenizer.encode_chat([{"role": "user", "content": "Hi"}, answer]).trained
 """
@@ -21,13 +21,12 @@ from tokenizers import AddedToken, Tokenizer
 
 from moe_train.errors import TrainValueError
 from moe_train.tokenization.chat import ChatTokens, encode_conversation
-from moe_train.tokenization.end_tokens import EndTokens, NamedIds, end_tokens, token_ids_of
+from moe_train.tokenization.end_tokens import EndTokens, NamedIds, token_ids_of
 from moe_train.tokenization.folder import (
     GENERATION_CONFIG,
     SPECIAL_TOKENS_MAP,
     TOKENIZER,
     TOKENIZER_CONFIG,
-    read_files,
     read_json,
 )
 from moe_train.tokenization.template import ChatTemplates, templates_in
@@ -45,33 +44,30 @@ class TextTokenizer:
         eos_token_ids: every token that ends a generated text, `document_end_id` first.
         pad_token_id: fills a batch.
         fingerprint: hex digits of what changes ids, prompts or special tokens.
-        notes: what was decided here and should be said once, a line each.
     """
 
     __slots__ = (
+        "_begin",
         "_templates",
         "_tokenizer",
         "document_end_id",
         "eos_token_ids",
         "files",
         "fingerprint",
-        "notes",
         "pad_token_id",
         "vocab_size",
     )
 
-    def __init__(
-        self, files: Mapping[str, bytes], ends: EndTokens, notes: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, files: Mapping[str, bytes], ends: EndTokens) -> None:
         self.files: Mapping[str, bytes] = MappingProxyType(dict(files))
         self._tokenizer = parse_tokenizer(files)
         self._templates = ChatTemplates(templates_in(files), named_tokens(files))
+        self._begin = _begin_ids(self._tokenizer, ends)
         self.document_end_id = ends.document_end_id
         self.eos_token_ids = ends.eos_token_ids
         self.pad_token_id = ends.pad_token_id
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
         self.fingerprint = _digest(files, ends)
-        self.notes = tuple(notes)
 
     def __reduce__(self) -> tuple[Any, ...]:
         ends = EndTokens(
@@ -79,16 +75,17 @@ class TextTokenizer:
             eos_token_ids=self.eos_token_ids,
             pad_token_id=self.pad_token_id,
         )
-        return TextTokenizer, (dict(self.files), ends, self.notes)
+        return TextTokenizer, (dict(self.files), ends)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """Token ids of each text, int64 [N]; runs on all cores.
+        """Token ids of each text as a document, int64 [N], without its end; runs on all cores.
 
-        Text that looks like a special token stays text, and no special token is added.
+        A document begins as in transformers' `tokenizer(text)`, with a BOS token where that adds
+        one. Text that looks like a special token stays text.
         """
         self._tokenizer.encode_special_tokens = True
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+        return [np.array([*self._begin, *encoding.ids], dtype=np.int64) for encoding in encodings]
 
     def encode_prompt(self, text: str) -> list[int]:
         """The ids that transformers' `tokenizer(text)` gives: special tokens are read and added."""
@@ -129,20 +126,6 @@ class TextTokenizer:
         return encode_conversation(self._tokenizer, self._templates, messages, tools)
 
 
-def load_tokenizer(path: Path) -> TextTokenizer:
-    """The tokenizer in a folder, or of a tokenizer.json.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it cannot be read, or names end tokens that contradict those of the model's
-            config.json or generation_config.json in the folder.
-    """
-    files = read_files(path)
-    ids = named_ids(files, path if path.is_dir() else path.parent / "none")
-    ends = end_tokens(parse_tokenizer(files), named_tokens(files), ids, pretrained=True)
-    return TextTokenizer(files, ends)
-
-
 def named_ids(files: Mapping[str, bytes], model: Path) -> NamedIds:
     """The end tokens that generation_config.json and the model's config.json name.
 
@@ -174,10 +157,10 @@ def parse_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
     tokenizer.no_padding()
     listed = read_json(files, TOKENIZER_CONFIG).get("added_tokens_decoder", {})
     added = [AddedToken(**token) for _, token in sorted(listed.items(), key=lambda i: int(i[0]))]
-    named = [AddedToken(token, special=True) for token in named_tokens(files).values()]
-    for token in (*added, *named):
-        if tokenizer.token_to_id(token.content) is None:
-            tokenizer.add_tokens([token])
+    tokenizer.add_tokens([t for t in added if tokenizer.token_to_id(t.content) is None])
+    marked = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    named = [text for text in named_tokens(files).values() if text not in marked]
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in named])
     return tokenizer
 
 
@@ -192,6 +175,14 @@ def named_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
         if role.endswith("_token") and isinstance(text, str):
             found[role] = text
     return found
+
+
+def _begin_ids(tokenizer: Tokenizer, ends: EndTokens) -> list[int]:
+    """What the tokenizer puts before a text; not an end token, which the document before has."""
+    text = tokenizer.encode("a", add_special_tokens=False).ids
+    whole = tokenizer.encode("a").ids
+    count = next((n for n in range(len(whole)) if whole[n : n + len(text)] == text), 0)
+    return [each for each in whole[:count] if each not in ends.eos_token_ids]
 
 
 def _digest(files: Mapping[str, bytes], ends: EndTokens) -> str:

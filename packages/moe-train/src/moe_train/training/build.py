@@ -37,6 +37,7 @@ from moe_train.model import (
 )
 from moe_train.optim import AdamW, GradientStore, ParameterGroup
 from moe_train.parallel import Parallel
+from moe_train.tokenization import vocabulary_rows
 from moe_train.training.balancing import aux_loss_coef, check_balancing
 from moe_train.training.sources import Corpus, open_corpus
 from moe_train.training.step import StepRunner
@@ -62,6 +63,7 @@ def read_model_config(config: Config) -> DecoderConfig:
     from random weights, and are kept as they are with a model that starts from a checkpoint.
     """
     model = read_decoder(Path(config.model.source))
+    model = model.with_vocab_size(vocabulary_rows(config, model))
     is_idle = bool(model.mtp_layers) and config.train.mtp_loss_coef == 0
     leaves_out = is_idle and config.model.init_from is None
     return model.with_mtp_layers(0) if leaves_out else model
