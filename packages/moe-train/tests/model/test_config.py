@@ -85,7 +85,12 @@ def test_unknown_keys_survive_a_round_trip() -> None:
         ({"model_type": "deepseek_v3", **MLA}, "missing q_lora_rank; add it, null for"),
         ({"attention_dropout": 0.1}, "attention_dropout"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"rope_scaling": {"type": "dynamic"}}, "dynamic"),
+        ({"rope_scaling": {"type": "proportional"}}, "proportional.*one of default, linear"),
+        ({"rope_scaling": {"type": "linear"}}, "missing factor"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], **ORIGINAL}},
+            "short_factor=.*expected 4 pos",
+        ),
         ({"head_dim": 7}, "even"),
     ],
 )
@@ -106,7 +111,7 @@ def test_what_the_file_leaves_open_is_what_transformers_takes() -> None:
     config = DecoderConfig.from_dict({**VALUES, "model_type": "gpt_oss", "sliding_window": 3})
     assert isinstance(config.attention, AttentionOptions)
     assert config.attention.head_dim == 64 and config.attention.o_bias
-    assert config.rotary.theta == 150000.0 and config.rotary.yarn is not None
+    assert config.rotary.theta == 150000.0 and config.rotary.scaling is not None
     assert config.rms_norm_eps == 1e-5
     assert DecoderConfig.from_dict({**VALUES, "model_type": "ernie4_5_moe"}).tie_word_embeddings
 

@@ -5,7 +5,7 @@ import pytest
 from moe_train.model.config import DecoderConfig
 from moe_train.model.families import ConfigReader, rules_of
 from moe_train.model.rope_config import latent_softmax_scale, rope_parameters
-from moe_train.model.rotary import YarnOptions
+from moe_train.model.rope_scaling import YarnScaling
 
 VALUES = {
     "model_type": "qwen3_moe",
@@ -27,7 +27,7 @@ def test_yarn_reads_alike_in_both_spellings_and_infers_what_is_missing() -> None
     new = {**VALUES, "rope_parameters": {**yarn, "rope_type": "yarn", "rope_theta": 150.0}}
     rotary = DecoderConfig.from_dict(old).rotary
     assert rotary == DecoderConfig.from_dict(new).rotary
-    assert rotary.yarn == YarnOptions(
+    assert rotary.scaling == YarnScaling(
         factor=8.0,
         original_max_position_embeddings=32,
         attention_factor=0.1 * math.log(8.0) + 1.0,
@@ -36,11 +36,13 @@ def test_yarn_reads_alike_in_both_spellings_and_infers_what_is_missing() -> None
     both = {**yarn, "type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0, "factor": None}
     inferred = DecoderConfig.from_dict(
         {**VALUES, "rope_scaling": both, "max_position_embeddings": 128}
-    ).rotary.yarn
+    ).rotary.scaling
     assert inferred is not None
     assert (inferred.factor, inferred.attention_factor) == (4.0, 1.0)
     factor_only = {**VALUES, "rope_scaling": {"type": "yarn", "factor": 4.0}}
-    inferred = DecoderConfig.from_dict({**factor_only, "max_position_embeddings": 512}).rotary.yarn
+    inferred = DecoderConfig.from_dict(
+        {**factor_only, "max_position_embeddings": 512}
+    ).rotary.scaling
     assert inferred is not None and inferred.original_max_position_embeddings == 512
     with pytest.raises(ValueError, match="missing max_position_embeddings"):
         DecoderConfig.from_dict(factor_only)

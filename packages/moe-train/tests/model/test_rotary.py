@@ -3,14 +3,8 @@ import math
 import pytest
 import torch
 
-from moe_train.model.rotary import (
-    RotaryOptions,
-    YarnOptions,
-    inverse_frequencies,
-    mscale,
-    rotary_tables,
-    rotate,
-)
+from moe_train.model.rope_scaling import YarnScaling, mscale
+from moe_train.model.rotary import RotaryOptions, inverse_frequencies, rotary_tables, rotate
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -34,10 +28,10 @@ def test_rotation_is_complex_multiplication_of_pairs(interleaved: bool, dim: int
 
 def test_yarn_keeps_fast_frequencies_and_divides_slow_ones() -> None:
     plain = RotaryOptions(dim=32, theta=1000.0)
-    yarn = YarnOptions(
+    yarn = YarnScaling(
         factor=8.0, original_max_position_embeddings=256, attention_factor=1.5, truncate=False
     )
-    options = RotaryOptions(dim=32, theta=1000.0, yarn=yarn)
+    options = RotaryOptions(dim=32, theta=1000.0, scaling=yarn)
     fast, blended = inverse_frequencies(plain), inverse_frequencies(options)
     turns = fast * 256 / (2 * math.pi)
     assert torch.equal(blended[turns > 32], fast[turns > 32])

@@ -1,8 +1,8 @@
 """Rotary position embeddings as the families use them (Su et al., arXiv 2104.09864).
 
 A family turns all of a head's dims or the first part of them only, turns pairs that stand half a
-width apart or side by side, and may stretch its slow frequencies for longer contexts (YaRN, Peng et
-al., arXiv 2309.00071). The tables hold one angle per pair, twice: `[angles, angles]`.
+width apart or side by side, and may stretch its frequencies for longer contexts
+(`model.rope_scaling`). The tables hold one angle per pair, twice: `[angles, angles]`.
 
     options = RotaryOptions(dim=64, theta=10000.0)
     cos_BSR, sin_BSR = rotary_tables(position_ids_BS, options, torch.float32)
@@ -18,27 +18,8 @@ import torch
 from torch import Tensor
 
 from moe_train.errors import TrainValueError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class YarnOptions:
-    """How YaRN stretches the frequencies; the names are those of `rope_parameters`.
-
-    Attributes:
-        factor: longest context over the original one.
-        original_max_position_embeddings: positions of the original training.
-        attention_factor: factor of the tables.
-        beta_fast, beta_slow: turns over the original context above which a frequency is kept, and
-            below which it is divided by `factor`; in between it is blended.
-        truncate: round the borders of that range outwards to whole pairs.
-    """
-
-    factor: float
-    original_max_position_embeddings: int
-    attention_factor: float
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
+from moe_train.model.documents import document_lengths
+from moe_train.model.rope_scaling import BY_LENGTH, RopeScaling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +29,7 @@ class RotaryOptions:
     Attributes:
         dim: how many dims are rotated, from the first on; even.
         theta: base of the frequencies.
-        yarn: None: frequencies are not stretched.
+        scaling: how frequencies are stretched; None: not.
         is_fp32: rotate in fp32 also when the activations are in less (ERNIE-4.5).
 
     Raises:
@@ -57,7 +38,7 @@ class RotaryOptions:
 
     dim: int
     theta: float
-    yarn: YarnOptions | None = None
+    scaling: RopeScaling | None = None
     is_fp32: bool = False
 
     def __post_init__(self) -> None:
@@ -69,23 +50,19 @@ class RotaryOptions:
             raise TrainValueError(f"rope_theta={self.theta} must be a positive finite number")
 
 
-def mscale(factor: float, coefficient: float = 1.0) -> float:
-    """YaRN's correction of the softmax' temperature for a context `factor` times as long."""
-    return 1.0 if factor <= 1 else 0.1 * coefficient * math.log(factor) + 1.0
+def inverse_frequencies(
+    options: RotaryOptions, lengths_BS: Tensor | None = None, device: torch.device | None = None
+) -> Tensor:
+    """Radians per position of each pair, fp32 [P]; [B, S, P] where they depend on `lengths_BS`.
 
-
-def inverse_frequencies(options: RotaryOptions, device: torch.device | None = None) -> Tensor:
-    """Radians per position of each pair, fp32 [P]."""
+    Args:
+        lengths_BS: of the document of each place; None: no longer than the original context.
+    """
     exponents_P = torch.arange(0, options.dim, 2, dtype=torch.float32, device=device) / options.dim
-    fast_P = 1.0 / options.theta**exponents_P
-    yarn = options.yarn
-    if yarn is None:
-        return fast_P
-    low, high = _blended_range(options, yarn)
-    pairs_P = torch.arange(options.dim // 2, dtype=torch.float32, device=device)
-    slow_share_P = ((pairs_P - low) / (high - low)).clamp(0, 1)
-    slow_P = 1.0 / (yarn.factor * options.theta**exponents_P)
-    return slow_P * slow_share_P + fast_P * (1 - slow_share_P)
+    powers_P = options.theta**exponents_P
+    if options.scaling is None:
+        return 1.0 / powers_P
+    return options.scaling.frequencies(powers_P, options.theta, lengths_BS)
 
 
 def rotary_tables(
@@ -95,11 +72,13 @@ def rotary_tables(
 
     Padding (position -1) is turned as position 0.
     """
-    angles = position_ids_BS.clamp(min=0)[..., None].float() * inverse_frequencies(
-        options, position_ids_BS.device
-    )
+    lengths_BS = None
+    if isinstance(options.scaling, BY_LENGTH):
+        lengths_BS = document_lengths(position_ids_BS)
+    frequencies = inverse_frequencies(options, lengths_BS, position_ids_BS.device)
+    angles = position_ids_BS.clamp(min=0)[..., None].float() * frequencies
     table_BSR = torch.cat((angles, angles), dim=-1)
-    factor = 1.0 if options.yarn is None else options.yarn.attention_factor
+    factor = 1.0 if options.scaling is None else options.scaling.attention_factor
     if options.is_fp32:
         dtype = torch.promote_types(dtype, torch.float32)
     return (table_BSR.cos() * factor).to(dtype), (table_BSR.sin() * factor).to(dtype)
@@ -122,18 +101,3 @@ def rotate(x_BHSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, *, interleaved: boo
     out = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
     out = out.to(x_BHSD.dtype)
     return out if width == x_BHSD.shape[-1] else torch.cat((out, x_BHSD[..., width:]), dim=-1)
-
-
-def _blended_range(options: RotaryOptions, yarn: YarnOptions) -> tuple[float, float]:
-    """The pairs between which fast and slow frequencies are blended."""
-
-    def pair_of(turns: float) -> float:
-        """The (fractional) pair that makes so many turns over the original context."""
-        ratio = yarn.original_max_position_embeddings / (turns * 2 * math.pi)
-        return options.dim * math.log(ratio) / (2 * math.log(options.theta))
-
-    low, high = pair_of(yarn.beta_fast), pair_of(yarn.beta_slow)
-    if yarn.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, options.dim - 1)
-    return low, high + 0.001 if low == high else high
