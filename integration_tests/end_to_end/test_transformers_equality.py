@@ -13,7 +13,7 @@ from moe_train.config import Config
 from moe_train.data import Batch
 from moe_train.jobs.generate import load_model
 from moe_train.model import decays
-from moe_train.optim import learning_rate
+from moe_train.optim import LrSchedule
 from moe_train.parallel import start
 from moe_train.training import build_runner, read_model_config
 from moe_train.training.step import StepResult
@@ -78,7 +78,7 @@ def train_ours(
             local: list[Batch] = []
             if parallel.is_first or parallel.is_last:
                 local = [local_part(b, parallel.data_rank, parallel.num_data_ranks) for b in step]
-            lr = learning_rate(number, steps, config.optimizer)
+            lr = LrSchedule.of(config.optimizer, steps).rate(number)
             results.append(runner.train(local, lr=lr))
         return results
 
@@ -120,7 +120,7 @@ def train_reference(
             total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(number, STEPS, settings)
+            group["lr"] = LrSchedule.of(settings, STEPS).rate(number)
         optimizer.step()
         losses.append(total)
         norms.append(float(norm))

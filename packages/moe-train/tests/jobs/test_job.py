@@ -114,23 +114,12 @@ def test_a_folder_with_checkpoints_is_resumed_or_left_alone(
     assert check(config, str(trained_run / "checkpoint-2")) == trained_run / "checkpoint-2"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (["train.seed=9"], "was trained with seed=0, this run has 9; restore the data settings"),
-        (
-            ["data.sequence_length=6"],
-            "was trained with sequence_length=12, this run has 6; restore the data settings",
-        ),
-        (["tokenizer.vocab_size=280"], "was trained with data_fingerprint="),
-        (["train.max_steps=2"], "is at step 2 and train.max_steps=2; raise train.max_steps"),
-    ],
-)
-def test_a_run_that_cannot_go_on_is_refused_with_both_values(
-    configure: Configure, trained_run: Path, changes: list[str], message: str
+def test_a_run_that_has_its_steps_already_is_refused(
+    configure: Configure, trained_run: Path
 ) -> None:
-    config = configure(f"train.output_dir={trained_run}", *changes)
-    with pytest.raises(ValueError, match=f"^{re.escape(f'{trained_run}/checkpoint-2 {message}')}"):
+    config = configure(f"train.output_dir={trained_run}", "train.max_steps=2")
+    said = f"{trained_run}/checkpoint-2 is at step 2 and train.max_steps=2; raise train.max_steps"
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
         check(config, "latest")
 
 

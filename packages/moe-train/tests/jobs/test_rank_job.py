@@ -10,11 +10,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from moe_train.checkpoint import read_state
 from moe_train.config import Config, dump_toml
 from moe_train.jobs.job import check
 from moe_train.rank import RankContext, RankJobError, run_rank, watch_stop_signals
 from moe_train.report.metrics import read_metrics
 from ranktest import run_ranks
+from unified_ckpt.folders import find_fault
 
 JOB = "moe_train.jobs.rank_job"
 Configure = Callable[..., Config]
@@ -27,7 +29,7 @@ def written(config: Config, folder: Path) -> str:
     return str(path)
 
 
-def test_a_loss_that_is_not_a_number_is_named_with_rank_and_finished_steps(
+def test_a_loss_that_is_not_a_number_saves_the_state_before_it_and_is_named_with_rank_and_steps(
     configure: Configure, tmp_path: Path
 ) -> None:
     toml = written(configure("parallel.dp=2", "optimizer.lr=1e30"), tmp_path)
@@ -48,8 +50,10 @@ def test_a_loss_that_is_not_a_number_is_named_with_rank_and_finished_steps(
             message,
         )
         assert text.startswith("Traceback") and "NonFiniteLossError" in text
+        assert message.endswith(f"the state before it is saved as {tmp_path}/run/checkpoint-1")
     assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1]
-    assert not list((tmp_path / "run").glob("checkpoint-*"))
+    (left,) = (tmp_path / "run").glob("checkpoint-*")
+    assert (left.name, read_state(left).step, find_fault(left)) == ("checkpoint-1", 1, None)
 
 
 def test_a_resumed_job_that_fails_at_once_names_the_steps_of_its_checkpoint(
@@ -72,6 +76,8 @@ def test_a_resumed_job_that_fails_at_once_names_the_steps_of_its_checkpoint(
 
     (message,) = run_ranks(run, 1)
     assert str(message).startswith("rank 0, step 2: NonFiniteLossError: loss=nan"), message
+    assert "the weights after step 2 are not finite themselves, so they are not saved" in message
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
 def test_overrides_and_the_number_of_threads_reach_the_rank(

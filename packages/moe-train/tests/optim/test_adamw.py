@@ -1,13 +1,11 @@
-import itertools
 import math
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from moe_train.config.train_tables import OptimizerConfig
-from moe_train.optim.adamw import AdamW, learning_rate
+from moe_train.optim.adamw import AdamW
 from moe_train.optim.grads import GradientStore, ParameterGroup, clip_coefficient
 from ranktest import run_ranks
 
@@ -15,17 +13,6 @@ from ranktest import run_ranks
 def store_of(*parameters: nn.Parameter, fp32: bool = False) -> GradientStore:
     group = ParameterGroup(parameters=parameters, reduce_group=None)
     return GradientStore([group], fp32_accumulation=fp32)
-
-
-@pytest.mark.parametrize("decay", ["cosine", "linear", "constant"])
-def test_the_rate_warms_up_then_decays_to_its_minimum(decay: str) -> None:
-    config = OptimizerConfig(lr=2.0, warmup_steps=4, decay=decay, min_lr_ratio=0.25)  # type: ignore[arg-type]
-    rates = [learning_rate(step, 20, config) for step in range(1, 21)]
-    assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
-    assert all(a >= b for a, b in itertools.pairwise(rates[3:]))
-    assert math.isclose(rates[-1], 2.0 if decay == "constant" else 0.5)
-    middle = {"cosine": 1.25, "linear": 1.25, "constant": 2.0}[decay]
-    assert math.isclose(learning_rate(12, 20, config), middle)
 
 
 def test_the_update_is_torchs_adamw_with_decay_on_matrices_only() -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from moe_train.checkpoint import TrainerState, newest_checkpoint, read_state
 from moe_train.config import Config
 from moe_train.data import prepare
-from moe_train.optim import learning_rate
+from moe_train.optim import LrSchedule
 from moe_train.parallel import start
 from moe_train.rank import watch_stop_signals
 from moe_train.report import MetricsLog, ProgressLine
@@ -70,20 +70,20 @@ def run_loop(
 
     def on_rank(rank: int, _: int) -> Ran:
         training = build_training(config, start(config))
-        position = Position()
+        state = None
         if resume:
             source = newest_checkpoint(Path(config.train.output_dir))
             assert source is not None
             state = training.checkpointer.load(source)
-            position = Position(state.step, state.consumed_samples)
         context = watch_stop_signals()
-        context.step = position.step
+        context.step = 0 if state is None else state.step
         then = asks(rank)
         reporter = None
         if rank == 0:
-            log = WatchedLog(config, then, position.step)
+            log = WatchedLog(config, then, context.step)
             reporter = Reporter(log, ProgressLine(config.train.max_steps, "off"))
-        saved = TrainingLoop(config, training, reporter, position).run(context)
+        loop = TrainingLoop.begin(config, training, reporter, state)
+        saved, position = loop.run(context), loop.position
         if reporter is not None:
             reporter.close()
         assert context.step == position.step
@@ -155,6 +155,7 @@ def test_a_checkpoint_says_where_the_run_stands(configure: Configure) -> None:
         data_fingerprint=prepare(config).fingerprint,
         sequence_length=12,
         seed=5,
+        schedule=LrSchedule.of(config.optimizer, 2),
     )
 
 
@@ -232,7 +233,7 @@ def test_figures_of_a_step_have_its_rate_and_speed(configure: Configure) -> None
     config = configure("optimizer.warmup_steps=2")
     run_loop(config)
     steps = [line for line in metrics(config) if "loss" in line]
-    rates = [learning_rate(step, 4, config.optimizer) for step in (1, 2, 3, 4)]
+    rates = [LrSchedule.of(config.optimizer, 4).rate(step) for step in (1, 2, 3, 4)]
     assert rates[0] == 0.005 and rates[1] == 0.01 > rates[2] > rates[3]
     assert [line["lr"] for line in steps] == rates
     for line in steps:

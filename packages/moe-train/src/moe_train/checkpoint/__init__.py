@@ -4,11 +4,13 @@ May import: tokenization, config, layout, model, optim, errors; unified_ckpt.
 """
 
 from moe_train.checkpoint.export import checkpoint_files as checkpoint_files
+from moe_train.checkpoint.trainer_state import TrainerState as TrainerState
+from moe_train.checkpoint.trainer_state import read_state as read_state
 from moe_train.checkpoint.training_state import Checkpointer as Checkpointer
-from moe_train.checkpoint.training_state import TrainerState as TrainerState
-from moe_train.checkpoint.training_state import check_same_data as check_same_data
+from moe_train.checkpoint.training_state import (
+    CheckpointNotSavedError as CheckpointNotSavedError,
+)
 from moe_train.checkpoint.training_state import find_checkpoint as find_checkpoint
 from moe_train.checkpoint.training_state import has_part as has_part
 from moe_train.checkpoint.training_state import newest_checkpoint as newest_checkpoint
 from moe_train.checkpoint.training_state import read_part as read_part
-from moe_train.checkpoint.training_state import read_state as read_state

@@ -1,22 +1,26 @@
-"""What a training checkpoint holds, and how it is written and read under any layout.
+"""What a training checkpoint holds, and how it is written and read under any layout and dtype.
 
 `checkpoint-N` is a transformers checkpoint (weights under canonical keys, `config.json`,
 `generation_config.json`, tokenizer) and beside it the optimizer moments, fp32 master weights,
 `trainer_state.json`, and the random state of every rank. unified-ckpt publishes it with one rename.
+
+Invariant: the most exact copy of a weight that a checkpoint has is the one that is loaded: fp32
+weights become the master weights of a bf16 run bit for bit, and those the weights of an fp32 run.
 """
 
-import json
 import logging
+import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import safetensors.torch
 import torch
 from torch import Tensor
 
+from moe_train.checkpoint.trainer_state import TrainerState, read_state
 from moe_train.config import STATE_FILE
-from moe_train.errors import TrainValueError
+from moe_train.errors import MoeTrainError, TrainValueError
 from moe_train.layout import (
     ParameterLayout,
     StoredTensors,
@@ -34,44 +38,24 @@ from unified_ckpt import (
     random_state_files,
     read_index,
     restore_random_state,
+    save,
 )
 from unified_ckpt.folders import find_fault, numbered_checkpoints
+from unified_ckpt.run import SaveError, SavePeerError
 
 _NOTHING_TO_RESUME = (
     "--resume: {} holds no complete checkpoint; start without --resume, or name one"
+)
+_UNREADABLE = (
+    "{} cannot be gone on from: {}; if a file is damaged, restore it or --resume an older "
+    "checkpoint; if the model differs, use the checkpoint's own"
 )
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerState:
-    """Where a run stands; `consumed_samples` is the position in the data.
-
-    `data_fingerprint`, `sequence_length` and `seed` fix what sample number n is: resuming with
-    others would silently train on other data.
-    """
-
-    step: int
-    consumed_samples: int
-    data_fingerprint: str
-    sequence_length: int
-    seed: int
-
-    @classmethod
-    def from_json(cls, text: bytes, source: Path) -> "TrainerState":
-        """Parse `trainer_state.json`.
-
-        Raises:
-            ValueError: it is not what this version writes.
-        """
-        try:
-            values = json.loads(text)
-            return cls(**{item.name: item.type(values[item.name]) for item in fields(cls)})  # type: ignore[operator]
-        except (KeyError, TypeError, ValueError) as error:
-            raise TrainValueError(
-                f"{source / STATE_FILE} is not a trainer state: {error!r}"
-            ) from error
+class CheckpointNotSavedError(MoeTrainError):
+    """A checkpoint could not be written, the same on every rank; older ones are as they were."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,30 +97,62 @@ class Checkpointer:
         """Whether to save after `step`. Collective."""
         return self.manager.decide(step).save
 
-    def save(self, state: TrainerState) -> Path:
-        """Write `checkpoint-{step}`, complete or not at all; remove old ones. Collective."""
-        text = json.dumps(asdict(state), indent=2) + "\n"
+    def save(self, state: TrainerState, *, keep_older: bool = False) -> Path:
+        """Write `checkpoint-{step}`, complete or not at all; then remove old ones. Collective.
+
+        Args:
+            keep_older: remove none.
+
+        Raises:
+            CheckpointNotSavedError: some rank could not write; says in one line why. On every rank.
+            SavePeerError: a rank is lost.
+        """
         parts = {
             "model": self._stored(self.parameters).shards,
             "optimizer": [shard for moment in self._moments() for shard in moment.shards],
         }
         if self.optimizer.master:
             parts["master_weights"] = self._stored(self.optimizer.master).shards
-        self.manager.save(
-            parts,
-            state.step,
-            files={**self.files, STATE_FILE: text.encode()},
-            rank_files=random_state_files(self.rank),
-        )
-        return self.folder / f"checkpoint-{state.step}"
+        target = self.manager.path(state.step)
+        try:
+            save(
+                parts,
+                checkpoint_id=target,
+                files={**self.files, STATE_FILE: state.to_json()},
+                rank_files=random_state_files(self.rank),
+                timeout_s=self.options.timeout_s,
+            )
+        except SavePeerError:
+            raise
+        except SaveError as error:
+            free = shutil.disk_usage(self.folder).free
+            raise CheckpointNotSavedError(
+                f"{target.name} was not saved in {self.folder} ({free} bytes are free there): "
+                f"{str(error).partition('): ')[2] or error}"
+            ) from error
+        if not keep_older:
+            self._remove_older(state.step)
+        return self.folder / target.name
+
+    def _remove_older(self, step: int) -> None:
+        """Keep the newest checkpoints; the first rank does it, and failing is one line."""
+        try:
+            self.manager.committed(step)
+        except (OSError, CheckpointError) as error:
+            logger.warning(
+                "warning: checkpoint-%d is saved, but no older one left: %s", step, error
+            )
 
     def resume(self) -> TrainerState:
         """Load the newest complete checkpoint, the same one on all ranks. Collective.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is none, or it does not fit this run.
         """
-        found = self.manager.resume(self.load)
+        try:
+            found = self.manager.resume(self._load)
+        except CheckpointError as error:
+            raise TrainValueError(_UNREADABLE.format(self.folder, error)) from error
         if found is None:
             raise TrainValueError(_NOTHING_TO_RESUME.format(self.folder))
         return found[1]
@@ -144,33 +160,53 @@ class Checkpointer:
     def load(self, source: Path) -> TrainerState:
         """Restore weights, optimizer, and this rank's random state if the checkpoint has it.
 
+        What is stored in another dtype is converted, from the master weights where there are any.
+
         Raises:
-            ValueError: a key, shape or dtype differs; the message names it.
+            ValueError: a file is damaged, or a key or a shape differs; the message names it.
         """
-        read_part(source, "model", [self._stored(self.parameters)])
-        read_part(source, "optimizer", self._moments())
-        if self.optimizer.master and has_part(source, "master_weights"):
-            read_part(source, "master_weights", [self._stored(self.optimizer.master)])
-        else:
-            self.optimizer.master_from_parameters()
+        try:
+            return self._load(source)
+        except CheckpointError as error:
+            raise TrainValueError(_UNREADABLE.format(source, error)) from error
+
+    def _load(self, source: Path) -> TrainerState:
+        self._load_weights(source)
+        read_part(source, "optimizer", self._moments(), cast=True)
         state = read_state(source)
-        self.optimizer.set_step(state.step)
+        self.optimizer.set_step(state.step - state.skipped_steps)
         if not restore_random_state(source, self.rank):
             _restore_former_random_state(source, self.rank)
         return state
 
     def load_weights(self, source: Path) -> None:
-        """Start from the weights of a transformers checkpoint, cast to this run's dtype.
+        """Start from the weights of a transformers checkpoint, converted to this run's dtype.
 
         Rows of vocabulary that it does not have become the mean of those that it has.
 
         Raises:
-            ValueError: it has more rows than the model, or a tensor does not fit.
+            ValueError: a file is damaged, it has more rows than the model, or a tensor does not
+                fit; the message names it.
         """
-        layouts, tensors = first_rows(self.layouts, self.parameters, source)
-        read_part(source, "model", [stored_tensors(layouts, tensors, self.rank)], cast=True)
-        fill_new_rows(self.parameters, source)
-        self.optimizer.master_from_parameters()
+        masters = self.optimizer.master
+        try:
+            for tensors in (self.parameters, masters):
+                layouts, rows = first_rows(self.layouts, tensors, source)
+                read_part(source, "model", [stored_tensors(layouts, rows, self.rank)], cast=True)
+                fill_new_rows(tensors, source)
+        except CheckpointError as error:
+            raise TrainValueError(f"model.init_from={source}: {error}") from error
+        for name, master in masters.items():
+            self.parameters[name].copy_(master)
+
+    def _load_weights(self, source: Path) -> None:
+        """Fill the parameters, and what is updated in fp32 with the most exact copy there is."""
+        read_part(source, "model", [self._stored(self.parameters)], cast=True)
+        updated = self.optimizer.updated()
+        exact = "master_weights" if has_part(source, "master_weights") else "model"
+        is_exact = exact == "model" and not self.optimizer.master
+        if not is_exact and all(tensor.dtype == torch.float32 for tensor in updated.values()):
+            read_part(source, exact, [self._stored(updated)], cast=True)
 
     def _stored(self, tensors: Mapping[str, Tensor], suffix: str = "") -> StoredTensors:
         return stored_tensors(self.layouts, tensors, self.rank, suffix)
@@ -197,22 +233,6 @@ def read_part(
     load(shards, checkpoint_id=source, part=part, cast=cast)
     for tensors in stored:
         tensors.write_back()
-
-
-def read_state(source: Path) -> TrainerState:
-    """The trainer state of a checkpoint.
-
-    Raises:
-        ValueError: the folder is not a checkpoint of this trainer.
-    """
-    try:
-        text = load_files(source, STATE_FILE)
-    except CheckpointError as error:
-        raise TrainValueError(
-            f"{source} is not a training checkpoint ({error}); "
-            "to start from weights alone set model.init_from"
-        ) from error
-    return TrainerState.from_json(text, source)
 
 
 def find_checkpoint(folder: Path, resume: str) -> Path | None:
@@ -254,23 +274,6 @@ def has_part(source: Path, part: str) -> bool:
         CheckpointError: it does, and they are damaged; that is not the same as having none.
     """
     return any(source.glob(f"{part}[.-]*")) and bool(read_index(source, part))
-
-
-def check_same_data(state: TrainerState, now: Mapping[str, object], source: Path) -> None:
-    """Refuse to resume on data that give sample numbers another meaning.
-
-    Args:
-        now: the present values of fields of `TrainerState`.
-
-    Raises:
-        ValueError: names the field, both values and the remedy.
-    """
-    for name, value in now.items():
-        if getattr(state, name) != value:
-            raise TrainValueError(
-                f"{source} was trained with {name}={getattr(state, name)!r}, this run has "
-                f"{value!r}; restore the data settings, or set model.init_from to begin anew"
-            )
 
 
 def _restore_former_random_state(source: Path, rank: int) -> None:

@@ -45,6 +45,14 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         help="go on from the newest checkpoint in train.output_dir, or from a named one; auto: "
         "begin anew where there is none",
     )
+    parser.add_argument(
+        "--allow-change",
+        metavar="KEY",
+        action="append",
+        default=[],
+        help="with --resume: a key, or model.KEY of config.json, that may differ from the "
+        "checkpoint's own job although it makes the run another one; may be given several times",
+    )
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -66,8 +74,8 @@ def _train(arguments: argparse.Namespace) -> int:
     check_early(config, resuming=bool(resume))
     again = ["moe-train", "train", str(arguments.config), *overrides]
     if place is not None:
-        return _train_as_rank(config, resume, place, again)
-    stopped_by = _train_here(config, resume, again)
+        return _train_as_rank(config, resume, place, again, arguments.allow_change)
+    stopped_by = _train_here(config, resume, again, arguments.allow_change)
     if stopped_by is None:
         return 0
     resumed = shlex.join([*again, "--resume"])
@@ -75,13 +83,15 @@ def _train(arguments: argparse.Namespace) -> int:
     return 128 + int(stopped_by)
 
 
-def _train_here(config: Config, resume: str, again: list[str]) -> signal.Signals | None:
+def _train_here(
+    config: Config, resume: str, again: list[str], allow_change: list[str]
+) -> signal.Signals | None:
     """Start the ranks on this machine; the signal on which they saved and stopped, if any."""
     from moe_train.jobs import check, run_folder
 
     print(format_compact(config), flush=True)
     # Ranks take the checkpoint that was checked, and do not look for it again.
-    source = check(config, resume)
+    source = check(config, resume, allow_change)
     with run_folder(config, source, command=shlex.join(again)) as folder:
         from moe_train.launch import run_local
 
@@ -93,7 +103,9 @@ def _train_here(config: Config, resume: str, again: list[str]) -> signal.Signals
     return stopped_by
 
 
-def _train_as_rank(config: Config, resume: str, place: RankPlace, again: list[str]) -> int:
+def _train_as_rank(
+    config: Config, resume: str, place: RankPlace, again: list[str], allow_change: list[str]
+) -> int:
     """Train as one of the ranks that another program has started."""
     from moe_train.jobs import check, run_folder
     from moe_train.rank import RankJobError, leave, run_rank, watch_stop_signals
@@ -102,7 +114,7 @@ def _train_as_rank(config: Config, resume: str, place: RankPlace, again: list[st
         print(format_compact(config), flush=True)
     else:  # what every rank finds out about the checkpoints, one says
         logging.getLogger("moe_train").setLevel(logging.ERROR)
-    source = check(config, resume)
+    source = check(config, resume, allow_change)
     job_file, *overrides = again[2:]
     argv = [job_file, str(source or ""), *overrides]
     with ExitStack() as stack:

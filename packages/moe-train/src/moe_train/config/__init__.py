@@ -3,6 +3,7 @@
 May import: errors. Torch is not imported, so that `--help` and a mistake answer at once.
 """
 
+from moe_train.config.changes import KeyChange as KeyChange
 from moe_train.config.data_tables import PYTHON_STDLIB as PYTHON_STDLIB
 from moe_train.config.data_tables import SourceConfig as SourceConfig
 from moe_train.config.tables import Config as Config

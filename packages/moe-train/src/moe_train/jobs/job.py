@@ -5,16 +5,19 @@ train(config, str(source or ""), context)                                       
 """
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from moe_train.checkpoint import check_same_data, find_checkpoint, read_state
-from moe_train.config import Config
-from moe_train.data import prepare
+from moe_train.checkpoint import find_checkpoint, read_state
+from moe_train.config import Config, KeyChange
+from moe_train.data import PreparedCorpus, prepare
 from moe_train.early_checks import ModelSizes, check_run_folder, check_sizes
 from moe_train.errors import TrainValueError
+from moe_train.jobs.resume import describe_resume, refuse_changes
+from moe_train.jobs.space import check_space
 from moe_train.layout import trainable_names
 from moe_train.model import DecoderConfig
 from moe_train.parallel import choose_device, start
@@ -22,7 +25,6 @@ from moe_train.rank import RankContext, rank_number
 from moe_train.report import MetricsLog, ProgressLine, phase, write_plots
 from moe_train.tokenization import TextTokenizer, describe_choice
 from moe_train.training import (
-    Position,
     Reporter,
     TrainingLoop,
     build_training,
@@ -37,8 +39,12 @@ from unified_ckpt.folders import check_steps_free
 logger = logging.getLogger(__name__)
 
 
-def check(config: Config, resume: str) -> Path | None:
+def check(config: Config, resume: str, allow_change: Sequence[str] = ()) -> Path | None:
     """Refuse what cannot work, before any process starts; prepares the corpus on the way.
+
+    Args:
+        resume: "", "latest" or a checkpoint folder.
+        allow_change: keys that a resumed run may change although they make it another run.
 
     Returns:
         The checkpoint that the job goes on from; None for a new run.
@@ -46,6 +52,9 @@ def check(config: Config, resume: str) -> Path | None:
     Raises:
         ValueError: one message with what was given, what is expected and what to change.
     """
+    KeyChange.check_names(allow_change)
+    if allow_change and not resume:
+        raise TrainValueError("--allow-change is only for --resume; leave it out")
     model = read_model_config(config)
     check_model(config, model)
     _say_device(config)
@@ -54,23 +63,13 @@ def check(config: Config, resume: str) -> Path | None:
     check_run_folder(folder, resuming=source is not None)
     if source is not None:
         _check_checkpoint(source)
+    check_space(config, model, folder)
     prepared = prepare(config)
     _check_tokenizer(config, model, prepared.tokenizer)
     open_splits(config, prepared)
     if source is not None:
-        state = read_state(source)
-        now = {
-            "data_fingerprint": prepared.fingerprint,
-            "sequence_length": config.data.sequence_length,
-            "seed": config.train.seed,
-        }
-        check_same_data(state, now, source)
-        if state.step >= config.train.max_steps:
-            raise TrainValueError(
-                f"{source} is at step {state.step} and train.max_steps={config.train.max_steps}; "
-                "raise train.max_steps to train further"
-            )
-        check_steps_free(folder, range(state.step + 1, config.train.max_steps + 1))
+        _check_steps(config, folder, source)
+        _check_changes(config, model, prepared, source, allow_change)
     return source
 
 
@@ -122,42 +121,46 @@ def train(config: Config, resume: str, context: RankContext) -> None:
     with phase("building the model and opening the corpus", shown=is_first):
         training = build_training(config, parallel)
     folder = Path(config.train.output_dir)
-    checkpointer, position = training.checkpointer, Position()
+    checkpointer, state = training.checkpointer, None
     reporter: Reporter | None = None
     try:
         if resume:
             latest = resume == "latest"
             with phase(f"loading the checkpoint {resume}", shown=is_first):
                 state = checkpointer.resume() if latest else checkpointer.load(Path(resume))
-            position = Position(state.step, state.consumed_samples)
-            context.step = position.step
+            context.step = state.step
         elif config.model.init_from is not None:
             with phase(f"loading the weights of {config.model.init_from}", shown=is_first):
                 checkpointer.load_weights(Path(config.model.init_from))
         if parallel.rank == 0:
-            logger.info("step %d begins; the first one takes longer", position.step + 1)
-            reporter = _reporter(config, position)
-        saved = TrainingLoop(config, training, reporter, position).run(context)
+            logger.info("step %d begins; the first one takes longer", context.step + 1)
+            reporter = _reporter(config, context.step)
+        loop = TrainingLoop.begin(config, training, reporter, state)
+        saved = loop.run(context)
     finally:
         checkpointer.close()
         if reporter is not None:
             reporter.close()
     if parallel.rank == 0:
         _finish(config, folder, saved)
+    loop.saver.check()
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _reporter(config: Config, position: Position) -> Reporter:
+def _reporter(config: Config, step: int) -> Reporter:
     folder = Path(config.train.output_dir)
-    metrics = MetricsLog(folder, tensorboard=config.log.tensorboard, resume_step=position.step)
+    metrics = MetricsLog(folder, tensorboard=config.log.tensorboard, resume_step=step)
     return Reporter(metrics, ProgressLine(config.train.max_steps, config.log.progress))
 
 
 def _finish(config: Config, folder: Path, saved: Path | None) -> None:
     written = [folder / "metrics.jsonl"]
     if config.log.plots:
-        written += write_plots(folder / "metrics.jsonl", folder)
+        try:
+            written += write_plots(folder / "metrics.jsonl", folder)
+        except OSError as error:
+            logger.warning("warning: the plots are not written: %s", error)
     if saved is not None:
         written.append(saved)
     print("results:", *(f"\n  {path}" for path in written), flush=True)
@@ -172,6 +175,32 @@ def _say_device(config: Config) -> None:
             "ranks of this machine; start fewer ranks to use them",
             torch.cuda.device_count(),
         )
+
+
+def _check_steps(config: Config, folder: Path, source: Path) -> None:
+    state = read_state(source)
+    if state.step >= config.train.max_steps:
+        raise TrainValueError(
+            f"{source} is at step {state.step} and train.max_steps={config.train.max_steps}; "
+            "raise train.max_steps to train further"
+        )
+    check_steps_free(folder, range(state.step + 1, config.train.max_steps + 1))
+
+
+def _check_changes(
+    config: Config,
+    model: DecoderConfig,
+    prepared: PreparedCorpus,
+    source: Path,
+    allow_change: Sequence[str],
+) -> None:
+    """Show the difference to the checkpoint's own job, then refuse what must not differ."""
+    lines, changes = describe_resume(config, model, prepared, source)
+    idle = sorted(set(allow_change) - {change.name for change in changes})
+    lines += [f"  --allow-change {name}: it did not change" for name in idle]
+    if rank_number() == 0:
+        print(*lines, sep="\n", flush=True)
+    refuse_changes(changes, allow_change, source)
 
 
 def _check_checkpoint(source: Path) -> None:

@@ -1,10 +1,9 @@
 """AdamW over this rank's parameters, with fp32 master weights as an option.
 
 The update itself is torch's fused AdamW; what stands here is what training adds: names for the
-state (so that it can be saved under any layout), master weights, and the learning-rate curve.
+state (so that it can be saved under any layout), and master weights.
 """
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -70,6 +69,10 @@ class AdamW:
             if self.master:
                 self._parameters[name].data.copy_(tensor.data)
 
+    def updated(self) -> dict[str, Tensor]:
+        """Parameter name -> the tensor that updates change: its master weights or itself."""
+        return {name: tensor.data for name, tensor in self._updated.items()}
+
     def moments(self) -> dict[str, dict[str, Tensor]]:
         """Moment name -> parameter name -> tensor shaped as the parameter; views, not copies."""
         return {
@@ -81,20 +84,3 @@ class AdamW:
         """Tell the bias correction how many updates have been applied."""
         for tensor in self._updated.values():
             self._torch.state[tensor]["step"].fill_(float(step))
-
-    def master_from_parameters(self) -> None:
-        """Restart the master weights from the parameters, when a checkpoint holds none."""
-        for name, tensor in self.master.items():
-            tensor.copy_(self._parameters[name].data)
-
-
-def learning_rate(step: int, max_steps: int, config: OptimizerConfig) -> float:
-    """The rate of update number `step` (from 1): linear warm-up, then decay to the minimum."""
-    if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
-    if config.decay == "constant":
-        return config.lr
-    span = max(1, max_steps - config.warmup_steps)
-    progress = min(1.0, (step - config.warmup_steps) / span)
-    shape = 1.0 - progress if config.decay == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shape)

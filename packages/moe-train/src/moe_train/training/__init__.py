@@ -9,7 +9,6 @@ from moe_train.training.build import build_runner as build_runner
 from moe_train.training.build import build_training as build_training
 from moe_train.training.build import read_model_config as read_model_config
 from moe_train.training.build import training_schedule as training_schedule
-from moe_train.training.loop import Position as Position
 from moe_train.training.loop import Reporter as Reporter
 from moe_train.training.loop import TrainingLoop as TrainingLoop
 from moe_train.training.recorder import record_allocations as record_allocations

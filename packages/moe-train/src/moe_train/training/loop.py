@@ -4,8 +4,12 @@
 
 Everything that decides how the loop goes on is equal on every rank: step numbers and the figures
 of `StepRunner`, which come out of one all-reduce.
+
+    loop = TrainingLoop.begin(config, training, reporter, state)      # state: of a checkpoint
+    saved = loop.run(context)
 """
 
+import logging
 import math
 import time
 from collections.abc import Mapping
@@ -15,17 +19,21 @@ from pathlib import Path
 from moe_train.checkpoint import TrainerState
 from moe_train.config import Config
 from moe_train.data import Batch
-from moe_train.optim import learning_rate
+from moe_train.optim import LrSchedule
 from moe_train.rank import RankContext
 from moe_train.report import MetricsLog, ProgressLine
 from moe_train.training.batches import BatchPlan, training_microbatches, validation_steps
 from moe_train.training.build import Training
-from moe_train.training.step import StepResult
+from moe_train.training.saving import Saver
+from moe_train.training.spikes import SpikeGuard
+from moe_train.training.step import BadStepError, StepResult
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Position:
-    """How far the run has come: finished updates and samples used."""
+    """How far the run has come: finished steps and samples used."""
 
     step: int = 0
     consumed_samples: int = 0
@@ -41,7 +49,10 @@ class Reporter:
     def close(self) -> None:
         """Flush the files and leave the terminal in order."""
         self.progress.close()
-        self.metrics.close()
+        try:
+            self.metrics.close()
+        except OSError as error:
+            logger.warning("warning: the end of %s is not written: %s", self.metrics.path, error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +63,48 @@ class TrainingLoop:
         training: what the steps are made of.
         reporter: on rank 0 only.
         position: where to start; kept up to date while the loop runs.
+        schedule: the learning rate of every step.
+        guard: tells which loss is too high.
+        saver: writes the checkpoints.
     """
 
     config: Config
     training: Training
     reporter: Reporter | None
     position: Position
+    schedule: LrSchedule
+    guard: SpikeGuard
+    saver: Saver
+
+    @classmethod
+    def begin(
+        cls,
+        config: Config,
+        training: Training,
+        reporter: Reporter | None,
+        state: TrainerState | None = None,
+    ) -> "TrainingLoop":
+        """The loop of a new run, or of one that goes on from `state`.
+
+        Raises:
+            ValueError: the learning rate cannot go on as the job asks.
+        """
+        position, guard = Position(), SpikeGuard.of(config)
+        schedule = LrSchedule.of(config.optimizer, config.train.max_steps)
+        if state is not None:
+            position = Position(state.step, state.consumed_samples)
+            guard = SpikeGuard.of(
+                config, state.recent_losses, state.skips_in_row, state.skipped_steps
+            )
+            before = state.schedule or schedule
+            schedule = before.resumed(state.step, config.optimizer, config.train.max_steps)
+        saver = Saver(
+            checkpointer=training.checkpointer,
+            config=config,
+            is_first=training.parallel.rank == 0,
+            first_step=position.step,
+        )
+        return cls(config, training, reporter, position, schedule, guard, saver)
 
     @property
     def plan(self) -> BatchPlan:
@@ -73,38 +120,56 @@ class TrainingLoop:
     def run(self, context: RankContext) -> Path | None:
         """Train; collective over all ranks. Return the last checkpoint written, if any.
 
+        A checkpoint that could not be written does not end the loop: see `saver.check`.
+
         Args:
             context: asked after every step whether to stop, and told the finished steps.
+
+        Raises:
+            BadStepError: a step's update must not be applied; the state before it is saved.
         """
         train = self.config.train
-        saved: Path | None = None
         stopping = False
         while self.position.step < train.max_steps and not stopping:
-            result = self._step(stop=context.stop_requested)
+            try:
+                result = self._step(stop=context.stop_requested)
+            except BadStepError as error:
+                raise type(error)(f"{error}; {self._save_before_error()}") from error
             step = context.step = self.position.step
             last = step == train.max_steps
             stopping = result.stop_requested
             if not stopping and (last or _due(step, train.validation_interval_steps)):
                 self._validate()
-            if self.training.checkpointer.is_due(step) or stopping or last:
-                saved = self.training.checkpointer.save(self._state())
-        return saved
+            if self.saver.is_due(step, result) or stopping or last:
+                self.saver.save(self._state())
+        return self.saver.saved
 
     def _step(self, *, stop: bool) -> StepResult:
+        """One step; where the guard leaves out its update, its samples are used up all the same."""
         started = time.perf_counter()
         batches = self._training_batches()
         loaded = time.perf_counter()
-        lr = learning_rate(
-            self.position.step + 1, self.config.train.max_steps, self.config.optimizer
+        lr = self.schedule.rate(self.position.step + 1)
+        result = self.training.runner.train(
+            batches, lr=lr, stop=stop, save=self.saver.is_late(), max_loss=self.guard.max_loss
         )
-        result = self.training.runner.train(batches, lr=lr, stop=stop)
+        self.guard.note(result, self.position.step + 1)
         self.position.step += 1
         self.position.consumed_samples += self.config.train.global_batch_size
         elapsed_s = time.perf_counter() - started
-        self._report(
-            step_metrics(result), lr=lr, data_time_s=loaded - started, step_time_s=elapsed_s
-        )
+        figures = step_metrics(result)
+        if self.guard.skipped:
+            figures["skipped_steps"] = self.guard.skipped
+        self._report(figures, lr=lr, data_time_s=loaded - started, step_time_s=elapsed_s)
         return result
+
+    def _save_before_error(self) -> str:
+        if not self.training.runner.has_finite_weights():
+            return (
+                f"the weights after step {self.position.step} are not finite themselves, so they "
+                "are not saved; resume an earlier checkpoint"
+            )
+        return self.saver.save_before_error(self._state())
 
     def _training_batches(self) -> list[Batch]:
         if self.training.corpus.train is None:
@@ -141,6 +206,10 @@ class TrainingLoop:
             data_fingerprint=self.training.corpus.facts.fingerprint,
             sequence_length=self.config.data.sequence_length,
             seed=self.config.train.seed,
+            schedule=self.schedule,
+            skipped_steps=self.guard.skipped,
+            skips_in_row=self.guard.skips_in_row,
+            recent_losses=tuple(self.guard.losses),
         )
 
     def _report(self, values: Mapping[str, object], **times: float) -> None:
@@ -153,7 +222,10 @@ class TrainingLoop:
         if "step_time_s" in times:
             merged["tokens_per_s"] = sequence_tokens / times["step_time_s"]
             merged["consumed_samples"] = self.position.consumed_samples
-        self.reporter.metrics.write(self.position.step, merged)
+        try:
+            self.reporter.metrics.write(self.position.step, merged)
+        except OSError as error:  # a full disk must not end what can still be trained
+            logger.warning("warning: step %d has no line in the metrics: %s", step, error)
         self.reporter.progress.update(self.position.step, merged)
 
 

@@ -6,7 +6,7 @@ therefore sees the same numbers and takes the same decisions.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -24,8 +24,12 @@ from moe_train.parallel import Parallel
 from moe_train.training.batches import count_predictions
 
 
-class NonFiniteLossError(MoeTrainError):
-    """The loss or the gradient norm is not a finite number; nothing of the step was applied."""
+class BadStepError(MoeTrainError):
+    """A step whose update must not be applied ends the run; nothing of it was applied."""
+
+
+class NonFiniteLossError(BadStepError):
+    """The loss or the gradient norm is not a finite number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +39,8 @@ class StepResult:
     `loss`: mean cross entropy per predicted token, in nats. `aux_loss`, `z_loss`, `mtp_loss`: of
     load balancing, router logits and multi-token prediction, coefficients included; they are not
     in `loss`. `load_LE`: routed rows per layer and expert (layers without experts are all zero;
-    those of multi-token prediction come last). `stop_requested`: some rank was asked to stop.
+    those of multi-token prediction come last). `stop_requested`: some rank was asked to stop;
+    `save_requested`: some rank asks for a checkpoint. `applied`: the weights were updated.
     """
 
     loss: float
@@ -46,6 +51,8 @@ class StepResult:
     num_tokens: int
     load_LE: list[list[int]]
     stop_requested: bool
+    save_requested: bool = False
+    applied: bool = False
 
 
 class _Sums(NamedTuple):
@@ -57,6 +64,7 @@ class _Sums(NamedTuple):
     z_loss: float
     mtp_loss: float
     stop_requests: float
+    save_requests: float
     predicted_tokens: float
 
 
@@ -79,13 +87,23 @@ class StepRunner:
     max_grad_norm: float
     updates_expert_bias: bool = False
 
-    def train(self, batches: Sequence[Batch], *, lr: float, stop: bool = False) -> StepResult:
+    def train(
+        self,
+        batches: Sequence[Batch],
+        *,
+        lr: float,
+        stop: bool = False,
+        save: bool = False,
+        max_loss: float = math.inf,
+    ) -> StepResult:
         """Forward, backward and update on this rank's microbatches.
 
         Args:
             batches: one per microbatch; empty on stages that need no tokens.
             lr: learning rate of the update.
             stop: this rank was asked to stop after the step.
+            save: this rank asks for a checkpoint after the step.
+            max_loss: the same on every rank; above it the update is left out.
 
         Raises:
             NonFiniteLossError: on every rank, before the update.
@@ -98,28 +116,44 @@ class StepRunner:
             scale = token_scale(labels, group=self.parallel.data_group)
         self.executor.step(*self._pipeline_arguments(batches, scale))
         self.gradients.reduce()
-        result = self._share(batches, self.gradients.norm_squared(), stop)
+        result = self._share(batches, self.gradients.norm_squared(), stop, save)
         if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
             raise NonFiniteLossError(
                 f"loss={result.loss} and gradient norm={result.grad_norm} are not finite; lower "
                 "optimizer.lr, lengthen optimizer.warmup_steps, or resume an earlier checkpoint"
             )
+        if result.loss > max_loss:
+            for router in self._biased_routers():
+                router.tokens_per_expert.zero_()  # what they counted moves no bias
+            return result
         coefficient = clip_coefficient(result.grad_norm, self.max_grad_norm)
         if coefficient < 1.0:
             self.gradients.scale(coefficient)
         self.optimizer.step(self.gradients, lr)
         if self.updates_expert_bias:
             # Routers have counted global microbatches, so every rank moves its copies alike.
-            routers = (m for m in self.stage.modules() if isinstance(m, TopKRouter))
-            update_expert_bias(router for router in routers if router.weight.requires_grad)
-        return result
+            update_expert_bias(self._biased_routers())
+        return replace(result, applied=True)
+
+    def has_finite_weights(self) -> bool:
+        """Whether every weight of every rank is a finite number."""
+        fault = torch.zeros(1, dtype=torch.float64, device=self.parallel.device)
+        for tensor in self.optimizer.updated().values():
+            fault += (~torch.isfinite(tensor)).any()
+        return not bool(all_reduce(fault).item())
+
+    def _biased_routers(self) -> list[TopKRouter]:
+        """The routers whose bias follows their load; not those that are frozen."""
+        modules = self.stage.modules() if self.updates_expert_bias else ()
+        routers = (module for module in modules if isinstance(module, TopKRouter))
+        return [router for router in routers if router.weight.requires_grad]
 
     def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:
         """Sum of cross entropies over the global batch, and how many tokens were predicted."""
         self.stage.eval()
         with torch.no_grad():
             self.evaluator.step(*self._pipeline_arguments(batches, 1.0))
-        result = self._share(batches, 0.0, False)
+        result = self._share(batches, 0.0, False, False)
         return result.loss, result.num_tokens
 
     def _pipeline_arguments(
@@ -134,7 +168,9 @@ class StepRunner:
             targets = [Target(b.labels.to(device), scale, b.input_ids.to(device)) for b in batches]
         return inputs, targets
 
-    def _share(self, batches: Sequence[Batch], norm_squared: float, stop: bool) -> StepResult:
+    def _share(
+        self, batches: Sequence[Batch], norm_squared: float, stop: bool, save: bool
+    ) -> StepResult:
         """The figures of the step, summed over all ranks."""
         config, record = self.stage.config, self.stage.take_record()
         shape = (config.num_hidden_layers + len(config.mtp_layers), config.num_experts)
@@ -149,6 +185,7 @@ class StepRunner:
             z_loss=float(record.z_loss),
             mtp_loss=float(record.mtp_loss),
             stop_requests=float(stop),
+            save_requests=float(save),
             predicted_tokens=count_predictions(batches) if self.parallel.is_last else 0,
         )
         own_sums = torch.tensor(own, dtype=torch.float64, device=self.parallel.device)
@@ -163,4 +200,5 @@ class StepRunner:
             num_tokens=int(sums.predicted_tokens),
             load_LE=[[int(v) for v in row] for row in total[len(own) :].view(shape).tolist()],
             stop_requested=sums.stop_requests > 0,
+            save_requested=sums.save_requests > 0,
         )

@@ -5,6 +5,8 @@ May import: signals, folders, saving, state, plans, files.
 
 from unified_ckpt.errors import CorruptCheckpointError as CorruptCheckpointError
 from unified_ckpt.errors import DamagedCheckpointWarning as DamagedCheckpointWarning
+from unified_ckpt.errors import SaveError as SaveError
+from unified_ckpt.errors import SavePeerError as SavePeerError
 from unified_ckpt.run.manager import CheckpointManager as CheckpointManager
 from unified_ckpt.run.manager import Decision as Decision
 from unified_ckpt.run.manager import ManagerOptions as ManagerOptions

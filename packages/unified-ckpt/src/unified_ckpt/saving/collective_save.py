@@ -173,8 +173,8 @@ def _check_space(target: Path, plan: SavePlan, described: Sequence[Mapping[str, 
     if needed > free:
         raise OSError(
             errno.ENOSPC,
-            f"the checkpoint needs {needed} bytes, but {folder} has {free} free; nothing was "
-            "written. Free space or choose another folder",
+            f"the checkpoint needs {needed} bytes, but {folder} has {free} free, so "
+            f"{needed - free} are missing; nothing was written. Free space or choose another folder",
         )
 
 

@@ -1,0 +1,124 @@
+"""Where a run stands: `trainer_state.json` of a checkpoint.
+
+Invariant: files of every earlier version are read; those of a later one are refused by number. A
+field that came later has a default, which stands for "not known".
+
+    state = read_state(Path("runs/a/checkpoint-100"))
+    state.step, state.schedule
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from moe_train.config import OWN_TOML, STATE_FILE, load_config
+from moe_train.errors import MoeTrainError, TrainValueError
+from moe_train.optim import LrSchedule
+from unified_ckpt import CheckpointError, load_files
+
+STATE_VERSION = 2
+"""1 had no `version`, no schedule and no losses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """Where a run stands; `consumed_samples` is the position in the data.
+
+    `data_fingerprint`, `sequence_length` and `seed` fix what sample number n is: resuming with
+    others trains on other data.
+
+    Attributes:
+        step: finished steps; `skipped_steps` of them left out their update.
+        schedule: the learning rate of every step; None in a file of version 1.
+        recent_losses: of the last steps, oldest first, for the guard against spikes.
+        skips_in_row: steps at the end of the run whose updates were left out.
+        version: of the file that it was read from.
+    """
+
+    step: int
+    consumed_samples: int
+    data_fingerprint: str
+    sequence_length: int
+    seed: int
+    schedule: LrSchedule | None = None
+    skipped_steps: int = 0
+    skips_in_row: int = 0
+    recent_losses: tuple[float, ...] = ()
+    version: int = STATE_VERSION
+
+    @classmethod
+    def from_json(cls, text: bytes, source: Path) -> "TrainerState":
+        """Parse `trainer_state.json`.
+
+        Raises:
+            ValueError: it is not what this version or an earlier one writes.
+        """
+        file = source / STATE_FILE
+        try:
+            values = dict(json.loads(text))
+            version = int(values.setdefault("version", 1))
+            state = cls(**_parsed(values)) if version <= STATE_VERSION else None
+        except (KeyError, TypeError, ValueError) as error:
+            raise TrainValueError(f"{file} is not a trainer state: {error!r}") from error
+        if state is None:
+            raise TrainValueError(
+                f"{file} has version {version}, this moe-train reads versions up to "
+                f"{STATE_VERSION}; resume with the moe-train that wrote it, or a later one"
+            )
+        return state
+
+    def to_json(self) -> bytes:
+        """The content of `trainer_state.json`."""
+        values = asdict(replace(self, version=STATE_VERSION))
+        return (json.dumps(values, indent=2) + "\n").encode()
+
+
+def read_state(source: Path) -> TrainerState:
+    """The trainer state of a checkpoint.
+
+    A file without a schedule gets that of the checkpoint's own job, if this version can read it.
+
+    Raises:
+        ValueError: the folder is not a checkpoint of this trainer.
+    """
+    try:
+        text = load_files(source, STATE_FILE)
+    except CheckpointError as error:
+        raise TrainValueError(
+            f"{source} is not a training checkpoint ({error}); "
+            "to start from weights alone set model.init_from"
+        ) from error
+    state = TrainerState.from_json(text, source)
+    return state if state.schedule is not None else replace(state, schedule=_own_schedule(source))
+
+
+def _own_schedule(source: Path) -> LrSchedule | None:
+    try:
+        own = load_config(source / OWN_TOML)
+    except MoeTrainError:
+        return None
+    return LrSchedule.of(own.optimizer, own.train.max_steps)
+
+
+def _schedule(values: Any) -> LrSchedule | None:
+    return None if values is None else LrSchedule.from_json(values)
+
+
+def _numbers(values: Any) -> tuple[float, ...]:
+    return tuple(map(float, values))
+
+
+_READ: Mapping[str, Callable[[Any], Any]] = {
+    "data_fingerprint": str,
+    "schedule": _schedule,
+    "recent_losses": _numbers,
+}
+"""How fields that are no integers are read."""
+
+
+def _parsed(values: Mapping[str, Any]) -> dict[str, Any]:
+    if extra := values.keys() - {item.name for item in fields(TrainerState)}:
+        raise TrainValueError(f"unknown keys {sorted(extra)}")
+    return {name: _READ.get(name, int)(value) for name, value in values.items()}

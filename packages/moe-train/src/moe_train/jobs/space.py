@@ -1,0 +1,64 @@
+"""Whether the checkpoints of a run fit on the disk, asked before it begins.
+
+check_space(config, model, Path("runs/a"))      # ValueError: names the folder and what is missing
+"""
+
+import logging
+import math
+import shutil
+from pathlib import Path
+
+import torch
+
+from moe_train.config import Config
+from moe_train.errors import TrainValueError
+from moe_train.jobs.model_changes import whole_layouts
+from moe_train.layout import trainable_names
+from moe_train.model import DecoderConfig
+from unified_ckpt.folders import numbered_checkpoints
+
+_OTHER_BYTES = 2**20  # tokenizer, configs, random states, headers
+
+logger = logging.getLogger(__name__)
+
+
+def checkpoint_bytes(config: Config, model: DecoderConfig) -> int:
+    """About how large one checkpoint is: weights, two moments and, if asked, master weights."""
+    train = config.train
+    weight_bytes = torch.finfo(getattr(torch, train.dtype)).bits // 8
+    state_bytes = 12 if train.master_weights else 2 * weight_bytes
+    layouts = whole_layouts(model)
+    sizes = {name: math.prod(layout.global_shape) for name, layout in layouts.items()}
+    trained = trainable_names(train.trainable, model) if train.trainable else sizes.keys()
+    updated = sum(sizes[name] for name in trained)
+    return weight_bytes * sum(sizes.values()) + state_bytes * updated + _OTHER_BYTES
+
+
+def check_space(config: Config, model: DecoderConfig, folder: Path) -> None:
+    """Refuse a disk without room for one checkpoint; warn where not all fit that are kept.
+
+    Older checkpoints leave only when a new one is complete, so that one more has to fit.
+
+    Raises:
+        ValueError: says what is needed, what is free, and what to change.
+    """
+    needed = checkpoint_bytes(config, model)
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if needed > free:
+        raise TrainValueError(
+            f"train.output_dir={folder} has {free} bytes free, a checkpoint needs about {needed}, "
+            f"so {needed - free} are missing; free space or choose another folder"
+        )
+    present = len(list(numbered_checkpoints(folder))) if folder.exists() else 0
+    more = max(1, config.checkpoint.save_total_limit + 1 - present)
+    if more * needed > free:
+        logger.warning(
+            "warning: %s has room for %d more checkpoints of about %d bytes, but up to %d are "
+            "there at a time (checkpoint.save_total_limit=%d and the one being written)",
+            folder,
+            free // needed,
+            needed,
+            config.checkpoint.save_total_limit + 1,
+            config.checkpoint.save_total_limit,
+        )

@@ -1,0 +1,94 @@
+"""When a run saves, and what it does when a checkpoint cannot be written.
+
+Invariant: every rank takes the same decision. A failed save is one line; older checkpoints stay,
+training goes on, and what is still unsaved at the end is an error.
+
+    saver = Saver(checkpointer=checkpointer, config=config, is_first=rank == 0)
+    result = runner.train(batches, lr=lr, save=saver.is_late())
+    if saver.is_due(step, result) or last:
+        saver.save(state)
+    saver.check()                           # CheckpointNotSavedError: the last state is not saved
+"""
+
+import logging
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moe_train.checkpoint import Checkpointer, CheckpointNotSavedError, TrainerState
+from moe_train.config import Config
+from moe_train.training.step import StepResult
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class Saver:
+    """Saves the checkpoints of one run; every method but `is_late` is collective or pure.
+
+    Attributes:
+        first_step: finished steps when this run began or went on.
+        saved: the last checkpoint written, if any.
+        failure: why the last save failed; empty when it did not.
+    """
+
+    checkpointer: Checkpointer
+    config: Config
+    is_first: bool
+    first_step: int = 0
+    saved: Path | None = None
+    failure: str = ""
+    _tried_s: float = field(default_factory=time.monotonic)
+
+    def is_late(self) -> bool:
+        """Whether the clock asks for a save; only that of rank 0 does."""
+        minutes = self.config.checkpoint.interval_minutes
+        return self.is_first and time.monotonic() - self._tried_s >= 60 * minutes
+
+    def is_due(self, step: int, result: StepResult) -> bool:
+        """Whether to save after this step."""
+        return self.checkpointer.is_due(step) or result.save_requested
+
+    def save(self, state: TrainerState) -> None:
+        """Write a checkpoint; when that fails, say so and keep the reason.
+
+        Raises:
+            CheckpointNotSavedError: it failed, and `checkpoint.stop_on_save_error` is set.
+        """
+        self._tried_s = time.monotonic()
+        try:
+            self.saved, self.failure = self.checkpointer.save(state), ""
+        except CheckpointNotSavedError as error:
+            if self.config.checkpoint.stop_on_save_error:
+                raise
+            self.failure = str(error)
+            if self.is_first:
+                logger.warning("warning: %s; training goes on, the next save tries again", error)
+
+    def save_before_error(self, state: TrainerState) -> str:
+        """Save the state before a step that ends the run, and remove no older checkpoint.
+
+        Returns:
+            What became of it, for the message.
+        """
+        if state.step == self.first_step:
+            return f"no step was finished since step {state.step}, so nothing is saved"
+        if self.saved is not None and self.saved.name == f"checkpoint-{state.step}":
+            return f"the state before it is {self.saved}"
+        try:
+            self.saved = self.checkpointer.save(state, keep_older=True)
+            return f"the state before it is saved as {self.saved}"
+        except CheckpointNotSavedError as error:
+            return f"the state before it is lost: {error}"
+
+    def check(self) -> None:
+        """Raise what the last save failed with, if it failed.
+
+        Raises:
+            CheckpointNotSavedError: the end of the run is not saved.
+        """
+        if self.failure:
+            last = self.saved or "none of this run"
+            raise CheckpointNotSavedError(
+                f"{self.failure}; the last checkpoint is {last}: free space and go on with --resume"
+            )
