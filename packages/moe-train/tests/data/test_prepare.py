@@ -17,9 +17,8 @@ from moe_train.config.data_tables import DataConfig, TokenizerConfig
 from moe_train.config.model_tables import ModelConfig
 from moe_train.config.tables import Config
 from moe_train.config.train_tables import OptimizerConfig, TrainConfig
-from moe_train.data.corpus import Document
 from moe_train.data.packing import IGNORED_LABEL, PackedSplit
-from moe_train.data.prepare import PreparedCorpus, prepare, split_documents
+from moe_train.data.prepare import PreparedCorpus, prepare
 from moe_train.data.token_store import open_store
 from moe_train.data.unigram import unigram_cross_entropy
 from ranktest import run_ranks
@@ -79,7 +78,7 @@ def test_second_call_finds_the_cache(make: Make, monkeypatch: pytest.MonkeyPatch
     first = prepare(make())
     stamp = first.train_tokens.stat().st_mtime_ns
     # Nothing is read again.
-    monkeypatch.setattr(import_module("moe_train.data.prepare"), "read_text", None)
+    monkeypatch.setattr(import_module("moe_train.data.prepare"), "plan_source", None)
     assert prepare(make()) == first
     assert first.train_tokens.stat().st_mtime_ns == stamp
 
@@ -90,7 +89,7 @@ def test_touched_files_are_read_again_but_not_encoded(
     first = prepare(make())
     for path in text.rglob("*.py"):
         os.utime(path, ns=(1, 1))
-    monkeypatch.setattr(import_module("moe_train.data.prepare"), "_encoded", None)
+    monkeypatch.setattr(import_module("moe_train.data.prepare"), "make_pieces", None)
     assert prepare(make()) == first
 
 
@@ -185,36 +184,25 @@ def test_unusable_tokenizer_file_is_refused_and_leaves_nothing(make: Make, tmp_p
     assert not corpora.exists() or list(corpora.iterdir()) == []
 
 
-def test_corpus_of_one_document_is_refused_with_a_remedy(make: Make, tmp_path: Path) -> None:
-    (tmp_path / "one.txt").write_text("text " * 1000)
-    with pytest.raises(ValueError, match="has 1 usable document"):
-        prepare(make(corpus=(str(tmp_path / "one.txt"),)))
+def test_one_file_is_held_out_from_a_line_on(make: Make, tmp_path: Path) -> None:
+    path = tmp_path / "one.txt"
+    text = "".join(f"line {index} of the only file é\n" for index in range(300))
+    path.write_text(text, encoding="utf-8")
+    prepared = prepare(make(corpus=(str(path),), validation_fraction=0.1))
+    (train,) = texts_of(prepared, prepared.sources[0].train)
+    (held,) = texts_of(prepared, prepared.sources[0].validation)
+    assert train + held == text
+    assert train.endswith("\n")
+    assert 0.08 < len(held) / len(text) <= 0.1
 
 
-def document(index: int, size: int) -> Document:
-    return Document(name=f"n{index}", path=Path(f"/{index}"), size_bytes=size, mtime_ns=0)
-
-
-@pytest.mark.parametrize("fraction", [1e-9, 0.02, 0.1, 0.5])
-def test_split_comes_near_the_fraction_and_neither_side_is_empty(fraction: float) -> None:
-    seed = random.randrange(2**32)
-    rng = random.Random(seed)
-    documents = [document(i, rng.randint(1, 2000)) for i in range(rng.randint(2, 400))]
-    train, held = split_documents(documents, fraction)
-    total = sum(d.size_bytes for d in documents)
-    share = sum(d.size_bytes for d in held) / total
-    assert train and held, seed
-    assert sorted([*train, *held], key=documents.index) == documents, seed
-    assert share <= fraction or len(held) == 1, seed
-    if len(documents) > 100 and fraction >= 0.02:
-        assert share > fraction * 0.8, seed
-
-
-def test_split_changes_little_when_a_document_is_added() -> None:
-    documents = [document(i, 100) for i in range(200)]
-    _, before = split_documents(documents, 0.1)
-    _, after = split_documents([*documents, document(1000, 100)], 0.1)
-    assert len(set(before) ^ set(after)) <= 2
+@pytest.mark.parametrize("content", [b"\x00\x01" * 900, b"one line without an end"])
+def test_corpus_without_two_parts_is_refused(make: Make, tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "one.txt"
+    path.write_bytes(content)
+    message = "is one line" if b"line" in content else r"has no UTF-8 text.*is it binary or empty\?"
+    with pytest.raises(ValueError, match=message):
+        prepare(make(corpus=(str(path),)))
 
 
 def test_unigram_cross_entropy_equals_a_count_by_hand(make: Make) -> None:

@@ -1,6 +1,6 @@
 """From files to batches: find the corpus, train a tokenizer, encode once, pack, order.
 
-May import: tokenization, config, cache, labels, errors.
+May import: reading, tokenization, config, cache, labels, errors.
 """
 
 from moe_train.data.order import SampleOrder as SampleOrder

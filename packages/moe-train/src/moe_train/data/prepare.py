@@ -1,31 +1,42 @@
 """Turn a corpus into token files once, and find them in the cache from then on.
 
-Invariant: the fingerprint is a function of the documents' names and contents and of the settings
-that shape the token files; equal fingerprints mean equal token files, on every machine.
+Invariant: the fingerprint is a function of the files' names and contents and of the settings that
+shape the token files; equal fingerprints mean equal token files, on every machine.
 
 A warm call costs a walk over the files' names, sizes and times of change. When those are new, the
-contents are hashed; only new contents are encoded.
+contents are hashed; only new contents are encoded. Each source is kept by itself, so that a new
+source leaves the others as they are.
 
-    prepared = prepare(config)
-    split = PackedSplit(prepared.train_tokens, 256, prepared.eos_token_id, True)
+    prepared = prepare(config, verify=True)
+    open_store(prepared.sources[0].train).num_documents
 """
 
 import hashlib
 import json
 import logging
+import os
+import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from moe_train.cache import default_cache_dir, locked, publish, write_atomic
-from moe_train.config import Config
-from moe_train.data.corpus import Document, find_documents, name_hash, read_text
-from moe_train.data.token_store import open_store, write_store
+from moe_train.config import Config, SourceConfig
+from moe_train.data.pool import make_pieces, usable_cores
+from moe_train.data.token_store import StoreWriter, damage_of, new_store, open_store
 from moe_train.errors import TrainValueError, check_type
+from moe_train.reading import (
+    Document,
+    SourcePlan,
+    digest_of,
+    find_files,
+    plan_source,
+    take_piece,
+    training_texts,
+)
 from moe_train.tokenization import (
     TextTokenizer,
     choose_tokenizer,
@@ -35,7 +46,8 @@ from moe_train.tokenization import (
 )
 
 _VERSION = "1"
-_ENCODE_BATCH_BYTES = 4_000_000
+_FACTS = "corpus.json"
+_NOT_TRAINED_ON = ("preference", "embedding")
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +64,7 @@ class PreparedSource:
         train: token file of the training documents (`open_store`).
         validation: token file of the held-out documents.
         fingerprint: hex digits that stand for the two files' content.
+        left_out: how many files or rows were left out, by reason.
     """
 
     name: str
@@ -61,6 +74,7 @@ class PreparedSource:
     train: Path
     validation: Path
     fingerprint: str
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,63 +117,49 @@ class PreparedCorpus:
         return self.sources[0].validation
 
 
-def prepare(config: Config) -> PreparedCorpus:
+def prepare(config: Config, *, verify: bool = False, only_check: bool = False) -> PreparedCorpus:
     """Find, tokenize and split the corpus of `config`, or find the result in the cache.
 
     Not collective; any number of processes may call it at once, one of them does the work.
 
+    Args:
+        verify: read token files that the cache has and make those anew that are damaged.
+        only_check: accept pairs too, which are read and checked but not trained on.
+
     Raises:
         FileNotFoundError: a corpus entry or the tokenizer file does not exist.
-        ValueError: no text was found, there are too few documents for a held-out split, or the
-            tokenizer cannot be used.
+        ValueError: a file or row cannot be used, there is too little to hold a part of it out, or
+            the tokenizer cannot be used.
     """
     check_type("config", config, Config)
+    sources = config.all_sources
+    for source in sources:
+        if source.kind in _NOT_TRAINED_ON and not only_check:
+            raise TrainValueError(
+                f'source {source.name} has kind="{source.kind}", which `moe-train data` reads and '
+                "checks, but there is no training on pairs yet; choose text, chat or tokens"
+            )
     cache_dir = Path(config.data.cache_dir or default_cache_dir())
-    documents = find_documents(
-        config.data.corpus, extensions=config.data.extensions, max_bytes=config.data.max_bytes
-    )
+    found = [find_files(source) for source in sources]
     chosen = choose_tokenizer(config)
     settings = _settings(config, chosen)
-    seen_as = _digest(
-        [settings] + [f"{d.path}|{d.name}|{d.size_bytes}|{d.mtime_ns}" for d in documents]
-    )
+    seen = [settings]
+    for source, documents in zip(sources, found, strict=True):
+        seen.append(
+            repr((source.kind, source.format, source.field, source.dtype, source.max_bytes))
+        )
+        seen += [f"{d.path}|{d.name}|{d.size_bytes}|{d.mtime_ns}" for d in documents]
+    seen_as = digest_of(seen)
     index_file = cache_dir / "index" / f"{seen_as}.json"
-    prepared = _lookup(cache_dir, index_file)
+    prepared = _lookup(config, cache_dir, index_file, verify)
     if prepared is None:
         with locked(cache_dir / "locks" / f"{seen_as}.lock"):
-            prepared = _lookup(cache_dir, index_file)
+            prepared = _lookup(config, cache_dir, index_file, verify)
             if prepared is None:
-                prepared = _build(config, chosen, cache_dir, settings, documents)
-                write_atomic(index_file, json.dumps({"fingerprint": prepared.fingerprint}))
+                prepared = _Preparation(config, cache_dir, settings, chosen).run(found)
+                folders = [source.fingerprint for source in prepared.sources]
+                write_atomic(index_file, json.dumps({"sources": folders}))
     return prepared
-
-
-def split_documents(
-    documents: Sequence[Document], validation_fraction: float
-) -> tuple[list[Document], list[Document]]:
-    """Divide whole documents into training and held-out ones.
-
-    In the order of their names' hashes, documents that still fit are held out until the fraction
-    is reached; so a new document seldom moves another one. Both parts keep the given order.
-
-    Raises:
-        ValueError: fewer than two documents.
-    """
-    if len(documents) < 2:
-        raise TrainValueError(
-            f"the corpus has {len(documents)} usable document(s), but a held-out split takes whole "
-            "documents and needs at least 2; cut the text into several files or add more"
-        )
-    room = validation_fraction * sum(document.size_bytes for document in documents)
-    held: set[Path] = set()
-    for document in sorted(documents, key=lambda item: (name_hash(item.name), item.name)):
-        if document.size_bytes <= room and len(held) < len(documents) - 1:
-            room -= document.size_bytes
-            held.add(document.path)
-    if not held:
-        held = {min(documents, key=lambda item: (item.size_bytes, item.name)).path}
-    train = [document for document in documents if document.path not in held]
-    return train, [document for document in documents if document.path in held]
 
 
 def _settings(config: Config, chosen: TextTokenizer | None) -> str:
@@ -168,147 +168,216 @@ def _settings(config: Config, chosen: TextTokenizer | None) -> str:
     return f"{_VERSION}|{tokenizer}|{config.data.validation_fraction!r}"
 
 
-def _digest(parts: Iterable[str]) -> str:
-    state = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        data = part.encode("utf-8", "surrogateescape")
-        state.update(len(data).to_bytes(8, "little") + data)
-    return state.hexdigest()
-
-
-def _lookup(cache_dir: Path, index_file: Path) -> PreparedCorpus | None:
-    """What the cache holds for these files, or None when it is missing or damaged."""
+def _lookup(
+    config: Config, cache_dir: Path, index_file: Path, verify: bool
+) -> PreparedCorpus | None:
+    """What the cache holds for these files, or None when something is missing or damaged."""
     try:
-        fingerprint = json.loads(index_file.read_bytes())["fingerprint"]
-    except (OSError, ValueError, KeyError):
+        names = [str(name) for name in json.loads(index_file.read_bytes())["sources"]]
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    return _open(cache_dir / "corpora" / str(fingerprint))
+    folders = [cache_dir / "corpora" / name for name in names]
+    if verify:
+        for folder in folders:
+            _discard_if_damaged(folder)
+    return _open(config, folders)
 
 
-def _open(folder: Path) -> PreparedCorpus | None:
-    """The corpus in a folder, whose name is its fingerprint; None when it is damaged."""
+def _discard_if_damaged(folder: Path) -> None:
+    """Take the description of damaged token files away, so that they are made again."""
+    facts = _facts_of(folder)
+    if facts is None:
+        return
+    damage = damage_of(folder / "train.bin") or damage_of(folder / "validation.bin")
+    for name, digest in facts["files"].items():
+        if not damage and _file_digest(folder / name) != digest:
+            damage = f"{folder / name} is damaged: it is not the file that was written"
+    if damage:
+        logger.warning("%s; it is made again", damage)
+        (folder / _FACTS).unlink(missing_ok=True)
+
+
+def _facts_of(folder: Path) -> dict[str, Any] | None:
     try:
-        facts = json.loads((folder / "corpus.json").read_bytes())
-        source = PreparedSource(
-            name="data",
-            kind="text",
-            weight=1.0,
-            packing="stream",
+        facts: dict[str, Any] = json.loads((folder / _FACTS).read_bytes())
+        if facts.keys() < {"vocab_size", "eos_token_id", "pad_token_id", "left_out", "files"}:
+            return None
+        open_store(folder / "train.bin")
+        open_store(folder / "validation.bin")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return facts if (folder / "tokenizer.json").is_file() else None
+
+
+def _open(config: Config, folders: Sequence[Path]) -> PreparedCorpus | None:
+    """The corpus in the folders of its sources; None when one is missing or damaged."""
+    found = [facts for facts in map(_facts_of, folders) if facts is not None]
+    if len(found) != len(folders) or len(found) != len(config.all_sources):
+        return None
+    sources = tuple(
+        PreparedSource(
+            name=source.name,
+            kind=str(source.kind),
+            weight=source.weight,
+            packing=str(source.packing),
             train=folder / "train.bin",
             validation=folder / "validation.bin",
             fingerprint=folder.name,
+            left_out=facts["left_out"],
         )
-        prepared = PreparedCorpus(
-            sources=(source,),
-            tokenizer_file=folder / "tokenizer.json",
-            vocab_size=facts["vocab_size"],
-            eos_token_id=facts["eos_token_id"],
-            pad_token_id=facts.get("pad_token_id", facts["eos_token_id"]),
-            fingerprint=folder.name,
-        )
-        open_store(prepared.train_tokens)
-        open_store(prepared.validation_tokens)
-    except (OSError, ValueError, KeyError):
-        return None
-    return prepared if prepared.tokenizer_file.is_file() else None
+        for source, folder, facts in zip(config.all_sources, folders, found, strict=True)
+    )
+    prints = [source.fingerprint for source in sources]
+    return PreparedCorpus(
+        sources=sources,
+        tokenizer_file=folders[0] / "tokenizer.json",
+        vocab_size=found[0]["vocab_size"],
+        eos_token_id=found[0]["eos_token_id"],
+        pad_token_id=found[0]["pad_token_id"],
+        fingerprint=prints[0] if len(prints) == 1 else digest_of(prints),
+    )
 
 
-def _build(
-    config: Config,
-    chosen: TextTokenizer | None,
-    cache_dir: Path,
-    settings: str,
-    documents: Sequence[Document],
-) -> PreparedCorpus:
-    started = time.perf_counter()
-    usable, digests = _usable(documents)
-    train, validation = split_documents(usable, config.data.validation_fraction)
-    folder = cache_dir / "corpora" / _digest([settings, *digests])
-    prepared = _open(folder)
-    if prepared is not None:
-        return prepared
-    size_mb = sum(document.size_bytes for document in usable) / 1e6
-    logger.info("preparing %d documents of text, %.1f MB (once)", len(usable), size_mb)
-    publish(folder, lambda work: _fill(work, config, chosen, train, validation))
-    prepared = _open(folder)
-    if prepared is None:
-        raise TrainValueError(f"{folder} was changed while it was made; delete it and start again")
-    logger.info("prepared the corpus in %.1f s: %s", time.perf_counter() - started, folder)
-    return prepared
+class _Preparation:
+    """The work of `prepare` when the cache does not have its result."""
 
+    def __init__(
+        self, config: Config, cache_dir: Path, settings: str, chosen: TextTokenizer | None
+    ) -> None:
+        self._config = config
+        self._cache_dir = cache_dir
+        self._settings = settings
+        self._chosen = chosen
+        self._workers = config.data.num_workers or usable_cores()
 
-def _usable(documents: Sequence[Document]) -> tuple[list[Document], list[str]]:
-    """The documents that are text, and for each its name and a digest of its content."""
-    usable, digests = [], []
-    for document in documents:
-        text = read_text(document.path)
-        if text is not None:
-            usable.append(document)
-            digests += [document.name, _digest([text])]
-    if len(usable) < len(documents):
-        skipped = len(documents) - len(usable)
-        logger.info("left out %d files that are not UTF-8 text", skipped)
-    return usable, digests
-
-
-def _fill(
-    work: Path,
-    config: Config,
-    chosen: TextTokenizer | None,
-    train: Sequence[Document],
-    validation: Sequence[Document],
-) -> None:
-    """Write tokenizer, token files and facts into the folder `work`."""
-    tokenizer = chosen
-    if tokenizer is None:
+    def run(self, found: Sequence[Sequence[Document]]) -> PreparedCorpus:
+        """Make what is missing and open all of it."""
         started = time.perf_counter()
-        sample = _sample_texts(train, config.tokenizer.train_bytes)
-        tokenizer = train_tokenizer(sample, config)
-        logger.info("trained the tokenizer in %.1f s", time.perf_counter() - started)
-    for name, content in tokenizer.files.items():
-        (work / name).write_bytes(content)
-    vocab_size, eos_token_id = tokenizer.vocab_size, tokenizer.document_end_id
-    started = time.perf_counter()
-    for name, documents in (("train.bin", train), ("validation.bin", validation)):
-        parts = _encoded(tokenizer, documents)
-        write_store(work / name, parts, vocab_size=vocab_size)
-    logger.info("encoded the documents in %.1f s", time.perf_counter() - started)
+        sources = self._config.all_sources
+        if self._chosen is None:
+            _check_trainable(sources)
+        plans = [
+            plan_source(
+                source,
+                documents,
+                fraction=self._config.data.validation_fraction,
+                end_id=-1 if self._chosen is None else self._chosen.document_end_id,
+                unpacked=self._cache_dir / "unpacked",
+            )
+            for source, documents in zip(sources, found, strict=True)
+        ]
+        settings = [self._settings]
+        if self._chosen is None and len(plans) > 1:  # the tokenizer depends on all of them
+            settings += [part for plan in plans for part in plan.digests]
+        folders = [
+            self._cache_dir / "corpora" / digest_of([*settings, *plan.digests]) for plan in plans
+        ]
+        missing = [index for index, folder in enumerate(folders) if _facts_of(folder) is None]
+        if missing:
+            key = digest_of([*settings, *(folder.name for folder in folders)])
+            tokenizer = self._chosen or self._trained(plans, key)
+            for index in missing:
+                self._make(sources[index], plans[index], folders[index], tokenizer)
+            logger.info("prepared the corpus in %.1f s", time.perf_counter() - started)
+        for plan in plans:
+            for path in plan.unpacked:
+                path.unlink(missing_ok=True)
+        prepared = _open(self._config, folders)
+        if prepared is None:
+            raise TrainValueError(f"{self._cache_dir} was changed while it was filled; start again")
+        return prepared
+
+    def _make(
+        self, source: SourceConfig, plan: SourcePlan, folder: Path, tokenizer: TextTokenizer
+    ) -> None:
+        """Encode a source and publish its token files."""
+        logger.info(
+            "preparing source %s, %.1f MB (once): %s", source.name, plan.size_bytes / 1e6, folder
+        )
+        pieces = self._cache_dir / "pieces" / folder.name
+        make_pieces(plan, tokenizer, pieces, self._workers)
+        publish(folder, lambda work: _join(work, source, plan, pieces, tokenizer))
+        shutil.rmtree(pieces, ignore_errors=True)
+
+    def _trained(self, plans: Sequence[SourcePlan], name: str) -> TextTokenizer:
+        """A new tokenizer, or the one that an interrupted preparation has trained."""
+        folder = self._cache_dir / "tokenizers" / name
+        if not folder.is_dir():
+            started = time.perf_counter()
+            room = self._config.tokenizer.train_bytes
+            texts = [plan for plan in plans if plan.job.kind == "text"]
+            sample = (text for plan in texts for text in training_texts(plan, room // len(texts)))
+            trained = train_tokenizer(sample, self._config)
+            publish(folder, lambda work: _write_files(work, trained.files))
+            logger.info("trained the tokenizer in %.1f s", time.perf_counter() - started)
+        return load_tokenizer(folder)
+
+
+def _check_trainable(sources: Sequence[SourceConfig]) -> None:
+    for source in sources:
+        if source.kind == "tokens":
+            raise TrainValueError(
+                f"{source.place} holds token ids, but no tokenizer is given that says what they "
+                "mean; set tokenizer.file to the tokenizer that made them"
+            )
+    if not any(source.kind == "text" for source in sources):
+        raise TrainValueError(
+            f'there is no text to train a tokenizer on (kind="{sources[0].kind}"); set '
+            "tokenizer.file to a folder with tokenizer.json and chat template, or model.init_from"
+        )
+
+
+def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    for name, content in files.items():
+        with (folder / name).open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+def _file_digest(path: Path) -> str:
+    content = path.read_bytes() if path.is_file() else b""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _join(
+    work: Path, source: SourceConfig, plan: SourcePlan, pieces: Path, tokenizer: TextTokenizer
+) -> None:
+    """Write tokenizer, token files and facts of a source into the folder `work`."""
+    left_out = Counter(plan.left_out)
+    masked = source.kind not in ("text", "embedding")
+    size = tokenizer.vocab_size
+    with (
+        new_store(work / "train.bin", vocab_size=size, with_mask=masked) as train,
+        new_store(work / "validation.bin", vocab_size=size, with_mask=masked) as validation,
+    ):
+        writers = {"train": train, "validation": validation}
+        for index, spans in enumerate(plan.pieces):
+            piece = take_piece(pieces, index, spans)
+            left_out.update(piece.left_out)
+            for name, part in piece.parts.items():
+                writers[name].add(part.tokens, part.begins, part.trained)
+        _check_parts(source, writers, left_out)
+    for reason, count in sorted(left_out.items()):
+        logger.info("source %s: left out %d %s", source.name, count, reason)
+    _write_files(work, tokenizer.files)
     facts = {
-        "vocab_size": vocab_size,
-        "eos_token_id": eos_token_id,
+        "vocab_size": size,
+        "eos_token_id": tokenizer.document_end_id,
         "pad_token_id": tokenizer.pad_token_id,
+        "left_out": left_out,
+        "files": {name: _file_digest(work / name) for name in tokenizer.files},
     }
-    (work / "corpus.json").write_text(json.dumps(facts) + "\n")
+    write_atomic(work / _FACTS, json.dumps(facts) + "\n")
 
 
-def _sample_texts(documents: Sequence[Document], max_bytes: int) -> Iterator[str]:
-    """Texts in the order of their names' hashes, about `max_bytes` of them, the last one cut."""
-    room = max_bytes
-    for document in sorted(documents, key=lambda item: (name_hash(item.name), item.name)):
-        if room <= 0:
-            return
-        yield (read_text(document.path) or "")[:room]
-        room -= document.size_bytes
-
-
-def _encoded(
-    tokenizer: TextTokenizer, documents: Sequence[Document]
-) -> Iterator[NDArray[np.int64]]:
-    """Token ids of each document, the end-of-text token behind them."""
-    for batch in _batches(documents):
-        for ids in tokenizer.encode_batch([read_text(document.path) or "" for document in batch]):
-            yield np.append(ids, tokenizer.document_end_id)
-
-
-def _batches(documents: Sequence[Document]) -> Iterator[list[Document]]:
-    """Runs of documents of a few megabytes, so that memory does not grow with the corpus."""
-    batch: list[Document] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += document.size_bytes
-        if size >= _ENCODE_BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def _check_parts(
+    source: SourceConfig, writers: Mapping[str, StoreWriter], left_out: Mapping[str, int]
+) -> None:
+    for name, writer in writers.items():
+        if not writer.num_tokens:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
+            raise TrainValueError(
+                f"source {source.name} has nothing in its {name} part; left out were: "
+                f"{reasons or 'nothing'}; add rows, or change data.validation_fraction"
+            )

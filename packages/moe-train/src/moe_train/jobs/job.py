@@ -5,6 +5,7 @@ train(config, str(source or ""), context)                                       
 """
 
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -64,7 +65,8 @@ def check(config: Config, resume: str, allow_change: Sequence[str] = ()) -> Path
     if source is not None:
         _check_checkpoint(source)
     check_space(config, model, folder)
-    prepared = prepare(config)
+    # One rank of a machine reads the token files through; the others wait for it when they meet.
+    prepared = prepare(config, verify=os.environ.get("LOCAL_RANK", "0") == "0")
     _check_tokenizer(config, model, prepared.tokenizer)
     open_splits(config, prepared)
     if source is not None:

@@ -11,6 +11,7 @@ import glob
 import hashlib
 import os
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,11 @@ class Document:
 
 
 def find_documents(
-    corpus: Sequence[str], *, extensions: Sequence[str], max_bytes: int | None = None
+    corpus: Sequence[str],
+    *,
+    extensions: Sequence[str],
+    max_bytes: int | None = None,
+    place: str = "data",
 ) -> list[Document]:
     """The documents of a corpus, sorted by name within each entry.
 
@@ -50,6 +55,7 @@ def find_documents(
         extensions: endings such as `.py`; `*` takes every file.
         max_bytes: keep a sample of whole documents of at most this size in all; None keeps all.
             The sample is chosen by a hash of the names and has at least one document.
+        place: the table of the configuration that names the corpus, for messages.
 
     Raises:
         FileNotFoundError: an entry names nothing.
@@ -62,11 +68,11 @@ def find_documents(
         # All files of an entry may have come with an earlier one; having none is a mistake.
         if not found and not any(_documents_of(entry, tuple(extensions), set())):
             raise TrainValueError(
-                f"corpus {entry!r} has no files ({', '.join(extensions)}); set data.extensions to "
-                "the endings of your text files"
+                f"{place}.corpus {entry!r} has no files ({', '.join(extensions)}); set "
+                f"{place}.extensions to the endings of your files{_endings_in(entry)}"
             )
         documents += sorted(found, key=lambda document: document.name)
-    return documents if max_bytes is None else _sample(documents, max_bytes)
+    return documents if max_bytes is None else sample_documents(documents, max_bytes)
 
 
 def name_hash(name: str) -> bytes:
@@ -74,14 +80,13 @@ def name_hash(name: str) -> bytes:
     return hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
 
 
-def read_text(path: Path) -> str | None:
-    """The file's text, or None if it is empty, not UTF-8 or holds NUL characters."""
-    data = path.read_bytes()
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError:
-        return None
-    return text if text and "\0" not in text else None
+def _endings_in(entry: str) -> str:
+    """The most frequent endings of the files in a folder, for a message."""
+    if not os.path.isdir(entry):
+        return ""
+    files = _walk(Path(entry), ("*",), set(), "")
+    found = Counter(os.path.splitext(document.name)[1] or "(none)" for document in files)
+    return f" ({', '.join(end for end, _ in found.most_common(5)) or 'it is empty'})"
 
 
 def _documents_of(entry: str, extensions: tuple[str, ...], seen: set[str]) -> Iterator[Document]:
@@ -137,7 +142,7 @@ def _document(path: Path, name: str, seen: set[str]) -> Iterator[Document]:
         )
 
 
-def _sample(documents: list[Document], max_bytes: int) -> list[Document]:
+def sample_documents(documents: list[Document], max_bytes: int) -> list[Document]:
     """Whole documents in the order of their names' hashes, each that still fits."""
     room = max_bytes
     kept: set[Path] = set()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_train.data.corpus import Document, find_documents, name_hash, read_text
+from moe_train.reading.corpus import Document, find_documents, name_hash
 
 
 def write(path: Path, text: str = "text\n") -> Path:
@@ -108,16 +108,3 @@ def test_sample_is_whole_documents_of_at_most_the_size(tmp_path: Path) -> None:
     assert sample != whole[:5]
     assert set(sample) == set(sorted(whole, key=name_hash)[:5])
     assert len(find(tmp_path / "top", max_bytes=1)) == 1
-
-
-def test_text_is_read_without_loss_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "a.py"
-    for data, text in (
-        (b"\xc3\xa9\r\n\tx", "é\r\n\tx"),
-        (b"\xef\xbb\xbfx", "\ufeffx"),
-        (b"\xff", None),
-        (b"a\0b", None),
-        (b"", None),
-    ):
-        path.write_bytes(data)
-        assert read_text(path) == text
