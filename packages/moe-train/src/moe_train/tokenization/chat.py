@@ -157,7 +157,7 @@ class _Turns:
 
     def _span(self, turn: int, first: int, limit: int) -> tuple[int, int]:
         alone = self._templates.render(self._messages[: turn + 1], tools=self._tools).text
-        begin = bisect_left(self._starts, first)
+        begin = self._first_token(first)
         stop = bisect_left(self._starts, limit)
         if self._text.startswith(alone):
             return begin, self._trimmed(begin, bisect_left(self._starts, len(alone)))
@@ -168,6 +168,14 @@ class _Turns:
                 f"it writes it differently once other messages follow; {_REMEDY}"
             )
         return begin, end
+
+    def _first_token(self, char: int) -> int:
+        """The first token behind `char`; also an end token that takes white space before it."""
+        token = bisect_left(self._starts, char)
+        if token and self._ids[token - 1] in self._special:
+            behind = self._text[char : self._offsets[token - 1][1]]
+            return token - 1 if behind.strip() else token
+        return token
 
     def _trimmed(self, begin: int, end: int) -> int:
         """The end of a turn without the white space that the template writes behind it."""
