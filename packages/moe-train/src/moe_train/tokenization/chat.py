@@ -131,7 +131,7 @@ class _Turns:
     def spans(self, turns: Sequence[int]) -> list[tuple[int, int]]:
         """Token ranges of the turns, each with the token that ends it."""
         prompts = [self._prompt_end(turn) for turn in turns]
-        limits = [*prompts[1:], len(self._text)]
+        limits = [*prompts, len(self._text)][1:]
         return [
             self._span(turn, first, limit)
             for turn, first, limit in zip(turns, prompts, limits, strict=True)
