@@ -1,7 +1,8 @@
 """How one `config.json` differs from another, and which of the differences touch the weights.
 
-Invariant: nothing is decided by a list of names. Each changed key is tried alone: if the decoder
-then has other tensors, no weights fit it; if it is read as another decoder, it computes otherwise.
+Invariant: a new key of a family needs no entry here. Each changed key is tried alone: if the
+decoder then has other tensors, no weights fit it; if it is read as another one, it computes
+otherwise.
 
     for change in model_changes(read_decoder(checkpoint), read_model_config(config)):
         print(change, change.on_resume)     # model.num_experts_per_tok: 2 -> 4 asked
@@ -19,6 +20,8 @@ from moe_train.layout import ParameterLayout, single_rank_layouts
 from moe_train.model import DecoderConfig, DecoderStage, StageOptions
 
 _WRITTEN_BY_SAVES = {"architectures", "dtype", "torch_dtype", "transformers_version"}
+_OF_RANDOM_WEIGHTS = {"initializer_range"}  # which a resumed run has not
+
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -64,9 +67,5 @@ def _effect(old: DecoderConfig, new: DecoderConfig, name: str, shapes: Shapes | 
             return "never"
     except MoeTrainError:  # it makes no decoder without the other changes
         return "asked" if shapes is None else "never"
-    return "free" if _computed(tried) == _computed(DecoderConfig.from_dict(old.extra)) else "asked"
-
-
-def _computed(model: DecoderConfig) -> DecoderConfig:
-    """The decoder without what says nothing of a run that has its weights already."""
-    return replace(model, extra={}, initializer_range=0.0)
+    same = replace(tried, extra={}) == replace(DecoderConfig.from_dict(old.extra), extra={})
+    return "free" if same or name in _OF_RANDOM_WEIGHTS else "asked"

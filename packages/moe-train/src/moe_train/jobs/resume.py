@@ -71,7 +71,8 @@ def refuse_changes(changes: Sequence[KeyChange], allowed: Sequence[str], source:
         flags = " ".join(f"--allow-change {name}" for name in dict.fromkeys(c.name for c in asked))
         hint = ""
         if any(change.name.startswith("tokenizer.") for change in asked):
-            hint = f"; the checkpoint's own tokenizer is tokenizer.file={source / 'tokenizer.json'}"
+            own = source / "tokenizer.json"
+            hint = f"; to keep the checkpoint's own tokenizer, set tokenizer.file={own}"
         raise TrainValueError(
             f"--resume {source}: {'; '.join(map(str, asked))}: another run than the checkpoint's; "
             f"restore it, or say that it is meant: {flags}{hint}"
