@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 from moe_train import load_config, prepare, unigram_cross_entropy
-from moe_train.data import PackedSplit
 from moe_train.report.metrics import read_metrics
+from moe_train.training import open_splits
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "python_stdlib.toml"
@@ -34,7 +34,7 @@ def main() -> None:
         prepared = prepare(config)
         length = config.data.sequence_length
         reset = config.data.reset_at_documents
-        split = PackedSplit(prepared.validation_tokens, length, prepared.eos_token_id, reset)
+        _, split = open_splits(config, prepared)
         used = range(min(config.train.validation_sequences, split.num_sequences))
         unigram = unigram_cross_entropy(
             prepared, length, reset_at_documents=reset, sequence_indices=list(used)

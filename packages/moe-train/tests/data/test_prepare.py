@@ -17,7 +17,8 @@ from moe_train.config.data_tables import DataConfig, TokenizerConfig
 from moe_train.config.model_tables import ModelConfig
 from moe_train.config.tables import Config
 from moe_train.config.train_tables import OptimizerConfig, TrainConfig
-from moe_train.data.packing import IGNORED_LABEL, PackedSplit
+from moe_train.data.joined import open_joined
+from moe_train.data.packing import IGNORED_LABEL
 from moe_train.data.prepare import PreparedCorpus, prepare
 from moe_train.data.token_store import open_store
 from moe_train.data.unigram import unigram_cross_entropy
@@ -208,7 +209,7 @@ def test_corpus_without_two_parts_is_refused(make: Make, tmp_path: Path, content
 def test_unigram_cross_entropy_equals_a_count_by_hand(make: Make) -> None:
     prepared = prepare(make(validation_fraction=0.3))
     train = open_store(prepared.train_tokens).tokens.tolist()
-    split = PackedSplit(prepared.validation_tokens, 16, prepared.eos_token_id, True)
+    _, split = open_joined(prepared, sequence_length=16, reset_at_documents=True)
     numbers = list(range(0, split.num_sequences, 2))
     labels = [
         label

@@ -21,7 +21,7 @@ def test_stages_without_tokens_know_the_corpus_and_its_order(configure: Configur
     def run(rank: int, _: int) -> object:
         parallel = start(config)
         corpus = open_corpus(config, parallel, None if rank == 1 else prepared)
-        order = corpus.order.sequence_of(np.arange(30)).tolist()
+        order = [part.tolist() for part in corpus.data.order().locate(np.arange(30))]
         return corpus.train is None, corpus.validation is None, corpus.facts, order
 
     first, middle, last = run_ranks(run, 3)  # type: ignore[misc]
@@ -29,7 +29,7 @@ def test_stages_without_tokens_know_the_corpus_and_its_order(configure: Configur
     assert middle[:2] == (True, True)
     assert first[2:] == middle[2:] == last[2:]
     facts = middle[2]
-    assert facts.num_train_sequences == train.num_sequences > 30
+    assert facts.sources[0].num_sequences == train.num_sequences > 30
     assert facts.num_validation_sequences == validation.num_sequences
     assert facts.fingerprint == prepared.fingerprint
 

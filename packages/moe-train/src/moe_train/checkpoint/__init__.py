@@ -1,9 +1,11 @@
 """What a training checkpoint holds beside weights, and how it is saved, found and resumed.
 
-May import: tokenization, config, layout, model, optim, errors; unified_ckpt.
+May import: tokenization, config, data, layout, model, optim, errors; unified_ckpt.
 """
 
 from moe_train.checkpoint.export import checkpoint_files as checkpoint_files
+from moe_train.checkpoint.samples import SAMPLES_FILE as SAMPLES_FILE
+from moe_train.checkpoint.samples import read_ledger as read_ledger
 from moe_train.checkpoint.trainer_state import TrainerState as TrainerState
 from moe_train.checkpoint.trainer_state import read_state as read_state
 from moe_train.checkpoint.training_state import Checkpointer as Checkpointer

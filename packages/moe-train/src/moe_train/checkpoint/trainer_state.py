@@ -9,11 +9,12 @@ field that came later has a default, which stands for "not known".
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from moe_train.config import OWN_TOML, STATE_FILE, load_config
+from moe_train.data import Ledger
 from moe_train.errors import MoeTrainError, TrainValueError
 from moe_train.optim import LrSchedule
 from unified_ckpt import CheckpointError, load_files
@@ -34,6 +35,7 @@ class TrainerState:
         schedule: the learning rate of every step; None in a file of version 1.
         recent_losses: of the last steps, oldest first, for the guard against spikes.
         skips_in_row: steps at the end of the run whose updates were left out.
+        ledger: which samples each step has used; a file of its own in a checkpoint.
         version: of the file that it was read from.
     """
 
@@ -46,6 +48,7 @@ class TrainerState:
     skipped_steps: int = 0
     skips_in_row: int = 0
     recent_losses: tuple[float, ...] = ()
+    ledger: Ledger = field(default_factory=Ledger, compare=False)
     version: int = STATE_VERSION
 
     @classmethod
@@ -71,7 +74,8 @@ class TrainerState:
 
     def to_json(self) -> bytes:
         """The content of `trainer_state.json`."""
-        values = asdict(replace(self, version=STATE_VERSION))
+        values = asdict(replace(self, version=STATE_VERSION, ledger=Ledger()))
+        del values["ledger"]
         return (json.dumps(values, indent=2) + "\n").encode()
 
 

@@ -2,7 +2,8 @@
 
 `checkpoint-N` is a transformers checkpoint (weights under canonical keys, `config.json`,
 `generation_config.json`, tokenizer) and beside it the optimizer moments, fp32 master weights,
-`trainer_state.json`, and the random state of every rank. unified-ckpt publishes it with one rename.
+`trainer_state.json`, the ledger of samples, and the random state of every rank. unified-ckpt
+publishes it with one rename.
 
 Invariant: the most exact copy of a weight that a checkpoint has is the one that is loaded: fp32
 weights become the master weights of a bf16 run bit for bit, and those the weights of an fp32 run.
@@ -11,13 +12,14 @@ weights become the master weights of a bf16 run bit for bit, and those the weigh
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import safetensors.torch
 import torch
 from torch import Tensor
 
+from moe_train.checkpoint.samples import SAMPLES_FILE, read_ledger
 from moe_train.checkpoint.trainer_state import TrainerState, read_state
 from moe_train.config import STATE_FILE
 from moe_train.errors import MoeTrainError, TrainValueError
@@ -118,7 +120,11 @@ class Checkpointer:
             save(
                 parts,
                 checkpoint_id=target,
-                files={**self.files, STATE_FILE: state.to_json()},
+                files={
+                    **self.files,
+                    STATE_FILE: state.to_json(),
+                    SAMPLES_FILE: state.ledger.to_json(),
+                },
                 rank_files=random_state_files(self.rank),
                 timeout_s=self.options.timeout_s,
             )
@@ -173,7 +179,7 @@ class Checkpointer:
     def _load(self, source: Path) -> TrainerState:
         self._load_weights(source)
         read_part(source, "optimizer", self._moments(), cast=True)
-        state = read_state(source)
+        state = replace(read_state(source), ledger=read_ledger(source))
         self.optimizer.set_step(state.step - state.skipped_steps)
         if not restore_random_state(source, self.rank):
             _restore_former_random_state(source, self.rank)

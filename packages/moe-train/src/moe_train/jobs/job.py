@@ -68,7 +68,8 @@ def check(config: Config, resume: str, allow_change: Sequence[str] = ()) -> Path
     # One rank of a machine reads the token files through; the others wait for it when they meet.
     prepared = prepare(config, verify=os.environ.get("LOCAL_RANK", "0") == "0")
     _check_tokenizer(config, model, prepared.tokenizer)
-    open_splits(config, prepared)
+    for line in open_splits(config, prepared)[0].describe():
+        logger.info("%s", line)
     if source is not None:
         _check_steps(config, folder, source)
         _check_changes(config, model, prepared, source, allow_change)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_train.data import Batch, PackedSplit, SampleOrder
+from moe_train.data import Batch, DataIdentity, JoinedSplit, id_hashes
 from moe_train.labels import IGNORED_LABEL
 
 
@@ -33,14 +33,57 @@ class BatchPlan:
         return [np.arange(start, start + per_rank, dtype=np.int64) for start in starts]
 
 
-def training_microbatches(
-    split: PackedSplit, order: SampleOrder, plan: BatchPlan, first_sample: int
-) -> list[Batch]:
-    """This rank's microbatches of the step that begins with sample `first_sample`."""
-    return [split.batch(order.sequence_of(samples)) for samples in plan.samples(first_sample)]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplesRead:
+    """What is known of the sequences that one rank has read for a step.
+
+    Attributes:
+        num_predicted: labels that are predicted.
+        num_samples: sequences read.
+        hash_sum: sum of `id_hashes` of the sequences.
+    """
+
+    num_predicted: int = 0
+    num_samples: int = 0
+    hash_sum: int = 0
 
 
-def validation_steps(split: PackedSplit, count: int, plan: BatchPlan) -> Iterator[list[Batch]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatches:
+    """What one rank reads for one step: a batch for each microbatch, or none, and its account."""
+
+    batches: tuple[Batch, ...] = ()
+    read: SamplesRead = SamplesRead()
+
+
+class SampleReader:
+    """Makes this rank's batches of any step; remembers nothing that changes them.
+
+    Args:
+        train: None on stages that need no tokens: their batches are empty.
+    """
+
+    def __init__(self, train: JoinedSplit | None, data: DataIdentity, plan: BatchPlan) -> None:
+        self._train, self._plan = train, plan
+        self._order = data.order()
+
+    def read(self, first_sample: int) -> StepBatches:
+        """The microbatches of the step that begins with sample `first_sample`, on the CPU."""
+        if self._train is None:
+            return StepBatches()
+        batches, num_samples, hash_sum = [], 0, 0
+        for samples in self._plan.samples(first_sample):
+            source, sequence = self._order.locate(samples)
+            batches.append(self._train.rows(source, sequence))
+            num_samples += len(sequence)
+            hash_sum += int(id_hashes(source, sequence).sum())
+        read = SamplesRead(
+            num_predicted=count_predictions(batches), num_samples=num_samples, hash_sum=hash_sum
+        )
+        return StepBatches(batches=tuple(batches), read=read)
+
+
+def validation_steps(split: JoinedSplit, count: int, plan: BatchPlan) -> Iterator[list[Batch]]:
     """The first `count` sequences of the split, in batches shaped as in training.
 
     The last batch is filled up with sequences whose labels are all ignored, so that every rank
@@ -55,7 +98,7 @@ def count_predictions(batches: Sequence[Batch]) -> int:
     return sum(int((batch.labels != IGNORED_LABEL).sum()) for batch in batches)
 
 
-def _with_padding(split: PackedSplit, samples: NDArray[np.int64], count: int) -> Batch:
+def _with_padding(split: JoinedSplit, samples: NDArray[np.int64], count: int) -> Batch:
     batch = split.batch(np.minimum(samples, count - 1))
     labels = batch.labels.masked_fill(torch.from_numpy(samples >= count)[:, None], IGNORED_LABEL)
     return Batch(input_ids=batch.input_ids, labels=labels, position_ids=batch.position_ids)

@@ -13,17 +13,18 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_train.checkpoint import TrainerState
 from moe_train.config import Config
-from moe_train.data import Batch
+from moe_train.data import Batch, Ledger
 from moe_train.optim import LrSchedule
 from moe_train.rank import RankContext
 from moe_train.report import MetricsLog, ProgressLine
-from moe_train.training.batches import BatchPlan, training_microbatches, validation_steps
+from moe_train.training.batches import BatchPlan, SampleReader, validation_steps
 from moe_train.training.build import Training
+from moe_train.training.loader import BatchLoader
 from moe_train.training.saving import Saver
 from moe_train.training.spikes import SpikeGuard
 from moe_train.training.step import BadStepError, StepResult
@@ -33,10 +34,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Position:
-    """How far the run has come: finished steps and samples used."""
+    """How far the run has come: finished steps, samples used, and which each step used."""
 
     step: int = 0
     consumed_samples: int = 0
+    ledger: Ledger = field(default_factory=Ledger, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ class TrainingLoop:
         position, guard = Position(), SpikeGuard.of(config)
         schedule = LrSchedule.of(config.optimizer, config.train.max_steps)
         if state is not None:
-            position = Position(state.step, state.consumed_samples)
+            position = Position(state.step, state.consumed_samples, state.ledger)
             guard = SpikeGuard.of(
                 config, state.recent_losses, state.skips_in_row, state.skipped_steps
             )
@@ -128,11 +130,15 @@ class TrainingLoop:
         Raises:
             BadStepError: a step's update must not be applied; the state before it is saved.
         """
+        with self._loader() as loader:
+            return self._run(context, loader)
+
+    def _run(self, context: RankContext, loader: BatchLoader) -> Path | None:
         train = self.config.train
         stopping = False
         while self.position.step < train.max_steps and not stopping:
             try:
-                result = self._step(stop=context.stop_requested)
+                result = self._step(loader, stop=context.stop_requested)
             except BadStepError as error:
                 raise type(error)(f"{error}; {self._save_before_error()}") from error
             step = context.step = self.position.step
@@ -144,18 +150,22 @@ class TrainingLoop:
                 self.saver.save(self._state())
         return self.saver.saved
 
-    def _step(self, *, stop: bool) -> StepResult:
+    def _step(self, loader: BatchLoader, *, stop: bool) -> StepResult:
         """One step; where the guard leaves out its update, its samples are used up all the same."""
         started = time.perf_counter()
-        batches = self._training_batches()
+        step = loader.load(self.position.consumed_samples)
         loaded = time.perf_counter()
         lr = self.schedule.rate(self.position.step + 1)
         result = self.training.runner.train(
-            batches, lr=lr, stop=stop, save=self.saver.is_late(), max_loss=self.guard.max_loss
+            step.batches,
+            lr=lr,
+            stop=stop,
+            save=self.saver.is_late(),
+            max_loss=self.guard.max_loss,
+            read=step.read,
         )
         self.guard.note(result, self.position.step + 1)
-        self.position.step += 1
-        self.position.consumed_samples += self.config.train.global_batch_size
+        self._advance(result)
         elapsed_s = time.perf_counter() - started
         figures = step_metrics(result)
         if self.guard.skipped:
@@ -171,14 +181,30 @@ class TrainingLoop:
             )
         return self.saver.save_before_error(self._state())
 
-    def _training_batches(self) -> list[Batch]:
-        if self.training.corpus.train is None:
-            return []
-        return training_microbatches(
-            self.training.corpus.train,
-            self.training.corpus.order,
-            self.plan,
-            self.position.consumed_samples,
+    def _advance(self, result: StepResult) -> None:
+        """Note a finished step, and which samples it has read."""
+        position, size = self.position, self.config.train.global_batch_size
+        position.step += 1
+        position.ledger.record(
+            step=position.step,
+            first_sample=position.consumed_samples,
+            global_batch_size=size,
+            data=self.training.corpus.data,
+            check=result.sample_check,
+            skipped=not result.applied,
+        )
+        position.consumed_samples += size
+
+    def _loader(self) -> BatchLoader:
+        """The batches of all steps that are left."""
+        train, corpus = self.config.train, self.training.corpus
+        first, size = self.position.consumed_samples, train.global_batch_size
+        return BatchLoader(
+            SampleReader(corpus.train, corpus.data, self.plan),
+            self.training.parallel.device,
+            range(first, first + (train.max_steps - self.position.step) * size, size),
+            depth=self.config.data.prefetch_batches,
+            timeout_s=self.config.parallel.timeout_s,
         )
 
     def _validate(self) -> float:
@@ -210,6 +236,7 @@ class TrainingLoop:
             skipped_steps=self.guard.skipped,
             skips_in_row=self.guard.skips_in_row,
             recent_losses=tuple(self.guard.losses),
+            ledger=self.position.ledger,
         )
 
     def _report(self, values: Mapping[str, object], **times: float) -> None:
@@ -221,6 +248,7 @@ class TrainingLoop:
         merged = {**values, **times}
         if "step_time_s" in times:
             merged["tokens_per_s"] = sequence_tokens / times["step_time_s"]
+            merged["data_wait_fraction"] = times["data_time_s"] / times["step_time_s"]
             merged["consumed_samples"] = self.position.consumed_samples
         try:
             self.reporter.metrics.write(self.position.step, merged)

@@ -5,7 +5,7 @@ from typing import Any
 
 from comm_collectives import broadcast_nested
 from moe_train.config import Config
-from moe_train.data import PackedSplit, PreparedCorpus, SampleOrder
+from moe_train.data import DataIdentity, JoinedSplit, PreparedCorpus, SourceShare, open_joined
 from moe_train.errors import TrainValueError
 from moe_train.parallel import Parallel
 
@@ -14,18 +14,18 @@ from moe_train.parallel import Parallel
 class CorpusFacts:
     """What every rank must know of the corpus, also those that read none of it."""
 
-    num_train_sequences: int
+    sources: tuple[SourceShare, ...]
     num_validation_sequences: int
     fingerprint: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """What training reads: the splits (None on stages that need no tokens) and their order."""
+    """What training reads: the parts (None on stages that need no tokens) and what samples mean."""
 
-    train: PackedSplit | None
-    validation: PackedSplit | None
-    order: SampleOrder
+    train: JoinedSplit | None
+    validation: JoinedSplit | None
+    data: DataIdentity
     facts: CorpusFacts
 
 
@@ -43,27 +43,44 @@ def open_corpus(config: Config, parallel: Parallel, prepared: PreparedCorpus | N
     if prepared is not None:
         train, validation = open_splits(config, prepared)
         own = CorpusFacts(
-            num_train_sequences=train.num_sequences,
+            sources=source_shares(prepared, train),
             num_validation_sequences=validation.num_sequences,
             fingerprint=prepared.fingerprint,
         )
     given = None if own is None else asdict(own)
     told: Any = broadcast_nested(given, src=0, timeout_s=config.parallel.timeout_s)
-    facts = CorpusFacts(**told)
+    shares = tuple(SourceShare(**source) for source in told["sources"])
+    facts = CorpusFacts(**{**told, "sources": shares})
     if own is not None and own != facts:
         raise TrainValueError(
             f"rank {parallel.rank} reads another corpus than rank 0: {own} and {facts}; "
             "give every machine the same files"
         )
-    order = SampleOrder(facts.num_train_sequences, config.train.seed)
-    return Corpus(train=train, validation=validation, order=order, facts=facts)
+    data = DataIdentity(
+        fingerprint=facts.fingerprint,
+        sequence_length=config.data.sequence_length,
+        seed=config.train.seed,
+        sources=facts.sources,
+    )
+    return Corpus(train=train, validation=validation, data=data, facts=facts)
 
 
-def open_splits(config: Config, prepared: PreparedCorpus) -> tuple[PackedSplit, PackedSplit]:
-    """The training and the validation split."""
-    length, eos = config.data.sequence_length, prepared.eos_token_id
-    reset = config.data.reset_at_documents
-    return (
-        PackedSplit(prepared.train_tokens, length, eos, reset),
-        PackedSplit(prepared.validation_tokens, length, eos, reset),
+def open_splits(config: Config, prepared: PreparedCorpus) -> tuple[JoinedSplit, JoinedSplit]:
+    """The training and the validation part; in each `batch(numbers)` reads `num_sequences`.
+
+    Raises:
+        ValueError: a source is too small, cannot be packed as asked, or is not trained on.
+    """
+    return open_joined(
+        prepared,
+        sequence_length=config.data.sequence_length,
+        reset_at_documents=config.data.reset_at_documents,
+    )
+
+
+def source_shares(prepared: PreparedCorpus, train: JoinedSplit) -> tuple[SourceShare, ...]:
+    """The sources by name, weight and number of sequences."""
+    return tuple(
+        SourceShare(name=source.name, weight=repr(source.weight), num_sequences=split.num_sequences)
+        for source, split in zip(prepared.sources, train.splits, strict=True)
     )

@@ -16,12 +16,12 @@ from comm_collectives import all_reduce
 from moe_pipeline import PipelineExecutor
 from moe_pipeline.executor import token_scale
 from moe_pipeline.router import TopKRouter, update_expert_bias
-from moe_train.data import Batch
+from moe_train.data import Batch, check_value
 from moe_train.errors import MoeTrainError
 from moe_train.model import DecoderStage, Target
 from moe_train.optim import AdamW, GradientStore, clip_coefficient
 from moe_train.parallel import Parallel
-from moe_train.training.batches import count_predictions
+from moe_train.training.batches import SamplesRead, count_predictions
 
 
 class BadStepError(MoeTrainError):
@@ -41,6 +41,7 @@ class StepResult:
     in `loss`. `load_LE`: routed rows per layer and expert (layers without experts are all zero;
     those of multi-token prediction come last). `stop_requested`: some rank was asked to stop;
     `save_requested`: some rank asks for a checkpoint. `applied`: the weights were updated.
+    `sample_check`: `check_value` of the sequences that the ranks have read.
     """
 
     loss: float
@@ -53,6 +54,7 @@ class StepResult:
     stop_requested: bool
     save_requested: bool = False
     applied: bool = False
+    sample_check: int = 0
 
 
 class _Sums(NamedTuple):
@@ -66,6 +68,9 @@ class _Sums(NamedTuple):
     stop_requests: float
     save_requests: float
     predicted_tokens: float
+    samples_read: float
+    sample_hashes: float
+    hashes_apart: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +100,7 @@ class StepRunner:
         stop: bool = False,
         save: bool = False,
         max_loss: float = math.inf,
+        read: SamplesRead | None = None,
     ) -> StepResult:
         """Forward, backward and update on this rank's microbatches.
 
@@ -104,9 +110,11 @@ class StepRunner:
             stop: this rank was asked to stop after the step.
             save: this rank asks for a checkpoint after the step.
             max_loss: the same on every rank; above it the update is left out.
+            read: which samples the batches hold; None when nobody keeps account of them.
 
         Raises:
             NonFiniteLossError: on every rank, before the update.
+            MoeTrainError: the first and the last stage have read different samples.
         """
         self.gradients.clear()
         self.stage.train()
@@ -116,7 +124,8 @@ class StepRunner:
             scale = token_scale(labels, group=self.parallel.data_group)
         self.executor.step(*self._pipeline_arguments(batches, scale))
         self.gradients.reduce()
-        result = self._share(batches, self.gradients.norm_squared(), stop, save)
+        read = read or SamplesRead(num_predicted=count_predictions(batches))
+        result = self._share(read, self.gradients.norm_squared(), stop, save)
         if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
             raise NonFiniteLossError(
                 f"loss={result.loss} and gradient norm={result.grad_norm} are not finite; lower "
@@ -153,7 +162,8 @@ class StepRunner:
         self.stage.eval()
         with torch.no_grad():
             self.evaluator.step(*self._pipeline_arguments(batches, 1.0))
-        result = self._share(batches, 0.0, False, False)
+        read = SamplesRead(num_predicted=count_predictions(batches))
+        result = self._share(read, 0.0, False, False)
         return result.loss, result.num_tokens
 
     def _pipeline_arguments(
@@ -168,11 +178,10 @@ class StepRunner:
             targets = [Target(b.labels.to(device), scale, b.input_ids.to(device)) for b in batches]
         return inputs, targets
 
-    def _share(
-        self, batches: Sequence[Batch], norm_squared: float, stop: bool, save: bool
-    ) -> StepResult:
+    def _share(self, read: SamplesRead, norm_squared: float, stop: bool, save: bool) -> StepResult:
         """The figures of the step, summed over all ranks."""
         config, record = self.stage.config, self.stage.take_record()
+        is_first, is_last = self.parallel.is_first, self.parallel.is_last
         shape = (config.num_hidden_layers + len(config.mtp_layers), config.num_experts)
         load_LE = torch.zeros(shape, dtype=torch.float64, device=self.parallel.device)
         if self.parallel.data_rank == 0:  # every rank of a stage has the same
@@ -186,11 +195,19 @@ class StepRunner:
             mtp_loss=float(record.mtp_loss),
             stop_requests=float(stop),
             save_requests=float(save),
-            predicted_tokens=count_predictions(batches) if self.parallel.is_last else 0,
+            predicted_tokens=read.num_predicted if is_last else 0,
+            samples_read=read.num_samples if is_first else 0,
+            sample_hashes=read.hash_sum if is_first else 0,
+            hashes_apart=read.hash_sum * (is_first - is_last),
         )
         own_sums = torch.tensor(own, dtype=torch.float64, device=self.parallel.device)
         total = all_reduce(torch.cat((own_sums, load_LE.flatten()))).cpu()
         sums = _Sums(*total[: len(own)].tolist())
+        if sums.hashes_apart:
+            raise MoeTrainError(
+                "the first pipeline stage has read other samples than the last one; give every "
+                "machine the same files, or empty data.cache_dir"
+            )
         return StepResult(
             loss=sums.loss,
             aux_loss=sums.aux_loss,
@@ -201,4 +218,5 @@ class StepRunner:
             load_LE=[[int(v) for v in row] for row in total[len(own) :].view(shape).tolist()],
             stop_requested=sums.stop_requests > 0,
             save_requested=sums.save_requests > 0,
+            sample_check=check_value(int(sums.samples_read), int(sums.sample_hashes)),
         )
