@@ -57,6 +57,8 @@ def check(config: Config, resume: str, allow_change: Sequence[str] = ()) -> Path
     if allow_change and not resume:
         raise TrainValueError("--allow-change is only for --resume; leave it out")
     model = read_model_config(config)
+    for line in model.unknown_keys():
+        logger.warning("warning: %s", line)
     check_model(config, model)
     _say_device(config)
     folder = Path(config.train.output_dir)

@@ -17,6 +17,7 @@ from typing import Any
 from moe_pipeline import MoEConfig, family_of
 from moe_train.errors import TrainValueError
 from moe_train.model.families import ConfigReader, FamilyRules, rules_of
+from moe_train.model.known_keys import refuse_other_computations, unknown_keys
 from moe_train.model.layers import AttentionOptions
 from moe_train.model.mla import MLAOptions
 from moe_train.model.rope_config import latent_softmax_scale, read_rotary, rope_parameters
@@ -92,10 +93,18 @@ class DecoderConfig:
             ValueError: an unknown model type, a missing or impossible size, or a feature that is
                 not supported.
         """
-        read = ConfigReader(values)
-        model_type = values.get("model_type")
-        rules = rules_of(model_type)
+        rules = rules_of(values.get("model_type"))
         _refuse_unsupported(values)
+        refuse_other_computations(values)
+        try:
+            return cls._read(ConfigReader(values), rules)
+        except TrainValueError as error:
+            # What is missing may be there under a misspelt name.
+            notes = "".join(f"; {line}" for line in unknown_keys(values))
+            raise TrainValueError(f"{error}{notes}") from error
+
+    @classmethod
+    def _read(cls, read: ConfigReader, rules: FamilyRules) -> "DecoderConfig":
         hidden_size, heads = read.size("hidden_size"), read.size("num_attention_heads")
         attention: AttentionOptions | MLAOptions
         if rules.is_latent:
@@ -105,7 +114,7 @@ class DecoderConfig:
             attention = _grouped_attention(read, rules)
             head_dim = attention.head_dim
         return cls(
-            model_type=str(model_type),
+            model_type=str(read.need("model_type")),
             vocab_size=read.size("vocab_size"),
             hidden_size=hidden_size,
             num_hidden_layers=read.size("num_hidden_layers"),
@@ -122,7 +131,7 @@ class DecoderConfig:
             tie_word_embeddings=read.flag("tie_word_embeddings", default=rules.tie_word_embeddings),
             num_nextn_predict_layers=_num_mtp_layers(read, rules),
             eos_token_ids=_token_ids(read, "eos_token_id"),
-            extra=dict(values),
+            extra=dict(read.values),
         )
 
     @classmethod
@@ -168,6 +177,10 @@ class DecoderConfig:
         return replace(
             self, eos_token_ids=_token_ids(ConfigReader(extra), "eos_token_id"), extra=extra
         )
+
+    def unknown_keys(self) -> list[str]:
+        """One line for each key of the file that nothing reads, with the nearest known one."""
+        return unknown_keys(self.extra)
 
     @property
     def eos_token_id(self) -> int | None:
