@@ -9,7 +9,7 @@ import pytest
 
 from moe_train import early_checks
 from moe_train.config import Config
-from moe_train.early_checks import check_early, check_run_folder
+from moe_train.early_checks import check_early, check_run_folder, corpus_matches
 from package_facts import check_import_is_cheap
 
 Configure = Callable[..., Config]
@@ -88,3 +88,16 @@ def test_a_folder_with_checkpoints_is_only_for_a_run_that_goes_on(tmp_path: Path
     check_run_folder(tmp_path, resuming=True)
     with pytest.raises(ValueError, match="already holds checkpoints; pass --resume"):
         check_run_folder(tmp_path, resuming=False)
+
+
+def test_a_corpus_that_names_nothing_is_refused_and_a_glob_gives_its_files_in_order(
+    configure: Configure, tmp_path: Path
+) -> None:
+    for name in ("b.txt", "a.txt"):
+        (tmp_path / name).write_text("text")
+    assert corpus_matches(f"{tmp_path}/*.txt") == [tmp_path / "a.txt", tmp_path / "b.txt"]
+    assert corpus_matches(str(tmp_path)) == [tmp_path]
+    for wrong in (f"{tmp_path}/*.rst", f"{tmp_path}/c.txt"):
+        with pytest.raises(FileNotFoundError, match=r"corpus '.*' does not exist; name a folder"):
+            check_early(configure(f"data.corpus={wrong}"), resuming=False)
+    check_early(configure("data.corpus=python_stdlib"), resuming=False)

@@ -6,12 +6,13 @@ same functions again with the decoder as it was really read.
     check_early(config, resuming=False)
 """
 
+import glob
 import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_train.config import Config
+from moe_train.config import PYTHON_STDLIB, Config
 from moe_train.errors import MissingFileError, TrainValueError
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -39,7 +40,28 @@ def check_early(config: Config, *, resuming: bool) -> None:
     check_sizes(config, _read_sizes(config))
     if config.tokenizer.file is not None and not Path(config.tokenizer.file).exists():
         raise MissingFileError(f"tokenizer.file={config.tokenizer.file} does not exist")
+    for source in config.all_sources:
+        for entry in source.corpus:
+            if entry != PYTHON_STDLIB:
+                corpus_matches(entry)
     check_run_folder(Path(config.train.output_dir), resuming=resuming)
+
+
+def corpus_matches(entry: str) -> list[Path]:
+    """The files and folders that an entry of a corpus names, in order.
+
+    Raises:
+        FileNotFoundError: it names nothing.
+    """
+    path = Path(entry).expanduser()
+    if path.exists():
+        return [path]
+    found = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(entry) else []
+    if not found:
+        raise MissingFileError(
+            f"corpus {entry!r} does not exist; name a folder, a file, a glob or {PYTHON_STDLIB!r}"
+        )
+    return [Path(match) for match in found]
 
 
 def check_sizes(config: Config, sizes: ModelSizes) -> None:

@@ -7,7 +7,6 @@ same files give the same list on every machine and in every process.
         print(document.name, document.size_bytes)
 """
 
-import glob
 import hashlib
 import os
 import sysconfig
@@ -17,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_train.config import PYTHON_STDLIB
-from moe_train.errors import MissingFileError, TrainValueError
+from moe_train.early_checks import corpus_matches
+from moe_train.errors import TrainValueError
 
 _SKIPPED_DIRS = frozenset({"__pycache__", "site-packages", "dist-packages"})
 
@@ -93,17 +93,7 @@ def _documents_of(entry: str, extensions: tuple[str, ...], seen: set[str]) -> It
     if entry == PYTHON_STDLIB:
         yield from _walk(Path(sysconfig.get_paths()["stdlib"]), extensions, seen, PYTHON_STDLIB)
         return
-    path = Path(entry).expanduser()
-    if path.exists():
-        matches = [path]
-    elif glob.has_magic(entry):
-        matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
-    else:
-        matches = []
-    if not matches:
-        raise MissingFileError(
-            f"corpus {entry!r} does not exist; name a folder, a file, a glob or {PYTHON_STDLIB!r}"
-        )
+    matches = corpus_matches(entry)
     for match in matches:
         if match.is_dir():
             yield from _walk(match, extensions, seen, match.resolve().name)
