@@ -222,6 +222,20 @@ def test_a_run_that_stopped_goes_on_with_the_next_sample_as_if_it_had_not(
     assert metrics(parts)[-1] == metrics(whole)[-1], "the validation at the end"
 
 
+@pytest.mark.parametrize("layout", [(), ("parallel.pp=2", "parallel.ep=2")])
+def test_reading_ahead_changes_no_loss(
+    configure: Configure, tmp_path: Path, layout: tuple[str, ...]
+) -> None:
+    runs = []
+    for depth in (0, 3):
+        output = f"train.output_dir={tmp_path / str(depth)}"
+        config = configure(*layout, output, f"data.prefetch_batches={depth}")
+        run_loop(config)
+        runs.append(losses(config))
+        assert all(0 <= line["data_wait_fraction"] <= 1 for line in metrics(config) if "lr" in line)  # type: ignore[operator]
+    assert runs[0] == runs[1]
+
+
 def test_a_run_at_its_last_step_does_nothing(configure: Configure) -> None:
     config = configure("train.max_steps=1")
     run_loop(config)

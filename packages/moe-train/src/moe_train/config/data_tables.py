@@ -187,6 +187,12 @@ class SourceConfig(Table):
         fields = {"chat": "messages", "tokens": "input_ids"}
         given["field"] = given["field"] or fields.get(kind, "text")
         given["packing"] = given["packing"] or ("best_fit" if kind == "chat" else "stream")
+        if given["packing"] == "best_fit" and not data.reset_at_documents:
+            raise TrainValueError(
+                f'{self.place}.packing="best_fit" puts documents that have nothing to do with each '
+                "other into one sequence, so they must not attend to each other; set "
+                'data.reset_at_documents=true, or packing to "pad"'
+            )
         return SourceConfig(**given)
 
 

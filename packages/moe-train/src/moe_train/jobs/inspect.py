@@ -4,8 +4,8 @@ import math
 from collections import defaultdict
 from pathlib import Path
 
-from moe_train.checkpoint import has_part, newest_checkpoint, read_state
-from moe_train.errors import TrainValueError, check_type
+from moe_train.checkpoint import has_part, read_state
+from moe_train.jobs.samples import checkpoint_folder
 from moe_train.layout import read_decoder
 from moe_train.model import DecoderConfig
 from unified_ckpt import read_index
@@ -19,14 +19,7 @@ def describe_checkpoint(path: Path) -> str:
     Raises:
         ValueError: there is no checkpoint.
     """
-    check_type("path", path, Path)
-    if not path.is_dir():
-        raise TrainValueError(
-            f"{path} is not a folder; name a checkpoint-N folder or an output folder"
-        )
-    folder = path if (path / "config.json").is_file() else newest_checkpoint(path)
-    if folder is None:
-        raise TrainValueError(f"{path} holds no complete checkpoint")
+    folder = checkpoint_folder(path)
     lines = [str(folder), *_describe_model(read_decoder(folder))]
     if (folder / "trainer_state.json").is_file():
         state = read_state(folder)
