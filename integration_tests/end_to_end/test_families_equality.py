@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from moe_train.checkpoint import read_part
-from moe_train.jobs.generate import load_model, next_logits
+from moe_train.generation import load_model
 from moe_train.layout import read_decoder, single_rank_layouts, stage_tensors, stored_tensors
 from moe_train.model import DecoderStage, KeyValueCache, StageOptions, Target
 from ranktest.fixtures import one_thread as one_thread
@@ -286,6 +286,14 @@ def test_a_saved_decoder_opens_in_transformers_bit_for_bit(
     assert {k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in theirs.items()}
     given, written = (json.loads((folder / "config.json").read_text()) for folder in folders)
     assert written == given
+
+
+def next_logits(stage: DecoderStage, fresh: list[int], start: int, cache: KeyValueCache) -> Tensor:
+    """Logits [V] after the tokens `fresh` at positions from `start`."""
+    positions = torch.arange(start, start + len(fresh))[None]
+    with torch.no_grad():
+        hidden, _ = stage.hidden_states(torch.tensor([fresh]), positions, cache)
+        return stage.logits(hidden[:, -1:])[0, 0]
 
 
 def test_generation_with_the_cache_equals_the_whole_sequence(reference: Reference) -> None:

@@ -11,7 +11,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_train.config import Config
 from moe_train.data import Batch
-from moe_train.jobs.generate import load_model
+from moe_train.generation import load_model
 from moe_train.model import decays
 from moe_train.optim import LrSchedule
 from moe_train.parallel import start

@@ -3,6 +3,7 @@ from pathlib import Path
 import moe_train
 from moe_train import MoeTrainError
 from package_facts import (
+    Wrong,
     check_import_is_cheap,
     check_name_table,
     check_names,
@@ -32,4 +33,5 @@ def test_the_readme_has_a_line_for_each_room_and_a_row_for_each_name() -> None:
 
 
 def test_arguments_of_a_wrong_type_are_named_by_an_error_of_the_package() -> None:
-    assert check_wrong_types(moe_train, MoeTrainError) == 12
+    given = {"GenerationOptions": {"temperature": Wrong()}}
+    assert check_wrong_types(moe_train, MoeTrainError, given=given) == 14

@@ -13,13 +13,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from moe_train.commands import GENERATE, INSPECT, OVERRIDE, PLAN, TRAIN
+from moe_train.commands import CHAT, GENERATE, INSPECT, OVERRIDE, PLAN, TRAIN
 from moe_train.errors import MoeTrainError, RankFailedError, StoppedUnsavedError
 from unified_ckpt import CheckpointError
 
 _EXIT_FAILED = 1
 _EXIT_USER_ERROR = 2
-_COMMANDS = (TRAIN, GENERATE, INSPECT, PLAN)
+_COMMANDS = (TRAIN, GENERATE, CHAT, INSPECT, PLAN)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"moe-train: {error}", file=sys.stderr)
         return 128 + error.signal_number
     except KeyboardInterrupt:
-        print("moe-train: interrupted before training began", file=sys.stderr)
+        print("moe-train: interrupted", file=sys.stderr)
         return 130
     except (ValueError, TypeError, OSError, MoeTrainError, CheckpointError) as error:
         if os.environ.get("RANK", "0") == "0":  # under torchrun one of the ranks says it

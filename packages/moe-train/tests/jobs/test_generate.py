@@ -1,17 +1,18 @@
-"""Text of a checkpoint of two steps, against the plain way without a cache."""
+"""Text of a checkpoint of two steps, from Python and by the command's job."""
 
+import json
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tokenizers import Tokenizer
 
-from moe_train.jobs.generate import generate_text, load_model, pick
-from moe_train.layout import stage_tensors
-from unified_ckpt import CheckpointError, read_index
+from moe_train.generation import GenerationOptions, ModelOptions, TextGenerator
+from moe_train.jobs.generate import GenerateJob, generate, generate_text, read_prompts
+
+CPU = ModelOptions(device="cpu")
+SHORT = GenerationOptions(max_new_tokens=6)
 
 
 @pytest.fixture
@@ -19,104 +20,106 @@ def checkpoint(trained_run: Path) -> Path:
     return trained_run / "checkpoint-2"
 
 
-def generate(checkpoint: Path, prompt: str = "def self", **changes: Any) -> str:
-    asked: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0, "top_k": 0, "seed": 0}
-    return generate_text(checkpoint, prompt, **{**asked, **changes})
+def text_of(checkpoint: Path, prompt: str = "def self", **changes: Any) -> str:
+    return generate_text(checkpoint, prompt, **{"max_new_tokens": 12, **changes})
 
 
-def test_greedy_text_takes_the_most_probable_token_of_the_whole_sequence(
-    checkpoint: Path,
-) -> None:
-    stage = load_model(checkpoint)
-    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    tokens = tokenizer.encode("def self").ids
-    with torch.no_grad():
-        for _ in range(12):
-            positions = torch.arange(len(tokens))[None]
-            hidden, _ = stage.hidden_states(torch.tensor([tokens]), positions)
-            token = int(stage.logits(hidden)[0, -1].argmax())
-            if token == 0:
-                break
-            tokens.append(token)
-    assert generate(checkpoint) == tokenizer.decode(tokens)
-    assert len(generate(checkpoint)) > len("def self")
-
-
-def test_every_tensor_of_the_checkpoint_is_in_the_decoder(checkpoint: Path) -> None:
-    stage = load_model(checkpoint)
-    assert not stage.training
-    held = sum(tensor.numel() for tensor in stage_tensors(stage).values())
-    stored = [torch.Size(entry.shape or ()).numel() for entry in read_index(checkpoint).values()]
-    assert held == sum(stored)
+def test_the_answer_is_the_prompt_and_its_continuation(checkpoint: Path) -> None:
+    (completion,) = TextGenerator.open(checkpoint).generate(
+        ["def self"], GenerationOptions(max_new_tokens=12)
+    )
+    assert text_of(checkpoint) == "def self" + completion.text
 
 
 def test_text_depends_on_the_seed_alone(checkpoint: Path) -> None:
-    texts = [generate(checkpoint, temperature=2.0, seed=seed) for seed in (1, 2, 1)]
+    texts = [text_of(checkpoint, temperature=2.0, seed=seed) for seed in (1, 2, 1)]
     assert texts[0] == texts[2] != texts[1]
-
-
-def test_an_empty_prompt_begins_with_the_token_between_documents(checkpoint: Path) -> None:
-    assert generate(checkpoint, "") == generate(checkpoint, "")
-
-
-def test_text_ends_where_the_models_positions_end(checkpoint: Path) -> None:
-    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    room = 64 - len(tokenizer.encode("def self").ids)
-    all_, less = (generate(checkpoint, max_new_tokens=n) for n in (room, room - 1))
-    assert generate(checkpoint, max_new_tokens=500) == all_ != less
-    assert all_.startswith(less)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens=0, "),
-        ({"temperature": -1.0}, "temperature=-1.0, "),
-        ({"top_k": -1}, "top_k=-1; expected at least 1, at least 0 and at least 0"),
-        ({"prompt": "def " * 64}, "tokens; the model takes fewer than 64"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0; expected"),
+        ({"temperature": -1.0}, "temperature=-1.0; expected at least 0"),
+        ({"top_k": -1}, "top_k=-1; expected a whole number of at least 0"),
+        ({"prompt": "def " * 64}, "tokens; the model takes at least 1 and fewer than 64"),
     ],
 )
 def test_what_is_out_of_range_is_refused(
     checkpoint: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        generate(checkpoint, **changes)
+        text_of(checkpoint, **changes)
 
 
-def test_a_folder_that_is_no_checkpoint_is_refused_by_name(
+def test_a_folder_that_is_no_checkpoint_or_damaged_is_a_value_error_with_its_name(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    message = f"{tmp_path} holds no tokenizer.json; name a checkpoint-N folder"
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        generate(tmp_path)
-    with pytest.raises(ValueError, match=r"nowhere is not a folder; name a checkpoint-N folder$"):
-        load_model(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path))):
+        text_of(tmp_path)
     copy = tmp_path / "copy"
     shutil.copytree(checkpoint, copy)
     (copy / "model.safetensors").write_bytes(b"torn")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        generate(copy)
+    with pytest.raises(ValueError, match=r"copy cannot be loaded: .*model\.safetensors"):
+        text_of(copy)
 
 
-def test_temperature_0_and_a_top_k_of_1_take_the_most_probable_token() -> None:
-    logits = torch.tensor([0.0, 3.0, 2.9, -1.0])
-    generator = torch.Generator().manual_seed(0)
-    assert {pick(logits, 0, 0, generator) for _ in range(20)} == {1}
-    assert {pick(logits, 5.0, 1, generator) for _ in range(20)} == {1}
-
-
-@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (2.0, 0), (0.5, 2), (1.0, 9)])
-def test_tokens_are_drawn_with_the_probabilities_of_the_softmax(
-    temperature: float, top_k: int
+def test_a_file_of_prompts_becomes_a_file_of_answers_in_its_order(
+    checkpoint: Path, tmp_path: Path
 ) -> None:
-    logits = torch.tensor([0.5, 2.0, 1.0, -3.0])
-    expected = (logits.double() / temperature).softmax(0)
-    if top_k == 2:
-        expected = torch.tensor([0.0, expected[1], expected[2], 0.0])
-        expected /= expected.sum()
-    generator = torch.Generator().manual_seed(0)
-    drawn = [pick(logits, temperature, top_k, generator) for _ in range(4000)]
-    shares = torch.bincount(torch.tensor(drawn), minlength=4) / 4000
-    # Four standard deviations of a share of 4000 draws are at most 0.032.
-    torch.testing.assert_close(shares.double(), expected.double(), rtol=0, atol=0.032)
-    assert bool((shares[expected == 0] == 0).all())
+    prompts = [{"prompt": "def", "id": 7}, {"prompt": "é None"}, {"prompt": "x"}]
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n\n".join(json.dumps(prompt) for prompt in prompts) + "\n")
+    job = GenerateJob(
+        checkpoint=str(checkpoint),
+        prompts_file=str(source),
+        output=str(out),
+        batch_size=2,
+        model=CPU,
+        options=SHORT,
+    )
+    assert generate(job) is None
+    lines = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    expected = TextGenerator.open(checkpoint).generate([p["prompt"] for p in prompts], SHORT)
+    for line, prompt, completion in zip(lines, prompts, expected, strict=True):
+        assert line == {
+            **prompt,
+            "completion": completion.text,
+            "finish_reason": completion.finish_reason,
+            "num_tokens": len(completion.token_ids),
+        }
+
+
+def test_one_prompt_is_shown_with_its_text_as_it_comes(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = {"prompt": "def self"}
+    generate(GenerateJob(checkpoint=str(checkpoint), record=record, model=CPU, options=SHORT))
+    assert capsys.readouterr().out == text_of(checkpoint, max_new_tokens=6) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: not JSON"),
+        ("[1]", "line 2: list; expected a JSON object"),
+        ('{"text": "a"}', "line 2: expected an object with the text `prompt` or the list"),
+        ('{"prompt": 3}', "line 2: expected an object with the text `prompt` or the list"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "line 2: "),
+        (json.dumps({"prompt": "a " * 200}), "line 2 has "),
+    ],
+)
+def test_a_record_that_cannot_be_used_is_named_by_file_and_line(
+    checkpoint: Path, tmp_path: Path, line: str, message: str
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "a"}\n' + line + "\n")
+    job = GenerateJob(checkpoint=str(checkpoint), prompts_file=str(source), output="-", model=CPU)
+    with pytest.raises(ValueError, match=f"in.jsonl, {re.escape(message)}"):
+        generate(job)
+    assert read_prompts(GenerateJob(checkpoint="x", record={"prompt": "a"}))[0] == ["the prompt"]
+
+
+def test_a_batch_of_no_rows_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="batch_size=0; expected at least 1"):
+        generate(GenerateJob(checkpoint=str(checkpoint), record={"prompt": "a"}, batch_size=0))

@@ -68,7 +68,7 @@ class Config:
     @property
     def world_size(self) -> int:
         """Number of processes: pp * dp * ep."""
-        return self.parallel.pp * self.parallel.dp * self.parallel.ep
+        return self.parallel.world_size
 
     @property
     def all_sources(self) -> tuple[SourceConfig, ...]:

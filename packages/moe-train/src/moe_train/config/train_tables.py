@@ -42,6 +42,11 @@ class ParallelConfig(Table):
         on_resume="free",
     )
 
+    @property
+    def world_size(self) -> int:
+        """Number of processes: pp * dp * ep."""
+        return self.pp * self.dp * self.ep
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig(Table):

@@ -15,6 +15,7 @@ from moe_train.jobs import job
 from moe_train.rank import RankContext
 
 
+# gate: same-name - what moe_train.rank calls in each module that ranks run
 def run(argv: list[str], context: RankContext) -> None:
     """Train on this rank. Collective over all ranks.
 

@@ -87,10 +87,14 @@ class TextTokenizer:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array([*self._begin, *encoding.ids], dtype=np.int64) for encoding in encodings]
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """The ids that transformers' `tokenizer(text)` gives: special tokens are read and added."""
+    def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids that transformers' `tokenizer(text)` gives: special tokens are read and added.
+
+        Args:
+            add_special_tokens: False for a text of `render_chat`, which holds all of them.
+        """
         self._tokenizer.encode_special_tokens = False
-        return list(self._tokenizer.encode(text).ids)
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ids, by default without special tokens."""

@@ -1,0 +1,25 @@
+"""Files that cannot be read are named; so is the line of a record."""
+
+from pathlib import Path
+
+import pytest
+
+from moe_train.jobs.json_lines import read_records
+
+
+def test_line_numbers_count_empty_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a": 1}\r\n\r\n{"b": "\xe2\x80\xa8"}\n')
+    assert read_records(path) == [(1, {"a": 1}), (3, {"b": "\u2028"})]
+
+
+def test_a_file_without_records_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    with pytest.raises(FileNotFoundError, match=r"a\.jsonl does not exist"):
+        read_records(path)
+    path.write_text("\n")
+    with pytest.raises(ValueError, match=r"a\.jsonl holds no records"):
+        read_records(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"a\.jsonl cannot be read as UTF-8 text"):
+        read_records(path)
