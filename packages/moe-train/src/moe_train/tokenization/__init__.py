@@ -3,9 +3,10 @@
 May import: model, config, cache, errors; tokenizers, jinja2.
 """
 
+from moe_train.tokenization.agreement import describe_choice as describe_choice
+from moe_train.tokenization.agreement import model_ids as model_ids
 from moe_train.tokenization.chat import ChatTokens as ChatTokens
 from moe_train.tokenization.choose import choose_tokenizer as choose_tokenizer
-from moe_train.tokenization.choose import describe_choice as describe_choice
 from moe_train.tokenization.choose import load_tokenizer as load_tokenizer
 from moe_train.tokenization.choose import train_settings as train_settings
 from moe_train.tokenization.choose import train_tokenizer as train_tokenizer

@@ -9,15 +9,13 @@ chooses alike; what was decided on the way is said once, by `describe_choice`.
 from collections.abc import Iterable
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from moe_train.config import Config
 from moe_train.errors import MissingFileError, TrainValueError
 from moe_train.model import DecoderConfig
 from moe_train.tokenization.bpe import train_bpe
 from moe_train.tokenization.edits import agreed, edited
-from moe_train.tokenization.end_tokens import NamedIds, describe, end_tokens
-from moe_train.tokenization.folder import TOKENIZER, read_files
+from moe_train.tokenization.end_tokens import NamedIds, end_tokens
+from moe_train.tokenization.folder import read_files
 from moe_train.tokenization.text_tokenizer import (
     TextTokenizer,
     named_ids,
@@ -93,46 +91,6 @@ def vocabulary_rows(config: Config, model: DecoderConfig) -> int:
     return -(-rows // multiple) * multiple
 
 
-def describe_choice(config: Config, tokenizer: TextTokenizer) -> list[str]:
-    """What a person should know of the job's tokenizer, one line each; mostly nothing."""
-    lines = []
-    source = Path(config.model.source)
-    chosen = parse_tokenizer(tokenizer.files)
-    if config.model.init_from is not None and config.tokenizer.train:
-        lines.append(
-            f"tokenizer.train: a new BPE is used with the embeddings of {source}, whose rows lose "
-            "their meaning"
-        )
-    elif config.model.init_from is not None and config.tokenizer.file is not None:
-        count = _num_different(chosen, source)
-        if count:
-            lines.append(
-                f"tokenizer.file={config.tokenizer.file} differs from the tokenizer of {source} in "
-                f"{count} ids, whose embeddings lose their meaning"
-            )
-    named = named_ids({}, source).config
-    if named and not set(named) <= set(tokenizer.eos_token_ids):
-        used = describe(chosen, tokenizer.eos_token_ids)
-        lines.append(
-            f"end tokens: config.json names eos_token_id={', '.join(map(str, named))}, the "
-            f"tokenizer {used}; texts end with {used}, and checkpoints say so in config.json and "
-            "generation_config.json"
-        )
-    return [*lines, *_describe_rows(config, tokenizer)]
-
-
-def _describe_rows(config: Config, tokenizer: TextTokenizer) -> list[str]:
-    model = DecoderConfig.from_file(Path(config.model.source))
-    rows = vocabulary_rows(config, model)
-    if rows == model.vocab_size:
-        return []
-    begins = "the mean of the others" if config.model.init_from is not None else "random weights"
-    return [
-        f"vocabulary: {rows} rows instead of {model.vocab_size} for {tokenizer.vocab_size} tokens; "
-        f"new rows of the embedding and the head begin as {begins}"
-    ]
-
-
 def _of_source(folder: Path) -> dict[str, bytes]:
     """The tokenizer's files in the folder of `model.init_from`."""
     try:
@@ -142,14 +100,3 @@ def _of_source(folder: Path) -> dict[str, bytes]:
             f"model.init_from={folder} has no tokenizer to go on with: {error}; or set "
             "tokenizer.train=true for a new BPE, with which its embedding rows lose their meaning"
         ) from error
-
-
-def _num_different(chosen: Tokenizer, source: Path) -> int:
-    """Ids that are not the same token in the tokenizer of the folder `source`."""
-    if not (source / TOKENIZER).is_file():
-        return 0
-    tables = [
-        {token_id: token for token, token_id in tokenizer.get_vocab().items()}
-        for tokenizer in (chosen, parse_tokenizer(read_files(source)))
-    ]
-    return sum(tables[0].get(each) != tables[1].get(each) for each in {*tables[0], *tables[1]})

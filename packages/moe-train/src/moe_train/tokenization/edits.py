@@ -38,7 +38,6 @@ def edited(files: Mapping[str, bytes], config: Config, ids: NamedIds) -> TextTok
         ValueError: the tokenizer cannot be read, or end tokens contradict each other.
     """
     table = config.tokenizer
-    pretrained = config.model.init_from is not None and not table.train
     tokenizer = parse_tokenizer(files)
     before = repr(tokenizer.get_added_tokens_decoder())
     _add_tokens(tokenizer, config)
@@ -47,9 +46,18 @@ def edited(files: Mapping[str, bytes], config: Config, ids: NamedIds) -> TextTok
     if table.chat_template is not None:
         files = _with_template(files, Path(table.chat_template))
     ends = end_tokens(
-        tokenizer, named_tokens(files), ids, pretrained=pretrained, decided=table.eos_token
+        tokenizer,
+        named_tokens(files),
+        ids,
+        pretrained=keeps_vocabulary(config),
+        decided=table.eos_token,
     )
     return agreed(files, tokenizer, ends)
+
+
+def keeps_vocabulary(config: Config) -> bool:
+    """Whether the model was trained with the special tokens that its files name."""
+    return config.model.init_from is not None and not config.tokenizer.train
 
 
 def agreed(files: Mapping[str, bytes], tokenizer: Tokenizer, ends: EndTokens) -> TextTokenizer:

@@ -96,13 +96,14 @@ def end_tokens(
         special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         kept = tuple(i for i in ids.all if i in special)
         every = (*(() if own is None else (own,)), *(kept if own is None or own in kept else ()))
-    every = tuple(dict.fromkeys(every)) or _usual_end(tokenizer)
+    first = (every or _usual_end(tokenizer))[0]
+    ordered = (first, *sorted({*every} - {first}))
     pad = named.get("pad_token")
     pad_id = None if pad is None else tokenizer.token_to_id(pad)
     return EndTokens(
-        document_end_id=every[0],
-        eos_token_ids=every,
-        pad_token_id=every[0] if pad_id is None else pad_id,
+        document_end_id=first,
+        eos_token_ids=ordered,
+        pad_token_id=first if pad_id is None else pad_id,
     )
 
 
