@@ -13,14 +13,14 @@ from moe_train.checkpoint.training_state import (
     has_part,
     newest_checkpoint,
 )
-from moe_train.config import Config
+from moe_train.config import OWN_TOML, Config, dump_toml
 from moe_train.data import Batch
 from moe_train.layout import is_expert
 from moe_train.parallel import start
 from moe_train.training.build import build_runner, read_model_config
 from moe_train.training.step import StepRunner
 from ranktest import collect_ranks, run_ranks
-from unified_ckpt import CheckpointError, Shard, save
+from unified_ckpt import CheckpointError, Shard, read_index, save
 
 Configure = Callable[..., Config]
 Batches = Callable[..., list[Batch]]
@@ -279,3 +279,63 @@ def test_the_newest_checkpoints_are_kept(configure: Configure, tmp_path: Path) -
     names = {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
     assert names == {"checkpoint-10", "checkpoint-11"}
     assert read_state(tmp_path / "run/checkpoint-11") == state(11)
+
+
+@pytest.mark.parametrize("low", [(), LOW])
+def test_another_set_of_trained_parameters_goes_on_with_the_moments_that_there_are(
+    configure: Configure, random_batches: Batches, tmp_path: Path, low: tuple[str, ...]
+) -> None:
+    first = configure(*low, 'train.trainable=["*.layers.1.*"]')
+
+    def run(config: Config, source: Path | None, steps: range) -> dict[str, Tensor]:
+        """Train `steps`, after a resume, and save."""
+        files = {OWN_TOML: dump_toml(config).encode()}
+        model = read_model_config(config)
+        runner, checkpointer = build_runner(config, model, start(config), files)
+        if source is not None:
+            assert checkpointer.load(source).step == steps.start
+        before = tensors_of(runner)
+        at = runner.parallel
+        for step in steps:
+            runner.train(random_batches(config, step, at.data_rank, at.num_data_ranks), lr=0.01)
+        checkpointer.save(state(steps.stop))
+        counts = {
+            f"updates {name}": runner.optimizer._torch.state[tensor]["step"].clone()
+            for name, tensor in runner.optimizer._updated.items()
+        }
+        return {**tensors_of(runner), **counts, **{f"before {n}": t for n, t in before.items()}}
+
+    folder = tmp_path / "run"
+    (held,) = run_ranks(lambda *_: run(first, None, range(2)), 1)
+    stored = read_index(folder / "checkpoint-2", "model").keys()
+    assert any(".layers.0." in key for key in stored), "frozen weights are not saved"
+    moments = read_index(folder / "checkpoint-2", "optimizer").keys()
+    assert moments and all(".layers.1." in key for key in moments)
+
+    layout = ("parallel.pp=2", "parallel.ep=2")
+    second = configure(*low, *layout, 'train.trainable=["*.layers.1.*", "*.layers.0.mlp.*"]')
+    source = folder / "checkpoint-2"
+    ranks = run_ranks(lambda *_: run(second, source, range(2, 3)), 4)
+    for rank in ranks:
+        for name, tensor in rank.items():  # type: ignore[attr-defined]
+            kind, _, rest = name.partition("before exp_avg")
+            if not kind and "layers.0" in rest:
+                assert not tensor.any(), "moments of what was frozen do not start at zero"
+            elif not kind and not is_expert(rest):
+                assert torch.equal(tensor, held[name.removeprefix("before ")])  # type: ignore[index]
+            if name.startswith("updates"):
+                assert int(tensor) == (1 if "layers.0" in name else 3), name
+
+    again = configure(*low, 'train.trainable=["*.layers.0.mlp.gate.weight", "lm_head.weight"]')
+    source = folder / "checkpoint-3"
+    (last,) = run_ranks(lambda *_: run(again, source, range(3, 4)), 1)
+    counts = {name: int(t) for name, t in last.items() if name.startswith("updates")}  # type: ignore[attr-defined]
+    assert counts == {"updates model.layers.0.mlp.gate.weight": 2, "updates lm_head.weight": 1}
+
+
+def test_moments_that_a_job_without_frozen_parameters_lacks_are_an_error(
+    configure: Configure, random_batches: Batches, tmp_path: Path
+) -> None:
+    saved(configure('train.trainable=["lm_head.weight"]'), random_batches)
+    with pytest.raises(AssertionError, match="exp_avg"):
+        loaded(configure(), lambda c: c.load(tmp_path / "run" / "checkpoint-2"))

@@ -83,7 +83,12 @@ def test_unknown_keys_survive_a_round_trip() -> None:
         ({"rope_scaling": {"type": "yarn", "beta_fast": 0, **ORIGINAL}}, "beta_fast=0; expected"),
         ({"model_type": "deepseek_v2", "rope_interleave": False}, "rope_interleave=False"),
         ({"model_type": "deepseek_v3", **MLA}, "missing q_lora_rank; add it, null for"),
-        ({"attention_dropout": 0.1}, "attention_dropout"),
+        ({"attention_dropout": 1.0}, "attention_dropout=1.0; expected 0 up to 1"),
+        (
+            {"model_type": "ernie4_5_moe", "moe_k": 2, "attention_dropout": 0.1},
+            "dropout=0.1; expected 0: this family",
+        ),
+        ({"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 .* no such noise"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"rope_scaling": {"type": "proportional"}}, "proportional.*one of default, linear"),
         ({"rope_scaling": {"type": "linear"}}, "missing factor"),

@@ -11,9 +11,11 @@ from moe_train.model.layers import (
     AttentionContext,
     AttentionOptions,
     attention_contexts,
-    sink_attention,
+    explicit_attention,
+    weight_dropout,
 )
 from moe_train.model.rotary import RotaryOptions
+from moe_train.model.token_numbers import TokenNoise
 
 OPTIONS = AttentionOptions(num_heads=4, num_kv_heads=2, head_dim=8, qk_norm="head")
 ROTARY = RotaryOptions(dim=8, theta=1e4)
@@ -90,7 +92,7 @@ def test_sinks_take_a_part_of_every_softmax() -> None:
     q, k, v = (torch.randn(2, heads, 5, 8, dtype=torch.float64) for heads in (4, 2, 2))
     sinks = torch.randn(4, dtype=torch.float64)
     for mask in (None, read_documents(torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]])).mask(2)):
-        out = sink_attention(q, k, v, sinks, mask)
+        out = explicit_attention(q, k, v, mask, sinks_H=sinks)
         for b in range(2):
             for head in range(4):
                 for i in range(5):
@@ -127,3 +129,35 @@ def test_heads_that_do_not_divide_and_unknown_norms_are_refused() -> None:
         replace(OPTIONS, num_kv_heads=3)
     with pytest.raises(ValueError, match="qk_norm='layer'"):
         replace(OPTIONS, qk_norm="layer")
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_dropout_drops_its_share_of_attention_weights_and_keeps_their_mean(has_sinks: bool) -> None:
+    attention = make_attention(has_sinks=has_sinks, dropout=0.3)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    x = torch.randn(1, 9, 32, dtype=torch.float64)
+    exact = attention.eval()(x, context_of(positions), None)
+    attention.train()
+
+    def dropped(step: int) -> torch.Tensor:
+        ids = torch.arange(9)[None] + 9 * step
+        return attention(x, replace(context_of(positions), noise=TokenNoise(0, ids)), None)
+
+    outs = torch.stack([dropped(step) for step in range(800)])
+    assert torch.equal(outs[0], dropped(0)) and not torch.equal(outs[0], outs[1])
+    error = (outs.mean(0) - exact) / (outs.std(0) / 800**0.5)
+    assert error.abs().max() < 5, "the mean over many draws is not the value without dropout"
+    with pytest.raises(ValueError, match="give the context noise"):
+        attention(x, context_of(positions), None)
+
+
+def test_the_share_that_is_dropped_is_that_of_the_option() -> None:
+    noise = TokenNoise(0, torch.arange(50)[None])
+    context = replace(context_of(torch.arange(50)[None]), noise=noise)
+    drop = weight_dropout(0.3, 7, context)
+    assert drop is not None and weight_dropout(0.0, 7, context) is None
+    weights = drop(torch.ones(1, 2, 3, 50, 50))
+    assert weights.unique().tolist() == pytest.approx([0.0, 1 / 0.7])
+    assert abs(float((weights == 0).float().mean()) - 0.3) < 5 * (0.21 / weights.numel()) ** 0.5
+    heads = weights.flatten(0, 2)
+    assert not any(torch.equal(heads[0], head) for head in heads[1:]), "heads drop alike"

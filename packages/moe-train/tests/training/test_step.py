@@ -225,6 +225,78 @@ def test_frozen_parameters_stay_bit_equal_and_the_rest_trains_as_by_plain_torch(
     assert any(kept > 0 for kept, _ in counts)  # type: ignore[misc]
 
 
+RANDOM = {
+    "grouped": {"attention_dropout": 0.3},
+    "latent": {
+        "model_type": "deepseek_v2",
+        "attention_dropout": 0.3,
+        "q_lora_rank": None,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "norm_topk_prob": False,
+    },
+    "jitter": {"model_type": "mixtral", "router_jitter_noise": 0.2, "num_local_experts": 6},
+}
+
+
+@pytest.mark.parametrize("kind", RANDOM)
+def test_dropout_and_jitter_are_the_same_in_every_layout_and_in_recompute(
+    configure: Configure, random_batches: Batches, kind: str
+) -> None:
+    def losses(*overrides: str, **changes: Any) -> list[list[float]]:
+        config = configure(*overrides, **{**RANDOM[kind], **changes})
+
+        def run(*_: int) -> object:
+            runner = runner_of(config)
+            at = runner.parallel
+            found = []
+            for step in (1, 2):
+                batches = random_batches(config, 0, at.data_rank, at.num_data_ranks)
+                runner.stage.begin_step(step)
+                found.append(runner.train(batches, lr=1e-9).loss)
+            return [*found, runner.evaluate(batches)[0]]
+
+        return run_ranks(run, config.world_size, timeout_s=120)  # type: ignore[return-value]
+
+    (one,) = losses()
+    assert abs(one[0] - one[1]) > 1e-4, "the steps draw the same numbers"
+    for overrides in (("train.recompute=layers",), LAYOUTS["pp2 ep3"], ("parallel.dp=2",)):
+        for rank in losses(*overrides):
+            assert rank == pytest.approx(one, rel=1e-6), overrides
+    assert losses("train.gradient_accumulation_steps=1")[0] == pytest.approx(one, rel=1e-6)
+    (without,) = losses(attention_dropout=0.0, router_jitter_noise=0.0)
+    assert without[2] == pytest.approx(one[2], rel=1e-6), "evaluation is not without noise"
+    assert abs(without[0] - one[0]) > 1e-4
+
+
+def test_a_step_without_a_token_to_predict_changes_nothing(
+    configure: Configure, random_batches: Batches
+) -> None:
+    config = configure("parallel.pp=2", "parallel.dp=2", "moe.aux_loss_coef=0.1")
+
+    def run(*_: int) -> object:
+        runner = runner_of(config)
+        before, at = state_of(runner), runner.parallel
+        batches = [
+            Batch(
+                input_ids=b.input_ids,
+                labels=torch.full_like(b.labels, -100),
+                position_ids=torch.full_like(b.position_ids, -1),
+            )
+            for b in random_batches(config, 0, at.data_rank, at.num_data_ranks)
+        ]
+        result = runner.train(batches, lr=LR)
+        after = state_of(runner)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        return result.loss, result.num_tokens, result.applied, sum(map(sum, result.load_LE))
+
+    assert run_ranks(run, 4) == [(0.0, 0, False, 0)] * 4
+
+
 def test_figures_are_equal_on_every_rank_and_count_tokens_and_routed_rows(
     configure: Configure, random_batches: Batches
 ) -> None:
@@ -308,31 +380,6 @@ def test_a_loss_that_is_not_a_number_stops_every_rank_before_the_update(
         "optimizer.warmup_steps, or resume an earlier checkpoint"
     )
     assert others == [(kind, message, True)] * 3
-
-
-def test_a_step_without_any_label_decays_the_weights_and_is_no_division_by_zero(
-    configure: Configure, random_batches: Batches
-) -> None:
-    config = configure("parallel.dp=2")
-
-    def run(rank: int, _: int) -> object:
-        runner = runner_of(config)
-        empty = [
-            Batch(
-                input_ids=batch.input_ids,
-                labels=torch.full_like(batch.labels, -100),
-                position_ids=batch.position_ids,
-            )
-            for batch in random_batches(config, 0, rank, 2)
-        ]
-        before = state_of(runner)
-        result = runner.train(empty, lr=0.5)
-        for name, parameter in runner.stage.named_parameters():
-            factor = 1 - 0.5 * config.optimizer.weight_decay if decays(name, parameter.shape) else 1
-            torch.testing.assert_close(parameter.detach(), before[name] * factor)
-        return result.loss, result.grad_norm, result.num_tokens
-
-    assert run_ranks(run, 2) == [(0.0, 0.0, 0)] * 2
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

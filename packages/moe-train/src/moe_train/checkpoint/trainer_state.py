@@ -106,6 +106,14 @@ def _own_schedule(source: Path) -> LrSchedule | None:
     return LrSchedule.of(own.optimizer, own.train.max_steps)
 
 
+def froze_parameters(source: Path) -> bool:
+    """Whether the checkpoint's own job trained a part of its parameters; if it can be read."""
+    try:
+        return bool(load_config(source / OWN_TOML).train.trainable)
+    except MoeTrainError:
+        return False
+
+
 def _schedule(values: Any) -> LrSchedule | None:
     return None if values is None else LrSchedule.from_json(values)
 

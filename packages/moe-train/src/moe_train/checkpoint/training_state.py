@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_train.checkpoint.samples import SAMPLES_FILE, read_ledger
-from moe_train.checkpoint.trainer_state import TrainerState, read_state
+from moe_train.checkpoint.trainer_state import TrainerState, froze_parameters, read_state
 from moe_train.config import STATE_FILE
 from moe_train.errors import MoeTrainError, TrainValueError
 from moe_train.layout import (
@@ -35,6 +35,7 @@ from unified_ckpt import (
     CheckpointError,
     CheckpointManager,
     ManagerOptions,
+    Shard,
     load,
     load_files,
     random_state_files,
@@ -52,6 +53,8 @@ _UNREADABLE = (
     "{} cannot be gone on from: {}; if a file is damaged, restore it or --resume an older "
     "checkpoint; if the model differs, use the checkpoint's own"
 )
+
+_FIRST_UPDATE = "/first_update"  # of parameters that are trained only since a resume
 
 logger = logging.getLogger(__name__)
 
@@ -111,8 +114,10 @@ class Checkpointer:
         """
         parts = {
             "model": self._stored(self.parameters).shards,
-            "optimizer": [shard for moment in self._moments() for shard in moment.shards],
+            "optimizer": _counts(self.optimizer.late),
         }
+        for moment, tensors in self.optimizer.moments().items():
+            parts["optimizer"] += self._stored(tensors, f"/{moment}").shards
         if self.optimizer.master:
             parts["master_weights"] = self._stored(self.optimizer.master).shards
         target = self.manager.path(state.step)
@@ -178,9 +183,9 @@ class Checkpointer:
 
     def _load(self, source: Path) -> TrainerState:
         self._load_weights(source)
-        read_part(source, "optimizer", self._moments(), cast=True)
         state = replace(read_state(source), ledger=read_ledger(source))
-        self.optimizer.set_step(state.step - state.skipped_steps)
+        updates = state.step - state.skipped_steps
+        self.optimizer.set_step(updates, self._load_moments(source, updates))
         if not restore_random_state(source, self.rank):
             _restore_former_random_state(source, self.rank)
         return state
@@ -206,22 +211,49 @@ class Checkpointer:
             self.parameters[name].copy_(master)
 
     def _load_weights(self, source: Path) -> None:
-        """Fill the parameters, and what is updated in fp32 with the most exact copy there is."""
+        """Fill the parameters, and what is in fp32 with the most exact copy there is."""
         read_part(source, "model", [self._stored(self.parameters)], cast=True)
-        updated = self.optimizer.updated()
-        exact = "master_weights" if has_part(source, "master_weights") else "model"
-        is_exact = exact == "model" and not self.optimizer.master
-        if not is_exact and all(tensor.dtype == torch.float32 for tensor in updated.values()):
-            read_part(source, exact, [self._stored(updated)], cast=True)
+        masters = self.optimizer.master
+        fp32 = {n: t for n, t in self.parameters.items() if t.dtype == torch.float32}
+        exact = self._held(masters or fp32, source, "master_weights")
+        if exact:
+            read_part(source, "master_weights", [self._stored(exact)], cast=True)
+        others = {name: tensor for name, tensor in masters.items() if name not in exact}
+        if others:
+            read_part(source, "model", [self._stored(others)], cast=True)
+
+    def _load_moments(self, source: Path, updates: int) -> dict[str, int]:
+        """Fill the moments; those of parameters that were frozen before start at zero.
+
+        Returns:
+            Name -> updates that the run had made before the parameter's first one, where not 0.
+        """
+        late: dict[str, int] = {}
+        may_lack = froze_parameters(source)
+        for moment, tensors in self.optimizer.moments().items():
+            held = dict(tensors)
+            if may_lack:
+                held = self._held(tensors, source, "optimizer", f"/{moment}")
+            if held:
+                read_part(source, "optimizer", [self._stored(held, f"/{moment}")], cast=True)
+            late |= dict.fromkeys(tensors.keys() - held.keys(), updates)
+        keys = read_index(source, "optimizer").keys() if has_part(source, "optimizer") else ()
+        counts = _counts({n: 0 for n in self.optimizer.updated() if n + _FIRST_UPDATE in keys})
+        if counts:
+            load(counts, checkpoint_id=source, part="optimizer")
+        stored = {each.key.removesuffix(_FIRST_UPDATE): int(each.tensor) for each in counts}
+        return stored | late
+
+    def _held(
+        self, tensors: Mapping[str, Tensor], source: Path, part: str, suffix: str = ""
+    ) -> dict[str, Tensor]:
+        """Those of the tensors that the checkpoint has in this part."""
+        keys = read_index(source, part).keys() if has_part(source, part) else ()
+        views = {name: self.layouts[name].form.views for name in tensors}
+        return {n: t for n, t in tensors.items() if any(v.key + suffix in keys for v in views[n])}
 
     def _stored(self, tensors: Mapping[str, Tensor], suffix: str = "") -> StoredTensors:
         return stored_tensors(self.layouts, tensors, self.rank, suffix)
-
-    def _moments(self) -> list[StoredTensors]:
-        return [
-            self._stored(tensors, f"/{moment}")
-            for moment, tensors in self.optimizer.moments().items()
-        ]
 
 
 def read_part(
@@ -239,6 +271,14 @@ def read_part(
     load(shards, checkpoint_id=source, part=part, cast=cast)
     for tensors in stored:
         tensors.write_back()
+
+
+def _counts(counts: Mapping[str, int]) -> list[Shard]:
+    """One integer for each parameter, whoever holds it."""
+    return [
+        Shard.of(name + _FIRST_UPDATE, torch.tensor([count]), global_shape=(1,), offset=(0,))
+        for name, count in counts.items()
+    ]
 
 
 def find_checkpoint(folder: Path, resume: str) -> Path | None:

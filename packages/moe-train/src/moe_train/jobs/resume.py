@@ -20,7 +20,7 @@ from moe_train.config import OWN_TOML, Config, KeyChange, load_config
 from moe_train.data import PreparedCorpus
 from moe_train.errors import MoeTrainError, TrainValueError
 from moe_train.jobs.model_changes import model_changes
-from moe_train.layout import read_decoder
+from moe_train.layout import read_decoder, trainable_names
 from moe_train.model import DecoderConfig
 from moe_train.optim import LrSchedule
 from moe_train.tokenization import TextTokenizer, load_tokenizer
@@ -51,6 +51,7 @@ def describe_resume(
     lines += _rate_notes(config, state)
     if own is not None:
         lines += _dtype_notes(own, config, source)
+        lines += _trainable_notes(own, config, model)
     return [lines[0], *(f"  {line}" for line in lines[1:])], changes
 
 
@@ -158,6 +159,13 @@ def _dtype_notes(own: Config, config: Config, source: Path) -> list[str]:
     if old != new:
         lines.append(f"optimizer moments: converted from {old} to {new}")
     return lines
+
+
+def _trainable_notes(own: Config, config: Config, model: DecoderConfig) -> list[str]:
+    had, has = (trainable_names(job.train.trainable, model) for job in (own, config))
+    new = sorted(has - had)
+    said = "optimizer moments: start at zero for what was frozen before"
+    return [f"{said}: {', '.join(new[:3])} ({len(new)} in all)"] if new else []
 
 
 def _vocabulary(tokenizer: TextTokenizer) -> str:

@@ -2,7 +2,7 @@
 
 A parameter is known by its name in the decoder and by the keys under which it is stored, so that
 `*.mlp.experts.*` and `*.block_sparse_moe.experts.*.w1.weight` both find Mixtral's experts. The
-choice is made over the whole decoder, so that every rank makes the same whatever part it holds.
+choice is made over the whole decoder, so every rank makes the same.
 
     names = trainable_names(("lm_head.weight", "*.layers.3.*", "!*.mlp.gate.weight"), config)
 

@@ -2,7 +2,7 @@
 
 Keys that this decoder does not use are carried through unchanged, so that a checkpoint made from a
 transformers configuration has the same `config.json`. What the decoder cannot do (other
-activations, dropout, quantised weights) is refused when the file is read, never ignored.
+activations, quantised weights) is refused when the file is read, never ignored.
 
     config = DecoderConfig.from_file(Path("config.json"))       # of any family in model.families
     config.attention, config.rotary, config.moe, config.windows
@@ -25,18 +25,21 @@ from moe_train.model.rotary import RotaryOptions
 
 # What the value has to be where the file has the key, and why nothing else is built.
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "attention_dropout": ((0, 0.0, None), "there is no dropout"),
     "hidden_act": (("silu", None), "the MLPs are SwiGLU"),
     "mlp_bias": ((False, None), "the MLPs have no biases"),
     "use_bias": ((False, None), "the MLPs have no biases"),
     "moe_layer_freq": ((1, None), "experts are in every layer behind the dense ones"),
-    "router_jitter_noise": ((0, 0.0, None), "the router's input has no noise"),
+    "router_jitter_noise": ((0, 0.0, None), "this family has no such noise in transformers"),
     "rope_interleave": ((True, None), "this family turns neighbouring dims in transformers"),
     "clip_qkv": ((None,), "this family does not clip in transformers"),
     "quantization_config": ((None,), "weights are not stored quantised; dequantise them first"),
 }
 # Of the above, what a family can do after all.
-_SUPPORTED = {("deepseek_v3", "rope_interleave"), ("olmoe", "clip_qkv")}
+_SUPPORTED = {
+    ("deepseek_v3", "rope_interleave"),
+    ("olmoe", "clip_qkv"),
+    ("mixtral", "router_jitter_noise"),
+}
 _MOE_NUMBERS = (
     "initializer_range",
     "moe_norm_min",
@@ -194,6 +197,11 @@ class DecoderConfig:
         return range(first, first + self.num_nextn_predict_layers)
 
     @property
+    def is_random(self) -> bool:
+        """Whether training draws random numbers: dropout, or jitter of the routers' input."""
+        return self.attention.dropout > 0 or self.moe.router.moe_input_jitter_eps > 0
+
+    @property
     def num_experts(self) -> int:
         """Experts of a layer."""
         return self.moe.num_experts
@@ -233,6 +241,7 @@ def _grouped_attention(read: ConfigReader, rules: FamilyRules) -> AttentionOptio
         clip_qkv=None if clip is None else read.number("clip_qkv", default=clip, positive=True),
         has_sinks=rules.has_sinks,
         rope_interleaved=rules.is_rope_interleaved,
+        dropout=_dropout(read, rules),
     )
 
 
@@ -252,7 +261,16 @@ def _latent_attention(read: ConfigReader, rules: FamilyRules) -> MLAOptions:
         attention_bias=rules.qkv_bias(read),
         rope_interleave=read.flag("rope_interleave", default=rules.is_rope_interleaved),
         rms_norm_eps=_LATENT_NORM_EPS,
+        dropout=_dropout(read, rules),
     )
+
+
+def _dropout(read: ConfigReader, rules: FamilyRules) -> float:
+    p = read.number("attention_dropout", default=0.0)
+    if not 0.0 <= p < 1.0 or (p and not rules.has_dropout):
+        expected = "0 up to 1" if rules.has_dropout else "0: this family has none in transformers"
+        raise TrainValueError(f"config.json: attention_dropout={p}; expected {expected}")
+    return p
 
 
 def _norm_eps(read: ConfigReader, rules: FamilyRules) -> float:

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from moe_pipeline import MoEConfig, MoEGroups, MoELayer
 from moe_pipeline.layer import MoEOutput
+from moe_pipeline.ops import counter_key
 from moe_train.model.config import DecoderConfig
 from moe_train.model.kv_cache import KeyValueCache
 from moe_train.model.layers import Attention, AttentionContext, DenseMLP
 from moe_train.model.mla import LatentAttention, MLAOptions
 from moe_train.model.norm import RMSNorm
+from moe_train.model.token_numbers import ROUTER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,7 @@ class LayerOptions:
         capacity_factor, drop_policy: how many tokens an expert takes (None: all), and which.
         bias_update_rate: how far an expert bias moves in a step, where the family has one.
         experts_implementation: of `moe_pipeline.ExpertsOptions`.
+        seed: of dropout and of the router's jitter.
         device, dtype: of the parameters.
     """
 
@@ -46,6 +49,7 @@ class LayerOptions:
     drop_policy: str = "probs"
     bias_update_rate: float = 0.001
     experts_implementation: str = "auto"
+    seed: int = 0
     device: torch.device | None = None
     dtype: torch.dtype = torch.float32
 
@@ -68,7 +72,8 @@ class DecoderLayer(nn.Module):
         if config.is_sparse(layer):
             groups = MoEGroups(ep=options.ep_group, tokens=options.token_group)
             moe = moe_config(config, options)
-            self.mlp = MoELayer(moe, groups=groups, device=device, dtype=dtype)
+            noise_key = counter_key(options.seed, layer, ROUTER)
+            self.mlp = MoELayer(moe, groups=groups, device=device, dtype=dtype, noise_key=noise_key)
         else:
             self.mlp = DenseMLP(size, config.intermediate_size, device, dtype)
         self.input_layernorm = RMSNorm(size, eps, device, dtype)
@@ -82,7 +87,11 @@ class DecoderLayer(nn.Module):
         normed_BSd = self.post_attention_layernorm(x_BSd)
         if isinstance(self.mlp, DenseMLP):
             return x_BSd + self.mlp(normed_BSd), None
-        routed = self.mlp(normed_BSd, token_idx_N=context.token_idx_N)
+        routed = self.mlp(
+            normed_BSd,
+            token_idx_N=context.token_idx_N,
+            token_ids_T=context.noise.token_ids_BS.flatten() if context.noise else None,
+        )
         return x_BSd + routed.hidden, routed
 
 

@@ -195,6 +195,7 @@ class FamilyRules:
         partial_rotary_factor: rotated share of a head where the file does not say.
         is_rope_interleaved, is_rope_fp32: see `model.layers` and `model.rotary`.
         has_sinks: attention sinks.
+        has_dropout: `attention_dropout` drops attention weights in training.
         is_latent: DeepSeek's latent attention instead of grouped queries.
         has_mtp: `num_nextn_predict_layers` more layers predict tokens further ahead.
         head_dim, rms_norm_eps, tie_word_embeddings: where the file does not say; a `head_dim` of 0
@@ -213,6 +214,7 @@ class FamilyRules:
     is_rope_interleaved: bool = False
     is_rope_fp32: bool = False
     has_sinks: bool = False
+    has_dropout: bool = True
     is_latent: bool = False
     has_mtp: bool = False
     head_dim: int = 0
@@ -287,6 +289,7 @@ RULES: Mapping[str, FamilyRules] = {
         rope={"rope_theta": 500000.0},
         is_rope_interleaved=True,
         is_rope_fp32=True,
+        has_dropout=False,
         tie_word_embeddings=True,
     ),
     "gpt_oss": FamilyRules(

@@ -16,18 +16,20 @@ Shape legend: B sequences, S positions, P positions with those in the cache, H q
 K key/value heads, G = H / K, D head dim, d hidden size.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_pipeline.ops import counter_key, dropout
 from moe_train.errors import TrainValueError
 from moe_train.model.documents import read_documents, token_places
 from moe_train.model.kv_cache import KeyValueCache
 from moe_train.model.norm import RMSNorm
 from moe_train.model.rotary import RotaryOptions, rotary_tables, rotate
+from moe_train.model.token_numbers import ATTENTION, TokenNoise
 
 QK_NORMS = ("none", "head", "projection")
 
@@ -46,6 +48,7 @@ class AttentionOptions:
         has_sinks: each head has a learnt logit that takes part in the softmax and attends to
             nothing (GPT-OSS).
         rope_interleaved: a rotated pair is (2i, 2i + 1).
+        dropout: share of the attention weights that training drops.
 
     Raises:
         ValueError: heads do not divide, or an unknown norm.
@@ -61,6 +64,7 @@ class AttentionOptions:
     clip_qkv: float | None = None
     has_sinks: bool = False
     rope_interleaved: bool = False
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -79,12 +83,14 @@ class AttentionContext:
     `cos_BSD`, `sin_BSD`: rotary tables, as wide as the rotated dims. `mask_B1SS`: boolean, True
     where attention is allowed (with a cache [B, 1, S, P]), or None for plain causal attention.
     `token_idx_N`: int64, the places in B * S that are no padding; None where there is none.
+    `noise`: where training draws random numbers, their seed and the tokens' numbers in the run.
     """
 
     cos_BSD: Tensor
     sin_BSD: Tensor
     mask_B1SS: Tensor | None
     token_idx_N: Tensor | None = None
+    noise: TokenNoise | None = None
 
 
 def attention_contexts(
@@ -94,6 +100,7 @@ def attention_contexts(
     *,
     windows: Collection[int | None],
     cache: KeyValueCache | None = None,
+    noise: TokenNoise | None = None,
 ) -> dict[int | None, AttentionContext]:
     """The context of the layers with each of these windows.
 
@@ -102,6 +109,7 @@ def attention_contexts(
         dtype: of the activations.
         windows: a token attends to itself and `window - 1` tokens before it; None: to all.
         cache: of the tokens so far, which is told these positions.
+        noise: of training that draws random numbers.
     """
     tables = rotary_tables(position_ids_BS, rotary, dtype)
     if cache is not None:
@@ -114,7 +122,7 @@ def attention_contexts(
         documents = read_documents(position_ids_BS)
         tokens = documents.token_idx_N
         masks = {window: documents.mask(window) for window in windows}
-    return {w: AttentionContext(*tables, masks[w], tokens) for w in windows}
+    return {w: AttentionContext(*tables, masks[w], tokens, noise) for w in windows}
 
 
 class Attention(nn.Module):
@@ -167,8 +175,16 @@ class Attention(nn.Module):
         k_BKSD = rotate(k_BKSD, context.cos_BSD, context.sin_BSD, interleaved=interleaved)
         if cache is not None:
             k_BKSD, v_BKSD = cache.extend(self.layer, k_BKSD, v_BKSD)
-        if self.options.has_sinks:
-            out_BHSD = sink_attention(q_BHSD, k_BKSD, v_BKSD, self.sinks, context.mask_B1SS)
+        drop = weight_dropout(self.options.dropout * self.training, self.layer, context)
+        if self.options.has_sinks or drop is not None:
+            out_BHSD = explicit_attention(
+                q_BHSD,
+                k_BKSD,
+                v_BKSD,
+                context.mask_B1SS,
+                sinks_H=self.sinks if self.options.has_sinks else None,
+                drop=drop,
+            )
         else:
             out_BHSD = F.scaled_dot_product_attention(
                 q_BHSD,
@@ -195,30 +211,65 @@ class Attention(nn.Module):
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
-def sink_attention(
-    q_BHSD: Tensor, k_BKPD: Tensor, v_BKPD: Tensor, sinks_H: Tensor, mask_B1SP: Tensor | None
+def explicit_attention(
+    q_BHSD: Tensor,
+    k_BKPD: Tensor,
+    v_BKPV: Tensor,
+    mask_B1SP: Tensor | None,
+    *,
+    scale: float | None = None,
+    sinks_H: Tensor | None = None,
+    drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Attention whose softmax has one more logit per head, which attends to nothing.
+    """Attention with the scores held in memory, in fp32 or wider: for what no kernel of torch does.
 
-    The weights of a query therefore add up to less than 1 (arXiv 2309.17453; GPT-OSS). The scores
-    are held in memory, in fp32 or wider: no kernel of torch takes sinks.
+    Args:
+        mask_B1SP: where attention is allowed; None: causal.
+        scale: of the scores; None: D ** -0.5.
+        sinks_H: one more logit per head, which takes part in the softmax and attends to nothing,
+            so that the weights of a query add up to less than 1 (arXiv 2309.17453; GPT-OSS).
+        drop: changes the weights [B, K, H / K, S, P].
 
     Returns:
-        [B, H, S, D] in the dtype of `q_BHSD`.
+        [B, H, S, V] in the dtype of the values.
     """
     B, H, S, D = q_BHSD.shape
     K, P = k_BKPD.shape[1], k_BKPD.shape[2]
     wide = torch.promote_types(q_BHSD.dtype, torch.float32)
     q_BKGSD = q_BHSD.unflatten(1, (K, H // K))
-    scores = (q_BKGSD @ k_BKPD[:, :, None].transpose(-1, -2)).to(wide).mul(D**-0.5)
+    scores = (q_BKGSD @ k_BKPD[:, :, None].transpose(-1, -2)).to(wide)
+    scores = scores.mul(D**-0.5 if scale is None else scale)
     if mask_B1SP is None:
         allowed = torch.ones(S, P, dtype=torch.bool, device=q_BHSD.device).tril(P - S)
         scores = scores.masked_fill(~allowed, -torch.inf)
     else:
         scores = scores.masked_fill(~mask_B1SP[:, :, None], -torch.inf)
-    sinks = sinks_H.to(wide).view(1, K, H // K, 1, 1).expand(B, -1, -1, S, -1)
-    weights = torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
-    return (weights.to(v_BKPD.dtype) @ v_BKPD[:, :, None]).flatten(1, 2)
+    if sinks_H is not None:
+        sinks = sinks_H.to(wide).view(1, K, H // K, 1, 1).expand(B, -1, -1, S, -1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = scores.softmax(dim=-1)[..., :P].to(v_BKPV.dtype)
+    return ((weights if drop is None else drop(weights)) @ v_BKPV[:, :, None]).flatten(1, 2)
+
+
+def weight_dropout(
+    p: float, layer: int, context: AttentionContext
+) -> Callable[[Tensor], Tensor] | None:
+    """What drops a share `p` of attention weights, alike in every layout; None for a `p` of 0."""
+    noise = context.noise
+    if p == 0.0:
+        return None
+    if noise is None:
+        raise TrainValueError(
+            f"attention_dropout={p} draws by token: give the context noise, or call eval()"
+        )
+    key, token_ids_BS = counter_key(noise.seed, layer, ATTENTION), noise.token_ids_BS
+
+    def drop(weights_BKGSP: Tensor) -> Tensor:
+        of_query = weights_BKGSP.permute(0, 3, 1, 2, 4)
+        dropped = dropout(of_query.flatten(2), p=p, key=key, token_ids=token_ids_BS, training=True)
+        return dropped.view(of_query.shape).permute(0, 2, 3, 1, 4)
+
+    return drop
 
 
 class DenseMLP(nn.Module):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from moe_train.errors import TrainValueError
 from moe_train.model.kv_cache import KeyValueCache
-from moe_train.model.layers import AttentionContext
+from moe_train.model.layers import AttentionContext, explicit_attention, weight_dropout
 from moe_train.model.norm import RMSNorm
 from moe_train.model.rotary import rotate
 
@@ -46,6 +46,7 @@ class MLAOptions:
             published) instead of half a width apart.
         rms_norm_eps: of the norms of both latents. transformers' DeepSeek layers take their norm
             class' default, 1e-6, whatever the model's `rms_norm_eps` is.
+        dropout: share of the attention weights that training drops.
 
     Raises:
         ValueError: a width that is not positive, an odd rotary width, a scale or eps not positive.
@@ -60,6 +61,7 @@ class MLAOptions:
     attention_bias: bool
     rope_interleave: bool
     rms_norm_eps: float
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
@@ -147,21 +149,32 @@ class LatentAttention(nn.Module):
         if cache is not None:
             latent_B1PC, k_rot_B1PR = cache.extend(self.layer, latent_B1PC, k_rot_B1PR)
         k_BHPQ, v_BHPV = self._expand(latent_B1PC, k_rot_B1PR)
+        out_BHSV = self._attend(q_BHSQ, k_BHPQ, v_BHPV, context)
+        out_BSd: Tensor = self.o_proj(out_BHSV.transpose(1, 2).flatten(2))
+        return out_BSd
+
+    def _attend(
+        self, q_BHSQ: Tensor, k_BHPQ: Tensor, v_BHPV: Tensor, context: AttentionContext
+    ) -> Tensor:
+        """[B, H, S, V]"""
+        options, mask = self.options, context.mask_B1SS
+        drop = weight_dropout(options.dropout * self.training, self.layer, context)
+        if drop is not None:
+            return explicit_attention(
+                q_BHSQ, k_BHPQ, v_BHPV, mask, scale=options.softmax_scale, drop=drop
+            )
         queries, keys = q_BHSQ.shape[2], k_BHPQ.shape[2]
-        mask = context.mask_B1SS
         if mask is None and 1 < queries < keys:
-            mask = torch.ones(queries, keys, dtype=torch.bool, device=x_BSd.device)
+            mask = torch.ones(queries, keys, dtype=torch.bool, device=q_BHSQ.device)
             mask = mask.tril(keys - queries)
-        out_BHSV = F.scaled_dot_product_attention(
+        return F.scaled_dot_product_attention(
             q_BHSQ,
             k_BHPQ,
             v_BHPV,
             attn_mask=mask,
             is_causal=mask is None and queries == keys,
-            scale=self.options.softmax_scale,
+            scale=options.softmax_scale,
         )
-        out_BSd: Tensor = self.o_proj(out_BHSV.transpose(1, 2).flatten(2))
-        return out_BSd
 
     def _queries(self, x_BSd: Tensor, context: AttentionContext) -> Tensor:
         options = self.options

@@ -1,8 +1,8 @@
 """How rotary frequencies are stretched for contexts longer than those of the original training.
 
 A form is a dataclass whose fields are keys of `rope_parameters` and whose `frequencies` gives the
-radians per position of each pair; another form is another such class and a reader of it in
-`model.rope_config`. All arithmetic is fp32, as in transformers.
+radians per position of each pair from theta's powers, in fp32 as in transformers; another form is
+another such class and a reader of it in `model.rope_config`.
 
 `dynamic` and `longrope` depend on the length of the context. Here that is the length of the
 document that a place belongs to, as far as the row holds it, so that a conversation is turned alike
@@ -32,7 +32,7 @@ class LinearScaling:
     attention_factor: float = 1.0
 
     def frequencies(self, powers_P: Tensor, theta: float, lengths_BS: Tensor | None) -> Tensor:
-        """[P]; `powers_P` is theta to the power of each pair's share."""
+        """[P]"""
         return 1.0 / powers_P / self.factor
 
 
@@ -45,13 +45,10 @@ class DynamicScaling:
     attention_factor: float = 1.0
 
     def frequencies(self, powers_P: Tensor, theta: float, lengths_BS: Tensor | None) -> Tensor:
-        """[B, S, P], by the length of each place's document; [P] without lengths."""
+        """[B, S, P]; [P] without lengths."""
         dim = 2 * powers_P.shape[0]
         if dim == 2:
-            raise TrainValueError(
-                "rope_type 'dynamic' grows theta by a power of dim / (dim - 2), and 2 dims are "
-                "rotated; rotate more"
-            )
+            raise TrainValueError("rope_type 'dynamic' needs more than the 2 dims that are rotated")
         if lengths_BS is None:
             return 1.0 / powers_P
         lengths_BS1 = lengths_BS.clamp(min=self.max_position_embeddings)[..., None].float()
@@ -81,7 +78,7 @@ class Llama3Scaling:
             )
 
     def frequencies(self, powers_P: Tensor, theta: float, lengths_BS: Tensor | None) -> Tensor:
-        """[P]; `powers_P` is theta to the power of each pair's share."""
+        """[P]"""
         fast_P = 1.0 / powers_P
         turns_P = self.original_max_position_embeddings / (2 * math.pi / fast_P)
         span = self.high_freq_factor - self.low_freq_factor
@@ -101,7 +98,7 @@ class LongRopeScaling:
     attention_factor: float
 
     def frequencies(self, powers_P: Tensor, theta: float, lengths_BS: Tensor | None) -> Tensor:
-        """[B, S, P], by the length of each place's document; [P] without lengths."""
+        """[B, S, P]; [P] without lengths."""
         short_P, long_P = (
             1.0 / (torch.tensor(factors, dtype=torch.float32, device=powers_P.device) * powers_P)
             for factors in (self.short_factor, self.long_factor)
@@ -114,15 +111,9 @@ class LongRopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnScaling:
-    """YaRN (Peng et al., arXiv 2309.00071).
-
-    Attributes:
-        factor: longest context over the original one.
-        original_max_position_embeddings: positions of the original training.
-        attention_factor: factor of the tables.
-        beta_fast, beta_slow: turns over the original context above which a frequency is kept, and
-            below which it is divided by `factor`; in between it is blended.
-        truncate: round the borders of that range outwards to whole pairs.
+    """YaRN (Peng et al., arXiv 2309.00071): above `beta_fast` turns over the original context a
+    frequency is kept, below `beta_slow` divided by `factor`, and blended in between; `truncate`
+    rounds the borders of that range outwards to whole pairs.
     """
 
     factor: float
@@ -133,7 +124,7 @@ class YarnScaling:
     truncate: bool = True
 
     def frequencies(self, powers_P: Tensor, theta: float, lengths_BS: Tensor | None) -> Tensor:
-        """[P]; `powers_P` is theta to the power of each pair's share."""
+        """[P]"""
         low, high = self._blended_range(2 * powers_P.shape[0], theta)
         pairs_P = torch.arange(powers_P.shape[0], dtype=torch.float32, device=powers_P.device)
         slow_share_P = ((pairs_P - low) / (high - low)).clamp(0, 1)
@@ -144,7 +135,6 @@ class YarnScaling:
         """The pairs between which fast and slow frequencies are blended."""
 
         def pair_of(turns: float) -> float:
-            """The (fractional) pair that makes so many turns over the original context."""
             ratio = self.original_max_position_embeddings / (turns * 2 * math.pi)
             return dim * math.log(ratio) / (2 * math.log(theta))
 

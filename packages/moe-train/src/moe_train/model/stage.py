@@ -30,6 +30,7 @@ from moe_train.model.layers import AttentionContext, attention_contexts
 from moe_train.model.loss import head_loss
 from moe_train.model.mtp import MTPLayer, MTPTokens, SharedWeights, mtp_loss
 from moe_train.model.norm import RMSNorm
+from moe_train.model.token_numbers import TokenNumbers
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -40,6 +41,7 @@ class StageOptions(LayerOptions):
 
     Args:
         layers: global numbers of the decoder layers of this stage.
+        data_rank, num_data_ranks: which of the equal parts of a microbatch this rank has.
         first, last: whether the stage holds the embedding, and the norm and head.
         num_microbatches: microbatches of a step; the auxiliary loss is their mean.
         mtp_loss_coef: weight of the multi-token prediction loss, where the decoder has its layers;
@@ -51,6 +53,8 @@ class StageOptions(LayerOptions):
     layers: range
     first: bool
     last: bool
+    data_rank: int = 0
+    num_data_ranks: int = 1
     num_microbatches: int = 1
     mtp_loss_coef: float = 0.3
     recompute: bool = False
@@ -128,7 +132,19 @@ class DecoderStage(nn.Module):
                 dtype=options.dtype,
             )
         self.record = self._empty_record()
+        self._numbers = TokenNumbers(
+            seed=options.seed,
+            data_rank=options.data_rank,
+            num_data_ranks=options.num_data_ranks,
+        )
         self._deferred, self._deferred_mtp = self._balance(), self._balance()
+
+    def begin_step(self, step: int) -> None:
+        """Number the tokens of the microbatches that follow as those of this step of training.
+
+        Random numbers are drawn by them; without dropout and jitter it changes nothing.
+        """
+        self._numbers.begin_step(step)
 
     def take_record(self) -> StageRecord:
         """Return the sums since the last call and start new ones."""
@@ -214,8 +230,17 @@ class DecoderStage(nn.Module):
         windows = {self.config.window(number) for number in self.options.layers}
         if self.options.last and self.config.mtp_layers:
             windows.add(None)
-        rotary = self.config.rotary
-        return attention_contexts(position_ids_BS, rotary, dtype, windows=windows, cache=cache)
+        noise = None
+        if self.training and self.config.is_random:
+            noise = self._numbers.next_microbatch(position_ids_BS)
+        return attention_contexts(
+            position_ids_BS,
+            self.config.rotary,
+            dtype,
+            windows=windows,
+            cache=cache,
+            noise=noise,
+        )
 
     def _mtp_losses(
         self,

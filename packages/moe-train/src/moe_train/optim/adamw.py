@@ -33,6 +33,7 @@ class AdamW:
         master_weights: bool,
     ) -> None:
         self._parameters = dict(parameters)
+        self.late: dict[str, int] = {}
         self.master: dict[str, Tensor] = {}
         if master_weights:
             self.master = {n: p.detach().float().clone() for n, p in parameters.items()}
@@ -80,7 +81,12 @@ class AdamW:
             for moment in MOMENTS
         }
 
-    def set_step(self, step: int) -> None:
-        """Tell the bias correction how many updates have been applied."""
-        for tensor in self._updated.values():
-            self._torch.state[tensor]["step"].fill_(float(step))
+    def set_step(self, step: int, late: Mapping[str, int] | None = None) -> None:
+        """Tell the bias correction how many updates have been applied.
+
+        Args:
+            late: name -> updates before the parameter was trained, kept as `self.late`.
+        """
+        self.late = dict(late or {})
+        for name, tensor in self._updated.items():
+            self._torch.state[tensor]["step"].fill_(float(step - self.late.get(name, 0)))

@@ -81,6 +81,8 @@ def build_stage(config: Config, model: DecoderConfig, parallel: Parallel) -> Dec
         layers=stage_layers(model.num_hidden_layers, parallel.num_stages, parallel.stage),
         first=parallel.is_first,
         last=parallel.is_last,
+        data_rank=parallel.data_rank,
+        num_data_ranks=parallel.num_data_ranks,
         ep_group=parallel.ep_group if config.parallel.ep > 1 else None,
         token_group=parallel.data_group if parallel.num_data_ranks > 1 else None,
         num_microbatches=config.train.gradient_accumulation_steps,
@@ -94,6 +96,7 @@ def build_stage(config: Config, model: DecoderConfig, parallel: Parallel) -> Dec
         loss_chunk_tokens=config.train.loss_chunk_tokens,
         experts_implementation=config.model.experts_implementation,
         recompute=config.train.recompute is not None,
+        seed=config.train.seed,
         device=parallel.device,
         dtype=getattr(torch, config.train.dtype),
     )

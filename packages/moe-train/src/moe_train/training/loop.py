@@ -156,6 +156,7 @@ class TrainingLoop:
         step = loader.load(self.position.consumed_samples)
         loaded = time.perf_counter()
         lr = self.schedule.rate(self.position.step + 1)
+        self.training.runner.stage.begin_step(self.position.step + 1)
         result = self.training.runner.train(
             step.batches,
             lr=lr,

@@ -77,6 +77,12 @@ class SpikeGuard:
             if self.threshold is not None:
                 self.losses = [*self.losses, result.loss][-self.window :]
             return
+        if result.num_tokens == 0:
+            self.skipped += 1
+            logger.warning(
+                "warning: no token of step %d is to be predicted; its update is left out", step
+            )
+            return
         said = (
             f"step {step}: loss={result.loss:.6g} is above train.loss_spike_threshold="
             f"{self.threshold:g} times the median of the last {self.window} losses "

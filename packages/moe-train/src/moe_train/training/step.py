@@ -109,7 +109,8 @@ class StepRunner:
             lr: learning rate of the update.
             stop: this rank was asked to stop after the step.
             save: this rank asks for a checkpoint after the step.
-            max_loss: the same on every rank; above it the update is left out.
+            max_loss: the same on every rank; above it the update is left out, as it is where no
+                token is predicted.
             read: which samples the batches hold; None when nobody keeps account of them.
 
         Raises:
@@ -131,7 +132,7 @@ class StepRunner:
                 f"loss={result.loss} and gradient norm={result.grad_norm} are not finite; lower "
                 "optimizer.lr, lengthen optimizer.warmup_steps, or resume an earlier checkpoint"
             )
-        if result.loss > max_loss:
+        if result.loss > max_loss or result.num_tokens == 0:
             for router in self._biased_routers():
                 router.tokens_per_expert.zero_()  # what they counted moves no bias
             return result
