@@ -6,6 +6,7 @@ mistake needs; everything else there is the same before and after.
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 
 from moe_train.cli import main
 from moe_train.config import load_config
+from workspace import ROOT
 
 Files = Mapping[str, str]
 Job = Callable[..., Path]
@@ -274,10 +276,101 @@ def test_tasks_that_cannot_join_are_one_line(
     assert contents(tmp_path) == before
 
 
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model of the guide, with tokenizer and chat template. Only to be copied."""
+    folder = tmp_path_factory.mktemp("pretrained") / "base"
+    runpy.run_path(str(ROOT / "examples" / "make_tiny_moe.py"))["main"](str(folder))
+    return folder
+
+
+def talk(*messages: object) -> Files:
+    """A file of conversations whose last row is the wrong one."""
+    good = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    rows = [json.dumps({"messages": row}) + "\n" for row in [good] * 20 + [messages]]
+    return {"talk.jsonl": "".join(rows)}
+
+
+def edited(name: str, **changes: object) -> dict[str, Mapping[str, object]]:
+    """Other values in a JSON file of the pretrained folder."""
+    return {f"base/{name}": changes}
+
+
+ASK, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+# Files to write, values to set in files of the pretrained folder, arguments, what is said.
+FINE_TUNING: dict[str, tuple[Files, Mapping[str, Mapping[str, object]], list[str], str]] = {
+    "unknown role": (talk({"role": "asistant", "content": "a"}), {}, [], "'assistant'?"),
+    "message without a role": (talk({"content": "a"}), {}, [], "talk.jsonl"),
+    "message that is text": (talk("hello"), {}, [], '{"role": ..., "content": ...}'),
+    "content that is a number": (talk({"role": "user", "content": 3}), {}, [], "content is"),
+    "weight of a half": (talk(ASK, {**ANSWER, "weight": 0.5}), {}, [], "weight"),
+    "messages that are text": ({"talk.jsonl": '{"messages": "a"}\n' * 9}, {}, [], "list of mess"),
+    "two end tokens": (
+        {},
+        edited("generation_config.json", eos_token_id=5),
+        [],
+        "generation_config.json",
+    ),
+    "an end token beyond the tokenizer": (
+        {},
+        {
+            **edited("config.json", eos_token_id=599),
+            **edited("generation_config.json", eos_token_id=599),
+        },
+        [],
+        "end",
+    ),
+    "no parameter to train": ({}, {}, ["train.trainable=nothing.*"], "train.trainable"),
+    "a smaller vocabulary": ({}, edited("config.json", vocab_size=300), [], "vocab_size=300"),
+    "experts of the source": ({}, {}, ["parallel.ep=3"], "num_experts=4"),
+}
+
+
+@pytest.mark.parametrize("name", FINE_TUNING)
+def test_a_mistake_in_fine_tuning_is_one_line(
+    job: Job,
+    pretrained: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    files, changes, arguments, said = FINE_TUNING[name]
+    toml = job()
+    shutil.copytree(pretrained, tmp_path / "base")
+    fill(tmp_path, Mistake([], "", files or talk(ASK, ANSWER)))
+    for file, values in changes.items():
+        found = json.loads((tmp_path / file).read_text())
+        (tmp_path / file).write_text(json.dumps({**found, **values}))
+    source = [f"model.init_from={tmp_path}/base", "model.config_file=", "data.kind=chat"]
+    common = [*source, f"data.corpus={tmp_path}/talk.jsonl", "tokenizer.vocab_size="]
+    before = contents(tmp_path)
+    assert main(["train", str(toml), *common, *arguments]) == 2
+    assert said in only_line(capfd.readouterr().err)
+    assert contents(tmp_path) == before
+
+
+def test_a_source_without_a_tokenizer_is_a_question(
+    job: Job, pretrained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    toml = job()
+    shutil.copytree(pretrained, tmp_path / "base")
+    (tmp_path / "base" / "tokenizer.json").unlink()
+    assert main(["train", str(toml), f"model.init_from={tmp_path}/base"]) == 2
+    line = only_line(capfd.readouterr().err)
+    assert "has no tokenizer to go on with" in line and "tokenizer.train=true" in line
+    assert not (tmp_path / "run").exists()
+
+
 RESUMING = {
-    "seed": ["train.seed=9"],
-    "length": ["data.sequence_length=16"],
-    "no step left": ["train.max_steps=2"],
+    "rope": (["model.config_file=@/rope.json"], "rope_theta"),
+    "experts for each token": (["model.config_file=@/top1.json"], "num_experts_per_tok"),
+    "borders": (["data.reset_at_documents=false"], "--allow-change data.reset_at_documents"),
+    "tokenizer": (["tokenizer.vocab_size=400"], "tokenizer"),
+    "key that cannot be allowed": (["--allow-change=train.max_stepz"], "max_steps"),
+    "corpus": (["data.corpus=@/corpus/abc.py"], "--allow-change data"),
+    "seed": (["train.seed=9"], "--allow-change train.seed"),
+    "length": (["data.sequence_length=16"], "--allow-change data.sequence_length"),
+    "no step left": (["train.max_steps=2"], "raise train.max_steps"),
 }
 COMMANDS = {
     "generate: no folder": (["generate", "--checkpoint", "@/no", "--prompt", "a"], "@/no"),
@@ -319,9 +412,14 @@ def test_mistakes_with_a_trained_run(
     run, damaged = tmp_path / "run", tmp_path / "damaged"
     shutil.copytree(run / "checkpoint-2", damaged)
     (damaged / "optimizer.safetensors").write_bytes(b"torn")
-    cases = [(name, ["train", str(toml), "--resume", *more], "") for name, more in RESUMING.items()]
-    cases.append(("damaged", ["train", str(toml), "--resume", str(damaged)], "optimizer.safet"))
-    for name, (arguments, said) in COMMANDS.items():
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "rope.json").write_text(json.dumps({**config, "rope_theta": 500.0}))
+    (tmp_path / "top1.json").write_text(json.dumps({**config, "num_experts_per_tok": 1}))
+    resumed = ["train", "@/job.toml", "train.max_steps=9", "--resume"]
+    resuming = {name: ([*resumed, *more], said) for name, (more, said) in RESUMING.items()}
+    resuming["damaged"] = (["train", str(toml), "--resume", str(damaged)], "optimizer.safet")
+    cases = []
+    for name, (arguments, said) in {**resuming, **COMMANDS}.items():
         filled = [text.replace("@", str(tmp_path)) for text in (*arguments, said)]
         cases.append((name, filled[:-1], filled[-1]))
     before = contents(tmp_path)
@@ -333,4 +431,4 @@ def test_mistakes_with_a_trained_run(
 
 
 def test_there_are_as_many_mistakes_as_promised() -> None:
-    assert len(EARLY) + len(LATE) + len(SIZES) + len(RESUMING) + len(COMMANDS) >= 60
+    assert sum(map(len, (EARLY, LATE, SIZES, FINE_TUNING, RESUMING, COMMANDS))) >= 90

@@ -72,7 +72,7 @@ def test_four_tasks_are_one_job_with_the_losses_of_a_local_launch(
     toml, local = job(), tmp_path / "local"
     train(load_config(toml, [*FOUR_RANKS, f"train.output_dir={local}"]))
     ended = [
-        (*p.communicate(timeout=120), p.returncode) for p in srun(4, "train", toml, *FOUR_RANKS)
+        (*p.communicate(timeout=180), p.returncode) for p in srun(4, "train", toml, *FOUR_RANKS)
     ]
     assert [code for _, _, code in ended] == [0] * 4, ended
     assert [out.count("results:") for out, _, _ in ended] == [1, 0, 0, 0]
@@ -91,7 +91,7 @@ def test_tasks_that_do_not_fit_the_layout_are_one_line_and_leave_nothing(
     job: Callable[..., Path], tmp_path: Path, srun: Tasks
 ) -> None:
     ended = [
-        (*p.communicate(timeout=60), p.returncode) for p in srun(3, "train", job(), *FOUR_RANKS)
+        (*p.communicate(timeout=180), p.returncode) for p in srun(3, "train", job(), *FOUR_RANKS)
     ]
     assert [(out, code) for out, _, code in ended] == [("", 2)] * 3
     assert [err for _, err, _ in ended] == [
@@ -110,22 +110,22 @@ def test_a_signal_to_all_tasks_saves_and_a_second_start_goes_on(
     arguments = ("train", job(), "parallel.dp=2", "--resume", "auto")
     tasks = srun(2, *arguments, "train.max_steps=100000")
     metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 180
     while not metrics.exists() or metrics.read_text().count("\n") < 3:
         assert tasks[0].poll() is None and time.monotonic() < deadline, tasks[0].communicate()
         time.sleep(0.05)
     second = subprocess.run(
-        [COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=60
+        [COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=180
     )
     assert second.returncode == 2 and "is in use by another moe-train" in second.stderr
     for process in tasks:
         process.send_signal(signal.SIGTERM)
-    ended = [(*p.communicate(timeout=60), p.returncode) for p in tasks]
+    ended = [(*p.communicate(timeout=180), p.returncode) for p in tasks]
     assert [code for _, _, code in ended] == [128 + signal.SIGTERM] * 2, ended
     (saved,) = (tmp_path / "run").glob("checkpoint-*")
     step = int(saved.name.partition("-")[2])
     again = srun(2, *arguments, f"train.max_steps={step + 1}")
-    ended = [(*p.communicate(timeout=120), p.returncode) for p in again]
+    ended = [(*p.communicate(timeout=180), p.returncode) for p in again]
     assert [code for _, _, code in ended] == [0] * 2, ended
     first, last = run_json(tmp_path / "run")
     assert first["exit_reason"] == "stopped by SIGTERM after saving"

@@ -68,8 +68,7 @@ def run_folder(config: Config, source: Path | None, *, command: str) -> Iterator
         try:
             yield held
         except BaseException as error:
-            text = str(error).strip() or type(error).__name__
-            held.end(f"failed: {text.splitlines()[0]}")
+            held.end(f"failed: {str(error).strip() or type(error).__name__}")
             raise
         held.end("finished")
 
