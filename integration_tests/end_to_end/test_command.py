@@ -196,37 +196,6 @@ def test_under_torchrun_the_given_ranks_train(
     assert len(losses(tmp_path / "run")) == 2
 
 
-MISTAKES = {
-    "missing corpus": (["data.corpus=nowhere"], {}, "nowhere"),
-    "too few experts": (["parallel.ep=3", "train.global_batch_size=12"], {}, "num_experts=8"),
-    "layers": (["parallel.pp=3"], {}, "num_hidden_layers=4"),
-    "unknown key": (["train.max_stepz=3"], {}, "max_steps"),
-    "batch": (["parallel.dp=3"], {}, "global_batch_size=16"),
-    "vocabulary": ([], {"vocab_size": 300}, "vocab_size=300"),
-    "model type": ([], {"model_type": "llama"}, "'llama'"),
-    "no checkpoint": (["--resume"], {}, "--resume"),
-    "wrong checkpoint": (["--resume", "corpus"], {}, "corpus"),
-    "too long": (["data.sequence_length=257"], {}, "max_position_embeddings=256"),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_ends_in_one_clear_line_before_training(
-    job: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str], mistake: str
-) -> None:
-    """In this process, as it is found before any rank is started; the next test starts one."""
-    arguments, model_changes, expected = MISTAKES[mistake]
-    toml = job(**model_changes)
-    arguments = [str(tmp_path / a) if a == "corpus" else a for a in arguments]
-    assert main(["train", str(toml), *arguments]) == 2
-    stderr = capfd.readouterr().err
-    said = [line for line in stderr.splitlines() if line.startswith("moe-train: ")]
-    assert len(said) == 1 and expected in said[0], stderr
-    assert stderr.strip().endswith(said[0]), "nothing stands behind the message"
-    assert "Traceback" not in stderr
-    assert not list((tmp_path / "run").glob("checkpoint-*"))
-
-
 def test_an_output_folder_with_checkpoints_is_not_mixed_with_a_new_run(
     job: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -72,6 +72,8 @@ def _train(arguments: argparse.Namespace) -> int:
     elif resume not in ("", "latest"):
         resume = str(Path(resume).expanduser().absolute())
     check_early(config, resuming=bool(resume))
+    if place is None or place.rank == 0:  # before torch is imported, which takes some seconds
+        print(format_compact(config), flush=True)
     again = ["moe-train", "train", str(arguments.config), *overrides]
     if place is not None:
         return _train_as_rank(config, resume, place, again, arguments.allow_change)
@@ -89,7 +91,6 @@ def _train_here(
     """Start the ranks on this machine; the signal on which they saved and stopped, if any."""
     from moe_train.jobs import check, run_folder
 
-    print(format_compact(config), flush=True)
     # Ranks take the checkpoint that was checked, and do not look for it again.
     source = check(config, resume, allow_change)
     with run_folder(config, source, command=shlex.join(again)) as folder:
@@ -110,9 +111,7 @@ def _train_as_rank(
     from moe_train.jobs import check, run_folder
     from moe_train.rank import RankJobError, leave, run_rank, watch_stop_signals
 
-    if place.rank == 0:
-        print(format_compact(config), flush=True)
-    else:  # what every rank finds out about the checkpoints, one says
+    if place.rank > 0:  # what every rank finds out about the checkpoints, one says
         logging.getLogger("moe_train").setLevel(logging.ERROR)
     source = check(config, resume, allow_change)
     job_file, *overrides = again[2:]
