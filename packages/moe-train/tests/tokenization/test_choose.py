@@ -115,8 +115,8 @@ def test_new_tokens_are_single_ids_and_control_tokens_are_not_text(
     found = tokenizer.encode_chat([{"role": "user", "content": "def"}])
     assert found.ids[0] == size
     model = DecoderConfig.from_file(source)
-    assert vocabulary_rows(config, model) % 64 == 0
-    assert vocabulary_rows(config, model) >= model.vocab_size
+    assert vocabulary_rows(config, model.vocab_size) % 64 == 0
+    assert vocabulary_rows(config, model.vocab_size) >= model.vocab_size
     carried = tmp_path / "carried"
     carried.mkdir()
     for name, content in tokenizer.files.items():

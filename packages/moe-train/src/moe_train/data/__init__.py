@@ -3,6 +3,7 @@
 May import: reading, tokenization, config, cache, labels, errors.
 """
 
+from moe_train.data.describe import describe_corpus as describe_corpus
 from moe_train.data.joined import JoinedSplit as JoinedSplit
 from moe_train.data.joined import open_joined as open_joined
 from moe_train.data.ledger import DataIdentity as DataIdentity

@@ -18,6 +18,7 @@ from pathlib import Path
 from moe_train.config import PYTHON_STDLIB
 from moe_train.early_checks import corpus_matches
 from moe_train.errors import TrainValueError
+from moe_train.reading.formats import compression_of
 
 _SKIPPED_DIRS = frozenset({"__pycache__", "site-packages", "dist-packages"})
 
@@ -67,8 +68,11 @@ def find_documents(
         found = list(_documents_of(entry, tuple(extensions), seen))
         # All files of an entry may have come with an earlier one; having none is a mistake.
         if not found and not any(_documents_of(entry, tuple(extensions), set())):
+            if os.path.isfile(entry):
+                raise TrainValueError(f"{place}.corpus {entry!r} is an empty file; name another")
+            plain = (end for end in extensions if not compression_of(end))
             raise TrainValueError(
-                f"{place}.corpus {entry!r} has no files ({', '.join(extensions)}); set "
+                f"{place}.corpus {entry!r} has no files ({', '.join(plain)}); set "
                 f"{place}.extensions to the endings of your files{_endings_in(entry)}"
             )
         documents += sorted(found, key=lambda document: document.name)

@@ -1,6 +1,6 @@
 """From text and conversations to token ids: tokenizer, chat template and end tokens of a job.
 
-May import: model, config, cache, errors; tokenizers, jinja2.
+May import: config, cache, errors; tokenizers, jinja2. Not torch: it is used by many processes.
 """
 
 from moe_train.tokenization.agreement import describe_choice as describe_choice

@@ -14,11 +14,10 @@ from tokenizers import Tokenizer
 
 from moe_train.config import Config
 from moe_train.errors import TrainValueError
-from moe_train.model import DecoderConfig
 from moe_train.tokenization.choose import vocabulary_rows
 from moe_train.tokenization.edits import keeps_vocabulary
 from moe_train.tokenization.end_tokens import describe, token_ids_of
-from moe_train.tokenization.folder import TOKENIZER, read_files
+from moe_train.tokenization.folder import TOKENIZER, read_files, read_json
 from moe_train.tokenization.text_tokenizer import (
     CONFIG,
     TextTokenizer,
@@ -57,7 +56,8 @@ def describe_choice(config: Config, tokenizer: TextTokenizer) -> list[str]:
     """What a person should know of the job's tokenizer, one line each; mostly nothing."""
     lines = []
     source = Path(config.model.source)
-    model = DecoderConfig.from_file(source)
+    file = source / CONFIG if source.is_dir() else source
+    values = read_json({CONFIG: file.read_bytes()}, CONFIG)
     chosen = parse_tokenizer(tokenizer.files)
     if config.model.init_from is not None and config.tokenizer.train:
         lines.append(
@@ -71,7 +71,6 @@ def describe_choice(config: Config, tokenizer: TextTokenizer) -> list[str]:
                 f"tokenizer.file={config.tokenizer.file} differs from the tokenizer of {source} in "
                 f"{count} ids, whose embeddings lose their meaning"
             )
-    values = model.extra
     changes = model_ids(config, tokenizer, values)
     changed = [name for name in changes if values.get(name) is not None]
     if changed:
@@ -83,7 +82,7 @@ def describe_choice(config: Config, tokenizer: TextTokenizer) -> list[str]:
         )
     if any(each.kind == "chat" for each in config.all_sources):
         lines += _describe_turns(tokenizer)
-    return [*lines, *_describe_rows(config, model, tokenizer)]
+    return [*lines, *_describe_rows(config, values["vocab_size"], tokenizer)]
 
 
 def _describe_turns(tokenizer: TextTokenizer) -> list[str]:
@@ -103,13 +102,13 @@ def _describe_turns(tokenizer: TextTokenizer) -> list[str]:
     ]
 
 
-def _describe_rows(config: Config, model: DecoderConfig, tokenizer: TextTokenizer) -> list[str]:
-    rows = vocabulary_rows(config, model)
-    if rows == model.vocab_size:
+def _describe_rows(config: Config, vocab_size: int, tokenizer: TextTokenizer) -> list[str]:
+    rows = vocabulary_rows(config, vocab_size)
+    if rows == vocab_size:
         return []
     begins = "the mean of the others" if config.model.init_from is not None else "random weights"
     return [
-        f"vocabulary: {rows} rows instead of {model.vocab_size} for {tokenizer.vocab_size} tokens; "
+        f"vocabulary: {rows} rows instead of {vocab_size} for {tokenizer.vocab_size} tokens; "
         f"new rows of the embedding and the head begin as {begins}"
     ]
 

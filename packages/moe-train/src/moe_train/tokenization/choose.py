@@ -11,7 +11,6 @@ from pathlib import Path
 
 from moe_train.config import Config
 from moe_train.errors import MissingFileError, TrainValueError
-from moe_train.model import DecoderConfig
 from moe_train.tokenization.bpe import train_bpe
 from moe_train.tokenization.edits import agreed, edited
 from moe_train.tokenization.end_tokens import NamedIds, end_tokens
@@ -77,13 +76,13 @@ def train_tokenizer(texts: Iterable[str], config: Config) -> TextTokenizer:
     return edited(files, config, NamedIds())
 
 
-def vocabulary_rows(config: Config, model: DecoderConfig) -> int:
-    """How many rows of vocabulary the job's model has; at least those of its config.json.
+def vocabulary_rows(config: Config, vocab_size: int) -> int:
+    """How many rows of vocabulary the job's model has; at least the `vocab_size` of config.json.
 
     Only `tokenizer.new_tokens`, `new_special_tokens` and `pad_vocab_multiple` ask for more.
     """
     table = config.tokenizer
-    rows = model.vocab_size
+    rows = vocab_size
     if table.new_tokens or table.new_special_tokens or table.pad_vocab_multiple:
         tokenizer = choose_tokenizer(config)
         rows = rows if tokenizer is None else max(rows, tokenizer.vocab_size)

@@ -63,7 +63,7 @@ def read_model_config(config: Config) -> DecoderConfig:
     from random weights, and are kept as they are with a model that starts from a checkpoint.
     """
     model = read_decoder(Path(config.model.source))
-    model = model.with_vocab_size(vocabulary_rows(config, model))
+    model = model.with_vocab_size(vocabulary_rows(config, model.vocab_size))
     is_idle = bool(model.mtp_layers) and config.train.mtp_loss_coef == 0
     leaves_out = is_idle and config.model.init_from is None
     return model.with_mtp_layers(0) if leaves_out else model

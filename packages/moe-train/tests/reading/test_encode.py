@@ -1,0 +1,192 @@
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from moe_train.reading import spans
+from moe_train.tokenization import TextTokenizer
+
+ROWS = [{"text": f"row {index} é" + "x" * (index % 7), "id": index} for index in range(60)]
+WHOLE = sorted(f"{row['text']}<|end|>" for row in ROWS)
+Jsonl = Callable[..., Path]
+Reader = Callable[..., Any]
+
+
+def test_rows_come_whole_whatever_the_pieces_and_the_format(
+    tmp_path: Path, read: Reader, jsonl: Jsonl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = read(jsonl(ROWS))
+    assert sorted(one.all) == WHOLE
+    assert 5 < len(one.documents["validation"]) < 35
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet", row_group_size=13)
+    monkeypatch.setattr(spans, "PIECE_BYTES", 200)
+    many = read(jsonl(ROWS))
+    assert many.num_pieces > 5
+    assert many.documents == one.documents
+    parquet = read(tmp_path / "rows.parquet")
+    assert sorted(parquet.all) == WHOLE
+    assert parquet.num_pieces > 2
+
+
+def test_what_is_held_out_depends_on_the_row_alone(read: Reader, jsonl: Jsonl) -> None:
+    path = jsonl(ROWS)
+    before = read(path).documents
+    with path.open("a") as stream:
+        stream.write('{"text": "one more"}\n')
+    after = read(path).documents
+    assert set(before["train"]) <= set(after["train"])
+    assert set(before["validation"]) <= set(after["validation"])
+
+
+def test_few_rows_still_have_one_held_out(read: Reader, jsonl: Jsonl) -> None:
+    found = read(jsonl(ROWS[:3]), fraction=1e-9)
+    assert (len(found.documents["train"]), len(found.documents["validation"])) == (2, 1)
+    with pytest.raises(ValueError, match="has one row, but one is held out"):
+        read(jsonl(ROWS[:1]))
+
+
+def test_a_part_of_the_rows_may_be_used(read: Reader, jsonl: Jsonl) -> None:
+    path = jsonl(ROWS)
+    found = read(path, max_bytes=path.stat().st_size // 2)
+    assert 15 < len(found.all) < 45
+    assert found.left_out["rows beyond max_bytes"] == 60 - len(found.all)
+
+
+def test_what_is_left_out_is_counted(read: Reader, jsonl: Jsonl) -> None:
+    path = jsonl([{"text": None}, {"text": ""}, *ROWS, {"text": "a\ud800b"}])
+    path.write_text(path.read_text() + "\n\n")
+    found = read(path)
+    assert sorted(found.all) == sorted([*WHOLE, "a\ufffdb<|end|>"])
+    assert found.left_out == {
+        "rows without text": 2,
+        "empty lines": 2,
+        "halves of characters (U+FFFD took their place)": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"txt": "a"}, r"rows\.jsonl, line 61: there is no field 'text'; did you mean 'txt'\?"),
+        ({"text": 5}, r"line 61: field 'text' holds int 5, expected text"),
+    ],
+)
+def test_a_bad_row_is_named(read: Reader, jsonl: Jsonl, row: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(jsonl([*ROWS, row]))
+
+
+def test_a_long_text_is_one_document_in_pieces(
+    tmp_path: Path, read: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spans, "PIECE_BYTES", 100)
+    texts = {}
+    for name in ("a", "b", "c"):
+        texts[name] = "".join(f"{name} line {index}\n" for index in range(50))
+        (tmp_path / f"{name}.txt").write_text(texts[name])
+    found = read(*(tmp_path / f"{name}.txt" for name in texts))
+    assert sorted(found.all) == sorted(f"{text}<|end|>" for text in texts.values())
+    assert found.num_pieces > 10
+    alone = read(tmp_path / "a.txt")
+    assert len(alone.documents["train"]) == len(alone.documents["validation"]) == 1
+    assert "".join(alone.all).replace("<|end|>", "") == texts["a"]
+
+
+TALK = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Yes"},
+    {"role": "user", "content": "<|end|>?"},
+    {"role": "assistant", "content": "No", "weight": 0},
+]
+
+
+def test_conversations_are_masked_and_end_as_the_template_ends(
+    tmp_path: Path, read: Reader, jsonl: Jsonl, tokenizer: TextTokenizer
+) -> None:
+    rows = [{"messages": TALK[:2], "tools": None}, {"messages": TALK}, {"messages": []}]
+    found = read(jsonl(rows * 4), kind="chat")
+    ids = found.ids["train"] + found.ids["validation"]
+    masks = found.trained["train"] + found.trained["validation"]
+    assert len(ids) == 8
+    for tokens, mask in zip(ids, masks, strict=True):
+        trained = [token for token, flag in zip(tokens, mask, strict=True) if flag]
+        assert tokenizer.decode(trained, skip_special_tokens=False) == "Yes<|end|>"
+        assert tokens[-1] == 0 != tokens[-2]
+    assert found.left_out == {"conversations without messages": 4}
+    # Parquet gives every message every key.
+    pq.write_table(pa.Table.from_pylist(rows * 4), tmp_path / "talk.parquet")
+    again = read(tmp_path / "talk.parquet", kind="chat")
+    assert sorted(again.all) == sorted(found.all)
+
+
+def test_a_template_that_refuses_is_named_with_its_row(read: Reader, jsonl: Jsonl) -> None:
+    rows = [{"messages": TALK}, {"messages": [{"role": "user", "content": "a", "weight": 3}]}]
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 2, messages\[0\]: weight is 3"):
+        read(jsonl(rows), kind="chat")
+
+
+def test_pairs_are_read_and_checked(read: Reader, jsonl: Jsonl) -> None:
+    pairs = [{"prompt": "q", "chosen": "a", "rejected": f"b{index}"} for index in range(9)]
+    assert len(read(jsonl(pairs), kind="preference").all) == 18
+    triples = [{"anchor": "q", "positive": "a", "negatives": ["b", "c"]}] * 9
+    assert len(read(jsonl(triples), kind="embedding").all) == 36
+
+
+def test_arrays_of_tokens_stay_as_they_are(
+    tmp_path: Path, read: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(0)
+    documents = [[rng.randint(1, 200) for _ in range(rng.randint(0, 40))] + [0] for _ in range(60)]
+    line = np.array([token for document in documents for token in document], np.uint16)
+    (tmp_path / "a.bin").write_bytes(line.tobytes())
+    np.save(tmp_path / "a.npy", line)
+    rows = "".join(json.dumps({"input_ids": document}) + "\n" for document in documents)
+    (tmp_path / "a.jsonl").write_text(rows)
+    for name in ("a.bin", "a.npy", "a.jsonl"):
+        for size in (1 << 20, 64):
+            monkeypatch.setattr(spans, "PIECE_BYTES", size)
+            found = read(tmp_path / name, kind="tokens")
+            assert sorted(found.ids["train"] + found.ids["validation"]) == sorted(documents), name
+            assert 5 < len(found.ids["validation"]) < 35
+            assert found.num_pieces == 1 or size == 64
+
+
+def test_rows_of_a_matrix_are_documents_and_a_mask_stays(
+    tmp_path: Path, read: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.numpy import save_file
+
+    ids = np.arange(20 * 8, dtype=np.int64).reshape(20, 8)
+    save_file({"input_ids": ids, "loss_mask": ids % 3}, tmp_path / "a.safetensors")
+    monkeypatch.setattr(spans, "PIECE_BYTES", 100)
+    found = read(tmp_path / "a.safetensors", kind="tokens")
+    assert sorted(found.ids["train"] + found.ids["validation"]) == ids.tolist()
+    for tokens, mask in zip(found.ids["train"], found.trained["train"], strict=True):
+        assert mask == [int(token % 3 != 0) for token in tokens]
+
+
+def test_a_line_of_tokens_without_ends_is_cut_near_its_end(
+    tmp_path: Path, read: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spans, "PIECE_BYTES", 64)
+    np.save(tmp_path / "a.npy", np.arange(1, 201))
+    found = read(tmp_path / "a.npy", kind="tokens", fraction=0.1)
+    assert found.ids == {"train": [list(range(1, 181))], "validation": [list(range(181, 201))]}
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00\xff" * 50], ids=["empty", "binary"])
+def test_an_empty_or_binary_corpus_is_one_message(
+    tmp_path: Path, read: Reader, content: bytes
+) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"sources\.s\.corpus.*(has no UTF-8 text|is an empty)"):
+        read(tmp_path / "a.txt")
+    (tmp_path / "a.jsonl").write_bytes(b"")
+    with pytest.raises(ValueError, match="is an empty file; name another"):
+        read(tmp_path / "a.jsonl", kind="chat")
