@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from moe_train.checkpoint import export, training_state
+from moe_train.checkpoint import TrainerState, export, training_state
 from moe_train.config import Config, dump_toml, load_config
 from moe_train.config.renames import FORMER_VALUES, RENAMED_KEYS
 from moe_train.generation import load_model
@@ -129,6 +129,12 @@ def former_random_state(rank: int) -> dict[str, bytes]:
     return {f"rng-rank-{rank:05d}.safetensors": safetensors.torch.save(states)}
 
 
+def former_state(state: TrainerState) -> bytes:
+    """What `trainer_state.json` said before it had a version."""
+    names = ("step", "consumed_samples", "data_fingerprint", "sequence_length", "seed")
+    return json.dumps({name: getattr(state, name) for name in names}).encode()
+
+
 def test_a_checkpoint_with_former_keys_resumes_from_its_own_file(
     configure: Callable[..., Config],
     tmp_path: Path,
@@ -141,11 +147,13 @@ def test_a_checkpoint_with_former_keys_resumes_from_its_own_file(
     with monkeypatch.context() as former:
         former.setattr(export, "dump_toml", former_toml)
         former.setattr(training_state, "random_state_files", former_random_state)
+        former.setattr(TrainerState, "to_json", former_state)
         train(configure(*base, "checkpoint.interval_steps=2"))
     checkpoint = tmp_path / "run" / "checkpoint-2"
     text = (checkpoint / "moe_train.toml").read_text()
     for key in RENAMED_KEYS.keys() - {"model.router_aux_loss_scope"}:
         assert f"{key} = " in text
+    assert "version" not in (checkpoint / "trainer_state.json").read_text()
     assert "data.max_bytes = 0" in text and "optimizer.max_grad_norm = 0" in text
     assert 'scope = "micro_batch"' in text and "moe_aux_loss_coeff = -1" in text
     again = tmp_path / "again"

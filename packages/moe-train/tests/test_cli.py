@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -8,6 +9,17 @@ import pytest
 from moe_train.cli import main
 from moe_train.config.tables import all_keys
 
+TINY_MODEL = {
+    "model_type": "mixtral",
+    "vocab_size": 300,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "intermediate_size": 16,
+}
 JOB = """
 [model]
 config_file = "config.json"
@@ -44,6 +56,34 @@ def test_config_mistake_is_answered_without_torch(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == ("moe-train: unknown key train.max_stps; did you mean train.max_steps?\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--allow-change", "train.seed"], "--allow-change is only for --resume; leave it out"),
+        (
+            ["--resume", "--allow-change", "train.sed"],
+            "--allow-change train.sed: no such key; did you mean train.seed? Keys of config.json "
+            "are written model.KEY",
+        ),
+        (
+            ["--resume", "train.seed=3", "--allow-change", "train.seed", "train.max_steps=x"],
+            "train.max_steps must be int, got 'x'",
+        ),
+        (
+            ["train.seed=3", "--resume", "--allow-change=train.seed", "--allow-change=model.eps"],
+            "--resume: {}/out holds no complete checkpoint; start without --resume, or name one",
+        ),
+    ],
+)
+def test_changes_are_allowed_by_key_with_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    (tmp_path / "job.toml").write_text(JOB)
+    (tmp_path / "config.json").write_text(json.dumps(TINY_MODEL))
+    assert main(["train", str(tmp_path / "job.toml"), *arguments]) == 2
+    assert capsys.readouterr().err == f"moe-train: {message.format(tmp_path)}\n"
 
 
 def test_train_help_lists_every_key_with_meaning_and_unit(

@@ -1,6 +1,7 @@
 """The loop over real ranks: what it does, in which order, and where it stops and goes on."""
 
 import math
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -234,6 +235,32 @@ def test_reading_ahead_changes_no_loss(
         runs.append(losses(config))
         assert all(0 <= line["data_wait_fraction"] <= 1 for line in metrics(config) if "lr" in line)  # type: ignore[operator]
     assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("how", ["constant", "restretch", "rewarm"])
+def test_a_longer_run_has_the_learning_rates_that_it_was_asked_for(
+    configure: Configure, how: str
+) -> None:
+    base = ("optimizer.warmup_steps=1", "optimizer.decay=linear", "optimizer.min_lr_ratio=0.5")
+    first = configure(*base, "train.max_steps=3")
+    run_loop(first)
+    longer = configure(*base, "train.max_steps=6", f"optimizer.on_extend={how}")
+    (ran,) = run_loop(longer, resume=True)
+    rates = {line["step"]: line["lr"] for line in metrics(longer) if "loss" in line}
+    assert [rates[step] for step in (1, 2, 3)] == [0.01, 0.0075, 0.005]
+    on = {
+        "constant": [0.005, 0.005, 0.005],
+        "restretch": [0.007, 0.006, 0.005],  # 0.01 - 0.001 for each step behind the first
+        "rewarm": [0.01, 0.0075, 0.005],
+    }[how]
+    assert [rates[step] for step in (4, 5, 6)] == pytest.approx(on, rel=1e-12)
+    assert ran.saved is not None
+    kept = read_state(ran.saved).schedule
+    assert kept is not None and [kept.rate(s) for s in (4, 5, 6)] == [rates[s] for s in (4, 5, 6)]
+    shutil.rmtree(Path(longer.train.output_dir) / "checkpoint-6")
+    again = configure(*base, "train.max_steps=6", f"optimizer.on_extend={how}")
+    run_loop(again, resume=True)
+    assert {line["step"]: line["lr"] for line in metrics(again) if "loss" in line} == rates
 
 
 def test_a_run_at_its_last_step_does_nothing(configure: Configure) -> None:

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from moe_train.commands.options import OVERRIDE, Command, add_config
-from moe_train.config import Config, format_compact, keys_help, load_config
+from moe_train.config import Config, KeyChange, format_compact, keys_help, load_config
 from moe_train.early_checks import check_early
 from moe_train.errors import TrainValueError
 from moe_train.rank import RankPlace, find_place
@@ -67,6 +67,9 @@ def _train(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, overrides)
     if place is not None:
         _check_number(config, place)
+    KeyChange.check_names(arguments.allow_change)
+    if arguments.allow_change and not resume:
+        raise TrainValueError("--allow-change is only for --resume; leave it out")
     if resume == "auto":
         resume = "latest" if any(Path(config.train.output_dir).glob("checkpoint-*")) else ""
     elif resume not in ("", "latest"):

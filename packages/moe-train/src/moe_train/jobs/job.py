@@ -54,8 +54,6 @@ def check(config: Config, resume: str, allow_change: Sequence[str] = ()) -> Path
         ValueError: one message with what was given, what is expected and what to change.
     """
     KeyChange.check_names(allow_change)
-    if allow_change and not resume:
-        raise TrainValueError("--allow-change is only for --resume; leave it out")
     model = read_model_config(config)
     for line in model.unknown_keys():
         logger.warning("warning: %s", line)
