@@ -220,7 +220,7 @@ def test_resuming_on_other_data_is_refused(
     configure: Callable[..., Config], tmp_path: Path, train: Callable[..., None]
 ) -> None:
     train(configure("train.max_steps=1"))
-    with pytest.raises(ValueError, match=r"seed=3, this run has 4"):
+    with pytest.raises(ValueError, match=r"train\.seed: 3 -> 4: .*--allow-change train\.seed$"):
         job.check(configure("train.seed=4", "train.max_steps=2"), "latest")
     (tmp_path / "corpus" / "new.py").write_text("x = 1\n" * 500)
     with pytest.raises(ValueError, match="data_fingerprint"):
