@@ -39,7 +39,8 @@ def test_a_piece_is_made_once(tmp_path: Path, span: Span) -> None:
 def test_a_damaged_piece_is_made_again(tmp_path: Path, span: Span) -> None:
     whole = take_piece(tmp_path, 0, [span]).parts["train"].tokens.tolist()
     path = piece_path(tmp_path, 0)
-    path.write_bytes(path.read_bytes()[:-4] + bytes(4))
+    content = path.read_bytes()
+    path.write_bytes(content[:-4] + bytes(byte ^ 1 for byte in content[-4:]))
     assert read_piece(path) is None
     assert take_piece(tmp_path, 0, [span]).parts["train"].tokens.tolist() == whole
     assert read_piece(path) is not None

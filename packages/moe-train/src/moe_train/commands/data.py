@@ -9,12 +9,14 @@ from moe_train.config import load_config
 def _data(arguments: argparse.Namespace) -> int:
     """Prepare what a job trains on, in parallel, and print what it is.
 
-    A run that was interrupted goes on where it was.
+    A run that was interrupted goes on where it was. What was prepared before is read through, and
+    made again where it is damaged. Pairs, which are not trained on yet, are read and checked.
     """
     config = load_config(arguments.config, arguments.overrides)
-    from moe_train.jobs import prepare_and_describe
+    from moe_train.data import describe_corpus, prepare
 
-    print(prepare_and_describe(config))
+    prepared = prepare(config, verify=True, only_check=True)
+    print(describe_corpus(prepared, sequence_length=config.data.sequence_length))
     return 0
 
 

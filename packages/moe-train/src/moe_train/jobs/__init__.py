@@ -12,7 +12,6 @@ from moe_train.jobs.inspect import describe_checkpoint as describe_checkpoint
 from moe_train.jobs.job import check as check
 from moe_train.jobs.job import train as train
 from moe_train.jobs.plan import plan_report as plan_report
-from moe_train.jobs.prepare_data import prepare_and_describe as prepare_and_describe
 from moe_train.jobs.run_folder import run_folder as run_folder
 from moe_train.jobs.samples import audit_samples as audit_samples
 from moe_train.jobs.samples import write_samples as write_samples
