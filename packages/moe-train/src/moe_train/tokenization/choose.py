@@ -46,18 +46,21 @@ def choose_tokenizer(config: Config) -> TextTokenizer | None:
 
 
 def load_tokenizer(path: Path) -> TextTokenizer:
-    """The tokenizer in a folder, or of a tokenizer.json.
+    """The tokenizer in a folder, or of a tokenizer.json, as it is.
+
+    Every end token that the folder's files name ends a text, whether they agree or not.
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: it cannot be read, or names end tokens that contradict those of the model's
-            config.json or generation_config.json in the folder.
+        ValueError: it cannot be read.
     """
     files = read_files(path)
-    tokenizer = parse_tokenizer(files)
-    ids = named_ids(files, path if path.is_dir() else path.parent / "none")
-    ends = end_tokens(tokenizer, named_tokens(files), ids, pretrained=True)
-    return agreed(files, tokenizer, ends)
+    tokenizer, named = parse_tokenizer(files), named_tokens(files)
+    ids = named_ids(files, path if path.is_dir() else path.parent / "none").all
+    own = tokenizer.token_to_id(named.get("eos_token", ""))
+    ids = ids if own is None else (own, *ids)
+    tokens = NamedIds(config=tuple(each for each in ids if tokenizer.id_to_token(each) is not None))
+    return agreed(files, tokenizer, end_tokens(tokenizer, named, tokens, pretrained=True))
 
 
 def train_settings(config: Config) -> str:

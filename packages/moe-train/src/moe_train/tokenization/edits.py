@@ -60,10 +60,17 @@ def keeps_vocabulary(config: Config) -> bool:
     return config.model.init_from is not None and not config.tokenizer.train
 
 
-def agreed(files: Mapping[str, bytes], tokenizer: Tokenizer, ends: EndTokens) -> TextTokenizer:
-    """The tokenizer of these files, all of which name the end tokens `ends`."""
-    files = _with_end(files, tokenizer.id_to_token(ends.document_end_id), ends)
-    return TextTokenizer(_with_generation(files, ends), ends)
+def agreed(files: Mapping[str, bytes], parsed: Tokenizer, ends: EndTokens) -> TextTokenizer:
+    """The tokenizer of these files, all of which name the end tokens `ends`.
+
+    Args:
+        parsed: what `parse_tokenizer` makes of the files.
+    """
+    end = parsed.id_to_token(ends.document_end_id)
+    changed = _with_end(files, end, ends)
+    if changed != files:
+        parsed = parse_tokenizer(changed)
+    return TextTokenizer(_with_generation(changed, ends), ends, parsed)
 
 
 def _add_tokens(tokenizer: Tokenizer, config: Config) -> None:

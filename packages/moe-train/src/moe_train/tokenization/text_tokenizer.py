@@ -43,7 +43,6 @@ class TextTokenizer:
         document_end_id: ends a document in a token file.
         eos_token_ids: every token that ends a generated text, `document_end_id` first.
         pad_token_id: fills a batch.
-        fingerprint: hex digits of what changes ids, prompts or special tokens.
     """
 
     __slots__ = (
@@ -53,21 +52,22 @@ class TextTokenizer:
         "document_end_id",
         "eos_token_ids",
         "files",
-        "fingerprint",
         "pad_token_id",
         "vocab_size",
     )
 
-    def __init__(self, files: Mapping[str, bytes], ends: EndTokens) -> None:
+    def __init__(
+        self, files: Mapping[str, bytes], ends: EndTokens, parsed: Tokenizer | None = None
+    ) -> None:
+        """Args: `parsed` is what `parse_tokenizer` makes of the files, if it was made already."""
         self.files: Mapping[str, bytes] = MappingProxyType(dict(files))
-        self._tokenizer = parse_tokenizer(files)
+        self._tokenizer = parse_tokenizer(files) if parsed is None else parsed
         self._templates = ChatTemplates(templates_in(files), named_tokens(files))
         self._begin = _begin_ids(self._tokenizer, ends)
         self.document_end_id = ends.document_end_id
         self.eos_token_ids = ends.eos_token_ids
         self.pad_token_id = ends.pad_token_id
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
-        self.fingerprint = _digest(files, ends)
 
     def __reduce__(self) -> tuple[Any, ...]:
         ends = EndTokens(
@@ -76,6 +76,18 @@ class TextTokenizer:
             pad_token_id=self.pad_token_id,
         )
         return TextTokenizer, (dict(self.files), ends)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digits of what changes ids, prompts or special tokens."""
+        parts = [
+            json.loads(self.files[TOKENIZER]),
+            templates_in(self.files),
+            named_tokens(self.files),
+            [self.document_end_id, self.eos_token_ids, self.pad_token_id],
+        ]
+        text = json.dumps(parts, sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """Token ids of each text as a document, int64 [N], without its end; runs on all cores.
@@ -187,14 +199,3 @@ def _begin_ids(tokenizer: Tokenizer, ends: EndTokens) -> list[int]:
     whole = tokenizer.encode("a").ids
     count = next((n for n in range(len(whole)) if whole[n : n + len(text)] == text), 0)
     return [each for each in whole[:count] if each not in ends.eos_token_ids]
-
-
-def _digest(files: Mapping[str, bytes], ends: EndTokens) -> str:
-    parts = [
-        json.loads(files[TOKENIZER]),
-        templates_in(files),
-        named_tokens(files),
-        [ends.document_end_id, ends.eos_token_ids, ends.pad_token_id],
-    ]
-    text = json.dumps(parts, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
