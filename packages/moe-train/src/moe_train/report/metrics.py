@@ -3,7 +3,8 @@
 `metrics.jsonl` has one JSON object a line: the step and some of these figures.
 
     loss, aux_loss, lr, grad_norm              of the step
-    tokens_per_s, step_time_s, data_time_s     its speed; data_time_s is the wait for batches
+    tokens_per_s, step_time_s                  its speed
+    data_time_s, data_wait_fraction            the wait for batches, also as a share of the step
     expert_load/<layer>                        routed rows of each expert, a list
     expert_load_max_over_mean                  the busiest expert over the mean, worst layer
     consumed_samples                           sequences read since the run began

@@ -29,6 +29,7 @@ _FIGURES = (
     ("lr", "lr", "{:.2e}"),
     ("grad_norm", "norm", "{:.2f}"),
     ("tokens_per_s", "tok/s", "{:,.0f}"),
+    ("data_wait_fraction", "data wait", "{:.1%}"),
     ("expert_load_max_over_mean", "load max/mean", "{:.2f}"),
 )
 
