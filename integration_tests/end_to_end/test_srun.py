@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_train.cli import main
 from moe_train.config import load_config
 
 COMMAND = str(Path(sys.executable).parent / "moe-train")
@@ -104,7 +105,7 @@ def test_tasks_that_do_not_fit_the_layout_are_one_line_and_leave_nothing(
 
 
 def test_a_signal_to_all_tasks_saves_and_a_second_start_goes_on(
-    job: Callable[..., Path], tmp_path: Path, srun: Tasks
+    job: Callable[..., Path], tmp_path: Path, srun: Tasks, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As `--signal=TERM@120` and a requeue do; meanwhile a second job is refused."""
     arguments = ("train", job(), "parallel.dp=2", "--resume", "auto")
@@ -114,10 +115,8 @@ def test_a_signal_to_all_tasks_saves_and_a_second_start_goes_on(
     while not metrics.exists() or metrics.read_text().count("\n") < 3:
         assert tasks[0].poll() is None and time.monotonic() < deadline, tasks[0].communicate()
         time.sleep(0.05)
-    second = subprocess.run(
-        [COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=180
-    )
-    assert second.returncode == 2 and "is in use by another moe-train" in second.stderr
+    assert main([*map(str, arguments)]) == 2
+    assert "is in use by another moe-train" in capfd.readouterr().err
     for process in tasks:
         process.send_signal(signal.SIGTERM)
     ended = [(*p.communicate(timeout=180), p.returncode) for p in tasks]

@@ -129,3 +129,38 @@ def test_without_a_cuda_device_auto_is_the_cpu_and_cuda_is_refused() -> None:
     message = "train.device='cuda' but torch sees no CUDA device; use 'auto' or 'cpu'"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         choose_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("cards", "variables", "wanted", "found"),
+    [
+        (4, {"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3"}, "auto", "cuda:3"),
+        (2, {"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "1"}, "auto", "cpu"),
+        (2, {}, "auto", "cpu"),  # the launcher, which is told the number of ranks
+        (1, {"LOCAL_WORLD_SIZE": "4", "SLURM_GPUS_PER_TASK": "1"}, "cuda", "cuda:0"),
+        (2, {"LOCAL_WORLD_SIZE": "4", "SLURM_GPUS_PER_TASK": "2"}, "cuda", "cuda:0"),
+    ],
+)
+def test_a_rank_takes_a_card_where_there_is_one_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+    cards: int,
+    variables: dict[str, str],
+    wanted: str,
+    found: str,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: cards)
+    for name, value in {"SLURM_STEP_NUM_TASKS": "8", **variables}.items():
+        monkeypatch.setenv(name, value)
+    assert choose_device(wanted, 4) == torch.device(found)
+
+
+def test_too_few_cards_are_refused_where_cards_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "2")  # of one task, which starts four ranks
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    with pytest.raises(ValueError, match="4 ranks on this machine but 2 CUDA devices; start fewer"):
+        choose_device("cuda", 4)

@@ -68,7 +68,7 @@ def make_mesh(config: ParallelConfig) -> ProcessMesh:
 def choose_device(wanted: str, local_ranks: int = 1) -> torch.device:
     """`auto` is CUDA when there is a card for each local rank. A rank takes that of its LOCAL_RANK.
 
-    Where SLURM gives each task cards of its own (`--gpus-per-task`), it takes the first of them.
+    Where SLURM shows each task other cards (`--gpus-per-task`), it takes the first of them.
 
     Args:
         local_ranks: ranks on this machine, where LOCAL_WORLD_SIZE does not say it.
@@ -82,17 +82,24 @@ def choose_device(wanted: str, local_ranks: int = 1) -> torch.device:
         raise TrainValueError(
             "train.device='cuda' but torch sees no CUDA device; use 'auto' or 'cpu'"
         )
-    if "SLURM_GPUS_PER_TASK" in os.environ and "SLURM_STEP_ID" in os.environ:
-        return torch.device("cuda", 0)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", local_ranks))
-    if torch.cuda.device_count() < local_ranks:
-        cards = f"{local_ranks} ranks on this machine but {torch.cuda.device_count()} CUDA devices"
-        if wanted == "cuda":
-            raise TrainValueError(
-                f"train.device='cuda' with {cards}; start fewer ranks, or use 'cpu'"
-            )
+    num_cards = torch.cuda.device_count()
+    if num_cards < local_ranks and _has_cards_of_its_own():
+        return torch.device("cuda", 0)
+    if num_cards < local_ranks and wanted == "cuda":
+        raise TrainValueError(
+            f"train.device='cuda' with {local_ranks} ranks on this machine but {num_cards} CUDA "
+            "devices; start fewer ranks, or use 'cpu'"
+        )
+    if num_cards < local_ranks:
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _has_cards_of_its_own() -> bool:
+    """Whether SLURM shows each of several tasks other cards."""
+    is_bound = "SLURM_GPUS_PER_TASK" in os.environ or "SLURM_GPU_BIND" in os.environ
+    return is_bound and os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
 
 
 def start(config: Config) -> Parallel:
