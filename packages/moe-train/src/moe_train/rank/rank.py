@@ -51,7 +51,7 @@ class RankError:
         rank: its number in the job.
         step: finished steps when it failed.
         monotonic_s: when, on the machine's monotonic clock, which all processes share.
-        text: the traceback.
+        text: the traceback, or the summary of an error that is a message for people.
         summary: type and message of the exception.
     """
 
@@ -96,12 +96,14 @@ def run_rank(module: str, argv: Sequence[str], context: RankContext) -> None:
         import_module(module).run(list(argv), context)
     # Whatever a job raises must reach the person who started it, with rank and step.
     except Exception as error:
+        summary = f"{type(error).__name__}: {error}"
+        is_told = isinstance(error, MoeTrainError)  # a message for people, no defect to look into
         raised = RankError(
             rank=rank_number(),
             step=context.step,
             monotonic_s=time.monotonic(),
-            text=traceback.format_exc(),
-            summary=f"{type(error).__name__}: {error}",
+            text=summary if is_told else traceback.format_exc(),
+            summary=summary,
         )
         raise RankJobError(raised) from error
 

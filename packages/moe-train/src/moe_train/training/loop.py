@@ -147,7 +147,7 @@ class TrainingLoop:
             if not stopping and (last or _due(step, train.validation_interval_steps)):
                 self._validate()
             if self.saver.is_due(step, result) or stopping or last:
-                self.saver.save(self._state())
+                self.saver.save(self._state(), at_end=stopping or last)
         return self.saver.saved
 
     def _step(self, loader: BatchLoader, *, stop: bool) -> StepResult:

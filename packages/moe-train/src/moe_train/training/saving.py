@@ -49,8 +49,11 @@ class Saver:
         """Whether to save after this step."""
         return self.checkpointer.is_due(step) or result.save_requested
 
-    def save(self, state: TrainerState) -> None:
+    def save(self, state: TrainerState, *, at_end: bool = False) -> None:
         """Write a checkpoint; when that fails, say so and keep the reason.
+
+        Args:
+            at_end: no step follows, so that `check` is what tells of a failure.
 
         Raises:
             CheckpointNotSavedError: it failed, and `checkpoint.stop_on_save_error` is set.
@@ -62,7 +65,7 @@ class Saver:
             if self.config.checkpoint.stop_on_save_error:
                 raise
             self.failure = str(error)
-            if self.is_first:
+            if self.is_first and not at_end:
                 logger.warning("warning: %s; training goes on, the next save tries again", error)
 
     def save_before_error(self, state: TrainerState) -> str:
