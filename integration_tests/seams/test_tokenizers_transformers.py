@@ -1,4 +1,4 @@
-"""Ids, texts and end tokens of a folder against transformers' AutoTokenizer and GenerationConfig."""
+"""Ids, texts and end tokens against transformers' AutoTokenizer and GenerationConfig."""
 
 import json
 from collections.abc import Callable

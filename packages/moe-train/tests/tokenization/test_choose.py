@@ -80,6 +80,8 @@ def test_another_tokenizer_is_allowed_and_said(
     other.write_text(json.dumps(values))
     config = configure(f"model.init_from={source}", f"tokenizer.file={other}")
     assert "in 2 ids" in describe_choice(config, chosen(config))[0]
+    generation = "generation_config.json"
+    assert chosen(config).files[generation] == (source / generation).read_bytes()
 
 
 def test_a_contradiction_is_decided_by_the_key(configure: Configure, source: Path) -> None:
@@ -137,4 +139,4 @@ def test_a_trained_tokenizer_takes_the_keys_too(configure: Configure, tmp_path: 
     assert "checkpoints say so" in describe_choice(config, tokenizer)[0]
     assert train_settings(config) != train_settings(configure())
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.chat_template=.* does not exist"):
-        train_tokenizer(["a"], configure("tokenizer.chat_template=/no.jinja"))
+        train_settings(configure("tokenizer.chat_template=/no.jinja"))

@@ -6,15 +6,16 @@ chooses alike; what was decided on the way is said once, by `describe_choice`.
     tokenizer = choose_tokenizer(config)       # None: train one on the corpus
 """
 
+import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
 from moe_train.config import Config
 from moe_train.errors import MissingFileError, TrainValueError
 from moe_train.tokenization.bpe import train_bpe
-from moe_train.tokenization.edits import agreed, edited
+from moe_train.tokenization.edits import agreed, edited, given_template
 from moe_train.tokenization.end_tokens import NamedIds, end_tokens
-from moe_train.tokenization.folder import read_files
+from moe_train.tokenization.folder import GENERATION_CONFIG, read_files
 from moe_train.tokenization.text_tokenizer import (
     TextTokenizer,
     named_ids,
@@ -37,6 +38,9 @@ def choose_tokenizer(config: Config) -> TextTokenizer | None:
         if not Path(table.file).exists():
             raise MissingFileError(f"tokenizer.file={table.file} does not exist")
         files = read_files(Path(table.file))
+        generation = Path(init_from or "") / GENERATION_CONFIG
+        if init_from is not None and generation.is_file():
+            files.setdefault(GENERATION_CONFIG, generation.read_bytes())
     elif init_from is not None and not table.train:
         files = _of_source(Path(init_from))
     else:
@@ -67,8 +71,9 @@ def train_settings(config: Config) -> str:
     """What the tokenizer of `train_tokenizer` depends on, beside the texts."""
     table = config.tokenizer
     changes = [table.eos_token, *table.new_tokens, "", *table.new_special_tokens]
-    if table.chat_template is not None:
-        changes.append(Path(table.chat_template).read_text(encoding="utf-8"))
+    template = given_template(config)
+    if template is not None:
+        changes.append(hashlib.blake2b(template, digest_size=16).hexdigest())
     settings = f"bpe {table.vocab_size} {table.train_bytes}"
     return f"{settings} {changes!r}" if any(changes) else settings
 

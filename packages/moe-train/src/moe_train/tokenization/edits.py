@@ -43,8 +43,9 @@ def edited(files: Mapping[str, bytes], config: Config, ids: NamedIds) -> TextTok
     _add_tokens(tokenizer, config)
     if repr(tokenizer.get_added_tokens_decoder()) != before:
         files = _with_tokens(files, tokenizer)
-    if table.chat_template is not None:
-        files = _with_template(files, Path(table.chat_template))
+    template = given_template(config)
+    if template is not None:
+        files = _with_template(files, template)
     ends = end_tokens(
         tokenizer,
         named_tokens(files),
@@ -106,11 +107,23 @@ def _token_fields(token: AddedToken) -> dict[str, Any]:
     return {name: getattr(token, name) for name in names}
 
 
-def _with_template(files: Mapping[str, bytes], path: Path) -> dict[str, bytes]:
+def given_template(config: Config) -> bytes | None:
+    """The content of `tokenizer.chat_template`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    if config.tokenizer.chat_template is None:
+        return None
+    path = Path(config.tokenizer.chat_template)
     if not path.is_file():
-        raise MissingFileError(f"tokenizer.chat_template={path} does not exist")
+        raise MissingFileError(f"tokenizer.chat_template={path} does not exist; name a jinja file")
+    return path.read_bytes()
+
+
+def _with_template(files: Mapping[str, bytes], template: bytes) -> dict[str, bytes]:
     values = read_json(files, TOKENIZER_CONFIG)
-    kept = {**files, CHAT_TEMPLATE: path.read_bytes()}
+    kept = {**files, CHAT_TEMPLATE: template}
     if values.pop("chat_template", None) is not None:
         kept[TOKENIZER_CONFIG] = to_json(values)
     return kept
