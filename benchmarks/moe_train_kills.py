@@ -192,10 +192,8 @@ def wait_until_gone(pids: Sequence[int]) -> None:
         time.sleep(0.01)
 
 
-def run_killed(job: Job, kills: int, layouts: Sequence[Sequence[str]]) -> None:
-    """Kill the job `kills` times, in places that take turns; then let it end."""
-    places = [PLACES[number % len(PLACES)] for number in range(kills)]
-    job.rng.shuffle(places)
+def run_killed(job: Job, places: Sequence[str], layouts: Sequence[Sequence[str]]) -> None:
+    """Kill the job at each place, as long as it has not come to its end; then let it end."""
     starts = 0
     for place in places:
         if job.is_at_its_end():
@@ -221,7 +219,9 @@ def campaign(
     largest = 0.0
     while hit < kills:
         job = Job(toml, toml.parent / f"killed-{rng.randrange(10**9)}", rng, steps)
-        run_killed(job, kills - hit, layouts)
+        places = [PLACES[number % len(PLACES)] for number in range(kills - hit)]
+        rng.shuffle(places)
+        run_killed(job, places, layouts)
         hit += sum(job.kills.values())
         print(f"{hit} kills: {job.kills}", file=sys.stderr)
         found = job.figures()

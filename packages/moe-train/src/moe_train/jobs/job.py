@@ -69,7 +69,8 @@ def check(config: Config, resume: str, allow_change: Sequence[str] = ()) -> Path
     prepared = prepare(config, verify=os.environ.get("LOCAL_RANK", "0") == "0")
     _check_tokenizer(config, model, prepared.tokenizer)
     for line in open_splits(config, prepared)[0].describe():
-        logger.info("%s", line)
+        if rank_number() == 0:  # under torchrun every rank checks
+            logger.info("%s", line)
     if source is not None:
         _check_steps(config, folder, source)
         _check_changes(config, model, prepared, source, allow_change)
