@@ -23,7 +23,7 @@ from moe_train.jobs.model_changes import model_changes
 from moe_train.layout import read_decoder, trainable_names
 from moe_train.model import DecoderConfig
 from moe_train.optim import LrSchedule
-from moe_train.tokenization import TextTokenizer, load_tokenizer
+from moe_train.tokenization import load_tokenizer
 
 
 def describe_resume(
@@ -35,15 +35,14 @@ def describe_resume(
         ValueError: the checkpoint cannot be read, or the learning rate cannot go on as asked.
     """
     state, own = read_state(source), _own_job(source)
-    changes = [] if own is None else KeyChange.between(own, config)
-    changes = [change for change in changes if change.on_resume != "compared"]
+    of_keys = [] if own is None else KeyChange.between(own, config)
+    changes = [change for change in of_keys if change.on_resume != "compared"]
     changes += _state_changes(config, state, {change.name for change in changes})
     files = checkpoint_files(config, model, prepared.tokenizer)
     written = DecoderConfig.from_dict(json.loads(files["config.json"]))  # end tokens settled
     changes += model_changes(read_decoder(source), written)
-    leads = [] if own is None else KeyChange.between(own, config)
-    leads = [change for change in leads if change.on_resume == "compared"]
-    changes += _content_changes(state, prepared, source, leads)
+    compared = [change for change in of_keys if change.on_resume == "compared"]
+    changes += _content_changes(state, prepared, source, compared)
     lines = [f"resuming {source}: step {state.step}, {state.consumed_samples} samples used"]
     if own is None:
         lines.append(f"{source / OWN_TOML} cannot be read as a job, so its keys are not compared")
@@ -97,10 +96,12 @@ def _content_changes(
     state: TrainerState, prepared: PreparedCorpus, source: Path, compared: Sequence[KeyChange]
 ) -> list[KeyChange]:
     """`compared` as free changes, or as asked ones where tokenizer or text are others now."""
-    was, now = (
-        _vocabulary(tokenizer) if state.version == 1 else tokenizer.fingerprint
-        for tokenizer in (load_tokenizer(source), prepared.tokenizer)
-    )
+    if state.version == 1:  # its other files were not those of the tokenizer
+        file = "tokenizer.json"
+        was = _vocabulary((source / file).read_bytes())
+        now = _vocabulary(prepared.tokenizer.files[file])
+    else:
+        was, now = load_tokenizer(source).fingerprint, prepared.tokenizer.fingerprint
     is_other = {"tokenizer": was != now}
     fingerprint = state.data_fingerprint
     is_other["data"] = is_other["sources"] = fingerprint != prepared.fingerprint
@@ -168,10 +169,8 @@ def _trainable_notes(own: Config, config: Config, model: DecoderConfig) -> list[
     return [f"{said}: {', '.join(new[:3])} ({len(new)} in all)"] if new else []
 
 
-def _vocabulary(tokenizer: TextTokenizer) -> str:
-    """All that checkpoints of version 1 kept as the run had it; other files have defaults now."""
-    values = json.loads(tokenizer.files["tokenizer.json"])
-    return hashlib.blake2b(json.dumps(values, sort_keys=True).encode()).hexdigest()
+def _vocabulary(text: bytes) -> str:
+    return hashlib.blake2b(json.dumps(json.loads(text), sort_keys=True).encode()).hexdigest()
 
 
 def _own_job(source: Path) -> Config | None:
