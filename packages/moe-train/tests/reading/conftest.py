@@ -22,7 +22,7 @@ from moe_train.tokenization import TextTokenizer, load_tokenizer
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}"
-    "[{{ message.role }}]{{ message.content }}<|end|>{% endfor %}"
+    "[{{ message.role }}]{{ message.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 END = 0

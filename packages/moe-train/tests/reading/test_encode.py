@@ -117,7 +117,7 @@ def test_conversations_are_masked_and_end_as_the_template_ends(
     for tokens, mask in zip(ids, masks, strict=True):
         trained = [token for token, flag in zip(tokens, mask, strict=True) if flag]
         assert tokenizer.decode(trained, skip_special_tokens=False) == "Yes<|end|>"
-        assert tokens[-1] == 0 != tokens[-2]
+        assert tokens[-2] == 0 != tokens[-1]  # the template's line end, and no second end token
     assert found.left_out == {"conversations without messages": 4}
     # Parquet gives every message every key.
     pq.write_table(pa.Table.from_pylist(rows * 4), tmp_path / "talk.parquet")

@@ -248,11 +248,19 @@ class _Encoder:
         except TrainValueError as error:
             raise TrainValueError(f"{place}: {error}") from error
         ids, trained = found.ids, found.trained
-        if not len(ids) or int(ids[-1]) not in self._tokenizer.eos_token_ids:
+        if not self._ends_itself(ids):
             # It is a target where the assistant would otherwise never learn to end.
             ids = np.append(ids, self._tokenizer.document_end_id)
             trained = np.append(trained, bool(trained[-1]) if len(trained) else False)
         self._parts[part].add(ids, trained)
+
+    def _ends_itself(self, ids: NDArray[np.int64]) -> bool:
+        """Whether a conversation's last words are an end token, and at most white space."""
+        ends = np.flatnonzero(np.isin(ids, self._tokenizer.eos_token_ids))
+        if not len(ends):
+            return False
+        behind = self._tokenizer.decode(ids[ends[-1] + 1 :].tolist(), skip_special_tokens=False)
+        return not behind.strip()
 
     def _add_ids(self, part: str, value: Mapping[str, Any], place: str, span: Span) -> None:
         listed = field_of(value, self._job.field, place)
