@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_train.checkpoint import read_state
+from moe_train.checkpoint import read_ledger, read_state
 from moe_train.config import Config
 from moe_train.jobs.job import check, train
 from moe_train.rank import RankContext
@@ -87,7 +87,7 @@ def run(config: Config, resume: str = "", first: int = 0) -> list[str | None]:
 
 def lines(folder: Path) -> dict[int, dict[str, object]]:
     found = read_metrics(folder / "metrics.jsonl")
-    timed = {"tokens_per_s", "step_time_s", "data_time_s"}
+    timed = {"tokens_per_s", "step_time_s", "data_time_s", "data_wait_fraction"}
     return {
         line["step"]: {k: v for k, v in line.items() if k not in timed}
         for line in found
@@ -110,6 +110,8 @@ def test_a_spike_is_left_out_its_samples_are_used_up_and_a_resumed_run_decides_a
     states = {n: read_state(tmp_path / "whole" / f"checkpoint-{n}") for n in (3, 4, 6, 7)}
     assert [s.skipped_steps for s in states.values()] == [0, 1, 2, 2]
     assert [s.skips_in_row for s in states.values()] == [0, 1, 1, 0]
+    ledger = read_ledger(tmp_path / "whole" / "checkpoint-7")
+    assert [segment.skipped for segment in ledger.segments] == [[4, 6]]
     assert states[4].consumed_samples == 48 and states[4].recent_losses == states[3].recent_losses
     told = lines(tmp_path / "whole")
     assert [told[n].get("skipped_steps") for n in (3, 4, 5, 6, 7)] == [None, 1, 1, 2, 2]
