@@ -90,7 +90,7 @@ def test_both_languages_have_the_same_commands_and_links(guide: str) -> None:
         assert f"docs/guides/{guide}.md" in page.read_text(), f"{page} does not link the guide"
 
 
-@pytest.mark.parametrize("guide", ["resume"])
+@pytest.mark.parametrize("guide", GUIDES)
 def test_the_commands_of_a_guide_run(guide: str, environment: dict[str, str]) -> None:
     work = Path(environment["PWD"])
     for where, commands in blocks(guide, ".md"):
@@ -107,7 +107,7 @@ def test_the_commands_of_a_guide_run(guide: str, environment: dict[str, str]) ->
             for machine in machines
         ]
         for process in started:
-            output = process.communicate(timeout=180)[0]
+            output = process.communicate(timeout=600)[0]
             assert process.returncode == 0, f"{commands}\n{output}"
             assert "Traceback" not in output and "moe-train: " not in output, output
     for record in work.rglob("run.json"):

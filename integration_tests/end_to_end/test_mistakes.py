@@ -389,8 +389,19 @@ COMMANDS = {
     ),
     "generate: a prompt too long": (
         ["generate", "--checkpoint", "@/run/checkpoint-2", "--prompt", "a b " * 300],
-        "the model takes fewer than 256",
+        "fewer than 256; shorten it",
     ),
+    "generate: no file of prompts": (
+        ["generate", "--checkpoint", "@/run/checkpoint-2", "--prompts", "@/no.jsonl"],
+        "no.jsonl",
+    ),
+    "generate: experts": (
+        ["generate", "--checkpoint", "@/run/checkpoint-2", "--prompt", "a", "--ep=3"],
+        "num_experts=8",
+    ),
+    "chat: no template": (["chat", "@/run/checkpoint-2", "--message", "a"], "template"),
+    "data: no corpus": (["data", "@/job.toml", "data.corpus=@/no"], "'@/no' does not exist"),
+    "data: no file": (["data", "@/no.toml"], "no.toml does not exist"),
     "inspect: no folder": (["inspect", "@/no"], "is not a folder"),
     "inspect: no checkpoint": (["inspect", "@/corpus"], "holds no complete checkpoint"),
     "plan: layers": (["plan", "@/job.toml", "parallel.pp=3"], "num_hidden_layers=4"),
