@@ -1,6 +1,7 @@
 """What the keys of `[moe]`, and those of `[train]` that concern the loss, do to a real training."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,27 @@ def test_the_bias_is_saved_and_resumed(tmp_path: Path) -> None:
     assert_alike(whole, Trained(first.steps + second.steps, None), rtol=0)
     assert whole.bias_LE is not None and second.bias_LE is not None
     assert torch.equal(whole.bias_LE, second.bias_LE)
+
+
+def test_a_step_whose_update_is_left_out_moves_no_bias_then_or_later(tmp_path: Path) -> None:
+    enabled = ("moe.update_expert_bias=true", "moe.expert_bias_update_rate=0.02")
+    config = job(tmp_path, DEEPSEEK, *enabled)
+
+    def run(*_: int) -> list[dict[str, torch.Tensor]]:
+        held = []
+        for steps in ((0, 1), (0, 7, 1)):  # 7 is left out
+            runner, _ = build_runner(config, read_model_config(config), start(config), {})
+            for step in steps:
+                limit = 0.0 if step == 7 else math.inf
+                told = runner.train(batches_of(config, step, 0, 1), lr=1e-2, max_loss=limit)
+                assert told.applied == (step != 7)
+            held.append({name: t.clone() for name, t in runner.stage.state_dict().items()})
+        return held
+
+    ((plain, skipped),) = run_ranks(run, 1)  # type: ignore[misc]
+    assert plain.keys() == skipped.keys() and any("bias" in name for name in plain)
+    for name, tensor in plain.items():
+        assert torch.equal(tensor, skipped[name]), name
 
 
 @pytest.mark.parametrize("layout", [("parallel.ep=2",), ("parallel.dp=2", "parallel.pp=2", FTB)])

@@ -127,7 +127,7 @@ def test_a_spike_is_left_out_its_samples_are_used_up_and_a_resumed_run_decides_a
             assert read_state(path) == read_state(tmp_path / "whole" / path.name)
 
 
-def test_an_update_left_out_changes_neither_weights_nor_moments_nor_biases(
+def test_an_update_left_out_changes_neither_weights_nor_moments(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spiked(monkeypatch, {4})
