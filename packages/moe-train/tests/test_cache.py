@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 import time
@@ -76,9 +77,14 @@ def test_a_claimed_file_is_refused_at_once_until_its_holder_has_ended(tmp_path: 
         [sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True
     )
     assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-    with pytest.raises(BlockingIOError, match=r"^in use$"), claimed(path, "in use"):
+    with pytest.raises(BlockingIOError, match=r"^in use "), claimed(path, "in use"):
         pass
     holder.kill()
     holder.communicate()
-    with claimed(path, "in use"):
+    own = rf"^in use \(held by process {os.getpid()} of .+\)$"
+    with (
+        claimed(path, "in use"),
+        pytest.raises(BlockingIOError, match=own),
+        claimed(path, "in use"),
+    ):
         pass

@@ -13,6 +13,7 @@ import fcntl
 import logging
 import os
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -60,14 +61,18 @@ def locked(path: Path, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[None]:
 def claimed(path: Path, refusal: str) -> Iterator[None]:
     """Hold the file `path`, made if needed, or raise at once; the system frees it at the end.
 
-    On file systems without locks nothing is held.
+    It says who holds it. On file systems without locks nothing is held.
 
     Raises:
-        BlockingIOError: `refusal`, because another process holds it.
+        BlockingIOError: `refusal`, and which process of which machine holds it.
     """
     with path.open("a+") as stream:
         if not _try_lock(stream.fileno()):
-            raise BlockingIOError(refusal)
+            stream.seek(0)
+            raise BlockingIOError(f"{refusal} (held by {stream.read().strip()})")
+        stream.truncate(0)
+        stream.write(f"process {os.getpid()} of {socket.gethostname()}\n")
+        stream.flush()
         yield
 
 
