@@ -1,3 +1,4 @@
+import gzip
 import io
 import json
 import logging
@@ -6,6 +7,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from moe_train.config.data_tables import DataConfig, TokenizerConfig
+from moe_train.config.data_tables import DataConfig, SourceConfig, TokenizerConfig
 from moe_train.config.model_tables import ModelConfig
 from moe_train.config.tables import Config
 from moe_train.config.train_tables import OptimizerConfig, TrainConfig
@@ -67,8 +69,8 @@ def texts_of(prepared: PreparedCorpus, path: Path) -> list[str]:
 
 def test_every_document_is_in_one_split_whole_and_unchanged(make: Make, text: Path) -> None:
     prepared = prepare(make(validation_fraction=0.2))
-    train = texts_of(prepared, prepared.train_tokens)
-    held = texts_of(prepared, prepared.validation_tokens)
+    train = texts_of(prepared, prepared.sources[0].train)
+    held = texts_of(prepared, prepared.sources[0].validation)
     documents = [path.read_text(encoding="utf-8") for path in text.rglob("*.py")]
     assert sorted(train + held) == sorted(documents)
     share = sum(map(len, held)) / sum(map(len, documents))
@@ -77,11 +79,11 @@ def test_every_document_is_in_one_split_whole_and_unchanged(make: Make, text: Pa
 
 def test_second_call_finds_the_cache(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     first = prepare(make())
-    stamp = first.train_tokens.stat().st_mtime_ns
+    stamp = first.sources[0].train.stat().st_mtime_ns
     # Nothing is read again.
     monkeypatch.setattr(import_module("moe_train.data.prepare"), "plan_source", None)
     assert prepare(make()) == first
-    assert first.train_tokens.stat().st_mtime_ns == stamp
+    assert first.sources[0].train.stat().st_mtime_ns == stamp
 
 
 def test_touched_files_are_read_again_but_not_encoded(
@@ -104,7 +106,7 @@ def test_same_files_elsewhere_have_the_same_fingerprint(
     )
     second = prepare(config)
     assert second.fingerprint == first.fingerprint
-    assert second.train_tokens.read_bytes() == first.train_tokens.read_bytes()
+    assert second.sources[0].train.read_bytes() == first.sources[0].train.read_bytes()
     assert second.tokenizer_file.read_bytes() == first.tokenizer_file.read_bytes()
 
 
@@ -125,15 +127,15 @@ def test_what_shapes_the_tokens_changes_the_fingerprint(make: Make, text: Path) 
 
 def test_damaged_cache_is_made_again(make: Make) -> None:
     first = prepare(make())
-    content = first.train_tokens.read_bytes()
-    first.train_tokens.write_bytes(content[:-2])
+    content = first.sources[0].train.read_bytes()
+    first.sources[0].train.write_bytes(content[:-2])
     again = prepare(make())
     assert again == first
-    assert again.train_tokens.read_bytes() == content
-    (first.train_tokens.parent / "corpus.json").write_text("{")
+    assert again.sources[0].train.read_bytes() == content
+    (first.sources[0].train.parent / "corpus.json").write_text("{")
     assert prepare(make()) == first
-    shutil.rmtree(first.train_tokens.parent)
-    assert prepare(make()).train_tokens.read_bytes() == content
+    shutil.rmtree(first.sources[0].train.parent)
+    assert prepare(make()).sources[0].train.read_bytes() == content
 
 
 def test_processes_at_once_make_it_once(make: Make, tmp_path: Path) -> None:
@@ -156,8 +158,8 @@ def test_files_that_are_no_text_are_left_out(make: Make, text: Path) -> None:
     (text / "latin.py").write_bytes(b"# caf\xe9\n" * 50)
     (text / "nul.py").write_bytes(b"a\0b" * 50)
     prepared = prepare(make(validation_fraction=0.2))
-    found = texts_of(prepared, prepared.train_tokens)
-    found += texts_of(prepared, prepared.validation_tokens)
+    found = texts_of(prepared, prepared.sources[0].train)
+    found += texts_of(prepared, prepared.sources[0].validation)
     assert len(found) == 40
 
 
@@ -167,7 +169,7 @@ def test_given_tokenizer_is_used_and_is_part_of_the_fingerprint(make: Make, tmp_
     shutil.copy(trained.tokenizer_file, file)
     prepared = prepare(make(tokenizer={"file": str(file)}))
     assert prepared.tokenizer_file.read_bytes() == file.read_bytes()
-    assert prepared.train_tokens.read_bytes() == trained.train_tokens.read_bytes()
+    assert prepared.sources[0].train.read_bytes() == trained.sources[0].train.read_bytes()
     changed = json.loads(file.read_text())
     changed["added_tokens"][0]["content"] = "</s>"
     changed["model"]["vocab"]["</s>"] = changed["model"]["vocab"].pop("<|endoftext|>")
@@ -206,9 +208,61 @@ def test_corpus_without_two_parts_is_refused(make: Make, tmp_path: Path, content
         prepare(make(corpus=(str(path),)))
 
 
+def rows_of(path: Path, count: int, word: str) -> Path:
+    rows = [{"text": f"{word} {index} " + "é" * (index % 5)} for index in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_sources_are_kept_each_by_itself(make: Make, tmp_path: Path) -> None:
+    trained = prepare(make()).tokenizer_file.parent
+    first = SourceConfig(name="a", corpus=(str(rows_of(tmp_path / "a.jsonl", 50, "a")),))
+    second = SourceConfig(name="b", corpus=(str(rows_of(tmp_path / "b.jsonl", 40, "b")),), weight=3)
+    data = DataConfig(cache_dir=str(tmp_path / "cache"))
+    config = replace(make(tokenizer={"file": str(trained)}), data=data)
+    alone = prepare(replace(config, sources=(first,)))
+    both = prepare(replace(config, sources=(first, second)))
+    assert [source.name for source in both.sources] == ["a", "b"]
+    assert both.sources[0] == alone.sources[0]
+    assert [source.weight for source in both.sources] == [1, 3]
+    assert both.fingerprint not in (alone.fingerprint, both.sources[1].fingerprint)
+    texts = texts_of(both, both.sources[1].train) + texts_of(both, both.sources[1].validation)
+    assert len(texts) == 40 and all(text.startswith("b ") for text in texts)
+    # Without a tokenizer one is trained on the texts of all sources.
+    mixed = replace(config, tokenizer=TokenizerConfig(vocab_size=280), sources=(first, second))
+    prepared = prepare(mixed)
+    assert prepared.sources[0].fingerprint != alone.sources[0].fingerprint
+    assert len(texts_of(prepared, prepared.sources[0].train)) > 40
+    assert prepare(mixed) == prepared
+
+
+def test_compressed_rows_are_the_same_tokens_and_nothing_is_left(
+    make: Make, tmp_path: Path
+) -> None:
+    path = rows_of(tmp_path / "a.jsonl", 60, "a")
+    plain = prepare(make(corpus=(str(path),)))
+    (tmp_path / "z").mkdir()
+    (tmp_path / "z" / "a.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+    packed = prepare(make(corpus=(str(tmp_path / "z" / "a.jsonl.gz"),)))
+    texts = [
+        sorted(texts_of(each, each.sources[0].train) + texts_of(each, each.sources[0].validation))
+        for each in (plain, packed)
+    ]
+    assert texts[0] == texts[1]
+    assert not list((tmp_path / "cache" / "unpacked").iterdir())
+    assert not list((tmp_path / "cache" / "pieces").iterdir())
+
+
+@pytest.mark.parametrize("kind", ["chat", "tokens"])
+def test_what_needs_a_tokenizer_asks_for_one(make: Make, tmp_path: Path, kind: str) -> None:
+    path = rows_of(tmp_path / "a.jsonl", 5, "a")
+    with pytest.raises(ValueError, match=r"set tokenizer\.file"):
+        prepare(make(corpus=(str(path),), kind=kind))
+
+
 def test_unigram_cross_entropy_equals_a_count_by_hand(make: Make) -> None:
     prepared = prepare(make(validation_fraction=0.3))
-    train = open_store(prepared.train_tokens).tokens.tolist()
+    train = open_store(prepared.sources[0].train).tokens.tolist()
     _, split = open_joined(prepared, sequence_length=16, reset_at_documents=True)
     numbers = list(range(0, split.num_sequences, 2))
     labels = [

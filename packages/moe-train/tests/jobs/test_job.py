@@ -94,7 +94,7 @@ def test_a_new_run_gets_its_corpus_before_it_starts_and_no_folder_yet(
     config = configure(f"data.cache_dir={tmp_path / 'cache'}")
     assert check(config, "") is None
     assert not (tmp_path / "run").exists()
-    made = prepare(config).train_tokens
+    made = prepare(config).sources[0].train
     stamp = made.stat().st_mtime_ns
     assert check(config, "") is None
     assert made.stat().st_mtime_ns == stamp

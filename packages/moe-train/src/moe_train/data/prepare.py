@@ -47,6 +47,7 @@ from moe_train.tokenization import (
 
 _VERSION = "1"
 _FACTS = "corpus.json"
+_LARGE_BYTES = 1_000_000_000  # takes a second and more to read through
 _NOT_TRAINED_ON = ("preference", "embedding")
 
 logger = logging.getLogger(__name__)
@@ -105,16 +106,6 @@ class PreparedCorpus:
     def __post_init__(self) -> None:
         check_type("tokenizer_file", self.tokenizer_file, Path)
         check_type("sources", self.sources, tuple)
-
-    @property
-    def train_tokens(self) -> Path:
-        """The token file of the first source's training documents."""
-        return self.sources[0].train
-
-    @property
-    def validation_tokens(self) -> Path:
-        """The token file of the first source's held-out documents."""
-        return self.sources[0].validation
 
 
 def prepare(config: Config, *, verify: bool = False, only_check: bool = False) -> PreparedCorpus:
@@ -188,6 +179,9 @@ def _discard_if_damaged(folder: Path) -> None:
     facts = _facts_of(folder)
     if facts is None:
         return
+    size_bytes = (folder / "train.bin").stat().st_size
+    if size_bytes > _LARGE_BYTES:
+        logger.info("checking %s, %.1f GB", folder, size_bytes / 1e9)
     damage = damage_of(folder / "train.bin") or damage_of(folder / "validation.bin")
     for name, digest in facts["files"].items():
         if not damage and _file_digest(folder / name) != digest:
@@ -291,13 +285,17 @@ class _Preparation:
         self, source: SourceConfig, plan: SourcePlan, folder: Path, tokenizer: TextTokenizer
     ) -> None:
         """Encode a source and publish its token files."""
-        logger.info(
-            "preparing source %s, %.1f MB (once): %s", source.name, plan.size_bytes / 1e6, folder
-        )
-        pieces = self._cache_dir / "pieces" / folder.name
-        make_pieces(plan, tokenizer, pieces, self._workers)
-        publish(folder, lambda work: _join(work, source, plan, pieces, tokenizer))
-        shutil.rmtree(pieces, ignore_errors=True)
+        size_mb = plan.size_bytes / 1e6
+        with locked(self._cache_dir / "locks" / f"{folder.name}.lock"):
+            if _facts_of(folder) is not None:  # made meanwhile, from the same files elsewhere
+                return
+            for left in folder.parent.glob(f".{folder.name}.*"):  # by a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
+            logger.info("preparing source %s, %.1f MB (once): %s", source.name, size_mb, folder)
+            pieces = self._cache_dir / "pieces" / folder.name
+            make_pieces(plan, tokenizer, pieces, self._workers)
+            publish(folder, lambda work: _join(work, source, plan, pieces, tokenizer))
+            shutil.rmtree(pieces, ignore_errors=True)
 
     def _trained(self, plans: Sequence[SourcePlan], name: str) -> TextTokenizer:
         """A new tokenizer, or the one that an interrupted preparation has trained."""

@@ -111,6 +111,8 @@ def unpack(path: Path, folder: Path) -> Path:
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(f"{target.name}.*"):  # by a process that was killed
+        left.unlink(missing_ok=True)
     work = target.with_suffix(f".{os.getpid()}")
     try:
         with _READERS[compression_of(path.name)](str(path)) as source, work.open("wb") as copy:

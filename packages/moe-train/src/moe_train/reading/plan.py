@@ -42,6 +42,7 @@ _ALL_ROWS = 1 << 64
 _DEFAULT_EXTENSIONS = (".py",)  # of data.extensions; says nothing where rows are read
 _FEW_HELD_ROWS = 50
 _SCANNED_ROWS = 1 << 20
+_LARGE_BYTES = 1_000_000_000
 _NOT_TEXT = "files that are not UTF-8 text"
 
 logger = logging.getLogger(__name__)
@@ -113,6 +114,9 @@ def plan_source(
     Raises:
         ValueError: a file cannot be used, or there is too little to hold a part of it out.
     """
+    size_bytes = sum(document.size_bytes for document in documents)
+    if size_bytes > _LARGE_BYTES:
+        logger.info("looking through %d files, %.1f GB", len(documents), size_bytes / 1e9)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         files = list(pool.map(lambda each: _data_file(source, each, unpacked), documents))
         texts, left_out = _usable([file for file in files if file.format == "text"])
