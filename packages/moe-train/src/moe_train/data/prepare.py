@@ -47,7 +47,6 @@ from moe_train.tokenization import (
 
 _VERSION = "1"
 _FACTS = "corpus.json"
-_LARGE_BYTES = 1_000_000_000  # takes a second and more to read through
 _NOT_TRAINED_ON = ("preference", "embedding")
 
 logger = logging.getLogger(__name__)
@@ -180,7 +179,7 @@ def _discard_if_damaged(folder: Path) -> None:
     if facts is None:
         return
     size_bytes = (folder / "train.bin").stat().st_size
-    if size_bytes > _LARGE_BYTES:
+    if size_bytes > 1 << 30:  # takes a second and more
         logger.info("checking %s, %.1f GB", folder, size_bytes / 1e9)
     damage = damage_of(folder / "train.bin") or damage_of(folder / "validation.bin")
     for name, digest in facts["files"].items():
