@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from moe_train.jobs.generate import load_model
+from moe_train.generation import load_model
 from moe_train.model import DecoderConfig, DecoderStage, KeyValueCache
 
 ORIGINAL, LENGTH = 16, 24

@@ -1,50 +1,23 @@
 """Under which keys, and in which layout, transformers stores the tensors of a decoder.
 
-Two catalogues are joined: `moe_pipeline.family_of` says how a family names and lays out the tensors
-of an MoE block in memory, weight-convert how a fused expert tensor is cut into stored tensors. What
-remains is here: the few names that differ on disk, and multi-token prediction.
+`FamilyRules` says how a family names and lays out the tensors of an MoE block and what files spell
+otherwise, weight-convert how a fused expert tensor is cut into stored tensors.
 
     form = stored_form("mixtral", "model.layers.0.mlp.experts.down_proj", (8, 64, 96))
     form.views[3].key      # "model.layers.0.block_sparse_moe.experts.3.w2.weight"
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moe_pipeline import family_of
-from moe_train.model import stored_name
-from weight_convert import FamilySpec, FusedExperts, StoredView, get_spec
+from moe_train.model import rules_of, stored_name
+from weight_convert import FamilySpec, FusedExperts, StoredView
 
 _BLOCK = re.compile(r"(?P<layer>.+\.layers\.\d+)\.mlp\.(?P<rest>.+)")
-
-_MIXTRAL = FamilySpec(
-    model_type="mixtral",
-    experts=(
-        FusedExperts(
-            fused="{layer}.mlp.experts.gate_up_proj",
-            parts=(
-                "{layer}.block_sparse_moe.experts.{expert}.w1.weight",
-                "{layer}.block_sparse_moe.experts.{expert}.w3.weight",
-            ),
-        ),
-        FusedExperts(
-            fused="{layer}.mlp.experts.down_proj",
-            parts=("{layer}.block_sparse_moe.experts.{expert}.w2.weight",),
-        ),
-    ),
-    router="{layer}.block_sparse_moe.gate.weight",
-    num_experts_keys=("num_local_experts", "num_experts"),
-)
-
-# Names of transformers' modules that its files spell differently.
-_RENAMED_ON_DISK: Mapping[str, tuple[str, str]] = {
-    "mixtral": (".mlp.", ".block_sparse_moe."),
-    "ernie4_5_moe": (".mlp.gate.moe_statics.", ".mlp.moe_statics."),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +46,8 @@ def stored_form(model_type: str, name: str, shape: tuple[int, ...]) -> StoredFor
     """
     name = stored_name(name)
     block = _BLOCK.fullmatch(name)
-    keys = {key.ours: key for key in family_of(model_type).block_keys}
+    rules = rules_of(model_type)
+    keys = {key.ours: key for key in rules.block.block_keys}
     if block is None or block["rest"] not in keys:
         return plain_form(name, shape)
     key = keys[block["rest"]]
@@ -81,8 +55,7 @@ def stored_form(model_type: str, name: str, shape: tuple[int, ...]) -> StoredFor
     if spec is not None and spec.fused_group(name) is not None:
         views = spec.stored_views(name, shape)
         return StoredForm(shape=shape, views=views, to_stored=key.to_theirs, to_memory=key.to_ours)
-    old, new = _RENAMED_ON_DISK.get(model_type, ("", ""))
-    theirs = f"{block['layer']}.mlp.{key.theirs}".replace(old, new)
+    theirs = f"{block['layer']}.mlp.{key.theirs}".replace(*rules.renamed_on_disk)
     stored_shape = tuple(key.to_theirs(torch.empty(shape, device="meta")).shape)
     return StoredForm(
         shape=stored_shape,
@@ -103,7 +76,20 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _spec_of_experts(model_type: str) -> FamilySpec | None:
-    """How fused experts are cut; None for GPT-OSS, which stores them fused."""
-    if model_type == "gpt_oss":
+    """How fused experts are cut; None where they are stored fused."""
+    rules = rules_of(model_type)
+    if rules.expert_parts is None:
         return None
-    return _MIXTRAL if model_type == "mixtral" else get_spec("qwen3_moe")
+    parts = tuple(
+        f"{{layer}}.mlp.experts.{{expert}}.{part}.weight".replace(*rules.renamed_on_disk)
+        for part in rules.expert_parts
+    )
+    return FamilySpec(
+        model_type=model_type,
+        experts=(
+            FusedExperts(fused="{layer}.mlp.experts.gate_up_proj", parts=parts[:2]),
+            FusedExperts(fused="{layer}.mlp.experts.down_proj", parts=parts[2:]),
+        ),
+        router="{layer}.mlp.gate.weight".replace(*rules.renamed_on_disk),
+        num_experts_keys=("num_local_experts", "num_experts", "n_routed_experts"),
+    )

@@ -4,6 +4,7 @@ May import: labels, errors; moe_pipeline. It knows nothing of ranks, files or co
 """
 
 from moe_train.model.config import DecoderConfig as DecoderConfig
+from moe_train.model.families import rules_of as rules_of
 from moe_train.model.init import decays as decays
 from moe_train.model.init import initialise as initialise
 from moe_train.model.kv_cache import KeyValueCache as KeyValueCache

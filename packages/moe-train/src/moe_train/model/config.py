@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from moe_pipeline import MoEConfig, family_of
+from moe_pipeline import MoEConfig
 from moe_train.errors import TrainValueError
 from moe_train.model.families import ConfigReader, FamilyRules, rules_of
 from moe_train.model.known_keys import refuse_other_computations, unknown_keys
@@ -33,12 +33,6 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "rope_interleave": ((True, None), "this family turns neighbouring dims in transformers"),
     "clip_qkv": ((None,), "this family does not clip in transformers"),
     "quantization_config": ((None,), "weights are not stored quantised; dequantise them first"),
-}
-# Of the above, what a family can do after all.
-_SUPPORTED = {
-    ("deepseek_v3", "rope_interleave"),
-    ("olmoe", "clip_qkv"),
-    ("mixtral", "router_jitter_noise"),
 }
 _MOE_NUMBERS = (
     "initializer_range",
@@ -97,7 +91,7 @@ class DecoderConfig:
                 not supported.
         """
         rules = rules_of(values.get("model_type"))
-        _refuse_unsupported(values)
+        _refuse_unsupported(values, rules)
         refuse_other_computations(values)
         try:
             return cls._read(ConfigReader(values), rules)
@@ -215,10 +209,9 @@ class DecoderConfig:
         return None if layer >= self.num_hidden_layers else self.windows[layer]
 
 
-def _refuse_unsupported(values: Mapping[str, Any]) -> None:
+def _refuse_unsupported(values: Mapping[str, Any], rules: FamilyRules) -> None:
     for key, (allowed, why) in _REFUSED.items():
-        is_supported = (values.get("model_type"), key) in _SUPPORTED
-        if key in values and values[key] not in allowed and not is_supported:
+        if key in values and values[key] not in allowed and key not in rules.supports:
             raise TrainValueError(
                 f"config.json: {key}={values[key]!r} is not supported, only {allowed[0]!r}: {why}"
             )
@@ -289,7 +282,7 @@ def _token_ids(read: ConfigReader, name: str) -> tuple[int, ...]:
 
 
 def _moe(read: ConfigReader) -> MoEConfig:
-    family = family_of(read.need("model_type"))
+    family = rules_of(read.get("model_type")).block
     for name in _MOE_NUMBERS:
         read.number(name, default=0.0)
     try:

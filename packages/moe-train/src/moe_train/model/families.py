@@ -4,6 +4,8 @@ A family is data: which keys say that a projection has a bias, which norm querie
 which layers have experts or a window. Nothing here builds a layer: the answers become the options
 of `model.layers`, `model.mla` and `model.rotary`. What is MoE is read by `moe_pipeline.family_of`.
 
+A family is added by one more entry of `RULES`; docs/guides/add-a-family.md shows it.
+
     rules = rules_of("glm4_moe")
     read = ConfigReader(config_json_dict)
     rules.qkv_bias(read), rules.sparse_layers(read)
@@ -17,6 +19,8 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+from moe_pipeline import family_of
+from moe_pipeline.families import Family
 from moe_train.errors import TrainValueError
 
 
@@ -198,11 +202,17 @@ class FamilyRules:
         has_dropout: `attention_dropout` drops attention weights in training.
         is_latent: DeepSeek's latent attention instead of grouped queries.
         has_mtp: `num_nextn_predict_layers` more layers predict tokens further ahead.
+        block: the MoE block and how transformers names its tensors.
+        expert_parts: names on disk of an expert's gate, up and down; None: stored fused.
+        renamed_on_disk: what files spell otherwise than transformers' modules, and how.
+        keys: names of its config.json keys besides those of every family.
+        supports: of the keys that are refused elsewhere, those that this family has.
         head_dim, rms_norm_eps, tie_word_embeddings: where the file does not say; a `head_dim` of 0
             is the hidden size over the heads.
     """
 
     architecture: str
+    block: Family
     qkv_bias: Flag = field(default=_key("attention_bias", False))
     o_bias: Flag = field(default=_key("attention_bias", False))
     qk_norm: str = "none"
@@ -217,6 +227,10 @@ class FamilyRules:
     has_dropout: bool = True
     is_latent: bool = False
     has_mtp: bool = False
+    expert_parts: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
+    renamed_on_disk: tuple[str, str] = ("", "")
+    keys: str = ""
+    supports: tuple[str, ...] = ()
     head_dim: int = 0
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
@@ -234,44 +248,81 @@ def rules_of(model_type: object) -> FamilyRules:
     )
 
 
-RULES: Mapping[str, FamilyRules] = {
+_DEEPSEEK = """
+    attention_bias aux_loss_alpha ep_size first_k_dense_replace head_dim kv_lora_rank mlp_bias
+    moe_intermediate_size moe_layer_freq n_group n_routed_experts n_shared_experts norm_topk_prob
+    num_experts_per_tok pretraining_tp q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim
+    routed_scaling_factor scoring_func seq_aux topk_group topk_method v_head_dim
+"""
+_QWEN = """
+    attention_bias decoder_sparse_step head_dim max_window_layers mlp_only_layers
+    moe_intermediate_size norm_topk_prob num_experts num_experts_per_tok num_local_experts
+    router_aux_loss_coef use_sliding_window
+"""
+
+
+RULES: dict[str, FamilyRules] = {
     "mixtral": FamilyRules(
         architecture="MixtralForCausalLM",
+        block=family_of("mixtral"),
         rms_norm_eps=1e-5,
         qkv_bias=_always(False),
         o_bias=_always(False),
         windows=_one_window,
         rope={"rope_theta": 1e6},
+        expert_parts=("w1", "w3", "w2"),
+        renamed_on_disk=(".mlp.", ".block_sparse_moe."),
+        supports=("router_jitter_noise",),
+        keys="head_dim num_experts_per_tok num_local_experts router_aux_loss_coef "
+        "router_jitter_noise",
     ),
-    "olmoe": FamilyRules(architecture="OlmoeForCausalLM", rms_norm_eps=1e-5, qk_norm="projection"),
+    "olmoe": FamilyRules(
+        architecture="OlmoeForCausalLM",
+        block=family_of("olmoe"),
+        rms_norm_eps=1e-5,
+        qk_norm="projection",
+        supports=("clip_qkv",),
+        keys="attention_bias clip_qkv norm_topk_prob num_experts num_experts_per_tok "
+        "router_aux_loss_coef",
+    ),
     "qwen2_moe": FamilyRules(
         architecture="Qwen2MoeForCausalLM",
+        block=family_of("qwen2_moe"),
         qkv_bias=_key("qkv_bias", True),
         o_bias=_always(False),
         sparse_layers=_qwen_layers,
         windows=_windows_by_type(_qwen2_slides),
+        keys=_QWEN + "layer_types qkv_bias shared_expert_intermediate_size",
     ),
     "qwen3_moe": FamilyRules(
         architecture="Qwen3MoeForCausalLM",
+        block=family_of("qwen3_moe"),
         qk_norm="head",
         sparse_layers=_qwen_layers,
         windows=_switched_window,
+        keys=_QWEN,
     ),
     "deepseek_v2": FamilyRules(
         architecture="DeepseekV2ForCausalLM",
+        block=family_of("deepseek_v2"),
         sparse_layers=_behind_dense(0),
         is_rope_interleaved=True,
         is_latent=True,
+        keys=_DEEPSEEK,
     ),
     "deepseek_v3": FamilyRules(
         architecture="DeepseekV3ForCausalLM",
+        block=family_of("deepseek_v3"),
         sparse_layers=_behind_dense(3),
         is_rope_interleaved=True,
         is_latent=True,
         has_mtp=True,
+        supports=("rope_interleave",),
+        keys=_DEEPSEEK + "num_nextn_predict_layers rope_interleave",
     ),
     "glm4_moe": FamilyRules(
         architecture="Glm4MoeForCausalLM",
+        block=family_of("glm4_moe"),
         rms_norm_eps=1e-5,
         o_bias=_always(False),
         qk_norm="head",
@@ -279,9 +330,14 @@ RULES: Mapping[str, FamilyRules] = {
         sparse_layers=_behind_dense(1),
         partial_rotary_factor=0.5,
         has_mtp=True,
+        keys="attention_bias first_k_dense_replace head_dim moe_intermediate_size n_group "
+        "n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok "
+        "num_nextn_predict_layers routed_scaling_factor scoring_func topk_group topk_method "
+        "use_qk_norm",
     ),
     "ernie4_5_moe": FamilyRules(
         architecture="Ernie4_5_MoeForCausalLM",
+        block=family_of("ernie4_5_moe"),
         rms_norm_eps=1e-5,
         qkv_bias=_key("use_bias", False),
         o_bias=_key("use_bias", False),
@@ -291,9 +347,15 @@ RULES: Mapping[str, FamilyRules] = {
         is_rope_fp32=True,
         has_dropout=False,
         tie_word_embeddings=True,
+        renamed_on_disk=(".mlp.gate.moe_statics.", ".mlp.moe_statics."),
+        keys="head_dim moe_capacity moe_gate moe_intermediate_size moe_k "
+        "moe_layer_end_index moe_layer_interval moe_layer_start_index moe_norm_min moe_num_experts "
+        "moe_num_shared_experts moe_use_aux_free num_mtp_layers num_nextn_predict_layers "
+        "router_aux_loss_coef use_bias",
     ),
     "gpt_oss": FamilyRules(
         architecture="GptOssForCausalLM",
+        block=family_of("gpt_oss"),
         rms_norm_eps=1e-5,
         qkv_bias=_key("attention_bias", True),
         o_bias=_key("attention_bias", True),
@@ -307,5 +369,8 @@ RULES: Mapping[str, FamilyRules] = {
         },
         has_sinks=True,
         head_dim=64,
+        expert_parts=None,
+        keys="attention_bias experts_per_token head_dim initial_context_length layer_types "
+        "num_experts_per_tok num_local_experts router_aux_loss_coef swiglu_alpha swiglu_limit",
     ),
 }

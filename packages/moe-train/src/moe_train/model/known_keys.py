@@ -1,12 +1,12 @@
-"""Every key of a `config.json` that is known, by family; a misspelt one is told to the user.
+"""Every key of a `config.json` that is known; a misspelt one is told to the user.
 
 Invariant: a key is read by the decoder, or known to change nothing, or refused when its value asks
 for something that no decoder here computes; all others are named by `unknown_keys`.
 
     unknown_keys({"model_type": "olmoe", "num_expert": 8})   # ["config.json: num_expert is ..."]
 
-The lists are those of transformers' configuration classes, and of the files that the families were
-published with; a test holds them against `ConfigClass().to_dict()`.
+The lists, those of the families in `model.families`, are those of transformers' configuration
+classes and of published files; a test holds them against `ConfigClass().to_dict()`.
 """
 
 from collections.abc import Mapping
@@ -14,43 +14,13 @@ from difflib import get_close_matches
 from typing import Any
 
 from moe_train.errors import TrainValueError
+from moe_train.model.families import RULES
 
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_DEEPSEEK = """
-    attention_bias aux_loss_alpha ep_size first_k_dense_replace head_dim kv_lora_rank mlp_bias
-    moe_intermediate_size moe_layer_freq n_group n_routed_experts n_shared_experts norm_topk_prob
-    num_experts_per_tok pretraining_tp q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim
-    routed_scaling_factor scoring_func seq_aux topk_group topk_method v_head_dim
-"""
-_QWEN = """
-    attention_bias decoder_sparse_step head_dim max_window_layers mlp_only_layers
-    moe_intermediate_size norm_topk_prob num_experts num_experts_per_tok num_local_experts
-    router_aux_loss_coef use_sliding_window
-"""
-_OF_FAMILY: Mapping[str, str] = {
-    "mixtral": "head_dim num_experts_per_tok num_local_experts router_aux_loss_coef "
-    "router_jitter_noise",
-    "olmoe": "attention_bias clip_qkv norm_topk_prob num_experts num_experts_per_tok "
-    "router_aux_loss_coef",
-    "qwen2_moe": _QWEN + "layer_types qkv_bias shared_expert_intermediate_size",
-    "qwen3_moe": _QWEN,
-    "deepseek_v2": _DEEPSEEK,
-    "deepseek_v3": _DEEPSEEK + "num_nextn_predict_layers rope_interleave",
-    "glm4_moe": "attention_bias first_k_dense_replace head_dim moe_intermediate_size n_group "
-    "n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok "
-    "num_nextn_predict_layers routed_scaling_factor scoring_func topk_group topk_method "
-    "use_qk_norm",
-    "ernie4_5_moe": "head_dim moe_capacity moe_gate moe_intermediate_size moe_k "
-    "moe_layer_end_index moe_layer_interval moe_layer_start_index moe_norm_min moe_num_experts "
-    "moe_num_shared_experts moe_use_aux_free num_mtp_layers num_nextn_predict_layers "
-    "router_aux_loss_coef use_bias",
-    "gpt_oss": "attention_bias experts_per_token head_dim initial_context_length layer_types "
-    "num_experts_per_tok num_local_experts router_aux_loss_coef swiglu_alpha swiglu_limit",
-}
 _OF_ALL = _names(
     """
     attention_dropout bos_token_id eos_token_id hidden_act hidden_size initializer_range
@@ -133,7 +103,7 @@ def refuse_other_computations(values: Mapping[str, Any]) -> None:
 def unknown_keys(values: Mapping[str, Any]) -> list[str]:
     """One line for each key that nothing here or in transformers reads in this family."""
     family = str(values.get("model_type"))
-    known = _OF_ALL | _names(_OF_FAMILY.get(family, ""))
+    known = _OF_ALL | _names(RULES[family].keys if family in RULES else "")
     lines = [
         _line(key, key, known, family)
         for key in values
