@@ -126,3 +126,27 @@ def test_files_of_older_versions_are_read_as_transformers_reads_them(
     ours, theirs = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert ours.document_end_id == theirs.eos_token_id
     assert ours.pad_token_id == theirs.pad_token_id
+
+
+@pytest.mark.parametrize(
+    ("class_name", "kind"),
+    [
+        ("Qwen2Tokenizer", byte_level),
+        ("GPT2Tokenizer", byte_level),
+        ("GPTNeoXTokenizer", byte_level),
+        ("LlamaTokenizer", byte_fallback),
+    ],
+)
+def test_classes_that_build_their_tokenizer_in_code_say_the_same(
+    tmp_path: Path, class_name: str, kind: Callable[[], Tokenizer]
+) -> None:
+    model = json.loads(kind().to_str())["model"]
+    merges = [tuple(pair) for pair in model["merges"]]
+    made = getattr(transformers, class_name)(vocab=model["vocab"], merges=merges)
+    made.save_pretrained(tmp_path)
+    ours, theirs = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert type(theirs).__name__ == class_name
+    for text in (*TEXTS, *SAMPLE):
+        ids = theirs(text).input_ids
+        assert ours.encode_prompt(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
