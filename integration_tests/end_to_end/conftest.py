@@ -4,13 +4,17 @@ import json
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from moe_train.config import Config, load_config
 from moe_train.jobs.job import check as check_job
 from moe_train.jobs.job import train as run_job
 from moe_train.rank import RankContext
+from moe_train.tokenization.bpe import train_bpe
 from ranktest import run_ranks
 
 TINY_MODEL = {
@@ -132,3 +136,72 @@ def losses() -> Callable[[Path], dict[int, float]]:
         return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
     return read
+
+
+TEXTS = ["def self return import value\n" * 9, "hello wörld 𝄞 é for in None " * 9]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+FAMILY_SIZES: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 20,
+    "moe_intermediate_size": 12,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.1,
+    "pad_token_id": None,
+    "bos_token_id": 0,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 6),
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "tie_word_embeddings": False,
+}
+LATENT = {
+    "head_dim": 6,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 9,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 7,
+    "n_group": 3,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "num_mtp_layers": 0,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": LATENT,
+    "gpt_oss": {"sliding_window": 3},
+    "mixtral": {"sliding_window": 4},
+    "qwen3_moe": {"norm_topk_prob": True},
+}
+
+
+@pytest.fixture
+def save_family() -> Callable[..., PreTrainedModel]:
+    """`save_family("mixtral", folder, end=7)`: a random model of a family and a tokenizer with a
+    chat template, as `save_pretrained` writes them; tokens 0 and `end` end a text.
+    """
+    return _save_family
+
+
+def _save_family(model_type: str, folder: Path, end: int = 0) -> PreTrainedModel:
+    """A random model of a family with a tokenizer, as `save_pretrained` writes them."""
+    extra = FAMILIES[model_type]
+    ends = [0, end] if end else 0
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(model_type, **{**FAMILY_SIZES, **extra, "eos_token_id": ends})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config.eos_token_id = ends
+    model.generation_config.pad_token_id = 0
+    model.save_pretrained(folder)
+    for name, content in train_bpe(TEXTS, vocab_size=300).items():
+        if name != "generation_config.json":
+            (folder / name).write_bytes(content)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return model

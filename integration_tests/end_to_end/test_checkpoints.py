@@ -15,8 +15,8 @@ from moe_train.checkpoint import TrainerState, export, training_state
 from moe_train.config import Config, dump_toml, load_config
 from moe_train.config.renames import FORMER_VALUES, RENAMED_KEYS
 from moe_train.generation import load_model
+from moe_train.inference.generate import generate_text
 from moe_train.jobs import describe_checkpoint, job
-from moe_train.jobs.generate import generate_text
 
 LAYOUTS = {
     "one": (),

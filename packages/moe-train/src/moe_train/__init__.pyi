@@ -11,8 +11,10 @@ from moe_train.errors import TrainValueError as TrainValueError
 from moe_train.generation import GenerationOptions as GenerationOptions
 from moe_train.generation import TextGenerator as TextGenerator
 from moe_train.generation import load_model as load_model
+from moe_train.inference import EvaluateJob as EvaluateJob
+from moe_train.inference import evaluate as evaluate
+from moe_train.inference import generate_text as generate_text
 from moe_train.jobs import describe_checkpoint as describe_checkpoint
-from moe_train.jobs import generate_text as generate_text
 from moe_train.jobs import plan_report as plan_report
 from moe_train.launch import run_local as run_local
 from moe_train.report import write_plots as write_plots

@@ -13,13 +13,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from moe_train.commands import CHAT, DATA, GENERATE, INSPECT, OVERRIDE, PLAN, TRAIN
+from moe_train.commands import CHAT, DATA, EVAL, GENERATE, INSPECT, OVERRIDE, PLAN, TRAIN
 from moe_train.errors import MoeTrainError, RankFailedError, StoppedUnsavedError
 from unified_ckpt import CheckpointError
 
 _EXIT_FAILED = 1
 _EXIT_USER_ERROR = 2
-_COMMANDS = (TRAIN, DATA, GENERATE, CHAT, INSPECT, PLAN)
+_COMMANDS = (TRAIN, DATA, GENERATE, CHAT, EVAL, INSPECT, PLAN)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -38,7 +38,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
 
 def _chat(arguments: argparse.Namespace) -> int:
     """Talk with a model that has a chat template."""
-    from moe_train.jobs import ChatJob, chat
+    from moe_train.inference import ChatJob, chat
 
     message = sys.stdin.read() if arguments.message == "-" else arguments.message
     stopped_by = chat(

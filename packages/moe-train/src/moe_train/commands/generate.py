@@ -45,7 +45,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 def _generate(arguments: argparse.Namespace) -> int:
     """Print the prompt and what a trained model makes of it."""
-    from moe_train.jobs import GenerateJob, generate
+    from moe_train.inference import GenerateJob, generate
 
     record = None if arguments.prompts is not None else {"prompt": _prompt(arguments)}
     is_shown = arguments.prompts is None and arguments.num_return_sequences == 1

@@ -1,6 +1,6 @@
 """Text from a decoder on one or several ranks: cache, sampling, stop strings, streaming.
 
-May import: checkpoint, parallel, layout, tokenization, model, config, errors; comm_collectives,
+May import: parallel, layout, tokenization, model, config, errors; comm_collectives,
 unified_ckpt.
 """
 

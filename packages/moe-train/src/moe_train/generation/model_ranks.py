@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from comm_collectives import all_reduce, broadcast, recv, send
-from moe_train.checkpoint import read_part
 from moe_train.config import ParallelConfig
 from moe_train.errors import MissingFileError, TrainValueError, check_type
 from moe_train.layout import (
@@ -28,7 +27,7 @@ from moe_train.layout import (
 )
 from moe_train.model import DecoderConfig, DecoderStage, KeyValueCache, StageOptions, stage_layers
 from moe_train.parallel import Parallel, choose_device
-from unified_ckpt import CheckpointError
+from unified_ckpt import CheckpointError, load
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -252,9 +251,10 @@ def _fill(stage: DecoderStage, checkpoint: Path, parallel: Parallel | None) -> N
         rank = parallel.rank
     stored = stored_tensors(layouts, stage_tensors(stage), rank=rank)
     try:
-        read_part(checkpoint, "model", [stored], cast=True)
+        load(stored.shards, checkpoint_id=checkpoint, part="model", cast=True)
     except CheckpointError as error:
         raise TrainValueError(
             f"{checkpoint} cannot be loaded: {error}. Name another checkpoint, or copy this one "
             "again from where it is whole"
         ) from error
+    stored.write_back()

@@ -1,13 +1,8 @@
-"""What each command runs, checked before any rank starts.
+"""What the commands that train and inspect run, checked before any rank starts.
 
 May import: every other room, parallel and errors; gpu_alloc, unified_ckpt.
 """
 
-from moe_train.jobs.chat import ChatJob as ChatJob
-from moe_train.jobs.chat import chat as chat
-from moe_train.jobs.generate import GenerateJob as GenerateJob
-from moe_train.jobs.generate import generate as generate
-from moe_train.jobs.generate import generate_text as generate_text
 from moe_train.jobs.inspect import describe_checkpoint as describe_checkpoint
 from moe_train.jobs.job import check as check
 from moe_train.jobs.job import train as train

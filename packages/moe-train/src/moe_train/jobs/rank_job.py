@@ -5,14 +5,13 @@ run(["job.toml", "", "train.max_steps=50"], context)
 """
 
 import os
-import sys
 from pathlib import Path
 
 import torch
 
 from moe_train.config import load_config
 from moe_train.jobs import job
-from moe_train.rank import RankContext
+from moe_train.rank import RankContext, num_cores
 
 
 # gate: same-name - what moe_train.rank calls in each module that ranks run
@@ -28,10 +27,3 @@ def run(argv: list[str], context: RankContext) -> None:
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(config.train.threads_per_rank or max(1, num_cores() // local_ranks))
     job.train(config, resume, context)
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -11,6 +11,7 @@ from moe_train.rank.rank import RankError as RankError
 from moe_train.rank.rank import RankJob as RankJob
 from moe_train.rank.rank import RankJobError as RankJobError
 from moe_train.rank.rank import leave as leave
+from moe_train.rank.rank import num_cores as num_cores
 from moe_train.rank.rank import rank_file as rank_file
 from moe_train.rank.rank import rank_number as rank_number
 from moe_train.rank.rank import run_rank as run_rank

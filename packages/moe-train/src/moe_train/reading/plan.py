@@ -107,7 +107,7 @@ def plan_source(
 
     Args:
         source: with every key set.
-        fraction: share to hold out.
+        fraction: share to hold out; 0 holds nothing out.
         end_id: the token that ends documents in arrays.
         unpacked: folder for the content of compressed files.
 
@@ -222,7 +222,7 @@ def _job(source: SourceConfig, cuts: Sequence[FileCut], fraction: float, dtype: 
     kept = 1.0 if source.max_bytes is None or not size else source.max_bytes / size
     hold_below = int(fraction * _ALL_ROWS)
     num_rows = sum(cut.num_rows for cut in cuts)
-    if cuts and num_rows * fraction * kept < _FEW_HELD_ROWS:
+    if fraction and cuts and num_rows * fraction * kept < _FEW_HELD_ROWS:
         hold_below = max(hold_below, _lowest_hash(cuts) + 1)
     return EncodeJob(
         kind=str(source.kind),
@@ -246,6 +246,8 @@ def _lowest_hash(cuts: Sequence[FileCut]) -> int:
 def _text_spans(
     source: SourceConfig, files: Sequence[DataFile], fraction: float, alone: bool
 ) -> list[Span]:
+    if not fraction:
+        return [span for file in files for span in cut_text(file, TRAIN)]
     if len(files) == 1:
         if not alone:
             return cut_text(files[0], TRAIN)
@@ -277,7 +279,7 @@ def _row_spans(
     source: SourceConfig, cuts: Sequence[FileCut], fraction: float, alone: bool
 ) -> list[Span]:
     spans = [span for cut in cuts for span in cut.spans]
-    if not alone or sum(cut.num_rows for cut in cuts) != 1:
+    if not fraction or not alone or sum(cut.num_rows for cut in cuts) != 1:
         return spans
     file = spans[0].file
     if file.format in ("jsonl", "parquet"):

@@ -3,12 +3,15 @@
 run(["run_generate", "{...}"], context)
 """
 
-from moe_train.jobs.chat import run_chat
-from moe_train.jobs.generate import run_generate
-from moe_train.jobs.inference import Runner
+from moe_train.inference.chat import run_chat
+from moe_train.inference.evaluate import run_evaluation
+from moe_train.inference.generate import run_generate
+from moe_train.inference.running import Runner
 from moe_train.rank import RankContext
 
-_RUNNERS: dict[str, Runner] = {runner.__name__: runner for runner in (run_generate, run_chat)}
+_RUNNERS: dict[str, Runner] = {
+    runner.__name__: runner for runner in (run_generate, run_chat, run_evaluation)
+}
 
 
 def run(argv: list[str], context: RankContext) -> None:

@@ -9,8 +9,8 @@ import pytest
 from moe_train.config import ParallelConfig
 from moe_train.errors import RankFailedError
 from moe_train.generation import GenerationOptions, ModelOptions
-from moe_train.jobs.generate import GenerateJob, generate, generate_text
-from moe_train.jobs.inference import job_from_json
+from moe_train.inference.generate import GenerateJob, generate, generate_text
+from moe_train.inference.running import job_from_json
 
 STAGES = ModelOptions(device="cpu", parallel=ParallelConfig(pp=2, timeout_s=60))
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_train.jobs.json_lines import read_records
+from moe_train.inference.json_lines import read_records
 
 
 def test_line_numbers_count_empty_lines(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ from moe_train.generation import (
     check_model,
     check_prompts,
 )
-from moe_train.jobs.generate import GenerateJob, chat_ids, generate, show_text
-from moe_train.jobs.inference import job_from_json, model_of_rank, run_inference
+from moe_train.inference.generate import GenerateJob, chat_ids, generate, show_text
+from moe_train.inference.running import job_from_json, model_of_rank, run_inference
 from moe_train.rank import RankContext
 from moe_train.tokenization import TextTokenizer, load_tokenizer
 

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from moe_train.config import ParallelConfig
 from moe_train.errors import TrainValueError
 from moe_train.generation import GenerationOptions, ModelOptions, ModelRanks, open_model
-from moe_train.jobs.rank_job import num_cores
 from moe_train.launch import run_local
 from moe_train.parallel import join
 from moe_train.rank import (
@@ -30,6 +29,7 @@ from moe_train.rank import (
     RankPlace,
     find_place,
     leave,
+    num_cores,
     run_rank,
     watch_stop_signals,
 )
@@ -37,7 +37,7 @@ from moe_train.rank import (
 Runner = Callable[[str, RankContext], None]
 """What a rank runs: the job as JSON, and what asks it to stop."""
 
-_RANK_MODULE = "moe_train.jobs.inference_rank"
+_RANK_MODULE = "moe_train.inference.inference_rank"
 _Job = TypeVar("_Job")
 
 
@@ -47,7 +47,7 @@ def run_inference(
     """Run a job on all ranks of the layout until it ends.
 
     Args:
-        runner: one of those that `moe_train.jobs.inference_rank` knows.
+        runner: one of those that `moe_train.inference.inference_rank` knows.
         job: plain data.
         options: with the layout.
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moe_train.generation import GenerationOptions, ModelOptions, TextGenerator
-from moe_train.jobs.generate import GenerateJob, generate, generate_text, read_prompts
+from moe_train.inference.generate import GenerateJob, generate, generate_text, read_prompts
 
 CPU = ModelOptions(device="cpu")
 SHORT = GenerationOptions(max_new_tokens=6)

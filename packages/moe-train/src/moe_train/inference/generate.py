@@ -26,8 +26,8 @@ from moe_train.generation import (
     prompt_ids,
     stream_text,
 )
-from moe_train.jobs.inference import job_from_json, model_of_rank, run_inference
-from moe_train.jobs.json_lines import Record, read_records
+from moe_train.inference.json_lines import Record, read_records
+from moe_train.inference.running import job_from_json, model_of_rank, run_inference
 from moe_train.rank import RankContext
 from moe_train.tokenization import TextTokenizer, load_tokenizer
 

@@ -1,0 +1,57 @@
+"""All documents of files as sequences: each token but a document's first is a label once."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_train.config import Config, SourceConfig
+from moe_train.data import TokenFiles, prepare
+from moe_train.data.token_store import open_store
+from moe_train.tokenization import load_tokenizer
+
+
+def source(path: Path, **changes: Any) -> SourceConfig:
+    values = {"kind": "text", "format": "auto", "field": "text", "extensions": ("*",)}
+    return SourceConfig(
+        name="data", corpus=(str(path),), **{**values, "packing": "best_fit", **changes}
+    )
+
+
+@pytest.mark.parametrize("kind", ["one text", "texts", "one row", "rows"])
+def test_no_document_is_held_out_or_cut(trained_run: Path, tmp_path: Path, kind: str) -> None:
+    tokenizer = load_tokenizer(trained_run / "checkpoint-2")
+    texts = ["def self\nreturn é\n" * (3 + n) for n in range(1 if "one" in kind else 5)]
+    folder = tmp_path / "data"
+    folder.mkdir()
+    if "row" in kind:
+        lines = [json.dumps({"text": text}) for text in texts]
+        (folder / "a.jsonl").write_text("\n".join(lines) + "\n")
+    else:
+        for number, text in enumerate(texts):
+            (folder / f"{number}.txt").write_text(text, encoding="utf-8")
+    files = TokenFiles.of_source(source(folder), tokenizer, tmp_path / "made")
+    store = open_store(files.paths[0])
+    documents = [
+        store.tokens[a:b].tolist() for a, b in zip(store.starts, store.starts[1:], strict=False)
+    ]
+    encoded = [[*ids.tolist(), tokenizer.document_end_id] for ids in tokenizer.encode_batch(texts)]
+    assert sorted(documents) == sorted(encoded)
+    assert files.num_bytes(tokenizer) == sum(len(text.encode()) for text in texts)
+    split = files.open(7, tokenizer.pad_token_id)
+    labels = split.batch(range(split.num_sequences)).labels.flatten().tolist()
+    expected = Counter(token for document in encoded for token in document[1:])
+    assert Counter(label for label in labels if label != -100) == expected
+
+
+def test_of_conversations_only_what_is_trained_counts_and_bytes_are_not(
+    configure: Callable[..., Config], tmp_path: Path
+) -> None:
+    prepared = prepare(configure())
+    files = TokenFiles.of_corpus(prepared)
+    assert files.paths == (prepared.sources[0].validation,)
+    with pytest.raises(ValueError, match="kind='embedding' has no tokens to predict"):
+        TokenFiles.of_source(source(tmp_path, kind="embedding"), prepared.tokenizer, tmp_path)
