@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from moe_train.generation import ModelOptions
 from moe_train.inference import EvaluateJob, evaluate
+from ranktest.fixtures import one_thread as one_thread
 
 SaveFamily = Callable[..., PreTrainedModel]
 CPU = ModelOptions(device="cpu")

@@ -19,6 +19,7 @@ from transformers.generation.logits_process import (
 from moe_train.cli import main
 from moe_train.generation import GenerationOptions, TextGenerator
 from moe_train.generation.sampling import processed_logits
+from ranktest.fixtures import one_thread as one_thread
 
 PROMPTS = ["def self", "hello wörld for in None", "x", "é é"]
 SaveFamily = Callable[..., PreTrainedModel]
@@ -84,7 +85,7 @@ def test_an_answer_follows_the_prompt_of_the_template(
     assert capsys.readouterr().out == expected + "\n"
 
 
-@pytest.mark.parametrize("layout", [["--ep", "2"], ["parallel.pp=2"]])
+@pytest.mark.parametrize("layout", [["--ep", "2"]])
 def test_the_command_writes_the_same_on_several_processes(
     layout: list[str], save_family: SaveFamily, tmp_path: Path
 ) -> None:
