@@ -34,4 +34,4 @@ def test_the_readme_has_a_line_for_each_room_and_a_row_for_each_name() -> None:
 
 def test_arguments_of_a_wrong_type_are_named_by_an_error_of_the_package() -> None:
     given = {"GenerationOptions": {"temperature": Wrong()}}
-    assert check_wrong_types(moe_train, MoeTrainError, given=given) == 14
+    assert check_wrong_types(moe_train, MoeTrainError, given=given) == 16

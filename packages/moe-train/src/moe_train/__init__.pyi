@@ -3,11 +3,11 @@ from moe_train.config import dump_toml as dump_toml
 from moe_train.config import load_config as load_config
 from moe_train.data import PreparedCorpus as PreparedCorpus
 from moe_train.data import prepare as prepare
-from moe_train.data import unigram_cross_entropy as unigram_cross_entropy
 from moe_train.errors import MoeTrainError as MoeTrainError
 from moe_train.errors import RankFailedError as RankFailedError
 from moe_train.errors import TrainTypeError as TrainTypeError
 from moe_train.errors import TrainValueError as TrainValueError
+from moe_train.evaluation import unigram_cross_entropy as unigram_cross_entropy
 from moe_train.generation import GenerationOptions as GenerationOptions
 from moe_train.generation import TextGenerator as TextGenerator
 from moe_train.generation import load_model as load_model

@@ -23,7 +23,7 @@ from moe_train.data.joined import open_joined
 from moe_train.data.packing import IGNORED_LABEL
 from moe_train.data.prepare import PreparedCorpus, prepare
 from moe_train.data.token_store import open_store
-from moe_train.data.unigram import unigram_cross_entropy
+from moe_train.evaluation import unigram_cross_entropy
 from ranktest import run_ranks
 
 

@@ -14,5 +14,4 @@ from moe_train.data.mixture import SourceShare as SourceShare
 from moe_train.data.packing import Batch as Batch
 from moe_train.data.prepare import PreparedCorpus as PreparedCorpus
 from moe_train.data.prepare import prepare as prepare
-from moe_train.data.unigram import unigram_cross_entropy as unigram_cross_entropy
 from moe_train.data.whole import TokenFiles as TokenFiles

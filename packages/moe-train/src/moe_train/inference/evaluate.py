@@ -12,7 +12,7 @@ from pathlib import Path
 from moe_train.cache import write_atomic
 from moe_train.config import SourceConfig, load_config
 from moe_train.data import TokenFiles, prepare
-from moe_train.errors import StoppedUnsavedError, TrainValueError
+from moe_train.errors import StoppedUnsavedError, TrainValueError, check_type
 from moe_train.evaluation import (
     ChoiceRow,
     Question,
@@ -57,6 +57,10 @@ class EvaluateJob:
     num_bytes: int | None = None
     result_file: str = ""
 
+    def __post_init__(self) -> None:
+        check_type("checkpoint", self.checkpoint, str)
+        check_type("data", self.data, tuple, list)
+
 
 def evaluate(job: EvaluateJob) -> dict[str, float] | None:
     """Measure on the ranks of the job's layout.
@@ -69,6 +73,7 @@ def evaluate(job: EvaluateJob) -> dict[str, float] | None:
         FileNotFoundError, ValueError: what cannot be used, by file and line.
         RankFailedError: a rank failed or was killed.
     """
+    check_type("job", job, EvaluateJob)
     checkpoint = Path(job.checkpoint)
     config = check_model(checkpoint, job.model.parallel)
     tokenizer = load_tokenizer(checkpoint)

@@ -8,8 +8,7 @@ Invariant: it predicts the same places as a trained model, and sees training tar
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_train.data.joined import open_joined
-from moe_train.data.prepare import PreparedCorpus
+from moe_train.data import PreparedCorpus, open_joined
 from moe_train.errors import TrainValueError, check_type
 from moe_train.labels import IGNORED_LABEL
 
