@@ -105,3 +105,15 @@ def test_auxiliary_loss_is_that_of_transformers_over_k(seed: int) -> None:
     expected = qwen3_moe.load_balancing_loss_func((logits,), 8, 3) / 3
     coefficient = ours.config.losses.router_aux_loss_coef
     torch.testing.assert_close(ours(x).aux_loss, coefficient * expected)
+
+
+def test_auxiliary_loss_without_padding_is_that_of_transformers_with_its_mask(seed: int) -> None:
+    theirs, ours = pair(8, 3, True)
+    x = torch.randn(3, 10, 64)
+    is_token = torch.rand(3, 10) < 0.6
+    logits, _, _ = theirs.gate(x.reshape(-1, 64))
+    expected = qwen3_moe.load_balancing_loss_func((logits,), 8, 3, is_token.long()) / 3
+    coefficient = ours.config.losses.router_aux_loss_coef
+    out = ours(x, token_idx_N=is_token.flatten().nonzero().flatten())
+    torch.testing.assert_close(out.aux_loss, coefficient * expected)
+    assert int(out.load_E.sum()) == 3 * int(is_token.sum())

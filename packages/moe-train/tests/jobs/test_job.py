@@ -36,6 +36,12 @@ REFUSED = {
         "data.sequence_length=65 exceeds the model's max_position_embeddings=64; shorten the "
         "sequences",
     ),
+    "patterns": (
+        ['train.trainable=["lm_hed.weight"]'],
+        {},
+        "train.trainable: 'lm_hed.weight' matches no parameter; the nearest names are "
+        "lm_head.weight",
+    ),
     "vocabulary": (
         [],
         {"vocab_size": 258},

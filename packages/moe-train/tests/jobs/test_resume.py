@@ -11,7 +11,9 @@ from moe_train.config import Config, load_config
 from moe_train.config.tables import all_keys
 from moe_train.jobs.job import check
 from moe_train.jobs.model_changes import model_changes
+from moe_train.jobs.resume import _trainable_notes
 from moe_train.model import DecoderConfig
+from moe_train.training import read_model_config
 
 Configure = Callable[..., Config]
 
@@ -26,6 +28,7 @@ OF_THE_JOB = {
         "train.max_steps=40",
         "train.dtype=bfloat16",
         "train.recompute=layers",
+        'train.trainable=["lm_head.weight"]',
         "train.loss_chunk_tokens=5",
         "train.validation_sequences=5",
         "optimizer.lr=0.02",
@@ -330,6 +333,7 @@ def test_what_becomes_of_the_learning_rate_is_said(
             ["master weights: begin as the float32 weights of the checkpoint"],
         ),
         (["train.dtype=bfloat16"], ["optimizer moments: converted from float32 to bfloat16"]),
+        (['train.trainable=["*norm*"]'], []),
     ],
 )
 def test_what_becomes_of_the_weights_is_said(
@@ -344,6 +348,16 @@ def test_what_becomes_of_the_weights_is_said(
     assert [
         line for line in said if line.split(":")[0].split()[-1] in ("weights", "moments")
     ] == lines
+
+
+def test_what_was_frozen_before_is_said_to_start_without_moments(configure: Configure) -> None:
+    own = configure('train.trainable=["model.norm.weight"]')
+    model = read_model_config(own)
+    assert _trainable_notes(own, configure('train.trainable=["*norm*"]'), model)[0].endswith(
+        "frozen before: model.layers.0.input_layernorm.weight, model.layers.0.post_attention_"
+        "layernorm.weight, model.layers.0.self_attn.k_norm.weight (8 in all)"
+    )
+    assert _trainable_notes(own, own, model) == _trainable_notes(configure(), own, model) == []
 
 
 def test_the_job_that_allowed_a_change_goes_on_without_asking_again(

@@ -93,7 +93,8 @@ def check_model(config: Config, model: DecoderConfig) -> None:
         ),
     )
     check_balancing(config, model, training_schedule(config))
-    trainable_names(config.train.trainable, model)
+    if config.train.trainable:
+        trainable_names(config.train.trainable, model)
 
 
 def _check_tokenizer(config: Config, model: DecoderConfig, tokenizer: TextTokenizer) -> None:

@@ -163,7 +163,10 @@ def _dtype_notes(own: Config, config: Config, source: Path) -> list[str]:
 
 
 def _trainable_notes(own: Config, config: Config, model: DecoderConfig) -> list[str]:
-    had, has = (trainable_names(job.train.trainable, model) for job in (own, config))
+    patterns = own.train.trainable, config.train.trainable
+    if patterns[0] == patterns[1]:
+        return []
+    had, has = (trainable_names(each, model) for each in patterns)
     new = sorted(has - had)
     said = "optimizer moments: start at zero for what was frozen before"
     return [f"{said}: {', '.join(new[:3])} ({len(new)} in all)"] if new else []

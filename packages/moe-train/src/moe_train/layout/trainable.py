@@ -84,6 +84,6 @@ def _no_match(pattern: str, keys: Mapping[str, tuple[str, ...]], config: Decoder
             f"the embedding; name {EMBEDDING}, which is both"
         )
     names = sorted({*keys, *(key for stored in keys.values() for key in stored)})
-    near = get_close_matches(text, names, n=3, cutoff=0.5)
+    near = get_close_matches(text, names, n=3, cutoff=0.7)
     hint = f"; the nearest names are {', '.join(near)}" if near else f"; one name is {names[0]}"
     return f"train.trainable: {pattern!r} matches no parameter{hint}"
