@@ -165,11 +165,9 @@ class MoELayer(nn.Module):
         num_places = x_TD.shape[0]
         if token_idx_N is not None:
             check_token_idx(token_idx_N, num_places)
-            x_TD = without_padding(x_TD, token_idx_N)
-            if token_ids_T is not None:
-                token_ids_T = without_padding(token_ids_T, token_idx_N)
-            if topk_idx_TK is not None:
-                topk_idx_TK = without_padding(topk_idx_TK, token_idx_N)
+            x_TD = x_TD.index_select(0, token_idx_N)
+            topk_idx_TK = without_padding(topk_idx_TK, token_idx_N)
+            token_ids_T = without_padding(token_ids_T, token_idx_N)
         routed = self._route(x_TD, topk_idx_TK, token_ids_T)
         shares = router_losses(
             routed,

@@ -17,9 +17,9 @@ from torch import Tensor
 from moe_pipeline.errors import MoETypeError, MoEValueError
 
 
-def without_padding(each_T: Tensor, token_idx_N: Tensor | None) -> Tensor:
-    """The rows [N, ...] of the tokens among [T, ...]; all of them for None. Differentiable."""
-    return each_T if token_idx_N is None else each_T.index_select(0, token_idx_N)
+def without_padding(each_T: Tensor | None, token_idx_N: Tensor) -> Tensor | None:
+    """The rows [N, ...] of the tokens among [T, ...], of None None. Differentiable."""
+    return None if each_T is None else each_T.index_select(0, token_idx_N)
 
 
 def with_padding(
