@@ -47,6 +47,7 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 7,
     "q_lora_rank": 9,
 }
+NEW_TOKENIZER = "tokenizer.train=true"  # the models of these tests come without one
 TIED = {"tie_word_embeddings": True}
 
 # Model type -> what its configuration has besides the sizes, and what a job in two stages has.
@@ -85,6 +86,7 @@ def test_a_job_in_two_stages_trains_and_saves_every_family(
     reference.save_pretrained(tmp_path / "start")
     overrides = (
         f"model.init_from={tmp_path / 'start'}",
+        NEW_TOKENIZER,
         "parallel.pp=2",
         *JOBS[model_type][1],
         "train.max_steps=2",
@@ -178,7 +180,7 @@ def test_layers_for_multi_token_prediction_are_in_the_saved_checkpoint(
     extra = add_mtp_layer(weights)
     assert read_decoder(weights).num_nextn_predict_layers == 1
     overrides = (f"model.init_from={weights}", f"train.mtp_loss_coef={coef}", "train.max_steps=1")
-    train(configure(*overrides, "parallel.pp=2"))
+    train(configure(*overrides, NEW_TOKENIZER, "parallel.pp=2"))
     folder = tmp_path / "run" / "checkpoint-1"
     saved = tensors_of(folder, "model*")
     for key, tensor in extra.items():
@@ -199,6 +201,7 @@ def test_a_resumed_job_goes_on_bit_for_bit(
     has_bias = model_type == "deepseek_v3"
     common = (
         f"model.init_from={weights}",
+        NEW_TOKENIZER,
         "parallel.pp=2",
         f"parallel.ep={2 if has_bias else 1}",
         "train.max_steps=2",
