@@ -85,13 +85,13 @@ def test_likelihoods_are_those_of_one_process_in_every_layout(trained_run: Path)
     questions = [parse_question(record, "x") for record in RECORDS]
     rows = [row for q in questions for row in question_rows(q, tokenizer, "x", 64)]
     alone = open_model(checkpoint, ModelOptions(device="cpu"), None)
-    expected = multiple_choice.log_likelihoods(alone, rows, 1)
+    expected = multiple_choice.log_likelihoods(alone, rows, 1, lambda: False)
 
     def on_rank(*_: Any) -> list[float]:
         parallel = ParallelConfig(pp=2, ep=2, timeout_s=60)
         options = ModelOptions(device="cpu", parallel=parallel)
         model = open_model(checkpoint, options, join(parallel, "cpu"))
-        return multiple_choice.log_likelihoods(model, rows, 4)
+        return multiple_choice.log_likelihoods(model, rows, 4, lambda: False)
 
     for found in run_ranks(on_rank, 4):
         assert found == pytest.approx(expected, rel=1e-5)

@@ -29,3 +29,14 @@ def test_a_rows_score_is_the_sum_of_its_labels(
         torch.testing.assert_close(scores, each.sum(1), rtol=1e-6, atol=0)
     none = Batch(input_ids=ids[:0], labels=labels[:0], position_ids=positions[:0])
     assert scoring.score_rows(model, none).tolist() == []  # type: ignore[union-attr]
+
+
+def test_rounds_deal_out_every_number_once_and_end_when_asked(trained_run: Path) -> None:
+    model = open_model(trained_run / "checkpoint-2", ModelOptions(device="cpu"), None)
+    rounds = list(scoring.dealt_rounds(model, 50, 3, lambda: False))
+    assert [n for numbers in rounds for n in numbers] == list(range(50))
+    asked = iter([False, True])
+    done = scoring.dealt_rounds(model, 50, 3, lambda: next(asked))
+    with pytest.raises(scoring.EvaluationStoppedError, match="there are no figures"):
+        for number, _ in enumerate(done, start=1):
+            assert number <= 16

@@ -9,4 +9,5 @@ from moe_train.evaluation.multiple_choice import measure_choices as measure_choi
 from moe_train.evaluation.multiple_choice import parse_question as parse_question
 from moe_train.evaluation.multiple_choice import question_rows as question_rows
 from moe_train.evaluation.perplexity import measure_perplexity as measure_perplexity
+from moe_train.evaluation.scoring import EvaluationStoppedError as EvaluationStoppedError
 from moe_train.evaluation.unigram import unigram_cross_entropy as unigram_cross_entropy

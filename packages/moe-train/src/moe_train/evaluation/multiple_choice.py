@@ -9,7 +9,7 @@ different lengths: the sum, and the mean over tokens and over UTF-8 bytes.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 
 from moe_train.data import Batch
 from moe_train.errors import TrainValueError
-from moe_train.evaluation.scoring import score_rows
+from moe_train.evaluation.scoring import dealt_rounds, score_rows
 from moe_train.generation import ModelRanks
 from moe_train.labels import IGNORED_LABEL
 from moe_train.tokenization import TextTokenizer
@@ -112,6 +112,7 @@ def measure_choices(
     rows: Sequence[Sequence[ChoiceRow]],
     *,
     batch_size: int = 8,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
     """Accuracies over all questions, equal on every rank. Collective.
 
@@ -119,13 +120,14 @@ def measure_choices(
         questions: the same on every rank.
         rows: those of each question.
         batch_size: rows of a rank at a time.
+        should_stop: as `dealt_rounds`.
 
     Returns:
         `questions`, and `accuracy`, `accuracy_per_token` and `accuracy_per_byte`, each with its
         standard error under `..._stderr`.
     """
     flat = [row for of_question in rows for row in of_question]
-    scores = iter(log_likelihoods(model, flat, batch_size))
+    scores = iter(log_likelihoods(model, flat, batch_size, should_stop))
     hits = {"accuracy": 0, "accuracy_per_token": 0, "accuracy_per_byte": 0}
     for question, of_question in zip(questions, rows, strict=True):
         sums = [next(scores) for _ in of_question]
@@ -143,13 +145,12 @@ def measure_choices(
     return figures
 
 
-def log_likelihoods(model: ModelRanks, rows: Sequence[ChoiceRow], batch_size: int) -> list[float]:
+def log_likelihoods(
+    model: ModelRanks, rows: Sequence[ChoiceRow], batch_size: int, should_stop: Callable[[], bool]
+) -> list[float]:
     """The log-likelihood of each row's choice, equal on every rank, in nats. Collective."""
     found = [0.0] * len(rows)
-    per_round = batch_size * model.num_data_ranks
-    for first in range(0, len(rows), per_round):
-        numbers = range(first, min(first + per_round, len(rows)))
-        own = numbers[model.data_rank :: model.num_data_ranks]
+    for own in dealt_rounds(model, len(rows), batch_size, should_stop):
         nats_B = score_rows(model, _choice_batch([rows[number] for number in own]))
         if nats_B is not None:
             for number, nats in zip(own, nats_B.tolist(), strict=True):

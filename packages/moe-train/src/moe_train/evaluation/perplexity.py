@@ -5,16 +5,22 @@ figures["nats_per_token"]
 """
 
 import math
+from collections.abc import Callable
 
 from moe_train.data import JoinedSplit
 from moe_train.errors import TrainValueError
-from moe_train.evaluation.scoring import score_rows
+from moe_train.evaluation.scoring import dealt_rounds, score_rows
 from moe_train.generation import ModelRanks
 from moe_train.labels import IGNORED_LABEL
 
 
 def measure_perplexity(
-    model: ModelRanks, split: JoinedSplit, *, batch_size: int = 8, num_bytes: int | None = None
+    model: ModelRanks,
+    split: JoinedSplit,
+    *,
+    batch_size: int = 8,
+    num_bytes: int | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
     """Figures over every sequence of the split, equal on every rank. Collective.
 
@@ -22,6 +28,7 @@ def measure_perplexity(
         split: the same on every rank.
         batch_size: rows of a rank at a time; rows are dealt out, a rank may get none.
         num_bytes: of the text; None: no bits per byte.
+        should_stop: as `dealt_rounds`.
 
     Returns:
         `tokens` predicted, `nats_per_token`, `perplexity`, and `bits_per_byte` where bytes are
@@ -29,12 +36,11 @@ def measure_perplexity(
 
     Raises:
         ValueError: no token is predicted.
+        EvaluationStoppedError: a rank was asked to stop.
     """
     nats, tokens = 0.0, 0
-    per_round = batch_size * model.num_data_ranks
-    for first in range(0, split.num_sequences, per_round):
-        last = min(first + per_round, split.num_sequences)
-        batch = split.batch(range(first, last)[model.data_rank :: model.num_data_ranks])
+    for own in dealt_rounds(model, split.num_sequences, batch_size, should_stop):
+        batch = split.batch(own)
         nats_B = score_rows(model, batch)
         if nats_B is not None:
             nats += float(nats_B.sum())

@@ -5,7 +5,7 @@ figures = evaluate(EvaluateJob(checkpoint="checkpoint-250", data=("held_out.json
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -15,13 +15,14 @@ from moe_train.data import TokenFiles, prepare
 from moe_train.errors import StoppedUnsavedError, TrainValueError, check_type
 from moe_train.evaluation import (
     ChoiceRow,
+    EvaluationStoppedError,
     Question,
     measure_choices,
     measure_perplexity,
     parse_question,
     question_rows,
 )
-from moe_train.generation import ModelOptions, check_model
+from moe_train.generation import ModelOptions, ModelRanks, check_model
 from moe_train.inference.json_lines import read_records
 from moe_train.inference.running import job_from_json, model_of_rank, run_inference
 from moe_train.model import DecoderConfig
@@ -98,24 +99,38 @@ def run_evaluation(text: str, context: RankContext) -> None:
 
     Args:
         text: the job as JSON.
-        context: not asked: figures of a part would say nothing.
+        context: asked now and then whether to stop, which leaves no figures.
     """
     job = job_from_json(EvaluateJob, text)
     checkpoint = Path(job.checkpoint)
     tokenizer = load_tokenizer(checkpoint)
     with model_of_rank(checkpoint, job.model) as model:
-        if job.kind == MULTIPLE_CHOICE:
-            questions, rows = _questions(job, tokenizer, model.config)
-            figures = measure_choices(model, questions, rows, batch_size=job.batch_size)
-        else:
-            length = int(job.sequence_length or _DEFAULT_LENGTH)
-            files = TokenFiles(tuple(map(Path, job.token_files)))
-            split = files.open(length, tokenizer.pad_token_id)
-            figures = measure_perplexity(
-                model, split, batch_size=job.batch_size, num_bytes=job.num_bytes
-            )
+        try:
+            figures = _measure(job, model, tokenizer, lambda: context.stop_requested)
+        except EvaluationStoppedError:
+            return  # the caller knows of the signal
         if model.is_writer:
             write_atomic(Path(job.result_file), json.dumps(figures))
+
+
+def _measure(
+    job: EvaluateJob,
+    model: ModelRanks,
+    tokenizer: TextTokenizer,
+    should_stop: Callable[[], bool],
+) -> dict[str, float]:
+    size = job.batch_size
+    if job.kind == MULTIPLE_CHOICE:
+        questions, rows = _questions(job, tokenizer, model.config)
+        return measure_choices(model, questions, rows, batch_size=size, should_stop=should_stop)
+    files = TokenFiles(tuple(map(Path, job.token_files)))
+    return measure_perplexity(
+        model,
+        files.open(int(job.sequence_length or _DEFAULT_LENGTH), tokenizer.pad_token_id),
+        batch_size=size,
+        num_bytes=job.num_bytes,
+        should_stop=should_stop,
+    )
 
 
 def table_of(figures: dict[str, float]) -> str:

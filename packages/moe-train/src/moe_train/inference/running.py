@@ -37,6 +37,7 @@ from moe_train.rank import (
 Runner = Callable[[str, RankContext], None]
 """What a rank runs: the job as JSON, and what asks it to stop."""
 
+_STOPPING = "ending; a second signal (Ctrl-C) ends at once"
 _RANK_MODULE = "moe_train.inference.inference_rank"
 _Job = TypeVar("_Job")
 
@@ -65,7 +66,8 @@ def run_inference(
         os.environ.update(place.variables())
         return _run_as_rank(argv, options, place)
     if options.parallel.world_size > 1:
-        return run_local(options.parallel.world_size, _RANK_MODULE, argv)
+        size = options.parallel.world_size
+        return run_local(size, _RANK_MODULE, argv, stop_grace_s=60.0, stop_text=_STOPPING)
     runner(text, RankContext())
     return None
 

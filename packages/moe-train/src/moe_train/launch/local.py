@@ -41,6 +41,10 @@ STOP_GRACE_S = 300.0
 FAILURE_GRACE_S = 5.0
 """How long the other ranks may take to end after one has failed."""
 
+_STOP_TEXT = (
+    "finishing the step and saving a checkpoint; a second signal (Ctrl-C) stops at once without "
+    "saving"
+)
 _POLL_S = 0.05
 _SAME_SIGNAL_S = 0.5
 # A rank that dies without a word is found by polling, its peers' connection errors are not.
@@ -55,6 +59,7 @@ def run_local(
     *,
     stop_grace_s: float = STOP_GRACE_S,
     failure_grace_s: float = FAILURE_GRACE_S,
+    stop_text: str = _STOP_TEXT,
 ) -> signal.Signals | None:
     """Run `module` on `world_size` new processes of this machine until all have ended.
 
@@ -69,6 +74,7 @@ def run_local(
         argv: passed to `run` on each rank.
         stop_grace_s: seconds that ranks have to save after a request to stop.
         failure_grace_s: seconds that the others have to end after one rank has failed.
+        stop_text: what a request to stop is answered with.
 
     Returns:
         The signal on which the ranks saved and stopped, or None when they ran to the end.
@@ -83,7 +89,7 @@ def run_local(
         run_dir = Path(folder)
         job = RankJob(module=module, argv=list(argv), launcher_pid=os.getpid())
         write_atomic(run_dir / "job.json", json.dumps(asdict(job)))
-        supervisor = _Supervisor(run_dir, world_size, stop_grace_s, failure_grace_s)
+        supervisor = _Supervisor(run_dir, world_size, stop_grace_s, failure_grace_s, stop_text)
         return supervisor.run()
 
 
@@ -95,6 +101,7 @@ class _Supervisor:
     _world_size: int
     _stop_grace_s: float
     _failure_grace_s: float
+    _stop_text: str
     _pids: dict[int, int] = field(default_factory=dict)
     _asked: set[int] = field(default_factory=set)
     _ended_s: dict[int, float] = field(default_factory=dict)
@@ -136,10 +143,7 @@ class _Supervisor:
         if self._stop_signal is None:
             self._stop_signal, self._stop_s = signal.Signals(number), now
             self._plan_kill(now + self._stop_grace_s, f"not saved within {self._stop_grace_s:g} s")
-            text = (
-                f"\n{self._stop_signal.name}: finishing the step and saving a checkpoint; "
-                "a second signal (Ctrl-C) stops at once without saving\n"
-            )
+            text = f"\n{self._stop_signal.name}: {self._stop_text}\n"
             # Not print: the handler may run in the middle of another write to stderr.
             os.write(sys.stderr.fileno(), text.encode())
         # A terminal and a wrapper may both deliver the same Ctrl-C.

@@ -12,7 +12,7 @@ of `StepRunner`, which come out of one all-reduce.
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -217,14 +217,14 @@ class TrainingLoop:
         self._report({"validation_loss": mean, "validation_perplexity": math.exp(min(mean, 700.0))})
         return mean
 
-    def _validation_batches(self) -> list[list[Batch]]:
+    def _validation_batches(self) -> Iterable[list[Batch]]:
         count = min(
             self.config.train.validation_sequences,
             self.training.corpus.facts.num_validation_sequences,
         )
         if self.training.corpus.validation is None:
             return [[] for _ in range(0, count, self.plan.global_batch_size)]
-        return list(validation_steps(self.training.corpus.validation, count, self.plan))
+        return validation_steps(self.training.corpus.validation, count, self.plan)
 
     def _state(self) -> TrainerState:
         return TrainerState(
