@@ -10,6 +10,7 @@ cold caches, alternating. The floor is tokenizing alone, by one process in memor
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -29,6 +30,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
+
+from moe_train.reading.spans import PIECE_BYTES
 
 JOB = """
 [model]
@@ -119,18 +122,26 @@ def measure_kills(folder: Path, corpus: Path, arguments: argparse.Namespace, unb
     rng = random.Random(seed)
     cache = fresh(folder / "cache")
     kept, lost = 0, 0
-    for _ in range(arguments.kills):
+    for number in range(arguments.kills):
         process = start_ours(folder, corpus, cache, arguments.workers)
-        time.sleep(rng.uniform(0.2, 0.8) * unbroken.seconds / arguments.kills)
+        share = (number + 1) / (arguments.kills + 1)
+        wanted = rng.randint(kept, max(kept, int(share * corpus.stat().st_size / PIECE_BYTES)))
+        while process.poll() is None and num_pieces(cache) < wanted:
+            time.sleep(0.02)
+        time.sleep(rng.uniform(0, 2))
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        now = len(list(cache.glob("pieces/*/*.piece")))
-        lost += now < kept
-        kept = now
+        lost += num_pieces(cache) < kept
+        kept = num_pieces(cache)
     output = start_ours(folder, corpus, cache, arguments.workers).communicate()[0]
     same = output.splitlines()[-1] == unbroken.fingerprint and checksums(cache) == expected
     print(f"seed {seed}: {kept} pieces were kept over {arguments.kills} kills")
     figure("data_kills_lost", [lost + (not same)], "kills")
+
+
+def num_pieces(cache: Path) -> int:
+    """How many pieces are ready."""
+    return len(list(cache.glob("pieces/*/*.piece")))
 
 
 def run_ours(folder: Path, corpus: Path, workers: int) -> Run:
@@ -138,13 +149,14 @@ def run_ours(folder: Path, corpus: Path, workers: int) -> Run:
     cache = fresh(folder / "cache")
     began = time.perf_counter()
     process = start_ours(folder, corpus, cache, workers)
-    found: list[list[int]] = []
+    children: dict[str, int] = {}
+    alone = 1
     while process.poll() is None:
-        found.append(peaks_kb(process.pid))
+        alone = peaks_kb([str(process.pid)]).get(str(process.pid), alone)
+        # The last look counts: between fork and exec a child has the size of its parent.
+        children |= peaks_kb(children_of(process.pid))
         time.sleep(0.05)
-    # Before its children have started and after their end the process is alone.
-    several = [max(sizes) for sizes in found if len(sizes) > 1]
-    peak = max(several or [max(sizes, default=1) for sizes in found])
+    peak = max(children.values(), default=alone)
     seconds = time.perf_counter() - began
     output = process.communicate()[0]
     if process.returncode:
@@ -185,17 +197,23 @@ def floor_s(folder: Path, corpus: Path, workers: int) -> float:
     return seconds * corpus.stat().st_size / sample_bytes / workers
 
 
-def peaks_kb(pid: int) -> list[int]:
-    """The largest resident size so far of the children of a process; of itself if it has none."""
+def children_of(pid: int) -> list[str]:
+    """The children of a process that still runs."""
     try:
         tasks = Path(f"/proc/{pid}/task").iterdir()
-        children = [child for task in tasks for child in (task / "children").read_text().split()]
-        processes = children or [str(pid)]
-        texts = [Path(f"/proc/{process}/status").read_text() for process in processes]
-    except OSError:  # one of them has just ended
+        return [child for task in tasks for child in (task / "children").read_text().split()]
+    except OSError:
         return []
-    lines = [line.split() for text in texts for line in text.splitlines()]
-    return [int(line[1]) for line in lines if line[0] == "VmHWM:"]
+
+
+def peaks_kb(processes: Sequence[str]) -> dict[str, int]:
+    """The largest resident size so far of each process that still runs."""
+    found = {}
+    for process in processes:
+        with contextlib.suppress(OSError, StopIteration):
+            lines = Path(f"/proc/{process}/status").read_text().splitlines()
+            found[process] = next(int(x.split()[1]) for x in lines if x.startswith("VmHWM:"))
+    return found
 
 
 def checksums(cache: Path) -> list[str]:
