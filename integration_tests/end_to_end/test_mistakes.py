@@ -400,6 +400,8 @@ COMMANDS = {
         "num_experts=8",
     ),
     "chat: no template": (["chat", "@/run/checkpoint-2", "--message", "a"], "template"),
+    "eval: no checkpoint": (["eval", "@/no", "@/corpus"], "@/no"),
+    "eval: no data": (["eval", "@/run/checkpoint-2", "@/no"], "@/no"),
     "data: no corpus": (["data", "@/job.toml", "data.corpus=@/no"], "'@/no' does not exist"),
     "data: no file": (["data", "@/no.toml"], "no.toml does not exist"),
     "inspect: no folder": (["inspect", "@/no"], "is not a folder"),
