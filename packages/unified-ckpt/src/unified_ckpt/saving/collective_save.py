@@ -174,7 +174,8 @@ def _check_space(target: Path, plan: SavePlan, described: Sequence[Mapping[str, 
         raise OSError(
             errno.ENOSPC,
             f"the checkpoint needs {needed} bytes, but {folder} has {free} free, so "
-            f"{needed - free} are missing; nothing was written. Free space or choose another folder",
+            f"{needed - free} are missing; nothing was written. Free space or choose another "
+            "folder",
         )
 
 
