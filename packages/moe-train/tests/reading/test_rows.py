@@ -52,7 +52,7 @@ def test_any_rows_of_a_parquet_file_are_read(tmp_path: Path, data_file: Make) ->
         found = list(parquet_rows(file, start, stop, ["text"]))
         assert found == [Row(i, {"text": f"t{i}"}) for i in range(start, stop)]
     with pytest.raises(
-        ValueError, match=r"has no field 'txt'; did you mean 'text'\? Set \"field\""
+        ValueError, match=r"has no field 'txt'; did you mean 'text'\? set \"field\""
     ):
         list(parquet_rows(file, 0, 1, ["txt"]))
 
@@ -73,6 +73,11 @@ def test_a_field_may_lie_in_another() -> None:
     with pytest.raises(ValueError, match=r"^p: a has no field 'bb'; did you mean 'b'\?"):
         field_of(row, "a.bb", "p")
     with pytest.raises(
-        ValueError, match=r'no field \'zzz\'; Set "field" of the source to one of: a'
+        ValueError, match=r'no field \'zzz\'; set "field" of the source to one of: a'
     ):
         field_of(row, "zzz", "p")
+
+
+def test_rows_of_another_kind_are_recognised() -> None:
+    with pytest.raises(ValueError, match=r'are of kind "chat", so set that; or set "field"'):
+        field_of({"id": 1, "messages": []}, "text", "here")

@@ -25,6 +25,15 @@ from moe_train.reading.formats import DataFile
 from moe_train.reading.text_files import BOM, read_bytes
 
 _BATCH_ROWS = 1024
+# Fields that tell of which kind rows are, for people who left it at text.
+_KIND_OF_FIELD = {
+    "messages": "chat",
+    "conversations": "chat",
+    "choices": "multiple_choice",
+    "chosen": "preference",
+    "anchor": "embedding",
+    "input_ids": "tokens",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,5 +161,7 @@ def field_of(value: Mapping[str, Any], field: str, place: str) -> Any:
 def _hint(name: str, known: Any) -> str:
     names = [str(each) for each in known]
     close = difflib.get_close_matches(name, names, n=1)
+    kind = next((kind for field, kind in _KIND_OF_FIELD.items() if field in names), None)
     meant = f"did you mean {close[0]!r}? " if close else ""
-    return f'{meant}Set "field" of the source to one of: {", ".join(names[:20]) or "(none)"}'
+    other = f'rows with these fields are of kind "{kind}", so set that; or ' if kind else ""
+    return f'{meant}{other}set "field" of the source to one of: {", ".join(names[:20]) or "(none)"}'
