@@ -71,17 +71,7 @@ def check_sizes(config: Config, sizes: ModelSizes) -> None:
         ValueError: layers, experts, batch or positions do not fit; with the numbers that would.
     """
     parallel, length = config.parallel, config.data.sequence_length
-    layers, experts = sizes.num_hidden_layers, sizes.num_experts
-    if layers is not None and layers % parallel.pp:
-        raise TrainValueError(
-            f"num_hidden_layers={layers} is not divisible by parallel.pp={parallel.pp} stages; "
-            f"choose pp among {_divisors(layers)}"
-        )
-    if experts is not None and experts % parallel.ep:
-        raise TrainValueError(
-            f"parallel.ep={parallel.ep} ranks cannot share num_experts={experts} evenly; "
-            f"choose ep among {_divisors(experts)}"
-        )
+    parallel.check_divides(num_hidden_layers=sizes.num_hidden_layers, num_experts=sizes.num_experts)
     config.check_batch()
     positions = sizes.max_position_embeddings
     if positions is not None and length > positions:
@@ -151,7 +141,3 @@ _WANTED = {
 def _size(value: object) -> int | None:
     """`value` if it is a size; else None: the reader of the decoder says what is wrong."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)

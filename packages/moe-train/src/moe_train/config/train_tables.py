@@ -47,6 +47,23 @@ class ParallelConfig(Table):
         """Number of processes: pp * dp * ep."""
         return self.pp * self.dp * self.ep
 
+    def check_divides(self, *, num_hidden_layers: int | None, num_experts: int | None) -> None:
+        """Hold a decoder's sizes against the layout; None is not looked at.
+
+        Raises:
+            ValueError: layers or experts do not divide; with the numbers that would.
+        """
+        if num_hidden_layers is not None and num_hidden_layers % self.pp:
+            raise TrainValueError(
+                f"num_hidden_layers={num_hidden_layers} is not divisible by parallel.pp={self.pp} "
+                f"stages; choose pp among {_divisors(num_hidden_layers)}"
+            )
+        if num_experts is not None and num_experts % self.ep:
+            raise TrainValueError(
+                f"parallel.ep={self.ep} ranks cannot share num_experts={num_experts} evenly; "
+                f"choose ep among {_divisors(num_experts)}"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig(Table):
@@ -256,3 +273,7 @@ def batch_message(train: TrainConfig, layout: str, divisor: int) -> str:
         f"train.global_batch_size={batch} does not divide by train.gradient_accumulation_steps="
         f"{train.gradient_accumulation_steps}{layout} = {divisor}; choose {choices}"
     )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)

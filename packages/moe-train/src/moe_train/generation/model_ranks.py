@@ -221,13 +221,9 @@ def check_model(checkpoint: Path, parallel: ParallelConfig) -> DecoderConfig:
             "save_pretrained of transformers has written"
         )
     config = read_decoder(checkpoint)
-    stage_layers(config.num_hidden_layers, parallel.pp, 0)
-    if config.num_experts % parallel.ep:
-        choices = [str(n) for n in range(1, config.num_experts + 1) if config.num_experts % n == 0]
-        raise TrainValueError(
-            f"parallel.ep={parallel.ep} ranks cannot share num_experts={config.num_experts} "
-            f"evenly; choose ep among {', '.join(choices)}"
-        )
+    parallel.check_divides(
+        num_hidden_layers=config.num_hidden_layers, num_experts=config.num_experts
+    )
     return config
 
 

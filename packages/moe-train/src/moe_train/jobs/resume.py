@@ -23,7 +23,7 @@ from moe_train.jobs.model_changes import model_changes
 from moe_train.layout import read_decoder, trainable_names
 from moe_train.model import DecoderConfig
 from moe_train.optim import LrSchedule
-from moe_train.tokenization import load_tokenizer
+from moe_train.tokenization import TextTokenizer, load_tokenizer
 
 
 def describe_resume(
@@ -38,11 +38,12 @@ def describe_resume(
     of_keys = [] if own is None else KeyChange.between(own, config)
     changes = [change for change in of_keys if change.on_resume != "compared"]
     changes += _state_changes(config, state, {change.name for change in changes})
-    files = checkpoint_files(config, model, prepared.tokenizer)
+    tokenizer = prepared.tokenizer  # read once: a large vocabulary takes seconds
+    files = checkpoint_files(config, model, tokenizer)
     written = DecoderConfig.from_dict(json.loads(files["config.json"]))  # end tokens settled
     changes += model_changes(read_decoder(source), written)
     compared = [change for change in of_keys if change.on_resume == "compared"]
-    changes += _content_changes(state, prepared, source, compared)
+    changes += _content_changes(state, prepared, tokenizer, source, compared)
     lines = [f"resuming {source}: step {state.step}, {state.consumed_samples} samples used"]
     if own is None:
         lines.append(f"{source / OWN_TOML} cannot be read as a job, so its keys are not compared")
@@ -93,15 +94,19 @@ def _state_changes(config: Config, state: TrainerState, seen: set[str]) -> list[
 
 
 def _content_changes(
-    state: TrainerState, prepared: PreparedCorpus, source: Path, compared: Sequence[KeyChange]
+    state: TrainerState,
+    prepared: PreparedCorpus,
+    tokenizer: TextTokenizer,
+    source: Path,
+    compared: Sequence[KeyChange],
 ) -> list[KeyChange]:
     """`compared` as free changes, or as asked ones where tokenizer or text are others now."""
     if state.version == 1:  # its other files were not those of the tokenizer
         file = "tokenizer.json"
         was = _vocabulary((source / file).read_bytes())
-        now = _vocabulary(prepared.tokenizer.files[file])
+        now = _vocabulary(tokenizer.files[file])
     else:
-        was, now = load_tokenizer(source).fingerprint, prepared.tokenizer.fingerprint
+        was, now = load_tokenizer(source).fingerprint, tokenizer.fingerprint
     is_other = {"tokenizer": was != now}
     fingerprint = state.data_fingerprint
     is_other["data"] = is_other["sources"] = fingerprint != prepared.fingerprint
