@@ -26,9 +26,8 @@ from comm_collectives.moe import MoeOptions
 from comm_collectives.planning import (
     Workload,
     bytes_for_routing,
+    plan_dispatch,
     topology_preset,
-    uniform_counts,
-    wire_stages,
 )
 from comm_collectives.planning.wire import MOVEMENTS
 from ranktest import run_ranks
@@ -94,7 +93,7 @@ def main() -> None:
     chosen = [routing(rank, TOKENS).tolist() for rank in range(RANKS)]
     workload = Workload(num_experts=EXPERTS, topk=CHOICES, hidden_size=512, tokens_per_rank=TOKENS)
     topology = topology_preset("h100-nccl", nodes=RANKS // PER_NODE, gpus_per_node=PER_NODE)
-    expected = uniform_counts(workload, topology)
+    plan = plan_dispatch(workload, topology)
     differing, errors = 0, []
     for key in small[0]:
         route, payload = key
@@ -108,8 +107,8 @@ def main() -> None:
                 rows = [stage.bytes_WW[rank] for stage in planned[movement]]
                 want = tuple(map(sum, zip(*rows, strict=True)))
                 differing += small[rank][key][name] != want
-            stages = wire_stages(expected, route, movement, row_format.during(movement))
-            closed = sum(stage.wire_bytes for stage in stages)
+            uniform = plan.variant(route, payload).movement(movement)
+            closed = RANKS * (uniform.total("intra_bytes") + uniform.total("inter_bytes"))
             error = off_rank(small, key, name) / closed - 1
             errors.append(error)
             print(f"{route:12} {payload:11} {movement:17} {closed:10} B planned, {error:+.3%}")

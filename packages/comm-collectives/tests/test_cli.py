@@ -27,6 +27,14 @@ def test_help_does_not_import_torch() -> None:
     assert "--world-size" in done.stdout
 
 
+def test_the_package_runs_as_a_module() -> None:
+    sizes = ["--nodes=10000", "--gpus-per-node=8", "--experts=160000", "--topk=8", "--hidden=7168"]
+    command = [sys.executable, "-m", "comm_collectives", "plan", *sizes]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "chosen: hierarchical float8_e4m3" in done.stdout
+
+
 def test_check_finds_this_machine_right() -> None:
     done = _run("check", "--world-size", "2", "--json")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,7 +1,7 @@
 """Plans: known figures of uniform routing, exact figures of given ones, and the choice."""
 
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import comb
 
 import pytest
@@ -11,7 +11,7 @@ from comm_collectives.planning.planner import bytes_for_routing, plan_dispatch
 from comm_collectives.planning.topology import Link, Topology, topology_preset
 from comm_collectives.planning.wire.wire_format import ROUTES
 from comm_collectives.planning.wire_bytes import RoutingCounts, count_routing
-from comm_collectives.planning.workload import Workload
+from comm_collectives.planning.workload import Workload, uniform_counts
 
 # DeepSeek-V3's layer, as DeepEP measures it.
 V3 = Workload(num_experts=256, topk=8, hidden_size=7168, tokens_per_rank=4096)
@@ -221,3 +221,37 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
     other: RoutingCounts = count_routing([[], []], num_experts=256, ranks_per_node=2)
     with pytest.raises(ValueError, match="counts are of 2 ranks, 2 per node, but the topology"):
         plan_dispatch(V3, topology, counts=other)
+
+
+def test_uniform_routing_is_planned_as_a_routing_of_which_all_counts_are_alike() -> None:
+    """The matrices of ranks by ranks are the oracle of what is computed for one rank."""
+    topology = replace(topology_preset("h100-nccl", nodes=3, gpus_per_node=4), nics_per_node=2)
+    workload = replace(V3, num_experts=96)
+    uniform = uniform_counts(workload, topology)
+    counts = RoutingCounts(
+        ranks_per_node=4,
+        choices_WW=((round(uniform.choices),) * 12,) * 12,
+        tokens_WW=((round(uniform.to_rank),) * 12,) * 12,
+        tokens_WM=((round(uniform.to_node),) * 3,) * 12,
+    )
+    found = plan_dispatch(workload, topology)
+    for variant in plan_dispatch(workload, topology, counts=counts).variants:
+        like = found.variant(variant.route, variant.payload)
+        assert like.copies_per_token == pytest.approx(variant.copies_per_token, rel=1e-3)
+        for movement, other in zip(variant.movements, like.movements, strict=True):
+            for stage, alike in zip(movement.stages, other.stages, strict=True):
+                figures, wanted = asdict(alike), asdict(stage)
+                assert figures.pop("name") == wanted.pop("name")
+                assert figures == pytest.approx(wanted, rel=2e-3)
+
+
+def test_ten_thousand_nodes_are_planned_with_whole_rows_for_some_of_the_ranks() -> None:
+    workload = replace(V3, num_experts=160_000)
+    plan = plan_dispatch(workload, topology_preset("h100-nccl", nodes=10_000, gpus_per_node=8))
+    flat = plan.variant("flat", "full").movement("combine")
+    assert plan.variant("flat", "full").copies_per_token == pytest.approx(8)
+    sent = 4096 * 8 * 79_992 / 80_000  # of 32,768 choices all but those in the own node
+    assert flat.total("inter_messages") == pytest.approx(sent, rel=1e-4)
+    assert flat.total("inter_bytes") == pytest.approx(sent * 14336, rel=1e-4)
+    copies = plan.variant("hierarchical", "full").copies_per_token
+    assert copies == pytest.approx(8, rel=1e-3)

@@ -11,6 +11,4 @@ from comm_collectives.planning.planner import bytes_for_routing as bytes_for_rou
 from comm_collectives.planning.planner import plan_dispatch as plan_dispatch
 from comm_collectives.planning.topology import topology_preset as topology_preset
 from comm_collectives.planning.wire_bytes import count_routing as count_routing
-from comm_collectives.planning.wire_bytes import wire_stages as wire_stages
 from comm_collectives.planning.workload import Workload as Workload
-from comm_collectives.planning.workload import uniform_counts as uniform_counts

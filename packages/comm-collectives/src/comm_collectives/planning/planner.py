@@ -1,9 +1,10 @@
 """Choose how MoE rows travel: flat, deduplicated or hierarchical, in full or block-scaled.
 
 Bytes come from `wire_format`, which the executor asks too, so for a given routing they are exact;
-for uniform routing the expected counts are closed formulas, rounded to whole rows. Times are the
-topology's cost curves applied to the busiest endpoint of each level. Only links are modelled: what
-gathering, quantising and summing rows costs on each rank comes on top and is not in the figures.
+for uniform routing all ranks are alike, so that one is planned, with expected counts rounded to the
+whole rows of a message (where a rank has less than one row for each other, some get one row each).
+Times are the topology's cost curves applied to the busiest endpoint of each level. Only links are
+modelled: what gathering, quantising and summing rows costs on each rank is not in the figures.
 
     topology = topology_preset("h100-nccl", nodes=8, gpus_per_node=8)
     workload = Workload(num_experts=256, topk=8, hidden_size=7168, tokens_per_rank=4096)
@@ -20,15 +21,23 @@ from typing import Self, get_args
 
 from comm_collectives.errors import CommValueError
 from comm_collectives.planning.topology import Topology
-from comm_collectives.planning.wire import MOVEMENTS, ROUTES, Movement, Route, RowFormat
+from comm_collectives.planning.wire import (
+    MOVEMENTS,
+    ROUTES,
+    Movement,
+    Route,
+    RowFormat,
+    message_layout,
+)
 from comm_collectives.planning.wire_bytes import (
+    TOWARDS_TOKENS,
     RoutingCounts,
     WireStage,
     check_divides,
     count_routing,
     wire_stages,
 )
-from comm_collectives.planning.workload import Payload, Workload, uniform_counts
+from comm_collectives.planning.workload import Payload, UniformCounts, Workload, uniform_counts
 
 _FORWARD: tuple[Movement, ...] = ("dispatch", "combine")
 _WORTH = 0.02  # what a less simple variant must at least save
@@ -143,17 +152,16 @@ def plan_dispatch(
     check_divides("num_experts", workload.num_experts, "ranks", topology.num_ranks)
     if not payloads:
         raise CommValueError("payloads is empty; allow 'full', 'float8_e4m3' or both")
-    if counts is None:
-        counts = uniform_counts(workload, topology)
-    shape = (counts.num_ranks, counts.ranks_per_node)
-    if shape != (topology.num_ranks, topology.gpus_per_node):
+    size, per_node = topology.num_ranks, topology.gpus_per_node
+    if counts is not None and (counts.num_ranks, counts.ranks_per_node) != (size, per_node):
         raise CommValueError(
-            f"counts are of {shape[0]} ranks, {shape[1]} per node, but the topology has "
-            f"{topology.num_ranks}, {topology.gpus_per_node} per node; count the same ranks"
+            f"counts are of {counts.num_ranks} ranks, {counts.ranks_per_node} per node, but the "
+            f"topology has {size}, {per_node} per node; count the same ranks"
         )
-    routes = [r for r in ROUTES if r != "hierarchical" or 1 < counts.ranks_per_node < shape[0]]
+    found = counts or uniform_counts(workload, topology)
+    routes = [route for route in ROUTES if route != "hierarchical" or 1 < per_node < size]
     variants = tuple(
-        _plan_variant(route, payload, counts, workload, topology)
+        _plan_variant(route, payload, found, workload, topology)
         for route in routes
         for payload in payloads
     )
@@ -203,27 +211,71 @@ def bytes_for_routing(
 
 
 def _plan_variant(
-    route: Route, payload: Payload, counts: RoutingCounts, workload: Workload, topology: Topology
+    route: Route,
+    payload: Payload,
+    counts: RoutingCounts | UniformCounts,
+    workload: Workload,
+    topology: Topology,
 ) -> VariantPlan:
     row_format = workload.row_format(payload)
-    first = counts.tokens_WM if route == "hierarchical" else counts.tokens_WW
-    copies = sum(map(sum, counts.choices_WW if route == "flat" else first))
-    choices = sum(map(sum, counts.choices_WW))
     movements = []
     for movement in MOVEMENTS:
-        stages = tuple(
-            _stage_load(stage, topology)
-            for stage in wire_stages(counts, route, movement, row_format.during(movement))
-        )
+        if isinstance(counts, UniformCounts):
+            format_there = row_format.during(movement)
+            stages = _uniform_loads(route, movement, format_there, counts, topology)
+        else:
+            exchanges = wire_stages(counts, route, movement, row_format.during(movement))
+            stages = [_stage_load(stage, topology) for stage in exchanges]
         times = [stage.seconds for stage in stages]
         seconds = max(times) if topology.streams_stages else sum(times)
-        movements.append(MovementPlan(movement=movement, stages=stages, seconds=seconds))
+        movements.append(MovementPlan(movement=movement, stages=tuple(stages), seconds=seconds))
     return VariantPlan(
         route=route,
         payload=payload,
-        copies_per_token=workload.topk * copies / max(1, choices),
+        copies_per_token=workload.topk * _copies_per_choice(route, counts, topology),
         movements=tuple(movements),
     )
+
+
+def _copies_per_choice(
+    route: Route, counts: RoutingCounts | UniformCounts, topology: Topology
+) -> float:
+    copies: tuple[float, ...]
+    if isinstance(counts, UniformCounts):
+        ranks, nodes = topology.num_ranks, topology.nodes
+        copies = (counts.choices * ranks, counts.to_rank * ranks, counts.to_node * nodes)
+    else:
+        matrices = (counts.choices_WW, counts.tokens_WW, counts.tokens_WM)
+        copies = tuple(sum(map(sum, matrix)) for matrix in matrices)
+    return copies[ROUTES.index(route)] / max(1, copies[0])
+
+
+def _uniform_loads(
+    route: Route,
+    movement: Movement,
+    row_format: RowFormat,
+    counts: UniformCounts,
+    topology: Topology,
+) -> list[StageLoad]:
+    """As the stages of `wire_stages` where all ranks are alike: those of any rank, in one step."""
+    nodes, per_node = topology.nodes, topology.gpus_per_node
+
+    def load(name: str, tokens: float, choices: float, near: int, far: int) -> StageLoad:
+        if choices < 1:  # then so many of the peers get one row each
+            near, far, tokens, choices = round(near * choices), round(far * choices), 1, 1
+        layout = message_layout(
+            route, movement, row_format, tokens=round(tokens), choices=round(choices)
+        )
+        inter_bytes = far * layout.num_bytes
+        per_nic = topology.ranks_per_nic * inter_bytes
+        return _load(name, topology, (near * layout.num_bytes, inter_bytes, per_nic), (near, far))
+
+    if route != "hierarchical":
+        far = topology.num_ranks - per_node
+        return [load("ranks", counts.to_rank, counts.choices, per_node - 1, far)]
+    between = load("between nodes", counts.to_node, counts.choices * per_node, 0, nodes - 1)
+    inside = load("inside nodes", nodes * counts.to_rank, nodes * counts.choices, per_node - 1, 0)
+    return [inside, between] if movement in TOWARDS_TOKENS else [between, inside]
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,20 +311,29 @@ def _stage_load(stage: WireStage, topology: Topology) -> StageLoad:
     per_node = topology.gpus_per_node
     sent = _OneWay.of(stage.bytes_WW, per_node)
     received = _OneWay.of(tuple(zip(*stage.bytes_WW, strict=True)), per_node)
-    intra_bytes = max(sent.intra_bytes_W + received.intra_bytes_W)
-    nic_bytes = max(side.busiest_nic(topology.ranks_per_nic) for side in (sent, received))
+    num_bytes = (
+        max(sent.intra_bytes_W + received.intra_bytes_W),
+        max(sent.inter_bytes_W + received.inter_bytes_W),
+        max(side.busiest_nic(topology.ranks_per_nic) for side in (sent, received)),
+    )
+    return _load(stage.name, topology, num_bytes, (sent.intra_messages, sent.inter_messages))
+
+
+def _load(
+    name: str, topology: Topology, num_bytes: tuple[int, int, int], messages: tuple[int, int]
+) -> StageLoad:
+    """Say what bytes (inside, between, of a card) and messages (inside, between) cost."""
+    (intra_bytes, inter_bytes, nic_bytes), (near, far) = num_bytes, messages
+    # Both levels work at the same time within one exchange.
+    seconds = max(topology.intra.seconds(intra_bytes, near), topology.inter.seconds(nic_bytes, far))
     return StageLoad(
-        name=stage.name,
+        name=name,
         intra_bytes=intra_bytes,
-        inter_bytes=max(sent.inter_bytes_W + received.inter_bytes_W),
+        inter_bytes=inter_bytes,
         nic_bytes=nic_bytes,
-        intra_messages=sent.intra_messages,
-        inter_messages=sent.inter_messages,
-        # Both levels work at the same time within one exchange.
-        seconds=max(
-            topology.intra.seconds(intra_bytes, sent.intra_messages),
-            topology.inter.seconds(nic_bytes, sent.inter_messages),
-        ),
+        intra_messages=near,
+        inter_messages=far,
+        seconds=seconds,
     )
 
 

@@ -11,7 +11,7 @@ from functools import cache
 from comm_collectives.errors import CommValueError
 from comm_collectives.planning.wire import Movement, Route, RowFormat, message_layout
 
-_TOWARDS_TOKENS = ("combine", "dispatch_backward")
+TOWARDS_TOKENS = ("combine", "dispatch_backward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ def wire_stages(
         WireStage(name=name, bytes_WW=_message_bytes(tokens, choices, route, movement, row_format))
         for name, tokens, choices in pieces
     ]
-    if movement not in _TOWARDS_TOKENS:
+    if movement not in TOWARDS_TOKENS:
         return tuple(stages)
     return tuple(
         WireStage(name=stage.name, bytes_WW=tuple(zip(*stage.bytes_WW, strict=True)))

@@ -11,7 +11,7 @@ from typing import Literal
 from comm_collectives.errors import CommValueError
 from comm_collectives.planning.topology import Topology
 from comm_collectives.planning.wire import RowFormat
-from comm_collectives.planning.wire_bytes import RoutingCounts, check_divides
+from comm_collectives.planning.wire_bytes import check_divides
 
 Payload = Literal["full", "float8_e4m3"]  # int8 has the same bytes
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -64,8 +64,25 @@ class Workload:
         )
 
 
-def uniform_counts(workload: Workload, topology: Topology) -> RoutingCounts:
-    """Expected counts if each token chooses different experts, all alike, rounded to whole rows.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UniformCounts:
+    """What every rank has for every other if each token chooses different experts, all alike.
+
+    Attributes:
+        choices: routed choices of a rank's tokens for the experts of one rank.
+        to_rank: unique tokens among them.
+        to_node: unique tokens of a rank with any choice in one node.
+
+    They are expected values, and below 1 where a rank has tokens for few of the others only.
+    """
+
+    choices: float
+    to_rank: float
+    to_node: float
+
+
+def uniform_counts(workload: Workload, topology: Topology) -> UniformCounts:
+    """Return the expected counts of uniform routing.
 
     With `nodes_per_token` the token first chooses its nodes, all alike, and then its experts there.
 
@@ -73,17 +90,13 @@ def uniform_counts(workload: Workload, topology: Topology) -> RoutingCounts:
         ValueError: the ranks do not divide the experts, or the choices do not fit into the allowed
             nodes.
     """
-    ranks, per_node = topology.num_ranks, topology.gpus_per_node
+    ranks, tokens = topology.num_ranks, workload.tokens_per_rank
     check_divides("num_experts", workload.num_experts, "ranks", ranks)
-    tokens, per_rank = workload.tokens_per_rank, workload.num_experts // ranks
-    to_rank = round(tokens * share_of_tokens(workload, topology.nodes, per_rank))
-    to_node = round(tokens * share_of_tokens(workload, topology.nodes, per_rank * per_node))
-    choices = round(tokens * workload.topk / ranks)
-    return RoutingCounts(
-        ranks_per_node=per_node,
-        choices_WW=((choices,) * ranks,) * ranks,
-        tokens_WW=((to_rank,) * ranks,) * ranks,
-        tokens_WM=((to_node,) * topology.nodes,) * ranks,
+    per_rank, per_node = workload.num_experts // ranks, workload.num_experts // topology.nodes
+    return UniformCounts(
+        choices=tokens * workload.topk / ranks,
+        to_rank=tokens * share_of_tokens(workload, topology.nodes, per_rank),
+        to_node=tokens * share_of_tokens(workload, topology.nodes, per_node),
     )
 
 
