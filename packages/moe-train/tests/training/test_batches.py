@@ -91,6 +91,10 @@ def test_validation_covers_each_sequence_once_whatever_the_layout(split: JoinedS
             for step in validation_steps(split, count, plan_of(rank, ranks)):
                 predicted += count_predictions(step)
                 seen += [row for batch in step for row in rows(batch)]
+                for batch in step:
+                    is_filler = (batch.labels == -100).all(1)
+                    assert bool((batch.position_ids[is_filler] == -1).all())
+                    assert bool((batch.position_ids[~is_filler] >= 0).all())
         assert predicted == count_predictions([whole])
         assert sorted(seen) == sorted(rows(whole))
 

@@ -86,8 +86,8 @@ class SampleReader:
 def validation_steps(split: JoinedSplit, count: int, plan: BatchPlan) -> Iterator[list[Batch]]:
     """The first `count` sequences of the split, in batches shaped as in training.
 
-    The last batch is filled up with sequences whose labels are all ignored, so that every rank
-    runs the same number of microbatches and the mean is over exactly `count` sequences.
+    The last batch is filled up with rows of padding, which no expert sees, so that every rank runs
+    the same number of microbatches and the mean is over exactly `count` sequences.
     """
     for first in range(0, count, plan.global_batch_size):
         yield [_with_padding(split, samples, count) for samples in plan.samples(first)]
@@ -100,5 +100,9 @@ def count_predictions(batches: Sequence[Batch]) -> int:
 
 def _with_padding(split: JoinedSplit, samples: NDArray[np.int64], count: int) -> Batch:
     batch = split.batch(np.minimum(samples, count - 1))
-    labels = batch.labels.masked_fill(torch.from_numpy(samples >= count)[:, None], IGNORED_LABEL)
-    return Batch(input_ids=batch.input_ids, labels=labels, position_ids=batch.position_ids)
+    is_filler = torch.from_numpy(samples >= count)[:, None]
+    return Batch(
+        input_ids=batch.input_ids,
+        labels=batch.labels.masked_fill(is_filler, IGNORED_LABEL),
+        position_ids=batch.position_ids.masked_fill(is_filler, -1),
+    )
