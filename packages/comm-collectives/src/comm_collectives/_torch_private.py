@@ -5,16 +5,33 @@ failure reports need the one and control exchanges the other. A backend's base c
 well.
 """
 
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend as Backend
 from torch._C._distributed_c10d import Store as Store
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.distributed.distributed_c10d import _get_default_store, default_pg_timeout
 from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
 )
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def graph_break(fn: F) -> F:
+    """Let torch.compile run a function as it is, and all that it calls: the graph breaks there.
+
+    As `torch.compiler.disable`, which imports the compiler (a second) and adds a frame to the call.
+    """
+    # gate: setattr - where the compiler looks for it
+    fn._torchdynamo_disable = True  # type: ignore[attr-defined]
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    set_code_exec_strategy(fn.__code__, skip)
+    return fn
 
 
 def default_store() -> Store:

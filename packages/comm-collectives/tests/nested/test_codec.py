@@ -8,6 +8,7 @@ import warnings
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -46,6 +47,12 @@ class Failure(ValueError):
 
 class Colour(enum.IntEnum):
     RED = 1
+
+
+class Mode(enum.Flag):
+    READ = 1
+    WRITE = 2
+    BOTH = 3
 
 
 class Row(Point):
@@ -88,6 +95,45 @@ def test_ugly_scalars_survive() -> None:
     assert got[:4] == texts
     assert got[4] == numbers[0]  # not compared as text, which Python limits
     assert [repr(x) for x in got[5:]] == [repr(x) for x in numbers[1:]]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {1, "a", (2, None)},
+        frozenset({b"x", 1.5}),
+        {frozenset({1}): {Point(2)}},
+        torch.Size([2, 0, 3]),
+        [torch.float32, torch.complex32, torch.float8_e8m0fnu, torch.quint8],
+        [torch.device("cpu"), torch.device("cuda", 3), torch.device("meta")],
+        [Colour.RED, Mode.READ, Mode.BOTH, Mode(0), Mode.READ | Mode.WRITE],
+        [np.float64(1.5), np.float32("nan"), np.int8(-3), np.bool_(True), np.uint64(2**64 - 1)],
+        [np.str_("é"), np.bytes_(b"ab"), np.datetime64("2020-01-01"), np.complex64(1 - 2j)],
+    ],
+)
+def test_what_states_hold_besides_tensors_survives(value: object) -> None:
+    got = _copy(value)
+    assert type(got) is type(value)
+    assert repr(got) == repr(value) or got == value
+    if isinstance(value, list):
+        assert [type(item) for item in got] == [type(item) for item in value]
+
+
+def test_parameters_stay_parameters_and_one_stays_one() -> None:
+    tied = torch.nn.Parameter(torch.ones(2))
+    frozen = torch.nn.Parameter(torch.arange(2), requires_grad=False)
+    got = _copy({"w": tied, "head": [tied], "f": frozen, "view": tied.data})
+    assert type(got["w"]) is type(got["f"]) is torch.nn.Parameter
+    assert got["w"] is got["head"][0]
+    assert (got["w"].requires_grad, got["f"].requires_grad) == (True, False)
+    assert got["w"].is_leaf
+    assert got["f"].dtype == torch.int64
+    assert type(got["view"]) is torch.Tensor
+
+
+def test_dtype_that_a_receiver_lacks_is_named() -> None:
+    with pytest.raises(TypeError, match=r"torch.float3 came and is no dtype on this rank"):
+        decode(b'[[],["y","float3"]]', [], [])
 
 
 def test_same_tensor_is_carried_once_and_stays_one() -> None:
@@ -175,8 +221,9 @@ class Marked(torch.Tensor):
 @pytest.mark.parametrize(
     ("value", "match"),
     [
-        ({"a": {1}}, r"obj\['a'\] is a set"),
-        ([Colour.RED], r"obj\[0\] is a Colour"),
+        ({"a": {object()}}, r"obj\['a'\]\[0\] is a object"),
+        ([np.zeros(2)], r"obj\[0\] is a ndarray"),
+        ([np.void(b"ab")], r"obj\[0\] is a void"),
         (bytearray(b"x"), "obj is a bytearray"),
         ([0, (torch.eye(2).to_sparse(),)], r"obj\[1\]\[0\] has layout torch.sparse_coo"),
         ({"w": torch.empty(2, device="meta")}, r"obj\['w'\] has layout .* device meta"),
@@ -201,10 +248,10 @@ def test_class_without_a_findable_name_is_refused_by_the_sender() -> None:
         encode(Local(x=1))
 
 
-def test_receiver_builds_only_namedtuples_and_dataclasses() -> None:
+def test_receiver_builds_only_namedtuples_dataclasses_and_enums() -> None:
     for module, name in (("os", "system"), ("builtins", "eval"), ("no.such", "Thing")):
         text = json.dumps([[[module, name, ["x"]]], ["n", 0, "echo"]]).encode()
-        with pytest.raises(TypeError, match="is not a namedtuple or dataclass"):
+        with pytest.raises(TypeError, match="is not a namedtuple, dataclass or enum"):
             decode(text, [], [])
 
 

@@ -13,6 +13,7 @@ from typing import Literal, overload
 
 import torch
 
+from comm_collectives._torch_private import graph_break
 from comm_collectives.base import as_bytes, check_dense, dense, new_tensor, num_bytes
 from comm_collectives.call import Call, exchange_counts, inline_rows, not_inline
 from comm_collectives.call.autograd import Back, attach, wants_grad, zeros_for
@@ -44,6 +45,7 @@ def all_to_all(
     timeout_s: float | None = ...,
     async_op: Literal[True],
 ) -> Handle[torch.Tensor]: ...
+@graph_break
 def all_to_all(
     x: torch.Tensor,
     *,

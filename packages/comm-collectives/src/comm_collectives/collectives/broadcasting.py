@@ -13,6 +13,7 @@ from typing import Literal, overload
 
 import torch
 
+from comm_collectives._torch_private import graph_break
 from comm_collectives.base import as_bytes, check_dense, dense, from_bytes, joined, num_bytes
 from comm_collectives.base.transport import TransferHeader
 from comm_collectives.call import Call
@@ -50,6 +51,7 @@ def broadcast(
     timeout_s: float | None = ...,
     async_op: Literal[True],
 ) -> Handle[torch.Tensor]: ...
+@graph_break
 def broadcast(
     x: torch.Tensor | None,
     *,

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 
+from comm_collectives._torch_private import graph_break
 from comm_collectives.base import check_tensors
 from comm_collectives.call.groups import Group, check_integer, group_state
 from comm_collectives.call.handles import launch
@@ -22,6 +23,7 @@ BUCKET_BYTES = 25 << 20
 T = TypeVar("T", bound=torch.Tensor)
 
 
+@graph_break
 def reduce_in_buckets(
     tensors: Sequence[torch.Tensor],
     *,

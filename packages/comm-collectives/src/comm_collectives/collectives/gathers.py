@@ -13,6 +13,7 @@ from typing import Literal, overload
 
 import torch
 
+from comm_collectives._torch_private import graph_break
 from comm_collectives.base import as_bytes, bytes_of, dense, joined, num_bytes
 from comm_collectives.call import Call
 from comm_collectives.call.autograd import Back, Gradients, attach, wants_grad, zeros_for
@@ -53,6 +54,7 @@ def all_gather(
     timeout_s: float | None = ...,
     async_op: Literal[True],
 ) -> Handle[torch.Tensor]: ...
+@graph_break
 def all_gather(
     x: torch.Tensor,
     *,
@@ -111,6 +113,7 @@ def reduce_scatter(
     timeout_s: float | None = ...,
     async_op: Literal[True],
 ) -> Handle[torch.Tensor]: ...
+@graph_break
 def reduce_scatter(
     x: torch.Tensor,
     *,

@@ -22,6 +22,7 @@ from typing import final
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from comm_collectives._torch_private import graph_break
 from comm_collectives.base import check_tensors
 from comm_collectives.call.groups import Group, check_timeout, group_state
 from comm_collectives.call.handles import Handle
@@ -32,6 +33,7 @@ from comm_collectives.collectives.reduction import all_reduce, check_op
 from comm_collectives.errors import CommTypeError, CommValueError
 
 
+@graph_break
 def overlap_gradients(
     params: Iterable[torch.nn.Parameter],
     *,

@@ -13,6 +13,7 @@ from typing import Literal, overload
 
 import torch
 
+from comm_collectives._torch_private import graph_break
 from comm_collectives.base import as_bytes, bytes_of, check_dense, dense, joined
 from comm_collectives.call import Call, fits_page
 from comm_collectives.call.autograd import Back, attach, wants_grad, zeros_for
@@ -58,6 +59,7 @@ def all_reduce(
     timeout_s: float | None = ...,
     async_op: Literal[True],
 ) -> Handle[torch.Tensor]: ...
+@graph_break
 def all_reduce(
     x: torch.Tensor,
     *,

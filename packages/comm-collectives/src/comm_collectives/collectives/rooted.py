@@ -12,6 +12,7 @@ from typing import Literal, overload
 
 import torch
 
+from comm_collectives._torch_private import graph_break
 from comm_collectives.base import (
     as_bytes,
     check_dense,
@@ -57,6 +58,7 @@ def gather(
     timeout_s: float | None = ...,
     async_op: Literal[True],
 ) -> Handle[list[torch.Tensor] | None]: ...
+@graph_break
 def gather(
     x: torch.Tensor,
     *,
@@ -118,6 +120,7 @@ def scatter(
     timeout_s: float | None = ...,
     async_op: Literal[True],
 ) -> Handle[torch.Tensor]: ...
+@graph_break
 def scatter(
     tensors: Sequence[torch.Tensor] | None,
     *,

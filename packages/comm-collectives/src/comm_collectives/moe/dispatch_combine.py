@@ -18,6 +18,7 @@ from typing import Any, Literal, cast, overload
 import torch
 from torch.autograd.function import once_differentiable
 
+from comm_collectives._torch_private import graph_break
 from comm_collectives.base import check_dense
 from comm_collectives.call import Call
 from comm_collectives.call.autograd import Back, attach, wants_grad, zeros_for
@@ -52,6 +53,7 @@ class Dispatched:
     handle: DispatchHandle
 
 
+@graph_break
 def dispatch(
     x: torch.Tensor,
     topk_idx: torch.Tensor,
@@ -123,6 +125,7 @@ def combine(
     timeout_s: float | None = ...,
     async_op: Literal[True],
 ) -> Handle[torch.Tensor]: ...
+@graph_break
 def combine(
     y: torch.Tensor,
     handle: DispatchHandle,

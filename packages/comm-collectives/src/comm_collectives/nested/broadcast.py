@@ -14,6 +14,7 @@ from typing import Literal, overload
 
 import torch
 
+from comm_collectives._torch_private import graph_break
 from comm_collectives.base import as_bytes, dense
 from comm_collectives.call import Call
 from comm_collectives.call.groups import Group, GroupState, check_root, group_state
@@ -56,6 +57,7 @@ def broadcast_nested(
     timeout_s: float | None = ...,
     async_op: Literal[True],
 ) -> Handle[object]: ...
+@graph_break
 def broadcast_nested(
     obj: object,
     *,
@@ -67,9 +69,11 @@ def broadcast_nested(
 ) -> object:
     """Return, on every rank, the value that rank `src` gave. Collective.
 
-    Supported: None, bool, int, float, complex, str, bytes, plain tensors of every dtype, and lists,
-    tuples, dicts, OrderedDicts (with their attributes, as a state dict's `_metadata`), namedtuples
-    and dataclasses (rebuilt from their fields; no constructor runs) of them, kept as they are.
+    Supported: None, bool, int, float, complex, str, bytes, enums, numpy scalars, torch's dtypes and
+    devices, plain tensors of every dtype and Parameters, and lists, tuples, torch.Size, sets,
+    frozensets, dicts, OrderedDicts (with their attributes, as a state dict's `_metadata`),
+    namedtuples and dataclasses (rebuilt from their fields; no constructor runs) of them, kept as
+    they are.
 
     A container, tensor or bytes object that occurs twice arrives as one. Tensors that share memory
     on `src` share it on the receivers where that makes nothing larger; `nested/sharing.py` has the

@@ -9,17 +9,22 @@ first item says what it is:
     ["i", hex]              huge int              ["o", attributes, key, value, ...]  OrderedDict
     ["z", real, imaginary]  complex               ["n", class, item, ...]     namedtuple
     ["s", code point, ...]  str with surrogates   ["c", class, field, ...]    dataclass
+    ["y", "float32"]        torch.dtype           ["e", class, member]        enum
+    ["v", "cuda:0"]         torch.device          ["x", size, ...]            torch.Size
+    ["#", dtype, hex]       numpy scalar          ["{", item, ...]            set
+    ["p", i, needs grad]    Parameter             ["}", item, ...]            frozenset
 
 Invariant: one object that occurs twice stays one. Containers count in the order in which they are
 complete, tensors and bytes in that of their first occurrence. A class is looked up by name among
-the modules that the receiver has already imported, and has to be a namedtuple or a dataclass with
-the same fields: receiving imports nothing, and runs no constructor of the class.
+the modules that the receiver has already imported, and has to be a namedtuple, a dataclass or an
+enum with the same fields: receiving imports nothing, and runs no constructor of the class.
 
     packed = encode({"step": 3, "w": torch.ones(2)})
     value = decode(packed.text, packed.tensors, packed.blobs)
 """
 
 import dataclasses
+import enum
 import functools
 import json
 import sys
@@ -35,8 +40,11 @@ from comm_collectives.errors import CommTypeError, CommValueError
 
 _KNOWN_DTYPES = frozenset(DTYPES)
 _AS_THEY_ARE = (type(None), bool, float)
-_TENSORS = (torch.Tensor, torch.nn.Parameter)
-_TAG_OF_SEQUENCE: dict[type, str] = {list: "l", tuple: "t"}
+_ITERABLES: dict[str, Any] = {
+    "l": list, "t": tuple, "{": set, "}": frozenset, "x": torch.Size
+}  # fmt: skip
+_TAG_OF_ITERABLE = {kind: tag for tag, kind in _ITERABLES.items()}
+_NUMPY_KINDS = "biufcSUmM"  # of numpy's dtypes: those whose bytes are all that there is
 _TAG_OF_MAPPING: dict[type, str] = {dict: "d", OrderedDict: "o"}
 _MAX_DEPTH = 100
 _LONG_BITS = 64  # Python refuses to print or read ints of more than 4300 digits
@@ -91,7 +99,7 @@ class _Encoder:
 
     def node(self, value: Any) -> Any:
         kind = type(value)
-        if kind is torch.Tensor or kind in _TENSORS:
+        if kind is torch.Tensor:
             return [self._carry(value, self.tensors)]
         if kind is str:
             return value if value.isascii() else _text(value)
@@ -101,9 +109,7 @@ class _Encoder:
             return value
         if kind is bytes:
             return ["b", self._carry(value, self.blobs)]
-        if kind is complex:
-            return ["z", value.real, value.imag]
-        return self._container(value, kind)
+        return _scalar_node(value, kind) or self._container(value, kind)
 
     def _carry(self, leaf: Any, leaves: list[Any]) -> int:
         number = self._number_of.get(id(leaf))
@@ -141,8 +147,13 @@ class _Encoder:
         return ["r", number]
 
     def _parts(self, value: Any, kind: Any) -> list[Any]:
-        if kind in _TAG_OF_SEQUENCE:
-            return [_TAG_OF_SEQUENCE[kind], *map(self.node, value)]
+        if kind in _TAG_OF_ITERABLE:
+            return [_TAG_OF_ITERABLE[kind], *map(self.node, value)]
+        if kind is torch.nn.Parameter:
+            return ["p", self._carry(value.data, self.tensors), value.requires_grad]
+        if issubclass(kind, enum.Enum):
+            member = value.name if value.name in kind.__members__ else value.value
+            return ["e", self._class(value, kind), self.node(member)]
         if kind in _TAG_OF_MAPPING:
             head = ["d"] if kind is dict else ["o", self.node(vars(value))]
             return [*head, *map(self.node, chain.from_iterable(value.items()))]
@@ -159,8 +170,9 @@ class _Encoder:
             )
         raise CommTypeError(
             f"{self._path()} is a {kind.__name__}; supported are None, bool, int, float, complex, "
-            "str, bytes, plain tensors and lists, tuples, dicts, OrderedDicts, namedtuples and "
-            "dataclasses of them"
+            "str, bytes, enums, numpy scalars, torch.dtype, torch.device, plain tensors and "
+            "Parameters, and lists, tuples, torch.Size, sets, frozensets, dicts, OrderedDicts, "
+            "namedtuples and dataclasses of them"
         )
 
     def _class(self, value: Any, kind: Any) -> int:
@@ -171,6 +183,8 @@ class _Encoder:
                 raise CommTypeError(f"{self._path()}: {problem}")
             number = self._number_of_class[kind] = len(self.classes)
             self.classes.append([kind.__module__, kind.__qualname__, _fields_of(kind)])
+        if issubclass(kind, enum.Enum):
+            return number
         others = getattr(value, "__dict__", {}).keys() - self.classes[number][2]
         for name in others:
             if not isinstance(getattr(kind, name, None), functools.cached_property):
@@ -205,17 +219,17 @@ class _Decoder:
             return self._built[node[1]]
         if tag == "b":
             return self._blobs[node[1]]
-        if tag in ("i", "s", "z"):
-            return _scalar(tag, node)
+        if tag in _SCALARS:
+            return _SCALARS[tag](*node[1:])
         built = self._container(tag, node)
         self._built.append(built)
         return built
 
     def _container(self, tag: str, node: list[Any]) -> Any:
-        if tag == "l":
-            return [self.build(item) for item in islice(node, 1, None)]
-        if tag == "t":
-            return tuple([self.build(item) for item in islice(node, 1, None)])
+        if tag in _ITERABLES:
+            return _ITERABLES[tag]([self.build(item) for item in islice(node, 1, None)])
+        if tag == "p":
+            return torch.nn.Parameter(self._tensors[node[1]], requires_grad=node[2])
         if tag == "d":
             return dict(self._pairs(islice(node, 1, None)))
         if tag == "o":
@@ -226,6 +240,9 @@ class _Decoder:
         cls = self._classes[node[1]]
         if tag == "n":
             return tuple.__new__(cls, [self.build(item) for item in islice(node, 2, None)])
+        if tag == "e":
+            member = self.build(node[2])
+            return cls[member] if member in cls.__members__ else cls(member)
         instance = object.__new__(cls)
         for name, item in zip(_fields_of(cls), islice(node, 2, None), strict=True):
             if item != _UNSET:
@@ -254,12 +271,47 @@ def _text(value: str) -> Any:
     return value
 
 
-def _scalar(tag: str, node: list[Any]) -> int | str | complex:
-    if tag == "i":
-        return int(node[1], 16)
-    if tag == "s":
-        return "".join(map(chr, node[1:]))
-    return complex(node[1], node[2])
+def _scalar_node(value: Any, kind: Any) -> list[Any] | None:
+    """Return the node of a value without parts; None for any other."""
+    if kind is complex:
+        return ["z", value.real, value.imag]
+    if kind is torch.dtype:
+        return ["y", str(value).removeprefix("torch.")]
+    if kind is torch.device:
+        return ["v", str(value)]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in _NUMPY_KINDS:
+        return ["#", value.dtype.str, value.tobytes().hex()]
+    return None
+
+
+def _numpy_scalar(dtype: str, data: str) -> Any:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        raise CommTypeError(
+            f"a numpy scalar of dtype {dtype} came, and numpy is not imported on this rank; import "
+            "it on every rank, or send .item()"
+        )
+    return numpy.frombuffer(bytes.fromhex(data), dtype=dtype)[0]
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise CommTypeError(
+            f"torch.{name} came and is no dtype on this rank; run the same torch on every rank"
+        )
+    return found
+
+
+_SCALARS: dict[str, Any] = {
+    "i": lambda digits: int(digits, 16),
+    "s": lambda *points: "".join(map(chr, points)),
+    "z": complex,
+    "y": _dtype,
+    "v": torch.device,
+    "#": _numpy_scalar,
+}
 
 
 def _step(parent: Any, child: object) -> str:
@@ -269,7 +321,7 @@ def _step(parent: Any, child: object) -> str:
                 return f"[{key!r}]"
         attributes = isinstance(parent, OrderedDict) and vars(parent) is child
         return " attributes" if attributes else " key"
-    if _is_namedtuple(type(parent)) or not isinstance(parent, list | tuple):
+    if _is_namedtuple(type(parent)) or dataclasses.is_dataclass(parent):
         for name in _fields_of(type(parent)):
             if getattr(parent, name, None) is child:
                 return f".{name}"
@@ -282,6 +334,8 @@ def _is_namedtuple(kind: Any) -> bool:
 
 
 def _fields_of(kind: Any) -> list[str]:
+    if issubclass(kind, enum.Enum):
+        return list(kind.__members__)
     return (
         list(kind._fields) if _is_namedtuple(kind) else [f.name for f in dataclasses.fields(kind)]
     )
@@ -291,7 +345,7 @@ def _problem_of(kind: type) -> str | None:
     """Say why instances of a class cannot be rebuilt from its name and fields; None if they can."""
     try:
         found = _find_class(kind.__module__, kind.__qualname__)
-        if not _is_namedtuple(kind):
+        if dataclasses.is_dataclass(kind):
             object.__new__(kind)
     except TypeError as error:
         return str(error)
@@ -312,9 +366,12 @@ def _find_class(module: str, name: str) -> Any:
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
-    if not (_is_namedtuple(found) or (isinstance(found, type) and dataclasses.is_dataclass(found))):
+    known = isinstance(found, type) and (
+        dataclasses.is_dataclass(found) or issubclass(found, enum.Enum) or _is_namedtuple(found)
+    )
+    if not known:
         raise CommTypeError(
-            f"{module}.{name} is not a namedtuple or dataclass that can be found by this name; "
+            f"{module}.{name} is not a namedtuple, dataclass or enum that this name finds; "
             "define it at the top of a module that every rank has imported"
         )
     return found

@@ -18,6 +18,7 @@ from weakref import ref
 import torch
 from torch.autograd.function import once_differentiable
 
+from comm_collectives._torch_private import graph_break
 from comm_collectives.base import check_dense, new_tensor
 from comm_collectives.base.transport import WANTS_GRADIENT
 from comm_collectives.call.autograd import wants_grad
@@ -47,6 +48,7 @@ def send(
     timeout_s: float | None = ...,
     async_op: Literal[True],
 ) -> Handle[torch.Tensor]: ...
+@graph_break
 def send(
     x: torch.Tensor,
     *,
@@ -114,6 +116,7 @@ def recv(
     timeout_s: float | None = ...,
     async_op: Literal[True],
 ) -> Handle[torch.Tensor]: ...
+@graph_break
 def recv(
     *,
     src: int,

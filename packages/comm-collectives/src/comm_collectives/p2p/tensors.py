@@ -16,6 +16,7 @@ from typing import final
 
 import torch
 
+from comm_collectives._torch_private import graph_break
 from comm_collectives.base import check_tensors
 from comm_collectives.base.transport import WANTS_GRADIENT, Pending
 from comm_collectives.call.groups import Group, check_peer, check_timeout, group_state
@@ -35,6 +36,7 @@ class SendHandle:
         self._works = works
         self._buffers = buffers
 
+    @graph_break
     def wait(self) -> None:
         """Wait until the tensors may be changed. Not collective; may be called again.
 
@@ -47,6 +49,7 @@ class SendHandle:
         self._buffers.clear()
 
 
+@graph_break
 def isend_tensors(
     tensors: Sequence[torch.Tensor],
     *,
@@ -77,6 +80,7 @@ def isend_tensors(
     return SendHandle(transfer, works, buffers)
 
 
+@graph_break
 def recv_tensors(
     *, src: int, group: Group | None = None, device: Device = None, timeout_s: float | None = None
 ) -> list[torch.Tensor]:
@@ -112,6 +116,7 @@ def recv_tensors(
     return [t if device is None else t.to(device) for t in tensors]
 
 
+@graph_break
 def expect_tensors(*, src: int, group: Group | None = None) -> None:
     """Let the next list from `src` arrive while this rank does something else.
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import get_backend_config
 
+from comm_collectives._torch_private import graph_break
 from comm_collectives.base.transport import ScratchPool, TorchTransport, Transport
 from comm_collectives.call.agreement import AgreementPolicy, History, PendingBackwards
 from comm_collectives.call.control import ControlExchange
@@ -170,6 +171,7 @@ def group_state(group: Group | None) -> GroupState:
     return state
 
 
+@graph_break
 def set_agreement(policy: AgreementPolicy, *, group: Group | None = None) -> None:
     """Say when the ranks of a group compare their calls. Every rank has to, at the same point.
 

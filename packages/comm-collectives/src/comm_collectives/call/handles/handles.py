@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar, final
 
 import torch
 
+from comm_collectives._torch_private import graph_break
 from comm_collectives.base import is_dense
 from comm_collectives.call.groups import GroupState
 from comm_collectives.call.handles.caught import Caught
@@ -86,6 +87,7 @@ class Handle(Generic[T]):
         self._event = event
         self._results: list[T] = []
 
+    @graph_break
     def wait(self, timeout_s: float | None = None) -> T:
         """Return the result of the call. Not collective; may be called again.
 
@@ -122,6 +124,7 @@ class Handle(Generic[T]):
         self._results.append(graph.complete(value))
         return self._results[0]
 
+    @graph_break
     def is_done(self) -> bool:
         """Whether `wait` would return (or raise) without waiting for a peer."""
         return self._future.done()
