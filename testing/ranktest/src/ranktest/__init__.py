@@ -13,6 +13,14 @@ on one thread because OpenMP's pool does not survive a fork. Keep the parent fre
     assert run_ranks(fn, 4) == [6.0] * 4
 """
 
+from ranktest.hosts import can_leave_shared_memory, leave_shared_memory
 from ranktest.ranks import Outcome, RanksFailedError, collect_ranks, run_ranks
 
-__all__ = ["Outcome", "RanksFailedError", "collect_ranks", "run_ranks"]
+__all__ = [
+    "Outcome",
+    "RanksFailedError",
+    "can_leave_shared_memory",
+    "collect_ranks",
+    "leave_shared_memory",
+    "run_ranks",
+]
