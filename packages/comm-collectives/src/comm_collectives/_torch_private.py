@@ -2,7 +2,7 @@
 
 `torch.distributed` keeps the store of the default group and a group's time limit to itself; the
 failure reports need the one and control exchanges the other. A backend's base class is private as
-well.
+well, and so are the number of the backward pass that runs and the hook at its end.
 """
 
 from collections.abc import Callable
@@ -52,6 +52,16 @@ def group_timeout_s(group: dist.ProcessGroup) -> float:
     except (AttributeError, RuntimeError):  # backends of others need not have options
         limit = default_pg_timeout
     return float(timedelta.total_seconds(limit))
+
+
+def backward_pass_id() -> int:
+    """Return the number of the backward pass that runs on this thread; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Have the backward pass that runs call this if it ends well, and let go of it in any case."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def backends_may_be_python() -> bool:

@@ -267,7 +267,7 @@ def _unused_on_rank_1(route: Any, then: str, idx: Tensor, limit_s: float) -> Any
         out = cc.combine(sent.x * scale, sent.handle)
         if rank == 0:
             out.sum().backward()
-        elif then != "makes another call":
+        elif then != "keeps the output":
             del out, sent
             time.sleep(4 if then == "drops the output and computes" else 0)
         total = cc.all_reduce(torch.ones(1), timeout_s=limit_s).item()
@@ -276,17 +276,21 @@ def _unused_on_rank_1(route: Any, then: str, idx: Tensor, limit_s: float) -> Any
     return fn
 
 
-@pytest.mark.parametrize("then", ["drops the output", "makes another call"])
 @pytest.mark.parametrize("route", ["flat", "dedup", "hierarchical"])
-def test_rank_without_rows_may_leave_the_output_unused(route: Any, then: str) -> None:
-    fn = _unused_on_rank_1(route, then, torch.zeros(2, 2, dtype=torch.int64), 10)
+def test_rank_without_rows_may_drop_the_output_unused(route: Any) -> None:
+    fn = _unused_on_rank_1(route, "drops the output", torch.zeros(2, 2, dtype=torch.int64), 10)
     # Both choices of rank 0's two tokens of three elements: 12 times rank 0's expert.
     assert run_ranks(fn, 2) == [(2.0, [[[4.0] * 3] * 2, 12.0]), (2.0, [None, None])]
 
 
-@pytest.mark.parametrize(
-    "then", ["drops the output", "drops the output and computes", "makes another call"]
-)
+def test_rank_that_keeps_the_output_unused_is_an_error_on_every_rank() -> None:
+    fn = _unused_on_rank_1("flat", "keeps the output", torch.tensor([[0, 1], [1, 0]]), 10)
+    for outcome in collect_ranks(fn, 2, timeout_s=30):
+        assert outcome.error_type == "MismatchError", outcome.error
+        assert "call 2 still has its graph here" in str(outcome.error)
+
+
+@pytest.mark.parametrize("then", ["drops the output", "drops the output and computes"])
 def test_rank_with_rows_that_leaves_the_output_unused_is_no_silent_loss(then: str) -> None:
     fn = _unused_on_rank_1("flat", then, torch.tensor([[0, 1], [1, 0]]), 10)
     for outcome in collect_ranks(fn, 2, timeout_s=30):

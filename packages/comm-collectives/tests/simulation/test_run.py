@@ -295,7 +295,6 @@ def test_ranks_that_leave_a_result_unused_disturb_nobody(
         x = torch.ones(2 * rank.size, 3, requires_grad=True)
         splits = [2] * rank.size
         y = cc.all_to_all(x, input_splits=splits, output_splits=splits, group=rank.group)
-        rank.memory["kept"] = y
         if rank.rank % 3 == 1:
             return None
         y.sum().backward()

@@ -16,8 +16,8 @@ from typing import TypeVar, final
 import torch
 
 from comm_collectives.base.transport import Pending
-from comm_collectives.call.agreement import Comparison, compare, mismatch_error, refused_error
-from comm_collectives.call.control import Arrival, ControlExchange, Exchanged, MailboxExchange
+from comm_collectives.call.agreement import mismatch_error
+from comm_collectives.call.control import Arrival, ControlExchange, MailboxExchange
 from comm_collectives.call.failure_consensus import first_failure, in_one_class
 from comm_collectives.call.failures import (
     classify,
@@ -28,11 +28,11 @@ from comm_collectives.call.failures import (
 )
 from comm_collectives.call.groups import GroupState, check_timeout
 from comm_collectives.call.reports import GRACE_S, Report, ask_peers, post, tell_awaited
+from comm_collectives.call.settling import settle
 from comm_collectives.call.signature import (
     Argument,
     CallSignature,
     CallSite,
-    SignatureWords,
     Status,
     current_site,
 )
@@ -101,6 +101,11 @@ class Call:
         return self.name.endswith(BACKWARD_OF)
 
     @property
+    def backward_of(self) -> int | None:
+        """The call of which this is the backward."""
+        return self.arguments[0].word if self.is_backward else None
+
+    @property
     def limit_s(self) -> float:
         """How long one wait may take, in seconds."""
         return self.state.transport.limit_s if self.timeout_s is None else self.timeout_s
@@ -139,19 +144,12 @@ class Call:
             if met.all_equal and refused is None:
                 self.state.history.clear()
                 return Agreed(flags=status, parts=met.parts)
-            comparison = compare([SignatureWords.unpack(theirs) for theirs in met.heads], head)
-            if not comparison.agrees:
-                raise self._disagreement(control, head, met, comparison, refused) from refused
-            history = self.state.history
-            history.clear()
-            # A rank that takes part is about to meet for its own call: so have all others meet.
-            history.compares_next = comparison.is_served
-            if comparison.serves is None:
+            comparison = settle(self, control, head, met, refused)
+            if comparison is not None:
                 return Agreed(flags=comparison.flags, parts=met.parts)
-            self._serve(comparison.serves)
             self.number = self.state.next_call()
             if self.is_noted:
-                history.add(self.number, self._head(0))
+                self.state.history.add(self.number, self._head(0))
 
     @in_one_class
     def read(self, take: Callable[[torch.Tensor], T]) -> T:
@@ -171,14 +169,9 @@ class Call:
         """
         control, head = self._control(), self._head(0)
         met = control.meet(head.pack(), None, self)
-        comparison = compare([SignatureWords.unpack(theirs) for theirs in met.heads], head)
-        if comparison.serves is None:
-            raise self._disagreement(control, head, met, comparison, None)
-        self.state.history.clear()
-        self.state.history.compares_next = comparison.is_served
-        self._serve(comparison.serves)
+        settle(self, control, head, met, None)
 
-    def _serve(self, number: int) -> None:
+    def serve(self, number: int) -> None:
         """Take part in the backward of another call on behalf of this one."""
         self.is_serving = True
         self.state.pending.take(number)(self)
@@ -289,29 +282,8 @@ class Call:
             arguments=self.arguments,
             compares_site=(self.compares_site or self.site.is_named) and state.policy.call_sites,
             status=status,
-            pending=state.pending.word,
             rolling=state.history.rolling,
         )
-
-    def _disagreement(
-        self,
-        control: ControlExchange,
-        head: CallSignature,
-        met: Exchanged,
-        comparison: Comparison,
-        refused: Exception | None,
-    ) -> CommError:
-        own = head.describe() if refused is None else f"{refused} (at {self.site.text})"
-        if comparison.differs_earlier:
-            own = self.state.history.first_difference(
-                lambda text: control.tell(text, self), head.describe()
-            )
-        self.state.history.clear()
-        texts = [told.decode(errors="replace") for told in control.tell(own.encode(), self)]
-        if comparison.differing:
-            return mismatch_error(str(self), comparison.differing, texts, self.state.ranks)
-        statuses = [SignatureWords.unpack(theirs).status for theirs in met.heads]
-        return refused_error(str(self), statuses, texts, self.state.ranks)
 
     def _report(self, *, problem: type[CommError] | None = None, text: str = "") -> Report:
         head = self._head(0)

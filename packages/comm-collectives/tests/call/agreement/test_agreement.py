@@ -10,7 +10,6 @@ from comm_collectives.call.agreement.agreement import (
     mismatch_error,
     refused_error,
 )
-from comm_collectives.call.agreement.pending import PendingBackwards
 from comm_collectives.call.signature.call_signature import (
     Argument,
     CallSignature,
@@ -41,7 +40,7 @@ def test_equal_heads_agree_and_flags_add_up() -> None:
     for comparison in _verdicts(_change(status=1), _change(status=4), _HEAD):
         assert comparison.agrees
         assert comparison.flags == 5
-        assert comparison.serves is None
+        assert comparison.awaited == ()
 
 
 @pytest.mark.parametrize(
@@ -70,36 +69,24 @@ def test_refusal_counts_more_than_the_arguments_that_it_lacks() -> None:
         assert comparison.differing == ()
 
 
-def test_rank_that_owes_the_backward_of_the_others_serves_it() -> None:
-    owed_else = PendingBackwards.word_of(3)
-    backward = _change(
-        name="all_to_all (backward)",
-        arguments=(Argument("of", 5),),
-        status=Status.BACKWARD,
-        pending=owed_else,
-    )
-    owing = _change(pending=owed_else ^ PendingBackwards.word_of(5))
-    first, second, third = _verdicts(backward, owing, backward)
-    assert first.agrees and second.agrees and third.agrees
-    assert (first.serves, second.serves, third.serves) == (None, 5, None)
+def _backward(number: int) -> CallSignature:
+    return _change(name="x (backward)", arguments=(Argument("of", number),), status=Status.BACKWARD)
 
 
-def test_rank_that_owes_nothing_makes_it_a_mismatch() -> None:
-    backward = _change(name="x (backward)", arguments=(Argument("of", 5),), status=Status.BACKWARD)
-    for comparison in _verdicts(backward, _change(pending=PendingBackwards.word_of(4))):
+def test_backwards_in_which_not_all_are_are_awaited() -> None:
+    for comparison in _verdicts(_backward(5), _HEAD, _backward(5)):
+        assert comparison.awaited == (5,)
         assert comparison.differing == ("operation",)
+    for comparison in _verdicts(_backward(6), _backward(5)):
+        assert comparison.awaited == (5, 6)
+        assert comparison.differing == ("of",)
 
 
-def test_of_two_backwards_the_later_call_comes_first() -> None:
-    def backward(number: int, owed: int) -> CallSignature:
-        arguments = (Argument("of", number),)
-        pending = PendingBackwards.word_of(owed)
-        return _change(
-            name=f"{number}", arguments=arguments, status=Status.BACKWARD, pending=pending
-        )
-
-    early, late = _verdicts(backward(5, owed=6), backward(6, owed=5))
-    assert (early.serves, late.serves) == (6, None)
+def test_backward_in_which_all_are_is_compared_as_any_call() -> None:
+    late = dataclasses.replace(_backward(5), number=8)
+    for comparison in _verdicts(_backward(5), late):
+        assert comparison.awaited == ()
+        assert comparison.differing == ("call number",)
 
 
 def test_error_groups_ranks_that_say_the_same() -> None:

@@ -1,53 +1,89 @@
-"""Owed backwards: asked for once, and a late one of this rank's own is noticed."""
+"""Owed backwards: who joins which with zeros, and why not."""
 
-from comm_collectives.call.agreement.pending import PendingBackwards
+import pytest
+
+from comm_collectives.call.agreement.pending import PendingBackwards, Standing, agreed_backward
 
 
 def _do_nothing(_: object) -> None:
     return None
 
 
-def test_word_tells_which_calls_are_owed() -> None:
-    pending, other = PendingBackwards(), PendingBackwards()
-    pending.add(3, _do_nothing)
-    pending.add(70, _do_nothing)
-    other.add(70, _do_nothing)
-    assert pending.word == other.word ^ PendingBackwards.word_of(3) != other.word
-    assert pending.start(3)
-    assert pending.word == other.word
-    assert pending.owes(70) and not pending.owes(3)
-    pending.take(70)
-    assert pending.word == 0
+def _owing(*numbers: int) -> PendingBackwards:
+    pending = PendingBackwards()
+    for number in numbers:
+        pending.add(number, _do_nothing, order=number)
+    return pending
+
+
+def test_only_a_graph_dropped_untouched_gets_zeros() -> None:
+    pending = _owing(3, 4, 5, 6)
+    pending.touch(4)
+    for number in (3, 4):
+        pending.drop(number)
+    assert [pending.stands(n) for n in (3, 4, 5, 9)] == [
+        Standing.JOINS,
+        Standing.TOUCHED,
+        Standing.HOLDS,
+        Standing.HOLDS,
+    ]
+    pending.fail()
+    assert {pending.stands(n) for n in (3, 4, 5, 6)} == {Standing.FAILED}
+    pending.add(7, _do_nothing)
+    pending.drop(7)
+    assert pending.stands(7) == Standing.JOINS
+
+
+def test_reasons_name_the_calls() -> None:
+    pending = _owing(3, 4)
+    pending.drop(4)
+    assert pending.why([3, 4]).startswith("call 3 still has its graph here")
+    pending.fail()
+    assert pending.why([4]) == "a backward pass here ended in an exception ahead of call 4"
+
+
+def test_calls_that_will_not_be_run_are_those_dropped_or_failed() -> None:
+    pending = _owing(3, 4)
+    assert pending.never_run() == {}
+    assert not pending.noticed.is_set()
+    pending.drop(4)
+    pending.drop(5)  # never owed
+    assert pending.noticed.is_set()
+    assert pending.never_run() == {4: True}
+    pending.fail()
+    assert pending.never_run() == {3: False, 4: True}
+    pending.take(4)
+    pending.start(3)
     assert len(pending) == 0
 
 
-def test_backward_after_zeros_were_given_is_noticed_once() -> None:
-    pending = PendingBackwards()
-    pending.add(3, _do_nothing)
-    pending.take(3)
-    assert not pending.start(3)
-    assert pending.start(3)
-
-
-def test_dropped_graph_is_offered_until_it_is_taken() -> None:
-    pending = PendingBackwards()
-    pending.add(3, _do_nothing)
-    assert pending.dropped() == []
+def test_graphs_that_live_are_known_by_their_place() -> None:
+    pending = _owing(3, 4)
+    assert pending.lives_before(4)
+    assert not pending.lives_before(3)
     pending.drop(3)
-    pending.drop(4)  # never owed
-    assert pending.dropped() == [3]
-    assert pending.dropped_event.is_set()
-    pending.take(3)
-    assert pending.dropped() == []
+    assert not pending.lives_before(4)
 
 
 def test_old_calls_are_forgotten_alike_on_every_rank() -> None:
-    pending, other = PendingBackwards(), PendingBackwards()
+    pending = PendingBackwards()
     for number in range(2000):
         pending.add(number, _do_nothing)
         pending.drop(number)
-        other.add(number, _do_nothing)
-    assert not pending.owes(500)
-    assert pending.owes(1999)
-    assert len(pending.dropped()) == len(pending) == 1024
-    assert pending.word == other.word
+    assert pending.stands(500) == Standing.HOLDS
+    assert pending.stands(1999) == Standing.JOINS
+    assert len(pending) == 1024
+
+
+@pytest.mark.parametrize(
+    ("told", "number"),
+    [
+        (["jj", "jj"], 6),
+        (["jj", "jh"], 5),
+        (["jh", "fj"], None),
+        (["tj", "jj", "jj"], 6),
+        (["", "jj"], None),
+    ],
+)
+def test_latest_backward_that_all_can_run_is_agreed_on(told: list[str], number: int | None) -> None:
+    assert agreed_backward([5, 6], told) == number

@@ -5,6 +5,7 @@ of a rank is its outputs times fixed weights; the gradients are those of the sum
 """
 
 import re
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -231,10 +232,9 @@ def _use(case: Case, rank: int, size: int) -> tuple[torch.Tensor, Tensors]:
 
 
 @pytest.mark.parametrize("meets", ["on a mailbox", "over the wire"])
-@pytest.mark.parametrize("kept", [False, True], ids=["graph dropped", "output kept"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_rank_that_goes_on_takes_part_with_zeros(
-    world_size: int, kept: bool, meets: str, monkeypatch: pytest.MonkeyPatch
+def test_rank_that_drops_its_graph_and_goes_on_takes_part_with_zeros(
+    world_size: int, meets: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TorchTransport, "may_share_memory", meets == "on a mailbox")
 
@@ -244,13 +244,122 @@ def test_rank_that_goes_on_takes_part_with_zeros(
             if rank != 1:
                 _loss(outputs, rank).backward()
                 _check(x, _gradients(case, world_size, {0, 2} - {world_size})[rank], case.name)
-            elif not kept:
-                del outputs
+            del outputs
             total = cc.all_reduce(torch.ones(1), timeout_s=_LIMIT_S)
             assert total.item() == world_size, case.name
         assert isinstance(group_state(None).control, WireExchange) == (meets == "over the wire")
 
     run_ranks(fn, world_size)
+
+
+@pytest.mark.parametrize("meets", ["on a mailbox", "over the wire"])
+def test_rank_that_keeps_its_graph_and_goes_on_is_an_error_everywhere(
+    meets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TorchTransport, "may_share_memory", meets == "on a mailbox")
+
+    def fn(rank: int, world_size: int) -> None:
+        for case in _CASES if meets == "on a mailbox" else _CASES[::4]:
+            x, outputs = _use(case, rank, world_size)
+            with pytest.raises(MismatchError, match=r"rank 1: .*call \d+ still has its graph here"):
+                if rank == 1:
+                    cc.all_reduce(torch.ones(1), timeout_s=_LIMIT_S)
+                else:
+                    _loss(outputs, rank).backward()
+            assert x.grad is None, case.name
+            assert cc.all_reduce(torch.ones(1), timeout_s=_LIMIT_S).item() == world_size
+
+    run_ranks(fn, 3)
+
+
+def _raise(grad: torch.Tensor) -> torch.Tensor:
+    raise ValueError("no memory for this gradient")
+
+
+def _two_calls(rank: int, bad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The input, and the loss of two calls with a backward between them that raises on one."""
+    x = torch.ones(3, 4, requires_grad=True)
+    y = cc.all_to_all(x, input_splits=[1, 1, 1]) * 2
+    if rank == bad:
+        y.register_hook(_raise)
+    return x, cc.all_to_all(y, input_splits=[1, 1, 1]).sum()
+
+
+@pytest.mark.parametrize("meets", ["on a mailbox", "over the wire"])
+@pytest.mark.parametrize("then", ["goes on", "waits elsewhere", "keeps the loss and waits"])
+def test_backward_that_raises_on_one_rank_is_an_error_on_all(
+    then: str, meets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TorchTransport, "may_share_memory", meets == "on a mailbox")
+
+    def fn(rank: int, world_size: int) -> float:
+        other = dist.new_group()
+        assert cc.all_reduce(torch.ones(1)).item() == world_size
+        x, loss = _two_calls(rank, 1)
+        dist.barrier(other)
+        started = time.monotonic()
+        with pytest.raises(ValueError if rank == 1 else MismatchError) as caught:
+            loss.backward()
+        took_s = time.monotonic() - started
+        assert x.grad is None
+        assert rank == 1 or "rank 1: " in str(caught.value)
+        assert rank == 1 or "ended in an exception ahead of call 2" in str(caught.value)
+        if then != "keeps the loss and waits":
+            del loss, caught
+        if then != "goes on":
+            dist.barrier(other)
+        # The program of every rank had one error, so all are at the same point again.
+        x, loss = _two_calls(rank, -1)
+        loss.backward()
+        assert x.grad is not None
+        assert x.grad.tolist() == [[2.0] * 4] * 3
+        return took_s
+
+    times = run_ranks(fn, 3)
+    assert max(times) < 10  # a limit of the group would be far longer
+
+
+def test_two_graphs_in_another_order_are_an_error_everywhere() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        xs = [torch.ones(2, requires_grad=True) for _ in range(2)]
+        losses = [cc.all_reduce(x).sum() for x in xs]
+        with pytest.raises(MismatchError, match=r"rank 0: .*call 2 still .* rank 1: .*call 1 sti"):
+            for loss in losses if rank == 0 else losses[::-1]:
+                loss.backward()
+        assert [x.grad for x in xs] == [None, None]
+
+    run_ranks(fn, 2)
+
+
+def test_rank_that_drops_one_graph_and_runs_another_takes_part() -> None:
+    def fn(rank: int, world_size: int) -> list[float | None]:
+        xs = [torch.ones(2, requires_grad=True) for _ in range(3)]
+        losses = [cc.all_reduce(x).sum() for x in xs]
+        if rank == 1:
+            del losses[2], losses[0]
+        for loss in reversed(losses):
+            loss.backward()
+        assert cc.all_reduce(torch.ones(1), timeout_s=_LIMIT_S).item() == 2
+        return [None if x.grad is None else x.grad[0].item() for x in xs]
+
+    assert run_ranks(fn, 2) == [[1.0, 2.0, 1.0], [None, 2.0, None]]
+
+
+def test_rank_that_runs_a_part_of_a_graph_and_drops_the_rest_is_an_error_everywhere() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        x = torch.ones(2, requires_grad=True)
+        middle = cc.all_reduce(x) * 2
+        loss = cc.all_reduce(middle).sum()
+        with pytest.raises(MismatchError, match="a part of the graph of call 1 ran here"):
+            if rank == 0:
+                loss.backward()
+            else:
+                torch.autograd.grad(loss, middle)
+                del loss, middle
+                cc.all_reduce(torch.ones(1), timeout_s=_LIMIT_S)
+        assert x.grad is None
+
+    run_ranks(fn, 2)
 
 
 @pytest.mark.parametrize("meets", ["on a mailbox", "over the wire"])
@@ -294,6 +403,7 @@ def test_gradients_that_are_lost_are_warned_of_where_they_are_lost() -> None:
         y = cc.all_reduce(x if rank < 2 else x.detach())
         if rank == 0:
             y.sum().backward()
+        del y
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             cc.all_reduce(torch.ones(1), timeout_s=_LIMIT_S)
@@ -315,6 +425,7 @@ def test_rank_that_loses_a_gradient_is_warned() -> None:
             y.sum().backward()
             cc.all_reduce(torch.ones(1), timeout_s=_LIMIT_S)
         else:
+            del y
             with pytest.warns(
                 LostGradientWarning, match=r"rank 1: all_gather call 1 made at .*lost"
             ):
@@ -336,23 +447,9 @@ def test_several_owed_backwards_are_served_in_the_order_of_the_peers() -> None:
             sum(y.sum() for y in outputs).backward()
             assert x.grad is not None
             assert x.grad.tolist() == [sum(range(1, 80))] * 2
+        del outputs
         assert cc.all_reduce(torch.ones(1), timeout_s=_LIMIT_S).item() == 2
         assert len(group_state(None).pending) == 0
-
-    run_ranks(fn, 2)
-
-
-def test_backward_after_zeros_were_given_for_it_is_an_error() -> None:
-    def fn(rank: int, world_size: int) -> None:
-        x = torch.ones(2, requires_grad=True)
-        y = cc.all_reduce(x)
-        if rank == 0:
-            y.sum().backward()
-        cc.all_reduce(torch.ones(1), timeout_s=_LIMIT_S)
-        if rank == 1:
-            with pytest.raises(MismatchError, match="so zeros were given for it; run backwards in"):
-                y.sum().backward()
-        assert cc.all_reduce(torch.ones(1), timeout_s=_LIMIT_S).item() == 2
 
     run_ranks(fn, 2)
 
@@ -407,6 +504,29 @@ def test_ranks_that_differ_in_wanting_a_gradient_are_told_where_they_do_not_comp
 
     texts = run_ranks(fn, 2)
     assert re.search(r"rank 0: all_reduce\(.* with 1 backward to come", str(texts[1]))
+
+
+@pytest.mark.parametrize("rows", [1, 40_000])
+def test_results_may_be_changed_in_place(rows: int) -> None:
+    """They are new tensors, not views of the bytes that arrived."""
+
+    def fn(rank: int, world_size: int) -> None:
+        for call in (
+            cc.all_to_all,
+            cc.all_reduce,
+            all_gather,
+            reduce_scatter,
+            lambda x: broadcast(x, src=0),
+            lambda x: cc.all_to_all(x, async_op=True).wait(),
+        ):
+            x = torch.ones(2 * rows, 3, requires_grad=True)
+            y = call(x)
+            y += 1
+            (2 * y).sum().backward()
+            assert not y._is_view()
+            assert rank or (x.grad is not None and bool((x.grad != 0).all()))
+
+    run_ranks(fn, 2)
 
 
 def test_nan_gets_the_gradient_that_torch_gives_it() -> None:

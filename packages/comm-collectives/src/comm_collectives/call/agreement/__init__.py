@@ -10,3 +10,5 @@ from comm_collectives.call.agreement.agreement import mismatch_error as mismatch
 from comm_collectives.call.agreement.agreement import refused_error as refused_error
 from comm_collectives.call.agreement.history import History as History
 from comm_collectives.call.agreement.pending import PendingBackwards as PendingBackwards
+from comm_collectives.call.agreement.pending import Standing as Standing
+from comm_collectives.call.agreement.pending import agreed_backward as agreed_backward

@@ -1,7 +1,7 @@
 """Do all ranks make the same call? What their signatures say, as pure functions of them.
 
-Every rank sees every head, so all find the same: go on, join a backward that this rank
-owes, or raise the same error. The texts for the error are exchanged only then.
+Every rank sees every head, so all find the same: go on, ask who can join a backward in which some
+are, or raise the same error. The texts for the error are exchanged only then.
 
     comparison = compare([SignatureWords.unpack(head) for head in heads], own)
 """
@@ -9,7 +9,6 @@ owes, or raise the same error. The texts for the error are exchanged only then.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from comm_collectives.call.agreement.pending import PendingBackwards
 from comm_collectives.call.signature import Argument, CallSignature, SignatureWords, Status
 from comm_collectives.errors import (
     CommTypeError,
@@ -51,13 +50,13 @@ class AgreementPolicy:
 class Comparison:
     """What the heads say. `differing` has the positions of the words that differ.
 
-    `serves` is a backward that this rank has to take part in; `is_served` whether some rank has to.
+    `awaited` are the calls in whose backward some ranks are and others are not, ascending: it goes
+    on if all others can join one of these, and is an error otherwise.
     """
 
     flags: int = 0
     refused: tuple[int, ...] = ()
-    serves: int | None = None
-    is_served: bool = False
+    awaited: tuple[int, ...] = ()
     differing: tuple[str, ...] = ()
 
     @property
@@ -72,39 +71,23 @@ class Comparison:
 
 
 def compare(words: Sequence[SignatureWords], own: CallSignature) -> Comparison:
-    """Compare the heads of all ranks; the same result on each, but for who serves.
-
-    `serves` is a backward for which the others wait and which this rank owes.
-    """
+    """Compare the heads of all ranks; the same result on each."""
     flags = 0
     for head in words:
         flags |= head.status & _FLAGS
     first = words[0]
-    if all(head[1:5] == first[1:5] and head.arguments == first.arguments for head in words):
-        refused = tuple(rank for rank, head in enumerate(words) if head.status & Status.REFUSED)
-        return Comparison(flags=flags, refused=refused)
-    awaited = _awaited_backward(words)
-    if awaited is not None:
-        own_is_it = bool(own.status & Status.BACKWARD) and own.arguments[0].word == awaited
-        return Comparison(flags=flags, serves=None if own_is_it else awaited, is_served=True)
     refused = tuple(rank for rank, head in enumerate(words) if head.status & Status.REFUSED)
-    if refused:  # the arguments of a refused call are not worth comparing
+    if all(head[1:5] == first[1:5] and head.arguments == first.arguments for head in words):
         return Comparison(flags=flags, refused=refused)
-    return Comparison(flags=flags, differing=_differing(words, own))
-
-
-def _awaited_backward(words: Sequence[SignatureWords]) -> int | None:
-    """The latest call whose backward some ranks are in and all others owe."""
-    started = [head.arguments[0] if head.status & Status.BACKWARD else None for head in words]
-    numbers = [number for number in started if number is not None]
-    if not numbers:
-        return None
-    # What all owed before some of them started: the same on all, unless one cannot take part.
-    owed = {
-        head.pending ^ (0 if number is None else PendingBackwards.word_of(number))
-        for head, number in zip(words, started, strict=True)
-    }
-    return max(numbers) if len(owed) == 1 else None
+    backward = [head.arguments[0] for head in words if head.status & Status.BACKWARD]
+    is_common = len(backward) == len(words) and len(set(backward)) == 1
+    return Comparison(
+        flags=flags,
+        refused=refused,
+        awaited=() if is_common else tuple(sorted(set(backward))),
+        # The arguments of a refused call are not worth comparing.
+        differing=() if refused else _differing(words, own),
+    )
 
 
 def _differing(words: Sequence[SignatureWords], own: CallSignature) -> tuple[str, ...]:

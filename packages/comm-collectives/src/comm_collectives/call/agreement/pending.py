@@ -1,93 +1,155 @@
 """Backwards that a rank still owes the others: what lets an unused output not deadlock a group.
 
 A rank whose loss does not use the output of a collective never runs that collective's backward,
-while its peers wait for it there. So each differentiable call leaves behind how to take part in its
-backward with a gradient of zeros. It is asked for when the peers are seen waiting in that backward,
-and never otherwise.
+while its peers wait for it there. Once its graph is gone nobody will ever run it, so it can be run
+with a gradient of zeros, which is what an output that nobody uses has.
 
-Invariants: what is kept for one call runs at most once, and a backward that comes after it is an
-error instead of a second contribution. A backward is run by all ranks together, in one way or the
-other, so between calls all ranks owe the same: `word` is equal on all, and tells who does not.
+Invariant: zeros are given only for a graph that was dropped untouched. A graph that still lives may
+be differentiated later; one of which a part ran, or one that lived when a backward of this rank
+ended in an exception, has a gradient that nobody knows. For these all ranks get an error.
+
+    pending.add(7, serve)             # call 7 was made, and its backward is owed
+    pending.drop(7)                   # its graph is gone
+    pending.stands(7)                 # Standing.JOINS: pending.take(7) says how
 """
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, final
 
 _KEPT_BACKWARDS = 1024  # older ones are forgotten, on every rank alike
 
 
+class Standing(StrEnum):
+    """Where a rank stands towards a backward in which others are; what it tells them."""
+
+    JOINS = "j"  # it is in it too, or its graph is gone and zeros are right
+    FAILED = "f"  # a backward of this rank ended in an exception, so it will never come
+    TOUCHED = "t"  # a part of the graph ran, and the rest is gone
+    HOLDS = "h"  # it may still come, or has run
+
+
+_REASONS = {
+    Standing.FAILED: "a backward pass here ended in an exception ahead of call {}",
+    Standing.TOUCHED: "a part of the graph of call {} ran here, and the rest was dropped",
+    Standing.HOLDS: "call {} still has its graph here, or had its backward: run backwards in one "
+    "order on all ranks, and drop outputs that the loss of a rank does not use",
+}
+
+
+@dataclass(slots=True)
+class _Owed:
+    """How to take part with zeros in a call's backward, its place, and what became of its graph."""
+
+    serve: Callable[[Any], None]
+    order: int
+    is_dropped: bool = False
+    is_touched: bool = False
+    is_failed: bool = False
+
+    @property
+    def standing(self) -> Standing:
+        if self.is_failed:
+            return Standing.FAILED
+        if not self.is_dropped:
+            return Standing.HOLDS
+        return Standing.TOUCHED if self.is_touched else Standing.JOINS
+
+
 @final
 class PendingBackwards:
-    """The differentiable calls of one group on this rank whose backward has not run yet."""
+    """The differentiable calls of one group on this rank whose backward has not run yet.
+
+    `noticed` is set when a graph is gone or a backward failed, so that peers may have to be told.
+    """
 
     def __init__(self) -> None:
-        self._owed: OrderedDict[int, Callable[[Any], None]] = OrderedDict()
-        self._dropped: set[int] = set()
-        self._served: set[int] = set()
-        self.dropped_event = threading.Event()
-        # Why gradients of other ranks are wrong since zeros were given here; for the next call.
+        self._owed: OrderedDict[int, _Owed] = OrderedDict()
+        self.noticed = threading.Event()
+        # Why gradients of other ranks are lost since zeros were given here; for the next call.
         self.lost = ""
-        # The numbers of `word_of` of all owed calls, combined by xor; travels in frames.
-        self.word = 0
 
-    @staticmethod
-    def word_of(number: int) -> int:
-        """The part of one call in `word`."""
-        return hash((number, _KEPT_BACKWARDS))  # the same in every process, for integers
-
-    def add(self, number: int, serve: Callable[[Any], None]) -> None:
+    def add(self, number: int, serve: Callable[[Any], None], *, order: int = 0) -> None:
         """Keep how to take part with zeros in the backward of call `number`."""
-        self._owed[number] = serve
-        self.word ^= self.word_of(number)
+        self._owed[number] = _Owed(serve, order)
         while len(self._owed) > _KEPT_BACKWARDS:
-            self._remove(next(iter(self._owed)))
+            self._owed.popitem(last=False)
 
-    def start(self, number: int) -> bool:
-        """Note that the backward of a call runs; False if zeros were already given for it."""
-        self._remove(number)
-        if number in self._served:
-            self._served.discard(number)
-            return False
-        return True
+    def start(self, number: int) -> None:
+        """Note that this rank runs the backward of a call."""
+        self._owed.pop(number, None)
 
     def drop(self, number: int) -> None:
         """Note that the graph is gone, so that this rank itself will never run the backward.
 
         Called by a finaliser, so it takes no lock.
         """
-        self._served.discard(number)
-        if number in self._owed:
-            self._dropped.add(number)
-            self.dropped_event.set()
+        owed = self._owed.get(number)
+        if owed is not None:
+            owed.is_dropped = True
+            self.noticed.set()
 
-    def owes(self, number: int) -> bool:
-        """Whether `take` has something for this call."""
-        return number in self._owed
+    def touch(self, number: int) -> None:
+        """Note that a backward ran a part of the graph of a call, but not the call itself."""
+        owed = self._owed.get(number)
+        if owed is not None:
+            owed.is_touched = True
+
+    def fail(self) -> None:
+        """Note that a backward of this rank ended in an exception: nothing owed now gets zeros."""
+        for owed in list(self._owed.values()):
+            owed.is_failed = True
+        if self._owed:
+            self.noticed.set()
+
+    def lives_before(self, order: int) -> bool:
+        """Whether a call made before this place among all calls still has its graph."""
+        return any(not owed.is_dropped and owed.order < order for owed in list(self._owed.values()))
+
+    def stands(self, number: int) -> Standing:
+        """Where this rank stands towards the backward of a call, if it is not in it."""
+        owed = self._owed.get(number)
+        return Standing.HOLDS if owed is None else owed.standing
+
+    def never_run(self) -> dict[int, bool]:
+        """Calls whose backward this rank will not run by itself: True where the graph is gone."""
+        owed = list(self._owed.items())
+        return {n: each.is_dropped for n, each in owed if each.is_dropped or each.is_failed}
+
+    def why(self, numbers: Sequence[int]) -> str:
+        """Say what keeps this rank out of backwards in which others are, if anything does."""
+        reasons = [(_REASONS.get(self.stands(number)), number) for number in numbers]
+        return "; ".join(reason.format(f"{number}") for reason, number in reasons if reason)
 
     def __len__(self) -> int:
         return len(self._owed)
 
-    def dropped(self) -> list[int]:
-        """Calls whose graph is gone while peers may still ask for their backward."""
-        # A copy in one step, since a finaliser may add to it.
-        return sorted(number for number in list(self._dropped) if number in self._owed)
-
     def take(self, number: int) -> Callable[[Any], None]:
         """Return how to take part with zeros, for the one time that it is done."""
-        if number not in self._dropped:
-            self._served.add(number)
-        serve = self._owed[number]
-        self._remove(number)
-        return serve
+        return self._owed.pop(number).serve
 
-    def _remove(self, number: int) -> None:
-        if self._owed.pop(number, None) is not None:
-            self.word ^= self.word_of(number)
-        self._dropped.discard(number)
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Owe these no more, after all ranks got an error for them."""
+        for number in numbers:
+            self._owed.pop(number, None)
 
     def take_lost(self) -> ValueError | None:
         """Return, once, what every rank has to hear about gradients that were lost here."""
         text, self.lost = self.lost, ""
         return ValueError(text) if text else None
+
+
+def agreed_backward(numbers: Sequence[int], told: Sequence[str]) -> int | None:
+    """Return the latest of these calls whose backward all ranks can run, or None.
+
+    Args:
+        numbers: calls in whose backward some rank is, ascending.
+        told: what each rank told: its `Standing` towards each of them.
+    """
+    for i in reversed(range(len(numbers))):
+        if all(text[i : i + 1] == Standing.JOINS for text in told):
+            return numbers[i]
+    return None

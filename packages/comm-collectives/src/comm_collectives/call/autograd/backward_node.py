@@ -2,8 +2,8 @@
 
 The backward of a collective is a collective: it has to run on every rank, also on one whose input
 needs no gradient (the ranks tell each other, and then all get a node), and on one whose loss never
-uses the output (its graph is dropped, or it goes on to its next call, and then it takes part with a
-gradient of zeros).
+uses the output and drops it (then it takes part with a gradient of zeros). When zeros are right,
+and when all get an error, says `PendingBackwards`.
 
     if flags & WANTS_GRAD:
         (y,) = attach((x,), (y,), call, Back(run=..., zeros=zeros_for(y)))
@@ -22,15 +22,17 @@ from torch.autograd.function import once_differentiable
 
 from comm_collectives.base import dense, from_bytes, num_bytes
 from comm_collectives.call import BACKWARD_OF, Call, awaited_backward
+from comm_collectives.call.autograd.passes import Origin, note_node
 from comm_collectives.call.control import MailboxExchange
 from comm_collectives.call.groups import GroupState
 from comm_collectives.call.handles import launch, put_in_graph
-from comm_collectives.call.signature import Argument, CallSite, SignatureWords, Status
-from comm_collectives.errors import CommError, LostGradientWarning, MismatchError
+from comm_collectives.call.signature import Argument, SignatureWords, Status
+from comm_collectives.errors import CommError, LostGradientWarning
 from comm_collectives.units import POLL_S
 
 Gradients = tuple[torch.Tensor, ...]
 _POLL_STORE_S = 0.5
+_RETRY_S = 1.0  # how long a program may take to run a backward again after an exception
 
 
 def _unchanged(grads: Gradients) -> Gradients:
@@ -56,28 +58,6 @@ class Back:
     zeros: Callable[[], Gradients]
     finish: Callable[[Gradients], Gradients] = _unchanged
     others_lose: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """The forward call of a backward."""
-
-    state: GroupState
-    name: str
-    number: int
-    site: CallSite
-    timeout_s: float | None
-
-    @classmethod
-    def of(cls, call: Call) -> "Origin":
-        """Remember a call for its backward."""
-        return cls(
-            state=call.state,
-            name=call.name,
-            number=call.number,
-            site=call.site,
-            timeout_s=call.timeout_s,
-        )
 
 
 def wants_grad(*inputs: torch.Tensor) -> bool:
@@ -106,15 +86,15 @@ def attach(
     accompanied by an empty tensor that does, so that this rank takes part; a rank that records no
     gradients at the moment takes part with zeros.
     """
-    state = call.state
+    state, origin = call.state, Origin.of(call)
     if state.size > 1:
         needs = tuple(wants_grad(x) for x in inputs)
-        state.pending.add(call.number, _serve_with_zeros(Origin.of(call), back, needs))
+        origin.owe(_serve_with_zeros(origin, back, needs))
         _watch_over(state)
     if not torch.is_grad_enabled():
         state.pending.drop(call.number)
         return tuple(outputs)
-    origin, alive, results = Origin.of(call), _Alive(state, call.number), tuple(outputs)
+    alive, results = _Alive(state, call.number), tuple(outputs)
 
     def make() -> Gradients:
         joins = torch.zeros(0, requires_grad=True, device="cpu")
@@ -137,15 +117,17 @@ class _Node(torch.autograd.Function):
         ctx.set_materialize_grads(True)
         ctx.origin, ctx.back, ctx.alive = origin, back, alive
         ctx.save_for_backward(joins)
-        return outputs
+        # A view of the bytes that arrived could not be changed in place by the caller.
+        return tuple(y.data if y._is_view() else y for y in outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        origin, back = ctx.origin, ctx.back
+        note_node(ctx, origin)
         # Where activations are recomputed, asking for a saved tensor starts that: ahead of this
         # exchange on every rank, also on one that saved nothing between this node and the next.
         _ = ctx.saved_tensors
-        origin, back = ctx.origin, ctx.back
         contiguous = tuple(dense(grad) for grad in grads)
         gradients = launch(
             origin.state,
@@ -159,16 +141,9 @@ class _Node(torch.autograd.Function):
 
 def run_backward(origin: Origin, back: Back, grads: Gradients) -> Gradients:
     """Run the backward of a call on this rank, with the gradients that it has."""
-    state = origin.state
-    if state.size > 1 and not state.pending.start(origin.number):
-        raise MismatchError(
-            f"rank {state.global_rank}: {origin.name} call {origin.number} made at "
-            f"{origin.site.text}: this rank made another call of the group while the others waited "
-            "in this backward, so zeros were given for it; run backwards in the same order on "
-            "every rank"
-        )
+    origin.state.pending.start(origin.number)
     call = Call(
-        state,
+        origin.state,
         f"{origin.name}{BACKWARD_OF}",
         arguments=(Argument("backward of call", origin.number),),
         timeout_s=origin.timeout_s,
@@ -214,43 +189,49 @@ class _Alive:
 
 
 def _watch_over(state: GroupState) -> None:
-    """Have a thread that takes part in backwards whose graph this rank has dropped."""
+    """Have a thread that answers for backwards that this rank will never run."""
     if state.responder is None:
-        state.responder = threading.Thread(
-            target=_respond, args=(ref(state), state.pending.dropped_event), daemon=True
-        )
+        noticed = state.pending.noticed
+        state.responder = threading.Thread(target=_respond, args=(ref(state), noticed), daemon=True)
         state.responder.start()
         # It waits for the event, and ends when it finds the group gone.
-        finalize(state, state.pending.dropped_event.set).atexit = False
+        finalize(state, noticed.set).atexit = False
 
 
-def _respond(state_of: "ref[GroupState]", dropped: threading.Event) -> None:
-    """While graphs are dropped, look whether the peers wait in a backward of one of them."""
+def _respond(state_of: "ref[GroupState]", noticed: threading.Event) -> None:
+    """Look whether peers wait in a backward that will not come: they get zeros, or an error."""
+    waited_s = 0.0
     while True:
-        dropped.wait()
+        noticed.wait()
         state = state_of()
         if state is None:
             return
         pause_s = POLL_S if isinstance(state.control, MailboxExchange) else _POLL_STORE_S
-        if not state.pending.dropped():
-            dropped.clear()
-        elif _is_awaited(state) and state.lock.acquire(blocking=False):
+        gone = _awaited(state)
+        waited_s = waited_s + pause_s if gone else 0.0
+        if not state.pending.never_run():
+            noticed.clear()
+        elif (True in gone or waited_s > _RETRY_S) and state.lock.acquire(blocking=False):
             # A thread of this rank that holds the lock is in a call and answers by itself.
             try:
-                if _is_awaited(state):
+                if _awaited(state):
                     Call(state, "an answer to", compares_site=False).answer()
             except (CommError, LostGradientWarning):
-                dropped.clear()  # the peers have the same error, or the user wants warnings raised
+                noticed.clear()  # the peers have the same error, or the user wants warnings raised
             finally:
                 state.lock.release()
         del state
         time.sleep(pause_s)
 
 
-def _is_awaited(state: GroupState) -> bool:
-    """Whether a peer waits in a backward whose graph this rank has dropped."""
-    dropped = state.pending.dropped()
-    if not isinstance(state.control, MailboxExchange):
-        return awaited_backward(state) in dropped
-    ahead = [SignatureWords.unpack(head) for head in state.control.ahead()]
-    return any(words.status & Status.BACKWARD and words.arguments[0] in dropped for words in ahead)
+def _awaited(state: GroupState) -> list[bool]:
+    """The backwards in which peers wait and which this rank will not run: is the graph gone."""
+    never_run = state.pending.never_run()
+    if not never_run:
+        return []
+    if isinstance(state.control, MailboxExchange):
+        ahead = [SignatureWords.unpack(head) for head in state.control.ahead()]
+        numbers = [words.arguments[0] for words in ahead if words.status & Status.BACKWARD]
+    else:
+        numbers = [awaited_backward(state)]
+    return [never_run[number] for number in numbers if number in never_run]

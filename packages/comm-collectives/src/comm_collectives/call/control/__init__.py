@@ -6,6 +6,7 @@ May import: base, signature.
 from comm_collectives.call.control.exchange import ControlExchange as ControlExchange
 from comm_collectives.call.control.exchange import Exchanged as Exchanged
 from comm_collectives.call.control.exchange import MailboxExchange as MailboxExchange
+from comm_collectives.call.control.exchange import Waiter as Waiter
 from comm_collectives.call.control.exchange import WireExchange as WireExchange
 from comm_collectives.call.control.inline_pages import PAGE_BYTES as PAGE_BYTES
 from comm_collectives.call.control.inline_pages import InlinePages as InlinePages

@@ -1,6 +1,6 @@
 """What one rank tells all others ahead of a call: its signature, sixteen int64 words.
 
-    status | call number | operation | call site | rolling hash | pending backwards | 10 arguments
+    status | call number | operation | call site | rolling hash | 11 arguments
 
 Signatures that are equal byte for byte agree; that is the common case and costs one comparison.
 What the words mean in plain text is exchanged only when they differ.
@@ -21,11 +21,11 @@ import torch
 from comm_collectives.base import dtype_code
 from comm_collectives.call.signature.callsite import CallSite
 
-MAX_ARGUMENTS = 10
+MAX_ARGUMENTS = 11
 SIGNATURE_BYTES = 128
 INLINE_BYTES = 384
 _STRUCT = struct.Struct("<16q")
-_FIXED_WORDS = 6
+_FIXED_WORDS = 16 - MAX_ARGUMENTS
 _OPERATION_WORDS: dict[str, int] = {}
 _DTYPE_ARGUMENTS: dict[tuple[str, torch.dtype], "Argument"] = {}
 
@@ -87,15 +87,14 @@ class SignatureWords(NamedTuple):
     operation: int
     site: int
     rolling: int
-    pending: int
     arguments: tuple[int, ...]
 
     @classmethod
     def unpack(cls, data: bytes) -> "SignatureWords":
         """Read what `CallSignature.pack` wrote."""
         words = _STRUCT.unpack_from(data)
-        status, number, operation, site, rolling, pending = words[:_FIXED_WORDS]
-        return cls(status, number, operation, site, rolling, pending, words[_FIXED_WORDS:])
+        status, number, operation, site, rolling = words[:_FIXED_WORDS]
+        return cls(status, number, operation, site, rolling, words[_FIXED_WORDS:])
 
     @property
     def operation_name(self) -> str:
@@ -119,7 +118,6 @@ class CallSignature:
     arguments: Sequence[Argument] = ()
     compares_site: bool = True
     status: int = 0
-    pending: int = 0
     rolling: int = 0
 
     def fingerprint(self, rolling: int) -> int:
@@ -138,7 +136,6 @@ class CallSignature:
             operation,
             self.site_word,
             self.rolling,
-            self.pending,
             *words,
             *padding,
         )
