@@ -42,16 +42,20 @@ def test_reasons_name_the_calls() -> None:
     assert pending.why([4]) == "a backward pass here ended in an exception ahead of call 4"
 
 
-def test_calls_that_will_not_be_run_are_those_dropped_or_failed() -> None:
-    pending = _owing(3, 4)
-    assert pending.never_run() == {}
+def test_calls_to_answer_for_are_those_dropped_untouched_or_failed() -> None:
+    pending = _owing(2, 3, 4)
+    pending.touch(2)
+    pending.drop(2)
+    assert pending.answerable() == {}
+    pending.forget([2])
+    pending.noticed.clear()
     assert not pending.noticed.is_set()
     pending.drop(4)
     pending.drop(5)  # never owed
     assert pending.noticed.is_set()
-    assert pending.never_run() == {4: True}
+    assert pending.answerable() == {4: True}
     pending.fail()
-    assert pending.never_run() == {3: False, 4: True}
+    assert pending.answerable() == {3: False, 4: True}
     pending.take(4)
     pending.start(3)
     assert len(pending) == 0

@@ -114,10 +114,14 @@ class PendingBackwards:
         owed = self._owed.get(number)
         return Standing.HOLDS if owed is None else owed.standing
 
-    def never_run(self) -> dict[int, bool]:
-        """Calls whose backward this rank will not run by itself: True where the graph is gone."""
+    def answerable(self) -> dict[int, bool]:
+        """Backwards of which this rank's program need not hear: True where the graph is gone.
+
+        Zeros are right, or the program has had an exception. What a part of ran is not among them.
+        """
+        settled = (Standing.JOINS, Standing.FAILED)
         owed = list(self._owed.items())
-        return {n: each.is_dropped for n, each in owed if each.is_dropped or each.is_failed}
+        return {n: each.is_dropped for n, each in owed if each.standing in settled}
 
     def why(self, numbers: Sequence[int]) -> str:
         """Say what keeps this rank out of backwards in which others are, if anything does."""

@@ -209,7 +209,7 @@ def _respond(state_of: "ref[GroupState]", noticed: threading.Event) -> None:
         pause_s = POLL_S if isinstance(state.control, MailboxExchange) else _POLL_STORE_S
         gone = _awaited(state)
         waited_s = waited_s + pause_s if gone else 0.0
-        if not state.pending.never_run():
+        if not state.pending.answerable():
             noticed.clear()
         elif (True in gone or waited_s > _RETRY_S) and state.lock.acquire(blocking=False):
             # A thread of this rank that holds the lock is in a call and answers by itself.
@@ -226,12 +226,12 @@ def _respond(state_of: "ref[GroupState]", noticed: threading.Event) -> None:
 
 def _awaited(state: GroupState) -> list[bool]:
     """The backwards in which peers wait and which this rank will not run: is the graph gone."""
-    never_run = state.pending.never_run()
-    if not never_run:
+    answerable = state.pending.answerable()
+    if not answerable:
         return []
     if isinstance(state.control, MailboxExchange):
         ahead = [SignatureWords.unpack(head) for head in state.control.ahead()]
         numbers = [words.arguments[0] for words in ahead if words.status & Status.BACKWARD]
     else:
         numbers = [awaited_backward(state)]
-    return [never_run[number] for number in numbers if number in never_run]
+    return [answerable[number] for number in numbers if number in answerable]
