@@ -27,7 +27,6 @@ def graph_break(fn: F) -> F:
 
     As `torch.compiler.disable`, which imports the compiler (a second) and adds a frame to the call.
     """
-    # gate: setattr - where the compiler looks for it
     fn._torchdynamo_disable = True  # type: ignore[attr-defined]
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     set_code_exec_strategy(fn.__code__, skip)

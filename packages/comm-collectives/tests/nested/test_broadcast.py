@@ -311,7 +311,7 @@ def test_class_that_only_the_source_knows_fails_on_the_others_alone() -> None:
 
     source, receiver = run_ranks(fn, 2)
     assert source == "no error"
-    assert f"{__name__}.Setting is not a namedtuple, dataclass or enum that this name finds" in str(receiver)
+    assert f"{__name__}.Setting is not a namedtuple, dataclass or enum" in str(receiver)
 
 
 def test_source_killed_on_the_way_is_named_by_the_receivers() -> None:

@@ -70,10 +70,9 @@ def broadcast_nested(
     """Return, on every rank, the value that rank `src` gave. Collective.
 
     Supported: None, bool, int, float, complex, str, bytes, enums, numpy scalars, torch's dtypes and
-    devices, plain tensors of every dtype and Parameters, and lists, tuples, torch.Size, sets,
-    frozensets, dicts, OrderedDicts (with their attributes, as a state dict's `_metadata`),
-    namedtuples and dataclasses (rebuilt from their fields; no constructor runs) of them, kept as
-    they are.
+    devices, plain tensors of every dtype, Parameters, and lists, tuples, torch.Size, sets, dicts,
+    OrderedDicts (with attributes, as a state dict's `_metadata`), namedtuples and dataclasses
+    (rebuilt from their fields; no constructor runs), kept as they are.
 
     A container, tensor or bytes object that occurs twice arrives as one. Tensors that share memory
     on `src` share it on the receivers where that makes nothing larger; `nested/sharing.py` has the
@@ -82,8 +81,8 @@ def broadcast_nested(
     containers are new and the tensors share memory with the given ones, unless moved to another
     device.
 
-    Memory, besides the value itself: a chunk (a sixteenth of the payload, but 1 to 4 MiB) and the
-    structure as text. Large tensors with gaps, or that change device, are copied one at a time.
+    Memory, besides the value: a chunk (a sixteenth of the payload, but 1 to 4 MiB) and the structure
+    as text. Large tensors with gaps, or that change device, are copied one at a time.
 
     Args:
         obj: the value on `src`; ignored elsewhere.
@@ -98,12 +97,13 @@ def broadcast_nested(
         RefusedError: `src` is not a rank of the group, a rank does not have its `device`, or the
             value contains itself or is nested too deeply (on every rank).
         RefusedTypeError: a part of the value cannot be sent (on every rank, with the path to it).
-        TypeError: on a receiver, a class is unknown or has other fields there.
+        TypeError: on a receiver, a class is unknown or has other fields.
         MismatchError: ranks differ in `src` or make different calls (on every rank).
         CommError: a transfer failed; see the subclasses.
     """
     state = group_state(group)
     given = _look_at(state, obj, src, device)
+    inputs = given.packed.tensors if given.packed else []
 
     def run() -> object:
         call = Call(
@@ -118,7 +118,6 @@ def broadcast_nested(
             return _receive(channel, given)
         return _send(channel, given.packed, given.device)
 
-    inputs = [] if given.packed is None else given.packed.tensors
     return launch(state, "broadcast_nested", run, inputs=inputs, async_op=async_op)
 
 
