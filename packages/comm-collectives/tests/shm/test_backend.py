@@ -18,7 +18,7 @@ from comm_collectives.errors import (
     PeerFailedError,
     RefusedError,
 )
-from comm_collectives.shm.backend import register_backends
+from comm_collectives.shm.registration import register_backends
 from ranktest import collect_ranks, run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -130,7 +130,7 @@ def test_passed_limit_names_the_absent_and_the_group_goes_on_over_gloo():
     assert "gave up in this call" in late[1]
     first = next(o for o in (waited, also_waited) if o[0] is CollectiveTimeoutError)
     assert first[2] is CollectiveTimeoutError
-    assert "timed out after 1.5 s" in first[1]
+    assert "Timed out after 1.5 s" in first[1]
     assert "did not arrive: rank 2" in waited[1]
     assert "did not arrive: rank 2" in also_waited[1]
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from comm_collectives._torch_private import backends_may_be_python
-from comm_collectives.shm.backend import register_backends
+from comm_collectives.shm.registration import register_backends
 from ranktest import run_ranks
 
 pytestmark = pytest.mark.skipif(

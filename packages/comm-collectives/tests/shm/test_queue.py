@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from comm_collectives._torch_private import backends_may_be_python
 from comm_collectives.errors import CollectiveTimeoutError
-from comm_collectives.shm.backend import register_backends
+from comm_collectives.shm.registration import register_backends
 from ranktest import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -147,5 +147,5 @@ def test_limit_of_a_wait_leaves_the_call_under_way():
 
     (value, text), (other, _) = run_ranks(fn, 2)
     assert value == other == [3.0]
-    assert "timed out after 0.2 s" in text
+    assert "Timed out after 0.2 s" in text
     assert "did not arrive: rank 1" in text

@@ -5,4 +5,4 @@ May import: base.
 
 from comm_collectives.shm.backend import BACKEND_NAME as BACKEND_NAME
 from comm_collectives.shm.backend import ShmBackend as ShmBackend
-from comm_collectives.shm.backend import register_backends as register_backends
+from comm_collectives.shm.registration import register_backends as register_backends

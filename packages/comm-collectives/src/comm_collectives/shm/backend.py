@@ -16,10 +16,12 @@ What holds:
   group is usable afterwards. So it is when `Work.wait(timeout)` gives up: the call goes on.
 - A call that takes longer than the group's limit raises on every rank that waits, naming who did
   not arrive; a dead peer raises within a second. Later calls of the group go through gloo.
-- torch wraps the handles of Python backends: `is_completed()` of what `torch.distributed` returns
-  stays False, `wait()` and `get_future()` work.
+- Handles are whole in groups of this backend alone. In groups of several backends
+  ("cpu:comm_shm,cuda:nccl") torch wraps those of Python backends: `is_completed()` stays False and
+  a receive from any rank has no source there; `wait()` and `get_future()` work.
 """
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -28,9 +30,9 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from comm_collectives._torch_private import Backend, Store, backends_may_be_python
+from comm_collectives._torch_private import Backend, PrefixStore, Store
 from comm_collectives.base import bytes_of
-from comm_collectives.errors import RefusedError
+from comm_collectives.errors import CommValueError, RefusedError
 from comm_collectives.shm import operations
 from comm_collectives.shm.arguments import Tensors
 from comm_collectives.shm.channel import Channel
@@ -40,15 +42,6 @@ from comm_collectives.shm.queue import Operation, Queue, ShmWork
 
 BACKEND_NAME = "comm_shm"
 _MESSAGE_BYTES = 256
-
-
-def register_backends() -> None:
-    """Make the backend "comm_shm" known to `torch.distributed`. Harmless if called again.
-
-    Before torch let backends be written in Python (2.11), groups of this name are plain gloo.
-    """
-    if BACKEND_NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND_NAME, _create, extended_api=True, devices=["cpu"])
 
 
 @final
@@ -61,6 +54,7 @@ class ShmBackend(Backend):
         self._gloo = gloo
         self._place = Place(rank, tuple(ranks), gloo)
         self._queue: Queue | None = None
+        self._last = threading.local()
         if len(ranks) > 1:
             channel = Channel.open(rank, ranks, self._all_gather_bytes)
             if channel is not None:
@@ -92,6 +86,42 @@ class ShmBackend(Backend):
         self._gloo.shutdown()
 
     abort = shutdown
+
+    @property
+    def supports_splitting(self) -> bool:
+        """`split_group` works."""
+        return True
+
+    @property
+    def supports_coalescing(self) -> bool:
+        """Calls are made one by one."""
+        return False
+
+    # Torch would ask these of the class in Python again, and again.
+    supports_shrinking = supports_reconfigure = supports_window = supports_coalescing
+    _supports_time_estimate = supports_coalescing
+
+    def split(self, store: Store, ranks: Sequence[int], opts: Any) -> "ShmBackend":
+        """Make the backend of some ranks of this one. Collective for them.
+
+        Raises:
+            CommValueError: this rank is not one of them.
+        """
+        if self._place.rank not in ranks:
+            # Torch takes no None from Python here.
+            raise CommValueError(
+                f"rank {self._place.rank} of the group is in no part; in a group of several "
+                "backends split_ranks must name every rank: put the others into one more part"
+            )
+        names = [self._place.ranks[rank] for rank in ranks]
+        # The backends of other devices use the same store.
+        own = PrefixStore(BACKEND_NAME, store.clone())
+        return ShmBackend(own, list(ranks).index(self._place.rank), names, opts._timeout)
+
+    def unwrapped(self, handle: dist.Work) -> dist.Work:
+        """Return the handle of this thread's last call, of which torch has made `handle`."""
+        last, self._last.work = getattr(self._last, "work", None), None
+        return handle if last is None else last
 
     def allreduce(self, tensors: Tensors, opts: Options) -> Any:
         """Reduce in place."""
@@ -189,17 +219,21 @@ class ShmBackend(Backend):
         """Reduce several tensors, over gloo."""
         return self._leave_to_gloo("reduce_scatter_single_coalesced", inputs, opts, outputs, inputs)
 
+    def monitored_barrier(self, opts: Options, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks and name the absent, over gloo."""
+        self._gloo.monitored_barrier(opts.timeout, wait_all_ranks)
+
     def send(self, tensors: Tensors, dst: int, tag: int) -> Any:
         """Send, over gloo."""
-        return self._gloo.send(tensors, dst, tag)
+        return self._own(self._gloo.send(tensors, dst, tag))
 
     def recv(self, tensors: Tensors, src: int, tag: int) -> Any:
         """Receive, over gloo."""
-        return self._gloo.recv(tensors, src, tag)
+        return self._own(self._gloo.recv(tensors, src, tag))
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
         """Receive from anybody, over gloo."""
-        return self._gloo.recv_anysource(tensors, tag)
+        return self._own(self._gloo.recv_anysource(tensors, tag))
 
     def _carry_out(
         self,
@@ -210,7 +244,7 @@ class ShmBackend(Backend):
     ) -> Any:
         queue = self._queue
         if queue is None:
-            return plain(*arguments, opts)
+            return self._own(plain(*arguments, opts))
         try:
             operation = build(self._place, *arguments, opts)
         except RefusedError as error:
@@ -220,7 +254,7 @@ class ShmBackend(Backend):
     def _leave_to_gloo(self, name: str, tensors: Tensors, opts: Options, *arguments: object) -> Any:
         plain = getattr(self._gloo, name)
         if self._queue is None:
-            return plain(*arguments, opts)
+            return self._own(plain(*arguments, opts))
         head = Head(name, tensors[0].dtype, "", sum(tensor.nbytes for tensor in tensors))
         operation = operations.by_gloo(self._place, head, lambda: plain(*arguments, opts))
         return self._run(self._queue, operation, opts)
@@ -231,20 +265,14 @@ class ShmBackend(Backend):
             limit = self._gloo.options._timeout
         operation.limit_s = limit.total_seconds()
         task = queue.submit(operation) if opts.asyncOp else queue.run(operation)
-        return ShmWork(queue, task)
+        return self._own(ShmWork(queue, task))
+
+    def _own(self, work: dist.Work) -> dist.Work:
+        self._last.work = work
+        return work
 
     def _all_gather_bytes(self, message: bytes) -> list[bytes]:
         own = torch.frombuffer(bytearray(message.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8)
         gathered = [torch.empty_like(own) for _ in self._place.ranks]
         self._gloo.allgather(gathered, own).wait()
         return [bytes_of(told) for told in gathered]
-
-
-def _create(options: Any, _: object) -> Any:
-    """Make the backend of one group, as torch asks for it. Collective."""
-    ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-    if not backends_may_be_python():
-        return dist.ProcessGroupGloo(
-            options.store, options.group_rank, options.group_size, options.timeout
-        )
-    return ShmBackend(options.store, options.group_rank, ranks, options.timeout)

@@ -149,7 +149,7 @@ class Task:
             raise PeerFailedError(f"{self.operation.name} failed: {error}") from error
         if time.monotonic() >= self._deadline:
             raise CollectiveTimeoutError(
-                f"{self.operation.name} timed out after {self.operation.limit_s:g} s; "
+                f"{self.operation.name}: Timed out after {self.operation.limit_s:g} s; "
                 f"did not arrive: {named(channel.missing())}"
             )
         return False
@@ -235,7 +235,7 @@ class Queue:
             self._drive(task, until)
             if not task.wait(until - time.monotonic()):
                 raise CollectiveTimeoutError(
-                    f"{task.operation.name} timed out after {timeout_s:g} s of waiting for it; "
+                    f"{task.operation.name}: Timed out after {timeout_s:g} s of waiting for it; "
                     f"did not arrive: {named(self._channel.missing())}"
                 )
         if task.error is not None:
