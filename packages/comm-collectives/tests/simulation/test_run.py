@@ -253,9 +253,23 @@ def test_lists_of_tensors_travel_between_two_simulated_ranks() -> None:
 def test_program_that_blocks_elsewhere_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulation, "_REAL_LIMIT_S", 0.5)
     never = threading.Event()
-    with pytest.raises(SimulationStuckError, match="wait only in calls of this package"):
-        simulate(lambda r: never.wait(), 2)
+
+    def waits_elsewhere(rank: SimRank) -> None:
+        never.wait()
+
+    with pytest.raises(SimulationStuckError, match="wait only in calls of this package") as caught:
+        simulate(
+            waits_elsewhere, 2, seed=7, faults=FaultSchedule((Delay(rank=0, call=0, delay_s=1),))
+        )
     never.set()
+    for part in (
+        "simulated rank ",
+        "seed=7",
+        "Delay(rank=0",
+        "in waits_elsewhere\n",
+        "never.wait()",
+    ):
+        assert part in str(caught.value)
 
 
 def test_thread_of_the_program_cannot_call() -> None:

@@ -9,5 +9,6 @@ from comm_collectives.simulation.run import SimulationResult as SimulationResult
 from comm_collectives.simulation.run import Step as Step
 from comm_collectives.simulation.run import run_in as run_in
 from comm_collectives.simulation.run import simulate as simulate
+from comm_collectives.simulation.scheduler import SimulationStuckError as SimulationStuckError
 from comm_collectives.simulation.scheduler import Threads as Threads
 from comm_collectives.simulation.world import Setting as Setting

@@ -24,7 +24,13 @@ from comm_collectives.call.handles import Caught
 from comm_collectives.errors import CommTypeError
 from comm_collectives.simulation.faults import FaultSchedule, ZeroTokens
 from comm_collectives.simulation.group import SimGroup
-from comm_collectives.simulation.scheduler import Hung, Scheduler, Threads, Unwound
+from comm_collectives.simulation.scheduler import (
+    Hung,
+    Scheduler,
+    SimulationStuckError,
+    Threads,
+    Unwound,
+)
 from comm_collectives.simulation.wire import Aborted
 from comm_collectives.simulation.world import Setting, World
 
@@ -151,7 +157,10 @@ def run_in(setting: Setting, program: Sequence[Step] | Step, threads: Threads) -
     lives = [_Life(world, rank, steps) for rank in range(setting.num_ranks)]
     for life in lives:
         world.spawn(life.rank.rank, life.run)
-    scheduler.run(_REAL_LIMIT_S)
+    try:
+        scheduler.run(_REAL_LIMIT_S)
+    except SimulationStuckError as error:
+        raise SimulationStuckError(f"in {setting}: {error}") from error
     return SimulationResult(
         outcomes=tuple(life.outcome() for life in lives), elapsed_s=scheduler.now_s
     )

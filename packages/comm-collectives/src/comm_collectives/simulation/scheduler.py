@@ -15,7 +15,9 @@ Invariant: only the task that holds the baton touches the scheduler, so nothing 
 baton is the gate (a lock) that each task waits at.
 """
 
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from heapq import heappop, heappush
 from random import Random
@@ -24,6 +26,7 @@ from typing import final
 from comm_collectives.base.transport import Clock
 
 _LONGEST_S = 86_400.0  # of virtual time: who waits for longer polls without end
+_SHOWN_FRAMES = 6  # of tasks that only wait
 _GIVE_WAY = 0.125  # how often a task that could go on lets the others go first
 
 
@@ -90,8 +93,9 @@ class _Thread:
 class Task:
     """One cooperative thread. `doom`, once set, is raised wherever it waits."""
 
-    def __init__(self, run: Callable[[], None]) -> None:
+    def __init__(self, run: Callable[[], None], name: str) -> None:
         self.run: Callable[[], None] | None = run
+        self.name = name
         self.gate = threading.Lock()
         self.gate.acquire()
         self.doom: Unwound | None = None
@@ -125,9 +129,9 @@ class Scheduler:
         self.now_s = 0.0
         self.hung = False
 
-    def spawn(self, run: Callable[[], None]) -> Task:
+    def spawn(self, run: Callable[[], None], name: str = "a task") -> Task:
         """Add a task, from outside before `run` or from another task; it starts when drawn."""
-        task = Task(run)
+        task = Task(run, name)
         self._tasks[task] = None
         self._ready.append(task)
         return task
@@ -136,16 +140,29 @@ class Scheduler:
         """Run all tasks to their end. Called from outside, once.
 
         Raises:
-            SimulationStuckError: they did not end within `limit_s` of real time.
+            SimulationStuckError: they did not end within `limit_s` of real time; names the task
+                that has the baton and where it is, and where all others are.
         """
         if not self._tasks:
             return
         self._hand_over()
         if not self._done.acquire(timeout=limit_s):
+            culprit = "no task" if self._current is None else self._current.name
             raise SimulationStuckError(
-                f"a simulated rank was busy or blocked for {limit_s:g} s of real time outside the "
-                "calls that the simulator knows; wait only in calls of this package"
+                f"{culprit} was busy or blocked for {limit_s:g} s of real time, {self.now_s:g} s of "
+                "virtual time, outside the calls that the simulator knows; wait only in calls of "
+                f"this package\n{self._stacks()}"
             )
+
+    def _stacks(self) -> str:
+        """Where each task is: the one that has the baton first and in full."""
+        frames = sys._current_frames()
+        texts = []
+        for task in sorted(self._tasks, key=lambda task: task is not self._current):
+            stack = traceback.format_stack(frames[task.thread]) if task.thread in frames else []
+            shown = stack if task is self._current else stack[-_SHOWN_FRAMES:]
+            texts.append(f"--- {task.name}:\n{''.join(shown) or 'not started'}")
+        return "\n".join(texts)
 
     def block(self, signal: Signal | None, deadline_s: float | None) -> bool:
         """Let others run until the signal, or until the virtual time `deadline_s`.

@@ -105,7 +105,7 @@ class World:
 
     def spawn(self, rank: int, run: Callable[[], None]) -> Task:
         """Start a thread of a rank, which ends with its process."""
-        task = self.scheduler.spawn(run)
+        task = self.scheduler.spawn(run, f"simulated rank {rank}")
         self._tasks[rank].append(task)
         return task
 

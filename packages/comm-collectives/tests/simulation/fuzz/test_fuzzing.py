@@ -1,6 +1,9 @@
 """Random programs under random faults; and that the fuzzer finds what is broken on purpose."""
 
+import tempfile
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,11 +11,13 @@ import torch
 from comm_collectives.call import calls
 from comm_collectives.call.agreement.agreement import Comparison
 from comm_collectives.errors import CommError
+from comm_collectives.simulation import run as simulation
 from comm_collectives.simulation.faults.schedule import FaultSchedule, ZeroTokens
 from comm_collectives.simulation.fuzz import cases as fuzz_cases
 from comm_collectives.simulation.fuzz.cases import Case, Draw
 from comm_collectives.simulation.fuzz.fuzzing import FuzzReport, fuzz
 from comm_collectives.simulation.fuzz.trial import KINDS, Experts
+from comm_collectives.simulation.scheduler import SimulationStuckError
 
 
 def test_random_schedules_end_right_everywhere_or_alike_everywhere() -> None:
@@ -84,6 +89,23 @@ def test_canary_errors_of_two_kinds_are_found(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(calls.Call, "in_class_of_first", own_view)
     (violation,) = _canary().violations
     assert ", but " in violation.reason
+
+
+def test_stuck_trial_names_its_replay_and_is_saved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    never = threading.Event()
+    monkeypatch.setattr(simulation, "_REAL_LIMIT_S", 0.5)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(fuzz_cases, "broadcast", lambda *a, **k: never.wait())
+    with pytest.raises(
+        SimulationStuckError, match=r"fuzz\(1, seed=(\d+), ranks=\(2, 4\)\)"
+    ) as caught:
+        fuzz(50, seed=1, ranks=(2, 4))
+    never.set()
+    (saved,) = tmp_path.iterdir()
+    for text in (str(caught.value), saved.read_text()):
+        assert "never.wait()" in text and "FaultSchedule(" in text
 
 
 @pytest.mark.parametrize("kind", [*KINDS, Experts])

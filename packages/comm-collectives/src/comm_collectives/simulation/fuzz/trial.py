@@ -6,8 +6,10 @@ ending, reason = trial.run(trial.scenario)       # "finished" or an error's name
 
 import dataclasses
 import math
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import final
 
@@ -22,6 +24,7 @@ from comm_collectives.simulation import (
     Setting,
     SimRank,
     SimulationResult,
+    SimulationStuckError,
     Step,
     Threads,
     run_in,
@@ -77,7 +80,7 @@ class Trial:
         chance = Random(seed)
         low, high = math.log(ranks[0]), math.log(ranks[1] + 1)
         num_ranks = min(int(math.exp(chance.uniform(low, high))), ranks[1])
-        self.seed = seed
+        self.seed, self._ranks = seed, ranks
         self._threads = threads
         self._kinds = [chance.choice(KINDS) for _ in range(chance.randint(*_CALLS))]
         if chance.random() < _WITH_EXPERTS:  # not more, since they cost as much as all the rest
@@ -104,7 +107,10 @@ class Trial:
         setting = dataclasses.replace(
             self._setting, num_ranks=scenario.num_ranks, faults=scenario.faults
         )
-        result = run_in(setting, [*program, _close], self._threads)
+        try:
+            result = run_in(setting, [*program, _close], self._threads)
+        except SimulationStuckError as error:
+            raise self._saved(scenario, error) from error
         return judge(result, cases, scenario.faults)
 
     def shrunk(self, reason: str) -> Violation:
@@ -117,6 +123,14 @@ class Trial:
             scenario=small,
             setting=self._setting,
         )
+
+    def _saved(self, scenario: Scenario, error: SimulationStuckError) -> SimulationStuckError:
+        """Keep what a stuck trial was and where its ranks stood, since it may not happen again."""
+        replay = f"fuzz(1, seed={self.seed}, ranks={self._ranks})"
+        path = Path(tempfile.gettempdir()) / f"comm-collectives-stuck-{self.seed}.txt"
+        text = f"{replay} was stuck: {scenario}; saved in {path}\n{error}"
+        path.write_text(text + "\n", encoding="utf-8")
+        return SimulationStuckError(text)
 
     def _cases(self, scenario: Scenario) -> list[Case]:
         cases = []
