@@ -149,9 +149,9 @@ class Scheduler:
         if not self._done.acquire(timeout=limit_s):
             culprit = "no task" if self._current is None else self._current.name
             raise SimulationStuckError(
-                f"{culprit} was busy or blocked for {limit_s:g} s of real time, {self.now_s:g} s of "
-                "virtual time, outside the calls that the simulator knows; wait only in calls of "
-                f"this package\n{self._stacks()}"
+                f"{culprit} was busy or blocked for {limit_s:g} s of real time, {self.now_s:g} s "
+                "of virtual time, outside the calls that the simulator knows; wait only in calls "
+                f"of this package\n{self._stacks()}"
             )
 
     def _stacks(self) -> str:
