@@ -29,6 +29,9 @@ LINES_ADDED = {
     "moe-train": 10_700,
     # Tokens of padding that no expert sees.
     "moe-pipeline": 150,
+    # A load has one identity, alone and over ranks; errors of the file system are named; files that
+    # others put into a checkpoint are kept.
+    "unified-ckpt": 600,
 }
 
 

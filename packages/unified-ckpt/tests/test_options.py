@@ -7,7 +7,7 @@ from ranktest import run_ranks
 from unified_ckpt import Box, Shard, load, read_index, save
 from unified_ckpt.errors import LoadError
 from unified_ckpt.options import LoadOptions, SaveOptions
-from unified_ckpt.plans.checkpoint.directory import list_parts
+from unified_ckpt.plans.checkpoint.directory import Checkpoint
 
 MASTER = torch.randn(4, 3)
 WEIGHT = MASTER.bfloat16()
@@ -60,7 +60,7 @@ def test_without_the_option_a_missing_model_weight_is_missing(tmp_path: Path) ->
 
 def test_remove_master_weight_does_not_write_them(tmp_path: Path) -> None:
     save(state(), checkpoint_id=tmp_path / "c", options=SaveOptions(remove_master_weight=True))
-    assert list_parts(tmp_path / "c") == ["model", "optimizer"]
+    assert Checkpoint(tmp_path / "c").parts() == ["model", "optimizer"]
     with pytest.raises(LoadError, match="no part 'master_weights'"):
         load(zeros("master_weights"), checkpoint_id=tmp_path / "c")
     back = zeros("master_weights")

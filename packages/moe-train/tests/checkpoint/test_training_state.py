@@ -1,4 +1,6 @@
-from collections.abc import Callable
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from moe_train.training.build import build_runner, read_model_config
 from moe_train.training.step import StepRunner
 from ranktest import collect_ranks, run_ranks
 from unified_ckpt import CheckpointError, Shard, read_index, save
+from unified_ckpt.run import manager
 
 Configure = Callable[..., Config]
 Batches = Callable[..., list[Batch]]
@@ -186,6 +189,43 @@ def test_every_dtype_goes_on_as_every_other_from_the_most_exact_weights(
             assert any(name.startswith("master ") for name in after) == (
                 new == "bfloat16 with masters"
             )
+
+
+@pytest.mark.parametrize("name", ["trainer_state.json", "samples.json", "optimizer.safetensors"])
+def test_a_resume_takes_an_older_checkpoint_when_the_newest_cannot_be_read_at_load_time(
+    configure: Configure,
+    random_batches: Batches,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    """The newest one was whole when it was chosen; then its disk fails."""
+    saved(configure(), random_batches)
+    run = tmp_path / "run"
+    shutil.copytree(run / "checkpoint-2", run / "checkpoint-3")
+    choose = manager.valid_checkpoints
+
+    def chosen(*args: Path, **kwargs: str) -> Iterator[Path]:
+        for path in choose(*args, **kwargs):
+            if path.name == "checkpoint-3":
+                (path / name).unlink()
+                (path / name).symlink_to(name)
+            yield path
+
+    monkeypatch.setattr(manager, "valid_checkpoints", chosen)
+
+    def resume(*_: int) -> tuple[int, list[str]]:
+        config = configure()
+        _, checkpointer = build_runner(config, read_model_config(config), start(config), {})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            state = checkpointer.resume()
+        return state.step, [str(warning.message) for warning in caught]
+
+    ((step, said),) = run_ranks(resume, 1)
+    assert step == 2 and len(said) == 1, said
+    assert "checkpoint-3 is damaged, the next older one is loaded" in said[0]
+    assert f"{name}: cannot be read: Too many levels of symbolic links" in said[0]
 
 
 @pytest.mark.parametrize("fault", ["torn", "another model"])

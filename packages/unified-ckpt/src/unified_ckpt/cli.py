@@ -13,8 +13,12 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from unified_ckpt.errors import CheckpointValueError
+
+if TYPE_CHECKING:
+    from unified_ckpt.plans.checkpoint import Checkpoint
 
 _AXES = ("tp", "ep", "etp")
 _MAX_RANKS = 4096
@@ -110,10 +114,13 @@ def _export(directory: Path, out: Path) -> int:
 
 
 def _inspect(directory: Path, *, keys: bool) -> int:
-    from unified_ckpt.plans.checkpoint import Checkpoint, list_parts
+    from unified_ckpt.plans.checkpoint import read_checkpoint
 
-    checkpoint = Checkpoint(directory)
-    parts = list_parts(directory)
+    return read_checkpoint(directory, lambda checkpoint: _describe(checkpoint, keys=keys))
+
+
+def _describe(checkpoint: "Checkpoint", *, keys: bool) -> int:
+    directory, parts = checkpoint.folder, checkpoint.parts()
     if not parts and checkpoint.manifest is None:
         print(f"unified-ckpt: {directory} holds no safetensors part", file=sys.stderr)
         return 2

@@ -47,8 +47,16 @@ class CorruptCheckpointError(LoadError):
     """Bytes of a checkpoint are missing, malformed, or differ from their checksum."""
 
 
+class ReplacedCheckpointError(LoadError):
+    """A checkpoint was replaced, removed or written to while it was read; it is not damaged."""
+
+
 class DamagedCheckpointWarning(UserWarning):
     """A newer checkpoint is damaged or incomplete and was passed over for an older one."""
+
+
+class KeptFilesWarning(UserWarning):
+    """A checkpoint was replaced that held files of others; the new one holds them as well."""
 
 
 def check_type(name: str, value: object, *kinds: type[Any]) -> None:
@@ -61,4 +69,7 @@ def check_type(name: str, value: object, *kinds: type[Any]) -> None:
 def as_path(name: str, value: object) -> Path:
     """Return an argument that names a file or folder as a path; refuse any other."""
     check_type(name, value, str, os.PathLike)
-    return Path(value)  # type: ignore[arg-type]
+    text = os.fsdecode(value)  # type: ignore[arg-type]
+    if not text or "\0" in text:
+        raise CheckpointValueError(f"{name} is {text!r}; expected the name of a file or folder")
+    return Path(text)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch.distributed as dist
+
 from unified_ckpt.errors import CheckpointValueError, check_type
 from unified_ckpt.geometry.layouts import Layout
 from unified_ckpt.plans import DEFAULT_MAX_SHARD_BYTES
@@ -89,6 +91,10 @@ class LoadOptions:
         master_weight_compatible: a tensor of `master_weights` that the checkpoint lacks is made
             from the one of `model`, cast to the destination's dtype.
         remove_master_weight: make all of `master_weights` so, also those that are stored.
+        group: the ranks that load together, for example `torch.distributed.group.WORLD`; the load
+            is collective over it then: all of them read the same checkpoint also if it is replaced
+            meanwhile, and what one raises, all raise. None: this rank reads alone.
+        timeout_s: bound on each wait for the ranks of `group`.
     """
 
     layout: Layout | None = None
@@ -96,6 +102,8 @@ class LoadOptions:
     ignored_keys: tuple[str, ...] = ()
     master_weight_compatible: bool = False
     remove_master_weight: bool = False
+    group: dist.ProcessGroup | None = None
+    timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
         _check_patterns(self.ignored_keys)

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from unified_ckpt.files import OpenFolder
 from unified_ckpt.files import system as files
 from unified_ckpt.files.system import (
     exchange,
     free_bytes,
     make_folders,
-    open_for_read,
     open_for_write,
     read_at,
     remove_tree,
@@ -27,7 +27,7 @@ def test_many_buffers_of_any_length_are_written_and_read_in_order(tmp_path: Path
     data = b"".join(buffers)
     assert (tmp_path / "x").read_bytes() == bytes(5) + data, seed
     out = [memoryview(bytearray(len(b))) for b in buffers]
-    with open_for_read(tmp_path / "x") as fd:
+    with OpenFolder(tmp_path).open("x") as fd:
         assert read_at(fd, out, 5) == len(data)
         assert b"".join(bytes(o) for o in out) == data, seed
         assert read_at(fd, [memoryview(bytearray(100))], len(data)) == 5
@@ -42,7 +42,7 @@ def test_partial_reads_and_writes_are_continued(
     with open_for_write(tmp_path / "x") as fd:
         write_at(fd, [b"hello ", b"", b"wide", b" world"], 0)
     out = memoryview(bytearray(16))
-    with open_for_read(tmp_path / "x") as fd:
+    with OpenFolder(tmp_path).open("x") as fd:
         assert read_at(fd, [out[:5], out[5:]], 0) == 16
     assert bytes(out) == b"hello wide world"
 

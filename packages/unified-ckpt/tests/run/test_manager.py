@@ -1,5 +1,7 @@
+import errno
 import math
 import os
+import re
 import signal
 import threading
 import time
@@ -8,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ranktest import run_ranks
-from unified_ckpt import Shard, load
+from unified_ckpt import Shard, load, save
 from unified_ckpt.errors import (
     DamagedCheckpointWarning,
     LoadError,
@@ -361,3 +364,72 @@ def test_wrong_options_are_named(options: dict) -> None:
     (name,) = options
     with pytest.raises(ValueError, match=name):
         ManagerOptions(**options)
+
+
+def test_resume_falls_back_from_a_checkpoint_that_cannot_be_read(tmp_path: Path) -> None:
+    """A disk that fails under the loader, links that lead nowhere, and folders of others."""
+
+    def fill(path: Path) -> float:
+        if path.name == "checkpoint-4":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if path.name == "checkpoint-1":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        tensor = torch.zeros(3)
+        load([Shard.of("w", tensor, global_shape=(3,), offset=(0,))], checkpoint_id=path)
+        return float(tensor[0])
+
+    with CheckpointManager(tmp_path, QUIET) as opened:
+        for step in (1, 2, 3, 4, 6):
+            opened.save(shards(step), step)
+        (tmp_path / "checkpoint-5").symlink_to("checkpoint-5")
+        (opened.path(6) / "manifest.json").unlink()
+        (opened.path(6) / "manifest.json").symlink_to("manifest.json")
+        (opened.path(3) / "model.safetensors").unlink()
+        os.mkfifo(opened.path(3) / "model.safetensors")
+        with pytest.warns(DamagedCheckpointWarning) as caught:
+            assert opened.resume(fill) == (opened.path(2), 2.0)
+        said = "\n".join(str(warning.message) for warning in caught)
+        for reason in (
+            "checkpoint-6 is passed over, .*manifest.json: cannot be read: Too many levels",
+            "checkpoint-5 is passed over, .*cannot be read: Too many levels",
+            "checkpoint-4 is damaged, the next older one is loaded: .*Input/output error",
+            "checkpoint-3 is passed over, .*model.safetensors: is not a regular file",
+        ):
+            assert re.search(reason, said), (reason, said)
+        (opened.path(2) / "model.safetensors").unlink()
+        with (
+            pytest.warns(DamagedCheckpointWarning),
+            pytest.raises(LoadError, match=r"No space left on device.* was being loaded"),
+        ):
+            opened.resume(fill)
+
+
+def test_resume_takes_the_checkpoint_that_replaced_the_one_it_was_loading(tmp_path: Path) -> None:
+    """Rank 1 is slow: meanwhile rank 0 has loaded the old one, and another job saves a new one."""
+
+    def fn(rank: int, world_size: int) -> tuple[str, list[float], list[str]]:
+        group = [dist.new_group([r]) for r in range(world_size)][rank]
+        seen: list[float] = []
+
+        def fill(path: Path) -> list[float]:
+            tensor = torch.zeros(3)
+            load([Shard.of("w", tensor, global_shape=(3,), offset=(0,))], checkpoint_id=path)
+            seen.append(float(tensor[0]))
+            if rank == 1 and len(seen) == 1:
+                save(shards(2), checkpoint_id=path, group=group)
+            if rank == 1 and len(seen) == 2:  # the other job removes it and has a newer one
+                save(shards(3), checkpoint_id=path.with_name("checkpoint-3"), group=group)
+                path.rename(hidden_name(path, "tmp"))
+            return seen
+
+        with CheckpointManager(tmp_path, QUIET) as opened:
+            if rank == 0:
+                save(shards(1), checkpoint_id=tmp_path / "checkpoint-2", group=group)
+            dist.barrier()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                path, values = opened.resume(fill)
+        return path.name, values, [str(warning.message) for warning in caught]
+
+    expected = ("checkpoint-3", [1.0, 2.0, 3.0], [])
+    assert run_ranks(fn, 2) == [expected, expected]

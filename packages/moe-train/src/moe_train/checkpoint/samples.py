@@ -6,7 +6,7 @@ ledger = read_ledger(Path("checkpoint-40"))
 from pathlib import Path
 
 from moe_train.data import Ledger
-from unified_ckpt import load_files
+from unified_ckpt.plans.checkpoint import Checkpoint, read_checkpoint
 
 SAMPLES_FILE = "samples.json"
 
@@ -18,6 +18,9 @@ def read_ledger(source: Path) -> Ledger:
         ValueError: the file is not a ledger.
         CheckpointError: the file is damaged.
     """
-    if not (source / SAMPLES_FILE).is_file():
-        return Ledger()
-    return Ledger.from_json(load_files(source, SAMPLES_FILE), source / SAMPLES_FILE)
+
+    def read(checkpoint: Checkpoint) -> bytes | None:
+        return checkpoint.read_file(SAMPLES_FILE) if checkpoint.holds(SAMPLES_FILE) else None
+
+    raw = read_checkpoint(source, read)
+    return Ledger() if raw is None else Ledger.from_json(raw, source / SAMPLES_FILE)

@@ -18,6 +18,7 @@ from moe_train.data import Ledger
 from moe_train.errors import MoeTrainError, TrainValueError
 from moe_train.optim import LrSchedule
 from unified_ckpt import CheckpointError, load_files
+from unified_ckpt.run import CorruptCheckpointError, ReplacedCheckpointError
 
 STATE_VERSION = 2
 """1 had no `version`, no schedule and no losses."""
@@ -86,9 +87,12 @@ def read_state(source: Path) -> TrainerState:
 
     Raises:
         ValueError: the folder is not a checkpoint of this trainer.
+        CheckpointError: the file is damaged, or was replaced while it was read.
     """
     try:
         text = load_files(source, STATE_FILE)
+    except (CorruptCheckpointError, ReplacedCheckpointError):
+        raise  # a resume takes another checkpoint
     except CheckpointError as error:
         raise TrainValueError(
             f"{source} is not a training checkpoint ({error}); "

@@ -9,6 +9,7 @@ layout. What DCP wants pickled is pickled in memory from JSON; nothing on disk i
 import io
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from unified_ckpt.errors import CheckpointValueError, CorruptCheckpointError
+from unified_ckpt.errors import (
+    CheckpointValueError,
+    CorruptCheckpointError,
+    ReplacedCheckpointError,
+)
 from unified_ckpt.geometry import Shard
 from unified_ckpt.geometry.tensors import dtype_of
 from unified_ckpt.loading import (
@@ -32,13 +37,13 @@ from unified_ckpt.loading import (
     DcpRecord,
     PartIndex,
     Prefixes,
-    holds_file,
-    load,
+    fill_state,
     read_dcp_record,
     read_values,
 )
+from unified_ckpt.options import LoadOptions
 from unified_ckpt.plans import SplitTensor, StoredTensor
-from unified_ckpt.plans.checkpoint import Checkpoint, list_parts
+from unified_ckpt.plans.checkpoint import Checkpoint, read_checkpoint
 from unified_ckpt.state import restore_value
 
 
@@ -65,6 +70,7 @@ class UnifiedStorageReader(StorageReader):
         self._prefixes = Prefixes() if prefixes is None else Prefixes(prefixes)
         self._verify = verify
         self._cast = cast
+        self._identity = ""  # of the checkpoint whose metadata was read
         self._record: DcpRecord | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
 
@@ -81,7 +87,10 @@ class UnifiedStorageReader(StorageReader):
             LoadError: there is no such directory.
             CorruptCheckpointError: an index, a header or `dcp.json` is damaged.
         """
-        checkpoint = Checkpoint(self._checked_folder())
+        return read_checkpoint(self._checked_folder(), self._describe)
+
+    def _describe(self, checkpoint: Checkpoint) -> Metadata:
+        self._identity = checkpoint.identity
         record = self._read_record(checkpoint)
         indexes = {
             part: PartIndex(checkpoint, part) for part, _ in dict.fromkeys(record.names.values())
@@ -112,11 +121,19 @@ class UnifiedStorageReader(StorageReader):
         """Do nothing: `read_metadata` runs on every rank."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is."""
-        return plan
+        """Return the plan with the identity of the checkpoint that it was made of."""
+        return replace(plan, storage_data=self._identity)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
+        """Return the plans as they are.
+
+        Raises:
+            ReplacedCheckpointError: they were made of different checkpoints.
+        """
+        if len({plan.storage_data for plan in plans}) > 1:
+            raise ReplacedCheckpointError(
+                f"{self._folder} was replaced while the ranks opened it; load it again"
+            )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -124,10 +141,19 @@ class UnifiedStorageReader(StorageReader):
 
         Raises:
             LoadError: a tensor has another dtype than its destination.
+            ReplacedCheckpointError: it is not the checkpoint any more whose metadata was read.
             CorruptCheckpointError: bytes are missing or differ from their checksum.
         """
-        folder = self._checked_folder()
-        record = self._record or self._read_record(Checkpoint(folder))
+        with Checkpoint(self._checked_folder()) as checkpoint:
+            if self._identity not in ("", checkpoint.identity):
+                raise checkpoint.replaced()
+            self._read_items(plan, planner, checkpoint)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read_items(self, plan: LoadPlan, planner: LoadPlanner, checkpoint: Checkpoint) -> None:
+        record = self._record or self._read_record(checkpoint)
         parts: dict[str, list[Shard]] = {}
         filled = []
         templates = getattr(planner, "state_dict", {})  # DCP's own planners have it, flat
@@ -145,12 +171,15 @@ class UnifiedStorageReader(StorageReader):
             shard = Shard.of(key, target.detach(), global_shape=shape, offset=offset)
             parts.setdefault(part, []).append(shard)
             filled.append((item, target))
-        load(parts, checkpoint_id=folder, verify=self._verify, cast=self._cast)
+        fill_state(
+            parts,
+            checkpoint=checkpoint,
+            verify=self._verify,
+            cast=self._cast,
+            options=LoadOptions(),
+        )
         for item, target in filled:
             planner.commit_tensor(item, target)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -164,11 +193,11 @@ class UnifiedStorageReader(StorageReader):
 
     def _read_record(self, checkpoint: Checkpoint) -> DcpRecord:
         """Read `dcp.json`, or make a record of a directory that DCP has not written."""
-        if holds_file(checkpoint, DCP_NAME):
+        if checkpoint.holds(DCP_NAME):
             self._record = read_dcp_record(checkpoint)
             return self._record
         names: dict[str, tuple[str, str]] = {}
-        parts = list_parts(checkpoint.folder)
+        parts = checkpoint.parts()
         for prefix, part in self._prefixes.part_of.items():
             if part in parts:
                 keys = PartIndex(checkpoint, part).tensor_keys()

@@ -5,15 +5,17 @@ Catalogue: the calls on files and folders.
 May import: no room.
 """
 
+from unified_ckpt.files.opened import OpenFolder as OpenFolder
+from unified_ckpt.files.opened import is_damage as is_damage
 from unified_ckpt.files.system import BATCH_BYTES as BATCH_BYTES
 from unified_ckpt.files.system import Buffer as Buffer
 from unified_ckpt.files.system import begin_writeback as begin_writeback
 from unified_ckpt.files.system import exchange as exchange
 from unified_ckpt.files.system import free_bytes as free_bytes
+from unified_ckpt.files.system import link_file as link_file
 from unified_ckpt.files.system import lock_folder as lock_folder
 from unified_ckpt.files.system import make_folder as make_folder
 from unified_ckpt.files.system import make_folders as make_folders
-from unified_ckpt.files.system import open_for_read as open_for_read
 from unified_ckpt.files.system import open_for_write as open_for_write
 from unified_ckpt.files.system import read_at as read_at
 from unified_ckpt.files.system import read_runs as read_runs

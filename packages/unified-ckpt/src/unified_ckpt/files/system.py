@@ -41,16 +41,6 @@ def open_for_write(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
-@contextmanager
-def open_for_read(path: Path) -> Iterator[int]:
-    """Open a file for positioned reads."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
 def write_at(fd: int, buffers: Sequence[Buffer], start: int) -> None:
     """Write all bytes of the buffers one after the other from byte `start`."""
     left = [memoryview(b).cast("B") for b in buffers if len(b)]
@@ -155,6 +145,19 @@ def make_folders(path: Path) -> None:
 def rename(old: Path, new: Path) -> None:
     """Give a file or folder another name in one step; not durable yet."""
     os.rename(old, new)
+
+
+def link_file(folder_fd: int, name: str, new: Path) -> bool:
+    """Give a file of an open folder a second name; False where the file system has none."""
+    try:
+        os.link(name, new, src_dir_fd=folder_fd, follow_symlinks=False)
+    except PermissionError:
+        return False
+    except OSError as error:
+        if error.errno in _NOT_SUPPORTED:
+            return False
+        raise
+    return True
 
 
 def lock_folder(folder: Path, *, wait_s: float = 0.0) -> tuple[int, bool]:

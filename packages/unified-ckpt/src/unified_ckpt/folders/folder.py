@@ -7,6 +7,7 @@ passed over with a warning that says why, so that nobody resumes from an old one
     resume_from = get_last_checkpoint("run")  # run/checkpoint-200, or None
 """
 
+import os
 import re
 import warnings
 from collections.abc import Collection, Container, Iterator
@@ -15,21 +16,14 @@ from typing import Literal
 
 from unified_ckpt.errors import (
     CheckpointValueError,
-    CorruptCheckpointError,
     DamagedCheckpointWarning,
     LoadError,
     as_path,
     check_type,
 )
 from unified_ckpt.files import remove_tree, rename, sync_folder
-from unified_ckpt.files.format import (
-    MANIFEST_NAME,
-    Manifest,
-    check_sizes,
-    read_header,
-    read_manifest,
-)
-from unified_ckpt.plans.checkpoint import check_bytes, verify_checkpoint
+from unified_ckpt.files.format import MANIFEST_NAME, Manifest, check_sizes, read_header
+from unified_ckpt.plans.checkpoint import Checkpoint, check_bytes, read_checkpoint, verify_opened
 from unified_ckpt.saving.commit import check_replaceable, hidden_name
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)\Z")
@@ -44,10 +38,9 @@ def is_complete(checkpoint: Path | str) -> bool:
     Bytes are not compared with checksums; `verify_checkpoint` does that.
     """
     try:
-        manifest = read_manifest(Path(checkpoint))
-    except CorruptCheckpointError:
+        return read_checkpoint(checkpoint, _size_fault) is None
+    except LoadError:
         return False
-    return manifest is not None and not check_sizes(Path(checkpoint), manifest)
 
 
 def find_fault(checkpoint: Path | str, verify: Depth = "quick") -> str | None:
@@ -58,29 +51,38 @@ def find_fault(checkpoint: Path | str, verify: Depth = "quick") -> str | None:
         verify: `quick` compares the manifest, all sizes, the headers and small files with their
             checksums; `full` compares every byte.
     """
-    path = Path(checkpoint)
+
+    def fault_of(opened: Checkpoint) -> str | None:
+        fault = _size_fault(opened)
+        if fault is None and opened.manifest is not None:
+            _check_small(opened, opened.manifest)
+            if verify == "full":
+                fault = next((str(problem) for problem in verify_opened(opened).problems), None)
+        return fault
+
     try:
-        manifest = read_manifest(path)
-        if manifest is None:
-            return f"it has no {MANIFEST_NAME}, so no save has completed it"
-        problems = check_sizes(path, manifest)
-        if problems:
-            return problems[0]
-        _check_small(path, manifest)
-        if verify == "full":
-            return next((str(problem) for problem in verify_checkpoint(path).problems), None)
+        return read_checkpoint(checkpoint, fault_of)
     except (LoadError, OSError) as error:
         return str(error)
-    return None
 
 
-def _check_small(folder: Path, manifest: Manifest) -> None:
+def _size_fault(checkpoint: Checkpoint) -> str | None:
+    """Say which file of an open checkpoint has not its size, or that it is no checkpoint."""
+    if checkpoint.manifest is None:
+        return f"it has no {MANIFEST_NAME}, so no save has completed it"
+    problems = check_sizes(checkpoint.opened, checkpoint.manifest)
+    if problems and not checkpoint.opened.leads_here():
+        raise checkpoint.replaced()
+    return next(iter(problems), None)
+
+
+def _check_small(checkpoint: Checkpoint, manifest: Manifest) -> None:
     for name, record in manifest.files.items():
-        path = folder / name
         if name.endswith(".safetensors"):
-            check_bytes(read_header(path)[0], record, path, whole=False)
+            raw, _ = read_header(checkpoint.opened, name)
+            check_bytes(raw, record, checkpoint.folder / name, whole=False)
         elif record.num_bytes <= _SMALL_BYTES:
-            check_bytes(path.read_bytes(), record, path)
+            checkpoint.read_file(name)
 
 
 def get_last_checkpoint(folder: Path | str, *, verify: Depth = "quick") -> Path | None:
@@ -107,7 +109,7 @@ def valid_checkpoints(folder: Path | str, *, verify: Depth = "quick") -> Iterato
         fault = find_fault(path, verify)
         if fault is None:
             yield path
-        else:
+        elif os.path.lexists(path):  # else it was removed meanwhile
             warnings.warn(
                 f"{path} is passed over, an older checkpoint is looked for: {fault}",
                 DamagedCheckpointWarning,
@@ -183,7 +185,11 @@ def check_steps_free(folder: Path | str, steps: Container[int]) -> None:
 
 def numbered_checkpoints(folder: Path) -> list[Path]:
     """Return every `checkpoint-N`, valid or not, the highest N first."""
-    if not folder.is_dir():
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [(int(m[1]), p) for p in folder.iterdir() if (m := _CHECKPOINT.match(p.name))]
+    except OSError as error:
+        raise LoadError(f"{folder} cannot be listed: {error.strerror}") from error
+    found = [(int(m[1]), folder / name) for name in names if (m := _CHECKPOINT.match(name))]
     return [path for _, path in sorted(found, reverse=True)]

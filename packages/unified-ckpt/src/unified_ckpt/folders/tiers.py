@@ -13,10 +13,10 @@ import os
 from pathlib import Path
 
 from unified_ckpt.errors import CorruptCheckpointError, LoadError
-from unified_ckpt.files import free_bytes, make_folders, open_for_read, open_for_write, sync_file
-from unified_ckpt.files.format import MANIFEST_NAME, read_manifest
+from unified_ckpt.files import OpenFolder, free_bytes, make_folders, open_for_write, sync_file
+from unified_ckpt.files.format import MANIFEST_NAME
 from unified_ckpt.folders.folder import Depth, get_last_checkpoint, step_of
-from unified_ckpt.plans.checkpoint import verify_checkpoint
+from unified_ckpt.plans.checkpoint import Checkpoint, verify_checkpoint
 from unified_ckpt.saving.commit import Staging, clean_leftovers
 
 _COPY_BYTES = 64 * 1024 * 1024
@@ -68,7 +68,12 @@ def copy_checkpoint(source: Path | str, target: Path | str) -> None:
         CheckpointValueError: the target exists and is no checkpoint.
     """
     source, target = Path(source), Path(os.path.realpath(target))
-    manifest = read_manifest(source)
+    with Checkpoint(source) as checkpoint:
+        _copy(checkpoint, target)
+
+
+def _copy(checkpoint: Checkpoint, target: Path) -> None:
+    source, manifest = checkpoint.folder, checkpoint.manifest
     if manifest is None:
         raise LoadError(f"{source} has no {MANIFEST_NAME}, so it is no complete checkpoint")
     clean_leftovers(target.parent)
@@ -80,7 +85,7 @@ def copy_checkpoint(source: Path | str, target: Path | str) -> None:
                 errno.ENOSPC, f"{target} needs {needed} bytes, but its disk has {free} free"
             )
         for name in (*manifest.files, MANIFEST_NAME):
-            _copy_file(source / name, staging.folder / name)
+            _copy_file(checkpoint.opened, name, staging.folder / name)
         problems = verify_checkpoint(staging.folder).problems
         if problems:
             raise CorruptCheckpointError(f"the copy of {source} is damaged: {problems[0]}")
@@ -89,9 +94,9 @@ def copy_checkpoint(source: Path | str, target: Path | str) -> None:
         staging.close()
 
 
-def _copy_file(source: Path, target: Path) -> None:
+def _copy_file(source: OpenFolder, name: str, target: Path) -> None:
     make_folders(target.parent)
-    with open_for_read(source) as reader, open_for_write(target) as writer:
+    with open_for_write(target) as writer, source.open(name) as reader:
         at = 0
         while done := os.sendfile(writer, reader, at, _COPY_BYTES):
             at += done

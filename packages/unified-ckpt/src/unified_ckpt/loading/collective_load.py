@@ -1,7 +1,8 @@
 """Load: fill boxes of stored tensors in place, under any layout, reading only the bytes needed.
 
 Plain CPU memory is read into directly; other destinations (strided views, devices, other dtypes) go
-through one small buffer. Nothing is collective: each rank loads what it wants.
+through one small buffer. Each rank loads what it wants; only with `LoadOptions.group` is a load
+collective.
 
     load({"model": model, "optimizer": optimizer, "epoch": 0}, checkpoint_id="run/checkpoint-10")
 """
@@ -21,8 +22,10 @@ from unified_ckpt.loading.jobs import LoadJob, make_jobs
 from unified_ckpt.loading.optimizer_memory import StoredStates, allocate_states, remove_states
 from unified_ckpt.loading.reader import Reader
 from unified_ckpt.loading.sources import Sources
+from unified_ckpt.loading.together import read_together
 from unified_ckpt.options import MASTER_WEIGHTS, LoadOptions, base_key, matcher
-from unified_ckpt.plans.checkpoint import Checkpoint
+from unified_ckpt.plans.checkpoint import Checkpoint, read_checkpoint
+from unified_ckpt.saving.commit import Agreement
 from unified_ckpt.state import (
     FlatState,
     StateDict,
@@ -60,7 +63,10 @@ def load(
     cast: bool = False,
     options: LoadOptions | None = None,
 ) -> LoadReport:
-    """Fill a state in place from a checkpoint that was saved under any layout; not collective.
+    """Fill a state in place from a checkpoint that was saved under any layout.
+
+    Not collective, but with `LoadOptions.group`, which makes all ranks of it read the same one. A
+    checkpoint that is replaced meanwhile is read anew, so that none is ever mixed from two.
 
     Args:
         state_dict: what to fill, in the form that `save` takes: tensors are changed in place, also
@@ -80,13 +86,44 @@ def load(
     Raises:
         LoadError: a key is missing, or has another shape or dtype; or parameters of one group were
             saved with different hyperparameters. Nothing was changed.
-        CorruptCheckpointError: bytes are missing or differ from their checksum. Destinations may
-            be partly filled.
+        CorruptCheckpointError: bytes are missing, cannot be read or differ from their checksum.
+            Destinations may be partly filled.
+        ReplacedCheckpointError: the checkpoint was replaced, removed or written to again and again.
+            Destinations may be partly filled.
         CheckpointTypeError: the state dict cannot be filled.
         CheckpointValueError: a tensor does not fit its box, or shares memory between its elements.
     """
     options = options or LoadOptions()
-    checkpoint = Checkpoint(checkpoint_id)
+
+    def fill(checkpoint: Checkpoint) -> LoadReport:
+        return fill_state(
+            state_dict,
+            checkpoint=checkpoint,
+            part=part,
+            strict=strict,
+            verify=verify,
+            cast=cast,
+            options=options,
+        )
+
+    if options.group is None:
+        return read_checkpoint(checkpoint_id, fill)
+    subject = f"load({str(checkpoint_id)!r})"
+    agreement = Agreement(options.group, timeout_s=options.timeout_s, subject=subject)
+    return read_together(agreement, checkpoint_id, fill)
+
+
+def fill_state(
+    state_dict: StateDict | Sequence[Shard],
+    *,
+    checkpoint: Checkpoint,
+    part: str = "model",
+    strict: bool = True,
+    verify: bool | Literal["touched"] = True,
+    cast: bool = False,
+    options: LoadOptions,
+) -> LoadReport:
+    """As `load`, from a checkpoint that is open; not collective."""
     sources = Sources(checkpoint, options)
     hooks = _OptimizerHooks(sources, options)
     with ExitStack() as on_error:

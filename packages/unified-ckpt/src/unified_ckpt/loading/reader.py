@@ -18,7 +18,7 @@ from operator import itemgetter
 import torch
 
 from unified_ckpt.errors import CorruptCheckpointError, LoadError
-from unified_ckpt.files import BATCH_BYTES, open_for_read, read_at, read_runs
+from unified_ckpt.files import BATCH_BYTES, read_at, read_runs
 from unified_ckpt.files.checksums import Checksums, PendingSum, crc32, crc_of_file, crc_of_runs
 from unified_ckpt.files.format import FileRecord
 from unified_ckpt.geometry import Region
@@ -69,22 +69,20 @@ class Reader(AbstractContextManager["Reader"]):
         """Fill the destinations, by want index, file by file.
 
         Raises:
-            CorruptCheckpointError: a file is missing, too short, or differs from its checksums.
+            CorruptCheckpointError: a file is missing, too short, cannot be read, or differs from
+                its checksums.
             LoadError: a value cannot be converted to the destination's dtype.
         """
         for name, reads in groupby(plan.reads, key=lambda read: read.file):
             path = self._checkpoint.folder / name
             record = self._checkpoint.record(name) if self._verify else None
-            try:
-                with open_for_read(path) as fd:
-                    file = _FileReader(self, fd, str(path), record)
-                    for read in reads:
-                        destination = destinations[read.want_index]
-                        if destination is not None:
-                            file.read(read, destination)
-                    file.finish()
-            except FileNotFoundError as error:
-                raise CorruptCheckpointError(f"{path}: file is missing") from error
+            with self._checkpoint.opened.open(name) as fd:
+                file = _FileReader(self, fd, str(path), record)
+                for read in reads:
+                    destination = destinations[read.want_index]
+                    if destination is not None:
+                        file.read(read, destination)
+                file.finish()
 
     def scratch(self, num_bytes: int) -> torch.Tensor:
         """Return reused memory, uint8 `[num_bytes]`; the previous caller's is overwritten."""

@@ -49,7 +49,7 @@ class Sources:
         self._master_dtypes: dict[str, StoredDtype] | None = None
         content = _read_state_file(checkpoint)
         self.values: Mapping[str, Any] = content.get("values", {})
-        if holds_file(checkpoint, DCP_NAME):  # the values that DCP's adapter keeps
+        if checkpoint.holds(DCP_NAME):  # the values that DCP's adapter keeps
             self.values = {**read_dcp_record(checkpoint).objects, **self.values}
         self._tied = {**content.get("tied", {}), **options.tied}
         self._skipped_model = bool(content.get("skip_save_model_weight", False))
@@ -140,12 +140,6 @@ class Sources:
         return self._indexes[part]
 
 
-def holds_file(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether a directory has a file, or its manifest says so."""
-    listed = checkpoint.manifest is not None and name in checkpoint.manifest.files
-    return listed or (checkpoint.folder / name).is_file()
-
-
 def read_dcp_record(checkpoint: Checkpoint) -> DcpRecord:
     """Return what `dcp.json` says."""
     try:
@@ -170,7 +164,7 @@ def read_values(checkpoint: Checkpoint) -> dict[str, Any]:
 def _read_state_file(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the contents of `unified_ckpt.json`, empty if there is none."""
     path = checkpoint.folder / STATE_NAME
-    if not holds_file(checkpoint, STATE_NAME):
+    if not checkpoint.holds(STATE_NAME):
         return {}
     try:
         content = json.loads(checkpoint.read_file(STATE_NAME))

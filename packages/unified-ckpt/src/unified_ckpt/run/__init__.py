@@ -1,10 +1,11 @@
 """When a training run saves, and where it resumes.
 
-May import: signals, folders, saving, state, plans, files.
+May import: signals, loading, folders, saving, state, plans, files.
 """
 
 from unified_ckpt.errors import CorruptCheckpointError as CorruptCheckpointError
 from unified_ckpt.errors import DamagedCheckpointWarning as DamagedCheckpointWarning
+from unified_ckpt.errors import ReplacedCheckpointError as ReplacedCheckpointError
 from unified_ckpt.errors import SaveError as SaveError
 from unified_ckpt.errors import SavePeerError as SavePeerError
 from unified_ckpt.run.manager import CheckpointManager as CheckpointManager

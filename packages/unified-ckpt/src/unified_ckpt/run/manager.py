@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from enum import Flag, auto
 from pathlib import Path
-from typing import Any, Literal, SupportsIndex, TypeVar
+from typing import Literal, SupportsIndex, TypeVar
 
 import torch.distributed as dist
 
@@ -32,9 +32,9 @@ from unified_ckpt.errors import (
     CorruptCheckpointError,
     DamagedCheckpointWarning,
     LoadError,
+    ReplacedCheckpointError,
     SaveArgumentError,
     SaveError,
-    SavePeerError,
     as_path,
     check_type,
 )
@@ -47,6 +47,7 @@ from unified_ckpt.folders import (
     rotate,
     valid_checkpoints,
 )
+from unified_ckpt.loading import read_together
 from unified_ckpt.options import SaveOptions
 from unified_ckpt.run.metrics import best_of, read_metric, with_metrics
 from unified_ckpt.saving import SaveReport, save
@@ -55,6 +56,8 @@ from unified_ckpt.signals import DEFAULT_SIGNALS, Signals, SignalWatch, stops_tr
 from unified_ckpt.state import StateDict
 
 _LOCK_WAIT_S = 10.0  # children of a job that was killed hold its lock until they notice
+
+_MOST_REPLACED = 10
 
 _T = TypeVar("_T")
 
@@ -292,8 +295,10 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     ) -> tuple[Path, _T] | None:
         """Load the newest valid checkpoint, falling back to older ones; collective.
 
-        All ranks load the same one. If `load_one` raises `CorruptCheckpointError` on any rank, all
-        of them warn and try the next older one; destinations that were filled are filled again.
+        All ranks load the same one. If `load_one` finds damage on any rank (it raises
+        `CorruptCheckpointError`, or an OSError for what cannot be read), all of them warn and try
+        the next older one; destinations that were filled are filled again. If the checkpoint is
+        replaced or removed while any rank loads it, all look for the newest one again.
 
         Args:
             load_one: loads this rank's share from a directory, for example with `load`.
@@ -303,6 +308,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             The directory and what `load_one` returned, or None if there is no valid checkpoint.
 
         Raises:
+            ReplacedCheckpointError: checkpoints were replaced again and again. On every rank.
             LoadError: `load_one` failed on some rank for another reason. On every rank.
             SaveError: the first rank cannot list the folder. On every rank.
             SavePeerError: a peer did not arrive within the time limit.
@@ -311,21 +317,31 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         check_depth(verify)
         agreement = self._agreement("resume")
         candidates = valid_checkpoints(self.folder, verify=verify)
+        damaged: set[Path] = set()
+        replaced = 0
         while True:
             with agreement.phase("list") as phase:  # one at a time: a full check reads all bytes
                 found = next(candidates, None) if agreement.rank == 0 else None
                 phase.payload = None if found is None else str(found)
-            name = phase.results[0]
-            if name is None:
+            if phase.results[0] is None:
                 return None
-            failures, value = _load_together(agreement, load_one, Path(name))
-            if not failures:
-                return Path(name), value
-            warnings.warn(
-                f"{name} is damaged, the next older one is loaded: {failures}",
-                DamagedCheckpointWarning,
-                stacklevel=2,
-            )
+            path = Path(phase.results[0])
+            if path in damaged:
+                continue
+            try:
+                return path, _load_together(agreement, load_one, path)
+            except ReplacedCheckpointError:
+                replaced += 1
+                if replaced == _MOST_REPLACED:
+                    raise
+                candidates = valid_checkpoints(self.folder, verify=verify)
+            except CorruptCheckpointError as error:
+                damaged.add(path)
+                warnings.warn(
+                    f"{path} is damaged, the next older one is loaded: {error}",
+                    DamagedCheckpointWarning,
+                    stacklevel=2,
+                )
 
     def close(self) -> None:
         """Release the folder and give the signals their former handlers back."""
@@ -347,27 +363,14 @@ def due_by_steps(step: int, save_steps: int | None) -> bool:
     return save_steps is not None and step > 0 and step % save_steps == 0
 
 
-def _load_together(
-    agreement: Agreement, load_one: Callable[[Path], _T], path: Path
-) -> tuple[str, _T]:
-    """Load on every rank; return what is damaged (empty if nothing) and this rank's value."""
-    value: Any = None
+def _load_together(agreement: Agreement, load_one: Callable[[Path], _T], path: Path) -> _T:
+    """Load on every rank from the same directory, which the name leads to all the while."""
     try:
-        with agreement.phase("load") as phase:
-            try:
-                value = load_one(path)
-            except CorruptCheckpointError as error:
-                phase.payload = str(error)
-    except SavePeerError:
+        return read_together(agreement, path, lambda _: load_one(path), attempts=1)
+    except (CorruptCheckpointError, ReplacedCheckpointError):
         raise
-    except SaveError as error:
+    except (LoadError, CheckpointValueError) as error:
         raise LoadError(f"{error}; {path} was being loaded") from error
-    said = [
-        f"rank {agreement.global_rank(rank)}: {text}"
-        for rank, text in enumerate(phase.results)
-        if text is not None
-    ]
-    return "; ".join(said), value
 
 
 def _lock(folder: Path) -> int:

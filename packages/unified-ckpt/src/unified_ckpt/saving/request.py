@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from unified_ckpt.errors import CheckpointValueError, check_type
+from unified_ckpt.errors import CheckpointValueError, as_path, check_type
 from unified_ckpt.files.format import MANIFEST_NAME
 from unified_ckpt.geometry import BoxMeta, Shard
 from unified_ckpt.options import MASTER_WEIGHTS, MODEL, OPTIMIZER, SaveOptions, base_key
@@ -77,7 +77,7 @@ def make_request(
     if options.moment_compression == "int8" and OPTIMIZER in parts:
         parts[OPTIMIZER] = compress_moments(parts[OPTIMIZER])
     return Request(
-        target=Path(os.path.realpath(checkpoint_id)),
+        target=_target(checkpoint_id),
         options=options,
         parts=parts,
         values={path: encode_value(slot.get(), path) for path, slot in flat.values.items()},
@@ -86,6 +86,13 @@ def make_request(
         files=files or {},
         rank_files=rank_files or {},
     )
+
+
+def _target(checkpoint_id: Path | str) -> Path:
+    target = Path(os.path.realpath(as_path("checkpoint_id", checkpoint_id)))
+    if not target.name:
+        raise CheckpointValueError(f"checkpoint_id={str(checkpoint_id)!r} has no last name to give")
+    return target
 
 
 def _without_aliases(

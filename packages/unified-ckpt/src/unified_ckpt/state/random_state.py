@@ -20,7 +20,7 @@ import torch
 
 from unified_ckpt.errors import CheckpointValueError, CorruptCheckpointError, LoadError, check_type
 from unified_ckpt.geometry.tensors import byte_view
-from unified_ckpt.plans.checkpoint import Checkpoint
+from unified_ckpt.plans.checkpoint import Checkpoint, read_checkpoint
 
 
 class NumpyGenerator(Protocol):
@@ -98,16 +98,14 @@ def restore_random_state(
         LoadError: a generator that is given was not saved.
         CorruptCheckpointError: the file is damaged.
     """
-    checkpoint = Checkpoint(checkpoint_id)
     name = random_state_file(rank)
-    listed = checkpoint.manifest is not None and name in checkpoint.manifest.files
-    if not listed and not (checkpoint.folder / name).is_file():
+    states = read_checkpoint(checkpoint_id, lambda checkpoint: _read(checkpoint, name))
+    if states is None:
         return False
-    states = _read(checkpoint, name)
     wanted = {f"tracker.{key}": generator for key, generator in (tracker or {}).items()}
     asked = [*wanted, *(["numpy"] if numpy_random is not None else [])]
     if any(key not in states for key in asked):
-        raise LoadError(f"{checkpoint.folder / name} holds {list(states)}, not all of {asked}")
+        raise LoadError(f"{name} of {checkpoint_id} holds {list(states)}, not all of {asked}")
     for key, generator in wanted.items():
         generator.set_state(states[key])
     torch.set_rng_state(states["torch.cpu"])
@@ -123,7 +121,9 @@ def restore_random_state(
     return True
 
 
-def _read(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+def _read(checkpoint: Checkpoint, name: str) -> dict[str, Any] | None:
+    if not checkpoint.holds(name):
+        return None
     try:
         states = json.loads(checkpoint.read_file(name))
         if not isinstance(states, dict) or not {"torch.cpu", "python"} <= states.keys():

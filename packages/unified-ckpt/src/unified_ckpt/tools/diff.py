@@ -18,7 +18,7 @@ from unified_ckpt.files.format import MANIFEST_NAME
 from unified_ckpt.geometry import Shape, split_box
 from unified_ckpt.geometry.tensors import dtype_of
 from unified_ckpt.plans import DEFAULT_CHUNK_BYTES, SplitTensor, StoredTensor
-from unified_ckpt.plans.checkpoint import Checkpoint, list_parts
+from unified_ckpt.plans.checkpoint import Checkpoint
 from unified_ckpt.tools.box_reader import BoxReader
 
 
@@ -48,14 +48,19 @@ def diff_checkpoints(a: Path | str, b: Path | str) -> Iterator[Difference]:
 
 
 def _differences(first: Checkpoint, second: Checkpoint) -> Iterator[Difference]:
-    parts_a, parts_b = set(list_parts(first.folder)), set(list_parts(second.folder))
+    with first, second:
+        yield from _diff_parts(first, second)
+        yield from _diff_files(first, second)
+
+
+def _diff_parts(first: Checkpoint, second: Checkpoint) -> Iterator[Difference]:
+    parts_a, parts_b = set(first.parts()), set(second.parts())
     for part in sorted(parts_a | parts_b):
         if part in parts_a & parts_b:
             with BoxReader(first, part) as boxes_a, BoxReader(second, part) as boxes_b:
                 yield from _diff_part(part, boxes_a, boxes_b)
         else:
             yield Difference(part, "*", f"only in {(first if part in parts_a else second).folder}")
-    yield from _diff_files(first, second)
 
 
 def _diff_part(part: str, a: BoxReader, b: BoxReader) -> Iterator[Difference]:
@@ -113,14 +118,11 @@ def _diff_files(a: Checkpoint, b: Checkpoint) -> Iterator[Difference]:
 def other_files(checkpoint: Checkpoint) -> set[str]:
     """Names of the files that belong to no part, relative to the directory.
 
-    Those that the manifest lists are here also if they are missing. Shards of a part that its index
-    does not name are not.
+    Those that the manifest lists are here also if they are missing; what others put there is, too.
+    Shards of a part that its index does not name are not.
     """
-    folder = checkpoint.folder
-    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    names |= set(checkpoint.manifest.files) if checkpoint.manifest else set()
-    names.discard(MANIFEST_NAME)
-    for part in list_parts(folder):
+    names = (checkpoint.names() | checkpoint.opened.names()) - {MANIFEST_NAME}
+    for part in checkpoint.parts():
         of_part = re.compile(rf"{re.escape(part)}(-\d+-of-\d+)?\.safetensors(\.index\.json)?\Z")
         names -= {name for name in names if of_part.match(name)}
         where = checkpoint.files_of(part)

@@ -21,7 +21,7 @@ from unified_ckpt.geometry import Box, BoxMeta, Shape, chunk_range
 from unified_ckpt.geometry.layouts import ParallelDegrees, ParameterRule, rank_box
 from unified_ckpt.geometry.tensors import byte_view
 from unified_ckpt.plans import FilePlan, Piece, SavePlan, plan_save
-from unified_ckpt.plans.checkpoint import Checkpoint, list_parts
+from unified_ckpt.plans.checkpoint import Checkpoint
 from unified_ckpt.saving.commit import (
     Staging,
     clean_leftovers,
@@ -101,11 +101,11 @@ def reshard(
         LoadError: the source cannot be read, or is damaged.
         CheckpointValueError: the target exists and is no checkpoint.
     """
-    checkpoint = Checkpoint(source)
-    parts = list_parts(checkpoint.folder)
-    if not parts:
-        raise LoadError(f"{checkpoint.folder} holds no safetensors part")
     with ExitStack() as stack:
+        checkpoint = stack.enter_context(Checkpoint(source))
+        parts = checkpoint.parts()
+        if not parts:
+            raise LoadError(f"{checkpoint.folder} holds no safetensors part")
         readers = {part: stack.enter_context(BoxReader(checkpoint, part)) for part in parts}
         held: list[dict[str, list[BoxMeta]]] = [{} for _ in range(degrees.world_size)]
         kept_sharded: dict[str, set[str]] = {}
@@ -124,8 +124,7 @@ def export_model(source: Path | str, target: Path | str) -> Path:
         LoadError: the source cannot be read, is damaged, or has no part `model`.
         CheckpointValueError: the target exists and is no checkpoint.
     """
-    checkpoint = Checkpoint(source)
-    with BoxReader(checkpoint, "model") as reader:
+    with Checkpoint(source) as checkpoint, BoxReader(checkpoint, "model") as reader:
         metas = [_whole(key, reader) for key in sorted(reader.tensors)]
         held = [{"model": metas}]
         names = other_files(checkpoint) & _MODEL_FILES

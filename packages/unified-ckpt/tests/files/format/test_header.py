@@ -9,6 +9,7 @@ import safetensors.torch
 import torch
 
 from unified_ckpt.errors import CorruptCheckpointError
+from unified_ckpt.files import OpenFolder
 from unified_ckpt.files.format.header import HeaderEntry, encode_header, read_header
 from unified_ckpt.geometry.tensors.dtypes import dtype_of, header_shape, stored_dtype, torch_shape
 
@@ -16,6 +17,11 @@ NAMES = [
     "BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F16", "BF16", "F32", "F64",
     "C64", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "F8_E8M0", "F4",
 ]  # fmt: skip
+
+
+def header_of(path: Path) -> tuple[bytes, tuple[HeaderEntry, ...]]:
+    with OpenFolder(path.parent) as folder:
+        return read_header(folder, path.name)
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
@@ -36,7 +42,7 @@ def test_every_dtype_is_written_as_the_safetensors_library_writes_it(
     loaded = safetensors.torch.load_file(path)["x"]
     assert (loaded.dtype, loaded.shape, bits(loaded)) == (tensor.dtype, tensor.shape, bits(tensor))
     safetensors.torch.save_file({"x": tensor}, path, metadata={"format": "pt"})
-    raw_header, (entry,) = read_header(path)
+    raw_header, (entry,) = header_of(path)
     assert (entry.dtype, entry.shape) == (name, (3, 4))
     assert json.loads(raw_header[8:]) == json.loads(header[8:])
 
@@ -96,7 +102,7 @@ def test_malformed_files_are_refused_with_a_reason(
     path = tmp_path / "bad.safetensors"
     path.write_bytes(raw)
     with pytest.raises(CorruptCheckpointError, match=message) as caught:
-        read_header(path)
+        header_of(path)
     assert str(path) in str(caught.value)
 
 
@@ -119,13 +125,13 @@ def test_what_the_safetensors_library_refuses_is_refused(text: bytes, tmp_path: 
     with pytest.raises(safetensors.SafetensorError):
         safetensors.torch.load_file(path)
     with pytest.raises(CorruptCheckpointError, match="malformed safetensors header"):
-        read_header(path)
+        header_of(path)
 
 
 def test_escaped_characters_of_keys_are_read(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(file_of({"é😀": entry(), "__metadata__": None}, bytes(8)))
-    assert [found.key for found in read_header(path)[1]] == ["é😀"]
+    assert [found.key for found in header_of(path)[1]] == ["é😀"]
     assert list(safetensors.torch.load_file(path)) == ["é😀"]
 
 
@@ -143,7 +149,7 @@ def test_mutated_headers_give_an_entry_table_or_an_error_and_nothing_else(tmp_pa
             raw[rng.randrange(len(raw))] = rng.randrange(256)
         path.write_bytes(raw[: rng.choice([len(raw), rng.randrange(len(raw))])])
         try:
-            read_header(path)
+            header_of(path)
         except CorruptCheckpointError:
             continue
         except Exception as error:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from unified_ckpt.errors import CorruptCheckpointError
+from unified_ckpt.files import OpenFolder
 from unified_ckpt.files.format.manifest import (
     FileRecord,
     Manifest,
@@ -82,5 +83,4 @@ def test_a_manifest_of_another_kind_is_refused(table: dict) -> None:
 
 
 def test_no_manifest_is_none(tmp_path: Path) -> None:
-    assert read_manifest(tmp_path) is None
-    assert read_manifest(tmp_path / "nothing") is None
+    assert read_manifest(OpenFolder(tmp_path)) is None

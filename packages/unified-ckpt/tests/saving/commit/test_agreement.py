@@ -5,10 +5,14 @@ from enum import Flag, auto
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ranktest import collect_ranks, run_ranks
+from unified_ckpt import save
+from unified_ckpt._torch_private import shared_store
 from unified_ckpt.errors import SaveArgumentError, SaveError, SavePeerError
+from unified_ckpt.saving.commit import agreement as agreement_module
 from unified_ckpt.saving.commit.agreement import Agreement
 
 
@@ -134,6 +138,40 @@ def test_a_peer_that_is_killed_is_named_at_once(tmp_path: Path) -> None:
     assert outcomes[0].ok and outcomes[0].value < 10.0, outcomes
     # The store lives on rank 0: rank 2 may find that it has ended already.
     assert outcomes[2].ok or "the store that knows" in str(outcomes[2].error), outcomes
+
+
+def test_a_save_that_all_ranks_agreed_on_does_not_fail_when_the_stores_host_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 hosts the store, saves and ends; rank 1 is slow to take its mark away."""
+    place = tmp_path / "c"
+
+    class SlowStore:
+        def __init__(self, store: dist.Store) -> None:
+            self.store = store
+
+        def set(self, key: str, value: str) -> None:
+            self.store.set(key, value)
+
+        def delete_key(self, key: str) -> None:
+            if "/commit/" in key:
+                while not (tmp_path / "ended").exists():
+                    time.sleep(0.01)
+                time.sleep(0.3)
+            self.store.delete_key(key)
+
+    def fn(rank: int, world_size: int) -> None:
+        join_over_tcp(tmp_path, rank, world_size)
+        if rank == 1:
+            store = shared_store()
+            monkeypatch.setattr(agreement_module, "shared_store", lambda: SlowStore(store))
+        save({"model": {f"w{rank}": torch.ones(9)}}, checkpoint_id=place, timeout_s=20.0)
+        if rank == 0:
+            (tmp_path / "ended").touch()
+            os._exit(0)
+
+    outcomes = collect_ranks(fn, 2, timeout_s=60, init=False)
+    assert outcomes[1].ok and (place / "manifest.json").exists(), outcomes
 
 
 def test_a_flag_of_any_rank_is_seen_by_all_and_an_absent_rank_is_named(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Safetensors headers and the manifest: bytes on disk to records and back.
 
-May import: checksums, geometry.
+May import: files, checksums, geometry.
 """
 
 from unified_ckpt.files.format.header import HeaderEntry as HeaderEntry

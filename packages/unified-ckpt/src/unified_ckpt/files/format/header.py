@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unified_ckpt.errors import CheckpointValueError, CorruptCheckpointError
+from unified_ckpt.files import OpenFolder
 from unified_ckpt.geometry import Shape
 from unified_ckpt.geometry.tensors import StoredDtype, dtype_of, header_shape, torch_shape
 
@@ -69,15 +70,13 @@ def encode_header(entries: Sequence[HeaderEntry]) -> tuple[bytes, tuple[HeaderEn
     return struct.pack("<Q", len(text)) + text, placed
 
 
-def read_header(path: Path) -> tuple[bytes, tuple[HeaderEntry, ...]]:
+def read_header(folder: OpenFolder, name: str) -> tuple[bytes, tuple[HeaderEntry, ...]]:
     """Read and check the header of a file; entries come in the order of their bytes."""
-    try:
-        with path.open("rb") as file:
-            file_bytes = os.fstat(file.fileno()).st_size
-            length = _header_length(path, file.read(8), file_bytes)
-            raw = file.read(length)
-    except FileNotFoundError as error:
-        raise CorruptCheckpointError(f"{path}: file is missing") from error
+    path = folder.path / name
+    with folder.open(name) as fd:
+        file_bytes = os.fstat(fd).st_size
+        length = _header_length(path, os.pread(fd, 8, 0), file_bytes)
+        raw = os.pread(fd, length, 8)
     if len(raw) != length:
         raise CorruptCheckpointError(f"{path}: header is cut short")
     try:

@@ -5,7 +5,7 @@ A piece is a region of a file: one run of bytes, or the strided runs of a box th
 writers of the file held. Pieces that follow each other are stored as columns (lengths, checksums),
 since a file may have 20,000 of them. The manifest ends with the checksum of its bytes before that.
 
-    manifest = read_manifest(Path("checkpoint-10"))
+    manifest = read_manifest(OpenFolder(Path("checkpoint-10")))
     manifest.files["model.safetensors"].num_bytes
 """
 
@@ -21,6 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from unified_ckpt.errors import CheckpointValueError, CorruptCheckpointError
+from unified_ckpt.files import OpenFolder
 from unified_ckpt.files.checksums import crc32
 from unified_ckpt.geometry import Region
 
@@ -154,25 +155,22 @@ def decode_manifest(raw: bytes, path: Path) -> Manifest:
     return Manifest(files=files)
 
 
-def read_manifest(checkpoint: Path) -> Manifest | None:
+def read_manifest(folder: OpenFolder) -> Manifest | None:
     """Read the manifest of a checkpoint directory; None where there is none."""
-    path = checkpoint / MANIFEST_NAME
-    try:
-        raw = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
+    if folder.size(MANIFEST_NAME) is None:
         return None
-    return decode_manifest(raw, path)
+    return decode_manifest(folder.read(MANIFEST_NAME), folder.path / MANIFEST_NAME)
 
 
-def check_sizes(checkpoint: Path, manifest: Manifest) -> list[str]:
+def check_sizes(folder: OpenFolder, manifest: Manifest) -> list[str]:
     """List the files that are missing or have another size than the manifest says."""
     problems = []
     for name, record in manifest.files.items():
-        path = checkpoint / name
-        if not path.is_file():
+        size = folder.size(name)
+        if size is None:
             problems.append(f"{name}: file is missing")
-        elif path.stat().st_size != record.num_bytes:
-            problems.append(f"{name}: {path.stat().st_size} bytes, expected {record.num_bytes}")
+        elif size != record.num_bytes:
+            problems.append(f"{name}: {size} bytes, expected {record.num_bytes}")
     return problems
 
 

@@ -3,11 +3,13 @@
 May import: plans, files, geometry.
 """
 
+from unified_ckpt.plans.checkpoint.directory import MOST_ATTEMPTS as MOST_ATTEMPTS
 from unified_ckpt.plans.checkpoint.directory import Checkpoint as Checkpoint
 from unified_ckpt.plans.checkpoint.directory import check_bytes as check_bytes
-from unified_ckpt.plans.checkpoint.directory import list_parts as list_parts
 from unified_ckpt.plans.checkpoint.directory import load_files as load_files
+from unified_ckpt.plans.checkpoint.directory import read_checkpoint as read_checkpoint
 from unified_ckpt.plans.checkpoint.directory import read_index as read_index
 from unified_ckpt.plans.checkpoint.verify import Problem as Problem
 from unified_ckpt.plans.checkpoint.verify import VerifyReport as VerifyReport
 from unified_ckpt.plans.checkpoint.verify import verify_checkpoint as verify_checkpoint
+from unified_ckpt.plans.checkpoint.verify import verify_opened as verify_opened

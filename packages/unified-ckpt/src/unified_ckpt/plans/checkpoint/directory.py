@@ -1,19 +1,37 @@
 """A checkpoint directory opened for reading: its index, its headers and its other files.
 
-A directory written by this package has a manifest, against which files are checked. A plain
-transformers directory has none; it is read the same way, without checksums.
+A directory written by this package has a manifest, against which files are checked; what that does
+not list is not part of the checkpoint. A plain transformers directory has none; it is read the same
+way, without checksums.
+
+A checkpoint has one identity: the directory that was opened, by its descriptor. If the name is
+given to another directory meanwhile, or files are written to, reading ends in
+`ReplacedCheckpointError`, never in a mix and never as damage.
 
     index = read_index("run/checkpoint-10", "model")
     index["lm_head.weight"].shape
 """
 
 import json
-from collections.abc import Iterable, Mapping
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from glob import escape
 from pathlib import Path
+from typing import TypeVar
 
-from unified_ckpt.errors import CheckpointValueError, CorruptCheckpointError, LoadError, as_path
+from unified_ckpt.errors import (
+    CheckpointValueError,
+    CorruptCheckpointError,
+    LoadError,
+    ReplacedCheckpointError,
+    as_path,
+)
+from unified_ckpt.files import OpenFolder
 from unified_ckpt.files.checksums import crc32
 from unified_ckpt.files.format import (
+    MANIFEST_NAME,
     FileRecord,
     HeaderEntry,
     Manifest,
@@ -23,9 +41,18 @@ from unified_ckpt.files.format import (
 )
 from unified_ckpt.plans import StoredTensor
 
+MOST_ATTEMPTS = 5  # each reads another checkpoint of that name
+_ASIDE_POLL_S = 0.02
+_ASIDE_POLLS = 50
 
-class Checkpoint:
+_T = TypeVar("_T")
+
+
+class Checkpoint(AbstractContextManager["Checkpoint"]):
     """A checkpoint directory opened for reading; it remembers the manifest and the headers.
+
+    A context manager: at its end what was read is of one checkpoint, or `ReplacedCheckpointError`
+    is raised, also in place of an error that the replacement explains.
 
     Raises:
         LoadError: there is no such directory.
@@ -34,10 +61,63 @@ class Checkpoint:
 
     def __init__(self, checkpoint_id: Path | str) -> None:
         self.folder = as_path("checkpoint_id", checkpoint_id)
-        if not self.folder.is_dir():
-            raise LoadError(f"{self.folder}: no such checkpoint directory")
-        self.manifest: Manifest | None = read_manifest(self.folder)
+        self.opened = _open(self.folder)
+        try:
+            self.manifest: Manifest | None = read_manifest(self.opened)
+            if self.manifest is None and not self.opened.leads_here():
+                raise CorruptCheckpointError(f"{self.folder / MANIFEST_NAME}: file is missing")
+        except LoadError as error:
+            self.__exit__(type(error), error, None)
+            raise
         self._headers: dict[str, dict[str, HeaderEntry]] = {}
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Close the directory; raise `ReplacedCheckpointError` if it was replaced or written to."""
+        try:
+            known = error is None or isinstance(error, LoadError)
+            changed = self.opened.changed_file() if known else None
+            if changed is not None:
+                raise ReplacedCheckpointError(
+                    f"{self.folder / changed} was written to while the checkpoint was read; load "
+                    "it again when nobody writes there"
+                ) from error
+            if isinstance(error, LoadError) and not self.opened.leads_here():
+                raise self.replaced() from error
+        finally:
+            self.opened.close()
+
+    def replaced(self) -> ReplacedCheckpointError:
+        """Return the error for a name that leads elsewhere by now."""
+        what = "replaced" if self.folder.exists() else "removed"
+        return ReplacedCheckpointError(
+            f"{self.folder} was {what} while it was read; read it again, or another checkpoint"
+        )
+
+    @property
+    def identity(self) -> str:
+        """A text that differs between checkpoints with different contents, on any machine."""
+        size = self.opened.size(MANIFEST_NAME)
+        if size is None:
+            return "no manifest"
+        with self.opened.open(MANIFEST_NAME) as fd:
+            return f"{size} {os.pread(fd, 32, max(0, size - 32)).hex()}"
+
+    def holds(self, name: str) -> bool:
+        """Whether a file belongs to the checkpoint: its manifest lists it, or there is none."""
+        if self.manifest is None:
+            return self.opened.size(name) is not None
+        return name in self.manifest.files
+
+    def names(self) -> set[str]:
+        """Return the names of all files of the checkpoint, relative to the directory."""
+        return self.opened.names() if self.manifest is None else set(self.manifest.files)
+
+    def parts(self) -> list[str]:
+        """Return the names of the parts."""
+        names = self.opened.listed() if self.manifest is None else self.manifest.files
+        suffixes = (".safetensors.index.json", ".safetensors")
+        parts = {n.removesuffix(s) for n in names for s in suffixes if n.endswith(s)}
+        return sorted(p for p in parts if not p.startswith(".") and not {*p} & {"-", ".", "/"})
 
     def record(self, name: str) -> FileRecord | None:
         """Return the manifest's record of a file; None without a manifest."""
@@ -48,31 +128,26 @@ class Checkpoint:
         return self.manifest.files[name]
 
     def read_file(self, name: str) -> bytes:
-        """Return the bytes of a small file, checked against the manifest where there is one."""
+        """Return the bytes of a small file, checked against the manifest where it is listed."""
         path = self.folder / check_inside(name, self.folder)
-        try:
-            raw = path.read_bytes()
-        except (FileNotFoundError, IsADirectoryError) as error:
-            if self.manifest is not None and name in self.manifest.files:
-                raise CorruptCheckpointError(f"{path}: file is missing") from error
-            raise LoadError(f"{self.folder} holds no file {name!r}") from error
-        if self.manifest is not None and name in self.manifest.files:
-            check_bytes(raw, self.manifest.files[name], path)
+        listed = None if self.manifest is None else self.manifest.files.get(name)
+        if listed is None and self.opened.size(name) is None:
+            raise LoadError(f"{self.folder} holds no file {name!r}")
+        raw = self.opened.read(name)
+        if listed is not None:
+            check_bytes(raw, listed, path)
         return raw
 
     def files_of(self, part: str) -> Mapping[str, str] | str:
         """Return the index of a part (key to file), or the one file that holds it all."""
         index_name, file_name = f"{part}.safetensors.index.json", f"{part}.safetensors"
-        if (self.folder / index_name).is_file():
+        if self.holds(index_name):
             return self._read_weight_map(index_name)
-        if (self.folder / file_name).is_file():
+        if self.holds(file_name):
             return file_name
-        for name in (index_name, file_name):
-            if self.manifest is not None and name in self.manifest.files:
-                raise CorruptCheckpointError(f"{self.folder / name}: file is missing")
         raise LoadError(
             f"{self.folder} holds no part {part!r} (neither {index_name} nor {file_name}); "
-            f"it holds {list_parts(self.folder) or 'no part at all'}"
+            f"it holds {self.parts() or 'no part at all'}"
         )
 
     def _read_weight_map(self, index_name: str) -> dict[str, str]:
@@ -114,11 +189,10 @@ class Checkpoint:
 
     def _header(self, name: str) -> dict[str, HeaderEntry]:
         if name not in self._headers:
-            path = self.folder / name
             record = self.record(name)
-            raw, entries = read_header(path)
+            raw, entries = read_header(self.opened, name)
             if record is not None:
-                check_bytes(raw, record, path, whole=False)
+                check_bytes(raw, record, self.folder / name, whole=False)
             self._headers[name] = {entry.key: entry for entry in entries}
         return self._headers[name]
 
@@ -144,12 +218,35 @@ def check_bytes(raw: bytes, record: FileRecord, path: Path, *, whole: bool = Tru
             raise CorruptCheckpointError(f"{path}: bytes {begin} to {end} differ from the checksum")
 
 
-def list_parts(folder: Path) -> list[str]:
-    """Return the names of the parts that a directory holds."""
-    names = {p.name for p in folder.iterdir()}
-    suffixes = (".safetensors.index.json", ".safetensors")
-    parts = {n.removesuffix(s) for n in names for s in suffixes if n.endswith(s)}
-    return sorted(p for p in parts if not p.startswith(".") and "-" not in p and "." not in p)
+def read_checkpoint(checkpoint_id: Path | str, read: Callable[[Checkpoint], _T]) -> _T:
+    """Call `read` with the opened checkpoint, once more if it is replaced meanwhile.
+
+    Raises:
+        ReplacedCheckpointError: that happened again and again.
+        LoadError: as `Checkpoint` and `read`.
+    """
+    for _ in range(MOST_ATTEMPTS - 1):
+        try:
+            with Checkpoint(checkpoint_id) as checkpoint:
+                return read(checkpoint)
+        except ReplacedCheckpointError:
+            continue
+    with Checkpoint(checkpoint_id) as checkpoint:
+        return read(checkpoint)
+
+
+def _open(folder: Path) -> OpenFolder:
+    """Open a directory; wait while a save has it under another name (see `saving.commit`)."""
+    for _ in range(_ASIDE_POLLS):
+        try:
+            return OpenFolder(folder)
+        except CorruptCheckpointError:
+            raise
+        except LoadError:
+            if not any(folder.parent.glob(f".{escape(folder.name)}.unified-ckpt-old-*")):
+                raise
+            time.sleep(_ASIDE_POLL_S)
+    return OpenFolder(folder)
 
 
 def read_index(checkpoint_id: Path | str, part: str = "model") -> dict[str, StoredTensor]:
@@ -159,7 +256,7 @@ def read_index(checkpoint_id: Path | str, part: str = "model") -> dict[str, Stor
         LoadError: no such directory or part.
         CorruptCheckpointError: an index or a header is damaged.
     """
-    return Checkpoint(checkpoint_id).tensors(part)
+    return read_checkpoint(checkpoint_id, lambda checkpoint: checkpoint.tensors(part))
 
 
 def load_files(checkpoint_id: Path | str, name: str) -> bytes:
@@ -169,4 +266,4 @@ def load_files(checkpoint_id: Path | str, name: str) -> bytes:
         LoadError: no such directory or file.
         CorruptCheckpointError: the file is damaged.
     """
-    return Checkpoint(checkpoint_id).read_file(name)
+    return read_checkpoint(checkpoint_id, lambda checkpoint: checkpoint.read_file(name))

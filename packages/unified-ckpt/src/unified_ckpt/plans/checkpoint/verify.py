@@ -4,15 +4,18 @@ verify_checkpoint("run/checkpoint-10").problems == ()
 """
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from unified_ckpt.errors import CorruptCheckpointError, LoadError
-from unified_ckpt.files import open_for_read
+from unified_ckpt.files import OpenFolder
 from unified_ckpt.files.checksums import crc_of_file
 from unified_ckpt.files.format import FileRecord, HeaderEntry, read_header
 from unified_ckpt.geometry import Region
-from unified_ckpt.plans.checkpoint.directory import Checkpoint
+from unified_ckpt.plans.checkpoint.directory import Checkpoint, read_checkpoint
+
+_INDEX_SUFFIX = ".safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,28 +55,41 @@ def verify_checkpoint(checkpoint_id: Path | str) -> VerifyReport:
         LoadError: there is no such directory, or it holds nothing that could be checked.
     """
     try:
-        checkpoint = Checkpoint(checkpoint_id)
-    except CorruptCheckpointError as error:
+        return read_checkpoint(checkpoint_id, verify_opened)
+    except CorruptCheckpointError as error:  # of the directory or its manifest
         problem = Problem("manifest.json", None, str(error))
         return VerifyReport(problems=(problem,), num_files=0, num_bytes=0, checksummed=False)
+
+
+def verify_opened(checkpoint: Checkpoint) -> VerifyReport:
+    """As `verify_checkpoint`, of a checkpoint that is open."""
     if checkpoint.manifest is None:
-        return _verify_structure(checkpoint)
+        report = _verify_structure(checkpoint)
+    else:
+        report = _verify_bytes(checkpoint, checkpoint.manifest.files)
+    if report.problems and not checkpoint.opened.leads_here():
+        raise checkpoint.replaced()
+    return report
+
+
+def _verify_bytes(checkpoint: Checkpoint, files: Mapping[str, FileRecord]) -> VerifyReport:
     problems: list[Problem] = []
     num_bytes = 0
-    for name, record in checkpoint.manifest.files.items():
-        found, done = _verify_file(checkpoint.folder / name, name, record)
+    for name, record in files.items():
+        try:
+            found, done = _verify_file(checkpoint.opened, name, record)
+        except LoadError as error:
+            found, done = [Problem(name, None, str(error))], 0
         problems += found
         num_bytes += done
     return VerifyReport(
-        problems=tuple(problems),
-        num_files=len(checkpoint.manifest.files),
-        num_bytes=num_bytes,
-        checksummed=True,
+        problems=tuple(problems), num_files=len(files), num_bytes=num_bytes, checksummed=True
     )
 
 
 def _verify_structure(checkpoint: Checkpoint) -> VerifyReport:
-    names = sorted(path.name for path in checkpoint.folder.glob("*.safetensors"))
+    listed = sorted(checkpoint.opened.listed())
+    names = [name for name in listed if name.endswith(".safetensors")]
     if not names:
         raise LoadError(
             f"{checkpoint.folder} holds neither a manifest nor a safetensors file; "
@@ -82,23 +98,24 @@ def _verify_structure(checkpoint: Checkpoint) -> VerifyReport:
     problems = []
     for name in names:
         try:
-            read_header(checkpoint.folder / name)
+            read_header(checkpoint.opened, name)
         except CorruptCheckpointError as error:
             problems.append(Problem(name, None, str(error)))
-    for path in sorted(checkpoint.folder.glob("*.safetensors.index.json")):
-        try:
-            checkpoint.tensors(path.name.removesuffix(".safetensors.index.json"))
-        except CorruptCheckpointError as error:
-            problems.append(Problem(path.name, None, str(error)))
+    for name in listed:
+        if name.endswith(_INDEX_SUFFIX):
+            try:
+                checkpoint.tensors(name.removesuffix(_INDEX_SUFFIX))
+            except CorruptCheckpointError as error:
+                problems.append(Problem(name, None, str(error)))
     return VerifyReport(
         problems=tuple(problems), num_files=len(names), num_bytes=0, checksummed=False
     )
 
 
-def _verify_file(path: Path, name: str, record: FileRecord) -> tuple[list[Problem], int]:
-    if not path.is_file():
+def _verify_file(folder: OpenFolder, name: str, record: FileRecord) -> tuple[list[Problem], int]:
+    size = folder.size(name)
+    if size is None:
         return [Problem(name, None, "file is missing")], 0
-    size = path.stat().st_size
     if size != record.num_bytes:
         return [Problem(name, None, f"has {size} bytes, expected {record.num_bytes}")], 0
     covered = record.covered_bytes
@@ -106,9 +123,9 @@ def _verify_file(path: Path, name: str, record: FileRecord) -> tuple[list[Proble
     if covered != record.num_bytes:
         message = f"the manifest has checksums for {covered} of {record.num_bytes} bytes"
         problems.append(Problem(name, None, message))
-    with open_for_read(path) as fd:
+    with folder.open(name) as fd:
         damaged = [r for r, crc in record.pieces() if crc_of_file(fd, r) != crc]
-    keys = _KeyLookup(path, name, damaged)
+    keys = _KeyLookup(folder, name, damaged)
     problems += [
         Problem(
             name,
@@ -125,11 +142,11 @@ def _verify_file(path: Path, name: str, record: FileRecord) -> tuple[list[Proble
 class _KeyLookup:
     """Names the tensor at an offset of a file, as far as its header can be read."""
 
-    def __init__(self, path: Path, name: str, damaged: list[Region]) -> None:
+    def __init__(self, folder: OpenFolder, name: str, damaged: list[Region]) -> None:
         self._entries: tuple[HeaderEntry, ...] = ()
         if damaged and name.endswith(".safetensors"):
             try:
-                self._entries = tuple(e for e in read_header(path)[1] if e.end > e.begin)
+                self._entries = tuple(e for e in read_header(folder, name)[1] if e.end > e.begin)
             except CorruptCheckpointError:
                 self._entries = ()  # the header itself is damaged and listed as such
         self._begins = [entry.begin for entry in self._entries]

@@ -87,7 +87,8 @@ class Agreement:
                 store.set(self._mark(name, self.rank), "here")
             texts = self._gather_texts(text)
             if store is not None:
-                store.delete_key(self._mark(name, self.rank))
+                with suppress(RuntimeError):  # all have met, so whoever hosts the store may end
+                    store.delete_key(self._mark(name, self.rank))
         except RuntimeError as error:
             raise SavePeerError(self._lost(name, error)) from error
         return [json.loads(text) for text in texts]

@@ -18,11 +18,12 @@ import os
 import re
 import secrets
 import time
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from unified_ckpt.errors import CheckpointValueError
+from unified_ckpt.errors import CheckpointValueError, KeptFilesWarning
 from unified_ckpt.files import (
     exchange,
     lock_folder,
@@ -35,6 +36,7 @@ from unified_ckpt.files import (
     unlock_folder,
 )
 from unified_ckpt.files.format import MANIFEST_NAME
+from unified_ckpt.saving.commit.kept_files import keep_files
 
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.unified-ckpt-(?P<kind>tmp|old)-[0-9a-f]{16}\Z")
 _UNLOCKED_AGE_S = 24 * 3600.0  # where locks do not work, a leftover this old counts as dead
@@ -72,22 +74,42 @@ class Staging:
     def publish(self) -> bool:
         """Make everything durable, then give it its name; return whether a checkpoint was replaced.
 
-        All ranks must have fsynced their files.
+        All ranks must have fsynced their files. What others put into the checkpoint that is
+        replaced stands in the new one as well, which a `KeptFilesWarning` says.
 
         Raises:
-            CheckpointValueError: meanwhile the target's name is that of something else.
+            CheckpointValueError: meanwhile the target's name is that of something else; or others
+                put a file there whose name the new checkpoint needs.
         """
+        check_replaceable(self.target)
+        kept = keep_files(self.target, self.folder) if self.target.exists() else ()
         sync_tree(self.folder)
         check_replaceable(self.target)
         replaced = self.target.exists()
         if not replaced:
             rename(self.folder, self.target)
-        elif not exchange(self.folder, self.target):
-            self._step_aside()
+        elif exchange(self.folder, self.target):
+            kept += self._keep_late(self.folder, kept)
+        else:
+            kept += self._step_aside(kept)
         sync_folder(self.target.parent)
+        if kept:
+            warnings.warn(
+                f"{self.target} was replaced; it keeps the files {sorted(kept)}, which no save "
+                "had written",
+                KeptFilesWarning,
+                stacklevel=2,
+            )
         return replaced
 
-    def _step_aside(self) -> None:
+    def _keep_late(self, old: Path, before: tuple[str, ...]) -> tuple[str, ...]:
+        """Keep what was put into the old directory while it was being replaced."""
+        kept = keep_files(old, self.target, published_with=before)
+        if kept:
+            sync_tree(self.target)
+        return kept
+
+    def _step_aside(self, before: tuple[str, ...]) -> tuple[str, ...]:
         """Replace where names cannot be swapped; see the module for a crash in between."""
         aside = hidden_name(self.target, "old")
         rename(self.target, aside)
@@ -97,7 +119,9 @@ class Staging:
             rename(aside, self.target)
             raise
         sync_folder(self.target.parent)
+        kept = self._keep_late(aside, before)
         remove_tree(aside)
+        return kept
 
     def close(self) -> None:
         """Remove what the hidden directory still holds, and release the lock.

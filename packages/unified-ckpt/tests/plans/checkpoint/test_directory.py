@@ -1,0 +1,140 @@
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from unified_ckpt import load, load_files, read_index, save, verify_checkpoint
+from unified_ckpt.errors import (
+    CheckpointValueError,
+    CorruptCheckpointError,
+    LoadError,
+    ReplacedCheckpointError,
+)
+from unified_ckpt.files.format import MANIFEST_NAME
+from unified_ckpt.plans.checkpoint.directory import Checkpoint, read_checkpoint
+from unified_ckpt.saving.commit.commit import hidden_name
+
+
+def write(folder: Path, value: float) -> Path:
+    state = {"model": {"w": torch.full((4,), float(value))}, "step": int(value)}
+    save(state, checkpoint_id=folder / "c", files={"note": b"%d" % value})
+    return folder / "c"
+
+
+def read_both(checkpoint: Checkpoint) -> tuple[bytes, list[str]]:
+    """Read what of a checkpoint is read in two moments."""
+    note = checkpoint.read_file("note")
+    return note, checkpoint.keys("model")
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_anew(tmp_path: Path) -> None:
+    place = write(tmp_path, 1)
+    seen = []
+
+    def read(checkpoint: Checkpoint) -> bytes:
+        seen.append(checkpoint.read_file("note"))
+        if len(seen) < 3:
+            write(tmp_path, len(seen) + 1)
+        assert checkpoint.keys("model") == ["w"]
+        return seen[-1]
+
+    assert read_checkpoint(place, read) == b"3"
+    assert seen == [b"1", b"2", b"3"]
+
+
+def test_a_checkpoint_that_is_always_replaced_or_removed_is_no_damage(tmp_path: Path) -> None:
+    place = write(tmp_path, 0)
+    count = 0
+
+    def read(checkpoint: Checkpoint) -> None:
+        nonlocal count
+        count += 1
+        write(tmp_path, count)
+        checkpoint.keys("model")
+
+    with pytest.raises(ReplacedCheckpointError, match=r"c was replaced while it was read") as error:
+        read_checkpoint(place, read)
+    assert count == 5 and not isinstance(error.value, CorruptCheckpointError)
+
+    def remove(checkpoint: Checkpoint) -> None:
+        place.rename(hidden_name(place, "tmp"))
+        checkpoint.read_file("nothing")
+
+    with pytest.raises(LoadError, match="no such checkpoint directory"):
+        read_checkpoint(place, remove)
+
+
+def test_what_is_read_of_a_replaced_checkpoint_is_good_if_it_is_whole(tmp_path: Path) -> None:
+    place = write(tmp_path, 1)
+    with Checkpoint(place) as old:
+        place.rename(tmp_path / "moved")
+        write(tmp_path, 2)
+        assert read_both(old) == (b"1", ["w"])
+
+
+def test_a_file_that_is_written_to_while_it_is_read_is_told(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors")
+    with (
+        pytest.raises(ReplacedCheckpointError, match=r"model.safetensors was written to while"),
+        Checkpoint(tmp_path) as plain,
+    ):
+        assert plain.keys("model") == ["w"]
+        safetensors.torch.save_file({"w": torch.zeros(8)}, tmp_path / "model.safetensors")
+
+
+def test_a_reader_waits_while_a_save_has_the_checkpoint_under_another_name(tmp_path: Path) -> None:
+    place = write(tmp_path, 1)
+    aside = hidden_name(place, "old")
+    place.rename(aside)
+    back = threading.Timer(0.1, lambda: aside.rename(place))
+    back.start()
+    assert load_files(place, "note") == b"1"
+    back.join()
+
+
+def test_files_that_the_manifest_does_not_list_are_no_part_of_the_checkpoint(
+    tmp_path: Path,
+) -> None:
+    place = write(tmp_path, 1)
+    (place / "model.safetensors.index.json").write_text('{"weight_map": {"other": "x"}}')
+    (place / "extra.safetensors").touch()
+    with Checkpoint(place) as checkpoint:
+        assert checkpoint.parts() == ["model"] and checkpoint.keys("model") == ["w"]
+        assert MANIFEST_NAME not in checkpoint.names() and "extra.safetensors" not in (
+            checkpoint.names()
+        )
+    (place / "mine.txt").write_text("hello")
+    assert load_files(place, "mine.txt") == b"hello"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "note", "unified_ckpt.json", MANIFEST_NAME])
+def test_a_fifo_in_a_checkpoint_is_an_error_and_no_hang(name: str, tmp_path: Path) -> None:
+    place = write(tmp_path, 1)
+    (place / name).unlink()
+    os.mkfifo(place / name)
+    began_s = time.monotonic()
+    with pytest.raises(CorruptCheckpointError, match=f"{name}: is not a regular file"):
+        load({"model": {"w": torch.zeros(4)}, "step": 0}, checkpoint_id=place)
+        load_files(place, name)
+    (problem,) = verify_checkpoint(place).problems
+    assert problem.file == name and "is not a regular file" in problem.message
+    assert time.monotonic() - began_s < 20.0
+
+
+@pytest.mark.parametrize("name", ["", "a\0b"])
+def test_a_name_that_names_nothing_is_refused(name: str) -> None:
+    for call in (
+        lambda: load({"model": {}}, checkpoint_id=name),
+        lambda: save({"model": {}}, checkpoint_id=name),
+        lambda: read_index(name),
+        lambda: verify_checkpoint(name),
+    ):
+        with pytest.raises(ValueError, match="checkpoint_id is "):
+            call()
+    with pytest.raises(ValueError, match="has no last name"):
+        save({"model": {}}, checkpoint_id="/")
+    assert issubclass(CheckpointValueError, ValueError)
