@@ -1,5 +1,7 @@
 """Owed backwards: who joins which with zeros, and why not."""
 
+import gc
+
 import pytest
 
 from comm_collectives.call.agreement.pending import PendingBackwards, Standing, agreed_backward
@@ -48,11 +50,11 @@ def test_calls_to_answer_for_are_those_dropped_untouched_or_failed() -> None:
     pending.drop(2)
     assert pending.answerable() == {}
     pending.forget([2])
-    pending.noticed.clear()
-    assert not pending.noticed.is_set()
+    pending.noticed.get()
+    assert pending.noticed.empty()
     pending.drop(4)
     pending.drop(5)  # never owed
-    assert pending.noticed.is_set()
+    assert not pending.noticed.empty()
     assert pending.answerable() == {4: True}
     pending.fail()
     assert pending.answerable() == {3: False, 4: True}
@@ -67,6 +69,30 @@ def test_graphs_that_live_are_known_by_their_place() -> None:
     assert not pending.lives_before(3)
     pending.drop(3)
     assert not pending.lives_before(4)
+
+
+def test_graph_may_go_while_another_is_noted() -> None:
+    """A garbage collection finds one where it likes: also inside of what notes another."""
+    pending, graphs = _owing(*range(200)), []
+
+    class Graph:
+        def __init__(self, number: int) -> None:
+            self.number, self.itself = number, self
+
+        def __del__(self) -> None:
+            pending.drop(self.number)
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        for number in range(200):
+            graphs.append(Graph(number))
+            graphs.clear()
+            pending.drop(number)
+    finally:
+        gc.set_threshold(*threshold)
+    gc.collect()
+    assert all(pending.answerable().values())
 
 
 def test_old_calls_are_forgotten_alike_on_every_rank() -> None:

@@ -13,11 +13,11 @@ ended in an exception, has a gradient that nobody knows. For these all ranks get
     pending.stands(7)                 # Standing.JOINS: pending.take(7) says how
 """
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from queue import SimpleQueue
 from typing import Any, final
 
 _KEPT_BACKWARDS = 1024  # older ones are forgotten, on every rank alike
@@ -63,12 +63,13 @@ class _Owed:
 class PendingBackwards:
     """The differentiable calls of one group on this rank whose backward has not run yet.
 
-    `noticed` is set when a graph is gone or a backward failed, so that peers may have to be told.
+    `noticed` gets an entry when a graph is gone or a backward failed, so that peers may have to be
+    told. Finalisers put it there, which may run anywhere: a queue of this kind alone bears that.
     """
 
     def __init__(self) -> None:
         self._owed: OrderedDict[int, _Owed] = OrderedDict()
-        self.noticed = threading.Event()
+        self.noticed: SimpleQueue[None] = SimpleQueue()
         # Why gradients of other ranks are lost since zeros were given here; for the next call.
         self.lost = ""
 
@@ -90,7 +91,7 @@ class PendingBackwards:
         owed = self._owed.get(number)
         if owed is not None:
             owed.is_dropped = True
-            self.noticed.set()
+            self.noticed.put(None)
 
     def touch(self, number: int) -> None:
         """Note that a backward ran a part of the graph of a call, but not the call itself."""
@@ -103,7 +104,7 @@ class PendingBackwards:
         for owed in list(self._owed.values()):
             owed.is_failed = True
         if self._owed:
-            self.noticed.set()
+            self.noticed.put(None)
 
     def lives_before(self, order: int) -> bool:
         """Whether a call made before this place among all calls still has its graph."""

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, cast, final
 from weakref import finalize, ref
 
@@ -194,30 +195,30 @@ def _watch_over(state: GroupState) -> None:
         noticed = state.pending.noticed
         state.responder = threading.Thread(target=_respond, args=(ref(state), noticed), daemon=True)
         state.responder.start()
-        # It waits for the event, and ends when it finds the group gone.
-        finalize(state, noticed.set).atexit = False
+        # It waits for an entry, and ends when it finds the group gone.
+        finalize(state, noticed.put, None).atexit = False
 
 
-def _respond(state_of: "ref[GroupState]", noticed: threading.Event) -> None:
+def _respond(state_of: "ref[GroupState]", noticed: "SimpleQueue[None]") -> None:
     """Look whether peers wait in a backward that will not come: they get zeros, or an error."""
-    waited_s = 0.0
+    waited_s = pause_s = 0.0
     while True:
-        noticed.wait()
+        if not pause_s:
+            noticed.get()
         state = state_of()
         if state is None:
             return
-        pause_s = POLL_S if isinstance(state.control, MailboxExchange) else _POLL_STORE_S
-        gone = _awaited(state)
+        gone, pause_s = _awaited(state), 0.0
+        if state.pending.answerable():
+            pause_s = POLL_S if isinstance(state.control, MailboxExchange) else _POLL_STORE_S
         waited_s = waited_s + pause_s if gone else 0.0
-        if not state.pending.answerable():
-            noticed.clear()
-        elif (True in gone or waited_s > _RETRY_S) and state.lock.acquire(blocking=False):
+        if (True in gone or waited_s > _RETRY_S) and state.lock.acquire(blocking=False):
             # A thread of this rank that holds the lock is in a call and answers by itself.
             try:
                 if _awaited(state):
                     Call(state, "an answer to", compares_site=False).answer()
             except (CommError, LostGradientWarning):
-                noticed.clear()  # the peers have the same error, or the user wants warnings raised
+                pause_s = 0.0  # the peers have the same error, or the user wants warnings raised
             finally:
                 state.lock.release()
         del state
