@@ -22,7 +22,7 @@ from comm_collectives.checking.cells import (
     run_ours,
     run_torch_order,
 )
-from comm_collectives.checking.misuse import MISUSE_OF, RAW, At, run_misuse, run_raw_misuse
+from comm_collectives.checking.misuse import MISUSE_OF, At, run_misuse, run_raw_misuse
 from comm_collectives.checking.results import CaseResult, run_case
 from comm_collectives.collectives import all_reduce, drop_in
 
@@ -44,7 +44,7 @@ def answer(order: Order) -> CaseResult:
     if order.place == RAW_TORCH:
         if isinstance(what, Case):
             return run_case(lambda: run_torch_order(what, dist))
-        return run_raw_misuse(RAW[what], MISUSE_OF[what], at)
+        return run_raw_misuse(MISUSE_OF[what], at)
     _meet_at(order.place)
     if not isinstance(what, Case):
         return run_misuse(MISUSE_OF[what], at)

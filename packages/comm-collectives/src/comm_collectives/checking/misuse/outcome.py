@@ -102,6 +102,7 @@ class Misuse:
         goes_on: whether the group works afterwards.
         dies: whether the odd rank ends.
         sides: calls whose file and line the text must hold, if not as usual for the class.
+        run_raw: the same with torch.distributed itself, where that is possible.
     """
 
     name: str
@@ -113,6 +114,7 @@ class Misuse:
     goes_on: bool = True
     dies: bool = False
     sides: int | None = None
+    run_raw: Callable[[At], Any] | None = None
 
     @property
     def raises(self) -> bool:
@@ -159,8 +161,9 @@ def judge_misuse(results: Sequence[CaseResult], misuse: Misuse) -> tuple[Verdict
     return (Verdict.WRONG if is_silent else Verdict.FAILED), on_rank(*bad[0])
 
 
-def run_raw_misuse(run: Callable[[At], Any], misuse: Misuse, at: At) -> CaseResult:
+def run_raw_misuse(misuse: Misuse, at: At) -> CaseResult:
     """Make the same mistake with something that promises nothing: any exception will do."""
+    run = misuse.run if misuse.run_raw is None else misuse.run_raw
     result = run_case(lambda: _text_of(run(at)))
     if result.error or result.verdict == Verdict.WRONG or not misuse.raised_by(at):
         return result

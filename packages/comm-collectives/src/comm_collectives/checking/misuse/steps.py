@@ -1,0 +1,173 @@
+"""The calls of the table of mistakes, made from their names and arguments, by us or by bare torch.
+
+What a rank does is data: steps, each a call's name and what it changes in the usual arguments.
+An argument that is a function is asked for its value on this rank.
+
+    run_steps((("all_reduce", {"op": "max"}),), At(rank=1, size=2), OURS)
+"""
+
+import os
+import signal
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+
+from comm_collectives.call.signature import call_site
+from comm_collectives.checking.cells import as_group
+from comm_collectives.checking.misuse.outcome import At
+from comm_collectives.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    drop_in,
+    gather,
+    reduce_scatter,
+    scatter,
+)
+from comm_collectives.moe import MoeOptions, combine, dispatch
+from comm_collectives.nested import broadcast_nested
+from comm_collectives.p2p import recv_tensors
+
+Step = tuple[str, Mapping[str, Any]]
+Make = Callable[..., Any]
+SITE, ASYNC = "site", "async_op"  # a step's name for its place, and whether it is waited for later
+HIDDEN = 8
+
+
+def rows(ranks: int = 1) -> torch.Tensor:
+    """50 rows of two numbers for each of so many ranks: more than one small message holds."""
+    return torch.ones(50 * ranks, 2)
+
+
+def _dispatch(
+    at: At,
+    *,
+    hidden: int = HIDDEN,
+    dtype: torch.dtype = torch.float32,
+    weight_dtype: torch.dtype = torch.float32,
+    choice: int = 0,
+    **changed: Any,
+) -> Any:
+    """Dispatch four tokens with one choice each, all of the same expert."""
+    given = {
+        "x": torch.ones(4, hidden, dtype=dtype),
+        "topk_idx": torch.full((4, 1), choice),
+        "topk_weights": torch.ones(4, 1, dtype=weight_dtype),
+        "num_experts": 2 * at.size,
+        "options": MoeOptions(),
+    }
+    return dispatch(**{**given, **changed}, group=as_group(None))
+
+
+def _combine(at: At, *, more: int = 0, dtype: torch.dtype = torch.float32, hidden: int = 8) -> Any:
+    """Combine rows of ones after a dispatch that went well."""
+    handle = _dispatch(at).handle
+    return combine(torch.ones(handle.num_rows + more, hidden, dtype=dtype), handle)
+
+
+def _die(at: At) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _plain(function: Make) -> Make:
+    return lambda at, **arguments: function(**arguments)
+
+
+# By name: the call, and its usual arguments.
+OURS: dict[str, tuple[Make, dict[str, Any]]] = {
+    "all_reduce": (_plain(all_reduce), {"x": lambda at: at.x}),
+    "all_gather": (_plain(all_gather), {"x": lambda at: at.x}),
+    "all_to_all": (
+        _plain(all_to_all),
+        {"x": lambda at: at.x, "input_splits": lambda at: at.splits},
+    ),
+    "reduce_scatter": (
+        _plain(reduce_scatter),
+        {"x": lambda at: at.x, "splits": lambda at: at.splits},
+    ),
+    "broadcast": (_plain(broadcast), {"x": lambda at: at.x, "src": 0}),
+    "broadcast_nested": (_plain(broadcast_nested), {"obj": lambda at: {"x": at.x}, "src": 0}),
+    "gather": (_plain(gather), {"x": lambda at: at.x, "dst": 0}),
+    "scatter": (_plain(scatter), {"tensors": lambda at: [at.x] * at.size, "src": 0}),
+    "recv_tensors": (_plain(recv_tensors), {"src": lambda at: at.size - 1}),
+    "dispatch": (_dispatch, {}),
+    "combine": (_combine, {}),
+    "torch all_reduce": (_plain(drop_in.all_reduce), {"tensor": lambda at: at.x}),
+    "torch broadcast": (_plain(drop_in.broadcast), {"tensor": lambda at: at.x, "src": 0}),
+    "torch all_gather_into_tensor": (
+        _plain(drop_in.all_gather_into_tensor),
+        {"output_tensor": lambda at: rows(at.size), "input_tensor": lambda at: rows()},
+    ),
+    "torch reduce_scatter_tensor": (
+        _plain(drop_in.reduce_scatter_tensor),
+        {"output": lambda at: rows(), "input": lambda at: rows(at.size)},
+    ),
+    "torch all_to_all_single": (
+        _plain(drop_in.all_to_all_single),
+        {"output": lambda at: rows(at.size), "input": lambda at: rows(at.size)},
+    ),
+    "die": (_die, {}),
+}
+
+
+@final
+class _Raw:
+    """torch.distributed itself, given the arguments of our calls."""
+
+    def all_reduce(self, at: At, *, x: Any, op: str = "sum", async_op: bool = False) -> Any:
+        return dist.all_reduce(x, op=getattr(dist.ReduceOp, op.upper()), async_op=async_op)
+
+    def all_gather(self, at: At, *, x: Any, async_op: bool = False) -> Any:
+        outputs = [torch.empty_like(x) for _ in range(at.size)]
+        return dist.all_gather(outputs, x, async_op=async_op)
+
+    def all_to_all(
+        self, at: At, *, x: Any, input_splits: list[int], output_splits: list[int] | None = None
+    ) -> None:
+        expected = output_splits or [3000 if at.rank == 0 else 0] * at.size
+        dist.all_to_all_single(torch.empty(sum(expected)), x, expected, input_splits)
+
+    def broadcast(self, at: At, *, x: Any, src: int) -> None:
+        dist.broadcast(x, src=src)
+
+    def broadcast_nested(self, at: At, *, obj: Any, src: int) -> None:
+        dist.broadcast_object_list([obj], src=src)
+
+    def gather(self, at: At, *, x: Any, dst: int) -> None:
+        parts = [torch.empty(3000) for _ in range(at.size)] if at.rank == dst else None
+        dist.gather(x, parts, dst=dst)
+
+    def scatter(self, at: At, *, tensors: Any, src: int) -> None:
+        dist.scatter(torch.empty(3000), tensors if at.rank == src else None, src=src)
+
+    def die(self, at: At) -> None:
+        _die(at)
+
+
+RAW_CALLS: dict[str, Make] = {
+    name: getattr(_Raw(), name) for name in vars(_Raw) if not name.startswith("_")
+}
+
+
+def run_steps(steps: Iterable[Step], at: At, *, raw: bool = False) -> None:
+    """Make the calls in turn; asynchronous ones are waited for at the end."""
+    handles: list[Any] = []
+    for name, changes in steps:
+        ours, usual = OURS[name]
+        given = {**usual, **changes}
+        site = given.pop(SITE, "")
+        arguments = {key: v(at) if callable(v) else v for key, v in given.items()}
+        if raw:
+            arguments.pop("timeout_s", None)  # the group's own limit is short enough
+            result = RAW_CALLS[name](at, **arguments)
+        elif site:
+            with call_site(site):
+                result = ours(at, **arguments)
+        else:
+            result = ours(at, **arguments)
+        handles += [result] if arguments.get(ASYNC) else []
+    for handle in handles:
+        handle.wait()
