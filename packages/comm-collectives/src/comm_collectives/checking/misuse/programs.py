@@ -23,7 +23,7 @@ from comm_collectives.checking.misuse.outcome import (
     the_first,
     the_odd_one,
 )
-from comm_collectives.checking.misuse.steps import HIDDEN, OURS, rows
+from comm_collectives.checking.misuse.steps import HIDDEN, dispatch_given, rows
 from comm_collectives.collectives import all_reduce, all_to_all, broadcast, drop_in
 from comm_collectives.moe import MoeOptions, combine, dispatch
 from comm_collectives.p2p import isend_tensors, recv
@@ -138,19 +138,14 @@ def _quantised(at: At) -> None:
     broadcast(x, src=0)
 
 
-def _dispatched(at: At, **changed: Any) -> Any:
-    make, _ = OURS["dispatch"]
-    return make(at, **changed)
-
-
 def _reuses(at: At) -> None:
-    handle = _dispatched(at).handle
-    _dispatched(at, options=MoeOptions(reuse=handle) if at.odd else MoeOptions())
+    handle = dispatch_given(at, {}).handle
+    dispatch_given(at, {"options": MoeOptions(reuse=handle) if at.odd else MoeOptions()})
 
 
 def _reuses_other_choices(at: At) -> None:
-    handle = _dispatched(at).handle
-    _dispatched(at, choice=at.pick(1, 0), options=MoeOptions(reuse=handle))
+    handle = dispatch_given(at, {}).handle
+    dispatch_given(at, {"choice": at.pick(1, 0), "options": MoeOptions(reuse=handle)})
 
 
 def _combines_other_dispatch(at: At) -> None:

@@ -42,38 +42,34 @@ def rows(ranks: int = 1) -> torch.Tensor:
     return torch.ones(50 * ranks, 2)
 
 
-def _dispatch(
-    at: At,
-    *,
-    hidden: int = HIDDEN,
-    dtype: torch.dtype = torch.float32,
-    weight_dtype: torch.dtype = torch.float32,
-    choice: int = 0,
-    **changed: Any,
-) -> Any:
+def dispatch_given(at: At, given: Mapping[str, Any]) -> Any:
     """Dispatch four tokens with one choice each, all of the same expert."""
-    given = {
+    changed = dict(given)
+    hidden, dtype = changed.pop("hidden", HIDDEN), changed.pop("dtype", torch.float32)
+    usual = {
         "x": torch.ones(4, hidden, dtype=dtype),
-        "topk_idx": torch.full((4, 1), choice),
-        "topk_weights": torch.ones(4, 1, dtype=weight_dtype),
+        "topk_idx": torch.full((4, 1), changed.pop("choice", 0)),
+        "topk_weights": torch.ones(4, 1, dtype=changed.pop("weight_dtype", torch.float32)),
         "num_experts": 2 * at.size,
         "options": MoeOptions(),
     }
-    return dispatch(**{**given, **changed}, group=as_group(None))
+    return dispatch(**{**usual, **changed}, group=as_group(None))
 
 
-def _combine(at: At, *, more: int = 0, dtype: torch.dtype = torch.float32, hidden: int = 8) -> Any:
+def _combine(at: At, given: Mapping[str, Any]) -> Any:
     """Combine rows of ones after a dispatch that went well."""
-    handle = _dispatch(at).handle
-    return combine(torch.ones(handle.num_rows + more, hidden, dtype=dtype), handle)
+    handle = dispatch_given(at, {}).handle
+    num_rows = handle.num_rows + given.get("more", 0)
+    y = torch.ones(num_rows, given.get("hidden", HIDDEN), dtype=given.get("dtype", torch.float32))
+    return combine(y, handle)
 
 
-def _die(at: At) -> None:
+def _die(at: At, given: Mapping[str, Any]) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _plain(function: Make) -> Make:
-    return lambda at, **arguments: function(**arguments)
+    return lambda at, given: function(**given)
 
 
 # By name: the call, and its usual arguments.
@@ -93,7 +89,7 @@ OURS: dict[str, tuple[Make, dict[str, Any]]] = {
     "gather": (_plain(gather), {"x": lambda at: at.x, "dst": 0}),
     "scatter": (_plain(scatter), {"tensors": lambda at: [at.x] * at.size, "src": 0}),
     "recv_tensors": (_plain(recv_tensors), {"src": lambda at: at.size - 1}),
-    "dispatch": (_dispatch, {}),
+    "dispatch": (dispatch_given, {}),
     "combine": (_combine, {}),
     "torch all_reduce": (_plain(drop_in.all_reduce), {"tensor": lambda at: at.x}),
     "torch broadcast": (_plain(drop_in.broadcast), {"tensor": lambda at: at.x, "src": 0}),
@@ -144,7 +140,7 @@ class _Raw:
         dist.scatter(torch.empty(3000), tensors if at.rank == src else None, src=src)
 
     def die(self, at: At) -> None:
-        _die(at)
+        _die(at, {})
 
 
 RAW_CALLS: dict[str, Make] = {
@@ -165,9 +161,9 @@ def run_steps(steps: Iterable[Step], at: At, *, raw: bool = False) -> None:
             result = RAW_CALLS[name](at, **arguments)
         elif site:
             with call_site(site):
-                result = ours(at, **arguments)
+                result = ours(at, arguments)
         else:
-            result = ours(at, **arguments)
+            result = ours(at, arguments)
         handles += [result] if arguments.get(ASYNC) else []
     for handle in handles:
         handle.wait()

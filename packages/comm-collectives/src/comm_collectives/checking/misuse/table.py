@@ -3,7 +3,8 @@
 MISUSE_OF["op differs"].run(At(rank=1, size=2))      # a MismatchError on every rank
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from comm_collectives.checking.misuse.outcome import (
     TYPE_REFUSAL,
     At,
     Misuse,
+    everybody,
     the_others,
 )
 from comm_collectives.checking.misuse.programs import PROGRAMS
@@ -217,6 +219,7 @@ _ALIKE: tuple[tuple[str, str, Mapping[str, Any], str, str], ...] = (
         REFUSAL,
     ),
 )
+_ONCE: Step = ("all_reduce", {})
 _BIAS, _SCALE = ("all_reduce", {SITE: "bias"}), ("all_reduce", {SITE: "scale"})
 _LATER = ("all_reduce", {ASYNC: True}), ("all_gather", {ASYNC: True})
 _TO_FIRST = {"output_splits": lambda at: [3000 if at.rank == 0 else 0] * at.size}
@@ -249,7 +252,7 @@ _OURS_ALONE = (
 _ABSENT = ("all_reduce", "all_to_all", "gather", "broadcast", "recv_tensors")
 
 
-def _misuse(name: str, usual: tuple[Step, ...], odd: tuple[Step, ...], **more: Any) -> Misuse:
+def _misuse(name: str, usual: Sequence[Step], odd: Sequence[Step], like: Misuse) -> Misuse:
     def run(at: At) -> None:
         run_steps(odd if at.odd else usual, at)
 
@@ -257,15 +260,19 @@ def _misuse(name: str, usual: tuple[Step, ...], odd: tuple[Step, ...], **more: A
         run_steps(odd if at.odd else usual, at, raw=True)
 
     can_be_raw = name not in _OURS_ALONE and all(c in RAW_CALLS for c, _ in (*usual, *odd))
-    return Misuse(name=name, run=run, run_raw=run_raw if can_be_raw else None, **more)
+    return replace(like, name=name, run=run, run_raw=run_raw if can_be_raw else None)
 
 
-def _of_rows(table: tuple[_Row, ...], error: str, **more: Any) -> Iterator[Misuse]:
-    odd_one = "{odd}" if more else "{odd}: "
+def _like(error: str, says: str, sides: int | None = None) -> Misuse:
+    """A mistake that has to end so, whatever it is."""
+    return Misuse(name="", run=everybody, error=error, says=tuple(says.split("; ")), sides=sides)
+
+
+def _of_rows(table: Sequence[_Row], error: str, sides: int | None = None) -> Iterator[Misuse]:
     for name, calls, changes, says in table:
         usual, _, other = calls.partition(" | ")
-        steps = ((usual, {}),), ((other or usual, changes),)
-        yield _misuse(name, *steps, error=error, says=(*says.split("; "), odd_one), **more)
+        like = _like(error, says + "; {odd}" + ("" if sides else ": "), sides)
+        yield _misuse(name, [(usual, {})], [(other or usual, changes)], like)
 
 
 def _all() -> Iterator[Misuse]:
@@ -274,28 +281,22 @@ def _all() -> Iterator[Misuse]:
     yield from _of_rows(_REFUSALS, REFUSAL)
     yield from _of_rows(_TYPE_REFUSALS, TYPE_REFUSAL)
     for name, call, given, says, error in _ALIKE:
-        steps: tuple[Step, ...] = ((call, given),)
-        yield _misuse(name, steps, steps, error=error, says=tuple(says.split("; ")))
-    for name, usual, odd, says, sides in _ORDERS:
-        yield _misuse(name, usual, odd, says=(*says.split("; "), "{odd}"), sides=sides)
+        yield _misuse(name, [(call, given)], [(call, given)], _like(error, says))
+    for name, first, second, says, sides in _ORDERS:
+        yield _misuse(name, first, second, _like(MISMATCH, says + "; {odd}", sides))
     yield from PROGRAMS
-    yield from _absences()
-
-
-def _absences() -> Iterator[Misuse]:
-    late: dict[str, Any] = {"raised_by": the_others, "goes_on": False, "within_s": _ENQUIRY_S}
-    wait = {"timeout_s": _LIMIT_S}
-    steps: tuple[Step, ...]
     for call in _ABSENT:
-        steps = ((call, wait),)
-        says = ("{odd}",) if call == "recv_tensors" else ("did not arrive: {odd}",)
-        yield _misuse(
-            f"one rank never comes to {call}", steps, (), error=TIMEOUT, says=says, **late
-        )
-    once: Step = ("all_reduce", {})
-    dead: Step = ("die", {})
-    how = {**late, "error": PEER_FAILED, "says": ("{odd}",), "dies": True}
-    yield _misuse("one rank dies", (once, once), (once, dead), **how)
+        says = "{odd}" if call == "recv_tensors" else "did not arrive: {odd}"
+        steps = [(call, {"timeout_s": _LIMIT_S})]
+        yield _misuse(f"one rank never comes to {call}", steps, [], _late(TIMEOUT, says))
+    like = replace(_late(PEER_FAILED, "{odd}"), dies=True)
+    yield _misuse("one rank dies", [_ONCE, _ONCE], [_ONCE, ("die", {})], like)
+
+
+def _late(error: str, says: str) -> Misuse:
+    """A mistake of which the others hear when a limit has passed, and whose group is of no use."""
+    like = _like(error, says)
+    return replace(like, raised_by=the_others, goes_on=False, within_s=_ENQUIRY_S)
 
 
 MISUSES = tuple(_all())
