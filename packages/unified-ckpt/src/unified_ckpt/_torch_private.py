@@ -1,14 +1,23 @@
 """The private torch names that this package needs, in one place that an upgrade has to check.
 
 `torch.distributed` keeps the store of the default group to itself; it tells who did not arrive.
-Version counters of tensors tell whether one was changed in place.
+Version counters of tensors tell whether one was changed in place. A tensor that wraps others says
+so by two methods, which torch has a private test for.
 """
 
 import torch
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["PrefixStore", "Store", "TCPStore", "shared_store", "version_of"]
+__all__ = [
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "is_traceable_wrapper_subclass",
+    "shared_store",
+    "version_of",
+]
 
 
 def shared_store() -> Store | None:

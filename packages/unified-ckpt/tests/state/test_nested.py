@@ -11,7 +11,13 @@ from unified_ckpt import Shard, load, load_files, read_index, save
 from unified_ckpt.errors import LoadError
 from unified_ckpt.geometry import Box
 from unified_ckpt.options import LoadOptions, SaveOptions
-from unified_ckpt.state.nested import find_tied_keys, flatten_state
+from unified_ckpt.state import find_tied_keys
+from unified_ckpt.state.nested import flatten_state
+
+
+class Pair(NamedTuple):
+    ids: torch.Tensor
+    epoch: int
 
 
 class Counter:
@@ -130,10 +136,6 @@ def test_a_missing_value_raises_before_anything_changes(tmp_path: Path) -> None:
 
 
 def test_values_in_tuples_beside_tensors_come_back(tmp_path: Path) -> None:
-    class Pair(NamedTuple):
-        ids: torch.Tensor
-        epoch: int
-
     def make(fill: int) -> dict[str, Any]:
         deep = Pair(torch.full((2,), fill), fill), fill
         return {"data": {"deep": deep, "same": (torch.full((1,), fill), "x")}}

@@ -161,7 +161,8 @@ class UnifiedStorageReader(StorageReader):
             name = item.storage_index.fqn
             if item.type == LoadItemType.BYTE_IO:
                 pickled = io.BytesIO()
-                torch.save(restore_value(record.objects[name], templates.get(name)), pickled)
+                value = restore_value(record.objects[name], templates.get(name), typed=record.typed)
+                torch.save(value, pickled)
                 pickled.seek(0)
                 planner.load_bytes(item, pickled)
                 continue
@@ -202,8 +203,10 @@ class UnifiedStorageReader(StorageReader):
             if part in parts:
                 keys = PartIndex(checkpoint, part).tensor_keys()
                 names |= {f"{prefix}{key}": (part, key) for key in sorted(keys)}
-        objects = read_values(checkpoint)
-        self._record = DcpRecord(names, objects, {name: [name] for name in (*names, *objects)})
+        values = read_values(checkpoint)
+        objects = values.leaves()
+        paths: dict[str, list[str | int]] = {name: [name] for name in (*names, *objects)}
+        self._record = DcpRecord(names, objects, paths, values.typed)
         return self._record
 
 

@@ -7,9 +7,9 @@ collective.
     load({"model": model, "optimizer": optimizer, "epoch": 0}, checkpoint_id="run/checkpoint-10")
 """
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -18,23 +18,16 @@ import torch
 from unified_ckpt.errors import CheckpointTypeError, CheckpointValueError, LoadError, check_type
 from unified_ckpt.geometry import Shard
 from unified_ckpt.geometry.tensors import collector_paused
+from unified_ckpt.loading.hooks import StoredHooks
 from unified_ckpt.loading.jobs import LoadJob, make_jobs
-from unified_ckpt.loading.optimizer_memory import StoredStates, allocate_states, remove_states
+from unified_ckpt.loading.matching import check_all_matched, find_unmatched, lost
 from unified_ckpt.loading.reader import Reader
 from unified_ckpt.loading.sources import Sources
 from unified_ckpt.loading.together import read_together
-from unified_ckpt.options import MASTER_WEIGHTS, LoadOptions, base_key, matcher
+from unified_ckpt.options import MASTER_WEIGHTS, LoadOptions
 from unified_ckpt.plans.checkpoint import Checkpoint, read_checkpoint
 from unified_ckpt.saving.commit import Agreement
-from unified_ckpt.state import (
-    FlatState,
-    StateDict,
-    find_value,
-    flatten_state,
-    place_tensor,
-    restore_value,
-)
-from unified_ckpt.state.optimizer import StoredGroups
+from unified_ckpt.state import FlatState, StateDict, flatten_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,26 +118,27 @@ def fill_state(
 ) -> LoadReport:
     """As `load`, from a checkpoint that is open; not collective."""
     sources = Sources(checkpoint, options)
-    hooks = _OptimizerHooks(sources, options)
+    hooks = StoredHooks(sources, options)
     with ExitStack() as on_error:
         on_error.callback(hooks.undo)
         flat = _flatten(state_dict, part, hooks, options)
         _check_destinations(flat)
         jobs, missing = make_jobs(flat.parts, sources, cast=cast, strict=strict)
-        missing += hooks.lost_masters
-        lost_values = [path for path in flat.values if not find_value(sources.values, path)[0]]
-        dropped = _dropped_states(flat, sources, hooks.is_ignored)
+        missing += [*flat.lost, *hooks.lost_masters]
+        lost_values = [path for path in flat.values if not sources.values.holds(path)]
+        unmatched = find_unmatched(flat, sources, hooks.is_ignored)
         if strict:
+            check_all_matched(unmatched, checkpoint.folder)
             _check_nothing_missing(checkpoint, missing, lost_values)
-            _check_no_state_dropped(dropped)
         reader = _read(checkpoint, jobs, verify=verify)
         on_error.pop_all()
     _put_values(flat, sources)
+    hooks.finish()
     return LoadReport(
         num_tensors=sum(job.num_tensors for job in jobs),
         num_bytes=reader.num_bytes,
         verified_bytes=reader.verified_bytes,
-        missing=(*dict.fromkeys(key for _, key in [*missing, *dropped]), *lost_values),
+        missing=(*dict.fromkeys(key for _, key in missing), *lost(unmatched), *lost_values),
     )
 
 
@@ -163,57 +157,8 @@ def _read(
     return reader
 
 
-class _OptimizerHooks:
-    """Gives fresh optimizers memory for stored states, and finds the stored groups of theirs."""
-
-    def __init__(self, sources: Sources, options: LoadOptions) -> None:
-        self._sources = sources
-        self._layout = options.layout
-        self._ignores = bool(options.ignored_keys)
-        self.is_ignored = matcher(options.ignored_keys)
-        self._groups = StoredGroups(sources.values)
-        self._added: list[tuple[torch.optim.Optimizer, list[tuple[torch.Tensor, str]]]] = []
-        self.lost_masters: list[tuple[str, str]] = []
-
-    def prepare(self, optimizer: torch.optim.Optimizer, part: str, prefix: str) -> None:
-        stored = self._without_ignored(self._sources.states_of(part, prefix), part, prefix)
-        added = allocate_states(
-            optimizer, stored, part, lambda key, tensor: place_tensor(key, tensor, self._layout)
-        )
-        self._added.append((optimizer, added.states))
-        self.lost_masters += [
-            (MASTER_WEIGHTS, key) for key in added.lost_masters if not self.is_ignored(key)
-        ]
-
-    def _without_ignored(self, stored: StoredStates, part: str, prefix: str) -> StoredStates:
-        """Leave out what will not be read, but the tensors of a parameter with other states."""
-        if not self._ignores:
-            return stored
-        taken = {base_key(key) for key in stored.tensors if not self.is_ignored(f"{prefix}{key}")}
-        return replace(
-            stored,
-            tensors={k: tensor for k, tensor in stored.tensors.items() if base_key(k) in taken},
-            values={
-                key: value
-                for key, value in stored.values.items()
-                if not self.is_ignored(f"{part}.{prefix}{key}")
-            },
-            master_dtype=lambda k: None if self.is_ignored(k) else stored.master_dtype(k),
-        )
-
-    def group_number(
-        self, where: str, names: Sequence[str], position: int, fields: Sequence[str]
-    ) -> int:
-        return self._groups.number(where, names, position, fields)
-
-    def undo(self) -> None:
-        """Take away what was added, so that a failed load leaves a fresh optimizer fresh."""
-        for optimizer, added in self._added:
-            remove_states(optimizer, added)
-
-
 def _flatten(
-    state_dict: StateDict | Sequence[Shard], part: str, hooks: _OptimizerHooks, options: LoadOptions
+    state_dict: StateDict | Sequence[Shard], part: str, hooks: StoredHooks, options: LoadOptions
 ) -> FlatState:
     if not isinstance(state_dict, Mapping):
         for want in state_dict:
@@ -224,7 +169,8 @@ def _flatten(
     flat = flatten_state(
         state_dict, layout=options.layout, ignored_keys=options.ignored_keys, hooks=hooks
     )
-    for path, slot in flat.all_values():
+    remade = [(path, slot) for path, slot, _ in flat.remade]
+    for path, slot in [*flat.all_values(), *remade]:
         if not isinstance(slot.container, MutableMapping | list):
             raise CheckpointTypeError(
                 f"{path}: stands in a {type(slot.container).__name__}, which load cannot change; "
@@ -255,29 +201,6 @@ def _first(names: Sequence[str]) -> str:
     return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
 
 
-def _dropped_states(
-    flat: FlatState, sources: Sources, is_ignored: Callable[[str], bool]
-) -> list[tuple[str, str]]:
-    """Return the (part, parameter) pairs whose states are stored, but have no place to go to."""
-    dropped = []
-    stored: dict[str, set[str]] = {}
-    for part, name in flat.stateless:
-        if part not in stored:
-            keys = sources.index(part).tensor_keys() if sources.has_part(part) else set()
-            stored[part] = {base_key(k) for k in keys if "/" in k and not is_ignored(k)}
-        if name in stored[part]:
-            dropped.append((part, name))
-    return dropped
-
-
-def _check_no_state_dropped(dropped: Sequence[tuple[str, str]]) -> None:
-    for part, name in dropped:
-        raise LoadError(
-            f"part {part!r} holds states of {name!r}, but the optimizer's state dict has "
-            "none to fill; pass the optimizer itself, or get_optimizer_state_dict(...)"
-        )
-
-
 def _check_destinations(flat: FlatState) -> None:
     for shards in flat.parts.values():
         for want in shards:
@@ -302,9 +225,9 @@ def _mark_changed(jobs: Sequence[LoadJob]) -> None:
 
 def _put_values(flat: FlatState, sources: Sources) -> None:
     for path, slot in flat.all_values():
-        found, value = find_value(sources.values, path)
+        found, value = sources.values.get(path, slot.get())
         if found:
-            slot.put(restore_value(value, slot.get()))
+            slot.put(value)
     flat.rebuild()
     for owner, holder in flat.stateful:
         owner.load_state_dict(holder[0])

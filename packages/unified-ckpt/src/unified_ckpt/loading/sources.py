@@ -16,13 +16,15 @@ import torch
 
 from unified_ckpt.errors import CorruptCheckpointError, LoadError
 from unified_ckpt.geometry.tensors import StoredDtype, dtype_of
-from unified_ckpt.loading.dcp_keys import DCP_NAME, DcpRecord
+from unified_ckpt.loading.dcp_keys import DCP_NAME, DcpRecord, Prefixes
 from unified_ckpt.loading.optimizer_memory import StoredStates
 from unified_ckpt.loading.part_index import PartIndex
 from unified_ckpt.options import MASTER_WEIGHTS, MODEL, LoadOptions
 from unified_ckpt.plans import SplitTensor, StoredTensor
 from unified_ckpt.plans.checkpoint import Checkpoint
-from unified_ckpt.saving import STATE_NAME
+from unified_ckpt.saving import STATE_NAME, STATE_VERSION
+from unified_ckpt.state import StoredValues
+from unified_ckpt.state.naming import Names
 from unified_ckpt.state.optimizer import MASTER_FIELD
 
 
@@ -40,6 +42,9 @@ class Sources:
 
     Attributes:
         values: Python values of the checkpoint by dotted path.
+        structure: nodes of nested states by dotted path.
+        stateless: by part, keys of parameters of which an optimizer had no state; None if the
+            checkpoint does not say it.
     """
 
     def __init__(self, checkpoint: Checkpoint, options: LoadOptions) -> None:
@@ -48,9 +53,19 @@ class Sources:
         self._indexes: dict[str, PartIndex | None] = {}
         self._master_dtypes: dict[str, StoredDtype] | None = None
         content = _read_state_file(checkpoint)
-        self.values: Mapping[str, Any] = content.get("values", {})
+        typed = content.get("version", 2) >= STATE_VERSION
+        self.values = StoredValues(content.get("values", {}), typed=typed)
+        self.structure: Mapping[str, Any] = content.get("structure", {})
+        self.stateless: Mapping[str, Any] | None = content.get("stateless", {}) if typed else None
+        self._dcp_keys: dict[str, dict[str, str]] = {}
+        self._names: dict[str, Names] = {}
+        self._stateless_names: dict[str, Names] = {}
         if checkpoint.holds(DCP_NAME):  # the values that DCP's adapter keeps
-            self.values = {**read_dcp_record(checkpoint).objects, **self.values}
+            record = read_dcp_record(checkpoint)
+            self._dcp_keys = record.optimizer_keys()
+            self.stateless = None
+            if not self.values.encoded:
+                self.values = StoredValues(record.values(Prefixes()), typed=record.typed)
         self._tied = {**content.get("tied", {}), **options.tied}
         self._skipped_model = bool(content.get("skip_save_model_weight", False))
 
@@ -66,14 +81,45 @@ class Sources:
     def find(self, part: str, key: str) -> Source | None:
         """Return what stands for a tensor of a part, None if nothing does."""
         for source, cast in self._parts_for(part):
-            index = self._index_if_any(source)
-            if index is not None:
-                if key in index:
-                    return Source(source, key, cast)
-                tied = self._tied_key(key)
-                if tied is not None and tied in index:
-                    return Source(source, tied, cast)
+            for wanted in (key, self._tied_key(key)):
+                known = None if wanted is None else self._stored_key(source, wanted)
+                if known is not None:
+                    return Source(source, known, cast)
         return None
+
+    def _stored_key(self, part: str, key: str) -> str | None:
+        """Return a key, the one that differs from it by wrappers' names, or DCP's, if stored."""
+        index = self._index_if_any(part)
+        if index is None or key in index:
+            return None if index is None else key
+        dcp_keys = self._dcp_keys.get(part, {})
+        if part not in self._names:
+            self._names[part] = Names([*dcp_keys, *index.tensor_keys()])
+        known = self._names[part].find(key)
+        return known if known is None else dcp_keys.get(known, known)
+
+    def state_keys(self, part: str) -> list[str]:
+        """Return the keys of all optimizer states of a part, tensors and values: `w/moment1`."""
+        index = self._index_if_any(part)
+        dcp_keys = self._dcp_keys.get(part, {})
+        tensors = [] if index is None else [*dcp_keys, *index.tensor_keys()]
+        paths = [*self.values.encoded, *self.structure]
+        values = [path.removeprefix(f"{part}.") for path in paths if path.startswith(f"{part}.")]
+        return [key for key in (*tensors, *values) if "/" in key]
+
+    def state_name(self, stored: Names, key: str) -> str | None:
+        """Return the name among the stored ones that a parameter's states are found under."""
+        names = [key, self._tied_key(key)]
+        found = [known for name in names if name and (known := stored.find(name)) is not None]
+        return found[0] if found else None
+
+    def is_stateless(self, part: str, key: str) -> bool:
+        """Whether an optimizer had no state of a parameter when it was saved."""
+        if self.stateless is None or part not in self.stateless:
+            return False
+        if part not in self._stateless_names:
+            self._stateless_names[part] = Names(self.stateless[part])
+        return self._stateless_names[part].find(key) is not None
 
     def has_source(self, part: str) -> bool:
         """Whether the checkpoint holds a part, or one that stands for it."""
@@ -84,20 +130,17 @@ class Sources:
         tensors: dict[str, StoredTensor | SplitTensor] = {}
         if self.has_part(part):
             index = self.index(part)
-            keys = [key for key in index.tensor_keys() if key.startswith(prefix)]
-            stored = index.resolve(sorted(keys))
-            tensors = {key.removeprefix(prefix): tensor for key, tensor in stored.items()}
+            stored_key = {key: key for key in index.tensor_keys()} | self._dcp_keys.get(part, {})
+            wanted = sorted(key for key in stored_key if key.startswith(prefix))
+            stored = index.resolve(stored_key[key] for key in wanted)
+            tensors = {key.removeprefix(prefix): stored[stored_key[key]] for key in wanted}
         start = f"{part}.{prefix}"
-        values = {
-            path.removeprefix(start): value
-            for path, value in self.values.items()
-            if path.startswith(start)
-        }
-        name = self.values.get(f"{start}{MASTER_FIELD}")
+        found, name = self.values.get(f"{start}{MASTER_FIELD}")
         return StoredStates(
             tensors=tensors,
-            values=values,
-            master_name=name if isinstance(name, str) else None,
+            values=[p.removeprefix(start) for p in self.values.encoded if p.startswith(start)],
+            structures=[p.removeprefix(start) for p in self.structure if p.startswith(start)],
+            master_name=name if isinstance(name, str) and found else None,
             master_dtype=self._master_dtype,
         )
 
@@ -148,17 +191,9 @@ def read_dcp_record(checkpoint: Checkpoint) -> DcpRecord:
         raise CorruptCheckpointError(f"{checkpoint.folder / DCP_NAME}: {error}") from error
 
 
-def read_values(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the Python values of a checkpoint by dotted path, those in dicts one by one."""
-    leaves: dict[str, Any] = {}
-    todo = list(Sources(checkpoint, LoadOptions()).values.items())
-    while todo:
-        path, value = todo.pop()
-        if isinstance(value, dict) and value and value.keys() != {"@items"}:
-            todo += [(f"{path}.{name}", item) for name, item in value.items()]
-        else:
-            leaves[path] = value
-    return leaves
+def read_values(checkpoint: Checkpoint) -> StoredValues:
+    """Return the Python values of a checkpoint."""
+    return Sources(checkpoint, LoadOptions()).values
 
 
 def _read_state_file(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -170,8 +205,9 @@ def _read_state_file(checkpoint: Checkpoint) -> dict[str, Any]:
         content = json.loads(checkpoint.read_file(STATE_NAME))
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path}: not JSON: {error}") from error
+    tables = ("values", "tied", "structure", "stateless")
     if not isinstance(content, dict) or not all(
-        isinstance(content.get(name, {}), dict) for name in ("values", "tied")
+        isinstance(content.get(name, {}), dict) for name in tables
     ):
-        raise CorruptCheckpointError(f"{path}: values and tied must be objects")
+        raise CorruptCheckpointError(f"{path}: {', '.join(tables)} must be objects")
     return content

@@ -21,22 +21,39 @@ from unified_ckpt.files.format import MANIFEST_NAME
 from unified_ckpt.geometry import BoxMeta, Shard
 from unified_ckpt.options import MASTER_WEIGHTS, MODEL, OPTIMIZER, SaveOptions, base_key
 from unified_ckpt.plans import SavePlan, plan_save
-from unified_ckpt.state import FlatState, StateDict, encode_value, flatten_state
+from unified_ckpt.state import (
+    FlatState,
+    StateDict,
+    encode_value,
+    flatten_state,
+    merge_structures,
+)
 from unified_ckpt.state.compression import compress_moments
 from unified_ckpt.state.optimizer import merge_groups
 
 STATE_NAME = "unified_ckpt.json"
+_EMPTY: tuple[Any, ...] = (
+    [],
+    {},
+    encode_value((), ""),
+)  # what a rank without a part's tensors has in its place
+STATE_VERSION = 3  # since then values say their types, and structures are stored
 _PART = re.compile(r"[a-z][a-z0-9_]*\Z")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What one rank asks for: shards in boxes, values by path, whole files."""
+    """What one rank asks for: shards in boxes, values and structures by path, whole files.
+
+    `stateless` are the keys of parameters, by part, of which an optimizer has no state.
+    """
 
     target: Path
     options: SaveOptions
     parts: Mapping[str, Sequence[Shard]]
     values: Mapping[str, Any]
+    structure: Mapping[str, Any]
+    stateless: Mapping[str, Sequence[str]]
     flat_keys: Mapping[str, set[str]]
     aliases: Mapping[str, set[str]]
     files: Mapping[str, bytes]
@@ -50,6 +67,8 @@ class Request:
             "parts": _describe_parts(self.parts),
             "files": _describe_blobs(self.files) + _describe_blobs(self.rank_files),
             "values": self.values,
+            "structure": self.structure,
+            "stateless": self.stateless,
             "flat_keys": {part: sorted(keys) for part, keys in self.flat_keys.items()},
             "aliases": {part: sorted(keys) for part, keys in self.aliases.items()},
         }
@@ -66,7 +85,7 @@ def make_request(
     """Take a state dict apart and apply the options that one rank can apply alone.
 
     Raises:
-        CheckpointTypeError: a leaf is neither a tensor nor JSON.
+        CheckpointTypeError: no load could make a leaf again.
         CheckpointValueError: a tensor does not fit its box, or cannot be compressed.
     """
     options = options or SaveOptions()
@@ -80,7 +99,15 @@ def make_request(
         target=_target(checkpoint_id),
         options=options,
         parts=parts,
-        values={path: encode_value(slot.get(), path) for path, slot in flat.values.items()},
+        values={
+            path: encode_value(slot.get(), path)
+            for path, slot in {**flat.empty, **flat.values}.items()
+        },
+        structure=flat.structure,
+        stateless={
+            part: [key for key, has_state in keys.items() if not has_state]
+            for part, keys in flat.optimized.items()
+        },
         flat_keys=flat.flat_keys,
         aliases=aliases,
         files=files or {},
@@ -220,15 +247,28 @@ def state_file_bytes(described: Sequence[Mapping[str, Any]]) -> bytes:
                 )
             merged.setdefault(path, value)
             rank_of.setdefault(path, rank)
+    parts = {part for rank in described for part, boxes in rank["parts"].items() if boxes}
+    stateless = {
+        part: sorted({key for rank in described for key in rank["stateless"].get(part, ())})
+        for part in sorted(parts)
+    }
     options = described[0]["options"]
-    content: dict[str, Any] = {}
-    if merged:
-        content["values"] = dict(sorted(merged.items()))
-    if options["tied"] and any(rank["aliases"] for rank in described):
-        content["tied"] = options["tied"]
-    if options["skip_save_model_weight"]:
-        content["skip_save_model_weight"] = True
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode() if content else b""
+    content: dict[str, Any] = {
+        "values": {
+            path: value
+            for path, value in sorted(merged.items())
+            if path not in parts or value not in _EMPTY
+        },
+        "structure": merge_structures([rank["structure"] for rank in described]),
+        "stateless": {part: keys for part, keys in stateless.items() if keys},
+        "tied": options["tied"] if any(rank["aliases"] for rank in described) else {},
+        "skip_save_model_weight": options["skip_save_model_weight"],
+    }
+    content = {name: value for name, value in content.items() if value}
+    if not content:
+        return b""
+    table = {"version": STATE_VERSION, **content}
+    return (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _same(a: object, b: object) -> bool:

@@ -72,6 +72,8 @@ class SnapshotRequest:
         fields = {
             "options": options.to_json(),
             "values": request.values,
+            "structure": request.structure,
+            "stateless": request.stateless,
             "flat_keys": {part: sorted(keys) for part, keys in request.flat_keys.items()},
             "aliases": {part: sorted(keys) for part, keys in request.aliases.items()},
         }
@@ -95,6 +97,8 @@ class SnapshotRequest:
             options=options,
             parts=parts,
             values=self.fields["values"],
+            structure=self.fields["structure"],
+            stateless=self.fields["stateless"],
             flat_keys={part: set(keys) for part, keys in self.fields["flat_keys"].items()},
             aliases={part: set(keys) for part, keys in self.fields["aliases"].items()},
             files=self.files,

@@ -27,7 +27,8 @@ from unified_ckpt.geometry import Region
 
 MANIFEST_NAME = "manifest.json"
 _FORMAT = "unified-ckpt"
-_VERSION = 2
+_VERSION = 3  # the same manifest as 2; `unified_ckpt.json` beside it says the types of values
+_READ_VERSIONS = (2, _VERSION)
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 _TAIL = re.compile(rb',"crc32":"([0-9a-f]{8})"}\n\Z')
 
@@ -142,10 +143,10 @@ def decode_manifest(raw: bytes, path: Path) -> Manifest:
         raise CorruptCheckpointError(f"{path}: the manifest does not match its own checksum")
     try:
         table = json.loads(raw)
-        if (table["format"], table["version"]) != (_FORMAT, _VERSION):
+        if table["format"] != _FORMAT or table["version"] not in _READ_VERSIONS:
             raise CheckpointValueError(
                 f"format {table['format']!r} version {table['version']!r} is not known here; "
-                f"this package reads {_FORMAT!r} version {_VERSION}"
+                f"this package reads {_FORMAT!r} of versions {_READ_VERSIONS}"
             )
         files = {
             check_name(name): FileRecord.from_json(entry) for name, entry in table["files"].items()

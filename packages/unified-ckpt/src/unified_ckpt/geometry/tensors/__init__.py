@@ -13,4 +13,5 @@ from unified_ckpt.geometry.tensors.memory import bits_of as bits_of
 from unified_ckpt.geometry.tensors.memory import byte_view as byte_view
 from unified_ckpt.geometry.tensors.memory import contiguous_on_cpu as contiguous_on_cpu
 from unified_ckpt.geometry.tensors.memory import is_plain_memory as is_plain_memory
+from unified_ckpt.geometry.tensors.memory import is_wrapper as is_wrapper
 from unified_ckpt.geometry.tensors.memory import narrow_box as narrow_box

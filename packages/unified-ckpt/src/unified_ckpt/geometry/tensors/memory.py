@@ -7,6 +7,7 @@ import ctypes
 
 import torch
 
+from unified_ckpt._torch_private import is_traceable_wrapper_subclass
 from unified_ckpt.errors import CheckpointValueError
 
 _BYTE = ctypes.c_ubyte
@@ -27,6 +28,12 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
 def is_plain_memory(tensor: torch.Tensor) -> bool:
     """Whether the tensor's row-major values are its CPU memory as it lies there."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is made of others, which it tells: quantized weights, DTensors."""
+    plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return not plain and is_traceable_wrapper_subclass(tensor)
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:

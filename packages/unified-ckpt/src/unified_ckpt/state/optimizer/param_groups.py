@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unified_ckpt.errors import CheckpointValueError, LoadError
+from unified_ckpt.state.naming import Names
 
 PARAMS = "params"
 _FIELD = re.compile(r"(?P<where>(?:.+\.)?param_groups)\.(?P<number>\d+)\.(?P<field>.+)\Z")
@@ -103,11 +104,15 @@ class StoredGroups:
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
         self._number_of: dict[str, dict[str, int]] = {}
+        self._names: dict[str, Names] = {}
 
     def number(self, where: str, names: Sequence[str], position: int, fields: Sequence[str]) -> int:
         """Return the stored number of the group of these parameters; `position` if unknown."""
         number_of = self._numbers(where)
-        found = {number_of[name]: name for name in names if name in number_of}
+        stored = self._names.setdefault(where, Names(number_of))
+        found = {
+            number_of[known]: name for name in names if (known := stored.find(name)) is not None
+        }
         numbers = sorted(found)
         if not numbers:
             return position
