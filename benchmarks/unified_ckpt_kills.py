@@ -4,6 +4,8 @@ Runs the code of the package's test with large counts: saves, overwrites and rot
 ranks; one of them, all of them, or the background saver of one (every tenth kill, since its start
 takes seconds) is killed from outside. A state counts as lost when a checkpoint that a save
 had returned is gone, mixed, or damaged, or when the next save does not work or leaves rubbish.
+All the while a third process loads random boxes of what is there: a reader counts as bad when a
+load is mixed, older than the one before, or ends in another error than "was replaced".
 
     python benchmarks/unified_ckpt_kills.py --kills 1000
     python benchmarks/unified_ckpt_kills.py --kills 100 --target "one saver"
@@ -33,23 +35,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     seeds = [random.randrange(2**32) for _ in range(arguments.kills)]
     if arguments.seed is not None:
         seeds = [arguments.seed]
-    lost = 0
+    lost = bad = loads = replaced = 0
     for number, seed in enumerate(seeds):
         mode = arguments.target or ("one saver" if seed % 10 == 0 else kills.MODES[seed % 2])
         overwrite = bool(seed // 10 % 2)
         with tempfile.TemporaryDirectory(prefix="unified-ckpt-kills-") as folder:
             try:
-                kills.run_and_kill(Path(folder), mode, seed, overwrite=overwrite)
+                seen = kills.run_and_kill(Path(folder), mode, seed, overwrite=overwrite)
+                loads, replaced = loads + seen.loads, replaced + seen.replaced
+                if seen.problem:
+                    bad += 1
+                    print(f"seed {seed} ({mode}, reader): {seen.problem}", file=sys.stderr)
                 kills.check_after_kill(Path(folder))
             except (AssertionError, RuntimeError, OSError, ValueError) as error:
                 lost += 1
                 print(f"seed {seed} ({mode}, overwrite={overwrite}): {error}", file=sys.stderr)
         if (number + 1) % 100 == 0:
-            print(f"{number + 1} kills, {lost} lost", file=sys.stderr)
-    n = len(seeds)
-    figure = {"figure": "unified_ckpt_lost", "value": lost, "unit": "states", "n": n}
-    print(json.dumps({**figure, "low": lost, "high": lost}))
+            print(f"{number + 1} kills, {lost} lost, {bad} bad readers", file=sys.stderr)
+    report("unified_ckpt_lost", lost, "states", len(seeds))
+    report("unified_ckpt_kills_bad_readers", bad, "readers", len(seeds))
+    report("unified_ckpt_kills_loads", loads, "loads", len(seeds))
+    report("unified_ckpt_kills_told_to_read_again", replaced, "loads", len(seeds))
     return 0
+
+
+def report(figure: str, value: int, unit: str, n: int) -> None:
+    line = {"figure": figure, "value": value, "low": value, "high": value, "unit": unit, "n": n}
+    print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

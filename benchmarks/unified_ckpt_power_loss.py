@@ -3,8 +3,9 @@
 Runs the code of the package's test with large counts. Two real ranks save new names, overwrite
 (with and without the exchange of names) and rotate. After every call, states are made in which what
 was not yet fsynced is dropped, kept, or kept at random, writes torn; each must be exactly the old
-or the new one, and a sample is put on a real disk, cleaned and verified. As a proof that the check
-can fail, each fsync of the record is then left out by itself, and each kind of them.
+or the new one, and a sample is put on a real disk, cleaned and verified. A reader that opened a
+checkpoint after any call must see the same, or less, after all later ones. As a proof that the
+check can fail, each fsync of the record is then left out by itself, and each kind of them.
 
     python benchmarks/unified_ckpt_power_loss.py --rounds 5 --random 20
 """
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     test = load_test("unified-ckpt", "test_power_loss")
     seed = random.randrange(2**32)
     rng = random.Random(seed)
+    readings = mixed = 0
     states = bad = unseen_kinds = noticed = syncs = 0
     for number in range(arguments.rounds * len(test.SCENARIOS)):
         scenario = test.SCENARIOS[number % len(test.SCENARIOS)]
@@ -70,6 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             if problem is not None:
                 bad += 1
                 print(f"seed {seed}, {scenario}: {problem}", file=sys.stderr)
+        for problem in test.readers_problems(events, root):
+            readings += 1
+            if problem is not None:
+                mixed += 1
+                print(f"{scenario}: {problem}", file=sys.stderr)
         bad += recover_some(test, events, root, rng)
         kinds = test.kinds_of_syncs(events)
         for kind in test.SYNCS:
@@ -79,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found, tried = canaries(test, events, root, rng)
             noticed, syncs = noticed + found, syncs + tried
     report("unified_ckpt_power_loss_bad", bad, "states", states)
+    report("unified_ckpt_power_loss_mixed_readings", mixed, "readings", readings)
     report("unified_ckpt_power_loss_unseen_canaries", unseen_kinds, "kinds", 3 * arguments.rounds)
     report("unified_ckpt_power_loss_single_fsyncs_noticed", noticed / syncs, "share", syncs)
     return 0

@@ -3,7 +3,9 @@
 Two real ranks save, and every call of theirs that changes the file system is recorded. The record
 is replayed on a model of a disk in which a write counts only after its file, and a name only after
 its folder, was fsynced; what was not yet fsynced may have arrived or not, in any combination, and
-writes may be torn. At every prefix the state is compared with what was saved.
+writes may be torn. At every prefix the state is compared with what was saved. A reader is the third
+actor: what it opened by descriptor after any call shows, after every later one, what it showed then
+or less, never anything else. A file of somebody else in a checkpoint outlives its replacement.
 `benchmarks/unified_ckpt_power_loss.py` runs the same with large counts.
 """
 
@@ -11,6 +13,7 @@ import errno
 import os
 import random
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,11 +23,13 @@ import torch
 
 from ranktest import run_ranks
 from unified_ckpt import Shard, get_last_checkpoint, rotate, save, verify_checkpoint
+from unified_ckpt.errors import KeptFilesWarning
 from unified_ckpt.files import system as files
 from unified_ckpt.saving.commit.commit import clean_leftovers
 
 Tree = dict[str, bytes]  # what a checkpoint holds: content by relative name
 SCENARIOS = ["new names and rotation", "overwrite", "overwrite without exchange"]
+CALLS = ["open", "pwritev", "fsync", "close", "mkdir", "link", "rename", "unlink", "rmdir"]
 SYNCS = ["fsync of a file", "fsync of a hidden folder", "fsync of the run's folder"]
 
 
@@ -48,7 +53,7 @@ class Recorder:
 
     def __getattr__(self, name: str) -> object:
         real = getattr(os, name)
-        if name not in ("open", "pwritev", "fsync", "close", "mkdir", "rename", "unlink", "rmdir"):
+        if name not in CALLS:
             return real
 
         def call(*args: object, **kwargs: object) -> object:
@@ -59,6 +64,9 @@ class Recorder:
                 args = (fd, b"".join(bytes(b) for b in buffers)[:result], start)
             elif name == "open":
                 args = (str(args[0]), result, bool(args[1] & os.O_DIRECTORY))
+            elif name == "link":
+                folder = os.readlink(f"/proc/self/fd/{kwargs['src_dir_fd']}")
+                args = (f"{folder}/{args[0]}", str(args[1]))
             else:
                 args = tuple(str(a) if isinstance(a, os.PathLike) else a for a in args)
             self.add(begin, name, args)
@@ -92,6 +100,7 @@ def record(folder: Path, scenario: str) -> list[Event]:
     """Run a scenario on two ranks and return what both did, in the order of their clocks."""
 
     def fn(rank: int, world_size: int) -> list[Event]:
+        warnings.simplefilter("ignore", KeptFilesWarning)
         recorder = Recorder(rank)
         record_into(recorder, can_exchange="without" not in scenario)
         for step in range(1, 4):
@@ -114,6 +123,9 @@ def record(folder: Path, scenario: str) -> list[Event]:
             )
             if rank == 0:
                 recorder.mark("saved", name, step, tree_of(folder / name))
+                if step == 1:
+                    (folder / name / "notes").write_bytes(b"mine")
+                    recorder.mark("put", name, "notes", b"mine", tree_of(folder / name))
         if rank == 0:
             recorder.mark("rotating")
             rotate(folder, 1)
@@ -249,6 +261,27 @@ class Disk:
 
     do_rmdir = do_unlink
 
+    def do_link(self, event: Event) -> None:
+        (source, old), (folder, name) = map(self.find, event.args)
+        folder.change([(name, source.now[old])])
+
+    def do_put(self, event: Event) -> None:
+        """Somebody else's file, durable at once."""
+        name, file, data, _ = event.args
+        folder, node = self.top.now[name], FileNode()
+        node.durable += data
+        folder.now[file] = folder.durable[file] = node
+
+    def open_files(self, folder: FolderNode, prefix: str = "") -> Tree:
+        """What a descriptor of a folder shows now."""
+        found: Tree = {}
+        for name, node in folder.now.items():
+            if isinstance(node, FileNode):
+                found[prefix + name] = node.content(lambda: 1.0)
+            else:
+                found |= self.open_files(node, f"{prefix}{name}/")
+        return found
+
     def after_loss(self, keep: Callable[[], float]) -> Tree:
         """Files by path after a power loss; `keep` says how much of each open change arrived.
 
@@ -281,6 +314,8 @@ class Expected:
             self.allowed.setdefault(name, [None]).append(self.trees[name, step])
         elif event.op == "saved":
             self.allowed[event.args[0]] = [self.trees[event.args[:2]]]
+        elif event.op == "put":
+            self.allowed[event.args[0]] = [event.args[-1]]
         elif event.op == "rotating":
             for name in list(self.allowed)[:-1]:
                 self.allowed[name].append(None)
@@ -360,6 +395,27 @@ def problems(
         yield None if problem is None else f"after call {number}: {problem}"
 
 
+def readers_problems(events: list[Event], root: Path) -> Iterator[str | None]:
+    """Yield for readers that opened a checkpoint after some call what they see after later ones."""
+    disk = Disk(root)
+    expected = Expected({e.args[:2]: e.args[2] for e in events if e.op == "saved"})
+    opened: list[tuple[str, FolderNode, Tree]] = []
+    for number, event in enumerate(in_order(events)):
+        disk.do(event)
+        expected.see(event)
+        for name, node in disk.top.now.items():
+            if name[0] != "." and isinstance(node, FolderNode):
+                tree = disk.open_files(node)
+                opened = [entry for entry in opened if entry[1] is not node or entry[2] == tree]
+                if all(entry[1] is not node for entry in opened):
+                    opened.append((name, node, tree))
+                if tree not in expected.allowed[name]:
+                    yield f"after call {number}: {name} opens as {sorted(tree)}"
+        for name, node, tree in opened:
+            more = disk.open_files(node).items() - tree.items()
+            yield f"after call {number}: {name} shows {sorted(more)}" if more else None
+
+
 def kinds_of_syncs(events: list[Event]) -> dict[Event, str]:
     """Say of every fsync which kind it is."""
     opened: dict[tuple[int, int], str] = {}
@@ -385,6 +441,8 @@ def test_after_a_power_loss_at_any_moment_there_is_the_old_or_the_new(
     events = record(root, scenario)
     found = [p for p in problems(events, root, rng, num_random=2) if p is not None]
     assert not found, (seed, len(found), found[0])
+    read = list(readers_problems(events, root))
+    assert len(read) > len(events) and not any(read), [p for p in read if p][:3]
     for kind in SYNCS:  # the check can fail: without these calls it does
         kinds = kinds_of_syncs(events)
         fewer = [event for event in events if kinds.get(event) != kind]
