@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend as Backend
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import TCPStore
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.distributed.distributed_c10d import _get_default_store, default_pg_timeout
 from torch.utils._python_dispatch import (
@@ -71,3 +72,10 @@ def backends_may_be_python() -> bool:
     except TypeError:  # "No constructor defined": torch 2.11
         return False
     return True
+
+
+def store_host(store: Store) -> str | None:
+    """Return the host on which a store lives; None for one that is no server's."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return str(store.host) if isinstance(store, TCPStore) else None

@@ -1,7 +1,6 @@
 """What the words of a backend mean."""
 
 import comm_collectives as cc
-from comm_collectives.call.control.mailbox import Arrival
 from comm_collectives.call.failures import classify, describe_absent, first_line
 from comm_collectives.call.groups.groups import group_state
 from comm_collectives.errors import CollectiveTimeoutError, PeerFailedError
@@ -18,11 +17,14 @@ def test_classify_tells_limits_and_lost_peers_apart() -> None:
     assert first_line(RuntimeError("")) == "RuntimeError"
 
 
-def test_limit_that_passes_as_the_last_rank_arrives_is_said_to_be_this_ranks_own() -> None:
-    def fn(rank: int, world_size: int) -> tuple[type, str]:
-        gave_up = Arrival(missing=(), dead=(), withdrawn=(rank,))
-        return describe_absent(group_state(None), gave_up, 3.0)
+def test_ranks_that_are_gone_are_told_from_those_that_are_late() -> None:
+    def fn(rank: int, world_size: int) -> list[tuple[type, str]]:
+        state = group_state(None)
+        return [describe_absent(state, [2], [2], 3.0), describe_absent(state, [2], [], 3.0)]
 
-    kind, text = run_ranks(fn, 3)[1]
-    assert kind is CollectiveTimeoutError
-    assert text == "timed out after 3 s; arrived too late: the last of rank 0, rank 2"
+    lost, late = run_ranks(fn, 3)[1]
+    assert lost == (PeerFailedError, "lost a peer: rank 2 has ended or given up its group")
+    assert late[0] is CollectiveTimeoutError
+    assert late[1] == (
+        "timed out after 3 s; did not arrive: rank 2 (not seen in this group yet); arrived: rank 0"
+    )

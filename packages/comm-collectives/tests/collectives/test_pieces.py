@@ -5,7 +5,6 @@ import torch
 from comm_collectives.call.calls import Call
 from comm_collectives.call.groups.groups import group_state
 from comm_collectives.collectives.pieces import (
-    describe_each,
     even_splits,
     exchange_pieces,
     gather_rows,
@@ -50,19 +49,3 @@ def test_pieces_come_back_as_they_were() -> None:
             assert torch.equal(return_pieces(call, rows, splits), x)
 
     run_ranks(fn, 3)
-
-
-def test_data_comes_along_only_if_all_of_it_fits() -> None:
-    def fn(rank: int, world_size: int) -> list[int]:
-        state = group_state(None)
-        few, many = torch.ones(30), torch.ones(300)
-        return [
-            describe_each(tensors, state, with_data=with_data)[0]
-            for tensors, with_data in (
-                ([few, few], True),
-                ([few, few], False),
-                ([few, many], True),
-            )
-        ]
-
-    assert run_ranks(fn, 1) == [[2, 0, 0]]

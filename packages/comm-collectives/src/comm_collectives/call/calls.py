@@ -1,67 +1,71 @@
-"""One collective call on this rank: meet the others, move data with a limit, name what failed.
+"""One collective call on this rank: agree with the others, move data, name what failed.
 
 Invariant: a call returns with its data in place, or raises a `CommError` naming this rank, the
 call, its number, the group's ranks and who is missing, dead or does something else. It never waits
-for longer than its limit (the group's own when none is given) plus the few seconds of the enquiry.
+for longer than its limit (the group's own when none is given), and what fails on one rank fails on
+the others in the same call.
 
     call = Call(state, "all_gather", arguments=(Argument("dtype", 11, "float32"),), timeout_s=30)
-    met = call.meet(parts=[b"..."] * state.size)
-    call.run(lambda: state.transport.all_gather(target, source), on_cpu=True)
+    agreed = call.exchange([flat] * state.size, lambda agreed: room_for(agreed.sizes))
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar, final
+from typing import final
 
 import torch
 
 from comm_collectives.base.transport import Pending
-from comm_collectives.call.agreement import mismatch_error
-from comm_collectives.call.control import Arrival, ControlExchange, MailboxExchange
-from comm_collectives.call.failure_consensus import first_failure, in_one_class
-from comm_collectives.call.failures import (
-    classify,
-    dead_ranks,
-    describe_absent,
-    first_line,
-    who_is_missing,
-)
+from comm_collectives.call.agreement import FLAGS, Comparison, compare
+from comm_collectives.call.failure_consensus import Report, first_failure, in_one_class
+from comm_collectives.call.failures import classify, describe_absent, first_line
+from comm_collectives.call.frames import Cargo, Frame, Frames, Notice, memory_of
 from comm_collectives.call.groups import GroupState, check_timeout
-from comm_collectives.call.reports import GRACE_S, Report, ask_peers, post, tell_awaited
+from comm_collectives.call.opening import open_frames
 from comm_collectives.call.settling import settle
 from comm_collectives.call.signature import (
     Argument,
     CallSignature,
     CallSite,
+    SignatureWords,
     Status,
     current_site,
 )
-from comm_collectives.call.waiting import wait_for, wait_in_slices
+from comm_collectives.call.waiting import wait_for
 from comm_collectives.errors import (
     ERROR_NAMED,
-    CollectiveTimeoutError,
     CommError,
     MismatchError,
     RefusedError,
     RefusedTypeError,
 )
 
-T = TypeVar("T")
-
 BACKWARD_OF = " (backward)"  # ends the name of a call that is the backward of another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreed:
-    """What a control exchange gave: flags of all ranks or-ed, what each rank told this one."""
+    """What the heads of a step told.
+
+    Attributes:
+        flags: those of all ranks or-ed.
+        parts: by rank, what it told this one.
+        sizes: by rank, the bytes of data that it has for this one.
+    """
 
     flags: int
     parts: list[bytes]
+    sizes: list[int]
+
+
+Place = Callable[[Agreed], Sequence[torch.Tensor]]
+Refusal = ValueError | TypeError | None
 
 
 @final
 class Call:
-    """One numbered collective of one group on this rank; may run several transfers in turn.
+    """One numbered collective of one group on this rank; may make several exchanges in turn.
 
     `compares_site` is False for a call that programs make from several lines, as with a root.
     """
@@ -76,7 +80,7 @@ class Call:
         compares_site: bool = True,
         site: CallSite | None = None,
     ) -> None:
-        self.refused: ValueError | TypeError | None = None
+        self.refused: Refusal = None
         try:
             check_timeout(timeout_s)
         except (TypeError, ValueError) as error:
@@ -89,10 +93,8 @@ class Call:
         self.compares_site = compares_site
         self.site = current_site() if site is None else site
         self.number = state.next_call()
-        self.saw_dead = False
+        self.step = 0
         self.is_noted = False  # in the history
-        self.is_serving = False
-        self.meets = True
         self.failure: Report | None = None
 
     @property
@@ -110,55 +112,71 @@ class Call:
         """How long one wait may take, in seconds."""
         return self.state.transport.limit_s if self.timeout_s is None else self.timeout_s
 
-    @in_one_class
     def meet(
         self,
         *,
         parts: Sequence[bytes] | None = None,
         status: int = 0,
-        refused: ValueError | TypeError | None = None,
-        page: torch.Tensor | None = None,
+        refused: Refusal = None,
+        sizes: Sequence[int] | None = None,
     ) -> Agreed:
-        """Compare this call with those of the other ranks. Collective.
+        """Compare this call with those of the other ranks. Collective; see `exchange`.
+
+        `sizes` announces, by rank, bytes that travel on a device afterwards.
+        """
+        return self._exchange(_Cargo(parts=parts, sizes=sizes), status, refused)
+
+    def exchange(
+        self,
+        sent: Sequence[torch.Tensor],
+        place: Place,
+        *,
+        parts: Sequence[bytes] | None = None,
+        status: int = 0,
+        refused: Refusal = None,
+    ) -> Agreed:
+        """Send each rank its data, behind what the ranks compare, and receive theirs. Collective.
+
+        The first exchange of a call compares the calls; later ones find a rank that has left it.
 
         Args:
-            parts: up to INLINE_BYTES for each rank; all ranks give parts, or none does.
-            status: flags that every rank shall know of, BACKWARD for the backward of a call.
+            sent: by rank, flat uint8 on the host; not read if `refused`.
+            place: gets what all told and returns, by rank, flat uint8 on the host with room for
+                the sizes of `Agreed`. Where it returns a tensor of `sent` for this rank itself,
+                nothing is copied.
+            parts: by rank, what it alone is told.
+            status: flags that every rank shall know of.
             refused: what is wrong with this rank's arguments; every rank then raises.
-            page: flat uint8 on the host that all ranks may `read`; see `ControlExchange`.
 
         Raises:
             RefusedError, RefusedTypeError: arguments of a rank are wrong.
             MismatchError: ranks make different calls.
             CollectiveTimeoutError, PeerFailedError: a rank did not come.
         """
+        cargo = _Cargo(parts=parts) if refused else _Cargo(sent=sent, place=place, parts=parts)
+        return self._exchange(cargo, status, refused)
+
+    @in_one_class
+    def _exchange(self, cargo: "_Cargo", status: int, refused: Refusal) -> Agreed:
         refused = refused or self.refused
         if self.state.size == 1:
             self.go_alone(refused)
-            return Agreed(flags=status, parts=list(parts or []))
-        control = self._control()
-        while True:
-            refused = refused or self.state.pending.take_lost()
-            head = self._head(status | Status.of(refused))
-            met = control.meet(head.pack(), parts, self, page)
-            if met.all_equal and refused is None:
-                self.state.history.clear()
-                return Agreed(flags=status, parts=met.parts)
-            comparison = settle(self, control, head, met, refused)
-            if comparison is not None:
-                return Agreed(flags=comparison.flags, parts=met.parts)
-            self.number = self.state.next_call()
-            if self.is_noted:
-                self.state.history.add(self.number, self._head(0))
-
-    @in_one_class
-    def read(self, take: Callable[[torch.Tensor], T]) -> T:
-        """Return what `take` makes of the inline pages; see `ControlExchange.read`."""
-        return self._control().read(take, self)
-
-    def open_pages(self) -> None:
-        """Make room for inline payloads as large as that of this call. Collective."""
-        self._control().open_pages(self.state.rank, self.state.transport, self)
+            return self._taken({}, status, cargo)[0]
+        frames = open_frames(self)
+        with self._leaving(frames):
+            while True:
+                refused = refused or self.state.pending.take_lost()
+                offered = cargo if refused is None else _Cargo()
+                theirs, comparison = self._compare(frames, status, offered, refused)
+                if comparison is None:
+                    self.number, self.step = self.state.next_call(), 0
+                    if self.is_noted:
+                        self.state.history.add(self.number, self._head(0))
+                elif not comparison.awaited or cargo.sent is None:
+                    break  # else those who take part with zeros now know what comes
+            agreed, targets = self._taken(theirs, comparison.flags, cargo)
+            frames.receive(targets, self)
+            return agreed
 
     @in_one_class
     def answer(self) -> None:
@@ -167,145 +185,168 @@ class Call:
         Raises:
             CommError: what the others' call ends in.
         """
-        control, head = self._control(), self._head(0)
-        met = control.meet(head.pack(), None, self)
-        settle(self, control, head, met, None)
+        frames = open_frames(self)
+        with self._leaving(frames):
+            self._compare(frames, 0, _Cargo(), None)
 
-    def serve(self, number: int) -> None:
-        """Take part in the backward of another call on behalf of this one."""
-        self.is_serving = True
-        self.state.pending.take(number)(self)
-        self.is_serving = False
-
-    def meet_if_due(self, *, status: int = 0, refused: ValueError | TypeError | None = None) -> int:
-        """As `meet` without parts, but left out where it costs a transfer and is not due.
-
-        Returns:
-            The flags of all ranks, or of this one if there was no control exchange.
-        """
-        if self.is_due():
-            return self.meet(status=status, refused=refused).flags
-        self.go_alone(refused)
-        return status
-
-    def go_alone(self, refused: ValueError | TypeError | None) -> None:
+    def go_alone(self, refused: Refusal) -> None:
         """Raise what is wrong with this rank's arguments, where the ranks do not meet."""
         refused = refused or self.refused
         if refused is not None:
-            raise self.refusal(refused) from refused
-
-    def meet_backward(self) -> None:
-        """Meet for the backward of a call, where the host can do so without stopping a stream."""
-        if self.state.control_type == "cpu" and self.state.policy.every:
-            self.meet(status=Status.BACKWARD)
+            kind = RefusedTypeError if isinstance(refused, TypeError) else RefusedError
+            raise kind(f"{self} refused: {refused}") from refused
 
     @in_one_class
-    def run(self, start: Callable[[], Pending | None], *, on_cpu: bool) -> None:
-        """Start a transfer and wait for it.
+    def run(self, start: Callable[[], Pending | None]) -> None:
+        """Start a transfer on a device and let what follows wait for it.
 
-        On an accelerator without a limit the wait is only ordered on the stream, as torch does it.
+        Without a limit the wait is only ordered on the stream, as torch does it. A backward, which
+        has told nobody of itself yet, meets the others first if calls are compared at all.
 
         Raises:
             CommError: the transfer failed; the subclass says how.
         """
+        if self.is_backward and not self.step and self.state.policy.every:
+            self.meet()
         try:
             work = start()
-            if work is None:
-                return
-            if on_cpu:
-                wait_in_slices(work, self.timeout_s, self._look_around, self.state.transport.clock)
-            else:
+            if work is not None:
                 # A wait that runs into its limit aborts an NCCL communicator: only one.
                 wait_for(work, self.timeout_s)
-        except CommError as error:
+        except RuntimeError as error:
             # The backend may still write into the buffers of a transfer that was given up.
             self.state.given_up.append(start)
-            if str(self) in str(error):
-                raise
-            # This package's own backend knows the transfer, but not whose it is.
-            raise type(error)(f"{self} ended: {error}") from error
-        except RuntimeError as error:
-            self.state.given_up.append(start)
-            raise self._explain(error) from error
-
-    def refusal(self, refused: ValueError | TypeError) -> RefusedError:
-        """Return the error for arguments that are wrong here, and let the others know of it."""
-        kind = RefusedTypeError if isinstance(refused, TypeError) else RefusedError
-        text = f"{self} refused: {refused}"
-        if self.state.size > 1:
-            self._settle(kind)
-            post(self.state, self._report(problem=kind, text=str(refused)))
-        return kind(text)
-
-    def not_all_here(self, arrival: Arrival) -> CommError:
-        """Return the error for a control exchange to which not all came."""
-        kind, text = describe_absent(self.state, arrival, self.limit_s)
-        return kind(f"{self} {text}")
-
-    def __str__(self) -> str:
-        state = self.state
-        return f"rank {state.global_rank}: {self.name} call {self.number} of group {state.ranks}"
+            if isinstance(error, CommError):
+                kind, what = type(error), "ended"
+            else:
+                kind, what = classify(error, self.timeout_s)
+            raise kind(f"{self} {what}: {first_line(error)}") from error
 
     def is_due(self) -> bool:
-        """Whether ranks compare this call although it exchanges no counts. Ask once per call.
+        """Whether ranks compare this call ahead of data that may travel on a device. Ask once.
 
         If not, all ranks have to want a gradient, or none.
         """
         every = self.state.policy.every
         if self.state.size == 1 or every == 0:
             return False
-        # Where control exchanges are nearly free every call has one, and the first call finds out.
-        if isinstance(self.state.control, MailboxExchange | None):
+        if self.state.moves_on_host:
             return True
         history = self.state.history
         # While a backward is owed (on every rank alike), a peer may be waiting in it.
         owes = len(self.state.pending) > 0
-        self.meets = self.number % every == 0 or history.compares_next or owes
+        meets = self.number % every == 0 or history.compares_next or owes
         history.add(self.number, self._head(0))
         self.is_noted = True
-        return self.meets
+        return meets
 
-    def _control(self) -> ControlExchange:
+    def not_all_here(self, missing: Collection[int], gone: Collection[int]) -> CommError:
+        """Return the error for ranks that did not come, of which some are gone for good."""
+        kind, text = describe_absent(self.state, missing, gone, self.limit_s)
+        return kind(f"{self} {text}")
+
+    def told(self, notice: Notice) -> CommError:
+        """Return the error for a call that a peer left with one."""
+        kind = ERROR_NAMED.get(notice.kind, CommError)
+        rank = self.state.ranks[notice.peer]
+        return kind(f"{self} ended: rank {rank} failed in it with a {notice.kind}: {notice.text}")
+
+    def __str__(self) -> str:
         state = self.state
-        if state.control is None:
-            device = state.control_type
-            at = (state.transport, state.rank, state.size)
-            state.control = ControlExchange.open(*at, device, self)
-        return state.control
+        return f"rank {state.global_rank}: {self.name} call {self.number} of group {state.ranks}"
+
+    def _compare(
+        self, frames: Frames, status: int, cargo: "_Cargo", refused: Refusal
+    ) -> tuple[dict[int, Frame], Comparison | None]:
+        """Offer this call's next step, and settle what differs; see `settle`."""
+        self.step += 1
+        head = self._head(status | Status.of(refused))
+        signature = head.pack()
+        theirs = frames.offer(signature, step=self.step, cargo=cargo.memory(), waiter=self)
+        if refused is None and all([f.head == (self.step, signature) for f in theirs.values()]):
+            self.state.history.clear()
+            return theirs, Comparison(flags=status & FLAGS)
+        words = {peer: SignatureWords.unpack(frame.signature) for peer, frame in theirs.items()}
+        words[self.state.rank] = SignatureWords.unpack(signature)
+        comparison = compare([words[rank] for rank in sorted(words)], head)
+        steps = {self.step, *[frame.step for frame in theirs.values()]}
+        if comparison.agrees and not comparison.awaited:
+            if len(steps) == 1:
+                self.state.history.clear()
+                return theirs, comparison
+            comparison = Comparison(differing=("exchange",))
+        frames.drop()
+        return theirs, settle(self, frames, comparison, words, refused)
+
+    def serve(self, number: int) -> None:
+        """Take part in the backward of another call on behalf of this one."""
+        self.state.pending.take(number)(self)
+
+    def describe(self) -> str:
+        """Say what the call is, for the other ranks' errors."""
+        given = ", ".join(str(argument) for argument in self.arguments)
+        return f"{self.name}({given}) at {self.site.text}"
+
+    def _taken(
+        self, theirs: dict[int, Frame], flags: int, cargo: "_Cargo"
+    ) -> tuple[Agreed, list[memoryview] | None]:
+        """Return what the frames told, and the memory to which their data goes."""
+        rank, ranks = self.state.rank, range(self.state.size)
+        own_part = cargo.parts[rank] if cargo.parts else b""
+        parts = [own_part if r == rank else theirs[r].part for r in ranks]
+        sizes = [cargo.size_of(r) if r == rank else theirs[r].size for r in ranks]
+        agreed = Agreed(flags=flags, parts=parts, sizes=sizes)
+        if cargo.sent is None or cargo.place is None:
+            return agreed, None
+        targets = cargo.place(agreed)
+        for r, target in enumerate(targets):
+            if target.numel() != sizes[r]:
+                raise MismatchError(
+                    f"{self}: rank {self.state.ranks[r]} has {sizes[r]} bytes for this rank, which "
+                    f"expects {target.numel()} (at {self.site.text})"
+                )
+        own = cargo.sent[rank]
+        if targets[rank].data_ptr() != own.data_ptr():
+            targets[rank].copy_(own)
+        return agreed, [memory_of(target) for target in targets]
 
     def _head(self, status: int) -> CallSignature:
         state = self.state
+        if self.step > 1:  # what the first step compared need not be compared again
+            return CallSignature(
+                name="", number=self.number, site=self.site, compares_site=False, status=status
+            )
         return CallSignature(
             name=self.name,
             number=self.number,
             site=self.site,
             arguments=self.arguments,
             compares_site=(self.compares_site or self.site.is_named) and state.policy.call_sites,
-            status=status,
+            status=status | (Status.BACKWARD if self.is_backward else 0),
             rolling=state.history.rolling,
         )
 
-    def _report(self, *, problem: type[CommError] | None = None, text: str = "") -> Report:
-        head = self._head(0)
-        return Report(
-            group=self.state.name,
-            number=self.number,
-            name=self.name,
-            failed=problem is not None,
-            # Ranks of which only some meet are in different calls as well.
-            fingerprint=head.fingerprint(int(self.meets)),
-            text=text or head.describe() + self._backwards_to_come(),
-            problem="" if problem is None else problem.__name__,
-            rank=self.state.global_rank,
-        )
-
-    def _backwards_to_come(self) -> str:
-        owed = len(self.state.pending)
-        return f" with {owed} backward{'s' if owed > 1 else ''} to come" if owed else ""
+    @contextmanager
+    def _leaving(self, frames: Frames) -> Iterator[None]:
+        """Let the other ranks know of an error that is only this rank's."""
+        try:
+            yield
+        except BaseException as error:
+            if self.number > frames.settled:
+                frames.fail(self.number, type(error).__name__, first_line(error))
+            raise
 
     def in_class_of_first(self, error: CommError) -> CommError:
         """Return the error in the class in which the first rank failed."""
-        first = self._settle(type(error))
+        if self.failure is None:
+            own = Report(
+                number=self.number,
+                name=self.name,
+                problem=type(error).__name__,
+                rank=self.state.global_rank,
+            )
+            self.failure = first_failure(self.state, own)
+        first = self.failure
         kind = ERROR_NAMED.get(first.problem)
         if kind is None or kind is type(error):
             return error
@@ -314,50 +355,24 @@ class Call:
             f"{first.name} call {first.number}"
         )
 
-    def _settle(self, kind: type[CommError]) -> Report:
-        if self.failure is None:
-            self.failure = first_failure(self.state, self._report(problem=kind))
-        return self.failure
 
-    def _look_around(self) -> None:
-        """While waiting: raise if a peer is dead, or is in another call, or failed in this one."""
-        dead = dead_ranks(self.state)
-        # Once is no reason: a rank that has done its part may end while its bytes still travel.
-        if dead and self.saw_dead:
-            raise self.not_all_here(Arrival(missing=dead, dead=dead, withdrawn=()))
-        self.saw_dead = bool(dead)
-        if isinstance(self.state.control, MailboxExchange):
-            return
-        if self.is_backward:
-            tell_awaited(self.state, self.arguments[0].word)
-        own = self._report()
-        view = ask_peers(self.state, own, grace_s=0.0)
-        for rank, report in sorted(view.reports.items()):
-            if report.group == own.group and report.number == own.number:
-                self._compare(rank, report, own)
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cargo:
+    """What a step of a call takes along; see `Call.exchange` and `Call.meet`."""
 
-    def _compare(self, rank: int, theirs: Report, own: Report) -> None:
-        kind = ERROR_NAMED.get(theirs.problem)
-        if kind is not None and issubclass(kind, RefusedError):
-            raise kind(f"{self} refused: rank {rank}: {theirs.text}")
-        # Ranks that owe a backward take part in it first, and then all meet.
-        is_patient = self.is_backward or self.is_serving or len(self.state.pending) > 0
-        if theirs.fingerprint != own.fingerprint and not is_patient:
-            post(self.state, self._report(problem=MismatchError))
-            texts, ranks = [own.text, theirs.text], [self.state.global_rank, rank]
-            raise mismatch_error(str(self), ("the call",), texts, ranks)
-        if kind is not None:
-            who = who_is_missing(self.state, self._report(problem=kind))
-            raise kind(f"{self} ended: rank {rank} failed in it with a {theirs.problem}; {who}")
+    sent: Sequence[torch.Tensor] | None = None
+    place: Place | None = None
+    parts: Sequence[bytes] | None = None
+    sizes: Sequence[int] | None = None
 
-    def _explain(self, error: RuntimeError) -> CommError:
-        kind, what = classify(error, self.timeout_s)
-        self._settle(kind)  # before the enquiry, which takes its time
-        if kind is CommError:
-            post(self.state, self._report(problem=kind))
-            return CommError(f"{self} {what}: {first_line(error)}")
-        dead = dead_ranks(self.state, grace_s=0.0 if kind is CollectiveTimeoutError else GRACE_S)
-        if dead:
-            return self.not_all_here(Arrival(missing=dead, dead=dead, withdrawn=()))
-        who = who_is_missing(self.state, self._report(problem=kind))
-        return kind(f"{self} {what}; {who}. Cause: {first_line(error)}")
+    def memory(self) -> Cargo:
+        """Return it as frames take it."""
+        payloads = None if self.sent is None else [memory_of(flat) for flat in self.sent]
+        return Cargo(parts=self.parts, payloads=payloads, apart=self.sizes)
+
+    def size_of(self, rank: int) -> int:
+        """Return how much data there is for a rank."""
+        if self.sent is not None:
+            return self.sent[rank].numel()
+        return 0 if self.sizes is None else self.sizes[rank]

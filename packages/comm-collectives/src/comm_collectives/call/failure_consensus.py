@@ -11,19 +11,40 @@ as long as the group is of any use; a record that cannot be of the same failure 
     first = first_failure(state, report)          # somebody's report, or this rank's own
 """
 
+import json
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from comm_collectives.call.groups import GroupState
-from comm_collectives.call.reports import ANSWER_S, Report, store_of
 from comm_collectives.errors import CommError
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _KEY = "comm_collectives/failure/{}/{}"
+_ANSWER_S = 1.0  # how much longer than it should take a store may take
 _APART = 64  # how many calls ranks may lie apart when they meet the same failure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """A call that failed: its number and name, the class of the error, the global rank."""
+
+    number: int
+    name: str
+    problem: str
+    rank: int
+
+    def to_json(self) -> str:
+        """Return the report as it stands in the store."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str | bytes) -> "Report":
+        """Read what `to_json` wrote."""
+        return Report(**json.loads(text))
 
 
 class Failing(Protocol):
@@ -62,7 +83,7 @@ def first_failure(state: GroupState, own: Report) -> Report:
     last = failed[-1] if failed else 0
     failed.append(own.number)
     found: list[Report] = []
-    state.transport.clock.aside(lambda: _ask(state, key, own, found), ANSWER_S)
+    state.transport.clock.aside(lambda: _ask(state, key, own, found), _ANSWER_S)
     if not found or not last < found[0].number or abs(found[0].number - own.number) > _APART:
         return own
     return found[0]
@@ -70,6 +91,6 @@ def first_failure(state: GroupState, own: Report) -> Report:
 
 def _ask(state: GroupState, key: str, own: Report, found: list[Report]) -> None:
     try:
-        found.append(Report.from_json(store_of(state).compare_set(key, "", own.to_json())))
+        found.append(Report.from_json(state.store().compare_set(key, "", own.to_json())))
     except (RuntimeError, ValueError):
         return  # without a store every rank goes by what it sees

@@ -4,19 +4,19 @@ Invariant: every rank finds the same from the same heads and the same answers, s
 another afterwards.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from comm_collectives.call.agreement import (
     Comparison,
     Standing,
     agreed_backward,
-    compare,
     mismatch_error,
     refused_error,
 )
-from comm_collectives.call.control import ControlExchange, Exchanged, Waiter
+from comm_collectives.call.frames import Frames, Waiter
 from comm_collectives.call.groups import GroupState
-from comm_collectives.call.signature import CallSignature, CallSite, SignatureWords
+from comm_collectives.call.signature import CallSite, SignatureWords
 from comm_collectives.errors import CommError
 
 
@@ -30,41 +30,57 @@ class Caller(Waiter, Protocol):
     def backward_of(self) -> int | None:
         """Number of the forward call, None for a forward call."""
 
+    def describe(self) -> str:
+        """Say what the call is, for the other ranks' errors."""
+
     def serve(self, number: int) -> None:
         """Take part with zeros in the backward of another call on behalf of this one."""
 
 
 def settle(
     call: Caller,
-    control: ControlExchange,
-    head: CallSignature,
-    met: Exchanged,
-    refused: Exception | None,
+    frames: Frames,
+    comparison: Comparison,
+    words: Mapping[int, SignatureWords],
+    refused: ValueError | TypeError | None,
 ) -> Comparison | None:
-    """Compare the heads, and join the backward in which other ranks are, if all can. Collective.
+    """Join the backward in which other ranks are, if all can; else all get an error. Collective.
+
+    Args:
+        call: the call whose head differs, or is refused.
+        frames: those of its group.
+        comparison: what was found.
+        words: the heads by rank.
+        refused: what is wrong with this rank's arguments.
 
     Returns:
-        The comparison, for a call that goes on; None if it has yet to meet, since the ranks met for
-        something else. That is a backward which this rank joined with zeros, or one for which all
-        ranks but this get an error, since the program of this one has had its own.
+        The comparison, for a backward that goes on with those who now take part in it; None if the
+        call has yet to meet, since the ranks met for something else. That is a backward which this
+        rank joined with zeros, or one for which all ranks but this get an error, since the program
+        of this one has had its own.
 
     Raises:
         RefusedError, MismatchError: the ranks do not agree.
     """
-    comparison = compare([SignatureWords.unpack(theirs) for theirs in met.heads], head)
-    awaited, pending, history = comparison.awaited, call.state.pending, call.state.history
-    if not awaited and comparison.agrees:
-        history.clear()
-        return comparison
+
+    def tell(text: bytes) -> list[bytes]:
+        told = frames.tell(text, call)
+        return [text if r == state.rank else told[r] for r in range(state.size)]
+
+    state, awaited = call.state, comparison.awaited
+    pending, history = state.pending, state.history
     own = call.backward_of
     stands = [Standing.JOINS if n == own else pending.stands(n) for n in awaited]
     number = None
     if awaited:
-        told = control.tell("".join(stands).encode(), call)
+        told = tell("".join(stands).encode())
         number = agreed_backward(awaited, [text.decode() for text in told])
     if number is None:
-        error = _disagreement(call, control, head, met, comparison, refused)
+        error = _disagreement(call, tell, comparison, words, refused)
         pending.forget(awaited)
+        # All ranks leave their calls, and have the next one under the same number.
+        state.last_call = max(head.number for head in words.values())
+        frames.settle(state.last_call)
         if not awaited or set(stands) != {Standing.FAILED}:
             raise error from refused
     history.clear()
@@ -79,22 +95,21 @@ def settle(
 
 def _disagreement(
     call: Caller,
-    control: ControlExchange,
-    head: CallSignature,
-    met: Exchanged,
+    tell: Callable[[bytes], list[bytes]],
     comparison: Comparison,
-    refused: Exception | None,
+    words: Mapping[int, SignatureWords],
+    refused: ValueError | TypeError | None,
 ) -> CommError:
     state = call.state
-    own = head.describe() if refused is None else f"{refused} (at {call.site.text})"
+    own = call.describe() if refused is None else f"{refused} (at {call.site.text})"
     others = [number for number in comparison.awaited if number != call.backward_of]
     if others:
         own = f"{own}; {state.pending.why(others)}"
     if comparison.differs_earlier:
-        own = state.history.first_difference(lambda text: control.tell(text, call), head.describe())
+        own = state.history.first_difference(tell, call.describe())
     state.history.clear()
-    texts = [told.decode(errors="replace") for told in control.tell(own.encode(), call)]
+    texts = [told.decode(errors="replace") for told in tell(own.encode())]
     if comparison.differing:
         return mismatch_error(str(call), comparison.differing, texts, state.ranks)
-    statuses = [SignatureWords.unpack(theirs).status for theirs in met.heads]
+    statuses = [words[rank].status for rank in sorted(words)]
     return refused_error(str(call), statuses, texts, state.ranks)

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from comm_collectives.call.agreement import AgreementPolicy
-from comm_collectives.call.control import MailboxExchange, WireExchange
 from comm_collectives.call.groups import group_state
 from comm_collectives.checking.cells import (
     MOE_COLLECTIVES,
@@ -60,10 +59,8 @@ def _meet_at(place: str) -> None:
     state = group_state(None)
     if place == BLIND:
         state.policy = AgreementPolicy(every=0)
-    elif place == WIRE and not isinstance(state.control, WireExchange):
-        state.policy = AgreementPolicy(every=1)
-        state.control = WireExchange(state.transport, state.size, state.control_type)
-    elif place == HERE and not isinstance(state.control, MailboxExchange):
-        state.policy, state.control = AgreementPolicy(), None
+    elif state.may_share_memory is not (place == HERE) or state.policy != AgreementPolicy():
+        state.policy, state.frames = AgreementPolicy(), None
+        state.may_share_memory = place == HERE
         # The group finds out where it meets in its first call.
         all_reduce(torch.zeros(1))

@@ -7,12 +7,13 @@ May import: base, call.
 
 from comm_collectives.collectives.alltoall import all_to_all as all_to_all
 from comm_collectives.collectives.alltoall import checked_splits as checked_splits
-from comm_collectives.collectives.alltoall import exchange_rows as exchange_rows
 from comm_collectives.collectives.alltoall import first_difference as first_difference
 from comm_collectives.collectives.arithmetic import OPS as OPS
 from comm_collectives.collectives.broadcasting import broadcast as broadcast
 from comm_collectives.collectives.broadcasting import broadcast_call as broadcast_call
 from comm_collectives.collectives.buckets import reduce_in_buckets as reduce_in_buckets
+from comm_collectives.collectives.exchange import exchange_rows as exchange_rows
+from comm_collectives.collectives.exchange import swap as swap
 from comm_collectives.collectives.gathers import all_gather as all_gather
 from comm_collectives.collectives.gathers import all_gather_call as all_gather_call
 from comm_collectives.collectives.gathers import reduce_scatter as reduce_scatter

@@ -15,14 +15,16 @@ import torch
 
 from comm_collectives._torch_private import graph_break
 from comm_collectives.base import as_bytes, check_dense, dense, new_tensor, num_bytes
-from comm_collectives.call import Call, exchange_counts, inline_rows, not_inline
+from comm_collectives.call import Agreed, Call, pack_counts, unpack_counts
 from comm_collectives.call.autograd import Back, attach, wants_grad, zeros_for
 from comm_collectives.call.groups import Group, GroupState, group_state, wire_device_argument
 from comm_collectives.call.handles import Handle, launch
 from comm_collectives.call.signature import Argument, Status
+from comm_collectives.collectives.exchange import exchange_rows, on_host, swap
 from comm_collectives.errors import CommTypeError, CommValueError, MismatchError
 
 _Splits = Sequence[int] | None
+Counts = tuple[int, ...]
 
 
 @overload
@@ -58,9 +60,8 @@ def all_to_all(
     """Send consecutive rows of `x` to each rank and return the rows received, by source rank.
 
     Collective: every rank of the group must call, also one without rows. Differentiable; the
-    backward is an all-to-all in the other direction, in which every rank takes part. Few rows
-    travel with the control exchange, in one exchange: up to 384 bytes for each rank with what is
-    said of them, and 512 KiB of each rank on one host.
+    backward is an all-to-all in the other direction, in which every rank takes part. All of it
+    is one exchange, also where the peers are asked how many rows come.
 
     Args:
         x: [rows, ...], any plain dtype, any strides; not modified. The trailing shape and the dtype
@@ -87,48 +88,6 @@ def all_to_all(
 
     inputs = [x] if isinstance(x, torch.Tensor) else []
     return launch(state, "all_to_all", run, inputs=inputs, async_op=async_op)  # type: ignore[no-any-return]
-
-
-def exchange_rows(
-    call: Call, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], out: torch.Tensor
-) -> None:
-    """Exchange rows of a contiguous `x` without gradients; the primitive under everything here.
-
-    `out` is contiguous, [sum(received), ...], with the row shape, dtype and device of `x`.
-    """
-    row_bytes = num_bytes(x.dtype, x.shape[1:])
-    exchange_bytes(
-        call,
-        as_bytes(x),
-        [n * row_bytes for n in sent],
-        [n * row_bytes for n in received],
-        as_bytes(out),
-    )
-
-
-def exchange_bytes(
-    call: Call,
-    source: torch.Tensor,
-    sent: Sequence[int],
-    received: Sequence[int],
-    target: torch.Tensor,
-) -> None:
-    """All-to-all of flat uint8 tensors; by way of the host where the backend needs it."""
-    state = call.state
-    if state.size == 1:
-        target.copy_(source)
-        return
-    travel = state.transport_type(source.device)
-    place = target
-    if travel != source.device.type:
-        source, place = source.to(travel), torch.empty_like(target, device=travel)
-    call.run(
-        lambda: state.transport.exchange(place, source, received, sent), on_cpu=travel == "cpu"
-    )
-    for observe in state.observers:
-        observe(call.name, sent)
-    if place is not target:
-        target.copy_(place)
 
 
 def checked_splits(splits: Sequence[int], size: int, name: str) -> tuple[int, ...]:
@@ -203,27 +162,16 @@ def _all_to_all(
     except (TypeError, ValueError) as error:
         refused = error
     call = Call(state, "all_to_all", arguments=arguments, timeout_s=timeout_s)
-    flags = Status.WANTS_GRAD if refused is None and wants_grad(x) else 0
-    offered = not_inline(state)
-    if refused is None:
-        words = 1 if output_splits is None else 2 * state.size
-        offered = inline_rows(x, sent, num_words=words, state=state)
-    inline = None
-    if output_splits is None or call.is_due():
-        rows = [[n] for n in sent] if output_splits is None else [[*sent, *received]] * state.size
-        counts = exchange_counts(call, rows, flags=flags, refused=refused, inline=offered)
-        flags, inline = counts.flags, counts.inline
-        if output_splits is None:
-            received = tuple(row[0] for row in counts.rows)
-        else:
-            _compare_splits(call, counts.rows)
+    if refused is not None or call.refused is not None:
+        call.meet(refused=refused)
+    flags = Status.WANTS_GRAD if wants_grad(x) else 0
+    if output_splits is None or on_host(state, x.device) or call.is_due():
+        flags, y, received = _swap_rows(
+            call, x, sent, None if output_splits is None else received, flags
+        )
     else:
-        call.go_alone(refused)
-    if inline is None:
         y = new_tensor((sum(received), *x.shape[1:]), x.dtype, x.device)
         exchange_rows(call, dense(x), sent, received, y)
-    else:
-        y = inline.rows(call, x, sent, received)
     if not flags & Status.WANTS_GRAD:
         return y
     shape = x.shape
@@ -234,6 +182,30 @@ def _all_to_all(
         return (rows,)
 
     return attach((x,), (y,), call, Back(run=back, zeros=zeros_for(y)))[0]
+
+
+def _swap_rows(
+    call: Call, x: torch.Tensor, sent: Counts, expected: Counts | None, flags: int
+) -> tuple[int, torch.Tensor, Counts]:
+    """Agree and exchange; return the flags of all, the rows, and how many came from each rank."""
+    row_bytes, made = num_bytes(x.dtype, x.shape[1:]), []
+
+    def room(agreed: Agreed) -> torch.Tensor:
+        told = [unpack_counts(part) for part in agreed.parts]
+        if expected is not None:
+            _compare_splits(call, told)
+        received = expected or tuple(row[0] for row in told)
+        y = new_tensor((sum(received), *x.shape[1:]), x.dtype, x.device)
+        made.append((y, received))
+        return as_bytes(y)
+
+    if expected is None:
+        parts = [pack_counts([n]) for n in sent]
+    else:
+        parts = [pack_counts([*sent, *expected])] * call.state.size
+    sizes = [n * row_bytes for n in sent]
+    agreed = swap(call, as_bytes(dense(x)), sizes, room, parts=parts, status=flags)
+    return agreed.flags, *made[0]
 
 
 def _check(

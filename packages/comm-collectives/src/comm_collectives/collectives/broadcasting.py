@@ -14,18 +14,22 @@ from typing import Literal, overload
 import torch
 
 from comm_collectives._torch_private import graph_break
-from comm_collectives.base import as_bytes, check_dense, dense, from_bytes, joined, num_bytes
+from comm_collectives.base import as_bytes, check_dense, dense, from_bytes, num_bytes
 from comm_collectives.base.transport import TransferHeader
-from comm_collectives.call import Call
+from comm_collectives.call import Agreed, Call
 from comm_collectives.call.autograd import Back, Gradients, attach, wants_grad, zeros_for
 from comm_collectives.call.groups import Group, GroupState, check_root, group_state
 from comm_collectives.call.handles import Handle, launch
 from comm_collectives.call.signature import Argument, Status
+from comm_collectives.collectives.exchange import on_host
 from comm_collectives.collectives.pieces import (
     Device,
     broadcast_bytes,
     checked_device,
-    describe_each,
+    described,
+    from_source,
+    share,
+    to_each,
 )
 from comm_collectives.collectives.reduction import reduce_plain
 from comm_collectives.errors import MismatchError
@@ -63,8 +67,8 @@ def broadcast(
 ) -> torch.Tensor | Handle[torch.Tensor]:
     """Return, on every rank, the tensor that rank `src` gave.
 
-    Collective. Differentiable for `src`: its gradient is that of the sum of all ranks' losses. A
-    few hundred bytes travel with the control exchange, in one exchange.
+    Collective. Differentiable for `src`: its gradient is that of the sum of all ranks' losses. All
+    of it is one exchange, or two for more than 256 KiB between more than two ranks.
 
     Args:
         x: on `src`, any shape, plain dtype and strides; not modified. Elsewhere None, or a tensor
@@ -121,7 +125,7 @@ def broadcast_call(
 ) -> _Got:
     """Run `broadcast` on this thread without gradients; `refused` is what is wrong already."""
     arguments: tuple[Argument, ...] = ()
-    status, parts = 0, [b""]
+    status, told = 0, b""
     is_src = state.rank == src
     try:
         check_root(state, src, "src")
@@ -129,33 +133,52 @@ def broadcast_call(
         checked_device(device)
         if x is not None or is_src:
             check_dense(x, "x")  # type: ignore[arg-type]
-            status, parts = describe_each([x], state, with_data=is_src)  # type: ignore[list-item]
-            status |= Status.WANTS_GRAD if is_src and wants_grad(x) else 0  # type: ignore[arg-type]
+            told = described(x, state)  # type: ignore[arg-type]
+            status = Status.WANTS_GRAD if is_src and wants_grad(x) else 0  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
         refused = refused or error
     call = Call(state, "broadcast", arguments=arguments, timeout_s=timeout_s, compares_site=False)
-    agreed = call.meet(parts=parts * state.size, status=status, refused=refused)
-    told = [TransferHeader.unpack(part) for part in agreed.parts]
-    header = _one_header(call, [header for header, _ in told], src)
-    dtype, shape, kind = header.dtypes[0], header.shapes[0], torch.device(header.travels[0])
+    if refused is not None or call.refused is not None:
+        call.meet(refused=refused)
     own = as_bytes(dense(x)) if is_src and x is not None else None
-    if agreed.flags & Status.INLINE:
-        payload = told[src][1][: num_bytes(dtype, shape)]
-        flat = joined([payload], torch.uint8, (len(payload),), kind)
-    elif own is not None:
-        flat = own
-        broadcast_bytes(call, own.to(kind), src)
-    else:
-        flat = torch.empty(num_bytes(dtype, shape), dtype=torch.uint8, device=kind)
-        broadcast_bytes(call, flat, src)
+    flags, header, flat = _broadcast(call, own, src, told, status)
+    dtype, shape, kind = header.dtypes[0], header.shapes[0], torch.device(header.travels[0])
     placed = flat.to(device or (kind if x is None else x.device))
     return _Got(
         y=from_bytes(placed, dtype, shape),
         is_new=placed is not own,
         call=call,
-        flags=agreed.flags,
+        flags=flags,
         kind=kind,
     )
+
+
+def _broadcast(
+    call: Call, own: torch.Tensor | None, src: int, told: bytes, status: int
+) -> tuple[int, TransferHeader, torch.Tensor]:
+    """Agree, and send `own` bytes of the source; return them, and what they are."""
+    rank, size = call.state.rank, call.state.size
+    nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+    host = nothing if own is None or not on_host(call.state, own.device) else own.cpu()
+    found: list[tuple[TransferHeader, torch.Tensor]] = []
+
+    def place(agreed: Agreed) -> list[torch.Tensor]:
+        header = _one_header(call, [TransferHeader.unpack(part)[0] for part in agreed.parts], src)
+        length, kind = num_bytes(header.dtypes[0], header.shapes[0]), header.travels[0]
+        flat = host
+        if kind != "cpu" or own is None:
+            flat = torch.empty(length, dtype=torch.uint8, device=kind) if own is None else own
+        found.append((header, flat))
+        return [nothing] * size if kind != "cpu" else from_source(flat, rank, src, size)
+
+    agreed = call.exchange(to_each(host, size), place, parts=[told] * size, status=status)
+    header, flat = found[0]
+    if header.travels[0] == "cpu":
+        share(call, flat, src)
+    else:
+        flat = flat.to(header.travels[0])
+        broadcast_bytes(call, flat, src)
+    return agreed.flags, header, flat if own is None else own
 
 
 def _copied(y: torch.Tensor) -> torch.Tensor:

@@ -14,12 +14,12 @@ from typing import Literal, overload
 import torch
 
 from comm_collectives._torch_private import graph_break
-from comm_collectives.base import as_bytes, bytes_of, dense, joined, num_bytes
+from comm_collectives.base import dense
 from comm_collectives.call import Call
 from comm_collectives.call.autograd import Back, Gradients, attach, wants_grad, zeros_for
 from comm_collectives.call.groups import Group, GroupState, group_state
 from comm_collectives.call.handles import Handle, launch
-from comm_collectives.call.signature import INLINE_BYTES, Argument, Status
+from comm_collectives.call.signature import Argument, Status
 from comm_collectives.collectives.alltoall import row_splits
 from comm_collectives.collectives.arithmetic import (
     NO_FACTOR,
@@ -32,6 +32,7 @@ from comm_collectives.collectives.pieces import (
     check_rows,
     exchange_pieces,
     gather_rows,
+    meet_pieces,
     meet_rows,
     return_pieces,
     row_arguments,
@@ -65,8 +66,8 @@ def all_gather(
     """Return the rows of all ranks, concatenated along dim 0 in the order of the ranks.
 
     Collective: every rank of the group must call, also one without rows. Differentiable; the
-    gradient is that of the sum of all ranks' losses. Rows of up to 376 bytes a rank travel with the
-    control exchange, in one exchange.
+    gradient is that of the sum of all ranks' losses. All of it is one
+    exchange.
 
     Args:
         x: [rows, ...], any plain dtype, any strides; not modified. Ranks may have different numbers
@@ -128,7 +129,7 @@ def reduce_scatter(
     Collective: every rank of the group must call with the same shape, dtype, splits and op.
     Differentiable as `all_reduce`. The rank that keeps a row reduces it in the order of the ranks
     (16-bit floats in float32, rounded once), so the bits are the same at every run and for every
-    way to split. Pieces of up to 384 bytes travel with the control exchange.
+    way to split.
 
     Args:
         x: [rows, ...], any strides; not modified. The dtypes are those of `all_reduce`.
@@ -168,7 +169,7 @@ def all_gather_call(
     """Run `all_gather` under a name, on this thread.
 
     `refused` is what is wrong already. With `out` (contiguous, apart from `x`) all ranks have
-    equally many rows, which are written there if they do not travel with the control exchange.
+    equally many rows, which are written there.
     """
     arguments: tuple[Argument, ...] = ()
     try:
@@ -179,13 +180,11 @@ def all_gather_call(
     except (TypeError, ValueError) as error:
         refused = refused or error
     call = Call(state, name, arguments=arguments, timeout_s=timeout_s)
-    status = Status.WANTS_GRAD if refused is None and wants_grad(x) else 0
-    met = meet_rows(call, x, status=status, refused=refused, readers=range(state.size))
-    counts = met.counts
-    if met.parts is None:
-        y = gather_rows(call, dense(x), counts, out)
-    else:
-        y = joined(met.parts, x.dtype, (sum(counts), *x.shape[1:]), x.device)
+    if refused is not None or call.refused is not None:
+        call.meet(refused=refused)
+    status = Status.WANTS_GRAD if wants_grad(x) else 0
+    met = meet_rows(call, x, status=status, readers=range(state.size), out=out)
+    counts, y = met.counts, met.rows
     if not met.flags & Status.WANTS_GRAD:
         return y
 
@@ -220,15 +219,10 @@ def reduce_scatter_call(
     except (TypeError, ValueError) as error:
         refused = refused or error
     call = Call(state, name, arguments=arguments, timeout_s=timeout_s)
-    status = Status.WANTS_GRAD if refused is None and wants_grad(x) else 0
-    if refused is None and _comes_along(x, kept, state):
-        agreed = call.meet(parts=_parts(x, kept), status=status)
-        flags, own = agreed.flags, (kept[state.rank], *x.shape[1:])
-        told = [part[: num_bytes(x.dtype, own)] for part in agreed.parts]
-        rows = joined(told, x.dtype, (state.size, *own), x.device)
-    else:
-        flags = call.meet_if_due(status=status, refused=refused)
-        rows = exchange_pieces(call, dense(x), kept)
+    if refused is not None or call.refused is not None:
+        call.meet(refused=refused)
+    status = Status.WANTS_GRAD if wants_grad(x) else 0
+    flags, rows = meet_pieces(call, dense(x), kept, status)
     y = reduce_rows(rows, op)
     if not flags & Status.WANTS_GRAD:
         return y
@@ -243,14 +237,3 @@ def reduce_scatter_call(
         return grads if op == "sum" else (grads[0] * factor,)
 
     return attach((x,), (y,), call, Back(run=back, zeros=zeros_for(y), finish=finish))[0]
-
-
-def _comes_along(x: torch.Tensor, splits: Sequence[int], state: GroupState) -> bool:
-    """Whether all pieces of `x` travel with the frames."""
-    most = max(splits) * num_bytes(x.dtype, x.shape[1:])
-    return most <= INLINE_BYTES and state.policy.every > 0 and state.carries_inline(x.device)
-
-
-def _parts(x: torch.Tensor, splits: Sequence[int]) -> list[bytes]:
-    pieces = dense(x).split(list(splits))
-    return [bytes_of(as_bytes(piece)) for piece in pieces]

@@ -2,29 +2,33 @@
 
 A tensor that all ranks hold is cut into one piece per rank; each rank receives its piece of
 everybody's tensor, works on it, and the results are gathered. Nothing here has gradients of its
-own, and but for `meet_rows` no control exchange either: counts are known to all ranks.
+own, and but for `meet_rows` all counts are known to all ranks.
 
     rows = exchange_pieces(call, x, splits)        # [ranks, splits[rank], ...]: this rank's piece
     whole = gather_rows(call, rows.sum(0), splits)
 """
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from comm_collectives.base import as_bytes, bytes_of, check_dense, dense, new_tensor, num_bytes
+from comm_collectives.base import as_bytes, check_dense, dense, new_tensor, num_bytes
 from comm_collectives.base.transport import TransferHeader
-from comm_collectives.call import Call, first_line
+from comm_collectives.call import Agreed, Call, first_line, pack_counts, unpack_counts
 from comm_collectives.call.groups import GroupState, wire_device_argument
-from comm_collectives.call.signature import INLINE_BYTES, Argument, Status
-from comm_collectives.collectives.alltoall import exchange_bytes, exchange_rows
+from comm_collectives.call.signature import Argument
+from comm_collectives.collectives.exchange import (
+    exchange_bytes,
+    exchange_rows,
+    on_host,
+    show,
+    show_to_all,
+)
 from comm_collectives.errors import CommValueError
 
 Device = torch.device | str | None
-_COUNT = struct.Struct("<q")
-_ROOM_BYTES = INLINE_BYTES - _COUNT.size
+_SHARED_BYTES = 1 << 18  # of a broadcast, whose source else sends all of it to each rank
 _MOST_PADDING = 4  # pieces are padded to one size if that adds at most a quarter
 
 
@@ -35,12 +39,12 @@ class RowsMet:
     Attributes:
         flags: those of all ranks.
         counts: rows by rank.
-        parts: the bytes of the rows by rank, if all were small enough to come along.
+        rows: those of all ranks, one after the other; none on a rank that does not read.
     """
 
     flags: int
     counts: tuple[int, ...]
-    parts: list[bytes] | None
+    rows: torch.Tensor
 
 
 def check_rows(x: torch.Tensor, what: str) -> None:
@@ -81,30 +85,9 @@ def checked_device(device: Device) -> torch.device | None:
         ) from error
 
 
-def describe_each(
-    tensors: Sequence[torch.Tensor], state: GroupState, *, with_data: bool
-) -> tuple[int, list[bytes]]:
-    """Return a part for each dense tensor that says what it is, and flags for the exchange.
-
-    With data that is small enough for all of them, the parts hold it, and the flags have INLINE.
-
-    Raises:
-        ValueError: a tensor has too many dims to be described.
-    """
-    headers = []
-    for tensor in tensors:
-        kind = state.transport_type(tensor.device)
-        headers.append(TransferHeader.describe([tensor], 0, [kind]).pack())
-        if len(headers[-1]) > INLINE_BYTES:
-            raise CommValueError(f"a tensor has {tensor.dim()} dims; at most 40 can be described")
-    fits = with_data and all(
-        state.carries_inline(tensor.device) and len(header) + tensor.nbytes <= INLINE_BYTES
-        for header, tensor in zip(headers, tensors, strict=True)
-    )
-    if not fits:
-        return 0, headers
-    data = [bytes_of(as_bytes(dense(tensor))) for tensor in tensors]
-    return Status.INLINE, [a + b for a, b in zip(headers, data, strict=True)]
+def described(x: torch.Tensor, state: GroupState) -> bytes:
+    """Return what a dense tensor is, to be told to ranks that do not know it."""
+    return TransferHeader.describe([x], 0, [state.transport_type(x.device)]).pack()
 
 
 def meet_rows(
@@ -112,33 +95,57 @@ def meet_rows(
     x: torch.Tensor,
     *,
     status: int,
-    refused: ValueError | TypeError | None,
     readers: Sequence[int],
+    out: torch.Tensor | None = None,
 ) -> RowsMet:
-    """Meet and tell how many rows each rank has; small ones come along to `readers`. Collective.
+    """Tell how many rows each rank has, and send them to `readers`. Collective.
 
-    `readers` are ranks inside the group, the same on every rank; their frames carry the rows.
+    `readers` are ranks inside the group, the same on every rank. The rows are put into `out`, if
+    that is given: contiguous, with room for them.
     """
-    if refused is not None:
-        call.meet(parts=[b""] * call.state.size, refused=refused)
-    x = dense(x)
-    row_bytes = num_bytes(x.dtype, x.shape[1:])
-    head, payload = _COUNT.pack(len(x)), b""
-    comes_along = call.state.carries_inline(x.device)
-    if comes_along and x.nbytes <= _ROOM_BYTES:
-        payload = bytes_of(as_bytes(x))
-    parts = [head + payload if r in readers else head for r in range(call.state.size)]
-    agreed = call.meet(parts=parts, status=status)
-    counts = tuple(_COUNT.unpack_from(part)[0] for part in agreed.parts)
-    ends = [_COUNT.size + n * row_bytes for n in counts]
-    told = [part[_COUNT.size : end] for part, end in zip(agreed.parts, ends, strict=True)]
-    small = comes_along and max(ends) <= INLINE_BYTES
-    return RowsMet(flags=agreed.flags, counts=counts, parts=told if small else None)
+    x, state = dense(x), call.state
+    flat = as_bytes(x)
+    made: list[tuple[torch.Tensor, tuple[int, ...]]] = []
+
+    def room(agreed: Agreed) -> torch.Tensor:
+        counts = tuple(unpack_counts(part)[0] for part in agreed.parts)
+        rows = sum(counts) if state.rank in readers else 0
+        y = new_tensor((rows, *x.shape[1:]), x.dtype, x.device) if out is None else out
+        made.append((y, counts))
+        return as_bytes(y)
+
+    parts = [pack_counts([len(x)])] * state.size
+    if on_host(state, x.device):
+        host, nothing = flat.cpu(), flat.new_empty(0, device="cpu")
+        shown = [host if r in readers else nothing for r in range(state.size)]
+        agreed = show(call, shown, room, parts=parts, status=status)
+    else:
+        agreed = call.meet(parts=parts, status=status)
+        room(agreed)
+        y, counts = made[0]
+        _send_on_device(call, x, counts, readers, y)
+    return RowsMet(flags=agreed.flags, counts=made[0][1], rows=made[0][0])
 
 
 def even_splits(rows: int, size: int) -> tuple[int, ...]:
     """Split rows as evenly as possible."""
     return tuple(rows // size + (rank < rows % size) for rank in range(size))
+
+
+def meet_pieces(
+    call: Call, x: torch.Tensor, splits: Sequence[int], status: int
+) -> tuple[int, torch.Tensor]:
+    """As `exchange_pieces` in a call that compares; return the flags of all ranks as well."""
+    state = call.state
+    if not on_host(state, x.device):
+        flags = call.meet(status=status).flags if call.is_due() else status
+        return flags, exchange_pieces(call, x, splits)
+    row_bytes = num_bytes(x.dtype, x.shape[1:])
+    rows = new_tensor((state.size, splits[state.rank], *x.shape[1:]), x.dtype, x.device)
+    sizes = [n * row_bytes for n in splits]
+    pieces = as_bytes(x).cpu().split(sizes)
+    agreed = show(call, pieces, lambda _: as_bytes(rows), status=status)
+    return agreed.flags, rows
 
 
 def exchange_pieces(call: Call, x: torch.Tensor, splits: Sequence[int]) -> torch.Tensor:
@@ -170,7 +177,11 @@ def gather_rows(
     row_bytes = num_bytes(x.dtype, row_shape)
     if out is None:
         out = new_tensor((sum(counts), *row_shape), x.dtype, x.device)
-    _gather_bytes(call, as_bytes(x), [n * row_bytes for n in counts], as_bytes(out))
+    sizes = [n * row_bytes for n in counts]
+    if on_host(call.state, x.device):
+        show_to_all(call, as_bytes(x), sizes, as_bytes(out))
+    else:
+        _gather_on_device(call, as_bytes(x), sizes, as_bytes(out))
     return out
 
 
@@ -195,11 +206,69 @@ def send_from_one(
 def broadcast_bytes(call: Call, flat: torch.Tensor, root: int) -> None:
     """Broadcast a flat uint8 tensor in place; it lies where the group's bytes travel."""
     state = call.state
-    if state.size > 1 and flat.numel():
-        call.run(lambda: state.transport.broadcast(flat, root), on_cpu=flat.device.type == "cpu")
+    if state.size == 1 or not flat.numel():
+        return
+    if flat.device.type == "cpu":
+        _broadcast_on_host(call, flat, root)
+    else:
+        call.run(lambda: state.transport.broadcast(flat, root))
 
 
-def _gather_bytes(
+def shared_pieces(flat: torch.Tensor, size: int) -> tuple[torch.Tensor, ...] | None:
+    """Return the piece of a broadcast that its source sends to each rank, which then share theirs.
+
+    None where little, or to few ranks, is sent: then each rank gets all of it.
+    """
+    if flat.numel() < _SHARED_BYTES or size < 3:
+        return None
+    pieces: tuple[torch.Tensor, ...] = flat.split(list(even_splits(flat.numel(), size)))
+    return pieces
+
+
+def from_source(flat: torch.Tensor, rank: int, src: int, size: int) -> list[torch.Tensor]:
+    """Return, by rank, where the source's flat uint8 goes on this rank; nothing else comes."""
+    pieces = shared_pieces(flat, size)
+    piece = flat if pieces is None else pieces[rank]
+    return [piece if r == src else flat[:0] for r in range(size)]
+
+
+def to_each(flat: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """Return, by rank, what the source sends."""
+    pieces = shared_pieces(flat, size)
+    return [flat] * size if pieces is None else list(pieces)
+
+
+def share(call: Call, flat: torch.Tensor, src: int) -> None:
+    """Let ranks that got a piece of the source's bytes show it to the others. Collective."""
+    rank, size = call.state.rank, call.state.size
+    pieces = shared_pieces(flat, size)
+    if pieces is None:
+        return
+    own, nothing = pieces[rank], flat[:0]
+    sent = [nothing if r == src and r != rank else own for r in range(size)]
+    if rank == src:
+        call.exchange(sent, lambda _: from_source(flat, rank, src, size))
+    else:
+        call.exchange(sent, lambda _: pieces)
+
+
+def _broadcast_on_host(call: Call, flat: torch.Tensor, root: int) -> None:
+    rank, size = call.state.rank, call.state.size
+    sent = to_each(flat, size) if rank == root else [flat[:0]] * size
+    call.exchange(sent, lambda _: from_source(flat, rank, root, size))
+    share(call, flat, root)
+
+
+def _send_on_device(
+    call: Call, x: torch.Tensor, counts: Sequence[int], readers: Sequence[int], y: torch.Tensor
+) -> None:
+    if len(readers) == call.state.size:
+        gather_rows(call, x, counts, y)
+    else:
+        send_to_one(call, x, counts, readers[0], y)
+
+
+def _gather_on_device(
     call: Call, source: torch.Tensor, sizes: Sequence[int], target: torch.Tensor
 ) -> None:
     state = call.state
@@ -212,7 +281,7 @@ def _gather_bytes(
         place.copy_(source)
     elif min(sizes) == max(sizes):
         if place.numel():
-            call.run(lambda: state.transport.all_gather(place, source), on_cpu=travel == "cpu")
+            call.run(lambda: state.transport.all_gather(place, source))
     elif max(sizes) * state.size <= sum(sizes) + sum(sizes) // _MOST_PADDING:
         _gather_padded(call, source, pieces, max(sizes))
     else:
@@ -231,6 +300,6 @@ def _gather_padded(
     sent = torch.empty(width, dtype=torch.uint8, device=source.device)
     sent[: source.numel()] = source
     received = torch.empty(width * state.size, dtype=torch.uint8, device=source.device)
-    call.run(lambda: state.transport.all_gather(received, sent), on_cpu=source.device.type == "cpu")
+    call.run(lambda: state.transport.all_gather(received, sent))
     for piece, row in zip(pieces, received.split(width), strict=True):
         piece.copy_(row[: piece.numel()])

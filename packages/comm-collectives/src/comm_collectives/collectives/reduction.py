@@ -14,13 +14,12 @@ from typing import Literal, overload
 import torch
 
 from comm_collectives._torch_private import graph_break
-from comm_collectives.base import as_bytes, bytes_of, check_dense, dense, joined
-from comm_collectives.call import Call, fits_page
+from comm_collectives.base import as_bytes, check_dense, dense, new_tensor
+from comm_collectives.call import Call
 from comm_collectives.call.autograd import Back, attach, wants_grad, zeros_for
-from comm_collectives.call.control import PAGE_BYTES
 from comm_collectives.call.groups import Group, GroupState, group_state, wire_device_argument
 from comm_collectives.call.handles import Handle, launch
-from comm_collectives.call.signature import INLINE_BYTES, Argument, Status
+from comm_collectives.call.signature import Argument, Status
 from comm_collectives.collectives.arithmetic import (
     NO_FACTOR,
     OPS,
@@ -31,14 +30,17 @@ from comm_collectives.collectives.arithmetic import (
     to_backend,
 )
 from comm_collectives.collectives.arithmetic import check_op as check_op
+from comm_collectives.collectives.exchange import on_host, show
 from comm_collectives.collectives.pieces import (
     even_splits,
     exchange_pieces,
     gather_rows,
+    meet_pieces,
     return_pieces,
 )
 
-_MOST_READ_BYTES = 1 << 21
+_WHOLE_BYTES = 1 << 16
+_MOST_WHOLE_BYTES = 1 << 20
 
 
 @overload
@@ -71,8 +73,8 @@ def all_reduce(
     """Reduce `x` element by element over the ranks and return the same result on each.
 
     Collective: every rank of the group must call with the same shape, dtype and op. `x` may have
-    any strides and is not modified. The result is the same on every rank; up to 384 bytes, or
-    on one host 512 KiB, travel with the control exchange, in one exchange.
+    any strides and is not modified. The result is the same on every rank; on the host it is
+    summed in the order of the ranks (16-bit floats in float32), so its bits are so at every run.
 
     Differentiable: the gradient is that of the sum of all ranks' losses. That of min and max goes
     to the ranks that attain it, in equal shares, as in `torch.amax`; that of a product is exact
@@ -105,8 +107,10 @@ def all_reduce(
 
 
 def reduce_plain(call: Call, x: torch.Tensor, op: str) -> torch.Tensor:
-    """Reduce without a control exchange and without gradients; `op` is known to fit the dtype."""
+    """Reduce without gradients; `op` is known to fit the dtype."""
     state = call.state
+    if on_host(state, x.device):
+        return _reduce_on_host(call, x, op, 0)[1].result
     if not is_native(x.dtype, op):
         return _reduce_by_pieces(call, x, op, with_factor=False).result
     work = to_backend(x, op)
@@ -115,8 +119,8 @@ def reduce_plain(call: Call, x: torch.Tensor, op: str) -> torch.Tensor:
     if state.size > 1 and flat.numel():
         travel = state.transport_type(flat.device)
         place = flat if travel == flat.device.type else flat.to(travel)
-        plain = "sum" if op == "avg" else op  # gloo has no average
-        call.run(lambda: state.transport.all_reduce(place, plain), on_cpu=travel == "cpu")
+        plain = "sum" if op == "avg" else op  # not every backend has an average
+        call.run(lambda: state.transport.all_reduce(place, plain))
         if place is not flat:
             flat.copy_(place)
     if op == "avg":
@@ -142,11 +146,8 @@ def all_reduce_call(
 ) -> torch.Tensor:
     """Run `all_reduce` on this thread; `refused` is what is wrong already."""
     arguments: tuple[Argument, ...] = ()
-    is_inline = False
     try:
         check_dense(x, "x")
-        # Known before the rest is refused, since ranks whose x is inline meet.
-        is_inline = _is_inline(x, state)
         check_op(x.dtype, op)
         arguments = (
             Argument.of_dtype(x.dtype),
@@ -157,17 +158,17 @@ def all_reduce_call(
     except (TypeError, ValueError) as error:
         refused = refused or error
     call = Call(state, "all_reduce", arguments=arguments, timeout_s=timeout_s)
-    flags = Status.WANTS_GRAD if refused is None and wants_grad(x) else 0
-    if is_inline:
-        flags, reduced = _reduce_in_exchange(call, x, op, flags, refused)
+    if refused is not None or call.refused is not None:
+        call.meet(refused=refused)
+    flags = Status.WANTS_GRAD if wants_grad(x) else 0
+    if on_host(state, x.device):
+        flags, reduced = _reduce_on_host(call, x, op, flags)
     else:
-        flags = call.meet_if_due(status=flags, refused=refused)
-        if _may_be_inline(x, state):
-            call.open_pages()
-        with_factor = bool(flags & Status.WANTS_GRAD) and op not in NO_FACTOR
-        # With new pages `x` is inline from the next time on; the first sum is rounded like those.
-        alike = _is_inline(x, state)
-        reduced = _reduce(call, x, op, with_factor=with_factor, in_rank_order=alike)
+        flags = call.meet(status=flags).flags if call.is_due() else flags
+        if flags & Status.WANTS_GRAD and op not in NO_FACTOR:
+            reduced = _reduce_by_pieces(call, x, op, with_factor=True)
+        else:
+            reduced = _Reduced(result=reduce_plain(call, x, op))
     if not flags & Status.WANTS_GRAD:
         return reduced.result
     return _attach(x, reduced, op, call)
@@ -188,48 +189,41 @@ def _attach(x: torch.Tensor, reduced: _Reduced, op: str, call: Call) -> torch.Te
     return attach((x,), (y,), call, Back(run=back, zeros=zeros_for(y), finish=finish))[0]
 
 
-def _may_be_inline(x: torch.Tensor, state: GroupState) -> bool:
-    """Whether `x` may travel with a control exchange: the same on every rank, if shapes agree."""
-    # On pages every rank reads what every other shows.
-    most = min(PAGE_BYTES, _MOST_READ_BYTES // state.size)
-    compares = state.size > 1 and state.policy.every > 0
-    return compares and x.nbytes <= most and state.carries_inline(x.device)
+def _reduce_on_host(call: Call, x: torch.Tensor, op: str, flags: int) -> tuple[int, _Reduced]:
+    """Agree, and reduce in the order of the ranks; return the flags of all as well.
+
+    Few bytes go to every rank as they are, in one exchange. Of many each rank reduces a piece, and
+    the pieces are gathered: the same bits either way.
+    """
+    state = call.state
+    flat = dense(x).view(-1).cpu()
+    if not _goes_whole(flat.nbytes, state.size):
+        return _reduce_pieces_on_host(call, x, flat, op, flags)
+    rows = new_tensor((state.size, flat.numel()), x.dtype, "cpu")
+    sent = [as_bytes(flat)] * state.size
+    flags = show(call, sent, lambda _: as_bytes(rows), status=flags).flags
+    factor = None
+    if flags & Status.WANTS_GRAD and op not in NO_FACTOR:
+        factor = gradient_factors(rows, op)[state.rank].clone().view(x.shape).to(x.device)
+    return flags, _Reduced(result=reduce_rows(rows, op).view(x.shape).to(x.device), factor=factor)
 
 
-def _is_inline(x: torch.Tensor, state: GroupState) -> bool:
-    """Whether `x` travels with this control exchange."""
-    return _may_be_inline(x, state) and (x.nbytes <= INLINE_BYTES or fits_page(x.nbytes, state))
-
-
-def _reduce_in_exchange(
-    call: Call, x: torch.Tensor, op: str, flags: int, refused: ValueError | TypeError | None
+def _reduce_pieces_on_host(
+    call: Call, x: torch.Tensor, flat: torch.Tensor, op: str, flags: int
 ) -> tuple[int, _Reduced]:
-    """Reduce what all ranks show each other; return the flags of all as well."""
-    state, flat = call.state, as_bytes(dense(x)).cpu()
-
-    def reduced(rows: torch.Tensor, flags: int) -> _Reduced:
-        return _reduce_all(rows, op, state.rank, with_factor=bool(flags & Status.WANTS_GRAD))
-
-    if x.nbytes <= INLINE_BYTES:
-        agreed = call.meet(parts=[bytes_of(flat)] * state.size, status=flags, refused=refused)
-        told = [part[: x.nbytes] for part in agreed.parts]
-        rows = joined(told, x.dtype, (state.size, *x.shape), x.device)
-        return agreed.flags, reduced(rows, agreed.flags)
-    agreed = call.meet(status=flags, refused=refused, page=flat)
-
-    def take(pages: torch.Tensor) -> _Reduced:
-        rows = pages[:, : x.nbytes].view(x.dtype).view(state.size, *x.shape)
-        return reduced(rows.to(x.device), agreed.flags)
-
-    return agreed.flags, call.read(take)
+    splits = even_splits(flat.numel(), call.state.size)
+    flags, rows = meet_pieces(call, flat, splits, flags)
+    factor = None
+    if flags & Status.WANTS_GRAD and op not in NO_FACTOR:
+        factor = return_pieces(call, gradient_factors(rows, op), splits)
+        factor = factor.view(x.shape).to(x.device)
+    result = gather_rows(call, reduce_rows(rows, op), splits).view(x.shape).to(x.device)
+    return flags, _Reduced(result=result, factor=factor)
 
 
-def _reduce(
-    call: Call, x: torch.Tensor, op: str, *, with_factor: bool, in_rank_order: bool
-) -> _Reduced:
-    if with_factor or in_rank_order:
-        return _reduce_by_pieces(call, x, op, with_factor=with_factor)
-    return _Reduced(result=reduce_plain(call, x, op))
+def _goes_whole(num_bytes: int, size: int) -> bool:
+    """Whether showing all of it to all ranks is faster than two exchanges of pieces."""
+    return (size - 2) * num_bytes <= _WHOLE_BYTES and num_bytes <= _MOST_WHOLE_BYTES
 
 
 def _reduce_by_pieces(call: Call, x: torch.Tensor, op: str, *, with_factor: bool) -> _Reduced:
@@ -241,11 +235,3 @@ def _reduce_by_pieces(call: Call, x: torch.Tensor, op: str, *, with_factor: bool
     if with_factor:
         factor = return_pieces(call, gradient_factors(rows, op), splits).view(x.shape)
     return _Reduced(result=gather_rows(call, piece, splits).view(x.shape), factor=factor)
-
-
-def _reduce_all(rows: torch.Tensor, op: str, rank: int, *, with_factor: bool) -> _Reduced:
-    """Reduce the rows of all ranks, which every rank has."""
-    factor = None
-    if with_factor and op not in NO_FACTOR:
-        factor = gradient_factors(rows, op)[rank].clone()
-    return _Reduced(result=reduce_rows(rows, op), factor=factor)

@@ -18,20 +18,19 @@ from comm_collectives.base import (
     check_dense,
     dense,
     from_bytes,
-    joined,
-    new_tensor,
     num_bytes,
 )
 from comm_collectives.base.transport import TransferHeader
-from comm_collectives.call import Call
+from comm_collectives.call import Agreed, Call
 from comm_collectives.call.autograd import Back, Gradients, attach, wants_grad, zeros_for
 from comm_collectives.call.groups import Group, GroupState, check_root, group_state
 from comm_collectives.call.handles import Handle, launch
 from comm_collectives.call.signature import Argument, Status
+from comm_collectives.collectives.exchange import on_host
 from comm_collectives.collectives.pieces import (
     Device,
     checked_device,
-    describe_each,
+    described,
     meet_rows,
     row_arguments,
     send_from_one,
@@ -182,16 +181,13 @@ def _gather(
     except (TypeError, ValueError) as error:
         refused = error
     call = Call(state, "gather", arguments=arguments, timeout_s=timeout_s, compares_site=False)
-    status = Status.WANTS_GRAD if refused is None and wants_grad(x) else 0
-    met = meet_rows(call, rows, status=status, refused=refused, readers=[dst])
+    if refused is not None or call.refused is not None:
+        call.meet(refused=refused)
+    status = Status.WANTS_GRAD if wants_grad(x) else 0
+    met = meet_rows(call, rows, status=status, readers=[dst])
     is_dst = state.rank == dst
     received = met.counts if is_dst else (0,) * state.size
-    shape = (sum(received), *rows.shape[1:])
-    if met.parts is None:
-        whole = new_tensor(shape, x.dtype, x.device)
-        send_to_one(call, dense(rows), met.counts, dst, whole)
-    else:
-        whole = joined(met.parts if is_dst else [], x.dtype, shape, x.device)
+    whole = met.rows
     # Not views, which autograd would not let the user change in place.
     parts = [part.data for part in whole.split(list(received))]
     if is_dst and not x.dim():
@@ -234,29 +230,49 @@ def _scatter(
         checked_device(device)
         if state.rank == src:
             given = _checked_tensors(tensors, state.size)
-            status, parts = describe_each(given, state, with_data=True)
-            status |= Status.WANTS_GRAD if wants_grad(*given) else 0
+            parts = [described(tensor, state) for tensor in given]
+            status = Status.WANTS_GRAD if wants_grad(*given) else 0
     except (TypeError, ValueError) as error:
         refused = error
     call = Call(state, "scatter", arguments=arguments, timeout_s=timeout_s, compares_site=False)
-    agreed = call.meet(parts=parts, status=status, refused=refused)
-    header, payload = TransferHeader.unpack(agreed.parts[src])
-    if header is None:
-        raise MismatchError(f"{call}: something else arrived; the ranks make different calls")
-    dtype, shape, kind = header.dtypes[0], header.shapes[0], torch.device(header.travels[0])
-    own_bytes = num_bytes(dtype, shape)
-    if agreed.flags & Status.INLINE:
-        y = joined([payload[:own_bytes]], dtype, shape, kind)
-    else:
-        flat = _flat(given) if given else torch.empty(0, dtype=torch.uint8, device=kind)
-        own = torch.empty(own_bytes, dtype=torch.uint8, device=flat.device)
-        sizes = [t.nbytes for t in given] or [own_bytes] * state.size
-        send_from_one(call, flat, sizes, src, own)
-        y = from_bytes(own, dtype, shape)
+    if refused is not None or call.refused is not None:
+        call.meet(refused=refused)
+    flags, header, own = _send_each(call, given, src, parts, status)
+    kind = torch.device(header.travels[0])
+    y = from_bytes(own, header.dtypes[0], header.shapes[0])
     y = y.to(device or (given[0].device if given else kind))
-    if not agreed.flags & Status.WANTS_GRAD:
+    if not flags & Status.WANTS_GRAD:
         return y
     return _attach_scatter(given, y, call, src, kind)
+
+
+def _send_each(
+    call: Call, given: Sequence[torch.Tensor], src: int, parts: list[bytes], status: int
+) -> tuple[int, TransferHeader, torch.Tensor]:
+    """Agree, and send each rank its tensor; return its bytes and what they are."""
+    state = call.state
+    nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+    sent = [nothing] * state.size
+    if given and on_host(state, given[0].device):
+        sent = [as_bytes(dense(tensor)).cpu() for tensor in given]
+    found: list[tuple[TransferHeader, torch.Tensor]] = []
+
+    def place(agreed: Agreed) -> list[torch.Tensor]:
+        header = TransferHeader.unpack(agreed.parts[src])[0]
+        if header is None:
+            raise MismatchError(f"{call}: something else arrived; the ranks make different calls")
+        length, kind = num_bytes(header.dtypes[0], header.shapes[0]), header.travels[0]
+        own = torch.empty(length, dtype=torch.uint8, device=kind)
+        found.append((header, own))
+        return [own if r == src and kind == "cpu" else nothing for r in range(state.size)]
+
+    agreed = call.exchange(sent, place, parts=parts, status=status)
+    header, own = found[0]
+    if header.travels[0] != "cpu":
+        flat = _flat(given) if given else torch.empty(0, dtype=torch.uint8, device=own.device)
+        sizes = [t.nbytes for t in given] or [own.numel()] * state.size
+        send_from_one(call, flat, sizes, src, own)
+    return agreed.flags, header, own
 
 
 def _attach_scatter(

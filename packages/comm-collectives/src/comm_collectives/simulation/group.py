@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast, final
 
-from comm_collectives.call.control import InlinePages, MailboxExchange, SharedMailbox, WireExchange
+from comm_collectives.call.frames import Frames
 from comm_collectives.call.groups import CustomGroup, GroupState
 from comm_collectives.errors import CommValueError
-from comm_collectives.simulation.mailbox import Page, SimRegion
 from comm_collectives.simulation.scheduler import Signal
+from comm_collectives.simulation.streams import Pipes, SimStreams
 from comm_collectives.simulation.transport import SimTransport
 from comm_collectives.simulation.wire import CLOSED, Wire
 from comm_collectives.simulation.worker import SimWorker
@@ -23,7 +23,7 @@ from comm_collectives.simulation.world import World
 
 # Ranks answer for dropped graphs in their own next call; a thread outside would not be simulated.
 _NO_RESPONDER = threading.Thread(name="simulated ranks have none")
-_SELDOM_S = 1e6  # a simulated death wakes those who wait, so nobody has to look for one
+_ROOM_BYTES = {True: 1 << 20, False: 1 << 16}  # of a stream, on one host or between hosts
 
 
 @final
@@ -32,12 +32,12 @@ class _Shared:
     """What the ranks of one group share."""
 
     wire: Wire
-    page: Page
+    pipes: Pipes
 
     def signals(self) -> Iterator[Signal]:
         """Yield everything that somebody may wait for."""
         yield from self.wire.signals()
-        yield from self.page.signals()
+        yield from self.pipes.all_signals()
 
 
 @final
@@ -78,7 +78,9 @@ class SimGroup(CustomGroup):
 def _new_state(world: World, ranks: tuple[int, ...], rank: int) -> GroupState:
     shared = world.shared.get(ranks)
     if shared is None:
-        shared = world.shared[ranks] = _Shared(Wire(len(ranks)), Page(len(ranks)))
+        shared = world.shared[ranks] = _Shared(
+            Wire(len(ranks)), Pipes(len(ranks), _ROOM_BYTES[world.setting.shared_memory])
+        )
         _watch(world, ranks, shared)
     index = ranks.index(rank)
     transport = SimTransport(world, shared.wire, ranks=ranks, index=index)
@@ -92,13 +94,8 @@ def _new_state(world: World, ranks: tuple[int, ...], rank: int) -> GroupState:
     state.policy = world.setting.agreement
     state.worker = SimWorker(world, rank)
     state.responder = _NO_RESPONDER
-    if world.setting.shared_memory:
-        region = SimRegion(shared.page, world, ranks=ranks, index=index)
-        mailbox = SharedMailbox(region, clock=transport.clock, look_s=_SELDOM_S)
-        inline_pages = InlinePages(shared.page.inline_pages, index, len(ranks))
-        state.control = MailboxExchange(mailbox, len(ranks), inline_pages)
-    else:
-        state.control = WireExchange(transport, len(ranks), "cpu")
+    streams = SimStreams(shared.pipes, world, ranks=ranks, index=index)
+    state.frames = Frames(streams, transport.clock)
     return state
 
 
@@ -106,6 +103,7 @@ def _watch(world: World, ranks: tuple[int, ...], shared: _Shared) -> None:
     def leave(rank: int) -> None:
         if rank in ranks:
             shared.wire.leave(ranks.index(rank), CLOSED)
+            shared.pipes.leave(ranks.index(rank))
 
     for rank in sorted(world.dead):
         leave(rank)

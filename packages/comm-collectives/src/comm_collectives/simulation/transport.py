@@ -39,8 +39,6 @@ _BROADCAST = "broadcast from"
 class SimTransport(Transport):
     """The operations of one rank of a simulated group; `index` is its number inside the group."""
 
-    may_share_memory = False
-
     def __init__(self, world: World, wire: Wire, *, ranks: Sequence[int], index: int) -> None:
         self.world = world
         self.clock = VirtualClock(world.scheduler)

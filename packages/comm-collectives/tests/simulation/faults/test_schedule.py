@@ -98,15 +98,11 @@ def test_rank_late_anywhere_in_a_call_delays_all_and_harms_none(
     assert [o.ending for o in result.outcomes] == ["returned"] * 6
 
 
-def test_message_cut_short_is_a_lost_peer_for_all_over_the_wire() -> None:
-    for operation in (1, 2):
-        cut = Truncate(rank=1, call=0, operation=operation, peer=4)
-        assert _run(cut, shared_memory=False) == {"PeerFailedError": 6}
-    # In shared memory nothing can be cut but the rows themselves.
-    control = Truncate(rank=1, call=0, operation=1, peer=4)
-    assert _run(control, shared_memory=True) == {"returned": 6}
-    rows = Truncate(rank=1, call=0, operation=2, peer=4)
-    assert _run(rows, shared_memory=True) == {"PeerFailedError": 6}
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("operation", [1, 2])
+def test_message_cut_short_is_a_lost_peer_for_all(operation: int, shared_memory: bool) -> None:
+    cut = Truncate(rank=1, call=0, operation=operation, peer=4)
+    assert _run(cut, shared_memory=shared_memory) == {"PeerFailedError": 6}
 
 
 def test_rank_that_leaves_the_last_call_out_ends_and_the_others_lose_it() -> None:

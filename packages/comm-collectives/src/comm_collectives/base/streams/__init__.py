@@ -4,4 +4,5 @@ May import: base, transport.
 """
 
 from comm_collectives.base.streams.shared import ShmStreams as ShmStreams
+from comm_collectives.base.streams.sockets import SocketStreams as SocketStreams
 from comm_collectives.base.streams.streams import Streams as Streams

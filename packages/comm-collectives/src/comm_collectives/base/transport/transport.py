@@ -11,7 +11,7 @@ dtype is refused; only `all_reduce` does arithmetic and sees the dtype.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import ClassVar, Protocol, final
+from typing import Protocol, final
 from weakref import ref
 
 import torch
@@ -43,12 +43,10 @@ class Transport(ABC):
 
     Attributes:
         limit_s: how long an operation may take when no limit is given.
-        may_share_memory: whether it is worth asking if all ranks are on one host.
         clock: the time by which limits pass.
     """
 
     limit_s: float
-    may_share_memory: ClassVar[bool]
     clock: Clock = SYSTEM_CLOCK
 
     @abstractmethod
@@ -89,8 +87,6 @@ class Transport(ABC):
 @final
 class TorchTransport(Transport):
     """The operations of a `torch.distributed` process group, of any backend."""
-
-    may_share_memory = True
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         # Weak, since what is known of a group must not outlive it.

@@ -3,6 +3,7 @@
 May import: signature.
 """
 
+from comm_collectives.call.agreement.agreement import FLAGS as FLAGS
 from comm_collectives.call.agreement.agreement import AgreementPolicy as AgreementPolicy
 from comm_collectives.call.agreement.agreement import Comparison as Comparison
 from comm_collectives.call.agreement.agreement import compare as compare

@@ -19,7 +19,7 @@ from comm_collectives.errors import (
 )
 
 _EARLIER = "an earlier call"
-_FLAGS = (1 << 32) - 1
+FLAGS = (1 << 32) - 1  # of a status, those that every rank is told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ def compare(words: Sequence[SignatureWords], own: CallSignature) -> Comparison:
     """Compare the heads of all ranks; the same result on each."""
     flags = 0
     for head in words:
-        flags |= head.status & _FLAGS
+        flags |= head.status & FLAGS
     first = words[0]
     refused = tuple(rank for rank, head in enumerate(words) if head.status & Status.REFUSED)
     if all(head[1:5] == first[1:5] and head.arguments == first.arguments for head in words):

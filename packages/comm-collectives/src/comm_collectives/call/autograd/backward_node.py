@@ -22,9 +22,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from comm_collectives.base import dense, from_bytes, num_bytes
-from comm_collectives.call import BACKWARD_OF, Call, awaited_backward
+from comm_collectives.call import BACKWARD_OF, Call
 from comm_collectives.call.autograd.passes import Origin, note_node
-from comm_collectives.call.control import MailboxExchange
 from comm_collectives.call.groups import GroupState
 from comm_collectives.call.handles import launch, put_in_graph
 from comm_collectives.call.signature import Argument, SignatureWords, Status
@@ -32,7 +31,6 @@ from comm_collectives.errors import CommError, LostGradientWarning
 from comm_collectives.units import POLL_S
 
 Gradients = tuple[torch.Tensor, ...]
-_POLL_STORE_S = 0.5
 _RETRY_S = 1.0  # how long a program may take to run a backward again after an exception
 
 
@@ -150,7 +148,6 @@ def run_backward(origin: Origin, back: Back, grads: Gradients) -> Gradients:
         timeout_s=origin.timeout_s,
         site=origin.site,
     )
-    call.meet_backward()
     return back.run(grads, call)
 
 
@@ -208,14 +205,13 @@ def _respond(state_of: "ref[GroupState]", noticed: "SimpleQueue[None]") -> None:
         state = state_of()
         if state is None:
             return
-        gone, pause_s = _awaited(state), 0.0
-        if state.pending.answerable():
-            pause_s = POLL_S if isinstance(state.control, MailboxExchange) else _POLL_STORE_S
-        waited_s = waited_s + pause_s if gone else 0.0
-        if (True in gone or waited_s > _RETRY_S) and state.lock.acquire(blocking=False):
+        pause_s = POLL_S if state.pending.answerable() else 0.0
+        if pause_s and state.lock.acquire(blocking=False):
             # A thread of this rank that holds the lock is in a call and answers by itself.
             try:
-                if _awaited(state):
+                gone = _awaited(state)
+                waited_s = waited_s + pause_s if gone else 0.0
+                if True in gone or waited_s > _RETRY_S:
                     Call(state, "an answer to", compares_site=False).answer()
             except (CommError, LostGradientWarning):
                 pause_s = 0.0  # the peers have the same error, or the user wants warnings raised
@@ -230,9 +226,7 @@ def _awaited(state: GroupState) -> list[bool]:
     answerable = state.pending.answerable()
     if not answerable:
         return []
-    if isinstance(state.control, MailboxExchange):
-        ahead = [SignatureWords.unpack(head) for head in state.control.ahead()]
-        numbers = [words.arguments[0] for words in ahead if words.status & Status.BACKWARD]
-    else:
-        numbers = [awaited_backward(state)]
+    ahead = {} if state.frames is None else state.frames.ahead()
+    words = [SignatureWords.unpack(frame.signature) for frame in ahead.values()]
+    numbers = [head.arguments[0] for head in words if head.status & Status.BACKWARD]
     return [answerable[number] for number in numbers if number in answerable]

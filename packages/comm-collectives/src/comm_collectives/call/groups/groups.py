@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import get_backend_config
 
-from comm_collectives._torch_private import graph_break
+from comm_collectives._torch_private import Store, default_store, graph_break
 from comm_collectives.base.transport import ScratchPool, TorchTransport, Transport
 from comm_collectives.call.agreement import AgreementPolicy, History, PendingBackwards
-from comm_collectives.call.control import ControlExchange
+from comm_collectives.call.frames import Frames
 from comm_collectives.call.signature import Argument
 from comm_collectives.errors import CommTypeError, CommValueError
 
@@ -38,7 +38,11 @@ class GroupState:
 
     Attributes:
         lock: held by the thread that is in a call; calls of one group run one after another.
-        control exchange: where the ranks compare their calls; None before the first one.
+        frames: over which calls on the host go; None before the first one.
+        may_share_memory: whether it is worth asking if all ranks are on one host.
+        openings: how often frames were opened.
+        asks_for_memory: the ranks have yet to find out if they share memory.
+        last_call: the number of the last call.
         policy: when they do.
         pending: backwards that this rank owes.
         history: the calls since the last comparison, where not every call is compared.
@@ -49,6 +53,8 @@ class GroupState:
         channels: what this rank and a peer send each other apart from the calls, by peer.
         observers: told of each all-to-all: the call's name and the bytes for each rank.
     """
+
+    may_share_memory = True
 
     def __init__(
         self,
@@ -67,7 +73,9 @@ class GroupState:
         self.backend_of = backend_of
         self.scratch = ScratchPool()
         self.lock = threading.RLock()
-        self.control: ControlExchange | None = None
+        self.frames: Frames | None = None
+        self.openings = 0
+        self.asks_for_memory = False
         self.policy = AgreementPolicy()
         self.pending = PendingBackwards()
         self.history = History()
@@ -77,12 +85,22 @@ class GroupState:
         self.given_up: list[object] = []
         self.failed_calls: list[int] = []
         self.observers: list[Callable[[str, Sequence[int]], None]] = []
-        self._calls: Iterator[int] = count(1)
+        self.last_call = 0
         self._transfers: dict[tuple[int, int], Iterator[int]] = defaultdict(lambda: count(1))
 
     def next_call(self) -> int:
         """Number of the collective that starts now (from 1)."""
-        return next(self._calls)
+        self.last_call += 1
+        return self.last_call
+
+    def store(self) -> Store:
+        """Return where the ranks find each other, and report failures.
+
+        Raises:
+            ValueError: no process group has been initialised.
+        """
+        own = self.transport.store()
+        return default_store() if own is None else own
 
     def next_transfer(self, src: int, dst: int) -> int:
         """Number of the transfer from `src` to `dst` (ranks inside the group) that starts now."""
@@ -103,9 +121,10 @@ class GroupState:
             return device.type
         return self.control_type
 
-    def carries_inline(self, device: torch.device) -> bool:
-        """Whether small data travels with the frames: not where that stops an accelerator."""
-        return self.transport_type(device) == "cpu" == self.control_type
+    @property
+    def moves_on_host(self) -> bool:
+        """Whether all data travels by way of the host, where every call is compared."""
+        return all(self.transport_type(torch.device(kind)) == "cpu" for kind in self.backend_of)
 
     @property
     def control_type(self) -> str:

@@ -38,9 +38,6 @@ class Status(IntEnum):
     """
 
     WANTS_GRAD = 1
-    INLINE = 2  # the data of the root travels in the control exchange
-    NOT_INLINE = 4  # the data of some rank does not
-    WANTS_PAGES = 8  # but would, if the group had inline pages
     REFUSED = 1 << 32
     REFUSED_TYPE = 1 << 33
     BACKWARD = 1 << 34

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from comm_collectives.base import check_dense, dense, is_dense, new_tensor
-from comm_collectives.call import Call, exchange_counts, inline_rows, not_inline
+from comm_collectives.base import as_bytes, check_dense, dense, is_dense, new_tensor, num_bytes
+from comm_collectives.call import Agreed, Call, pack_counts, unpack_counts
 from comm_collectives.call.groups import Group, GroupState, group_state
 from comm_collectives.call.handles import Handle, launch
 from comm_collectives.call.signature import Argument
@@ -27,9 +27,9 @@ from comm_collectives.collectives import (
     all_gather_call,
     all_reduce_call,
     broadcast_call,
-    exchange_rows,
     reduce_scatter_call,
     row_arguments,
+    swap,
 )
 from comm_collectives.collectives.drop_in.in_place import check_apart, mark_written, overlap, write
 from comm_collectives.collectives.drop_in.swapped import (
@@ -259,18 +259,19 @@ def _all_to_all(
         except (TypeError, ValueError) as error:
             refused = error
     call = Call(state, "all_to_all_single", arguments=arguments)
-    offered = not_inline(state)
-    if refused is None:
-        offered = inline_rows(input, sent, num_words=2 * state.size, state=state)
-    told = exchange_counts(call, [[*sent, *received]] * state.size, refused=refused, inline=offered)
-    compare_splits(call, told.rows)
-    if told.inline is not None:
-        write(output, told.inline.rows(call, input, sent, received))
-        return
+    if refused is not None:
+        call.meet(refused=refused)
     x = dense(input)
     fits = output.is_contiguous() and not overlap(output, x)
     room = output.detach() if fits else new_tensor(output.shape, output.dtype, output.device)
-    exchange_rows(call, x, sent, received, room)
+
+    def checked_room(agreed: Agreed) -> torch.Tensor:
+        compare_splits(call, [unpack_counts(part) for part in agreed.parts])
+        return as_bytes(room)
+
+    row_bytes = num_bytes(x.dtype, x.shape[1:])
+    parts = [pack_counts([*sent, *received])] * state.size
+    swap(call, as_bytes(x), [n * row_bytes for n in sent], checked_room, parts=parts)
     if fits:
         mark_written(output)
     else:

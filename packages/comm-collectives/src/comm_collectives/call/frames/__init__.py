@@ -1,0 +1,12 @@
+"""What ranks tell each other ahead of data, and the data: frames over the streams of a group.
+
+May import: base, transport, streams.
+"""
+
+from comm_collectives.call.frames.frames import Cargo as Cargo
+from comm_collectives.call.frames.frames import Frames as Frames
+from comm_collectives.call.frames.frames import Waiter as Waiter
+from comm_collectives.call.frames.link import SIGNATURE_BYTES as SIGNATURE_BYTES
+from comm_collectives.call.frames.link import Frame as Frame
+from comm_collectives.call.frames.link import Notice as Notice
+from comm_collectives.call.frames.memory import memory_of as memory_of

@@ -1,0 +1,214 @@
+"""The engine under every call on the host: each rank sends each other one a frame, and gets theirs.
+
+A step of a call is `offer`, which sends this rank's frames and returns the heads of all others, and
+then `receive` (the heads agree: payloads go where they belong), or `drop` (they do not). Since
+every rank sends a head to every other one in every step, a step ends well on a rank only if all
+ranks made it, and ranks in different calls all see the same heads.
+
+Invariants: a rank that leaves a call by an error of its own says so (`fail`), and the others get
+that word in the same call, however late they come. What still comes of calls up to `settled` is
+dropped. Nothing waits longer than the call's limit.
+
+    frames = Frames(streams, clock)
+    theirs = frames.offer(signature, step=1, cargo=Cargo(payloads=payloads), waiter=call)
+    frames.receive(targets, waiter=call)
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol, final
+
+from comm_collectives.base.streams import Streams
+from comm_collectives.base.transport import Clock
+from comm_collectives.call.frames.link import Frame, Kind, Link, Notice, notices_of
+
+_LOOK_S = 0.5  # how often a waiting rank looks whether its peers are still there
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cargo:
+    """What goes to each rank, by rank.
+
+    Attributes:
+        parts: what it alone is told.
+        payloads: memory that is unchanged until `receive` returns.
+        apart: bytes that travel elsewhere, announced only.
+    """
+
+    parts: Sequence[bytes] | None = None
+    payloads: Sequence[memoryview] | None = None
+    apart: Sequence[int] | None = None
+
+
+class Waiter(Protocol):
+    """The call on whose behalf the engine waits."""
+
+    @property
+    def limit_s(self) -> float:
+        """How long to wait for the others."""
+
+    number: int
+
+    def not_all_here(self, missing: Collection[int], gone: Collection[int]) -> Exception:
+        """Return the error for ranks that did not come, of which some are gone for good."""
+
+    def told(self, notice: Notice) -> Exception:
+        """Return the error for a call that a peer left with one."""
+
+
+@final
+class Frames:
+    """The frames of one group on this rank; one thread at a time."""
+
+    def __init__(self, streams: Streams, clock: Clock) -> None:
+        self.streams, self._clock = streams, clock
+        others = [(streams.rank + i) % streams.size for i in range(1, streams.size)]
+        self._links = {peer: Link(streams, peer) for peer in others}
+        self._notices: dict[int, Notice] = {}
+        self._open: set[int] = set()  # peers whose payload of this step was not received yet
+        self.settled = 0
+
+    def offer(
+        self, signature: bytes, *, step: int, cargo: Cargo, waiter: Waiter
+    ) -> dict[int, Frame]:
+        """Send each rank a frame; return the head and part of each other rank's. Collective.
+
+        `signature` has SIGNATURE_BYTES; `step` is the number of this exchange in the call.
+        """
+        parts, payloads, apart = cargo.parts, cargo.payloads, cargo.apart
+        for peer, link in self._links.items():
+            link.send(
+                Kind.STEP,
+                waiter.number,
+                step,
+                signature=signature,
+                part=b"" if parts is None else parts[peer],
+                payload=None if payloads is None else payloads[peer],
+                apart=0 if apart is None else apart[peer],
+            )
+            link.flush()
+        return self._gather(Kind.STEP, waiter)
+
+    def receive(self, targets: Sequence[memoryview] | None, waiter: Waiter) -> None:
+        """Receive the payloads into memory of their sizes, by rank, and send what is left."""
+        empty = {} if targets is None else {peer: targets[peer] for peer in self._open}
+
+        def missing() -> list[int]:
+            for peer in list(empty):
+                left = empty[peer] = self._links[peer].receive(empty[peer])
+                if not len(left):
+                    del empty[peer]
+                    self._open.discard(peer)
+            return list(empty)
+
+        self._until(missing, waiter)
+        for peer, link in self._links.items():
+            if link.peek() is not None:
+                self._next(peer)
+                self._heed(peer, waiter)
+
+    def drop(self) -> None:
+        """Skip the payloads of this step."""
+        for peer in self._open:
+            self._links[peer].drop()
+        self._open.clear()
+
+    def tell(self, text: bytes, waiter: Waiter) -> dict[int, bytes]:
+        """Exchange texts after the heads were found to differ. Collective."""
+        for link in self._links.values():
+            link.send(Kind.TEXT, waiter.number, 0, part=text)
+        told = self._gather(Kind.TEXT, waiter)
+        self.receive(None, waiter)
+        return {peer: frame.part for peer, frame in told.items()}
+
+    def fail(self, number: int, kind: str, text: str) -> None:
+        """Leave a call by an error, and let the others know. Not collective."""
+        self.drop()
+        self.settle(number)
+        for link in self._links.values():
+            link.abandon()
+            link.send(Kind.NOTICE, number, 0, part=f"{kind}\n{text}".encode())
+            link.flush()
+
+    def settle(self, number: int) -> None:
+        """Drop what still comes of calls up to this one, which all ranks have left."""
+        self.settled = max(self.settled, number)
+
+    def ahead(self) -> dict[int, Frame]:
+        """Return the steps that have come from peers and were not received. Never waits."""
+        found = {}
+        for peer in self._links:
+            frame = self._next(peer)
+            if frame is not None and frame.kind == Kind.STEP:
+                found[peer] = frame
+        return found
+
+    def last_seen(self, peer: int) -> Frame | None:
+        """Return the last step that came from a peer."""
+        return self._links[peer].last
+
+    def _gather(self, kind: Kind, waiter: Waiter) -> dict[int, Frame]:
+        found: dict[int, Frame] = {}
+
+        def missing() -> list[int]:
+            waits = []
+            for peer, link in self._links.items():
+                if peer in self._open:
+                    continue
+                frame = self._next(peer)
+                if frame is not None and frame.kind == kind and peer not in found:
+                    found[peer] = frame
+                    if link.take():
+                        self._open.add(peer)
+                elif peer not in found:
+                    self._heed(peer, waiter, in_text=kind == Kind.TEXT)
+                    waits.append(peer)
+            return waits
+
+        self._until(missing, waiter, sends_all=False)
+        return found
+
+    def _next(self, peer: int) -> Frame | None:
+        """Return the next frame that is of use, and keep a notice."""
+        link = self._links[peer]
+        while (frame := link.look()) is not None:
+            if frame.number > self.settled:
+                if frame.kind != Kind.NOTICE:
+                    return frame
+                self._notices[peer] = notices_of(frame, peer)
+            link.take()
+            link.drop()
+        return None
+
+    def _heed(self, peer: int, waiter: Waiter, *, in_text: bool = False) -> None:
+        """Raise if a peer has left this call."""
+        notice = self._notices.get(peer)
+        if notice is not None and (in_text or notice.number <= waiter.number):
+            del self._notices[peer]
+            if in_text or notice.number == waiter.number:
+                raise waiter.told(notice)
+
+    def _until(
+        self, missing: Callable[[], list[int]], waiter: Waiter, *, sends_all: bool = True
+    ) -> None:
+        """Move bytes until nothing is missing (and, with `sends_all`, all is sent)."""
+        deadline_s = 0.0
+        while True:
+            waits = missing()
+            sends = [peer for peer, link in self._links.items() if not link.flush()]
+            if not waits and not (sends and sends_all):
+                return
+            gone = self.streams.gone()
+            if gone and any(peer in gone for peer in waits):
+                # It may have sent what is missing before it went.
+                lost = [peer for peer in missing() if peer in gone]
+                if lost:
+                    raise waiter.not_all_here(lost, lost)
+                continue
+            now_s = self._clock.now_s()
+            if not deadline_s:
+                deadline_s = now_s + waiter.limit_s
+            if now_s >= deadline_s:
+                raise waiter.not_all_here(waits or sends, ())
+            self.streams.wait(waits, sends, min(deadline_s - now_s, _LOOK_S))

@@ -1,0 +1,221 @@
+"""Frames cut out of the stream from one peer, and queued for the one to it.
+
+    head: magic, kind, number of the call, step in it, bytes of part, bytes of payload, signature
+    part: what this rank alone is told, or a text
+    payload: data, which is received straight where it belongs
+
+Invariant: a frame that was begun is sent to its end, and one that was received in part is received
+to its end or skipped, whatever becomes of the call; so both ends stay in step.
+"""
+
+import struct
+from collections import deque
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import final
+
+from comm_collectives.base.streams import Streams
+from comm_collectives.errors import CommError
+
+SIGNATURE_BYTES = 128
+_MAGIC = 0x6D6F6563
+_PREFIX = struct.Struct("<IIqqqq")
+_HEAD_BYTES = _PREFIX.size + SIGNATURE_BYTES
+_STAGED_BYTES = 1 << 16
+_JOINED_BYTES = 1 << 14  # a payload so small is copied behind its head, and sent with it
+_NO_SIGNATURE = bytes(SIGNATURE_BYTES)
+
+
+class Kind(IntEnum):
+    """What a frame is: a step of a call, a text about one, or word that this rank left one."""
+
+    STEP = 1
+    TEXT = 2
+    NOTICE = 3
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A frame but for its payload, of which `size` bytes follow or, if apart, travel elsewhere."""
+
+    kind: int
+    number: int
+    step: int
+    size: int
+    signature: bytes
+    part: bytes
+
+    @property
+    def head(self) -> tuple[int, bytes]:
+        """Its step, and the signature of its call."""
+        return self.step, self.signature
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A peer left call `number` with an error of class `kind`."""
+
+    peer: int
+    number: int
+    kind: str
+    text: str
+
+
+@final
+class Link:
+    """One peer's side of the frames of a group."""
+
+    def __init__(self, streams: Streams, peer: int) -> None:
+        self._streams, self._peer = streams, peer
+        self.frame: Frame | None = None  # the one at which the stream stands
+        self.last: Frame | None = None  # the last first step that came
+        self._coming = 0  # bytes of its payload
+        self._skipped = 0  # bytes that nobody wants
+        self._staged = bytearray(_STAGED_BYTES)
+        self._view = memoryview(self._staged)
+        self._at = self._end = 0
+        self._queue: deque[list[memoryview]] = deque()
+        self._has_begun = False  # the first frame of the queue
+
+    def send(
+        self,
+        kind: Kind,
+        number: int,
+        step: int,
+        *,
+        signature: bytes = _NO_SIGNATURE,
+        part: bytes = b"",
+        payload: memoryview | None = None,
+        apart: int = 0,
+    ) -> None:
+        """Queue a frame; `apart` announces a payload of so many bytes that travels elsewhere."""
+        size = apart if payload is None else len(payload)
+        head = _PREFIX.pack(_MAGIC, kind, number, step, len(part), size << 1 | (payload is None))
+        first = b"".join((head, signature, part))
+        views = [memoryview(first)]
+        if payload is not None and size:
+            if size <= _JOINED_BYTES:
+                views = [memoryview(b"".join((first, payload)))]
+            else:
+                views.append(payload)
+        self._queue.append(views)
+
+    def flush(self) -> bool:
+        """Send what there is room for; whether all is sent."""
+        while self._queue:
+            views = self._queue[0]
+            while views:
+                sent = self._streams.send_some(self._peer, views[0])
+                if not sent:
+                    return False
+                self._has_begun = True
+                if sent == len(views[0]):
+                    del views[0]
+                else:
+                    views[0] = views[0][sent:]
+            self._queue.popleft()
+            self._has_begun = False
+        return True
+
+    def look(self) -> Frame | None:
+        """Return the frame at which the stream stands, once its head and part are here."""
+        while self.frame is None:
+            self._skip()
+            if not (self._skipped == 0 and self._parse()) and not self._fill():
+                break
+        return self.frame
+
+    def peek(self) -> Frame | None:
+        """As `look`, of what has been read from the stream already."""
+        if self.frame is None:
+            self._skip()
+            if not self._skipped and self._end > self._at:
+                self._parse()
+        return self.frame
+
+    def receive(self, into: memoryview) -> memoryview:
+        """Receive payload of the frame that was taken; return what of `into` is still empty."""
+        staged = min(self._end - self._at, len(into))
+        if staged:
+            into[:staged] = self._view[self._at : self._at + staged]
+            self._at += staged
+            self._coming -= staged
+            into = into[staged:]
+        while len(into):
+            got = self._streams.recv_some(self._peer, into)
+            if not got:
+                break
+            self._coming -= got
+            into = into[got:]
+        return into
+
+    def take(self) -> bool:
+        """Take the frame; whether payload follows, to be received or dropped."""
+        self.frame = None
+        return self._coming > 0
+
+    def drop(self) -> None:
+        """Skip what was not received of the payload of the frame that was taken."""
+        self._skipped += self._coming
+        self._coming = 0
+
+    def abandon(self) -> None:
+        """Forget the frames that are queued and not begun."""
+        while len(self._queue) > self._has_begun:
+            self._queue.pop()
+
+    def _skip(self) -> None:
+        staged = min(self._end - self._at, self._skipped)
+        self._at += staged
+        self._skipped -= staged
+
+    def _parse(self) -> bool:
+        have = self._end - self._at
+        if have < _HEAD_BYTES:
+            return False
+        magic, kind, number, step, length, coded = _PREFIX.unpack_from(self._staged, self._at)
+        if magic != _MAGIC:
+            raise CommError(
+                f"rank {self._peer} of the group sent what this package did not; use one version "
+                "of it on every rank"
+            )
+        if have < _HEAD_BYTES + length:
+            self._make_room(_HEAD_BYTES + length)
+            return False
+        at = self._at + _PREFIX.size
+        end = at + SIGNATURE_BYTES
+        self._at = end + length
+        size, is_apart = coded >> 1, coded & 1
+        self._coming = 0 if is_apart else size
+        signature, part = bytes(self._view[at:end]), bytes(self._view[end : end + length])
+        self.frame = Frame(kind, number, step, size, signature, part)
+        if kind == Kind.STEP and step == 1:
+            self.last = self.frame
+        return True
+
+    def _fill(self) -> bool:
+        """Read more of the stream; whether anything came."""
+        if self._at == self._end:
+            self._at = self._end = 0
+        elif self._end == len(self._staged):
+            self._make_room(len(self._staged))
+        got = self._streams.recv_some(self._peer, self._view[self._end :])
+        self._end += got
+        return got > 0
+
+    def _make_room(self, length: int) -> None:
+        """Move what is staged to the beginning, of a larger buffer if a frame needs that."""
+        kept = bytes(self._view[self._at : self._end])
+        if length > len(self._staged):
+            self._staged = bytearray(2 * length)
+            self._view = memoryview(self._staged)
+        self._view[: len(kept)] = kept
+        self._at, self._end = 0, len(kept)
+
+
+def notices_of(frame: Frame, peer: int) -> Notice:
+    """Read a frame of the kind NOTICE."""
+    kind, _, text = frame.part.decode(errors="replace").partition("\n")
+    return Notice(peer, frame.number, kind, text)

@@ -1,0 +1,65 @@
+"""Where the calls of a group travel, found out in its first call.
+
+Over TCP at first; over shared memory if all ranks prove over TCP that they have some in common.
+
+    frames = open_frames(call)
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from comm_collectives.base.streams import ShmStreams, SocketStreams
+from comm_collectives.call.frames import SIGNATURE_BYTES, Cargo, Frames, Waiter
+from comm_collectives.call.groups import GroupState
+
+_NO_SIGNATURE = bytes(SIGNATURE_BYTES)
+
+
+class Opener(Waiter, Protocol):
+    """The call in which a group's frames are opened."""
+
+    state: GroupState
+
+
+def open_frames(call: Opener) -> Frames:
+    """Return the frames of a call's group. Collective at the first call, and until that succeeds.
+
+    Raises:
+        CommError: not all ranks came.
+    """
+    state = call.state
+    if state.frames is None:
+        state.openings += 1
+        key = f"{state.name}/calls/{state.openings}"
+        streams = SocketStreams(rank=state.rank, size=state.size, store=state.store(), key=key)
+        state.frames, state.asks_for_memory = Frames(streams, state.transport.clock), True
+    if state.asks_for_memory and state.may_share_memory:
+        _share_memory(state, state.frames, call)
+    state.asks_for_memory = False
+    return state.frames
+
+
+def _share_memory(state: GroupState, frames: Frames, call: Opener) -> None:
+    """Go over to shared memory, if all ranks have some in common."""
+    try:
+        shared = ShmStreams.open(state.rank, state.size, _all_gather(state, frames, call))
+    except BaseException as error:
+        frames.fail(call.number, type(error).__name__, str(error))
+        raise
+    if shared is not None:
+        state.frames = Frames(shared, state.transport.clock)
+        state.frames.settle(frames.settled)
+        frames.streams.close()
+
+
+def _all_gather(state: GroupState, frames: Frames, call: Opener) -> Callable[[bytes], list[bytes]]:
+    """Return what hands a text of each rank to all; steps of the call before its first one."""
+    steps = iter(range(-1, -1000, -1))
+
+    def all_gather(text: bytes) -> list[bytes]:
+        cargo = Cargo(parts=[text] * state.size)
+        theirs = frames.offer(_NO_SIGNATURE, step=next(steps), cargo=cargo, waiter=call)
+        frames.receive(None, call)
+        return [text if r == state.rank else theirs[r].part for r in range(state.size)]
+
+    return all_gather

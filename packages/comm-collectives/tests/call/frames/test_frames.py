@@ -1,0 +1,140 @@
+"""Frames over real streams: what ends well, what differs, and what comes late."""
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import pytest
+
+from comm_collectives._torch_private import default_store
+from comm_collectives.base.streams.sockets import SocketStreams
+from comm_collectives.base.transport.clock import SYSTEM_CLOCK
+from comm_collectives.call.frames.frames import Cargo, Frames
+from comm_collectives.call.frames.link import SIGNATURE_BYTES, Notice
+from ranktest import run_ranks
+
+_SAME = bytes(SIGNATURE_BYTES)
+
+
+class _LeftError(Exception):
+    """A peer did not come, or has left."""
+
+
+@dataclass
+class _Waiter:
+    number: int = 1
+    limit_s: float = 30.0
+
+    def not_all_here(self, missing: Collection[int], gone: Collection[int]) -> Exception:
+        return _LeftError(f"missing {sorted(missing)}, gone {sorted(gone)}")
+
+    def told(self, notice: Notice) -> Exception:
+        return _LeftError(f"{notice.peer} left {notice.number}: {notice.kind} {notice.text}")
+
+
+def _frames(rank: int, size: int) -> Frames:
+    streams = SocketStreams(rank=rank, size=size, store=default_store(), key="test")
+    return Frames(streams, SYSTEM_CLOCK)
+
+
+def _swap(frames: Frames, waiter: _Waiter, data: list[bytes], step: int = 1) -> list[bytes]:
+    """Exchange payloads of any size."""
+    cargo = Cargo(payloads=[memoryview(piece) for piece in data])
+    theirs = frames.offer(_SAME, step=step, cargo=cargo, waiter=waiter)
+    rank = frames.streams.rank
+    room = [bytearray(0 if r == rank else theirs[r].size) for r in range(len(data))]
+    frames.receive([memoryview(piece) for piece in room], waiter)
+    return [bytes(data[rank] if r == rank else piece) for r, piece in enumerate(room)]
+
+
+@pytest.mark.parametrize("length", [0, 1, 16_384, 16_385, 70_000, 5_000_000])
+def test_payloads_of_every_size_arrive_whole(length: int) -> None:
+    def fn(rank: int, world_size: int) -> None:
+        frames = _frames(rank, world_size)
+        for number in (1, 2):
+            data = [bytes([rank, peer]) * length for peer in range(world_size)]
+            got = _swap(frames, _Waiter(number), data)
+            assert got == [bytes([peer, rank]) * length for peer in range(world_size)]
+
+    run_ranks(fn, 3)
+
+
+def test_parts_longer_than_the_staging_memory_arrive() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        frames, waiter = _frames(rank, world_size), _Waiter()
+        parts = [bytes([rank]) * 200_000] * world_size
+        theirs = frames.offer(_SAME, step=1, cargo=Cargo(parts=parts), waiter=waiter)
+        frames.receive(None, waiter)
+        assert theirs[1 - rank].part == bytes([1 - rank]) * 200_000
+
+    run_ranks(fn, 2)
+
+
+def test_payload_that_nobody_wants_is_skipped() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        frames, waiter = _frames(rank, world_size), _Waiter()
+        cargo = Cargo(payloads=[memoryview(bytes(3_000_000))] * world_size)
+        frames.offer(_SAME, step=1, cargo=cargo, waiter=waiter)
+        frames.drop()
+        assert frames.tell(bytes([65 + rank]), waiter) == {1 - rank: bytes([66 - rank])}
+        assert _swap(frames, _Waiter(2), [b"a", b"b"]) == [[b"a", b"b"][rank]] * 2
+
+    run_ranks(fn, 2)
+
+
+def test_peer_that_left_the_call_is_told_of_though_it_left_long_before() -> None:
+    def fn(rank: int, world_size: int) -> str:
+        frames = _frames(rank, world_size)
+        _swap(frames, _Waiter(1), [b"connected"] * 2)
+        time.sleep(1.0 * rank)
+        with pytest.raises(_LeftError) as caught:
+            _swap(frames, _Waiter(2, limit_s=0.2), [b"old"] * 2)
+        frames.fail(2, "SomeError", f"of rank {rank}")
+        assert _swap(frames, _Waiter(3), [b"new"] * 2) == [b"new"] * 2
+        return str(caught.value)
+
+    assert run_ranks(fn, 2) == ["missing [1], gone []", "0 left 2: SomeError of rank 0"]
+
+
+def test_peer_that_left_an_earlier_call_after_doing_its_part_is_no_failure() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        frames = _frames(rank, world_size)
+        _swap(frames, _Waiter(1), [b"a"] * 2)
+        if rank == 0:
+            frames.fail(1, "SomeError", "")
+        assert _swap(frames, _Waiter(2), [b"b"] * 2) == [b"b"] * 2
+
+    run_ranks(fn, 2)
+
+
+def test_peer_that_ended_after_its_part_is_no_failure_and_then_is_one() -> None:
+    def fn(rank: int, world_size: int) -> str:
+        frames = _frames(rank, world_size)
+        if rank == 1:
+            _swap(frames, _Waiter(), [b"a" * 100_000] * 2)
+            frames.streams.close()
+            return ""
+        time.sleep(0.5)
+        assert _swap(frames, _Waiter(), [b"a" * 100_000] * 2)
+        with pytest.raises(_LeftError) as caught:
+            _swap(frames, _Waiter(2), [b"b"] * 2)
+        return str(caught.value)
+
+    assert run_ranks(fn, 2)[0] == "missing [1], gone [1]"
+
+
+def test_steps_that_came_are_seen_without_waiting() -> None:
+    def fn(rank: int, world_size: int) -> object:
+        frames = _frames(rank, world_size)
+        if rank == 0:
+            return _swap(frames, _Waiter(7), [b"x"] * 2)
+        started = time.monotonic()
+        while not frames.ahead():
+            assert time.monotonic() < started + 30
+            frames.streams.wait((0,), (), 0.05)
+        seen = frames.ahead()[0]
+        assert _swap(frames, _Waiter(7), [b"y"] * 2) == [b"x", b"y"]
+        last = frames.last_seen(0)
+        return seen.number, seen.step, seen.size, last is not None and last.number
+
+    assert run_ranks(fn, 2)[1] == (7, 1, 1, 7)
