@@ -284,8 +284,7 @@ class Call:
 
     def describe(self) -> str:
         """Say what the call is, for the other ranks' errors."""
-        given = ", ".join(str(argument) for argument in self.arguments)
-        return f"{self.name}({given}) at {self.site.text}"
+        return self._whole_head(0).describe()
 
     def _taken(
         self, theirs: dict[int, Frame], flags: int, cargo: "_Cargo"
@@ -311,11 +310,15 @@ class Call:
         return agreed, [memory_of(target) for target in targets]
 
     def _head(self, status: int) -> CallSignature:
+        if self.step <= 1:
+            return self._whole_head(status)
+        # What the first step compared need not be compared again.
+        return CallSignature(
+            name="", number=self.number, site=self.site, compares_site=False, status=status
+        )
+
+    def _whole_head(self, status: int) -> CallSignature:
         state = self.state
-        if self.step > 1:  # what the first step compared need not be compared again
-            return CallSignature(
-                name="", number=self.number, site=self.site, compares_site=False, status=status
-            )
         return CallSignature(
             name=self.name,
             number=self.number,

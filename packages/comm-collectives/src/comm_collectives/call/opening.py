@@ -9,10 +9,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from comm_collectives.base.streams import ShmStreams, SocketStreams
-from comm_collectives.call.frames import SIGNATURE_BYTES, Cargo, Frames, Waiter
+from comm_collectives.call.frames import NO_SIGNATURE, Cargo, Frames, Waiter
 from comm_collectives.call.groups import GroupState
-
-_NO_SIGNATURE = bytes(SIGNATURE_BYTES)
 
 
 class Opener(Waiter, Protocol):
@@ -58,7 +56,7 @@ def _all_gather(state: GroupState, frames: Frames, call: Opener) -> Callable[[by
 
     def all_gather(text: bytes) -> list[bytes]:
         cargo = Cargo(parts=[text] * state.size)
-        theirs = frames.offer(_NO_SIGNATURE, step=next(steps), cargo=cargo, waiter=call)
+        theirs = frames.offer(NO_SIGNATURE, step=next(steps), cargo=cargo, waiter=call)
         frames.receive(None, call)
         return [text if r == state.rank else theirs[r].part for r in range(state.size)]
 

@@ -81,8 +81,8 @@ def broadcast_nested(
     containers are new and the tensors share memory with the given ones, unless moved to another
     device.
 
-    Memory, besides the value: a chunk (a sixteenth of the payload, but 1 to 4 MiB) and the structure
-    as text. Large tensors with gaps, or that change device, are copied one at a time.
+    Memory, besides the value: a chunk (a sixteenth of the payload, but 1 to 4 MiB) and the text of
+    the structure. Large tensors with gaps, or that change device, are copied one at a time.
 
     Args:
         obj: the value on `src`; ignored elsewhere.

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
+from comm_collectives.call.frames.link import SIGNATURE_BYTES
 from comm_collectives.call.signature.call_signature import (
     MAX_ARGUMENTS,
-    SIGNATURE_BYTES,
     Argument,
     CallSignature,
     SignatureWords,

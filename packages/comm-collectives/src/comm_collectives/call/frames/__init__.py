@@ -6,7 +6,7 @@ May import: base, transport, streams.
 from comm_collectives.call.frames.frames import Cargo as Cargo
 from comm_collectives.call.frames.frames import Frames as Frames
 from comm_collectives.call.frames.frames import Waiter as Waiter
-from comm_collectives.call.frames.link import SIGNATURE_BYTES as SIGNATURE_BYTES
+from comm_collectives.call.frames.link import NO_SIGNATURE as NO_SIGNATURE
 from comm_collectives.call.frames.link import Frame as Frame
 from comm_collectives.call.frames.link import Notice as Notice
 from comm_collectives.call.frames.memory import memory_of as memory_of

@@ -23,7 +23,7 @@ _PREFIX = struct.Struct("<IIqqqq")
 _HEAD_BYTES = _PREFIX.size + SIGNATURE_BYTES
 _STAGED_BYTES = 1 << 16
 _JOINED_BYTES = 1 << 14  # a payload so small is copied behind its head, and sent with it
-_NO_SIGNATURE = bytes(SIGNATURE_BYTES)
+NO_SIGNATURE = bytes(SIGNATURE_BYTES)
 
 
 class Kind(IntEnum):
@@ -85,7 +85,7 @@ class Link:
         number: int,
         step: int,
         *,
-        signature: bytes = _NO_SIGNATURE,
+        signature: bytes = NO_SIGNATURE,
         part: bytes = b"",
         payload: memoryview | None = None,
         apart: int = 0,

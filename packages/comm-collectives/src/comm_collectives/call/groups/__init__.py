@@ -1,6 +1,6 @@
 """What this rank knows of a process group, and the bytes that it hands to its backend.
 
-May import: base, signature, agreement, control.
+May import: base, signature, agreement, frames.
 """
 
 from comm_collectives.call.groups.groups import CustomGroup as CustomGroup

@@ -22,7 +22,6 @@ from comm_collectives.base import dtype_code
 from comm_collectives.call.signature.callsite import CallSite
 
 MAX_ARGUMENTS = 11
-SIGNATURE_BYTES = 128
 INLINE_BYTES = 384
 _STRUCT = struct.Struct("<16q")
 _FIXED_WORDS = 16 - MAX_ARGUMENTS
@@ -122,6 +121,11 @@ class CallSignature:
         # The hash of a tuple of integers is the same in every process.
         return hash((rolling, operation_word(self.name), self.site_word, *self._argument_words()))
 
+    def describe(self) -> str:
+        """Say what the call is, for the other ranks' errors."""
+        given = ", ".join(str(argument) for argument in self.arguments)
+        return f"{self.name}({given}) at {self.site.text}"
+
     def pack(self) -> bytes:
         """Return the signature as bytes."""
         words = self._argument_words()
@@ -141,11 +145,6 @@ class CallSignature:
     def site_word(self) -> int:
         """The number of the call site as compared."""
         return self.site.word if self.compares_site else 0
-
-    def describe(self) -> str:
-        """Say what the call is, for the other ranks' errors."""
-        given = ", ".join(str(argument) for argument in self.arguments)
-        return f"{self.name}({given}) at {self.site.text}"
 
     def _argument_words(self) -> tuple[int, ...]:
         return tuple(argument.word for argument in self.arguments)
