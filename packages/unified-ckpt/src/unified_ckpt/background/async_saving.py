@@ -15,6 +15,7 @@ from pathlib import Path
 from unified_ckpt.background.pending_saves import UploadFuture
 from unified_ckpt.background.saver import AsyncSaver
 from unified_ckpt.errors import SaveError, check_type
+from unified_ckpt.files.storage import Location
 from unified_ckpt.options import SaveOptions
 from unified_ckpt.state import StateDict
 
@@ -36,7 +37,7 @@ class AsyncSaveResponse:
 def async_save(
     state_dict: StateDict,
     *,
-    checkpoint_id: Path | str,
+    checkpoint_id: Path | str | Location,
     saver: AsyncSaver,
     files: Mapping[str, bytes] | None = None,
     rank_files: Mapping[str, bytes] | None = None,

@@ -30,6 +30,7 @@ from unified_ckpt.background.offloader import Offloader
 from unified_ckpt.background.pending_saves import PendingSave, SaveQueue, UploadFuture
 from unified_ckpt.background.process import SaverProcess, open_store
 from unified_ckpt.errors import SaveArgumentError, SaveError, check_type
+from unified_ckpt.files.storage import Location
 from unified_ckpt.geometry import Shard
 from unified_ckpt.geometry.tensors import byte_view
 from unified_ckpt.loading import load
@@ -140,7 +141,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         self,
         state_dict: StateDict,
         *,
-        checkpoint_id: Path | str | None,
+        checkpoint_id: Path | str | Location | None,
         files: Mapping[str, bytes] | None = None,
         rank_files: Mapping[str, bytes] | None = None,
         options: SaveOptions | None = None,

@@ -29,6 +29,7 @@ from unified_ckpt.background.offloader import Offloader
 from unified_ckpt.background.pending_saves import PendingSave, UploadFuture
 from unified_ckpt.background.saver import AsyncSaver
 from unified_ckpt.errors import CheckpointValueError, SaveError, check_type
+from unified_ckpt.files.storage import Location
 from unified_ckpt.options import SaveOptions
 from unified_ckpt.snapshots import SnapshotRequest, tensors_of
 from unified_ckpt.state import StateDict
@@ -92,7 +93,7 @@ class ZeroCostSaver:
         self,
         state_dict: StateDict,
         *,
-        checkpoint_id: Path | str | None,
+        checkpoint_id: Path | str | Location | None,
         files: Mapping[str, bytes] | None = None,
         rank_files: Mapping[str, bytes] | None = None,
         options: SaveOptions | None = None,

@@ -15,8 +15,10 @@ import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from typing import Protocol
 
 from unified_ckpt.errors import CorruptCheckpointError, LoadError
+from unified_ckpt.files.system import PositionedFile
 
 _OUT_OF_MEANS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # says nothing about the checkpoint
 _DAMAGE = {
@@ -30,6 +32,48 @@ _DAMAGE = {
     errno.ESTALE,
 }
 _NOT_THERE = (FileNotFoundError, NotADirectoryError)
+
+
+class Place(Protocol):
+    """What a folder is called: a path, or a location in a store."""
+
+    @property
+    def name(self) -> str:
+        """The last of its names."""
+
+    def __truediv__(self, name: str, /) -> "Place": ...
+
+
+class ReadFolder(Protocol):
+    """A folder opened for reading, wherever it lies; see `OpenFolder` for what each call does."""
+
+    @property
+    def path(self) -> Place:
+        """What it is called."""
+
+    def open(self, name: str) -> AbstractContextManager[int | PositionedFile]:
+        """Open a file for `read_at` and `read_runs`."""
+
+    def read(self, name: str) -> bytes:
+        """Return the bytes of a file."""
+
+    def size(self, name: str) -> int | None:
+        """Return the bytes of a file, None if there is none."""
+
+    def listed(self) -> list[str]:
+        """Return the names in it."""
+
+    def names(self) -> set[str]:
+        """Return the names of all files in it and below."""
+
+    def leads_here(self) -> bool:
+        """Whether its name still leads to it."""
+
+    def changed_file(self) -> str | None:
+        """Return a file that was read and has other contents by now."""
+
+    def close(self) -> None:
+        """Give back what it holds."""
 
 
 class OpenFolder(AbstractContextManager["OpenFolder"]):

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 _MAX_BUFFERS = 1024  # IOV_MAX on Linux
 _AT_FDCWD = -100
@@ -29,6 +30,19 @@ _NOT_SUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 BATCH_BYTES = 16 * 1024 * 1024  # of one read or write: enough to keep a disk busy
 
 Buffer = bytes | memoryview
+
+
+class PositionedFile(Protocol):
+    """A file that is read by position, but not by a descriptor."""
+
+    def num_bytes(self) -> int:
+        """As the function `size_of`."""
+
+    def read_at(self, buffers: Sequence[memoryview], start: int) -> int:
+        """As the function `read_at`."""
+
+    def read_runs(self, buffer: memoryview, starts: Iterable[int], run_bytes: int) -> int:
+        """As the function `read_runs`."""
 
 
 @contextmanager
@@ -52,8 +66,10 @@ def write_at(fd: int, buffers: Sequence[Buffer], start: int) -> None:
         _drop(left, done)
 
 
-def read_at(fd: int, buffers: Sequence[memoryview], start: int) -> int:
+def read_at(fd: int | PositionedFile, buffers: Sequence[memoryview], start: int) -> int:
     """Fill the buffers from byte `start`; return the bytes read, fewer only at the file's end."""
+    if not isinstance(fd, int):
+        return fd.read_at(buffers, start)
     left = [b for b in buffers if len(b)]
     left.reverse()
     total = 0
@@ -67,11 +83,15 @@ def read_at(fd: int, buffers: Sequence[memoryview], start: int) -> int:
     return total
 
 
-def read_runs(fd: int, buffer: memoryview, starts: Iterable[int], run_bytes: int) -> int:
+def read_runs(
+    fd: int | PositionedFile, buffer: memoryview, starts: Iterable[int], run_bytes: int
+) -> int:
     """Fill a buffer with equally long runs of a file, one call each; return the bytes read.
 
     Stops at the first run that the file does not hold in full.
     """
+    if not isinstance(fd, int):
+        return fd.read_runs(buffer, starts, run_bytes)
     preadv = os.preadv  # every name that is looked up here costs as much as copying a kilobyte
     done = 0
     for start in starts:
@@ -93,6 +113,11 @@ def _drop(left: list[memoryview], num_bytes: int) -> None:
             left.append(head[num_bytes:])
             return
         num_bytes -= len(head)
+
+
+def size_of(fd: int | PositionedFile) -> int:
+    """Return the bytes of an open file."""
+    return os.fstat(fd).st_size if isinstance(fd, int) else fd.num_bytes()
 
 
 def sync_file(fd: int) -> None:
@@ -219,11 +244,11 @@ def _libc_function(name: str) -> Callable[..., int] | None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder as far as permissions allow; what stays has a hidden name and no reader.
+    """Remove a folder or file as far as permissions allow; what stays of a folder has no reader.
 
     Of a link to a folder only the link goes.
     """
-    if path.is_symlink():
+    if path.is_symlink() or path.is_file():
         with suppress(OSError):
             os.unlink(path)
         return

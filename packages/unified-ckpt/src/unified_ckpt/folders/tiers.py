@@ -12,8 +12,8 @@ import errno
 import os
 from pathlib import Path
 
-from unified_ckpt.errors import CorruptCheckpointError, LoadError
-from unified_ckpt.files import OpenFolder, free_bytes, make_folders, open_for_write, sync_file
+from unified_ckpt.errors import CheckpointValueError, CorruptCheckpointError, LoadError
+from unified_ckpt.files import ReadFolder, free_bytes, make_folders, open_for_write, sync_file
 from unified_ckpt.files.format import MANIFEST_NAME
 from unified_ckpt.folders.folder import Depth, get_last_checkpoint, step_of
 from unified_ckpt.plans.checkpoint import Checkpoint, verify_checkpoint
@@ -94,9 +94,11 @@ def _copy(checkpoint: Checkpoint, target: Path) -> None:
         staging.close()
 
 
-def _copy_file(source: OpenFolder, name: str, target: Path) -> None:
+def _copy_file(source: ReadFolder, name: str, target: Path) -> None:
     make_folders(target.parent)
     with open_for_write(target) as writer, source.open(name) as reader:
+        if not isinstance(reader, int):
+            raise CheckpointValueError(f"{source.path} lies in a store; `load` reads it from there")
         at = 0
         while done := os.sendfile(writer, reader, at, _COPY_BYTES):
             at += done

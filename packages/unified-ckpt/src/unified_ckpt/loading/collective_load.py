@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 
 from unified_ckpt.errors import CheckpointTypeError, CheckpointValueError, LoadError, check_type
+from unified_ckpt.files.storage import Location, shown
 from unified_ckpt.geometry import Shard
 from unified_ckpt.geometry.tensors import collector_paused
 from unified_ckpt.loading.hooks import StoredHooks
@@ -49,7 +50,7 @@ class LoadReport:
 def load(
     state_dict: StateDict | Sequence[Shard],
     *,
-    checkpoint_id: Path | str,
+    checkpoint_id: Path | str | Location,
     part: str = "model",
     strict: bool = True,
     verify: bool | Literal["touched"] = True,
@@ -66,7 +67,8 @@ def load(
             leaves that require grad; Python values are replaced; objects with `load_state_dict` get
             their state; an optimizer that has no states yet gets those that are stored. Or shards
             of one part.
-        checkpoint_id: a checkpoint directory, or a plain transformers directory of safetensors.
+        checkpoint_id: a checkpoint directory, or a plain transformers directory of safetensors; or
+            a checkpoint in a store: its URL (`s3://bucket/run/checkpoint-10`) or `Location`.
         part: the part that a sequence of shards is read from.
         strict: raise if a key is missing; otherwise leave its tensor or value and report it. If
             none of the parts is stored, that raises all the same.
@@ -101,7 +103,7 @@ def load(
 
     if options.group is None:
         return read_checkpoint(checkpoint_id, fill)
-    subject = f"load({str(checkpoint_id)!r})"
+    subject = f"load({shown(checkpoint_id)!r})"
     agreement = Agreement(options.group, timeout_s=options.timeout_s, subject=subject)
     return read_together(agreement, checkpoint_id, fill)
 

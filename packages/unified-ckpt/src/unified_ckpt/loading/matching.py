@@ -6,7 +6,6 @@ state that this one does not take is another's, as long as all of its own parame
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -72,7 +71,7 @@ def _of_part(
     )
 
 
-def check_all_matched(found: Sequence[Unmatched], folder: Path) -> None:
+def check_all_matched(found: Sequence[Unmatched], folder: object) -> None:
     """Raise for states that would be lost.
 
     Raises:

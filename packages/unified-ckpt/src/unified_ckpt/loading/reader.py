@@ -18,7 +18,7 @@ from operator import itemgetter
 import torch
 
 from unified_ckpt.errors import CorruptCheckpointError, LoadError
-from unified_ckpt.files import BATCH_BYTES, read_at, read_runs
+from unified_ckpt.files import BATCH_BYTES, PositionedFile, read_at, read_runs
 from unified_ckpt.files.checksums import Checksums, PendingSum, crc32, crc_of_file, crc_of_runs
 from unified_ckpt.files.format import FileRecord
 from unified_ckpt.geometry import Region
@@ -116,7 +116,9 @@ def _first_damaged(checks: Sequence[_Check]) -> _Check | None:
 class _FileReader:
     """Reads one open file; neighbouring direct reads become one system call."""
 
-    def __init__(self, owner: Reader, fd: int, path: str, record: FileRecord | None) -> None:
+    def __init__(
+        self, owner: Reader, fd: int | PositionedFile, path: str, record: FileRecord | None
+    ) -> None:
         self._owner = owner
         self._fd = fd
         self._path = path

@@ -20,6 +20,7 @@ from unified_ckpt.errors import (
     SavePeerError,
 )
 from unified_ckpt.files import is_damage
+from unified_ckpt.files.storage import Location
 from unified_ckpt.plans.checkpoint import MOST_ATTEMPTS, Checkpoint
 from unified_ckpt.saving.commit import Agreement
 
@@ -28,7 +29,7 @@ _T = TypeVar("_T")
 
 def read_together(
     agreement: Agreement,
-    checkpoint_id: Path | str,
+    checkpoint_id: Path | str | Location,
     read: Callable[[Checkpoint], _T],
     *,
     attempts: int = MOST_ATTEMPTS,
@@ -57,7 +58,7 @@ def read_together(
 
 
 def _read_once(
-    agreement: Agreement, checkpoint_id: Path | str, read: Callable[[Checkpoint], _T]
+    agreement: Agreement, checkpoint_id: Path | str | Location, read: Callable[[Checkpoint], _T]
 ) -> _T:
     def open_here() -> tuple[Checkpoint, str]:
         opened = Checkpoint(checkpoint_id)

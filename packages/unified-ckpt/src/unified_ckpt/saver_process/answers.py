@@ -5,11 +5,11 @@ raise error_from_json(error_to_json(error))  # of the same kind, with the same t
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from unified_ckpt.errors import CheckpointError, SaveArgumentError, SaveError, SavePeerError
+from unified_ckpt.files.storage import as_target
 from unified_ckpt.saving import SaveReport
 
 MAX_MESSAGE_BYTES = 128 * 1024  # below the default send buffer of a socket
@@ -20,13 +20,16 @@ _KINDS = (SavePeerError, SaveArgumentError)
 def report_to_json(report: SaveReport) -> dict[str, Any]:
     """Return a report as JSON types."""
     leftovers = [str(path) for path in report.removed_leftovers]
-    return {**asdict(report), "path": str(report.path), "removed_leftovers": leftovers}
+    known = {name: getattr(report, name) for name in SaveReport.__slots__}
+    return {**known, "path": str(report.path), "removed_leftovers": leftovers}
 
 
 def report_from_json(fields: Mapping[str, Any]) -> SaveReport:
     """Undo `report_to_json`."""
     leftovers = tuple(Path(name) for name in fields["removed_leftovers"])
-    return SaveReport(**{**fields, "path": Path(fields["path"]), "removed_leftovers": leftovers})
+    return SaveReport(
+        **{**fields, "path": as_target("path", fields["path"]), "removed_leftovers": leftovers}
+    )
 
 
 def error_to_json(error: Exception) -> list[str]:

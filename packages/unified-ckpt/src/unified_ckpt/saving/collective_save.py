@@ -16,13 +16,15 @@ from typing import Any
 import torch.distributed as dist
 
 from unified_ckpt.files import free_bytes, sync_tree
-from unified_ckpt.files.format import MANIFEST_NAME, FileRecord, Manifest, encode_manifest
+from unified_ckpt.files.format import FileRecord, Manifest
+from unified_ckpt.files.storage import Location, shown
 from unified_ckpt.geometry import Shard
 from unified_ckpt.geometry.tensors import collector_paused
 from unified_ckpt.options import SaveOptions
 from unified_ckpt.plans import SavePlan
 from unified_ckpt.saving.commit import (
     Agreement,
+    Draft,
     Staging,
     clean_leftovers,
     file_records,
@@ -47,7 +49,7 @@ _BYTES_PER_TABLE_BYTE = 32 * 1024
 class SaveReport:
     """What a save did: `num_bytes` of the whole checkpoint, `rank_bytes` of this rank's tensors."""
 
-    path: Path
+    path: Path | Location
     num_files: int
     num_bytes: int
     rank_bytes: int
@@ -59,7 +61,7 @@ class SaveReport:
 def save(
     state_dict: StateDict,
     *,
-    checkpoint_id: Path | str,
+    checkpoint_id: Path | str | Location,
     group: dist.ProcessGroup | None = None,
     files: Mapping[str, bytes] | None = None,
     rank_files: Mapping[str, bytes] | None = None,
@@ -79,7 +81,10 @@ def save(
             become JSON and must be equal on the ranks that have them. Objects with `state_dict`
             (modules, schedulers) and optimizers of named parameters are taken as such, and a
             sequence of `Shard`s as a part. Part `model` gets transformers' file names.
-        checkpoint_id: the directory, on a file system that all ranks share; the same on every rank.
+        checkpoint_id: the directory, on a file system that all ranks share; or a URL of an object
+            store (`s3://bucket/run/checkpoint-10`), or a `Location` in any store. The same on every
+            rank. In a store no object has two writers, so what several ranks hold of one tensor is
+            stored in boxes (see `SaveOptions.ignore_merge_optimizer`).
         group: the ranks that save together, None for all; without process groups this one alone.
         files: more files by relative name, written by the group's first rank (others' are ignored).
         rank_files: more files by relative name, written by every rank; names must be unique.
@@ -91,7 +96,7 @@ def save(
         SavePeerError: a rank did not arrive in time, or its connection was lost.
         SaveError: some rank failed, for example because the disk is full. On every rank.
     """
-    agreement = Agreement(group, timeout_s=timeout_s, subject=f"save({str(checkpoint_id)!r})")
+    agreement = Agreement(group, timeout_s=timeout_s, subject=f"save({shown(checkpoint_id)!r})")
     with agreement.phase("describe", checks_arguments=True) as phase:
         request = make_request(
             state_dict,
@@ -125,23 +130,28 @@ def _save(
     agreement: Agreement, request: Request, *, described: Sequence[Mapping[str, Any]]
 ) -> SaveReport:
     first = agreement.rank == 0
-    staging: Staging | None = None
+    target = request.target
+    staging: Staging | Draft | None = None
     try:
         with agreement.phase("prepare", checks_arguments=True) as phase:
             plan = plan_request(described)
             if first:
-                removed = clean_leftovers(request.target.parent)
-                _check_space(request.target, plan, described)
-                staging = Staging.make(request.target)
-                phase.payload = [str(staging.folder), [str(path) for path in removed]]
-        folder, removed_names = phase.results[0]
+                removed: list[Path] = []
+                if isinstance(target, Location):
+                    staging = Draft.make(target)
+                else:
+                    removed = clean_leftovers(target.parent)
+                    _check_space(target, plan, described)
+                    staging = Staging.make(target)
+                phase.payload = [staging.folder.name, [str(path) for path in removed]]
+        name, removed_names = phase.results[0]
         with agreement.phase("write") as phase:
             blobs = {**request.files, **request.rank_files}
             if first:
                 blobs |= plan.indexes
                 if state := state_file_bytes(described):
                     blobs[STATE_NAME] = state
-            place = Path(folder)
+            place = target / name if isinstance(target, Location) else target.with_name(name)
             phase.payload = write_rank(
                 plan, request.parts, blobs, rank=agreement.rank, folder=place
             )
@@ -154,7 +164,7 @@ def _save(
         if staging is not None:
             staging.close()
     return SaveReport(
-        path=request.target,
+        path=target,
         num_files=num_files,
         num_bytes=sum(rank["num_bytes"] for rank in written),
         rank_bytes=plan.rank_bytes[agreement.rank],
@@ -185,16 +195,18 @@ def write_rank(
     blobs: Mapping[str, bytes],
     *,
     rank: int,
-    folder: Path,
+    folder: Path | Location,
 ) -> dict[str, Any]:
-    """Write and fsync one rank's bytes and whole files; return their checksums as JSON types."""
-    if not folder.is_dir():
+    """Write one rank's bytes and whole files, durably; return their checksums as JSON types."""
+    if isinstance(folder, Path) and not folder.is_dir():
         raise FileNotFoundError(
             f"this rank does not see {folder}; all ranks must share the checkpoint's file system"
         )
     sums = write_share(plan, parts, rank=rank, folder=folder)
     records = write_blobs(blobs, folder)
-    if rank != 0:  # rank 0 does the same when it publishes; other machines have names of their own
+    if (
+        isinstance(folder, Path) and rank != 0
+    ):  # rank 0 does the same when it publishes; other machines have names of their own
         sync_tree(folder)
     own_bytes = sum(file.num_bytes for file in plan.files if file.owner == rank)
     return {
@@ -205,7 +217,7 @@ def write_rank(
 
 
 def publish_written(
-    staging: Staging,
+    staging: Staging | Draft,
     plan: SavePlan,
     written: Sequence[Mapping[str, Any]],
     blobs: Mapping[str, bytes],
@@ -218,8 +230,7 @@ def publish_written(
     records = write_blobs(blobs, staging.folder)
     manifest = _manifest(plan, written)
     manifest = Manifest(files={**manifest.files, **records})
-    write_blobs({MANIFEST_NAME: encode_manifest(manifest)}, staging.folder)
-    return len(manifest.files) + 1, staging.publish()
+    return len(manifest.files) + 1, staging.commit(manifest)
 
 
 def _manifest(plan: SavePlan, written: Sequence[Mapping[str, Any]]) -> Manifest:

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from unified_ckpt.errors import CheckpointValueError, as_path, check_type
+from unified_ckpt.errors import CheckpointValueError, check_type
 from unified_ckpt.files.format import MANIFEST_NAME
+from unified_ckpt.files.storage import Location, as_target
 from unified_ckpt.geometry import BoxMeta, Shard
 from unified_ckpt.options import MASTER_WEIGHTS, MODEL, OPTIMIZER, SaveOptions, base_key
 from unified_ckpt.plans import SavePlan, plan_save
@@ -48,7 +49,7 @@ class Request:
     `stateless` are the keys of parameters, by part, of which an optimizer has no state.
     """
 
-    target: Path
+    target: Path | Location
     options: SaveOptions
     parts: Mapping[str, Sequence[Shard]]
     values: Mapping[str, Any]
@@ -63,6 +64,7 @@ class Request:
         """Check the request as far as one rank can, and return it without contents."""
         return {
             "target": str(self.target),
+            "one_writer": isinstance(self.target, Location),
             "options": self.options.to_json(),
             "parts": _describe_parts(self.parts),
             "files": _describe_blobs(self.files) + _describe_blobs(self.rank_files),
@@ -77,7 +79,7 @@ class Request:
 def make_request(
     state_dict: StateDict,
     *,
-    checkpoint_id: Path | str,
+    checkpoint_id: Path | str | Location,
     options: SaveOptions | None = None,
     files: Mapping[str, bytes] | None = None,
     rank_files: Mapping[str, bytes] | None = None,
@@ -115,8 +117,11 @@ def make_request(
     )
 
 
-def _target(checkpoint_id: Path | str) -> Path:
-    target = Path(os.path.realpath(as_path("checkpoint_id", checkpoint_id)))
+def _target(checkpoint_id: Path | str | Location) -> Path | Location:
+    target = as_target("checkpoint_id", checkpoint_id)
+    if isinstance(target, Location):
+        return target
+    target = Path(os.path.realpath(target))
     if not target.name:
         raise CheckpointValueError(f"checkpoint_id={str(checkpoint_id)!r} has no last name to give")
     return target
@@ -193,9 +198,11 @@ def _kept_sharded(
 ) -> dict[str, set[str]]:
     """Return the tensors, by part, whose boxes become stored tensors of their own."""
     kept_sharded: dict[str, set[str]] = {}
-    for part in (OPTIMIZER, MASTER_WEIGHTS):
+    one_writer = described[0]["one_writer"]
+    parts = sorted({part for rank in held for part in rank})
+    for part in parts if one_writer else (OPTIMIZER, MASTER_WEIGHTS):
         keys: set[str] = set()
-        if options["ignore_merge_optimizer"]:
+        if one_writer or options["ignore_merge_optimizer"]:
             keys = {meta.key for rank in held for meta in rank.get(part, ())}
         elif not options["gather_split_param"]:
             keys = {key for rank in described for key in rank["flat_keys"].get(part, ())}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from unified_ckpt.errors import check_type
+from unified_ckpt.files.storage import Location, as_target
 from unified_ckpt.geometry import Shard
 from unified_ckpt.options import OPTIMIZER, SaveOptions
 from unified_ckpt.saving import Request, make_request
@@ -46,7 +47,7 @@ class SnapshotRequest:
         cls,
         state_dict: StateDict,
         *,
-        checkpoint_id: Path | str | None,
+        checkpoint_id: Path | str | Location | None,
         files: Mapping[str, bytes] | None = None,
         rank_files: Mapping[str, bytes] | None = None,
         options: SaveOptions | None = None,
@@ -61,7 +62,7 @@ class SnapshotRequest:
         options = options or SaveOptions()
         request = make_request(
             state_dict,
-            checkpoint_id="" if checkpoint_id is None else checkpoint_id,
+            checkpoint_id="unused" if checkpoint_id is None else checkpoint_id,
             options=replace(options, moment_compression="none"),
             files=files,
             rank_files=rank_files,
@@ -69,6 +70,8 @@ class SnapshotRequest:
         for name, blob in [*request.files.items(), *request.rank_files.items()]:
             check_type("the name of a file", name, str)
             check_type(f"file {name!r}", blob, bytes)
+        if isinstance(request.target, Location):
+            as_target("checkpoint_id, which a saver process opens anew,", str(request.target))
         fields = {
             "options": options.to_json(),
             "values": request.values,
@@ -93,7 +96,7 @@ class SnapshotRequest:
         if options.moment_compression == "int8" and OPTIMIZER in parts:
             parts[OPTIMIZER] = compress_moments(parts[OPTIMIZER])
         return Request(
-            target=Path(str(self.checkpoint_id)),
+            target=as_target("checkpoint_id", str(self.checkpoint_id)),
             options=options,
             parts=parts,
             values=self.fields["values"],

@@ -1,6 +1,6 @@
 """A nested state dict in pieces, shards and plain values, and the way back.
 
-May import: plans, geometry.
+May import: plans, files/storage, geometry.
 """
 
 from unified_ckpt.state.flat_state import FlatState as FlatState

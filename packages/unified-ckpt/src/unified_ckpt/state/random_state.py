@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from unified_ckpt.errors import CheckpointValueError, CorruptCheckpointError, LoadError, check_type
+from unified_ckpt.files.storage import Location
 from unified_ckpt.geometry.tensors import byte_view
 from unified_ckpt.plans.checkpoint import Checkpoint, read_checkpoint
 
@@ -84,7 +85,7 @@ def _numpy_json(state: Any) -> Any:
 
 
 def restore_random_state(
-    checkpoint_id: Path | str,
+    checkpoint_id: Path | str | Location,
     rank: int,
     *,
     numpy_random: NumpyGenerator | None = None,

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from unified_ckpt.files import BATCH_BYTES, read_at
+from unified_ckpt.files import BATCH_BYTES, PositionedFile, read_at
 from unified_ckpt.files.checksums.crc import crc32
 from unified_ckpt.geometry import Region
 from unified_ckpt.geometry.tensors import byte_view
@@ -31,7 +31,7 @@ _WORKERS = 2
 _MAX_PENDING = 4  # bounds how many staged buffers are alive
 
 
-def crc_of_file(fd: int, region: Region) -> int | None:
+def crc_of_file(fd: int | PositionedFile, region: Region) -> int | None:
     """Return the CRC-32 of a region of a file, None where the file ends too early.
 
     Holds at most `BATCH_BYTES` at once.

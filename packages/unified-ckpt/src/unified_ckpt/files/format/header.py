@@ -9,14 +9,12 @@ refuses, and never allocates more than the file's own size.
 
 import json
 import math
-import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from unified_ckpt.errors import CheckpointValueError, CorruptCheckpointError
-from unified_ckpt.files import OpenFolder
+from unified_ckpt.files import PositionedFile, ReadFolder, read_at, size_of
 from unified_ckpt.geometry import Shape
 from unified_ckpt.geometry.tensors import StoredDtype, dtype_of, header_shape, torch_shape
 
@@ -70,13 +68,13 @@ def encode_header(entries: Sequence[HeaderEntry]) -> tuple[bytes, tuple[HeaderEn
     return struct.pack("<Q", len(text)) + text, placed
 
 
-def read_header(folder: OpenFolder, name: str) -> tuple[bytes, tuple[HeaderEntry, ...]]:
+def read_header(folder: ReadFolder, name: str) -> tuple[bytes, tuple[HeaderEntry, ...]]:
     """Read and check the header of a file; entries come in the order of their bytes."""
     path = folder.path / name
-    with folder.open(name) as fd:
-        file_bytes = os.fstat(fd).st_size
-        length = _header_length(path, os.pread(fd, 8, 0), file_bytes)
-        raw = os.pread(fd, length, 8)
+    with folder.open(name) as file:
+        file_bytes = size_of(file)
+        length = _header_length(path, _read_some(file, 0, 8), file_bytes)
+        raw = _read_some(file, 8, length)
     if len(raw) != length:
         raise CorruptCheckpointError(f"{path}: header is cut short")
     try:
@@ -86,7 +84,12 @@ def read_header(folder: OpenFolder, name: str) -> tuple[bytes, tuple[HeaderEntry
     return struct.pack("<Q", length) + raw, entries
 
 
-def _header_length(path: Path, first: bytes, file_bytes: int) -> int:
+def _read_some(file: int | PositionedFile, start: int, num_bytes: int) -> bytes:
+    raw = bytearray(num_bytes)
+    return bytes(raw[: read_at(file, [memoryview(raw)], start)])
+
+
+def _header_length(path: object, first: bytes, file_bytes: int) -> int:
     if len(first) < 8:
         raise CorruptCheckpointError(f"{path}: {file_bytes} bytes are too few for a header")
     length: int = struct.unpack("<Q", first)[0]

@@ -17,11 +17,11 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 from unified_ckpt.errors import CheckpointValueError, CorruptCheckpointError
-from unified_ckpt.files import OpenFolder
+from unified_ckpt.files import ReadFolder
 from unified_ckpt.files.checksums import crc32
 from unified_ckpt.geometry import Region
 
@@ -123,20 +123,26 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """All files of a checkpoint but the manifest, by name relative to the directory."""
+    """All files of a checkpoint but the manifest, by name relative to the directory.
+
+    In a store they lie in a folder of it, `data`, that belongs to this manifest alone.
+    """
 
     files: Mapping[str, FileRecord]
+    data: str = ""
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Write a manifest as JSON text that ends with its own checksum."""
     files = {name: record.to_json() for name, record in sorted(manifest.files.items())}
-    table = {"format": _FORMAT, "version": _VERSION, "files": files}
+    table: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "files": files}
+    if manifest.data:
+        table["data"] = manifest.data
     body = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()[:-1]
     return body + b',"crc32":"%08x"}\n' % crc32(body)
 
 
-def decode_manifest(raw: bytes, path: Path) -> Manifest:
+def decode_manifest(raw: bytes, path: object) -> Manifest:
     """Read a manifest's bytes; `path` names it in messages."""
     tail = _TAIL.search(raw)
     if tail is None or int(tail[1], 16) != crc32(raw[: tail.start()]):
@@ -151,19 +157,20 @@ def decode_manifest(raw: bytes, path: Path) -> Manifest:
         files = {
             check_name(name): FileRecord.from_json(entry) for name, entry in table["files"].items()
         }
+        data = check_name(table["data"]) if "data" in table else ""
     except _MALFORMED as error:
         raise CorruptCheckpointError(f"{path}: malformed manifest: {error}") from error
-    return Manifest(files=files)
+    return Manifest(files=files, data=data)
 
 
-def read_manifest(folder: OpenFolder) -> Manifest | None:
+def read_manifest(folder: ReadFolder) -> Manifest | None:
     """Read the manifest of a checkpoint directory; None where there is none."""
     if folder.size(MANIFEST_NAME) is None:
         return None
     return decode_manifest(folder.read(MANIFEST_NAME), folder.path / MANIFEST_NAME)
 
 
-def check_sizes(folder: OpenFolder, manifest: Manifest) -> list[str]:
+def check_sizes(folder: ReadFolder, manifest: Manifest) -> list[str]:
     """List the files that are missing or have another size than the manifest says."""
     problems = []
     for name, record in manifest.files.items():

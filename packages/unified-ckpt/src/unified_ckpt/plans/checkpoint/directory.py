@@ -13,7 +13,6 @@ given to another directory meanwhile, or files are written to, reading ends in
 """
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -26,9 +25,8 @@ from unified_ckpt.errors import (
     CorruptCheckpointError,
     LoadError,
     ReplacedCheckpointError,
-    as_path,
 )
-from unified_ckpt.files import OpenFolder
+from unified_ckpt.files import OpenFolder, ReadFolder, read_at
 from unified_ckpt.files.checksums import crc32
 from unified_ckpt.files.format import (
     MANIFEST_NAME,
@@ -39,7 +37,9 @@ from unified_ckpt.files.format import (
     read_header,
     read_manifest,
 )
+from unified_ckpt.files.storage import Location, as_target
 from unified_ckpt.plans import StoredTensor
+from unified_ckpt.plans.checkpoint.stored_folder import StoredFolder
 
 MOST_ATTEMPTS = 5  # each reads another checkpoint of that name
 _ASIDE_POLL_S = 0.02
@@ -59,9 +59,13 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         CorruptCheckpointError: its manifest is damaged.
     """
 
-    def __init__(self, checkpoint_id: Path | str) -> None:
-        self.folder = as_path("checkpoint_id", checkpoint_id)
-        self.opened = _open(self.folder)
+    def __init__(self, checkpoint_id: Path | str | Location) -> None:
+        self.folder = as_target("checkpoint_id", checkpoint_id)
+        self.opened: ReadFolder
+        if isinstance(self.folder, Location):
+            self.opened = StoredFolder(self.folder)
+        else:
+            self.opened = _open(self.folder)
         try:
             self.manifest: Manifest | None = read_manifest(self.opened)
             if self.manifest is None and not self.opened.leads_here():
@@ -88,7 +92,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
     def replaced(self) -> ReplacedCheckpointError:
         """Return the error for a name that leads elsewhere by now."""
-        what = "replaced" if self.folder.exists() else "removed"
+        what = "replaced" if exists(self.folder) else "removed"
         return ReplacedCheckpointError(
             f"{self.folder} was {what} while it was read; read it again, or another checkpoint"
         )
@@ -99,8 +103,10 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         size = self.opened.size(MANIFEST_NAME)
         if size is None:
             return "no manifest"
-        with self.opened.open(MANIFEST_NAME) as fd:
-            return f"{size} {os.pread(fd, 32, max(0, size - 32)).hex()}"
+        end = bytearray(min(32, size))
+        with self.opened.open(MANIFEST_NAME) as file:
+            read_at(file, [memoryview(end)], size - len(end))
+        return f"{size} {end.hex()}"
 
     def holds(self, name: str) -> bool:
         """Whether a file belongs to the checkpoint: its manifest lists it, or there is none."""
@@ -197,7 +203,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return self._headers[name]
 
 
-def check_inside(name: str, folder: Path) -> str:
+def check_inside(name: str, folder: object) -> str:
     """Return a file name of an index if it stays inside the directory."""
     try:
         return check_name(name)
@@ -205,7 +211,7 @@ def check_inside(name: str, folder: Path) -> str:
         raise CorruptCheckpointError(f"{folder}: {error}") from error
 
 
-def check_bytes(raw: bytes, record: FileRecord, path: Path, *, whole: bool = True) -> None:
+def check_bytes(raw: bytes, record: FileRecord, path: object, *, whole: bool = True) -> None:
     """Compare a file's bytes, or with `whole=False` its first ones, with the manifest's record."""
     if whole and len(raw) != record.num_bytes:
         raise CorruptCheckpointError(f"{path}: {len(raw)} bytes, expected {record.num_bytes}")
@@ -218,7 +224,7 @@ def check_bytes(raw: bytes, record: FileRecord, path: Path, *, whole: bool = Tru
             raise CorruptCheckpointError(f"{path}: bytes {begin} to {end} differ from the checksum")
 
 
-def read_checkpoint(checkpoint_id: Path | str, read: Callable[[Checkpoint], _T]) -> _T:
+def read_checkpoint(checkpoint_id: Path | str | Location, read: Callable[[Checkpoint], _T]) -> _T:
     """Call `read` with the opened checkpoint, once more if it is replaced meanwhile.
 
     Raises:
@@ -235,6 +241,13 @@ def read_checkpoint(checkpoint_id: Path | str, read: Callable[[Checkpoint], _T])
         return read(checkpoint)
 
 
+def exists(folder: Path | Location) -> bool:
+    """Whether there is a directory, or a checkpoint in a store."""
+    if isinstance(folder, Location):
+        return folder.store.size((folder / MANIFEST_NAME).key) is not None
+    return folder.exists()
+
+
 def _open(folder: Path) -> OpenFolder:
     """Open a directory; wait while a save has it under another name (see `saving.commit`)."""
     for _ in range(_ASIDE_POLLS):
@@ -249,7 +262,9 @@ def _open(folder: Path) -> OpenFolder:
     return OpenFolder(folder)
 
 
-def read_index(checkpoint_id: Path | str, part: str = "model") -> dict[str, StoredTensor]:
+def read_index(
+    checkpoint_id: Path | str | Location, part: str = "model"
+) -> dict[str, StoredTensor]:
     """Return every stored tensor of a part: dtype, shape, file and byte range, by key.
 
     Raises:
@@ -259,7 +274,7 @@ def read_index(checkpoint_id: Path | str, part: str = "model") -> dict[str, Stor
     return read_checkpoint(checkpoint_id, lambda checkpoint: checkpoint.tensors(part))
 
 
-def load_files(checkpoint_id: Path | str, name: str) -> bytes:
+def load_files(checkpoint_id: Path | str | Location, name: str) -> bytes:
     """Return the bytes of a file saved with `files` or `rank_files`, checked where possible.
 
     Raises:

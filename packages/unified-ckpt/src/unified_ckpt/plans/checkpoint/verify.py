@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unified_ckpt.errors import CorruptCheckpointError, LoadError
-from unified_ckpt.files import OpenFolder
+from unified_ckpt.files import ReadFolder
 from unified_ckpt.files.checksums import crc_of_file
 from unified_ckpt.files.format import FileRecord, HeaderEntry, read_header
+from unified_ckpt.files.storage import Location
 from unified_ckpt.geometry import Region
 from unified_ckpt.plans.checkpoint.directory import Checkpoint, read_checkpoint
 
@@ -46,7 +47,7 @@ class VerifyReport:
     checksummed: bool
 
 
-def verify_checkpoint(checkpoint_id: Path | str) -> VerifyReport:
+def verify_checkpoint(checkpoint_id: Path | str | Location) -> VerifyReport:
     """Read a checkpoint once and compare every byte with the manifest; not collective.
 
     A directory without manifest (from transformers) has only its headers and index checked.
@@ -112,7 +113,7 @@ def _verify_structure(checkpoint: Checkpoint) -> VerifyReport:
     )
 
 
-def _verify_file(folder: OpenFolder, name: str, record: FileRecord) -> tuple[list[Problem], int]:
+def _verify_file(folder: ReadFolder, name: str, record: FileRecord) -> tuple[list[Problem], int]:
     size = folder.size(name)
     if size is None:
         return [Problem(name, None, "file is missing")], 0
@@ -142,7 +143,7 @@ def _verify_file(folder: OpenFolder, name: str, record: FileRecord) -> tuple[lis
 class _KeyLookup:
     """Names the tensor at an offset of a file, as far as its header can be read."""
 
-    def __init__(self, folder: OpenFolder, name: str, damaged: list[Region]) -> None:
+    def __init__(self, folder: ReadFolder, name: str, damaged: list[Region]) -> None:
         self._entries: tuple[HeaderEntry, ...] = ()
         if damaged and name.endswith(".safetensors"):
             try:

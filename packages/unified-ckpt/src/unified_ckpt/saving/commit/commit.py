@@ -35,8 +35,9 @@ from unified_ckpt.files import (
     sync_tree,
     unlock_folder,
 )
-from unified_ckpt.files.format import MANIFEST_NAME
+from unified_ckpt.files.format import MANIFEST_NAME, Manifest, encode_manifest
 from unified_ckpt.saving.commit.kept_files import keep_files
+from unified_ckpt.saving.commit.writer import write_blobs
 
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.unified-ckpt-(?P<kind>tmp|old)-[0-9a-f]{16}\Z")
 _UNLOCKED_AGE_S = 24 * 3600.0  # where locks do not work, a leftover this old counts as dead
@@ -70,6 +71,11 @@ class Staging:
             if lock_fd is not None:
                 return cls(folder=folder, target=target, lock_fd=lock_fd)
         raise OSError(f"something removes every directory that is made in {target.parent}")
+
+    def commit(self, manifest: Manifest) -> bool:
+        """Write the manifest of all files, then publish; return as `publish`."""
+        write_blobs({MANIFEST_NAME: encode_manifest(manifest)}, self.folder)
+        return self.publish()
 
     def publish(self) -> bool:
         """Make everything durable, then give it its name; return whether a checkpoint was replaced.

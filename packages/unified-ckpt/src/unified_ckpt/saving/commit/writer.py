@@ -1,7 +1,6 @@
 """Write one rank's share of a save plan: its byte ranges, checksummed while they are written.
 
-Neighbouring pieces go to the kernel in one call. Memory is bounded: what is not plain CPU memory is
-staged piece by piece.
+Memory is bounded: what is not plain CPU memory is staged piece by piece.
 
     sums = write_share(plan, shards, rank=0, folder=staging)
 """
@@ -10,15 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unified_ckpt.files import (
-    BATCH_BYTES,
-    Buffer,
-    begin_writeback,
-    make_folders,
-    open_for_write,
-    sync_file,
-    write_at,
-)
+from unified_ckpt.files import Buffer
 from unified_ckpt.files.checksums import (
     CHUNK_BYTES,
     Checksums,
@@ -28,6 +19,7 @@ from unified_ckpt.files.checksums import (
     crc_of_chunks,
 )
 from unified_ckpt.files.format import FileRecord, sums_to_text, text_to_sums
+from unified_ckpt.files.storage import Location
 from unified_ckpt.geometry import Region, Shard
 from unified_ckpt.geometry.tensors import (
     bits_of,
@@ -37,12 +29,13 @@ from unified_ckpt.geometry.tensors import (
     narrow_box,
 )
 from unified_ckpt.plans import FilePlan, Piece, SavePlan
+from unified_ckpt.saving.commit.sinks import Sink, sink_of
 
 
 def write_share(
-    plan: SavePlan, parts: Mapping[str, Sequence[Shard]], *, rank: int, folder: Path
+    plan: SavePlan, parts: Mapping[str, Sequence[Shard]], *, rank: int, folder: Path | Location
 ) -> list[Any]:
-    """Write and fsync this rank's bytes of every file; the folder is left to `sync_tree`.
+    """Write this rank's bytes of every file, durably; a local folder is left to `sync_tree`.
 
     Returns:
         Per file of the plan, as JSON types: its manifest record if this rank wrote all of it; else
@@ -57,11 +50,16 @@ def write_share(
 
 
 def write_pieces(
-    plan: SavePlan, bytes_of: Callable[[FilePlan, Piece], memoryview], *, rank: int, folder: Path
+    plan: SavePlan,
+    bytes_of: Callable[[FilePlan, Piece], memoryview],
+    *,
+    rank: int,
+    folder: Path | Location,
 ) -> list[Any]:
     """As `write_share`, with a function that makes a piece's row-major bytes when it is written."""
+    sink = sink_of(folder)
     with Checksums() as sums:
-        pending = [_write_file(file, bytes_of, rank, folder, sums) for file in plan.files]
+        pending = [_write_file(file, bytes_of, rank, sink, sums) for file in plan.files]
     return [
         _result(file, [crc for sums in file_sums for crc in sums.value()], rank)
         for file, file_sums in zip(plan.files, pending, strict=True)
@@ -103,18 +101,15 @@ def _summed(region: Region, sums: Iterator[int]) -> Iterator[tuple[Region, int]]
         start += length
 
 
-def write_blobs(blobs: Mapping[str, bytes], folder: Path) -> dict[str, FileRecord]:
-    """Write and fsync whole files, nested names allowed; return their manifest records.
+def write_blobs(blobs: Mapping[str, bytes], folder: Path | Location) -> dict[str, FileRecord]:
+    """Write whole files, durably, nested names allowed; return their manifest records.
 
-    Folders are left to `sync_tree`.
+    Local folders are left to `sync_tree`.
     """
+    sink = sink_of(folder)
     records = {}
     for name, blob in blobs.items():
-        path = folder / name
-        make_folders(path.parent)
-        with open_for_write(path) as fd:
-            write_at(fd, [blob], 0)
-            sync_file(fd)
+        sink.write(name, [(0, blob)], num_bytes=len(blob))
         whole = Region(0, len(blob))
         pieces = list(_summed(whole, iter(crc_of_chunks(memoryview(blob))))) if blob else []
         records[name] = FileRecord.of(len(blob), pieces)
@@ -125,27 +120,28 @@ def _write_file(
     file: FilePlan,
     bytes_of: Callable[[FilePlan, Piece], memoryview],
     rank: int,
-    folder: Path,
+    sink: Sink,
     sums: Checksums,
 ) -> list[PendingSum[list[int]]]:
     if rank != file.owner and rank not in file.writers:
         return []
-    mine = [piece for piece in file.pieces if piece.rank == rank]
     pending: list[PendingSum[list[int]]] = []
-    with open_for_write(folder / file.name) as fd:
-        batch = _Batch(fd)
+
+    def runs() -> Iterator[tuple[int, Buffer]]:
         if file.owner == rank:
             pending.append(sums.start_chunks(memoryview(file.header)))
-            batch.add(0, file.header)
-        for piece in mine:
+            yield 0, file.header
+        for piece in file.pieces:
+            if piece.rank != rank:
+                continue
             buffer = bytes_of(file, piece)
             if piece.region.counts:
                 pending.append(sums.call(lambda b: [crc32(b)], buffer))
             else:
                 pending.append(sums.start_chunks(buffer))
-            _add_runs(batch, piece.region, buffer)
-        batch.flush()
-        sync_file(fd)
+            yield from _runs(piece.region, buffer)
+
+    sink.write(file.name, runs(), num_bytes=file.num_bytes)
     return pending
 
 
@@ -157,35 +153,9 @@ def _piece_bytes(piece: Piece, shard: Shard) -> memoryview:
     return byte_view(bits_of(contiguous_on_cpu(box)))
 
 
-def _add_runs(batch: "_Batch", region: Region, buffer: memoryview) -> None:
+def _runs(region: Region, buffer: memoryview) -> Iterator[tuple[int, Buffer]]:
     if region.contiguous:
-        batch.add(region.start, buffer)
+        yield region.start, buffer
         return
     for number, start in enumerate(region.run_starts()):
-        batch.add(start, buffer[number * region.run_bytes : (number + 1) * region.run_bytes])
-
-
-class _Batch:
-    """Collects buffers that follow each other in a file, so that one call writes them."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._start = 0
-        self._num_bytes = 0
-        self._buffers: list[Buffer] = []
-
-    def add(self, start: int, buffer: Buffer) -> None:
-        """Take a buffer for byte `start`, after writing what it does not continue."""
-        if start != self._start + self._num_bytes or self._num_bytes >= BATCH_BYTES:
-            self.flush()
-            self._start = start
-        self._buffers.append(buffer)
-        self._num_bytes += len(buffer)
-
-    def flush(self) -> None:
-        """Write what was collected, and let the disk begin with it."""
-        write_at(self._fd, self._buffers, self._start)
-        begin_writeback(self._fd, self._start, self._num_bytes)
-        self._start += self._num_bytes
-        self._num_bytes = 0
-        self._buffers = []
+        yield start, buffer[number * region.run_bytes : (number + 1) * region.run_bytes]

@@ -1,0 +1,105 @@
+"""Names of checkpoints that are no paths: a store and a key in it.
+
+as_target("s3://bucket/run/checkpoint-10")  # Location(store=..., key="run/checkpoint-10")
+as_target("run/checkpoint-10")  # a Path
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import cast
+from urllib.parse import unquote, urlsplit
+
+from unified_ckpt.errors import CheckpointValueError, as_path
+from unified_ckpt.files.storage.local import LocalStore
+from unified_ckpt.files.storage.protocol import ObjectStore
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_BUCKETS = {"s3", "s3a", "gs", "az", "abfs", "abfss"}
+_CLIENT = "unified_ckpt.files.storage.obstore_client"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Location:
+    """A folder of a store, by its key; `location / "name"` is below it, as with paths."""
+
+    store: ObjectStore
+    key: str
+
+    @property
+    def name(self) -> str:
+        """The last name of the key."""
+        return self.key.rpartition("/")[2]
+
+    @property
+    def parent(self) -> "Location":
+        """The folder that holds it."""
+        return replace(self, key=self.key.rpartition("/")[0])
+
+    def __truediv__(self, name: str) -> "Location":
+        return replace(self, key=f"{self.key}/{name}" if self.key else name)
+
+    def __str__(self) -> str:
+        return f"{self.store.url}/{self.key}"
+
+    def __repr__(self) -> str:
+        return f"Location({str(self)!r})"
+
+
+def as_target(name: str, value: object) -> "Path | Location":
+    """Return an argument that names a checkpoint or a folder of them: a path, or with a URL a key.
+
+    Args:
+        name: the argument's, for messages.
+        value: a path, a URL (`s3://`, `gs://`, `az://`, `file://`), or a Location.
+
+    Raises:
+        CheckpointTypeError: it is none of these.
+        CheckpointValueError: the URL is of a kind that is not known, has no key, or holds
+            credentials; or the client for it is not installed.
+    """
+    if isinstance(value, Location):
+        return value
+    if not isinstance(value, str) or not _URL.match(value):
+        return as_path(name, value)
+    url = urlsplit(value)
+    if url.username or url.password or url.query or url.fragment:  # not shown: they may be secret
+        raise CheckpointValueError(
+            f"{name} is a {url.scheme}:// URL with more than a bucket and a key; give credentials "
+            "and options in the environment, or in a store: Location(store=..., key=...)"
+        )
+    key = "/".join(part for part in url.path.split("/") if part)
+    if not key or {"..", "."} & set(key.split("/")):
+        raise CheckpointValueError(f"{name}={value!r} has no key; name the folder in the bucket")
+    if url.scheme == "file":
+        return Location(store=LocalStore("/"), key=unquote(key))
+    if url.scheme not in _BUCKETS or not url.netloc:
+        raise CheckpointValueError(
+            f"{name}={value!r}; known are file:// and {', '.join(sorted(_BUCKETS))} with a bucket; "
+            "for any other give Location(store=FsspecStore(filesystem), key=...)"
+        )
+    return Location(store=_bucket(f"{url.scheme}://{url.netloc}"), key=key)
+
+
+def shown(value: object) -> str:
+    """Return what names a checkpoint as messages may show it: of a URL scheme, host and path."""
+    text = str(value)
+    if not _URL.match(text):
+        return text
+    url = urlsplit(text)
+    return f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"
+
+
+@cache
+def _bucket(url: str) -> ObjectStore:
+    """Return the store of a bucket; one for all checkpoints in it, for its open connections."""
+    try:
+        client = import_module(_CLIENT)
+    except ImportError as error:
+        raise CheckpointValueError(
+            f"{url} needs the package obstore; pip install 'unified-ckpt[s3]'"
+        ) from error
+    return cast("Callable[[str], ObjectStore]", client.connect)(url)
