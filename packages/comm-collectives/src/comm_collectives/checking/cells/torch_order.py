@@ -9,6 +9,7 @@ and into results that share memory with the input.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def run_torch_order(case: Case, ops: Any) -> str:
     rank, size = dist.get_rank(), dist.get_world_size()
     problem = problem_of(case, rank, size)
     cell = _Cell(case=case, problem=problem, ops=ops, rank=rank, size=size)
-    return _RUN_OF[function_of(case)](cell)
+    return _RUN_OF.get(function_of(case), _moves)(cell)
 
 
 def function_of(case: Case) -> str:
@@ -97,62 +98,32 @@ def _finish(work: Any) -> None:
         work.wait()
 
 
-def _two_tensors(name: str, *, splits: bool = False, op: bool = False) -> Callable[[_Cell], str]:
-    """Call a function of (output, input, ...)."""
-
-    def run(cell: _Cell) -> str:
-        given, result = cell.buffers()
-        more: list[Any] = []
-        if splits:
-            more += [list(cell.problem.received), list(cell.problem.sent)]
-        if op:
-            more.append(_OPS[cell.case.op])
-        _finish(getattr(cell.ops, name)(result.view, given.view, *more, **cell.options()))
-        return cell.check(given, result)
-
-    return run
-
-
 def _cut(x: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor]:
     return list(x.split(list(rows)))
 
 
-def _check_all_to_all(cell: _Cell) -> str:
+def _arguments(cell: _Cell, name: str, given: torch.Tensor, result: torch.Tensor) -> list[Any]:
+    """Return what a function takes that moves one tensor, or a list, into another."""
+    problem, is_root = cell.problem, cell.rank == cell.problem.root
+    sources, targets = partial(_cut, given, problem.sent), partial(_cut, result, problem.received)
+    made: dict[str, Callable[[], list[Any]]] = {
+        "all_to_all_single": lambda: [result, given, list(problem.received), list(problem.sent)],
+        "all_to_all": lambda: [targets(), sources()],
+        "all_gather_into_tensor": lambda: [result, given],
+        "all_gather": lambda: [targets(), given],
+        "reduce_scatter_tensor": lambda: [result, given, _OPS[cell.case.op]],
+        "reduce_scatter": lambda: [result, sources(), _OPS[cell.case.op]],
+        "gather": lambda: [given, targets() if is_root else None, problem.root],
+        "scatter": lambda: [result, sources() if is_root else None, problem.root],
+    }
+    return made[name]()
+
+
+def _moves(cell: _Cell) -> str:
     given, result = cell.buffers()
-    targets = _cut(result.view, cell.problem.received)
-    sources = _cut(given.view, cell.problem.sent)
-    _finish(cell.ops.all_to_all(targets, sources, **cell.options()))
-    return cell.check(given, result)
-
-
-def _check_all_gather(cell: _Cell) -> str:
-    given, result = cell.buffers()
-    targets = _cut(result.view, cell.problem.received)
-    _finish(cell.ops.all_gather(targets, given.view, **cell.options()))
-    return cell.check(given, result)
-
-
-def _check_reduce_scatter(cell: _Cell) -> str:
-    given, result = cell.buffers()
-    sources = _cut(given.view, cell.problem.sent)
-    op = _OPS[cell.case.op]
-    _finish(cell.ops.reduce_scatter(result.view, sources, op, **cell.options()))
-    return cell.check(given, result)
-
-
-def _check_gather(cell: _Cell) -> str:
-    given, result = cell.buffers()
-    root = cell.problem.root
-    targets = _cut(result.view, cell.problem.received) if cell.rank == root else None
-    _finish(cell.ops.gather(given.view, targets, dst=root, **cell.options()))
-    return cell.check(given, result)
-
-
-def _check_scatter(cell: _Cell) -> str:
-    given, result = cell.buffers()
-    root = cell.problem.root
-    sources = _cut(given.view, cell.problem.sent) if cell.rank == root else None
-    _finish(cell.ops.scatter(result.view, sources, src=root, **cell.options()))
+    name = function_of(cell.case)
+    arguments = _arguments(cell, name, given.view, result.view)
+    _finish(getattr(cell.ops, name)(*arguments, **cell.options()))
     return cell.check(given, result)
 
 
@@ -208,16 +179,8 @@ def _broadcast_object_list(cell: _Cell) -> str:
 
 
 _RUN_OF: dict[str, Callable[[_Cell], str]] = {
-    "all_to_all_single": _two_tensors("all_to_all_single", splits=True),
-    "all_to_all": _check_all_to_all,
-    "all_gather_into_tensor": _two_tensors("all_gather_into_tensor"),
-    "all_gather": _check_all_gather,
-    "reduce_scatter_tensor": _two_tensors("reduce_scatter_tensor", op=True),
-    "reduce_scatter": _check_reduce_scatter,
     "all_reduce": _check_all_reduce,
     "broadcast": _check_broadcast,
-    "gather": _check_gather,
-    "scatter": _check_scatter,
     "send and recv": _send_and_recv,
     "broadcast_object_list": _broadcast_object_list,
 }
