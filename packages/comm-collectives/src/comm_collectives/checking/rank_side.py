@@ -1,7 +1,7 @@
 """What a rank of `check` does: one order after the other, a cell or a mistake, at some place.
 
-HERE compares calls where this group does so by itself, WIRE over the group's own transport as
-across hosts, BLIND not at all, which is a canary. RAW is torch.distributed without this package.
+HERE compares calls where this group does so by itself, WIRE over TCP as across hosts, BLIND without
+the places of calls, which is a canary. RAW is torch.distributed without this package.
 
     result = answer(Order(what="op differs", place=WIRE))      # collective
 """
@@ -58,7 +58,7 @@ def _meet_at(place: str) -> None:
     """Let the default group compare its calls there from now on."""
     state = group_state(None)
     if place == BLIND:
-        state.policy = AgreementPolicy(every=0)
+        state.policy = AgreementPolicy(call_sites=False)
     elif state.may_share_memory is not (place == HERE) or state.policy != AgreementPolicy():
         state.policy, state.frames = AgreementPolicy(), None
         state.may_share_memory = place == HERE

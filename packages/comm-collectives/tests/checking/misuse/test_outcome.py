@@ -31,6 +31,7 @@ from comm_collectives.errors import MismatchError
 from ranktest import run_ranks
 
 _DTYPE = MISUSE_OF["dtype differs, same bytes"]
+_PLACES = MISUSE_OF["same shape, other order"]
 _RIGHT = CaseResult(verdict=Verdict.RIGHT)
 _SILENT = CaseResult(verdict=Verdict.WRONG, detail="not a word")
 
@@ -170,13 +171,13 @@ def test_group_that_is_out_of_step_afterwards_is_noticed() -> None:
 def test_switched_off_comparison_is_a_mistake_that_goes_unnoticed() -> None:
     def fn(rank: int, world_size: int) -> tuple[CaseResult, CaseResult]:
         at = At(rank, world_size)
-        seen = run_misuse(_DTYPE, at)
-        group_state(None).policy = AgreementPolicy(every=0)
-        return seen, run_misuse(_DTYPE, at)
+        seen = run_misuse(_PLACES, at)
+        group_state(None).policy = AgreementPolicy(call_sites=False)
+        return seen, run_misuse(_PLACES, at)
 
     seen, blind = zip(*run_ranks(fn, 2), strict=True)  # type: ignore[call-overload]
-    assert judge_misuse(seen, _DTYPE) == (Verdict.REFUSED, "")
-    assert judge_misuse(blind, _DTYPE) == (Verdict.WRONG, "rank 0: not a word")
+    assert judge_misuse(seen, _PLACES) == (Verdict.REFUSED, "")
+    assert judge_misuse(blind, _PLACES) == (Verdict.WRONG, "rank 0: not a word")
 
 
 def test_there_are_enough_mistakes_of_every_kind() -> None:
