@@ -1,14 +1,13 @@
-"""What it costs that the ranks compare every call: the same calls with agreement on and off.
+"""What it costs that the ranks compare every call, against bare gloo: on one host and across hosts.
 
-Two gloo ranks of one host, calls of 1 and of 65,536 float32 elements, or of those given. With
-agreement every call meets the other rank first and compares operation, dtype, shape or splits,
-reduce op and call site; what is at most 512 KiB of a rank travels in the control exchange itself,
-which is what makes up for it. Without agreement (`AgreementPolicy(every=0)`) the data goes straight
-to gloo. Blocks of calls alternate; every figure is the median over the rounds of time with / time
-without, with the quartiles, for the worse of all_reduce and all_to_all with given splits. Then the
-same calls against bare torch.distributed, for the record.
+Two ranks over gloo, default policy, all_reduce and all_to_all with given splits, 1 to 1,048,576
+float32 elements of each rank for each. "Across hosts" is what the proof of the comparison itself
+uses (`comm_collectives_pairs.py`): every rank has a /dev/shm of its own, all else is the default,
+and bytes travel over TCP as gloo's do. Blocks of ours and of torch.distributed's alternate; every
+figure is the median over the rounds of ours / theirs, with the quartiles. Those of the claims are
+the worst of their calls and sizes.
 
-    python benchmarks/comm_collectives_agreement.py [elements ...]
+    python benchmarks/comm_collectives_agreement.py [rounds]
 """
 
 import json
@@ -22,28 +21,32 @@ import torch
 import torch.distributed as dist
 
 import comm_collectives as cc
-from ranktest import run_ranks
+from ranktest import leave_shared_memory, run_ranks
 
 RANKS = 2
-ROUNDS, CALLS = 60, 30
-SIZES = (1, 65_536)
-ON, OFF = cc.AgreementPolicy(), cc.AgreementPolicy(every=0)
+ROUNDS = 30
+SIZES = (1, 1_024, 65_536, 131_072, 1_048_576)
+LARGE_BYTES = 512 << 10
+CALLS_OF = {size: 40 if size <= 1_024 else 10 for size in SIZES}
+PLACES = ("one_host", "across_hosts")
 
 
-def timed(call: Callable[[], object]) -> float:
-    """Seconds of CALLS calls, all ranks starting together."""
+def timed(call: Callable[[], object], calls: int) -> float:
+    """Seconds of so many calls, all ranks starting together."""
     call()
     dist.barrier()
     started = time.perf_counter()
-    for _ in range(CALLS):
+    for _ in range(calls):
         call()
     return time.perf_counter() - started
 
 
-def rank_main(sizes: tuple[int, ...]) -> dict[str, list[float]]:
+def rank_main(place: str, rounds: int) -> dict[str, list[float]]:
     """Measure on one rank; returns the ratios of each round."""
+    if place == "across_hosts":
+        leave_shared_memory()
     ratios: dict[str, list[float]] = {}
-    for size in sizes:
+    for size in SIZES:
         x, rows, out = torch.ones(size), torch.ones(RANKS * size), torch.empty(RANKS * size)
         splits = [size] * RANKS
         calls: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
@@ -53,14 +56,10 @@ def rank_main(sizes: tuple[int, ...]) -> dict[str, list[float]]:
                 lambda rows=rows, out=out: dist.all_to_all_single(out, rows),
             ),
         }
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             for name, (ours, bare) in calls.items():
-                cc.set_agreement(OFF)
-                without = timed(ours)
-                cc.set_agreement(ON)
-                with_it = timed(ours)
-                ratios.setdefault(f"{name}_{size}", []).append(with_it / without)
-                ratios.setdefault(f"{name}_{size}_vs_torch", []).append(with_it / timed(bare))
+                ratio = timed(ours, CALLS_OF[size]) / timed(bare, CALLS_OF[size])
+                ratios.setdefault(f"{name}_{size}", []).append(ratio)
     return ratios
 
 
@@ -68,18 +67,23 @@ def report(figure: str, values: list[float]) -> None:
     """Print the median and the quartiles of a figure."""
     low, middle, high = statistics.quantiles(values, n=4)
     spread = {"value": round(middle, 3), "low": round(low, 3), "high": round(high, 3)}
-    print(json.dumps({"figure": figure, **spread, "unit": "x", "n": len(values)}))
+    print(json.dumps({"figure": figure, **spread, "unit": "x", "n": len(values)}), flush=True)
 
 
 def main() -> None:
     """Print every figure; those of the claims last."""
-    sizes = tuple(map(int, sys.argv[1:])) or SIZES
-    ratios: Any = run_ranks(lambda rank, world_size: rank_main(sizes), RANKS, timeout_s=900)[0]
-    for name, values in ratios.items():
-        report(f"agreement_{name}", values)
-    for size in sizes:
-        both = [ratios[f"{name}_{size}"] for name in ("all_reduce", "all_to_all")]
-        report(f"agreement_on_vs_off_{size}", max(both, key=statistics.median))
+    rounds = int(sys.argv[1]) if sys.argv[1:] else ROUNDS
+    found: dict[str, dict[str, list[float]]] = {}
+    for place in PLACES:
+        ranks: Any = run_ranks(lambda rank, size: rank_main(place, rounds), RANKS, timeout_s=900)
+        found[place] = ranks[0]
+        for name, values in found[place].items():
+            report(f"agreement_{place}_{name}", values)
+    for place in PLACES:
+        large = [size for size in SIZES if 4 * size >= LARGE_BYTES]
+        for kind, sizes in (("large", large), ("small", [n for n in SIZES if n not in large])):
+            ratios = [found[place][f"{n}_{s}"] for n in ("all_reduce", "all_to_all") for s in sizes]
+            report(f"agreement_{place}_{kind}", max(ratios, key=statistics.median))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ wider dtype; everything else is reduced here, in the order of the ranks.
     factors = gradient_factors(rows, "product")  # what each row's gradient is, per gradient of it
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -91,6 +91,18 @@ def from_backend(work: torch.Tensor, dtype: torch.dtype, op: str) -> torch.Tenso
     return work.to(dtype)
 
 
+def reduce_into(out: torch.Tensor, rows: Sequence[torch.Tensor], op: str) -> None:
+    """As `reduce_rows`, of rows apart, into memory that is none of theirs."""
+    if len(rows) == 1 or not _is_its_own(out.dtype):
+        out.copy_(reduce_rows(torch.stack(list(rows)), op))
+        return
+    _COMBINE[op](rows[0], rows[1], out=out)
+    for row in rows[2:]:
+        _COMBINE[op](out, row, out=out)
+    if op == "avg":
+        out /= len(rows)
+
+
 def reduce_rows(rows: torch.Tensor, op: str) -> torch.Tensor:
     """Reduce [n, ...] to [...] in the order of the rows; n > 0.
 
@@ -128,8 +140,14 @@ def gradient_factors(rows: torch.Tensor, op: str) -> torch.Tensor:
     return from_backend(factors, rows.dtype, op)
 
 
+def _is_its_own(dtype: torch.dtype) -> bool:
+    """Whether torch computes on the dtype as it is, without rounding on the way."""
+    return dtype in _NATIVE and not (dtype.is_floating_point and dtype.itemsize <= 2)
+
+
 def _to_local(x: torch.Tensor, op: str) -> torch.Tensor:
     """Return `x` in a dtype in which torch computes the op, with bits to spare."""
-    if x.dtype.is_floating_point and x.dtype.itemsize <= 2:
-        return dense(x).float()
-    return dense(x) if x.dtype in _NATIVE else to_backend(x, op)
+    if _is_its_own(x.dtype):
+        return dense(x)
+    is_short = x.dtype.is_floating_point and x.dtype.itemsize <= 2
+    return dense(x).float() if is_short else to_backend(x, op)

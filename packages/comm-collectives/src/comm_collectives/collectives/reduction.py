@@ -26,6 +26,7 @@ from comm_collectives.collectives.arithmetic import (
     from_backend,
     gradient_factors,
     is_native,
+    reduce_into,
     reduce_rows,
     to_backend,
 )
@@ -35,7 +36,6 @@ from comm_collectives.collectives.pieces import (
     even_splits,
     exchange_pieces,
     gather_rows,
-    meet_pieces,
     return_pieces,
 )
 
@@ -211,14 +211,25 @@ def _reduce_on_host(call: Call, x: torch.Tensor, op: str, flags: int) -> tuple[i
 def _reduce_pieces_on_host(
     call: Call, x: torch.Tensor, flat: torch.Tensor, op: str, flags: int
 ) -> tuple[int, _Reduced]:
-    splits = even_splits(flat.numel(), call.state.size)
-    flags, rows = meet_pieces(call, flat, splits, flags)
+    state = call.state
+    splits = even_splits(flat.numel(), state.size)
+    room = state.scratch.take((state.size, splits[state.rank]), x.dtype, flat.device)
+    pieces, rows = flat.split(splits), list(room.rows)
+    # What is this rank's own is read where it is.
+    rows[state.rank] = pieces[state.rank]
+    sent, got = [as_bytes(piece) for piece in pieces], [as_bytes(row) for row in rows]
+    flags = call.exchange(sent, lambda _: got, status=flags).flags
+    whole = new_tensor(flat.shape, x.dtype, flat.device)
+    parts = whole.split(splits)
+    reduce_into(parts[state.rank], rows, op)
     factor = None
     if flags & Status.WANTS_GRAD and op not in NO_FACTOR:
-        factor = return_pieces(call, gradient_factors(rows, op), splits)
+        factor = return_pieces(call, gradient_factors(torch.stack(rows), op), splits)
         factor = factor.view(x.shape).to(x.device)
-    result = gather_rows(call, reduce_rows(rows, op), splits).view(x.shape).to(x.device)
-    return flags, _Reduced(result=result, factor=factor)
+    state.scratch.give_back(room)
+    shown = [as_bytes(part) for part in parts]
+    call.exchange([shown[state.rank]] * state.size, lambda _: shown)
+    return flags, _Reduced(result=whole.view(x.shape).to(x.device), factor=factor)
 
 
 def _goes_whole(num_bytes: int, size: int) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import pytest
+import torch.distributed as dist
 
 from comm_collectives._torch_private import default_store
 from comm_collectives.base.streams.sockets import SocketStreams
@@ -100,6 +101,7 @@ def test_peer_that_left_an_earlier_call_after_doing_its_part_is_no_failure() -> 
     def fn(rank: int, world_size: int) -> None:
         frames = _frames(rank, world_size)
         _swap(frames, _Waiter(1), [b"a"] * 2)
+        dist.barrier()
         if rank == 0:
             frames.fail(1, "SomeError", "")
         assert _swap(frames, _Waiter(2), [b"b"] * 2) == [b"b"] * 2
