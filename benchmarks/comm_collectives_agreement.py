@@ -63,6 +63,13 @@ def rank_main(place: str, rounds: int) -> dict[str, list[float]]:
     return ratios
 
 
+def measured(place: str, rounds: int) -> dict[str, list[float]]:
+    """The ratios that rank 0 measures."""
+    ranks: Any = run_ranks(lambda rank, world_size: rank_main(place, rounds), RANKS, timeout_s=900)
+    ratios: dict[str, list[float]] = ranks[0]
+    return ratios
+
+
 def report(figure: str, values: list[float]) -> None:
     """Print the median and the quartiles of a figure."""
     low, middle, high = statistics.quantiles(values, n=4)
@@ -75,8 +82,7 @@ def main() -> None:
     rounds = int(sys.argv[1]) if sys.argv[1:] else ROUNDS
     found: dict[str, dict[str, list[float]]] = {}
     for place in PLACES:
-        ranks: Any = run_ranks(lambda rank, size: rank_main(place, rounds), RANKS, timeout_s=900)
-        found[place] = ranks[0]
+        found[place] = measured(place, rounds)
         for name, values in found[place].items():
             report(f"agreement_{place}_{name}", values)
     for place in PLACES:

@@ -114,9 +114,8 @@ def broadcast_nested(
             compares_site=False,
         )
         channel = _Channel(call=call, src=src)
-        if given.packed is None:
-            return _receive(channel, given)
-        return _send(channel, given.packed, given.device)
+        packed = given.packed
+        return _receive(channel, given) if packed is None else _send(channel, packed, given.device)
 
     return launch(state, "broadcast_nested", run, inputs=inputs, async_op=async_op)
 
