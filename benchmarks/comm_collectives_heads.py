@@ -1,9 +1,9 @@
 """Heads without data between ranks of one host against the smallest exchange by gloo, in one run.
 
 Ours: `Call.meet`, in which every rank sends every other one its call signature through shared
-memory and compares theirs (and, for `parts`, 200 bytes to each). The peer:
-`dist.all_to_all_single` of [ranks, 64] int64 on the CPU, which is what a call would need to tell
-its peers the same. 2 and 4 gloo processes; rounds alternate; every figure is the median over rounds of
+memory and compares theirs (and, for `parts`, 200 bytes to each). The peer: `all_to_all_single` of
+torch.distributed for [ranks, 64] int64 on the CPU, which is what a call would need to tell its
+peers the same. 2 and 4 gloo processes; rounds alternate; every figure is the median over rounds of
 our time / gloo's, with the quartiles.
 
     python benchmarks/comm_collectives_heads.py [rounds]

@@ -26,8 +26,9 @@ FLAGS = (1 << 32) - 1  # of a status, those that every rank is told
 class AgreementPolicy:
     """When ranks compare their calls; the same on every rank of a group.
 
-    Where all ranks are on one host every call is compared before it starts, whatever `every` says,
-    unless it is 0. Elsewhere calls that exchange counts are, and the others each `every`-th time.
+    Calls whose data travels by way of the host are always compared, whatever `every` says, since
+    what is compared travels with the data. Where a device's backend moves the data (NCCL), calls
+    that exchange counts are, and the others each `every`-th time.
 
     Attributes:
         every: 0 compares only where counts are exchanged; 1 always.
