@@ -1,10 +1,10 @@
-"""torch's own distributed tests on the shared-memory backend: what passes on bare gloo has to pass.
+"""torch's own distributed tests with this package under them: what bare gloo passes has to pass.
 
 torch ships the tests of its collectives and point-to-point calls. Each test that bare gloo passes
-here is run again with every gloo group of the test made by `comm_shm` instead, in the same run, by
-three forked ranks. So tests that ask for gloo by name run as well, with all that they expect of it.
-A test that has to fail comes first: a harness that passes it measures
-nothing.
+here is run again by three forked ranks, in the same run: with every gloo group of the test made by
+`comm_shm` instead, so that tests that ask for gloo by name run as well, and with the drop-ins put
+in the place of torch's functions. Ranges of torch's profiler, which its own backends make, are not
+looked for. A test that has to fail comes first: a harness that passes it measures nothing.
 
     python benchmarks/comm_collectives_torch_suite.py                 # all modes, all tests
     python benchmarks/comm_collectives_torch_suite.py comm_shm test_send_recv
@@ -19,6 +19,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 WORLD_SIZE = 3
@@ -39,10 +40,12 @@ import torch.distributed as dist  # noqa: E402
 from torch.testing._internal import common_distributed  # noqa: E402
 from torch.testing._internal.distributed import distributed_test  # noqa: E402
 
+from comm_collectives.collectives.drop_in import patched_torch  # noqa: E402
 from comm_collectives.shm import register_backends  # noqa: E402
 
 # The log of DistributedDataParallel has to name gloo in it, and names the backend that it has.
 LEFT_OUT = ("test_canary", "test_ddp_logging_data_cpu")
+PATCHES = ExitStack()  # kept open until the process ends
 SKIP_CODES = {skip.exit_code for skip in common_distributed.TEST_SKIPS.values()}
 
 
@@ -65,7 +68,18 @@ def comm_shm() -> None:
     dist.Backend.register_backend("gloo", plugin.creator_fn, extended_api=True, devices=["cpu"])
 
 
-MODES: dict[str, Callable[[], None]] = {"comm_shm": comm_shm}
+def drop_in() -> None:
+    """Have the drop-ins in place of torch's functions, until the process ends."""
+    # Ranges of torch's profiler are made by its own backends.
+    distributed_test.PROFILING_SUPPORTED_BACKENDS.clear()
+    distributed_test.SEND_RECV_PROFILING_SUPPORTED_BACKENDS.clear()
+    torchs = dist.all_reduce
+    PATCHES.enter_context(patched_torch())
+    if dist.all_reduce is torchs:
+        raise RuntimeError("nothing is replaced")
+
+
+MODES: dict[str, Callable[[], None]] = {"comm_shm": comm_shm, "drop_in": drop_in}
 
 
 def rank_main(rank: int, test: str, mode: str, folder: str, pipe: object) -> None:

@@ -27,6 +27,7 @@ FACE_NAMES = 24
 CATALOGUES = frozenset(
     {
         "comm_collectives.collectives",
+        "comm_collectives.collectives.drop_in",  # torch's functions of the same names
         "moe_pipeline.schedules.generators",
         "moe_pipeline.families",
         "unified_ckpt.files",

@@ -6,7 +6,9 @@ well, and so are the number of the backward pass that runs and the hook at its e
 """
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from datetime import timedelta
+from functools import wraps
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +24,7 @@ from torch.utils._python_dispatch import (
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
+_WANTS_RAW: ContextVar[bool] = ContextVar("comm_collectives_wants_raw", default=False)
 
 
 def graph_break(fn: F) -> F:
@@ -33,6 +36,25 @@ def graph_break(fn: F) -> F:
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     set_code_exec_strategy(fn.__code__, skip)
     return fn
+
+
+def raw_torch(fn: F) -> F:
+    """Let a function have torch's own collectives, also while the drop-ins stand in their place."""
+
+    @wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        token = _WANTS_RAW.set(True)
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            _WANTS_RAW.reset(token)
+
+    return run  # type: ignore[return-value]
+
+
+def wants_raw_torch() -> bool:
+    """Whether this thread is in such a function."""
+    return _WANTS_RAW.get()
 
 
 def default_store() -> Store:

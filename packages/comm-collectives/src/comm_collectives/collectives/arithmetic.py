@@ -16,7 +16,8 @@ import torch
 from comm_collectives.base import dense
 from comm_collectives.errors import CommTypeError, CommValueError
 
-OPS = ("sum", "avg", "min", "max", "product")
+_BITWISE = ("band", "bor", "bxor")
+OPS = ("sum", "avg", "min", "max", "product", *_BITWISE)
 NO_FACTOR = ("sum", "avg")  # ops whose gradient does not depend on the values
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
@@ -24,6 +25,9 @@ _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
     "min": torch.minimum,
     "max": torch.maximum,
     "product": torch.mul,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
 }
 _NATIVE = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _NATIVE |= {torch.int8, torch.uint8, torch.int32, torch.int64}
@@ -50,22 +54,17 @@ def check_op(dtype: torch.dtype, op: str) -> None:
     """
     if op not in OPS:
         raise CommValueError(f"op={op!r} is unknown; choose one of {', '.join(OPS)}")
-    if dtype in _NATIVE and (op != "avg" or dtype.is_floating_point):
-        return
-    if dtype in _COMPLEX and op not in _ORDERED:
-        return
-    if dtype in _WIDER and op != "avg" and (op != "sum" or dtype != torch.bool):
-        return
-    raise CommTypeError(
-        f"op={op!r} is not defined for {dtype}; convert to a dtype with that arithmetic first "
-        "(float32 for fp8, int64 for counting bools)"
-    )
+    if not _is_defined(dtype, op):
+        raise CommTypeError(
+            f"op={op!r} is not defined for {dtype}; convert to a dtype with that arithmetic first "
+            "(float32 for fp8, int64 for counting bools)"
+        )
 
 
 def is_native(dtype: torch.dtype, op: str) -> bool:
     """Whether a backend reduces `to_backend` of this dtype with the right bits, NaN included."""
-    if dtype in _COMPLEX:
-        return op in ("sum", "avg")
+    if dtype in _COMPLEX or op in _BITWISE:
+        return op in NO_FACTOR
     return dtype in _WIDER or (
         dtype in _NATIVE and not (dtype.is_floating_point and op in _ORDERED)
     )
@@ -118,6 +117,16 @@ def reduce_rows(rows: torch.Tensor, op: str) -> torch.Tensor:
     if op == "avg":
         work = work / len(rows)
     return from_backend(work, rows.dtype, op)
+
+
+def _is_defined(dtype: torch.dtype, op: str) -> bool:
+    if op in _BITWISE:
+        return not (dtype.is_floating_point or dtype.is_complex)
+    if dtype in _NATIVE:
+        return op != "avg" or dtype.is_floating_point
+    if dtype in _COMPLEX:
+        return op not in _ORDERED
+    return dtype in _WIDER and op != "avg" and (op != "sum" or dtype != torch.bool)
 
 
 def gradient_factors(rows: torch.Tensor, op: str) -> torch.Tensor:

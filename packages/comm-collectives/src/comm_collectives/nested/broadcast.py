@@ -75,14 +75,13 @@ def broadcast_nested(
     (rebuilt from their fields; no constructor runs), kept as they are.
 
     A container, tensor or bytes object that occurs twice arrives as one. Tensors that share memory
-    on `src` share it on the receivers where that makes nothing larger; `nested/sharing.py` has the
-    exact rule. Of a large storage only what the tensors need travels. Tensors carry no gradient
-    history; those without gaps keep their strides, others arrive contiguous. On `src` the
-    containers are new and the tensors share memory with the given ones, unless moved to another
-    device.
+    on `src` share it on the receivers where that makes nothing larger (`nested/sharing.py` has the
+    rule). Of a large storage only what the tensors need travels. Tensors carry no gradient history;
+    those without gaps keep their strides, others arrive contiguous. On `src` containers are new and
+    tensors share memory with the given ones, unless moved to another device.
 
-    Memory, besides the value: a chunk (a sixteenth of the payload, but 1 to 4 MiB) and the text of
-    the structure. Large tensors with gaps, or that change device, are copied one at a time.
+    Memory, besides the value: a chunk (a sixteenth of the payload, but 1 to 4 MiB), the structure
+    as text, and one large tensor with gaps, or that changes device, at a time.
 
     Args:
         obj: the value on `src`; ignored elsewhere.

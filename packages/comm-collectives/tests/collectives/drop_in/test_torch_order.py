@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 import comm_collectives as cc
+import comm_collectives.collectives.drop_in as torch_order
 from comm_collectives.base.wire import DTYPES, as_bytes, dense
-from comm_collectives.collectives.drop_in import torch_order
 from comm_collectives.collectives.drop_in.in_place import write
 from comm_collectives.errors import (
     MismatchError,
@@ -182,7 +182,7 @@ def test_output_may_share_memory_with_the_input(rows: int) -> None:
         want = [w[rank * rows :][:rows] for w in (want if rank == 0 else want[::-1])]
         handle = torch_order.all_to_all_single(y, x, async_op=True)
         assert handle is not None
-        assert handle.wait() is None
+        assert handle.wait()
         assert torch.equal(y, torch.cat(want))
         assert memory[0] == 1000 * rank
         whole = torch.arange(2.0 * rows) * (rank + 1)
@@ -335,7 +335,7 @@ def test_mistakes_of_one_rank_end_the_call_on_every_rank() -> None:
                 else:
                     torch_order.all_to_all_single(torch.zeros(2), torch.ones(2))
         x = torch.ones(2)
-        with pytest.raises(RefusedError, match=r"BAND.* is unknown; choose one of sum"):
+        with pytest.raises(RefusedError, match="op='band' is not defined"):
             torch_order.all_reduce(x, dist.ReduceOp.BAND if rank else dist.ReduceOp.SUM)
         with pytest.raises(RefusedError, match="elements of tensor may share memory"):
             torch_order.all_reduce(torch.ones(1).expand(2) if rank else x)

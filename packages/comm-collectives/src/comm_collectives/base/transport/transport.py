@@ -17,7 +17,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from comm_collectives._torch_private import Store, group_timeout_s
+from comm_collectives._torch_private import Store, group_timeout_s, raw_torch
 from comm_collectives.base.transport.clock import SYSTEM_CLOCK, Clock
 
 _OPS = {
@@ -100,6 +100,7 @@ class TorchTransport(Transport):
             raise RuntimeError("the process group has been destroyed")
         return group
 
+    @raw_torch
     def exchange(
         self,
         target: torch.Tensor,
@@ -112,22 +113,27 @@ class TorchTransport(Transport):
             target, source, list(received_bytes), list(sent_bytes), group=self._group, async_op=True
         )
 
+    @raw_torch
     def all_gather(self, target: torch.Tensor, source: torch.Tensor) -> Pending | None:
         """As `all_gather_into_tensor`."""
         return dist.all_gather_into_tensor(target, source, group=self._group, async_op=True)
 
+    @raw_torch
     def broadcast(self, flat: torch.Tensor, root: int) -> Pending | None:
         """As torch's, with a rank of the group."""
         return dist.broadcast(flat, group=self._group, group_src=root, async_op=True)
 
+    @raw_torch
     def all_reduce(self, flat: torch.Tensor, op: str) -> Pending | None:
         """As torch's."""
         return dist.all_reduce(flat, op=_OPS[op], group=self._group, async_op=True)
 
+    @raw_torch
     def send(self, flat: torch.Tensor, dst: int) -> Pending | None:
         """As `isend`."""
         return dist.isend(flat, group=self._group, group_dst=dst)
 
+    @raw_torch
     def recv(self, flat: torch.Tensor, src: int) -> Pending | None:
         """As `irecv`."""
         return dist.irecv(flat, group=self._group, group_src=src)

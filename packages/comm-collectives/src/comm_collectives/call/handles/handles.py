@@ -129,6 +129,10 @@ class Handle(Generic[T]):
         """Whether `wait` would return (or raise) without waiting for a peer."""
         return self._future.done()
 
+    def when_done(self, run: Callable[[], None]) -> None:
+        """Call `run` when the call has ended: on the group's thread, or now if it has."""
+        self._future.add_done_callback(lambda _: run())
+
 
 def finished(name: str, value: T) -> Handle[T]:
     """Return a handle for what needed no other rank and is done."""

@@ -101,10 +101,11 @@ def both_splits(
     )
 
 
-def compare_splits(call: Call, rows: Sequence[Sequence[int]]) -> None:
+def compare_splits(call: Call, rows: Sequence[Sequence[int]], *, unit: str = "rows") -> None:
     """Check that what each rank sends is what its peer expects; every rank sees all of it.
 
     `rows` has, by rank, the rows that it sends to each and then those that it expects of each.
+    They count in `unit`; those of single tensors are rows.
 
     Raises:
         MismatchError: it is not; the text says whose tensors may be swapped.
@@ -122,14 +123,14 @@ def compare_splits(call: Call, rows: Sequence[Sequence[int]]) -> None:
         if first_difference(turned_sent, turned_expected) is None:
             suspects.append(f"rank {ranks[rank]}")
     swapped = ""
-    if suspects:
+    if suspects and unit == "rows":
         swapped = (
             f"; all fit if {' or '.join(suspects)} gave input and its splits in output's place, "
             "which comes first"
         )
     src, dst = wrong
     raise MismatchError(
-        f"{call}: rank {ranks[src]} sends {sent[src][dst]} rows to rank {ranks[dst]}, which "
+        f"{call}: rank {ranks[src]} sends {sent[src][dst]} {unit} to rank {ranks[dst]}, which "
         f"expects {expected[dst][src]}{swapped} (at {call.site.text})"
     )
 

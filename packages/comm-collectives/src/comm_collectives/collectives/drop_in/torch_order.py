@@ -12,44 +12,39 @@ needs a gradient, and where one rank's splits disagree with its peers'. If every
 of equal sizes, nothing in them tells; the functions that return a new tensor have no such mistake.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
-from comm_collectives.base import as_bytes, check_dense, dense, is_dense, new_tensor, num_bytes
+from comm_collectives._torch_private import graph_break
+from comm_collectives.base import as_bytes, dense, new_tensor, num_bytes
 from comm_collectives.call import Agreed, Call, pack_counts, unpack_counts
-from comm_collectives.call.groups import Group, GroupState, group_state
-from comm_collectives.call.handles import Handle, launch
+from comm_collectives.call.groups import Group, GroupState
 from comm_collectives.call.signature import Argument
 from comm_collectives.collectives import (
     all_gather_call,
-    all_reduce_call,
     broadcast_call,
-    reduce_scatter_call,
     row_arguments,
     swap,
 )
-from comm_collectives.collectives.drop_in.in_place import check_apart, mark_written, overlap, write
+from comm_collectives.collectives.drop_in.in_place import mark_written, overlap, write
+from comm_collectives.collectives.drop_in.moves import (
+    problem_in_place,
+    problem_of_pair,
+    rank_of,
+    rows_of,
+)
 from comm_collectives.collectives.drop_in.swapped import (
     both_splits,
-    check_output,
     compare_splits,
     same_rows,
     times,
 )
-from comm_collectives.errors import CommValueError
-
-_OP_OF = (
-    (dist.ReduceOp.SUM, "sum"),
-    (dist.ReduceOp.AVG, "avg"),
-    (dist.ReduceOp.MIN, "min"),
-    (dist.ReduceOp.MAX, "max"),
-    (dist.ReduceOp.PRODUCT, "product"),
-)
+from comm_collectives.collectives.drop_in.works import CallWork, run_call
 
 
+@graph_break
 def all_to_all_single(
     output: torch.Tensor,
     input: torch.Tensor,
@@ -57,7 +52,7 @@ def all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     group: Group | None = None,
     async_op: bool = False,
-) -> Handle[None] | None:
+) -> CallWork | None:
     """Send consecutive rows of `input` to each rank and write those received into `output`.
 
     Collective: every rank of the group must call. Every call compares the splits of all ranks.
@@ -68,7 +63,7 @@ def all_to_all_single(
         output_split_sizes: rows from each rank; None (or empty) is evenly.
         input_split_sizes: rows for each rank; None (or empty) is evenly.
         group: None is the default group.
-        async_op: return a Handle at once; its `wait` returns None when `output` is written.
+        async_op: return a Work at once; its `wait` returns when `output` is written.
 
     Raises:
         RefusedError, RefusedTypeError: the tensors or splits of some rank do not fit, or look
@@ -76,20 +71,22 @@ def all_to_all_single(
         MismatchError: ranks differ in dtype, row shape or splits (on every rank).
         CommError: the exchange failed; see the subclasses.
     """
-    state = group_state(group)
 
-    def run() -> None:
+    def run(state: GroupState) -> None:
         _all_to_all(output, input, output_split_sizes, input_split_sizes, state)
 
-    return _launch(state, "all_to_all_single", run, output, input, async_op)
+    return run_call(
+        "all_to_all_single", group, run, outputs=[output], inputs=[input], async_op=async_op
+    )
 
 
+@graph_break
 def all_gather_into_tensor(
     output_tensor: torch.Tensor,
     input_tensor: torch.Tensor,
     group: Group | None = None,
     async_op: bool = False,
-) -> Handle[None] | None:
+) -> CallWork | None:
     """Write the inputs of all ranks into `output_tensor`, by rank.
 
     Collective: every rank of the group must call with an input of the same shape.
@@ -99,7 +96,7 @@ def all_gather_into_tensor(
             rows, ...]; any strides; written.
         input_tensor: [rows, ...] or without dims, any strides.
         group: None is the default group.
-        async_op: return a Handle at once; its `wait` returns None when the output is written.
+        async_op: return a Work at once; its `wait` returns when the output is written.
 
     Raises:
         RefusedError, RefusedTypeError: the tensors of some rank do not fit, or look swapped (on
@@ -107,11 +104,10 @@ def all_gather_into_tensor(
         MismatchError: ranks differ in dtype or shape (on every rank).
         CommError: the exchange failed; see the subclasses.
     """
-    state = group_state(group)
 
-    def run() -> None:
-        refused = _problem(output_tensor, input_tensor, times(state.size, "output", "input"))
-        x = _rows(input_tensor)
+    def run(state: GroupState) -> None:
+        refused = problem_of_pair(output_tensor, input_tensor, times(state.size, "output", "input"))
+        x = rows_of(input_tensor)
         room = None
         if refused is None:
             room = new_tensor(output_tensor.shape, output_tensor.dtype, output_tensor.device)
@@ -126,87 +122,51 @@ def all_gather_into_tensor(
         else:
             write(output_tensor, y)
 
-    return _launch(state, "all_gather_into_tensor", run, output_tensor, input_tensor, async_op)
+    return run_call(
+        "all_gather_into_tensor",
+        group,
+        run,
+        outputs=[output_tensor],
+        inputs=[input_tensor],
+        async_op=async_op,
+    )
 
 
-def reduce_scatter_tensor(
-    output: torch.Tensor,
-    input: torch.Tensor,
-    op: Any = dist.ReduceOp.SUM,
+@graph_break
+def barrier(
     group: Group | None = None,
     async_op: bool = False,
-) -> Handle[None] | None:
-    """Reduce `input` over the ranks and write this rank's part of the result into `output`.
-
-    Collective: every rank of the group must call with the same shape, dtype and op. For how it is
-    computed see `reduce_scatter`.
-
-    Args:
-        output: [rows, ...] or without dims, any strides; written.
-        input: [ranks * rows, ...], or stacked, [ranks, rows, ...]; any strides.
-        op: of `torch.distributed.ReduceOp` SUM, AVG, MIN, MAX, PRODUCT, or its name in lower case.
-        group: None is the default group.
-        async_op: return a Handle at once; its `wait` returns None when the output is written.
-
-    Raises:
-        RefusedError, RefusedTypeError: the tensors or the op of some rank do not fit, or the
-            tensors look swapped (on every rank).
-        MismatchError: ranks differ in shape, dtype or op (on every rank where compared).
-        CommError: the exchange failed; see the subclasses.
-    """
-    state = group_state(group)
-
-    def run() -> None:
-        fits = times(state.size, "input", "output")
-        refused = _problem(output, input, lambda output, input: fits(input, output))
-        name = "reduce_scatter_tensor"
-        y = reduce_scatter_call(
-            _rows(input), None, _op_name(op), state, None, name=name, refused=refused
-        )
-        write(output, y)
-
-    return _launch(state, "reduce_scatter_tensor", run, output, input, async_op)
-
-
-def all_reduce(
-    tensor: torch.Tensor,
-    op: Any = dist.ReduceOp.SUM,
-    group: Group | None = None,
-    async_op: bool = False,
-) -> Handle[None] | None:
-    """Reduce `tensor` over the ranks, in place.
-
-    Collective: every rank of the group must call with the same shape, dtype and op.
+    device_ids: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
+) -> CallWork | None:
+    """Wait until all ranks of the group are here. Collective.
 
     Args:
-        tensor: any shape and strides; the dtypes are those of `comm_collectives.all_reduce`.
-        op: of `torch.distributed.ReduceOp` SUM, AVG, MIN, MAX, PRODUCT, or its name in lower case.
         group: None is the default group.
-        async_op: return a Handle at once; its `wait` returns None when `tensor` is written.
+        async_op: return a Work at once; its `wait` returns when all ranks made this call.
+        device_ids: not used, since the ranks meet on the host.
+        timeout: how long this may take; None is the group's own limit.
 
     Raises:
-        RefusedError: the op of some rank is unknown, or its elements share memory (on every rank).
-        RefusedTypeError: the op is not defined for the dtype of some rank (on every rank).
-        MismatchError: ranks differ in shape, dtype or op (on every rank where it is compared).
-        CommError: the reduction failed; see the subclasses.
+        CollectiveTimeoutError, PeerFailedError: a rank did not come; the text names it.
+        MismatchError: ranks make different calls (on every rank).
     """
-    state = group_state(group)
 
-    def run() -> None:
-        refused = _problem_in_place(tensor)
-        x = tensor if refused is not None else tensor.detach()
-        write(tensor, all_reduce_call(x, _op_name(op), state, None, refused=refused))
+    def run(state: GroupState) -> None:
+        timeout_s = None if timeout is None else timeout.total_seconds()
+        Call(state, "barrier", timeout_s=timeout_s).meet()
 
-    return _launch(state, "all_reduce", run, tensor, None, async_op)
+    return run_call("barrier", group, run, outputs=[], async_op=async_op)
 
 
+@graph_break
 def broadcast(
     tensor: torch.Tensor,
     src: int | None = None,
     group: Group | None = None,
     async_op: bool = False,
     group_src: int | None = None,
-) -> Handle[None] | None:
+) -> CallWork | None:
     """Write the source's tensor into `tensor` on every other rank.
 
     Collective: every rank of the group must call, with a tensor of the same shape and dtype.
@@ -215,7 +175,7 @@ def broadcast(
         tensor: any shape, dtype and strides.
         src: global rank of the source, as in torch.
         group: None is the default group.
-        async_op: return a Handle at once; its `wait` returns None when `tensor` is written.
+        async_op: return a Work at once; its `wait` returns when `tensor` is written.
         group_src: the source's rank inside the group, instead of `src`.
 
     Raises:
@@ -225,13 +185,12 @@ def broadcast(
         MismatchError: ranks differ in the source, dtype or shape (on every rank).
         CommError: the exchange failed; see the subclasses.
     """
-    state = group_state(group)
 
-    def run() -> None:
-        refused = _problem_in_place(tensor)
+    def run(state: GroupState) -> None:
+        refused = problem_in_place(tensor)
         root = 0
         try:
-            root = _root(state, src, group_src)
+            root = rank_of(state, "src", src, group_src, None)
         except ValueError as error:
             refused = refused or error
         x = tensor if refused is not None else tensor.detach()
@@ -239,7 +198,7 @@ def broadcast(
         if state.rank != root:
             write(tensor, got.y)
 
-    return _launch(state, "broadcast", run, tensor, None, async_op)
+    return run_call("broadcast", group, run, outputs=[tensor], async_op=async_op)
 
 
 def _all_to_all(
@@ -249,7 +208,7 @@ def _all_to_all(
     input_splits: Sequence[int] | None,
     state: GroupState,
 ) -> None:
-    refused = _problem(output, input, same_rows)
+    refused = problem_of_pair(output, input, same_rows)
     sent = received = (0,) * state.size
     arguments: tuple[Argument, ...] = ()
     if refused is None:
@@ -276,68 +235,3 @@ def _all_to_all(
         mark_written(output)
     else:
         write(output, room)
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without history and with rows; anything else as it is, to be refused."""
-    if not isinstance(x, torch.Tensor):
-        return x
-    return x.detach() if x.dim() else x.detach().reshape(1)
-
-
-def _problem(
-    output: torch.Tensor, input: torch.Tensor, fits: Callable[[torch.Tensor, torch.Tensor], str]
-) -> ValueError | TypeError | None:
-    try:
-        check_output(output, input, fits)
-    except (TypeError, ValueError) as error:
-        return error
-    return None
-
-
-def _problem_in_place(tensor: torch.Tensor) -> ValueError | TypeError | None:
-    try:
-        check_dense(tensor, "tensor")
-        check_apart(tensor, "tensor")
-    except (TypeError, ValueError) as error:
-        return error
-    return None
-
-
-def _op_name(op: Any) -> str:
-    for theirs, name in _OP_OF:
-        if op == theirs:
-            return name
-    return str(op)
-
-
-def _root(state: GroupState, src: int | None, group_src: int | None) -> int:
-    """Return the rank inside the group that both ways to name a source mean."""
-    if (src is None) == (group_src is None):
-        raise CommValueError(
-            f"src={src} and group_src={group_src}; give one of them: src is a global rank, "
-            "group_src one inside the group"
-        )
-    if group_src is not None:
-        return group_src
-    if src not in state.ranks:
-        raise CommValueError(f"src={src} is not one of the global ranks {state.ranks} of the group")
-    return state.ranks.index(src)
-
-
-def _launch(
-    state: GroupState,
-    name: str,
-    run: Callable[[], None],
-    output: torch.Tensor,
-    input: torch.Tensor | None,
-    async_op: bool,
-) -> Handle[None] | None:
-    """Run a call, watching the input unless the call itself changes it."""
-    given = [x for x in (output, input) if isinstance(x, torch.Tensor)]
-    usable = [x for x in given if is_dense(x)]
-    # Empty ones keep the memory alive, and do not see it change.
-    kept = [x.data.as_strided((0,), (1,)) for x in usable]
-    if len(usable) == 2 and not overlap(*usable):
-        kept[1] = usable[1]
-    return launch(state, name, run, inputs=kept, async_op=async_op)  # type: ignore[no-any-return]

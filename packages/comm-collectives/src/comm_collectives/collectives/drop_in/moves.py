@@ -1,0 +1,149 @@
+"""Tensors from each rank to each rank, into tensors that are given: all that moves without sums.
+
+Each rank says how many elements it sends to every other and how many it expects of each; every rank
+compares all of it before anything is written.
+
+    move("all_to_all", state, inputs, outputs)     # inputs[r] goes to rank r
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from comm_collectives.base import as_bytes, check_dense, dense, new_tensor
+from comm_collectives.call import Agreed, Call, pack_counts, unpack_counts
+from comm_collectives.call.groups import GroupState, wire_device_argument
+from comm_collectives.call.signature import Argument
+from comm_collectives.collectives import swap
+from comm_collectives.collectives.drop_in.in_place import check_apart, write
+from comm_collectives.collectives.drop_in.swapped import check_output, compare_splits
+from comm_collectives.errors import CommTypeError, CommValueError
+
+Refusal = ValueError | TypeError | None
+
+
+def move(
+    name: str,
+    state: GroupState,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    *,
+    root: int = 0,
+    refused: Refusal = None,
+) -> None:
+    """Send `inputs[r]` to rank r and write what comes from it into `outputs[r]`. Collective.
+
+    Args:
+        inputs: for each rank; one without elements sends nothing. All of one dtype.
+        outputs: for each rank; any strides, also over the memory of inputs.
+        root: what the ranks agree on besides.
+        refused: what is wrong on this rank.
+    """
+    arguments: tuple[Argument, ...] = ()
+    if refused is None:
+        kinds = {(x.dtype, x.device) for x in (*inputs, *outputs)}
+        refused = _problem_of_kinds(kinds)
+        dtype, device = next(iter(kinds))
+        arguments = (
+            Argument.of_dtype(dtype),
+            wire_device_argument(state, device),
+            Argument("root", root),
+        )
+    call = Call(state, name, arguments=arguments)
+    if refused is not None:
+        call.meet(refused=refused)
+    sent, received = [x.numel() for x in inputs], [y.numel() for y in outputs]
+    flat = torch.cat([as_bytes(dense(x)) for x in inputs])
+    room = new_tensor((sum(received),), dtype, device)
+
+    def compared(agreed: Agreed) -> torch.Tensor:
+        compare_splits(call, [unpack_counts(part) for part in agreed.parts], unit="elements")
+        return as_bytes(room)
+
+    parts = [pack_counts([*sent, *received])] * state.size
+    swap(call, flat, [n * dtype.itemsize for n in sent], compared, parts=parts)
+    for output, piece in zip(outputs, room.split(received), strict=True):
+        if output.numel():
+            write(output, piece)
+
+
+def problem_of_list(tensors: object, name: str, size: int, *, written: bool = False) -> Refusal:
+    """Say what is wrong with a list of one dense tensor for each rank, None if nothing is."""
+    try:
+        if not isinstance(tensors, list | tuple):
+            raise CommTypeError(
+                f"{name} is a {type(tensors).__name__}; give a list of {size} tensors"
+            )
+        if len(tensors) != size:
+            raise CommValueError(f"{name} has {len(tensors)} tensors; give one for each of {size}")
+        for i, tensor in enumerate(tensors):
+            check_dense(tensor, f"{name}[{i}]")
+            if written:
+                check_apart(tensor, f"{name}[{i}]")
+    except (TypeError, ValueError) as error:
+        return error
+    return None
+
+
+def problem_in_place(tensor: torch.Tensor, name: str = "tensor") -> Refusal:
+    """Say what is wrong with a tensor that is read and written, None if nothing is."""
+    try:
+        check_dense(tensor, name)
+        check_apart(tensor, name)
+    except (TypeError, ValueError) as error:
+        return error
+    return None
+
+
+def rank_of(
+    state: GroupState, name: str, root: int | None, group_root: int | None, default: int | None
+) -> int:
+    """Return the rank inside the group that both ways to name a root mean.
+
+    Raises:
+        ValueError: neither or both are given (neither has a default in some functions), or it is no
+            rank of the group.
+    """
+    if root is None and group_root is None and default is not None:
+        return default
+    if (root is None) == (group_root is None):
+        raise CommValueError(
+            f"{name}={root} and group_{name}={group_root}; give one of them: {name} is a global "
+            f"rank, group_{name} one inside the group"
+        )
+    found = group_root
+    if root is not None:
+        found = state.ranks.index(root) if root in state.ranks else None
+    if found is None or not 0 <= found < state.size:
+        raise CommValueError(
+            f"{name}={root if group_root is None else group_root} is not one of the global ranks "
+            f"{state.ranks} of the group"
+        )
+    return found
+
+
+def problem_of_pair(
+    output: torch.Tensor, input: torch.Tensor, fits: Callable[[torch.Tensor, torch.Tensor], str]
+) -> Refusal:
+    """Say what is wrong with two tensors for `check_output`, None if nothing is."""
+    try:
+        check_output(output, input, fits)
+    except (TypeError, ValueError) as error:
+        return error
+    return None
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without history and with rows; anything else as it is, to be refused."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    return x.detach() if x.dim() else x.detach().reshape(1)
+
+
+def _problem_of_kinds(kinds: set[tuple[torch.dtype, torch.device]]) -> Refusal:
+    dtypes, devices = {dtype for dtype, _ in kinds}, {device for _, device in kinds}
+    if len(dtypes) > 1:
+        return CommTypeError(f"tensors are of several dtypes, {sorted(map(str, dtypes))}; use one")
+    if len(devices) > 1:
+        return CommValueError(f"tensors are on several devices, {sorted(map(str, devices))}")
+    return None
