@@ -12,9 +12,9 @@ import torch
 
 from comm_collectives._torch_private import graph_break
 from comm_collectives.base import new_tensor
+from comm_collectives.call import Refusal
 from comm_collectives.call.groups import Group, GroupState
 from comm_collectives.collectives.drop_in.moves import (
-    Refusal,
     move,
     problem_in_place,
     problem_of_list,

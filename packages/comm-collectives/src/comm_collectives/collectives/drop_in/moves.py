@@ -11,15 +11,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from comm_collectives.base import as_bytes, check_dense, dense, new_tensor
-from comm_collectives.call import Agreed, Call, pack_counts, unpack_counts
+from comm_collectives.call import Agreed, Call, Refusal, pack_counts, unpack_counts
 from comm_collectives.call.groups import GroupState, wire_device_argument
 from comm_collectives.call.signature import Argument
 from comm_collectives.collectives import swap
 from comm_collectives.collectives.drop_in.in_place import check_apart, write
 from comm_collectives.collectives.drop_in.swapped import check_output, compare_splits
 from comm_collectives.errors import CommTypeError, CommValueError
-
-Refusal = ValueError | TypeError | None
 
 
 def move(

@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from comm_collectives._torch_private import graph_break
 from comm_collectives.base import as_bytes, dense, from_bytes
+from comm_collectives.call import Refusal
 from comm_collectives.call.groups import Group, GroupState
 from comm_collectives.collectives import all_gather_call, all_reduce_call, reduce_scatter_call
 from comm_collectives.collectives.drop_in.in_place import write
 from comm_collectives.collectives.drop_in.moves import (
-    Refusal,
     problem_in_place,
     problem_of_list,
     problem_of_pair,
