@@ -16,8 +16,7 @@ from comm_collectives.call.groups import CustomGroup, GroupState
 from comm_collectives.errors import CommValueError
 from comm_collectives.simulation.scheduler import Signal
 from comm_collectives.simulation.streams import Pipes, SimStreams
-from comm_collectives.simulation.transport import SimTransport
-from comm_collectives.simulation.wire import CLOSED, Wire
+from comm_collectives.simulation.transport import Messages, SimTransport
 from comm_collectives.simulation.worker import SimWorker
 from comm_collectives.simulation.world import World
 
@@ -31,12 +30,12 @@ _ROOM_BYTES = {True: 1 << 20, False: 1 << 16}  # of a stream, on one host or bet
 class _Shared:
     """What the ranks of one group share."""
 
-    wire: Wire
+    messages: Messages
     pipes: Pipes
 
     def signals(self) -> Iterator[Signal]:
         """Yield everything that somebody may wait for."""
-        yield from self.wire.signals()
+        yield from self.messages.signals()
         yield from self.pipes.all_signals()
 
 
@@ -79,11 +78,11 @@ def _new_state(world: World, ranks: tuple[int, ...], rank: int) -> GroupState:
     shared = world.shared.get(ranks)
     if shared is None:
         shared = world.shared[ranks] = _Shared(
-            Wire(len(ranks)), Pipes(len(ranks), _ROOM_BYTES[world.setting.shared_memory])
+            Messages(), Pipes(len(ranks), _ROOM_BYTES[world.setting.shared_memory])
         )
         _watch(world, ranks, shared)
     index = ranks.index(rank)
-    transport = SimTransport(world, shared.wire, ranks=ranks, index=index)
+    transport = SimTransport(world, shared.messages, ranks=ranks, index=index)
     state = GroupState(
         rank=index,
         ranks=ranks,
@@ -102,7 +101,7 @@ def _new_state(world: World, ranks: tuple[int, ...], rank: int) -> GroupState:
 def _watch(world: World, ranks: tuple[int, ...], shared: _Shared) -> None:
     def leave(rank: int) -> None:
         if rank in ranks:
-            shared.wire.leave(ranks.index(rank), CLOSED)
+            shared.messages.leave(ranks.index(rank))
             shared.pipes.leave(ranks.index(rank))
 
     for rank in sorted(world.dead):

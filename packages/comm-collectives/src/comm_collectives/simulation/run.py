@@ -2,8 +2,8 @@
 
 Every rank is a thread, exactly one runs at a time, in an order drawn from a seed, in virtual time:
 64 ranks that wait for a dead one until their limits pass cost milliseconds, and the same arguments
-give the same run. Everything above the transport is the package's own code, the page of shared
-memory included; see `sim_transport` for what is assumed of the wires.
+give the same run. Everything above the streams is the package's own code; see `streams` and
+`transport` for what is assumed of the wires.
 
     def first(rank):
         return cc.all_reduce(torch.ones(3), group=rank.group)
@@ -31,11 +31,10 @@ from comm_collectives.simulation.scheduler import (
     Threads,
     Unwound,
 )
-from comm_collectives.simulation.wire import Aborted
 from comm_collectives.simulation.world import Setting, World
 
 _REAL_LIMIT_S = 120.0
-Ending = Literal["returned", "raised", "killed", "aborted", "hung"]
+Ending = Literal["returned", "raised", "killed", "hung"]
 
 
 @final
@@ -185,8 +184,6 @@ class _Life:
             self._ending = "returned" if self._error is None else "raised"
         except Hung:
             self._ending = "hung"
-        except Aborted:
-            self._ending = "aborted"
         except Unwound:
             self._ending = "killed"
         finally:
