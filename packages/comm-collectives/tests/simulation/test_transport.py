@@ -49,7 +49,7 @@ def _peer_dies_while_awaited(m: _Machine) -> object:
     if m.rank == 0:
         m.sleep(0.3)
         m.kill()
-    return m.recv(3)
+    return m.recv(3, timedelta(seconds=50))
 
 
 def _told(experiment: Callable[[_Machine], object], machine: _Machine) -> object:
@@ -86,7 +86,7 @@ def test_simulated_messages_do_what_gloo_does(experiment: Callable[[_Machine], o
     ]
     got = [
         "ended" if outcome.ending == "killed" else outcome.values[0]
-        for outcome in simulate(simulated, 2).outcomes
+        for outcome in simulate(simulated, 2, limit_s=60.0).outcomes
     ]
     assert got == wanted
 
