@@ -77,7 +77,7 @@ def ao(name: str, **options: Any) -> Make:
     def make(params: list[Any]) -> torch.optim.Optimizer:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            optim = pytest.importorskip("torchao.optim")
+            optim = pytest.importorskip("torchao.optim", reason="needs the group peers")
         return getattr(optim, name)([q for _, q in params], **options)
 
     return make
