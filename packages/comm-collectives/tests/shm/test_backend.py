@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from comm_collectives._torch_private import backends_may_be_python
-from comm_collectives.call.calls import classify
 from comm_collectives.errors import (
     CollectiveTimeoutError,
     MismatchError,
@@ -105,7 +104,7 @@ def test_arguments_wrong_on_one_rank_are_told_to_the_other():
     assert "input splits [1, 1] do not cut 4 rows for 2 ranks" in said
 
 
-def test_passed_limit_names_the_absent_and_the_group_goes_on_over_gloo():
+def test_passed_limit_names_the_absent_and_the_group_goes_on():
     def fn(rank, size):
         group = _group(timeout_s=1.5)
         store = dist.distributed_c10d._get_default_store()
@@ -121,15 +120,14 @@ def test_passed_limit_names_the_absent_and_the_group_goes_on_over_gloo():
             values += x.unique().tolist()
         y = torch.empty(3, dtype=torch.float8_e5m2)
         dist.all_to_all_single(y, torch.full((3,), rank).to(y.dtype), group=group)
-        return type(error), str(error), classify(error, 1.5)[0], values, y.float().tolist()
+        return type(error), str(error), values, y.float().tolist()
 
     waited, also_waited, late = run_ranks(fn, 3)
     for outcome in (waited, also_waited, late):
-        assert outcome[3:] == ([6.0, 6.0], [0.0, 1.0, 2.0])
-    assert late[0] is late[2] is PeerFailedError
+        assert outcome[2:] == ([6.0, 6.0], [0.0, 1.0, 2.0])
+    assert late[0] is PeerFailedError
     assert "gave up in this call" in late[1]
     first = next(o for o in (waited, also_waited) if o[0] is CollectiveTimeoutError)
-    assert first[2] is CollectiveTimeoutError
     assert "Timed out after 1.5 s" in first[1]
     assert "did not arrive: rank 2" in waited[1]
     assert "did not arrive: rank 2" in also_waited[1]
@@ -169,16 +167,15 @@ def test_dead_peer_is_named_by_every_survivor():
         started = time.monotonic()
         error = _error(lambda: dist.all_reduce(x, group=group))
         elapsed_s = time.monotonic() - started
-        kind, _ = classify(error, None)
         again = _error(lambda: dist.all_reduce(x, group=group))
-        return type(error), kind, str(error), elapsed_s, again is not None
+        return type(error), str(error), elapsed_s, again is not None
 
     outcomes = collect_ranks(fn, 3)
     assert outcomes[2].exitcode == -signal.SIGKILL
     for outcome in outcomes[:2]:
         assert outcome.ok, outcome.error
-        raised, kind, text, elapsed_s, failed_again = outcome.value
-        assert raised is kind is PeerFailedError
+        raised, text, elapsed_s, failed_again = outcome.value
+        assert raised is PeerFailedError
         assert "all_reduce of group (0, 1, 2) failed: connection closed by peer" in text
         assert elapsed_s < 10
         assert failed_again

@@ -1,21 +1,23 @@
-"""What each collective of `torch.distributed` means in shared steps, and over gloo.
+"""What each collective of `torch.distributed` means over frames; gloo has what has no place here.
 
 One function for each collective: it checks this rank's arguments, gives strided tensors contiguous
-stand-ins, and returns an `Operation`. Whether shared steps or gloo do the work follows from what
-all ranks compare in their first shared step, so they decide alike. Bytes move whatever their dtype.
+stand-ins, and returns an `Operation`. Whether gloo does the work follows from what all ranks
+compare first, so they decide alike. Bytes move whatever their dtype.
 
-    operation = all_reduce(place, [x], opts)
+    operation = build_all_reduce(place, [x], opts)
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 
 from comm_collectives.base import as_bytes, dense
-from comm_collectives.errors import RefusedError
+from comm_collectives.errors import MismatchError, RefusedError
 from comm_collectives.shm import moves, sums
 from comm_collectives.shm.arguments import (
     Landings,
@@ -29,8 +31,8 @@ from comm_collectives.shm.arguments import (
     split_bytes,
     target_of,
 )
-from comm_collectives.shm.heads import Head
-from comm_collectives.shm.moves import Span, span_of, spans_of
+from comm_collectives.shm.calls import Call
+from comm_collectives.shm.heads import REFUSED, Head
 from comm_collectives.shm.queue import Operation
 from comm_collectives.shm.reductions import find_reduction
 
@@ -60,32 +62,33 @@ def build_all_reduce(place: Place, tensors: Tensors, opts: Options) -> Operation
     x = tensors[0]
     if x.layout != torch.strided:
         sparse = Head("all_reduce of sparse tensors")
-        return by_gloo(place, sparse, lambda: place.gloo.allreduce([x], opts))
+        return by_gloo(sparse, lambda: place.gloo.allreduce([x], opts))
     name, reduction = find_reduction(opts.reduceOp, x.dtype)
     head = Head("all_reduce", x.dtype, name, x.nbytes)
     if reduction is None:
-        return by_gloo(place, head, lambda: place.gloo.allreduce([x], opts))
+        return by_gloo(head, lambda: place.gloo.allreduce([x], opts))
     landings: Landings = []
     flat = in_place(x, landings)
     return Operation(
-        name=_title(place, head),
-        steps=lambda channel: sums.all_reduce_steps(channel, head, flat, reduction),
-        over_gloo=lambda: place.gloo.allreduce([flat], opts),
+        head=head,
+        run=lambda call: sums.all_reduce(call, flat, reduction),
         results=[x],
         landings=landings,
     )
 
 
 def build_reduce(place: Place, tensors: Tensors, opts: Options) -> Operation:
-    """Reduce to one rank; gloo does it."""
-    x = tensors[0]
-    name, _ = find_reduction(opts.reduceOp, x.dtype)
-    head = Head("reduce", x.dtype, name, x.nbytes, opts.rootRank)
+    """Reduce to one rank."""
+    x, root = tensors[0], opts.rootRank
+    name, reduction = find_reduction(opts.reduceOp, x.dtype)
+    head = Head("reduce", x.dtype, name, x.nbytes, root)
     landings: Landings = []
     flat = in_place(x, landings)
-    operation = by_gloo(place, head, lambda: place.gloo.reduce([flat], opts))
-    operation.results, operation.landings = [x], landings
-    return operation
+    if reduction is None:
+        run = by_gloo(head, lambda: place.gloo.reduce([flat], opts)).run
+    else:
+        run = partial(sums.reduce, x=flat, root=root, reduction=reduction)
+    return Operation(head=head, run=run, results=[x], landings=landings)
 
 
 def build_broadcast(place: Place, tensors: Tensors, opts: Options) -> Operation:
@@ -95,9 +98,8 @@ def build_broadcast(place: Place, tensors: Tensors, opts: Options) -> Operation:
     landings: Landings = []
     flat = source_bytes(x) if place.rank == root else as_bytes(target_of(x, landings))
     return Operation(
-        name=_title(place, head),
-        steps=lambda channel: moves.broadcast_steps(channel, head, span_of(flat), root),
-        over_gloo=lambda: place.gloo.broadcast([flat], opts),
+        head=head,
+        run=lambda call: moves.broadcast(call, flat, root),
         results=[x],
         landings=landings,
     )
@@ -115,15 +117,14 @@ def build_all_gather_single(
         )
     landings: Landings = []
     flat = as_bytes(target_of(output, landings))
-    targets = spans_of(flat, [source.nbytes] * place.size)
+    targets = flat.split(source.nbytes) if flat.numel() else [flat] * place.size
     sent = source_bytes(source)
-    if targets[place.rank].address != sent.data_ptr():
+    if targets[place.rank].data_ptr() != sent.data_ptr():
         sent = apart(sent, flat)
     head = Head("all_gather", source.dtype, "", source.nbytes)
     return Operation(
-        name=_title(place, head),
-        steps=lambda channel: moves.all_gather_steps(channel, head, span_of(sent), targets),
-        over_gloo=lambda: place.gloo._allgather_base(flat, sent, opts),
+        head=head,
+        run=lambda call: moves.all_gather(call, sent, targets),
         results=[output],
         landings=landings,
     )
@@ -139,9 +140,8 @@ def build_all_gather(
     sent = apart(source_bytes(source), *targets)
     head = Head("all_gather", source.dtype, "", source.nbytes)
     return Operation(
-        name=_title(place, head),
-        steps=lambda channel: moves.all_gather_steps(channel, head, span_of(sent), _spans(targets)),
-        over_gloo=lambda: place.gloo.allgather([targets], [sent], opts),
+        head=head,
+        run=lambda call: moves.all_gather(call, sent, targets),
         results=list(outputs[0]),
         landings=landings,
     )
@@ -158,9 +158,8 @@ def build_gather(
     sent = apart(source_bytes(source), *targets)
     head = Head("gather", source.dtype, "", source.nbytes, root)
     return Operation(
-        name=_title(place, head),
-        steps=lambda c: moves.gather_steps(c, head, span_of(sent), _spans(targets), root),
-        over_gloo=lambda: place.gloo.gather([targets] if targets else [], [sent], opts),
+        head=head,
+        run=lambda call: moves.gather(call, sent, targets, root),
         results=list(wanted),
         landings=landings,
     )
@@ -179,9 +178,8 @@ def build_scatter(
     sent = [apart(source_bytes(source), target) for source in given]
     head = Head("scatter", output.dtype, "", output.nbytes, root)
     return Operation(
-        name=_title(place, head),
-        steps=lambda c: moves.scatter_steps(c, head, _spans(sent), span_of(target), root),
-        over_gloo=lambda: place.gloo.scatter([target], [sent] if sent else [], opts),
+        head=head,
+        run=lambda call: moves.scatter(call, sent, target, root),
         results=[output],
         landings=landings,
     )
@@ -234,44 +232,32 @@ def _reduce_scatter(
     total = sum(part.nbytes for part in parts)
     name, reduction = find_reduction(opts.reduceOp, output.dtype)
     head = Head("reduce_scatter", output.dtype, name, total)
-
-    def over_gloo() -> Any:
-        return place.gloo.reduce_scatter([target], [list(parts)], opts)
-
     if reduction is None:
-        operation = by_gloo(place, head, over_gloo)
-        operation.results, operation.landings = [output], landings
-        return operation
-    return Operation(
-        name=_title(place, head),
-        steps=lambda channel: sums.reduce_scatter_steps(channel, head, parts, target, reduction),
-        over_gloo=over_gloo,
-        results=[output],
-        landings=landings,
-    )
+        run = by_gloo(head, lambda: place.gloo.reduce_scatter([target], [list(parts)], opts)).run
+    else:
+        run = partial(sums.reduce_scatter, parts=parts, out=target, reduction=reduction)
+    return Operation(head=head, run=run, results=[output], landings=landings)
 
 
 def build_all_to_all_single(
     place: Place,
     output: torch.Tensor,
     source: torch.Tensor,
-    splits: tuple[Sequence[int], Sequence[int]],
+    output_splits: Sequence[int],
+    input_splits: Sequence[int],
     opts: Options,
 ) -> Operation:
-    """Exchange rows; `splits` are those of the output and of the input, empty if even."""
+    """Exchange rows; splits are empty if even."""
     check_same_dtype(output, source)
-    received = split_bytes(place.size, output, splits[0], "output")
-    sent = split_bytes(place.size, source, splits[1], "input")
+    received = split_bytes(place.size, output, output_splits, "output")
+    sent = split_bytes(place.size, source, input_splits, "input")
     landings: Landings = []
     flat = as_bytes(target_of(output, landings))
     data = apart(source_bytes(source), flat)
     head = Head("all_to_all", source.dtype)
     return Operation(
-        name=_title(place, head),
-        steps=lambda channel: moves.swap(
-            channel, head, spans_of(data, sent), spans_of(flat, received)
-        ),
-        over_gloo=lambda: place.gloo.alltoall_base(flat, data, received, sent, opts),
+        head=head,
+        run=lambda call: call.swap(data.split(sent), flat.split(received)),
         results=[output],
         landings=landings,
     )
@@ -290,20 +276,9 @@ def build_all_to_all(place: Place, outputs: Tensors, sources: Tensors, opts: Opt
     targets = [as_bytes(target_of(output, landings)) for output in outputs]
     sent = [apart(source_bytes(source), *targets) for source in sources]
     head = Head("all_to_all", sources[0].dtype)
-
-    def over_gloo() -> Any:
-        sizes = [target.nbytes for target in targets]
-        flat = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
-        # Before the others, whose stand-ins these may be.
-        landings[:0] = zip(targets, flat.split(sizes), strict=True)
-        return place.gloo.alltoall_base(
-            flat, torch.cat(sent), sizes, [part.nbytes for part in sent], opts
-        )
-
     return Operation(
-        name=_title(place, head),
-        steps=lambda channel: moves.swap(channel, head, _spans(sent), _spans(targets)),
-        over_gloo=over_gloo,
+        head=head,
+        run=lambda call: call.swap(sent, targets),
         results=list(outputs),
         landings=landings,
     )
@@ -311,38 +286,34 @@ def build_all_to_all(place: Place, outputs: Tensors, sources: Tensors, opts: Opt
 
 def build_barrier(place: Place, opts: Options) -> Operation:
     """Meet."""
-    head = Head("barrier")
-    return Operation(
-        name=_title(place, head),
-        steps=lambda channel: moves.meet(channel, head),
-        over_gloo=lambda: place.gloo.barrier(opts),
-    )
+    return Operation(head=Head("barrier"), run=lambda call: call.exchange(None, None))
 
 
-def by_gloo(place: Place, head: Head, start: Callable[[], dist.Work]) -> Operation:
+def by_gloo(head: Head, start: Callable[[], dist.Work]) -> Operation:
     """Have gloo do it, once all ranks have shown that they make the same call."""
-    return Operation(
-        name=_title(place, head),
-        steps=lambda channel: moves.meet(channel, head),
-        over_gloo=start,
-        is_gloo=True,
-    )
+
+    def run(call: Call) -> None:
+        call.exchange(None, None)
+        start().wait()
+
+    return Operation(head=head, run=run)
+
+
+def left_to_gloo(
+    name: str, start: Callable[..., dist.Work], arguments: Sequence[Any], opts: Options
+) -> Operation:
+    """Leave a collective of several tensors, of which the last list is sent, to gloo."""
+    sent = arguments[-1]
+    head = Head(name, sent[0].dtype, "", sum(tensor.nbytes for tensor in sent))
+    return by_gloo(head, lambda: start(*arguments, opts))
 
 
 def refused(error: RefusedError) -> Operation:
     """Raise `error` here, and let the other ranks know."""
 
-    def complain() -> dist.Work:
+    def run(call: Call) -> None:
+        with suppress(MismatchError):
+            call.exchange(None, None)
         raise error
 
-    return Operation(
-        name="refused", steps=lambda channel: moves.refuse(channel, error), over_gloo=complain
-    )
-
-
-def _title(place: Place, head: Head) -> str:
-    return f"{head.operation} of group {place.ranks}"
-
-
-def _spans(parts: Sequence[torch.Tensor]) -> list[Span]:
-    return [span_of(part) for part in parts]
+    return Operation(head=Head(REFUSED), run=run)

@@ -1,159 +1,84 @@
-"""Reductions in shared steps. Every rank gets the same bits.
+"""Reductions over frames. Every rank gets the same bits.
 
-Whichever rank computes an element goes through the ranks in rank order. For the terms see
-`shm_moves`.
+Whichever rank computes an element goes through the ranks in rank order. Long tensors are reduced in
+chunks, so that what is received stays in the cache until it is added.
 
-    for _ in all_reduce(channel, Head("all_reduce", x.dtype, "sum", x.nbytes), x, reduction):
-        channel.arrived(deadline)
+    all_reduce(call, flat, reduction)
 """
 
-import struct
 from collections.abc import Sequence
 
 import torch
 
-from comm_collectives.errors import MismatchError
-from comm_collectives.shm.channel import Channel
-from comm_collectives.shm.heads import HEAD_BYTES, Head
-from comm_collectives.shm.moves import (
-    Piece,
-    Span,
-    Steps,
-    agree,
-    copy,
-    count_steps,
-    cut,
-    drain,
-    fill,
-    pieces,
-    shifted,
-    span_of,
-    without,
-)
+from comm_collectives.shm.calls import Call, Rows
 from comm_collectives.shm.reductions import Reduction
-from comm_collectives.units import CACHE_LINE_BYTES, round_up
 
-# Above this size three ranks or more share the work instead of all doing all of it.
-_SHARED_BYTES = 1 << 16
+# Up to this size every rank computes all of it, above each computes a part.
+_WHOLE_BYTES = 1 << 17
+_CHUNK_BYTES = 1 << 21
 
 
-def reduce_scatter_steps(
-    channel: Channel,
-    head: Head,
-    parts: Sequence[torch.Tensor],
-    out: torch.Tensor,
-    reduction: Reduction,
-) -> Steps:
+def all_reduce(call: Call, x: torch.Tensor, reduction: Reduction) -> None:
+    """Reduce the flat tensor `x` in place."""
+    if x.nbytes <= _WHOLE_BYTES:
+        rows = call.calls.rows(x.numel(), x.dtype)
+        call.exchange([x] * call.size, rows)
+        _reduce(call, rows, x, x, reduction)
+        return
+    for chunk in x.split(_CHUNK_BYTES // x.itemsize):
+        part = -(-chunk.numel() // call.size)
+        parts = [chunk[rank * part : (rank + 1) * part] for rank in range(call.size)]
+        own = parts[call.rank]
+        rows = call.calls.rows(own.numel(), x.dtype)
+        call.exchange(parts, rows)
+        _reduce(call, rows, own, own, reduction)
+        call.exchange([own] * call.size, parts)
+
+
+def reduce(call: Call, x: torch.Tensor, root: int, reduction: Reduction) -> None:
+    """Reduce the flat tensor `x` in place on rank `root`."""
+    for chunk in _chunks(x, call.size):
+        if call.rank != root:
+            call.exchange([chunk if r == root else chunk[:0] for r in range(call.size)], None)
+            continue
+        rows = call.calls.rows(chunk.numel(), x.dtype)
+        call.exchange(None, rows)
+        _reduce(call, rows, chunk, chunk, reduction)
+
+
+def reduce_scatter(
+    call: Call, parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction
+) -> None:
     """Reduce part `r` of every rank on rank r. All are flat; `out` is apart from the parts.
 
     The parts may differ in length, but all ranks must have the same lengths.
     """
-    me, dtype, packed = channel.rank, out.dtype, head.pack()
     lengths = [part.nbytes for part in parts]
-    told = packed + struct.pack(f"<{channel.size}q", *lengths)
-    # Nobody puts its own part into its slot, so each slot is laid out in its own way.
-    rows = [without(rank, lengths) for rank in range(channel.size)]
-    steps = max([count_steps(sum(row), channel) for row in rows])
-    places = [cut(row, steps) for row in rows]
-    writes = pieces(me, [span_of(part) for part in parts], places[me])
-    starts = [row[me][0] // out.itemsize for row in places]
-    per_step = round_up(-(-out.nbytes // steps), CACHE_LINE_BYTES) // out.itemsize
-    for step in range(steps):
-        fill(channel, writes, step)
-        channel.announce(None if step else told)
-        yield
-        if step == 0:
-            agree(channel, packed)
-            _check_lengths(channel, told)
-        target = out[step * per_step : (step + 1) * per_step]
-        count = target.numel()
-        values = [channel.their_tensor(r, dtype)[at : at + count] for r, at in enumerate(starts)]
-        values[me] = parts[me][step * per_step : (step + 1) * per_step]
-        reduction(values, target)
+    per_step = _CHUNK_BYTES // call.size // out.itemsize
+    for at in range(0, max([1, *[part.numel() for part in parts]]), per_step):
+        sends = [part[at : at + per_step] for part in parts]
+        target, own = out[at : at + per_step], parts[call.rank][at : at + per_step]
+        rows = call.calls.rows(target.numel(), out.dtype)
+        if at:
+            call.exchange(sends, rows)
+        else:
+            call.exchange_checked(sends, rows, counts=lengths)
+        _reduce(call, rows, own, target, reduction)
 
 
-def all_reduce_steps(channel: Channel, head: Head, x: torch.Tensor, reduction: Reduction) -> Steps:
-    """Reduce the flat tensor `x` in place."""
-    if channel.size > 2 and x.nbytes > _SHARED_BYTES:
-        return _all_reduce_shared(channel, head, x, reduction)
-    return _all_reduce_alone(channel, head, x, reduction)
+def _chunks(x: torch.Tensor, size: int) -> Sequence[torch.Tensor]:
+    return x.split(max(1, _CHUNK_BYTES // size // x.itemsize)) if x.numel() else [x]
 
 
-def _all_reduce_alone(channel: Channel, head: Head, x: torch.Tensor, reduction: Reduction) -> Steps:
-    """Every rank computes all of it: one step a chunk, and for two ranks no more work."""
-    packed = head.pack()
-    steps = count_steps(x.nbytes, channel)
-    stride = round_up(-(-x.nbytes // steps), CACHE_LINE_BYTES)
-    writes = [Piece(span_of(x), channel.rank, 0, stride)]
-    per_step = stride // x.itemsize
-    # Of two ranks each can use its own values where they are; more would overwrite them too early.
-    is_pair = channel.size == 2
-    ranks = [1 - channel.rank] if is_pair else range(channel.size)
-    for step in range(steps):
-        fill(channel, writes, step)
-        channel.announce(None if step else packed)
-        yield
-        if step == 0:
-            agree(channel, packed)
-        target = x if steps == 1 else x[step * per_step : (step + 1) * per_step]
-        count = target.numel()
-        values = [channel.their_tensor(rank, x.dtype)[:count] for rank in ranks]
-        if is_pair:
-            values.insert(channel.rank, target)
-        reduction(values, target)
-
-
-def _all_reduce_shared(
-    channel: Channel, head: Head, x: torch.Tensor, reduction: Reduction
-) -> Steps:
-    """Each rank computes one part of a chunk; the results come one step after the parts.
-
-    A chunk has one part for each rank. In a slot part r is this rank's input for rank r; the place
-    of its own part, which nobody needs, holds its result of the chunk before.
-    """
-    me, size, packed = channel.rank, channel.size, head.pack()
-    chunks = count_steps(x.nbytes, channel)
-    part_bytes = round_up(-(-x.nbytes // (chunks * size)), CACHE_LINE_BYTES)
-    chunk_bytes, part = part_bytes * size, part_bytes // x.itemsize
-    whole = span_of(x)
-    mine = slice(me * part, (me + 1) * part)
-    for step in range(chunks + 1):
-        here = shifted(whole, step * chunk_bytes)
-        inputs = _parts(here, part_bytes, me, size)
-        fill(channel, inputs, 0)
-        channel.announce(None if step else packed)
-        yield
-        if step == 0:
-            agree(channel, packed)
-        if step:
-            before = shifted(whole, (step - 1) * chunk_bytes)
-            drain(channel, _parts(before, part_bytes, me, size), 0)
-        own = x[step * part * size :][mine]
-        if own.numel():
-            values = [channel.their_tensor(r, x.dtype)[mine][: own.numel()] for r in range(size)]
-            values[me] = own
-            result = channel.my_tensor(x.dtype)[mine][: own.numel()]
-            reduction(values, result)
-            copy(own.data_ptr(), result.data_ptr(), own.nbytes)
-
-
-def _parts(chunk: Span, part_bytes: int, me: int, size: int) -> list[Piece]:
-    """The parts of a chunk that are not this rank's, each in its rank's slot (to be read)."""
-    return [
-        Piece(shifted(chunk, rank * part_bytes), rank, rank * part_bytes, part_bytes)
-        for rank in range(size)
-        if rank != me
-    ]
-
-
-def _check_lengths(channel: Channel, told: bytes) -> None:
-    heads = channel.heads(len(told))
-    if any(head != told for head in heads):
-        table = struct.Struct(f"<{channel.size}q")
-        given = [list(table.unpack_from(head, HEAD_BYTES)) for head in heads]
-        raise MismatchError(
-            "the ranks reduce parts of different sizes in bytes: "
-            + "; ".join(
-                f"rank {name}: {sizes}" for name, sizes in zip(channel.names, given, strict=True)
-            )
-        )
+def _reduce(
+    call: Call, rows: Rows, own: torch.Tensor, out: torch.Tensor, reduction: Reduction
+) -> None:
+    if not own.numel():
+        return
+    values = rows.tensors[:]
+    if call.size > 2 and out is own:
+        # Its value is needed later than the first one is written.
+        values[call.rank].copy_(own)
+    else:
+        values[call.rank] = own
+    reduction(values, out)

@@ -89,7 +89,9 @@ class ShmStreams(Streams):
             at = ring.done % ring.num_bytes
             count = min(len(data) - sent, room, ring.num_bytes - at, _PIECE_BYTES)
             _copy_in(ring, at, data[sent : sent + count])
-            self._count(ring, count, peer)
+            ring.done += count
+            ring.words[ring.own] = ring.done
+            self._ring_bell(peer)
             sent += count
         return sent
 
@@ -103,7 +105,12 @@ class ShmStreams(Streams):
             at = ring.done % ring.num_bytes
             count = min(len(into) - got, there, ring.num_bytes - at, _PIECE_BYTES)
             _copy_out(ring, at, into[got : got + count])
-            self._count(ring, count, peer)
+            ring.done += count
+            ring.words[ring.own] = ring.done
+            self._region.fence()
+            # Only a sender that found the ring full may wait for room; others sleep on.
+            if ring.words[ring.other] - ring.done + count == ring.num_bytes:
+                self._ring_bell(peer)
             got += count
         return got
 
@@ -144,11 +151,8 @@ class ShmStreams(Streams):
         own, other = (written, read) if is_out else (read, written)
         return _Ring(words, own, other, self._region.memory[at : at + ring_bytes])
 
-    def _count(self, ring: _Ring, num_bytes: int, peer: int) -> None:
-        """Let the other end know, and ring its bell."""
-        ring.done += num_bytes
-        ring.words[ring.own] = ring.done
-        # A value that no rank ever wrote there before.
+    def _ring_bell(self, peer: int) -> None:
+        """Wake a rank, if it sleeps, by a value that no rank ever wrote there before."""
         self._rung += 1
         bell = peer * _LINE_WORDS * 2
         self._bells[bell] = (self._rung * self.size + self.rank) & 0x7FFFFFFF
