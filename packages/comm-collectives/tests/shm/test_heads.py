@@ -2,7 +2,7 @@
 
 import torch
 
-from comm_collectives.call.signature import SIGNATURE_BYTES
+from comm_collectives.call.frames import NO_SIGNATURE
 from comm_collectives.shm.heads import REFUSED, Head
 
 
@@ -22,7 +22,7 @@ def test_heads_of_operations_with_long_names_differ_and_fit():
     names = ("reduce_scatter_single_coalesced", "all_gather_single_coalesced", "all_gather_single")
     packed = {Head(name).pack() for name in names}
     assert len(packed) == 3
-    assert max(len(head) for head in packed) <= SIGNATURE_BYTES
+    assert max(len(head) for head in packed) <= len(NO_SIGNATURE)
 
 
 def test_a_head_in_words_is_the_call_of_its_rank():

@@ -19,8 +19,7 @@ import torch
 
 from comm_collectives.base.streams import Streams
 from comm_collectives.base.transport import SYSTEM_CLOCK
-from comm_collectives.call.frames import Cargo, Frame, Frames, Notice
-from comm_collectives.call.signature import SIGNATURE_BYTES
+from comm_collectives.call.frames import NO_SIGNATURE, Cargo, Frame, Frames, Notice
 from comm_collectives.errors import (
     CollectiveTimeoutError,
     CommError,
@@ -109,7 +108,7 @@ class Call:
         self.calls, self.number, self.limit_s = calls, number, limit_s
         self.rank, self.size = calls.rank, calls.size
         self._head = head
-        self._signature = head.pack().ljust(SIGNATURE_BYTES, b"\0")
+        self._signature = head.pack().ljust(len(NO_SIGNATURE), b"\0")
         self._step = 0
 
     def exchange(self, sends: Tensors | None, receives: "Tensors | Rows | None") -> None:
@@ -183,7 +182,8 @@ class Call:
         cargo = Cargo(parts=[told] * self.size, payloads=payloads)
         frames = self.calls.frames
         theirs = frames.offer(self._signature, step=self._step, cargo=cargo, waiter=self)
-        if any(f.signature != self._signature or f.step != self._step for f in theirs.values()):
+        own = (self.number, self._step, self._signature)
+        if any((f.number, f.step, f.signature) != own for f in theirs.values()):
             raise self._disagreement(str(self._head))
         return theirs
 

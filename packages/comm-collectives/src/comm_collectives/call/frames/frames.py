@@ -157,12 +157,15 @@ class Frames:
                 if peer in self._open:
                     continue
                 frame = self._next(peer)
-                if frame is not None and frame.kind == kind and peer not in found:
+                if peer in found:
+                    continue
+                # First, since a peer that left this call may be in its next one already.
+                self._heed(peer, waiter, in_text=kind == Kind.TEXT)
+                if frame is not None and frame.kind == kind:
                     found[peer] = frame
                     if link.take():
                         self._open.add(peer)
-                elif peer not in found:
-                    self._heed(peer, waiter, in_text=kind == Kind.TEXT)
+                else:
                     waits.append(peer)
             return waits
 
