@@ -8,7 +8,6 @@ on. A rank that gives up in the middle tells the others, who fail in the same ca
         call.exchange(sends, receives)              # contiguous tensors, by rank
 """
 
-import ctypes
 import struct
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ import torch
 
 from comm_collectives.base.streams import Streams
 from comm_collectives.base.transport import SYSTEM_CLOCK
-from comm_collectives.call.frames import NO_SIGNATURE, Cargo, Frame, Frames, Notice
+from comm_collectives.call.frames import NO_SIGNATURE, Cargo, Frame, Frames, Notice, memory_of
 from comm_collectives.errors import (
     CollectiveTimeoutError,
     CommError,
@@ -27,20 +26,18 @@ from comm_collectives.errors import (
     PeerFailedError,
     RefusedError,
 )
+from comm_collectives.shm.arguments import Tensors
 from comm_collectives.shm.heads import Head
-
-Tensors = Sequence[torch.Tensor]
-_EMPTY = memoryview(b"")
 
 
 @final
-class Rows:
+class Room:
     """Equally many elements of each rank, by rank, in memory that is kept."""
 
-    def __init__(self, room: torch.Tensor, count: int, size: int) -> None:
-        self.count, self.dtype = count, room.dtype
-        self.tensors = [room[rank * count : (rank + 1) * count] for rank in range(size)]
-        self.memory = [memory_in(row) for row in self.tensors]
+    def __init__(self, memory: torch.Tensor, count: int, size: int) -> None:
+        self.count, self.dtype = count, memory.dtype
+        self.tensors = [memory[rank * count : (rank + 1) * count] for rank in range(size)]
+        self.memory = [memory_of(row) for row in self.tensors]
 
 
 @final
@@ -55,7 +52,7 @@ class Calls:
         self.rank, self.size, self.names = streams.rank, streams.size, tuple(names)
         self.frames = Frames(streams, SYSTEM_CLOCK)
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._rows = Rows(self._scratch, 0, self.size)
+        self._rows = Room(self._scratch, 0, self.size)
         self._last = 0
         self._given_up: list[object] = []
 
@@ -78,13 +75,13 @@ class Calls:
             self.frames.fail(call.number, type(error).__name__, str(error))
             raise
 
-    def rows(self, count: int, dtype: torch.dtype) -> "Rows":
+    def rows(self, count: int, dtype: torch.dtype) -> "Room":
         """Return room for `count` elements of each rank, good until the next call of this."""
         if self._rows.count != count or self._rows.dtype != dtype:
             num_bytes = self.size * count * dtype.itemsize
             if self._scratch.numel() < num_bytes:
                 self._scratch = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-            self._rows = Rows(self._scratch[:num_bytes].view(dtype), count, self.size)
+            self._rows = Room(self._scratch[:num_bytes].view(dtype), count, self.size)
         return self._rows
 
     def missing(self) -> list[int]:
@@ -111,7 +108,7 @@ class Call:
         self._signature = head.pack().ljust(len(NO_SIGNATURE), b"\0")
         self._step = 0
 
-    def exchange(self, sends: Tensors | None, receives: "Tensors | Rows | None") -> None:
+    def exchange(self, sends: Tensors | None, receives: "Tensors | Room | None") -> None:
         """Send contiguous tensors by rank, and receive what the others send this one.
 
         The sizes are those that the other side expects, as the heads agree.
@@ -123,7 +120,7 @@ class Call:
         self._offer(sends, b"")
         self._receive(receives)
 
-    def exchange_checked(self, sends: Tensors, receives: Rows, *, counts: Sequence[int]) -> None:
+    def exchange_checked(self, sends: Tensors, receives: Room, *, counts: Sequence[int]) -> None:
         """As `exchange`, after all ranks were found to tell the same `counts`.
 
         Raises:
@@ -187,10 +184,10 @@ class Call:
             raise self._disagreement(str(self._head))
         return theirs
 
-    def _receive(self, receives: "Tensors | Rows | None") -> None:
+    def _receive(self, receives: "Tensors | Room | None") -> None:
         if receives is None:
             targets = None
-        elif isinstance(receives, Rows):
+        elif isinstance(receives, Room):
             targets = receives.memory
         else:
             targets = self._memories(receives)
@@ -199,7 +196,8 @@ class Call:
     def _memories(self, tensors: Tensors) -> list[memoryview]:
         """Return the bytes of contiguous tensors, of this rank's own none."""
         own = self.rank
-        return [_EMPTY if r == own else memory_in(x) for r, x in enumerate(tensors)]
+        nothing = memoryview(b"")
+        return [nothing if r == own else memory_of(x) for r, x in enumerate(tensors)]
 
     def _disagreement(self, own: str) -> MismatchError:
         """Hear what all ranks do, and leave the call with them."""
@@ -210,14 +208,6 @@ class Call:
         texts[self.rank] = own
         said = [f"rank {self.calls.names[rank]}: {texts[rank]}" for rank in sorted(texts)]
         return MismatchError("the ranks make different calls: " + "; ".join(said))
-
-
-def memory_in(x: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor of any dtype; keep the tensor meanwhile."""
-    num_bytes = x.nbytes
-    if not num_bytes:
-        return _EMPTY
-    return memoryview((ctypes.c_char * num_bytes).from_address(x.data_ptr())).cast("B")
 
 
 @cache

@@ -1,20 +1,18 @@
 """Moving bytes over frames: what goes from whom to whom. All tensors are flat uint8.
 
-broadcast(call, flat, root)
+send_to_all(call, flat, root)
 """
-
-from collections.abc import Sequence
 
 import torch
 
+from comm_collectives.shm.arguments import Tensors
 from comm_collectives.shm.calls import Call
 
 # Above this size the ranks that got a part of a broadcast show it to the others.
 _SHARED_BYTES = 1 << 17
-Flats = Sequence[torch.Tensor]
 
 
-def broadcast(call: Call, flat: torch.Tensor, root: int) -> None:
+def send_to_all(call: Call, flat: torch.Tensor, root: int) -> None:
     """The bytes of `root` come to all others."""
     rank, size = call.rank, call.size
     if size == 2 or flat.numel() < _SHARED_BYTES:
@@ -30,13 +28,13 @@ def broadcast(call: Call, flat: torch.Tensor, root: int) -> None:
     call.exchange(shown, wanted)
 
 
-def all_gather(call: Call, source: torch.Tensor, targets: Flats) -> None:
+def all_gather(call: Call, source: torch.Tensor, targets: Tensors) -> None:
     """Target `r` of every rank receives the source of rank r; all have one size."""
     call.exchange([source] * call.size, targets)
     _copy(targets[call.rank], source)
 
 
-def gather(call: Call, source: torch.Tensor, targets: Flats, root: int) -> None:
+def gather(call: Call, source: torch.Tensor, targets: Tensors, root: int) -> None:
     """Target `r` of `root` receives the source of rank r; the others have no targets."""
     if call.rank == root:
         call.exchange(None, targets)
@@ -45,7 +43,7 @@ def gather(call: Call, source: torch.Tensor, targets: Flats, root: int) -> None:
         call.exchange(_only(root, source, call.size), None)
 
 
-def scatter(call: Call, sources: Flats, target: torch.Tensor, root: int) -> None:
+def scatter(call: Call, sources: Tensors, target: torch.Tensor, root: int) -> None:
     """Source `r` of `root` goes to the target of rank r; the others have no sources."""
     if call.rank == root:
         call.exchange(sources, None)
@@ -54,7 +52,7 @@ def scatter(call: Call, sources: Flats, target: torch.Tensor, root: int) -> None
         call.exchange(None, _only(root, target, call.size))
 
 
-def _only(rank: int, flat: torch.Tensor, size: int) -> Flats:
+def _only(rank: int, flat: torch.Tensor, size: int) -> Tensors:
     """Something for one rank, and nothing for the others."""
     return [flat if r == rank else flat[:0] for r in range(size)]
 

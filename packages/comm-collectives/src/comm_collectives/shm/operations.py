@@ -71,7 +71,7 @@ def build_all_reduce(place: Place, tensors: Tensors, opts: Options) -> Operation
     flat = in_place(x, landings)
     return Operation(
         head=head,
-        run=lambda call: sums.all_reduce(call, flat, reduction),
+        run=lambda call: sums.reduce_to_all(call, flat, reduction),
         results=[x],
         landings=landings,
     )
@@ -99,7 +99,7 @@ def build_broadcast(place: Place, tensors: Tensors, opts: Options) -> Operation:
     flat = source_bytes(x) if place.rank == root else as_bytes(target_of(x, landings))
     return Operation(
         head=head,
-        run=lambda call: moves.broadcast(call, flat, root),
+        run=lambda call: moves.send_to_all(call, flat, root),
         results=[x],
         landings=landings,
     )

@@ -3,14 +3,14 @@
 Whichever rank computes an element goes through the ranks in rank order. Long tensors are reduced in
 chunks, so that what is received stays in the cache until it is added.
 
-    all_reduce(call, flat, reduction)
+    reduce_to_all(call, flat, reduction)
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from comm_collectives.shm.calls import Call, Rows
+from comm_collectives.shm.calls import Call, Room
 from comm_collectives.shm.reductions import Reduction
 
 # Up to this size every rank computes all of it, above each computes a part.
@@ -18,7 +18,7 @@ _WHOLE_BYTES = 1 << 17
 _CHUNK_BYTES = 1 << 21
 
 
-def all_reduce(call: Call, x: torch.Tensor, reduction: Reduction) -> None:
+def reduce_to_all(call: Call, x: torch.Tensor, reduction: Reduction) -> None:
     """Reduce the flat tensor `x` in place."""
     if x.nbytes <= _WHOLE_BYTES:
         rows = call.calls.rows(x.numel(), x.dtype)
@@ -71,7 +71,7 @@ def _chunks(x: torch.Tensor, size: int) -> Sequence[torch.Tensor]:
 
 
 def _reduce(
-    call: Call, rows: Rows, own: torch.Tensor, out: torch.Tensor, reduction: Reduction
+    call: Call, rows: Room, own: torch.Tensor, out: torch.Tensor, reduction: Reduction
 ) -> None:
     if not own.numel():
         return

@@ -11,8 +11,8 @@ _EMPTY = memoryview(b"")
 
 
 def memory_of(flat: torch.Tensor) -> memoryview:
-    """Return the bytes of a flat uint8 tensor on the host, writable; keep the tensor meanwhile."""
-    length = flat.numel()
+    """Return the bytes of a contiguous tensor on the host, writable; keep the tensor meanwhile."""
+    length = flat.nbytes
     if not length:
         return _EMPTY
     return memoryview((ctypes.c_char * length).from_address(flat.data_ptr())).cast("B")
