@@ -1,11 +1,13 @@
 import os
 import signal
 import time
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import comm_collectives
 from comm_collectives import isend_tensors, recv_tensors
 from moe_pipeline.executor.groups.pipeline_groups import make_pipeline_groups
 from ranktest import collect_ranks, run_ranks
@@ -43,13 +45,20 @@ def test_a_rank_that_does_not_come_is_named_within_the_limit():
 
 
 def test_a_rank_that_dies_is_named():
-    def fn(rank, world_size):
+    """At once if the ranks have made a call before, and else when it has not come in time."""
+
+    def fn(rank, world_size, met):
+        if met:
+            comm_collectives.all_gather(torch.ones(1))
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        make_pipeline_groups([[0, 1, 2]], timeout_s=20)
+        make_pipeline_groups([[0, 1, 2]], timeout_s=20 if met else 2)
 
-    outcomes = collect_ranks(fn, 3, timeout_s=60)
-    assert [outcomes[rank].error_type for rank in (0, 2)] == ["PeerFailedError"] * 2
+    for met, error in ((True, "PeerFailedError"), (False, "CollectiveTimeoutError")):
+        outcomes = collect_ranks(partial(fn, met=met), 3, timeout_s=60)
+        for rank in (0, 2):
+            assert outcomes[rank].error_type == error, outcomes[rank].error
+            assert "rank 1" in outcomes[rank].error
 
 
 def test_ranks_that_disagree_or_occur_twice_are_refused():
