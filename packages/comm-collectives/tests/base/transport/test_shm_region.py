@@ -328,13 +328,14 @@ def test_change_without_a_wake_is_noticed_and_no_change_ends_at_the_limit() -> N
     def fn(rank: int, world_size: int) -> tuple[bool, bool, bool]:
         region = _open(rank, world_size)
         started = time.monotonic()
-        nothing = region.wait_word(0, 0, 0.2)
+        words = region.memory.cast("i")
+        nothing = region.wait_until(0, lambda: words[0] != 0, 0.2)
         limited = 0.2 <= time.monotonic() - started < 10
         dist.barrier()
         if rank == 0:
             time.sleep(0.2)
-            region.memory.cast("i")[0] = -1
-        return region.wait_word(0, 0, 20.0), nothing, limited
+            words[0] = -1
+        return region.wait_until(0, lambda: words[0] != 0, 20.0), nothing, limited
 
     assert run_ranks(fn, 2) == [(True, False, True)] * 2
 
@@ -353,7 +354,7 @@ def test_other_threads_run_while_a_rank_waits() -> None:
         thread = threading.Thread(target=count)
         thread.start()
         before = counted
-        region.wait_word(0, 0, 0.3)
+        region.wait_until(0, lambda: False, 0.3)
         during = counted - before
         stop.set()
         thread.join()

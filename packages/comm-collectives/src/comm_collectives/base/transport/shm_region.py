@@ -17,7 +17,7 @@ the number that announces it; a store that must be seen before something is read
         if rank == 0:
             words[0] = 1                   # change the word, then wake whoever waits on it
             region.wake(0)
-        elif not region.wait_word(0, 0, timeout_s=5.0):
+        elif not region.wait_until(0, lambda: words[0] != 0, timeout_s=5.0):
             print("late; gone:", region.dead())
 
 A process forked later maps the same memory, holds no lock, and may close its copy of the region
@@ -145,14 +145,6 @@ class Region:
         # Whatever it is made of, a lock is taken by a locked instruction: a full barrier on x86_64.
         with self._fence:
             pass
-
-    def wait_word(self, index: int, seen_value: int, timeout_s: float) -> bool:
-        """Wait until 32-bit word `index` of the memory is not `seen_value`; False if too late.
-
-        The value is signed. Other threads run meanwhile.
-        """
-        words = self._words
-        return self.wait_until(index, lambda: words[index] != seen_value, timeout_s)
 
     def wait_until(self, index: int, ready: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until `ready()`, which reads the memory; False if it still is not after the limit.
