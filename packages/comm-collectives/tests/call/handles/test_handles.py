@@ -7,9 +7,10 @@ import time
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import comm_collectives as cc
-from comm_collectives.call.groups.groups import group_state
+from comm_collectives.call.groups.groups import GroupState, group_state
 from comm_collectives.call.handles import debug_mode
 from comm_collectives.errors import (
     CollectiveTimeoutError,
@@ -183,3 +184,22 @@ def test_input_that_cannot_be_watched_is_refused_on_every_rank(kind: str) -> Non
             handle.wait()
 
     run_ranks(fn, 2, timeout_s=30)
+
+
+@pytest.mark.parametrize("shares", [True, False], ids=["one host", "across hosts"])
+def test_asynchronous_calls_stand_beside_raw_torch_calls_of_the_group(
+    shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GroupState, "may_share_memory", shares)
+
+    def fn(rank: int, world_size: int) -> None:
+        for i in range(10):
+            x, raw = torch.full((3000,), float(i)), torch.ones(3000)
+            handle = cc.all_reduce(x, async_op=True)
+            # One rank's thread starts the call before the raw one, the other's after it.
+            time.sleep(0.02 * ((rank + i) % 2))
+            dist.all_reduce(raw)
+            assert torch.equal(handle.wait(), x * world_size)
+            assert torch.equal(raw, torch.full((3000,), float(world_size)))
+
+    run_ranks(fn, 2, timeout_s=60)
