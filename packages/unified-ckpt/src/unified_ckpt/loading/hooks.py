@@ -15,8 +15,7 @@ from unified_ckpt.loading.optimizer_memory import StoredStates, allocate_states,
 from unified_ckpt.loading.sources import Sources
 from unified_ckpt.options import MASTER_WEIGHTS, LoadOptions, base_key, matcher
 from unified_ckpt.plans import SplitTensor, StoredTensor
-from unified_ckpt.state import place_tensor
-from unified_ckpt.state.naming import Names
+from unified_ckpt.state import Structures, place_tensor
 from unified_ckpt.state.optimizer import StoredGroups
 
 _ON_DEVICE = ("fused", "capturable")  # options that count steps on the device of the parameter
@@ -36,7 +35,7 @@ class StoredHooks:
         self._ignores = bool(options.ignored_keys)
         self.is_ignored = matcher(options.ignored_keys)
         self._groups = StoredGroups(sources.values.encoded)
-        self._structures = Names(sources.structure)
+        self._structures = Structures(sources.structure)
         self._tensors: dict[str, dict[str, StoredTensor | SplitTensor]] = {}
         self._optimizers: list[torch.optim.Optimizer] = []
         self._added: list[tuple[torch.optim.Optimizer, list[tuple[torch.Tensor, str]]]] = []
@@ -44,11 +43,14 @@ class StoredHooks:
 
     def structure(self, path: str) -> Any:
         """Return the node of a state, `"value"` if it is one value; None for what is neither."""
-        known = self._structures.find(path) if "/" in path else path
-        if known is not None and known in self._sources.structure:
-            return self._sources.structure[known]
-        values = self._sources.values
-        return "value" if values.typed and path in values.encoded else None
+        node, values = self._structures.find(path), self._sources.values
+        if node is None and values.typed and path in values.encoded:
+            return "value"
+        return node
+
+    def has_inside(self, path: str) -> bool:
+        """Return whether there are structures of what was saved inside of a path."""
+        return self._structures.has_inside(path)
 
     def value(self, path: str) -> tuple[bool, Any]:
         """Return whether a value of this path is stored, and the value."""

@@ -25,9 +25,9 @@ from unified_ckpt.plans import SavePlan, plan_save
 from unified_ckpt.state import (
     FlatState,
     StateDict,
+    Structures,
     encode_value,
     flatten_state,
-    merge_structures,
 )
 from unified_ckpt.state.compression import compress_moments
 from unified_ckpt.state.optimizer import merge_groups
@@ -266,7 +266,7 @@ def state_file_bytes(described: Sequence[Mapping[str, Any]]) -> bytes:
             for path, value in sorted(merged.items())
             if path not in parts or value not in _EMPTY
         },
-        "structure": merge_structures([rank["structure"] for rank in described]),
+        "structure": Structures.merge([rank["structure"] for rank in described]),
         "stateless": {part: keys for part, keys in stateless.items() if keys},
         "tied": options["tied"] if any(rank["aliases"] for rank in described) else {},
         "skip_save_model_weight": options["skip_save_model_weight"],

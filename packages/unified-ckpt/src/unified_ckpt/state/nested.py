@@ -157,9 +157,7 @@ class _Walker:
         if self._hooks is None and is_stored_array(value):
             node = self._add_tensor(part, key or part, array_memory(value))
             return self._rooted(path, node if node == ABSENT else ARRAY)
-        if _holds_tensors(value) or (
-            isinstance(value, Mapping) and self._ignores_inside(path, value)
-        ):
+        if _holds_tensors(value) or (isinstance(value, Mapping) and self._is_open(path, value)):
             return self._visit_items(part, key, slot, value)
         return self._add_value(path, container, place)
 
@@ -167,7 +165,7 @@ class _Walker:
         path = _join(part, key)
         keyed = isinstance(value, Mapping)
         kind = kind_of(value, path) if self._hooks is None else None
-        items: Any = value if keyed else list(value)
+        items: Any = value if isinstance(value, Mapping | list) else list(value)
         if isinstance(value, tuple | deque):
             self.flat.tuples.append((slot, items))
         self._inside += not keyed  # dicts of a load's template say which keys are wanted
@@ -407,6 +405,12 @@ class _Walker:
             else:
                 self.flat.flat_keys.setdefault(part, set()).add(shard.key)
                 held += shard.boxes()
+
+    def _is_open(self, path: str, value: Mapping[Any, Any]) -> bool:
+        """Whether a dict without tensors is taken item by item."""
+        if self._hooks is not None and value and self._hooks.has_inside(path):
+            return True
+        return self._ignores_inside(path, value)
 
     def _ignores_inside(self, path: str, value: Mapping[Any, Any]) -> bool:
         return self._ignores and any(

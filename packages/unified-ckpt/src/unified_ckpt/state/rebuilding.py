@@ -39,6 +39,9 @@ class StoredState(Protocol):
     def structure(self, path: str) -> Node | None:
         """Return the structure of what was saved at a path, None if no template need be without."""
 
+    def has_inside(self, path: str) -> bool:
+        """Return whether there are structures of what was saved inside of a path."""
+
     def value(self, path: str) -> tuple[bool, Any]:
         """Return whether a value of this path is stored, and the value."""
 
@@ -136,6 +139,7 @@ class Rebuilder:
             placed = self.place(key, template)
             boxed = is_dtensor(template) or any(s.box.local_shape != shape for s in placed)
             fits = tuple(template.shape) == shape and template.dtype == dtype
+            fits = fits and (0 not in template.stride() or template.is_contiguous())
             if fits or (boxed and {s.box.global_shape for s in placed} == {shape}):
                 self.add(part, placed)
                 return template
@@ -143,7 +147,7 @@ class Rebuilder:
         self.add(part, self.place(key, new) if node == ARRAY else [_whole(key, new)])
         if node == ARRAY:
             return new.numpy()
-        return new if not isinstance(node, dict) else as_typed(new, node[TYPED])
+        return new if not isinstance(node, dict) else as_typed(new, *node[TYPED])
 
 
 def _whole(key: str, tensor: torch.Tensor) -> Shard:

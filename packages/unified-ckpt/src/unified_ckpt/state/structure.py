@@ -15,6 +15,7 @@ import torch
 
 from unified_ckpt.errors import CheckpointTypeError, CheckpointValueError, LoadError
 from unified_ckpt.geometry.tensors import is_wrapper
+from unified_ckpt.state.naming import Names
 from unified_ckpt.state.values import (
     Kind,
     build,
@@ -69,17 +70,17 @@ def tensor_node(tensor: torch.Tensor, path: str) -> Node:
     """Return the node of a tensor; a class of the user's without a dispatch is named."""
     if type(tensor) is torch.Tensor or is_wrapper(tensor) or tensor.is_meta:
         return TENSOR
-    return {TYPED: reference(type(tensor), path)}
+    return {TYPED: [reference(type(tensor), path), tensor.requires_grad]}
 
 
-def as_typed(tensor: torch.Tensor, named: str) -> torch.Tensor:
+def as_typed(tensor: torch.Tensor, named: str, requires_grad: bool) -> torch.Tensor:
     """Undo `tensor_node` for a class that it names."""
     kind = resolve(named)
     if issubclass(kind, torch.nn.Parameter):
-        return kind(tensor, requires_grad=tensor.is_floating_point())
+        return kind(tensor, requires_grad=requires_grad)
     if not issubclass(kind, torch.Tensor):
         raise LoadError(f"a tensor was saved as {named}, which is no tensor's class")
-    return tensor.as_subclass(kind)
+    return tensor.as_subclass(kind).requires_grad_(requires_grad)
 
 
 def is_stored_array(value: object) -> bool:
@@ -145,28 +146,57 @@ def make_wrapper(described: Sequence[Any], inner: dict[str, torch.Tensor]) -> to
     return made
 
 
+class Structures:
+    """The stored structures by dotted path; also of what lies inside of others."""
+
+    def __init__(self, stored: Mapping[str, Node]) -> None:
+        self._nodes: dict[str, Node] = {}
+        todo = list(stored.items())
+        while todo:
+            path, node = todo.pop()
+            if node == ARRAY or isinstance(node, dict):
+                self._nodes.setdefault(path, node)
+            if not isinstance(node, dict) or TYPED in node:
+                continue
+            inner = node.get(RANKS, node)
+            if STATEFUL in inner:
+                todo.append((path, inner[STATEFUL][1][0]))
+            else:
+                todo += [(f"{path}.{name}", item) for _, name, item in items_of_node(inner)]
+        self._names = Names(self._nodes)
+
+    @staticmethod
+    def merge(held: Sequence[Mapping[str, Node]]) -> dict[str, Node]:
+        """Return what all ranks hold by path; what ranks hold different keys of is marked.
+
+        Raises:
+            CheckpointValueError: a collection has other items on one rank than on another.
+        """
+        merged: dict[str, Node] = {}
+        for rank, structures in enumerate(held):
+            for path, node in structures.items():
+                merged[path] = _merge(merged.get(path, node), node, path, rank)
+        return {
+            path: {RANKS: node} if any(node != each.get(path, node) for each in held) else node
+            for path, node in merged.items()
+        }
+
+    def find(self, path: str) -> Node | None:
+        """Return the node of a collection, an object, an array or a tensor made of others."""
+        known = self._names.find(path) if "/" in path else path
+        return None if known is None else self._nodes.get(known)
+
+    def has_inside(self, path: str) -> bool:
+        """Return whether there are nodes inside of a path."""
+        return any(each.startswith(f"{path}.") for each in self._nodes)
+
+
 def make_container(node: Mapping[str, Any], items: Sequence[tuple[Any, Any]]) -> Any:
     """Return a collection of a node's class."""
     mark, (argument, _) = next(iter(node.items()))
     if mark == STATEFUL:  # the object may be gone; then its state stands there
         return items[0][1]
     return build((mark, argument), items)
-
-
-def merge_structures(held: Sequence[Mapping[str, Node]]) -> dict[str, Node]:
-    """Return the structures of all ranks by path, those that ranks hold different keys of marked.
-
-    Raises:
-        CheckpointValueError: a collection has other items on one rank than on another.
-    """
-    merged: dict[str, Node] = {}
-    for rank, structures in enumerate(held):
-        for path, node in structures.items():
-            merged[path] = _merge(merged.get(path, node), node, path, rank)
-    return {
-        path: {RANKS: node} if any(node != each.get(path, node) for each in held) else node
-        for path, node in merged.items()
-    }
 
 
 def _merge(a: Node, b: Node, path: str, rank: int) -> Node:

@@ -26,6 +26,8 @@ _UNNAMED = (
     "{}: the optimizer numbers its parameters, which means nothing under another layout; put the "
     "module into the same state dict, or make the optimizer from model.named_parameters()"
 )
+# states that are shaped like their parameter
+_SHAPED = frozenset({*MOMENTS, "momentum_buffer", "square_avg", "sum", "prev", "exp_inf", "ax"})
 _ID_FIELDS = frozenset({"params", "param_names"})
 
 Groups = list[MutableMapping[str, Any]]
@@ -127,11 +129,10 @@ def _names_by_order(
         raise CheckpointValueError(_UNNAMED.format(path))
     for number, state in states.items():
         name, parameter = held[number]
-        shapes = [tuple(item.shape) for item in state.values() if isinstance(item, torch.Tensor)]
-        alike = [shape for shape in shapes if len(shape) == parameter.dim() and shape]
-        if alike and tuple(parameter.shape) not in alike:
+        shapes = {tuple(state[each].shape) for each in _SHAPED.intersection(state)}
+        if shapes - {tuple(parameter.shape)}:
             raise CheckpointValueError(
-                f"{path}: parameter {number} has states of shape {alike[0]}, but {name!r}, the "
+                f"{path}: parameter {number} has states of shape {min(shapes)}, but {name!r}, the "
                 f"module's parameter of that number, is {tuple(parameter.shape)}; pass the "
                 "optimizer itself"
             )
