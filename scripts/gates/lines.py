@@ -24,6 +24,10 @@ LINES = sum(LINES_BEFORE.values())  # 58,563
 
 # What a capability that did not exist before may add, and which one.
 LINES_ADDED = {
+    # All of torch's collectives and transfers as drop-ins, where five were, with torch's Work, and
+    # what puts them in torch's place; Parameters, sets, enums and more in nested values; plans of
+    # any number of nodes; graph breaks.
+    "comm-collectives": 1_100,
     # Data people have (readers, chat, mixtures, packing, ledger), tokenizers of checkpoints, fine-
     # tuning, evaluation, generation and chat on several ranks, and what may change on resume.
     "moe-train": 10_700,
