@@ -46,6 +46,7 @@ def reduce(call: Call, x: torch.Tensor, root: int, reduction: Reduction) -> None
         _reduce(call, rows, chunk, chunk, reduction)
 
 
+# gate: same-name - what torch calls it, here between frames
 def reduce_scatter(
     call: Call, parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction
 ) -> None:
