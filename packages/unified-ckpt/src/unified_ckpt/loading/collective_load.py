@@ -219,10 +219,8 @@ def _check_destinations(flat: FlatState) -> None:
 
 def _mark_changed(jobs: Sequence[LoadJob]) -> None:
     """Let autograd know, so that it refuses to use values that were saved for a backward."""
-    for job in jobs:
-        for tensor in job.changed:
-            if not tensor.is_inference():
-                torch.autograd.graph.increment_version(tensor)
+    changed = [t for job in jobs for t in job.changed if not t.is_inference()]
+    torch.autograd.graph.increment_version(changed)  # one call: there may be many small ones
 
 
 def _put_values(flat: FlatState, sources: Sources) -> None:

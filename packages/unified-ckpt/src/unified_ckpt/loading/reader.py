@@ -235,8 +235,9 @@ class _FileReader:
                 if piece.counts and region.contiguous:
                     inside = Region(begin, piece.run_bytes, piece.counts, piece.strides)
                     begin = 0
-                part = buffer if inside else buffer[begin : begin + piece.num_bytes]
-                self._owner.verified_bytes += piece.num_bytes
+                whole = inside or piece is region
+                part = buffer if whole else buffer[begin : begin + piece.num_bytes]
+                self._owner.verified_bytes += piece.num_bytes if inside else len(part)
                 checks.append(_Check(part, inside, crc, piece, key))
         if checks:
             self._unchecked.append(self._owner.sums.call(_first_damaged, checks))
@@ -287,12 +288,14 @@ class _Pieces:
             return
         number, end = bisect_left(begins, region.start), region.end
         while number < len(begins) and begins[number] + lengths[number] <= end:
-            piece = Region(begins[number], lengths[number])
+            begin, length = begins[number], lengths[number]
+            is_all = begin == region.start and length == region.run_bytes
+            piece = region if is_all else Region(begin, length)
             if self._touched:
                 self._done.add(piece)
             yield piece, sums[number]
             number += 1
-        for piece in self._strided_between(region.start, end):
+        for piece in self._strided_between(region.start, end) if self._by_start else ():
             if region.start <= piece.start and piece.end <= end:
                 self._done.add(piece)
                 yield piece, self._strided[piece]

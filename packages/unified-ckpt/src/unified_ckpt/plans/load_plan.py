@@ -81,9 +81,26 @@ def plan_load(
             missing.append(want.key)
             continue
         _check_match(want, stored, cast)
-        reads += _reads_of(want, want_index, stored, chunk_bytes)
+        whole = _whole_read(want, want_index, stored, chunk_bytes)
+        if whole is not None:
+            reads.append(whole)
+        else:
+            reads += _reads_of(want, want_index, stored, chunk_bytes)
     reads.sort(key=lambda read: (read.file, read.region.start))
     return LoadPlan(reads=tuple(reads), missing=tuple(dict.fromkeys(missing)))
+
+
+def _whole_read(
+    want: BoxMeta, want_index: int, stored: StoredTensor | SplitTensor, chunk_bytes: int
+) -> Read | None:
+    """Return the one read of a tensor that is wanted whole: most of many small ones are."""
+    if isinstance(stored, SplitTensor) or want.box.local_shape != stored.shape:
+        return None
+    num_bytes = stored.end - stored.begin
+    if not 0 < num_bytes <= chunk_bytes:
+        return None
+    region = Region(stored.begin, num_bytes)
+    return Read(stored.file, region, want_index, want.box.offset, stored.shape)
 
 
 def _reads_of(

@@ -165,6 +165,7 @@ def _entry(key: str, value: dict[str, object], base: int) -> HeaderEntry:
 
 
 def _ints(key: str, value: object) -> Shape:
-    if not isinstance(value, list) or {*map(type, value)} - {int} or (value and min(value) < 0):
-        raise CheckpointValueError(f"{key!r}: expected a list of numbers, got {value!r}")
-    return tuple(value)
+    for number in value if isinstance(value, list) else (None,):
+        if type(number) is not int or number < 0:
+            raise CheckpointValueError(f"{key!r}: expected a list of numbers, got {value!r}")
+    return tuple(value)  # type: ignore[arg-type]

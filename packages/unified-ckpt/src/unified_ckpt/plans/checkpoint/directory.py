@@ -181,9 +181,10 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             where = {key: where for key in self._header(where)}
         if keys is not None:
             where = {key: where[key] for key in keys if key in where}
+        headers = {name: self._header(name) for name in dict.fromkeys(where.values())}
         found = {}
         for key, name in where.items():
-            entry = self._header(name).get(key)
+            entry = headers[name].get(key)
             if entry is None:
                 raise CorruptCheckpointError(
                     f"{self.folder / name}: the index says that it holds {key!r}, but it does not"
