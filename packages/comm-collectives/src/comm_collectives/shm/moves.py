@@ -28,15 +28,13 @@ def send_to_all(call: Call, flat: torch.Tensor, root: int) -> None:
     call.exchange(shown, wanted)
 
 
-# gate: same-name - what torch calls it, here between frames
-def all_gather(call: Call, source: torch.Tensor, targets: Tensors) -> None:
+def collect_for_all(call: Call, source: torch.Tensor, targets: Tensors) -> None:
     """Target `r` of every rank receives the source of rank r; all have one size."""
     call.exchange([source] * call.size, targets)
     _copy(targets[call.rank], source)
 
 
-# gate: same-name - what torch calls it, here between frames
-def gather(call: Call, source: torch.Tensor, targets: Tensors, root: int) -> None:
+def collect(call: Call, source: torch.Tensor, targets: Tensors, root: int) -> None:
     """Target `r` of `root` receives the source of rank r; the others have no targets."""
     if call.rank == root:
         call.exchange(None, targets)
@@ -45,8 +43,7 @@ def gather(call: Call, source: torch.Tensor, targets: Tensors, root: int) -> Non
         call.exchange(_only(root, source, call.size), None)
 
 
-# gate: same-name - what torch calls it, here between frames
-def scatter(call: Call, sources: Tensors, target: torch.Tensor, root: int) -> None:
+def spread(call: Call, sources: Tensors, target: torch.Tensor, root: int) -> None:
     """Source `r` of `root` goes to the target of rank r; the others have no sources."""
     if call.rank == root:
         call.exchange(sources, None)

@@ -69,12 +69,7 @@ def build_all_reduce(place: Place, tensors: Tensors, opts: Options) -> Operation
         return by_gloo(head, lambda: place.gloo.allreduce([x], opts))
     landings: Landings = []
     flat = in_place(x, landings)
-    return Operation(
-        head=head,
-        run=lambda call: sums.reduce_to_all(call, flat, reduction),
-        results=[x],
-        landings=landings,
-    )
+    return Operation(head, lambda call: sums.reduce_to_all(call, flat, reduction), [x], landings)
 
 
 def build_reduce(place: Place, tensors: Tensors, opts: Options) -> Operation:
@@ -88,7 +83,7 @@ def build_reduce(place: Place, tensors: Tensors, opts: Options) -> Operation:
         run = by_gloo(head, lambda: place.gloo.reduce([flat], opts)).run
     else:
         run = partial(sums.reduce, x=flat, root=root, reduction=reduction)
-    return Operation(head=head, run=run, results=[x], landings=landings)
+    return Operation(head, run, [x], landings)
 
 
 def build_broadcast(place: Place, tensors: Tensors, opts: Options) -> Operation:
@@ -97,12 +92,7 @@ def build_broadcast(place: Place, tensors: Tensors, opts: Options) -> Operation:
     head = Head("broadcast", x.dtype, "", x.nbytes, root)
     landings: Landings = []
     flat = source_bytes(x) if place.rank == root else as_bytes(target_of(x, landings))
-    return Operation(
-        head=head,
-        run=lambda call: moves.send_to_all(call, flat, root),
-        results=[x],
-        landings=landings,
-    )
+    return Operation(head, lambda call: moves.send_to_all(call, flat, root), [x], landings)
 
 
 def build_all_gather_single(
@@ -123,10 +113,7 @@ def build_all_gather_single(
         sent = apart(sent, flat)
     head = Head("all_gather", source.dtype, "", source.nbytes)
     return Operation(
-        head=head,
-        run=lambda call: moves.all_gather(call, sent, targets),
-        results=[output],
-        landings=landings,
+        head, lambda call: moves.collect_for_all(call, sent, targets), [output], landings
     )
 
 
@@ -140,10 +127,7 @@ def build_all_gather(
     sent = apart(source_bytes(source), *targets)
     head = Head("all_gather", source.dtype, "", source.nbytes)
     return Operation(
-        head=head,
-        run=lambda call: moves.all_gather(call, sent, targets),
-        results=list(outputs[0]),
-        landings=landings,
+        head, lambda call: moves.collect_for_all(call, sent, targets), list(outputs[0]), landings
     )
 
 
@@ -158,10 +142,7 @@ def build_gather(
     sent = apart(source_bytes(source), *targets)
     head = Head("gather", source.dtype, "", source.nbytes, root)
     return Operation(
-        head=head,
-        run=lambda call: moves.gather(call, sent, targets, root),
-        results=list(wanted),
-        landings=landings,
+        head, lambda call: moves.collect(call, sent, targets, root), list(wanted), landings
     )
 
 
@@ -177,12 +158,7 @@ def build_scatter(
         check_even(place.size, given, output)
     sent = [apart(source_bytes(source), target) for source in given]
     head = Head("scatter", output.dtype, "", output.nbytes, root)
-    return Operation(
-        head=head,
-        run=lambda call: moves.scatter(call, sent, target, root),
-        results=[output],
-        landings=landings,
-    )
+    return Operation(head, lambda call: moves.spread(call, sent, target, root), [output], landings)
 
 
 def build_reduce_scatter_single(
@@ -235,8 +211,8 @@ def _reduce_scatter(
     if reduction is None:
         run = by_gloo(head, lambda: place.gloo.reduce_scatter([target], [list(parts)], opts)).run
     else:
-        run = partial(sums.reduce_scatter, parts=parts, out=target, reduction=reduction)
-    return Operation(head=head, run=run, results=[output], landings=landings)
+        run = partial(sums.reduce_parts, parts=parts, out=target, reduction=reduction)
+    return Operation(head, run, [output], landings)
 
 
 def build_all_to_all_single(
@@ -256,10 +232,7 @@ def build_all_to_all_single(
     data = apart(source_bytes(source), flat)
     head = Head("all_to_all", source.dtype)
     return Operation(
-        head=head,
-        run=lambda call: call.swap(data.split(sent), flat.split(received)),
-        results=[output],
-        landings=landings,
+        head, lambda call: call.swap(data.split(sent), flat.split(received)), [output], landings
     )
 
 
@@ -276,17 +249,12 @@ def build_all_to_all(place: Place, outputs: Tensors, sources: Tensors, opts: Opt
     targets = [as_bytes(target_of(output, landings)) for output in outputs]
     sent = [apart(source_bytes(source), *targets) for source in sources]
     head = Head("all_to_all", sources[0].dtype)
-    return Operation(
-        head=head,
-        run=lambda call: call.swap(sent, targets),
-        results=list(outputs),
-        landings=landings,
-    )
+    return Operation(head, lambda call: call.swap(sent, targets), list(outputs), landings)
 
 
 def build_barrier(place: Place, opts: Options) -> Operation:
     """Meet."""
-    return Operation(head=Head("barrier"), run=lambda call: call.exchange(None, None))
+    return Operation(Head("barrier"), lambda call: call.exchange(None, None))
 
 
 def by_gloo(head: Head, start: Callable[[], dist.Work]) -> Operation:
@@ -296,7 +264,7 @@ def by_gloo(head: Head, start: Callable[[], dist.Work]) -> Operation:
         call.exchange(None, None)
         start().wait()
 
-    return Operation(head=head, run=run)
+    return Operation(head, run)
 
 
 def left_to_gloo(
@@ -316,4 +284,4 @@ def refused(error: RefusedError) -> Operation:
             call.exchange(None, None)
         raise error
 
-    return Operation(head=Head(REFUSED), run=run)
+    return Operation(Head(REFUSED), run)

@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import SimpleQueue
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from comm_collectives.errors import CollectiveTimeoutError, CommError
+from comm_collectives.shm.arguments import Landings, Tensors
 from comm_collectives.shm.calls import Call, Calls
 from comm_collectives.shm.heads import Head
 
@@ -35,23 +36,23 @@ _CLOSE_S = 0.1
 _FAILURES = (RuntimeError, ValueError, TypeError, MemoryError, OSError)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Operation:
     """A collective to be carried out.
 
     Attributes:
         head: what the ranks compare.
         run: makes it.
-        limit_s: how long a rank waits for the others.
         results: the tensors that it fills, as its future gives them.
         landings: (tensor, contiguous stand-in that the operation fills) pairs to copy at the end.
+        limit_s: how long a rank waits for the others.
     """
 
     head: Head
     run: Callable[[Call], None]
+    results: Tensors = ()
+    landings: Landings = field(default_factory=list)
     limit_s: float = math.inf
-    results: Sequence[torch.Tensor] = ()
-    landings: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
 
 @final

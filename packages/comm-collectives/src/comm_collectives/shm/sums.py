@@ -46,8 +46,7 @@ def reduce(call: Call, x: torch.Tensor, root: int, reduction: Reduction) -> None
         _reduce(call, rows, chunk, chunk, reduction)
 
 
-# gate: same-name - what torch calls it, here between frames
-def reduce_scatter(
+def reduce_parts(
     call: Call, parts: Sequence[torch.Tensor], out: torch.Tensor, reduction: Reduction
 ) -> None:
     """Reduce part `r` of every rank on rank r. All are flat; `out` is apart from the parts.
