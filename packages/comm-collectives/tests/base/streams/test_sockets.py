@@ -6,6 +6,7 @@ import socket
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from comm_collectives._torch_private import default_store, store_host
@@ -75,22 +76,20 @@ def _room() -> memoryview:
 
 def test_full_stream_takes_nothing_and_says_when_there_is_room() -> None:
     def fn(rank: int, world_size: int) -> None:
-        streams = _streams(rank, world_size)
-        data = bytes(1 << 24)
+        streams, data = _streams(rank, world_size), memoryview(bytes(1 << 24))
+        total = torch.zeros(1, dtype=torch.int64)
         if rank == 0:
-            sent, until_s = 0, time.monotonic() + _LIMIT_S
-            while sent == 0 or (taken := streams.send_some(1, memoryview(data))) > 0:
-                sent += 1 if sent == 0 else taken
-                streams.wait((), (1,), 0.5 if sent == 1 else 0.0)
-                assert time.monotonic() < until_s
-            dist.barrier()
-            streams.wait((), (1,), _LIMIT_S)
-            assert streams.send_some(1, memoryview(data)) > 0
+            _send(streams, 1, b"connected")
+            while taken := streams.send_some(1, data):
+                total += taken
         else:
-            while not streams.recv_some(0, _room()):
-                streams.wait((0,), (), 0.1)
-            dist.barrier()
-            _receive(streams, 0, 1 << 20)
+            assert _receive(streams, 0, 9) == b"connected"
+        dist.broadcast(total, src=0)
+        if rank == 0:
+            streams.wait((), (1,), _LIMIT_S)
+            assert streams.send_some(1, data) > 0
+        else:
+            _receive(streams, 0, int(total))
         dist.barrier()
 
     run_ranks(fn, 2)
