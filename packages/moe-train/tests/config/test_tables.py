@@ -58,6 +58,7 @@ def test_batch_that_does_not_divide_names_the_numbers_and_a_remedy() -> None:
         ({"max_steps": 0}, "train.max_steps=0 is too small; it must be at least 1"),
         ({"seed": -1}, "train.seed=-1 is too small"),
         ({"output_dir": ""}, "train.output_dir is empty; give a value"),
+        ({"output_dir": "s3://bucket/run"}, "train.output_dir is a s3:// URL"),
         ({"dtype": "float16"}, 'train.dtype must be one of "float32", "bfloat16", got'),
         ({"master_weights": True}, "train.master_weights=true has no use"),
         ({"gradient_accumulation_steps": 3}, "choose 6 or 9"),

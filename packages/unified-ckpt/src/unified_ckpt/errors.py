@@ -9,9 +9,11 @@ except CheckpointError as error:
 """
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _PLAIN = {"SupportsFloat": "a number", "SupportsIndex": "a whole number"}
 
 
@@ -66,10 +68,20 @@ def check_type(name: str, value: object, *kinds: type[Any]) -> None:
         raise CheckpointTypeError(f"{name} is a {type(value).__name__}; expected {wanted}")
 
 
+def is_url(text: str) -> bool:
+    """Whether a name begins with a scheme, such as `s3://`."""
+    return _URL.match(text) is not None
+
+
 def as_path(name: str, value: object) -> Path:
     """Return an argument that names a file or folder as a path; refuse any other."""
     check_type(name, value, str, os.PathLike)
     text = os.fsdecode(value)  # type: ignore[arg-type]
     if not text or "\0" in text:
         raise CheckpointValueError(f"{name} is {text!r}; expected the name of a file or folder")
+    if is_url(text):  # as a path it would be a folder here of that name
+        raise CheckpointValueError(
+            f"{name} is a {text.partition(':')[0]}:// URL, but this works on directories only; "
+            "checkpoints in a store can be saved, loaded and verified one by one"
+        )
     return Path(text)

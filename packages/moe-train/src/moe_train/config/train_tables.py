@@ -190,6 +190,12 @@ class TrainConfig(Table):
             )
         if self.global_batch_size % self.gradient_accumulation_steps:
             raise TrainValueError(batch_message(self, "", self.gradient_accumulation_steps))
+        if "://" in self.output_dir:
+            raise TrainValueError(
+                f"train.output_dir is a {self.output_dir.partition(':')[0]}:// URL, but metrics, "
+                "plots and the lock of a run need a directory; name one on a disk or on a mounted "
+                "file system"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unified_ckpt.errors import CheckpointValueError, check_type
+from unified_ckpt.errors import CheckpointValueError, as_path, check_type
 from unified_ckpt.snapshots.average import EmaConfig
 
 
@@ -66,7 +66,8 @@ class AsyncSaverConfig:
     def to_json(self) -> dict[str, Any]:
         """Return what the saver process must know, as JSON types."""
         fields = {name: getattr(self, name) for name in self.__slots__}
+        tier = None if self.fast_tier is None else as_path("fast_tier", self.fast_tier)
         return fields | {
-            "fast_tier": None if self.fast_tier is None else os.path.realpath(self.fast_tier),
+            "fast_tier": None if tier is None else os.path.realpath(tier),
             "ema": (self.ema or EmaConfig()).to_json(),
         }

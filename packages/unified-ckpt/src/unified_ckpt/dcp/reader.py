@@ -29,6 +29,7 @@ from unified_ckpt.errors import (
     CheckpointValueError,
     CorruptCheckpointError,
     ReplacedCheckpointError,
+    as_path,
 )
 from unified_ckpt.geometry import Shard
 from unified_ckpt.geometry.tensors import dtype_of
@@ -66,7 +67,7 @@ class UnifiedStorageReader(StorageReader):
         verify: bool = True,
         cast: bool = False,
     ) -> None:
-        self._folder = None if checkpoint_id is None else Path(checkpoint_id)
+        self._folder = None if checkpoint_id is None else as_path("checkpoint_id", checkpoint_id)
         self._prefixes = Prefixes() if prefixes is None else Prefixes(prefixes)
         self._verify = verify
         self._cast = cast
@@ -77,7 +78,7 @@ class UnifiedStorageReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new load."""
         if checkpoint_id is not None:
-            self._folder = Path(checkpoint_id)
+            self._folder = as_path("checkpoint_id", checkpoint_id)
         self._record = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

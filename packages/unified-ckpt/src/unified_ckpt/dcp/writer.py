@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from unified_ckpt.errors import CheckpointTypeError, CheckpointValueError, check_type
+from unified_ckpt.errors import CheckpointTypeError, CheckpointValueError, as_path, check_type
 from unified_ckpt.geometry import Box, BoxMeta, Shard
 from unified_ckpt.geometry.tensors import stored_dtype
 from unified_ckpt.loading import DCP_NAME, DcpRecord, Prefixes
@@ -61,7 +61,7 @@ class UnifiedStorageWriter(StorageWriter):
         prefixes: Mapping[str, str] | None = None,
         max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
     ) -> None:
-        self._target = None if checkpoint_id is None else Path(os.path.realpath(checkpoint_id))
+        self._target = None if checkpoint_id is None else _real_path(checkpoint_id)
         self._prefixes = Prefixes() if prefixes is None else Prefixes(prefixes)
         self._max_shard_bytes = max_shard_bytes
         self._staging: Staging | None = None
@@ -72,7 +72,7 @@ class UnifiedStorageWriter(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new save."""
         if checkpoint_id is not None:
-            self._target = Path(os.path.realpath(checkpoint_id))
+            self._target = _real_path(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Remove what a failed save left, and check what DCP was asked for."""
@@ -180,6 +180,10 @@ class UnifiedStorageWriter(StorageWriter):
 
 
 _OPEN: weakref.WeakSet[UnifiedStorageWriter] = weakref.WeakSet()
+
+
+def _real_path(checkpoint_id: str | os.PathLike[str]) -> Path:
+    return Path(os.path.realpath(as_path("checkpoint_id", checkpoint_id)))
 
 
 def _close_own(staging: Staging, process: int) -> None:

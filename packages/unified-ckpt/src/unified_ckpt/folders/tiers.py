@@ -12,7 +12,7 @@ import errno
 import os
 from pathlib import Path
 
-from unified_ckpt.errors import CheckpointValueError, CorruptCheckpointError, LoadError
+from unified_ckpt.errors import CheckpointValueError, CorruptCheckpointError, LoadError, as_path
 from unified_ckpt.files import ReadFolder, free_bytes, make_folders, open_for_write, sync_file
 from unified_ckpt.files.format import MANIFEST_NAME
 from unified_ckpt.folders.folder import Depth, get_last_checkpoint, step_of
@@ -53,7 +53,7 @@ def flush_tier(fast: Path | str, persistent: Path | str) -> Path | None:
     source, last = get_last_checkpoint(fast, verify="full"), get_last_checkpoint(persistent)
     if source is None or (last is not None and step_of(last) >= step_of(source)):
         return None
-    target = Path(persistent) / source.name
+    target = as_path("persistent", persistent) / source.name
     copy_checkpoint(source, target)
     return target
 
@@ -67,7 +67,7 @@ def copy_checkpoint(source: Path | str, target: Path | str) -> None:
         OSError: the disk is full, or cannot be written.
         CheckpointValueError: the target exists and is no checkpoint.
     """
-    source, target = Path(source), Path(os.path.realpath(target))
+    source, target = as_path("source", source), Path(os.path.realpath(as_path("target", target)))
     with Checkpoint(source) as checkpoint:
         _copy(checkpoint, target)
 

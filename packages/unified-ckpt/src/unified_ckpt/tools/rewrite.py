@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from unified_ckpt.errors import LoadError
+from unified_ckpt.errors import LoadError, as_path
 from unified_ckpt.files.format import MANIFEST_NAME, Manifest, encode_manifest
 from unified_ckpt.geometry import Box, BoxMeta, Shape, chunk_range
 from unified_ckpt.geometry.layouts import ParallelDegrees, ParameterRule, rank_box
@@ -112,7 +112,7 @@ def reshard(
         for part, reader in readers.items():
             kept_sharded[part] = _hold(part, reader, degrees, rule_of, held)
         plan = plan_save(held, kept_sharded=kept_sharded)
-        return _write(plan, held, readers, Path(target), checkpoint, other_files(checkpoint))
+        return _write(plan, held, readers, target, checkpoint, other_files(checkpoint))
 
 
 def export_model(source: Path | str, target: Path | str) -> Path:
@@ -128,7 +128,7 @@ def export_model(source: Path | str, target: Path | str) -> Path:
         metas = [_whole(key, reader) for key in sorted(reader.tensors)]
         held = [{"model": metas}]
         names = other_files(checkpoint) & _MODEL_FILES
-        return _write(plan_save(held), held, {"model": reader}, Path(target), checkpoint, names)
+        return _write(plan_save(held), held, {"model": reader}, target, checkpoint, names)
 
 
 def _hold(
@@ -198,7 +198,7 @@ def _write(
     plan: SavePlan,
     held: Sequence[Mapping[str, Sequence[BoxMeta]]],
     readers: Mapping[str, BoxReader],
-    target: Path,
+    target: Path | str,
     source: Checkpoint,
     names: Collection[str],
 ) -> Path:
@@ -207,6 +207,7 @@ def _write(
         offset = tuple(a + b for a, b in zip(meta.box.offset, piece.offset, strict=True))
         return byte_view(readers[file.part].read(meta.key, offset, piece.shape))
 
+    target = as_path("target", target)
     place = Path(os.path.realpath(target))  # what a link names is replaced, not the link
     clean_leftovers(place.parent)
     staging = Staging.make(place)

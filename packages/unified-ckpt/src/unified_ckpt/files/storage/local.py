@@ -50,7 +50,7 @@ class LocalStore:
     @property
     def url(self) -> str:
         """The folder as a URL."""
-        return self.root.as_uri().rstrip("/")
+        return "file://" + str(self.root).rstrip("/")
 
     def upload(self, key: str, buffers: Iterable[Buffer], *, num_bytes: int) -> None:
         """Write a file under a hidden name, then rename it."""

@@ -4,7 +4,6 @@ as_target("s3://bucket/run/checkpoint-10")  # Location(store=..., key="run/check
 as_target("run/checkpoint-10")  # a Path
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -13,11 +12,10 @@ from pathlib import Path
 from typing import cast
 from urllib.parse import unquote, urlsplit
 
-from unified_ckpt.errors import CheckpointValueError, as_path
+from unified_ckpt.errors import CheckpointValueError, as_path, is_url
 from unified_ckpt.files.storage.local import LocalStore
 from unified_ckpt.files.storage.protocol import ObjectStore
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _BUCKETS = {"s3", "s3a", "gs", "az", "abfs", "abfss"}
 _CLIENT = "unified_ckpt.files.storage.obstore_client"
 
@@ -63,7 +61,7 @@ def as_target(name: str, value: object) -> "Path | Location":
     """
     if isinstance(value, Location):
         return value
-    if not isinstance(value, str) or not _URL.match(value):
+    if not isinstance(value, str) or not is_url(value):
         return as_path(name, value)
     url = urlsplit(value)
     if url.username or url.password or url.query or url.fragment:  # not shown: they may be secret
@@ -87,7 +85,7 @@ def as_target(name: str, value: object) -> "Path | Location":
 def shown(value: object) -> str:
     """Return what names a checkpoint as messages may show it: of a URL scheme, host and path."""
     text = str(value)
-    if not _URL.match(text):
+    if not is_url(text):
         return text
     url = urlsplit(text)
     return f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"

@@ -14,7 +14,9 @@ from typing import Protocol
 
 from unified_ckpt.files import Buffer
 
-PART_BYTES = 8 * 1024 * 1024  # of an upload or a ranged read; a process holds at most two
+# Of an upload or a ranged read, the least that S3 takes. A process holds three while it uploads
+# (one is filled, two are on their way), and two while it reads.
+PART_BYTES = 5 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,94 @@
+"""Commits in a store: of two saves one wins, lost answers are found out, leftovers go."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from unified_ckpt import load, save
+from unified_ckpt.errors import CheckpointValueError, SaveError
+from unified_ckpt.files.format import Manifest
+from unified_ckpt.files.storage import LocalStore, Location
+from unified_ckpt.saving.commit import Draft
+
+
+def place_in(folder: Path) -> Location:
+    return Location(store=LocalStore(folder), key="run/checkpoint-1")
+
+
+def fill(draft: Draft) -> None:
+    where = draft.folder / "file"
+    where.store.upload(where.key, [b"x"], num_bytes=1)
+
+
+@dataclass
+class _SwapsBadly(LocalStore):
+    """A folder whose swaps answer with a lost connection, after or before the work."""
+
+    root: Path
+    done: bool
+
+    def swap(self, key: str, data: bytes, *, old: str | None) -> bool:
+        if self.done:
+            super().swap(key, data, old=old)
+        raise ConnectionError("lost")
+
+
+def test_of_two_saves_of_one_name_the_second_to_commit_fails(tmp_path: Path) -> None:
+    place = place_in(tmp_path)
+    first, second = Draft.make(place), Draft.make(place)
+    fill(first)
+    fill(second)
+    assert not second.commit(Manifest(files={}))
+    with pytest.raises(SaveError, match="another save has written"):
+        first.commit(Manifest(files={}))
+    first.close()
+    second.close()
+    keys = [key.rpartition("/")[0] for key in place.store.keys(place.key) if "data-" in key]
+    assert keys == [second.folder.key]
+
+
+def test_what_a_killed_save_left_goes_with_the_next_and_what_others_put_there_stays(
+    tmp_path: Path,
+) -> None:
+    place = place_in(tmp_path)
+    fill(Draft.make(place))  # and is killed
+    save({"model": {"w": torch.zeros(3)}}, checkpoint_id=place)
+    notes = place / "notes.txt"
+    place.store.upload(notes.key, [b"mine"], num_bytes=4)
+    report = save({"model": {"w": torch.ones(3)}}, checkpoint_id=place)
+    assert report.replaced and place.store.fetch(notes.key).data == b"mine"
+    assert len({key.split("/")[2] for key in place.store.keys(place.key)}) == 3
+    again = {"model": {"w": torch.zeros(3)}}
+    load(again, checkpoint_id=place)
+    assert again["model"]["w"].tolist() == [1.0] * 3
+
+
+def test_a_name_of_other_objects_is_not_taken(tmp_path: Path) -> None:
+    place = place_in(tmp_path)
+    place.store.upload((place / "data.csv").key, [b"1"], num_bytes=1)
+    with pytest.raises(CheckpointValueError, match="choose another checkpoint_id"):
+        Draft.make(place)
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_a_lost_answer_to_the_commit_is_found_out(done: bool, tmp_path: Path) -> None:
+    place = Location(store=_SwapsBadly(tmp_path, done), key="run/checkpoint-1")
+    state = {"model": {"w": torch.ones(3)}}
+    if done:
+        save(state, checkpoint_id=place)
+        load(state, checkpoint_id=place)
+        return
+    with pytest.raises(SaveError, match=r"'commit'.*lost"):
+        save(state, checkpoint_id=place)
+    # It may still arrive, so the files that it names are kept until the next save.
+    assert place.store.keys(place.key)
+
+
+def test_a_failed_save_deletes_what_it_wrote(tmp_path: Path) -> None:
+    place = place_in(tmp_path)
+    draft = Draft.make(place)
+    fill(draft)
+    draft.close()
+    assert not place.store.keys("run") and not (tmp_path / "run").exists()
