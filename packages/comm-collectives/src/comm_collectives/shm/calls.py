@@ -141,13 +141,15 @@ class Call:
         """
         row = [x.nbytes for x in (*sends, *receives)]
         words = _words(len(row))
-        theirs = self._offer(sends, words.pack(*row))
-        table = {peer: words.unpack(frame.part) for peer, frame in theirs.items()}
-        table[self.rank] = tuple(row)
-        wrong = _wrong_sizes(table, self.calls.names)
-        if wrong:
-            self._disagreement("")
-            raise MismatchError(wrong)
+        told = words.pack(*row)
+        theirs = self._offer(sends, told)
+        if len({*row}) > 1 or any([frame.part != told for frame in theirs.values()]):
+            table = {peer: words.unpack(frame.part) for peer, frame in theirs.items()}
+            table[self.rank] = tuple(row)
+            wrong = _wrong_sizes(table, self.calls.names)
+            if wrong:
+                self._disagreement("")
+                raise MismatchError(wrong)
         receives[self.rank].copy_(sends[self.rank])
         self._receive(receives)
 

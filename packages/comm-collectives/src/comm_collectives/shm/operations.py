@@ -232,7 +232,10 @@ def build_all_to_all_single(
     data = apart(source_bytes(source), flat)
     head = Head("all_to_all", source.dtype)
     return Operation(
-        head, lambda call: call.swap(data.split(sent), flat.split(received)), [output], landings
+        head,
+        lambda call: call.swap(data.split_with_sizes(sent), flat.split_with_sizes(received)),
+        [output],
+        landings,
     )
 
 
