@@ -22,6 +22,7 @@ from comm_collectives.simulation.world import World
 
 # Ranks answer for dropped graphs in their own next call; a thread outside would not be simulated.
 _NO_RESPONDER = threading.Thread(name="simulated ranks have none")
+_STAGED_BYTES = 1 << 10  # for each of the ranks' ranks
 _ROOM_BYTES = {True: 1 << 20, False: 1 << 16}  # of a stream, on one host or between hosts
 
 
@@ -94,7 +95,7 @@ def _new_state(world: World, ranks: tuple[int, ...], rank: int) -> GroupState:
     state.worker = SimWorker(world, rank)
     state.responder = _NO_RESPONDER
     streams = SimStreams(shared.pipes, world, ranks=ranks, index=index)
-    state.frames = Frames(streams, transport.clock)
+    state.frames = Frames(streams, transport.clock, staged_bytes=_STAGED_BYTES)
     return state
 
 

@@ -11,6 +11,8 @@ from comm_collectives.base.streams import Streams
 from comm_collectives.simulation.scheduler import Signal
 from comm_collectives.simulation.world import World
 
+_SLOW = 0.75  # of the waits end when all have sent something, which costs fewer switches
+
 
 @final
 class Pipes:
@@ -19,6 +21,7 @@ class Pipes:
     def __init__(self, size: int, capacity: int) -> None:
         self.capacity = capacity
         self.signals = [Signal() for _ in range(size)]
+        self.awaited: list[set[int]] = [set() for _ in range(size)]  # before a waiting rank looks
         self.ended: set[tuple[int, int]] = set()
         self._bytes = {(i, j): bytearray() for i in range(size) for j in range(size) if i != j}
 
@@ -63,7 +66,10 @@ class SimStreams(Streams):
             pipe += data[: sent // 2 if is_cut else sent]
             if is_cut:
                 self._pipes.end(self.rank, peer)
-            self._world.scheduler.fire(self._pipes.signals[peer])
+            awaited = self._pipes.awaited[peer]
+            awaited.discard(self.rank)
+            if not awaited or is_cut:
+                self._world.scheduler.fire(self._pipes.signals[peer])
         if post.reached is not None:
             self._world.die(self._ranks[self.rank])
         return sent
@@ -73,9 +79,11 @@ class SimStreams(Streams):
         pipe = self._pipes.of(peer, self.rank)
         got = min(len(into), len(pipe))
         if got:
+            was_full = len(pipe) == self._pipes.capacity
             into[:got] = pipe[:got]
             del pipe[:got]
-            self._world.scheduler.fire(self._pipes.signals[peer])
+            if was_full:
+                self._world.scheduler.fire(self._pipes.signals[peer])
         return got
 
     def wait(self, receiving: Collection[int], sending: Collection[int], timeout_s: float) -> None:
@@ -85,6 +93,9 @@ class SimStreams(Streams):
         has_come = any(pipes.of(peer, rank) for peer in receiving)
         has_room = any(len(pipes.of(rank, peer)) < pipes.capacity for peer in sending)
         if not (has_come or has_room or any(peer in gone for peer in receiving)):
+            # A rank that is not scheduled at once finds everybody's bytes together.
+            is_slow = not sending and scheduler.draw() < _SLOW
+            pipes.awaited[rank] = set(receiving) if is_slow else set()
             scheduler.block(pipes.signals[rank], scheduler.now_s + timeout_s)
 
     def gone(self) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from typing import Protocol, final
 
 from comm_collectives.base.streams import Streams
 from comm_collectives.base.transport import Clock
-from comm_collectives.call.frames.link import Frame, Kind, Link, Notice, notices_of
+from comm_collectives.call.frames.link import STAGED_BYTES, Frame, Kind, Link, Notice, notices_of
 
 _LOOK_S = 0.5  # how often a waiting rank looks whether its peers are still there
 
@@ -61,10 +61,11 @@ class Waiter(Protocol):
 class Frames:
     """The frames of one group on this rank; one thread at a time."""
 
-    def __init__(self, streams: Streams, clock: Clock) -> None:
+    def __init__(self, streams: Streams, clock: Clock, *, staged_bytes: int = STAGED_BYTES) -> None:
+        """`staged_bytes` is how much is read ahead from each peer."""
         self.streams, self._clock = streams, clock
         others = [(streams.rank + i) % streams.size for i in range(1, streams.size)]
-        self._links = {peer: Link(streams, peer) for peer in others}
+        self._links = {peer: Link(streams, peer, staged_bytes) for peer in others}
         self._notices: dict[int, Notice] = {}
         self._open: set[int] = set()  # peers whose payload of this step was not received yet
         self.settled = 0

@@ -21,7 +21,7 @@ SIGNATURE_BYTES = 128
 _MAGIC = 0x6D6F6563
 _PREFIX = struct.Struct("<IIqqqq")
 _HEAD_BYTES = _PREFIX.size + SIGNATURE_BYTES
-_STAGED_BYTES = 1 << 16
+STAGED_BYTES = 1 << 16
 _JOINED_BYTES = 1 << 14  # a payload so small is copied behind its head, and sent with it
 NO_SIGNATURE = bytes(SIGNATURE_BYTES)
 
@@ -67,13 +67,13 @@ class Notice:
 class Link:
     """One peer's side of the frames of a group."""
 
-    def __init__(self, streams: Streams, peer: int) -> None:
+    def __init__(self, streams: Streams, peer: int, staged_bytes: int = STAGED_BYTES) -> None:
         self._streams, self._peer = streams, peer
         self.frame: Frame | None = None  # the one at which the stream stands
         self.last: Frame | None = None  # the last first step that came
         self._coming = 0  # bytes of its payload
         self._skipped = 0  # bytes that nobody wants
-        self._staged = bytearray(_STAGED_BYTES)
+        self._staged = bytearray(staged_bytes)
         self._view = memoryview(self._staged)
         self._at = self._end = 0
         self._queue: deque[list[memoryview]] = deque()
