@@ -3,9 +3,9 @@
 Two ranks over gloo, default policy, all_reduce and all_to_all with given splits, 1 to 1,048,576
 float32 elements of each rank for each. "Across hosts" is what the proof of the comparison itself
 uses (`comm_collectives_pairs.py`): every rank has a /dev/shm of its own, all else is the default,
-and bytes travel over TCP as gloo's do. Blocks of ours and of torch.distributed's alternate; every
-figure is the median over the rounds of ours / theirs, with the quartiles. Those of the claims are
-the worst of their calls and sizes.
+and bytes travel over TCP as gloo's do. Both write into a new tensor. Blocks of ours and of
+torch.distributed's alternate; every figure is the median over the rounds of ours / theirs, with the
+quartiles. Those of the claims are the worst of their calls and sizes.
 
     python benchmarks/comm_collectives_agreement.py [rounds]
 """
@@ -47,13 +47,13 @@ def rank_main(place: str, rounds: int) -> dict[str, list[float]]:
         leave_shared_memory()
     ratios: dict[str, list[float]] = {}
     for size in SIZES:
-        x, rows, out = torch.ones(size), torch.ones(RANKS * size), torch.empty(RANKS * size)
+        x, rows = torch.ones(size), torch.ones(RANKS * size)
         splits = [size] * RANKS
         calls: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
             "all_reduce": (lambda x=x: cc.all_reduce(x), lambda x=x: dist.all_reduce(x.clone())),
             "all_to_all": (
                 lambda rows=rows, s=splits: cc.all_to_all(rows, input_splits=s, output_splits=s),
-                lambda rows=rows, out=out: dist.all_to_all_single(out, rows),
+                lambda rows=rows: dist.all_to_all_single(torch.empty_like(rows), rows),
             ),
         }
         for _ in range(rounds):
