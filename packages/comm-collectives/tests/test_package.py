@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # once here, not in every forked rank
 import torch.distributed as dist
 
 import comm_collectives
@@ -73,6 +72,8 @@ def _layer(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it
 def test_compiled_functions_call_collectives_with_gradients() -> None:
+    import torch._dynamo  # once here, not in every forked rank; and not where tests are collected
+
     functions: dict[Callable[[torch.Tensor], Any], tuple[float, float]] = {
         lambda x: cc.all_reduce(x * 2) + 1: (5, 4),
         lambda x: cc.all_to_all(x * 2) + 1: (3, 2),
