@@ -6,16 +6,27 @@ import time
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 
 from ranktest import run_ranks
-from unified_ckpt import Shard, get_last_checkpoint, load, load_files, save, verify_checkpoint
+from unified_ckpt import (
+    Shard,
+    get_last_checkpoint,
+    load,
+    load_files,
+    random_state_files,
+    restore_random_state,
+    save,
+    verify_checkpoint,
+)
 from unified_ckpt.background.async_saving import async_save
 from unified_ckpt.background.config import AsyncSaverConfig
 from unified_ckpt.background.process import SaverProcess
 from unified_ckpt.background.saver import AsyncSaver
-from unified_ckpt.errors import SaveArgumentError, SaveError
+from unified_ckpt.errors import CheckpointValueError, SaveArgumentError, SaveError
+from unified_ckpt.files.storage import FsspecStore, Location
 from unified_ckpt.options import SaveOptions
 
 ROWS, COLUMNS = 40, 1000
@@ -270,3 +281,23 @@ def test_a_store_that_a_rank_cannot_reach_fails_on_all_ranks() -> None:
 
     for text in run_ranks(fn, 2, timeout_s=60):
         assert "rank 1 failed in 'connect to store'" in text
+
+
+def test_a_save_in_the_background_goes_to_a_store_by_its_url(
+    tmp_path: Path, saver: AsyncSaver
+) -> None:
+    url = f"file://{tmp_path}/run/checkpoint-1"
+    state = {"model": {"w": torch.arange(5.0)}}
+    response = async_save(state, checkpoint_id=url, rank_files=random_state_files(0), saver=saver)
+    report = response.upload_completion.result(timeout=60.0)
+    assert str(report.path) == url and not report.replaced
+    again = {"model": {"w": torch.zeros(5)}}
+    load(again, checkpoint_id=url)
+    assert torch.equal(again["model"]["w"], state["model"]["w"])
+    assert restore_random_state(url, 0) and verify_checkpoint(url).problems == ()
+
+
+def test_a_store_that_a_saver_process_cannot_open_is_refused_at_once(saver: AsyncSaver) -> None:
+    place = Location(store=FsspecStore(fsspec.filesystem("memory")), key="run/checkpoint-1")
+    with pytest.raises(CheckpointValueError, match="which a saver process opens anew"):
+        async_save({"model": {"w": torch.zeros(5)}}, checkpoint_id=place, saver=saver)

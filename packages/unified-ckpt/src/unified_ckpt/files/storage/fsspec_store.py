@@ -32,7 +32,7 @@ class FsspecStore:
         """The protocol and the root."""
         protocol = self._fs.protocol
         name = protocol if isinstance(protocol, str) else protocol[0]
-        return f"{name}://{self._root}".rstrip("/")
+        return f"{name}://{self._root}"
 
     def upload(self, key: str, buffers: Iterable[Buffer], *, num_bytes: int) -> None:
         """Write a file; object stores show it when it is closed."""

@@ -41,7 +41,8 @@ class Location:
         return replace(self, key=f"{self.key}/{name}" if self.key else name)
 
     def __str__(self) -> str:
-        return f"{self.store.url}/{self.key}"
+        url = self.store.url
+        return f"{url}/{self.key}" if is_url(url) else f"store://{url}/{self.key}"  # never a path
 
     def __repr__(self) -> str:
         return f"Location({str(self)!r})"
