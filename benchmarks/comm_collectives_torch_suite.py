@@ -13,6 +13,7 @@ looked for. A test that has to fail comes first: a harness that passes it measur
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -163,4 +164,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    finally:
+        shutil.rmtree(TEMP, ignore_errors=True)
