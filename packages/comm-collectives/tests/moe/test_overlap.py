@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 import comm_collectives as cc
-from comm_collectives.moe import Dispatched, dispatch_async
+from comm_collectives.errors import RefusedError
+from comm_collectives.moe import Dispatched, combine_async, dispatch_async
 from comm_collectives.moe.overlap import OverlappedMoe
 from ranktest import run_ranks
 
@@ -89,12 +90,43 @@ def test_asynchronous_dispatch_and_combine_return_handles_on_one_rank_and_many()
             coming = dispatch_async(x, idx, weights, num_experts=_EXPERTS, group=group)
             sent = coming.wait()
             y = sent.x * sent.topk_weights[:, None]
-            out = cc.combine(y, sent.handle, async_op=True).wait()
+            out = combine_async(y, sent.handle).wait()
             out.sum().backward()
             torch.testing.assert_close(out, x * weights.sum(1, keepdim=True))
             torch.testing.assert_close(x.grad, weights.detach().sum(1, keepdim=True).expand_as(x))
 
     run_ranks(fn, 2)
+
+
+def test_experts_that_raise_on_one_rank_are_an_error_on_every_rank() -> None:
+    """Whatever chunk it was: all ranks made the same calls, so the group goes on."""
+
+    def fn(rank: int, world_size: int) -> None:
+        for bad in (0, 1, 2):
+            x, idx, weights = _tokens(rank, 8)
+            chunks: list[int] = []
+
+            def experts(sent: Dispatched, chunks: list[int] = chunks, bad: int = bad):
+                chunks.append(len(chunks))
+                if rank == 1 and chunks[-1] == bad:
+                    raise MemoryError("no room for these rows")
+                return sent.x
+
+            moe = OverlappedMoe(num_experts=_EXPERTS, group=dist.group.WORLD, num_chunks=3)
+            with pytest.raises(RefusedError, match="rank 1: the experts raised MemoryError: no ro"):
+                moe(x, idx, weights, experts)
+            assert chunks == list(range(3 if rank == 0 else bad + 1))
+            assert cc.all_reduce(torch.ones(1)).item() == world_size
+
+    run_ranks(fn, 2)
+
+
+def test_experts_that_raise_on_one_rank_alone_raise_that() -> None:
+    def experts(sent: Dispatched) -> torch.Tensor:
+        raise MemoryError("no room for these rows")
+
+    with pytest.raises(MemoryError, match="no room"):
+        OverlappedMoe(num_experts=_EXPERTS)(*_tokens(0, 8), experts)
 
 
 def test_mistakes_are_refused_when_made() -> None:

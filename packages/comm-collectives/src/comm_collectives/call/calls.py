@@ -20,7 +20,7 @@ from comm_collectives.base.transport import Pending
 from comm_collectives.call.agreement import FLAGS, Comparison, compare
 from comm_collectives.call.failure_consensus import Report, first_failure, in_one_class
 from comm_collectives.call.failures import classify, describe_absent, first_line
-from comm_collectives.call.frames import Cargo, Frame, Frames, Notice, memory_of
+from comm_collectives.call.frames import Cargo, Frame, Frames, Notice, memory_at
 from comm_collectives.call.groups import GroupState, check_timeout
 from comm_collectives.call.opening import open_frames
 from comm_collectives.call.settling import settle
@@ -124,70 +124,85 @@ class Call:
 
         `sizes` announces, by rank, bytes that travel on a device afterwards.
         """
-        return self._exchange(_Cargo(parts=parts, sizes=sizes), status, refused)
+        return self.exchange(None, None, parts=parts, status=status, refused=refused, sizes=sizes)
 
     def exchange(
         self,
-        sent: Sequence[torch.Tensor],
-        place: Place,
+        sent: Sequence[torch.Tensor] | None,
+        place: Place | None,
         *,
         parts: Sequence[bytes] | None = None,
         status: int = 0,
         refused: Refusal = None,
+        sizes: Sequence[int] | None = None,
     ) -> Agreed:
         """Send each rank its data, behind what the ranks compare, and receive theirs. Collective.
 
         The first exchange of a call compares the calls; later ones find a rank that has left it.
 
         Args:
-            sent: by rank, flat uint8 on the host; not read if `refused`.
+            sent: by rank, flat uint8 on the host; not read if `refused`. None for `meet`.
             place: gets what all told and returns, by rank, flat uint8 on the host with room for
                 the sizes of `Agreed`. Where it returns a tensor of `sent` for this rank itself,
                 nothing is copied.
             parts: by rank, what it alone is told.
             status: flags that every rank shall know of.
             refused: what is wrong with this rank's arguments; every rank then raises.
+            sizes: see `meet`.
 
         Raises:
             RefusedError, RefusedTypeError: arguments of a rank are wrong.
             MismatchError: ranks make different calls.
             CollectiveTimeoutError, PeerFailedError: a rank did not come.
         """
-        cargo = _Cargo(parts=parts) if refused else _Cargo(sent=sent, place=place, parts=parts)
-        return self._exchange(cargo, status, refused)
-
-    @in_one_class
-    def _exchange(self, cargo: "_Cargo", status: int, refused: Refusal) -> Agreed:
-        refused = refused or self.refused
+        refused, rank = refused or self.refused, self.state.rank
+        if sent is None or refused is not None:
+            sent, cargo = None, Cargo(parts=parts, apart=sizes)
+        else:
+            sizes = [flat.numel() for flat in sent]
+            payloads = [memory_at(flat.data_ptr(), flat.numel()) for flat in sent]
+            cargo = Cargo(parts=parts, payloads=payloads)
         if self.state.size == 1:
             self.go_alone(refused)
-            return self._taken({}, status, cargo)[0]
-        frames = open_frames(self)
-        with self._leaving(frames):
-            while True:
-                refused = refused or self.state.pending.take_lost()
-                offered = cargo if refused is None else _Cargo()
-                theirs, comparison = self._compare(frames, status, offered, refused)
-                if comparison is None:
-                    self.number, self.step = self.state.next_call(), 0
-                    if self.is_noted:
-                        self.state.history.add(self.number, self._head(0))
-                elif not comparison.awaited or cargo.sent is None:
-                    break  # else those who take part with zeros now know what comes
-            agreed, targets = self._taken(theirs, comparison.flags, cargo)
-            frames.receive(targets, self)
-            return agreed
+            agreed = self._agreed({}, status, parts, sizes)
+            targets = self._targets(agreed, place)
+        else:
+            with self._leaving() as frames:
+                theirs, flags = self._offer(frames, status, cargo, refused)
+                agreed = self._agreed(theirs, flags, parts, sizes)
+                targets = self._targets(agreed, place)
+                memory = [memory_at(into.data_ptr(), into.numel()) for into in targets]
+                frames.receive(memory if targets else None, self)
+        if sent is not None and targets and targets[rank].data_ptr() != sent[rank].data_ptr():
+            targets[rank].copy_(sent[rank])
+        return agreed
 
-    @in_one_class
+    def _offer(
+        self, frames: Frames, status: int, cargo: Cargo, refused: Refusal
+    ) -> tuple[dict[int, Frame], int]:
+        """Offer this call until all ranks are in it; return their frames and flags."""
+        while True:
+            if not self.step:  # else it takes part in a backward, or goes on with its own
+                refused = refused or self.state.pending.take_lost()
+            theirs, comparison = self._compare(
+                frames, status, cargo if refused is None else Cargo(), refused
+            )
+            if comparison is None:
+                self.number, self.step = self.state.next_call(), 0
+                if self.is_noted:
+                    self.state.history.add(self.number, self._head(0))
+            elif not comparison.awaited or cargo.payloads is None:
+                return theirs, comparison.flags
+            # else those who take part with zeros now know what comes
+
     def answer(self) -> None:
         """Meet the others only to take part in the backward in which they are. Collective.
 
         Raises:
             CommError: what the others' call ends in.
         """
-        frames = open_frames(self)
-        with self._leaving(frames):
-            self._compare(frames, 0, _Cargo(), None)
+        with self._leaving() as frames:
+            self._compare(frames, 0, Cargo(), None)
 
     def go_alone(self, refused: Refusal) -> None:
         """Raise what is wrong with this rank's arguments, where the ranks do not meet."""
@@ -256,13 +271,13 @@ class Call:
         return f"rank {state.global_rank}: {self.name} call {self.number} of group {state.ranks}"
 
     def _compare(
-        self, frames: Frames, status: int, cargo: "_Cargo", refused: Refusal
+        self, frames: Frames, status: int, cargo: Cargo, refused: Refusal
     ) -> tuple[dict[int, Frame], Comparison | None]:
         """Offer this call's next step, and settle what differs; see `settle`."""
         self.step += 1
         head = self._head(status | Status.of(refused))
         signature = head.pack()
-        theirs = frames.offer(signature, step=self.step, cargo=cargo.memory(), waiter=self)
+        theirs = frames.offer(signature, step=self.step, cargo=cargo, waiter=self)
         if refused is None and all([f.head == (self.step, signature) for f in theirs.values()]):
             self.state.history.clear()
             return theirs, Comparison(flags=status & FLAGS)
@@ -286,28 +301,32 @@ class Call:
         """Say what the call is, for the other ranks' errors."""
         return self._whole_head(0).describe()
 
-    def _taken(
-        self, theirs: dict[int, Frame], flags: int, cargo: "_Cargo"
-    ) -> tuple[Agreed, list[memoryview] | None]:
-        """Return what the frames told, and the memory to which their data goes."""
-        rank, ranks = self.state.rank, range(self.state.size)
-        own_part = cargo.parts[rank] if cargo.parts else b""
-        parts = [own_part if r == rank else theirs[r].part for r in ranks]
-        sizes = [cargo.size_of(r) if r == rank else theirs[r].size for r in ranks]
-        agreed = Agreed(flags=flags, parts=parts, sizes=sizes)
-        if cargo.sent is None or cargo.place is None:
-            return agreed, None
-        targets = cargo.place(agreed)
+    def _agreed(
+        self,
+        theirs: dict[int, Frame],
+        flags: int,
+        parts: Sequence[bytes] | None,
+        sizes: Sequence[int] | None,
+    ) -> Agreed:
+        """What the frames told, this rank's own among them."""
+        own, ranks = self.state.rank, range(self.state.size)
+        own_part, own_size = parts[own] if parts else b"", sizes[own] if sizes else 0
+        return Agreed(
+            flags=flags,
+            parts=[own_part if r == own else theirs[r].part for r in ranks],
+            sizes=[own_size if r == own else theirs[r].size for r in ranks],
+        )
+
+    def _targets(self, agreed: Agreed, place: Place | None) -> Sequence[torch.Tensor]:
+        """The memory to which the data of all ranks goes, none for `meet`."""
+        targets = () if place is None else place(agreed)
         for r, target in enumerate(targets):
-            if target.numel() != sizes[r]:
+            if target.numel() != agreed.sizes[r]:
                 raise MismatchError(
-                    f"{self}: rank {self.state.ranks[r]} has {sizes[r]} bytes for this rank, which "
-                    f"expects {target.numel()} (at {self.site.text})"
+                    f"{self}: rank {self.state.ranks[r]} has {agreed.sizes[r]} bytes for this "
+                    f"rank, which expects {target.numel()} (at {self.site.text})"
                 )
-        own = cargo.sent[rank]
-        if targets[rank].data_ptr() != own.data_ptr():
-            targets[rank].copy_(own)
-        return agreed, [memory_of(target) for target in targets]
+        return targets
 
     def _head(self, status: int) -> CallSignature:
         if self.step <= 1:
@@ -330,14 +349,19 @@ class Call:
         )
 
     @contextmanager
-    def _leaving(self, frames: Frames) -> Iterator[None]:
-        """Let the other ranks know of an error that is only this rank's."""
+    def _leaving(self) -> Iterator[Frames]:
+        """Open the frames; let the other ranks know of an error, and raise it in their class."""
+        frames = None
         try:
-            yield
+            frames = open_frames(self)
+            yield frames
         except BaseException as error:
-            if self.number > frames.settled:
+            if frames is not None and self.number > frames.settled:
                 frames.fail(self.number, type(error).__name__, first_line(error))
-            raise
+            agreed = self.in_class_of_first(error) if isinstance(error, CommError) else error
+            if agreed is error:
+                raise
+            raise agreed from error
 
     def in_class_of_first(self, error: CommError) -> CommError:
         """Return the error in the class in which the first rank failed."""
@@ -357,25 +381,3 @@ class Call:
             f"{error}; the first failure was a {first.problem} of rank {first.rank} in "
             f"{first.name} call {first.number}"
         )
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Cargo:
-    """What a step of a call takes along; see `Call.exchange` and `Call.meet`."""
-
-    sent: Sequence[torch.Tensor] | None = None
-    place: Place | None = None
-    parts: Sequence[bytes] | None = None
-    sizes: Sequence[int] | None = None
-
-    def memory(self) -> Cargo:
-        """Return it as frames take it."""
-        payloads = None if self.sent is None else [memory_of(flat) for flat in self.sent]
-        return Cargo(parts=self.parts, payloads=payloads, apart=self.sizes)
-
-    def size_of(self, rank: int) -> int:
-        """Return how much data there is for a rank."""
-        if self.sent is not None:
-            return self.sent[rank].numel()
-        return 0 if self.sizes is None else self.sizes[rank]

@@ -12,7 +12,8 @@ from comm_collectives.collectives.arithmetic import OPS as OPS
 from comm_collectives.collectives.broadcasting import broadcast as broadcast
 from comm_collectives.collectives.broadcasting import broadcast_call as broadcast_call
 from comm_collectives.collectives.buckets import reduce_in_buckets as reduce_in_buckets
-from comm_collectives.collectives.exchange import exchange_rows as exchange_rows
+from comm_collectives.collectives.exchange import exchange_bytes as exchange_bytes
+from comm_collectives.collectives.exchange import on_host as on_host
 from comm_collectives.collectives.exchange import swap as swap
 from comm_collectives.collectives.gathers import all_gather as all_gather
 from comm_collectives.collectives.gathers import all_gather_call as all_gather_call

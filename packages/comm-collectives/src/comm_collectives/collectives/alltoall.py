@@ -16,7 +16,7 @@ import torch
 from comm_collectives._torch_private import graph_break
 from comm_collectives.base import as_bytes, check_dense, dense, new_tensor, num_bytes
 from comm_collectives.call import Agreed, Call, pack_counts, unpack_counts
-from comm_collectives.call.autograd import Back, attach, wants_grad, zeros_for
+from comm_collectives.call.autograd import Back, attach, wants_grad
 from comm_collectives.call.groups import Group, GroupState, group_state, wire_device_argument
 from comm_collectives.call.handles import Handle, launch
 from comm_collectives.call.signature import Argument, Status
@@ -181,7 +181,7 @@ def _all_to_all(
         exchange_rows(call, grads[0], received, sent, rows)
         return (rows,)
 
-    return attach((x,), (y,), call, Back(run=back, zeros=zeros_for(y)))[0]
+    return attach((x,), (y,), call, Back(run=back))[0]
 
 
 def _swap_rows(

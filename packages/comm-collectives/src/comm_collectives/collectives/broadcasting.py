@@ -17,7 +17,7 @@ from comm_collectives._torch_private import graph_break
 from comm_collectives.base import as_bytes, check_dense, dense, from_bytes, num_bytes
 from comm_collectives.base.transport import TransferHeader
 from comm_collectives.call import Agreed, Call
-from comm_collectives.call.autograd import Back, Gradients, attach, wants_grad, zeros_for
+from comm_collectives.call.autograd import Back, Gradients, attach, wants_grad
 from comm_collectives.call.groups import Group, GroupState, check_root, group_state
 from comm_collectives.call.handles import Handle, launch
 from comm_collectives.call.signature import Argument, Status
@@ -195,7 +195,7 @@ def _attach(x: torch.Tensor | None, y: torch.Tensor, got: _Got) -> torch.Tensor:
         return () if source_device is None else (total.to(source_device),)
 
     inputs = () if x is None else (x,)
-    return attach(inputs, (y,), got.call, Back(run=back, zeros=zeros_for(y)))[0]
+    return attach(inputs, (y,), got.call, Back(run=back))[0]
 
 
 def _one_header(call: Call, headers: Sequence[TransferHeader | None], src: int) -> TransferHeader:

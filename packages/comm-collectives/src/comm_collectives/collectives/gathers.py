@@ -16,7 +16,7 @@ import torch
 from comm_collectives._torch_private import graph_break
 from comm_collectives.base import dense
 from comm_collectives.call import Call
-from comm_collectives.call.autograd import Back, Gradients, attach, wants_grad, zeros_for
+from comm_collectives.call.autograd import Back, Gradients, attach, wants_grad
 from comm_collectives.call.groups import Group, GroupState, group_state
 from comm_collectives.call.handles import Handle, launch
 from comm_collectives.call.signature import Argument, Status
@@ -191,7 +191,7 @@ def all_gather_call(
     def back(grads: Gradients, call: Call) -> Gradients:
         return (reduce_rows(exchange_pieces(call, grads[0], counts), "sum"),)
 
-    return attach((x,), (y,), call, Back(run=back, zeros=zeros_for(y)))[0]
+    return attach((x,), (y,), call, Back(run=back))[0]
 
 
 def reduce_scatter_call(
@@ -236,4 +236,4 @@ def reduce_scatter_call(
     def finish(grads: Gradients) -> Gradients:
         return grads if op == "sum" else (grads[0] * factor,)
 
-    return attach((x,), (y,), call, Back(run=back, zeros=zeros_for(y), finish=finish))[0]
+    return attach((x,), (y,), call, Back(run=back, finish=finish))[0]

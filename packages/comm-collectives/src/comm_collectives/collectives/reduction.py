@@ -16,7 +16,7 @@ import torch
 from comm_collectives._torch_private import graph_break
 from comm_collectives.base import as_bytes, check_dense, dense, new_tensor
 from comm_collectives.call import Call
-from comm_collectives.call.autograd import Back, attach, wants_grad, zeros_for
+from comm_collectives.call.autograd import Back, attach, wants_grad
 from comm_collectives.call.groups import Group, GroupState, group_state, wire_device_argument
 from comm_collectives.call.handles import Handle, launch
 from comm_collectives.call.signature import Argument, Status
@@ -186,7 +186,7 @@ def _attach(x: torch.Tensor, reduced: _Reduced, op: str, call: Call) -> torch.Te
         return (grads[0] if factor is None else grads[0] * factor,)
 
     y = reduced.result
-    return attach((x,), (y,), call, Back(run=back, zeros=zeros_for(y), finish=finish))[0]
+    return attach((x,), (y,), call, Back(run=back, finish=finish))[0]
 
 
 def _reduce_on_host(call: Call, x: torch.Tensor, op: str, flags: int) -> tuple[int, _Reduced]:
@@ -213,20 +213,19 @@ def _reduce_pieces_on_host(
 ) -> tuple[int, _Reduced]:
     state = call.state
     splits = even_splits(flat.numel(), state.size)
-    room = state.scratch.take((state.size, splits[state.rank]), x.dtype, flat.device)
-    pieces, rows = flat.split(splits), list(room.rows)
-    # What is this rank's own is read where it is.
-    rows[state.rank] = pieces[state.rank]
-    sent, got = [as_bytes(piece) for piece in pieces], [as_bytes(row) for row in rows]
-    flags = call.exchange(sent, lambda _: got, status=flags).flags
     whole = new_tensor(flat.shape, x.dtype, flat.device)
-    parts = whole.split(splits)
-    reduce_into(parts[state.rank], rows, op)
+    pieces, parts = flat.split(splits), whole.split(splits)
     factor = None
-    if flags & Status.WANTS_GRAD and op not in NO_FACTOR:
-        factor = return_pieces(call, gradient_factors(torch.stack(rows), op), splits)
-        factor = factor.view(x.shape).to(x.device)
-    state.scratch.give_back(room)
+    with state.scratch.lease(flat.device) as lease:
+        rows = list(lease.take((state.size, splits[state.rank]), x.dtype))
+        # What is this rank's own is read where it is.
+        rows[state.rank] = pieces[state.rank]
+        sent, got = [as_bytes(piece) for piece in pieces], [as_bytes(row) for row in rows]
+        flags = call.exchange(sent, lambda _: got, status=flags).flags
+        reduce_into(parts[state.rank], rows, op)
+        if flags & Status.WANTS_GRAD and op not in NO_FACTOR:
+            factor = return_pieces(call, gradient_factors(torch.stack(rows), op), splits)
+            factor = factor.view(x.shape).to(x.device)
     shown = [as_bytes(part) for part in parts]
     call.exchange([shown[state.rank]] * state.size, lambda _: shown)
     return flags, _Reduced(result=whole.view(x.shape).to(x.device), factor=factor)

@@ -22,7 +22,7 @@ from comm_collectives.base import (
 )
 from comm_collectives.base.transport import TransferHeader
 from comm_collectives.call import Agreed, Call
-from comm_collectives.call.autograd import Back, Gradients, attach, wants_grad, zeros_for
+from comm_collectives.call.autograd import Back, Gradients, attach, wants_grad
 from comm_collectives.call.groups import Group, GroupState, check_root, group_state
 from comm_collectives.call.handles import Handle, launch
 from comm_collectives.call.signature import Argument, Status
@@ -209,7 +209,7 @@ def _attach_gather(
         send_from_one(call, torch.cat([as_bytes(grad) for grad in grads]), sizes, dst, own)
         return (from_bytes(own, dtype, shape),)
 
-    return list(attach((x,), parts, call, Back(run=back, zeros=zeros_for(*parts))))
+    return list(attach((x,), parts, call, Back(run=back)))
 
 
 def _scatter(
@@ -289,7 +289,7 @@ def _attach_scatter(
         pieces = zip(whole.split(sizes), shapes, strict=True) if shapes else ()
         return tuple(from_bytes(piece, dtype, shape) for piece, shape in pieces)
 
-    return attach(given, (y,), call, Back(run=back, zeros=zeros_for(y)))[0]
+    return attach(given, (y,), call, Back(run=back))[0]
 
 
 def _checked_tensors(tensors: object, size: int) -> Sequence[torch.Tensor]:

@@ -5,6 +5,7 @@ May import: base, call, collectives, planning.
 
 from comm_collectives.moe.dispatch_combine import Dispatched as Dispatched
 from comm_collectives.moe.dispatch_combine import combine as combine
+from comm_collectives.moe.dispatch_combine import combine_async as combine_async
 from comm_collectives.moe.dispatch_combine import dispatch as dispatch
 from comm_collectives.moe.dispatch_combine import dispatch_async as dispatch_async
 from comm_collectives.moe.handle import DispatchHandle as DispatchHandle

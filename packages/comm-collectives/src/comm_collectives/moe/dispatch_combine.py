@@ -13,7 +13,7 @@ Legend: T tokens, D hidden size, K choices per token, R received rows, E experts
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, cast, overload
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -21,19 +21,21 @@ from torch.autograd.function import once_differentiable
 from comm_collectives._torch_private import graph_break
 from comm_collectives.base import check_dense
 from comm_collectives.call import Call
-from comm_collectives.call.autograd import Back, attach, wants_grad, zeros_for
+from comm_collectives.call.autograd import Back, attach
 from comm_collectives.call.groups import Group, group_state
-from comm_collectives.call.handles import Handle, finished, launch
+from comm_collectives.call.handles import Handle, finished, launch, turn
 from comm_collectives.call.signature import Argument, Status
 from comm_collectives.errors import CommTypeError, CommValueError
+from comm_collectives.moe.deepep import DeepEpBackend
 from comm_collectives.moe.handle import Contract
 from comm_collectives.moe.handle import DispatchHandle as DispatchHandle
 from comm_collectives.moe.options import DEFAULT_OPTIONS, MoeOptions
-from comm_collectives.moe.request import FLOATS, AgreedRoute, Request, flags_of_all
-from comm_collectives.moe.routes import Leg
+from comm_collectives.moe.request import FLOATS, DispatchSpec
+from comm_collectives.moe.routes import Leg, Routing
 from comm_collectives.planning.wire import Movement
 
 _Tensors = tuple[torch.Tensor, ...]
+_Refusal = ValueError | TypeError | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +92,12 @@ def dispatch(
         MismatchError: ranks differ in hidden size, dtypes, num_experts or options.
         CommError: an exchange failed; see the subclasses.
     """
-    request = _request(x, topk_idx, topk_weights, num_experts, group, expert_alignment, options)
-    return cast(Dispatched, _dispatch(request, async_op=False))
+    spec = _spec(num_experts, expert_alignment, options, group)
+    with turn(spec.state):
+        return _dispatch(x, topk_idx, topk_weights, spec)
 
 
+@graph_break
 def dispatch_async(
     x: torch.Tensor,
     topk_idx: torch.Tensor,
@@ -105,34 +109,21 @@ def dispatch_async(
     options: MoeOptions = DEFAULT_OPTIONS,
 ) -> Handle[Dispatched]:
     """As `dispatch`, but return at once; the handle's `wait` returns the rows. Collective."""
-    request = _request(x, topk_idx, topk_weights, num_experts, group, expert_alignment, options)
-    return cast(Handle[Dispatched], _dispatch(request, async_op=True))
+    spec = _spec(num_experts, expert_alignment, options, group)
+    if spec.state is None:
+        return finished("dispatch", _dispatch(x, topk_idx, topk_weights, spec))
+    inputs = _tensors(x, topk_idx, topk_weights)
+
+    def run() -> Dispatched:
+        return _dispatch(x, topk_idx, topk_weights, spec)
+
+    return launch(spec.state, "dispatch", run, inputs=inputs, async_op=True)  # type: ignore[no-any-return]
 
 
-@overload
-def combine(
-    y: torch.Tensor,
-    handle: DispatchHandle,
-    *,
-    timeout_s: float | None = ...,
-    async_op: Literal[False] = ...,
-) -> torch.Tensor: ...
-@overload
-def combine(
-    y: torch.Tensor,
-    handle: DispatchHandle,
-    *,
-    timeout_s: float | None = ...,
-    async_op: Literal[True],
-) -> Handle[torch.Tensor]: ...
 @graph_break
 def combine(
-    y: torch.Tensor,
-    handle: DispatchHandle,
-    *,
-    timeout_s: float | None = None,
-    async_op: bool = False,
-) -> torch.Tensor | Handle[torch.Tensor]:
+    y: torch.Tensor, handle: DispatchHandle, *, timeout_s: float | None = None
+) -> torch.Tensor:
     """Bring the experts' rows back and sum those of each token.
 
     Collective over the group of the dispatch, and so is its backward: gradients of the rows that
@@ -149,7 +140,6 @@ def combine(
             dtype on every rank; padding rows are ignored.
         handle: of the dispatch.
         timeout_s: limit in seconds; None is the limit given to dispatch.
-        async_op: return a Handle at once; its `wait` returns the sums.
 
     Returns:
         [T, D'] of y's dtype; zeros for a token without experts.
@@ -159,49 +149,45 @@ def combine(
         MismatchError: ranks differ in hidden size, dtype or the dispatch whose handle they give.
         CommError: the exchange failed; see the subclasses.
     """
-    if not isinstance(handle, DispatchHandle):
-        raise CommTypeError(f"handle is a {type(handle).__name__}; give that of the dispatch")
-    limit_s = handle.timeout_s if timeout_s is None else timeout_s
+    _check_handle(handle)
+    with turn(handle.state):
+        return _combine(y, handle, timeout_s)
+
+
+@graph_break
+def combine_async(
+    y: torch.Tensor, handle: DispatchHandle, *, timeout_s: float | None = None
+) -> Handle[torch.Tensor]:
+    """As `combine`, but return at once; the handle's `wait` returns the sums. Collective."""
+    _check_handle(handle)
     if handle.state is None:
-        _check_rows(y, handle)
-        out = _move_back(y, handle, Status.WANTS_GRAD)
-        return finished("combine", out) if async_op else out
-    state = handle.state
+        return finished("combine", _combine(y, handle, timeout_s))
 
     def run() -> torch.Tensor:
-        refused: ValueError | TypeError | None = None
-        arguments: tuple[Argument, ...] = ()
+        return _combine(y, handle, timeout_s)
+
+    return launch(handle.state, "combine", run, inputs=_tensors(y), async_op=True)  # type: ignore[no-any-return]
+
+
+def refuse_combine(handle: DispatchHandle, error: BaseException) -> Handle[torch.Tensor]:
+    """Take part in the combine of a dispatch whose experts failed here: all ranks raise."""
+    if handle.state is None:
+        raise error
+
+    def run() -> torch.Tensor:
         try:
-            _check_rows(y, handle)
-            arguments = (
-                Argument("dispatch call", handle.number),
-                Argument("hidden size", y.shape[1]),
-                Argument.of_dtype(y.dtype),
-            )
-        except (TypeError, ValueError) as error:
-            refused = error
-        call = Call(state, "combine", arguments=arguments, timeout_s=limit_s)
-        wanted = refused is None and wants_grad(y, handle.anchor)
-        flags = flags_of_all(call, Status.WANTS_GRAD if wanted else 0, refused)
-        return _move_back(y, handle, flags, call)
+            raise CommValueError(f"the experts raised {type(error).__name__}: {error}") from error
+        except CommValueError as refused:
+            return _combine(handle.anchor, handle, None, refused)
 
-    return cast(torch.Tensor, launch(state, "combine", run, inputs=_tensors(y), async_op=async_op))
+    return launch(handle.state, "combine", run, inputs=[], async_op=True)  # type: ignore[no-any-return]
 
 
-def _request(
-    x: torch.Tensor,
-    topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor,
-    num_experts: int,
-    group: Group | None,
-    alignment: int,
-    options: MoeOptions,
-) -> Request:
+def _spec(
+    num_experts: int, alignment: int, options: MoeOptions, group: Group | None
+) -> DispatchSpec:
     given = None if group is None else group_state(group)
-    return Request(
-        x=x,
-        topk_idx=topk_idx,
-        topk_weights=topk_weights,
+    return DispatchSpec(
         num_experts=num_experts,
         alignment=alignment,
         options=options,
@@ -210,74 +196,110 @@ def _request(
     )
 
 
-def _dispatch(request: Request, *, async_op: bool) -> Dispatched | Handle[Dispatched]:
-    state = request.state
-    if state is None:
-        out = _move_out(request, request.agree_alone())
-        return finished("dispatch", out) if async_op else out
-
-    def run() -> Dispatched:
-        return _move_out(request, request.agree(state))
-
-    inputs = _tensors(request.x, request.topk_idx, request.topk_weights)
-    launched: Handle[Dispatched] = launch(state, "dispatch", run, inputs=inputs, async_op=async_op)
-    return launched
-
-
-def _move_out(request: Request, agreed: AgreedRoute) -> Dispatched:
-    """Bring the rows to the experts, and make that part of the graph."""
-    x, weights, routing = request.x, request.topk_weights, agreed.routing
-    out = _leg("dispatch", agreed.contract, agreed.call)
-    x_RD, weights_R = routing.to_experts(x.detach(), weights.detach(), out)
+def _dispatch(
+    x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, spec: DispatchSpec
+) -> Dispatched:
+    options, state, refused = spec.options, spec.state, None
+    arguments: tuple[Argument, ...] = ()
+    try:
+        check_dense(x, "x")
+        contract = spec.contract(x.shape, x.dtype, x.device, topk_idx, topk_weights)
+        if isinstance(options.backend, DeepEpBackend) and state is not None:
+            options.backend.check(x, topk_idx, topk_weights, group=spec.group)
+        choices, routing = spec.route(contract, topk_idx)
+        arguments = contract.arguments()
+    except (TypeError, ValueError) as error:
+        if state is None:
+            raise
+        refused = error
+    call = None
+    if state is not None:
+        reuses = Argument("reuse given", int(options.reuse is not None))
+        arguments = (*arguments, reuses)
+        call = Call(state, "dispatch", arguments=arguments, timeout_s=options.timeout_s)
+        if refused is not None or call.refused is not None:
+            call.meet(refused=refused)
+    wants = torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad)
+    leg = _leg("dispatch", contract, call, flags=Status.WANTS_GRAD if wants else 0)
+    if options.reuse is None:
+        leg.tell(routing)
+    x_RD, weights_R = routing.to_experts(x.detach(), topk_weights.detach(), leg)
     outputs: _Tensors = x_RD, weights_R, x.new_zeros(0)
-
-    def back(grads: _Tensors, call: Call | None) -> _Tensors:
-        leg = _leg("dispatch_backward", agreed.contract, call)
-        return routing.to_tokens(grads[0], grads[1], leg)
-
-    if agreed.flags & Status.WANTS_GRAD and agreed.call is None:
-        outputs = _Local.apply(back, outputs, x, weights)
-    elif agreed.flags & Status.WANTS_GRAD and agreed.call is not None:
-        way_back = Back(run=back, zeros=zeros_for(*outputs))
-        outputs = attach((x, weights), outputs, agreed.call, way_back)
+    num_rows = x_RD.shape[0]
+    if leg.flags & Status.WANTS_GRAD:
+        back = _back_of_dispatch(routing, contract)
+        inputs = (x, topk_weights)
+        if call is None:
+            outputs = _Local.apply(back, outputs, *inputs)
+        else:
+            outputs = attach(inputs, outputs, call, Back(run=back))
+    handle = DispatchHandle(
+        routing=routing,
+        choices=choices,
+        contract=contract,
+        state=state,
+        number=0 if call is None else call.number,
+        expert_alignment=spec.alignment,
+        num_rows=num_rows,
+        timeout_s=options.timeout_s,
+        anchor=outputs[2],
+    )
     return Dispatched(
         x=outputs[0],
         topk_weights=outputs[1],
         num_tokens_per_expert=routing.num_tokens_per_expert,
-        handle=DispatchHandle(
-            routing=routing,
-            choices=agreed.choices,
-            contract=agreed.contract,
-            state=request.state,
-            number=0 if agreed.call is None else agreed.call.number,
-            expert_alignment=request.alignment,
-            num_rows=x_RD.shape[0],
-            timeout_s=request.options.timeout_s,
-            anchor=outputs[2],
-        ),
+        handle=handle,
     )
 
 
-def _move_back(
-    y: torch.Tensor, handle: DispatchHandle, flags: int, call: Call | None = None
+def _combine(
+    y: torch.Tensor, handle: DispatchHandle, timeout_s: float | None, refused: _Refusal = None
 ) -> torch.Tensor:
-    """Bring the rows to their tokens, and make that part of the graph."""
-    routing, contract = handle.routing, handle.contract
-    leg = _leg("combine", contract, call)
+    state, contract, routing = handle.state, handle.contract, handle.routing
+    arguments: tuple[Argument, ...] = ()
+    try:
+        if refused is None:
+            _check_rows(y, handle)
+            arguments = (
+                Argument("dispatch call", handle.number),
+                Argument("hidden size", y.shape[1]),
+                Argument.of_dtype(y.dtype),
+            )
+    except (TypeError, ValueError) as error:
+        if state is None:
+            raise
+        refused = error
+    call = None
+    if state is not None:
+        limit_s = handle.timeout_s if timeout_s is None else timeout_s
+        call = Call(state, "combine", arguments=arguments, timeout_s=limit_s)
+        if refused is not None or call.refused is not None:
+            call.meet(refused=refused)
+    wants = torch.is_grad_enabled() and (y.requires_grad or handle.anchor.requires_grad)
+    leg = _leg("combine", contract, call, flags=Status.WANTS_GRAD if wants else 0)
     out_TD = routing.rows_to_tokens(y.detach().contiguous(), leg)
+    if not leg.flags & Status.WANTS_GRAD:
+        return out_TD
 
     def back(grads: _Tensors, call: Call | None) -> _Tensors:
         y_RD = routing.rows_to_experts(grads[0], _leg("combine_backward", contract, call))
         return y_RD, y_RD.new_zeros(0)
 
-    if not flags & Status.WANTS_GRAD:
-        return out_TD
     inputs, outputs = (y, handle.anchor), (out_TD,)
     if call is None:
-        return cast(torch.Tensor, _Local.apply(back, outputs, *inputs)[0])
+        return _Local.apply(back, outputs, *inputs)[0]  # type: ignore[no-any-return]
     # The gradients of these rows go on to the tokens, which are other ranks' too.
-    way_back = Back(run=back, zeros=zeros_for(*outputs), others_lose=True)
-    return attach(inputs, outputs, call, way_back)[0]
+    return attach(inputs, outputs, call, Back(run=back, others_lose=True))[0]
+
+
+def _back_of_dispatch(
+    routing: Routing, contract: Contract
+) -> Callable[[_Tensors, Call | None], _Tensors]:
+    def back(grads: _Tensors, call: Call | None) -> _Tensors:
+        leg = _leg("dispatch_backward", contract, call)
+        return routing.to_tokens(grads[0], grads[1], leg)
+
+    return back
 
 
 class _Local(torch.autograd.Function):
@@ -299,14 +321,19 @@ class _Local(torch.autograd.Function):
         return (None, None, *ctx.back(tuple(grad.contiguous() for grad in grads), None))
 
 
-def _leg(movement: Movement, contract: Contract, call: Call | None) -> Leg:
+def _leg(movement: Movement, contract: Contract, call: Call | None, flags: int = 0) -> Leg:
     quantised = movement == "dispatch" or (contract.quantize_backward and movement != "combine")
-    return Leg(movement=movement, payload=contract.payload if quantised else "full", call=call)
+    return Leg(movement, contract.payload if quantised else "full", call, flags=flags)
 
 
 def _tensors(*given: object) -> list[torch.Tensor]:
     """Those of the arguments, checked later, that are tensors."""
     return [x for x in given if isinstance(x, torch.Tensor)]
+
+
+def _check_handle(handle: object) -> None:
+    if not isinstance(handle, DispatchHandle):
+        raise CommTypeError(f"handle is a {type(handle).__name__}; give that of the dispatch")
 
 
 def _check_rows(y: torch.Tensor, handle: DispatchHandle) -> None:

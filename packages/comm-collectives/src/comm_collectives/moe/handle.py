@@ -1,6 +1,7 @@
 """What a dispatch leaves behind for its combine, and for a later dispatch of the same choices."""
 
 from dataclasses import dataclass, fields
+from typing import get_args
 
 import torch
 
@@ -8,7 +9,7 @@ from comm_collectives.call.groups import GroupState
 from comm_collectives.call.signature import Argument
 from comm_collectives.errors import CommValueError
 from comm_collectives.moe.routes import Routing
-from comm_collectives.moe.rows import Payload, SortedChoices, row_codec
+from comm_collectives.moe.rows import Payload, SortedChoices
 from comm_collectives.planning.wire import ROUTES, Route
 
 
@@ -35,7 +36,7 @@ class Contract:
             Argument.of_dtype(self.weight_dtype, "dtype of topk_weights"),
             Argument("route", ROUTES.index(self.route), self.route),
             Argument("ranks_per_node", self.ranks_per_node),
-            Argument("payload", row_codec(self.payload, self.dtype).word, self.payload),
+            Argument("payload", get_args(Payload).index(self.payload), self.payload),
             Argument("quantize_backward", int(self.quantize_backward)),
             Argument("backend", int(self.backend != "torch"), self.backend),
         )

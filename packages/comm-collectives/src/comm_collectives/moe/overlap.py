@@ -14,9 +14,14 @@ from dataclasses import dataclass
 import torch
 
 from comm_collectives.call.groups import Group, check_integer
-from comm_collectives.call.handles import Handle
+from comm_collectives.call.handles import Caught, Handle
 from comm_collectives.errors import CommValueError
-from comm_collectives.moe.dispatch_combine import Dispatched, combine, dispatch_async
+from comm_collectives.moe.dispatch_combine import (
+    Dispatched,
+    combine_async,
+    dispatch_async,
+    refuse_combine,
+)
 from comm_collectives.moe.options import DEFAULT_OPTIONS, MoeOptions
 
 
@@ -63,6 +68,7 @@ class OverlappedMoe:
                 takes them, weights applied.
 
         Raises:
+            RefusedError: the experts raised on a rank (on every rank).
             As dispatch and combine.
         """
         chunks = list(
@@ -72,11 +78,19 @@ class OverlappedMoe:
         )
         coming = self._dispatch(*chunks[0])
         returning = []
+        failed = Caught(Exception)
         for i in range(self.num_chunks):
             sent = coming.wait()
             if i + 1 < self.num_chunks:
                 coming = self._dispatch(*chunks[i + 1])
-            returning.append(combine(experts(sent), sent.handle, async_op=True))
+            # All ranks make the same calls to the end, also those whose experts raise.
+            if failed.error is None:
+                with failed:
+                    rows = experts(sent)
+            if failed.error is None:
+                returning.append(combine_async(rows, sent.handle))
+            else:
+                returning.append(refuse_combine(sent.handle, failed.error))
         return torch.cat([handle.wait() for handle in returning])
 
     def _dispatch(

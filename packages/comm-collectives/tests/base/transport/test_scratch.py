@@ -1,5 +1,6 @@
 """Scratch memory: reused when it is large enough, never by two callers."""
 
+import pytest
 import torch
 
 from comm_collectives.base.transport.scratch import ScratchPool
@@ -7,48 +8,64 @@ from comm_collectives.base.transport.scratch import ScratchPool
 _HOST = torch.device("cpu")
 
 
+def _buffer(rows: torch.Tensor) -> int:
+    return rows.untyped_storage().data_ptr()
+
+
 def test_buffer_is_reused_for_smaller_and_slightly_larger_rows() -> None:
     pool = ScratchPool()
-    first = pool.take((80, 4), torch.float32, _HOST)
-    pool.give_back(first)
+    with pool.lease(_HOST) as lease:
+        first = _buffer(lease.take((80, 4), torch.float32))
     for shape, dtype in (
         ((80, 4), torch.float32),
         ((10, 8), torch.float64),
         ((88, 4), torch.int32),
     ):
-        again = pool.take(shape, dtype, _HOST)
-        assert again.rows.shape == shape
-        assert again.rows.dtype == dtype
-        assert again.buffer is first.buffer
-        pool.give_back(again)
+        with pool.lease(_HOST) as lease:
+            again = lease.take(shape, dtype)
+            assert again.shape == shape
+            assert again.dtype == dtype
+            assert _buffer(again) == first
 
 
 def test_two_takers_get_two_buffers() -> None:
     pool = ScratchPool()
-    pool.give_back(pool.take((4,), torch.uint8, _HOST))
-    one, two = (pool.take((4,), torch.uint8, _HOST) for _ in range(2))
-    one.rows.fill_(1)
-    two.rows.fill_(2)
-    assert one.rows.tolist() == [1] * 4
+    with pool.lease(_HOST) as lease:
+        lease.take((4,), torch.uint8)
+    with pool.lease(_HOST) as one, pool.lease(_HOST) as two:
+        taken = [lease.take((4,), torch.uint8) for lease in (one, one, two)]
+        assert len({_buffer(rows) for rows in taken}) == 3
 
 
 def test_small_buffer_gives_way_to_a_large_one() -> None:
     pool = ScratchPool()
-    pool.give_back(pool.take((4,), torch.uint8, _HOST))
-    large = pool.take((4000,), torch.uint8, _HOST)
-    pool.give_back(large)
-    assert pool.take((3,), torch.uint8, _HOST).buffer is large.buffer
+    with pool.lease(_HOST) as lease:
+        lease.take((4,), torch.uint8)
+    with pool.lease(_HOST) as lease:
+        large = _buffer(lease.take((4000,), torch.uint8))
+    with pool.lease(_HOST) as lease:
+        assert _buffer(lease.take((3,), torch.uint8)) == large
 
 
 def test_at_most_two_buffers_are_kept() -> None:
     pool = ScratchPool()
-    taken = [pool.take((8,), torch.uint8, _HOST) for _ in range(5)]
-    for scratch in taken:
-        pool.give_back(scratch)
-    kept = {id(scratch.buffer) for scratch in taken[:2]}
-    again = [pool.take((8,), torch.uint8, _HOST) for _ in range(3)]
-    assert sum(id(scratch.buffer) in kept for scratch in again) == 2
+    with pool.lease(_HOST) as lease:
+        taken = [lease.take((8,), torch.uint8) for _ in range(5)]
+    kept = {_buffer(rows) for rows in taken}
+    with pool.lease(_HOST) as lease:
+        again = [lease.take((8,), torch.uint8) for _ in range(3)]
+        assert sum(_buffer(rows) in kept for rows in again) == 2
+
+
+def test_memory_of_a_transfer_that_failed_is_not_given_to_others() -> None:
+    pool = ScratchPool()
+    with pytest.raises(RuntimeError), pool.lease(_HOST) as lease:
+        lost = lease.take((8,), torch.uint8)
+        raise RuntimeError("gloo closed the connection")
+    with pool.lease(_HOST) as lease:
+        assert _buffer(lease.take((8,), torch.uint8)) != _buffer(lost)
 
 
 def test_no_rows_need_no_memory() -> None:
-    assert ScratchPool().take((0, 5), torch.bfloat16, _HOST).rows.shape == (0, 5)
+    with ScratchPool().lease(_HOST) as lease:
+        assert lease.take((0, 5), torch.bfloat16).shape == (0, 5)

@@ -276,6 +276,12 @@ def _layer(name: str, options: MoeOptions, repeats: int = 1) -> list[Tensor]:
     return [t.detach() for t in (out, x.grad, weight.grad, sent.x, sent.topk_weights)]
 
 
+def _learnt(routing: Routing, counts_L: list[int]) -> Routing:
+    """A routing to whose local experts all ranks together send so many rows."""
+    routing.learn([counts_L])
+    return routing
+
+
 @pytest.mark.parametrize("kind", ["buffer", "elastic"])
 def test_movements_over_what_deepep_documents_equal_brute_force(kind: str) -> None:
     def fn(rank: int, world_size: int) -> None:
@@ -284,7 +290,9 @@ def test_movements_over_what_deepep_documents_equal_brute_force(kind: str) -> No
                 continue  # ElasticBuffer refuses the same expert twice
 
             def make(idx: Tensor, counts: list[int], alignment: int = alignment) -> Routing:
-                return DeepEpRouting(_make_calls(kind), idx, _E, counts, alignment)
+                return _learnt(
+                    DeepEpRouting(_make_calls(kind), idx, [[0] * _LOCAL] * _W, alignment), counts
+                )
 
             _check_movements(make, name, alignment)
 
@@ -349,7 +357,8 @@ def test_what_deepep_raises_names_the_call() -> None:
             raise RuntimeError("DeepEP error: timeout (dispatch CPU)")
 
     calls = BufferCalls(_Failing(), {}, {})
-    routing = DeepEpRouting(calls, torch.zeros(2, _K, dtype=torch.int64), _E, [6, 0, 0, 0], 1)
+    made = DeepEpRouting(calls, torch.zeros(2, _K, dtype=torch.int64), [[0] * _LOCAL] * _W, 1)
+    routing = _learnt(made, [6, 0, 0, 0])
     with pytest.raises(CommError, match=r"dispatch: DeepEP failed: DeepEP error: timeout"):
         routing.to_experts(torch.ones(2, _D), torch.ones(2, _K), _TRAVEL)
 
@@ -360,7 +369,8 @@ def test_counts_that_differ_from_the_announced_ones_are_an_error() -> None:
             return x[:1], idx[:1], idx[:1], [3, 0, 0, 0], None
 
     calls = BufferCalls(_Lossy(), {}, {})
-    routing = DeepEpRouting(calls, torch.zeros(2, _K, dtype=torch.int64), _E, [6, 0, 0, 0], 1)
+    made = DeepEpRouting(calls, torch.zeros(2, _K, dtype=torch.int64), [[0] * _LOCAL] * _W, 1)
+    routing = _learnt(made, [6, 0, 0, 0])
     with pytest.raises(CommError, match=r"delivered \(3, 0, 0, 0\) rows .* announced \(6, 0, 0"):
         routing.to_experts(torch.ones(2, _D), torch.ones(2, _K), _TRAVEL)
 
@@ -417,7 +427,8 @@ def test_movements_over_deepep_equal_brute_force(kind: str, tmp_path: Path) -> N
             backend.check(*inputs, group=group)
 
             def make(idx: Tensor, counts: list[int], alignment: int = alignment) -> Routing:
-                return backend.routing(idx, num_experts=_E, counts_L=counts, alignment=alignment)
+                told = [[0] * _LOCAL] * _W
+                return _learnt(backend.routing(idx, told=told, alignment=alignment), counts)
 
             _check_movements(make, name, alignment, repeats=repeats)
             ours = _layer(name, MoeOptions(), repeats)

@@ -10,7 +10,7 @@ from torch import Tensor
 import comm_collectives as cc
 from comm_collectives.moe import Dispatched
 from comm_collectives.moe.options import MoeOptions
-from comm_collectives.moe.rows.payload import row_codec
+from comm_collectives.moe.rows.payload import RowCodec
 from ranktest import run_ranks
 
 _E, _D, _K = 8, 130, 3  # 130: a whole block and a short one
@@ -34,7 +34,7 @@ def _inputs(rank: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tens
 
 
 def _rounded(x: Tensor, payload: Any) -> Tensor:
-    codec = row_codec(payload, x.dtype)
+    codec = RowCodec(payload)
     return codec.decode(codec.encode(x), hidden=x.shape[1], dtype=x.dtype)
 
 

@@ -9,7 +9,7 @@ from comm_collectives.base.transport.header import FIRST_WORDS as FIRST_WORDS
 from comm_collectives.base.transport.header import IS_GRADIENT as IS_GRADIENT
 from comm_collectives.base.transport.header import WANTS_GRADIENT as WANTS_GRADIENT
 from comm_collectives.base.transport.header import TransferHeader as TransferHeader
-from comm_collectives.base.transport.scratch import Scratch as Scratch
+from comm_collectives.base.transport.scratch import Lease as Lease
 from comm_collectives.base.transport.scratch import ScratchPool as ScratchPool
 from comm_collectives.base.transport.shm_region import Region as Region
 from comm_collectives.base.transport.transport import Pending as Pending

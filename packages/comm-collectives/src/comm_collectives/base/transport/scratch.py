@@ -4,16 +4,15 @@ A fresh buffer of a megabyte costs more in page faults than its bytes cost to mo
 connection. Rows on the wire live only inside one call, so a group keeps the few buffers that its
 calls need at a time. On accelerators torch's allocator does this already, and nothing is kept.
 
-Invariant: a buffer is either in the pool or with one caller. A caller whose transfer failed does
-not return it, because the backend may still write into it.
+Invariant: a buffer is either in the pool or with one caller. A caller whose transfer failed keeps
+it, because the backend may still write into it.
 
-    scratch = pool.take((1024, 256), torch.float32, torch.device("cpu"))
-    ...                              # use scratch.rows
-    pool.give_back(scratch)
+    with pool.lease(torch.device("cpu")) as lease:
+        rows = lease.take((1024, 256), torch.float32)         # until the block ends
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from typing import final
 
 import torch
@@ -24,14 +23,6 @@ _KEPT = 2  # one for what is sent and one for what is received
 _SPARE = 8  # a new buffer is an eighth larger than asked, since routed rows vary from call to call
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scratch:
-    """Uninitialised rows, and the buffer that they are the beginning of."""
-
-    rows: torch.Tensor
-    buffer: torch.Tensor
-
-
 @final
 class ScratchPool:
     """At most two host buffers, each as large as the largest call so far needed."""
@@ -39,19 +30,33 @@ class ScratchPool:
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
 
-    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Scratch:
-        """Return uninitialised rows [*shape]; from the pool if a buffer there is large enough."""
-        needed = num_bytes(dtype, shape)
-        buffer = self._pop(needed) if device.type == "cpu" else None
-        if buffer is None:
-            size = needed + needed // _SPARE if device.type == "cpu" else needed
-            buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        return Scratch(rows=from_bytes(buffer[:needed], dtype, shape), buffer=buffer)
+    def lease(self, device: torch.device) -> "Lease":
+        """Return a block in which rows on a device are taken, and after which they are free."""
+        return Lease(self._free, device)
 
-    def give_back(self, scratch: Scratch) -> None:
-        """Return rows that nobody reads or writes any more."""
-        if scratch.buffer.device.type == "cpu" and len(self._free) < _KEPT:
-            self._free.append(scratch.buffer)
+
+@final
+class Lease(AbstractContextManager["Lease"]):
+    """Rows that are taken inside the block; free for others when it ends without an exception."""
+
+    def __init__(self, free: list[torch.Tensor], device: torch.device) -> None:
+        self._free, self._device = free, device
+        self._taken: list[torch.Tensor] = []
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return uninitialised rows [*shape]; from the pool if a buffer there is large enough."""
+        needed, is_kept = num_bytes(dtype, shape), self._device.type == "cpu"
+        buffer = self._pop(needed) if is_kept else None
+        if buffer is None:
+            size = needed + needed // _SPARE if is_kept else needed
+            buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+        if is_kept:
+            self._taken.append(buffer)
+        return from_bytes(buffer[:needed], dtype, shape)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self._free.extend(self._taken[: max(0, _KEPT - len(self._free))])
 
     def _pop(self, needed: int) -> torch.Tensor | None:
         while True:

@@ -7,4 +7,3 @@ from comm_collectives.call.autograd.backward_node import Back as Back
 from comm_collectives.call.autograd.backward_node import Gradients as Gradients
 from comm_collectives.call.autograd.backward_node import attach as attach
 from comm_collectives.call.autograd.backward_node import wants_grad as wants_grad
-from comm_collectives.call.autograd.backward_node import zeros_for as zeros_for

@@ -6,7 +6,7 @@ uses the output and drops it (then it takes part with a gradient of zeros). When
 and when all get an error, says `PendingBackwards`.
 
     if flags & WANTS_GRAD:
-        (y,) = attach((x,), (y,), call, Back(run=..., zeros=zeros_for(y)))
+        (y,) = attach((x,), (y,), call, Back(run=...))
 """
 
 import threading
@@ -25,7 +25,7 @@ from comm_collectives.base import dense, from_bytes, num_bytes
 from comm_collectives.call import BACKWARD_OF, Call
 from comm_collectives.call.autograd.passes import Origin, note_node
 from comm_collectives.call.groups import GroupState
-from comm_collectives.call.handles import launch, put_in_graph
+from comm_collectives.call.handles import deferred_graph, launch
 from comm_collectives.call.signature import Argument, SignatureWords, Status
 from comm_collectives.errors import CommError, LostGradientWarning
 from comm_collectives.units import POLL_S
@@ -44,17 +44,15 @@ class Back:
 
     Attributes:
         run: collective work; gets contiguous gradients of the outputs and a call that has met.
-        zeros: makes gradients of zeros for all outputs, to take part with.
         finish: what this rank alone does with what `run` returned.
         others_lose: whether gradients that come to this rank and go no further are missing in those
             of other ranks. Then the next call of the group is an error on every rank, where else
             there is a warning on this one.
 
-    `run` and `zeros` are kept for as long as a peer may ask for them, so they hold no data.
+    `run` is kept for as long as a peer may ask for it, so it holds no data.
     """
 
     run: Callable[[Gradients, Call], Gradients]
-    zeros: Callable[[], Gradients]
     finish: Callable[[Gradients], Gradients] = _unchanged
     others_lose: bool = False
 
@@ -62,18 +60,6 @@ class Back:
 def wants_grad(*inputs: torch.Tensor) -> bool:
     """Whether this rank needs a gradient of any of these."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-
-
-def zeros_for(*outputs: torch.Tensor) -> Callable[[], Gradients]:
-    """Return what makes gradients of zeros for outputs, without keeping the outputs alive."""
-    kinds = [(tuple(y.shape), y.dtype, y.device) for y in outputs]
-    # Bits of zeros are zeros in every dtype that has them.
-    return lambda: tuple(
-        from_bytes(
-            torch.zeros(num_bytes(dtype, shape), dtype=torch.uint8, device=device), dtype, shape
-        )
-        for shape, dtype, device in kinds
-    )
 
 
 def attach(
@@ -85,21 +71,21 @@ def attach(
     accompanied by an empty tensor that does, so that this rank takes part; a rank that records no
     gradients at the moment takes part with zeros.
     """
-    state, origin = call.state, Origin.of(call)
+    state, origin, results = call.state, Origin.of(call), tuple(outputs)
+    records = torch.is_grad_enabled()
     if state.size > 1:
-        needs = tuple(wants_grad(x) for x in inputs)
-        origin.owe(_serve_with_zeros(origin, back, needs))
+        kinds = [(y.shape, y.dtype, y.device) for y in results]
+        origin.owe(_Serving(origin, back, [records and x.requires_grad for x in inputs], kinds))
         _watch_over(state)
-    if not torch.is_grad_enabled():
+    if not records:
         state.pending.drop(call.number)
-        return tuple(outputs)
-    alive, results = _Alive(state, call.number), tuple(outputs)
-
-    def make() -> Gradients:
-        joins = torch.zeros(0, requires_grad=True, device="cpu")
+        return results
+    alive, deferred = _Alive(state, call.number), deferred_graph()
+    joins = torch.zeros(0, requires_grad=True, device="cpu")
+    if deferred is None:
         return cast(Gradients, _Node.apply(joins, origin, back, alive, results, *inputs))
-
-    return put_in_graph(results, make)
+    deferred.add(results, lambda: _Node.apply(joins, origin, back, alive, results, *inputs))
+    return results
 
 
 class _Node(torch.autograd.Function):
@@ -151,26 +137,44 @@ def run_backward(origin: Origin, back: Back, grads: Gradients) -> Gradients:
     return back.run(grads, call)
 
 
-def _serve_with_zeros(origin: Origin, back: Back, needs: tuple[bool, ...]) -> Callable[[Any], None]:
-    run, zeros, others_lose = back.run, back.zeros, back.others_lose
+@final
+class _Serving:
+    """Takes part in the backward of a call with gradients of zeros for its outputs.
 
-    def serve(call: Any) -> None:
-        gradients = run(zeros(), call)
-        lost = [x for x, needed in zip(gradients, needs, strict=False) if needed and bool(x.any())]
-        if not lost:
+    `needs` says which inputs need a gradient here, `kinds` shape, dtype and device of the outputs.
+    """
+
+    def __init__(
+        self,
+        origin: Origin,
+        back: Back,
+        needs: Sequence[bool],
+        kinds: Sequence[tuple[torch.Size, torch.dtype, torch.device]],
+    ) -> None:
+        self._origin, self._back, self._needs, self._kinds = origin, back, needs, kinds
+
+    def __call__(self, call: Call) -> None:
+        # Bits of zeros are zeros in every dtype that has them.
+        zeros = tuple(
+            from_bytes(
+                torch.zeros(num_bytes(dtype, shape), dtype=torch.uint8, device=device), dtype, shape
+            )
+            for shape, dtype, device in self._kinds
+        )
+        gradients, origin = self._back.run(zeros, call), self._origin
+        pairs = zip(gradients, self._needs, strict=False)
+        if not any(needed and bool(x.any()) for x, needed in pairs):
             return
         text = (
             f"{origin.name} call {origin.number} made at {origin.site.text}: other ranks sent "
             "gradients for its input, which are lost, since this rank's loss does not use its "
             "output; use it on every rank, for example by adding 0 * output.sum() to the loss"
         )
-        if others_lose:
+        if self._back.others_lose:
             origin.state.pending.lost = text
         else:
             rank = origin.state.global_rank
             warnings.warn(f"rank {rank}: {text}", LostGradientWarning, stacklevel=2)
-
-    return serve
 
 
 @final

@@ -12,7 +12,11 @@ _EMPTY = memoryview(b"")
 
 def memory_of(flat: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the host, writable; keep the tensor meanwhile."""
-    length = flat.nbytes
+    return memory_at(flat.data_ptr(), flat.nbytes)
+
+
+def memory_at(address: int, length: int) -> memoryview:
+    """Return bytes in memory, writable; keep what they are of meanwhile."""
     if not length:
         return _EMPTY
-    return memoryview((ctypes.c_char * length).from_address(flat.data_ptr())).cast("B")
+    return memoryview((ctypes.c_char * length).from_address(address)).cast("B")

@@ -13,9 +13,10 @@ behind it, without stopping the host for longer than the call itself needs the h
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, final
@@ -36,7 +37,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 @dataclass(slots=True)
-class _Graph:
+class DeferredGraph:
     """Nodes that a call on the group's thread leaves to the thread that gets its result.
 
     A backward runs nodes in the reverse order in which a thread made them. If the group's thread
@@ -44,6 +45,10 @@ class _Graph:
     """
 
     nodes: list[tuple[Tensors, Callable[[], Tensors]]] = field(default_factory=list)
+
+    def add(self, outputs: Tensors, make: Callable[[], Tensors]) -> None:
+        """Leave a node with these outputs for later."""
+        self.nodes.append((outputs, make))
 
     def complete(self, value: T) -> T:
         """Make the nodes, and return the value with tensors that belong to the graph."""
@@ -55,15 +60,20 @@ class _Graph:
         return replace_tensors(value, replaced) if replaced else value
 
 
-_GRAPH: ContextVar[_Graph | None] = ContextVar("comm_collectives_graph", default=None)
+_GRAPH: ContextVar[DeferredGraph | None] = ContextVar("comm_collectives_graph", default=None)
+
+
+def deferred_graph() -> DeferredGraph | None:
+    """Return where nodes of the graph are left for later: None but on a group's thread."""
+    return _GRAPH.get()
 
 
 def put_in_graph(outputs: Tensors, make: Callable[[], Tensors]) -> Tensors:
     """Make a node of the graph with these outputs: now or, on a group's thread, later."""
-    graph = _GRAPH.get()
-    if graph is None:
+    deferred = deferred_graph()
+    if deferred is None:
         return make()
-    graph.nodes.append((outputs, make))
+    deferred.add(outputs, make)
     return outputs
 
 
@@ -77,7 +87,7 @@ class Handle(Generic[T]):
     def __init__(
         self,
         name: str,
-        future: "Future[tuple[T, _Graph]]",
+        future: "Future[tuple[T, DeferredGraph]]",
         watch: Watch,
         event: "torch.Event | None",
     ) -> None:
@@ -136,8 +146,8 @@ class Handle(Generic[T]):
 
 def finished(name: str, value: T) -> Handle[T]:
     """Return a handle for what needed no other rank and is done."""
-    future: Future[tuple[T, _Graph]] = Future()
-    future.set_result((value, _Graph()))
+    future: Future[tuple[T, DeferredGraph]] = Future()
+    future.set_result((value, DeferredGraph()))
     return Handle(name, future, Watch(()), None)
 
 
@@ -195,6 +205,22 @@ class Worker:
             self._done += 1
 
 
+@contextmanager
+def turn(state: GroupState | None) -> Iterator[None]:
+    """Have the turn of this thread in a group for a block: after what was started before.
+
+    None is no group.
+    """
+    if state is None:
+        yield
+        return
+    worker = state.worker
+    if worker is not None and worker.is_busy and not worker.is_here():
+        worker.submit(int).result()
+    with state.lock:
+        yield
+
+
 def launch(
     state: GroupState,
     name: str,
@@ -228,7 +254,7 @@ def launch_on(
     """Run on a thread of its own what has no place in the order of a group's calls."""
     grad = torch.is_grad_enabled()
 
-    def job() -> tuple[T, _Graph]:
+    def job() -> tuple[T, DeferredGraph]:
         with torch.set_grad_enabled(grad):
             return _run_apart(run)
 
@@ -237,12 +263,12 @@ def launch_on(
 
 def _submit(
     state: GroupState, worker: Worker, run: Callable[[], T], inputs: Sequence[torch.Tensor]
-) -> "tuple[Future[tuple[T, _Graph]], torch.Event | None]":
+) -> "tuple[Future[tuple[T, DeferredGraph]], torch.Event | None]":
     site, grad = current_site(), torch.is_grad_enabled()
     device = next((x.device for x in inputs if x.device.type != "cpu"), None)
     if device is None:
 
-        def on_host() -> tuple[T, _Graph]:
+        def on_host() -> tuple[T, DeferredGraph]:
             with use_site(site), torch.set_grad_enabled(grad), state.lock:
                 return _run_apart(run)
 
@@ -252,7 +278,7 @@ def _submit(
     for x in inputs:
         x.record_stream(stream)
 
-    def on_device() -> tuple[T, _Graph]:
+    def on_device() -> tuple[T, DeferredGraph]:
         with use_site(site), torch.set_grad_enabled(grad), state.lock, stream:
             stream.wait_event(ready)
             result = _run_apart(run)
@@ -262,8 +288,8 @@ def _submit(
     return worker.submit(on_device), done
 
 
-def _run_apart(run: Callable[[], T]) -> tuple[T, _Graph]:
-    graph = _Graph()
+def _run_apart(run: Callable[[], T]) -> tuple[T, DeferredGraph]:
+    graph = DeferredGraph()
     token = _GRAPH.set(graph)
     try:
         return run(), graph

@@ -23,7 +23,7 @@ from comm_collectives.checking.cells.problems import (
     Case,
 )
 from comm_collectives.errors import CommValueError
-from comm_collectives.moe import MoeOptions, combine, dispatch, dispatch_async
+from comm_collectives.moe import MoeOptions, combine, combine_async, dispatch, dispatch_async
 from comm_collectives.moe.rows import Payload
 from comm_collectives.planning.wire import Route
 
@@ -84,10 +84,9 @@ def run_moe(case: Case, group: Group | None = None) -> str:
     )
     sent = result.wait() if isinstance(result, Handle) else result
     rows = sent.x * sent.topk_weights[:, None]
-    if case.is_async:
-        out = combine(rows, sent.handle, async_op=True).wait()
-    else:
-        out = combine(rows, sent.handle)
+    bring_back = combine_async if case.is_async else combine
+    combined = bring_back(rows, sent.handle)
+    out = combined.wait() if isinstance(combined, Handle) else combined
     return difference(out, x * total) or placed.problem()
 
 

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import torch
 
@@ -42,38 +42,39 @@ _ELEMENTS_PER_LOAD = 8  # rows are moved in units of 16 bytes
 class DeepEpRouting(Routing):
     """The four movements of one dispatch over DeepEP; `to_experts` comes first."""
 
-    exchanges: ClassVar[bool] = True
-
     def __init__(
         self,
         calls: DeepEpCalls,
         idx_TK: torch.Tensor,
-        num_experts: int,
-        counts_L: Sequence[int],
+        told: Sequence[Sequence[int]],
         alignment: int,
     ) -> None:
-        self._calls, self._num_experts = calls, num_experts
-        self._idx_TK = idx_TK
-        self._counts_L = tuple(counts_L)
-        self._alignment = alignment
+        self._calls, self._idx_TK, self._alignment = calls, idx_TK, alignment
+        self.told = told
+        self._counts_L: tuple[int, ...] = ()
         self._delivered: tuple[Any, Expansion] | None = None
-        self.num_tokens_per_expert = tuple(round_up(count, alignment) for count in counts_L)
+
+    def learn(self, told_W: Sequence[Sequence[int]]) -> None:
+        """See `Routing.learn`: the choices for each local expert."""
+        self._counts_L = tuple(map(sum, zip(*told_W, strict=True)))
+        self.num_tokens_per_expert = tuple(round_up(n, self._alignment) for n in self._counts_L)
 
     def to_experts(
         self, x_TD: torch.Tensor, weight_TK: torch.Tensor, leg: Leg
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Bring rows and weights to the experts, and keep DeepEP's handle for the other three."""
+        leg.agree()
         idx_TK = _at_least_one_row(self._idx_TK, -1)
         with _named(leg):
             got = self._calls.dispatch(
                 _at_least_one_row(x_TD, 0),
                 idx_TK,
                 _at_least_one_row(weight_TK, 0),
-                self._num_experts,
+                sum(map(len, self.told)),
             )
         if got.counts_L != self._counts_L:
             raise CommError(
-                f"{leg.name}: DeepEP delivered {got.counts_L} rows to the local experts but the "
+                f"{leg}: DeepEP delivered {got.counts_L} rows to the local experts but the "
                 f"ranks announced {self._counts_L}; is the buffer used by another thread?"
             )
         expansion = plan_expansion(
@@ -84,6 +85,7 @@ class DeepEpRouting(Routing):
 
     def rows_to_experts(self, x_TD: torch.Tensor, leg: Leg) -> torch.Tensor:
         """Bring rows alone to the experts, the same way."""
+        leg.agree()
         handle, expansion = self._handle(leg)
         with _named(leg):
             x_UD = self._calls.dispatch_again(_at_least_one_row(x_TD, 0), handle)
@@ -99,12 +101,13 @@ class DeepEpRouting(Routing):
         """Bring rows and weights back."""
         y_TD, weight_TK = self._combine(y_RD, weight_R, leg)
         if weight_TK is None:
-            raise CommError(f"{leg.name}: DeepEP gave no weights although it was given some")
+            raise CommError(f"{leg}: DeepEP gave no weights although it was given some")
         return y_TD, weight_TK
 
     def _combine(
         self, y_RD: torch.Tensor, weight_R: torch.Tensor | None, leg: Leg
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        leg.agree()
         handle, expansion = self._handle(leg)
         check_rows(y_RD, "y_RD")
         weight_UK = None if weight_R is None else expansion.fold_weights(weight_R)
@@ -115,7 +118,7 @@ class DeepEpRouting(Routing):
 
     def _handle(self, leg: Leg) -> tuple[Any, Expansion]:
         if self._delivered is None:
-            raise CommError(f"{leg.name}: the dispatch that it belongs to has failed")
+            raise CommError(f"{leg}: the dispatch that it belongs to has failed")
         return self._delivered
 
 
@@ -183,23 +186,17 @@ class DeepEpBackend:
         self._calls.check(x_TD, topk_idx_TK)
 
     def routing(
-        self,
-        topk_idx_TK: torch.Tensor,
-        *,
-        num_experts: int,
-        counts_L: Sequence[int],
-        alignment: int,
+        self, topk_idx_TK: torch.Tensor, *, told: Sequence[Sequence[int]], alignment: int
     ) -> Routing:
         """Route one dispatch over the buffer.
 
         Args:
             topk_idx_TK: [T, K] int64, as checked.
-            num_experts: over all ranks.
-            counts_L: rows that each local expert will receive from all ranks.
+            told: the choices for each expert of each rank.
             alignment: each local expert's rows are padded to a multiple of this.
         """
         idx_TK = topk_idx_TK.to(self._idx_dtype).contiguous()
-        return DeepEpRouting(self._calls, idx_TK, num_experts, counts_L, alignment)
+        return DeepEpRouting(self._calls, idx_TK, told, alignment)
 
 
 def require_deep_ep() -> ModuleType:
@@ -281,4 +278,4 @@ def _named(leg: Leg) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, AssertionError) as error:
-        raise CommError(f"{leg.name}: DeepEP failed: {error}") from error
+        raise CommError(f"{leg}: DeepEP failed: {error}") from error

@@ -13,17 +13,25 @@ Legend: that of moe/routes/routing.py, and X items of the sender, U rows sent, V
 peers.
 """
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, final
+from typing import NamedTuple, TypeVar, final
 
 import torch
 
-from comm_collectives.base.transport import Scratch
+from comm_collectives.base.transport import Lease
 from comm_collectives.call.groups import GroupState
 from comm_collectives.moe.routes.hop_messages import Messages
-from comm_collectives.moe.routes.routing import Leg, Routing, WireRow, place, spread
-from comm_collectives.moe.rows import Bags, Placing, SortedChoices, bags_of, starts
+from comm_collectives.moe.routes.routing import (
+    Leg,
+    Routing,
+    WireRow,
+    counts_by_rank,
+    local_places,
+    place,
+)
+from comm_collectives.moe.rows import Bags, Placing, SortedChoices, bags_of, plan_placing, starts
 
 _T = TypeVar("_T")
 
@@ -45,23 +53,11 @@ class HopSource:
     bags: Bags
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HopPlan:
-    """The numbers of a hop as this rank sees them.
+class Arriving(NamedTuple):
+    """Rows and choices that come from each peer, and where the choices go."""
 
-    Attributes:
-        peers: the ranks inside the group that this hop reaches, ascending; each is sent to and
-            received from.
-        sent_choices_P: choices for each peer.
-        received_rows_P: rows from each peer.
-        received_choices_P: choices from each peer.
-        placing: where the received choices go.
-    """
-
-    peers: tuple[int, ...]
-    sent_choices_P: tuple[int, ...]
-    received_rows_P: tuple[int, ...]
-    received_choices_P: tuple[int, ...]
+    rows_P: tuple[int, ...]
+    choices_P: tuple[int, ...]
     placing: Placing
 
 
@@ -103,10 +99,24 @@ def _wanted(
 
 @final
 class Hop:
-    """One hop. The first `out` learns which rows arrive; only then can the others run."""
+    """One hop between `peers`, ranks of the group, ascending; `choices_P` are sent to each.
 
-    def __init__(self, plan: HopPlan, state: GroupState, source: HopSource | None = None) -> None:
-        self._plan, self._state, self._source = plan, state, source
+    `arriving` is known once all ranks have told. The first `out` learns which rows arrive; only
+    then can the other movements run.
+    """
+
+    def __init__(
+        self,
+        state: GroupState,
+        peers: Sequence[int],
+        choices_P: tuple[int, ...],
+        *,
+        source: HopSource | None = None,
+        arriving: Arriving | None = None,
+    ) -> None:
+        self._state, self._peers, self._choices_P = state, peers, choices_P
+        self._source = source
+        self.arriving = arriving
         self._local_N: torch.Tensor | None = None
         self._row_N: torch.Tensor | None = None
         self._row_R: torch.Tensor | None = None
@@ -115,7 +125,7 @@ class Hop:
     @property
     def num_received(self) -> int:
         """Rows received, without a spare row."""
-        return sum(self._plan.received_rows_P)
+        return sum(_learned(self.arriving).rows_P)
 
     @property
     def row_R(self) -> torch.Tensor:
@@ -125,33 +135,36 @@ class Hop:
     def start_from(self, item_N: torch.Tensor, num_items: int) -> None:
         """Plan what is sent, unless it is known: the item of each choice, sorted by expert."""
         if self._source is None:
-            self._source = plan_source(item_N, num_items, self._plan.sent_choices_P)
+            self._source = plan_source(item_N, num_items, self._choices_P)
 
     def out(
         self, rows_XC: torch.Tensor, weight_N: torch.Tensor, leg: Leg, form: WireRow
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Send items and weights; return rows [V, C], with a spare one, and weight_R."""
-        source, plan = _learned(self._source), self._plan
-        leaving = self._messages(leg, form, source.rows_P, plan.sent_choices_P)
-        sent = self._flat(leaving, rows_XC.device)
-        _gather_into(leaving.rows(sent.rows, rows_XC.dtype), rows_XC, source.item_U)
-        _split_into(leaving.row_numbers(sent.rows), source.row_N)
-        _split_into(leaving.weights(sent.rows, weight_N.dtype), weight_N)
-        coming = self._messages(leg, form, plan.received_rows_P, plan.received_choices_P)
-        got = self._swap(leg, sent, leaving.bytes_P, coming.bytes_P)
-        rows_VC = self._joined(coming.rows(got.rows, rows_XC.dtype), rows_XC.shape[1])
-        weight = torch.cat(coming.weights(got.rows, weight_N.dtype))
-        self._learn(coming.row_numbers(got.rows))
-        self._state.scratch.give_back(got)
-        return rows_VC, place(weight, _learned(self._local_N), plan.placing, 0)
-
-    def rows_out(self, rows_XC: torch.Tensor, leg: Leg) -> torch.Tensor:
-        """Send items alone; return rows [V, C], with a spare one."""
         source = _learned(self._source)
+        leaving = self._messages(leg, form, source.rows_P, self._choices_P)
+        with self._state.scratch.lease(rows_XC.device) as lease:
+            sent = lease.take((leaving.num_bytes,), torch.uint8)
+            _gather_into(leaving.rows(sent, rows_XC.dtype), rows_XC, source.item_U)
+            _split_into(leaving.row_numbers(sent), source.row_N)
+            _split_into(leaving.weights(sent, weight_N.dtype), weight_N)
+            got = self._swap(leg, sent, leaving.bytes_P, lambda: self._coming(leg, form), lease)
+            arriving = _learned(self.arriving)
+            coming = self._messages(leg, form, arriving.rows_P, arriving.choices_P)
+            pieces = [rows[:, : rows_XC.shape[1]] for rows in coming.rows(got, rows_XC.dtype)]
+            # A row of zeros behind them, if padding will point there.
+            spare = pieces[0].new_zeros((int(arriving.placing.is_padded), rows_XC.shape[1]))
+            rows_VC = torch.cat([*pieces, spare])
+            weight = torch.cat(coming.weights(got, weight_N.dtype))
+            self._learn(coming.row_numbers(got), arriving)
+        return rows_VC, place(weight, _learned(self._local_N), arriving.placing, 0)
+
+    def rows_out(self, rows_XC: torch.Tensor, leg: Leg, lease: Lease) -> torch.Tensor:
+        """Send items alone; return rows [V, C], with a spare one."""
+        source, arriving = _learned(self._source), _learned(self.arriving)
         rows_UC = rows_XC.index_select(0, source.item_U)
-        return self._swap_rows(
-            leg, rows_UC, source.rows_P, self._plan.received_rows_P, spare=self._spare
-        )
+        spare = int(arriving.placing.is_padded)
+        return self._swap(leg, rows_UC, source.rows_P, lambda: (arriving.rows_P, spare), lease)
 
     def choices_summed(self, y_RD: torch.Tensor) -> torch.Tensor:
         """Sum the local choices of each received row: [V, D]."""
@@ -159,104 +172,75 @@ class Hop:
             self._bags = bags_of(_learned(self._row_N), _learned(self._local_N), self.num_received)
         return self._bags.sum(y_RD)
 
-    def rows_back(self, rows_VC: torch.Tensor, leg: Leg) -> torch.Tensor:
+    def rows_back(self, rows_VC: torch.Tensor, leg: Leg, lease: Lease) -> torch.Tensor:
         """Return a row for each one received; gives [U, C], for `items_summed`."""
-        source = _learned(self._source)
-        return self._swap_rows(leg, rows_VC, self._plan.received_rows_P, source.rows_P, spare=0)
+        source, arriving = _learned(self._source), _learned(self.arriving)
+        return self._swap(leg, rows_VC, arriving.rows_P, lambda: (source.rows_P, 0), lease)
 
     def back(
         self, rows_VC: torch.Tensor, weight_R: torch.Tensor, leg: Leg, form: WireRow
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `rows_back`, with a weight for each local choice; gives rows [U, C] and weight_N."""
-        source, plan = _learned(self._source), self._plan
-        leaving = self._messages(leg, form, plan.received_rows_P, plan.received_choices_P)
-        sent = self._flat(leaving, rows_VC.device)
-        _split_into(
-            [view[:, : rows_VC.shape[1]] for view in leaving.rows(sent.rows, rows_VC.dtype)],
-            rows_VC,
-        )
-        weight_N = weight_R.index_select(0, _learned(self._local_N))
-        _split_into(leaving.weights(sent.rows, weight_R.dtype), weight_N)
-        coming = self._messages(leg, form, source.rows_P, plan.sent_choices_P)
-        got = self._swap(leg, sent, leaving.bytes_P, coming.bytes_P)
-        views = coming.rows(got.rows, rows_VC.dtype)
-        rows_UC = torch.cat([view[:, : rows_VC.shape[1]] for view in views])
-        weight_N = torch.cat(coming.weights(got.rows, weight_R.dtype))
-        self._state.scratch.give_back(got)
-        return rows_UC, weight_N
+        source, arriving = _learned(self._source), _learned(self.arriving)
+        leaving = self._messages(leg, form, arriving.rows_P, arriving.choices_P)
+        coming = self._messages(leg, form, source.rows_P, self._choices_P)
+        columns = rows_VC.shape[1]
+        with self._state.scratch.lease(rows_VC.device) as lease:
+            sent = lease.take((leaving.num_bytes,), torch.uint8)
+            views = leaving.rows(sent, rows_VC.dtype)
+            _split_into([view[:, :columns] for view in views], rows_VC)
+            weight_N = weight_R.index_select(0, _learned(self._local_N))
+            _split_into(leaving.weights(sent, weight_R.dtype), weight_N)
+            got = self._swap(leg, sent, leaving.bytes_P, lambda: (coming.bytes_P, 0), lease)
+            views = coming.rows(got, rows_VC.dtype)
+            rows_UC = torch.cat([view[:, :columns] for view in views])
+            return rows_UC, torch.cat(coming.weights(got, weight_R.dtype))
 
     def items_summed(self, y_UD: torch.Tensor) -> torch.Tensor:
         """Sum what the peers returned for each item: [X, D]."""
         return _learned(self._source).bags.sum(y_UD)
 
-    @property
-    def _spare(self) -> int:
-        return int(self._plan.placing.is_padded)
+    def _coming(self, leg: Leg, form: WireRow) -> tuple[Sequence[int], int]:
+        arriving = _learned(self.arriving)
+        return self._messages(leg, form, arriving.rows_P, arriving.choices_P).bytes_P, 0
 
-    def _learn(self, number_P: Sequence[torch.Tensor]) -> None:
+    def _learn(self, number_P: Sequence[torch.Tensor], arriving: Arriving) -> None:
         """Take note of the row of each received choice."""
         if self._row_R is not None:
             return
-        plan = self._plan
-        first_P = starts(plan.received_rows_P)
-        row_N = torch.cat(
+        first_P = starts(arriving.rows_P)
+        self._row_N = torch.cat(
             [number.to(torch.int64) + at for number, at in zip(number_P, first_P, strict=True)]
         )
-        placing = plan.placing
-        (local_N,) = spread([placing.local_shift_B], placing.block_rows_B, row_N.device)
-        self._row_N, self._local_N = row_N, local_N
-        self._row_R = place(row_N, local_N, placing, self.num_received)
+        self._local_N = local_places(arriving.placing, self._row_N.device)
+        self._row_R = place(self._row_N, self._local_N, arriving.placing, self.num_received)
 
     def _messages(
         self, leg: Leg, form: WireRow, rows_P: Sequence[int], choices_P: Sequence[int]
     ) -> Messages:
         return Messages(leg.movement, form.size, rows_P=rows_P, choices_P=choices_P)
 
-    def _flat(self, messages: Messages, device: torch.device) -> Scratch:
-        return self._state.scratch.take((messages.num_bytes,), torch.uint8, device)
-
     def _swap(
-        self, leg: Leg, wire: Scratch, sent_P: Sequence[int], received_P: Sequence[int]
-    ) -> Scratch:
-        pool = self._state.scratch
-        got = pool.take((sum(received_P),), torch.uint8, wire.rows.device)
-        self._exchange(leg, wire.rows, sent_P, received_P, got.rows)
-        pool.give_back(wire)
-        return got
-
-    def _swap_rows(
         self,
         leg: Leg,
         rows: torch.Tensor,
         sent_P: Sequence[int],
-        received_P: Sequence[int],
-        *,
-        spare: int,
+        coming: Callable[[], tuple[Sequence[int], int]],
+        lease: Lease,
     ) -> torch.Tensor:
-        total = sum(received_P)
-        got = rows.new_empty((total + spare, rows.shape[1]))
-        self._exchange(leg, rows, sent_P, received_P, got[:total])
-        got[total:].zero_()
-        return got
-
-    def _exchange(
-        self,
-        leg: Leg,
-        rows: torch.Tensor,
-        sent_P: Sequence[int],
-        received_P: Sequence[int],
-        out: torch.Tensor,
-    ) -> None:
         """Exchange with the peers; nothing goes to the group's other ranks."""
-        sent, received = [0] * self._state.size, [0] * self._state.size
-        for peer, out_count, in_count in zip(self._plan.peers, sent_P, received_P, strict=True):
-            sent[peer], received[peer] = out_count, in_count
-        leg.exchange(rows, sent, received, out)
 
-    def _joined(self, view_P: Sequence[torch.Tensor], columns: int) -> torch.Tensor:
-        """Join the peers' rows, and a row of zeros behind them if padding will point there."""
-        pieces = [view[:, :columns] for view in view_P]
-        return torch.cat([*pieces, pieces[0].new_zeros((self._spare, columns))])
+        def by_rank() -> tuple[Sequence[int], int]:
+            received_P, spare = coming()
+            return self._by_rank(received_P), spare
+
+        return leg.exchange(rows, self._by_rank(sent_P), by_rank, lease)
+
+    def _by_rank(self, number_P: Sequence[int]) -> list[int]:
+        number_W = [0] * self._state.size
+        for peer, number in zip(self._peers, number_P, strict=True):
+            number_W[peer] = number
+        return number_W
 
 
 def _learned(value: _T | None) -> _T:
@@ -278,48 +262,51 @@ def _split_into(view_P: Sequence[torch.Tensor], value: torch.Tensor) -> None:
         view.copy_(piece)
 
 
-@final
-class _HopRouting(Routing):
-    """The hops in turn, and in reverse order on the way back."""
+class HopRouting(Routing):
+    """The hops in turn, and in reverse order on the way back; `learn` adds all but the first."""
 
-    exchanges = True
+    def __init__(self, choices: SortedChoices, state: GroupState, hop: Hop) -> None:
+        self._choices, self._state, self._hops = choices, state, [hop]
 
-    def __init__(
-        self, choices: SortedChoices, hops: Sequence[Hop], num_tokens_per_expert: tuple[int, ...]
-    ) -> None:
-        self._choices, self._hops = choices, hops
-        self.num_tokens_per_expert = num_tokens_per_expert
+    @abstractmethod
+    def learn(self, told_W: Sequence[Sequence[int]]) -> None:
+        """See `Routing.learn`."""
 
     def to_experts(
         self, x_TD: torch.Tensor, weight_TK: torch.Tensor, leg: Leg
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        form = leg.form(x_TD, weight_TK.element_size())
+        """See `Routing.to_experts`."""
+        form = leg.form(x_TD.shape[1], x_TD.dtype, weight_TK.element_size())
         rows, weight = form.encode(x_TD), self._choices.sorted_weights(weight_TK)
         item_N, num_items = self._choices.token_N, self._choices.num_tokens
-        for hop in self._hops:
+        for hop in self._hops:  # the first time the second hop is learnt in the first
             hop.start_from(item_N, num_items)
             rows, weight = hop.out(rows, weight, leg, form)
             item_N, num_items = hop.row_R, hop.num_received
         return form.decode(rows).index_select(0, item_N), weight
 
     def rows_to_experts(self, x_TD: torch.Tensor, leg: Leg) -> torch.Tensor:
-        form = leg.form(x_TD)
+        """See `Routing.rows_to_experts`."""
+        form = leg.form(x_TD.shape[1], x_TD.dtype)
         rows = form.encode(x_TD)
-        for hop in self._hops:
-            rows = hop.rows_out(rows, leg)
-        return form.decode(rows).index_select(0, self._hops[-1].row_R)
+        with self._state.scratch.lease(x_TD.device) as lease:
+            for hop in self._hops:
+                rows = hop.rows_out(rows, leg, lease)
+            return form.decode(rows).index_select(0, self._hops[-1].row_R)
 
     def rows_to_tokens(self, y_RD: torch.Tensor, leg: Leg) -> torch.Tensor:
-        form = leg.form(y_RD)
-        y = self._hops[-1].choices_summed(y_RD)
-        for hop in reversed(self._hops):
-            y = hop.items_summed(form.decode(hop.rows_back(form.encode(y), leg)))
+        """See `Routing.rows_to_tokens`."""
+        form, y = leg.form(y_RD.shape[1], y_RD.dtype), self._hops[-1].choices_summed(y_RD)
+        with self._state.scratch.lease(y_RD.device) as lease:
+            for hop in reversed(self._hops):
+                y = hop.items_summed(form.decode(hop.rows_back(form.encode(y), leg, lease)))
         return y
 
     def to_tokens(
         self, y_RD: torch.Tensor, weight_R: torch.Tensor, leg: Leg
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        form = leg.form(y_RD, weight_R.element_size())
+        """See `Routing.to_tokens`."""
+        form = leg.form(y_RD.shape[1], y_RD.dtype, weight_R.element_size())
         y, weight = self._hops[-1].choices_summed(y_RD), weight_R
         for hop in reversed(self._hops):
             rows, weight = hop.back(form.encode(y), weight, leg, form)
@@ -327,8 +314,28 @@ class _HopRouting(Routing):
         return y, self._choices.unsorted_weights(weight)
 
 
-def hop_routing(
-    choices: SortedChoices, hops: Sequence[Hop], num_tokens_per_expert: tuple[int, ...]
-) -> Routing:
-    """Route by hops, of which the last ends at the experts."""
-    return _HopRouting(choices, hops, num_tokens_per_expert)
+@final
+class DedupRouting(HopRouting):
+    """A token goes once to each rank, however many of its experts are there: one hop.
+
+    Each rank is told its number of rows, then the choices for each of its experts. `combine` adds a
+    token's rows per rank first, then the ranks' sums, so results can differ from the flat route's
+    in the last bits.
+    """
+
+    def __init__(self, choices: SortedChoices, state: GroupState, alignment: int) -> None:
+        self._alignment = alignment
+        counts_WL = counts_by_rank(choices, state)
+        choices_W = tuple(map(sum, counts_WL))
+        source = plan_source(choices.token_N, choices.num_tokens, choices_W)
+        self.told = [(n, *row) for n, row in zip(source.rows_P, counts_WL, strict=True)]
+        hop = Hop(state, range(state.size), choices_W, source=source)
+        super().__init__(choices, state, hop)
+
+    def learn(self, told_W: Sequence[Sequence[int]]) -> None:
+        """See `Routing.learn`."""
+        counts_WL = [told[1:] for told in told_W]
+        placing = plan_placing(counts_WL, alignment=self._alignment)
+        self.num_tokens_per_expert = placing.num_tokens_per_expert
+        rows_W = tuple(told[0] for told in told_W)
+        self._hops[0].arriving = Arriving(rows_W, tuple(map(sum, counts_WL)), placing)

@@ -17,9 +17,8 @@ from typing import NamedTuple, final
 
 from comm_collectives.call.groups import GroupState
 from comm_collectives.errors import CommValueError
-from comm_collectives.moe.routes.flat import counts_by_rank
-from comm_collectives.moe.routes.hops import Hop, HopPlan, count_unique, hop_routing, plan_source
-from comm_collectives.moe.routes.routing import RouteRequest, Routing
+from comm_collectives.moe.routes.hops import Arriving, Hop, HopRouting, count_unique, plan_source
+from comm_collectives.moe.routes.routing import counts_by_rank
 from comm_collectives.moe.rows import SortedChoices, plan_placing
 
 
@@ -32,49 +31,43 @@ class _Told(NamedTuple):
 
 
 @final
-class NodeRequest(RouteRequest):
+class NodeRouting(HopRouting):
     """Each rank is told: rows for its node, rows for itself, choices per expert of its node."""
 
-    def __init__(self, choices: SortedChoices, state: GroupState, ranks_per_node: int) -> None:
-        self._choices, self._state, self._per_node = choices, state, ranks_per_node
+    def __init__(
+        self, choices: SortedChoices, state: GroupState, alignment: int, ranks_per_node: int
+    ) -> None:
+        self._alignment, self._per_node = alignment, ranks_per_node
         counts_WL = counts_by_rank(choices, state)
         self._num_local = len(counts_WL[0])
         token_N, num_tokens = choices.token_N, choices.num_tokens
         choices_W = [sum(row) for row in counts_WL]
         nodes = range(0, state.size, ranks_per_node)
-        self._choices_M = tuple(sum(choices_W[at : at + ranks_per_node]) for at in nodes)
-        self._source = plan_source(token_N, num_tokens, self._choices_M)
+        choices_M = tuple(sum(choices_W[at : at + ranks_per_node]) for at in nodes)
+        source = plan_source(token_N, num_tokens, choices_M)
         rank_rows_W = count_unique(token_N, num_tokens, choices_W)
         experts_M = [[n for row in counts_WL[i : i + ranks_per_node] for n in row] for i in nodes]
-        self.counts = [
-            (
-                self._source.rows_P[rank // ranks_per_node],
-                rank_rows_W[rank],
-                *experts_M[rank // ranks_per_node],
-            )
-            for rank in range(state.size)
+        node_W = [rank // ranks_per_node for rank in range(state.size)]
+        self.told = [
+            (source.rows_P[node], rank_rows_W[rank], *experts_M[node])
+            for rank, node in enumerate(node_W)
         ]
+        # The ranks with this one's local index.
+        self._peers = range(state.rank % ranks_per_node, state.size, ranks_per_node)
+        super().__init__(choices, state, Hop(state, self._peers, choices_M, source=source))
 
-    def routing(self, received: Sequence[Sequence[int]], *, alignment: int) -> Routing:
-        """Return the routing, given what each rank told this one."""
-        told_W = [_Told(row[0], row[1], row[2:]) for row in received]
-        between, inside = self._between(told_W), self._inside(told_W, alignment)
-        hops = [Hop(between, self._state, self._source), Hop(inside, self._state)]
-        return hop_routing(self._choices, hops, inside.placing.num_tokens_per_expert)
-
-    def _between(self, told_W: Sequence[_Told]) -> HopPlan:
-        """The hop from and to the ranks with this one's local index."""
-        peers = tuple(range(self._state.rank % self._per_node, self._state.size, self._per_node))
-        counts_MX = [told_W[peer].counts for peer in peers]
-        return HopPlan(
-            peers=peers,
-            sent_choices_P=self._choices_M,
-            received_rows_P=tuple(told_W[peer].node_rows for peer in peers),
-            received_choices_P=tuple(sum(row) for row in counts_MX),
-            placing=plan_placing(counts_MX, alignment=1),
+    def learn(self, told_W: Sequence[Sequence[int]]) -> None:
+        """See `Routing.learn`."""
+        told = [_Told(row[0], row[1], row[2:]) for row in told_W]
+        counts_MX = [told[peer].counts for peer in self._peers]
+        self._hops[0].arriving = Arriving(
+            tuple(told[peer].node_rows for peer in self._peers),
+            tuple(map(sum, counts_MX)),
+            plan_placing(counts_MX, alignment=1),
         )
+        self._hops[1:] = [self._inside(told)]
 
-    def _inside(self, told_W: Sequence[_Told], alignment: int) -> HopPlan:
+    def _inside(self, told_W: Sequence[_Told]) -> Hop:
         """The hop inside the node: each of its ranks forwards what it had from everywhere."""
         state, per_node, num_local = self._state, self._per_node, self._num_local
         local = state.rank % per_node
@@ -83,16 +76,18 @@ class NodeRequest(RouteRequest):
         sources_SM = [range(s, state.size, per_node) for s in range(per_node)]
         blocks = [(w, e) for ranks in sources_SM for e in range(num_local) for w in ranks]
         forwarded = [told_W[w].counts for w in sources_SM[local]]
-        return HopPlan(
-            peers=tuple(range(first, first + per_node)),
-            sent_choices_P=tuple(
-                sum(sum(row[at : at + num_local]) for row in forwarded)
-                for at in range(0, per_node * num_local, num_local)
-            ),
-            received_rows_P=tuple(sum(told_W[w].rank_rows for w in ranks) for ranks in sources_SM),
-            received_choices_P=tuple(sum(sum(own_WL[w]) for w in ranks) for ranks in sources_SM),
-            placing=plan_placing(own_WL, alignment=alignment, blocks=blocks),
+        sent_P = tuple(
+            sum(sum(row[at : at + num_local]) for row in forwarded)
+            for at in range(0, per_node * num_local, num_local)
         )
+        placing = plan_placing(own_WL, alignment=self._alignment, blocks=blocks)
+        self.num_tokens_per_expert = placing.num_tokens_per_expert
+        arriving = Arriving(
+            tuple(sum(told_W[w].rank_rows for w in ranks) for ranks in sources_SM),
+            tuple(sum(sum(own_WL[w]) for w in ranks) for ranks in sources_SM),
+            placing,
+        )
+        return Hop(state, range(first, first + per_node), sent_P, arriving=arriving)
 
 
 def check_nodes(ranks_per_node: int, num_ranks: int) -> None:

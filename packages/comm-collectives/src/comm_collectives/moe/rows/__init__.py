@@ -9,9 +9,7 @@ from comm_collectives.moe.rows.choices import bags_of as bags_of
 from comm_collectives.moe.rows.choices import sort_choices as sort_choices
 from comm_collectives.moe.rows.payload import Payload as Payload
 from comm_collectives.moe.rows.payload import RowCodec as RowCodec
-from comm_collectives.moe.rows.payload import row_codec as row_codec
 from comm_collectives.moe.rows.plan import Placing as Placing
-from comm_collectives.moe.rows.plan import WireSide as WireSide
 from comm_collectives.moe.rows.plan import plan_placing as plan_placing
 from comm_collectives.moe.rows.plan import plan_wire as plan_wire
 from comm_collectives.moe.rows.plan import starts as starts
