@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from unified_ckpt import load, save
 
@@ -46,7 +47,25 @@ class Windowed(torch.optim.Optimizer):
             p.data.sub_(sum(state["window"]), alpha=0.1)
 
 
+class Paired(torch.optim.Optimizer):
+    """One whose states are tensors made of others."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            zeros = torch.zeros_like(p, requires_grad=False)
+            pair = self.state[p].setdefault("exp_avg", TwoTensor(zeros, zeros.clone()))
+            pair.a.add_(p.grad)
+            pair.b.lerp_(p.grad, 0.5)
+            p.data.sub_(pair.a + pair.b, alpha=0.1)
+
+
 OPTIMIZERS: dict[str, Make] = {
+    "paired": Paired,
+    "adagrad, decay": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1),
+    "nadam, decoupled": lambda p: torch.optim.NAdam(p, lr=0.1, decoupled_weight_decay=True),
     "adam": lambda p: torch.optim.Adam(p, lr=0.1),
     "adam, fused": lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
