@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument(
         "--wire",
         action="store_true",
-        help="compare calls over the group's own transport as well, as it is across hosts",
+        help="compare calls over TCP as well, as it is across hosts",
     )
     check.add_argument(
         "--raw",

@@ -123,7 +123,7 @@ def simulate(
         num_ranks: how many ranks.
         faults: what goes wrong; None means nothing.
         seed: of the order in which ranks run.
-        shared_memory: the ranks meet in shared memory, as on one host, or by messages.
+        shared_memory: streams have the room of one host, or else of TCP between hosts.
         limit_s: the limit of a transfer without `timeout_s`, in virtual seconds.
         agreement: when ranks compare their calls; None is the package's default.
 

@@ -65,7 +65,7 @@ class Setting:
 
     Attributes:
         seed: of the order in which ranks run.
-        shared_memory: the ranks meet in shared memory, as on one host, or by messages.
+        shared_memory: streams have the room of one host, or else of TCP between hosts.
         limit_s: the group's own limit, in virtual seconds.
     """
 

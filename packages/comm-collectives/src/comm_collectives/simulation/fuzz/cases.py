@@ -73,7 +73,7 @@ class Case(ABC):
 
 @final
 class Reduce(Case):
-    """all_reduce: short tensors travel with the control exchange, long ones by themselves."""
+    """all_reduce of nothing, little and more."""
 
     name = "all_reduce"
 
@@ -107,7 +107,7 @@ class Reduce(Case):
 
 @final
 class Rows(Case):
-    """all_to_all of uneven rows, which may be inline; some ranks may not use the result."""
+    """all_to_all of uneven rows; some ranks may not use the result."""
 
     name = "all_to_all"
 
