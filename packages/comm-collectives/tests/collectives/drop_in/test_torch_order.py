@@ -1,6 +1,7 @@
 """Drop-ins for torch's functions: the same numbers as torch's oracle, in outputs of any layout."""
 
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -384,3 +385,16 @@ def test_tensor_of_tensors_is_refused_on_every_rank() -> None:
             torch_order.all_reduce(odd if rank else torch.ones(2))
 
     run_ranks(fn, 2, timeout_s=20)
+
+
+def test_a_barrier_ends_when_all_are_there_and_names_who_is_not() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        torch_order.barrier()
+        handle = torch_order.barrier(async_op=True)
+        assert handle is not None
+        assert handle.wait()
+        if rank == 0:
+            with pytest.raises(cc.CommError, match=r"barrier call 3 .*rank 1"):
+                torch_order.barrier(timeout=timedelta(seconds=0.5))
+
+    run_ranks(fn, 2)

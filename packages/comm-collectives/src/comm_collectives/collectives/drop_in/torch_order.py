@@ -42,6 +42,7 @@ from comm_collectives.collectives.drop_in.swapped import (
     times,
 )
 from comm_collectives.collectives.drop_in.works import CallWork, run_call
+from comm_collectives.errors import CollectiveTimeoutError
 
 
 @graph_break
@@ -154,7 +155,12 @@ def barrier(
 
     def run(state: GroupState) -> None:
         timeout_s = None if timeout is None else timeout.total_seconds()
-        Call(state, "barrier", timeout_s=timeout_s).meet()
+        try:
+            Call(state, "barrier", timeout_s=timeout_s).meet()
+        except CollectiveTimeoutError as error:
+            raise CollectiveTimeoutError(
+                f"{error}; give a longer timeout to barrier if ranks may be late by more"
+            ) from error
 
     return run_call("barrier", group, run, outputs=[], async_op=async_op)
 
