@@ -37,7 +37,6 @@ class StoredHooks:
         self._groups = StoredGroups(sources.values.encoded)
         self._structures = Structures(sources.structure)
         self._tensors: dict[str, dict[str, StoredTensor | SplitTensor]] = {}
-        self._optimizers: list[torch.optim.Optimizer] = []
         self._added: list[tuple[torch.optim.Optimizer, list[tuple[torch.Tensor, str]]]] = []
         self.lost_masters: list[tuple[str, str]] = []
 
