@@ -28,7 +28,7 @@ from comm_collectives.checking.cells.problems import (
 from comm_collectives.checking.results import Verdict
 
 # Those whose results are known beforehand in every dtype; those of bits have tests of their own.
-_OPS = ("sum", "avg", "min", "max", "product")
+KNOWN_OPS = ("sum", "avg", "min", "max", "product")
 COLUMNS = (3, 401)  # rows that travel with a control exchange, and rows that are too big for it
 _MOVED = (EVEN, UNEVEN, EMPTY, ONE_EMPTY, STRIDED, EXPANDED, OVERLAPPING)
 _SHAPES_OF: dict[str, tuple[str, ...]] = {
@@ -121,14 +121,14 @@ def torch_cases(
 def _async_cells(collective: str, shapes: Sequence[str], columns: Sequence[int]) -> list[Case]:
     """Return the cells of a collective as asynchronous calls: one dtype, no ops but the sum."""
     cells = _cells(collective, shapes, [_ASYNC_DTYPE], columns)
-    return [replace(cell, is_async=True) for cell in cells if cell.op in ("", _OPS[0])]
+    return [replace(cell, is_async=True) for cell in cells if cell.op in ("", KNOWN_OPS[0])]
 
 
 def _cells(
     collective: str, shapes: Sequence[str], dtypes: Sequence[torch.dtype], columns: Sequence[int]
 ) -> list[Case]:
     """Return the cells of one collective; wide rows and the other ops come in a few shapes."""
-    ops = _OPS if collective.rpartition(".")[2] in _REDUCING else ("",)
+    ops = KNOWN_OPS if collective.rpartition(".")[2] in _REDUCING else ("",)
     return [
         Case(collective=collective, dtype=dtype, shape=shape, columns=wide, op=op)
         for shape in shapes
