@@ -22,7 +22,7 @@ import comm_collectives as cc
 from comm_collectives.checking.local_ranks import LocalRanks, Reply
 from comm_collectives.collectives import drop_in
 from comm_collectives.errors import LostGradientWarning, MismatchError
-from comm_collectives.moe import OverlappedMoe, dispatch_async
+from comm_collectives.moe import OverlappedMoe, combine_async, dispatch_async
 from ranktest import can_leave_shared_memory, leave_shared_memory
 
 ONE_HOST, ACROSS_HOSTS = "one host", "across hosts"
@@ -126,7 +126,9 @@ def prepared(call: str, at: Place) -> Callable[[], object]:
         return lambda: PLAIN[name](at)
     if name == "combine":
         sent = at.dispatched(at.x(grad=variant == "backward"))
-        return _variant(lambda y, **how: cc.combine(y, sent.handle, **how), sent.x * 2, variant)
+        if variant == "async":
+            return lambda: combine_async(sent.x * 2, sent.handle).wait()
+        return _variant(lambda y: cc.combine(y, sent.handle), sent.x * 2, variant)
     x = at.x(grad=variant in ("grad", "backward"))
     if name in MOE:
         return _variant(lambda x: MOE[name](at, x), x, variant)
@@ -261,7 +263,7 @@ def _problem_afterwards(at: Place, *, ahead: int) -> str:
     return "" if int(total) == at.size * (at.size + 1) // 2 else f"adds up to {int(total)}"
 
 
-def judge(replies: Sequence[Reply], within_s: float) -> str:
+def judge(replies: Sequence[Reply], within_s: float, wanted: str = "MismatchError") -> str:
     """What is wrong with how a cell ended, "" for nothing; begins with the kind of the fault."""
     for kind, lost in (("abort", True), ("hang", False)):
         for rank, reply in enumerate(replies):
@@ -276,7 +278,7 @@ def judge(replies: Sequence[Reply], within_s: float) -> str:
         "silent": not all(end.error for end in ends),
         "nameless": not all("rank" in e.text and _NUMBER.search(e.text) for e in ends),
         "unequal": len({end.error for end in ends}) > 1,
-        "other error": ends[0].error != "MismatchError" or not _SITE.search(ends[0].text),
+        "other error": ends[0].error != wanted or not _SITE.search(ends[0].text),
         f"late: {slowest.elapsed_s:.1f} s": slowest.elapsed_s > within_s,
         f"group broken: {'; '.join(after)}": bool(after),
     }
@@ -299,7 +301,8 @@ def run_cells(
             while left and good:
                 cell = left.pop(0)
                 (replies,) = ranks.ask([cell], limit_s=GIVE_UP_S)
-                problem = judge(replies, within_s)
+                wanted = ENDS_IN.get(cell.calls[0], "MismatchError")
+                problem = judge(replies, within_s, wanted)
                 good = not problem
                 yield cell, problem
 
@@ -397,6 +400,8 @@ def _async_in_other_order(at: Place) -> None:
         handle.wait()
 
 
+# A rank that cannot go on with its experts says so in the combine, as for bad arguments.
+ENDS_IN = {"overlapped experts raise on one rank": "RefusedError"}
 WAYS: dict[str, Callable[[Place], None]] = {
     "a backward raises on one rank": _raise_in_backward,
     "overlapped experts raise on one rank": _raise_in_experts,

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from comm_collectives.call import calls
-from comm_collectives.moe import request as moe_request
+from comm_collectives.moe.routes.routing import Leg
 from moe_pipeline.config import (
     ExpertsOptions,
     MoEConfig,
@@ -126,7 +126,7 @@ class Watched:
         """Inject and watch; `second` says whether a forward is the second."""
         patch = pytest.MonkeyPatch()
         linear, start = F.linear, calls.Call.__init__
-        exchange_counts = moe_request.exchange_counts
+        tell = Leg.tell
 
         def noisy(x, weight, *args, **kwargs):
             logits = linear(x, weight, *args, **kwargs)
@@ -140,16 +140,16 @@ class Watched:
                 self.calls[name] += 1
             start(call, state, name, **kwargs)
 
-        def counted_exchange(*args, **kwargs):
+        def counted_exchange(leg, routing):
             self.num_count_exchanges += second()
-            return exchange_counts(*args, **kwargs)
+            tell(leg, routing)
 
         def chosen(router, args, routed):
             self.choices[second()].append((router, routed.plan.topk_idx_TK.clone()))
 
         patch.setattr(F, "linear", noisy)
         patch.setattr(calls.Call, "__init__", counted)
-        patch.setattr(moe_request, "exchange_counts", counted_exchange)
+        patch.setattr(Leg, "tell", counted_exchange)
         hooks = [layer.gate.register_forward_hook(chosen) for layer in block.layers]
         yield self
         for hook in hooks:

@@ -84,8 +84,6 @@ def test_mistakes_of_one_rank_end_the_call_on_every_rank() -> None:
             broadcast(torch.ones(1), src=2 if rank == 0 else 0)
         with pytest.raises(RefusedError, match="device='tpu9x' cannot be used"):
             broadcast(torch.ones(1), src=0, device="tpu9x" if rank == 1 else None)
-        with pytest.raises(RefusedError, match="41 dims; at most 40"):
-            broadcast(torch.ones((1,) * 41), src=0)
-        assert broadcast(torch.ones((1,) * 40) if rank else None, src=1).dim() == 40
+        assert broadcast(torch.ones((1,) * 64) if rank else None, src=1).dim() == 64
 
     run_ranks(fn, 2, timeout_s=20)

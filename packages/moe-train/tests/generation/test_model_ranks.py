@@ -89,6 +89,7 @@ def test_damaged_weights_are_one_message_of_value_error(
     elif damage == "gone":
         weights.unlink()
     elif damage == "index":
+        (copy / "manifest.json").unlink()  # what it does not list is no part
         (copy / "model.safetensors.index.json").write_text("{")
     else:
         config = json.loads((copy / "config.json").read_text())

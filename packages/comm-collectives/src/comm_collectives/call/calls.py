@@ -358,6 +358,8 @@ class Call:
         except BaseException as error:
             if frames is not None and self.number > frames.settled:
                 frames.fail(self.number, type(error).__name__, first_line(error))
+                if not isinstance(error, CommError):
+                    self.state.failed_calls.append(self.number)  # as those do who are told
             agreed = self.in_class_of_first(error) if isinstance(error, CommError) else error
             if agreed is error:
                 raise

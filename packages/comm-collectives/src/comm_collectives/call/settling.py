@@ -83,6 +83,8 @@ def settle(
         frames.settle(state.last_call)
         if not awaited or set(stands) != {Standing.FAILED}:
             raise error from refused
+        # The others count this failure, for which the program of this rank has had its own error.
+        state.failed_calls.append(call.number)
     history.clear()
     # A rank that takes part is about to meet for its own call: so have all others meet.
     history.compares_next = True

@@ -104,8 +104,8 @@ class Frames:
             return list(empty)
 
         self._until(missing, waiter)
-        for peer, link in self._links.items():
-            if link.peek() is not None:
+        for peer in self._links:  # word of a peer that left stands behind its frame
+            if peer not in self._open:
                 self._next(peer)
                 self._heed(peer, waiter)
 

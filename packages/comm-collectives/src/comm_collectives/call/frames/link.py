@@ -127,14 +127,6 @@ class Link:
                 break
         return self.frame
 
-    def peek(self) -> Frame | None:
-        """As `look`, of what has been read from the stream already."""
-        if self.frame is None:
-            self._skip()
-            if not self._skipped and self._end > self._at:
-                self._parse()
-        return self.frame
-
     def receive(self, into: memoryview) -> memoryview:
         """Receive payload of the frame that was taken; return what of `into` is still empty."""
         staged = min(self._end - self._at, len(into))
