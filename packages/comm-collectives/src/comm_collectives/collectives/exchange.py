@@ -74,11 +74,7 @@ def exchange_bytes(
     """All-to-all of flat uint8 tensors whose sizes both ends know."""
     state = call.state
     if on_host(state, source.device):
-        host = _host_of(target)
-        pieces = host.split(list(received))
-        call.exchange(source.cpu().split(list(sent)), lambda _: pieces)
-        if host is not target:
-            target.copy_(host)
+        _exchange_on_host(call, source.cpu().split(list(sent)), received, target)
     else:
         _exchange_on_device(call, source, sent, received, target)
     for observe in state.observers if state.size > 1 else ():
@@ -87,11 +83,7 @@ def exchange_bytes(
 
 def show_to_all(call: Call, source: torch.Tensor, sizes: Sequence[int], out: torch.Tensor) -> None:
     """Send flat uint8 to every rank, by way of the host; `out` gets that of all, by rank."""
-    host = _host_of(out)
-    pieces = host.split(list(sizes))
-    call.exchange([source.cpu()] * call.state.size, lambda _: pieces)
-    if host is not out:
-        out.copy_(host)
+    _exchange_on_host(call, [source.cpu()] * call.state.size, sizes, out)
 
 
 def show(
@@ -123,6 +115,16 @@ def show(
 
 def _host_of(target: torch.Tensor) -> torch.Tensor:
     return target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
+
+
+def _exchange_on_host(
+    call: Call, sent: Sequence[torch.Tensor], received: Sequence[int], target: torch.Tensor
+) -> None:
+    host = _host_of(target)
+    pieces = host.split(list(received))
+    call.exchange(sent, lambda _: pieces)
+    if host is not target:
+        target.copy_(host)
 
 
 def _exchange_on_device(
