@@ -7,6 +7,7 @@ import torch
 
 from unified_ckpt import Shard, save
 from unified_ckpt.cli import main
+from unified_ckpt.tiers import NodeTier, TierOptions
 
 
 @pytest.fixture
@@ -128,3 +129,23 @@ def test_help_does_not_import_torch() -> None:
     assert done.returncode == 0, done.stderr
     for command in ("inspect", "verify", "diff", "reshard", "export"):
         assert command in done.stdout
+
+
+def test_tier_lists_the_copies_of_a_node(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with NodeTier(TierOptions(folder=tmp_path)) as tier:
+        tier.save({"model": {"w": torch.ones(2)}}, 7)
+    assert main(["tier", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "step 7, save " in said and "ranks 0 of 1" in said and f"{tmp_path}: 1 copies" in said
+
+
+def test_recovery_says_what_lost_nodes_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["recovery", "--nodes", "4", "--tier-steps", "10", "--storage-steps", "500"]
+    assert main(given) == 0
+    said = capsys.readouterr().out
+    assert "any 1 node lost: at most 10 steps lost" in said
+    assert "2 nodes or more lost: at most 500 steps lost" in said
+    assert main([*given[:2], "0", *given[3:]]) == 2
+    assert "--nodes 0 must be at least 1" in capsys.readouterr().err

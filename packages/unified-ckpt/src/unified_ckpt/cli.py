@@ -5,6 +5,8 @@ unified-ckpt verify run/checkpoint-10
 unified-ckpt diff run/checkpoint-10 run/checkpoint-20
 unified-ckpt reshard run/checkpoint-10 --to ep=4,tp=2 resharded
 unified-ckpt export run/checkpoint-10 model
+unified-ckpt tier /dev/shm/my-run
+unified-ckpt recovery --nodes 8 --copies 1 --tier-steps 10 --storage-steps 500
 """
 
 import argparse
@@ -64,7 +66,52 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("directory", type=Path, help=one)
     export.add_argument("out", type=Path, help="the directory to write")
     export.set_defaults(run=lambda a: _export(a.directory, a.out))
+    tier = commands.add_parser("tier", help="list the copies in a node's folder of a tier")
+    tier.add_argument("directory", type=Path, help="the folder, such as /dev/shm/my-run")
+    tier.set_defaults(run=lambda a: _tier(a.directory))
+    _add_recovery(commands)
     return parser
+
+
+def _add_recovery(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    recovery = commands.add_parser("recovery", help="the steps that lost nodes cost at most")
+    recovery.add_argument("--nodes", type=int, required=True, help="nodes of the job")
+    recovery.add_argument("--copies", type=int, default=1, help="other nodes with each's copy")
+    between = "steps between saves on the nodes"
+    recovery.add_argument("--tier-steps", type=int, required=True, help=between)
+    recovery.add_argument("--storage-steps", type=int, help="steps between those in storage")
+    recovery.add_argument("--saves-behind", type=int, default=0, help="saves beside training")
+    recovery.set_defaults(run=_recovery)
+
+
+def _tier(directory: Path) -> int:
+    from unified_ckpt.tiers import held_copies
+
+    copies = held_copies(directory)
+    for copy in sorted(copies, key=lambda copy: (copy.step, copy.token, copy.ranks)):
+        ranks = ",".join(map(str, copy.ranks))
+        print(f"step {copy.step}, save {copy.token}: ranks {ranks} of {copy.world_size}")
+        print(f"    {copy.num_bytes} bytes, {len(copy.files)} files, {directory / copy.name}")
+    print(f"{directory}: {len(copies)} copies")
+    return 0
+
+
+def _recovery(arguments: argparse.Namespace) -> int:
+    from unified_ckpt.tiers import CopyPlan, describe_recovery
+
+    if arguments.nodes < 1 or arguments.copies < 0:
+        raise CheckpointValueError(
+            f"--nodes {arguments.nodes} must be at least 1, --copies {arguments.copies} at least 0"
+        )
+    plan = CopyPlan.of([f"node {n}" for n in range(arguments.nodes)], copies=arguments.copies)
+    lines = describe_recovery(
+        plan,
+        tier_steps=arguments.tier_steps,
+        storage_steps=arguments.storage_steps,
+        saves_behind=arguments.saves_behind,
+    )
+    print(*lines, sep="\n")
+    return 0
 
 
 def _diff(a: Path, b: Path) -> int:

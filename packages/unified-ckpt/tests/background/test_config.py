@@ -7,6 +7,7 @@ import pytest
 
 from unified_ckpt.background.config import AsyncSaverConfig
 from unified_ckpt.snapshots.average.ema import EmaConfig
+from unified_ckpt.tiers import TierOptions
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,6 @@ from unified_ckpt.snapshots.average.ema import EmaConfig
         ({"orphan_grace_s": math.nan}, r"orphan_grace_s=nan must not be negative"),
         ({"niceness": -5}, r"niceness=-5 must not be negative"),
         ({"num_buffers": 0}, r"num_buffers=0 must be at least 1"),
-        ({"fast_tier_keep": 0}, r"fast_tier_keep=0 must be at least 1"),
     ],
 )
 def test_what_is_out_of_range_is_refused(fields: dict[str, Any], message: str) -> None:
@@ -29,9 +29,10 @@ def test_what_is_out_of_range_is_refused(fields: dict[str, Any], message: str) -
 
 def test_the_saver_process_gets_json_with_whole_paths(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
-    config = AsyncSaverConfig(fast_tier=tmp_path / "link" / "run", ema=EmaConfig(decay=0.5))
+    tier = TierOptions(folder=tmp_path / "link" / "run")
+    config = AsyncSaverConfig(tier=tier, ema=EmaConfig(decay=0.5))
     fields = json.loads(json.dumps(config.to_json()))
-    assert fields["fast_tier"] == str(tmp_path.resolve() / "run")
+    assert TierOptions(**fields["tier"]).path == tmp_path.resolve() / "run"
     assert EmaConfig(**fields["ema"]) == config.ema
     assert fields["num_buffers"] == 2 and fields["timeout_s"] == config.timeout_s
-    assert AsyncSaverConfig().to_json()["fast_tier"] is None
+    assert AsyncSaverConfig().to_json()["tier"] is None

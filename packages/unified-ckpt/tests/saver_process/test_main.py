@@ -19,6 +19,7 @@ from unified_ckpt.snapshots.average.ema import EMA_FILE, EmaConfig, EmaMemory
 from unified_ckpt.snapshots.shared_memory import SharedMemory
 from unified_ckpt.snapshots.snapshot_request import SnapshotRequest, encode_request
 from unified_ckpt.snapshots.staging import StagingLayout, tensors_of
+from unified_ckpt.tiers import TierOptions, held_copies
 
 
 @pytest.fixture
@@ -81,21 +82,30 @@ class Trainer:
         return self.worker.run(message, fds)
 
 
-def test_a_checkpoint_is_committed_in_both_tiers_and_the_fast_one_rotated(
+def test_a_checkpoint_is_saved_on_the_node_before_storage_or_only_there(
     fast: Path, tmp_path: Path
 ) -> None:
-    trainer = Trainer(AsyncSaverConfig(fast_tier=fast))
-    for step in (1, 2, 3):
+    trainer = Trainer(AsyncSaverConfig(tier=TierOptions(folder=fast)))
+    for step in (1, 2):
         assert "error" not in trainer.use(state(step), tmp_path / f"checkpoint-{step}")
-    assert names(fast) == ["checkpoint-3"]
-    assert names(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
-    assert value_of(fast / "checkpoint-3") == value_of(tmp_path / "checkpoint-3") == 3.0
-    # What the fast tier cannot take, the disk has all the same, and it is said.
-    (fast / "checkpoint-4").write_text("in the way")
+    (copy,) = held_copies(fast)
+    assert copy.step == 2 and value_of(fast / copy.name) == 2.0
+    answer = trainer.use(state(3), fast / "checkpoint-3")
+    (copy,) = held_copies(fast)
+    assert answer["report"]["path"] == str(fast / copy.name)
+    assert value_of(fast / copy.name) == 3.0
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
+    # What the node cannot take, the storage has all the same, and it is said.
+    (fast / "ranks-00000").rename(fast / "aside")
+    (fast / "ranks-00000").write_text("in the way")
     kind, text = trainer.use(state(4), tmp_path / "checkpoint-4")["error"]
     assert kind == "SaveError"
-    assert "checkpoint-4 is committed, but not in the fast tier" in text
+    assert "checkpoint-4 is committed, but not in the tier" in text
     assert value_of(tmp_path / "checkpoint-4") == 4.0
+    kind, text = trainer.use(state(5), fast / "checkpoint-5")["error"]
+    assert "ranks-00000" in text
+    kind, text = trainer.use(state(6), tmp_path / "other")["error"]
+    assert "other is not named checkpoint-N" in text
 
 
 def test_descriptors_of_buffers_that_are_used_no_more_are_closed(tmp_path: Path) -> None:

@@ -51,7 +51,8 @@ def async_save(
 
     Args:
         state_dict: as in `save`. Parts of ready-made `Shard`s cost the least to take apart.
-        checkpoint_id: as in `save`.
+        checkpoint_id: as in `save`. With `AsyncSaverConfig.tier` it ends in `checkpoint-N`, and one
+            in the folder of the tier (`/dev/shm/my-run/checkpoint-20`) stays on the nodes.
         saver: the saver of this rank; `saver.prepare(state_dict)` before the first save makes that
             one as fast as the others.
         files, rank_files, options: as in `save`; the saver process compresses moments.

@@ -4,13 +4,12 @@ AsyncSaver(config=AsyncSaverConfig(ema=EmaConfig(decay=0.999)))
 """
 
 import math
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from unified_ckpt.errors import CheckpointValueError, as_path, check_type
+from unified_ckpt.errors import CheckpointValueError, check_type
 from unified_ckpt.snapshots.average import EmaConfig
+from unified_ckpt.tiers import TierOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +25,8 @@ class AsyncSaverConfig:
         orphan_grace_s: how long a save under way may go on after its trainer has died.
         niceness: of the saver process; the trainer's computation goes first.
         ema: keep a moving average of the snapshots; None for none.
-        fast_tier: a folder on a tmpfs of this machine, where every checkpoint is committed first,
-            under its name; None for none. All ranks must be on one machine.
-        fast_tier_keep: checkpoints that stay there; one more is there during a save.
+        tier: where every checkpoint is saved first, on the nodes themselves, with copies on others;
+            the storage gets it behind. None for none.
         store_host: name of the first rank's machine as the others reach it; None asks that machine.
     """
 
@@ -39,8 +37,7 @@ class AsyncSaverConfig:
     orphan_grace_s: float = 60.0
     niceness: int = 5
     ema: EmaConfig | None = None
-    fast_tier: Path | str | None = None
-    fast_tier_keep: int = 1
+    tier: TierOptions | None = None
     store_host: str | None = None
 
     def __post_init__(self) -> None:
@@ -59,15 +56,14 @@ class AsyncSaverConfig:
         for name in ("backpressure_timeout_s", "orphan_grace_s", "niceness"):
             if not getattr(self, name) >= 0:
                 raise CheckpointValueError(f"{name}={getattr(self, name)} must not be negative")
-        for name in ("num_buffers", "fast_tier_keep"):
-            if getattr(self, name) < 1:
-                raise CheckpointValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.num_buffers < 1:
+            raise CheckpointValueError(f"num_buffers={self.num_buffers} must be at least 1")
+        check_type("tier", self.tier, TierOptions, type(None))
 
     def to_json(self) -> dict[str, Any]:
         """Return what the saver process must know, as JSON types."""
         fields = {name: getattr(self, name) for name in self.__slots__}
-        tier = None if self.fast_tier is None else as_path("fast_tier", self.fast_tier)
         return fields | {
-            "fast_tier": None if tier is None else os.path.realpath(tier),
+            "tier": None if self.tier is None else self.tier.to_json(),
             "ema": (self.ema or EmaConfig()).to_json(),
         }

@@ -1,4 +1,4 @@
-"""The folder of a run: the newest valid checkpoint, rotation, a fast tier.
+"""The folder of a run: the newest valid checkpoint, rotation.
 
 May import: saving, plans, files.
 """
@@ -11,7 +11,5 @@ from unified_ckpt.folders.folder import get_last_checkpoint as get_last_checkpoi
 from unified_ckpt.folders.folder import is_complete as is_complete
 from unified_ckpt.folders.folder import numbered_checkpoints as numbered_checkpoints
 from unified_ckpt.folders.folder import rotate as rotate
+from unified_ckpt.folders.folder import step_of as step_of
 from unified_ckpt.folders.folder import valid_checkpoints as valid_checkpoints
-from unified_ckpt.folders.tiers import copy_checkpoint as copy_checkpoint
-from unified_ckpt.folders.tiers import flush_tier as flush_tier
-from unified_ckpt.folders.tiers import last_checkpoint_of_tiers as last_checkpoint_of_tiers

@@ -14,3 +14,4 @@ from unified_ckpt.plans.save_plan import FilePlan as FilePlan
 from unified_ckpt.plans.save_plan import Piece as Piece
 from unified_ckpt.plans.save_plan import SavePlan as SavePlan
 from unified_ckpt.plans.save_plan import plan_save as plan_save
+from unified_ckpt.plans.save_plan import split_key as split_key

@@ -1,6 +1,6 @@
 """When a training run saves, and where it resumes.
 
-May import: signals, loading, folders, saving, state, plans, files.
+May import: signals, tiers, loading, folders, saving, state, plans, files.
 """
 
 from unified_ckpt.errors import CorruptCheckpointError as CorruptCheckpointError
@@ -11,3 +11,4 @@ from unified_ckpt.errors import SavePeerError as SavePeerError
 from unified_ckpt.run.manager import CheckpointManager as CheckpointManager
 from unified_ckpt.run.manager import Decision as Decision
 from unified_ckpt.run.manager import ManagerOptions as ManagerOptions
+from unified_ckpt.run.nearest import resume_nearest as resume_nearest

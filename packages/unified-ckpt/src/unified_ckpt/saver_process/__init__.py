@@ -1,6 +1,6 @@
 """The process that writes snapshots beside training, and how all savers meet.
 
-May import: folders, snapshots, saving, files/storage, geometry.
+May import: tiers, folders, snapshots, saving, files/storage, geometry.
 """
 
 from unified_ckpt.saver_process.answers import MAX_MESSAGE_BYTES as MAX_MESSAGE_BYTES

@@ -22,14 +22,15 @@ from typing import Any
 import torch
 
 from unified_ckpt.errors import CheckpointError, SaveError, SavePeerError
-from unified_ckpt.folders import rotate
+from unified_ckpt.folders import step_of
 from unified_ckpt.geometry import Shard
 from unified_ckpt.geometry.tensors import byte_view
 from unified_ckpt.saver_process.answers import MAX_MESSAGE_BYTES, error_to_json, report_to_json
 from unified_ckpt.saver_process.rendezvous import SaverRendezvous, connect_store
-from unified_ckpt.saving import save_request
+from unified_ckpt.saving import Request, SaveReport, save_request
 from unified_ckpt.snapshots import SharedMemory, SnapshotRequest, StagingLayout, decode_request
 from unified_ckpt.snapshots.average import EMA_FILE, EMA_PART, EmaConfig, EmaMemory
+from unified_ckpt.tiers import NodeTier, TierOptions
 
 _ORPHAN_POLL_S = 0.2
 # They reach all processes of a terminal or a job, and may ask the trainer for a last checkpoint.
@@ -51,9 +52,10 @@ class SaverWorker:
         self._layout = StagingLayout((), (), 0)
         self._ema: EmaMemory | None = None
         self._ema_config = EmaConfig(**settings["ema"])
-        self._fast_tier: str | None = settings["fast_tier"]
-        self._fast_tier_keep = int(settings["fast_tier_keep"])
-        self._first = settings["rank"] == 0
+        tier = settings["tier"]
+        self._tier_options = None if tier is None else TierOptions(**tier)
+        self._tier: NodeTier | None = None
+        self._tier_group = -1  # the group of savers that the tier was opened over
         store = settings["store"]
         if store is not None:
             store = connect_store(*store, timeout_s=settings["start_timeout_s"])
@@ -90,8 +92,10 @@ class SaverWorker:
     ) -> dict[str, Any] | None:
         """Take a snapshot in and save it, on all ranks or on none."""
         save = request.checkpoint_id is not None
+        stays = self._stays_in_tier(request)
+        name = Path(str(request.checkpoint_id)).name if stays else request.checkpoint_id
         updates = None if self._ema is None else self._ema.num_updates
-        note = {"checkpoint_id": request.checkpoint_id, "loss": request.loss, "ema": updates}
+        note = {"checkpoint_id": name, "tier only": stays, "loss": request.loss, "ema": updates}
         self._rendezvous.enter(number, note=note, save=save)
         parts: dict[str, Sequence[Shard]] = dict(self._layout.shards(memory.tensor))
         if self._ema is not None:
@@ -101,31 +105,44 @@ class SaverWorker:
             request = replace(request, files={**request.files, EMA_FILE: self._ema.state()})
         if not save:
             return None
-        fast_error = self._save_fast(request, parts)
+        if stays:
+            return report_to_json(self._save_in_tier(request, parts))
+        lost: SaveError | None = None
+        if self._tier_options is not None:
+            try:
+                self._save_in_tier(request, parts)
+            except SavePeerError:
+                raise
+            except SaveError as error:  # what fails there must not lose the checkpoint in storage
+                lost = error
         report = save_request(lambda: request.save_request(parts), timeout_s=self._timeout_s)
-        if fast_error is not None:
-            raise SaveError(
-                f"{report.path} is committed, but not in the fast tier: {fast_error}"
-            ) from fast_error
-        if self._fast_tier is not None and self._first:
-            rotate(self._fast_tier, self._fast_tier_keep)
+        if lost is not None:
+            raise SaveError(f"{report.path} is committed, but not in the tier: {lost}") from lost
         return report_to_json(report)
 
-    def _save_fast(
+    def _stays_in_tier(self, request: SnapshotRequest) -> bool:
+        """Whether a checkpoint's name is one in the tier's folder."""
+        folder = None if self._tier_options is None else self._tier_options.path
+        return request.checkpoint_id is not None and Path(request.checkpoint_id).parent == folder
+
+    def _save_in_tier(
         self, request: SnapshotRequest, parts: Mapping[str, Sequence[Shard]]
-    ) -> SaveError | None:
-        """Commit in the fast tier, if there is one; what fails there must not lose the real one."""
-        if self._fast_tier is None:
-            return None
-        name = Path(str(request.checkpoint_id)).name
-        fast = replace(request, checkpoint_id=os.path.join(self._fast_tier, name))
-        try:
-            save_request(lambda: fast.save_request(parts), timeout_s=self._timeout_s)
-        except SavePeerError:
-            raise
-        except SaveError as error:
-            return error
-        return None
+    ) -> SaveReport:
+        """Save on the nodes, over the group that the savers have now."""
+        group = self._rendezvous.group
+        if self._tier is None or self._tier_group != group:
+            if self._tier is not None:
+                self._tier.close()
+            self._tier = None if self._tier_options is None else NodeTier(self._tier_options)
+            self._tier_group = group
+        if self._tier is None:
+            raise SaveError("there is no tier")
+
+        def make(target: Path) -> Request:
+            return replace(request, checkpoint_id=str(target)).save_request(parts)
+
+        step = step_of(Path(str(request.checkpoint_id)))
+        return self._tier.save_made(make, step).own
 
     def _replay(self, number: int, request: SnapshotRequest, memory: SharedMemory) -> None:
         """Bring the average to where the other ranks have it, after a saver that died."""

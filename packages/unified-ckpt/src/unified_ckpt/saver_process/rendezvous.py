@@ -70,6 +70,11 @@ class SaverRendezvous:
         self._group = -1  # the number of the save whose group is still open
         self._past: list[int] = []  # snapshots that the store still knows, on the first rank
 
+    @property
+    def group(self) -> int:
+        """A number of the gloo group that is open; another one has another. -1 for none."""
+        return self._group
+
     def enter(self, number: int, *, note: Mapping[str, Any], save: bool) -> None:
         """Wait for all savers to come to a snapshot; collective over the savers.
 

@@ -110,24 +110,37 @@ def save(
 
 
 @collector_paused()
-def save_request(make: Callable[[], Request], *, timeout_s: float) -> SaveReport:
-    """As `save` over all ranks, of a request that was taken apart before; collective.
+def save_request(
+    make: Callable[[], Request],
+    *,
+    group: dist.ProcessGroup | None = None,
+    admit: Callable[[int], None] | None = None,
+    timeout_s: float,
+) -> SaveReport:
+    """As `save`, of a request that was taken apart before; collective over `group`.
 
     Args:
         make: returns this rank's request; what it raises, all ranks raise.
+        group: the ranks, None for all.
+        admit: called on every rank with the bytes that the checkpoint needs, before anything is
+            written; what it raises, all ranks raise.
         timeout_s: bound on each wait for the other ranks.
     """
-    agreement = Agreement(None, timeout_s=timeout_s, subject="save in the background")
+    agreement = Agreement(group, timeout_s=timeout_s, subject="save in the background")
     with agreement.phase("describe", checks_arguments=True) as phase:
         request = make()
         if agreement.rank != 0:
             request = replace(request, files={})
         phase.payload = request.describe()
-    return _save(agreement, request, described=phase.results)
+    return _save(agreement, request, described=phase.results, admit=admit)
 
 
 def _save(
-    agreement: Agreement, request: Request, *, described: Sequence[Mapping[str, Any]]
+    agreement: Agreement,
+    request: Request,
+    *,
+    described: Sequence[Mapping[str, Any]],
+    admit: Callable[[int], None] | None = None,
 ) -> SaveReport:
     first = agreement.rank == 0
     target = request.target
@@ -135,13 +148,15 @@ def _save(
     try:
         with agreement.phase("prepare", checks_arguments=True) as phase:
             plan = plan_request(described)
+            if admit is not None:
+                admit(_needed_bytes(plan, described))
             if first:
                 removed: list[Path] = []
                 if isinstance(target, Location):
                     staging = Draft.make(target)
                 else:
                     removed = clean_leftovers(target.parent)
-                    _check_space(target, plan, described)
+                    _check_space(target, _needed_bytes(plan, described))
                     staging = Staging.make(target)
                 phase.payload = [staging.folder.name, [str(path) for path in removed]]
         name, removed_names = phase.results[0]
@@ -173,12 +188,17 @@ def _save(
     )
 
 
-def _check_space(target: Path, plan: SavePlan, described: Sequence[Mapping[str, Any]]) -> None:
-    folder = next(path for path in target.parents if path.exists())
+def _needed_bytes(plan: SavePlan, described: Sequence[Mapping[str, Any]]) -> int:
+    """Return the bytes of all files, those of tables estimated."""
     needed = blob_bytes(described)
     for file in plan.files:
         needed += file.tensor_bytes + file.tensor_bytes // _BYTES_PER_TABLE_BYTE
         needed += _TABLE_BYTES_PER_TENSOR * (1 + len(file.tensors))
+    return needed
+
+
+def _check_space(target: Path, needed: int) -> None:
+    folder = next(path for path in target.parents if path.exists())
     free = free_bytes(folder)
     if needed > free:
         raise OSError(

@@ -231,7 +231,8 @@ def _check_aliases(
     described: Sequence[Mapping[str, Any]], held: Held, tied: Mapping[str, str]
 ) -> None:
     for part in {part for rank in described for part in rank["aliases"]}:
-        stored = {meta.key for rank in held for meta in rank.get(part, ())}
+        keys = {meta.key for rank in held for meta in rank.get(part, ())}
+        stored = keys | {key.partition("@")[0] for key in keys}  # boxes apart, too
         for alias in {key for rank in described for key in rank["aliases"].get(part, ())}:
             parameter, slash, state = alias.partition("/")
             if f"{tied[parameter]}{slash}{state}" not in stored:

@@ -1,0 +1,48 @@
+"""Resume from the nearest copy of the newest state: the node itself, another node, or storage.
+
+found = resume_nearest(manager, tier, load_one)  # (folder, what load_one returned), or None
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from unified_ckpt.folders import get_last_checkpoint, step_of
+from unified_ckpt.run.manager import CheckpointManager
+from unified_ckpt.saving.commit import Agreement
+from unified_ckpt.tiers import NodeTier
+
+_T = TypeVar("_T")
+
+
+def resume_nearest(
+    manager: CheckpointManager,
+    tier: NodeTier,
+    load_one: Callable[[Path], _T],
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Path, _T] | None:
+    """Load from the tier if it has a state as new as storage has, else as `manager.resume`.
+
+    Collective. A state of the tier that cannot be loaded (another layout, damage of all copies) is
+    passed over with a `DamagedCheckpointWarning`.
+
+    Args:
+        manager: of the run's folder in storage.
+        tier: of the nodes.
+        load_one: loads this rank's state from a folder, for example with `load`.
+        group: the ranks, as of the manager and the tier.
+
+    Raises:
+        SaveError, LoadError: as `CheckpointManager.resume` and `NodeTier.resume`.
+    """
+    subject = f"resume_nearest({str(manager.folder)!r})"
+    agreement = Agreement(group, timeout_s=manager.options.timeout_s, subject=subject)
+    with agreement.phase("newest") as phase:
+        if agreement.rank == 0:
+            newest = get_last_checkpoint(manager.folder)
+            phase.payload = 0 if newest is None else step_of(newest)
+    found = tier.resume(load_one, at_least=phase.results[0])
+    return manager.resume(load_one) if found is None else found
