@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,6 +70,65 @@ def test_rank_that_never_calls_is_named(name: str, place: str) -> None:
         assert "did not arrive: rank 2 (last in all_reduce call 1)" in text
         assert f"arrived: rank {1 - rank}" in text
         assert elapsed_s < _SECONDS
+
+
+def test_rank_killed_before_its_first_call_is_named() -> None:
+    def fn(rank: int, world_size: int) -> object:
+        dist.barrier()
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return _failure(lambda: cc.all_reduce(torch.ones(1), timeout_s=60))
+
+    for outcome in collect_ranks(fn, 3)[:2]:
+        kind, text, elapsed_s = outcome.value
+        assert kind == "PeerFailedError"
+        assert "all_reduce call 1 of group (0, 1, 2) lost a peer: rank 2 has ended" in text
+        assert elapsed_s < _SECONDS
+
+
+def test_rank_that_hosts_the_store_is_named_when_killed_before_its_first_call(
+    tmp_path: Path,
+) -> None:
+    """As with `tcp://`, where the store ends with rank 0, and its addresses with it."""
+    note = tmp_path / "port"
+
+    def fn(rank: int, world_size: int) -> object:
+        dist.destroy_process_group()
+        if rank == 0:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            note.with_suffix(".new").write_text(str(store.port))
+            note.with_suffix(".new").rename(note)
+        while not note.exists():
+            time.sleep(0.01)
+        if rank:
+            store = dist.TCPStore("127.0.0.1", int(note.read_text()))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        dist.barrier()
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return _failure(lambda: cc.all_reduce(torch.ones(1), timeout_s=60))
+
+    for outcome in collect_ranks(fn, 3)[1:]:
+        kind, text, elapsed_s = outcome.value
+        assert kind == "PeerFailedError"
+        assert "all_reduce call 1 of group (0, 1, 2) lost a peer: rank 0 has ended" in text
+        assert elapsed_s < _SECONDS
+
+
+def test_rank_late_for_its_first_call_is_waited_for() -> None:
+    """Also by a peer that looks several times whether it has ended."""
+
+    def fn(rank: int, world_size: int) -> float:
+        time.sleep(2.0 * rank)
+        total = cc.all_reduce(torch.ones(1), timeout_s=60)
+        dist.all_reduce(total)
+        if rank == 0:
+            dist.send(total, 1)
+        else:
+            dist.recv(total, 0)
+        return total.item()
+
+    assert run_ranks(fn, 2) == [4.0, 4.0]
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "broadcast_nested", "dispatch"])

@@ -1,10 +1,31 @@
-"""What the words of a backend mean."""
+"""What the words of a backend mean, who is to blame, and the class in which all ranks fail."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
 
 import comm_collectives as cc
-from comm_collectives.call.failures import classify, describe_absent, first_line
-from comm_collectives.call.groups.groups import group_state
+from comm_collectives.call.failures import (
+    Report,
+    classify,
+    describe_absent,
+    first_failure,
+    first_line,
+)
+from comm_collectives.call.groups.groups import GroupState, group_state
 from comm_collectives.errors import CollectiveTimeoutError, PeerFailedError
+from comm_collectives.simulation.run import SimRank, simulate
 from ranktest import run_ranks
+
+
+def _report(number: int, problem: str, rank: int) -> Report:
+    return Report(number=number, name="all_reduce", problem=problem, rank=rank)
+
+
+def _ask(state: GroupState, number: int, problem: str) -> str:
+    return first_failure(state, _report(number, problem, state.rank)).problem
 
 
 def test_classify_tells_limits_and_lost_peers_apart() -> None:
@@ -28,3 +49,62 @@ def test_ranks_that_are_gone_are_told_from_those_that_are_late() -> None:
     assert late[1] == (
         "timed out after 3 s; did not arrive: rank 2 (not seen in this group yet); arrived: rank 0"
     )
+
+
+def test_first_rank_to_fail_decides() -> None:
+    def fn(rank: int, world_size: int) -> list[str]:
+        state = group_state(None)
+        time.sleep(0.5 * rank)
+        first = _ask(state, 5 + rank, f"P{rank}")
+        dist.barrier()
+        time.sleep(0.5 * (1 - rank))
+        return [first, _ask(state, 9, f"Q{rank}")]
+
+    assert run_ranks(fn, 2) == [["P0", "Q1"]] * 2
+
+
+@pytest.mark.parametrize(("own", "wanted"), [(7, "first"), (80, "own"), (700, "own")])
+def test_record_of_a_far_away_call_is_not_believed(own: int, wanted: str) -> None:
+    def call(rank: SimRank) -> str:
+        state = rank.group.state()
+        if rank.rank == 0:
+            return _ask(state, 5, "first")
+        rank.sleep(1.0)
+        return _ask(state, own, "own")
+
+    assert simulate(call, 2).outcomes[1].values == (wanted,)
+
+
+def test_record_of_a_failure_that_this_rank_had_before_is_not_believed() -> None:
+    def call(rank: SimRank) -> list[str]:
+        state = rank.group.state()
+        if rank.rank == 0:  # fails twice where the other fails once
+            return [_ask(state, 5, "a"), _ask(state, 6, "b")]
+        rank.sleep(1.0)
+        return [_ask(state, 6, "c"), _ask(state, 9, "d")]
+
+    assert simulate(call, 2).outcomes[1].values == (["a", "d"],)
+
+
+def test_without_a_store_ranks_go_by_what_they_see() -> None:
+    class Broken:
+        def compare_set(self, *texts: str) -> str:
+            raise RuntimeError("connection refused")
+
+    def call(rank: SimRank) -> str:
+        state = rank.group.state()
+        state.transport.world.store = Broken()  # type: ignore[attr-defined]
+        return _ask(state, 5, f"own {rank.rank}")
+
+    assert [o.values[0] for o in simulate(call, 2).outcomes] == ["own 0", "own 1"]
+
+
+def test_rank_whose_peer_gave_up_raises_what_the_peer_raised() -> None:
+    def call(rank: SimRank) -> object:
+        if rank.rank == 1:
+            rank.sleep(50.0)
+        return cc.all_reduce(torch.ones(500), group=rank.group)
+
+    first, second, _ = simulate(call, 3, shared_memory=False).outcomes
+    assert type(first.error) is type(second.error) is CollectiveTimeoutError
+    assert " failed in it with a CollectiveTimeoutError" in str(second.error)

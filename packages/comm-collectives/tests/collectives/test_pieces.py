@@ -28,9 +28,6 @@ def test_rows_are_gathered_whether_even_padded_or_one_by_one() -> None:
             own = torch.full((counts[rank], 2), rank, dtype=torch.int16)
             want = torch.cat([torch.full((n, 2), r) for r, n in enumerate(counts)]).short()
             assert torch.equal(gather_rows(call, own, counts), want)
-            room = torch.zeros(sum(counts), 2, dtype=torch.int16)
-            assert gather_rows(call, own, counts, room) is room
-            assert torch.equal(room, want)
 
     run_ranks(fn, 3)
 
@@ -40,7 +37,7 @@ def test_pieces_come_back_as_they_were() -> None:
         for splits in ([2, 3, 1], [0, 6, 0]):
             call = Call(group_state(None), "test")
             x = torch.arange(12.0).view(6, 2) + 100 * rank
-            rows = exchange_pieces(call, x, splits)
+            _, rows = exchange_pieces(call, x, splits)
             assert rows.shape == (world_size, splits[rank], 2)
             start = sum(splits[:rank])
             for src, row in enumerate(rows):

@@ -90,7 +90,7 @@ def test_async_calls_return_the_same() -> None:
 
 
 _LISTS = [
-    (None, RefusedTypeError, "tensors is a NoneType on the source; give a list of 2 tensors"),
+    (None, RefusedTypeError, "tensors is a NoneType; give a list of tensors"),
     ([torch.ones(2)], RefusedError, "1 tensors for 2 ranks"),
     ([torch.ones(2), torch.ones(2).int()], RefusedError, "several kinds.*one dtype"),
     ([torch.ones(2), torch.eye(2).to_sparse()], RefusedTypeError, r"tensors\[1\] has layout"),

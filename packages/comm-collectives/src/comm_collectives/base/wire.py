@@ -10,6 +10,7 @@ is accepted everywhere. Reductions must never use it: adding bytes is not adding
 import ctypes
 import math
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 
@@ -47,7 +48,7 @@ def new_tensor(
     return from_bytes(flat, dtype, shape)
 
 
-def check_dense(x: torch.Tensor, name: str) -> None:
+def check_dense(x: object, name: str) -> None:
     """Check that `x` is a dense tensor with data.
 
     Raises:
@@ -68,8 +69,8 @@ def check_dense(x: torch.Tensor, name: str) -> None:
     dtype_code(x.dtype)
 
 
-def check_tensors(tensors: Sequence[torch.Tensor]) -> None:
-    """Check that an argument called `tensors` is a list or tuple of dense tensors.
+def check_tensors(tensors: object) -> Sequence[torch.Tensor]:
+    """Return an argument called `tensors`, if it is a list or tuple of dense tensors.
 
     Raises:
         TypeError: it is not.
@@ -78,9 +79,10 @@ def check_tensors(tensors: Sequence[torch.Tensor]) -> None:
         raise CommTypeError(f"tensors is a {type(tensors).__name__}; give a list of tensors")
     for i, tensor in enumerate(tensors):
         check_dense(tensor, f"tensors[{i}]")
+    return tensors
 
 
-def is_dense(x: torch.Tensor) -> bool:
+def is_dense(x: object) -> TypeGuard[torch.Tensor]:
     """Whether `check_dense` finds nothing wrong with a tensor."""
     try:
         check_dense(x, "x")

@@ -12,14 +12,20 @@ the others in the same call.
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import final
 
 import torch
 
 from comm_collectives.base.transport import Pending
 from comm_collectives.call.agreement import FLAGS, Comparison, compare
-from comm_collectives.call.failure_consensus import Report, first_failure, in_one_class
-from comm_collectives.call.failures import classify, describe_absent, first_line
+from comm_collectives.call.failures import (
+    Report,
+    classify,
+    describe_absent,
+    first_failure,
+    first_line,
+)
 from comm_collectives.call.frames import Cargo, Frame, Frames, Notice, memory_at
 from comm_collectives.call.groups import GroupState, check_timeout
 from comm_collectives.call.opening import open_frames
@@ -32,7 +38,6 @@ from comm_collectives.call.signature import (
     Status,
     current_site,
 )
-from comm_collectives.call.waiting import wait_for
 from comm_collectives.errors import (
     ERROR_NAMED,
     CommError,
@@ -211,7 +216,6 @@ class Call:
             kind = RefusedTypeError if isinstance(refused, TypeError) else RefusedError
             raise kind(f"{self} refused: {refused}") from refused
 
-    @in_one_class
     def run(self, start: Callable[[], Pending | None]) -> None:
         """Start a transfer on a device and let what follows wait for it.
 
@@ -227,7 +231,8 @@ class Call:
             work = start()
             if work is not None:
                 # A wait that runs into its limit aborts an NCCL communicator: only one.
-                wait_for(work, self.timeout_s)
+                limit = () if self.timeout_s is None else (timedelta(seconds=self.timeout_s),)
+                work.wait(*limit)
         except RuntimeError as error:
             # The backend may still write into the buffers of a transfer that was given up.
             self.state.given_up.append(start)
@@ -235,7 +240,8 @@ class Call:
                 kind, what = type(error), "ended"
             else:
                 kind, what = classify(error, self.timeout_s)
-            raise kind(f"{self} {what}: {first_line(error)}") from error
+            failed = kind(f"{self} {what}: {first_line(error)}")
+            raise self.in_class_of_first(failed) from error
 
     def is_due(self) -> bool:
         """Whether ranks compare this call ahead of data that may travel on a device. Ask once.
@@ -368,12 +374,8 @@ class Call:
     def in_class_of_first(self, error: CommError) -> CommError:
         """Return the error in the class in which the first rank failed."""
         if self.failure is None:
-            own = Report(
-                number=self.number,
-                name=self.name,
-                problem=type(error).__name__,
-                rank=self.state.global_rank,
-            )
+            rank, problem = self.state.global_rank, type(error).__name__
+            own = Report(number=self.number, name=self.name, problem=problem, rank=rank)
             self.failure = first_failure(self.state, own)
         first = self.failure
         kind = ERROR_NAMED.get(first.problem)

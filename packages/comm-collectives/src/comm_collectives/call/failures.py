@@ -1,10 +1,16 @@
-"""Say what went wrong with a transfer: its kind by the backend's words, and who is to blame.
+"""Say what went wrong with a transfer, who is to blame, and in which class all ranks raise it.
 
-kind, what = classify(error, timeout_s)          # CollectiveTimeoutError, "timed out after 2 s"
-kind, text = describe_absent(state, missing=[2], gone=[], limit_s=30)
+A lost peer looks different from everywhere, and programs branch on the class of an error. So each
+rank that fails asks the store who was first, by one atomic operation. All ranks fail once in each
+failure of their group, and count; a record that cannot be of the same failure is not believed.
+
+    kind, text = describe_absent(state, missing=[2], gone=[], limit_s=30)
+    first = first_failure(state, report)          # somebody's report, or this rank's own
 """
 
+import json
 from collections.abc import Collection
+from dataclasses import asdict, dataclass
 
 from comm_collectives.call.groups import GroupState
 from comm_collectives.call.signature import SignatureWords
@@ -14,6 +20,9 @@ from comm_collectives.errors import CollectiveTimeoutError, CommError, PeerFaile
 _CLOSED_WORDS = ("pair closure",)
 _TIMEOUT_WORDS = ("timed out", "timeout")
 _PEER_WORDS = ("connection closed", "connection reset", "broken pipe", "connection refused", "peer")
+_KEY = "comm_collectives/failure/{}/{}"
+_ANSWER_S = 1.0  # how much longer than it should take a store may take
+_APART = 64  # how many calls ranks may lie apart when they meet the same failure
 
 
 def classify(error: RuntimeError, timeout_s: float | None) -> tuple[type[CommError], str]:
@@ -51,6 +60,40 @@ def describe_absent(
     if arrived:
         text += f"; arrived: {_names(state, arrived)}"
     return CollectiveTimeoutError, text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """A call that failed: its number and name, the class of the error, the global rank."""
+
+    number: int
+    name: str
+    problem: str
+    rank: int
+
+
+def first_failure(state: GroupState, own: Report) -> Report:
+    """Return the report of the rank that failed first; `own` if it is this one, or is not known.
+
+    Not collective: each rank asks when it fails, once.
+    """
+    failed = state.failed_calls
+    key = _KEY.format(state.name, len(failed))
+    last = failed[-1] if failed else 0
+    failed.append(own.number)
+    found: list[Report] = []
+    state.transport.clock.aside(lambda: _ask(state, key, own, found), _ANSWER_S)
+    if not found or not last < found[0].number or abs(found[0].number - own.number) > _APART:
+        return own
+    return found[0]
+
+
+def _ask(state: GroupState, key: str, own: Report, found: list[Report]) -> None:
+    try:
+        first = state.store().compare_set(key, "", json.dumps(asdict(own)))
+        found.append(Report(**json.loads(first)))
+    except (RuntimeError, ValueError):
+        return  # without a store every rank goes by what it sees
 
 
 def _names(state: GroupState, ranks: Collection[int]) -> str:

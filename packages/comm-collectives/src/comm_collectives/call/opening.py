@@ -29,7 +29,11 @@ def open_frames(call: Opener) -> Frames:
     if state.frames is None:
         state.openings += 1
         key = f"{state.name}/calls/{state.openings}"
-        streams = SocketStreams(rank=state.rank, size=state.size, store=state.store(), key=key)
+        # A rank that ended before its first call left no stream that could break.
+        has_lost = state.transport.has_lost if state.backend_of.get("cpu") == "gloo" else None
+        streams = SocketStreams(
+            rank=state.rank, size=state.size, store=state.store(), key=key, has_lost=has_lost
+        )
         state.frames, state.asks_for_memory = Frames(streams, state.transport.clock), True
     if state.asks_for_memory and state.may_share_memory:
         _share_memory(state, state.frames, call)

@@ -46,12 +46,7 @@ def settle(
 ) -> Comparison | None:
     """Join the backward in which other ranks are, if all can; else all get an error. Collective.
 
-    Args:
-        call: the call whose head differs, or is refused.
-        frames: those of its group.
-        comparison: what was found.
-        words: the heads by rank.
-        refused: what is wrong with this rank's arguments.
+    `words` are the heads by rank.
 
     Returns:
         The comparison, for a backward that goes on with those who now take part in it; None if the

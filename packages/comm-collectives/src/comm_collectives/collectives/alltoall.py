@@ -1,30 +1,31 @@
 """All-to-all of rows: right for every dtype, stride and split, differentiable, hard to misuse.
 
-`torch.distributed.all_to_all_single` takes the output first, refuses many dtypes and strided
-inputs on gloo, and writes wrong values into strided outputs. Here the input is the only tensor
-argument and the output is new, so neither can happen. Rows travel as bytes.
+The input is the only tensor argument and the output is new, where torch's takes the output first,
+and on gloo refuses many dtypes and writes wrong values into strided outputs. Rows travel as bytes.
 
     y = all_to_all(x, input_splits=[2, 0, 5])   # rows 0-1 to rank 0, none to rank 1, 2-6 to rank 2
 """
 
 from collections.abc import Sequence
+from functools import partial
 from operator import index
 from typing import Literal, overload
 
 import torch
 
 from comm_collectives._torch_private import graph_break
-from comm_collectives.base import as_bytes, check_dense, dense, new_tensor, num_bytes
-from comm_collectives.call import Agreed, Call, pack_counts, unpack_counts
-from comm_collectives.call.autograd import Back, attach, wants_grad
-from comm_collectives.call.groups import Group, GroupState, group_state, wire_device_argument
+from comm_collectives.base import as_bytes, dense, new_tensor, num_bytes
+from comm_collectives.call import Agreed, Call, Checks, pack_counts, unpack_counts
+from comm_collectives.call.autograd import Back, Gradients, attach, wants_grad
+from comm_collectives.call.groups import Group, GroupState, group_state
 from comm_collectives.call.handles import Handle, launch
 from comm_collectives.call.signature import Argument, Status
 from comm_collectives.collectives.exchange import exchange_rows, on_host, swap
+from comm_collectives.collectives.pieces import check_rows, row_arguments
 from comm_collectives.errors import CommTypeError, CommValueError, MismatchError
 
 _Splits = Sequence[int] | None
-Counts = tuple[int, ...]
+_Counts = tuple[int, ...]
 
 
 @overload
@@ -83,11 +84,8 @@ def all_to_all(
     """
     state = group_state(group)
 
-    def run() -> torch.Tensor:
-        return _all_to_all(x, input_splits, output_splits, state, timeout_s)
-
-    inputs = [x] if isinstance(x, torch.Tensor) else []
-    return launch(state, "all_to_all", run, inputs=inputs, async_op=async_op)  # type: ignore[no-any-return]
+    run = partial(_all_to_all, x, input_splits, output_splits, state, timeout_s)
+    return launch(state, "all_to_all", run, inputs=[x], async_op=async_op)  # type: ignore[no-any-return]
 
 
 def checked_splits(splits: Sequence[int], size: int, name: str) -> tuple[int, ...]:
@@ -148,35 +146,27 @@ def _all_to_all(
     state: GroupState,
     timeout_s: float | None,
 ) -> torch.Tensor:
-    refused: ValueError | TypeError | None = None
-    arguments: tuple[Argument, ...] = ()
-    sent = received = (0,) * state.size
-    try:
-        sent, received = _check(x, input_splits, output_splits, state.size)
-        arguments = (
-            Argument.of_dtype(x.dtype),
-            Argument.of_shape("row shape", x.shape[1:]),
-            wire_device_argument(state, x.device),
-            Argument("output_splits given", output_splits is not None),
-        )
-    except (TypeError, ValueError) as error:
-        refused = error
-    call = Call(state, "all_to_all", arguments=arguments, timeout_s=timeout_s)
-    if refused is not None or call.refused is not None:
-        call.meet(refused=refused)
+    with Checks() as checks:
+        check_rows(x, "all_to_all")
+        sent = row_splits(len(x), input_splits, state.size, "input_splits")
+        expected = None
+        if output_splits is not None:
+            expected = checked_splits(output_splits, state.size, "output_splits")
+        given = Argument("output_splits given", expected is not None)
+        checks.arguments = (*row_arguments(state, x), given)
+    call = checks.call(state, "all_to_all", timeout_s)
     flags = Status.WANTS_GRAD if wants_grad(x) else 0
-    if output_splits is None or on_host(state, x.device) or call.is_due():
-        flags, y, received = _swap_rows(
-            call, x, sent, None if output_splits is None else received, flags
-        )
+    if expected is None or on_host(state, x.device) or call.is_due():
+        flags, y, received = _swap_rows(call, x, sent, expected, flags)
     else:
+        received = expected
         y = new_tensor((sum(received), *x.shape[1:]), x.dtype, x.device)
         exchange_rows(call, dense(x), sent, received, y)
     if not flags & Status.WANTS_GRAD:
         return y
     shape = x.shape
 
-    def back(grads: tuple[torch.Tensor, ...], call: Call) -> tuple[torch.Tensor, ...]:
+    def back(grads: Gradients, call: Call) -> Gradients:
         rows = new_tensor(shape, grads[0].dtype, grads[0].device)
         exchange_rows(call, grads[0], received, sent, rows)
         return (rows,)
@@ -185,8 +175,8 @@ def _all_to_all(
 
 
 def _swap_rows(
-    call: Call, x: torch.Tensor, sent: Counts, expected: Counts | None, flags: int
-) -> tuple[int, torch.Tensor, Counts]:
+    call: Call, x: torch.Tensor, sent: _Counts, expected: _Counts | None, flags: int
+) -> tuple[int, torch.Tensor, _Counts]:
     """Agree and exchange; return the flags of all, the rows, and how many came from each rank."""
     row_bytes, made = num_bytes(x.dtype, x.shape[1:]), []
 
@@ -206,18 +196,6 @@ def _swap_rows(
     sizes = [n * row_bytes for n in sent]
     agreed = swap(call, as_bytes(dense(x)), sizes, room, parts=parts, status=flags)
     return agreed.flags, *made[0]
-
-
-def _check(
-    x: torch.Tensor, input_splits: _Splits, output_splits: _Splits, size: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    check_dense(x, "x")
-    if x.dim() == 0:
-        raise CommValueError("x has no dims; all_to_all moves rows of dim 0, so give [rows, ...]")
-    sent = row_splits(x.shape[0], input_splits, size, "input_splits")
-    if output_splits is None:
-        return sent, (0,) * size
-    return sent, checked_splits(output_splits, size, "output_splits")
 
 
 def _compare_splits(call: Call, rows: Sequence[Sequence[int]]) -> None:

@@ -1,8 +1,7 @@
 """Broadcast of one tensor, of which the receivers need not know anything.
 
-Raw torch wants every receiver to have a tensor of the same shape, does not notice if it has not,
-and on gloo writes past the view if that tensor is strided. Here dtype and shape travel with the
-control exchange, and the result is new. For values with several tensors see `broadcast_nested`.
+Dtype and shape travel with the data, and the result is new. For values with several tensors see
+`broadcast_nested`.
 
     weights = broadcast(weights if rank == 0 else None, src=0)
 """
@@ -16,7 +15,7 @@ import torch
 from comm_collectives._torch_private import graph_break
 from comm_collectives.base import as_bytes, check_dense, dense, from_bytes, num_bytes
 from comm_collectives.base.transport import TransferHeader
-from comm_collectives.call import Agreed, Call
+from comm_collectives.call import Agreed, Call, Checks
 from comm_collectives.call.autograd import Back, Gradients, attach, wants_grad
 from comm_collectives.call.groups import Group, GroupState, check_root, group_state
 from comm_collectives.call.handles import Handle, launch
@@ -94,13 +93,14 @@ def broadcast(
 
     def run() -> torch.Tensor:
         got = broadcast_call(x, src, device, state, timeout_s)
-        y = got.y if got.is_new else _copied(got.y)
+        y = got.y
+        if not got.is_new:  # as bytes, because torch warns when it allocates complex32
+            y = from_bytes(as_bytes(y).clone(), y.dtype, y.shape)
         if not got.flags & Status.WANTS_GRAD:
             return y
         return _attach(x if state.rank == src else None, y, got)
 
-    inputs = [x] if isinstance(x, torch.Tensor) else []
-    return launch(state, "broadcast", run, inputs=inputs, async_op=async_op)  # type: ignore[no-any-return]
+    return launch(state, "broadcast", run, inputs=[x], async_op=async_op)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,22 +124,16 @@ def broadcast_call(
     refused: ValueError | TypeError | None = None,
 ) -> _Got:
     """Run `broadcast` on this thread without gradients; `refused` is what is wrong already."""
-    arguments: tuple[Argument, ...] = ()
-    status, told = 0, b""
-    is_src = state.rank == src
-    try:
+    status, told, is_src = 0, b"", state.rank == src
+    with Checks(refused) as checks:
         check_root(state, src, "src")
-        arguments = (Argument("src", int(src)),)
+        checks.arguments = (Argument("src", int(src)),)
         checked_device(device)
         if x is not None or is_src:
-            check_dense(x, "x")  # type: ignore[arg-type]
+            check_dense(x, "x")
             told = described(x, state)  # type: ignore[arg-type]
             status = Status.WANTS_GRAD if is_src and wants_grad(x) else 0  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:
-        refused = refused or error
-    call = Call(state, "broadcast", arguments=arguments, timeout_s=timeout_s, compares_site=False)
-    if refused is not None or call.refused is not None:
-        call.meet(refused=refused)
+    call = checks.call(state, "broadcast", timeout_s, compares_site=False)
     own = as_bytes(dense(x)) if is_src and x is not None else None
     flags, header, flat = _broadcast(call, own, src, told, status)
     dtype, shape, kind = header.dtypes[0], header.shapes[0], torch.device(header.travels[0])
@@ -179,12 +173,6 @@ def _broadcast(
         flat = flat.to(header.travels[0])
         broadcast_bytes(call, flat, src)
     return agreed.flags, header, flat if own is None else own
-
-
-def _copied(y: torch.Tensor) -> torch.Tensor:
-    """Copy a contiguous tensor."""
-    # As bytes, because torch warns when it allocates complex32.
-    return from_bytes(as_bytes(y).clone(), y.dtype, y.shape)
 
 
 def _attach(x: torch.Tensor | None, y: torch.Tensor, got: _Got) -> torch.Tensor:

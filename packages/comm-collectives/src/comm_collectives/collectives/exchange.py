@@ -36,32 +36,31 @@ def swap(
 
     `room` gets what all told and returns flat uint8 for all their sizes, on the source's device.
     """
-    state = call.state
-    if on_host(state, source.device):
+    if on_host(call.state, source.device):
         agreed = show(call, source.cpu().split(list(sent)), room, parts=parts, status=status)
     else:
         agreed = call.meet(parts=parts, status=status, sizes=sent)
         _exchange_on_device(call, source, sent, agreed.sizes, room(agreed))
-    for observe in state.observers if state.size > 1 else ():
-        observe(call.name, sent)
+    _observe(call, sent)
     return agreed
 
 
 def exchange_rows(
-    call: Call, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], out: torch.Tensor
-) -> None:
-    """Exchange rows of a contiguous `x` without gradients.
+    call: Call,
+    x: torch.Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    out: torch.Tensor,
+    *,
+    status: int = 0,
+) -> int:
+    """Exchange rows of a contiguous `x`; return the flags of all ranks where they travel with it.
 
     `out` is contiguous, [sum(received), ...], with the row shape, dtype and device of `x`.
     """
     row_bytes = num_bytes(x.dtype, x.shape[1:])
-    exchange_bytes(
-        call,
-        as_bytes(x),
-        [n * row_bytes for n in sent],
-        [n * row_bytes for n in received],
-        as_bytes(out),
-    )
+    sizes = [n * row_bytes for n in sent], [n * row_bytes for n in received]
+    return exchange_bytes(call, as_bytes(x), *sizes, as_bytes(out), status=status)
 
 
 def exchange_bytes(
@@ -70,20 +69,17 @@ def exchange_bytes(
     sent: Sequence[int],
     received: Sequence[int],
     target: torch.Tensor,
-) -> None:
-    """All-to-all of flat uint8 tensors whose sizes both ends know."""
-    state = call.state
-    if on_host(state, source.device):
-        _exchange_on_host(call, source.cpu().split(list(sent)), received, target)
+    *,
+    status: int = 0,
+) -> int:
+    """As `exchange_rows`, of flat uint8 tensors."""
+    if on_host(call.state, source.device):
+        pieces = source.cpu().split(list(sent))
+        status = show(call, pieces, lambda _: target, status=status, received=received).flags
     else:
         _exchange_on_device(call, source, sent, received, target)
-    for observe in state.observers if state.size > 1 else ():
-        observe(call.name, sent)
-
-
-def show_to_all(call: Call, source: torch.Tensor, sizes: Sequence[int], out: torch.Tensor) -> None:
-    """Send flat uint8 to every rank, by way of the host; `out` gets that of all, by rank."""
-    _exchange_on_host(call, [source.cpu()] * call.state.size, sizes, out)
+    _observe(call, sent)
+    return status
 
 
 def show(
@@ -93,17 +89,20 @@ def show(
     *,
     parts: Sequence[bytes] | None = None,
     status: int = 0,
+    received: Sequence[int] | None = None,
 ) -> Agreed:
     """Agree, and send each rank its flat uint8, which is on the host. Collective.
 
-    `room` gets what all told and returns flat uint8 for all their sizes, on any device.
+    `room` gets what all told and returns flat uint8 for all their sizes, on any device. Ranks that
+    send other sizes than those `received` raise MismatchError.
     """
     made: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def place(agreed: Agreed) -> Sequence[torch.Tensor]:
         target = room(agreed)
-        made.append((target, _host_of(target)))
-        pieces: Sequence[torch.Tensor] = made[0][1].split(agreed.sizes)
+        host = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
+        made.append((target, host))
+        pieces: Sequence[torch.Tensor] = host.split(list(received or agreed.sizes))
         return pieces
 
     agreed = call.exchange(sent, place, parts=parts, status=status)
@@ -113,18 +112,24 @@ def show(
     return agreed
 
 
-def _host_of(target: torch.Tensor) -> torch.Tensor:
-    return target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
-
-
-def _exchange_on_host(
-    call: Call, sent: Sequence[torch.Tensor], received: Sequence[int], target: torch.Tensor
+def run_on_device(
+    call: Call,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    run: Callable[[torch.Tensor, torch.Tensor], None],
 ) -> None:
-    host = _host_of(target)
-    pieces = host.split(list(received))
-    call.exchange(sent, lambda _: pieces)
-    if host is not target:
-        target.copy_(host)
+    """Run a transfer from source to target where the group's bytes travel, if they lie elsewhere.
+
+    A source that is the target is changed in place.
+    """
+    travel = call.state.transport_type(source.device)
+    if travel == source.device.type:
+        run(source, target)
+        return
+    start = source.to(travel)
+    place = start if source is target else torch.empty_like(target, device=travel)
+    run(start, place)
+    target.copy_(place)
 
 
 def _exchange_on_device(
@@ -134,14 +139,17 @@ def _exchange_on_device(
     received: Sequence[int],
     target: torch.Tensor,
 ) -> None:
-    state = call.state
-    if state.size == 1:
+    transport = call.state.transport
+    if call.state.size == 1:
         target.copy_(source)
         return
-    travel = state.transport_type(source.device)
-    place = target
-    if travel != source.device.type:
-        source, place = source.to(travel), torch.empty_like(target, device=travel)
-    call.run(lambda: state.transport.exchange(place, source, received, sent))
-    if place is not target:
-        target.copy_(place)
+
+    def run(source: torch.Tensor, target: torch.Tensor) -> None:
+        call.run(lambda: transport.exchange(target, source, received, sent))
+
+    run_on_device(call, source, target, run)
+
+
+def _observe(call: Call, sent: Sequence[int]) -> None:
+    for observe in call.state.observers if call.state.size > 1 else ():
+        observe(call.name, sent)

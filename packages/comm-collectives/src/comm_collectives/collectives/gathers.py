@@ -1,21 +1,21 @@
 """Every rank's rows on every rank, and its counterpart: a sum of which each rank keeps its rows.
 
-Raw gloo refuses ranks with different numbers of rows, and most dtypes. Here rows travel as bytes,
-their counts with the control exchange, and sums are taken by the rank that keeps them, in the order
-of the ranks: the same bits at every run, whatever the splits.
+Rows travel as bytes, with their counts, and sums are taken by the rank that keeps them, in the
+order of the ranks: the same bits at every run, whatever the splits.
 
     everything = all_gather(x)                       # x: [any number of rows, ...]
     mine = reduce_scatter(everything, splits=[3, 0, 2])
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal, overload
 
 import torch
 
 from comm_collectives._torch_private import graph_break
 from comm_collectives.base import dense
-from comm_collectives.call import Call
+from comm_collectives.call import Call, Checks
 from comm_collectives.call.autograd import Back, Gradients, attach, wants_grad
 from comm_collectives.call.groups import Group, GroupState, group_state
 from comm_collectives.call.handles import Handle, launch
@@ -28,11 +28,11 @@ from comm_collectives.collectives.arithmetic import (
     gradient_factors,
     reduce_rows,
 )
+from comm_collectives.collectives.exchange import on_host
 from comm_collectives.collectives.pieces import (
     check_rows,
     exchange_pieces,
     gather_rows,
-    meet_pieces,
     meet_rows,
     return_pieces,
     row_arguments,
@@ -66,8 +66,7 @@ def all_gather(
     """Return the rows of all ranks, concatenated along dim 0 in the order of the ranks.
 
     Collective: every rank of the group must call, also one without rows. Differentiable; the
-    gradient is that of the sum of all ranks' losses. All of it is one
-    exchange.
+    gradient is that of the sum of all ranks' losses. All of it is one exchange.
 
     Args:
         x: [rows, ...], any plain dtype, any strides; not modified. Ranks may have different numbers
@@ -86,12 +85,8 @@ def all_gather(
         CommError: the exchange failed; see the subclasses.
     """
     state = group_state(group)
-
-    def run() -> torch.Tensor:
-        return all_gather_call(x, state, timeout_s)
-
-    inputs = [x] if isinstance(x, torch.Tensor) else []
-    return launch(state, "all_gather", run, inputs=inputs, async_op=async_op)  # type: ignore[no-any-return]
+    run = partial(all_gather_call, x, state, timeout_s)
+    return launch(state, "all_gather", run, inputs=[x], async_op=async_op)  # type: ignore[no-any-return]
 
 
 @overload
@@ -149,12 +144,8 @@ def reduce_scatter(
         CommError: the exchange failed; see the subclasses.
     """
     state = group_state(group)
-
-    def run() -> torch.Tensor:
-        return reduce_scatter_call(x, splits, op, state, timeout_s)
-
-    inputs = [x] if isinstance(x, torch.Tensor) else []
-    return launch(state, "reduce_scatter", run, inputs=inputs, async_op=async_op)  # type: ignore[no-any-return]
+    run = partial(reduce_scatter_call, x, splits, op, state, timeout_s)
+    return launch(state, "reduce_scatter", run, inputs=[x], async_op=async_op)  # type: ignore[no-any-return]
 
 
 def all_gather_call(
@@ -171,25 +162,19 @@ def all_gather_call(
     `refused` is what is wrong already. With `out` (contiguous, apart from `x`) all ranks have
     equally many rows, which are written there.
     """
-    arguments: tuple[Argument, ...] = ()
-    try:
+    with Checks(refused) as checks:
         check_rows(x, name)
-        arguments = row_arguments(state, x)
+        checks.arguments = row_arguments(state, x)
         if out is not None:
-            arguments += (Argument("rows", len(x)),)
-    except (TypeError, ValueError) as error:
-        refused = refused or error
-    call = Call(state, name, arguments=arguments, timeout_s=timeout_s)
-    if refused is not None or call.refused is not None:
-        call.meet(refused=refused)
+            checks.arguments += (Argument("rows", len(x)),)
+    call = checks.call(state, name, timeout_s)
     status = Status.WANTS_GRAD if wants_grad(x) else 0
-    met = meet_rows(call, x, status=status, readers=range(state.size), out=out)
-    counts, y = met.counts, met.rows
-    if not met.flags & Status.WANTS_GRAD:
+    flags, counts, y = meet_rows(call, x, status=status, readers=range(state.size), out=out)
+    if not flags & Status.WANTS_GRAD:
         return y
 
     def back(grads: Gradients, call: Call) -> Gradients:
-        return (reduce_rows(exchange_pieces(call, grads[0], counts), "sum"),)
+        return (reduce_rows(exchange_pieces(call, grads[0], counts)[1], "sum"),)
 
     return attach((x,), (y,), call, Back(run=back))[0]
 
@@ -205,24 +190,20 @@ def reduce_scatter_call(
     refused: ValueError | TypeError | None = None,
 ) -> torch.Tensor:
     """Run `reduce_scatter` under a name, on this thread; `refused` is what is wrong already."""
-    arguments: tuple[Argument, ...] = ()
-    kept = (0,) * state.size
-    try:
+    with Checks(refused) as checks:
         check_rows(x, name)
         check_op(x.dtype, op)
         kept = row_splits(x.shape[0], splits, state.size, "splits")
-        arguments = (
+        checks.arguments = (
             *row_arguments(state, x),
             Argument.of_shape("splits", kept),
             Argument("op", OPS.index(op), op),
         )
-    except (TypeError, ValueError) as error:
-        refused = refused or error
-    call = Call(state, name, arguments=arguments, timeout_s=timeout_s)
-    if refused is not None or call.refused is not None:
-        call.meet(refused=refused)
+    call = checks.call(state, name, timeout_s)
     status = Status.WANTS_GRAD if wants_grad(x) else 0
-    flags, rows = meet_pieces(call, dense(x), kept, status)
+    if not on_host(state, x.device) and call.is_due():
+        status = call.meet(status=status).flags
+    flags, rows = exchange_pieces(call, dense(x), kept, status=status)
     y = reduce_rows(rows, op)
     if not flags & Status.WANTS_GRAD:
         return y

@@ -1,15 +1,12 @@
 """Rows that ranks hold apart: the transfers under gathers, scatters, reductions, their gradients.
 
-A tensor that all ranks hold is cut into one piece per rank; each rank receives its piece of
-everybody's tensor, works on it, and the results are gathered. Nothing here has gradients of its
-own, and but for `meet_rows` all counts are known to all ranks.
+Nothing here has gradients of its own, and but for `meet_rows` all counts are known to all ranks.
 
     rows = exchange_pieces(call, x, splits)        # [ranks, splits[rank], ...]: this rank's piece
     whole = gather_rows(call, rows.sum(0), splits)
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -22,29 +19,14 @@ from comm_collectives.collectives.exchange import (
     exchange_bytes,
     exchange_rows,
     on_host,
+    run_on_device,
     show,
-    show_to_all,
 )
 from comm_collectives.errors import CommValueError
 
 Device = torch.device | str | None
 _SHARED_BYTES = 1 << 18  # of a broadcast, whose source else sends all of it to each rank
 _MOST_PADDING = 4  # pieces are padded to one size if that adds at most a quarter
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowsMet:
-    """What a control exchange told of the rows of all ranks.
-
-    Attributes:
-        flags: those of all ranks.
-        counts: rows by rank.
-        rows: those of all ranks, one after the other; none on a rank that does not read.
-    """
-
-    flags: int
-    counts: tuple[int, ...]
-    rows: torch.Tensor
 
 
 def check_rows(x: torch.Tensor, what: str) -> None:
@@ -97,11 +79,14 @@ def meet_rows(
     status: int,
     readers: Sequence[int],
     out: torch.Tensor | None = None,
-) -> RowsMet:
+) -> tuple[int, tuple[int, ...], torch.Tensor]:
     """Tell how many rows each rank has, and send them to `readers`. Collective.
 
     `readers` are ranks inside the group, the same on every rank. The rows are put into `out`, if
     that is given: contiguous, with room for them.
+
+    Returns:
+        The flags of all ranks, rows by rank, and the rows of all; none where this rank reads not.
     """
     x, state = dense(x), call.state
     flat = as_bytes(x)
@@ -121,10 +106,14 @@ def meet_rows(
         agreed = show(call, shown, room, parts=parts, status=status)
     else:
         agreed = call.meet(parts=parts, status=status)
-        room(agreed)
-        y, counts = made[0]
-        _send_on_device(call, x, counts, readers, y)
-    return RowsMet(flags=agreed.flags, counts=made[0][1], rows=made[0][0])
+        y = room(agreed)
+        sizes = [n * num_bytes(x.dtype, x.shape[1:]) for n in made[0][1]]
+        if len(readers) == state.size:
+            _gather_on_device(call, flat, sizes, y)
+        else:
+            send_to_one(call, flat, sizes, readers[0], y)
+    y, counts = made[0]
+    return agreed.flags, counts, y
 
 
 def even_splits(rows: int, size: int) -> tuple[int, ...]:
@@ -132,66 +121,43 @@ def even_splits(rows: int, size: int) -> tuple[int, ...]:
     return tuple(rows // size + (rank < rows % size) for rank in range(size))
 
 
-def meet_pieces(
-    call: Call, x: torch.Tensor, splits: Sequence[int], status: int
+def exchange_pieces(
+    call: Call, x: torch.Tensor, splits: Sequence[int], *, status: int = 0
 ) -> tuple[int, torch.Tensor]:
-    """As `exchange_pieces` in a call that compares; return the flags of all ranks as well."""
-    state = call.state
-    if not on_host(state, x.device):
-        flags = call.meet(status=status).flags if call.is_due() else status
-        return flags, exchange_pieces(call, x, splits)
-    row_bytes = num_bytes(x.dtype, x.shape[1:])
-    rows = new_tensor((state.size, splits[state.rank], *x.shape[1:]), x.dtype, x.device)
-    sizes = [n * row_bytes for n in splits]
-    pieces = as_bytes(x).cpu().split(sizes)
-    agreed = show(call, pieces, lambda _: as_bytes(rows), status=status)
-    return agreed.flags, rows
-
-
-def exchange_pieces(call: Call, x: torch.Tensor, splits: Sequence[int]) -> torch.Tensor:
-    """Send piece r of a contiguous `x` to rank r; return [ranks, own rows, ...], by source."""
-    own = splits[call.state.rank]
-    rows = new_tensor((call.state.size, own, *x.shape[1:]), x.dtype, x.device)
-    received = [own] * call.state.size
-    exchange_rows(call, x, splits, received, rows.flatten(0, 1))
-    return rows
+    """Send piece r of a contiguous `x` to rank r; return all flags, [ranks, own rows, ...]."""
+    own, size = splits[call.state.rank], call.state.size
+    rows = new_tensor((size, own, *x.shape[1:]), x.dtype, x.device)
+    flags = exchange_rows(call, x, splits, [own] * size, rows.flatten(0, 1), status=status)
+    return flags, rows
 
 
 def return_pieces(call: Call, rows: torch.Tensor, splits: Sequence[int]) -> torch.Tensor:
     """Send row r of contiguous [ranks, own rows, ...] to rank r: what `exchange_pieces` undoes."""
-    own = splits[call.state.rank]
     x = new_tensor((sum(splits), *rows.shape[2:]), rows.dtype, rows.device)
-    sent = [own] * call.state.size
+    sent = [splits[call.state.rank]] * call.state.size
     exchange_rows(call, rows.flatten(0, 1), sent, splits, x)
     return x
 
 
-def gather_rows(
-    call: Call, x: torch.Tensor, counts: Sequence[int], out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return the rows of all ranks, by rank; `x` is contiguous and has `counts[rank]` of them.
-
-    They are in `out`, if that is given: contiguous, with room for them.
-    """
-    row_shape = x.shape[1:]
-    row_bytes = num_bytes(x.dtype, row_shape)
-    if out is None:
-        out = new_tensor((sum(counts), *row_shape), x.dtype, x.device)
-    sizes = [n * row_bytes for n in counts]
+def gather_rows(call: Call, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """Return the rows of all ranks, by rank; `x` is contiguous and has `counts[rank]` of them."""
+    out = new_tensor((sum(counts), *x.shape[1:]), x.dtype, x.device)
+    sizes = [n * num_bytes(x.dtype, x.shape[1:]) for n in counts]
     if on_host(call.state, x.device):
-        show_to_all(call, as_bytes(x), sizes, as_bytes(out))
+        sent = [as_bytes(x).cpu()] * call.state.size
+        show(call, sent, lambda _: as_bytes(out), received=sizes)
     else:
         _gather_on_device(call, as_bytes(x), sizes, as_bytes(out))
     return out
 
 
 def send_to_one(
-    call: Call, x: torch.Tensor, counts: Sequence[int], dst: int, out: torch.Tensor
+    call: Call, flat: torch.Tensor, sizes: Sequence[int], dst: int, out: torch.Tensor
 ) -> None:
-    """Send the rows of each rank to rank `dst`; `out` is [sum(counts), ...] there, else empty."""
+    """Send `sizes[r]` bytes of each rank r to `dst`; `out` is [sum(sizes)] there, else empty."""
     rank, size = call.state.rank, call.state.size
-    sent = [counts[rank] if r == dst else 0 for r in range(size)]
-    exchange_rows(call, x, sent, list(counts) if rank == dst else [0] * size, out)
+    sent = [sizes[rank] if r == dst else 0 for r in range(size)]
+    exchange_bytes(call, flat, sent, list(sizes) if rank == dst else [0] * size, out)
 
 
 def send_from_one(
@@ -259,47 +225,29 @@ def _broadcast_on_host(call: Call, flat: torch.Tensor, root: int) -> None:
     share(call, flat, root)
 
 
-def _send_on_device(
-    call: Call, x: torch.Tensor, counts: Sequence[int], readers: Sequence[int], y: torch.Tensor
-) -> None:
-    if len(readers) == call.state.size:
-        gather_rows(call, x, counts, y)
-    else:
-        send_to_one(call, x, counts, readers[0], y)
-
-
 def _gather_on_device(
     call: Call, source: torch.Tensor, sizes: Sequence[int], target: torch.Tensor
 ) -> None:
-    state = call.state
-    travel = state.transport_type(source.device)
-    place = target
-    if travel != source.device.type:
-        source, place = source.to(travel), torch.empty_like(target, device=travel)
-    pieces = list(place.split(list(sizes)))
-    if state.size == 1:
-        place.copy_(source)
-    elif min(sizes) == max(sizes):
-        if place.numel():
-            call.run(lambda: state.transport.all_gather(place, source))
-    elif max(sizes) * state.size <= sum(sizes) + sum(sizes) // _MOST_PADDING:
-        _gather_padded(call, source, pieces, max(sizes))
-    else:
-        pieces[state.rank].copy_(source)
-        for root, piece in enumerate(pieces):
-            broadcast_bytes(call, piece, root)
-    if place is not target:
-        target.copy_(place)
+    state, width = call.state, max(sizes)
 
+    def run(source: torch.Tensor, target: torch.Tensor) -> None:
+        pieces = target.split(list(sizes))
+        if state.size == 1:
+            target.copy_(source)
+        elif min(sizes) == width:
+            if width:
+                call.run(lambda: state.transport.all_gather(target, source))
+        elif width * state.size <= sum(sizes) + sum(sizes) // _MOST_PADDING:
+            # Pieces of nearly one size, in one operation.
+            padded = source.new_empty(width)
+            padded[: source.numel()] = source
+            received = source.new_empty(width * state.size)
+            call.run(lambda: state.transport.all_gather(received, padded))
+            for piece, row in zip(pieces, received.split(width), strict=True):
+                piece.copy_(row[: piece.numel()])
+        else:
+            pieces[state.rank].copy_(source)
+            for root, piece in enumerate(pieces):
+                broadcast_bytes(call, piece, root)
 
-def _gather_padded(
-    call: Call, source: torch.Tensor, pieces: Sequence[torch.Tensor], width: int
-) -> None:
-    """Gather pieces of nearly one size in one operation."""
-    state = call.state
-    sent = torch.empty(width, dtype=torch.uint8, device=source.device)
-    sent[: source.numel()] = source
-    received = torch.empty(width * state.size, dtype=torch.uint8, device=source.device)
-    call.run(lambda: state.transport.all_gather(received, sent))
-    for piece, row in zip(pieces, received.split(width), strict=True):
-        piece.copy_(row[: piece.numel()])
+    run_on_device(call, source, target, run)

@@ -1,22 +1,22 @@
 """All-reduce that is right for strided inputs and every dtype whose arithmetic is defined.
 
-Raw gloo reduces the wrong elements of a strided tensor without a word, loses a NaN in a maximum,
-and refuses int16 and the wider unsigned integers. Here the input is never touched, the result is a
-new tensor, and what the backend does not get right is exchanged in pieces and reduced by the ranks.
+The input is never touched, the result is a new tensor, and what a backend does not get right (NaN
+in a maximum, strides, many dtypes) is exchanged in pieces and reduced by the ranks.
 
     total = all_reduce(x)            # x unchanged
     largest = all_reduce(x, op="max")
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, overload
 
 import torch
 
 from comm_collectives._torch_private import graph_break
 from comm_collectives.base import as_bytes, check_dense, dense, new_tensor
-from comm_collectives.call import Call
-from comm_collectives.call.autograd import Back, attach, wants_grad
+from comm_collectives.call import Call, Checks
+from comm_collectives.call.autograd import Back, Gradients, attach, wants_grad
 from comm_collectives.call.groups import Group, GroupState, group_state, wire_device_argument
 from comm_collectives.call.handles import Handle, launch
 from comm_collectives.call.signature import Argument, Status
@@ -31,7 +31,7 @@ from comm_collectives.collectives.arithmetic import (
     to_backend,
 )
 from comm_collectives.collectives.arithmetic import check_op as check_op
-from comm_collectives.collectives.exchange import on_host, show
+from comm_collectives.collectives.exchange import on_host, run_on_device, show
 from comm_collectives.collectives.pieces import (
     even_splits,
     exchange_pieces,
@@ -98,12 +98,8 @@ def all_reduce(
         CommError: the reduction failed; see the subclasses.
     """
     state = group_state(group)
-
-    def run() -> torch.Tensor:
-        return all_reduce_call(x, op, state, timeout_s)
-
-    inputs = [x] if isinstance(x, torch.Tensor) else []
-    return launch(state, "all_reduce", run, inputs=inputs, async_op=async_op)  # type: ignore[no-any-return]
+    run = partial(all_reduce_call, x, op, state, timeout_s)
+    return launch(state, "all_reduce", run, inputs=[x], async_op=async_op)  # type: ignore[no-any-return]
 
 
 def reduce_plain(call: Call, x: torch.Tensor, op: str) -> torch.Tensor:
@@ -116,13 +112,13 @@ def reduce_plain(call: Call, x: torch.Tensor, op: str) -> torch.Tensor:
     work = to_backend(x, op)
     # On the same storage, so that the result lands in `work`.
     flat = torch.view_as_real(work) if work.is_complex() else work
-    if state.size > 1 and flat.numel():
-        travel = state.transport_type(flat.device)
-        place = flat if travel == flat.device.type else flat.to(travel)
-        plain = "sum" if op == "avg" else op  # not every backend has an average
+    plain = "sum" if op == "avg" else op  # not every backend has an average
+
+    def run(_: torch.Tensor, place: torch.Tensor) -> None:
         call.run(lambda: state.transport.all_reduce(place, plain))
-        if place is not flat:
-            flat.copy_(place)
+
+    if state.size > 1 and flat.numel():
+        run_on_device(call, flat, flat, run)
     if op == "avg":
         work /= state.size
     return from_backend(work, x.dtype, op)
@@ -145,21 +141,16 @@ def all_reduce_call(
     refused: ValueError | TypeError | None = None,
 ) -> torch.Tensor:
     """Run `all_reduce` on this thread; `refused` is what is wrong already."""
-    arguments: tuple[Argument, ...] = ()
-    try:
+    with Checks(refused) as checks:
         check_dense(x, "x")
         check_op(x.dtype, op)
-        arguments = (
+        checks.arguments = (
             Argument.of_dtype(x.dtype),
             Argument.of_shape("shape", x.shape),
             Argument("op", OPS.index(op), op),
             wire_device_argument(state, x.device),
         )
-    except (TypeError, ValueError) as error:
-        refused = refused or error
-    call = Call(state, "all_reduce", arguments=arguments, timeout_s=timeout_s)
-    if refused is not None or call.refused is not None:
-        call.meet(refused=refused)
+    call = checks.call(state, "all_reduce", timeout_s)
     flags = Status.WANTS_GRAD if wants_grad(x) else 0
     if on_host(state, x.device):
         flags, reduced = _reduce_on_host(call, x, op, flags)
@@ -171,22 +162,16 @@ def all_reduce_call(
             reduced = _Reduced(result=reduce_plain(call, x, op))
     if not flags & Status.WANTS_GRAD:
         return reduced.result
-    return _attach(x, reduced, op, call)
-
-
-def _attach(x: torch.Tensor, reduced: _Reduced, op: str, call: Call) -> torch.Tensor:
     # The gradient of the sum of all ranks' losses: theirs are added up, whatever the op.
-    backward_op = op if op in NO_FACTOR else "sum"
-    factor = reduced.factor
+    backward_op, factor = op if op in NO_FACTOR else "sum", reduced.factor
 
-    def back(grads: tuple[torch.Tensor, ...], call: Call) -> tuple[torch.Tensor, ...]:
+    def back(grads: Gradients, call: Call) -> Gradients:
         return (reduce_plain(call, grads[0], backward_op),)
 
-    def finish(grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def finish(grads: Gradients) -> Gradients:
         return (grads[0] if factor is None else grads[0] * factor,)
 
-    y = reduced.result
-    return attach((x,), (y,), call, Back(run=back, finish=finish))[0]
+    return attach((x,), (reduced.result,), call, Back(run=back, finish=finish))[0]
 
 
 def _reduce_on_host(call: Call, x: torch.Tensor, op: str, flags: int) -> tuple[int, _Reduced]:
@@ -197,7 +182,7 @@ def _reduce_on_host(call: Call, x: torch.Tensor, op: str, flags: int) -> tuple[i
     """
     state = call.state
     flat = dense(x).view(-1).cpu()
-    if not _goes_whole(flat.nbytes, state.size):
+    if (state.size - 2) * flat.nbytes > _WHOLE_BYTES or flat.nbytes > _MOST_WHOLE_BYTES:
         return _reduce_pieces_on_host(call, x, flat, op, flags)
     rows = new_tensor((state.size, flat.numel()), x.dtype, "cpu")
     sent = [as_bytes(flat)] * state.size
@@ -231,15 +216,10 @@ def _reduce_pieces_on_host(
     return flags, _Reduced(result=whole.view(x.shape).to(x.device), factor=factor)
 
 
-def _goes_whole(num_bytes: int, size: int) -> bool:
-    """Whether showing all of it to all ranks is faster than two exchanges of pieces."""
-    return (size - 2) * num_bytes <= _WHOLE_BYTES and num_bytes <= _MOST_WHOLE_BYTES
-
-
 def _reduce_by_pieces(call: Call, x: torch.Tensor, op: str, *, with_factor: bool) -> _Reduced:
     """Reduce a piece on each rank, in the order of the ranks, and gather the pieces."""
     splits = even_splits(x.numel(), call.state.size)
-    rows = exchange_pieces(call, dense(x).view(-1), splits)
+    rows = exchange_pieces(call, dense(x).view(-1), splits)[1]
     piece = reduce_rows(rows, op)
     factor = None
     if with_factor:

@@ -1,27 +1,21 @@
 """All ranks give to one, or one to all of them apart: gather and scatter.
 
-Raw torch refuses ranks with different sizes here, and the peers of a rank that refused see a closed
-connection. Sizes travel with the control exchange, and results are new tensors.
+Ranks may have different sizes, which travel with the data, and results are new tensors.
 
     parts = gather(x, dst=0)         # a list on rank 0, None elsewhere
     mine = scatter(parts, src=0)     # x again
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal, overload
 
 import torch
 
 from comm_collectives._torch_private import graph_break
-from comm_collectives.base import (
-    as_bytes,
-    check_dense,
-    dense,
-    from_bytes,
-    num_bytes,
-)
+from comm_collectives.base import as_bytes, check_dense, check_tensors, dense, from_bytes, num_bytes
 from comm_collectives.base.transport import TransferHeader
-from comm_collectives.call import Agreed, Call
+from comm_collectives.call import Agreed, Call, Checks
 from comm_collectives.call.autograd import Back, Gradients, attach, wants_grad
 from comm_collectives.call.groups import Group, GroupState, check_root, group_state
 from comm_collectives.call.handles import Handle, launch
@@ -36,7 +30,7 @@ from comm_collectives.collectives.pieces import (
     send_from_one,
     send_to_one,
 )
-from comm_collectives.errors import CommTypeError, CommValueError, MismatchError
+from comm_collectives.errors import CommValueError, MismatchError
 
 
 @overload
@@ -91,12 +85,8 @@ def gather(
         CommError: the exchange failed; see the subclasses.
     """
     state = group_state(group)
-
-    def run() -> list[torch.Tensor] | None:
-        return _gather(x, dst, state, timeout_s)
-
-    inputs = [x] if isinstance(x, torch.Tensor) else []
-    return launch(state, "gather", run, inputs=inputs, async_op=async_op)  # type: ignore[no-any-return]
+    run = partial(_gather, x, dst, state, timeout_s)
+    return launch(state, "gather", run, inputs=[x], async_op=async_op)  # type: ignore[no-any-return]
 
 
 @overload
@@ -154,46 +144,31 @@ def scatter(
         CommError: the exchange failed; see the subclasses.
     """
     state = group_state(group)
-
-    def run() -> torch.Tensor:
-        return _scatter(tensors, src, device, state, timeout_s)
-
+    run = partial(_scatter, tensors, src, device, state, timeout_s)
     given = tensors if isinstance(tensors, list | tuple) and state.rank == src else ()
-    inputs = [x for x in given if isinstance(x, torch.Tensor)]
-    return launch(state, "scatter", run, inputs=inputs, async_op=async_op)  # type: ignore[no-any-return]
+    return launch(state, "scatter", run, inputs=given, async_op=async_op)  # type: ignore[no-any-return]
 
 
 def _gather(
     x: torch.Tensor, dst: int, state: GroupState, timeout_s: float | None
 ) -> list[torch.Tensor] | None:
-    refused: ValueError | TypeError | None = None
-    arguments: tuple[Argument, ...] = ()
-    rows = x
-    try:
+    with Checks() as checks:
         check_dense(x, "x")
         check_root(state, dst, "dst")
         rows = x if x.dim() else x.reshape(1)
-        arguments = (
-            Argument("dst", int(dst)),
-            Argument("dims", x.dim()),
-            *row_arguments(state, rows),
-        )
-    except (TypeError, ValueError) as error:
-        refused = error
-    call = Call(state, "gather", arguments=arguments, timeout_s=timeout_s, compares_site=False)
-    if refused is not None or call.refused is not None:
-        call.meet(refused=refused)
+        asked = Argument("dst", int(dst)), Argument("dims", x.dim())
+        checks.arguments = (*asked, *row_arguments(state, rows))
+    call = checks.call(state, "gather", timeout_s, compares_site=False)
     status = Status.WANTS_GRAD if wants_grad(x) else 0
-    met = meet_rows(call, rows, status=status, readers=[dst])
+    flags, counts, whole = meet_rows(call, rows, status=status, readers=[dst])
     is_dst = state.rank == dst
-    received = met.counts if is_dst else (0,) * state.size
-    whole = met.rows
+    received = counts if is_dst else (0,) * state.size
     # Not views, which autograd would not let the user change in place.
     parts = [part.data for part in whole.split(list(received))]
     if is_dst and not x.dim():
         parts = [part.view(()) for part in parts]
-    if met.flags & Status.WANTS_GRAD:
-        return _attach_gather(x, parts, call, met.counts, dst)
+    if flags & Status.WANTS_GRAD:
+        return _attach_gather(x, parts, call, counts, dst)
     return parts if is_dst else None
 
 
@@ -219,24 +194,17 @@ def _scatter(
     state: GroupState,
     timeout_s: float | None,
 ) -> torch.Tensor:
-    refused: ValueError | TypeError | None = None
-    arguments: tuple[Argument, ...] = ()
-    parts = [b""] * state.size
+    parts, status = [b""] * state.size, 0
     given: Sequence[torch.Tensor] = ()
-    status = 0
-    try:
+    with Checks() as checks:
         check_root(state, src, "src")
-        arguments = (Argument("src", int(src)),)
+        checks.arguments = (Argument("src", int(src)),)
         checked_device(device)
         if state.rank == src:
             given = _checked_tensors(tensors, state.size)
             parts = [described(tensor, state) for tensor in given]
             status = Status.WANTS_GRAD if wants_grad(*given) else 0
-    except (TypeError, ValueError) as error:
-        refused = error
-    call = Call(state, "scatter", arguments=arguments, timeout_s=timeout_s, compares_site=False)
-    if refused is not None or call.refused is not None:
-        call.meet(refused=refused)
+    call = checks.call(state, "scatter", timeout_s, compares_site=False)
     flags, header, own = _send_each(call, given, src, parts, status)
     kind = torch.device(header.travels[0])
     y = from_bytes(own, header.dtypes[0], header.shapes[0])
@@ -269,7 +237,8 @@ def _send_each(
     agreed = call.exchange(sent, place, parts=parts, status=status)
     header, own = found[0]
     if header.travels[0] != "cpu":
-        flat = _flat(given) if given else torch.empty(0, dtype=torch.uint8, device=own.device)
+        bare = [as_bytes(dense(tensor)) for tensor in given]
+        flat = torch.cat(bare) if bare else own[:0]
         sizes = [t.nbytes for t in given] or [own.numel()] * state.size
         send_from_one(call, flat, sizes, src, own)
     return agreed.flags, header, own
@@ -292,22 +261,13 @@ def _attach_scatter(
     return attach(given, (y,), call, Back(run=back))[0]
 
 
-def _checked_tensors(tensors: object, size: int) -> Sequence[torch.Tensor]:
-    if not isinstance(tensors, list | tuple):
-        raise CommTypeError(
-            f"tensors is a {type(tensors).__name__} on the source; give a list of {size} tensors"
-        )
-    for i, tensor in enumerate(tensors):
-        check_dense(tensor, f"tensors[{i}]")
-    if len(tensors) != size:
-        raise CommValueError(f"{len(tensors)} tensors for {size} ranks; give one for each rank")
-    kinds = {(str(tensor.dtype), str(tensor.device)) for tensor in tensors}
+def _checked_tensors(tensors: Sequence[torch.Tensor] | None, size: int) -> Sequence[torch.Tensor]:
+    given = check_tensors(tensors)
+    if len(given) != size:
+        raise CommValueError(f"{len(given)} tensors for {size} ranks; give one for each rank")
+    kinds = {(str(tensor.dtype), str(tensor.device)) for tensor in given}
     if len(kinds) > 1:
         raise CommValueError(
             f"tensors are of several kinds, {sorted(kinds)}; give one dtype and one device"
         )
-    return tensors
-
-
-def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([as_bytes(dense(tensor)) for tensor in tensors])
+    return given

@@ -1,10 +1,8 @@
 """Streams over TCP: one connection for each pair of ranks, made when the pair first needs it.
 
-The lower rank of a pair listens and the higher one connects, so neither waits for the other to
-accept. Addresses stand in the store, each with a random token that whoever connects has to show.
-The address is that of the interface in GLOO_SOCKET_IFNAME, else the one that routes to the store's
-host, else that of the host's name, else loopback: where gloo would listen as well.
-
+The lower rank of a pair listens and the higher one connects. Addresses stand in the store, each
+with a random token that whoever connects has to show: that of the interface in GLOO_SOCKET_IFNAME,
+else the one that routes to the store's host, else that of the host's name, else loopback.
 Invariant: a peer is gone once its connection has ended, however its process did; what it had sent
 can still be received. A forked child keeps none of the connections.
 
@@ -16,7 +14,8 @@ import select
 import socket
 import struct
 import sys
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from secrets import token_bytes
 from typing import final
@@ -25,6 +24,7 @@ from weakref import WeakSet
 from comm_collectives._torch_private import Store, store_host
 from comm_collectives.base.streams.streams import Streams
 from comm_collectives.errors import PeerFailedError
+from comm_collectives.units import POLL_S
 
 if sys.platform == "linux":
     import fcntl
@@ -33,6 +33,7 @@ _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sq")  # token of the listener, rank that connects
 _FIRST_PAUSE_S = 0.001  # between two looks into the store, doubled up to
 _LONGEST_PAUSE_S = 0.05
+_ASK_S = 0.5
 _INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR
 _GONE = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 _REMEDY = (
@@ -44,10 +45,23 @@ _OPEN: "WeakSet[SocketStreams]" = WeakSet()
 
 @final
 class SocketStreams(Streams):
-    """See the module; `store` and `key` are the same on every rank, and `key` used only once."""
+    """See the module; `store` and `key` are the same on every rank, and `key` used only once.
 
-    def __init__(self, *, rank: int, size: int, store: Store, key: str) -> None:
-        self.rank, self.size = rank, size
+    `has_lost` is asked now and then for a peer that has not connected, should it know that the peer
+    has ended.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        size: int,
+        store: Store,
+        key: str,
+        has_lost: Callable[[int], bool] | None = None,
+    ) -> None:
+        self.rank, self.size, self._has_lost = rank, size, has_lost
+        self._asks_at_s = time.monotonic() + _ASK_S
         self._store, self._key = store, key
         self._token = token_bytes(_TOKEN_BYTES)
         self._listener: socket.socket | None = None
@@ -104,6 +118,7 @@ class SocketStreams(Streams):
                 poll.register(connection, mask | _GONE)
         wanted = {*receiving, *sending} - self._sockets.keys() - self._gone
         if wanted:
+            self._ask(wanted)
             for connection in self._unnamed:
                 poll.register(connection, select.POLLIN)
             for connection in self._connecting.values():
@@ -117,6 +132,12 @@ class SocketStreams(Streams):
         if ended:
             found = {peer for peer, one in self._sockets.items() if one.fileno() in ended}
             self._gone |= found
+
+    def _ask(self, peers: Collection[int]) -> None:
+        """Look, at most once in a while, whether peers that have not connected have ended."""
+        if self._has_lost is not None and time.monotonic() >= self._asks_at_s:
+            self._asks_at_s = time.monotonic() + _ASK_S
+            self._gone.update([peer for peer in peers if self._has_lost(peer)])
 
     def gone(self) -> tuple[int, ...]:
         """See Streams."""
@@ -146,7 +167,29 @@ class SocketStreams(Streams):
         self._listener.listen(self.size)
         self._listener.setblocking(False)
         port = self._listener.getsockname()[1]
-        self._store.set(self._key_of(self.rank), f"{self._token.hex()} {port} {host}")
+        address = f"{self._token.hex()} {port} {host}"
+        self._ask_store(lambda: self._store.set(self._key_of(self.rank), address))
+
+    def _ask_store(self, step: Callable[[], object]) -> object:
+        """Return what a step with the store does, False if somebody has ended with whom it went.
+
+        Raises:
+            PeerFailedError: the store is gone, and all that this rank knows of are there.
+        """
+        try:
+            return step()
+        except RuntimeError as error:
+            others = [peer for peer in range(self.size) if peer != self.rank]
+            for _ in range(round(_ASK_S / POLL_S)):
+                self._asks_at_s = 0.0
+                self._ask(others)
+                if self._gone:
+                    return False
+                time.sleep(POLL_S)
+            raise PeerFailedError(
+                f"the store in which the ranks of the group find each other is gone ({error}); its "
+                "host, which is rank 0 or what launched the ranks, has ended"
+            ) from error
 
     def _key_of(self, rank: int) -> str:
         return f"comm_collectives/streams/{self._key}/{rank}"
@@ -158,26 +201,14 @@ class SocketStreams(Streams):
         return self._accepted(peer) if peer > self.rank else self._connected(peer)
 
     def _accepted(self, peer: int) -> socket.socket | None:
-        if self._listener is not None:
-            with suppress(BlockingIOError):
-                while True:
-                    connection = self._listener.accept()[0]
-                    connection.setblocking(False)
-                    self._unnamed.append(connection)
+        with suppress(BlockingIOError):
+            while self._listener is not None:
+                self._unnamed.append(self._listener.accept()[0])
         for connection in list(self._unnamed):
-            with suppress(BlockingIOError):
+            hello = _hello_of(connection)
+            if hello is not None:
                 self._unnamed.remove(connection)
-                try:
-                    hello = connection.recv(_HELLO.size, socket.MSG_PEEK)
-                except BlockingIOError:
-                    self._unnamed.append(connection)
-                    continue
-                except OSError:
-                    hello = b""
-                if 0 < len(hello) < _HELLO.size:
-                    self._unnamed.append(connection)
-                else:
-                    self._name(connection, hello)
+                self._name(connection, hello)
         return self._sockets.get(peer)
 
     def _name(self, connection: socket.socket, hello: bytes) -> None:
@@ -190,18 +221,12 @@ class SocketStreams(Streams):
         self._keep(rank, connection)
 
     def _connected(self, peer: int) -> socket.socket | None:
-        connection = self._connecting.get(peer)
-        if connection is None:
-            connection = self._start(peer)
-        elif not _is_writable(connection):
-            connection = None
-        if connection is None:
+        connection = self._connecting.get(peer) or self._start(peer)
+        if connection is None or not _is_writable(connection):
             return None
         problem = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if problem:
             self._refused(peer, OSError(problem, os.strerror(problem)))
-            return None
-        if not _is_writable(connection):
             return None
         del self._connecting[peer]
         token = bytes.fromhex(self._addresses[peer].split()[0])
@@ -213,7 +238,7 @@ class SocketStreams(Streams):
 
     def _start(self, peer: int) -> socket.socket | None:
         key = self._key_of(peer)
-        if not self._store.check([key]):
+        if not self._ask_store(lambda: self._store.check([key])):
             return None
         self._addresses[peer] = self._store.get(key).decode()
         _, port, host = self._addresses[peer].split(" ", 2)
@@ -246,8 +271,20 @@ class SocketStreams(Streams):
             ) from error
 
     def _keep(self, peer: int, connection: socket.socket) -> None:
+        connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sockets[peer] = connection
+
+
+def _hello_of(connection: socket.socket) -> bytes | None:
+    """Return what an accepted connection said of itself: None so far, b"" if it has ended."""
+    try:
+        hello = connection.recv(_HELLO.size, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""
+    return None if 0 < len(hello) < _HELLO.size else hello
 
 
 def _is_writable(connection: socket.socket) -> bool:

@@ -1,27 +1,15 @@
 """Memory that the ranks of one host share: opened by proof, gone with its last user.
 
 A region exists only if every rank really sees the others' writes: rank 0 creates a file of random
-name in /dev/shm, the others open it, each writes a random number there and reads everybody's. Host
-names and environment variables are never asked, since containers and sandboxes make them lie.
+name in /dev/shm, the others open it, each writes a random number there and reads everybody's. Names
+of hosts are never asked, since containers make them lie.
 
-Invariants: `Region.open` returns a region on every rank or None on every rank. The name is removed
-before the space is reserved, so that a killed job leaves no memory behind; the space is reserved
-before anyone touches it, so that a full /dev/shm is a None and not a later SIGBUS. Each rank holds
-a lock on its own byte of the file, which ends with its process, whatever pid namespace it is in.
+Invariants: the name is removed before the space is reserved, so that a killed job leaves no memory
+behind; the space is reserved before anyone touches it, so that a full /dev/shm is a None and not a
+later SIGBUS. Each rank holds a lock on its own byte of the file, which ends with its process.
 Plain stores are seen in order by the other ranks (x86_64 only), so data is stored first and then
 the number that announces it; a store that must be seen before something is read needs `fence`.
-
-    region = Region.open(rank, size, 4096, all_gather)
-    if region is not None:
-        words = region.memory.cast("i")
-        if rank == 0:
-            words[0] = 1                   # change the word, then wake whoever waits on it
-            region.wake(0)
-        elif not region.wait_until(0, lambda: words[0] != 0, timeout_s=5.0):
-            print("late; gone:", region.dead())
-
-A process forked later maps the same memory, holds no lock, and may close its copy of the region
-without effect on its parent; it must not wait or write.
+A process forked later may close its copy of the region, but must not wait or write.
 """
 
 import ctypes
@@ -36,17 +24,14 @@ from collections.abc import Callable
 from secrets import token_bytes
 from typing import final
 
-import torch
-
-from comm_collectives.errors import CommError, CommValueError, MismatchError
+from comm_collectives.errors import CommError
 from comm_collectives.units import POLL_S, round_up
 
 if sys.platform != "win32":
     import fcntl
 
 _FOLDER = "/dev/shm"
-_OFFER = struct.Struct("<?qq16s")  # able, ranks, bytes, file name
-_MARK = struct.Struct("<?16s")  # able, nonce
+_MARK = struct.Struct("<?16s")  # able, and the name of the file or a nonce
 _NONCE_BYTES = 16
 _FLAG_BYTES = 8
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of Linux on x86_64: type, whence, start, len, pid
@@ -63,9 +48,8 @@ _LONGEST_CROWDED_SPIN_S = 2e-5  # else; its yields let the ranks run that share 
 class Region:
     """`num_bytes` of memory, zero at first, that all ranks of a group read and write.
 
-    `memory` is a memoryview of bytes (`memory.cast("i")`, `"q"` for words; a word that is aligned
-    is read and written whole), `tensor` the same memory as uint8 [num_bytes]. Both stay valid after
-    `close` for those who still hold them. One thread of a rank waits at a time.
+    Aligned words of `memory` are read and written whole; it stays valid after `close` for those who
+    still hold it. One thread of a rank waits at a time.
     """
 
     def __init__(self, candidate: "_Candidate") -> None:
@@ -74,11 +58,7 @@ class Region:
         self.rank: int = candidate.rank
         self.size: int = candidate.size
         self.memory: memoryview = memoryview(mapping)[start : start + num_bytes]
-        # The tensor is made of the mapping itself, and keeps it mapped as long as it lives.
-        self.tensor: torch.Tensor = torch.frombuffer(
-            mapping, dtype=torch.uint8, offset=start, count=num_bytes
-        )
-        self._address = self.tensor.data_ptr()
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self._words = self.memory[: num_bytes // 4 * 4].cast("i")
         flags_at = _NONCE_BYTES * self.size
         self._asleep = memoryview(mapping)[flags_at : flags_at + _FLAG_BYTES * self.size].cast("q")
@@ -111,15 +91,8 @@ class Region:
             or the machine is not Linux on x86_64.
 
         Raises:
-            ValueError: `size`, `rank` or `num_bytes` is out of range.
-            MismatchError: the ranks ask for different sizes; on every rank.
             CommError: whatever `all_gather` raises; nothing is left behind.
         """
-        if not 0 <= rank < size or num_bytes < 1:
-            raise CommValueError(
-                f"rank={rank}, size={size}, num_bytes={num_bytes}: "
-                "give 0 <= rank < size and at least one byte"
-            )
         candidate = _Candidate(rank, size, num_bytes, spare_bytes)
         try:
             if all(
@@ -186,7 +159,6 @@ class Region:
         """Leave the region: the others see this rank as dead. Not collective; twice is harmless."""
         self._close()
         self.memory = self._words = self._asleep = memoryview(b"")
-        self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def _spin(self, ready: Callable[[], bool], deadline: float) -> bool:
         """Look for a moment, longer if that paid off lately, and yield the core in between."""
@@ -246,16 +218,8 @@ class _Candidate:
         if able and self.rank == 0:
             self._name(name)
             able = _succeeds(self._create)
-        offers = [
-            _OFFER.unpack_from(message)
-            for message in all_gather(_OFFER.pack(able, self.size, self.num_bytes, name))
-        ]
-        asked = [offer[1:3] for offer in offers]
-        if len(set(asked)) > 1:
-            raise MismatchError(
-                f"the ranks open one shared region with different (ranks, bytes): {asked}"
-            )
-        self._name(offers[0][3])
+        offers = [_MARK.unpack_from(text) for text in all_gather(_MARK.pack(able, name))]
+        self._name(offers[0][1])
         return all(offer[0] for offer in offers)
 
     def attach(self, all_gather: Callable[[bytes], list[bytes]]) -> bool:

@@ -1,4 +1,4 @@
-"""How bytes move between the ranks of a group; everything above speaks to this and to nothing else.
+"""How bytes of a device move between the ranks of a group, and what its backend knows.
 
 Operations start at once and return something to wait for. Data moves as flat uint8 tensors, so no
 dtype is refused; only `all_reduce` does arithmetic and sees the dtype.
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from comm_collectives._torch_private import Store, group_timeout_s, raw_torch
 from comm_collectives.base.transport.clock import SYSTEM_CLOCK, Clock
 
+_PROBE_TAG = 0x6D6F65
 _OPS = {
     "sum": dist.ReduceOp.SUM,
     "min": dist.ReduceOp.MIN,
@@ -79,6 +80,10 @@ class Transport(ABC):
     def recv(self, flat: torch.Tensor, src: int) -> Pending | None:
         """Start to receive a flat uint8 tensor from one rank."""
 
+    def has_lost(self, peer: int) -> bool:
+        """Whether the backend knows that a rank has ended; False where it cannot tell."""
+        return False
+
     def store(self) -> Store | None:
         """Return where ranks leave reports of failures; None means the default group's store."""
         return None
@@ -132,6 +137,19 @@ class TorchTransport(Transport):
     def send(self, flat: torch.Tensor, dst: int) -> Pending | None:
         """As `isend`."""
         return dist.isend(flat, group=self._group, group_dst=dst)
+
+    @raw_torch
+    def has_lost(self, peer: int) -> bool:
+        """Gloo has connected all ranks when it made the group, and sends nothing to one that ended.
+
+        To a live rank it announces a byte under a tag that nobody receives.
+        """
+        probe = torch.empty(1, dtype=torch.uint8, device="cpu")
+        try:
+            dist.isend(probe, group=self._group, group_dst=peer, tag=_PROBE_TAG)
+        except RuntimeError:
+            return True
+        return False
 
     @raw_torch
     def recv(self, flat: torch.Tensor, src: int) -> Pending | None:

@@ -1,7 +1,7 @@
 """The calls that ranks have not compared yet, as one rolling hash and the last few in full.
 
-Across hosts most calls are compared only now and then. The hash of all calls so far then shows that
-an earlier one differed, and the list which.
+Calls whose data a device's backend moves are compared now and then. The hash of all calls so far
+then shows that an earlier one differed, and the list which.
 
     history.add(7, head)
     history.rolling              # goes into the next frame that is compared

@@ -9,5 +9,5 @@ from comm_collectives.call.frames.frames import Waiter as Waiter
 from comm_collectives.call.frames.link import NO_SIGNATURE as NO_SIGNATURE
 from comm_collectives.call.frames.link import Frame as Frame
 from comm_collectives.call.frames.link import Notice as Notice
-from comm_collectives.call.frames.memory import memory_at as memory_at
-from comm_collectives.call.frames.memory import memory_of as memory_of
+from comm_collectives.call.frames.link import memory_at as memory_at
+from comm_collectives.call.frames.link import memory_of as memory_of

@@ -8,11 +8,14 @@ Invariant: a frame that was begun is sent to its end, and one that was received 
 to its end or skipped, whatever becomes of the call; so both ends stay in step.
 """
 
+import ctypes
 import struct
 from collections import deque
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import final
+
+import torch
 
 from comm_collectives.base.streams import Streams
 from comm_collectives.errors import CommError
@@ -24,6 +27,7 @@ _HEAD_BYTES = _PREFIX.size + SIGNATURE_BYTES
 STAGED_BYTES = 1 << 16
 _JOINED_BYTES = 1 << 14  # a payload so small is copied behind its head, and sent with it
 NO_SIGNATURE = bytes(SIGNATURE_BYTES)
+_EMPTY = memoryview(b"")
 
 
 class Kind(IntEnum):
@@ -211,3 +215,15 @@ def notices_of(frame: Frame, peer: int) -> Notice:
     """Read a frame of the kind NOTICE."""
     kind, _, text = frame.part.decode(errors="replace").partition("\n")
     return Notice(peer, frame.number, kind, text)
+
+
+def memory_of(flat: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the host, writable; keep the tensor meanwhile."""
+    return memory_at(flat.data_ptr(), flat.nbytes)
+
+
+def memory_at(address: int, length: int) -> memoryview:
+    """Return bytes in memory, writable, without numpy; keep what they are of meanwhile."""
+    if not length:
+        return _EMPTY
+    return memoryview((ctypes.c_char * length).from_address(address)).cast("B")

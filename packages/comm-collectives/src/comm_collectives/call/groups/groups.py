@@ -1,8 +1,7 @@
 """What this rank knows of a process group: its place in it, its transport, and its call numbers.
 
-Call numbers count this package's calls in one group. Ranks run the same program, so the numbers
-agree, and an error can say `all_to_all call 7` and mean the same call on every rank. Transfers
-between two ranks are counted per direction, because pipeline stages make different numbers of them.
+Call numbers count this package's calls in one group. Ranks run the same program, so an error can
+say `all_to_all call 7` and mean the same call on every rank.
 
     state = group_state(None)
     state.rank, state.size, state.next_call()
@@ -168,11 +167,7 @@ def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def group_state(group: Group | None) -> GroupState:
-    """Return what this rank knows of `group`, or of the default group for None.
-
-    Raises:
-        ValueError: there is no default group, or this rank is not a member.
-    """
+    """Return what this rank knows of `group`, or of the default group; as `resolve_group`."""
     if isinstance(group, CustomGroup):
         return group.state()
     resolved = resolve_group(group)
@@ -217,11 +212,7 @@ def _device_argument(kind: str) -> Argument:
 
 
 def check_integer(value: Any, name: str) -> None:
-    """Check that an argument is an integer, of Python or of another library.
-
-    Raises:
-        TypeError: it is not.
-    """
+    """Raise TypeError if an argument is no integer, of Python or of another library."""
     try:
         index(value)
     except TypeError as error:
@@ -230,12 +221,7 @@ def check_integer(value: Any, name: str) -> None:
 
 
 def check_root(state: GroupState, rank: int, name: str) -> None:
-    """Check that `rank` is a rank of the group.
-
-    Raises:
-        TypeError: it is no integer.
-        ValueError: it is not a rank of the group.
-    """
+    """Raise TypeError if `rank` is no integer, ValueError if it is not a rank of the group."""
     check_integer(rank, name)
     if not 0 <= rank < state.size:
         raise CommValueError(
@@ -244,24 +230,14 @@ def check_root(state: GroupState, rank: int, name: str) -> None:
 
 
 def check_peer(state: GroupState, peer: int, name: str) -> None:
-    """Check that `peer` is another rank of the group.
-
-    Raises:
-        TypeError: `peer` is no integer.
-        ValueError: `peer` is outside the group or is this rank.
-    """
+    """As `check_root`, and raise ValueError if `peer` is this rank."""
     check_root(state, peer, name)
     if peer == state.rank:
         raise CommValueError(f"{name}={peer} is this rank itself; hand the tensors over directly")
 
 
 def check_timeout(timeout_s: float | None) -> None:
-    """Check a time limit in seconds.
-
-    Raises:
-        TypeError: it is no number.
-        ValueError: it is not positive, or longer than Python can wait.
-    """
+    """Raise TypeError if a time limit is no number, ValueError if it cannot be waited for."""
     if timeout_s is None:
         return
     if not isinstance(timeout_s, Real):

@@ -1,9 +1,8 @@
 """Collectives that run beside the program: a handle to wait on, and one thread per group.
 
-Calls of a group keep their order, so an asynchronous call runs on the group's own thread, and a
-synchronous one that comes after it waits its turn there. On CUDA the thread works on a stream of
-its own: it starts after what the caller's stream had queued, and `wait` orders the caller's stream
-behind it, without stopping the host for longer than the call itself needs the host.
+Calls of a group keep their order, so a synchronous one waits its turn there. On CUDA the thread
+works on a stream of its own: it starts after what the caller's stream had queued, and `wait` orders
+the caller's stream behind it.
 
     handle = all_reduce(x, async_op=True)
     y = other_work()
@@ -226,7 +225,7 @@ def launch(
     name: str,
     run: Callable[[], T],
     *,
-    inputs: Sequence[torch.Tensor],
+    inputs: Sequence[object],
     async_op: bool,
 ) -> Any:
     """Run a call in the order of its group: now, or on the group's thread.
@@ -253,12 +252,7 @@ def launch_on(
 ) -> Handle[T]:
     """Run on a thread of its own what has no place in the order of a group's calls."""
     grad = torch.is_grad_enabled()
-
-    def job() -> tuple[T, DeferredGraph]:
-        with torch.set_grad_enabled(grad):
-            return _run_apart(run)
-
-    return Handle(name, worker.submit(job), Watch(inputs), None)
+    return Handle(name, worker.submit(lambda: _run_apart(run, grad)), Watch(inputs), None)
 
 
 def _submit(
@@ -266,12 +260,12 @@ def _submit(
 ) -> "tuple[Future[tuple[T, DeferredGraph]], torch.Event | None]":
     site, grad = current_site(), torch.is_grad_enabled()
     device = next((x.device for x in inputs if x.device.type != "cpu"), None)
+
+    def on_host() -> tuple[T, DeferredGraph]:
+        with use_site(site), state.lock:
+            return _run_apart(run, grad)
+
     if device is None:
-
-        def on_host() -> tuple[T, DeferredGraph]:
-            with use_site(site), torch.set_grad_enabled(grad), state.lock:
-                return _run_apart(run)
-
         return worker.submit(on_host), None
     stream = worker.stream(device)
     done, ready = torch.Event(device=device), torch.accelerator.current_stream().record_event()
@@ -279,19 +273,20 @@ def _submit(
         x.record_stream(stream)
 
     def on_device() -> tuple[T, DeferredGraph]:
-        with use_site(site), torch.set_grad_enabled(grad), state.lock, stream:
+        with stream:
             stream.wait_event(ready)
-            result = _run_apart(run)
+            result = on_host()
             stream.record_event(done)
             return result
 
     return worker.submit(on_device), done
 
 
-def _run_apart(run: Callable[[], T]) -> tuple[T, DeferredGraph]:
+def _run_apart(run: Callable[[], T], grad: bool) -> tuple[T, DeferredGraph]:
     graph = DeferredGraph()
     token = _GRAPH.set(graph)
     try:
-        return run(), graph
+        with torch.set_grad_enabled(grad):
+            return run(), graph
     finally:
         _GRAPH.reset(token)

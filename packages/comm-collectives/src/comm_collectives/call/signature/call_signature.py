@@ -2,11 +2,8 @@
 
     status | call number | operation | call site | rolling hash | 11 arguments
 
-Signatures that are equal byte for byte agree; that is the common case and costs one comparison.
-What the words mean in plain text is exchanged only when they differ.
-
-    call = CallSignature(name="all_reduce", number=7, site=site, arguments=(Argument("op", 1),))
-    assert SignatureWords.unpack(call.pack()).number == 7
+Signatures that are equal byte for byte agree. What the words mean is exchanged only when they
+differ.
 """
 
 import struct
@@ -62,7 +59,7 @@ class Argument:
 
     @staticmethod
     def of_dtype(dtype: torch.dtype, name: str = "dtype") -> "Argument":
-        """Return a dtype as something on which the ranks of a call have to agree."""
+        """Return a dtype."""
         known = _DTYPE_ARGUMENTS.get((name, dtype))
         if known is None:
             text = str(dtype).removeprefix("torch.")
@@ -71,7 +68,7 @@ class Argument:
 
     @staticmethod
     def of_shape(name: str, shape: Sequence[int]) -> "Argument":
-        """Return a shape (or splits) as something on which the ranks of a call have to agree."""
+        """Return a shape, or splits."""
         return Argument(name, hash(tuple(shape)), str(tuple(shape)))
 
 
@@ -119,7 +116,8 @@ class CallSignature:
     def fingerprint(self, rolling: int) -> int:
         """Return the rolling hash of the calls so far (given) and this one."""
         # The hash of a tuple of integers is the same in every process.
-        return hash((rolling, operation_word(self.name), self.site_word, *self._argument_words()))
+        arguments = [argument.word for argument in self.arguments]
+        return hash((rolling, operation_word(self.name), self.site_word, *arguments))
 
     def describe(self) -> str:
         """Say what the call is, for the other ranks' errors."""
@@ -128,26 +126,15 @@ class CallSignature:
 
     def pack(self) -> bytes:
         """Return the signature as bytes."""
-        words = self._argument_words()
+        words = [argument.word for argument in self.arguments]
         padding = (0,) * (MAX_ARGUMENTS - len(words))
-        operation = operation_word(self.name)
-        return _STRUCT.pack(
-            self.status,
-            self.number,
-            operation,
-            self.site_word,
-            self.rolling,
-            *words,
-            *padding,
-        )
+        first = self.status, self.number, operation_word(self.name), self.site_word, self.rolling
+        return _STRUCT.pack(*first, *words, *padding)
 
     @property
     def site_word(self) -> int:
         """The number of the call site as compared."""
         return self.site.word if self.compares_site else 0
-
-    def _argument_words(self) -> tuple[int, ...]:
-        return tuple(argument.word for argument in self.arguments)
 
 
 def operation_word(name: str) -> int:

@@ -1,8 +1,7 @@
-"""Where in the user's program a collective was called: one of the things on which ranks must agree.
+"""Where in the user's program a collective was called: the innermost line outside this and torch.
 
-The site is the innermost line outside this package and torch. Two ranks whose lines differ make
-different calls, even if shapes and dtypes fit. Programs that call from two places and mean one call
-say so:
+Two ranks whose lines differ make different calls, even if shapes and dtypes fit. Programs that call
+from two places and mean one call say so:
 
     with call_site("total loss"):
         total = all_reduce(loss if is_last else zero)
