@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from comm_collectives.call import calls
-from comm_collectives.moe.routes.routing import Leg
+from comm_collectives.moe.routes.ranks import RankRouting
 from moe_pipeline.config import (
     ExpertsOptions,
     MoEConfig,
@@ -126,7 +126,7 @@ class Watched:
         """Inject and watch; `second` says whether a forward is the second."""
         patch = pytest.MonkeyPatch()
         linear, start = F.linear, calls.Call.__init__
-        tell = Leg.tell
+        learn = RankRouting.learn
 
         def noisy(x, weight, *args, **kwargs):
             logits = linear(x, weight, *args, **kwargs)
@@ -140,16 +140,16 @@ class Watched:
                 self.calls[name] += 1
             start(call, state, name, **kwargs)
 
-        def counted_exchange(leg, routing):
+        def counted_exchange(routing, told):
             self.num_count_exchanges += second()
-            tell(leg, routing)
+            learn(routing, told)
 
         def chosen(router, args, routed):
             self.choices[second()].append((router, routed.plan.topk_idx_TK.clone()))
 
         patch.setattr(F, "linear", noisy)
         patch.setattr(calls.Call, "__init__", counted)
-        patch.setattr(Leg, "tell", counted_exchange)
+        patch.setattr(RankRouting, "learn", counted_exchange)
         hooks = [layer.gate.register_forward_hook(chosen) for layer in block.layers]
         yield self
         for hook in hooks:

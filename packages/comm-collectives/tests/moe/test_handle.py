@@ -157,10 +157,10 @@ def test_reuse_within_one_rank() -> None:
 
 
 _OTHER: dict[str, tuple[Any, str]] = {
-    "hidden size": (lambda x, i, w: {"x": x[:, :3]}, "hidden_size=6, but here it is 3"),
+    "hidden size": (lambda x, i, w: {"x": x[:, :3]}, "hidden size=6, but here it is 3"),
     "dtype": (
         lambda x, i, w: {"x": x.float()},
-        "dtype=torch.float64, but here it is torch.float32",
+        "dtype=float64, but here it is float32",
     ),
     "alignment": (lambda x, i, w: {"expert_alignment": 2}, "expert_alignment=1"),
     "num_experts": (lambda x, i, w: {"num_experts": 2 * _E}, "num_experts=4, but here it is 8"),

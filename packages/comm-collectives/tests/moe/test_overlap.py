@@ -1,14 +1,16 @@
 """Chunks give what one dispatch gives, and the next one travels while the experts compute."""
 
 import time
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import comm_collectives as cc
+from comm_collectives.call.handles import Handle
 from comm_collectives.errors import RefusedError
-from comm_collectives.moe import Dispatched, combine_async, dispatch_async
+from comm_collectives.moe import Dispatched, combine_async, dispatch_async, overlap
 from comm_collectives.moe.overlap import OverlappedMoe
 from ranktest import run_ranks
 
@@ -62,13 +64,13 @@ def test_next_chunk_arrives_while_the_experts_compute() -> None:
         x, idx, weights = (t.detach() for t in _tokens(rank, 8))
         seen: list[bool] = []
         moe = OverlappedMoe(num_experts=_EXPERTS, group=dist.group.WORLD, num_chunks=3)
-        real, handles = OverlappedMoe._dispatch, []
+        handles: list[Handle[Dispatched]] = []
 
-        def dispatch(self, *chunk):
-            handles.append(real(self, *chunk))
+        def start(*chunk: torch.Tensor, **settings: Any) -> Handle[Dispatched]:
+            handles.append(dispatch_async(*chunk, **settings))
             return handles[-1]
 
-        OverlappedMoe._dispatch = dispatch
+        overlap.dispatch_async = start
 
         def experts(sent: Dispatched) -> torch.Tensor:
             deadline = time.monotonic() + 10

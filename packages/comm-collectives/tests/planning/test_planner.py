@@ -151,7 +151,7 @@ def test_slow_network_makes_hierarchical_fp8_the_choice_and_full_without_roundin
     assert str(plan_dispatch(V3, topology).choice) == "hierarchical float8_e4m3"
     exact = plan_dispatch(V3, topology, payloads=("full",))
     assert str(exact.choice) == "hierarchical full"
-    assert "272.3 MB instead of 411.8 MB per rank between nodes" in exact.reason
+    assert "272.4 MB instead of 411.8 MB per rank between nodes" in exact.reason
 
 
 def test_top_1_gains_nothing_from_deduplication() -> None:

@@ -34,7 +34,7 @@ def _row(movement: Movement, row_format: RowFormat) -> bytearray:
             row += bytes(4)
     if movement.startswith("dispatch"):
         _padded(row, row_format.weight_itemsize)
-        _padded(row, 4 if row_format.block_scaled else row_format.itemsize)
+        _padded(row, 4 if row_format.block_scaled else max(4, row_format.itemsize))
     return row
 
 
@@ -51,14 +51,11 @@ def _message(
     weights = bytearray()
     for _ in range(choices):
         weights += bytes(row_format.weight_itemsize)
-    if route == "flat":
-        return message + _padded(weights, len(row))
-    _padded(message, 16)
-    if movement == "dispatch":
+    if route != "flat" and movement == "dispatch":
+        _padded(weights, 4)
         for _ in range(choices):
-            message += bytes(4)
-        _padded(message, 16)
-    return _padded(message + weights, 16)
+            weights += bytes(4)
+    return message + _padded(weights, len(row))
 
 
 def _oracle(

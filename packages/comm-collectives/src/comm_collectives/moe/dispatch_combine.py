@@ -11,9 +11,9 @@ empty tensor ties each combine to its dispatch in the autograd graph.
 Legend: T tokens, D hidden size, K choices per token, R received rows, E experts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -22,20 +22,19 @@ from comm_collectives._torch_private import graph_break
 from comm_collectives.base import check_dense
 from comm_collectives.call import Call
 from comm_collectives.call.autograd import Back, attach
-from comm_collectives.call.groups import Group, group_state
+from comm_collectives.call.groups import Group, GroupState, group_state
 from comm_collectives.call.handles import Handle, finished, launch, turn
 from comm_collectives.call.signature import Argument, Status
 from comm_collectives.errors import CommTypeError, CommValueError
 from comm_collectives.moe.deepep import DeepEpBackend
-from comm_collectives.moe.handle import Contract
-from comm_collectives.moe.handle import DispatchHandle as DispatchHandle
+from comm_collectives.moe.handle import DispatchHandle
 from comm_collectives.moe.options import DEFAULT_OPTIONS, MoeOptions
 from comm_collectives.moe.request import FLOATS, DispatchSpec
-from comm_collectives.moe.routes import Leg, Routing
-from comm_collectives.planning.wire import Movement
+from comm_collectives.moe.routes import Carried, Leg
 
-_Tensors = tuple[torch.Tensor, ...]
+_T = TypeVar("_T")
 _Refusal = ValueError | TypeError | None
+_Run = Callable[[Carried, Call | None], Carried]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,14 +109,11 @@ def dispatch_async(
 ) -> Handle[Dispatched]:
     """As `dispatch`, but return at once; the handle's `wait` returns the rows. Collective."""
     spec = _spec(num_experts, expert_alignment, options, group)
-    if spec.state is None:
-        return finished("dispatch", _dispatch(x, topk_idx, topk_weights, spec))
-    inputs = _tensors(x, topk_idx, topk_weights)
 
     def run() -> Dispatched:
         return _dispatch(x, topk_idx, topk_weights, spec)
 
-    return launch(spec.state, "dispatch", run, inputs=inputs, async_op=True)  # type: ignore[no-any-return]
+    return _start(spec.state, "dispatch", run, x, topk_idx, topk_weights)
 
 
 @graph_break
@@ -160,13 +156,7 @@ def combine_async(
 ) -> Handle[torch.Tensor]:
     """As `combine`, but return at once; the handle's `wait` returns the sums. Collective."""
     _check_handle(handle)
-    if handle.state is None:
-        return finished("combine", _combine(y, handle, timeout_s))
-
-    def run() -> torch.Tensor:
-        return _combine(y, handle, timeout_s)
-
-    return launch(handle.state, "combine", run, inputs=_tensors(y), async_op=True)  # type: ignore[no-any-return]
+    return _start(handle.state, "combine", lambda: _combine(y, handle, timeout_s), y)
 
 
 def refuse_combine(handle: DispatchHandle, error: BaseException) -> Handle[torch.Tensor]:
@@ -180,7 +170,17 @@ def refuse_combine(handle: DispatchHandle, error: BaseException) -> Handle[torch
         except CommValueError as refused:
             return _combine(handle.anchor, handle, None, refused)
 
-    return launch(handle.state, "combine", run, inputs=[], async_op=True)  # type: ignore[no-any-return]
+    return _start(handle.state, "combine", run)
+
+
+def _start(
+    state: GroupState | None, name: str, run: Callable[[], _T], *inputs: object
+) -> Handle[_T]:
+    """Run on the group's thread, or now if nothing is exchanged; inputs are checked later."""
+    if state is None:
+        return finished(name, run())
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+    return launch(state, name, run, inputs=tensors, async_op=True)  # type: ignore[no-any-return]
 
 
 def _spec(
@@ -200,53 +200,48 @@ def _dispatch(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, spec: DispatchSpec
 ) -> Dispatched:
     options, state, refused = spec.options, spec.state, None
-    arguments: tuple[Argument, ...] = ()
+    arguments: Sequence[Argument] = ()
     try:
         check_dense(x, "x")
-        contract = spec.contract(x.shape, x.dtype, x.device, topk_idx, topk_weights)
+        layout = spec.layout(x.shape, x.dtype, x.device, topk_idx, topk_weights)
         if isinstance(options.backend, DeepEpBackend) and state is not None:
             options.backend.check(x, topk_idx, topk_weights, group=spec.group)
-        choices, routing = spec.route(contract, topk_idx)
-        arguments = contract.arguments()
+        choices, routing = spec.route(layout, topk_idx)
+        arguments = (*layout[:-1], Argument("reuse given", int(options.reuse is not None)))
     except (TypeError, ValueError) as error:
-        if state is None:
-            raise
         refused = error
-    call = None
-    if state is not None:
-        reuses = Argument("reuse given", int(options.reuse is not None))
-        arguments = (*arguments, reuses)
-        call = Call(state, "dispatch", arguments=arguments, timeout_s=options.timeout_s)
-        if refused is not None or call.refused is not None:
-            call.meet(refused=refused)
+    call = _call(state, "dispatch", arguments, options.timeout_s, refused)
+    teaches = routing if options.reuse is None else None
     wants = torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad)
-    leg = _leg("dispatch", contract, call, flags=Status.WANTS_GRAD if wants else 0)
-    if options.reuse is None:
-        leg.tell(routing)
-    x_RD, weights_R = routing.to_experts(x.detach(), topk_weights.detach(), leg)
-    outputs: _Tensors = x_RD, weights_R, x.new_zeros(0)
-    num_rows = x_RD.shape[0]
+    flags = Status.WANTS_GRAD if wants else 0
+    leg = Leg("dispatch", options.payload, call, flags=flags, teaches=teaches)
+    rows = routing.to_experts((x.detach(), topk_weights.detach()), leg)
+    outputs = (*rows, x.new_zeros(0))
     if leg.flags & Status.WANTS_GRAD:
-        back = _back_of_dispatch(routing, contract)
-        inputs = (x, topk_weights)
+        payload = options.back_payload  # the options are not kept: they may hold a handle
+
+        def back(grads: Carried, call: Call | None) -> Carried:
+            return routing.to_tokens(grads[:2], Leg("dispatch_backward", payload, call))
+
         if call is None:
-            outputs = _Local.apply(back, outputs, *inputs)
+            outputs = _Local.apply(back, outputs, x, topk_weights)
         else:
-            outputs = attach(inputs, outputs, call, Back(run=back))
+            outputs = attach((x, topk_weights), outputs, call, Back(run=back))
+    x_RD, weights_R, anchor = outputs
     handle = DispatchHandle(
         routing=routing,
         choices=choices,
-        contract=contract,
+        layout=layout,
+        back_payload=options.back_payload,
         state=state,
         number=0 if call is None else call.number,
-        expert_alignment=spec.alignment,
-        num_rows=num_rows,
+        num_rows=x_RD.shape[0],
         timeout_s=options.timeout_s,
-        anchor=outputs[2],
+        anchor=anchor,
     )
     return Dispatched(
-        x=outputs[0],
-        topk_weights=outputs[1],
+        x=x_RD,
+        topk_weights=weights_R,
         num_tokens_per_expert=routing.num_tokens_per_expert,
         handle=handle,
     )
@@ -255,8 +250,8 @@ def _dispatch(
 def _combine(
     y: torch.Tensor, handle: DispatchHandle, timeout_s: float | None, refused: _Refusal = None
 ) -> torch.Tensor:
-    state, contract, routing = handle.state, handle.contract, handle.routing
-    arguments: tuple[Argument, ...] = ()
+    routing = handle.routing
+    arguments: Sequence[Argument] = ()
     try:
         if refused is None:
             _check_rows(y, handle)
@@ -266,52 +261,49 @@ def _combine(
                 Argument.of_dtype(y.dtype),
             )
     except (TypeError, ValueError) as error:
-        if state is None:
-            raise
         refused = error
-    call = None
-    if state is not None:
-        limit_s = handle.timeout_s if timeout_s is None else timeout_s
-        call = Call(state, "combine", arguments=arguments, timeout_s=limit_s)
-        if refused is not None or call.refused is not None:
-            call.meet(refused=refused)
+    limit_s = handle.timeout_s if timeout_s is None else timeout_s
+    call = _call(handle.state, "combine", arguments, limit_s, refused)
     wants = torch.is_grad_enabled() and (y.requires_grad or handle.anchor.requires_grad)
-    leg = _leg("combine", contract, call, flags=Status.WANTS_GRAD if wants else 0)
-    out_TD = routing.rows_to_tokens(y.detach().contiguous(), leg)
-    if not leg.flags & Status.WANTS_GRAD:
-        return out_TD
+    leg = Leg("combine", "full", call, flags=Status.WANTS_GRAD if wants else 0)
+    outputs = routing.to_tokens((y.detach().contiguous(),), leg)
+    if leg.flags & Status.WANTS_GRAD:
+        payload = handle.back_payload
 
-    def back(grads: _Tensors, call: Call | None) -> _Tensors:
-        y_RD = routing.rows_to_experts(grads[0], _leg("combine_backward", contract, call))
-        return y_RD, y_RD.new_zeros(0)
+        def back(grads: Carried, call: Call | None) -> Carried:
+            rows = routing.to_experts(grads, Leg("combine_backward", payload, call))
+            return (*rows, rows[0].new_zeros(0))
 
-    inputs, outputs = (y, handle.anchor), (out_TD,)
-    if call is None:
-        return _Local.apply(back, outputs, *inputs)[0]  # type: ignore[no-any-return]
-    # The gradients of these rows go on to the tokens, which are other ranks' too.
-    return attach(inputs, outputs, call, Back(run=back, others_lose=True))[0]
+        if call is None:
+            outputs = _Local.apply(back, outputs, y, handle.anchor)
+        else:  # gradients of these rows go on to the tokens, which are other ranks' too
+            outputs = attach((y, handle.anchor), outputs, call, Back(run=back, others_lose=True))
+    return outputs[0]
 
 
-def _back_of_dispatch(
-    routing: Routing, contract: Contract
-) -> Callable[[_Tensors, Call | None], _Tensors]:
-    def back(grads: _Tensors, call: Call | None) -> _Tensors:
-        leg = _leg("dispatch_backward", contract, call)
-        return routing.to_tokens(grads[0], grads[1], leg)
-
-    return back
+def _call(
+    state: GroupState | None,
+    name: str,
+    arguments: Sequence[Argument],
+    timeout_s: float | None,
+    refused: _Refusal,
+) -> Call | None:
+    """Begin a call, in which all ranks raise what one refuses; None where nothing is exchanged."""
+    if state is None:
+        if refused is not None:
+            raise refused
+        return None
+    call = Call(state, name, arguments=arguments, timeout_s=timeout_s)
+    if refused is not None or call.refused is not None:
+        call.meet(refused=refused)
+    return call
 
 
 class _Local(torch.autograd.Function):
     """The node of a movement within one rank."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        back: Callable[[_Tensors, None], _Tensors],
-        outputs: _Tensors,
-        *inputs: torch.Tensor,
-    ) -> _Tensors:
+    def forward(ctx: Any, back: _Run, outputs: Carried, *inputs: torch.Tensor) -> Carried:
         ctx.back = back
         return outputs
 
@@ -319,16 +311,6 @@ class _Local(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return (None, None, *ctx.back(tuple(grad.contiguous() for grad in grads), None))
-
-
-def _leg(movement: Movement, contract: Contract, call: Call | None, flags: int = 0) -> Leg:
-    quantised = movement == "dispatch" or (contract.quantize_backward and movement != "combine")
-    return Leg(movement, contract.payload if quantised else "full", call, flags=flags)
-
-
-def _tensors(*given: object) -> list[torch.Tensor]:
-    """Those of the arguments, checked later, that are tensors."""
-    return [x for x in given if isinstance(x, torch.Tensor)]
 
 
 def _check_handle(handle: object) -> None:

@@ -76,6 +76,11 @@ class MoeOptions:
                 f"reuse is a {type(self.reuse).__name__}; give the handle of an earlier dispatch"
             )
 
+    @property
+    def back_payload(self) -> Payload:
+        """As what gradients of rows travel."""
+        return self.payload if self.quantize_backward else "full"
+
     def _check_nodes(self) -> None:
         if self.ranks_per_node is not None:
             check_integer(self.ranks_per_node, "ranks_per_node")

@@ -10,11 +10,12 @@ calls in the same order, whatever its number of tokens.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from comm_collectives.call.groups import Group, check_integer
-from comm_collectives.call.handles import Caught, Handle
+from comm_collectives.call.handles import Caught
 from comm_collectives.errors import CommValueError
 from comm_collectives.moe.dispatch_combine import (
     Dispatched,
@@ -71,18 +72,22 @@ class OverlappedMoe:
             RefusedError: the experts raised on a rank (on every rank).
             As dispatch and combine.
         """
-        chunks = list(
-            zip(
-                *(t.tensor_split(self.num_chunks) for t in (x, topk_idx, topk_weights)), strict=True
-            )
+        pieces = [t.tensor_split(self.num_chunks) for t in (x, topk_idx, topk_weights)]
+        chunks = list(zip(*pieces, strict=True))
+        start = partial(
+            dispatch_async,
+            num_experts=self.num_experts,
+            group=self.group,
+            expert_alignment=self.expert_alignment,
+            options=self.options,
         )
-        coming = self._dispatch(*chunks[0])
+        coming = start(*chunks[0])
         returning = []
         failed = Caught(Exception)
         for i in range(self.num_chunks):
             sent = coming.wait()
             if i + 1 < self.num_chunks:
-                coming = self._dispatch(*chunks[i + 1])
+                coming = start(*chunks[i + 1])
             # All ranks make the same calls to the end, also those whose experts raise.
             if failed.error is None:
                 with failed:
@@ -92,16 +97,3 @@ class OverlappedMoe:
             else:
                 returning.append(refuse_combine(sent.handle, failed.error))
         return torch.cat([handle.wait() for handle in returning])
-
-    def _dispatch(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor
-    ) -> Handle[Dispatched]:
-        return dispatch_async(
-            x,
-            topk_idx,
-            topk_weights,
-            num_experts=self.num_experts,
-            group=self.group,
-            expert_alignment=self.expert_alignment,
-            options=self.options,
-        )

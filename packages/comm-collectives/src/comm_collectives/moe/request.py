@@ -1,33 +1,30 @@
 """The arguments of one dispatch but for its rows: are they right, and which way do rows go.
 
-    spec = DispatchSpec(num_experts=8, alignment=1, options=options, group=group, state=state)
-    contract = spec.contract(x.shape, x.dtype, x.device, topk_idx, topk_weights)
-    choices, routing = spec.route(contract, topk_idx)
-
 Legend: T tokens, D hidden size, K choices per token.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 
 from comm_collectives.base import check_dense
 from comm_collectives.call.groups import Group, GroupState, check_integer
+from comm_collectives.call.signature import Argument
 from comm_collectives.errors import CommTypeError, CommValueError
 from comm_collectives.moe.deepep import DeepEpBackend
-from comm_collectives.moe.handle import Contract
 from comm_collectives.moe.options import MoeOptions
 from comm_collectives.moe.routes import (
-    DedupRouting,
-    FlatRouting,
     LocalRouting,
     NodeRouting,
+    RankRouting,
     Routing,
     check_nodes,
     counts_by_rank,
 )
-from comm_collectives.moe.rows import SortedChoices, sort_choices
+from comm_collectives.moe.rows import Payload, SortedChoices, sort_choices
+from comm_collectives.planning.wire import ROUTES
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -42,15 +39,17 @@ class DispatchSpec:
     group: Group | None
     state: GroupState | None
 
-    def contract(
+    def layout(
         self,
         shape: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor,
-    ) -> Contract:
-        """Check the arguments, for rows of that kind; return what has to agree.
+    ) -> tuple[Argument, ...]:
+        """Check the arguments, for rows of that kind; return what the order of rows depends on.
+
+        All but the last, the alignment, have to agree between ranks.
 
         Raises:
             ValueError, TypeError: an argument does not fit.
@@ -58,40 +57,42 @@ class DispatchSpec:
         self._check_numbers()
         _check_tensors(shape, dtype, device, topk_idx, topk_weights)
         options = self.options
-        return Contract(
-            num_experts=int(self.num_experts),
-            hidden_size=shape[1],
-            dtype=dtype,
-            weight_dtype=topk_weights.dtype,
-            route=options.route,
-            ranks_per_node=int(options.ranks_per_node or 0),
-            payload=options.payload,
-            quantize_backward=options.quantize_backward,
-            backend="deepep" if isinstance(options.backend, DeepEpBackend) else "torch",
+        backend = "torch" if options.backend == "torch" else "deepep"
+        return (
+            Argument("num_experts", int(self.num_experts)),
+            Argument("hidden size", shape[1]),
+            Argument.of_dtype(dtype),
+            Argument.of_dtype(topk_weights.dtype, "dtype of topk_weights"),
+            Argument("route", ROUTES.index(options.route), options.route),
+            Argument("ranks_per_node", int(options.ranks_per_node or 0)),
+            Argument("payload", get_args(Payload).index(options.payload), options.payload),
+            Argument("quantize_backward", int(options.quantize_backward)),
+            Argument("backend", int(backend != "torch"), backend),
+            Argument("expert_alignment", int(self.alignment)),
         )
 
-    def route(self, contract: Contract, topk_idx: torch.Tensor) -> tuple[SortedChoices, Routing]:
+    def route(
+        self, layout: Sequence[Argument], topk_idx: torch.Tensor
+    ) -> tuple[SortedChoices, Routing]:
         """Sort the choices by expert, and return the way of their rows, or that of `reuse`.
 
         Raises:
             ValueError: a choice is no expert, or `reuse` is of another dispatch.
         """
         options, state, alignment = self.options, self.state, self.alignment
-        reuse, backend = options.reuse, options.backend
-        if reuse is not None:
-            reuse.check_reused(contract, state=state, alignment=alignment, topk_idx_TK=topk_idx)
-            return reuse.choices, reuse.routing
+        if options.reuse is not None:
+            options.reuse.check_reused(layout, state, topk_idx)
+            return options.reuse.choices, options.reuse.routing
         choices = sort_choices(topk_idx, self.num_experts)
         if state is None:
             return choices, LocalRouting(choices, alignment)
-        if isinstance(backend, DeepEpBackend):
+        if isinstance(options.backend, DeepEpBackend):
             told = counts_by_rank(choices, state)
-            return choices, backend.routing(topk_idx, told=told, alignment=alignment)
-        if options.route == "flat":
-            return choices, FlatRouting(choices, state, alignment)
-        if options.route == "dedup":
-            return choices, DedupRouting(choices, state, alignment)
-        return choices, NodeRouting(choices, state, alignment, contract.ranks_per_node)
+            return choices, options.backend.routing(topk_idx, told=told, alignment=alignment)
+        if options.ranks_per_node is not None:
+            return choices, NodeRouting(choices, state, alignment, int(options.ranks_per_node))
+        shares_rows = options.route == "dedup"
+        return choices, RankRouting(choices, state, alignment, shares_rows=shares_rows)
 
     def _check_numbers(self) -> None:
         check_integer(self.num_experts, "num_experts")

@@ -27,7 +27,7 @@ from comm_collectives.planning.wire import (
     Movement,
     Route,
     RowFormat,
-    message_layout,
+    message_bytes,
 )
 from comm_collectives.planning.wire_bytes import (
     TOWARDS_TOKENS,
@@ -263,12 +263,12 @@ def _uniform_loads(
     def load(name: str, tokens: float, choices: float, near: int, far: int) -> StageLoad:
         if choices < 1:  # then so many of the peers get one row each
             near, far, tokens, choices = round(near * choices), round(far * choices), 1, 1
-        layout = message_layout(
+        size = message_bytes(
             route, movement, row_format, tokens=round(tokens), choices=round(choices)
         )
-        inter_bytes = far * layout.num_bytes
+        inter_bytes = far * size
         per_nic = topology.ranks_per_nic * inter_bytes
-        return _load(name, topology, (near * layout.num_bytes, inter_bytes, per_nic), (near, far))
+        return _load(name, topology, (near * size, inter_bytes, per_nic), (near, far))
 
     if route != "hierarchical":
         far = topology.num_ranks - per_node

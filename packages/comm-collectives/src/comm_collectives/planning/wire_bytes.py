@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from comm_collectives.errors import CommValueError
-from comm_collectives.planning.wire import Movement, Route, RowFormat, message_layout
+from comm_collectives.planning.wire import Movement, Route, RowFormat, message_bytes
 
 TOWARDS_TOKENS = ("combine", "dispatch_backward")
 
@@ -165,8 +165,7 @@ def _message_bytes(
 ) -> tuple[tuple[int, ...], ...]:
     @cache  # few pairs of counts are different where routing is even
     def num_bytes(tokens: int, choices: int) -> int:
-        layout = message_layout(route, movement, row_format, tokens=tokens, choices=choices)
-        return layout.num_bytes
+        return message_bytes(route, movement, row_format, tokens=tokens, choices=choices)
 
     return tuple(
         tuple(map(num_bytes, tokens, choices))

@@ -222,8 +222,8 @@ def _check_movements(
     counts = [sum(r[0] == rank * _LOCAL + e for r in want) for e in range(_LOCAL)]
     routing = make(idx, counts)
     with pytest.raises(CommError, match="the dispatch that it belongs to has failed"):
-        routing.rows_to_experts(x, _TRAVEL)
-    x_RD, weight_R = routing.to_experts(x, weight, _TRAVEL)
+        routing.to_experts((x,), _TRAVEL)
+    x_RD, weight_R = routing.to_experts((x, weight), _TRAVEL)
     sizes = tuple(-(-c // alignment) * alignment for c in counts)
     assert routing.num_tokens_per_expert == sizes
     expert_R = torch.arange(_LOCAL).repeat_interleave(torch.tensor(sizes)).to(device)
@@ -241,14 +241,14 @@ def _check_movements(
     y_RD = (x_RD * factor_R[:, None]).bfloat16()
     y_RD[~is_row] = torch.nan
     want_TD = x * (idx + 1).sum(1, keepdim=True)
-    assert torch.equal(routing.rows_to_tokens(y_RD, _TRAVEL), want_TD.bfloat16())
-    y_TD, back_TK = routing.to_tokens(y_RD, weight_R * factor_R, _TRAVEL)
+    assert torch.equal(routing.to_tokens((y_RD,), _TRAVEL)[0], want_TD.bfloat16())
+    y_TD, back_TK = routing.to_tokens((y_RD, weight_R * factor_R), _TRAVEL)
     assert torch.equal(y_TD, want_TD.bfloat16())
     assert torch.equal(back_TK, weight * (idx + 1))
-    assert torch.equal(routing.rows_to_experts(x * 2, _TRAVEL), x_RD * 2)
+    assert torch.equal(routing.to_experts((x * 2,), _TRAVEL)[0], x_RD * 2)
     # A second dispatch of the same choices gives the same order, and the way back stays.
-    assert torch.equal(routing.to_experts(x * 2, weight, _TRAVEL)[0], x_RD * 2)
-    assert torch.equal(routing.rows_to_tokens(y_RD, _TRAVEL), want_TD.bfloat16())
+    assert torch.equal(routing.to_experts((x * 2, weight), _TRAVEL)[0], x_RD * 2)
+    assert torch.equal(routing.to_tokens((y_RD,), _TRAVEL)[0], want_TD.bfloat16())
 
 
 def _layer(name: str, options: MoeOptions, repeats: int = 1) -> list[Tensor]:
@@ -360,7 +360,7 @@ def test_what_deepep_raises_names_the_call() -> None:
     made = DeepEpRouting(calls, torch.zeros(2, _K, dtype=torch.int64), [[0] * _LOCAL] * _W, 1)
     routing = _learnt(made, [6, 0, 0, 0])
     with pytest.raises(CommError, match=r"dispatch: DeepEP failed: DeepEP error: timeout"):
-        routing.to_experts(torch.ones(2, _D), torch.ones(2, _K), _TRAVEL)
+        routing.to_experts((torch.ones(2, _D), torch.ones(2, _K)), _TRAVEL)
 
 
 def test_counts_that_differ_from_the_announced_ones_are_an_error() -> None:
@@ -372,7 +372,7 @@ def test_counts_that_differ_from_the_announced_ones_are_an_error() -> None:
     made = DeepEpRouting(calls, torch.zeros(2, _K, dtype=torch.int64), [[0] * _LOCAL] * _W, 1)
     routing = _learnt(made, [6, 0, 0, 0])
     with pytest.raises(CommError, match=r"delivered \(3, 0, 0, 0\) rows .* announced \(6, 0, 0"):
-        routing.to_experts(torch.ones(2, _D), torch.ones(2, _K), _TRAVEL)
+        routing.to_experts((torch.ones(2, _D), torch.ones(2, _K)), _TRAVEL)
 
 
 def test_inputs_that_deepep_does_not_take_are_refused_with_the_remedy() -> None:

@@ -2,29 +2,11 @@
 
 import random
 
-from comm_collectives.moe.rows.plan import plan_placing, plan_wire, starts
+import torch
 
+from comm_collectives.moe.rows.plan import plan_placing, repeat_each, spread, starts
 
-def _positions(lengths: tuple[int, ...], shifts: tuple[int, ...]) -> list[int]:
-    piece_of = [p for p, n in enumerate(lengths) for _ in range(n)]
-    return [j + shifts[p] for j, p in enumerate(piece_of)]
-
-
-def test_rows_and_weights_stand_where_a_loop_puts_them() -> None:
-    seed = random.randrange(10**9)
-    generator = random.Random(seed)
-    for _ in range(100):
-        counts = [generator.choice([0, 0, 1, 7]) for _ in range(generator.randint(1, 5))]
-        per_row = generator.randint(1, 9)
-        side = plan_wire(counts, per_row)
-        rows, weights, at = [], [], 0
-        for n in counts:
-            rows += range(at, at + n)
-            weights += range((at + n) * per_row, (at + n) * per_row + n)
-            at += n + -(-n // per_row)
-        assert _positions(side.rows_P, side.row_shift_P) == rows, f"seed {seed}"
-        assert _positions(side.rows_P, side.weight_shift_P) == weights, f"seed {seed}"
-        assert sum(side.wire_rows_P) == at
+_CPU = torch.device("cpu")
 
 
 def test_choices_stand_where_a_loop_puts_them() -> None:
@@ -38,9 +20,9 @@ def test_choices_stand_where_a_loop_puts_them() -> None:
         blocks = [(src, e) for src in range(size) for e in range(local)]
         if generator.random() < 0.5:
             generator.shuffle(blocks)
-            placing = plan_placing(received, alignment=alignment, blocks=blocks)
+            placing = plan_placing(received, alignment=alignment, device=_CPU, blocks=blocks)
         else:
-            placing = plan_placing(received, alignment=alignment)
+            placing = plan_placing(received, alignment=alignment, device=_CPU)
         where, at = {}, 0
         for e in range(local):
             first = at
@@ -51,17 +33,23 @@ def test_choices_stand_where_a_loop_puts_them() -> None:
             at = first + -(-(at - first) // alignment) * alignment
             assert placing.num_tokens_per_expert[e] == at - first
         want = [where[src, e, i] for src, e in blocks for i in range(received[src][e])]
-        assert _positions(placing.block_rows_B, placing.local_shift_B) == want, f"seed {seed}"
-        assert (placing.num_rows, placing.num_choices) == (at, len(want))
-        assert placing.is_padded == (at != len(want))
+        assert placing.local_N.tolist() == want, f"seed {seed}"
+        padding = sorted(set(range(at)) - set(want))
+        assert (None if placing.padding is None else placing.padding.tolist()) == (padding or None)
+        values = torch.arange(1, 2 * len(want) + 1)
+        rows = placing.gather(values, torch.arange(0, 2 * len(want), 2))
+        assert rows.tolist() == [2 * want.index(r) + 1 if r in want else 0 for r in range(at)]
 
 
 def test_empty_expert_gets_no_padding() -> None:
-    placing = plan_placing([[0, 3]], alignment=8)
+    placing = plan_placing([[0, 3]], alignment=8, device=_CPU)
     assert placing.num_tokens_per_expert == (0, 8)
-    assert placing.is_padded
+    assert placing.padding is not None
+    assert placing.padding.tolist() == [3, 4, 5, 6, 7]
 
 
-def test_starts_of_nothing_is_nothing() -> None:
+def test_pieces_count_up_from_their_first_numbers() -> None:
     assert starts([]) == []
     assert starts([2, 0, 3]) == [0, 2, 2]
+    assert spread([10, 5, 0], [2, 0, 3], _CPU).tolist() == [10, 11, 0, 1, 2]
+    assert repeat_each([10, 5, 0], [2, 0, 3], _CPU).tolist() == [10, 10, 0, 0, 0]

@@ -1,22 +1,20 @@
-"""The sections of a message are aligned, and its rows are as large as their payload says."""
+"""A message consists of whole rows, which are as large as their payload says."""
 
 import pytest
 
-from comm_collectives.planning.wire.wire_format import MOVEMENTS, RowFormat, message_layout
+from comm_collectives.planning.wire.wire_format import MOVEMENTS, RowFormat, message_bytes
 
 
-def test_sections_of_a_message_are_aligned_and_large_enough() -> None:
+def test_what_choices_say_fills_whole_rows() -> None:
     row_format = RowFormat(hidden_size=13, itemsize=2, weight_itemsize=8)
-    for tokens, choices in ((0, 0), (1, 1), (3, 5), (2, 16)):
-        layout = message_layout("dedup", "dispatch", row_format, tokens=tokens, choices=choices)
-        assert layout.index_at % 16 == layout.weights_at % 16 == layout.num_bytes % 16 == 0
-        assert layout.index_at >= tokens * row_format.row_bytes
-        assert layout.weights_at - layout.index_at >= choices * 4
-        assert layout.num_bytes - layout.weights_at >= choices * 8
-        flat = message_layout("flat", "dispatch", row_format, tokens=tokens, choices=choices)
-        assert flat.weights_at == choices * row_format.row_bytes
-        assert flat.num_bytes % row_format.row_bytes == 0
-        assert flat.num_bytes - flat.weights_at >= choices * 8
+    row = row_format.row_bytes
+    assert row == 32
+    for tokens, choices, dedup, flat in ((0, 0, 0, 0), (1, 1, 2, 2), (3, 5, 5, 7), (2, 16, 8, 20)):
+        sizes = {"tokens": tokens, "choices": choices}
+        assert message_bytes("dedup", "dispatch", row_format, **sizes) == dedup * row
+        assert message_bytes("flat", "dispatch", row_format, **sizes) == flat * row
+        assert message_bytes("dedup", "combine", row_format, **sizes) == 26 * tokens
+        assert message_bytes("flat", "combine", row_format, **sizes) == 26 * choices
 
 
 def test_block_scaled_rows_are_0_516_of_bfloat16() -> None:

@@ -193,7 +193,8 @@ class Link:
 
     def _fill(self) -> bool:
         """Read more of the stream; whether anything came."""
-        if self._at == self._end:
+        # Not from the beginning each time: a look for a notice would be handed old payload again.
+        if self._at == self._end > len(self._staged) // 2:
             self._at = self._end = 0
         elif self._end == len(self._staged):
             self._make_room(len(self._staged))

@@ -31,7 +31,7 @@ import torch
 from comm_collectives.errors import CommError, CommTypeError, CommValueError
 from comm_collectives.moe.deepep.calls import BufferCalls, DeepEpCalls, ElasticCalls
 from comm_collectives.moe.deepep.expansion import Expansion, plan_expansion
-from comm_collectives.moe.routes import Leg, Routing
+from comm_collectives.moe.routes import Carried, Leg, Routing
 from comm_collectives.units import round_up
 
 _MOST_CHOICES = 32  # DeepEP's kernels hold one choice in each lane of a warp
@@ -59,19 +59,17 @@ class DeepEpRouting(Routing):
         self._counts_L = tuple(map(sum, zip(*told_W, strict=True)))
         self.num_tokens_per_expert = tuple(round_up(n, self._alignment) for n in self._counts_L)
 
-    def to_experts(
-        self, x_TD: torch.Tensor, weight_TK: torch.Tensor, leg: Leg
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Bring rows and weights to the experts, and keep DeepEP's handle for the other three."""
+    def to_experts(self, sent: Carried, leg: Leg) -> Carried:
+        """See `Routing.to_experts`; the first time keeps DeepEP's handle for all others."""
         leg.agree()
-        idx_TK = _at_least_one_row(self._idx_TK, -1)
+        x_TD = _at_least_one_row(sent[0], 0)
+        if len(sent) == 1:
+            handle, expansion = self._handle(leg)
+            with _named(leg):
+                return (expansion.expand(self._calls.dispatch_again(x_TD, handle)),)
+        idx_TK, weight_TK = _at_least_one_row(self._idx_TK, -1), _at_least_one_row(sent[1], 0)
         with _named(leg):
-            got = self._calls.dispatch(
-                _at_least_one_row(x_TD, 0),
-                idx_TK,
-                _at_least_one_row(weight_TK, 0),
-                sum(map(len, self.told)),
-            )
+            got = self._calls.dispatch(x_TD, idx_TK, weight_TK, sum(map(len, self.told)))
         if got.counts_L != self._counts_L:
             raise CommError(
                 f"{leg}: DeepEP delivered {got.counts_L} rows to the local experts but the "
@@ -83,38 +81,20 @@ class DeepEpRouting(Routing):
         self._delivered = got.handle, expansion
         return expansion.expand(got.x_UD), expansion.expand_weights(got.weight_UK)
 
-    def rows_to_experts(self, x_TD: torch.Tensor, leg: Leg) -> torch.Tensor:
-        """Bring rows alone to the experts, the same way."""
+    def to_tokens(self, sent: Carried, leg: Leg) -> Carried:
+        """See `Routing.to_tokens`; sums each token's rows of this rank, DeepEP over the ranks."""
         leg.agree()
         handle, expansion = self._handle(leg)
+        check_rows(sent[0], "y_RD")
+        weight_UK = None if len(sent) == 1 else expansion.fold_weights(sent[1])
         with _named(leg):
-            x_UD = self._calls.dispatch_again(_at_least_one_row(x_TD, 0), handle)
-        return expansion.expand(x_UD)
-
-    def rows_to_tokens(self, y_RD: torch.Tensor, leg: Leg) -> torch.Tensor:
-        """Sum each token's rows of this rank, and let DeepEP sum over the ranks."""
-        return self._combine(y_RD, None, leg)[0]
-
-    def to_tokens(
-        self, y_RD: torch.Tensor, weight_R: torch.Tensor, leg: Leg
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Bring rows and weights back."""
-        y_TD, weight_TK = self._combine(y_RD, weight_R, leg)
+            y_TD, weight_TK = self._calls.combine(expansion.fold(sent[0]), handle, weight_UK)
+        num_tokens = self._idx_TK.shape[0]  # without the row that stood in for no token
+        if weight_UK is None:
+            return (y_TD[:num_tokens],)
         if weight_TK is None:
             raise CommError(f"{leg}: DeepEP gave no weights although it was given some")
-        return y_TD, weight_TK
-
-    def _combine(
-        self, y_RD: torch.Tensor, weight_R: torch.Tensor | None, leg: Leg
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        leg.agree()
-        handle, expansion = self._handle(leg)
-        check_rows(y_RD, "y_RD")
-        weight_UK = None if weight_R is None else expansion.fold_weights(weight_R)
-        with _named(leg):
-            y_TD, weight_TK = self._calls.combine(expansion.fold(y_RD), handle, weight_UK)
-        num_tokens = self._idx_TK.shape[0]  # without the row that stood in for no token
-        return y_TD[:num_tokens], None if weight_TK is None else weight_TK[:num_tokens]
+        return y_TD[:num_tokens], weight_TK[:num_tokens]
 
     def _handle(self, leg: Leg) -> tuple[Any, Expansion]:
         if self._delivered is None:

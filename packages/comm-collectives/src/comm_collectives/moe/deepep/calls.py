@@ -4,26 +4,20 @@ Facts are from the sources of DeepEP 2.1.0: `deep_ep/buffers/legacy.py`, `elasti
 the kernels. Only the normal kernels are used, on the current stream: `async_finish` and its like
 stay off, so that the stream waits for the kernels; the host waits for their counts alone.
 
-    calls = BufferCalls(deep_ep.Buffer(group, num_nvl_bytes, num_rdma_bytes), {}, {})
-    got = calls.dispatch(x_TD, idx_TK, weight_TK, num_experts=64)
-    y_TD, _ = calls.combine(got.x_UD, got.handle, None)
-
 Legend: T tokens, D hidden size, K choices per token, U received tokens, L local experts.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 
 from comm_collectives.errors import CommValueError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delivery:
-    """What a dispatch brought: tokens [U, D], their local experts and weights [U, K], counts.
+class Delivery(NamedTuple):
+    """What a dispatch brought: tokens, their local experts (-1: elsewhere) and weights.
 
     `counts_L` are the rows of each local expert as DeepEP counted them, `handle` what its combine
     and later dispatches need. `source_U` numbers the tokens by source rank and place there; None
@@ -97,13 +91,7 @@ class BufferCalls(DeepEpCalls):
             is_token_in_rank=in_rank,
             **self._dispatch_options,
         )
-        return Delivery(
-            x_UD=x_UD,
-            expert_UK=expert_UK,
-            weight_UK=weight_UK,
-            counts_L=tuple(counts),
-            handle=handle,
-        )
+        return Delivery(x_UD, expert_UK, weight_UK, tuple(counts), handle)
 
     def dispatch_again(self, x_TD: torch.Tensor, handle: Any) -> torch.Tensor:
         """See `DeepEpCalls.dispatch_again`."""
@@ -129,15 +117,10 @@ class ElasticCalls(DeepEpCalls):
             num_experts=num_experts,
             **self._dispatch_options,
         )
-        return Delivery(
-            x_UD=x_UD,
-            expert_UK=expert_UK,
-            weight_UK=weight_UK,
-            counts_L=tuple(handle.num_recv_tokens_per_expert_list),
-            handle=handle,
-            # Rows come in no fixed order unless the buffer was made deterministic.
-            source_U=handle.recv_src_metadata[: x_UD.shape[0], 0],
-        )
+        counts_L = tuple(handle.num_recv_tokens_per_expert_list)
+        # Rows come in no fixed order unless the buffer was made deterministic.
+        source_U = handle.recv_src_metadata[: x_UD.shape[0], 0]
+        return Delivery(x_UD, expert_UK, weight_UK, counts_L, handle, source_U)
 
     def dispatch_again(self, x_TD: torch.Tensor, handle: Any) -> torch.Tensor:
         """See `DeepEpCalls.dispatch_again`.

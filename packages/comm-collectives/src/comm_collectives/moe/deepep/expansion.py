@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from comm_collectives.moe.rows import Bags, starts
-from comm_collectives.units import round_up
+from comm_collectives.moe.rows import Bags, Placing, plan_placing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,25 +24,23 @@ class Expansion:
     """Where received tokens stand among the rows of the local experts.
 
     `choice_N` numbers the choices (token times K plus choice) that are for this rank, expert by
-    expert, and `local_N` their rows; `bags` holds the same rows for each token, in the order of its
-    choices.
+    expert, and `placing` has their rows; `bags` holds the same rows for each token, in the order of
+    its choices.
     """
 
     choice_N: torch.Tensor
-    local_N: torch.Tensor
+    placing: Placing
     bags: Bags
-    num_tokens: int
-    num_choices: int
-    num_rows: int
+    shape_UK: tuple[int, int]
 
     def expand(self, x_UD: torch.Tensor) -> torch.Tensor:
         """Copy each token to the rows of its experts: [R, D], padding zero."""
-        token_N = self.choice_N.div(self.num_choices, rounding_mode="floor")
-        return self._place(x_UD.index_select(0, token_N))
+        token_N = self.choice_N.div(self.shape_UK[1], rounding_mode="floor")
+        return self.placing.gather(x_UD, token_N)
 
     def expand_weights(self, weight_UK: torch.Tensor) -> torch.Tensor:
         """Bring each choice's weight to its row: [R], padding zero."""
-        return self._place(weight_UK.reshape(-1).index_select(0, self.choice_N))
+        return self.placing.gather(weight_UK.reshape(-1), self.choice_N)
 
     def fold(self, y_RD: torch.Tensor) -> torch.Tensor:
         """Sum the rows of each token in the order of its choices: [U, D]; padding is ignored."""
@@ -51,15 +48,9 @@ class Expansion:
 
     def fold_weights(self, weight_R: torch.Tensor) -> torch.Tensor:
         """Bring each row's weight back to its choice: [U, K], zero for other ranks' choices."""
-        flat = weight_R.new_zeros(self.num_tokens * self.num_choices)
-        flat.index_copy_(0, self.choice_N, weight_R.index_select(0, self.local_N))
-        return flat.view(self.num_tokens, self.num_choices)
-
-    def _place(self, rows_N: torch.Tensor) -> torch.Tensor:
-        if self.num_rows == rows_N.shape[0]:
-            return rows_N
-        placed = rows_N.new_zeros((self.num_rows, *rows_N.shape[1:]))
-        return placed.index_copy_(0, self.local_N, rows_N)
+        flat = weight_R.new_zeros(self.shape_UK).view(-1)
+        flat.index_copy_(0, self.choice_N, weight_R.index_select(0, self.placing.local_N))
+        return flat.view(self.shape_UK)
 
 
 def plan_expansion(
@@ -78,30 +69,21 @@ def plan_expansion(
         source_U: [U] where each token comes from: the tokens of one expert stand in its order; None
             for the order in which they came.
     """
-    device, total = expert_UK.device, sum(counts_L)
     num_tokens, num_choices = expert_UK.shape
+    device = expert_UK.device
     came_U = torch.arange(num_tokens, device=device) if source_U is None else source_U.argsort()
     flat = expert_UK.index_select(0, came_U).reshape(-1).long()
     # Other ranks' choices sort behind all local experts.
     key = torch.where(flat < 0, len(counts_L), flat)
-    sorted_N = torch.argsort(key, stable=True)[:total]
+    sorted_N = torch.argsort(key, stable=True)[: sum(counts_L)]
     token_N = came_U[sorted_N.div(num_choices, rounding_mode="floor")]
     choice_N = token_N * num_choices + sorted_N % num_choices
-    padded_L = [round_up(count, alignment) for count in counts_L]
-    table = torch.tensor(
-        [starts(padded_L), starts(counts_L), list(counts_L)], dtype=torch.int64, device=device
-    )
-    local_N = (table[0] - table[1]).repeat_interleave(table[2], output_size=total)
-    local_N += torch.arange(total, device=device)
+    placing = plan_placing([counts_L], alignment=alignment, device=device)
     here_U = (expert_UK >= 0).sum(1)
+    slots = placing.local_N.index_select(0, torch.argsort(choice_N))
     return Expansion(
         choice_N=choice_N,
-        local_N=local_N,
-        bags=Bags(
-            slots=local_N.index_select(0, torch.argsort(choice_N)),
-            offsets=here_U.cumsum(0) - here_U,
-        ),
-        num_tokens=num_tokens,
-        num_choices=num_choices,
-        num_rows=sum(padded_L),
+        placing=placing,
+        bags=Bags(slots=slots, offsets=here_U.cumsum(0) - here_U),
+        shape_UK=(num_tokens, num_choices),
     )

@@ -1,7 +1,7 @@
 """The hierarchical route: a token goes once to each node, and is forwarded inside it.
 
-A node is `ranks_per_node` consecutive ranks of the group. Two hops (moe/routes/hops.py): between
-the ranks of equal local index, one per node, then from each of them to the ranks of its node:
+A node is `ranks_per_node` consecutive ranks of the group. Two hops: between the ranks of equal
+local index, one per node, then from each of them to the ranks of its node:
 
     rank 1 --> ranks 1, 5, 9 ... (between nodes)        5 --> ranks 4, 5, 6, 7 (inside the node)
 
@@ -17,8 +17,9 @@ from typing import NamedTuple, final
 
 from comm_collectives.call.groups import GroupState
 from comm_collectives.errors import CommValueError
-from comm_collectives.moe.routes.hops import Arriving, Hop, HopRouting, count_unique, plan_source
-from comm_collectives.moe.routes.routing import counts_by_rank
+from comm_collectives.moe.routes.ranks import counts_by_rank
+from comm_collectives.moe.routes.routing import Arriving, Hop, HopRouting
+from comm_collectives.moe.routes.sources import count_unique, plan_source
 from comm_collectives.moe.rows import SortedChoices, plan_placing
 
 
@@ -63,7 +64,7 @@ class NodeRouting(HopRouting):
         self._hops[0].arriving = Arriving(
             tuple(told[peer].node_rows for peer in self._peers),
             tuple(map(sum, counts_MX)),
-            plan_placing(counts_MX, alignment=1),
+            plan_placing(counts_MX, alignment=1, device=self._choices.order_N.device),
         )
         self._hops[1:] = [self._inside(told)]
 
@@ -80,7 +81,8 @@ class NodeRouting(HopRouting):
             sum(sum(row[at : at + num_local]) for row in forwarded)
             for at in range(0, per_node * num_local, num_local)
         )
-        placing = plan_placing(own_WL, alignment=self._alignment, blocks=blocks)
+        device = self._choices.order_N.device
+        placing = plan_placing(own_WL, alignment=self._alignment, device=device, blocks=blocks)
         self.num_tokens_per_expert = placing.num_tokens_per_expert
         arriving = Arriving(
             tuple(sum(told_W[w].rank_rows for w in ranks) for ranks in sources_SM),

@@ -1,21 +1,24 @@
-"""Carry rows from tokens to experts and back; the four movements that dispatch and combine need.
+"""Carry rows from tokens to experts and back: a route is one hop between ranks, or several.
 
-Each route is a `Routing`. All bring the experts the same rows in the same order; they differ in how
-often a token's row travels, and therefore in the order in which `combine` adds. Here is the flat
-one: one row per choice, straight to the rank that holds its expert. Each of its movements is one
-gather of rows by index on each side and one exchange between them, and a token's rows are summed in
-the order of its choices, so that one rank and many give the same bits.
+A hop brings *items* to *peers*, each to every peer that one of its choices belongs to: on the flat
+route a choice is an item of its own, on the others one row serves all choices that a peer has of a
+token. Beside the rows travel the weight of each choice and, if choices share rows, the number of
+its row; choices are sorted by expert. The receiver puts the choices of all peers in order of
+expert, and so has again items (the rows received) with choices sorted by expert: ready for the
+experts, or for the next hop. On the way back the receiver adds the rows of each item's choices, one
+row returns, and the sender adds what its peers returned, in a fixed order.
+
+Invariants: encoded rows are forwarded as they are, never decoded and encoded again. On the flat
+route a token's rows are summed in the order of its choices: one rank and many give the same bits.
 
 Legend: T tokens, D hidden size, K choices per token, N choices that name an expert, R rows of the
 local experts with padding, C columns of a row as it travels, M rows on the wire, gap rows among
-them, W ranks, P peers, L local experts.
+them, W ranks, P peers, X items of the sender, U rows sent, V rows received.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple, final
+from typing import NamedTuple, TypeVar, final
 
 import torch
 
@@ -24,52 +27,27 @@ from comm_collectives.call import Agreed, Call, pack_counts, unpack_counts
 from comm_collectives.call.groups import GroupState
 from comm_collectives.call.signature import Status
 from comm_collectives.collectives import exchange_bytes, on_host, swap
+from comm_collectives.moe.routes.messages import Messages, WireRow, plan_messages, wire_row
+from comm_collectives.moe.routes.sources import Source, plan_source
 from comm_collectives.moe.rows import (
+    Bags,
     Payload,
     Placing,
-    RowCodec,
     SortedChoices,
-    plan_placing,
-    plan_wire,
+    bags_of,
+    repeat_each,
+    starts,
 )
-from comm_collectives.planning.wire import Movement, RowFormat
+from comm_collectives.planning.wire import Movement, Route
 
-# How many rows come from each rank, and how many of zeros stand behind them.
-Coming = Callable[[], tuple[Sequence[int], int]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WireRow:
-    """How the rows [N, D] of one movement travel: as their elements, or as bytes of a codec.
-
-    Attributes:
-        columns: elements of a row as it travels.
-        wire_columns: the same with the room that weights beside it need.
-        size: the sizes in bytes.
-    """
-
-    hidden: int
-    dtype: torch.dtype
-    codec: RowCodec | None
-    columns: int
-    wire_columns: int
-    size: RowFormat
-
-    def encode(self, x_ND: torch.Tensor) -> torch.Tensor:
-        """Return rows [N, C] as they travel, which may be `x_ND` itself."""
-        return x_ND if self.codec is None else self.codec.encode(x_ND)
-
-    def decode(self, rows_NC: torch.Tensor) -> torch.Tensor:
-        """Return rows [N, D] as they were, but for the rounding; zero bytes are zeros."""
-        if self.codec is None:
-            return rows_NC
-        return self.codec.decode(rows_NC, hidden=self.hidden, dtype=self.dtype)
+Carried = tuple[torch.Tensor, ...]
+_T = TypeVar("_T")
 
 
 class Routing(ABC):
-    """The four movements of one dispatch, its combine and their backwards.
+    """What carries the rows of one dispatch, of its combine and of their backwards.
 
-    `to_experts` comes first. It may come again, with the same rows or others.
+    Rows come first in what is carried; weights, one for each choice, may come second.
 
     Attributes:
         told: what each rank has to be told ahead of the first rows, equally many numbers for each.
@@ -84,24 +62,15 @@ class Routing(ABC):
         """Take note of what each rank told this one."""
 
     @abstractmethod
-    def to_experts(
-        self, x_TD: torch.Tensor, weight_TK: torch.Tensor, leg: "Leg"
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Bring rows and their weights to the experts: x_RD and weight_R, padding zero."""
+    def to_experts(self, sent: Carried, leg: "Leg") -> Carried:
+        """Bring x_TD, and weight_TK, to the experts: x_RD, and weight_R, padding zero.
+
+        The first time with weights; then with the same rows or others.
+        """
 
     @abstractmethod
-    def rows_to_experts(self, x_TD: torch.Tensor, leg: "Leg") -> torch.Tensor:
-        """Bring rows alone to the experts: x_RD, padding zero."""
-
-    @abstractmethod
-    def rows_to_tokens(self, y_RD: torch.Tensor, leg: "Leg") -> torch.Tensor:
-        """Bring rows back and sum those of each token: y_TD."""
-
-    @abstractmethod
-    def to_tokens(
-        self, y_RD: torch.Tensor, weight_R: torch.Tensor, leg: "Leg"
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Bring rows and weights back: y_TD summed, weight_TK each in its place."""
+    def to_tokens(self, sent: Carried, leg: "Leg") -> Carried:
+        """Bring y_RD back, summed by token: y_TD; and weight_R to its place: weight_TK."""
 
 
 @final
@@ -109,7 +78,7 @@ class Leg:
     """One movement: which it is, what rows become on the wire, and the call that makes it.
 
     `call` is None where nothing is exchanged. `flags` are this rank's at first, and those of all
-    ranks after the first exchange.
+    ranks after the first exchange, in which ranks tell what `teaches` has to learn.
     """
 
     def __init__(
@@ -119,90 +88,80 @@ class Leg:
         call: Call | None = None,
         *,
         flags: int = 0,
+        teaches: Routing | None = None,
     ) -> None:
-        self.movement = movement
-        self.payload = payload
-        self._call = call
-        self._routing: Routing | None = None
+        self.movement, self.payload, self.flags = movement, payload, flags
+        self._call, self._teaches = call, teaches
         self._has_met = call is not None and call.is_backward
-        self.flags = flags
 
     def __str__(self) -> str:
         """The movement as errors name it."""
         return self.movement if self._call is None else str(self._call)
 
-    def tell(self, routing: Routing) -> None:
-        """Let the ranks tell with the first exchange what the routing has to learn."""
-        self._routing = routing
-
-    def form(self, hidden: int, dtype: torch.dtype, weight_itemsize: int = 1) -> WireRow:
-        """Return how rows travel, with weights of that many bytes beside them."""
-        return _wire_row(self.movement, self.payload, hidden, dtype, weight_itemsize)
+    def form(self, hidden: int, dtype: torch.dtype, weights: Sequence[torch.Tensor]) -> WireRow:
+        """Return how rows travel, with weights beside them."""
+        itemsize = weights[0].element_size() if weights else 1
+        return wire_row(self.movement, self.payload, hidden, dtype, itemsize)
 
     def exchange(
-        self, rows: torch.Tensor, sent_W: Sequence[int], coming: Coming, lease: Lease
+        self,
+        rows: torch.Tensor,
+        sent_W: Sequence[int],
+        coming: Callable[[], Sequence[int]],
+        lease: Lease,
     ) -> torch.Tensor:
         """Send contiguous rows, `sent_W[r]` of them to rank r; return those received. Collective.
 
-        `coming` is asked after the routing has learnt; memory is of the lease. This is the one
-        place where rows of tokens are handed to the group.
+        `coming`, asked after the routing has learnt, says how many come from each rank; memory is
+        of the lease. This is the one place where rows of tokens are handed to the group.
         """
-        call, row_bytes = self._exchanging(), rows.shape[1:].numel() * rows.element_size()
+        call, row_bytes = self._exchanging(), rows.shape[1] * rows.element_size()
         state, sent = call.state, [n * row_bytes for n in sent_W]
-        flat, kind, columns = rows.view(-1).view(torch.uint8), rows.dtype, rows.shape[1:]
-        made: list[torch.Tensor] = []
+        flat, kind, columns = rows.view(-1).view(torch.uint8), rows.dtype, rows.shape[1]
+        received: list[int] = []
+        got: list[torch.Tensor] = []
 
-        def room(agreed: Agreed) -> list[int]:
+        def room(agreed: Agreed) -> torch.Tensor:
             self._hear(agreed)
-            received_W, spare = coming()
-            got = lease.take((sum(received_W) + spare, *columns), kind)
-            total = got.shape[0] - spare
-            got[total:].zero_()
-            made.extend((got, got[:total].view(-1).view(torch.uint8)))
-            return [n * row_bytes for n in received_W]
+            received.extend(n * row_bytes for n in coming())
+            got.append(lease.take((sum(received) // row_bytes, columns), kind))
+            return got[0].view(-1).view(torch.uint8)
 
-        def place(agreed: Agreed) -> Sequence[torch.Tensor]:
-            sizes = room(agreed)
-            pieces: Sequence[torch.Tensor] = made[1].split(sizes)
-            return pieces
-
-        told = None if self._routing is None else [pack_counts(row) for row in self._routing.told]
+        told = self._told()
         if flat.device.type == "cpu" and on_host(state, flat.device):
-            call.exchange(flat.split(sent), place, parts=told, status=self.flags)
+            pieces = flat.split(sent)
+            call.exchange(
+                pieces, lambda agreed: room(agreed).split(received), parts=told, status=self.flags
+            )
             for observe in state.observers:
                 observe(call.name, sent)
         elif told is not None or on_host(state, flat.device):
-            swap(
-                call,
-                flat,
-                sent,
-                lambda agreed: (room(agreed), made[1])[1],
-                parts=told,
-                status=self.flags,
-            )
+            swap(call, flat, sent, room, parts=told, status=self.flags)
         else:
-            received = room(Agreed(flags=self._flags_untold(call), parts=[], sizes=[]))
-            exchange_bytes(call, flat, sent, received, made[1])
-        return made[0]
+            target = room(Agreed(flags=self._flags_untold(call), parts=[], sizes=[]))
+            exchange_bytes(call, flat, sent, received, target)
+        return got[0]
 
     def agree(self) -> None:
         """Meet the other ranks of the call, if any; something else moves the rows. Collective."""
-        call = self._call
+        call, told = self._call, self._told()
         if call is None:
             return
-        if self._routing is not None:
-            told = [pack_counts(row) for row in self._routing.told]
+        if told is not None:
             self._hear(call.meet(parts=told, status=self.flags))
         elif not call.is_backward:
             self.flags = self._flags_untold(call)
         elif call.state.policy.every:
             call.meet()
 
+    def _told(self) -> list[bytes] | None:
+        return None if self._teaches is None else [pack_counts(row) for row in self._teaches.told]
+
     def _hear(self, agreed: Agreed) -> None:
         self.flags, self._has_met = agreed.flags, True
-        if self._routing is not None:
-            self._routing.learn([unpack_counts(part) for part in agreed.parts])
-            self._routing = None
+        if self._teaches is not None:
+            self._teaches.learn([unpack_counts(part) for part in agreed.parts])
+            self._teaches = None
 
     def _flags_untold(self, call: Call) -> int:
         """Flags of all where ranks meet only now and then.
@@ -223,170 +182,178 @@ class Leg:
         return self._call
 
 
-@lru_cache(maxsize=256)
-def _wire_row(
-    movement: Movement, payload: Payload, hidden: int, dtype: torch.dtype, weight_itemsize: int
-) -> WireRow:
-    size = RowFormat(
-        hidden_size=hidden,
-        itemsize=dtype.itemsize,
-        weight_itemsize=weight_itemsize,
-        block_scaled=payload != "full",
-    )
-    itemsize = dtype.itemsize if payload == "full" else 1
-    return WireRow(
-        hidden=hidden,
-        dtype=dtype,
-        codec=None if payload == "full" else RowCodec(payload),
-        columns=size.bare_row_bytes // itemsize,
-        wire_columns=size.row_bytes_of(movement) // itemsize,
-        size=size,
-    )
+class Arriving(NamedTuple):
+    """Rows and choices that come from each peer, and where the choices go."""
 
-
-class _Side(NamedTuple):
-    """One end of the wire: rows and gap rows per peer, and where rows and weights stand there."""
-
-    wire_rows_P: Sequence[int]
-    row_N: torch.Tensor
-    weight_N: torch.Tensor
+    rows_P: Sequence[int]
+    choices_P: Sequence[int]
+    placing: Placing
 
 
 @final
-class FlatRouting(Routing):
-    """Experts are spread over the ranks of a group; each rank is told the choices for each."""
+class Hop:
+    """One hop between `peers`, ranks of the group, ascending; `choices_P` are sent to each.
 
-    def __init__(self, choices: SortedChoices, state: GroupState, alignment: int) -> None:
-        self._choices, self._state, self._alignment = choices, state, alignment
-        self.told = counts_by_rank(choices, state)
-        self._sent_P = tuple(map(sum, self.told))
-        self._received_P: tuple[int, ...] = ()
-        self._sides: dict[tuple[bool, int], _Side] = {}
+    `arriving` is known once all ranks have told. The first `out` learns which row each received
+    choice has; only then can the other movements run, and the next hop `start_from` this one.
+    """
 
-    def learn(self, told_W: Sequence[Sequence[int]]) -> None:
-        """See `Routing.learn`."""
-        self._received_P = tuple(map(sum, told_W))
-        self._placing = plan_placing(told_W, alignment=self._alignment)
-        self.num_tokens_per_expert = self._placing.num_tokens_per_expert
-        # The received rows' places among the local experts, block by block.
-        self._local_R = local_places(self._placing, self._choices.order_N.device)
+    def __init__(
+        self,
+        state: GroupState,
+        peers: Sequence[int],
+        choices_P: Sequence[int],
+        *,
+        source: Source | None = None,
+        arriving: Arriving | None = None,
+    ) -> None:
+        self._state, self._peers, self._choices_P = state, peers, choices_P
+        self.source, self.arriving = source, arriving
+        self._row_N: torch.Tensor | None = None  # the received row of each received choice
+        self._sums: tuple[Bags, Bags | None] | None = None
+        self._messages: dict[tuple[WireRow, bool], Messages] = {}
 
-    def to_experts(
-        self, x_TD: torch.Tensor, weight_TK: torch.Tensor, leg: Leg
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Routing.to_experts`; weights travel in the gap rows."""
-        form = leg.form(x_TD.shape[1], x_TD.dtype, weight_TK.element_size())
-        side = self._side(form, is_source=True)
-        with self._state.scratch.lease(x_TD.device) as lease:
-            index_M = _with_gaps(self._choices.token_N, side)
-            weight_N = self._choices.sorted_weights(weight_TK)
-            sent = _filled(form, x_TD, index_M, lease)
-            sent.view(-1).view(weight_N.dtype).scatter_(0, side.weight_N, weight_N)
-            got = leg.exchange(sent, side.wire_rows_P, lambda: self._coming(form, True), lease)
-            side, last = self._side(form, is_source=False), got.shape[0] - 1
-            weight = got.view(-1).view(weight_N.dtype)
-            spare = last * (weight.numel() // max(1, got.shape[0]))
-            row_R = self._place(side.row_N, last)
-            x_RD = got[:, : form.columns].index_select(0, row_R)
-            weight_R = weight.index_select(0, self._place(side.weight_N, spare))
-        return x_RD if form.codec is None else form.decode(x_RD), weight_R
+    def start_from(self, before: "Hop") -> None:
+        """Plan, once, what is sent: the rows that came in the hop before are the items of this."""
+        if self.source is None:
+            rows_P, _, placing = known(before.arriving)
+            item_N = placing.in_place(before.rows_of_choices())
+            self.source = plan_source(item_N, sum(rows_P), self._choices_P)
 
-    def rows_to_experts(self, x_TD: torch.Tensor, leg: Leg) -> torch.Tensor:
-        """See `Routing.rows_to_experts`."""
-        form = leg.form(x_TD.shape[1], x_TD.dtype)
-        with self._state.scratch.lease(x_TD.device) as lease:
-            sent = _filled(form, x_TD, self._choices.token_N, lease)
-            coming = self._received_P, int(self._placing.is_padded)
-            got = leg.exchange(sent, self._sent_P, lambda: coming, lease)
-            running = torch.arange(self._placing.num_choices, device=x_TD.device)
-            x_RD = got.index_select(0, self._place(running, got.shape[0] - 1))
-        return form.decode(x_RD)
+    def rows_of_choices(self) -> torch.Tensor:
+        """Return the received row of each received choice."""
+        if self._row_N is None and known(self.source).row_N is None:
+            local_N = known(self.arriving).placing.local_N
+            self._row_N = torch.arange(local_N.numel(), device=local_N.device)
+        return known(self._row_N)
 
-    def rows_to_tokens(self, y_RD: torch.Tensor, leg: Leg) -> torch.Tensor:
-        """See `Routing.rows_to_tokens`."""
-        form = leg.form(y_RD.shape[1], y_RD.dtype)
-        with self._state.scratch.lease(y_RD.device) as lease:
-            sent = _filled(form, y_RD, self._local_R, lease)
-            got = leg.exchange(sent, self._received_P, lambda: (self._sent_P, 0), lease)
-            running = torch.arange(got.shape[0], device=y_RD.device)
-            return self._choices.bags(running).sum(form.decode(got))
+    def out(
+        self, sent: Carried, at: torch.Tensor | None, leg: Leg, form: WireRow, lease: Lease
+    ) -> tuple[Carried, torch.Tensor | None]:
+        """Send items, item j the row `at[j]` of `sent` (None: j), and weights sorted by expert.
 
-    def to_tokens(
-        self, y_RD: torch.Tensor, weight_R: torch.Tensor, leg: Leg
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        Returns rows [M, C] with weights by local row, and where the received items stand in them.
+        """
+        source, leaving = known(self.source), self._side(form)
+        index_U = source.item_U if at is None else at.index_select(0, source.item_U)
+        rows = lease.take((sum(leaving.rows_P), form.wire_columns), sent[0].dtype)
+        # Columns beyond those of a row are left alone.
+        torch.index_select(sent[0], 0, leaving.places(index_U), out=rows[:, : form.columns])
+        for weight in sent[1:]:
+            rows.view(-1).view(weight.dtype).scatter_(0, leaving.weight_N, weight)
+        if source.row_N is not None and leaving.number_N is not None:
+            rows.view(-1).view(torch.int32).scatter_(0, leaving.number_N, source.row_N)
+        got = leg.exchange(rows, self._by_rank(leaving), lambda: self._coming(form), lease)
+        came, placing = self._side(form, is_receiver=True), known(self.arriving).placing
+        if self._row_N is None and came.number_N is not None:
+            self._learn_rows(got.view(-1).view(torch.int32).index_select(0, came.number_N))
+        weights = []
+        for weight in sent[1:]:
+            flat, index_R = got.view(-1).view(weight.dtype), placing.in_place(came.weight_N)
+            weights.append(placing.blank(flat.index_select(0, index_R)))
+        return (got[:, : form.columns], *weights), came.row_U
+
+    def back(
+        self, sent: Carried, leg: Leg, form: WireRow, lease: Lease, *, is_summed: bool
+    ) -> Carried:
+        """Send a row for each received item, and weights, back; return y_XD and weight_N.
+
+        Unless `is_summed`, what is given are rows of local choices, which are summed here.
+        """
+        leaving, local_N = self._side(form, is_receiver=True), known(self.arriving).placing.local_N
+        returned, shared = self._bags()
+        rows, index_V = sent[0], local_N
+        if shared is not None:
+            rows = rows if is_summed else shared.sum(rows)
+            index_V = torch.arange(rows.shape[0], device=rows.device)
+        rows = rows if form.codec is None else form.encode(rows)
+        if shared is None or leaving.row_U is not None or form.wire_columns > form.columns:
+            filled = lease.take((sum(leaving.rows_P), form.wire_columns), rows.dtype)
+            torch.index_select(rows, 0, leaving.places(index_V), out=filled[:, : form.columns])
+            rows = filled
+        for weight in sent[1:]:
+            weight_N = weight.index_select(0, local_N)
+            rows.view(-1).view(weight.dtype).scatter_(0, leaving.weight_N, weight_N)
+        came = self._side(form)
+        got = leg.exchange(rows, self._by_rank(leaving), lambda: self._by_rank(came), lease)
+        y_XD = returned.at(came.row_U).sum(form.decode(got[:, : form.columns]))
+        flats = [got.view(-1).view(weight.dtype) for weight in sent[1:]]
+        return (y_XD, *(flat.index_select(0, came.weight_N) for flat in flats))
+
+    def _side(self, form: WireRow, *, is_receiver: bool = False) -> Messages:
+        """The messages at the end of the hop at which tokens, or experts, are."""
+        planned = self._messages.get((form, is_receiver))
+        if planned is None:
+            source = known(self.source)
+            rows_P, choices_P = source.rows_P, self._choices_P
+            if is_receiver:
+                rows_P, choices_P, _ = known(self.arriving)
+            route: Route = "flat" if source.row_N is None else "dedup"
+            planned = plan_messages(route, form, rows_P, choices_P, source.item_U.device)
+            self._messages[form, is_receiver] = planned
+        return planned
+
+    def _coming(self, form: WireRow) -> list[int]:
+        return self._by_rank(self._side(form, is_receiver=True))
+
+    def _learn_rows(self, number_N: torch.Tensor) -> None:
+        """Take note of the row that each received choice shares, from its number at its peer."""
+        rows_P, choices_P, _ = known(self.arriving)
+        self._row_N = repeat_each(starts(rows_P), choices_P, number_N.device).add_(number_N)
+
+    def _bags(self) -> tuple[Bags, Bags | None]:
+        """The rows that come back for each item, and the local rows of each received item."""
+        if self._sums is None:
+            source, shared, (rows_P, _, placing) = known(self.source), None, known(self.arriving)
+            if source.row_N is not None:
+                shared = bags_of(known(self._row_N), placing.local_N, sum(rows_P))
+            self._sums = source.bags(), shared
+        return self._sums
+
+    def _by_rank(self, messages: Messages) -> list[int]:
+        rows_W = [0] * self._state.size
+        for peer, number in zip(self._peers, messages.rows_P, strict=True):
+            rows_W[peer] = number
+        return rows_W
+
+
+class HopRouting(Routing):
+    """The hops in turn, and in reverse order on the way back; `learn` adds all but the first."""
+
+    def __init__(self, choices: SortedChoices, state: GroupState, hop: Hop) -> None:
+        self._choices, self._state, self._hops = choices, state, [hop]
+
+    def to_experts(self, sent: Carried, leg: Leg) -> Carried:
+        """See `Routing.to_experts`."""
+        rows, at = sent[0], None
+        form = leg.form(rows.shape[1], rows.dtype, sent[1:])
+        weights = map(self._choices.sorted_weights, sent[1:])
+        carried: Carried = (rows if form.codec is None else form.encode(rows), *weights)
+        with self._state.scratch.lease(rows.device) as lease:
+            for i, hop in enumerate(self._hops):  # the second may be learnt in the first
+                if i:
+                    hop.start_from(self._hops[i - 1])
+                carried, at = hop.out(carried, at, leg, form, lease)
+            placing, row_N = known(hop.arriving).placing, hop.rows_of_choices()
+            index_R = placing.in_place(row_N if at is None else at.index_select(0, row_N))
+            x_RD = carried[0].index_select(0, index_R)
+        x_RD = x_RD if form.codec is None else form.decode(x_RD)
+        if placing.padding is not None:
+            x_RD.index_fill_(0, placing.padding, 0)
+        return (x_RD, *carried[1:])
+
+    def to_tokens(self, sent: Carried, leg: Leg) -> Carried:
         """See `Routing.to_tokens`."""
-        form = leg.form(y_RD.shape[1], y_RD.dtype, weight_R.element_size())
-        side = self._side(form, is_source=False)
-        with self._state.scratch.lease(y_RD.device) as lease:
-            sent = _filled(form, y_RD, _with_gaps(self._local_R, side), lease)
-            weight_N = weight_R.index_select(0, self._local_R)
-            sent.view(-1).view(weight_R.dtype).scatter_(0, side.weight_N, weight_N)
-            got = leg.exchange(sent, side.wire_rows_P, lambda: self._coming(form, False), lease)
-            side = self._side(form, is_source=True)
-            y_TD = self._choices.bags(side.row_N).sum(form.decode(got[:, : form.columns]))
-            weight_N = got.view(-1).view(weight_R.dtype).index_select(0, side.weight_N)
-        return y_TD, self._choices.unsorted_weights(weight_N)
-
-    def _side(self, form: WireRow, *, is_source: bool) -> _Side:
-        key = is_source, form.size.weights_per_row
-        if key not in self._sides:
-            plan = plan_wire(self._sent_P if is_source else self._received_P, key[1])
-            device = self._choices.order_N.device
-            row_N, weight_N = spread([plan.row_shift_P, plan.weight_shift_P], plan.rows_P, device)
-            self._sides[key] = _Side(plan.wire_rows_P, row_N, weight_N)
-        return self._sides[key]
-
-    def _coming(self, form: WireRow, to_experts: bool) -> tuple[Sequence[int], int]:
-        rows_P = self._side(form, is_source=not to_experts).wire_rows_P
-        return rows_P, int(to_experts and self._placing.is_padded)
-
-    def _place(self, position: torch.Tensor, spare: int) -> torch.Tensor:
-        """Order positions by local row; padding rows point at the spare row of zeros."""
-        return place(position, self._local_R, self._placing, spare)
+        rows, carried = sent[0], sent
+        form = leg.form(rows.shape[1], rows.dtype, sent[1:])
+        with self._state.scratch.lease(rows.device) as lease:
+            for i, hop in enumerate(reversed(self._hops)):
+                carried = hop.back(carried, leg, form, lease, is_summed=i > 0)
+        return (carried[0], *map(self._choices.unsorted_weights, carried[1:]))
 
 
-def counts_by_rank(choices: SortedChoices, state: GroupState) -> list[tuple[int, ...]]:
-    """Return the choices for each expert of each rank."""
-    counts_E = choices.counts_E
-    num_local = len(counts_E) // state.size
-    return [counts_E[at : at + num_local] for at in range(0, len(counts_E), num_local)]
-
-
-def spread(
-    shifts: Sequence[Sequence[int]], lengths: Sequence[int], device: torch.device
-) -> tuple[torch.Tensor, ...]:
-    """Give each running number of piece p its position: running number plus shift of p."""
-    table = torch.tensor([*shifts, lengths], dtype=torch.int64, device=device)
-    total = sum(lengths)
-    positions = table[:-1].repeat_interleave(table[-1], dim=1, output_size=total)
-    positions += torch.arange(total, device=device)
-    return positions.unbind(0)
-
-
-def local_places(placing: Placing, device: torch.device) -> torch.Tensor:
-    """Return where each received choice stands among the rows of the local experts."""
-    return spread([placing.local_shift_B], placing.block_rows_B, device)[0]
-
-
-def place(
-    value_N: torch.Tensor, local_N: torch.Tensor, placing: Placing, spare: int
-) -> torch.Tensor:
-    """Bring one value per choice into the order of the local rows; padding rows get `spare`."""
-    if placing.is_padded:
-        placed = value_N.new_full((placing.num_rows,), spare)
-    else:
-        placed = value_N.new_empty(placing.num_rows)
-    return placed.scatter_(0, local_N, value_N)
-
-
-def _with_gaps(index_N: torch.Tensor, side: _Side) -> torch.Tensor:
-    # A gap row gets a copy of row 0 first: one gather is cheaper than one per peer.
-    return index_N.new_zeros(sum(side.wire_rows_P)).scatter_(0, side.row_N, index_N)
-
-
-def _filled(form: WireRow, x_ND: torch.Tensor, index_M: torch.Tensor, lease: Lease) -> torch.Tensor:
-    """Gather rows as they travel; columns beyond theirs are left alone."""
-    rows = x_ND if form.codec is None else form.encode(x_ND)
-    filled = lease.take((index_M.numel(), form.wire_columns), rows.dtype)
-    torch.index_select(rows, 0, index_M, out=filled[:, : rows.shape[1]])
-    return filled
+def known(value: _T | None) -> _T:
+    """Return what the first dispatch of a routing has found out."""
+    if value is None:
+        raise RuntimeError("rows went back, or alone, before the first dispatch of this routing")
+    return value

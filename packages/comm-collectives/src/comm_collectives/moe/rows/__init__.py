@@ -1,4 +1,4 @@
-"""The rows of one rank: sorted by expert, in their places on the wire, as payload bytes.
+"""The rows of one rank: sorted by expert, in their places among the experts, as payload bytes.
 
 May import: planning.
 """
@@ -11,5 +11,6 @@ from comm_collectives.moe.rows.payload import Payload as Payload
 from comm_collectives.moe.rows.payload import RowCodec as RowCodec
 from comm_collectives.moe.rows.plan import Placing as Placing
 from comm_collectives.moe.rows.plan import plan_placing as plan_placing
-from comm_collectives.moe.rows.plan import plan_wire as plan_wire
+from comm_collectives.moe.rows.plan import repeat_each as repeat_each
+from comm_collectives.moe.rows.plan import spread as spread
 from comm_collectives.moe.rows.plan import starts as starts

@@ -34,6 +34,12 @@ class Bags:
     slots: torch.Tensor
     offsets: torch.Tensor | None = None
 
+    def at(self, position_N: torch.Tensor | None) -> "Bags":
+        """Return the bags of rows of which row j stands at `position_N[j]`; None: at j."""
+        if position_N is None:
+            return self
+        return Bags(slots=position_N.take(self.slots), offsets=self.offsets)
+
     def sum(self, y_MD: torch.Tensor) -> torch.Tensor:
         """Return the sum of each bag's rows, [T, D]; zeros for an empty bag."""
         return embedding_bag(self.slots, y_MD, self.offsets, mode="sum")
@@ -61,8 +67,7 @@ class SortedChoices:
             return Bags(slots=slot.view(self.num_tokens, self.num_choices))
         ordered_N, sorted_N = self.order_N.sort()
         token_N = ordered_N.div(max(1, self.num_choices), rounding_mode="floor")
-        counts = torch.bincount(token_N, minlength=self.num_tokens)
-        return Bags(slots=position_N.index_select(0, sorted_N), offsets=counts.cumsum(0) - counts)
+        return bags_of(token_N, position_N.index_select(0, sorted_N), self.num_tokens)
 
     def sorted_weights(self, weight_TK: torch.Tensor) -> torch.Tensor:
         """Return the weight of each sorted choice."""

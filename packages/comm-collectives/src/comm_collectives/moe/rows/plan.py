@@ -1,74 +1,54 @@
-"""Where every routed row stands on the wire and among the local experts: pure numbers, no tensors.
+"""Where received choices go among the local experts: planned with plain numbers, kept as tensors.
 
-On the flat route rows travel grouped by peer. Where weights travel along, a few *gap* rows stand
-behind the rows for one peer and hold their routing weights as raw bytes, so that rows and weights
-need a single exchange:
-
-    to rank 0: row row row | gap      to rank 1: row row | gap      ...
-
-Legend: W ranks, L local experts per rank, P per-peer, B blocks (one per source rank and local
-expert). "Shift" of a row: its position minus its running number.
-
-    placing = plan_placing([[2, 0], [0, 4]], alignment=1)
+    placing = plan_placing([[2, 0], [0, 4]], alignment=1, device=torch.device("cpu"))
     placing.num_tokens_per_expert                       # (2, 4)
-    plan_wire([2, 4], weights_per_row=64).wire_rows_P   # (3, 5)
+    x_RD = x_ND.index_select(0, placing.in_place(torch.arange(6)))
+
+Legend: W ranks, L local experts per rank, N choices received, R rows of the local experts.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import torch
+
 from comm_collectives.units import round_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WireSide:
-    """One direction of the wire: rows and gap rows per peer, and the shifts of rows and weights."""
-
-    rows_P: tuple[int, ...]
-    gaps_P: tuple[int, ...]
-    row_shift_P: tuple[int, ...]
-    weight_shift_P: tuple[int, ...]
-
-    @property
-    def wire_rows_P(self) -> tuple[int, ...]:
-        """Rows and gap rows together, per peer."""
-        return tuple(n + gap for n, gap in zip(self.rows_P, self.gaps_P, strict=True))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Placing:
-    """Where received choices go among the experts that they are for.
+    """Expert by expert, inside an expert by source and then in the source's order, padded.
 
-    Choice j (a running number) of block b stands at j + local_shift_B[b]: expert by expert, inside
-    an expert by source and then in the source's order, each expert padded to the alignment. Blocks
-    are in the order of the wire.
+    Attributes:
+        num_tokens_per_expert: rows of each local expert, padding included.
+        local_N: the row of each choice; choices are in the order of the wire.
+        padding: the rows that belong to no choice, if there are any.
     """
 
     num_tokens_per_expert: tuple[int, ...]
-    block_rows_B: tuple[int, ...]
-    local_shift_B: tuple[int, ...]
+    local_N: torch.Tensor
+    padding: torch.Tensor | None
 
-    @property
-    def num_choices(self) -> int:
-        """Choices received, padding not counted."""
-        return sum(self.block_rows_B)
+    def in_place(self, index_N: torch.Tensor) -> torch.Tensor:
+        """Bring an index for each choice into the order of the rows; 0 for padding."""
+        index_R = index_N.new_zeros(sum(self.num_tokens_per_expert))
+        return index_R.scatter_(0, self.local_N, index_N)
 
-    @property
-    def num_rows(self) -> int:
-        """Places of all experts, padding included."""
-        return sum(self.num_tokens_per_expert)
+    def gather(self, values: torch.Tensor, index_N: torch.Tensor) -> torch.Tensor:
+        """Return for each row the value that its choice has in `index_N`; zeros for padding."""
+        return self.blank(values.index_select(0, self.in_place(index_N)))
 
-    @property
-    def is_padded(self) -> bool:
-        """Whether any expert has padding rows."""
-        return self.num_rows != self.num_choices
+    def blank(self, rows_R: torch.Tensor) -> torch.Tensor:
+        """Return the rows themselves, with zeros in the padding."""
+        return rows_R if self.padding is None else rows_R.index_fill_(0, self.padding, 0)
 
 
 def plan_placing(
     received_WL: Sequence[Sequence[int]],
     *,
     alignment: int,
+    device: torch.device,
     blocks: Iterable[tuple[int, int]] | None = None,
 ) -> Placing:
     """Plan where received choices go.
@@ -76,46 +56,47 @@ def plan_placing(
     Args:
         received_WL: choices that each source has for each local expert.
         alignment: each local expert's number of rows is rounded up to a multiple of this.
-        blocks: (source, expert) of each block in the order of the wire; None: source by source.
+        device: where the choices are.
+        blocks: (source, expert) in the order of the wire; None: source by source.
     """
-    sums_L = map(sum, zip(*received_WL, strict=True))
+    sums_L = tuple(map(sum, zip(*received_WL, strict=True)))
     padded_L = tuple(round_up(count, alignment) for count in sums_L)
-    next_L = starts(padded_L)
+    next_L = first_L = starts(padded_L)
     first_WL: list[list[int]] = []
     for row in received_WL:
         first_WL.append(next_L)
         next_L = [at + count for at, count in zip(next_L, row, strict=True)]
     if blocks is None:
-        block_rows_B = [count for row in received_WL for count in row]
-        first_B = [at for row in first_WL for at in row]
-    else:
-        order = list(blocks)
-        block_rows_B = [received_WL[source][expert] for source, expert in order]
-        first_B = [first_WL[source][expert] for source, expert in order]
-    running_B = starts(block_rows_B)
+        blocks = [(source, e) for source, row in enumerate(received_WL) for e in range(len(row))]
+    order = list(blocks)
+    lengths = [received_WL[source][e] for source, e in order]
+    padding = None
+    if padded_L != sums_L:
+        ends_L = [at + count for at, count in zip(first_L, sums_L, strict=True)]
+        missing_L = [full - count for full, count in zip(padded_L, sums_L, strict=True)]
+        padding = spread(ends_L, missing_L, device)
     return Placing(
         num_tokens_per_expert=padded_L,
-        block_rows_B=tuple(block_rows_B),
-        local_shift_B=tuple(at - n for at, n in zip(first_B, running_B, strict=True)),
-    )
-
-
-def plan_wire(rows_P: Sequence[int], weights_per_row: int) -> WireSide:
-    """Plan the wire for `rows_P` rows per peer, whose weights stand in gap rows behind them."""
-    gaps_P = [-(-n // weights_per_row) for n in rows_P]
-    row_shift_P = starts(gaps_P)
-    weight_shift_P = [
-        (first + shift + n) * weights_per_row - first
-        for first, shift, n in zip(starts(rows_P), row_shift_P, rows_P, strict=True)
-    ]
-    return WireSide(
-        rows_P=tuple(rows_P),
-        gaps_P=tuple(gaps_P),
-        row_shift_P=tuple(row_shift_P),
-        weight_shift_P=tuple(weight_shift_P),
+        local_N=spread([first_WL[source][e] for source, e in order], lengths, device),
+        padding=padding,
     )
 
 
 def starts(lengths: Sequence[int]) -> list[int]:
     """Return where each of consecutive pieces begins."""
     return list(accumulate(lengths, initial=0))[:-1]
+
+
+def spread(first: Sequence[int], lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return the numbers of all pieces, one after the other; each counts up from its first."""
+    total = sum(lengths)
+    shifts = [at - running for at, running in zip(first, starts(lengths), strict=True)]
+    return repeat_each(shifts, lengths, device).add_(torch.arange(total, device=device))
+
+
+def repeat_each(
+    values: Sequence[int], lengths: Sequence[int], device: torch.device
+) -> torch.Tensor:
+    """Return each value as often as its piece is long."""
+    table = torch.tensor([values, lengths], dtype=torch.int64, device=device)
+    return table[0].repeat_interleave(table[1], output_size=sum(lengths))

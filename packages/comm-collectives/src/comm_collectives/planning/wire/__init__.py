@@ -8,8 +8,7 @@ from comm_collectives.planning.wire.wire_format import INDEX_BYTES as INDEX_BYTE
 from comm_collectives.planning.wire.wire_format import MOVEMENTS as MOVEMENTS
 from comm_collectives.planning.wire.wire_format import ROUTES as ROUTES
 from comm_collectives.planning.wire.wire_format import SCALE_BYTES as SCALE_BYTES
-from comm_collectives.planning.wire.wire_format import MessageLayout as MessageLayout
 from comm_collectives.planning.wire.wire_format import Movement as Movement
 from comm_collectives.planning.wire.wire_format import Route as Route
 from comm_collectives.planning.wire.wire_format import RowFormat as RowFormat
-from comm_collectives.planning.wire.wire_format import message_layout as message_layout
+from comm_collectives.planning.wire.wire_format import message_bytes as message_bytes

@@ -15,23 +15,23 @@ each with as many rows as the forward one (deduplicated: partial sums).
 scale per block of 128). **A message** is what one rank sends to one peer in one stage; u unique
 tokens, n routed choices (flat: u = n):
 
-    movement             flat                      dedup, and both stages of hierarchical
-    dispatch             n rows | gap rows         u rows | n int32 row numbers | n weights
-    dispatch_backward    n rows | gap rows         u rows | n weights
-    combine              n rows                    u rows
-    combine_backward     n rows                    u rows
+    movement             flat                  dedup, and both stages of hierarchical
+    dispatch             n rows | n weights    u rows | n weights | n int32 row numbers
+    dispatch_backward    n rows | n weights    u rows | n weights
+    combine              n rows                u rows
+    combine_backward     n rows                u rows
 
-Gap rows are whole rows that hold the n weights. Sections of a deduplicated message that has more
-than rows are each padded to 16 bytes. Rows that travel with weights are padded to the size of a
-weight; rows alone are not padded at all, so that the messages of all peers are one matrix. A
-message without choices has 0 bytes. The rows of stage 2 of hierarchical are those of all sources
-that the forwarding rank received from, in one message per peer. Counts travel beforehand, with the
-count exchange, and are not part of the figures here; nor is what a rank keeps for itself a message
-on a wire, although executors move it alike and the matrices show it on their diagonal.
+What stands behind the rows fills whole *gap rows*, so that the messages of all peers are one
+matrix. Rows that travel with weights are padded to whole weights and row numbers, rows alone are
+not padded at all. A message without choices has 0 bytes. The rows of stage 2 of hierarchical are
+those of all sources that the forwarding rank received from, in one message per peer. Counts travel
+beforehand, with the count exchange, and are not part of the figures here; nor is what a rank keeps
+for itself a message on a wire, although executors move it alike and the matrices show it on their
+diagonal.
 
     row_format = RowFormat(hidden_size=7168, itemsize=2, weight_itemsize=4, block_scaled=True)
-    row_format.row_bytes                                                            # 7392
-    message_layout("dedup", "dispatch", row_format, tokens=3, choices=5).num_bytes  # 22240
+    row_format.row_bytes                                                  # 7392
+    message_bytes("dedup", "dispatch", row_format, tokens=3, choices=5)   # 29568
 """
 
 from dataclasses import dataclass, replace
@@ -48,7 +48,6 @@ MOVEMENTS: tuple[Movement, ...] = get_args(Movement)
 BLOCK_ELEMENTS = 128
 SCALE_BYTES = 4  # fp32
 INDEX_BYTES = 4  # int32
-SECTION_BYTES = 16  # alignment of sections: any dtype can be viewed there
 
 _CARRIES_WEIGHTS = ("dispatch", "dispatch_backward")
 
@@ -86,20 +85,15 @@ class RowFormat:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row where weights travel along: whole elements and whole weights."""
+        """Bytes of a row where weights travel along: whole elements, weights and row numbers."""
         element = SCALE_BYTES if self.block_scaled else self.itemsize
         # Sizes of elements are powers of two, so the larger is a multiple of the smaller.
-        return round_up(self.bare_row_bytes, max(element, self.weight_itemsize))
+        return round_up(self.bare_row_bytes, max(element, self.weight_itemsize, INDEX_BYTES))
 
     @property
     def num_blocks(self) -> int:
         """Scales of a block-scaled row."""
         return -(-self.hidden_size // BLOCK_ELEMENTS)
-
-    @property
-    def weights_per_row(self) -> int:
-        """How many routing weights fit into a gap row."""
-        return self.row_bytes // self.weight_itemsize
 
     def during(self, movement: Movement, *, quantize_backward: bool = False) -> Self:
         """Return the format in a movement, this being the one of dispatch.
@@ -114,44 +108,27 @@ class RowFormat:
         """Bytes of a row in a movement."""
         return self.row_bytes if movement in _CARRIES_WEIGHTS else self.bare_row_bytes
 
+    def numbers_at(self, choices: int) -> int:
+        """Bytes from the weights of so many choices to their row numbers."""
+        return round_up(choices * self.weight_itemsize, INDEX_BYTES)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessageLayout:
-    """One message: rows start at byte 0, the other sections where this says.
-
-    `num_rows` counts rows of tokens, without gap rows. An absent section starts where it would.
-    """
-
-    num_rows: int
-    index_at: int
-    weights_at: int
-    num_bytes: int
+    def gap_rows(self, route: Route, movement: Movement, choices: int) -> int:
+        """Whole rows behind those of a message, for what its choices have to say."""
+        if movement not in _CARRIES_WEIGHTS:
+            return 0
+        has_numbers = movement == "dispatch" and route != "flat"
+        num_bytes = self.numbers_at(choices) + INDEX_BYTES * choices * has_numbers
+        return -(-num_bytes // self.row_bytes)
 
 
-def message_layout(
+def message_bytes(
     route: Route, movement: Movement, row_format: RowFormat, *, tokens: int, choices: int
-) -> MessageLayout:
-    """Lay out the message that carries `choices` routed choices of `tokens` unique tokens.
+) -> int:
+    """Return the size of the message that carries `choices` choices of `tokens` unique tokens.
 
     For both stages of `hierarchical` and for `dedup` the answer is the same; for `flat` the number
     of tokens does not matter.
     """
-    num_rows = choices if route == "flat" else tokens
-    row_bytes = row_format.row_bytes_of(movement)
-    rows_end = num_rows * row_bytes
-    if movement not in _CARRIES_WEIGHTS:
-        return _layout(num_rows, rows_end, rows_end, rows_end)
-    if route == "flat":
-        gap_rows = -(-choices // row_format.weights_per_row)
-        return _layout(num_rows, rows_end, rows_end, rows_end + gap_rows * row_bytes)
-    index_at = round_up(rows_end, SECTION_BYTES)
-    index_bytes = choices * INDEX_BYTES if movement == "dispatch" else 0
-    weights_at = index_at + round_up(index_bytes, SECTION_BYTES)
-    end = weights_at + round_up(choices * row_format.weight_itemsize, SECTION_BYTES)
-    return _layout(num_rows, index_at, weights_at, end)
-
-
-def _layout(num_rows: int, index_at: int, weights_at: int, num_bytes: int) -> MessageLayout:
-    return MessageLayout(
-        num_rows=num_rows, index_at=index_at, weights_at=weights_at, num_bytes=num_bytes
-    )
+    rows = choices if route == "flat" else tokens
+    rows += row_format.gap_rows(route, movement, choices)
+    return rows * row_format.row_bytes_of(movement)
