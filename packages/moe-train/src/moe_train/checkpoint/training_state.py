@@ -19,6 +19,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from moe_train.checkpoint.node_states import NodeStates
 from moe_train.checkpoint.samples import SAMPLES_FILE, read_ledger
 from moe_train.checkpoint.trainer_state import TrainerState, froze_parameters, read_state
 from moe_train.config import STATE_FILE
@@ -44,7 +45,9 @@ from unified_ckpt import (
     save,
 )
 from unified_ckpt.folders import find_fault, numbered_checkpoints
-from unified_ckpt.run import SaveError, SavePeerError
+from unified_ckpt.loading import PartIndex
+from unified_ckpt.plans.checkpoint import read_checkpoint
+from unified_ckpt.run import SaveError, SavePeerError, resume_nearest
 
 _NOTHING_TO_RESUME = (
     "--resume: {} holds no complete checkpoint; start without --resume, or name one"
@@ -75,6 +78,7 @@ class Checkpointer:
         parameters: name -> this rank's parameter or buffer, with `layouts` of the same names.
         files: what a transformers checkpoint holds beside weights; written by rank 0.
         options: when to save, and how many checkpoints to keep.
+        nodes: states on the nodes between checkpoints; None for none.
     """
 
     folder: Path
@@ -84,6 +88,7 @@ class Checkpointer:
     optimizer: AdamW
     files: Mapping[str, bytes]
     options: ManagerOptions
+    nodes: NodeStates | None = None
     _opened: CheckpointManager | None = field(default=None, init=False)
 
     @property
@@ -94,9 +99,11 @@ class Checkpointer:
         return self._opened
 
     def close(self) -> None:
-        """Release the folder."""
+        """Release the folder, and that of the node."""
         if self._opened is not None:
             self._opened.close()
+        if self.nodes is not None:
+            self.nodes.close()
 
     def is_due(self, step: int) -> bool:
         """Whether to save after `step`. Collective."""
@@ -112,24 +119,12 @@ class Checkpointer:
             CheckpointNotSavedError: some rank could not write; says in one line why. On every rank.
             SavePeerError: a rank is lost.
         """
-        parts = {
-            "model": self._stored(self.parameters).shards,
-            "optimizer": _counts(self.optimizer.late),
-        }
-        for moment, tensors in self.optimizer.moments().items():
-            parts["optimizer"] += self._stored(tensors, f"/{moment}").shards
-        if self.optimizer.master:
-            parts["master_weights"] = self._stored(self.optimizer.master).shards
         target = self.manager.path(state.step)
         try:
             save(
-                parts,
+                self._parts(),
                 checkpoint_id=target,
-                files={
-                    **self.files,
-                    STATE_FILE: state.to_json(),
-                    SAMPLES_FILE: state.ledger.to_json(),
-                },
+                files={**self.files, **_state_files(state)},
                 rank_files=random_state_files(self.rank),
                 timeout_s=self.options.timeout_s,
             )
@@ -144,6 +139,39 @@ class Checkpointer:
         if not keep_older:
             self._remove_older(state.step)
         return self.folder / target.name
+
+    def save_on_nodes(self, nodes: NodeStates, state: TrainerState) -> None:
+        """Save the state on the nodes, with its copies on others. Collective.
+
+        Raises:
+            CheckpointNotSavedError: some node could not; the state before is there. On every rank.
+            SavePeerError: a rank is lost.
+        """
+        try:
+            nodes.tier.save(
+                self._parts(),
+                state.step,
+                files={**nodes.files, **_state_files(state)},
+                rank_files=random_state_files(self.rank),
+            )
+        except SavePeerError:
+            raise
+        except SaveError as error:
+            raise CheckpointNotSavedError(
+                f"the state of step {state.step} was not saved on the nodes: {error}"
+            ) from error
+
+    def _parts(self) -> dict[str, list[Shard]]:
+        """What a checkpoint holds of this rank's tensors."""
+        parts = {
+            "model": self._stored(self.parameters).shards,
+            "optimizer": _counts(self.optimizer.late),
+        }
+        for moment, tensors in self.optimizer.moments().items():
+            parts["optimizer"] += self._stored(tensors, f"/{moment}").shards
+        if self.optimizer.master:
+            parts["master_weights"] = self._stored(self.optimizer.master).shards
+        return parts
 
     def _remove_older(self, step: int) -> None:
         """Keep the newest checkpoints; the first rank does it, and failing is one line."""
@@ -161,12 +189,28 @@ class Checkpointer:
             ValueError: there is none, or it does not fit this run.
         """
         try:
-            found = self.manager.resume(self._load)
+            found = self._resume_nearest(self.nodes) if self.nodes else self._resume_stored()
         except CheckpointError as error:
             raise TrainValueError(_UNREADABLE.format(self.folder, error)) from error
         if found is None:
             raise TrainValueError(_NOTHING_TO_RESUME.format(self.folder))
         return found[1]
+
+    def _resume_stored(self) -> tuple[Path, TrainerState] | None:
+        return self.manager.resume(self._load)
+
+    def _resume_nearest(self, nodes: NodeStates) -> tuple[Path, TrainerState] | None:
+        """Go on from the nodes if they have a state as new as storage; say where from."""
+
+        def load_one(source: Path) -> TrainerState:
+            if source.is_relative_to(nodes.options.path):
+                nodes.check_layout(source)
+            return self._load(source)
+
+        found = resume_nearest(self.manager, nodes.tier, load_one)
+        if found is not None and self.rank == 0:
+            logger.info("step %d is loaded from %s", found[1].step, found[0])
+        return found
 
     def load(self, source: Path) -> TrainerState:
         """Restore weights, optimizer, and this rank's random state if the checkpoint has it.
@@ -248,7 +292,7 @@ class Checkpointer:
         self, tensors: Mapping[str, Tensor], source: Path, part: str, suffix: str = ""
     ) -> dict[str, Tensor]:
         """Those of the tensors that the checkpoint has in this part."""
-        keys = read_index(source, part).keys() if has_part(source, part) else ()
+        keys = tensor_keys(source, part) if has_part(source, part) else ()
         views = {name: self.layouts[name].form.views for name in tensors}
         return {n: t for n, t in tensors.items() if any(v.key + suffix in keys for v in views[n])}
 
@@ -271,6 +315,10 @@ def read_part(
     load(shards, checkpoint_id=source, part=part, cast=cast)
     for tensors in stored:
         tensors.write_back()
+
+
+def _state_files(state: TrainerState) -> dict[str, bytes]:
+    return {STATE_FILE: state.to_json(), SAMPLES_FILE: state.ledger.to_json()}
 
 
 def _counts(counts: Mapping[str, int]) -> list[Shard]:
@@ -320,6 +368,11 @@ def has_part(source: Path, part: str) -> bool:
         CheckpointError: it does, and they are damaged; that is not the same as having none.
     """
     return any(source.glob(f"{part}[.-]*")) and bool(read_index(source, part))
+
+
+def tensor_keys(source: Path, part: str) -> set[str]:
+    """The keys of all tensors of a part, those that are stored in boxes included."""
+    return read_checkpoint(source, lambda checkpoint: PartIndex(checkpoint, part).tensor_keys())
 
 
 def _restore_former_random_state(source: Path, rank: int) -> None:

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from moe_train.config.keys import Table, key
+from moe_train.config.keys import PATH, Table, key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +38,23 @@ class CheckpointConfig(Table):
     )
     save_total_limit: int = key(
         "newest checkpoints to keep", unit="checkpoints", default=2, minimum=1, on_resume="free"
+    )
+    node_folder: str | None = key(
+        "folder of each node for itself (a tmpfs such as /dev/shm, a local disk) for states "
+        "between checkpoints, with copies on other nodes; absent: none",
+        unit=PATH,
+        default=None,
+        on_resume="free",
+    )
+    node_interval_steps: int = key(
+        "steps between states in node_folder", unit="steps", default=10, minimum=1, on_resume="free"
+    )
+    node_copies: int = key(
+        "other nodes that hold a copy of each node's state; so many may be lost at once",
+        unit="nodes",
+        default=1,
+        minimum=0,
+        on_resume="free",
     )
 
 

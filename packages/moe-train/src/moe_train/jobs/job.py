@@ -140,6 +140,10 @@ def train(config: Config, resume: str, context: RankContext) -> None:
         if parallel.rank == 0:
             logger.info("step %d begins; the first one takes longer", context.step + 1)
             reporter = _reporter(config, context.step)
+        if checkpointer.nodes is not None:
+            for line in checkpointer.nodes.goal():
+                if parallel.rank == 0:
+                    logger.info("%s", line)
         loop = TrainingLoop.begin(config, training, reporter, state)
         saved = loop.run(context)
     finally:

@@ -15,7 +15,7 @@ from torch import nn
 from moe_pipeline import PipelineExecutor, Schedule
 from moe_pipeline.executor import ExecutorOptions, TiedParameters
 from moe_pipeline.schedules import forward_only, forward_then_backward, one_f_one_b
-from moe_train.checkpoint import Checkpointer, checkpoint_files
+from moe_train.checkpoint import Checkpointer, NodeStates, checkpoint_files
 from moe_train.config import Config
 from moe_train.data import prepare
 from moe_train.layout import (
@@ -175,6 +175,7 @@ def build_runner(
             signals=(),
             timeout_s=max(config.parallel.timeout_s, 600.0),
         ),
+        nodes=NodeStates.of(config),
     )
     return runner, checkpointer
 

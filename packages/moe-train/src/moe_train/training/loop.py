@@ -148,6 +148,9 @@ class TrainingLoop:
                 self._validate()
             if self.saver.is_due(step, result) or stopping or last:
                 self.saver.save(self._state(), at_end=stopping or last)
+            elif self.saver.is_due_on_nodes(step):
+                self.saver.save_on_nodes(self._state())
+        self.saver.finish()
         return self.saver.saved
 
     def _step(self, loader: BatchLoader, *, stop: bool) -> StepResult:

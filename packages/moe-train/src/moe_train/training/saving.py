@@ -68,6 +68,34 @@ class Saver:
             if self.is_first and not at_end:
                 logger.warning("warning: %s; training goes on, the next save tries again", error)
 
+    def is_due_on_nodes(self, step: int) -> bool:
+        """Whether to save on the nodes after a step at which no checkpoint is due."""
+        nodes = self.checkpointer.nodes
+        return nodes is not None and step % nodes.tier_steps == 0
+
+    def save_on_nodes(self, state: TrainerState) -> None:
+        """Save the state on the nodes; in storage as well, if that has none of this run yet.
+
+        So a resume always finds a checkpoint that says what the run was. When it fails, that is one
+        line, and the state before stays.
+        """
+        if self.saved is None and self.first_step == 0:
+            self.save(state)
+        nodes = self.checkpointer.nodes
+        if nodes is None:
+            return
+        try:
+            self.checkpointer.save_on_nodes(nodes, state)
+        except CheckpointNotSavedError as error:
+            if self.is_first:
+                logger.warning("warning: %s; training goes on", error)
+
+    def finish(self) -> None:
+        """Free the states on the nodes, when the last one is saved in storage."""
+        nodes = self.checkpointer.nodes
+        if nodes is not None and not self.failure:
+            nodes.tier.clear()
+
     def save_before_error(self, state: TrainerState) -> str:
         """Save the state before a step that ends the run, and remove no older checkpoint.
 

@@ -5,6 +5,7 @@ May import: signals, tiers, loading, folders, saving, state, plans, files.
 
 from unified_ckpt.errors import CorruptCheckpointError as CorruptCheckpointError
 from unified_ckpt.errors import DamagedCheckpointWarning as DamagedCheckpointWarning
+from unified_ckpt.errors import LoadError as LoadError
 from unified_ckpt.errors import ReplacedCheckpointError as ReplacedCheckpointError
 from unified_ckpt.errors import SaveError as SaveError
 from unified_ckpt.errors import SavePeerError as SavePeerError
