@@ -148,7 +148,7 @@ def test_each_run_has_a_folder_of_its_own_on_a_node(configure: Configure) -> Non
     folders = set()
     for run in ("a/run", "b/run"):
         states = NodeStates.of(
-            configure("checkpoint.node_folder=/dev/shm/x", f"train.output_dir=/tmp/{run}")
+            configure("checkpoint.node_folder=/dev/shm/x", f"train.output_dir=/data/{run}")
         )
         assert states is not None and states.tier_steps == 10 and states.options.copies == 1
         assert states.options.path.parent == Path("/dev/shm/x")
