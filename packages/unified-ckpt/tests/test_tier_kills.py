@@ -15,16 +15,26 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 from ranktest import collect_ranks, run_ranks
-from unified_ckpt import CheckpointManager, Shard, load
+from unified_ckpt import (
+    AsyncSaver,
+    AsyncSaverConfig,
+    CheckpointManager,
+    Shard,
+    async_save,
+    load,
+    verify_checkpoint,
+)
+from unified_ckpt.errors import SaveError
 from unified_ckpt.run import resume_nearest
 from unified_ckpt.saving.commit import Agreement
-from unified_ckpt.tiers import NodeTier, TierOptions, recovery_goals
+from unified_ckpt.tiers import NodeTier, TierOptions, held_copies, recovery_goals
 
 NAMES = ["a", "b", "b", "c"]
 TIER_STEPS = 2
@@ -145,6 +155,55 @@ def test_a_node_that_dies_at_any_moment_costs_no_more_than_the_goal(
         check_resume(memory, tmp_path, victim)
     except AssertionError as error:
         raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def test_savers_beside_training_fill_the_tier_and_storage_behind_it(
+    memory: Path, tmp_path: Path
+) -> None:
+    """A saver is killed on the way; then a node with its trainer, its saver and its memory."""
+    run = tmp_path / "run"
+
+    def fn(rank: int, world_size: int) -> None:
+        tier = TierOptions(folder=memory / "ab"[rank], node="ab"[rank], timeout_s=30.0)
+        config = AsyncSaverConfig(
+            tier=tier, timeout_s=30.0, start_timeout_s=60.0, orphan_grace_s=1.0
+        )
+        with AsyncSaver(config=config) as saver:
+            for step in range(1, 7):
+                place = (run if step in (1, 5) else tier.path) / f"checkpoint-{step}"
+                response = async_save(
+                    state(rank, world_size, step), checkpoint_id=place, saver=saver
+                )
+                if step == 3 and rank == 1:
+                    os.kill(saver.pid, signal.SIGKILL)
+                with suppress(SaveError):  # of the third, and of what it broke
+                    response.upload_completion.result(timeout=60)
+                while step == 3 and rank == 1 and not saver.saver_ended:
+                    time.sleep(0.01)
+            report = response.upload_completion.result(timeout=60)
+            assert report.path.parent.parent == tier.path
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    outcomes = collect_ranks(fn, 2, timeout_s=300)
+    assert outcomes[1].error_type == "Died" and outcomes[0].ok, outcomes
+    assert {path.name for path in run.iterdir()} == {"checkpoint-1", "checkpoint-5"}
+    assert verify_checkpoint(run / "checkpoint-5").problems == ()
+    assert {copy.step for copy in held_copies(memory / "a")} == {6}
+    shutil.rmtree(memory / "b")
+
+    def resume(rank: int, world_size: int) -> int:
+        found = state(rank, world_size, 0)
+        with CheckpointManager(run) as manager, tier_of(memory, ["a", "fresh"][rank]) as tier:
+            resume_nearest(manager, tier, lambda place: load(found, checkpoint_id=place))
+        right = state(rank, world_size, 6)
+        return sum(
+            not torch.equal(got.tensor, wanted.tensor)
+            for part in right
+            for got, wanted in zip(found[part], right[part], strict=True)
+        )
+
+    assert run_ranks(resume, 2, timeout_s=240) == [0, 0]
 
 
 def test_storage_is_read_where_it_is_newer(memory: Path, tmp_path: Path) -> None:
