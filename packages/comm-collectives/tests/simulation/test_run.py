@@ -201,7 +201,9 @@ def test_rank_killed_in_an_asynchronous_call_ends_as_a_whole() -> None:
     def call(rank: SimRank) -> torch.Tensor:
         return cc.all_reduce(torch.ones(400), group=rank.group, async_op=True).wait()
 
-    result = simulate(call, 4, faults=FaultSchedule((Kill(rank=1, call=0, operation=2),)))
+    result = simulate(
+        call, 4, faults=FaultSchedule((Kill(rank=1, call=0, operation=1, reached=1),))
+    )
     # Its frame for rank 2 was sent, and this rank hears behind the others' frames what they lack.
     assert [o.ending for o in result.outcomes] == ["raised", "killed", "raised", "raised"]
     assert set(_endings(result)) - {"killed"} == {"PeerFailedError"}

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -92,16 +92,14 @@ def bench_machine(num_ranks: int, *, timeout_s: float, quick: bool = False) -> B
     results, shared = [], False
     with LocalRanks(num_ranks, measure, limit_s=timeout_s + START_S) as ranks:
         for case in cases:
-            left_s = max(0.0, deadline - time.monotonic())
-            (replies,) = ranks.ask([case], limit_s=left_s)
+            (replies,) = ranks.ask([case], limit_s=max(0.0, deadline - time.monotonic()))
             for rank, reply in enumerate(replies):
                 if reply.lost:
                     raise CommError(f"rank {rank} in {case.collective}: {reply.lost}")
-            answers = [reply.value for reply in replies]
-            shared = answers[0].pop("shared")
+            shared = replies[0].value.pop("shared")
             slowest = {
-                name: [max(times) for times in zip(*(a[name] for a in answers), strict=True)]
-                for name in answers[0]
+                name: [max(times) for times in zip(*(r.value[name] for r in replies), strict=True)]
+                for name in replies[0].value
             }
             results.append(BenchResult(case=case, **slowest))
     return BenchReport(num_ranks=num_ranks, shares_memory=shared, results=tuple(results))
@@ -124,11 +122,11 @@ def measure(case: BenchCase) -> dict[str, bool | list[float]]:
         times[name].append((time.perf_counter() - started) / case.calls)
 
     for group in (gloo, shm):
-        run(group)
+        run(group=group)
     for turn in range(case.rounds):
         backends = [("gloo_s", gloo), ("shm_s", shm)]
         for name, group in backends if turn % 2 else reversed(backends):
-            timed(name, group, lambda group=group: run(group))  # type: ignore[misc]
+            timed(name, group, lambda group=group: run(group=group))  # type: ignore[misc]
         timed("copy_s", gloo, lambda: copied.copy_(source))
     cpu = torch.device("cpu")
     backend = shm._get_backend(cpu)
@@ -161,16 +159,11 @@ def format_bench(report: BenchReport) -> str:
 
 def to_json(report: BenchReport) -> str:
     """Return every time of every round as JSON."""
-    cells = [
-        {
-            **asdict(result.case),
-            "speedup": dict(zip(("low", "median", "high"), result.speedup, strict=True)),
-            "gloo_s": result.gloo_s,
-            "shm_s": result.shm_s,
-            "copy_s": result.copy_s,
-        }
-        for result in report.results
-    ]
+    cells = []
+    for result in report.results:
+        cell = asdict(result)
+        speedup = dict(zip(("low", "median", "high"), result.speedup, strict=True))
+        cells.append({**cell.pop("case"), "speedup": speedup, **cell})
     return json.dumps(
         {"num_ranks": report.num_ranks, "shares_memory": report.shares_memory, "cells": cells}
     )
@@ -179,10 +172,8 @@ def to_json(report: BenchReport) -> str:
 def run_bench(args: argparse.Namespace) -> int:
     """Measure, print, and return the exit status: 0, 1 if a rank failed, 2 if misused."""
     if args.world_size < 2 or args.timeout_s <= 0:
-        print(
-            "comm-collectives: --world-size must be at least 2 and --timeout-s positive",
-            file=sys.stderr,
-        )
+        wanted = "--world-size must be at least 2 and --timeout-s positive"
+        print(f"comm-collectives: {wanted}", file=sys.stderr)
         return 2
     try:
         report = bench_machine(args.world_size, timeout_s=args.timeout_s, quick=args.quick)
@@ -193,38 +184,17 @@ def run_bench(args: argparse.Namespace) -> int:
     return 0
 
 
-Run = Callable[[dist.ProcessGroup], object]
-
-
-def _run_all_reduce(x: torch.Tensor, size: int) -> Run:
-    return lambda group: dist.all_reduce(x, group=group)
-
-
-def _run_all_to_all(x: torch.Tensor, size: int) -> Run:
-    y = torch.empty_like(x)
-    return lambda group: dist.all_to_all_single(y, x, group=group)
-
-
-def _run_all_gather(x: torch.Tensor, size: int) -> Run:
-    y = x.new_empty(x.numel() * size)
-    return lambda group: dist.all_gather_into_tensor(y, x, group=group)
-
-
-def _run_reduce_scatter(x: torch.Tensor, size: int) -> Run:
-    y = x.new_empty(x.numel() // size)
-    return lambda group: dist.reduce_scatter_tensor(y, x[: y.numel() * size], group=group)
-
-
-def _run_broadcast(x: torch.Tensor, size: int) -> Run:
-    return lambda group: dist.broadcast(x, 0, group=group)
-
-
-_COLLECTIVES: dict[str, Callable[[torch.Tensor, int], Run]] = {
-    "all_reduce": _run_all_reduce,
-    "all_to_all_single": _run_all_to_all,
-    "all_gather_into_tensor": _run_all_gather,
-    "reduce_scatter_tensor": _run_reduce_scatter,
-    "broadcast": _run_broadcast,
+# By name: a call with the input and the number of ranks, but for the group.
+_COLLECTIVES: dict[str, Callable[[torch.Tensor, int], Callable[..., object]]] = {
+    "all_reduce": lambda x, size: partial(dist.all_reduce, x),
+    "all_to_all_single": lambda x, size: partial(dist.all_to_all_single, torch.empty_like(x), x),
+    "all_gather_into_tensor": lambda x, size: partial(
+        dist.all_gather_into_tensor, x.new_empty(x.numel() * size), x
+    ),
+    "reduce_scatter_tensor": lambda x, size: partial(
+        dist.reduce_scatter_tensor, x.new_empty(x.numel() // size), x[: x.numel() // size * size]
+    ),
+    "broadcast": lambda x, size: partial(dist.broadcast, x, 0),
 }
 
 

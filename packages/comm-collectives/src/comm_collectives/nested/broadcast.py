@@ -1,8 +1,7 @@
 """Broadcast of nested values with tensors in them, without pickle and without guessing sizes.
 
-The structure travels as JSON and a table of ints, small tensors in chunks behind it, big ones by
-themselves straight into their place. The first bytes travel inline in the control exchange, so a
-few scalars need no transfer of their own.
+The structure travels as JSON, small tensors in chunks behind it, the first with the structure, big
+ones by themselves straight into their place.
 
     state = broadcast_nested({"step": 3, "rng": rng_state} if rank == 0 else None, src=0)
 """
@@ -16,10 +15,10 @@ import torch
 
 from comm_collectives._torch_private import graph_break
 from comm_collectives.base import as_bytes, dense
-from comm_collectives.call import Call
+from comm_collectives.call import Agreed, Call
 from comm_collectives.call.groups import Group, GroupState, check_root, group_state
 from comm_collectives.call.handles import Handle, launch
-from comm_collectives.call.signature import INLINE_BYTES, Argument
+from comm_collectives.call.signature import Argument
 from comm_collectives.collectives import broadcast_bytes, checked_device
 from comm_collectives.nested.codec import Packed, decode, encode
 from comm_collectives.nested.packing import (
@@ -34,7 +33,7 @@ from comm_collectives.nested.packing import (
 from comm_collectives.nested.sharing import Cargo, find_cargo
 from comm_collectives.units import TENSOR_BYTES, round_up
 
-_LENGTHS = struct.Struct("<3q")  # bytes of the text, of the table, of all up to the second chunk
+_LENGTHS = struct.Struct("<2q")  # bytes of the text, of the table
 
 
 @overload
@@ -75,13 +74,12 @@ def broadcast_nested(
     (rebuilt from their fields; no constructor runs), kept as they are.
 
     A container, tensor or bytes object that occurs twice arrives as one. Tensors that share memory
-    on `src` share it on the receivers where that makes nothing larger (`nested/sharing.py` has the
-    rule). Of a large storage only what the tensors need travels. Tensors carry no gradient history;
-    those without gaps keep their strides, others arrive contiguous. On `src` containers are new and
-    tensors share memory with the given ones, unless moved to another device.
+    on `src` share it on the receivers where that makes nothing larger (see `nested/sharing.py`).
+    Tensors carry no gradient history; those without gaps keep their strides, others arrive
+    contiguous. On `src` tensors share memory with the given ones, unless moved to another device.
 
-    Memory, besides the value: a chunk (a sixteenth of the payload, but 1 to 4 MiB), the structure
-    as text, and one large tensor with gaps, or that changes device, at a time.
+    Memory besides the value: a chunk of 1 to 4 MiB, the structure as text, and one large tensor
+    with gaps, or that changes device, at a time.
 
     Args:
         obj: the value on `src`; ignored elsewhere.
@@ -93,8 +91,8 @@ def broadcast_nested(
         async_op: return a Handle at once; its `wait` returns the value.
 
     Raises:
-        RefusedError: `src` is not a rank of the group, a rank does not have its `device`, or the
-            value contains itself or is nested too deeply (on every rank).
+        RefusedError: `src` is not a rank of the group, a rank does not have its `device`, or
+            `obj` contains itself or is nested too deeply (on every rank).
         RefusedTypeError: a part of the value cannot be sent (on every rank, with the path to it).
         TypeError: on a receiver, a class is unknown or has other fields.
         MismatchError: ranks differ in `src` or make different calls (on every rank).
@@ -105,16 +103,14 @@ def broadcast_nested(
     inputs = given.packed.tensors if given.packed else []
 
     def run() -> object:
-        call = Call(
-            state,
-            "broadcast_nested",
-            arguments=given.arguments,
-            timeout_s=timeout_s,
-            compares_site=False,
-        )
-        channel = _Channel(call=call, src=src)
-        packed = given.packed
-        return _receive(channel, given) if packed is None else _send(channel, packed, given.device)
+        name, arguments = "broadcast_nested", given.arguments
+        call = Call(state, name, arguments=arguments, timeout_s=timeout_s, compares_site=False)
+        refused = given.refused or call.refused
+        if refused is not None:
+            call.meet(refused=refused)
+        if given.packed is None:
+            return _receive(call, src, given.device)
+        return _send(call, src, given.packed, given.device)
 
     return launch(state, "broadcast_nested", run, inputs=inputs, async_op=async_op)
 
@@ -140,94 +136,53 @@ def _look_at(state: GroupState, obj: object, src: int, device: torch.device | st
         return _Given(arguments, refused=error)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Channel:
-    """The way from `src` to all others; the only place that knows of calls and transports."""
-
-    call: Call
-    src: int
-
-    @property
-    def state(self) -> GroupState:
-        """The group as this rank sees it."""
-        return self.call.state
-
-    @property
-    def kinds(self) -> list[str]:
-        """Kinds of device on which the group can move data; alike on every rank."""
-        return sorted(self.state.backend_of)
-
-    def meet(self, first: bytes, refused: ValueError | TypeError | None = None) -> bytes:
-        """Meet the other ranks, and return the first INLINE_BYTES that the source has to say."""
-        parts = [first[:INLINE_BYTES]] * self.state.size
-        agreed = self.call.meet(parts=parts, refused=refused)
-        return agreed.parts[self.src]
-
-    def broadcast(self, flat: torch.Tensor) -> torch.Tensor:
-        """Broadcast a flat uint8 tensor in place."""
-        broadcast_bytes(self.call, flat, self.src)
-        return flat
-
-    def broadcast_host(self, flat: torch.Tensor) -> None:
-        """Broadcast a flat uint8 tensor on the host in place, by way of the group's device."""
-        control = self.state.control_type
-        if control == "cpu":
-            self.broadcast(flat)
-        elif self.state.rank == self.src:
-            self.broadcast(flat.to(control))
-        else:
-            flat.copy_(self.broadcast(torch.empty_like(flat, device=control)))
-
-
-def _send(channel: _Channel, packed: Packed, device: torch.device | None) -> object:
+def _send(call: Call, src: int, packed: Packed, device: torch.device | None) -> object:
     cargo = find_cargo(packed.tensors)
-    if channel.state.size > 1:
-        _send_cargo(channel, packed, cargo)
+    size = call.state.size
+    if size > 1:
+        table = describe(cargo, len(packed.tensors), packed.blobs, call.state.transport_type)
+        plan, words = make_plan(table), table.to_json()
+        packer = Packer(cargo.items, packed.blobs)
+        head = b"".join((_LENGTHS.pack(len(packed.text), len(words)), packed.text, words))
+        offset = round_up(len(head), TENSOR_BYTES)
+        buffer = Buffer.of(offset + plan.chunks[0].num_bytes)
+        buffer.memory[: len(head)] = head
+        packer.fill(buffer.behind(offset), plan.chunks[0])
+        flat = buffer.flat
+        call.exchange([flat] * size, lambda agreed: [flat[:n] for n in agreed.sizes])
+        buffer = _room_for(plan.chunks[1:])
+        for chunk in plan.chunks[1:]:
+            packer.fill(buffer, chunk)
+            broadcast_bytes(call, buffer.flat[: chunk.num_bytes], src)
+        for group, number in plan.big:
+            broadcast_bytes(call, as_bytes(dense(cargo.items[number])).to(group.kind), src)
     return decode(packed.text, _own(packed.tensors, cargo, device), packed.blobs)
 
 
-def _send_cargo(channel: _Channel, packed: Packed, cargo: Cargo) -> None:
-    table = describe(cargo, len(packed.tensors), packed.blobs, channel.state.transport_type)
-    plan = make_plan(table)
-    packer = Packer(cargo.items, packed.blobs)
-    first, *others = plan.chunks
-    words = table.to_bytes(channel.kinds)
-    offset = round_up(_LENGTHS.size + len(packed.text) + len(words), TENSOR_BYTES)
-    total = offset + first.num_bytes
-    lengths = _LENGTHS.pack(len(packed.text), len(words), total)
-    head = b"".join((lengths, packed.text, words))
-    buffer = Buffer.of(max(total, INLINE_BYTES))
-    buffer.memory[: len(head)] = head
-    packer.fill(buffer.behind(offset), first)
-    channel.meet(bytes(buffer.memory[:INLINE_BYTES]))
-    channel.broadcast_host(buffer.flat[INLINE_BYTES:])
-    buffer = _room_for(others)
-    for chunk in others:
-        packer.fill(buffer, chunk)
-        channel.broadcast_host(buffer.flat[: chunk.num_bytes])
-    for group, number in plan.big:
-        channel.broadcast(as_bytes(dense(cargo.items[number])).to(group.kind))
+def _receive(call: Call, src: int, device: torch.device | None) -> object:
+    size, buffer = call.state.size, _room_for(())
 
+    def place(agreed: Agreed) -> list[torch.Tensor]:
+        nonlocal buffer
+        buffer = Buffer.of(agreed.sizes[src])
+        return [buffer.flat[:n] for n in agreed.sizes]  # only the source has any
 
-def _receive(channel: _Channel, given: _Given) -> object:
-    first = channel.meet(b"", given.refused)
-    text_bytes, words_bytes, total = _LENGTHS.unpack_from(first)
-    buffer = Buffer.of(max(total, INLINE_BYTES))
-    buffer.memory[:INLINE_BYTES] = first
-    channel.broadcast_host(buffer.flat[INLINE_BYTES:])
+    call.exchange([buffer.flat] * size, place)
+    text_bytes, words_bytes = _LENGTHS.unpack_from(buffer.memory)
     offset = round_up(_LENGTHS.size + text_bytes + words_bytes, TENSOR_BYTES)
     head = bytes(buffer.memory[_LENGTHS.size : offset])
-    table = Table.parse(head[text_bytes : text_bytes + words_bytes], channel.kinds)
-    unpacker = Unpacker(table, given.device)
+    table = Table.from_json(head[text_bytes : text_bytes + words_bytes])
+    unpacker = Unpacker(table, device)
     plan = make_plan(table)
     unpacker.take(buffer.behind(offset), plan.chunks[0])
     buffer = _room_for(plan.chunks[1:])
     for chunk in plan.chunks[1:]:
-        channel.broadcast_host(buffer.flat[: chunk.num_bytes])
+        broadcast_bytes(call, buffer.flat[: chunk.num_bytes], src)
         unpacker.take(buffer, chunk)
     for group, number in plan.big:
         flat = torch.empty(group.item_bytes, dtype=torch.uint8, device=group.kind)
-        unpacker.take_big(channel.broadcast(flat), group, number)
+        broadcast_bytes(call, flat, src)
+        unpacker.take_big(flat, group, number)
     return decode(head[:text_bytes], unpacker.tensors(), unpacker.blobs())
 
 
@@ -241,13 +196,8 @@ def _own(
     """What the source itself gets: the same memory, or what becomes of it on another device."""
     own = {number: tensor.detach() for number, tensor in enumerate(tensors)}
     if device is not None:
-        moved = {
-            number: dense(item).to(device)
-            for number, item in cargo.items.items()
-            if item.device != device
-        }
-        own |= moved
-        own |= {
-            view.number: view.of(moved[view.base]) for view in cargo.views if view.base in moved
-        }
+        items = cargo.items.items()
+        moved = {number: dense(x).to(device) for number, x in items if x.device != device}
+        views = [view for view in cargo.views if view.base in moved]
+        own |= moved | {view.number: view.of(moved[view.base]) for view in views}
     return [own[number] for number in range(len(tensors))]

@@ -14,12 +14,11 @@ Invariant: the plan follows from the table alone, so every rank computes the sam
     unpacker.take(buffer, chunk)                          # on a receiver
 """
 
-from array import array
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
-from itertools import islice
-from typing import cast, final
+from typing import NamedTuple, cast, final
 
 import torch
 
@@ -37,8 +36,7 @@ _unbind_copy = cast("Callable[[torch.Tensor], Sequence[torch.Tensor]]", torch.un
 _INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class Group(NamedTuple):
     """Tensors of one dtype and shape, by number, and the kind of device that they travel on."""
 
     kind: str
@@ -52,8 +50,7 @@ class Group:
         return num_bytes(self.dtype, self.shape)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class Table(NamedTuple):
     """Everything that a receiver has to know of the tensors and bytes to come."""
 
     num_tensors: int
@@ -61,49 +58,27 @@ class Table:
     views: list[View]
     blob_bytes: list[int]
 
-    def to_bytes(self, kinds: Sequence[str]) -> bytes:
-        """Return the table as int64 words; kinds of device are numbered as in `kinds`."""
-        words = array("q", [self.num_tensors, len(self.groups), len(self.views)])
-        words.extend([len(self.blob_bytes), *self.blob_bytes])
-        for g in self.groups:
-            words.extend([kinds.index(g.kind), dtype_code(g.dtype), len(g.shape), *g.shape])
-            words.append(len(g.numbers))
-            words.extend(g.numbers)
-        for v in self.views:
-            words.extend([v.number, v.base, dtype_code(v.dtype), v.offset_bytes, len(v.shape)])
-            words.extend([*v.shape, *v.strides])
-        return words.tobytes()
+    def to_json(self) -> bytes:
+        """Return the table as text."""
+        return json.dumps(
+            [
+                self.num_tensors,
+                [[g.kind, dtype_code(g.dtype), g.shape, g.numbers] for g in self.groups],
+                [[*view[:2], dtype_code(view.dtype), *view[3:]] for view in self.views],
+                self.blob_bytes,
+            ]
+        ).encode()
 
     @staticmethod
-    def parse(data: bytes, kinds: Sequence[str]) -> "Table":
-        """Read what `to_bytes` wrote."""
-        rest = iter(array("q", data))
-
-        def take(count: int) -> tuple[int, ...]:
-            return tuple(islice(rest, count))
-
-        num_tensors, num_groups, num_views, num_blobs = take(4)
-        blob_bytes = list(take(num_blobs))
-        groups = []
-        for _ in range(num_groups):
-            kind, code, ndim = take(3)
-            shape = take(ndim)
-            numbers = take(next(rest))
-            groups.append(Group(kind=kinds[kind], dtype=DTYPES[code], shape=shape, numbers=numbers))
-        views = []
-        for _ in range(num_views):
-            number, base, code, offset, ndim = take(5)
-            views.append(
-                View(
-                    number=number,
-                    base=base,
-                    dtype=DTYPES[code],
-                    offset_bytes=offset,
-                    shape=take(ndim),
-                    strides=take(ndim),
-                )
-            )
-        return Table(num_tensors=num_tensors, groups=groups, views=views, blob_bytes=blob_bytes)
+    def from_json(text: bytes) -> "Table":
+        """Read what `to_json` wrote."""
+        num_tensors, groups, views, blob_bytes = json.loads(text)
+        return Table(
+            num_tensors,
+            [Group(kind, DTYPES[code], tuple(s), numbers) for kind, code, s, numbers in groups],
+            [View(number, base, DTYPES[code], *where) for number, base, code, *where in views],
+            blob_bytes,
+        )
 
 
 def describe(
@@ -114,15 +89,10 @@ def describe(
     for number, item in cargo.items.items():
         numbers_of.setdefault((item.device, item.dtype, item.shape), []).append(number)
     groups = [
-        Group(kind=kind_of(device), dtype=dtype, shape=tuple(shape), numbers=numbers)
+        Group(kind_of(device), dtype, tuple(shape), numbers)
         for (device, dtype, shape), numbers in numbers_of.items()
     ]
-    return Table(
-        num_tensors=num_tensors,
-        groups=groups,
-        views=cargo.views,
-        blob_bytes=[len(blob) for blob in blobs],
-    )
+    return Table(num_tensors, groups, cargo.views, [len(blob) for blob in blobs])
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,33 +115,21 @@ class Buffer:
         return Buffer(self.memory[start:], self.flat[start:])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """Items `first` and following of a group, `start` bytes behind the beginning of a chunk."""
+class Rows(NamedTuple):
+    """Items of a group by number, `start` bytes behind the beginning of a chunk."""
 
     group: Group
-    first: int
-    count: int
+    numbers: Sequence[int]
     start: int
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the items stacked."""
-        return (self.count, *self.group.shape)
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the items together."""
-        return self.count * self.group.item_bytes
-
-    @property
-    def numbers(self) -> Sequence[int]:
-        """Numbers of the items."""
-        return self.group.numbers[self.first : self.first + self.count]
+    def in_buffer(self, buffer: "Buffer") -> torch.Tensor:
+        """The items stacked, in their place in a buffer, of a dtype that torch can stack."""
+        length = len(self.numbers) * self.group.item_bytes
+        flat = buffer.flat[self.start : self.start + length]
+        return from_bytes(flat, _carrier(self.group.dtype), (len(self.numbers), *self.group.shape))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class Cut(NamedTuple):
     """Bytes `first` and following of a bytes object."""
 
     blob: int
@@ -195,8 +153,7 @@ class Chunk:
             start += cut.num_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(NamedTuple):
     """Chunks in the order in which they travel (the first may be empty), then the big tensors."""
 
     chunks: list[Chunk]
@@ -216,13 +173,13 @@ def make_plan(table: Table) -> Plan:
             big += [(group, number) for number in group.numbers]
             continue
         for chunk, first, count in _fit(chunks, limit, size, len(group.numbers)):
-            chunk.rows.append(Rows(group=group, first=first, count=count, start=chunk.num_bytes))
+            chunk.rows.append(Rows(group, group.numbers[first : first + count], chunk.num_bytes))
             chunk.num_bytes += round_up(count * size, TENSOR_BYTES)
     for blob, size in enumerate(table.blob_bytes):
         for chunk, first, count in _fit(chunks, limit, 1, size):
-            chunk.cuts.append(Cut(blob=blob, first=first, num_bytes=count))
+            chunk.cuts.append(Cut(blob, first, count))
             chunk.num_bytes += count
-    return Plan(chunks=chunks, big=big)
+    return Plan(chunks, big)
 
 
 def _fit(
@@ -254,18 +211,16 @@ class Packer:
     def fill(self, buffer: Buffer, chunk: Chunk) -> None:
         """Write a chunk to the beginning of a buffer."""
         for rows in chunk.rows:
-            if rows.num_bytes:
-                self._fill_rows(buffer.flat[rows.start : rows.start + rows.num_bytes], rows)
+            if rows.group.item_bytes:
+                self._fill_rows(rows.in_buffer(buffer), rows)
         for cut, place in chunk.cuts_in(buffer):
             data = memoryview(self._blobs[cut.blob])
             place[:] = data[cut.first : cut.first + cut.num_bytes]
 
-    def _fill_rows(self, flat: torch.Tensor, rows: Rows) -> None:
-        carrier = _carrier(rows.group.dtype)
+    def _fill_rows(self, target: torch.Tensor, rows: Rows) -> None:
         items = [self._items[number] for number in rows.numbers]
-        if carrier is not rows.group.dtype:
-            items = [dense(item).view(carrier) for item in items]
-        target = from_bytes(flat, carrier, rows.shape)
+        if target.dtype is not rows.group.dtype:
+            items = [dense(item).view(target.dtype) for item in items]
         with torch.no_grad():  # `out=` refuses parameters otherwise
             if items[0].device.type == "cpu":
                 torch.stack(items, out=target)
@@ -287,13 +242,10 @@ class Unpacker:
     def take(self, buffer: Buffer, chunk: Chunk) -> None:
         """Copy a chunk's contents out of the beginning of a buffer."""
         for rows in chunk.rows:
-            dtype = rows.group.dtype
-            carrier = _carrier(dtype)
-            flat = buffer.flat[rows.start : rows.start + rows.num_bytes]
-            place = from_bytes(flat, carrier, rows.shape)
+            place, dtype = rows.in_buffer(buffer), rows.group.dtype
             # Copies, since views would keep the whole chunk alive.
             items = _unbind_copy(place.to(self._device or rows.group.kind))
-            if carrier is not dtype:
+            if place.dtype is not dtype:
                 items = [item.view(dtype) for item in items]
             self._items.update(zip(rows.numbers, items, strict=True))
         for cut, data in chunk.cuts_in(buffer):

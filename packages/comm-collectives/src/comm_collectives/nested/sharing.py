@@ -27,8 +27,7 @@ import torch
 from comm_collectives.base import as_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class View(NamedTuple):
     """Tensor `number` as a part of item `base`, from `offset_bytes` on."""
 
     number: int
@@ -142,16 +141,8 @@ class _Finder:
 
     def _add_view(self, number: int, base: int, offset_bytes: int, strides: Sequence[int]) -> None:
         tensor = self._tensors[number]
-        self.views.append(
-            View(
-                number=number,
-                base=base,
-                dtype=tensor.dtype,
-                offset_bytes=offset_bytes,
-                shape=tuple(tensor.shape),
-                strides=tuple(strides),
-            )
-        )
+        where = offset_bytes, tuple(tensor.shape), tuple(strides)
+        self.views.append(View(number, base, tensor.dtype, *where))
 
 
 def _spans(tensors: Sequence[torch.Tensor]) -> Iterator[_Span]:

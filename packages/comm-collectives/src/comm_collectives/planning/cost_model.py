@@ -1,12 +1,10 @@
 """How long an exchange of so many bytes takes: an alpha-beta line per size class.
 
-One line (latency + bytes / bandwidth) cannot follow real links: caches, protocols and chunking give
-every size class a latency and a bandwidth of its own. The lines meet at knots, so the cost has no
-jumps, and what is fitted to small messages says nothing about large ones.
+One line (latency + bytes / bandwidth) cannot follow real links, whose caches and protocols give
+each size class a latency and a bandwidth of its own. The lines meet at knots: no jumps.
 
     curve = fit_cost_model([(4096, 30e-6), (65536, 50e-6), (1 << 20, 500e-6)])
-    curve.seconds(100_000)                           # between the second and the third line's knots
-    CostCurve.line(alpha_s=10e-6, bytes_per_s=50e9)  # the plain alpha-beta line
+    curve.seconds(100_000)
 """
 
 import math
@@ -26,9 +24,8 @@ MAX_LINES = 8
 class CostCurve:
     """Seconds by bytes: constant up to the first knot, straight between knots, then a last line.
 
-    Attributes:
-        knots: pairs (bytes, seconds), both rising (seconds may stay equal).
-        bytes_per_s: bandwidth beyond the last knot.
+    `knots` are pairs (bytes, seconds), both rising (seconds may stay equal); `bytes_per_s` is the
+    bandwidth beyond the last one.
 
     Raises:
         ValueError: no knots, knots out of order, or numbers that are not positive and finite.
@@ -130,10 +127,9 @@ def _best_knots(sizes: Sequence[float], seconds: Sequence[float], max_lines: int
 def _score(
     sizes: Sequence[float], seconds: Sequence[float], positions: list[float]
 ) -> tuple[float, _Knots]:
-    """Fit with knots at these positions; the score is the mean square error, corrected.
+    """Fit with knots at these positions; score: square error by the square of sizes left free.
 
-    The correction divides by the squared share of sizes that the fit leaves free: an added knot
-    takes two, its height and its position. A fit that leaves none free scores worst.
+    A knot takes two, its height and its position. A fit that leaves none scores worst.
     """
     heights = _not_falling(_fit_heights(sizes, seconds, positions))
     knots = tuple(zip(positions, heights, strict=True))
@@ -148,10 +144,9 @@ def _score(
 def _fit_heights(
     sizes: Sequence[float], seconds: Sequence[float], positions: Sequence[float]
 ) -> list[float]:
-    """Least squares of relative errors over the seconds at the knots.
+    """Least squares of relative errors over the seconds at the knots, each of which is a size.
 
-    Every size is a mean of its two neighbouring knots, so the normal equations are tridiagonal;
-    they have one solution, because every knot is itself a size.
+    Every size is a mean of its two neighbouring knots, so the normal equations are tridiagonal.
     """
     diagonal = [0.0] * len(positions)
     beside = [0.0] * (len(positions) - 1)

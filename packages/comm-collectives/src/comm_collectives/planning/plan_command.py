@@ -7,7 +7,6 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
-from typing import Any
 
 from comm_collectives.planning.planner import DispatchPlan, VariantPlan, plan_dispatch
 from comm_collectives.planning.topology import PRESETS, topology_preset
@@ -18,46 +17,30 @@ _PAYLOADS: dict[str, tuple[Payload, ...]] = {
     "full": ("full",),
     "float8_e4m3": ("float8_e4m3",),
 }
-_TITLES = (
-    "variant",
-    "copies/token",
-    "inter MB",
-    "intra MB",
-    "inter msgs",
-    "intra msgs",
-    "dispatch ms",
-    "combine ms",
-    "backward ms",
-)
+_TITLES = ["variant", "copies/token", "inter MB", "intra MB", "inter msgs", "intra msgs"]
+_TITLES += ["dispatch ms", "combine ms", "backward ms"]
+_SIZES = {
+    "--nodes": "number of nodes",
+    "--gpus-per-node": "ranks of one node",
+    "--experts": "experts of all ranks together",
+    "--topk": "experts that a token chooses",
+    "--hidden": "elements of a token's row",
+}
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `plan` to its parser."""
-    parser.add_argument("--nodes", type=int, required=True, help="number of nodes")
-    parser.add_argument("--gpus-per-node", type=int, required=True, help="ranks of one node")
-    parser.add_argument("--experts", type=int, required=True, help="experts of all ranks together")
-    parser.add_argument("--topk", type=int, required=True, help="experts that a token chooses")
-    parser.add_argument("--hidden", type=int, required=True, help="elements of a token's row")
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a rank (default: 4096)")
-    parser.add_argument(
-        "--dtype", choices=ITEMSIZES, default="bfloat16", help="of the rows (default: bfloat16)"
-    )
-    parser.add_argument(
-        "--topology", choices=PRESETS, default=PRESETS[0], help=f"default: {PRESETS[0]}"
-    )
-    parser.add_argument(
-        "--nodes-per-token",
-        type=int,
-        default=0,
-        help="nodes that the choices of one token may lie in (default: 0, no limit)",
-    )
-    parser.add_argument(
-        "--payload",
-        choices=_PAYLOADS,
-        default="any",
-        help="allowed payloads; float8_e4m3 rounds the dispatched rows (default: any)",
-    )
-    parser.add_argument("--json", action="store_true", help="print the whole plan as JSON instead")
+    for name, text in _SIZES.items():
+        parser.add_argument(name, type=int, required=True, help=text)
+    add = parser.add_argument
+    add("--tokens", type=int, default=4096, help="tokens of a rank (default: 4096)")
+    add("--dtype", choices=ITEMSIZES, default="bfloat16", help="of the rows (default: bfloat16)")
+    add("--topology", choices=PRESETS, default=PRESETS[0], help=f"default: {PRESETS[0]}")
+    nodes = "nodes that the choices of one token may lie in (default: 0, no limit)"
+    add("--nodes-per-token", type=int, default=0, help=nodes)
+    payload = "allowed payloads; float8_e4m3 rounds the dispatched rows (default: any)"
+    add("--payload", choices=_PAYLOADS, default="any", help=payload)
+    add("--json", action="store_true", help="print the whole plan as JSON instead")
 
 
 def run_plan(args: argparse.Namespace) -> int:
@@ -100,9 +83,10 @@ def format_plan(plan: DispatchPlan) -> str:
         "",
         f"chosen: {plan.choice}: {plan.reason}",
     ]
-    exact = _best_in_full(plan)
-    if exact is not None:
-        lines.append(f"without rounding: {exact}, {exact.forward_s * 1e3:.3g} ms")
+    exact = [variant for variant in plan.variants if variant.payload == "full"]
+    if plan.choice.payload != "full" and exact:
+        best = min(exact, key=lambda variant: variant.forward_s)
+        lines.append(f"without rounding: {best}, {best.forward_s * 1e3:.3g} ms")
     return "\n".join(lines)
 
 
@@ -116,14 +100,12 @@ def plan_to_json(plan: DispatchPlan) -> str:
             "workload": asdict(plan.workload),
             "choice": {"route": plan.choice.route, "payload": plan.choice.payload},
             "reason": plan.reason,
-            "variants": [_variant_fields(variant) for variant in plan.variants],
+            "variants": [
+                asdict(variant) | {"forward_s": variant.forward_s, "backward_s": variant.backward_s}
+                for variant in plan.variants
+            ],
         }
     )
-
-
-def _variant_fields(variant: VariantPlan) -> dict[str, Any]:
-    times = {"forward_s": variant.forward_s, "backward_s": variant.backward_s}
-    return asdict(variant) | times
 
 
 def _cells(variant: VariantPlan, choice: VariantPlan) -> tuple[str, ...]:
@@ -137,11 +119,3 @@ def _cells(variant: VariantPlan, choice: VariantPlan) -> tuple[str, ...]:
         f"{variant.movement('combine').seconds * 1e3:.3f}",
         f"{variant.backward_s * 1e3:.3f}",
     )
-
-
-def _best_in_full(plan: DispatchPlan) -> VariantPlan | None:
-    """The fastest exact variant, if the chosen one rounds."""
-    exact = [variant for variant in plan.variants if variant.payload == "full"]
-    if plan.choice.payload == "full" or not exact:
-        return None
-    return min(exact, key=lambda variant: variant.forward_s)

@@ -1,23 +1,17 @@
 """Choose how MoE rows travel: flat, deduplicated or hierarchical, in full or block-scaled.
 
-Bytes come from `wire_format`, which the executor asks too, so for a given routing they are exact;
-for uniform routing all ranks are alike, so that one is planned, with expected counts rounded to the
-whole rows of a message (where a rank has less than one row for each other, some get one row each).
-Times are the topology's cost curves applied to the busiest endpoint of each level. Only links are
-modelled: what gathering, quantising and summing rows costs on each rank is not in the figures.
+Bytes come from `wire`, which the executor asks too, so for a given routing they are exact. Uniform
+routing is planned for one rank, since all are alike, with counts rounded to whole rows. Times
+are the topology's curves at the busiest endpoint of each level: links alone, no work on the ranks.
 
     topology = topology_preset("h100-nccl", nodes=8, gpus_per_node=8)
     workload = Workload(num_experts=256, topk=8, hidden_size=7168, tokens_per_rank=4096)
-    plan = plan_dispatch(workload, topology)
-    plan.choice.route, plan.choice.payload  # "hierarchical", "float8_e4m3"
-    plan.reason
-
-Nothing here imports torch or talks to other ranks.
+    plan_dispatch(workload, topology).choice  # "hierarchical", "float8_e4m3"
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self, get_args
+from typing import get_args
 
 from comm_collectives.errors import CommValueError
 from comm_collectives.planning.topology import Topology
@@ -47,8 +41,7 @@ _WORTH = 0.02  # what a less simple variant must at least save
 class StageLoad:
     """One exchange: what its busiest rank or network card sends or receives, and its time.
 
-    Each figure is the maximum over ranks (cards) and over the two directions; `messages` count what
-    a rank sends. What a rank keeps for itself is not counted.
+    `messages` count what a rank sends; what it keeps for itself is not counted.
     """
 
     name: str
@@ -192,21 +185,14 @@ def bytes_for_routing(
             `quantize_backward`.
         num_experts: experts of all ranks.
         ranks_per_node: consecutive ranks that form a node; only `hierarchical` depends on it.
-        route: how rows travel.
-        quantize_backward: block-scale the backwards like the dispatch.
 
     Raises:
         ValueError: see `count_routing`.
     """
     counts = count_routing(topk_idx_WTK, num_experts=num_experts, ranks_per_node=ranks_per_node)
     return {
-        movement: wire_stages(
-            counts,
-            route,
-            movement,
-            row_format.during(movement, quantize_backward=quantize_backward),
-        )
-        for movement in MOVEMENTS
+        m: wire_stages(counts, route, m, row_format.during(m, quantize_backward=quantize_backward))
+        for m in MOVEMENTS
     }
 
 
@@ -220,11 +206,11 @@ def _plan_variant(
     row_format = workload.row_format(payload)
     movements = []
     for movement in MOVEMENTS:
+        there = row_format.during(movement)
         if isinstance(counts, UniformCounts):
-            format_there = row_format.during(movement)
-            stages = _uniform_loads(route, movement, format_there, counts, topology)
+            stages = _uniform_loads(route, movement, there, counts, topology)
         else:
-            exchanges = wire_stages(counts, route, movement, row_format.during(movement))
+            exchanges = wire_stages(counts, route, movement, there)
             stages = [_stage_load(stage, topology) for stage in exchanges]
         times = [stage.seconds for stage in stages]
         seconds = max(times) if topology.streams_stages else sum(times)
@@ -278,49 +264,30 @@ def _uniform_loads(
     return [inside, between] if movement in TOWARDS_TOKENS else [between, inside]
 
 
-@dataclass(frozen=True, slots=True)
-class _OneWay:
-    """Per rank, what goes one way: bytes and messages inside and between nodes."""
-
-    intra_bytes_W: list[int]
-    inter_bytes_W: list[int]
-    intra_messages: int
-    inter_messages: int
-
-    @classmethod
-    def of(cls, bytes_WW: Sequence[Sequence[int]], per_node: int) -> Self:
-        """Sum a matrix over its second index."""
-        intra, inter, near, far = [], [], 0, 0
-        for rank, row in enumerate(bytes_WW):
-            first = rank // per_node * per_node
-            node = row[first : first + per_node]
-            intra.append(sum(node) - row[rank])
-            inter.append(sum(row) - sum(node))
-            to_node = sum(map(bool, node))
-            near = max(near, to_node - bool(row[rank]))
-            far = max(far, sum(map(bool, row)) - to_node)
-        return cls(intra, inter, near, far)
-
-    def busiest_nic(self, ranks_per_nic: int) -> int:
-        """Bytes of the busiest network card."""
-        inter = self.inter_bytes_W
-        return max(sum(inter[i : i + ranks_per_nic]) for i in range(0, len(inter), ranks_per_nic))
-
-
 def _stage_load(stage: WireStage, topology: Topology) -> StageLoad:
-    per_node = topology.gpus_per_node
-    sent = _OneWay.of(stage.bytes_WW, per_node)
-    received = _OneWay.of(tuple(zip(*stage.bytes_WW, strict=True)), per_node)
-    num_bytes = (
-        max(sent.intra_bytes_W + received.intra_bytes_W),
-        max(sent.inter_bytes_W + received.inter_bytes_W),
-        max(side.busiest_nic(topology.ranks_per_nic) for side in (sent, received)),
-    )
-    return _load(stage.name, topology, num_bytes, (sent.intra_messages, sent.inter_messages))
+    sent = _one_way(stage.bytes_WW, topology)
+    received = _one_way(tuple(zip(*stage.bytes_WW, strict=True)), topology)
+    intra_bytes, inter_bytes, nic_bytes, _, _ = map(max, sent, received)
+    return _load(stage.name, topology, (intra_bytes, inter_bytes, nic_bytes), sent[3:])
+
+
+def _one_way(bytes_WW: Sequence[Sequence[int]], topology: Topology) -> tuple[int, ...]:
+    """The most that goes one way: bytes inside, between, of a card; messages inside, between."""
+    per_node, per_nic = topology.gpus_per_node, topology.ranks_per_nic
+    found = []
+    for rank, row in enumerate(bytes_WW):
+        first = rank // per_node * per_node
+        node = row[first : first + per_node]
+        near = sum(map(bool, node))
+        far = sum(map(bool, row)) - near
+        found.append((sum(node) - row[rank], sum(row) - sum(node), near - bool(row[rank]), far))
+    intra, inter, near_W, far_W = zip(*found, strict=True)
+    nics = (sum(inter[i : i + per_nic]) for i in range(0, len(inter), per_nic))
+    return max(intra), max(inter), max(nics), max(near_W), max(far_W)
 
 
 def _load(
-    name: str, topology: Topology, num_bytes: tuple[int, int, int], messages: tuple[int, int]
+    name: str, topology: Topology, num_bytes: tuple[int, int, int], messages: tuple[int, ...]
 ) -> StageLoad:
     """Say what bytes (inside, between, of a card) and messages (inside, between) cost."""
     (intra_bytes, inter_bytes, nic_bytes), (near, far) = num_bytes, messages

@@ -1,8 +1,7 @@
 """The machine as the cost model sees it: nodes of ranks, and what a link costs at each level.
 
-A preset is hardware together with the software that drives it, since latency is mostly software and
-no software reaches the nominal bandwidth. Where a figure comes from stands beside it; latencies
-without a source are estimates. For your own machine, measure and use `fit_cost_model`:
+A preset is hardware with the software that drives it; where a figure comes from stands beside it.
+For your own machine, measure and use `fit_cost_model`:
 
     topology = topology_preset("h100-nccl", nodes=8, gpus_per_node=8)
     mine = replace(topology, intra=Link(curve=fit_cost_model(samples)))
@@ -10,20 +9,20 @@ without a source are estimates. For your own machine, measure and use `fit_cost_
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from comm_collectives.errors import CommValueError
 from comm_collectives.planning.cost_model import CostCurve
+from comm_collectives.planning.wire import check_positive
 from comm_collectives.planning.wire_bytes import check_divides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One level of links.
+    """One level of links, which work in both directions at once.
 
-    Attributes:
-        curve: seconds to exchange the bytes of the busiest endpoint, counting what it sends or
-            what it receives, whichever is more: links are taken to work in both directions at once.
-        message_s: seconds for each message of a rank beyond its first.
+    `curve` has the seconds for what the busiest endpoint sends, or receives if that is more;
+    `message_s` is added for each message of a rank beyond its first.
 
     Raises:
         ValueError: `message_s` is negative or not finite.
@@ -45,14 +44,9 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Nodes of equal size and the links inside (`intra`) and between (`inter`) them.
+    """Nodes of consecutive ranks; links inside (`intra`, per rank) and between (`inter`, per card).
 
     Attributes:
-        name: for reports.
-        nodes: number of nodes.
-        gpus_per_node: ranks of one node; consecutive ranks of the group.
-        intra: per rank.
-        inter: per network card.
         nics_per_node: network cards of one node, shared evenly by its ranks; 0 means one per rank.
         streams_stages: whether a hierarchical movement forwards inside a node while it still
             receives from other nodes, so that it takes the longest of its stages, not their sum.
@@ -70,9 +64,7 @@ class Topology:
     streams_stages: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "gpus_per_node"):
-            if getattr(self, name) < 1:
-                raise CommValueError(f"{name}={getattr(self, name)} must be at least 1")
+        check_positive(self, "nodes", "gpus_per_node")
         if self.nics_per_node:
             check_divides("gpus_per_node", self.gpus_per_node, "nics_per_node", self.nics_per_node)
 
@@ -92,35 +84,27 @@ def _line(alpha_s: float, bytes_per_s: float, message_s: float) -> Link:
     return Link(curve=curve, message_s=message_s)
 
 
+_of_one_rank = partial(Topology, nodes=1, gpus_per_node=1)
 _ALL = (
-    # NVLink of 450 GB/s nominal, of which NCCL reaches 370 (its authors, nccl-tests issue 212), and
-    # a ConnectX-7 at 400 Gb/s, which reaches 48 to 49 GB/s (nccl-tests issue 267). Latencies:
-    # guesses.
-    Topology(
+    # What NCCL reaches of 450 GB/s nominal (nccl-tests issue 212), and of a ConnectX-7 at 400 Gb/s
+    # (issue 267). Latencies: guesses.
+    _of_one_rank(
         name="h100-nccl",
-        nodes=1,
-        gpus_per_node=1,
         intra=_line(10e-6, 370e9, 1e-6),
         inter=_line(25e-6, 48e9, 2e-6),
     ),
-    # Nominal 160 GB/s NVLink and 50 GB/s ConnectX-7. The bandwidths here are what two published
-    # rows of DeepEP V1's normal kernels come to when a rank's own traffic, which those rows count,
-    # is left out: dispatch at EP 8 (153 GB/s) and at EP 32 (58 GB/s). Source: DeepEP,
-    # docs/legacy.md, "Normal kernels with NVLink and RDMA forwarding". Latencies: guesses.
-    Topology(
+    # What DeepEP V1's normal kernels come to without a rank's own traffic: dispatch at EP 8 (153 of
+    # nominal 160 GB/s) and EP 32 (58 GB/s). Source: DeepEP, docs/legacy.md. Latencies: guesses.
+    _of_one_rank(
         name="h800-deepep",
-        nodes=1,
-        gpus_per_node=1,
         intra=_line(10e-6, 135e9, 0.0),
         inter=_line(20e-6, 44e9, 0.0),
         streams_stages=True,
     ),
     # Processes of one host over gloo's loopback TCP, roughly what a small two-core machine reaches
     # (fit your own); hosts joined by 10 Gb/s Ethernet, nominal, one card for all their processes.
-    Topology(
+    _of_one_rank(
         name="cpu-gloo",
-        nodes=1,
-        gpus_per_node=1,
         intra=_line(100e-6, 1e9, 20e-6),
         inter=_line(200e-6, 1.25e9, 20e-6),
         nics_per_node=1,

@@ -4,7 +4,7 @@ counts = count_routing(topk_idx_WTK, num_experts=64, ranks_per_node=8)
 wire_stages(counts, "dedup", "dispatch", row_format)[0].wire_bytes
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -18,11 +18,8 @@ TOWARDS_TOKENS = ("combine", "dispatch_backward")
 class RoutingCounts:
     """How much goes from each rank where; W ranks, M nodes of `ranks_per_node` consecutive ranks.
 
-    Attributes:
-        ranks_per_node: ranks of one node.
-        choices_WW: routed choices of the first rank's tokens for experts of the second.
-        tokens_WW: unique tokens among them.
-        tokens_WM: unique tokens of each rank with any choice in each node.
+    `choices_WW` counts choices of a rank's tokens for the experts of another, `tokens_WW` unique
+    tokens among them, `tokens_WM` unique tokens of each rank with any choice in each node.
     """
 
     ranks_per_node: int
@@ -38,10 +35,7 @@ class RoutingCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireStage:
-    """One exchange: bytes from each rank (first) to each rank (second).
-
-    `name` is "ranks" (flat, dedup), "between nodes" or "inside nodes".
-    """
+    """The bytes from rank to rank of one exchange: "ranks", "between nodes" or "inside nodes"."""
 
     name: str
     bytes_WW: tuple[tuple[int, ...], ...]
@@ -58,8 +52,7 @@ def count_routing(
 ) -> RoutingCounts:
     """Count a routing: for each rank, for each of its tokens, the chosen experts.
 
-    Rank r holds experts r * E / W up to (r + 1) * E / W. A token may choose an expert twice: that
-    is two choices of one token.
+    Rank r holds experts r * E / W up to (r + 1) * E / W. A token may choose an expert twice.
 
     Raises:
         ValueError: the ranks divide neither the experts nor into nodes, or an expert is unknown.
@@ -117,11 +110,7 @@ def wire_stages(
 
 
 def check_divides(name: str, count: int, divisor_name: str, divisor: int) -> None:
-    """Check that `count` things can be shared evenly.
-
-    Raises:
-        ValueError: they cannot.
-    """
+    """Raise CommValueError if `count` things cannot be shared evenly."""
     if divisor < 1 or count < 1 or count % divisor:
         raise CommValueError(
             f"{name}={count} cannot be shared evenly by {divisor_name}={divisor}; "
@@ -134,30 +123,33 @@ _Matrix = Sequence[Sequence[int]]
 
 def _between_nodes(counts: RoutingCounts) -> tuple[_Matrix, _Matrix]:
     """Tokens and choices from each rank to the rank of each node with its local index."""
-    size, per_node = counts.num_ranks, counts.ranks_per_node
-    tokens = [[0] * size for _ in range(size)]
-    choices = [[0] * size for _ in range(size)]
-    for source in range(size):
-        for node in range(size // per_node):
-            first = node * per_node
-            forwarder = first + source % per_node
-            tokens[source][forwarder] = counts.tokens_WM[source][node]
-            choices[source][forwarder] = sum(counts.choices_WW[source][first : first + per_node])
-    return tokens, choices
+    per_node, ranks = counts.ranks_per_node, range(counts.num_ranks)
+
+    def choices(source: int, node: int) -> int:
+        return sum(counts.choices_WW[source][node * per_node : (node + 1) * per_node])
+
+    def forwarded(count: Callable[[int, int], int]) -> _Matrix:
+        return [
+            [0 if (source - r) % per_node else count(source, r // per_node) for r in ranks]
+            for source in ranks
+        ]
+
+    return forwarded(lambda source, node: counts.tokens_WM[source][node]), forwarded(choices)
 
 
 def _inside_nodes(counts: RoutingCounts) -> tuple[_Matrix, _Matrix]:
     """Tokens and choices from each forwarding rank to the ranks of its node, all sources summed."""
     size, per_node = counts.num_ranks, counts.ranks_per_node
-    tokens = [[0] * size for _ in range(size)]
-    choices = [[0] * size for _ in range(size)]
-    for target in range(size):
-        first = target // per_node * per_node
-        for source in range(size):
-            forwarder = first + source % per_node
-            tokens[forwarder][target] += counts.tokens_WW[source][target]
-            choices[forwarder][target] += counts.choices_WW[source][target]
-    return tokens, choices
+
+    def summed(matrix: _Matrix) -> _Matrix:
+        found = [[0] * size for _ in range(size)]
+        for target in range(size):
+            for source in range(size):
+                forwarder = target // per_node * per_node + source % per_node
+                found[forwarder][target] += matrix[source][target]
+        return found
+
+    return summed(counts.tokens_WW), summed(counts.choices_WW)
 
 
 def _message_bytes(

@@ -10,7 +10,7 @@ from typing import Literal
 
 from comm_collectives.errors import CommValueError
 from comm_collectives.planning.topology import Topology
-from comm_collectives.planning.wire import RowFormat
+from comm_collectives.planning.wire import RowFormat, check_positive
 from comm_collectives.planning.wire_bytes import check_divides
 
 Payload = Literal["full", "float8_e4m3"]  # int8 has the same bytes
@@ -21,8 +21,7 @@ ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 class Workload:
     """One MoE layer: its sizes, and the dtypes of rows and routing weights.
 
-    `nodes_per_token` limits how many nodes the choices of one token may lie in (group-limited
-    gating with one group per node); 0 means no limit.
+    `nodes_per_token` limits in how many nodes the choices of one token may lie; 0 is no limit.
 
     Raises:
         ValueError: sizes below 1, more choices than experts, or an unknown dtype.
@@ -37,9 +36,7 @@ class Workload:
     nodes_per_token: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "topk", "hidden_size", "tokens_per_rank"):
-            if getattr(self, name) < 1:
-                raise CommValueError(f"{name}={getattr(self, name)} must be at least 1")
+        check_positive(self, "num_experts", "topk", "hidden_size", "tokens_per_rank")
         if self.topk > self.num_experts:
             raise CommValueError(
                 f"topk={self.topk} but num_experts={self.num_experts}; a token cannot choose more "
@@ -68,12 +65,8 @@ class Workload:
 class UniformCounts:
     """What every rank has for every other if each token chooses different experts, all alike.
 
-    Attributes:
-        choices: routed choices of a rank's tokens for the experts of one rank.
-        to_rank: unique tokens among them.
-        to_node: unique tokens of a rank with any choice in one node.
-
-    They are expected values, and below 1 where a rank has tokens for few of the others only.
+    Expected values: `choices` of a rank's tokens for the experts of one rank, unique tokens among
+    them (`to_rank`), and unique tokens with any choice in one node (`to_node`).
     """
 
     choices: float
@@ -82,13 +75,10 @@ class UniformCounts:
 
 
 def uniform_counts(workload: Workload, topology: Topology) -> UniformCounts:
-    """Return the expected counts of uniform routing.
-
-    With `nodes_per_token` the token first chooses its nodes, all alike, and then its experts there.
+    """Return the expected counts of uniform routing, for nodes and then for experts there.
 
     Raises:
-        ValueError: the ranks do not divide the experts, or the choices do not fit into the allowed
-            nodes.
+        ValueError: the ranks do not divide the experts, or the allowed nodes have too few.
     """
     ranks, tokens = topology.num_ranks, workload.tokens_per_rank
     check_divides("num_experts", workload.num_experts, "ranks", ranks)
@@ -101,11 +91,7 @@ def uniform_counts(workload: Workload, topology: Topology) -> UniformCounts:
 
 
 def share_of_tokens(workload: Workload, nodes: int, experts_there: int) -> float:
-    """Fraction of tokens with any choice among `experts_there` experts of one node.
-
-    Raises:
-        ValueError: the choices do not fit into the allowed nodes.
-    """
+    """Fraction of tokens with any choice among `experts_there` experts of one node."""
     allowed = min(workload.nodes_per_token or nodes, nodes)
     reachable = workload.num_experts // nodes * allowed
     if workload.topk > reachable:

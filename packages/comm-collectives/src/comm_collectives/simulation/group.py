@@ -37,7 +37,7 @@ class _Shared:
     def signals(self) -> Iterator[Signal]:
         """Yield everything that somebody may wait for."""
         yield from self.messages.signals()
-        yield from self.pipes.all_signals()
+        yield from self.pipes.signals
 
 
 @final

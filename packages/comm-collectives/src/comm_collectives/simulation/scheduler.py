@@ -27,7 +27,6 @@ from comm_collectives.base.transport import Clock
 
 _LONGEST_S = 86_400.0  # of virtual time: who waits for longer polls without end
 _SHOWN_FRAMES = 6  # of tasks that only wait
-_GIVE_WAY = 0.125  # how often a task that could go on lets the others go first
 
 
 class Unwound(BaseException):
@@ -60,13 +59,19 @@ class Threads:
         """Take back a thread whose job is done."""
         self._idle.append(thread)
         if self._is_closed:
-            self.close()
+            self._end()
 
     def close(self) -> None:
         """End the threads, those that still run when their job is done."""
         self._is_closed = True
-        while self._idle:
-            self._idle.pop().gate.release()
+        for thread in self._end():
+            thread.join()  # or the interpreter might end in the middle of one
+
+    def _end(self) -> list[threading.Thread]:
+        idle, self._idle = self._idle, []
+        for thread in idle:
+            thread.gate.release()
+        return [thread.thread for thread in idle]
 
 
 @final
@@ -76,7 +81,8 @@ class _Thread:
         self.job: Callable[[], None] | None = None
         self.gate = threading.Lock()
         self.gate.acquire()
-        threading.Thread(target=self._work, name="simulated", daemon=True).start()
+        self.thread = threading.Thread(target=self._work, name="simulated", daemon=True)
+        self.thread.start()
 
     def _work(self) -> None:
         while True:
@@ -195,9 +201,9 @@ class Scheduler:
         self.block(None, self.now_s + max(duration_s, 0.0))
 
     def give_way(self) -> None:
-        """Now and then, let other tasks go first."""
+        """Let other tasks go first."""
         task = self._running()
-        if self._random.random() < _GIVE_WAY and self._ready:
+        if self._ready:
             self._ready.append(task)
             self._switch(task)
 

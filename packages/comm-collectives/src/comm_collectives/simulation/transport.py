@@ -12,7 +12,7 @@ import ctypes
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import NoReturn, cast, final
+from typing import NoReturn, final
 
 import torch
 
@@ -135,7 +135,7 @@ class SimTransport(Transport):
 
     def store(self) -> Store:
         """Return the store of the simulation, which has what a torch Store has for reports."""
-        return cast(Store, self.world.store)
+        return self.world.store
 
     def give_up(self) -> None:
         """Close all connections of this rank in this group, as gloo does after a passed limit."""

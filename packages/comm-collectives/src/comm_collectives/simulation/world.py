@@ -5,10 +5,11 @@ world.enter(rank=3, call=0)        # may delay this rank, or end it
 post = world.operate(rank=3)       # a transport operation of this call begins
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, final
 
+from comm_collectives._torch_private import HashStore
 from comm_collectives.call.agreement import AgreementPolicy
 from comm_collectives.call.groups import check_integer
 from comm_collectives.errors import CommValueError
@@ -25,7 +26,7 @@ class Killed(Unwound):
 @final
 @dataclass(frozen=True, slots=True)
 class Post:
-    """How the messages of one operation leave: all of them, or what a fault lets through."""
+    """How the messages of one operation leave: all, or what a fault lets through."""
 
     reached: int | None = None
     cut_at: int | None = None
@@ -33,29 +34,6 @@ class Post:
 
 _WHOLE = Post()
 _Timed = Delay | Kill | Truncate
-
-
-class KeyValues:
-    """An in-process store with the methods that reports need."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, str] = {}
-
-    def set(self, key: str, value: str) -> None:
-        """Keep a value."""
-        self._values[key] = value
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys have values."""
-        return all(map(self._values.__contains__, keys))
-
-    def get(self, key: str) -> str:
-        """Return a value that is there."""
-        return self._values[key]
-
-    def compare_set(self, key: str, expected: str, desired: str) -> str:
-        """Keep a value where there is none (`expected` is empty), and return what is there."""
-        return self._values.setdefault(key, desired)
 
 
 @final
@@ -93,10 +71,11 @@ class World:
         num_ranks = setting.num_ranks
         self.scheduler = scheduler
         self.setting = setting
-        self.store = KeyValues()
+        self.store = HashStore()
         self.dead: set[int] = set()
         self.groups: dict[tuple[tuple[int, ...], int], Any] = {}  # by members and member
         self.shared: dict[tuple[int, ...], Any] = {}  # what the members have in common
+        self._doomed: set[int] = set()  # that end in the operation under way
         self._operations = [0] * num_ranks
         self._faults: list[list[_Timed]] = [[] for _ in range(num_ranks)]  # of the call under way
         self._tasks: list[list[Task]] = [[] for _ in range(num_ranks)]
@@ -126,17 +105,17 @@ class World:
         if self._faults[rank]:
             ends = [f for f in self._faults[rank] if isinstance(f, Delay | Kill)]
             for operation in sorted({f.operation for f in ends}):
-                if self._strike(rank, operation).reached is not None:
-                    self.die(rank)
+                self._strike(rank, operation)
+        if rank in self._doomed:
+            self.die(rank)
 
     def operate(self, rank: int) -> Post:
         """Begin an operation of `rank`: perhaps late, perhaps its last.
 
-        A Post with `reached` has to be followed by `die`.
+        Behind the peers that a Post has `reached` follows `die`, at the latest at the call's end.
         """
         if rank in self.dead:
             raise Killed(f"the process of rank {rank} has ended")
-        self.scheduler.give_way()
         self._operations[rank] += 1
         if not self._faults[rank]:
             return _WHOLE
@@ -189,4 +168,5 @@ class World:
             return Post(post.reached, fault.peer)
         if fault.reached == 0 or fault.operation == 0:
             self.die(fault.rank)
+        self._doomed.add(fault.rank)
         return Post(fault.reached, post.cut_at)

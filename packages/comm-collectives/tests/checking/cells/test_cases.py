@@ -53,7 +53,8 @@ def test_every_collective_meets_every_dtype_in_every_shape() -> None:
         small = {(case.dtype, case.shape) for case in own if case.columns == 3}
         assert len(small) == len(DTYPES) * len(shapes)
         assert any(case.columns > 128 for case in own)
-    assert {case.op for case in cases} == {"", "sum", "avg", "min", "max", "product"}
+    bits = {"band", "bor", "bxor"}
+    assert {case.op for case in cases} == {"", "sum", "avg", "min", "max", "product", *bits}
     ways = {case.collective for case in cases if case.collective.startswith("dispatch")}
     assert len(ways) == 9
     is_async = {case.collective for case in cases if case.is_async}

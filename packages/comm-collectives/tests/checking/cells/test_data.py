@@ -1,5 +1,8 @@
 """The values and layouts of the matrix: known, distinct, and every touch is noticed."""
 
+import functools
+import operator
+
 import pytest
 import torch
 
@@ -16,6 +19,7 @@ from comm_collectives.checking.cells.data import (
     reduced_rows,
 )
 
+_OF_BITS = {"band": operator.and_, "bor": operator.or_, "bxor": operator.xor}
 _LAYOUTS = ("even", "strided", "expanded", "overlapping", SCALAR)
 
 
@@ -87,6 +91,8 @@ def test_reductions_agree_with_python_arithmetic(dtype: torch.dtype, op: str) ->
             exact = terms[0] * terms[1] * terms[2]
         elif op in ("min", "max"):
             exact = (min if op == "min" else max)(terms)
+        elif op in _OF_BITS:
+            exact = functools.reduce(_OF_BITS[op], terms)
         if dtype.is_floating_point:
             assert got == exact or (got != got and any(t != t for t in terms))
         elif dtype == torch.bool:
@@ -111,5 +117,6 @@ def test_which_reductions_have_a_meaning() -> None:
     assert (torch.int32, "avg") not in defined
     assert (torch.complex64, "max") not in defined
     assert not any(dtype.itemsize == 1 and dtype.is_floating_point for dtype, _ in defined)
+    assert (torch.float32, "bor") not in defined
     # 4 floats, 8 integers, 3 complex dtypes and bool.
-    assert len(defined) == 4 * 5 + 8 * 4 + 3 * 3 + 3
+    assert len(defined) == 4 * 5 + 8 * (4 + 3) + 3 * 3 + (3 + 3)

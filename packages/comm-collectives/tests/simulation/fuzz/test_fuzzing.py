@@ -16,7 +16,7 @@ from comm_collectives.simulation.faults.schedule import FaultSchedule, ZeroToken
 from comm_collectives.simulation.fuzz import cases as fuzz_cases
 from comm_collectives.simulation.fuzz.cases import Case, Draw
 from comm_collectives.simulation.fuzz.fuzzing import FuzzReport, fuzz
-from comm_collectives.simulation.fuzz.trial import KINDS, Experts
+from comm_collectives.simulation.fuzz.trial import KINDS, Disagreement, Experts
 from comm_collectives.simulation.scheduler import SimulationStuckError
 
 
@@ -108,7 +108,7 @@ def test_stuck_trial_names_its_replay_and_is_saved(
         assert "never.wait()" in text and "FaultSchedule(" in text
 
 
-@pytest.mark.parametrize("kind", [*KINDS, Experts])
+@pytest.mark.parametrize("kind", [*KINDS, Experts, Disagreement])
 @pytest.mark.parametrize("size", [1, 5])
 def test_cases_expect_what_one_rank_alone_and_empty_ranks_get(kind: type[Case], size: int) -> None:
     """The oracle is deterministic, and covers every rank."""

@@ -200,7 +200,7 @@ class Frames:
         deadline_s = 0.0
         while True:
             waits = missing()
-            sends = [peer for peer, link in self._links.items() if not link.flush()]
+            sends = [p for p, link in self._links.items() if link.queue and not link.flush()]
             if not waits and not (sends and sends_all):
                 return
             gone = self.streams.gone()

@@ -80,7 +80,7 @@ class Link:
         self._staged = bytearray(staged_bytes)
         self._view = memoryview(self._staged)
         self._at = self._end = 0
-        self._queue: deque[list[memoryview]] = deque()
+        self.queue: deque[list[memoryview]] = deque()  # of frames, as what is left of each
         self._has_begun = False  # the first frame of the queue
 
     def send(
@@ -104,12 +104,12 @@ class Link:
                 views = [memoryview(b"".join((first, payload)))]
             else:
                 views.append(payload)
-        self._queue.append(views)
+        self.queue.append(views)
 
     def flush(self) -> bool:
         """Send what there is room for; whether all is sent."""
-        while self._queue:
-            views = self._queue[0]
+        while self.queue:
+            views = self.queue[0]
             while views:
                 sent = self._streams.send_some(self._peer, views[0])
                 if not sent:
@@ -119,15 +119,17 @@ class Link:
                     del views[0]
                 else:
                     views[0] = views[0][sent:]
-            self._queue.popleft()
+            self.queue.popleft()
             self._has_begun = False
         return True
 
     def look(self) -> Frame | None:
         """Return the frame at which the stream stands, once its head and part are here."""
         while self.frame is None:
-            self._skip()
-            if not (self._skipped == 0 and self._parse()) and not self._fill():
+            if self._skipped:
+                self._skip()
+            is_there = not self._skipped and self._end - self._at >= _HEAD_BYTES
+            if not (is_there and self._parse()) and not self._fill():
                 break
         return self.frame
 
@@ -159,8 +161,8 @@ class Link:
 
     def abandon(self) -> None:
         """Forget the frames that are queued and not begun."""
-        while len(self._queue) > self._has_begun:
-            self._queue.pop()
+        while len(self.queue) > self._has_begun:
+            self.queue.pop()
 
     def _skip(self) -> None:
         staged = min(self._end - self._at, self._skipped)
@@ -169,8 +171,6 @@ class Link:
 
     def _parse(self) -> bool:
         have = self._end - self._at
-        if have < _HEAD_BYTES:
-            return False
         magic, kind, number, step, length, coded = _PREFIX.unpack_from(self._staged, self._at)
         if magic != _MAGIC:
             raise CommError(

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from comm_collectives.base import DTYPES
-from comm_collectives.checking.cells.data import SCALAR, is_defined
+from comm_collectives.checking.cells.data import BITWISE, SCALAR, is_defined
 from comm_collectives.checking.cells.moe_cells import MOE_COLLECTIVES, MOE_DTYPES, MOE_SHAPES
 from comm_collectives.checking.cells.problems import (
     ALIASED,
@@ -27,8 +27,7 @@ from comm_collectives.checking.cells.problems import (
 )
 from comm_collectives.checking.results import Verdict
 
-# Those whose results are known beforehand in every dtype; those of bits have tests of their own.
-KNOWN_OPS = ("sum", "avg", "min", "max", "product")
+KNOWN_OPS = ("sum", "avg", "min", "max", "product", *BITWISE)
 COLUMNS = (3, 401)  # rows that travel with a control exchange, and rows that are too big for it
 _MOVED = (EVEN, UNEVEN, EMPTY, ONE_EMPTY, STRIDED, EXPANDED, OVERLAPPING)
 _SHAPES_OF: dict[str, tuple[str, ...]] = {
@@ -61,13 +60,8 @@ TORCH_SHAPES_OF: dict[str, tuple[str, ...]] = {
     "broadcast_object_list": (EVEN, EMPTY, STRIDED, EXPANDED),
 }
 TORCH_ORDER = "torch_order"  # the module of ours that has functions of those names
-_DROP_INS = (
-    "all_to_all_single",
-    "all_gather_into_tensor",
-    "reduce_scatter_tensor",
-    "all_reduce",
-    "broadcast",
-)
+_SINGLE = ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor")
+_DROP_INS = (*_SINGLE, "all_reduce", "broadcast")
 _REDUCING = ("all_reduce", "reduce_scatter", "reduce_scatter_tensor")
 _WIDE_ON = (EVEN, UNEVEN, STRIDED)
 _NOT_ASYNC = ("isend_tensors",)  # it always is
@@ -76,14 +70,9 @@ _ASYNC_DTYPE = torch.bfloat16
 
 def canaries() -> list[Case]:
     """Return the cells that must be found wrong."""
+    cell = Case(collective="all_to_all", dtype=torch.float32, shape=EVEN)
     return [
-        Case(
-            collective="all_to_all",
-            dtype=torch.float32,
-            shape=EVEN,
-            columns=columns,
-            spoiled=spoiled,
-        )
+        replace(cell, columns=columns, spoiled=spoiled)
         for spoiled in ("result", "input")
         for columns in COLUMNS
     ]

@@ -3,14 +3,13 @@
 An element's value follows from the rank that made it and from its place, so data that arrives in
 the wrong place is wrong data. What lies around a view is looked at again afterwards.
 
-    x = moving_rows(torch.int16, index_of("strided", rows=4, columns=3), src=1)
-    placed = place(x, "strided")       # the same values, every third row of a larger tensor
-    all_to_all(placed.view, ...)
+    placed = place(moving_rows(torch.int16, index, src=1), "strided")
     placed.problem()                   # "" if neither the view nor its surroundings changed
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 
@@ -19,6 +18,7 @@ from comm_collectives.base import DTYPES, as_bytes, dense, from_bytes, num_bytes
 SCALAR = "no dims"
 _SMALL_FLOATS = tuple(d for d in DTYPES if "float8" in str(d) or "float4" in str(d))
 _GAP = 251  # what lies between the elements of a strided view
+BITWISE = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,8 @@ def is_defined(dtype: torch.dtype, op: str) -> bool:
     """Whether an op has a meaning for a dtype."""
     if dtype in _SMALL_FLOATS:
         return False
+    if op in BITWISE:
+        return not (dtype.is_floating_point or dtype.is_complex)
     if dtype == torch.bool:
         return op in ("min", "max", "product")
     if dtype.is_complex:
@@ -72,6 +74,8 @@ def reduced_rows(
         result = result / size if op == "avg" and dtype.is_complex else result
     elif op == "product":
         result = numbers.prod(0)
+    elif op in BITWISE:
+        result = reduce(BITWISE[op], numbers)
     else:
         result = numbers.amin(0) if op == "min" else numbers.amax(0)
     values = [_encode(row, dtype, op) for row in numbers]

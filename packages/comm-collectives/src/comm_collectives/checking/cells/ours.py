@@ -4,6 +4,7 @@ run_ours(case, group)      # "" if this rank got what it must, else what is wron
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,8 +42,7 @@ def run_ours(case: Case, group: Group | None = None) -> str:
     placed = Placed(view=_NOTHING, problem=lambda: "")
     if problem.x is not None:
         placed = place(problem.x, case.shape)
-    result = _CALL_OF[case.collective](case, placed.view, problem, state, group)
-    got = result.wait() if isinstance(result, Handle) else result
+    got = _CALL_OF[case.collective](_Run(case, placed.view, problem, state, group))
     if case.spoiled == "input":
         placed.view.add_(1)
     return compare(case, got, problem.want) or placed.problem()
@@ -62,85 +62,83 @@ def compare(case: Case, got: Any, want: torch.Tensor | None) -> str:
     return difference(got, want)
 
 
-def _options(case: Case, group: Group | None) -> dict[str, Any]:
-    return {"group": group, "async_op": True} if case.is_async else {"group": group}
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A cell on this rank."""
+
+    case: Case
+    x: torch.Tensor
+    problem: Problem
+    state: GroupState
+    group: Group | None
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this rank is the source or the destination."""
+        return self.state.rank == self.problem.root
+
+    def end(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Make a call, as the case says, and return its result."""
+        if self.case.is_async:
+            options["async_op"] = True
+        result = call(*arguments, group=self.group, **options)
+        return result.wait() if isinstance(result, Handle) else result
 
 
-def _call_all_to_all(
-    case: Case, x: torch.Tensor, problem: Problem, state: GroupState, group: Group | None
-) -> Any:
+def _call_all_to_all(at: _Run) -> Any:
     # Every other shape names what it expects, as a program that knows does.
-    received = problem.received if case.columns > 3 else None
-    options = _options(case, group)
-    return all_to_all(x, input_splits=problem.sent, output_splits=received, **options)
+    received = at.problem.received if at.case.columns > 3 else None
+    return at.end(all_to_all, at.x, input_splits=at.problem.sent, output_splits=received)
 
 
-def _call_reduce_scatter(
-    case: Case, x: torch.Tensor, problem: Problem, state: GroupState, group: Group | None
-) -> Any:
-    return reduce_scatter(x, splits=problem.sent, op=case.op, **_options(case, group))
-
-
-def _call_scatter(
-    case: Case, x: torch.Tensor, problem: Problem, state: GroupState, group: Group | None
-) -> Any:
+def _call_scatter(at: _Run) -> Any:
     parts = None
-    if state.rank == problem.root:
-        parts = [x] * state.size if case.shape == SCALAR else list(x.split(problem.sent))
-    return scatter(parts, src=problem.root, **_options(case, group))
+    if at.is_root:
+        is_scalar = at.case.shape == SCALAR
+        parts = [at.x] * at.state.size if is_scalar else list(at.x.split(at.problem.sent))
+    return at.end(scatter, parts, src=at.problem.root)
 
 
-def _call_broadcast(
-    case: Case, x: torch.Tensor, problem: Problem, state: GroupState, group: Group | None
-) -> Any:
-    given = x if state.rank == problem.root else None
-    return broadcast(given, src=problem.root, **_options(case, group))
-
-
-def _nested(
-    case: Case, x: torch.Tensor, problem: Problem, state: GroupState, group: Group | None
-) -> Any:
-    name = str(case)
-    value = {"x": [x, (1.5, None)], "name": name} if state.rank == problem.root else None
-    result: Any = broadcast_nested(value, src=problem.root, **_options(case, group))
-    got = result.wait() if isinstance(result, Handle) else result
+def _nested(at: _Run) -> Any:
+    name = str(at.case)
+    value = {"x": [at.x, (1.5, None)], "name": name} if at.is_root else None
+    got = at.end(broadcast_nested, value, src=at.problem.root)
     if not isinstance(got, dict) or got["name"] != name or got["x"][1] != (1.5, None):
         return f"the structure arrived as {got!r}"
     return got["x"][0]
 
 
-def _tensors(
-    case: Case, x: torch.Tensor, problem: Problem, state: GroupState, group: Group | None
-) -> Any:
+def _neighbours(at: _Run) -> tuple[int, int]:
+    return (at.state.rank + 1) % at.state.size, (at.state.rank - 1) % at.state.size
+
+
+def _tensors(at: _Run) -> Any:
     """Every rank sends first, which must not wait for the receiver."""
-    after, before = (state.rank + 1) % state.size, (state.rank - 1) % state.size
-    handle = isend_tensors([x, new_tensor((0,), x.dtype, x.device)], dst=after, group=group)
-    got, nothing = recv_tensors(src=before, group=group)
+    after, before = _neighbours(at)
+    empty = new_tensor((0,), at.x.dtype, at.x.device)
+    handle = isend_tensors([at.x, empty], dst=after, group=at.group)
+    got, nothing = recv_tensors(src=before, group=at.group)
     handle.wait()
     return "an empty tensor arrived with elements" if nothing.numel() else got
 
 
-def _send_and_recv(
-    case: Case, x: torch.Tensor, problem: Problem, state: GroupState, group: Group | None
-) -> Any:
-    after, before = (state.rank + 1) % state.size, (state.rank - 1) % state.size
-    handle = send(x, dst=after, group=group, async_op=True)
-    got: Any = recv(src=before, **_options(case, group))
-    result = got.wait() if isinstance(got, Handle) else got
+def _send_and_recv(at: _Run) -> Any:
+    after, before = _neighbours(at)
+    handle = send(at.x, dst=after, group=at.group, async_op=True)
+    result = at.end(recv, src=before)
     handle.wait()
     return result
 
 
-_Call = Callable[[Case, torch.Tensor, Problem, GroupState, Group | None], Any]
-_CALL_OF: dict[str, _Call] = {
+_CALL_OF: dict[str, Callable[[_Run], Any]] = {
     "all_to_all": _call_all_to_all,
-    "all_gather": lambda case, x, _, __, group: all_gather(x, **_options(case, group)),
-    "all_reduce": lambda case, x, _, __, group: all_reduce(x, op=case.op, **_options(case, group)),
-    "reduce_scatter": _call_reduce_scatter,
-    "broadcast": _call_broadcast,
-    "gather": lambda case, x, problem, _, group: gather(
-        x, dst=problem.root, **_options(case, group)
+    "all_gather": lambda at: at.end(all_gather, at.x),
+    "all_reduce": lambda at: at.end(all_reduce, at.x, op=at.case.op),
+    "reduce_scatter": lambda at: at.end(
+        reduce_scatter, at.x, splits=at.problem.sent, op=at.case.op
     ),
+    "broadcast": lambda at: at.end(broadcast, at.x if at.is_root else None, src=at.problem.root),
+    "gather": lambda at: at.end(gather, at.x, dst=at.problem.root),
     "scatter": _call_scatter,
     "broadcast_nested": _nested,
     "isend_tensors": _tensors,

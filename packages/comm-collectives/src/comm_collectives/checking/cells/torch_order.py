@@ -1,8 +1,7 @@
 """The cells of the matrix as calls in torch's argument order, which write into given tensors.
 
 For raw torch.distributed, to count what is broken there, and for this package's functions of the
-same names, which have to get the same calls right: into strided results, whose surroundings stay,
-and into results that share memory with the input.
+same names, which have to get the same calls right: into strided results and shared memory too.
 
     run_torch_order(case, torch.distributed)      # "" or what is wrong; collective
 """
@@ -16,17 +15,12 @@ import torch
 import torch.distributed as dist
 
 from comm_collectives.base import as_bytes, dense
+from comm_collectives.checking.cells.cases import KNOWN_OPS
 from comm_collectives.checking.cells.data import Placed, difference, place, place_result
 from comm_collectives.checking.cells.ours import compare
 from comm_collectives.checking.cells.problems import ALIASED, Case, Problem, problem_of
 
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.AVG,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "product": dist.ReduceOp.PRODUCT,
-}
+_OPS = {name: getattr(dist.ReduceOp, name.upper()) for name in KNOWN_OPS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +49,13 @@ class _Cell:
         got = None if want is None else result.view
         return compare(self.case, got, want) or result.problem() or given.problem()
 
-    def options(self) -> dict[str, Any]:
-        """What the case asks for besides its tensors."""
-        return {"async_op": True} if self.case.is_async else {}
+    def call(self, name: str, *arguments: Any, **options: Any) -> None:
+        """Call one of the functions, and wait for it."""
+        if self.case.is_async:
+            options["async_op"] = True
+        work = getattr(self.ops, name)(*arguments, **options)
+        if hasattr(work, "wait"):
+            work.wait()
 
 
 def run_torch_order(case: Case, ops: Any) -> str:
@@ -93,11 +91,6 @@ def _overlapping(x: torch.Tensor, want: torch.Tensor) -> tuple[Placed, Placed]:
     )
 
 
-def _finish(work: Any) -> None:
-    if hasattr(work, "wait"):
-        work.wait()
-
-
 def _cut(x: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor]:
     return list(x.split(list(rows)))
 
@@ -123,34 +116,19 @@ def _moves(cell: _Cell) -> str:
     given, result = cell.buffers()
     name = function_of(cell.case)
     arguments = _arguments(cell, name, given.view, result.view)
-    _finish(getattr(cell.ops, name)(*arguments, **cell.options()))
+    cell.call(name, *arguments)
     return cell.check(given, result)
 
 
-def _in_place(x: torch.Tensor, cell: _Cell) -> Placed:
-    """Lay out a tensor that a call overwrites: it holds `x`, and its surroundings are watched."""
-    placed = place_result(tuple(x.shape), x.dtype, cell.case.shape)
-    placed.view.copy_(x)
-    return placed
-
-
-def _check_all_reduce(cell: _Cell) -> str:
-    x = cell.problem.x
-    if x is None:
-        return "there is nothing to reduce"
-    placed = _in_place(x, cell)
-    _finish(cell.ops.all_reduce(placed.view, _OPS[cell.case.op], **cell.options()))
-    return compare(cell.case, placed.view, cell.problem.want) or placed.problem()
-
-
-def _check_broadcast(cell: _Cell) -> str:
-    want = cell.problem.want
+def _in_place(cell: _Cell) -> str:
+    """A tensor that a call overwrites holds what the rank gives; its surroundings are watched."""
+    x, want, name = cell.problem.x, cell.problem.want, function_of(cell.case)
     if want is None:
-        return "there is nothing to broadcast"
+        return "there is nothing to get"
     placed = place_result(tuple(want.shape), want.dtype, cell.case.shape)
-    if cell.problem.x is not None:
-        placed.view.copy_(want)
-    _finish(cell.ops.broadcast(placed.view, src=cell.problem.root, **cell.options()))
+    if x is not None:
+        placed.view.copy_(x)
+    cell.call(name, placed.view, _OPS[cell.case.op] if cell.case.op else cell.problem.root)
     return compare(cell.case, placed.view, want) or placed.problem()
 
 
@@ -160,9 +138,9 @@ def _send_and_recv(cell: _Cell) -> str:
     after, before = (cell.rank + 1) % cell.size, (cell.rank - 1) % cell.size
     for is_sending in (cell.rank % 2 == 0, cell.rank % 2 == 1):
         if is_sending:
-            cell.ops.send(given.view, dst=after)
+            cell.call("send", given.view, dst=after)
         else:
-            cell.ops.recv(result.view, src=before)
+            cell.call("recv", result.view, src=before)
     return cell.check(given, result)
 
 
@@ -179,8 +157,8 @@ def _broadcast_object_list(cell: _Cell) -> str:
 
 
 _RUN_OF: dict[str, Callable[[_Cell], str]] = {
-    "all_reduce": _check_all_reduce,
-    "broadcast": _check_broadcast,
+    "all_reduce": _in_place,
+    "broadcast": _in_place,
     "send and recv": _send_and_recv,
     "broadcast_object_list": _broadcast_object_list,
 }

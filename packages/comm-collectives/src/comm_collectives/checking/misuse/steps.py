@@ -9,7 +9,8 @@ An argument that is a function is asked for its value on this rank.
 import os
 import signal
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, final
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,21 +73,16 @@ def _plain(function: Make) -> Make:
     return lambda at, given: function(**given)
 
 
+_X: dict[str, Any] = {"x": lambda at: at.x}
 # By name: the call, and its usual arguments.
 OURS: dict[str, tuple[Make, dict[str, Any]]] = {
-    "all_reduce": (_plain(all_reduce), {"x": lambda at: at.x}),
-    "all_gather": (_plain(all_gather), {"x": lambda at: at.x}),
-    "all_to_all": (
-        _plain(all_to_all),
-        {"x": lambda at: at.x, "input_splits": lambda at: at.splits},
-    ),
-    "reduce_scatter": (
-        _plain(reduce_scatter),
-        {"x": lambda at: at.x, "splits": lambda at: at.splits},
-    ),
-    "broadcast": (_plain(broadcast), {"x": lambda at: at.x, "src": 0}),
+    "all_reduce": (_plain(all_reduce), _X),
+    "all_gather": (_plain(all_gather), _X),
+    "all_to_all": (_plain(all_to_all), {**_X, "input_splits": lambda at: at.splits}),
+    "reduce_scatter": (_plain(reduce_scatter), {**_X, "splits": lambda at: at.splits}),
+    "broadcast": (_plain(broadcast), {**_X, "src": 0}),
     "broadcast_nested": (_plain(broadcast_nested), {"obj": lambda at: {"x": at.x}, "src": 0}),
-    "gather": (_plain(gather), {"x": lambda at: at.x, "dst": 0}),
+    "gather": (_plain(gather), {**_X, "dst": 0}),
     "scatter": (_plain(scatter), {"tensors": lambda at: [at.x] * at.size, "src": 0}),
     "recv_tensors": (_plain(recv_tensors), {"src": lambda at: at.size - 1}),
     "dispatch": (dispatch_given, {}),
@@ -109,42 +105,29 @@ OURS: dict[str, tuple[Make, dict[str, Any]]] = {
 }
 
 
-@final
-class _Raw:
-    """torch.distributed itself, given the arguments of our calls."""
-
-    def all_reduce(self, at: At, *, x: Any, op: str = "sum", async_op: bool = False) -> Any:
-        return dist.all_reduce(x, op=getattr(dist.ReduceOp, op.upper()), async_op=async_op)
-
-    def all_gather(self, at: At, *, x: Any, async_op: bool = False) -> Any:
-        outputs = [torch.empty_like(x) for _ in range(at.size)]
-        return dist.all_gather(outputs, x, async_op=async_op)
-
-    def all_to_all(
-        self, at: At, *, x: Any, input_splits: list[int], output_splits: list[int] | None = None
-    ) -> None:
-        expected = output_splits or [3000 if at.rank == 0 else 0] * at.size
-        dist.all_to_all_single(torch.empty(sum(expected)), x, expected, input_splits)
-
-    def broadcast(self, at: At, *, x: Any, src: int) -> None:
-        dist.broadcast(x, src=src)
-
-    def broadcast_nested(self, at: At, *, obj: Any, src: int) -> None:
-        dist.broadcast_object_list([obj], src=src)
-
-    def gather(self, at: At, *, x: Any, dst: int) -> None:
-        parts = [torch.empty(3000) for _ in range(at.size)] if at.rank == dst else None
-        dist.gather(x, parts, dst=dst)
-
-    def scatter(self, at: At, *, tensors: Any, src: int) -> None:
-        dist.scatter(torch.empty(3000), tensors if at.rank == src else None, src=src)
-
-    def die(self, at: At) -> None:
-        _die(at, {})
+def _raw_all_to_all(at: At, x: Any, input_splits: Any, output_splits: Any = None) -> None:
+    expected = output_splits or [3000 if at.rank == 0 else 0] * at.size
+    dist.all_to_all_single(torch.empty(sum(expected)), x, expected, input_splits)
 
 
+def _outputs(at: At) -> list[torch.Tensor]:
+    return [torch.empty(3000) for _ in range(at.size)]
+
+
+# torch.distributed itself, given the arguments of our calls.
 RAW_CALLS: dict[str, Make] = {
-    name: getattr(_Raw(), name) for name in vars(_Raw) if not name.startswith("_")
+    "all_reduce": lambda at, x, op="sum", **how: dist.all_reduce(
+        x, op=getattr(dist.ReduceOp, op.upper()), **how
+    ),
+    "all_gather": lambda at, x, **how: dist.all_gather(_outputs(at), x, **how),
+    "all_to_all": _raw_all_to_all,
+    "broadcast": lambda at, x, src: dist.broadcast(x, src=src),
+    "broadcast_nested": lambda at, obj, src: dist.broadcast_object_list([obj], src=src),
+    "gather": lambda at, x, dst: dist.gather(x, _outputs(at) if at.rank == dst else None, dst=dst),
+    "scatter": lambda at, tensors, src: dist.scatter(
+        torch.empty(3000), tensors if at.rank == src else None, src=src
+    ),
+    "die": lambda at: _die(at, {}),
 }
 
 
@@ -159,11 +142,9 @@ def run_steps(steps: Iterable[Step], at: At, *, raw: bool = False) -> None:
         if raw:
             arguments.pop("timeout_s", None)  # the group's own limit is short enough
             result = RAW_CALLS[name](at, **arguments)
-        elif site:
-            with call_site(site):
-                result = ours(at, arguments)
         else:
-            result = ours(at, arguments)
+            with call_site(site) if site else nullcontext():
+                result = ours(at, arguments)
         handles += [result] if arguments.get(ASYNC) else []
     for handle in handles:
         handle.wait()

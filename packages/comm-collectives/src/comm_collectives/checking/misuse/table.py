@@ -21,14 +21,7 @@ from comm_collectives.checking.misuse.outcome import (
     the_others,
 )
 from comm_collectives.checking.misuse.programs import PROGRAMS
-from comm_collectives.checking.misuse.steps import (
-    ASYNC,
-    RAW_CALLS,
-    SITE,
-    Step,
-    rows,
-    run_steps,
-)
+from comm_collectives.checking.misuse.steps import ASYNC, RAW_CALLS, SITE, Step, rows, run_steps
 from comm_collectives.moe import MoeOptions
 
 _LIMIT_S = 0.3
@@ -43,10 +36,6 @@ _Row = tuple[str, str, Mapping[str, Any], str]
 def _x(change: Change, name: str = "x") -> Arguments:
     """The usual tensor, changed."""
     return {name: lambda at: change(at.x)}
-
-
-def _expanded(x: torch.Tensor) -> torch.Tensor:
-    return x[:1].expand(x.shape)
 
 
 def _each(name: str, number: float) -> Arguments:
@@ -65,6 +54,10 @@ def _sends(*given: Any) -> Arguments:
     return {"tensors": lambda at: [at.x] * (at.size - 1) + [g(at) for g in given]}
 
 
+_EXPANDED = _x(lambda x: x[:1].expand(x.shape), "tensor")
+_SCATTER = "torch reduce_scatter_tensor"
+_SWAPPED = {"output": lambda at: rows(at.size), "input": lambda at: rows()}
+_THRICE = {"num_experts": lambda at: 3 * at.size}
 _INT32 = torch.zeros(4, 1, dtype=torch.int32)
 _LAST_GETS = {"splits": lambda at: at.splits[::-1]}
 # The same call on every rank, the odd one with other arguments; the text names the odd rank. After
@@ -83,12 +76,7 @@ _MISMATCHES: tuple[_Row, ...] = (
     ("row shapes differ in all_to_all", "all_to_all", _x(lambda x: x.view(-1, 1)), "row shape"),
     ("splits differ in reduce_scatter", "reduce_scatter", _LAST_GETS, "splits"),
     ("all_reduce and all_to_all", "all_reduce | all_to_all", {}, "operation; all_reduce(; all_to_"),
-    (
-        "broadcast and all_to_all",
-        "broadcast | all_to_all",
-        {},
-        "operation; broadcast(; all_to_all(",
-    ),
+    ("broadcast and all_to_all", "broadcast | all_to_all", {}, "operation; broadcast(; all_to_"),
     ("all_reduce and broadcast_nested", "all_reduce | broadcast_nested", {}, "operation; nested("),
     ("gather and scatter", "gather | scatter", {}, "operation; gather(; scatter("),
     ("source differs in broadcast", "broadcast", {"src": lambda at: at.rank}, "src; src=0"),
@@ -100,12 +88,7 @@ _MISMATCHES: tuple[_Row, ...] = (
     ("torch order: lengths differ", "torch all_reduce", _x(lambda x: x[1:], "tensor"), "(2999,)"),
     ("torch order: source differs", "torch broadcast", {"src": lambda at: at.rank}, "src"),
     ("torch order: other operation", "torch all_reduce | torch broadcast", {}, "operation"),
-    (
-        "dispatch: num_experts differs",
-        "dispatch",
-        {"num_experts": lambda at: 3 * at.size},
-        "experts=",
-    ),
+    ("dispatch: num_experts differs", "dispatch", _THRICE, "experts="),
     ("dispatch: hidden size differs", "dispatch", {"hidden": 16}, "hidden size; =16"),
     ("dispatch: dtype differs", "dispatch", {"dtype": torch.bfloat16}, "dtype; bfloat16; float32"),
     ("dispatch: other dtype of weights", "dispatch", {"weight_dtype": torch.float64}, "float64"),
@@ -116,12 +99,7 @@ _MISMATCHES: tuple[_Row, ...] = (
 )
 # As above; whoever compares names the odd rank in the middle of the text, and one line.
 _DATA_MISMATCHES: tuple[_Row, ...] = (
-    (
-        "receiver of a broadcast is longer",
-        "broadcast | broadcast",
-        _x(lambda x: x[:2000]),
-        "2000; 3000",
-    ),
+    ("receiver of a broadcast is longer", "broadcast", _x(lambda x: x[:2000]), "2000; 3000"),
     ("receiver has another dtype", "broadcast", _x(torch.Tensor.int), "float32; int32"),
 )
 _REFUSALS: tuple[_Row, ...] = (
@@ -136,21 +114,11 @@ _REFUSALS: tuple[_Row, ...] = (
     ("limit of no seconds on one rank", "all_reduce", {"timeout_s": -1.0}, "timeout_s=-1"),
     ("torch order: output too short", _GATHER, _rows(0, None, lambda x: x[1:]), "output has shape"),
     ("torch order: one rank swaps input and output", _GATHER, _rows(1, 0), "the other way round"),
-    (
-        "torch order: elements share memory",
-        "torch all_reduce",
-        _x(_expanded, "tensor"),
-        "share mem",
-    ),
+    ("torch order: elements share memory", "torch all_reduce", _EXPANDED, "share mem"),
     ("torch order: source outside", "torch broadcast", {"src": lambda at: at.size}, "src="),
     ("dispatch: expert out of range", "dispatch", {"choice": 1000}, "topk_idx holds"),
     ("dispatch: expert negative", "dispatch", {"choice": -2}, "topk_idx holds -2"),
-    (
-        "dispatch: fewer weights",
-        "dispatch",
-        {"topk_weights": torch.ones(3, 1)},
-        "weights has shape",
-    ),
+    ("dispatch: fewer weights", "dispatch", {"topk_weights": torch.ones(3, 1)}, "weights has sha"),
     ("dispatch: tokens without dims", "dispatch", {"x": torch.ones(4)}, "x has shape (4,)"),
     ("dispatch: alignment 0", "dispatch", {"expert_alignment": 0}, "expert_alignment=0"),
     ("dispatch: num_experts not divisible", "dispatch", {"num_experts": 3 * 5 * 7 + 4}, "experts="),
@@ -173,45 +141,25 @@ _ALIKE: tuple[tuple[str, str, Mapping[str, Any], str, str], ...] = (
     ("too few tensors to scatter", "scatter", _sends(), "tensors; rank 0: ", REFUSAL),
     ("something else to scatter", "scatter", _sends(lambda at: None), "NoneType", TYPE_REFUSAL),
     ("two dtypes to scatter", "scatter", _sends(lambda at: at.x.int()), "kinds; rank 0: ", REFUSAL),
-    (
-        "no value to broadcast",
-        "broadcast_nested",
-        {"obj": [object]},
-        "obj[0] is a type",
-        TYPE_REFUSAL,
-    ),
+    ("no value to broadcast", "broadcast_nested", {"obj": [object]}, "obj[0] is a", TYPE_REFUSAL),
     ("sum of fp8", "all_reduce", _x(lambda x: x.to(torch.float8_e4m3fn)), "float8", TYPE_REFUSAL),
-    (
-        "torch order: all ranks swap input and output",
-        "torch reduce_scatter_tensor",
-        {"output": lambda at: rows(at.size), "input": lambda at: rows()},
-        "the other way round",
-        REFUSAL,
-    ),
+    ("torch order: all ranks swap input and output", _SCATTER, _SWAPPED, "way round", REFUSAL),
 )
 _ONCE: Step = ("all_reduce", {})
 _BIAS, _SCALE = ("all_reduce", {SITE: "bias"}), ("all_reduce", {SITE: "scale"})
 _LATER = ("all_reduce", {ASYNC: True}), ("all_gather", {ASYNC: True})
-_TO_FIRST = {"output_splits": lambda at: [3000 if at.rank == 0 else 0] * at.size}
-_ONE_MORE = {"output_splits": lambda at: [1] + [0] * (at.size - 1)}
+_TO_FIRST: Step = (
+    "all_to_all",
+    {"output_splits": lambda at: [3000 if at.rank == 0 else 0] * at.size},
+)
+_ONE_MORE: Step = ("all_to_all", {"output_splits": lambda at: [1] + [0] * (at.size - 1)})
+_SITES = "call site; at scale; at bias"
 # What the others do in turn, and what the odd rank does; then how many lines the text names.
 _ORDERS: tuple[tuple[str, tuple[Step, ...], tuple[Step, ...], str, int], ...] = (
-    (
-        "same shape, other order",
-        (_BIAS, _SCALE),
-        (_SCALE, _BIAS),
-        "call site; at scale; at bias",
-        0,
-    ),
-    ("one rank skips a call", (_BIAS, _SCALE), (_SCALE,), "call site; at scale; at bias", 0),
+    ("same shape, other order", (_BIAS, _SCALE), (_SCALE, _BIAS), _SITES, 0),
+    ("one rank skips a call", (_BIAS, _SCALE), (_SCALE,), _SITES, 0),
     ("asynchronous calls in another order", _LATER, _LATER[::-1], "all_reduce(; all_gather(", 2),
-    (
-        "splits disagree",
-        (("all_to_all", _TO_FIRST),),
-        (("all_to_all", _ONE_MORE),),
-        "input_splits; output_splits",
-        1,
-    ),
+    ("splits disagree", (_TO_FIRST,), (_ONE_MORE,), "input_splits; output_splits", 1),
 )
 # Arguments that torch's functions do not have.
 _OURS_ALONE = (

@@ -1,19 +1,10 @@
 """What one MoE layer puts on the wire, in bytes: pure functions of counts, without torch.
 
-Executor and planner both ask here, so that what is sent and what is predicted cannot differ.
-
-**Routes.** `flat`: one row per routed choice, straight to the expert's rank. `dedup`: one row per
-token and rank. `hierarchical`: one row per token and node to the rank of that node with this rank's
-local index, which forwards one row per token and rank inside its node. A node is `ranks_per_node`
-consecutive ranks of the group.
-
-**Movements.** `dispatch` and its backward, `combine` and its backward. Dispatch and the backward of
-combine go from tokens to experts; the other two take the same way back, stages in reverse order,
-each with as many rows as the forward one (deduplicated: partial sums).
-
-**A row** is a token's hidden vector, in full or block-scaled (one byte per element, then one fp32
-scale per block of 128). **A message** is what one rank sends to one peer in one stage; u unique
-tokens, n routed choices (flat: u = n):
+Executor and planner both ask here. Routes: `flat`, one row per routed choice to the expert's rank;
+`dedup`, one per token and rank; `hierarchical`, one per token and node to the rank there with this
+rank's local index, which forwards one per token and rank inside its node (`ranks_per_node`
+consecutive ranks). Dispatch and the backward of combine go from tokens to experts, the other two
+movements the same way back. To one peer go, of u unique tokens and n choices (flat: u = n):
 
     movement             flat                  dedup, and both stages of hierarchical
     dispatch             n rows | n weights    u rows | n weights | n int32 row numbers
@@ -21,17 +12,9 @@ tokens, n routed choices (flat: u = n):
     combine              n rows                u rows
     combine_backward     n rows                u rows
 
-What stands behind the rows fills whole *gap rows*, so that the messages of all peers are one
-matrix. Rows that travel with weights are padded to whole weights and row numbers, rows alone are
-not padded at all. A message without choices has 0 bytes. The rows of stage 2 of hierarchical are
-those of all sources that the forwarding rank received from, in one message per peer. Counts travel
-beforehand, with the count exchange, and are not part of the figures here; nor is what a rank keeps
-for itself a message on a wire, although executors move it alike and the matrices show it on their
-diagonal.
-
-    row_format = RowFormat(hidden_size=7168, itemsize=2, weight_itemsize=4, block_scaled=True)
-    row_format.row_bytes                                                  # 7392
-    message_bytes("dedup", "dispatch", row_format, tokens=3, choices=5)   # 29568
+What stands behind the rows fills whole gap rows, so that the messages of all peers are one matrix.
+Rows that travel with weights are padded to whole weights and row numbers, rows alone not at all.
+Counts travel beforehand, and what a rank keeps is no message; matrices show it on their diagonal.
 """
 
 from dataclasses import dataclass, replace
@@ -52,15 +35,19 @@ INDEX_BYTES = 4  # int32
 _CARRIES_WEIGHTS = ("dispatch", "dispatch_backward")
 
 
+def check_positive(sizes: object, *names: str) -> None:
+    """Raise CommValueError if an attribute of one of these names is below 1."""
+    for name in names:
+        if getattr(sizes, name) < 1:
+            raise CommValueError(f"{name}={getattr(sizes, name)} must be at least 1")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFormat:
     """How one token's row travels.
 
-    Attributes:
-        hidden_size: elements of a row.
-        itemsize: bytes of an element in full.
-        weight_itemsize: bytes of a routing weight.
-        block_scaled: one byte per element and one fp32 scale per block of 128, instead of in full.
+    A row has `hidden_size` elements of `itemsize` bytes, or if `block_scaled` one byte for each and
+    one fp32 scale per block of 128. `weight_itemsize` is that of a routing weight.
 
     Raises:
         ValueError: a size below 1.
@@ -72,16 +59,15 @@ class RowFormat:
     block_scaled: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "itemsize", "weight_itemsize"):
-            if getattr(self, name) < 1:
-                raise CommValueError(f"{name}={getattr(self, name)} must be at least 1")
+        check_positive(self, "hidden_size", "itemsize", "weight_itemsize")
 
     @property
     def bare_row_bytes(self) -> int:
         """Bytes of a row where rows travel alone."""
         if not self.block_scaled:
             return self.hidden_size * self.itemsize
-        return round_up(self.hidden_size, SCALE_BYTES) + SCALE_BYTES * self.num_blocks
+        num_blocks = -(-self.hidden_size // BLOCK_ELEMENTS)
+        return round_up(self.hidden_size, SCALE_BYTES) + SCALE_BYTES * num_blocks
 
     @property
     def row_bytes(self) -> int:
@@ -89,11 +75,6 @@ class RowFormat:
         element = SCALE_BYTES if self.block_scaled else self.itemsize
         # Sizes of elements are powers of two, so the larger is a multiple of the smaller.
         return round_up(self.bare_row_bytes, max(element, self.weight_itemsize, INDEX_BYTES))
-
-    @property
-    def num_blocks(self) -> int:
-        """Scales of a block-scaled row."""
-        return -(-self.hidden_size // BLOCK_ELEMENTS)
 
     def during(self, movement: Movement, *, quantize_backward: bool = False) -> Self:
         """Return the format in a movement, this being the one of dispatch.

@@ -12,7 +12,7 @@ bit. A case is made anew for each number of ranks, from the same seed.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import ClassVar, final
+from typing import final
 
 import torch
 
@@ -39,11 +39,16 @@ _FOLD: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 @final
 class Draw:
-    """Random choices of one case; `has_tokens[r]` is False for a rank without data."""
+    """Random choices of one case.
 
-    def __init__(self, *, seed: int, size: int, has_tokens: Sequence[bool]) -> None:
+    `has_tokens[r]` is False for a rank without data; `is_calm` that nothing can go wrong by itself.
+    """
+
+    def __init__(
+        self, *, seed: int, size: int, has_tokens: Sequence[bool], is_calm: bool = True
+    ) -> None:
         self.chance = Random(seed)
-        self.size = size
+        self.size, self.is_calm = size, is_calm
         self.has_tokens = torch.tensor(has_tokens)
         self._generator = torch.Generator().manual_seed(seed)
 
@@ -60,7 +65,7 @@ class Draw:
 class Case(ABC):
     """One call of a fuzzed program."""
 
-    name: ClassVar[str]
+    name: str
 
     @abstractmethod
     def call(self, rank: SimRank) -> Results:

@@ -29,7 +29,14 @@ from comm_collectives.simulation import (
     Threads,
     run_in,
 )
-from comm_collectives.simulation.faults import Delay, FaultSchedule, Scenario, ZeroTokens, shrink
+from comm_collectives.simulation.faults import (
+    Delay,
+    FaultSchedule,
+    Reorder,
+    Scenario,
+    ZeroTokens,
+    shrink,
+)
 from comm_collectives.simulation.fuzz.cases import (
     Beside,
     Case,
@@ -41,11 +48,12 @@ from comm_collectives.simulation.fuzz.cases import (
     Rooted,
     Rows,
 )
+from comm_collectives.simulation.fuzz.disagreements import Disagreement, Mishap
 from comm_collectives.simulation.fuzz.experts import Experts
 
 KINDS: tuple[Callable[[Draw], Case], ...] = (Reduce, Rows, Everything, Rooted, FromOne, Beside)
 _CALLS = (1, 3)  # each of up to four collectives
-_WITH_EXPERTS = 0.3
+_WITH_EXPERTS, _WITH_DISAGREEMENT = 0.3, 0.2
 _LIMIT_S = 2.2  # above all that the late ranks of one schedule can add up to
 _EVERY = (1, 3, 64)
 
@@ -85,6 +93,8 @@ class Trial:
         self._kinds = [chance.choice(KINDS) for _ in range(chance.randint(*_CALLS))]
         if chance.random() < _WITH_EXPERTS:  # not more, since they cost as much as all the rest
             self._kinds[chance.randrange(len(self._kinds))] = Experts
+        if chance.random() < _WITH_DISAGREEMENT:
+            self._kinds[chance.randrange(len(self._kinds))] = Disagreement
         faults = FaultSchedule.random(chance.getrandbits(32), num_ranks, len(self._kinds))
         self.scenario = Scenario(
             num_ranks=num_ranks, calls=tuple(range(len(self._kinds))), faults=faults
@@ -100,6 +110,10 @@ class Trial:
 
     def run(self, scenario: Scenario) -> tuple[str, str | None]:
         """Run a scenario of this trial; return how it ended, and what is wrong with that."""
+        # No fault strikes the last call, so none comes behind it either.
+        at_end = Reorder, len(scenario.calls) - 1
+        struck = [f for f in scenario.faults.faults if (type(f), f.call) != at_end]
+        scenario = dataclasses.replace(scenario, faults=FaultSchedule(tuple(struck)))
         cases = self._cases(scenario)
         program: list[Step] = [
             _step(call, case) for call, case in zip(scenario.calls, cases, strict=True)
@@ -140,6 +154,7 @@ class Trial:
                 seed=self.seed * len(KINDS) + call,
                 size=scenario.num_ranks,
                 has_tokens=[rank not in empty for rank in range(scenario.num_ranks)],
+                is_calm=_is_harmless(scenario.faults),
             )
             cases.append(self._kinds[call](draw))
         return cases
@@ -151,7 +166,12 @@ def judge(
     """Return how a run ended, and what is wrong with that if anything is."""
     if result.hung:
         return "hung", "every rank waits, and for nothing that could happen"
-    survivors = {r: o for r, o in enumerate(result.outcomes) if o.survived}
+    # A rank whose program has had an error of its own is no measure of what the others get.
+    survivors = {
+        rank: outcome
+        for rank, outcome in enumerate(result.outcomes)
+        if outcome.survived and not isinstance(outcome.error, Mishap)
+    }
     errors = {rank: o.error for rank, o in survivors.items() if o.error is not None}
     for rank, error in errors.items():
         if not isinstance(error, CommError):
@@ -175,10 +195,12 @@ def judge(
 def _first_difference(survivors: dict[int, Outcome], cases: Sequence[Case]) -> str | None:
     """Compare results with the oracle, bit for bit."""
     for call, case in enumerate(cases):
+        if all(outcome.values[call] is None for outcome in survivors.values()):
+            continue  # left out by all of them
         expected = case.expected()
         for rank, outcome in survivors.items():
-            got: Results = outcome.values[call]  # type: ignore[assignment]
-            if not _are_equal(got, expected[rank]):
+            got: Results | None = outcome.values[call]  # type: ignore[assignment]
+            if got is None or not _are_equal(got, expected[rank]):
                 return f"rank {rank} got {got} of {case.name}, but {expected[rank]} is right"
     return None
 
