@@ -12,6 +12,5 @@ from comm_collectives.base.wire import dense as dense
 from comm_collectives.base.wire import dtype_code as dtype_code
 from comm_collectives.base.wire import from_bytes as from_bytes
 from comm_collectives.base.wire import is_dense as is_dense
-from comm_collectives.base.wire import joined as joined
 from comm_collectives.base.wire import new_tensor as new_tensor
 from comm_collectives.base.wire import num_bytes as num_bytes

@@ -119,16 +119,6 @@ def from_bytes(flat: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> 
     return flat.view(dtype).view(tuple(shape))
 
 
-def joined(
-    parts: Sequence[bytes], dtype: torch.dtype, shape: Sequence[int], device: torch.device
-) -> torch.Tensor:
-    """Copy pieces of bytes, one after the other, into one new tensor of `shape`."""
-    data = bytearray(b"".join(parts))
-    if not data:
-        return new_tensor(shape, dtype, device)
-    return from_bytes(torch.frombuffer(data, dtype=torch.uint8), dtype, shape).to(device)
-
-
 def num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
     """Size in bytes of a contiguous tensor."""
     return math.prod(shape) * dtype.itemsize

@@ -51,17 +51,11 @@ BACKWARD_OF = " (backward)"  # ends the name of a call that is the backward of a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreed:
-    """What the heads of a step told.
+    """What the heads of a step told."""
 
-    Attributes:
-        flags: those of all ranks or-ed.
-        parts: by rank, what it told this one.
-        sizes: by rank, the bytes of data that it has for this one.
-    """
-
-    flags: int
-    parts: list[bytes]
-    sizes: list[int]
+    flags: int  # those of all ranks or-ed
+    parts: list[bytes]  # by rank, what it told this one
+    sizes: list[int]  # by rank, the bytes of data that it has for this one
 
 
 Place = Callable[[Agreed], Sequence[torch.Tensor]]
@@ -359,7 +353,7 @@ class Call:
         """Open the frames; let the other ranks know of an error, and raise it in their class."""
         frames = None
         try:
-            frames = open_frames(self)
+            frames = open_frames(self.state, self)
             yield frames
         except BaseException as error:
             if frames is not None and self.number > frames.settled:

@@ -2,30 +2,22 @@
 
 Over TCP at first; over shared memory if all ranks prove over TCP that they have some in common.
 
-    frames = open_frames(call)
+    frames = open_frames(state, call)
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
 from comm_collectives.base.streams import ShmStreams, SocketStreams
 from comm_collectives.call.frames import NO_SIGNATURE, Cargo, Frames, Waiter
 from comm_collectives.call.groups import GroupState
 
 
-class Opener(Waiter, Protocol):
-    """The call in which a group's frames are opened."""
-
-    state: GroupState
-
-
-def open_frames(call: Opener) -> Frames:
-    """Return the frames of a call's group. Collective at the first call, and until that succeeds.
+def open_frames(state: GroupState, call: Waiter) -> Frames:
+    """Return the frames of a group for a call. Collective in the first, and until that succeeds.
 
     Raises:
         CommError: not all ranks came.
     """
-    state = call.state
     if state.frames is None:
         state.openings += 1
         key = f"{state.name}/calls/{state.openings}"
@@ -41,7 +33,7 @@ def open_frames(call: Opener) -> Frames:
     return state.frames
 
 
-def _share_memory(state: GroupState, frames: Frames, call: Opener) -> None:
+def _share_memory(state: GroupState, frames: Frames, call: Waiter) -> None:
     """Go over to shared memory, if all ranks have some in common."""
     try:
         shared = ShmStreams.open(state.rank, state.size, _all_gather(state, frames, call))
@@ -54,7 +46,7 @@ def _share_memory(state: GroupState, frames: Frames, call: Opener) -> None:
         frames.streams.close()
 
 
-def _all_gather(state: GroupState, frames: Frames, call: Opener) -> Callable[[bytes], list[bytes]]:
+def _all_gather(state: GroupState, frames: Frames, call: Waiter) -> Callable[[bytes], list[bytes]]:
     """Return what hands a text of each rank to all; steps of the call before its first one."""
     steps = iter(range(-1, -1000, -1))
 

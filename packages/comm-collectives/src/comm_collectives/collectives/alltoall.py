@@ -14,7 +14,7 @@ from typing import Literal, overload
 import torch
 
 from comm_collectives._torch_private import graph_break
-from comm_collectives.base import as_bytes, dense, new_tensor, num_bytes
+from comm_collectives.base import as_bytes, dense, from_bytes, new_tensor, num_bytes
 from comm_collectives.call import Agreed, Call, Checks, pack_counts, unpack_counts
 from comm_collectives.call.autograd import Back, Gradients, attach, wants_grad
 from comm_collectives.call.groups import Group, GroupState, group_state
@@ -178,24 +178,24 @@ def _swap_rows(
     call: Call, x: torch.Tensor, sent: _Counts, expected: _Counts | None, flags: int
 ) -> tuple[int, torch.Tensor, _Counts]:
     """Agree and exchange; return the flags of all, the rows, and how many came from each rank."""
-    row_bytes, made = num_bytes(x.dtype, x.shape[1:]), []
+    row_shape, row_bytes = x.shape[1:], num_bytes(x.dtype, x.shape[1:])
+
+    def counts(agreed: Agreed) -> _Counts:
+        return expected or tuple(unpack_counts(part)[0] for part in agreed.parts)
 
     def room(agreed: Agreed) -> torch.Tensor:
-        told = [unpack_counts(part) for part in agreed.parts]
         if expected is not None:
-            _compare_splits(call, told)
-        received = expected or tuple(row[0] for row in told)
-        y = new_tensor((sum(received), *x.shape[1:]), x.dtype, x.device)
-        made.append((y, received))
-        return as_bytes(y)
+            _compare_splits(call, [unpack_counts(part) for part in agreed.parts])
+        return as_bytes(new_tensor((sum(counts(agreed)), *row_shape), x.dtype, x.device))
 
     if expected is None:
         parts = [pack_counts([n]) for n in sent]
     else:
         parts = [pack_counts([*sent, *expected])] * call.state.size
     sizes = [n * row_bytes for n in sent]
-    agreed = swap(call, as_bytes(dense(x)), sizes, room, parts=parts, status=flags)
-    return agreed.flags, *made[0]
+    agreed, flat = swap(call, as_bytes(dense(x)), sizes, room, parts=parts, status=flags)
+    received = counts(agreed)
+    return agreed.flags, from_bytes(flat, x.dtype, (sum(received), *row_shape)), received
 
 
 def _compare_splits(call: Call, rows: Sequence[Sequence[int]]) -> None:

@@ -4,7 +4,7 @@ On the host data travels behind the heads that the ranks compare, and receivers 
 these. On a device whose backend moves its own data, sizes are announced and the data follows.
 
     exchange_rows(call, x, sent, received, out)            # row counts known to both ends
-    agreed = swap(call, flat, sent_bytes, room, status=1)  # `room` gets the sizes first
+    agreed, y = swap(call, flat, sent_bytes, room)         # `room` gets the sizes first, returns y
 """
 
 from collections.abc import Callable, Sequence
@@ -31,18 +31,20 @@ def swap(
     *,
     parts: Sequence[bytes] | None = None,
     status: int = 0,
-) -> Agreed:
+) -> tuple[Agreed, torch.Tensor]:
     """Agree, and send `sent[r]` bytes of flat uint8 to rank r. Collective.
 
     `room` gets what all told and returns flat uint8 for all their sizes, on the source's device.
     """
     if on_host(call.state, source.device):
-        agreed = show(call, source.cpu().split(list(sent)), room, parts=parts, status=status)
+        pieces = source.cpu().split(list(sent))
+        agreed, target = show(call, pieces, room, parts=parts, status=status)
     else:
         agreed = call.meet(parts=parts, status=status, sizes=sent)
-        _exchange_on_device(call, source, sent, agreed.sizes, room(agreed))
+        target = room(agreed)
+        _exchange_on_device(call, source, sent, agreed.sizes, target)
     _observe(call, sent)
-    return agreed
+    return agreed, target
 
 
 def exchange_rows(
@@ -75,7 +77,8 @@ def exchange_bytes(
     """As `exchange_rows`, of flat uint8 tensors."""
     if on_host(call.state, source.device):
         pieces = source.cpu().split(list(sent))
-        status = show(call, pieces, lambda _: target, status=status, received=received).flags
+        agreed, _ = show(call, pieces, lambda _: target, status=status, received=received)
+        status = agreed.flags
     else:
         _exchange_on_device(call, source, sent, received, target)
     _observe(call, sent)
@@ -90,7 +93,7 @@ def show(
     parts: Sequence[bytes] | None = None,
     status: int = 0,
     received: Sequence[int] | None = None,
-) -> Agreed:
+) -> tuple[Agreed, torch.Tensor]:
     """Agree, and send each rank its flat uint8, which is on the host. Collective.
 
     `room` gets what all told and returns flat uint8 for all their sizes, on any device. Ranks that
@@ -109,7 +112,7 @@ def show(
     target, host = made[0]
     if host is not target:
         target.copy_(host)
-    return agreed
+    return agreed, target
 
 
 def run_on_device(

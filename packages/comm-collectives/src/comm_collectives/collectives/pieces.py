@@ -103,7 +103,7 @@ def meet_rows(
     if on_host(state, x.device):
         host, nothing = flat.cpu(), flat.new_empty(0, device="cpu")
         shown = [host if r in readers else nothing for r in range(state.size)]
-        agreed = show(call, shown, room, parts=parts, status=status)
+        agreed, _ = show(call, shown, room, parts=parts, status=status)
     else:
         agreed = call.meet(parts=parts, status=status)
         y = room(agreed)

@@ -7,7 +7,6 @@ in a maximum, strides, many dtypes) is exchanged in pieces and reduced by the ra
     largest = all_reduce(x, op="max")
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal, overload
 
@@ -41,6 +40,8 @@ from comm_collectives.collectives.pieces import (
 
 _WHOLE_BYTES = 1 << 16
 _MOST_WHOLE_BYTES = 1 << 20
+# The gradient of this rank's input per gradient of the result, where that varies.
+_Factor = torch.Tensor | None
 
 
 @overload
@@ -106,9 +107,9 @@ def reduce_plain(call: Call, x: torch.Tensor, op: str) -> torch.Tensor:
     """Reduce without gradients; `op` is known to fit the dtype."""
     state = call.state
     if on_host(state, x.device):
-        return _reduce_on_host(call, x, op, 0)[1].result
+        return _reduce_on_host(call, x, op, 0)[1]
     if not is_native(x.dtype, op):
-        return _reduce_by_pieces(call, x, op, with_factor=False).result
+        return _reduce_by_pieces(call, x, op, with_factor=False)[0]
     work = to_backend(x, op)
     # On the same storage, so that the result lands in `work`.
     flat = torch.view_as_real(work) if work.is_complex() else work
@@ -122,14 +123,6 @@ def reduce_plain(call: Call, x: torch.Tensor, op: str) -> torch.Tensor:
     if op == "avg":
         work /= state.size
     return from_backend(work, x.dtype, op)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Reduced:
-    """The result, and the gradient of this rank's input per gradient of it where that varies."""
-
-    result: torch.Tensor
-    factor: torch.Tensor | None = None
 
 
 def all_reduce_call(
@@ -152,18 +145,19 @@ def all_reduce_call(
         )
     call = checks.call(state, "all_reduce", timeout_s)
     flags = Status.WANTS_GRAD if wants_grad(x) else 0
+    factor = None
     if on_host(state, x.device):
-        flags, reduced = _reduce_on_host(call, x, op, flags)
+        flags, y, factor = _reduce_on_host(call, x, op, flags)
     else:
         flags = call.meet(status=flags).flags if call.is_due() else flags
         if flags & Status.WANTS_GRAD and op not in NO_FACTOR:
-            reduced = _reduce_by_pieces(call, x, op, with_factor=True)
+            y, factor = _reduce_by_pieces(call, x, op, with_factor=True)
         else:
-            reduced = _Reduced(result=reduce_plain(call, x, op))
+            y = reduce_plain(call, x, op)
     if not flags & Status.WANTS_GRAD:
-        return reduced.result
+        return y
     # The gradient of the sum of all ranks' losses: theirs are added up, whatever the op.
-    backward_op, factor = op if op in NO_FACTOR else "sum", reduced.factor
+    backward_op = op if op in NO_FACTOR else "sum"
 
     def back(grads: Gradients, call: Call) -> Gradients:
         return (reduce_plain(call, grads[0], backward_op),)
@@ -171,10 +165,12 @@ def all_reduce_call(
     def finish(grads: Gradients) -> Gradients:
         return (grads[0] if factor is None else grads[0] * factor,)
 
-    return attach((x,), (reduced.result,), call, Back(run=back, finish=finish))[0]
+    return attach((x,), (y,), call, Back(run=back, finish=finish))[0]
 
 
-def _reduce_on_host(call: Call, x: torch.Tensor, op: str, flags: int) -> tuple[int, _Reduced]:
+def _reduce_on_host(
+    call: Call, x: torch.Tensor, op: str, flags: int
+) -> tuple[int, torch.Tensor, _Factor]:
     """Agree, and reduce in the order of the ranks; return the flags of all as well.
 
     Few bytes go to every rank as they are, in one exchange. Of many each rank reduces a piece, and
@@ -186,16 +182,16 @@ def _reduce_on_host(call: Call, x: torch.Tensor, op: str, flags: int) -> tuple[i
         return _reduce_pieces_on_host(call, x, flat, op, flags)
     rows = new_tensor((state.size, flat.numel()), x.dtype, "cpu")
     sent = [as_bytes(flat)] * state.size
-    flags = show(call, sent, lambda _: as_bytes(rows), status=flags).flags
+    flags = show(call, sent, lambda _: as_bytes(rows), status=flags)[0].flags
     factor = None
     if flags & Status.WANTS_GRAD and op not in NO_FACTOR:
         factor = gradient_factors(rows, op)[state.rank].clone().view(x.shape).to(x.device)
-    return flags, _Reduced(result=reduce_rows(rows, op).view(x.shape).to(x.device), factor=factor)
+    return flags, reduce_rows(rows, op).view(x.shape).to(x.device), factor
 
 
 def _reduce_pieces_on_host(
     call: Call, x: torch.Tensor, flat: torch.Tensor, op: str, flags: int
-) -> tuple[int, _Reduced]:
+) -> tuple[int, torch.Tensor, _Factor]:
     state = call.state
     splits = even_splits(flat.numel(), state.size)
     whole = new_tensor(flat.shape, x.dtype, flat.device)
@@ -213,10 +209,12 @@ def _reduce_pieces_on_host(
             factor = factor.view(x.shape).to(x.device)
     shown = [as_bytes(part) for part in parts]
     call.exchange([shown[state.rank]] * state.size, lambda _: shown)
-    return flags, _Reduced(result=whole.view(x.shape).to(x.device), factor=factor)
+    return flags, whole.view(x.shape).to(x.device), factor
 
 
-def _reduce_by_pieces(call: Call, x: torch.Tensor, op: str, *, with_factor: bool) -> _Reduced:
+def _reduce_by_pieces(
+    call: Call, x: torch.Tensor, op: str, *, with_factor: bool
+) -> tuple[torch.Tensor, _Factor]:
     """Reduce a piece on each rank, in the order of the ranks, and gather the pieces."""
     splits = even_splits(x.numel(), call.state.size)
     rows = exchange_pieces(call, dense(x).view(-1), splits)[1]
@@ -224,4 +222,4 @@ def _reduce_by_pieces(call: Call, x: torch.Tensor, op: str, *, with_factor: bool
     factor = None
     if with_factor:
         factor = return_pieces(call, gradient_factors(rows, op), splits).view(x.shape)
-    return _Reduced(result=gather_rows(call, piece, splits).view(x.shape), factor=factor)
+    return gather_rows(call, piece, splits).view(x.shape), factor

@@ -1,9 +1,8 @@
 """Streams through memory that the ranks of one host share: a ring for each pair and direction.
 
-The sender copies into the ring and counts what it wrote, the receiver copies out and counts what it
-read, each in a word of its own, so neither waits for a lock. Long data travels in pieces, of which
-one is read while the next is written. Who waits sleeps on a bell of its own, which is rung only
-while it sleeps.
+The sender counts what it wrote, the receiver what it read, each in a word of its own, so neither
+waits for a lock. Long data travels in pieces, of which one is read while the next is written. Who
+waits sleeps on a bell of its own, which is rung only while it sleeps.
 
 Invariant: a count is stored after the bytes that it counts (see `Region`); rings never grow, so the
 memory of a group is bounded whatever is sent: 1 MiB for two ranks, at most 8 for up to 45.

@@ -1,9 +1,7 @@
 """Do all ranks make the same call? What their signatures say, as pure functions of them.
 
 Every rank sees every head, so all find the same: go on, ask who can join a backward in which some
-are, or raise the same error. The texts for the error are exchanged only then.
-
-    comparison = compare([SignatureWords.unpack(head) for head in heads], own)
+are, or raise the same error, whose texts are exchanged only then.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,7 @@
 """Backwards that a rank still owes the others: what lets an unused output not deadlock a group.
 
-A rank whose loss does not use the output of a collective never runs that collective's backward,
-while its peers wait for it there. Once its graph is gone nobody will ever run it, so it can be run
-with a gradient of zeros, which is what an output that nobody uses has.
+A rank whose loss does not use the output of a collective never runs its backward, in which its
+peers wait. Once its graph is gone it can take part with zeros, the gradient of what nobody uses.
 
 Invariant: zeros are given only for a graph that was dropped untouched. A graph that still lives may
 be differentiated later; one of which a part ran, or one that lived when a backward of this rank

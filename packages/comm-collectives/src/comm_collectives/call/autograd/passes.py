@@ -39,13 +39,8 @@ class Origin:
     @classmethod
     def of(cls, call: Call) -> "Origin":
         """Remember a call for its backward."""
-        return cls(
-            state=call.state,
-            name=call.name,
-            number=call.number,
-            site=call.site,
-            timeout_s=call.timeout_s,
-        )
+        number, site, timeout_s = call.number, call.site, call.timeout_s
+        return cls(state=call.state, name=call.name, number=number, site=site, timeout_s=timeout_s)
 
     def owe(self, serve: Callable[[Any], None]) -> None:
         """Note that this rank owes the backward; `serve` takes part in it with zeros."""

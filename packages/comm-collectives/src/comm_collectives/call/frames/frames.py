@@ -1,9 +1,8 @@
 """The engine under every call on the host: each rank sends each other one a frame, and gets theirs.
 
 A step of a call is `offer`, which sends this rank's frames and returns the heads of all others, and
-then `receive` (the heads agree: payloads go where they belong), or `drop` (they do not). Since
-every rank sends a head to every other one in every step, a step ends well on a rank only if all
-ranks made it, and ranks in different calls all see the same heads.
+then `receive` (the heads agree: payloads go where they belong), or `drop` (they do not). So a step
+ends well on a rank only if all made it, and ranks in different calls all see the same heads.
 
 Invariants: a rank that leaves a call by an error of its own says so (`fail`), and the others get
 that word in the same call, however late they come. What still comes of calls up to `settled` is
@@ -28,17 +27,11 @@ _LOOK_S = 0.5  # how often a waiting rank looks whether its peers are still ther
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cargo:
-    """What goes to each rank, by rank.
+    """What goes to each rank, by rank."""
 
-    Attributes:
-        parts: what it alone is told.
-        payloads: memory that is unchanged until `receive` returns.
-        apart: bytes that travel elsewhere, announced only.
-    """
-
-    parts: Sequence[bytes] | None = None
-    payloads: Sequence[memoryview] | None = None
-    apart: Sequence[int] | None = None
+    parts: Sequence[bytes] | None = None  # what it alone is told
+    payloads: Sequence[memoryview] | None = None  # unchanged until `receive` returns
+    apart: Sequence[int] | None = None  # bytes that travel elsewhere, announced only
 
 
 class Waiter(Protocol):

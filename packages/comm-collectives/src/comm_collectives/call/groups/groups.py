@@ -33,27 +33,9 @@ from comm_collectives.errors import CommTypeError, CommValueError
 
 @final
 class GroupState:
-    """A process group as this rank sees it. `rank` is inside the group, `ranks` are global.
+    """A process group as this rank sees it. `rank` is inside the group, `ranks` are global."""
 
-    Attributes:
-        lock: held by the thread that is in a call; calls of one group run one after another.
-        frames: over which calls on the host go; None before the first one.
-        may_share_memory: whether it is worth asking if all ranks are on one host.
-        openings: how often frames were opened.
-        asks_for_memory: the ranks have yet to find out if they share memory.
-        last_call: the number of the last call.
-        policy: when they do.
-        pending: backwards that this rank owes.
-        history: the calls since the last comparison, where not every call is compared.
-        worker: the thread of its asynchronous calls, once there was one.
-        responder: the thread that takes part in backwards whose graph is gone.
-        given_up: transfers that failed while the backend may still use their buffers.
-        failed_calls: the calls in which this rank failed.
-        channels: what this rank and a peer send each other apart from the calls, by peer.
-        observers: told of each all-to-all: the call's name and the bytes for each rank.
-    """
-
-    may_share_memory = True
+    may_share_memory = True  # whether it is worth asking if all ranks are on one host
 
     def __init__(
         self,
@@ -71,18 +53,19 @@ class GroupState:
         self.transport = transport
         self.backend_of = backend_of
         self.scratch = ScratchPool()
-        self.lock = threading.RLock()
-        self.frames: Frames | None = None
-        self.openings = 0
-        self.asks_for_memory = False
+        self.lock = threading.RLock()  # held by the thread that is in a call
+        self.frames: Frames | None = None  # of calls on the host; None before the first one
+        self.openings = 0  # how often frames were opened
+        self.asks_for_memory = False  # the ranks have yet to find out if they share memory
         self.policy = AgreementPolicy()
-        self.pending = PendingBackwards()
-        self.history = History()
+        self.pending = PendingBackwards()  # that this rank owes
+        self.history = History()  # the calls since the last comparison, where not all are compared
         self.worker: Any = None  # a handles.Worker, which is made on top of this
         self.channels: dict[int, Any] = {}  # of channel.Channel, likewise
-        self.responder: threading.Thread | None = None
-        self.given_up: list[object] = []
-        self.failed_calls: list[int] = []
+        self.responder: threading.Thread | None = None  # for backwards whose graph is gone
+        self.given_up: list[object] = []  # failed transfers whose buffers may still be in use
+        self.failed_calls: list[int] = []  # in which this rank failed
+        # Told of each all-to-all: the call's name and the bytes for each rank.
         self.observers: list[Callable[[str, Sequence[int]], None]] = []
         self.last_call = 0
         self._transfers: dict[tuple[int, int], Iterator[int]] = defaultdict(lambda: count(1))

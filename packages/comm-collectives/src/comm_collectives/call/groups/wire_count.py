@@ -1,8 +1,7 @@
-"""Count the bytes that this rank hands to its group's backend: what a plan promised, measured.
+"""Count the bytes that this rank sends in all-to-all exchanges: what a plan promised, measured.
 
-Counted are all-to-all exchanges (`all_to_all`, `dispatch`, `combine` and their backwards), where
-their buffers and splits go to the backend, so padding, metadata and everything else that travels
-with rows is in the figures. Meetings, which compare calls and carry counts, are not.
+Padding and everything else that travels with rows is in the figures, unlike what calls compare and
+the counts of rows. Backwards are counted under names of their own.
 
     with count_wire_bytes(group) as counted:
         sent = dispatch(x, topk_idx, topk_weights, num_experts=64, group=group)
@@ -10,7 +9,7 @@ with rows is in the figures. Meetings, which compare calls and carry counts, are
     counted.num_wire_bytes             # without what this rank keeps for itself
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import final
 
@@ -19,21 +18,16 @@ from comm_collectives.call.groups.groups import Group, group_state
 
 @final
 class WireBytes:
-    """Bytes sent by this rank since counting began."""
+    """Bytes sent by this rank to each of the group since counting began, by name of the call."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
-        self._by_call: dict[str, list[int]] = {}
-
-    @property
-    def by_call(self) -> Mapping[str, tuple[int, ...]]:
-        """Bytes to each rank of the group, by name of the call ("dispatch (backward)" ...)."""
-        return {name: tuple(sent) for name, sent in self._by_call.items()}
+        self.by_call: dict[str, tuple[int, ...]] = {}
 
     @property
     def by_rank(self) -> tuple[int, ...]:
         """Bytes to each rank of the group, all calls together."""
-        columns = zip(*self._by_call.values(), strict=True)
+        columns = zip(*self.by_call.values(), strict=True)
         return tuple(sum(column) for column in columns) or (0,) * self._size
 
     @property
@@ -43,9 +37,8 @@ class WireBytes:
 
     def add(self, name: str, sent: Sequence[int]) -> None:
         """Count one exchange: bytes to each rank."""
-        total = self._by_call.setdefault(name, [0] * self._size)
-        for rank, count in enumerate(sent):
-            total[rank] += count
+        known = self.by_call.get(name, (0,) * self._size)
+        self.by_call[name] = tuple(map(sum, zip(known, sent, strict=True)))
 
 
 @contextmanager
