@@ -33,7 +33,7 @@ _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sq")  # token of the listener, rank that connects
 _FIRST_PAUSE_S = 0.001  # between two looks into the store, doubled up to
 _LONGEST_PAUSE_S = 0.05
-_ASK_S = 0.5
+_ASK_S = 0.5  # between two looks whether a peer that has not connected has ended
 _INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR
 _GONE = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 _REMEDY = (
@@ -71,7 +71,6 @@ class SocketStreams(Streams):
         self._addresses: dict[int, str] = {}
         self._pause_s = _FIRST_PAUSE_S
         self._gone: set[int] = set()
-        self._is_closed = False
         if rank < size - 1:
             self._listen()
         _OPEN.add(self)
@@ -118,26 +117,36 @@ class SocketStreams(Streams):
                 poll.register(connection, mask | _GONE)
         wanted = {*receiving, *sending} - self._sockets.keys() - self._gone
         if wanted:
-            self._ask(wanted)
-            for connection in self._unnamed:
-                poll.register(connection, select.POLLIN)
-            for connection in self._connecting.values():
-                poll.register(connection, select.POLLOUT)
-            if self._listener is not None and max(wanted) > self.rank:
-                poll.register(self._listener, select.POLLIN)
-            if wanted - self._connecting.keys() and min(wanted) < self.rank:
-                timeout_s = min(timeout_s, self._pause_s)  # an address is awaited
-                self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+            timeout_s = min(timeout_s, self._await(wanted, poll))
         ended = {fd for fd, event in poll.poll(1000 * timeout_s) if event & _GONE}
         if ended:
             found = {peer for peer, one in self._sockets.items() if one.fileno() in ended}
             self._gone |= found
 
-    def _ask(self, peers: Collection[int]) -> None:
-        """Look, at most once in a while, whether peers that have not connected have ended."""
-        if self._has_lost is not None and time.monotonic() >= self._asks_at_s:
-            self._asks_at_s = time.monotonic() + _ASK_S
-            self._gone.update([peer for peer in peers if self._has_lost(peer)])
+    def _await(self, wanted: set[int], poll: "select.poll") -> float:
+        """Register what connects peers that are not connected yet; return how long to wait."""
+        if self._lose(wanted):
+            return 0.0
+        for connection in self._unnamed:
+            poll.register(connection, select.POLLIN)
+        for connection in self._connecting.values():
+            poll.register(connection, select.POLLOUT)
+        if self._listener is not None and max(wanted) > self.rank:
+            poll.register(self._listener, select.POLLIN)
+        if not wanted - self._connecting.keys() or min(wanted) > self.rank:
+            return _ASK_S
+        pause_s = self._pause_s  # an address is awaited
+        self._pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return pause_s
+
+    def _lose(self, peers: Collection[int]) -> bool:
+        """Look, at most once in a while, whether some of these, not connected yet, have ended."""
+        if not peers or self._has_lost is None or time.monotonic() < self._asks_at_s:
+            return False
+        self._asks_at_s = time.monotonic() + _ASK_S
+        lost = [peer for peer in peers if self._has_lost(peer)]
+        self._gone.update(lost)
+        return bool(lost)
 
     def gone(self) -> tuple[int, ...]:
         """See Streams."""
@@ -145,7 +154,6 @@ class SocketStreams(Streams):
 
     def close(self) -> None:
         """See Streams."""
-        self._is_closed = True
         self._gone.update(range(self.size))
         self.forget()
 
@@ -182,8 +190,7 @@ class SocketStreams(Streams):
             others = [peer for peer in range(self.size) if peer != self.rank]
             for _ in range(round(_ASK_S / POLL_S)):
                 self._asks_at_s = 0.0
-                self._ask(others)
-                if self._gone:
+                if self._lose(others):
                     return False
                 time.sleep(POLL_S)
             raise PeerFailedError(
