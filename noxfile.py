@@ -33,6 +33,7 @@ from workspace import Package, read_packages  # noqa: E402 - the path is set jus
 PACKAGES = read_packages(ROOT)
 REPORTS = ROOT / ".nox" / "reports"
 OLDEST_TORCH = "2.11"
+HELPERS = ("ranktest", "devicetest")  # of tests, in testing/; they are not published
 # The sessions whose tests are added up, in the order in which they run.
 TESTED = ("lint", *(p.name for p in PACKAGES), "seams", "end_to_end")
 
@@ -49,11 +50,12 @@ def lint(session: nox.Session) -> None:
     """Style, types, layers, budgets, workflows, claims; and the tests of these gates."""
     workflows = sorted(str(f.relative_to(ROOT)) for f in ROOT.glob(".github/workflows/*.yml"))
     sources = [f"packages/{p.folder.name}/src" for p in PACKAGES]
+    sources += [f"testing/{name}/src" for name in HELPERS]
     with tempfile.TemporaryDirectory(prefix="wheels-") as wheels:
         checks: dict[str, tuple[str, ...]] = {
             "ruff check": ("ruff", "check", "."),
             "ruff format": ("ruff", "format", "--check", "."),
-            "mypy": ("mypy", *sources, "testing/ranktest/src", "scripts", "noxfile.py"),
+            "mypy": ("mypy", *sources, "scripts", "noxfile.py"),
             "import-linter": ("lint-imports", "--no-cache"),
             "zizmor": ("zizmor", "--offline", "--no-progress", *workflows),
             "check-jsonschema": (
@@ -161,10 +163,11 @@ def _install(session: nox.Session, package: Package, tree: Path, torch: str | No
     locked = tomllib.loads(pylock.read_text()).get("packages", [])
     has_torch = any(p["name"] == "torch" for p in locked)
     tools = tree / "pylock.tools.toml"
-    # ranktest needs torch; a package that does without torch is tested without it.
-    _export(session, tools, "--only-group", "test", "--prune", "ranktest")
+    # Test helpers need torch; a package that does without torch is tested without them.
+    pruned = [word for name in HELPERS for word in ("--prune", name)]
+    _export(session, tools, "--only-group", "test", *pruned)
     wheels = tree / "wheels"
-    built = [package.name, *package.siblings, *(["ranktest"] if has_torch else [])]
+    built = [package.name, *package.siblings, *(HELPERS if has_torch else ())]
     for name in built:
         command = ("uv", "build", "--quiet", "--wheel", "--package", name, "-o", str(wheels))
         session.run_install(*command, external=True, log=False)

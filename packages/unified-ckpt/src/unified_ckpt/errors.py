@@ -61,6 +61,10 @@ class KeptFilesWarning(UserWarning):
     """A checkpoint was replaced that held files of others; the new one holds them as well."""
 
 
+class UnpinnedMemoryWarning(UserWarning):
+    """Host memory could not be page-locked; copies between it and devices stop the host."""
+
+
 def check_type(name: str, value: object, *kinds: type[Any]) -> None:
     """Raise CheckpointTypeError if an argument is none of these kinds."""
     if not isinstance(value, kinds):

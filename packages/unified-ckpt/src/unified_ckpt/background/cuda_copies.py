@@ -1,7 +1,7 @@
-"""Copies from a CUDA device into pinned staging memory, on a stream of their own.
+"""Copies from CUDA devices into pinned staging memory, on streams of their own.
 
-The stream waits for what the trainer's stream had done when the snapshot began, and the trainer's
-stream waits for the copies only when the tensors are about to change.
+The streams wait for what the trainer's streams had done when the snapshot began, and the trainer's
+streams wait for the copies only when the tensors are about to change.
 
     copies.start()
     copies.issue(chunk, sources, views)
@@ -13,19 +13,20 @@ from collections.abc import Callable, Sequence
 import torch
 
 from unified_ckpt.background.offload_plan import ByteSlice
-from unified_ckpt.geometry.tensors import bits_of
+from unified_ckpt.devices import Lane, Placed, is_plain_device_memory
+from unified_ckpt.errors import SaveError
 
 
 class DeviceCopies:
-    """The device's part of one snapshot after the other; makes no stream without device tensors."""
+    """The devices' part of one snapshot after the other; makes no stream without device tensors."""
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._begun: set[torch.device] = set()
+        self._lanes: dict[torch.device, Lane] = {}
 
     def start(self) -> None:
         """Begin a snapshot."""
-        self._begun = set()
+        for lane in self._lanes.values():
+            lane.begin()
 
     def issue(
         self,
@@ -33,26 +34,30 @@ class DeviceCopies:
         sources: Sequence[torch.Tensor],
         views: Sequence[torch.Tensor],
     ) -> None:
-        """Enqueue the copies of the device tensors among the slices."""
+        """Enqueue the copies of the device tensors among the slices; all views are of one memory."""
+        placed: dict[torch.device, list[Placed]] = {}
         for index, begin, end in chunk:
-            source = sources[index].detach()
-            if source.device.type == "cpu":
+            source, view = sources[index].detach(), views[index]
+            if source.is_cpu:
                 continue
-            with torch.no_grad(), torch.cuda.stream(self._stream(source.device)):
-                if is_plain_device_memory(source):
-                    target = _bytes(views[index])[begin:end]
-                    target.copy_(_bytes(source)[begin:end], non_blocking=True)
-                else:
-                    bits_of(views[index]).copy_(bits_of(source), non_blocking=True)
+            if not source.is_cuda:
+                raise SaveError(f"a tensor on {source.device}: only CPU and CUDA can be staged")
+            if is_plain_device_memory(source):
+                source = source.reshape(-1).view(torch.uint8)[begin:end]
+            first = view.storage_offset() * view.element_size() + begin
+            placed.setdefault(source.device, []).append(Placed(source, first))
+        if not placed:
+            return
+        memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        memory.set_(views[chunk[0].item].untyped_storage())
+        for device, of_device in placed.items():
+            if device not in self._lanes:
+                self._lanes[device] = Lane(device)
+            self._lanes[device].fetch(memory, of_device)
 
     def finish(self) -> Callable[[], None] | None:
         """Let the current streams wait for the copies; return what waits for them here."""
-        events = []
-        for device in self._begun:
-            event = torch.cuda.Event()
-            event.record(self._streams[device])
-            torch.cuda.current_stream(device).wait_event(event)
-            events.append(event)
+        events = [event for lane in self._lanes.values() if (event := lane.join()) is not None]
         if not events:
             return None
 
@@ -61,22 +66,3 @@ class DeviceCopies:
                 event.synchronize()
 
         return wait
-
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        stream = self._streams[device]
-        if device not in self._begun:
-            self._begun.add(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
-        return stream
-
-
-def is_plain_device_memory(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's row-major values are its device memory as it lies there."""
-    plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-    return tensor.device.type != "cpu" and plain
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)

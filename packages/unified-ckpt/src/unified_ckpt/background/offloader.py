@@ -19,8 +19,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from unified_ckpt.background.cuda_copies import DeviceCopies, is_plain_device_memory
+from unified_ckpt.background.cuda_copies import DeviceCopies
 from unified_ckpt.background.offload_plan import ByteSlice, OffloadPlan, plan_offload
+from unified_ckpt.devices import is_plain_device_memory
 from unified_ckpt.errors import SaveError
 from unified_ckpt.geometry.tensors import bits_of, is_plain_memory
 from unified_ckpt.snapshots import StagingLayout

@@ -17,6 +17,7 @@ from operator import itemgetter
 
 import torch
 
+from unified_ckpt.devices import Sender
 from unified_ckpt.errors import CorruptCheckpointError, LoadError
 from unified_ckpt.files import BATCH_BYTES, PositionedFile, read_at, read_runs
 from unified_ckpt.files.checksums import Checksums, PendingSum, crc32, crc_of_file, crc_of_runs
@@ -58,6 +59,7 @@ class Reader(AbstractContextManager["Reader"]):
         self.touched = verify and touched
         self._stack = ExitStack()
         self.sums = self._stack.enter_context(Checksums())
+        self.sender = self._stack.enter_context(Sender())
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self.num_bytes = 0
         self.verified_bytes = 0
@@ -135,6 +137,9 @@ class _FileReader:
         if box.dtype == stored_dtype and is_plain_memory(box):
             self._read_direct(read.region, byte_view(box), destination.key)
             return
+        if box.dtype == stored_dtype and box.is_cuda:
+            self._read_for_device(read.region, box, destination.key)
+            return
         self._flush()
         memory = self._owner.scratch(read.region.num_bytes)
         self._fill(read.region, byte_view(memory), destination.key)
@@ -145,9 +150,19 @@ class _FileReader:
             self._convert(typed, box, destination.key)
         self._check_pending()  # the scratch memory is used again
 
+    def _read_for_device(self, region: Region, box: torch.Tensor, key: str) -> None:
+        """Read into pinned memory, which is sent when a block of it is full, or the file ends."""
+        buffer = self._owner.sender.place(box)
+        while buffer is None:
+            self._flush()
+            self._owner.sender.send()
+            buffer = self._owner.sender.place(box)
+        self._read_direct(region, buffer, key)
+
     def finish(self) -> None:
         """Do and check what is still open."""
         self._flush()
+        self._owner.sender.send()
         self._check_pending()
         for piece, crc, key in self._pieces.partly_read():
             self._owner.num_bytes += piece.num_bytes

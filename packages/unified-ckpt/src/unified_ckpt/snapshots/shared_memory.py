@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
+from unified_ckpt.devices import pin, unpin
 from unified_ckpt.errors import SaveError
 from unified_ckpt.geometry import round_up
-from unified_ckpt.snapshots.cuda_pinning import pin, unpin
 
 _RESERVE_BYTES = 64 * 1024 * 1024  # left to everything else on the machine
 
@@ -55,10 +55,9 @@ class SharedMemory:
             raise
 
     def pin(self) -> None:
-        """Lock the pages and let CUDA know, once; `close` undoes it."""
+        """Lock the pages and let CUDA know, once, if it can; `close` undoes it."""
         if not self._pinned:
-            pin(self.tensor)
-            self._pinned = True
+            self._pinned = pin(self.tensor)
 
     def close(self) -> None:
         """Close the descriptor; the bytes go when no tensor views them in any process."""

@@ -11,9 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.two_tensor import TwoTensor
 
 from ranktest import run_ranks
 from unified_ckpt import load, read_index, save, verify_checkpoint
+from unified_ckpt.errors import SaveArgumentError
 from unified_ckpt.geometry.layouts.dtensor import dtensor_shards
 from unified_ckpt.geometry.tensors.memory import narrow_box
 
@@ -162,3 +164,53 @@ def test_fsdp_states_move_between_meshes_and_to_one_rank(tmp_path: Path) -> None
     train(plain, reference, 1)
     for mine, theirs in zip(fresh.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(mine, theirs, atol=1e-5)
+
+
+def test_local_tensors_that_are_made_of_others_are_right_under_another_layout(
+    tmp_path: Path,
+) -> None:
+    a, b = torch.arange(24.0).view(6, 4), torch.arange(24.0).view(6, 4) * -1
+
+    def fn(rank: int, world_size: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+
+        def distributed(scale: float, dim: int) -> DTensor:
+            halves = [(t * scale).chunk(2, dim)[rank].contiguous() for t in (a, b)]
+            return DTensor.from_local(TwoTensor(*halves), mesh, [Shard(dim)], run_check=False)
+
+        save({"model": {"w": distributed(1, 0)}}, checkpoint_id=tmp_path / "c")
+        back = distributed(0, 1)
+        load({"model": {"w": back}}, checkpoint_id=tmp_path / "c")
+        for found, want in ((back.to_local().a, a), (back.to_local().b, b)):
+            assert torch.equal(found, want.chunk(2, 1)[rank])
+
+    run_ranks(fn, 2)
+    assert set(read_index(tmp_path / "c")) == {"w.a", "w.b"}
+
+
+def test_local_tensors_with_parts_of_another_shape_are_refused_by_name(tmp_path: Path) -> None:
+    class Scaled(torch.Tensor):
+        @staticmethod
+        def __new__(cls, data, scale):
+            return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=data.dtype)
+
+        def __init__(self, data, scale):
+            self.data_, self.scale = data, scale
+
+        def __tensor_flatten__(self):
+            return ["data_", "scale"], None
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            return args[0]
+
+    def fn(rank: int, world_size: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        local = Scaled(torch.zeros(2, 4), torch.ones(2))
+        w = DTensor.from_local(
+            local, mesh, [Shard(0)], run_check=False, shape=torch.Size([4, 4]), stride=(4, 1)
+        )
+        with pytest.raises(SaveArgumentError, match=r"'w': .* Scaled .* 'scale' of shape \(2,\)"):
+            save({"model": {"w": w}}, checkpoint_id=tmp_path / "c")
+
+    run_ranks(fn, 2)

@@ -9,13 +9,14 @@ of each, so that a rank may hold several runs, hence several boxes.
 
 import itertools
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
 
-from unified_ckpt.errors import CheckpointValueError
+from unified_ckpt.errors import CheckpointTypeError, CheckpointValueError
 from unified_ckpt.geometry import Shape, Shard, chunk_range
-from unified_ckpt.geometry.tensors import narrow_box
+from unified_ckpt.geometry.tensors import is_wrapper, narrow_box
 
 if TYPE_CHECKING:  # importing it takes longer than many a save
     from torch.distributed.tensor import DTensor
@@ -31,11 +32,46 @@ def is_dtensor(value: object) -> "TypeGuard[DTensor]":
 
 
 def dtensor_shards(key: str, tensor: "DTensor") -> list[Shard]:
-    """Return this rank's boxes of a DTensor as views of its local tensor; none off its mesh."""
+    """Return this rank's boxes of a DTensor as views of its local tensor; none off its mesh.
+
+    A local tensor that is made of others (weights that are cast to float8, quantized ones) is those
+    others, `KEY.NAME` each, which must be shaped as it is: else nothing says which part they are.
+    """
     place = tensor.device_mesh.get_coordinate()
     if place is None:
         return []
     local = tensor.to_local().detach()
+    if not is_wrapper(local):
+        return _local_shards(key, tensor, place, local)
+    return [
+        shard
+        for name, inner in _inner_tensors(key, local)
+        for shard in _local_shards(name, tensor, place, inner)
+    ]
+
+
+def _inner_tensors(key: str, local: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Return what a tensor is made of, by key, down to plain tensors."""
+    waited = getattr(local, "wait", None)
+    if waited is not None:  # AsyncCollectiveTensor: a plain tensor that is not there yet
+        return [(key, waited())]
+    found: list[tuple[str, torch.Tensor]] = []
+    for name in local.__tensor_flatten__()[0]:  # type: ignore[operator]
+        inner, place = getattr(local, name), f"{key}.{name}"
+        if inner.shape != local.shape:
+            raise CheckpointTypeError(
+                f"{key!r}: a DTensor whose local tensor is a {type(local).__name__} of shape "
+                f"{tuple(local.shape)}, which has {name!r} of shape {tuple(inner.shape)}; which "
+                "part of a stored tensor that is, nothing says. Convert it to a plain tensor, or "
+                "keep such parameters whole on each rank"
+            )
+        found += _inner_tensors(place, inner) if is_wrapper(inner) else [(place, inner)]
+    return found
+
+
+def _local_shards(
+    key: str, tensor: "DTensor", place: Sequence[int], local: torch.Tensor
+) -> list[Shard]:
     runs_of_dim: list[Runs] = [[(0, n)] for n in tensor.shape]
     for axis, placement in enumerate(tensor.placements):
         if placement.is_partial():

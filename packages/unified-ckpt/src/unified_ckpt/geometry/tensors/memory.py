@@ -13,15 +13,15 @@ from unified_ckpt.errors import CheckpointValueError
 _BYTE = ctypes.c_ubyte
 
 
-def byte_view(tensor: torch.Tensor) -> memoryview:
-    """Return the writable bytes of a contiguous CPU tensor; the view keeps the tensor alive."""
+def byte_view(tensor: torch.Tensor, *, owner: object = None) -> memoryview:
+    """Return the writable bytes of a contiguous CPU tensor; it, and the owner, live as long."""
     if not tensor.is_cpu or not tensor.is_contiguous():
         raise CheckpointValueError(f"no contiguous CPU tensor: {tensor.device}, {tensor.stride()}")
     num_bytes = tensor.nbytes
     if num_bytes == 0:
         return memoryview(b"")
     array = (_BYTE * num_bytes).from_address(tensor.data_ptr())
-    array.owner = tensor  # type: ignore[attr-defined]
+    array.owner = tensor, owner  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
 
 

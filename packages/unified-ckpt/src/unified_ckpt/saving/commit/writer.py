@@ -1,6 +1,7 @@
 """Write one rank's share of a save plan: its byte ranges, checksummed while they are written.
 
-Memory is bounded: what is not plain CPU memory is staged piece by piece.
+Memory is bounded: what is not plain CPU memory is staged piece by piece, that of devices while
+earlier pieces are summed and written.
 
     sums = write_share(plan, shards, rank=0, folder=staging)
 """
@@ -9,6 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from unified_ckpt.devices import Fetcher
 from unified_ckpt.files import Buffer
 from unified_ckpt.files.checksums import (
     CHUNK_BYTES,
@@ -42,11 +46,21 @@ def write_share(
         the CRC-32 of what it wrote, as `sums_to_text`: the header if it owns the file, then its
         pieces in the plan's order, of a contiguous piece each chunk's.
     """
+    if not any(shard.tensor.is_cuda for shards in parts.values() for shard in shards):
 
-    def bytes_of(file: FilePlan, piece: Piece) -> memoryview:
-        return _piece_bytes(piece, parts[file.part][piece.shard_index])
+        def bytes_of(file: FilePlan, piece: Piece) -> memoryview:
+            return _piece_bytes(piece, parts[file.part][piece.shard_index])
 
-    return write_pieces(plan, bytes_of, rank=rank, folder=folder)
+        return write_pieces(plan, bytes_of, rank=rank, folder=folder)
+    mine = (
+        _piece_box(piece, parts[file.part][piece.shard_index])
+        for file in plan.files
+        for piece in file.pieces
+        if piece.rank == rank
+    )
+    with Fetcher() as fetcher:
+        in_order = fetcher.bytes_of(mine)
+        return write_pieces(plan, lambda *_: next(in_order), rank=rank, folder=folder)
 
 
 def write_pieces(
@@ -56,7 +70,10 @@ def write_pieces(
     rank: int,
     folder: Path | Location,
 ) -> list[Any]:
-    """As `write_share`, with a function that makes a piece's row-major bytes when it is written."""
+    """As `write_share`, with a function that makes a piece's row-major bytes when it is written.
+
+    It is called once for each piece of this rank, in the plan's order.
+    """
     sink = sink_of(folder)
     with Checksums() as sums:
         pending = [_write_file(file, bytes_of, rank, sink, sums) for file in plan.files]
@@ -149,8 +166,11 @@ def _piece_bytes(piece: Piece, shard: Shard) -> memoryview:
     tensor = shard.tensor
     if piece.shape == shard.box.local_shape and is_plain_memory(tensor):
         return byte_view(tensor)  # by far the most; the rest of this function costs more
-    box = narrow_box(tensor.detach(), piece.offset, piece.shape)
-    return byte_view(bits_of(contiguous_on_cpu(box)))
+    return byte_view(bits_of(contiguous_on_cpu(_piece_box(piece, shard))))
+
+
+def _piece_box(piece: Piece, shard: Shard) -> torch.Tensor:
+    return narrow_box(shard.tensor.detach(), piece.offset, piece.shape)
 
 
 def _runs(region: Region, buffer: memoryview) -> Iterator[tuple[int, Buffer]]:

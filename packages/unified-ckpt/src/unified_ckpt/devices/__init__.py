@@ -1,0 +1,12 @@
+"""Bytes between devices and host memory: pinned, on streams of their own, never one by one.
+
+May import: geometry.
+"""
+
+from unified_ckpt.devices.fetching import Fetcher as Fetcher
+from unified_ckpt.devices.lane import Lane as Lane
+from unified_ckpt.devices.lane import Placed as Placed
+from unified_ckpt.devices.lane import is_plain_device_memory as is_plain_device_memory
+from unified_ckpt.devices.pinning import pin as pin
+from unified_ckpt.devices.pinning import unpin as unpin
+from unified_ckpt.devices.sending import Sender as Sender

@@ -1,0 +1,14 @@
+"""CUDA devices made of CPU memory: what races, stops the host or mixes devices is found without one.
+
+    from devicetest import fake_cuda
+
+    with fake_cuda(devices=2) as cuda:
+        x = torch.ones(4, device="cuda:1")
+        assert cuda.races == [] and cuda.syncs == []
+"""
+
+from devicetest.machine import Machine, Race, Sync
+from devicetest.patching import fake_cuda
+from devicetest.tensors import DeviceTensor
+
+__all__ = ["DeviceTensor", "Machine", "Race", "Sync", "fake_cuda"]

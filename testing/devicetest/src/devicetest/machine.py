@@ -1,0 +1,399 @@
+"""The state of all fake devices: streams with vector clocks, copies that are due, what was found.
+
+A stream's clock says which work of other streams is known to be done before its next operation.
+The host has one clock a thread. A copy that nobody has waited for is *due*: it runs as late as it
+may, when a clock of the host reaches it or an operation touches the same device memory.
+
+    machine = Machine(devices=1)
+    side = machine.stream(0)
+    side.wait_stream(machine.current_stream(0))
+"""
+
+import contextlib
+import itertools
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+Clock = dict[int, int]
+_HIDDEN = (
+    os.path.dirname(__file__),
+    os.path.dirname(torch.__file__),
+    str(threading.__file__),
+    str(contextlib.__file__),
+)
+
+
+class Access(NamedTuple):
+    """One use of device memory: when, in the time of its stream, and by which line."""
+
+    stream: int
+    time: int
+    where: str
+
+
+class Race(NamedTuple):
+    """Two uses of one memory that nothing orders, by kind, with both places."""
+
+    kind: str
+    first: str
+    second: str
+
+
+class Sync(NamedTuple):
+    """A line that stopped the host until a device was done."""
+
+    kind: str
+    where: str
+
+
+@dataclass(slots=True)
+class DeviceMemory:
+    """What happened to one storage since it was allocated."""
+
+    index: int
+    num_bytes: int
+    birth: "Stream"
+    write: Access | None = None
+    reads: dict[int, Access] = field(default_factory=dict)
+    recorded: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """A copy that has not happened: `memory` is the key of the device memory that it fills."""
+
+    number: int
+    stream: int
+    time: int
+    memory: int | None
+    run: Callable[[], None]
+
+
+class Event:
+    """As `torch.cuda.Event`."""
+
+    def __init__(self, machine: "Machine", *, blocking: bool = False) -> None:
+        self._machine = machine
+        self.blocking = blocking
+        self.clock: Clock | None = None
+
+    def record(self, stream: "Stream | None" = None) -> None:
+        """Remember what the stream will have done by now."""
+        stream = stream or self._machine.current_stream()
+        stream.tick()
+        self.clock = dict(stream.clock)
+
+    def wait(self, stream: "Stream | None" = None) -> None:
+        """Let a stream wait."""
+        (stream or self._machine.current_stream()).wait_event(self)
+
+    def query(self) -> bool:
+        """Whether it has come to pass; the host may rely on it."""
+        self._machine.host_waits(self.clock or {})
+        return True
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+        kind = "event.synchronize" if self.blocking else "event.synchronize (spinning)"
+        self._machine.note_sync(kind)
+        self._machine.host_waits(self.clock or {})
+
+    def elapsed_time(self, other: "Event") -> float:
+        """Return some milliseconds; time is not modelled."""
+        return 1.0
+
+
+class Stream:
+    """As `torch.cuda.Stream`."""
+
+    def __init__(self, machine: "Machine", index: int) -> None:
+        self._machine = machine
+        self.device = torch.device("cuda", index)
+        self.device_index = index
+        self.id = self.stream_id = self.cuda_stream = next(machine.numbers)
+        self.clock: Clock = {}
+
+    def tick(self) -> int:
+        """Begin an operation: what the host has waited for came before it."""
+        _merge(self.clock, self._machine.host_clock())
+        self.clock[self.id] = self.clock.get(self.id, 0) + 1
+        return self.clock[self.id]
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Record an event here."""
+        event = event or Event(self._machine)
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        """Do nothing more before an event has come to pass."""
+        if event.clock is None:
+            self._machine.problems.append(f"wait for an event never recorded: {where()}")
+        _merge(self.clock, event.clock or {})
+
+    def wait_stream(self, other: "Stream") -> None:
+        """Do nothing more before another stream has done what it has now."""
+        self.wait_event(other.record_event())
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+        self._machine.note_sync("stream.synchronize")
+        self._machine.host_waits(self.clock)
+
+    def query(self) -> bool:
+        """Whether all is done; the host may rely on it."""
+        self._machine.host_waits(self.clock)
+        return True
+
+    def __enter__(self) -> "Stream":
+        self._machine.stack().append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._machine.stack().pop()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.id == self.id
+
+    def __hash__(self) -> int:
+        return self.id
+
+
+class Machine:
+    """All devices of one `fake_cuda` block, and what was found on them.
+
+    Attributes:
+        races: uses of device memory that nothing orders.
+        syncs: what stopped the host.
+        problems: other mistakes, one line each.
+        counts: operations and copies by name.
+        fail_page_locks: error code with which pinning fails; 0 lets it work.
+    """
+
+    def __init__(self, *, devices: int) -> None:
+        self.races: list[Race] = []
+        self.syncs: list[Sync] = []
+        self.problems: list[str] = []
+        self.counts: dict[str, int] = {}
+        self.fail_page_locks = 0
+        self.numbers = itertools.count(1)
+        self.num_devices = devices
+        self.allocated = [0] * devices
+        self.peak = [0] * devices
+        self._default = [Stream(self, index) for index in range(devices)]
+        self._here = threading.local()
+        self._lock = threading.RLock()
+        self._due: list[_Due] = []
+        self._memories: dict[int, DeviceMemory] = {}
+        self._pinned: dict[int, int] = {}  # first address -> bytes
+
+    def forget(self) -> None:
+        """Forget what was found, not what is under way."""
+        self.races.clear()
+        self.syncs.clear()
+        self.problems.clear()
+        self.counts.clear()
+
+    # ------------------------------------------------------------------ streams and the host
+
+    def stream(self, device: Any = None, priority: int = 0) -> Stream:
+        """Make a stream."""
+        return Stream(self, self.index_of(device))
+
+    def index_of(self, device: Any) -> int:
+        """Return the number of a device; that of the thread's current one for None."""
+        if isinstance(device, int):
+            return device
+        index = None if device is None else torch.device(device).index
+        return self.current_device() if index is None else index
+
+    def stack(self) -> list[Stream]:
+        """Return the streams that this thread has made current, the last one in force."""
+        if not hasattr(self._here, "stack"):
+            self._here.stack, self._here.device = [], 0
+        stack: list[Stream] = self._here.stack
+        return stack
+
+    def current_device(self) -> int:
+        """Return this thread's current device."""
+        stack = self.stack()
+        return stack[-1].device_index if stack else int(self._here.device)
+
+    def set_device(self, device: Any) -> None:
+        """Change this thread's current device."""
+        self.stack()
+        self._here.device = self.index_of(device)
+
+    def current_stream(self, device: Any = None) -> Stream:
+        """Return this thread's current stream of a device."""
+        index = self.index_of(device)
+        mine = [stream for stream in self.stack() if stream.device_index == index]
+        return mine[-1] if mine else self._default[index]
+
+    def host_clock(self) -> Clock:
+        """Return what this thread has waited for."""
+        if not hasattr(self._here, "clock"):
+            self._here.clock = {}
+        clock: Clock = self._here.clock
+        return clock
+
+    def host_waits(self, clock: Clock) -> None:
+        """Let this thread wait until the streams have come that far."""
+        with self._lock:
+            _merge(self.host_clock(), clock)
+            self._run_due(lambda due: due.time <= clock.get(due.stream, 0))
+
+    def synchronize(self, device: Any = None) -> None:
+        """Wait for every stream, as `torch.cuda.synchronize`."""
+        self.note_sync("cuda.synchronize")
+        with self._lock:
+            for due in self._due:
+                _merge(self.host_clock(), {due.stream: due.time})
+            self._run_due(lambda _: True)
+            for stream in self._default:
+                _merge(self.host_clock(), stream.clock)
+
+    def note_sync(self, kind: str) -> None:
+        """Remember what stops the host."""
+        self.syncs.append(Sync(kind, where()))
+
+    def count(self, name: str) -> None:
+        """Count an operation."""
+        self.counts[name] = self.counts.get(name, 0) + 1
+
+    # ------------------------------------------------------------------ copies that are due
+
+    def defer(self, stream: Stream, run: Callable[[], None], *, fills: torch.Tensor | None) -> None:
+        """Let a copy happen when it must."""
+        key = None if fills is None else _key(fills)
+        with self._lock:
+            time = stream.clock.get(stream.id, 0)
+            self._due.append(_Due(next(self.numbers), stream.id, time, key, run))
+
+    def settle(self, inner: torch.Tensor) -> None:
+        """Let copies happen that fill a memory which is about to be used."""
+        key = _key(inner)
+        with self._lock:
+            last = {due.stream: due.number for due in self._due if due.memory == key}
+            self._run_due(lambda due: due.number <= last.get(due.stream, 0))
+
+    def _run_due(self, chosen: Callable[[_Due], bool]) -> None:
+        now = [due for due in self._due if chosen(due)]
+        self._due = [due for due in self._due if due not in now]
+        for due in sorted(now, key=lambda due: due.number):
+            due.run()
+
+    # ------------------------------------------------------------------ memory
+
+    def born(self, inner: torch.Tensor, index: int) -> None:
+        """Take note of new device memory."""
+        storage, key = inner.untyped_storage(), _key(inner)
+        if key in self._memories:
+            return
+        stream = self.current_stream(index)
+        memory = DeviceMemory(index, storage.nbytes(), stream)
+        memory.write = Access(stream.id, stream.clock.get(stream.id, 0), where())
+        with self._lock:
+            self._memories[key] = memory
+            self.allocated[index] += memory.num_bytes
+            self.peak[index] = max(self.peak[index], self.allocated[index])
+        weakref.finalize(storage, self._freed, key)
+
+    def _freed(self, key: int) -> None:
+        with self._lock:
+            memory = self._memories.pop(key)
+            self.allocated[memory.index] -= memory.num_bytes
+        clock = dict(memory.birth.clock)
+        _merge(clock, self.host_clock())
+        for access in (*memory.reads.values(), *((memory.write,) if memory.write else ())):
+            known = access.stream in memory.recorded or access.stream == memory.birth.id
+            if not known and clock.get(access.stream, 0) < access.time:
+                self.races.append(Race("freed while another stream uses it", access.where, where()))
+
+    def touch(self, inner: torch.Tensor, stream: Stream, *, writes: bool) -> None:
+        """Let a stream's present operation use a memory; find what is not ordered before it."""
+        self.settle(inner)
+        memory = self._memories.get(_key(inner))
+        if memory is None:
+            return
+        here = Access(stream.id, stream.clock.get(stream.id, 0), where())
+        last = memory.write
+        if last is not None and stream.clock.get(last.stream, 0) < last.time:
+            kind = "write after write" if writes else "read after write"
+            self.races.append(Race(kind, last.where, here.where))
+        if not writes:
+            memory.reads[stream.id] = here
+            return
+        for read in memory.reads.values():
+            if stream.clock.get(read.stream, 0) < read.time:
+                self.races.append(Race("write after read", read.where, here.where))
+        memory.write, memory.reads = here, {}
+
+    def record_stream(self, inner: torch.Tensor, stream: Stream) -> None:
+        """As `Tensor.record_stream`."""
+        memory = self._memories.get(_key(inner))
+        if memory is not None:
+            memory.recorded.add(stream.id)
+
+    # ------------------------------------------------------------------ pinned host memory
+
+    def page_lock(self, address: int, num_bytes: int) -> int:
+        """As `cudaHostRegister`; an error stays behind until the thread's next operation."""
+        if self.fail_page_locks:
+            self._here.error = self.fail_page_locks
+            return self.fail_page_locks
+        self._pinned[address] = num_bytes
+        return 0
+
+    def page_unlock(self, address: int) -> int:
+        """As `cudaHostUnregister`."""
+        if self._pinned.pop(address, None) is None:
+            self.problems.append(f"memory is unpinned that was not pinned: {where()}")
+            return 713
+        return 0
+
+    def allocate_pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Pin the memory of a new tensor for as long as it lives."""
+        if self.fail_page_locks:
+            raise RuntimeError(f"CUDA error: page-locking failed with {self.fail_page_locks}")
+        address = tensor.data_ptr()
+        self._pinned[address] = tensor.untyped_storage().nbytes()
+        weakref.finalize(tensor.untyped_storage(), self._pinned.pop, address, None)
+        return tensor
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether host memory is pinned."""
+        address = tensor.data_ptr()
+        return any(begin <= address < begin + size for begin, size in list(self._pinned.items()))
+
+    def raise_left_error(self) -> None:
+        """Raise what a failed call has left behind in this thread, once."""
+        error = getattr(self._here, "error", 0)
+        if error:
+            self._here.error = 0
+            raise RuntimeError(f"CUDA error: code {error}, left behind by an earlier call")
+
+
+def where() -> str:
+    """Return the innermost line that is neither torch's nor this package's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HIDDEN):
+        frame = frame.f_back
+    code = frame.f_code
+    return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} {code.co_name}"
+
+
+def _key(inner: torch.Tensor) -> int:
+    return int(inner.untyped_storage()._cdata)
+
+
+def _merge(into: Clock, other: Clock) -> None:
+    for stream, time in list(other.items()):
+        into[stream] = max(into.get(stream, 0), time)

@@ -1,0 +1,142 @@
+"""The fixture finds what was planted, and finds nothing where nothing is wrong."""
+
+import threading
+
+import pytest
+import torch
+
+from devicetest import Machine, fake_cuda
+
+
+def side_by_side(cuda: Machine, *, waits: bool) -> list[str]:
+    """Two streams use one memory; return the kinds of races."""
+    cuda.forget()
+    x = torch.ones(1000, device="cuda")
+    side = torch.cuda.Stream()
+    if waits:
+        side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        y = x * 2
+    if waits:
+        torch.cuda.current_stream().wait_stream(side)
+    y.add_(1)
+    x.add_(1)
+    return sorted({race.kind for race in cuda.races})
+
+
+def test_a_missing_wait_is_a_race_and_a_wait_is_none() -> None:
+    with fake_cuda() as cuda:
+        assert side_by_side(cuda, waits=True) == []
+        assert side_by_side(cuda, waits=False) == [
+            "read after write",
+            "write after read",
+            "write after write",
+        ]
+        assert all("test_fake_cuda.py" in race.first for race in cuda.races)
+
+
+def test_values_gradients_and_devices_are_real() -> None:
+    with fake_cuda(devices=2):
+        layer = torch.nn.Linear(3, 2, device="cuda:1")
+        x = torch.arange(3.0).to("cuda:1")
+        layer(x).sum().backward()
+        assert layer.weight.grad.tolist() == [[0, 1, 2], [0, 1, 2]]
+        assert layer.weight.device == torch.device("cuda", 1)
+        with pytest.raises(RuntimeError, match="same device"):
+            x + torch.ones(3, device="cuda:0")
+        with pytest.raises(RuntimeError, match="same device"):
+            x + torch.ones(3)
+        assert x.to("cuda:0").device.index == 0 and x.cpu().tolist() == [0, 1, 2]
+    assert not hasattr(torch.zeros(1), "inner")
+
+
+def test_pinned_memory_holds_garbage_until_the_host_has_waited() -> None:
+    with fake_cuda() as cuda:
+        x, host = torch.arange(4.0, device="cuda"), torch.empty(4, pin_memory=True)
+        cuda.forget()
+        host.copy_(x, non_blocking=True)
+        event = torch.cuda.Event(blocking=True)
+        event.record()
+        assert host.tolist() != [0, 1, 2, 3]
+        x.fill_(9)
+        event.synchronize()
+        assert host.tolist() == [0, 1, 2, 3]
+        assert [sync.kind for sync in cuda.syncs] == ["event.synchronize"] and not cuda.races
+
+
+def test_a_copy_to_a_device_reads_what_the_host_left_there() -> None:
+    with fake_cuda() as cuda:
+        host, x = torch.ones(4).pin_memory(), torch.zeros(4, device="cuda")
+        x.copy_(host, non_blocking=True)
+        host.fill_(7)  # too early
+        assert x.tolist() == [7] * 4
+        x.copy_(host, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        host.fill_(1)
+        assert x.tolist() == [7] * 4 and cuda.races == []
+
+
+def test_what_stops_the_host_is_counted_with_its_line() -> None:
+    with fake_cuda() as cuda:
+        x = torch.arange(4.0, device="cuda")
+        cuda.forget()
+        x.sum().item()
+        x[x > 1]
+        torch.empty(4).copy_(x, non_blocking=True)
+        assert [sync.kind for sync in cuda.syncs] == [
+            "aten::_local_scalar_dense",
+            "aten::index",
+            "copy to the host of pageable memory",
+        ]
+        assert all("test_fake_cuda.py" in sync.where for sync in cuda.syncs)
+
+
+def test_memory_is_counted_and_must_not_be_freed_under_a_stream() -> None:
+    with fake_cuda() as cuda:
+        x = torch.ones(1 << 18, device="cuda")
+        assert torch.cuda.memory_allocated() == 1 << 20
+        side = torch.cuda.Stream()
+        for recorded in (True, False):
+            side.wait_stream(torch.cuda.current_stream())
+            y = x * 2
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                y.mul_(2)
+            if recorded:
+                y.record_stream(side)
+            del y
+            assert torch.cuda.memory_allocated() == 1 << 20
+            kinds = [race.kind for race in cuda.races]
+            assert kinds == [] if recorded else kinds == ["freed while another stream uses it"]
+        assert torch.cuda.max_memory_allocated() == 2 << 20
+
+
+def test_a_failed_page_lock_leaves_its_error_to_the_next_operation() -> None:
+    with fake_cuda() as cuda:
+        memory = torch.zeros(64, dtype=torch.uint8)
+        cuda.fail_page_locks = 304
+        assert torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), 64, 0) == 304
+        with pytest.raises(RuntimeError, match="304"):
+            torch.zeros(1, device="cuda")
+        assert torch.zeros(1, device="cuda").tolist() == [0]
+        with pytest.raises(RuntimeError, match="page-lock"):
+            torch.empty(3, pin_memory=True)
+        cuda.fail_page_locks = 0
+        assert torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), 64, 0) == 0
+        assert memory[3:].is_pinned()
+
+
+def test_threads_have_their_own_streams_and_see_the_devices() -> None:
+    found = []
+
+    def work() -> None:
+        torch.cuda.set_device(1)
+        found.append(torch.zeros(1, device="cuda").device.index)
+
+    with fake_cuda(devices=2):
+        with torch.cuda.stream(torch.cuda.Stream("cuda:0")):
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+            assert torch.cuda.current_device() == 0
+    assert found == [1] and not torch.cuda.is_available()
