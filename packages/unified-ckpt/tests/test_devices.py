@@ -146,7 +146,7 @@ def test_a_snapshot_is_the_step_boundary_and_stops_the_host_nowhere() -> None:
 
 
 def test_an_asynchronous_save_of_a_module_and_its_optimizer_on_a_device(tmp_path: Path) -> None:
-    with AsyncSaver() as saver, fake_devices() as cuda:
+    with fake_devices() as cuda, AsyncSaver() as saver:
         model = torch.nn.Sequential(*(torch.nn.Linear(30, 30, device="cuda") for _ in range(20)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         model(torch.ones(2, 30, device="cuda")).sum().backward()

@@ -152,6 +152,10 @@ class Stream:
         self._machine.host_waits(self.clock)
         return True
 
+    def is_capturing(self) -> bool:
+        """False: there are no graphs."""
+        return False
+
     def __enter__(self) -> "Stream":
         self._machine.stack().append(self)
         return self

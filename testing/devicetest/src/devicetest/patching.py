@@ -72,6 +72,12 @@ def _replacements(machine: Machine) -> list[tuple[Any, dict[str, Any]]]:
     makers = {
         name: _make_from_data(machine, getattr(torch, name)) for name in ("tensor", "as_tensor")
     }
+    accelerator = {
+        "is_available": lambda: True,
+        "current_stream": machine.current_stream,
+        "current_device_index": machine.current_device,
+        "synchronize": machine.synchronize,
+    }
     run = threading.Thread.run
 
     def run_in_mode(thread: threading.Thread) -> None:
@@ -80,6 +86,7 @@ def _replacements(machine: Machine) -> list[tuple[Any, dict[str, Any]]]:
 
     return [
         (torch.cuda, cuda),
+        (torch.accelerator, accelerator),
         (torch.Tensor, tensor),
         (torch, makers),
         (threading.Thread, {"run": run_in_mode}),

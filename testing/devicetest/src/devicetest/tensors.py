@@ -28,9 +28,9 @@ _POISON = 0xA5
 
 
 class DeviceTensor(torch.Tensor):
-    """A tensor of a fake device; `inner` has its values."""
+    """A tensor of a fake device; `held` has its values."""
 
-    inner: torch.Tensor
+    held: torch.Tensor
     machine: Machine
     index: int
 
@@ -49,7 +49,7 @@ class DeviceTensor(torch.Tensor):
             device=torch.device("cpu"),
             requires_grad=requires_grad,
         )
-        made.inner, made.machine, made.index = inner, machine, index
+        made.held, made.machine, made.index = inner, machine, index
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -79,11 +79,11 @@ class DeviceTensor(torch.Tensor):
 
     def data_ptr(self) -> int:
         """Return the address of the values."""
-        return self.inner.data_ptr()
+        return self.held.data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the storage of the values."""
-        return self.inner.untyped_storage()
+        return self.held.untyped_storage()
 
     def is_pinned(self, *_: Any) -> bool:  # type: ignore[override]
         """False: that is a property of host memory."""
@@ -91,7 +91,7 @@ class DeviceTensor(torch.Tensor):
 
     def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
         """Do not free the memory before the stream has done what it has by then."""
-        self.machine.record_stream(self.inner, stream)
+        self.machine.record_stream(self.held, stream)
 
     def tolist(self) -> Any:
         """Return the values; stops the host."""
@@ -112,18 +112,24 @@ class DeviceTensor(torch.Tensor):
         return run_operation(mine.machine, func, args, kwargs or {})
 
 
+def _run_in_mode(
+    mode: "DeviceMode", func: Any, types: Any, args: Any = (), kwargs: Any = None
+) -> Any:
+    return run_operation(mode.machine, func, args, kwargs or {})
+
+
+# torch would wrap it so that dynamo leaves it alone, and import dynamo for it, which takes seconds.
+setattr(_run_in_mode, "__dynamo_disable", _run_in_mode)  # noqa: B010
+
+
 class DeviceMode(TorchDispatchMode):
     """Lets functions that make tensors make them on a fake device; one a thread."""
 
+    __torch_dispatch__ = _run_in_mode
+
     def __init__(self, machine: Machine) -> None:
         super().__init__()
-        self._machine = machine
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Run any operation."""
-        return run_operation(self._machine, func, args, kwargs or {})
+        self.machine = machine
 
 
 def run_operation(machine: Machine, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -147,9 +153,16 @@ def run_operation(machine: Machine, func: Any, args: Any, kwargs: dict[str, Any]
         if isinstance(source, DeviceTensor):
             return to_host(source, dtype, non_blocking=late)
         return to_device(machine, source, machine.index_of(wanted), dtype, non_blocking=late)
-    index = mine[0].index if mine else machine.index_of(wanted)
-    _check_devices(name, leaves, index)
-    return _run_on_device(machine, func, args, kwargs, index)
+    index = machine.index_of(wanted) if wanted is not None else mine[0].index
+    if wanted is None or name in _MANY_DEVICES:
+        _check_devices(name, leaves, index)
+    others = {x.index for x in mine} - {index}
+    for other in others:  # a copy between two devices waits for both, and both wait for it
+        machine.current_stream(index).wait_stream(machine.current_stream(other))
+    out = _run_on_device(machine, func, args, kwargs, index)
+    for other in others:
+        machine.current_stream(other).wait_stream(machine.current_stream(index))
+    return out
 
 
 def to_device(
@@ -173,7 +186,7 @@ def to_host(
     source: DeviceTensor, dtype: torch.dtype | None, *, non_blocking: bool
 ) -> torch.Tensor:
     """Return a copy of device memory in new pageable memory."""
-    made = torch.empty_like(source.inner.detach(), dtype=dtype or source.dtype)
+    made = torch.empty_like(source.held.detach(), dtype=dtype or source.dtype)
     return _copy_across(source.machine, made, source.detach(), non_blocking)
 
 
@@ -187,7 +200,7 @@ def _copy_across(
         raise TypeError("neither side of the copy is on a device")
     stream, to_the_host = machine.current_stream(on_device.index), host is target
     stream.tick()
-    machine.touch(on_device.inner, stream, writes=not to_the_host)
+    machine.touch(on_device.held, stream, writes=not to_the_host)
     if not (on_device.is_contiguous() and host.is_contiguous() and host.dtype == on_device.dtype):
         machine.count("copy with a device temporary")
     late = non_blocking and machine.is_pinned(host)
@@ -196,15 +209,15 @@ def _copy_across(
         kind = "to the host" if to_the_host else "to the device"
         machine.note_sync(f"copy {kind}" + (" of pageable memory" if non_blocking else ""))
         machine.host_waits(stream.clock)
-        (host if to_the_host else on_device.inner).copy_(
-            on_device.inner if to_the_host else host
+        (host if to_the_host else on_device.held).copy_(
+            on_device.held if to_the_host else host
         )
     elif to_the_host:
-        value = on_device.inner.clone()  # as the stream has it; the host gets it later
+        value = on_device.held.clone()  # as the stream has it; the host gets it later
         _poison(host)
         machine.defer(stream, lambda: _fill(host, value), fills=None)
     else:
-        inner = on_device.inner
+        inner = on_device.held
         machine.defer(stream, lambda: _fill(inner, host), fills=inner)
     return target
 
@@ -233,7 +246,7 @@ def _run_on_device(
         machine.note_sync(name)
         machine.host_waits(stream.clock)
     for tensor, writes in _uses(func._schema.arguments, args, kwargs):
-        machine.touch(tensor.inner, stream, writes=writes)
+        machine.touch(tensor.held, stream, writes=writes)
     inner_kwargs = dict(kwargs)
     if inner_kwargs.get("device") is not None:
         inner_kwargs["device"] = torch.device("cpu")
@@ -304,4 +317,4 @@ def _moves(source: torch.Tensor, wanted: torch.device | None) -> bool:
 
 
 def _unwrap(value: Any) -> Any:
-    return value.inner if isinstance(value, DeviceTensor) else value
+    return value.held if isinstance(value, DeviceTensor) else value

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from unified_ckpt.background.offload_plan import ByteSlice
-from unified_ckpt.devices import Lane, Placed, is_plain_device_memory
+from unified_ckpt.devices import Lane, Placed, as_bytes, is_plain_device_memory
 from unified_ckpt.errors import SaveError
 
 
@@ -43,7 +43,7 @@ class DeviceCopies:
             if not source.is_cuda:
                 raise SaveError(f"a tensor on {source.device}: only CPU and CUDA can be staged")
             if is_plain_device_memory(source):
-                source = source.reshape(-1).view(torch.uint8)[begin:end]
+                source = as_bytes(source)[begin:end]
             first = view.storage_offset() * view.element_size() + begin
             placed.setdefault(source.device, []).append(Placed(source, first))
         if not placed:

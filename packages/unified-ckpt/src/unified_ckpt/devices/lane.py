@@ -50,7 +50,7 @@ class Lane:
             for run in runs:
                 target = memory[run[0].begin : _end(run[-1])]
                 if _is_direct(run):
-                    target.copy_(_as_bytes(run[0].tensor), non_blocking=True)
+                    target.copy_(as_bytes(run[0].tensor), non_blocking=True)
                     continue
                 buffer, views = self._packed(run)
                 _copy_all(views, [each.tensor for each in run])
@@ -63,7 +63,7 @@ class Lane:
             for run in runs:
                 source = memory[run[0].begin : _end(run[-1])]
                 if _is_direct(run):
-                    _as_bytes(run[0].tensor).copy_(source, non_blocking=True)
+                    as_bytes(run[0].tensor).copy_(source, non_blocking=True)
                     continue
                 buffer, views = self._packed(run)
                 buffer.copy_(source, non_blocking=True)
@@ -125,8 +125,9 @@ def _end(placed: Placed) -> int:
     return placed.begin + placed.tensor.nbytes
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View plain memory as its bytes; one element may have any stride, which torch cannot view."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -134,7 +135,7 @@ def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
     pairs = list(zip(targets, sources, strict=True))
     plain = [pair for pair in pairs if _is_plain(pair[0]) and _is_plain(pair[1])]
     if plain:
-        torch._foreach_copy_([_as_bytes(t) for t, _ in plain], [_as_bytes(s) for _, s in plain])
+        torch._foreach_copy_([as_bytes(t) for t, _ in plain], [as_bytes(s) for _, s in plain])
     for target, source in pairs:
         if not (_is_plain(target) and _is_plain(source)):
             target.copy_(source)

@@ -11,13 +11,12 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(NamedTuple):
     """Runs of bytes in a file: run (i, j, ...) begins at `start + i*strides[0] + j*strides[1] ...`.
 
     `counts` and `strides` (bytes) are empty for one contiguous run.

@@ -9,6 +9,7 @@ it touches, and decoded when both are there; all others are read straight into p
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import torch
 
@@ -43,7 +44,8 @@ class LoadJob:
     def add(self, meta: BoxMeta, tensor: torch.Tensor, stored: StoredTensor | SplitTensor) -> None:
         """Read a box into a tensor."""
         self.metas.append(meta)
-        self.destinations.append(Destination(meta.key, tensor.detach(), _torch_dtype(stored.dtype)))
+        memory = tensor.detach() if tensor.requires_grad else tensor
+        self.destinations.append(Destination(meta.key, memory, _torch_dtype(stored.dtype)))
 
     def finish(self) -> None:
         """Decode what was read as codes."""
@@ -57,7 +59,7 @@ def make_jobs(
     """Plan all reads of a load; return the jobs and the (part, key) pairs that are not stored."""
     groups: dict[tuple[str, bool], list[tuple[str, Shard]]] = {}
     missing: list[tuple[str, str]] = []
-    seen: set[tuple[object, ...]] = set()
+    seen: dict[int, list[tuple[str, str, Shard]]] = {}
     wanted = [part for part, shards in parts.items() if shards]
     lost = [part for part in wanted if not sources.has_source(part)]
     if lost and (strict or lost == wanted):
@@ -77,13 +79,20 @@ def make_jobs(
     return jobs, missing
 
 
-def _is_new(seen: set[tuple[object, ...]], part: str, key: str, shard: Shard) -> bool:
+def _is_new(
+    seen: dict[int, list[tuple[str, str, Shard]]], part: str, key: str, shard: Shard
+) -> bool:
     """Whether a tied tensor, the same memory under two keys, comes for the first time."""
     tensor = shard.tensor
-    memory = (part, key, shard.box.offset, tensor.data_ptr(), tensor.shape, tensor.stride())
-    if tensor.numel() and memory in seen:
-        return False
-    seen.add(memory)
+    others = seen.setdefault(tensor.data_ptr(), [])
+    if others and not tensor.numel():  # they all have the same address
+        return True
+    for other_part, other_key, other in others:
+        if (other_part, other_key, other.box.offset) == (part, key, shard.box.offset) and (
+            other.tensor.shape == tensor.shape and other.tensor.stride() == tensor.stride()
+        ):
+            return False
+    others.append((part, key, shard))
     return True
 
 
@@ -134,6 +143,7 @@ def _add_compressed(
     return found
 
 
+@cache
 def _torch_dtype(name: str) -> torch.dtype:
     torch_dtype = dtype_of(name).torch_dtype
     if torch_dtype is None:

@@ -9,8 +9,7 @@ with `skip_save_model_weight`), and a master weight from the model's (`master_we
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,8 +27,7 @@ from unified_ckpt.state.naming import Names
 from unified_ckpt.state.optimizer import MASTER_FIELD
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """A stored tensor that stands for a want; `cast` says that its dtype may differ."""
 
     part: str
@@ -51,6 +49,7 @@ class Sources:
         self._checkpoint = checkpoint
         self._options = options
         self._indexes: dict[str, PartIndex | None] = {}
+        self._candidates: dict[str, list[tuple[str, bool]]] = {}
         self._master_dtypes: dict[str, StoredDtype] | None = None
         content = _read_state_file(checkpoint)
         typed = content.get("version", 2) >= STATE_VERSION
@@ -80,7 +79,12 @@ class Sources:
 
     def find(self, part: str, key: str) -> Source | None:
         """Return what stands for a tensor of a part, None if nothing does."""
-        for source, cast in self._parts_for(part):
+        if part not in self._candidates:
+            self._candidates[part] = self._parts_for(part)
+        for source, cast in self._candidates[part]:
+            index = self._index_if_any(source)
+            if index is not None and key in index:
+                return Source(source, key, cast)
             for wanted in (key, self._tied_key(key)):
                 known = None if wanted is None else self._stored_key(source, wanted)
                 if known is not None:

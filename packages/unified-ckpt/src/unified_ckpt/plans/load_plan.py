@@ -6,6 +6,7 @@ plan_load([meta], {"w": StoredTensor(...)})  # -> reads in file order
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from unified_ckpt.errors import LoadError
 from unified_ckpt.geometry import BoxMeta, Region, Shape, box_region, overlap, split_box
@@ -13,8 +14,7 @@ from unified_ckpt.geometry.tensors import dtype_of
 from unified_ckpt.plans.save_plan import DEFAULT_CHUNK_BYTES
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """A tensor of a checkpoint: `shape` is torch's shape (None where torch has no such tensor).
 
     `begin` and `end` are offsets in `file`, whose name is relative to the checkpoint's directory.
@@ -36,8 +36,7 @@ class SplitTensor:
     boxes: tuple[tuple[Shape, StoredTensor], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
+class Read(NamedTuple):
     """Read `region` of `file` into the box (offset, shape) of want number `want_index`."""
 
     file: str

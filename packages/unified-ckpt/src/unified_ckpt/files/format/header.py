@@ -11,7 +11,7 @@ import json
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from unified_ckpt.errors import CheckpointValueError, CorruptCheckpointError
 from unified_ckpt.files import PositionedFile, ReadFolder, read_at, size_of
@@ -24,8 +24,7 @@ _MAX_DIM = 2**63 - 1
 _quote = json.encoder.encode_basestring  # a JSON string, not only of ASCII
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeaderEntry:
+class HeaderEntry(NamedTuple):
     """A tensor of a file: `shape` is torch's shape, `begin` and `end` are offsets in the file.
 
     `shape` is None where torch has no tensor for it (6-bit floats).

@@ -17,7 +17,7 @@ def byte_view(tensor: torch.Tensor, *, owner: object = None) -> memoryview:
     """Return the writable bytes of a contiguous CPU tensor; it, and the owner, live as long."""
     if not tensor.is_cpu or not tensor.is_contiguous():
         raise CheckpointValueError(f"no contiguous CPU tensor: {tensor.device}, {tensor.stride()}")
-    num_bytes = tensor.nbytes
+    num_bytes: int = tensor.nbytes
     if num_bytes == 0:
         return memoryview(b"")
     array = (_BYTE * num_bytes).from_address(tensor.data_ptr())
