@@ -1,7 +1,8 @@
 """How long a trainer stands still for a save: ours and torch's async save against a plain memcpy.
 
 The floor copies the same bytes into memory that is there already, with all of torch's threads.
-Ours, whole: the time inside `async_save`. Ours, chunked: all time inside `begin_save`,
+Ours, whole: the time inside `async_save`, of ready-made shards and of a module with its optimizer,
+whose state is taken apart then. Ours, chunked: all time inside `begin_save`,
 `offload_chunk` and `finish` over a step of 8 microbatches, so waiting before the next optimizer
 step counts. The first save counts as every other. All sides alternate, and before each the saver
 process is idle. Beside them: by how much a step with a chunked save takes longer than one without.
@@ -123,6 +124,37 @@ def measure_whole(
     report("unified_ckpt_stall_dcp", peer, floor)
 
 
+def make_module(mib: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A module and its AdamW after a step; both together have about that size."""
+    width = 1024
+    count = max(1, (mib << 20) // (3 * 4 * width * width))  # weight and two moments in fp32
+    module = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(count)))
+    optimizer = torch.optim.AdamW(module.parameters())
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return module, optimizer
+
+
+def measure_module(mib: int, saver: AsyncSaver, folder: Path, runs: int) -> None:
+    """As `measure_whole`, of live objects: their state is taken apart inside of the stall."""
+    module, optimizer = make_module(mib)
+    state = {"model": module, "optimizer": optimizer}
+    moments = [state[name] for state in optimizer.state.values() for name in state]
+    tensors = [*module.parameters(), *moments]
+    memcpy = Memcpy({str(number): tensor for number, tensor in enumerate(tensors)})
+    saver.prepare(state)
+    ours, floor = [], []
+    for _ in range(runs):
+        memcpy.seconds()
+        before = memcpy.seconds()
+        ours.append(seconds(lambda: async_save(state, checkpoint_id=folder / "live", saver=saver)))
+        floor.append((before + memcpy_after(saver, memcpy)) / 2)
+    report("unified_ckpt_stall_module_first", ours[:1], floor[:1])
+    report("unified_ckpt_stall_module", ours, floor)
+
+
 def memcpy_after(saver: AsyncSaver, memcpy: Memcpy) -> float:
     saver.wait()
     return memcpy.seconds()
@@ -168,7 +200,7 @@ def measure_chunked(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure whole and chunked saves."""
+    """Measure whole saves, those of live objects, and chunked ones."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--mib", type=int, default=512, help="size of the state")
     parser.add_argument("--runs", type=int, default=7)
@@ -179,6 +211,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         with AsyncSaver(config=AsyncSaverConfig()) as saver:
             measure_whole(tensors, saver, folder, arguments.runs)
+        with AsyncSaver(config=AsyncSaverConfig()) as saver:
+            measure_module(arguments.mib, saver, folder, arguments.runs)
         with AsyncSaver(config=AsyncSaverConfig()) as saver:
             measure_chunked(tensors, saver, folder, arguments.runs)
         dist.destroy_process_group()

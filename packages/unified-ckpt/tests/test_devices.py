@@ -101,7 +101,9 @@ def test_damage_is_found_on_the_way_to_a_device(tmp_path: Path) -> None:
         raw[1 << 21] ^= 1
         file.write_bytes(raw)
         with pytest.raises(CorruptCheckpointError, match="'w' is damaged"):
-            load({"model": {"w": torch.zeros(1 << 20, device="cuda")}}, checkpoint_id=tmp_path / "c")
+            load(
+                {"model": {"w": torch.zeros(1 << 20, device="cuda")}}, checkpoint_id=tmp_path / "c"
+            )
         check_clean(cuda)
 
 

@@ -133,10 +133,9 @@ def test_threads_have_their_own_streams_and_see_the_devices() -> None:
         torch.cuda.set_device(1)
         found.append(torch.zeros(1, device="cuda").device.index)
 
-    with fake_cuda(devices=2):
-        with torch.cuda.stream(torch.cuda.Stream("cuda:0")):
-            thread = threading.Thread(target=work)
-            thread.start()
-            thread.join()
-            assert torch.cuda.current_device() == 0
+    with fake_cuda(devices=2), torch.cuda.stream(torch.cuda.Stream("cuda:0")):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert torch.cuda.current_device() == 0
     assert found == [1] and not torch.cuda.is_available()

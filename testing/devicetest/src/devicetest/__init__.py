@@ -1,10 +1,10 @@
-"""CUDA devices made of CPU memory: what races, stops the host or mixes devices is found without one.
+"""CUDA devices made of CPU memory, on which races, host waits and mixed devices are found.
 
-    from devicetest import fake_cuda
+from devicetest import fake_cuda
 
-    with fake_cuda(devices=2) as cuda:
-        x = torch.ones(4, device="cuda:1")
-        assert cuda.races == [] and cuda.syncs == []
+with fake_cuda(devices=2) as cuda:
+    x = torch.ones(4, device="cuda:1")
+    assert cuda.races == [] and cuda.syncs == []
 """
 
 from devicetest.machine import Machine, Race, Sync

@@ -1,7 +1,7 @@
 """Puts fake devices in the place of `torch.cuda` for as long as a block lasts.
 
-    with fake_cuda() as cuda:
-        torch.zeros(3, device="cuda")
+with fake_cuda() as cuda:
+    torch.zeros(3, device="cuda")
 """
 
 import contextlib
@@ -106,11 +106,11 @@ class _Runtime:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
 
-    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
         """Lock pages."""
         return self._machine.page_lock(address, num_bytes)
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+    def cudaHostUnregister(self, address: int) -> int:
         """Unlock them."""
         return self._machine.page_unlock(address)
 

@@ -32,11 +32,15 @@ class DeviceTensor(torch.Tensor):
 
     held: torch.Tensor
     machine: Machine
-    index: int
+    ordinal: int
 
     @staticmethod
     def __new__(
-        cls, inner: torch.Tensor, machine: Machine, index: int, requires_grad: bool = False
+        cls: type["DeviceTensor"],
+        inner: torch.Tensor,
+        machine: Machine,
+        index: int,
+        requires_grad: bool = False,
     ) -> "DeviceTensor":
         """Wrap CPU memory; autograd's engine, which has no such device, takes it for that."""
         made: DeviceTensor = torch.Tensor._make_wrapper_subclass(
@@ -49,19 +53,21 @@ class DeviceTensor(torch.Tensor):
             device=torch.device("cpu"),
             requires_grad=requires_grad,
         )
-        made.held, made.machine, made.index = inner, machine, index
+        made.held, made.machine, made.ordinal = inner, machine, index
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def __repr__(self, **_: Any) -> str:
-        return f"DeviceTensor({tuple(self.shape)}, {self.dtype}, cuda:{self.index})"
+    def __repr__(  # type: ignore[override]
+        self, *, tensor_contents: Any = None
+    ) -> str:
+        return f"DeviceTensor({tuple(self.shape)}, {self.dtype}, cuda:{self.ordinal})"
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """The fake device."""
-        return torch.device("cuda", self.index)
+        return torch.device("cuda", self.ordinal)
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
@@ -75,7 +81,7 @@ class DeviceTensor(torch.Tensor):
 
     def get_device(self) -> int:
         """Return the number of the device."""
-        return self.index
+        return self.ordinal
 
     def data_ptr(self) -> int:
         """Return the address of the values."""
@@ -85,7 +91,7 @@ class DeviceTensor(torch.Tensor):
         """Return the storage of the values."""
         return self.held.untyped_storage()
 
-    def is_pinned(self, *_: Any) -> bool:  # type: ignore[override]
+    def is_pinned(self, *_: Any) -> bool:
         """False: that is a property of host memory."""
         return False
 
@@ -95,16 +101,16 @@ class DeviceTensor(torch.Tensor):
 
     def tolist(self) -> Any:
         """Return the values; stops the host."""
-        return to_host(self.detach(), None, non_blocking=False).tolist()
+        return to_host(self, None, non_blocking=False).tolist()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DeviceTensor":
         made = self.detach().clone().requires_grad_(self.requires_grad)
         if getattr(self, "_is_param", False):
-            made._is_param = True  # type: ignore[attr-defined]
+            made._is_param = True
         return made  # type: ignore[return-value]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run an operation of device tensors."""
@@ -119,7 +125,7 @@ def _run_in_mode(
 
 
 # torch would wrap it so that dynamo leaves it alone, and import dynamo for it, which takes seconds.
-setattr(_run_in_mode, "__dynamo_disable", _run_in_mode)  # noqa: B010
+setattr(_run_in_mode, "__dynamo_disable", _run_in_mode)
 
 
 class DeviceMode(TorchDispatchMode):
@@ -128,7 +134,7 @@ class DeviceMode(TorchDispatchMode):
     __torch_dispatch__ = _run_in_mode
 
     def __init__(self, machine: Machine) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.machine = machine
 
 
@@ -153,10 +159,10 @@ def run_operation(machine: Machine, func: Any, args: Any, kwargs: dict[str, Any]
         if isinstance(source, DeviceTensor):
             return to_host(source, dtype, non_blocking=late)
         return to_device(machine, source, machine.index_of(wanted), dtype, non_blocking=late)
-    index = machine.index_of(wanted) if wanted is not None else mine[0].index
+    index = machine.index_of(wanted) if wanted is not None else mine[0].ordinal
     if wanted is None or name in _MANY_DEVICES:
         _check_devices(name, leaves, index)
-    others = {x.index for x in mine} - {index}
+    others = {x.ordinal for x in mine} - {index}
     for other in others:  # a copy between two devices waits for both, and both wait for it
         machine.current_stream(index).wait_stream(machine.current_stream(other))
     out = _run_on_device(machine, func, args, kwargs, index)
@@ -182,9 +188,7 @@ def to_device(
     return made
 
 
-def to_host(
-    source: DeviceTensor, dtype: torch.dtype | None, *, non_blocking: bool
-) -> torch.Tensor:
+def to_host(source: DeviceTensor, dtype: torch.dtype | None, *, non_blocking: bool) -> torch.Tensor:
     """Return a copy of device memory in new pageable memory."""
     made = torch.empty_like(source.held.detach(), dtype=dtype or source.dtype)
     return _copy_across(source.machine, made, source.detach(), non_blocking)
@@ -198,7 +202,7 @@ def _copy_across(
     host = target if isinstance(source, DeviceTensor) else source
     if not isinstance(on_device, DeviceTensor):
         raise TypeError("neither side of the copy is on a device")
-    stream, to_the_host = machine.current_stream(on_device.index), host is target
+    stream, to_the_host = machine.current_stream(on_device.ordinal), host is target
     stream.tick()
     machine.touch(on_device.held, stream, writes=not to_the_host)
     if not (on_device.is_contiguous() and host.is_contiguous() and host.dtype == on_device.dtype):
@@ -209,9 +213,7 @@ def _copy_across(
         kind = "to the host" if to_the_host else "to the device"
         machine.note_sync(f"copy {kind}" + (" of pageable memory" if non_blocking else ""))
         machine.host_waits(stream.clock)
-        (host if to_the_host else on_device.held).copy_(
-            on_device.held if to_the_host else host
-        )
+        (host if to_the_host else on_device.held).copy_(on_device.held if to_the_host else host)
     elif to_the_host:
         value = on_device.held.clone()  # as the stream has it; the host gets it later
         _poison(host)
@@ -267,9 +269,7 @@ def _run_on_device(
     return return_and_correct_aliasing(func, args, kwargs, wrapped)
 
 
-def _uses(
-    schema: Any, args: Any, kwargs: dict[str, Any]
-) -> Iterable[tuple[DeviceTensor, bool]]:
+def _uses(schema: Any, args: Any, kwargs: dict[str, Any]) -> Iterable[tuple[DeviceTensor, bool]]:
     """Yield each device tensor that an operation reads or writes; views do neither."""
     by_name = {argument.name: argument.alias_info for argument in schema}
     infos = [argument.alias_info for argument in schema][: len(args)]
@@ -297,7 +297,7 @@ def _stops_the_host(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
 
 def _check_devices(name: str, leaves: Iterable[torch.Tensor], index: int) -> None:
     for tensor in leaves:
-        other = tensor.index if isinstance(tensor, DeviceTensor) else None
+        other = tensor.ordinal if isinstance(tensor, DeviceTensor) else None
         if other == index or name in _MANY_DEVICES or (other is None and tensor.dim() == 0):
             continue
         raise RuntimeError(

@@ -1,7 +1,7 @@
 """The trainer's side of saves beside training: queue, copies, saver process.
 
 May import: saver_process, tiers, snapshots, loading, saving, state, plans, files/storage,
-geometry.
+devices, geometry.
 """
 
 from unified_ckpt.background.async_saving import AsyncSaveResponse as AsyncSaveResponse

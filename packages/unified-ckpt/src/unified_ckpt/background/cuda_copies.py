@@ -34,17 +34,19 @@ class DeviceCopies:
         sources: Sequence[torch.Tensor],
         views: Sequence[torch.Tensor],
     ) -> None:
-        """Enqueue the copies of the device tensors among the slices; all views are of one memory."""
+        """Enqueue the copies of the device tensors among the slices; views are of one memory."""
         placed: dict[torch.device, list[Placed]] = {}
         for index, begin, end in chunk:
             source, view = sources[index].detach(), views[index]
             if source.is_cpu:
                 continue
             if not source.is_cuda:
-                raise SaveError(f"a tensor on {source.device}: only CPU and CUDA can be staged")
+                raise SaveError(
+                    f"a tensor on the device {source.device}; only CPU and CUDA can be staged"
+                )
             if is_plain_device_memory(source):
                 source = as_bytes(source)[begin:end]
-            first = view.storage_offset() * view.element_size() + begin
+            first = int(view.storage_offset()) * view.element_size() + begin
             placed.setdefault(source.device, []).append(Placed(source, first))
         if not placed:
             return

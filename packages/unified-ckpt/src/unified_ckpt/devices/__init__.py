@@ -4,6 +4,7 @@ May import: geometry.
 """
 
 from unified_ckpt.devices.fetching import Fetcher as Fetcher
+from unified_ckpt.devices.lane import ALIGNMENT_BYTES as ALIGNMENT_BYTES
 from unified_ckpt.devices.lane import Lane as Lane
 from unified_ckpt.devices.lane import Placed as Placed
 from unified_ckpt.devices.lane import as_bytes as as_bytes

@@ -16,10 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from unified_ckpt.devices.lane import Lane, Placed
-from unified_ckpt.devices.ring import HostBlock, HostRing
+from unified_ckpt.devices.ring import BLOCKS_AHEAD, HostBlock, HostRing
 from unified_ckpt.geometry.tensors import bits_of, byte_view, contiguous_on_cpu
-
-_BLOCKS_AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +56,13 @@ class Fetcher(AbstractContextManager["Fetcher"]):
         self._lanes = {}
 
     def bytes_of(self, tensors: Iterable[torch.Tensor]) -> Iterator[memoryview]:
-        """Yield the row-major bytes of each tensor, in order; valid for as long as they are held."""
+        """Yield the row-major bytes of each tensor, in order; they last while they are held."""
         ahead: deque[_Filling] = deque()
         blocks = 0
         for filling in self._fillings(tensors):
             ahead.append(filling)
             blocks += filling.block is not None
-            while blocks > _BLOCKS_AHEAD or (ahead and ahead[0].block is None):
+            while blocks > BLOCKS_AHEAD or (ahead and ahead[0].block is None):
                 first = ahead.popleft()
                 blocks -= first.block is not None
                 yield from first.buffers()

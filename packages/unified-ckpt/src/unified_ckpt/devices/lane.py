@@ -18,7 +18,7 @@ from unified_ckpt.errors import SaveError
 from unified_ckpt.geometry import split_box
 from unified_ckpt.geometry.tensors import bits_of, narrow_box
 
-ALIGNMENT_BYTES = 64  # of what is placed in host memory: of any dtype
+ALIGNMENT_BYTES = 64  # of what is placed in host memory: whole cache lines, and any dtype
 _PACK_BYTES = 4 << 20
 _SMALL_BYTES = 256 << 10  # larger ones keep the bus busy by themselves
 
@@ -142,7 +142,7 @@ def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
 
 
 def _runs(placed: Iterable[Placed]) -> Iterator[list[Placed]]:
-    """Join what is small or not plain, and lies together in host memory, up to the buffer's size."""
+    """Join what is small or not plain and lies together in host memory, to the buffer's size."""
     run: list[Placed] = []
     for each in placed:
         for piece in _pieces(each):

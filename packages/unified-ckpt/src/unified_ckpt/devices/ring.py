@@ -18,6 +18,7 @@ from unified_ckpt.geometry import round_up
 from unified_ckpt.geometry.tensors import byte_view
 
 BLOCK_BYTES = 16 << 20
+BLOCKS_AHEAD = 2  # that devices fill or empty while one is written or read
 
 
 class HostBlock:
@@ -45,7 +46,7 @@ class HostBlock:
 
 
 class HostRing:
-    """Makes a block when all others are in use; memory that did not get pinned is warned of once."""
+    """Makes a block when all others are in use."""
 
     def __init__(self) -> None:
         self._free: deque[torch.Tensor] = deque()

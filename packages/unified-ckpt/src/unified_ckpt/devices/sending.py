@@ -1,9 +1,9 @@
 """Bytes that are read into pinned memory and go on to tensors of devices while more are read.
 
-    with Sender() as sender:
-        buffer = sender.place(weight)  # None: send first, the block is full
-        file.readinto(buffer)
-        sender.send()
+with Sender() as sender:
+    buffer = sender.place(weight)  # None: send first, the block is full
+    file.readinto(buffer)
+    sender.send()
 """
 
 from collections import deque
@@ -12,9 +12,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from unified_ckpt.devices.lane import Lane, Placed
-from unified_ckpt.devices.ring import HostBlock, HostRing
-
-_BLOCKS_AHEAD = 2
+from unified_ckpt.devices.ring import BLOCKS_AHEAD, HostBlock, HostRing
 
 
 class Sender(AbstractContextManager["Sender"]):
@@ -54,6 +52,6 @@ class Sender(AbstractContextManager["Sender"]):
             events.append(lane.event())
         self._sent.append((events, self._block))
         self._block, self._placed = None, {}
-        while len(self._sent) > _BLOCKS_AHEAD:
+        while len(self._sent) > BLOCKS_AHEAD:
             for event in self._sent.popleft()[0]:
                 event.synchronize()

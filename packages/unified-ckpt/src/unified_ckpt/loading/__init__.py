@@ -1,6 +1,6 @@
 """Fill a state in place from a checkpoint of any layout.
 
-May import: saving, state, plans, files, geometry.
+May import: saving, state, plans, files, devices, geometry.
 """
 
 from unified_ckpt.loading.collective_load import LoadReport as LoadReport

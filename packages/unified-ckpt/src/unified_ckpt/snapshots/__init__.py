@@ -1,6 +1,6 @@
 """A copy of the state on its way to the saver process, in memory that both map.
 
-May import: saving, state, files/storage, geometry.
+May import: saving, state, files/storage, devices, geometry.
 """
 
 from unified_ckpt.snapshots.shared_memory import SharedMemory as SharedMemory

@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 
+from unified_ckpt.devices import ALIGNMENT_BYTES
 from unified_ckpt.errors import CheckpointValueError, SaveError, check_type
 from unified_ckpt.geometry import BoxMeta, Shard, round_up
 from unified_ckpt.geometry.tensors import dtype_of
 from unified_ckpt.snapshots.shared_memory import SharedMemory, check_memory
-
-ALIGNMENT_BYTES = 64  # of every shard: whole cache lines, and any dtype
 
 
 @dataclass(frozen=True, slots=True)

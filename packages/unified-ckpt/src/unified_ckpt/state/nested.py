@@ -53,6 +53,7 @@ from unified_ckpt.state.structure import (
     container_node,
     describe_wrapper,
     is_keyed,
+    is_stateful,
     is_stored_array,
     tensor_node,
     wrapper_items,
@@ -148,7 +149,7 @@ class _Walker:
         if is_optimizer_state(value):
             self._visit_optimizer(part, key, value)
             return OWN
-        if isinstance(value, Stateful):
+        if is_stateful(value):
             return self._visit_stateful(part, key, value)
         slot = ValueSlot(container, place)
         if self._remake(part, key, slot, value):
@@ -446,7 +447,7 @@ def _tensors_of(value: object) -> list[torch.Tensor]:
 
 def _holds_tensors(value: object) -> bool:
     """Whether anything in a value is not for JSON; what holds none is stored as one value."""
-    if isinstance(value, torch.Tensor | Shard | torch.optim.Optimizer | Stateful):
+    if isinstance(value, torch.Tensor | Shard | torch.optim.Optimizer) or is_stateful(value):
         return True
     if isinstance(value, Mapping):
         return any(_holds_tensors(item) for item in value.values())

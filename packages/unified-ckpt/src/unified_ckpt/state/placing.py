@@ -4,6 +4,7 @@ place_tensor("w", tensor, {"w": Box((8, 4), (4, 0), (4, 4))})
 """
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,8 +27,14 @@ def place_tensor(key: str, tensor: torch.Tensor, layout: Layout | None) -> Seque
         elif box is not None:
             box = [renamed(shard, f"{shard.key}/{state}") for shard in box]
     if box is None:
-        box = Box.whole(tensor.shape)
+        box = _whole_box(tensor.shape)
     return [Shard(key=key, tensor=tensor, box=box)] if isinstance(box, Box) else box
+
+
+@lru_cache(maxsize=4096)
+def _whole_box(shape: torch.Size) -> Box:
+    """Return the box of a whole tensor; a model has few shapes, and a box costs a check."""
+    return Box.whole(shape)
 
 
 def _box_of_state(key: str, tensor: torch.Tensor, box: Box) -> Box | None:

@@ -9,7 +9,7 @@ items are their keys joined with dots, as those of tensors and values.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 
@@ -42,6 +42,11 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
         """Take a state."""
+
+
+def is_stateful(value: object) -> TypeGuard[Stateful]:
+    """Whether a value keeps its own state; most have no such method, which is quicker to ask."""
+    return hasattr(value, "state_dict") and isinstance(value, Stateful)
 
 
 def is_keyed(node: Node) -> bool:

@@ -56,7 +56,7 @@ def _inner_tensors(key: str, local: torch.Tensor) -> list[tuple[str, torch.Tenso
     if waited is not None:  # AsyncCollectiveTensor: a plain tensor that is not there yet
         return [(key, waited())]
     found: list[tuple[str, torch.Tensor]] = []
-    for name in local.__tensor_flatten__()[0]:  # type: ignore[operator]
+    for name in local.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
         inner, place = getattr(local, name), f"{key}.{name}"
         if inner.shape != local.shape:
             raise CheckpointTypeError(

@@ -1,6 +1,6 @@
 """Written bytes become a checkpoint: agreement of ranks, checksums, one rename.
 
-May import: plans, files, geometry.
+May import: plans, files, devices, geometry.
 """
 
 from unified_ckpt.saving.commit.agreement import Agreement as Agreement
