@@ -47,7 +47,7 @@ class Reply:
     died: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Job:
     answer: Callable[[Any], Any]
     rank: int
@@ -80,16 +80,10 @@ class LocalRanks:
         self._folder = tempfile.TemporaryDirectory(prefix="comm-collectives-")
         try:
             for rank in range(num_ranks):
-                job = _Job(
-                    answer=answer,
-                    rank=rank,
-                    num_ranks=num_ranks,
-                    folder=self._folder.name,
-                    backend=backend,
-                    limit_s=limit_s,
-                )
-                self._start(job)
-            self._check_all_up()
+                self._start(_Job(answer, rank, num_ranks, self._folder.name, backend, limit_s))
+            for rank, reply in enumerate(self._collect(START_S)):
+                if reply.lost:
+                    raise CommError(f"rank {rank} did not start: {reply.lost}")
         except BaseException:
             self.close()
             raise
@@ -147,11 +141,6 @@ class LocalRanks:
             yield replies
             if any(reply.lost for reply in replies):
                 return
-
-    def _check_all_up(self) -> None:
-        for rank, reply in enumerate(self._collect(START_S)):
-            if reply.lost:
-                raise CommError(f"rank {rank} did not start: {reply.lost}")
 
     def _collect(self, limit_s: float) -> list[Reply]:
         deadline = time.monotonic() + limit_s

@@ -1,7 +1,4 @@
-"""Asynchronous calls of simulated ranks: a task of the scheduler instead of a thread.
-
-state.worker = SimWorker(world, rank)
-"""
+"""Asynchronous calls of simulated ranks: a task of the scheduler instead of a thread."""
 
 from collections import deque
 from collections.abc import Callable

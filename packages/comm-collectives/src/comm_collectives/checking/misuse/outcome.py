@@ -3,9 +3,6 @@
 One rank, the odd one, does something else than the others. What must follow: the same exception on
 every rank, at once, whose text names the ranks, the call and its number, file and line, and the
 argument that differs; and afterwards a group that works.
-
-    result = run_misuse(Misuse(name="op", run=lambda at: all_reduce(x, op=...)), At(rank=0, size=2))
-    verdict, detail = judge_misuse([result_of_rank_0, result_of_rank_1], misuse)
 """
 
 import re
@@ -145,11 +142,7 @@ def judge_misuse(results: Sequence[CaseResult], misuse: Misuse) -> tuple[Verdict
     """Return what came of a mistake on all ranks together; REFUSED (or RIGHT) is as it must be."""
     size = len(results)
     must_raise = [misuse.raised_by(At(rank, size)) for rank in range(size)]
-    living = [
-        (rank, result)
-        for rank, result in enumerate(results)
-        if not (misuse.dies and At(rank, size).odd)
-    ]
+    living = _living(results, misuse)
     if all(result.verdict == Verdict.RIGHT for _, result in living):
         return (Verdict.REFUSED if any(must_raise) else Verdict.RIGHT), ""
     for verdict in (Verdict.ABORTED, Verdict.TIMED_OUT):
@@ -173,11 +166,7 @@ def run_raw_misuse(misuse: Misuse, at: At) -> CaseResult:
 def judge_raw_misuse(results: Sequence[CaseResult], misuse: Misuse) -> tuple[Verdict, str]:
     """As `judge_misuse`; an exception of one class on all ranks that must raise is REFUSED."""
     size = len(results)
-    living = [
-        (rank, result)
-        for rank, result in enumerate(results)
-        if not (misuse.dies and At(rank, size).odd)
-    ]
+    living = _living(results, misuse)
     raising = [result for rank, result in living if misuse.raised_by(At(rank, size))]
     nameless = any(is_nameless(result) for _, result in living)
     lost = any(result.verdict in (Verdict.ABORTED, Verdict.TIMED_OUT) for _, result in living)
@@ -186,6 +175,11 @@ def judge_raw_misuse(results: Sequence[CaseResult], misuse: Misuse) -> tuple[Ver
     if raising and not (nameless or lost) and len(classes) == 1 and "" not in classes and soon:
         return Verdict.REFUSED, on_rank(*living[0])
     return judge_misuse(results, misuse)
+
+
+def _living(results: Sequence[CaseResult], misuse: Misuse) -> list[tuple[int, CaseResult]]:
+    size = len(results)
+    return [(r, x) for r, x in enumerate(results) if not (misuse.dies and At(r, size).odd)]
 
 
 def _text_of(returned: Any) -> str:

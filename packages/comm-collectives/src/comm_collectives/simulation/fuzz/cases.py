@@ -285,6 +285,7 @@ class Beside(Case):
 
 
 _DTYPES = (torch.float32, torch.int64, torch.int16)
+KINDS: tuple[Callable[[Draw], Case], ...] = (Reduce, Rows, Everything, Rooted, FromOne, Beside)
 
 
 def _grad(x: torch.Tensor) -> torch.Tensor:

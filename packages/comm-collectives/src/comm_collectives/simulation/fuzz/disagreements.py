@@ -6,7 +6,7 @@ raises what, and that the group goes on. Among faults the error ends the program
     Disagreement(Draw(seed=5, size=8, has_tokens=[True] * 8, is_calm=True)).call(rank)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -33,7 +33,7 @@ class Mishap(Exception):
     """What a program raises itself on the odd rank."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _At:
     """A rank's place in a disagreement; `calls` are different ones, made as `how` says."""
 
@@ -41,7 +41,7 @@ class _At:
     is_odd: bool
     is_calm: bool
     rows: int
-    calls: tuple[str, ...]
+    calls: Sequence[str]
     how: str
 
     def x(self, *, grad: bool = False) -> torch.Tensor:
@@ -188,22 +188,22 @@ def _raw_calls_beside(at: _At) -> None:
     _other_call(at)
 
 
-_MISMATCH = MismatchError.__name__
-# By name: what ranks do, and what it ends in on the odd rank and on the others.
-_WAYS: dict[str, tuple[Callable[[_At], None], str, str]] = {
-    "another call": (_other_call, _MISMATCH, _MISMATCH),
-    "three calls": (_three_calls, _MISMATCH, _MISMATCH),
-    "a call, a backward": (_call_against_backward, _MISMATCH, _MISMATCH),
-    "other splits": (_other_splits, _MISMATCH, _MISMATCH),
-    "another handle": (_other_handle, _MISMATCH, _MISMATCH),
-    "another graph first": (_other_graph_first, _MISMATCH, _MISMATCH),
-    "a backward raises": (_raise_in_backward, Mishap.__name__, _MISMATCH),
-    "experts raise": (_raise_in_experts, RefusedError.__name__, RefusedError.__name__),
-    "a named step skipped": (_skip_named_step, _MISMATCH, _MISMATCH),
-    "a step skipped": (_skip_step, _MISMATCH, _MISMATCH),
-    "asynchronous calls in another order": (_other_order, _MISMATCH, _MISMATCH),
-    "another call, beside raw ones": (_raw_calls_beside, _MISMATCH, _MISMATCH),
+_WAYS: dict[str, Callable[[_At], None]] = {
+    "another call": _other_call,
+    "three calls": _three_calls,
+    "a call, a backward": _call_against_backward,
+    "other splits": _other_splits,
+    "another handle": _other_handle,
+    "another graph first": _other_graph_first,
+    "a backward raises": _raise_in_backward,
+    "experts raise": _raise_in_experts,
+    "a named step skipped": _skip_named_step,
+    "a step skipped": _skip_step,
+    "asynchronous calls in another order": _other_order,
+    "another call, beside raw ones": _raw_calls_beside,
 }
+# What it ends in on the odd rank and on the others, if not in a MismatchError on all.
+_ENDS = {"a backward raises": (Mishap, MismatchError), "experts raise": (RefusedError,) * 2}
 
 
 @final
@@ -213,26 +213,19 @@ class Disagreement(Case):
     def __init__(self, draw: Draw) -> None:
         chance = draw.chance
         self.name = chance.choice(list(_WAYS))
-        self._run, *self._ends = _WAYS[self.name]
         self._is_calm, self._size = draw.is_calm, draw.size
         self._odd, self._rows = chance.randrange(draw.size), chance.choice((1, 40))
-        self._calls = tuple(chance.sample(list(_BY_NAME), 3))
+        self._calls = chance.sample(list(_BY_NAME), 3)
         self._how = chance.choice(("", "grad", "async"))
 
     def call(self, rank: SimRank) -> Results:
         """Whether it ended here as it must, and a sum afterwards."""
         is_odd = rank.rank == self._odd
-        wanted, said = self._ends[0 if is_odd else 1], "nothing"
-        at = _At(
-            rank=rank,
-            is_odd=is_odd,
-            is_calm=self._is_calm,
-            rows=self._rows,
-            calls=self._calls,
-            how=self._how,
-        )
+        on_odd, on_others = _ENDS.get(self.name, (MismatchError,) * 2)
+        wanted, said = (on_odd if is_odd else on_others).__name__, "nothing"
+        at = _At(rank, is_odd, self._is_calm, self._rows, self._calls, self._how)
         try:
-            self._run(at)
+            _WAYS[self.name](at)
         except (MismatchError, RefusedError, Mishap) as error:
             if not self._is_calm:
                 raise
@@ -241,7 +234,7 @@ class Disagreement(Case):
                 raise RuntimeError(f"the error does not name rank {rank.rank}") from error
         if self._is_calm and said != wanted:
             raise RuntimeError(f"{self.name}: {said} on rank {rank.rank}, {wanted} is right")
-        return torch.tensor(said == wanted), self._sum(rank, ahead=self._run is _raise_in_experts)
+        return torch.tensor(said == wanted), self._sum(rank, ahead=on_others is RefusedError)
 
     def expected(self) -> list[Results]:
         """The right end, and the sum of 1, 2, 3 ..."""

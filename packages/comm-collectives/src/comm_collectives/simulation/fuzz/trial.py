@@ -7,7 +7,7 @@ ending, reason = trial.run(trial.scenario)       # "finished" or an error's name
 import dataclasses
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -37,21 +37,10 @@ from comm_collectives.simulation.faults import (
     ZeroTokens,
     shrink,
 )
-from comm_collectives.simulation.fuzz.cases import (
-    Beside,
-    Case,
-    Draw,
-    Everything,
-    FromOne,
-    Reduce,
-    Results,
-    Rooted,
-    Rows,
-)
+from comm_collectives.simulation.fuzz.cases import KINDS, Case, Draw, Results
 from comm_collectives.simulation.fuzz.disagreements import Disagreement, Mishap
 from comm_collectives.simulation.fuzz.experts import Experts
 
-KINDS: tuple[Callable[[Draw], Case], ...] = (Reduce, Rows, Everything, Rooted, FromOne, Beside)
 _CALLS = (1, 3)  # each of up to four collectives
 _WITH_EXPERTS, _WITH_DISAGREEMENT = 0.3, 0.2
 _LIMIT_S = 2.2  # above all that the late ranks of one schedule can add up to
