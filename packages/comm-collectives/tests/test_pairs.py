@@ -400,6 +400,20 @@ def _async_in_other_order(at: Place) -> None:
         handle.wait()
 
 
+def _raw_torch_beside(at: Place) -> None:
+    """Raw calls of the group, on which all agree, beside ours: in another order on one rank."""
+    raw, is_odd = torch.ones(3), at.rank == at.size - 1
+    if is_odd:
+        dist.all_reduce(raw)
+    handle = cc.all_reduce(at.x(), async_op=True)
+    if not is_odd:
+        dist.all_reduce(raw)
+    assert handle.wait().sum() == at.x().sum() * at.size
+    other = cc.all_gather(at.x(), async_op=True) if is_odd else cc.all_reduce(raw, async_op=True)
+    dist.all_reduce(raw)
+    other.wait()
+
+
 # A rank that cannot go on with its experts says so in the combine, as for bad arguments.
 ENDS_IN = {"overlapped experts raise on one rank": "RefusedError"}
 WAYS: dict[str, Callable[[Place], None]] = {
@@ -416,6 +430,7 @@ WAYS: dict[str, Callable[[Place], None]] = {
     "a loop skips a named step": _skips_named_step,
     "a loop skips a step": _skips_step,
     "asynchronous calls in another order": _async_in_other_order,
+    "raw torch calls beside": _raw_torch_beside,
 }
 
 
