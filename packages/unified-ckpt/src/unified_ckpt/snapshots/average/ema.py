@@ -36,24 +36,18 @@ _AVERAGED = frozenset(
 )
 _UNIT_NUMEL = 256 * 1024  # elements that are changed, and can be undone, at a time
 _CONTROL_BYTES = 64
-
-
-class _Record(ctypes.Structure):
-    """How far the average is: snapshots taken in, and the last one that was looked at."""
-
-    _fields_ = (("num_updates", ctypes.c_int64), ("number", ctypes.c_int64))
+_LOW = 2**32 - 1
 
 
 class _Control(ctypes.Structure):
-    """The head of the shared memory; every field is written in one store.
+    """The head of the shared memory; every field is written in one store, so none is ever half.
 
-    Which of the two records counts, and of the update under way: snapshot << 32 | units done, and
-    the unit of which an undo copy is there.
+    `taken` is the last snapshot that was looked at << 32 | the number taken in; `progress` of the
+    update under way, snapshot << 32 | units done; `undo_of`, alike, the unit that has an undo copy.
     """
 
     _fields_ = (
-        ("active", ctypes.c_int64),
-        ("records", _Record * 2),
+        ("taken", ctypes.c_int64),
         ("progress", ctypes.c_int64),
         ("undo_of", ctypes.c_int64),
     )
@@ -140,7 +134,7 @@ class EmaMemory:
     @property
     def num_updates(self) -> int:
         """Snapshots that were taken in."""
-        return int(self._record.num_updates)
+        return int(self._control.taken & _LOW)
 
     def fits(self, layout: StagingLayout) -> bool:
         """Whether the layout's source part is the one that is averaged here."""
@@ -175,7 +169,7 @@ class EmaMemory:
             number: of the snapshot, rising; one that was taken in before is not taken again.
             loss: of the snapshot's step; see `EmaConfig.loss_threshold`.
         """
-        if number <= self._record.number:
+        if number <= self._control.taken >> 32:
             return
         if self.config.takes(loss):
             sources = [e.view(memory) for e in layout.entries if e.part == self.config.source]
@@ -184,23 +178,15 @@ class EmaMemory:
         else:
             self._commit(self.num_updates, number)
 
-    @property
-    def _record(self) -> Any:
-        return self._control.records[self._control.active]
-
     def _commit(self, num_updates: int, number: int) -> None:
-        """Replace both numbers in one step: the store that says which record counts."""
-        other = 1 - self._control.active
-        self._control.records[other].num_updates = num_updates
-        self._control.records[other].number = number
-        self._control.active = other
+        """Replace both numbers in one store."""
+        self._control.taken = number << 32 | num_updates
 
     def _average(self, sources: list[torch.Tensor], number: int) -> None:
         weight = 1.0 - self.config.decay_at(self.num_updates)
         base = number << 32
         control = self._control
         if control.progress >> 32 != number:
-            control.undo_of = -1
             control.progress = base
         begin = control.progress - base
         for unit, (source, target) in enumerate(self._units(sources)):
