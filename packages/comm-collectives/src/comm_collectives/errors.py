@@ -54,6 +54,12 @@ class LostGradientWarning(UserWarning):
     """Gradients arrived for the input of a call whose output this rank's loss does not use."""
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, which is the one that says something."""
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 # By the name under which a failure is reported to the other ranks.
 ERROR_NAMED = {
     kind.__name__: kind

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 import comm_collectives as cc
-from comm_collectives.call.groups.groups import group_state
-from comm_collectives.errors import CollectiveTimeoutError, MismatchError, PeerFailedError
+from comm_collectives.errors import CollectiveTimeoutError, PeerFailedError
 from comm_collectives.p2p import expect_tensors
 from ranktest import collect_ranks, run_ranks
 
@@ -124,19 +123,24 @@ def test_dead_peer_is_named_by_both_directions() -> None:
     assert all("rank 1 did not do its part" in text for text in outcome.value)
 
 
-def test_transfer_out_of_step_is_a_mismatch() -> None:
-    def fn(rank: int, world_size: int) -> None:
+def test_what_comes_after_a_limit_is_received_by_the_next_call() -> None:
+    def fn(rank: int, world_size: int) -> list[int]:
         if rank == 1:
-            handle = cc.isend_tensors([torch.ones(1)], dst=0)
-            time.sleep(0.5)
-            del handle  # never waited for: the payload is never received
-            return
-        state = group_state(None)
-        state.next_transfer(1, 0)  # as if an earlier receive had been given up
-        with pytest.raises(MismatchError, match=r"transfer 2 .*: transfer 1 arrived"):
-            cc.recv_tensors(src=1, timeout_s=5)
+            time.sleep(1)
+            handle = cc.isend_tensors([torch.full((1 << 22,), 5)], dst=0, timeout_s=0.01)
+            with pytest.raises(CollectiveTimeoutError):
+                handle.wait()  # 32 MiB take longer
+            last = cc.isend_tensors([torch.tensor(6)], dst=0)
+            last.wait()
+            handle.wait()  # done meanwhile
+            return []
+        for _ in range(2):
+            with pytest.raises(CollectiveTimeoutError, match="transfer 1 from rank 1"):
+                cc.recv_tensors(src=1, timeout_s=0.1)
+        time.sleep(1.5)
+        return [int(cc.recv_tensors(src=1)[0].view(-1)[-1]) for _ in range(2)]
 
-    run_ranks(fn, 2)
+    assert run_ranks(fn, 2)[0] == [5, 6]
 
 
 def test_send_without_a_receiver_is_noticed_when_waited_for() -> None:

@@ -10,6 +10,3 @@ from comm_collectives.call.calls import Refusal as Refusal
 from comm_collectives.call.checks import Checks as Checks
 from comm_collectives.call.counts import pack_counts as pack_counts
 from comm_collectives.call.counts import unpack_counts as unpack_counts
-from comm_collectives.call.failures import classify as classify
-from comm_collectives.call.failures import first_line as first_line
-from comm_collectives.call.waiting import wait_for as wait_for

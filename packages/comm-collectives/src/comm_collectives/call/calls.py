@@ -17,18 +17,13 @@ from typing import final
 
 import torch
 
-from comm_collectives.base.transport import Pending
+from comm_collectives.base.transport import Pending, classify
 from comm_collectives.call.agreement import FLAGS, Comparison, compare
-from comm_collectives.call.failures import (
-    Report,
-    classify,
-    describe_absent,
-    first_failure,
-    first_line,
-)
+from comm_collectives.call.failures import Report, describe_absent, first_failure
 from comm_collectives.call.frames import Cargo, Frame, Frames, Notice, memory_at
 from comm_collectives.call.groups import GroupState, check_timeout
 from comm_collectives.call.opening import open_frames
+from comm_collectives.call.pairs import Lane
 from comm_collectives.call.settling import settle
 from comm_collectives.call.signature import (
     Argument,
@@ -44,6 +39,7 @@ from comm_collectives.errors import (
     MismatchError,
     RefusedError,
     RefusedTypeError,
+    first_line,
 )
 
 BACKWARD_OF = " (backward)"  # ends the name of a call that is the backward of another
@@ -265,6 +261,15 @@ class Call:
         kind = ERROR_NAMED.get(notice.kind, CommError)
         rank = self.state.ranks[notice.peer]
         return kind(f"{self} ended: rank {rank} failed in it with a {notice.kind}: {notice.text}")
+
+    def asked(self, peer: int, question: bytes) -> None:
+        """Raise if a peer waits for a transfer of this rank, which does nothing but wait for it."""
+        worker = self.state.worker
+        if worker is not None and worker.is_here():
+            return
+        theirs = Lane.of(self.state).deny(peer, question, self.number, f"{self}, {self.describe()}")
+        if theirs is not None:
+            raise MismatchError(f"{self.describe()}, {self}: {theirs}")
 
     def __str__(self) -> str:
         state = self.state

@@ -16,32 +16,9 @@ from comm_collectives.call.groups import GroupState
 from comm_collectives.call.signature import SignatureWords
 from comm_collectives.errors import CollectiveTimeoutError, CommError, PeerFailedError
 
-# Gloo closes a connection whose transfer ran into its limit; what comes later fails with this.
-_CLOSED_WORDS = ("pair closure",)
-_TIMEOUT_WORDS = ("timed out", "timeout")
-_PEER_WORDS = ("connection closed", "connection reset", "broken pipe", "connection refused", "peer")
 _KEY = "comm_collectives/failure/{}/{}"
 _ANSWER_S = 1.0  # how much longer than it should take a store may take
 _APART = 64  # how many calls ranks may lie apart when they meet the same failure
-
-
-def classify(error: RuntimeError, timeout_s: float | None) -> tuple[type[CommError], str]:
-    """Tell a passed limit, a lost peer and a refused operation apart, by the backend's text."""
-    text = str(error).lower()
-    if any(word in text for word in _CLOSED_WORDS):
-        return PeerFailedError, "has no connection to a peer since an earlier call timed out"
-    if any(word in text for word in _TIMEOUT_WORDS):
-        limit = "the group's limit" if timeout_s is None else f"{timeout_s:g} s"
-        return CollectiveTimeoutError, f"timed out after {limit}"
-    if any(word in text for word in _PEER_WORDS):
-        return PeerFailedError, "lost a peer"
-    return CommError, "failed"
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, which is the one that says something."""
-    lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def describe_absent(

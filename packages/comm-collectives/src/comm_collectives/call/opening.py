@@ -7,7 +7,7 @@ Over TCP at first; over shared memory if all ranks prove over TCP that they have
 
 from collections.abc import Callable
 
-from comm_collectives.base.streams import ShmStreams, SocketStreams
+from comm_collectives.base.streams import ShmStreams
 from comm_collectives.call.frames import NO_SIGNATURE, Cargo, Frames, Waiter
 from comm_collectives.call.groups import GroupState
 
@@ -18,32 +18,26 @@ def open_frames(state: GroupState, call: Waiter) -> Frames:
     Raises:
         CommError: not all ranks came.
     """
-    if state.frames is None:
-        state.openings += 1
-        key = f"{state.name}/calls/{state.openings}"
-        # A rank that ended before its first call left no stream that could break.
-        has_lost = state.transport.has_lost if state.backend_of.get("cpu") == "gloo" else None
-        streams = SocketStreams(
-            rank=state.rank, size=state.size, store=state.store(), key=key, has_lost=has_lost
-        )
-        state.frames, state.asks_for_memory = Frames(streams, state.transport.clock), True
+    frames = state.reach()
     if state.asks_for_memory and state.may_share_memory:
-        _share_memory(state, state.frames, call)
+        frames = _share_memory(state, frames, call)
     state.asks_for_memory = False
-    return state.frames
+    return frames
 
 
-def _share_memory(state: GroupState, frames: Frames, call: Waiter) -> None:
+def _share_memory(state: GroupState, frames: Frames, call: Waiter) -> Frames:
     """Go over to shared memory, if all ranks have some in common."""
     try:
         shared = ShmStreams.open(state.rank, state.size, _all_gather(state, frames, call))
     except BaseException as error:
         frames.fail(call.number, type(error).__name__, str(error))
         raise
-    if shared is not None:
-        state.frames = Frames(shared, state.transport.clock)
-        state.frames.settle(frames.settled)
-        frames.streams.close()
+    if shared is None:
+        return frames
+    state.frames = Frames(shared, state.transport.clock)
+    state.frames.settle(frames.settled)
+    frames.streams.close()
+    return state.frames
 
 
 def _all_gather(state: GroupState, frames: Frames, call: Waiter) -> Callable[[bytes], list[bytes]]:

@@ -157,7 +157,7 @@ def _broadcast(
     found: list[tuple[TransferHeader, torch.Tensor]] = []
 
     def place(agreed: Agreed) -> list[torch.Tensor]:
-        header = _one_header(call, [TransferHeader.unpack(part)[0] for part in agreed.parts], src)
+        header = _one_header(call, [TransferHeader.unpack(part) for part in agreed.parts], src)
         length, kind = num_bytes(header.dtypes[0], header.shapes[0]), header.travels[0]
         flat = host
         if kind != "cpu" or own is None:

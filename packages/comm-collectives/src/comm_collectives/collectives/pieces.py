@@ -12,7 +12,7 @@ import torch
 
 from comm_collectives.base import as_bytes, check_dense, dense, new_tensor, num_bytes
 from comm_collectives.base.transport import TransferHeader
-from comm_collectives.call import Agreed, Call, first_line, pack_counts, unpack_counts
+from comm_collectives.call import Agreed, Call, pack_counts, unpack_counts
 from comm_collectives.call.groups import GroupState, wire_device_argument
 from comm_collectives.call.signature import Argument
 from comm_collectives.collectives.exchange import (
@@ -22,7 +22,7 @@ from comm_collectives.collectives.exchange import (
     run_on_device,
     show,
 )
-from comm_collectives.errors import CommValueError
+from comm_collectives.errors import CommValueError, first_line
 
 Device = torch.device | str | None
 _SHARED_BYTES = 1 << 18  # of a broadcast, whose source else sends all of it to each rank
@@ -69,7 +69,7 @@ def checked_device(device: Device) -> torch.device | None:
 
 def described(x: torch.Tensor, state: GroupState) -> bytes:
     """Return what a dense tensor is, to be told to ranks that do not know it."""
-    return TransferHeader.describe([x], 0, [state.transport_type(x.device)]).pack()
+    return TransferHeader.describe([x], [state.transport_type(x.device)]).pack()
 
 
 def meet_rows(

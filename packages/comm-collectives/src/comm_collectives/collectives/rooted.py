@@ -226,7 +226,7 @@ def _send_each(
     found: list[tuple[TransferHeader, torch.Tensor]] = []
 
     def place(agreed: Agreed) -> list[torch.Tensor]:
-        header = TransferHeader.unpack(agreed.parts[src])[0]
+        header = TransferHeader.unpack(agreed.parts[src])
         if header is None:
             raise MismatchError(f"{call}: something else arrived; the ranks make different calls")
         length, kind = num_bytes(header.dtypes[0], header.shapes[0]), header.travels[0]

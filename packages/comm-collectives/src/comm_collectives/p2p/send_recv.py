@@ -12,6 +12,8 @@ the backward, so `send` returns a token: an empty tensor to be added to the loss
     loss(hidden).backward()                        # sends it
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, cast, final, overload
 from weakref import ref
 
@@ -22,12 +24,11 @@ from comm_collectives._torch_private import graph_break
 from comm_collectives.base import check_dense, new_tensor
 from comm_collectives.base.transport import WANTS_GRADIENT
 from comm_collectives.call.autograd import wants_grad
-from comm_collectives.call.groups import Group
-from comm_collectives.call.handles import Handle, put_in_graph
+from comm_collectives.call.groups import Group, GroupState
+from comm_collectives.call.handles import Handle, launch_on, put_in_graph
+from comm_collectives.call.pairs import Lane, Transfer
 from comm_collectives.collectives import Device, checked_device
-from comm_collectives.errors import MismatchError
-from comm_collectives.p2p.channel import Channel, Transfer
-from comm_collectives.p2p.tensors import SendHandle, receiving, sending, take_transfer
+from comm_collectives.p2p.tensors import lane_to
 
 
 @overload
@@ -69,8 +70,7 @@ def send(
         x: any shape, plain dtype and strides; not modified.
         dst: rank inside the group, not this one.
         group: None is the default group.
-        timeout_s: limit in seconds of each wait; None is the group's own limit. One that passes
-            is final, as gloo then closes the connection.
+        timeout_s: limit in seconds of each wait; None is the group's own limit.
         async_op: return a Handle at once; its `wait` returns the token when `x` may be changed.
 
     Returns:
@@ -82,20 +82,23 @@ def send(
         CommError: the transfer failed; the text names both ranks and the transfer.
     """
     check_dense(x, "x")
-    transfer = sending("send", dst, group, timeout_s)
-    channel = Channel.of(transfer.state, dst)
-    differentiable = wants_grad(x)
-    flags = WANTS_GRADIENT if differentiable else 0
-    handle = SendHandle(transfer, *channel.send([x], transfer, flags))
+    state, lane = lane_to(dst, "dst", group, timeout_s)
+    wants = wants_grad(x)
+    flags = WANTS_GRADIENT if wants else 0
+    handle = lane.send(state, "send", [x], dst, limit_s=timeout_s, flags=flags)
     token = torch.zeros(0, device=x.device)
-    if differentiable:
-        token = cast(torch.Tensor, _Sent.apply(x, transfer, channel))
+    if wants:
+        token = cast(torch.Tensor, _Sent.apply(x, handle.transfer, lane))
+    if not async_op:
+        handle.wait()
+        return token
 
     def run() -> torch.Tensor:
         handle.wait()
         return token
 
-    return channel.launch(transfer, run, inputs=[x]) if async_op else channel.run(transfer, run)
+    handle.transfer = replace(handle.transfer, holds=False)
+    return launch_on(lane.worker(dst, "to"), "send", _here(state, run), inputs=[x])
 
 
 @overload
@@ -139,8 +142,7 @@ def recv(
         group: None is the default group.
         device: where the tensor goes; None leaves it on the kind of device that it travelled on
             (the host with gloo, the current CUDA device with nccl).
-        timeout_s: limit in seconds of each wait; None is the group's own limit. One that passes
-            is final, as gloo then closes the connection.
+        timeout_s: limit in seconds of each wait; None is the group's own limit.
         async_op: return a Handle at once; its `wait` returns the tensor.
 
     Returns:
@@ -148,49 +150,71 @@ def recv(
 
     Raises:
         ValueError: `src` is not another rank of the group, or the device is unknown.
-        MismatchError: transfers of this direction got out of step.
+        MismatchError: a list came, or `src` waits for this rank in its turn (on both).
         CollectiveTimeoutError: nothing came in time.
         PeerFailedError: the peer is gone.
     """
     checked_device(device)
-    transfer = receiving("recv", src, group, timeout_s)
-    channel = Channel.of(transfer.state, src)
+    state, lane = lane_to(src, "src", group, timeout_s)
+    ticket, transfer = lane.post(state, "recv", src, limit_s=timeout_s, holds=not async_op)
 
     def run() -> torch.Tensor:
-        message = take_transfer(channel, transfer)
+        message = lane.take(ticket, transfer)
         if len(message.tensors) != 1:
-            raise MismatchError(
-                f"{transfer}: a list of {len(message.tensors)} tensors arrived; take what "
-                "isend_tensors sends with recv_tensors"
+            raise lane.refuse(
+                message,
+                transfer,
+                f"a list of {len(message.tensors)} tensors arrived; take what isend_tensors sends "
+                "with recv_tensors",
             )
         y = message.tensors[0] if device is None else message.tensors[0].to(device)
-        if not message.header.flags & WANTS_GRADIENT:
+        if not message.flags & WANTS_GRADIENT:
             return y
-        return _attach_sent(y, channel, transfer)
+        return _attach_sent(y, lane, replace(transfer, place=message.place))
 
-    return channel.launch(transfer, run, inputs=()) if async_op else channel.run(transfer, run)
+    if async_op:
+        return launch_on(lane.worker(src, "from"), "recv", _here(state, run), inputs=())
+    return run()
 
 
-def _attach_sent(y: torch.Tensor, channel: Channel, transfer: Transfer) -> torch.Tensor:
+def _here(state: GroupState, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """Let work on an accelerator be queued where the caller's would be, on another thread."""
+    if state.moves_on_host:
+        return run
+    stream = torch.accelerator.current_stream()
+
+    def run_there() -> torch.Tensor:
+        with stream:
+            return run()
+
+    return run_there
+
+
+def _attach_sent(y: torch.Tensor, lane: Lane, transfer: Transfer) -> torch.Tensor:
     if not torch.is_grad_enabled():
-        channel.give_gradient([], transfer)
+        _give(lane, transfer, [])
         return y
-    channel.open_outbox()
-    alive = _Alive(channel, transfer)
+    lane.open_helper()
+    alive = _Alive(lane, transfer)
 
     def make() -> tuple[torch.Tensor, ...]:
         joins = torch.zeros(0, requires_grad=True, device="cpu")
-        return (cast(torch.Tensor, _Received.apply(joins, y, channel, transfer, alive)),)
+        return (cast(torch.Tensor, _Received.apply(joins, y, lane, transfer, alive)),)
 
     return put_in_graph((y,), make)[0]
 
 
+def _give(lane: Lane, transfer: Transfer, grads: Sequence[torch.Tensor]) -> None:
+    """Send the gradient of what was received, without waiting; nothing stands for zeros."""
+    lane.send(transfer.state, "recv (backward)", grads, transfer.src, key=transfer.place)
+
+
 class _Sent(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, transfer: Transfer, channel: Channel) -> torch.Tensor:
-        ctx.transfer, ctx.channel = transfer, channel
+    def forward(ctx: Any, x: torch.Tensor, transfer: Transfer, lane: Lane) -> torch.Tensor:
+        ctx.transfer, ctx.lane = transfer, lane
         ctx.kind = x.dtype, x.shape, x.device
-        ctx.wanted = _Wanted(channel, transfer.number)
+        ctx.wanted = _Wanted(lane, transfer)
         ctx.is_zero = False
         return torch.zeros(0, device=x.device)
 
@@ -199,8 +223,11 @@ class _Sent(torch.autograd.Function):
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dtype, shape, device = ctx.kind
         if not ctx.is_zero:
-            transfer = ctx.transfer.renamed("send (backward)")
-            message = ctx.channel.take(transfer, gradient=True)
+            sent = ctx.transfer
+            ticket, _ = ctx.lane.post(sent.state, "", sent.dst, key=sent.place)
+            # Named by what was sent, and awaited under its own key.
+            back = replace(sent, name="send (backward)", holds=False)
+            message = ctx.lane.take(ticket, back)
             ctx.wanted.is_taken = True
             # Once for all, if the receiver does not use what it got.
             ctx.is_zero = not message.tensors
@@ -215,18 +242,18 @@ class _Received(torch.autograd.Function):
         ctx: Any,
         joins: torch.Tensor,
         y: torch.Tensor,
-        channel: Channel,
+        lane: Lane,
         transfer: Transfer,
         alive: "_Alive",
     ) -> torch.Tensor:
-        ctx.channel, ctx.transfer, ctx.alive = channel, transfer, alive
+        ctx.lane, ctx.transfer, ctx.alive = lane, transfer, alive
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.alive.is_used = True
-        ctx.channel.give_gradient([grad], ctx.transfer.renamed("recv (backward)"))
+        _give(ctx.lane, ctx.transfer, [grad])
         return None, None, None, None, None
 
 
@@ -234,25 +261,25 @@ class _Received(torch.autograd.Function):
 class _Alive:
     """Lives as long as the graph of a received tensor; without a backward its gradient is zeros."""
 
-    def __init__(self, channel: Channel, transfer: Transfer) -> None:
-        self._channel, self._transfer = channel, transfer
+    def __init__(self, lane: Lane, transfer: Transfer) -> None:
+        self._lane, self._transfer = lane, transfer
         self.is_used = False
 
     def __del__(self) -> None:
         if not self.is_used:
-            channel, transfer = self._channel, self._transfer
-            channel.later(lambda: channel.give_gradient([], transfer))
+            lane, transfer = self._lane, self._transfer
+            lane.later(lambda: _give(lane, transfer, []))
 
 
 @final
 class _Wanted:
     """Lives as long as the graph of a sent tensor; after that nobody takes its gradient."""
 
-    def __init__(self, channel: Channel, number: int) -> None:
-        self._channel, self._number = ref(channel), number
+    def __init__(self, lane: Lane, transfer: Transfer) -> None:
+        self._lane, self._peer, self._place = ref(lane), transfer.dst, transfer.place
         self.is_taken = False
 
     def __del__(self) -> None:
-        channel = self._channel()
-        if channel is not None and not self.is_taken:
-            channel.forget(self._number)
+        lane = self._lane()
+        if lane is not None and not self.is_taken:
+            lane.pairs[self._peer].forget(self._place)

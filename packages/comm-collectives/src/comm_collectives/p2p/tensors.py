@@ -1,9 +1,7 @@
 """Lists of tensors from one rank to another, with their shapes, for pipeline stages.
 
-A header travels ahead of the tensors, so shapes, dtypes and their number may change at each
-transfer and may be zero. Transfers of one direction between two ranks arrive in the order in which
-they were sent, and each carries its number, so that a skipped one is noticed. A limit that passes
-is final: gloo closes the connection between the two ranks, so give up the group after it.
+Shapes, dtypes and their number may change at each transfer and may be zero. Transfers of one
+direction between two ranks arrive in the order in which they were sent.
 
     handle = isend_tensors([hidden, position_ids], dst=1)   # on rank 0; returns at once
     expect_tensors(src=0)                                   # on rank 1, if it computes meanwhile
@@ -12,41 +10,16 @@ is final: gloo closes the connection between the two ranks, so give up the group
 """
 
 from collections.abc import Sequence
-from typing import final
 
 import torch
 
 from comm_collectives._torch_private import graph_break
 from comm_collectives.base import check_tensors
-from comm_collectives.base.transport import WANTS_GRADIENT, Pending
-from comm_collectives.call.groups import Group, check_peer, check_timeout, group_state
+from comm_collectives.base.transport import WANTS_GRADIENT
+from comm_collectives.call.groups import Group, GroupState, check_peer, check_timeout, group_state
+from comm_collectives.call.pairs import Lane
+from comm_collectives.call.pairs import SendHandle as SendHandle
 from comm_collectives.collectives import Device, checked_device
-from comm_collectives.errors import MismatchError
-from comm_collectives.p2p.channel import Channel, Message, Transfer
-
-
-@final
-class SendHandle:
-    """A send under way. Keep it, and leave the tensors unchanged, until `wait` has returned."""
-
-    def __init__(
-        self, transfer: Transfer, works: list[Pending], buffers: list[torch.Tensor]
-    ) -> None:
-        self._transfer = transfer
-        self._works = works
-        self._buffers = buffers
-
-    @graph_break
-    def wait(self) -> None:
-        """Wait until the tensors may be changed. Not collective; may be called again.
-
-        Raises:
-            CommError: the transfer failed; the text names both ranks and the transfer.
-        """
-        while self._works:
-            self._transfer.wait(self._works[0])
-            del self._works[0]
-        self._buffers.clear()
 
 
 @graph_break
@@ -60,24 +33,23 @@ def isend_tensors(
     """Start to send tensors to rank `dst` of the group; does not wait for the receiver.
 
     Not collective: only this rank and `dst`, which calls `recv_tensors`. Not differentiable. Inputs
-    of any shape, plain dtype and strides are not modified; large contiguous ones are not copied,
-    small ones travel in one message with their header.
+    of any shape, plain dtype and strides are not modified; large contiguous ones are not copied.
 
     Args:
         tensors: any number of tensors, zero included.
         dst: rank inside the group, not this one.
         group: None is the default group.
-        timeout_s: limit in seconds of each wait; None is the group's own limit.
+        timeout_s: limit in seconds of each wait; None is the group's own limit. The send goes on
+            after one that passed.
 
     Raises:
         ValueError: `dst` is not another rank of the group.
         TypeError: `tensors` is no list or tuple, or an item not a dense tensor of a plain dtype.
-        CommError: the peer is already known to be gone.
+        CommError: the peer cannot be reached.
     """
     check_tensors(tensors)
-    transfer = sending("isend_tensors", dst, group, timeout_s)
-    works, buffers = Channel.of(transfer.state, dst).send(tensors, transfer)
-    return SendHandle(transfer, works, buffers)
+    state, lane = lane_to(dst, "dst", group, timeout_s)
+    return lane.send(state, "isend_tensors", tensors, dst, limit_s=timeout_s)
 
 
 @graph_break
@@ -94,35 +66,30 @@ def recv_tensors(
         group: None is the default group.
         device: where the tensors go; None leaves each on the kind of device that it travelled on
             (the host with gloo, the current CUDA device with nccl).
-        timeout_s: limit in seconds of each wait; None is the group's own limit.
+        timeout_s: limit in seconds of each wait; None is the group's own limit. What comes after
+            one that passed is received by the next call.
 
     Raises:
         ValueError: `src` is not another rank of the group, or the device is unknown.
-        MismatchError: transfers of this direction got out of step.
+        MismatchError: `src` waits for this rank in its turn (on both).
         CollectiveTimeoutError: nothing came in time.
         PeerFailedError: the peer is gone.
     """
     checked_device(device)
-    transfer = receiving("recv_tensors", src, group, timeout_s)
-    channel = Channel.of(transfer.state, src)
-
-    def run() -> list[torch.Tensor]:
-        message = take_transfer(channel, transfer)
-        if message.header.flags & WANTS_GRADIENT:
-            channel.give_gradient([], transfer)
-        return message.tensors
-
-    tensors = channel.run(transfer, run)
-    return [t if device is None else t.to(device) for t in tensors]
+    state, lane = lane_to(src, "src", group, timeout_s)
+    message = lane.take(*lane.post(state, "recv_tensors", src, limit_s=timeout_s))
+    if message.flags & WANTS_GRADIENT:
+        lane.send(state, "recv_tensors", [], src, key=message.place)  # it is zero
+    return [t if device is None else t.to(device) for t in message.tensors]
 
 
 @graph_break
 def expect_tensors(*, src: int, group: Group | None = None) -> None:
     """Let the next list from `src` arrive while this rank does something else.
 
-    Without it gloo moves bytes only once `recv_tensors` is called. Not collective; call it only
-    when `src` has sent a list that was not received here, or will. Has no effect on what is
-    received, on a second call for the same list, and where the backend is not gloo.
+    Without it bytes move only once `recv_tensors` is called. Not collective; call it only when
+    `src` has sent a list that was not received here, or will. Has no effect on what is received,
+    on a second call for the same list, and where data travels on a device.
 
     Args:
         src: rank inside the group, not this one.
@@ -131,53 +98,21 @@ def expect_tensors(*, src: int, group: Group | None = None) -> None:
     Raises:
         ValueError: `src` is not another rank of the group.
     """
-    state = group_state(group)
-    check_peer(state, src, "src")
-    Channel.of(state, src).expect()
+    state, lane = lane_to(src, "src", group, None)
+    if state.moves_on_host:
+        lane.expect(src)
 
 
-def sending(name: str, dst: int, group: Group | None, timeout_s: float | None) -> Transfer:
-    """Number a transfer to `dst`.
+def lane_to(
+    peer: int, name: str, group: Group | None, timeout_s: float | None
+) -> tuple[GroupState, Lane]:
+    """Return what a transfer with a peer, which an argument names, goes by.
 
     Raises:
-        ValueError: `dst` is not another rank of the group, or the limit is not positive.
+        ValueError: it is not another rank of the group, or the limit is not positive.
         TypeError: one of them is no number.
     """
     state = group_state(group)
     check_timeout(timeout_s)
-    check_peer(state, dst, "dst")
-    number = state.next_transfer(state.rank, dst)
-    return Transfer(
-        name=name, state=state, src=state.rank, dst=dst, number=number, limit_s=timeout_s
-    )
-
-
-def receiving(name: str, src: int, group: Group | None, timeout_s: float | None) -> Transfer:
-    """Number a transfer from `src`.
-
-    Raises:
-        ValueError: `src` is not another rank of the group, or the limit is not positive.
-        TypeError: one of them is no number.
-    """
-    state = group_state(group)
-    check_timeout(timeout_s)
-    check_peer(state, src, "src")
-    number = state.next_transfer(src, state.rank)
-    return Transfer(
-        name=name, state=state, src=src, dst=state.rank, number=number, limit_s=timeout_s
-    )
-
-
-def take_transfer(channel: Channel, transfer: Transfer) -> Message:
-    """Return the transfer of this number.
-
-    Raises:
-        MismatchError: another one arrived.
-        CommError: nothing came in time, or the peer is gone.
-    """
-    message = channel.take(transfer)
-    if message.header.number != transfer.number:
-        raise MismatchError(
-            f"{transfer}: transfer {message.header.number} arrived; an earlier call was skipped"
-        )
-    return message
+    check_peer(state, peer, name)
+    return state, Lane.of(state, uses=True)

@@ -13,10 +13,11 @@ from typing import cast, final
 
 from comm_collectives.call.frames import Frames
 from comm_collectives.call.groups import CustomGroup, GroupState
+from comm_collectives.call.pairs import Lane
 from comm_collectives.errors import CommValueError
 from comm_collectives.simulation.scheduler import Signal
 from comm_collectives.simulation.streams import Pipes, SimStreams
-from comm_collectives.simulation.transport import Messages, SimTransport
+from comm_collectives.simulation.transport import SimTransport
 from comm_collectives.simulation.worker import SimWorker
 from comm_collectives.simulation.world import World
 
@@ -31,13 +32,13 @@ _ROOM_BYTES = {True: 1 << 20, False: 1 << 16}  # of a stream, on one host or bet
 class _Shared:
     """What the ranks of one group share."""
 
-    messages: Messages
     pipes: Pipes
+    pairs: Pipes
 
     def signals(self) -> Iterator[Signal]:
         """Yield everything that somebody may wait for."""
-        yield from self.messages.signals()
         yield from self.pipes.signals
+        yield from self.pairs.signals
 
 
 @final
@@ -78,12 +79,12 @@ class SimGroup(CustomGroup):
 def _new_state(world: World, ranks: tuple[int, ...], rank: int) -> GroupState:
     shared = world.shared.get(ranks)
     if shared is None:
-        shared = world.shared[ranks] = _Shared(
-            Messages(), Pipes(len(ranks), _ROOM_BYTES[world.setting.shared_memory])
-        )
+        room_bytes = _ROOM_BYTES[world.setting.shared_memory]
+        pipes, pairs = (Pipes(len(ranks), room_bytes) for _ in range(2))
+        shared = world.shared[ranks] = _Shared(pipes, pairs)
         _watch(world, ranks, shared)
     index = ranks.index(rank)
-    transport = SimTransport(world, shared.messages, ranks=ranks, index=index)
+    transport = SimTransport(world)
     state = GroupState(
         rank=index,
         ranks=ranks,
@@ -96,14 +97,16 @@ def _new_state(world: World, ranks: tuple[int, ...], rank: int) -> GroupState:
     state.responder = _NO_RESPONDER
     streams = SimStreams(shared.pipes, world, ranks=ranks, index=index)
     state.frames = Frames(streams, transport.clock, staged_bytes=_STAGED_BYTES)
+    beside = SimStreams(shared.pairs, world, ranks=ranks, index=index)
+    state.lane = Lane(state, beside, has_helper=False)
     return state
 
 
 def _watch(world: World, ranks: tuple[int, ...], shared: _Shared) -> None:
     def leave(rank: int) -> None:
         if rank in ranks:
-            shared.messages.leave(ranks.index(rank))
             shared.pipes.leave(ranks.index(rank))
+            shared.pairs.leave(ranks.index(rank))
 
     for rank in sorted(world.dead):
         leave(rank)

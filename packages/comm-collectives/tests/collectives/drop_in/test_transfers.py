@@ -115,7 +115,7 @@ def test_a_batch_of_torchs_runs_on_these() -> None:
 def test_tensors_that_differ_are_named_by_the_receiver() -> None:
     def fn(rank: int, world_size: int) -> None:
         for sent, room, match in (
-            (torch.ones(3), torch.zeros(2), "3 elements of torch.float32 came, for a tensor of 2"),
+            (torch.ones(3), torch.zeros(2), "3 elements of torch.float32 came from rank 0"),
             (torch.ones(_LARGE), torch.zeros(2), "5000 elements of torch.float32 came"),
             (torch.ones(2), torch.zeros(2, dtype=torch.int32), "for a tensor of 2 of torch.int32"),
         ):

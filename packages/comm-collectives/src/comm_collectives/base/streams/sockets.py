@@ -14,6 +14,7 @@ import select
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -71,6 +72,7 @@ class SocketStreams(Streams):
         self._addresses: dict[int, str] = {}
         self._pause_s = _FIRST_PAUSE_S
         self._gone: set[int] = set()
+        self._opening = threading.RLock()
         if rank < size - 1:
             self._listen()
         _OPEN.add(self)
@@ -87,7 +89,7 @@ class SocketStreams(Streams):
         except BlockingIOError:
             return 0
         except OSError:  # broken pipe, reset, timed out
-            self._gone.add(peer)
+            self._mark(peer)
             return len(data)
 
     def recv_some(self, peer: int, into: memoryview) -> int:
@@ -102,7 +104,7 @@ class SocketStreams(Streams):
         except OSError:
             got = 0
         if not got:
-            self._gone.add(peer)
+            self._mark(peer)
         return got
 
     def wait(self, receiving: Collection[int], sending: Collection[int], timeout_s: float) -> None:
@@ -110,7 +112,7 @@ class SocketStreams(Streams):
         for peer in {*receiving, *sending} - self._sockets.keys():
             self._connect(peer)
         poll = select.poll()
-        for peer, connection in self._sockets.items():
+        for peer, connection in list(self._sockets.items()):
             if peer not in self._gone:
                 mask = select.POLLIN if peer in receiving else 0
                 mask |= select.POLLOUT if peer in sending else 0
@@ -120,8 +122,7 @@ class SocketStreams(Streams):
             timeout_s = min(timeout_s, self._await(wanted, poll))
         ended = {fd for fd, event in poll.poll(1000 * timeout_s) if event & _GONE}
         if ended:
-            found = {peer for peer, one in self._sockets.items() if one.fileno() in ended}
-            self._gone |= found
+            self._mark(*[r for r, one in list(self._sockets.items()) if one.fileno() in ended])
 
     def _await(self, wanted: set[int], poll: "select.poll") -> float:
         """Register what connects peers that are not connected yet; return how long to wait."""
@@ -145,7 +146,7 @@ class SocketStreams(Streams):
             return False
         self._asks_at_s = time.monotonic() + _ASK_S
         lost = [peer for peer in peers if self._has_lost(peer)]
-        self._gone.update(lost)
+        self._mark(*lost)
         return bool(lost)
 
     def gone(self) -> tuple[int, ...]:
@@ -154,7 +155,7 @@ class SocketStreams(Streams):
 
     def close(self) -> None:
         """See Streams."""
-        self._gone.update(range(self.size))
+        self._mark(*range(self.size))
         self.forget()
 
     def forget(self) -> None:
@@ -203,9 +204,14 @@ class SocketStreams(Streams):
 
     def _connect(self, peer: int) -> socket.socket | None:
         """Go on connecting with a peer; its connection once there is one."""
-        if peer in self._gone:
-            return None
-        return self._accepted(peer) if peer > self.rank else self._connected(peer)
+        with self._opening:
+            if peer in self._gone or peer in self._sockets:
+                return self._sockets.get(peer)
+            return self._accepted(peer) if peer > self.rank else self._connected(peer)
+
+    def _mark(self, *peers: int) -> None:
+        with self._opening:
+            self._gone = {*self._gone, *peers}  # another thread may go through the old one
 
     def _accepted(self, peer: int) -> socket.socket | None:
         with suppress(BlockingIOError):
@@ -237,10 +243,14 @@ class SocketStreams(Streams):
             return None
         del self._connecting[peer]
         token = bytes.fromhex(self._addresses[peer].split()[0])
-        self._keep(peer, connection)
         hello = _HELLO.pack(token, self.rank)
-        if self.send_some(peer, memoryview(hello)) < len(hello):
-            self._gone.add(peer)
+        try:
+            is_told = connection.send(hello) == len(hello)
+        except OSError:
+            is_told = False
+        self._keep(peer, connection)
+        if not is_told:
+            self._mark(peer)
         return connection
 
     def _start(self, peer: int) -> socket.socket | None:
@@ -269,7 +279,7 @@ class SocketStreams(Streams):
         connection = self._connecting.pop(peer, None)
         if connection is not None:
             connection.close()
-        self._gone.add(peer)
+        self._mark(peer)
         if not isinstance(error, ConnectionRefusedError | ConnectionResetError):
             _, port, host = self._addresses[peer].split(" ", 2)
             raise PeerFailedError(

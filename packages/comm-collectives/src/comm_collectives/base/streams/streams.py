@@ -6,7 +6,7 @@ gets an end of its own choosing: nothing is closed because a limit passed.
 
 Invariants: bytes arrive once, in order, or never; a byte that `send_some` took is on its way and
 its memory may change. What a peer sent before it closed or ended can still be received, and `gone`
-says so at once all the same. One thread at a time.
+says so at once all the same. One thread at a time; over TCP one for each peer and direction.
 
     sent += streams.send_some(peer, view[sent:])       # 0: full at the moment
     got += streams.recv_some(peer, into[got:])         # 0: nothing there at the moment

@@ -5,8 +5,6 @@ May import: base.
 
 from comm_collectives.base.transport.clock import SYSTEM_CLOCK as SYSTEM_CLOCK
 from comm_collectives.base.transport.clock import Clock as Clock
-from comm_collectives.base.transport.header import FIRST_WORDS as FIRST_WORDS
-from comm_collectives.base.transport.header import IS_GRADIENT as IS_GRADIENT
 from comm_collectives.base.transport.header import WANTS_GRADIENT as WANTS_GRADIENT
 from comm_collectives.base.transport.header import TransferHeader as TransferHeader
 from comm_collectives.base.transport.scratch import Lease as Lease
@@ -15,3 +13,5 @@ from comm_collectives.base.transport.shm_region import Region as Region
 from comm_collectives.base.transport.transport import Pending as Pending
 from comm_collectives.base.transport.transport import TorchTransport as TorchTransport
 from comm_collectives.base.transport.transport import Transport as Transport
+from comm_collectives.base.transport.transport import classify as classify
+from comm_collectives.base.transport.transport import wait_for as wait_for

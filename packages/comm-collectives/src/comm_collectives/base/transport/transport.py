@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from comm_collectives._torch_private import Store, group_timeout_s, raw_torch
 from comm_collectives.base.transport.clock import SYSTEM_CLOCK, Clock
+from comm_collectives.errors import CollectiveTimeoutError, CommError, PeerFailedError
 
 _PROBE_TAG = 0x6D6F65
 _OPS = {
@@ -27,6 +28,10 @@ _OPS = {
     "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT,
 }
+# Gloo closes a connection whose transfer ran into its limit; what comes later fails with this.
+_CLOSED_WORDS = ("pair closure",)
+_TIMEOUT_WORDS = ("timed out", "timeout")
+_PEER_WORDS = ("connection closed", "connection reset", "broken pipe", "connection refused", "peer")
 
 
 class Pending(Protocol):
@@ -155,3 +160,24 @@ class TorchTransport(Transport):
     def recv(self, flat: torch.Tensor, src: int) -> Pending | None:
         """As `irecv`."""
         return dist.irecv(flat, group=self._group, group_src=src)
+
+
+def wait_for(work: Pending, timeout_s: float | None) -> None:
+    """Wait for a transfer; None waits as long as the group allows."""
+    if timeout_s is None:
+        work.wait()
+    else:
+        work.wait(timedelta(seconds=timeout_s))
+
+
+def classify(error: RuntimeError, timeout_s: float | None) -> tuple[type[CommError], str]:
+    """Tell a passed limit, a lost peer and a refused operation apart, by the backend's text."""
+    text = str(error).lower()
+    if any(word in text for word in _CLOSED_WORDS):
+        return PeerFailedError, "has no connection to a peer since an earlier call timed out"
+    if any(word in text for word in _TIMEOUT_WORDS):
+        limit = "the group's limit" if timeout_s is None else f"{timeout_s:g} s"
+        return CollectiveTimeoutError, f"timed out after {limit}"
+    if any(word in text for word in _PEER_WORDS):
+        return PeerFailedError, "lost a peer"
+    return CommError, "failed"

@@ -22,6 +22,7 @@ from comm_collectives.base.transport import Clock
 from comm_collectives.call.frames.link import STAGED_BYTES, Frame, Kind, Link, Notice, notices_of
 
 _LOOK_S = 0.5  # how often a waiting rank looks whether its peers are still there
+_ASK_S = 0.1
 
 
 @final
@@ -49,6 +50,9 @@ class Waiter(Protocol):
     def told(self, notice: Notice) -> Exception:
         """Return the error for a call that a peer left with one."""
 
+    def asked(self, peer: int, question: bytes) -> None:
+        """Raise if a peer, which is missing, waits for this rank elsewhere."""
+
 
 @final
 class Frames:
@@ -60,6 +64,7 @@ class Frames:
         others = [(streams.rank + i) % streams.size for i in range(1, streams.size)]
         self._links = {peer: Link(streams, peer, staged_bytes) for peer in others}
         self._notices: dict[int, Notice] = {}
+        self._questions: dict[int, bytes] = {}
         self._open: set[int] = set()  # peers whose payload of this step was not received yet
         self.settled = 0
 
@@ -78,7 +83,7 @@ class Frames:
                 step,
                 signature=signature,
                 part=b"" if parts is None else parts[peer],
-                payload=None if payloads is None else payloads[peer],
+                payload=None if payloads is None else (payloads[peer],),
                 apart=0 if apart is None else apart[peer],
             )
             link.flush()
@@ -125,6 +130,13 @@ class Frames:
             link.send(Kind.NOTICE, number, 0, part=f"{kind}\n{text}".encode())
             link.flush()
 
+    def ask(self, peer: int, question: bytes) -> None:
+        """Tell a peer, which may be in a call, for what this rank waits; empty takes it back."""
+        self._links[peer].send(Kind.QUESTION, 0, 0, part=question)
+        deadline_s = self._clock.now_s() + _ASK_S
+        while not self._links[peer].flush() and self._clock.now_s() < deadline_s:
+            self.streams.wait((), [peer], _ASK_S)
+
     def settle(self, number: int) -> None:
         """Drop what still comes of calls up to this one, which all ranks have left."""
         self.settled = max(self.settled, number)
@@ -170,7 +182,9 @@ class Frames:
         """Return the next frame that is of use, and keep a notice."""
         link = self._links[peer]
         while (frame := link.look()) is not None:
-            if frame.number > self.settled:
+            if frame.kind == Kind.QUESTION:
+                self._questions[peer] = frame.part
+            elif frame.number > self.settled:
                 if frame.kind != Kind.NOTICE:
                     return frame
                 self._notices[peer] = notices_of(frame, peer)
@@ -208,4 +222,9 @@ class Frames:
                 deadline_s = now_s + waiter.limit_s
             if now_s >= deadline_s:
                 raise waiter.not_all_here(waits or sends, ())
+            for peer in self._questions.keys() & waits:
+                question = self._questions.pop(peer)  # once, if it ends the call
+                if question:
+                    waiter.asked(peer, question)
+                    self._questions[peer] = question
             self.streams.wait(waits, sends, min(deadline_s - now_s, _LOOK_S))

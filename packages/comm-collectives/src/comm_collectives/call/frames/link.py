@@ -11,6 +11,7 @@ to its end or skipped, whatever becomes of the call; so both ends stay in step.
 import ctypes
 import struct
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import final
@@ -31,11 +32,13 @@ _EMPTY = memoryview(b"")
 
 
 class Kind(IntEnum):
-    """What a frame is: a step of a call, a text about one, or word that this rank left one."""
+    """What a frame is: a step of a call, a text about one, word that this rank left one, or that it
+    waits elsewhere."""
 
     STEP = 1
     TEXT = 2
     NOTICE = 3
+    QUESTION = 4
 
 
 @final
@@ -85,26 +88,31 @@ class Link:
 
     def send(
         self,
-        kind: Kind,
+        kind: int,
         number: int,
         step: int,
         *,
         signature: bytes = NO_SIGNATURE,
         part: bytes = b"",
-        payload: memoryview | None = None,
+        payload: Sequence[memoryview] | None = None,
         apart: int = 0,
     ) -> None:
         """Queue a frame; `apart` announces a payload of so many bytes that travels elsewhere."""
-        size = apart if payload is None else len(payload)
+        size = apart if payload is None else sum([len(view) for view in payload])
         head = _PREFIX.pack(_MAGIC, kind, number, step, len(part), size << 1 | (payload is None))
         first = b"".join((head, signature, part))
         views = [memoryview(first)]
         if payload is not None and size:
             if size <= _JOINED_BYTES:
-                views = [memoryview(b"".join((first, payload)))]
+                views = [memoryview(b"".join((first, *payload)))]
             else:
-                views.append(payload)
+                views += payload
         self.queue.append(views)
+
+    @property
+    def queued(self) -> int:
+        """How many frames are not sent to their end."""
+        return len(self.queue)
 
     def flush(self) -> bool:
         """Send what there is room for; whether all is sent."""

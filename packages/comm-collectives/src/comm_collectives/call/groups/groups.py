@@ -10,10 +10,8 @@ say `all_to_all call 7` and mean the same call on every rank.
 import threading
 import zlib
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from itertools import count
 from numbers import Real
 from operator import index
 from typing import Any, final
@@ -24,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import get_backend_config
 
 from comm_collectives._torch_private import Store, default_store, graph_break
+from comm_collectives.base.streams import SocketStreams
 from comm_collectives.base.transport import ScratchPool, TorchTransport, Transport
 from comm_collectives.call.agreement import AgreementPolicy, History, PendingBackwards
 from comm_collectives.call.frames import Frames
@@ -61,14 +60,13 @@ class GroupState:
         self.pending = PendingBackwards()  # that this rank owes
         self.history = History()  # the calls since the last comparison, where not all are compared
         self.worker: Any = None  # a handles.Worker, which is made on top of this
-        self.channels: dict[int, Any] = {}  # of channel.Channel, likewise
+        self.lane: Any = None  # a pairs.Lane, likewise: what two ranks send each other
         self.responder: threading.Thread | None = None  # for backwards whose graph is gone
         self.given_up: list[object] = []  # failed transfers whose buffers may still be in use
         self.failed_calls: list[int] = []  # in which this rank failed
         # Told of each all-to-all: the call's name and the bytes for each rank.
         self.observers: list[Callable[[str, Sequence[int]], None]] = []
         self.last_call = 0
-        self._transfers: dict[tuple[int, int], Iterator[int]] = defaultdict(lambda: count(1))
 
     def next_call(self) -> int:
         """Number of the collective that starts now (from 1)."""
@@ -84,9 +82,24 @@ class GroupState:
         own = self.transport.store()
         return default_store() if own is None else own
 
-    def next_transfer(self, src: int, dst: int) -> int:
-        """Number of the transfer from `src` to `dst` (ranks inside the group) that starts now."""
-        return next(self._transfers[src, dst])
+    def open_streams(self, purpose: str) -> SocketStreams:
+        """Open streams to all ranks; `purpose` is used only once. Not collective."""
+        # A rank that ended before its first call left no stream that could break.
+        return SocketStreams(
+            rank=self.rank,
+            size=self.size,
+            store=self.store(),
+            key=f"{self.name}/{purpose}",
+            has_lost=self.transport.has_lost if self.backend_of.get("cpu") == "gloo" else None,
+        )
+
+    def reach(self) -> Frames:
+        """Return the frames of the calls, opened if they are not. Not collective."""
+        if self.frames is None:
+            self.openings += 1
+            streams = self.open_streams(f"calls/{self.openings}")
+            self.frames, self.asks_for_memory = Frames(streams, self.transport.clock), True
+        return self.frames
 
     @property
     def global_rank(self) -> int:

@@ -1,55 +1,56 @@
 """Torch's transfers between two ranks: any dtype, strides on both sides, tags, and from any source.
 
-A message of one size goes ahead. It says dtype and number of elements, which the receiver
-compares, and holds small data itself; larger data follows under a tag of its own, so that transfers
-of one tag cannot take each other's. So both ends have to use these functions. What travels on a
-device goes as raw bytes, without a message ahead.
+They go over the group's `Lane`, so both ends have to use these functions; what travels on a device
+goes as raw bytes, without a message ahead. The receiver compares dtype and number of elements.
 
     isend(tensor, dst=1, tag=7)                # on rank 0
     recv(tensor, tag=7)                        # on rank 1, from any source: returns 0
 """
 
-import struct
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
-from itertools import count
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.distributed as dist
 
-from comm_collectives._torch_private import graph_break, raw_torch
-from comm_collectives.base import DTYPES, as_bytes, dense, dtype_code, from_bytes, new_tensor
+from comm_collectives._torch_private import graph_break
+from comm_collectives.base import as_bytes, dense, from_bytes
+from comm_collectives.base.transport import Pending
 from comm_collectives.call.groups import Group, GroupState, group_state
 from comm_collectives.call.handles import Worker, launch_on
+from comm_collectives.call.pairs import ANY_RANK, Lane, Message, SendHandle, Transfer
 from comm_collectives.collectives.drop_in.in_place import write
 from comm_collectives.collectives.drop_in.moves import problem_in_place, rank_of
 from comm_collectives.collectives.drop_in.works import CallWork, is_outside
-from comm_collectives.errors import CommValueError, MismatchError
-
-_AHEAD = struct.Struct("<8s3q")  # mark, dtype, elements, tag of the data (0: it is here)
-_MARK, _AHEAD_BYTES = b"drop-in1", 1024
-_FIRST_TAG = 1 << 29  # of data; smaller ones are the user's
-_NUMBERS = count()
+from comm_collectives.errors import CommValueError
 
 
 @final
 class SendWork(dist.Work):
-    """A send under way: torch's works, and what they read."""
+    """A send under way, on the host or on a device, and what it reads."""
 
-    def __init__(self, works: list[Any], kept: list[torch.Tensor]) -> None:
+    def __init__(self, sent: SendHandle | Pending, kept: torch.Tensor) -> None:
         super().__init__()
-        self._works, self._kept = works, kept
+        self._sent, self._kept = sent, kept
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until the tensor may be changed; zero waits for as long as the group's limit."""
-        for work in self._works:
-            work.wait(*[timeout] if timeout else [])
+        if isinstance(self._sent, SendHandle):
+            self._sent.transfer = replace(
+                self._sent.transfer, limit_s=timeout.total_seconds() or None
+            )
+            self._sent.wait()
+        else:
+            self._sent.wait(*[timeout] if timeout else [])
         return True
 
     def is_completed(self) -> bool:
         """Whether the tensor may be changed."""
-        return all(work.is_completed() for work in self._works)
+        if isinstance(self._sent, SendHandle):
+            return self._sent.is_done()
+        return self._sent.is_completed()
 
 
 @graph_break
@@ -59,14 +60,14 @@ def isend(
     group: Group | None = None,
     tag: int = 0,
     group_dst: int | None = None,
-) -> SendWork | None:
+) -> dist.Work | None:
     """Start to send a tensor, which the destination takes with `recv` or `irecv` of the same tag.
 
     Args:
         tensor: any shape, plain dtype and strides; not to be changed before `wait` has returned.
         dst: global rank of the destination.
         group: None is the default group.
-        tag: what the receiver asks for; 0 <= tag < 2^29.
+        tag: what the receiver asks for, at least 0.
         group_dst: the destination's rank inside the group, instead of `dst`.
 
     Raises:
@@ -77,11 +78,12 @@ def isend(
     state = group_state(group)
     _check_transfer(tensor, tag)
     peer = rank_of(state, "dst", dst, group_dst, None)
-    messages = [(as_bytes(dense(tensor)), tag)]
-    if _goes_by_host(tensor, state):
-        messages = _messages(tensor, tag)
-    works = [_torchs_isend(data, group, peer, under) for data, under in messages]
-    return SendWork(works, [data for data, _ in messages])
+    if state.transport_type(tensor.device) == "cpu":
+        lane = Lane.of(state, uses=True)
+        return SendWork(lane.send(state, "send", [tensor], peer, key=_key(tag)), tensor)
+    flat = as_bytes(dense(tensor))
+    work = state.transport.send(flat, peer)
+    return None if work is None else SendWork(work, flat)
 
 
 @graph_break
@@ -122,11 +124,12 @@ def irecv(
     """
     if is_outside("irecv", group):
         return None
-    state = group_state(group)
-    run, source = _receiving(tensor, state, group, (src, group_src), tag)
+    found: list[int] = []
+    run = _receiving(tensor, group_state(group), (src, group_src), tag, holds=False)
     # A thread for each, since what comes of one may wait for another.
-    handle = launch_on(Worker("comm_collectives irecv", run), "irecv", run, inputs=())
-    return CallWork(handle, [tensor], source)
+    worker = Worker("comm_collectives irecv", run)
+    handle = launch_on(worker, "irecv", lambda: found.append(run()), inputs=())
+    return CallWork(handle, [tensor], lambda: found[0] if found else ANY_RANK)
 
 
 @graph_break
@@ -141,100 +144,62 @@ def recv(
     if is_outside("recv", group):
         return -1
     state = group_state(group)
-    run, source = _receiving(tensor, state, group, (src, group_src), tag)
-    run()
-    return state.ranks[source()]
+    return state.ranks[_receiving(tensor, state, (src, group_src), tag, holds=True)()]
 
 
 def _check_transfer(tensor: torch.Tensor, tag: int) -> None:
     problem = problem_in_place(tensor)
     if problem is not None:
         raise problem
-    if not 0 <= tag < _FIRST_TAG:
-        raise CommValueError(f"tag={tag} must be at least 0 and below {_FIRST_TAG}")
+    if tag < 0:
+        raise CommValueError(f"tag={tag} must be at least 0")
 
 
-def _goes_by_host(tensor: torch.Tensor, state: GroupState) -> bool:
-    return state.transport_type(tensor.device) == "cpu"
-
-
-def _messages(tensor: torch.Tensor, tag: int) -> list[tuple[torch.Tensor, int]]:
-    """Return the message ahead and, if that does not hold it, the data, each with its tag."""
-    data = as_bytes(dense(tensor)).cpu()
-    is_small = data.numel() <= _AHEAD_BYTES - _AHEAD.size
-    under = 0 if is_small else _FIRST_TAG + next(_NUMBERS) % _FIRST_TAG
-    words = _AHEAD.pack(_MARK, dtype_code(tensor.dtype), tensor.numel(), under)
-    ahead = torch.zeros(_AHEAD_BYTES, dtype=torch.uint8)
-    ahead[: _AHEAD.size] = torch.frombuffer(bytearray(words), dtype=torch.uint8)
-    if is_small:
-        ahead[_AHEAD.size : _AHEAD.size + data.numel()] = data
-        return [(ahead, tag)]
-    return [(ahead, tag), (data, under)]
+def _key(tag: int) -> int:
+    """The key of a tag; those of other transfers are not negative."""
+    return -1 - tag
 
 
 def _receiving(
     tensor: torch.Tensor,
     state: GroupState,
-    group: Group | None,
     src: tuple[int | None, int | None],
     tag: int,
-) -> tuple[Callable[[], None], Callable[[], int]]:
-    """Begin to receive; return what ends it and what then says who sent, inside the group."""
+    *,
+    holds: bool,
+) -> Callable[[], int]:
+    """Begin to receive, in the order of the calls; return what ends it and says who sent."""
     _check_transfer(tensor, tag)
-    found = [-1] if src == (None, None) else [rank_of(state, "src", *src, None)]
-    by_host = _goes_by_host(tensor, state)
-    size = _AHEAD_BYTES if by_host else tensor.nbytes
-    first = torch.empty(size, dtype=torch.uint8, device="cpu" if by_host else tensor.device)
-    # Here, so that receives take what comes in the order of the calls.
-    work = _torchs_irecv(first, group, found[0], tag)
+    source = ANY_RANK if src == (None, None) else rank_of(state, "src", *src, None)
+    if state.transport_type(tensor.device) != "cpu":
+        flat = torch.empty(tensor.nbytes, dtype=torch.uint8, device=tensor.device)
+        work = state.transport.recv(flat, source)
 
-    def run() -> None:
-        work.wait()
-        if found[0] < 0:
-            found[0] = work._source_rank()
-        data = _data_behind(first, tensor, group, found[0]) if by_host else first
-        write(tensor, from_bytes(data, tensor.dtype, tensor.shape))
+        def end() -> int:
+            if work is not None:
+                work.wait()
+            write(tensor, from_bytes(flat, tensor.dtype, tensor.shape))
+            return source
 
-    return run, lambda: found[0]
+        return end
+    lane = Lane.of(state, uses=True)
+    ticket, transfer = lane.post(state, "recv", source, key=_key(tag), holds=holds)
+
+    def run() -> int:
+        message = lane.take(ticket, transfer)
+        _write_message(tensor, message, lane, transfer)
+        return message.source
+
+    return run
 
 
-def _data_behind(
-    ahead: torch.Tensor, tensor: torch.Tensor, group: Group | None, src: int
-) -> torch.Tensor:
-    """Return what is sent: with the message ahead, or now. Compares it with the tensor for it."""
-    mark, code, elements, tag = _AHEAD.unpack_from(_bytes_of_ahead(ahead))
-    if mark != _MARK:
-        raise MismatchError(
-            f"recv from rank {src} of the group: something else came; use the same functions on "
-            "both ends (patched_torch() on every rank)"
+def _write_message(tensor: torch.Tensor, message: Message, lane: Lane, transfer: Transfer) -> None:
+    (x,) = message.tensors
+    if (x.dtype, x.numel()) != (tensor.dtype, tensor.numel()):
+        raise lane.refuse(
+            message,
+            transfer,
+            f"{x.numel()} elements of {x.dtype} came from rank {message.source} of the group, for "
+            f"a tensor of {tensor.numel()} of {tensor.dtype}; make them equal",
         )
-    size = elements * DTYPES[code].itemsize
-    if not tag:
-        data = new_tensor((size,), torch.uint8, "cpu")  # where any dtype may begin
-        data.copy_(ahead[_AHEAD.size : _AHEAD.size + size])
-    else:
-        data = torch.empty(size, dtype=torch.uint8)
-        _torchs_irecv(data, group, src, tag).wait()
-    if (DTYPES[code], elements) != (tensor.dtype, tensor.numel()):
-        raise MismatchError(
-            f"recv from rank {src} of the group: {elements} elements of {DTYPES[code]} came, for a "
-            f"tensor of {tensor.numel()} of {tensor.dtype}; make them equal"
-        )
-    return data
-
-
-def _bytes_of_ahead(ahead: torch.Tensor) -> bytes:
-    return bytes(ahead[: _AHEAD.size].tolist())
-
-
-@raw_torch
-def _torchs_isend(flat: torch.Tensor, group: Any, dst: int, tag: int) -> Any:
-    return dist.isend(flat, group=group, group_dst=dst, tag=tag)
-
-
-@raw_torch
-def _torchs_irecv(flat: torch.Tensor, group: Any, src: int, tag: int) -> Any:
-    """Receive from a rank of the group, or from any for -1."""
-    if src < 0:
-        return dist.irecv(flat, group=group, tag=tag)
-    return dist.irecv(flat, group=group, group_src=src, tag=tag)
+    write(tensor, x)

@@ -1,0 +1,11 @@
+"""Messages between two ranks of a group, over streams of their own beside those of its calls.
+
+May import: base, call, frames, groups, handles, signature.
+"""
+
+from comm_collectives.call.pairs.lane import ANY_RANK as ANY_RANK
+from comm_collectives.call.pairs.lane import Lane as Lane
+from comm_collectives.call.pairs.pair import Message as Message
+from comm_collectives.call.pairs.pair import Pair as Pair
+from comm_collectives.call.pairs.transfer import SendHandle as SendHandle
+from comm_collectives.call.pairs.transfer import Transfer as Transfer

@@ -1,0 +1,157 @@
+"""Messages of two ranks: threads that share a stream, and ranks that wait for each other."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import comm_collectives as cc
+from comm_collectives.call.groups.groups import group_state
+from comm_collectives.call.pairs.lane import Lane
+from comm_collectives.errors import MismatchError
+from ranktest import run_ranks
+
+_WITHIN_S = 2.0
+
+
+def test_threads_that_wait_for_one_peer_share_its_stream() -> None:
+    def fn(rank: int, world_size: int) -> list[float]:
+        state = group_state(None)
+        lane, keys = Lane.of(state), list(range(1, 9))
+        if rank == 1:
+            for key in reversed(keys):
+                lane.send(state, "test", [torch.tensor(float(key))], 0, key=key)
+            return []
+        found: dict[int, float] = {}
+
+        def take(key: int) -> None:
+            message = lane.take(*lane.post(state, "test", 1, key=key, limit_s=30))
+            found[key] = message.tensors[0].item()
+
+        threads = [threading.Thread(target=take, args=(key,)) for key in keys]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        return [found[key] for key in keys]
+
+    assert run_ranks(fn, 2)[0] == list(range(1, 9))
+
+
+def test_messages_of_several_threads_do_not_mix() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        state = group_state(None)
+        lane, keys = Lane.of(state), list(range(1, 41))
+        if rank == 0:
+            for key in keys:
+                (got,) = lane.take(*lane.post(state, "test", 1, key=key)).tensors
+                assert got.tolist() == [key] * (1000 * key)
+            return
+
+        def give(part: list[int]) -> None:
+            for key in part:
+                x = torch.full((1000 * key,), float(key))
+                lane.send(state, "test", [x], 0, key=key)
+
+        threads = [threading.Thread(target=give, args=(keys[i::4],)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        lane.send(state, "test", [], 0, key=99).wait()
+
+    run_ranks(fn, 2)
+
+
+def test_a_message_that_nobody_wants_is_discarded() -> None:
+    def fn(rank: int, world_size: int) -> list[float]:
+        state = group_state(None)
+        lane = Lane.of(state)
+        if rank == 1:
+            for key in (3, 1, 2):
+                lane.send(state, "test", [torch.tensor(10.0 * key)], 0, key=key)
+            return []
+        lane.pairs[1].forget(3)
+        taken = [lane.take(*lane.post(state, "test", 1, key=key)) for key in (2, 1)]
+        assert not lane.pairs[1]._arrived[3]
+        return [message.tensors[0].item() for message in taken]
+
+    assert run_ranks(fn, 2)[0] == [20, 10]
+
+
+def test_a_large_send_goes_on_while_both_programs_compute() -> None:
+    def fn(rank: int, world_size: int) -> bool:
+        state = group_state(None)
+        lane, x = Lane.of(state), torch.full((1 << 23,), rank)
+        handle = cc.isend_tensors([x], dst=1 - rank)
+        lane.expect(1 - rank)
+        deadline = time.monotonic() + 60
+        while (lane.pairs[1 - rank].is_expecting or not handle.is_done()) and (
+            time.monotonic() < deadline
+        ):
+            torch.ones(64, 64).mm(torch.ones(64, 64))
+        assert handle.is_done()
+        assert not lane.pairs[1 - rank].is_expecting
+        return bool((cc.recv_tensors(src=1 - rank)[0] == 1 - rank).all())
+
+    assert run_ranks(fn, 2) == [True, True]
+
+
+_LARGE = 1 << 23
+_CROSSED: dict[str, Callable[[int], object]] = {
+    "recv against all_reduce": lambda rank: (
+        cc.recv(src=1) if rank == 0 else cc.all_reduce(torch.ones(2))
+    ),
+    "all_reduce against recv_tensors": lambda rank: (
+        cc.all_reduce(torch.ones(_LARGE)) if rank == 0 else cc.recv_tensors(src=0)
+    ),
+    "a large send against all_gather": lambda rank: (
+        cc.send(torch.ones(_LARGE), dst=1) if rank == 0 else cc.all_gather(torch.ones(2))
+    ),
+    "recv against recv": lambda rank: cc.recv(src=1 - rank),
+}
+
+
+@pytest.mark.parametrize("warmed", [True, False])
+@pytest.mark.parametrize("name", _CROSSED)
+def test_ranks_that_wait_for_each_other_are_told_so_and_go_on(name: str, warmed: bool) -> None:
+    def fn(rank: int, world_size: int) -> str:
+        if warmed:
+            cc.all_reduce(torch.ones(1))
+            other = cc.isend_tensors([torch.tensor(rank)], dst=1 - rank)
+            cc.recv_tensors(src=1 - rank)
+            other.wait()
+        started = time.monotonic()
+        with pytest.raises(MismatchError, match="the two ranks wait for each other") as caught:
+            _CROSSED[name](rank)
+        took_s = time.monotonic() - started
+        assert took_s < 5 * _WITHIN_S, took_s
+        # The group goes on, in both ways.
+        assert cc.all_reduce(torch.ones(1)).item() == 2
+        handle = cc.send(torch.tensor([rank]), dst=1 - rank, async_op=True)
+        assert cc.recv(src=1 - rank).item() == 1 - rank
+        handle.wait()
+        return f"{took_s:.2f} s: {caught.value}"
+
+    texts = run_ranks(fn, 2)
+    assert all("test_lane.py" in str(text) for text in texts), texts
+
+
+def test_a_rank_that_may_still_send_is_waited_for() -> None:
+    """It has called without waiting."""
+
+    def fn(rank: int, world_size: int) -> list[float]:
+        def total() -> cc.Handle[torch.Tensor]:
+            return cc.all_reduce(torch.ones(1), async_op=True)
+
+        total().wait()
+        if rank == 0:
+            return [cc.recv(src=1).item(), total().wait().item()]
+        handle = total()
+        time.sleep(1.5)
+        cc.send(torch.ones(()), dst=0)
+        return [handle.wait().item()]
+
+    assert run_ranks(fn, 2) == [[1, 2], [2]]
