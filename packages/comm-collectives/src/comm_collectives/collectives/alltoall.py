@@ -9,7 +9,7 @@ and on gloo refuses many dtypes and writes wrong values into strided outputs. Ro
 from collections.abc import Sequence
 from functools import partial
 from operator import index
-from typing import Literal, overload
+from typing import Unpack, overload
 
 import torch
 
@@ -18,7 +18,7 @@ from comm_collectives.base import as_bytes, dense, from_bytes, new_tensor, num_b
 from comm_collectives.call import Agreed, Call, Checks, pack_counts, unpack_counts
 from comm_collectives.call.autograd import Back, Gradients, attach, wants_grad
 from comm_collectives.call.groups import Group, GroupState, group_state
-from comm_collectives.call.handles import Handle, launch
+from comm_collectives.call.handles import CallLater, CallNow, Handle, launch
 from comm_collectives.call.signature import Argument, Status
 from comm_collectives.collectives.exchange import exchange_rows, on_host, swap
 from comm_collectives.collectives.pieces import check_rows, row_arguments
@@ -34,9 +34,7 @@ def all_to_all(
     *,
     input_splits: _Splits = ...,
     output_splits: _Splits = ...,
-    group: Group | None = ...,
-    timeout_s: float | None = ...,
-    async_op: Literal[False] = ...,
+    **options: Unpack[CallNow],
 ) -> torch.Tensor: ...
 @overload
 def all_to_all(
@@ -44,9 +42,7 @@ def all_to_all(
     *,
     input_splits: _Splits = ...,
     output_splits: _Splits = ...,
-    group: Group | None = ...,
-    timeout_s: float | None = ...,
-    async_op: Literal[True],
+    **options: Unpack[CallLater],
 ) -> Handle[torch.Tensor]: ...
 @graph_break
 def all_to_all(

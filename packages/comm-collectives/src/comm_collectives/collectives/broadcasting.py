@@ -8,7 +8,7 @@ Dtype and shape travel with the data, and the result is new. For values with sev
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, overload
+from typing import Unpack, overload
 
 import torch
 
@@ -18,7 +18,7 @@ from comm_collectives.base.transport import TransferHeader
 from comm_collectives.call import Agreed, Call, Checks
 from comm_collectives.call.autograd import Back, Gradients, attach, wants_grad
 from comm_collectives.call.groups import Group, GroupState, check_root, group_state
-from comm_collectives.call.handles import Handle, launch
+from comm_collectives.call.handles import CallLater, CallNow, Handle, launch
 from comm_collectives.call.signature import Argument, Status
 from comm_collectives.collectives.exchange import on_host
 from comm_collectives.collectives.pieces import (
@@ -36,23 +36,11 @@ from comm_collectives.errors import MismatchError
 
 @overload
 def broadcast(
-    x: torch.Tensor | None,
-    *,
-    src: int,
-    group: Group | None = ...,
-    device: Device = ...,
-    timeout_s: float | None = ...,
-    async_op: Literal[False] = ...,
+    x: torch.Tensor | None, *, src: int, device: Device = ..., **options: Unpack[CallNow]
 ) -> torch.Tensor: ...
 @overload
 def broadcast(
-    x: torch.Tensor | None,
-    *,
-    src: int,
-    group: Group | None = ...,
-    device: Device = ...,
-    timeout_s: float | None = ...,
-    async_op: Literal[True],
+    x: torch.Tensor | None, *, src: int, device: Device = ..., **options: Unpack[CallLater]
 ) -> Handle[torch.Tensor]: ...
 @graph_break
 def broadcast(

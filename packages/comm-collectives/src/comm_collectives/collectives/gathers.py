@@ -9,7 +9,7 @@ order of the ranks: the same bits at every run, whatever the splits.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal, overload
+from typing import Unpack, overload
 
 import torch
 
@@ -18,7 +18,7 @@ from comm_collectives.base import dense
 from comm_collectives.call import Call, Checks
 from comm_collectives.call.autograd import Back, Gradients, attach, wants_grad
 from comm_collectives.call.groups import Group, GroupState, group_state
-from comm_collectives.call.handles import Handle, launch
+from comm_collectives.call.handles import CallLater, CallNow, Handle, launch
 from comm_collectives.call.signature import Argument, Status
 from comm_collectives.collectives.alltoall import row_splits
 from comm_collectives.collectives.arithmetic import (
@@ -40,21 +40,9 @@ from comm_collectives.collectives.pieces import (
 
 
 @overload
-def all_gather(
-    x: torch.Tensor,
-    *,
-    group: Group | None = ...,
-    timeout_s: float | None = ...,
-    async_op: Literal[False] = ...,
-) -> torch.Tensor: ...
+def all_gather(x: torch.Tensor, **options: Unpack[CallNow]) -> torch.Tensor: ...
 @overload
-def all_gather(
-    x: torch.Tensor,
-    *,
-    group: Group | None = ...,
-    timeout_s: float | None = ...,
-    async_op: Literal[True],
-) -> Handle[torch.Tensor]: ...
+def all_gather(x: torch.Tensor, **options: Unpack[CallLater]) -> Handle[torch.Tensor]: ...
 @graph_break
 def all_gather(
     x: torch.Tensor,
@@ -95,9 +83,7 @@ def reduce_scatter(
     *,
     splits: Sequence[int] | None = ...,
     op: str = ...,
-    group: Group | None = ...,
-    timeout_s: float | None = ...,
-    async_op: Literal[False] = ...,
+    **options: Unpack[CallNow],
 ) -> torch.Tensor: ...
 @overload
 def reduce_scatter(
@@ -105,9 +91,7 @@ def reduce_scatter(
     *,
     splits: Sequence[int] | None = ...,
     op: str = ...,
-    group: Group | None = ...,
-    timeout_s: float | None = ...,
-    async_op: Literal[True],
+    **options: Unpack[CallLater],
 ) -> Handle[torch.Tensor]: ...
 @graph_break
 def reduce_scatter(

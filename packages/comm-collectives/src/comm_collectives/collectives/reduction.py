@@ -8,7 +8,7 @@ in a maximum, strides, many dtypes) is exchanged in pieces and reduced by the ra
 """
 
 from functools import partial
-from typing import Literal, overload
+from typing import Unpack, overload
 
 import torch
 
@@ -17,7 +17,7 @@ from comm_collectives.base import as_bytes, check_dense, dense, new_tensor
 from comm_collectives.call import Call, Checks
 from comm_collectives.call.autograd import Back, Gradients, attach, wants_grad
 from comm_collectives.call.groups import Group, GroupState, group_state, wire_device_argument
-from comm_collectives.call.handles import Handle, launch
+from comm_collectives.call.handles import CallLater, CallNow, Handle, launch
 from comm_collectives.call.signature import Argument, Status
 from comm_collectives.collectives.arithmetic import (
     NO_FACTOR,
@@ -45,22 +45,10 @@ _Factor = torch.Tensor | None
 
 
 @overload
-def all_reduce(
-    x: torch.Tensor,
-    *,
-    op: str = ...,
-    group: Group | None = ...,
-    timeout_s: float | None = ...,
-    async_op: Literal[False] = ...,
-) -> torch.Tensor: ...
+def all_reduce(x: torch.Tensor, *, op: str = ..., **options: Unpack[CallNow]) -> torch.Tensor: ...
 @overload
 def all_reduce(
-    x: torch.Tensor,
-    *,
-    op: str = ...,
-    group: Group | None = ...,
-    timeout_s: float | None = ...,
-    async_op: Literal[True],
+    x: torch.Tensor, *, op: str = ..., **options: Unpack[CallLater]
 ) -> Handle[torch.Tensor]: ...
 @graph_break
 def all_reduce(

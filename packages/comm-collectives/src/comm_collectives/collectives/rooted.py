@@ -8,7 +8,7 @@ Ranks may have different sizes, which travel with the data, and results are new 
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal, overload
+from typing import Unpack, overload
 
 import torch
 
@@ -18,7 +18,7 @@ from comm_collectives.base.transport import TransferHeader
 from comm_collectives.call import Agreed, Call, Checks
 from comm_collectives.call.autograd import Back, Gradients, attach, wants_grad
 from comm_collectives.call.groups import Group, GroupState, check_root, group_state
-from comm_collectives.call.handles import Handle, launch
+from comm_collectives.call.handles import CallLater, CallNow, Handle, launch
 from comm_collectives.call.signature import Argument, Status
 from comm_collectives.collectives.exchange import on_host
 from comm_collectives.collectives.pieces import (
@@ -35,21 +35,11 @@ from comm_collectives.errors import CommValueError, MismatchError
 
 @overload
 def gather(
-    x: torch.Tensor,
-    *,
-    dst: int,
-    group: Group | None = ...,
-    timeout_s: float | None = ...,
-    async_op: Literal[False] = ...,
+    x: torch.Tensor, *, dst: int, **options: Unpack[CallNow]
 ) -> list[torch.Tensor] | None: ...
 @overload
 def gather(
-    x: torch.Tensor,
-    *,
-    dst: int,
-    group: Group | None = ...,
-    timeout_s: float | None = ...,
-    async_op: Literal[True],
+    x: torch.Tensor, *, dst: int, **options: Unpack[CallLater]
 ) -> Handle[list[torch.Tensor] | None]: ...
 @graph_break
 def gather(
@@ -95,9 +85,7 @@ def scatter(
     *,
     src: int,
     device: Device = ...,
-    group: Group | None = ...,
-    timeout_s: float | None = ...,
-    async_op: Literal[False] = ...,
+    **options: Unpack[CallNow],
 ) -> torch.Tensor: ...
 @overload
 def scatter(
@@ -105,9 +93,7 @@ def scatter(
     *,
     src: int,
     device: Device = ...,
-    group: Group | None = ...,
-    timeout_s: float | None = ...,
-    async_op: Literal[True],
+    **options: Unpack[CallLater],
 ) -> Handle[torch.Tensor]: ...
 @graph_break
 def scatter(

@@ -4,6 +4,8 @@ May import: base, signature, groups.
 """
 
 from comm_collectives.call.handles.caught import Caught as Caught
+from comm_collectives.call.handles.handles import CallLater as CallLater
+from comm_collectives.call.handles.handles import CallNow as CallNow
 from comm_collectives.call.handles.handles import Handle as Handle
 from comm_collectives.call.handles.handles import Worker as Worker
 from comm_collectives.call.handles.handles import deferred_graph as deferred_graph

@@ -18,13 +18,13 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Generic, Literal, Required, TypedDict, TypeVar, final
 
 import torch
 
 from comm_collectives._torch_private import graph_break
 from comm_collectives.base import is_dense
-from comm_collectives.call.groups import GroupState
+from comm_collectives.call.groups import Group, GroupState
 from comm_collectives.call.handles.caught import Caught
 from comm_collectives.call.handles.walk import replace_tensors, tensors_in
 from comm_collectives.call.handles.watch import Watch
@@ -33,6 +33,22 @@ from comm_collectives.errors import CollectiveTimeoutError, MutatedInputError
 
 T = TypeVar("T")
 Tensors = tuple[torch.Tensor, ...]
+
+
+class CallNow(TypedDict, total=False):
+    """What every collective takes besides, for the type of the form that returns its result."""
+
+    group: Group | None
+    timeout_s: float | None
+    async_op: Literal[False]
+
+
+class CallLater(TypedDict, total=False):
+    """The same for the form that returns a handle."""
+
+    group: Group | None
+    timeout_s: float | None
+    async_op: Required[Literal[True]]
 
 
 @dataclass(slots=True)

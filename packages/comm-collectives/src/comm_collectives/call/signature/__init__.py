@@ -3,7 +3,6 @@
 May import: base.
 """
 
-from comm_collectives.call.signature.call_signature import INLINE_BYTES as INLINE_BYTES
 from comm_collectives.call.signature.call_signature import Argument as Argument
 from comm_collectives.call.signature.call_signature import CallSignature as CallSignature
 from comm_collectives.call.signature.call_signature import SignatureWords as SignatureWords

@@ -19,7 +19,6 @@ from comm_collectives.base import dtype_code
 from comm_collectives.call.signature.callsite import CallSite
 
 MAX_ARGUMENTS = 11
-INLINE_BYTES = 384
 _STRUCT = struct.Struct("<16q")
 _FIXED_WORDS = 16 - MAX_ARGUMENTS
 _OPERATION_WORDS: dict[str, int] = {}
