@@ -2,6 +2,7 @@
 
 import logging
 import os
+import resource
 import shutil
 import signal
 import tempfile
@@ -31,17 +32,17 @@ KEYS = (
 )
 
 
-class DieAt(RankContext):
-    """SIGKILL for this process once so many steps are finished."""
+class StepHook(RankContext):
+    """Calls a function when a step is finished, before the save that follows."""
 
-    def __init__(self, last: int) -> None:
+    def __init__(self, hook: Callable[[int], None]) -> None:
         super().__init__()
-        self.last = last
+        self.hook = hook
 
     def __setattr__(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
-        if name == "step" and value == getattr(self, "last", None):
-            os.kill(os.getpid(), signal.SIGKILL)
+        if name == "step" and hasattr(self, "hook"):
+            self.hook(int(value))  # type: ignore[call-overload]
 
 
 @pytest.fixture
@@ -89,8 +90,11 @@ def die(config: Config, memory: Path, *, after: int) -> None:
     check(config, "")
 
     def run(rank: int, _: int) -> None:
-        context = DieAt(after) if rank == 1 else RankContext()
-        train(on_node(config, memory, "ab"[rank]), "", context)
+        def hook(step: int) -> None:
+            if rank == 1 and step == after:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        train(on_node(config, memory, "ab"[rank]), "", StepHook(hook))
 
     outcomes = collect_ranks(run, 2, timeout_s=240)
     assert outcomes[1].error_type == "Died" and not outcomes[0].ok, outcomes
@@ -141,6 +145,33 @@ def resumed_here(config: Config, memory: Path) -> None:
     first, _ = run_ranks(run, 2, timeout_s=240)
     for text in first:  # type: ignore[attr-defined]
         warnings.warn(text, DamagedCheckpointWarning, stacklevel=2)
+
+
+def test_a_state_that_cannot_be_saved_on_a_node_is_one_line(
+    configure: Configure, tmp_path: Path, memory: Path
+) -> None:
+    config = configure(*KEYS)
+    check(config, "")
+
+    def run(rank: int, _: int) -> list[str]:
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("moe_train").addHandler(handler)
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+
+        def hook(step: int) -> None:
+            if rank == 1 and step in (4, 5):  # the largest file that may be written
+                limit = 20_000 if step == 4 else hard
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+
+        train(on_node(config, memory, "ab"[rank]), "", StepHook(hook))
+        return [line for line in said if "on the nodes" in line]
+
+    (line,), other = run_ranks(run, 2, timeout_s=240)  # type: ignore[misc]
+    assert line.startswith("warning: the state of step 4 was not saved on the nodes: ")
+    assert "File too large" in line and line.endswith("training goes on") and not other
+    assert losses_in(tmp_path / "run").keys() == set(range(1, STEPS + 1))
 
 
 def test_each_run_has_a_folder_of_its_own_on_a_node(configure: Configure) -> None:

@@ -99,6 +99,8 @@ def test_one_state_and_its_copies_lie_on_the_nodes_after_each_save(memory: Path)
             tier.save({}, 3 if rank == 0 else 4)
         with pytest.raises(SaveArgumentError, match="step=-1 is negative"):
             tier.save({}, -1)
+        with pytest.raises(SaveArgumentError, match=r"'node_copy.json' is the tier's"):
+            tier.save({}, 3, files={"node_copy.json": b""})
         report = tier.save(state(rank, world_size, 5), 5)
         assert report.step == 5 and report.own.num_bytes > 0
         return report.kept_bytes

@@ -95,3 +95,23 @@ def test_a_peer_that_does_not_come_is_named_when_the_time_is_over(tmp_path: Path
 
     outcomes = collect_ranks(fn, 2, timeout_s=60)
     assert all(outcome.ok for outcome in outcomes), outcomes
+
+
+def test_a_rank_that_cannot_go_on_keeps_no_peer_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that was cut off at the sender: it raises, and the receiver's bytes are not right."""
+    monkeypatch.setattr(transport, "CHUNK_BYTES", 1000)
+    files = write_files(tmp_path / "from", {"a": 5000}, 1)
+    (tmp_path / "from" / "a").write_bytes(b"x" * 1500)
+
+    def fn(rank: int, world_size: int) -> None:
+        folder = tmp_path / ("to" if rank else "from")
+        stream = FileStream(folder, files)
+        stream.make_files()
+        lane = Lane(number=0, stream=stream, begin=0, end=5000, peer=1 - rank, sends=not rank)
+        move_lanes([lane], group=None, timeout_s=50.0)
+
+    cut, whole = collect_ranks(fn, 2, timeout_s=60)
+    assert cut.error_type == "CorruptCheckpointError" and whole.ok, (cut, whole)
+    assert whole.elapsed_s < 40

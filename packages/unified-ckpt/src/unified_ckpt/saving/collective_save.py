@@ -115,6 +115,7 @@ def save_request(
     *,
     group: dist.ProcessGroup | None = None,
     admit: Callable[[int], None] | None = None,
+    subject: str = "save in the background",
     timeout_s: float,
 ) -> SaveReport:
     """As `save`, of a request that was taken apart before; collective over `group`.
@@ -124,9 +125,10 @@ def save_request(
         group: the ranks, None for all.
         admit: called on every rank with the bytes that the checkpoint needs, before anything is
             written; what it raises, all ranks raise.
+        subject: names the call in messages.
         timeout_s: bound on each wait for the other ranks.
     """
-    agreement = Agreement(group, timeout_s=timeout_s, subject="save in the background")
+    agreement = Agreement(group, timeout_s=timeout_s, subject=subject)
     with agreement.phase("describe", checks_arguments=True) as phase:
         request = make()
         if agreement.rank != 0:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from unified_ckpt.errors import SaveError
+from unified_ckpt.errors import CheckpointValueError, SaveError
 from unified_ckpt.files import free_bytes
 from unified_ckpt.geometry import Box, Shard
 from unified_ckpt.plans import split_key
@@ -41,6 +41,8 @@ def save_own(
 
     def request() -> Request:
         made = make(target)
+        if COPY_FILE in {*made.files, *made.rank_files}:
+            raise CheckpointValueError(f"file {COPY_FILE!r} is the tier's; use another name")
         parts = {part: boxes_apart(shards) for part, shards in made.parts.items()}
         told = json.dumps(own.to_json()).encode()
         return replace(made, target=target, parts=parts, files={**made.files, COPY_FILE: told})
@@ -52,7 +54,11 @@ def save_own(
 
     try:
         return save_request(
-            request, group=members.node_group, admit=admit, timeout_s=members.timeout_s
+            request,
+            group=members.node_group,
+            admit=admit,
+            subject=f"save of node {members.plan.names[members.node]!r}",
+            timeout_s=members.timeout_s,
         )
     except SaveError as error:
         if not asked:  # the other nodes wait there

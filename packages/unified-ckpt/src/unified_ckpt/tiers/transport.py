@@ -2,13 +2,15 @@
 
 The files of a copy count as one stream, which is cut into as many lanes as both nodes have ranks
 for; a lane goes from one rank to one other. All lanes of a rank move at once, chunk by chunk, with
-the next chunk posted before the last one is written: no rank waits for one that waits for it.
+the next chunk posted before the last one is written: no rank waits for one that waits for it. One
+that cannot read or write any more goes on with the exchange, so that its peers need not wait for
+the time limit, and raises at the end; what it sent then differs from its checksums.
 
     move_lanes(lanes_of_rank, group=group, timeout_s=60)
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
@@ -107,30 +109,40 @@ def move_lanes(lanes: Sequence[Lane], *, group: dist.ProcessGroup | None, timeou
         SavePeerError: a peer is gone, or a chunk took longer than `timeout_s`.
         CorruptCheckpointError: a file that is sent is shorter than it was.
     """
+    failed: list[OSError | CorruptCheckpointError] = []
     buffers = [torch.empty((2, CHUNK_BYTES), dtype=torch.uint8) for _ in lanes]
     posted: list[_Chunk] = []
     for number in range(max((lane.num_chunks for lane in lanes), default=0) + 1):
         following = [
-            _Chunk(lane, number, buffer[number % 2], group)
+            _Chunk(lane, number, buffer[number % 2], group=group, failed=failed)
             for lane, buffer in zip(lanes, buffers, strict=True)
             if number < lane.num_chunks
         ]
         for chunk in posted:
             chunk.finish(timeout_s)
         posted = following
+    if failed:
+        raise failed[0]
 
 
 class _Chunk:
     """One chunk of a lane under way."""
 
     def __init__(
-        self, lane: Lane, number: int, memory: torch.Tensor, group: dist.ProcessGroup | None
+        self,
+        lane: Lane,
+        number: int,
+        memory: torch.Tensor,
+        *,
+        group: dist.ProcessGroup | None,
+        failed: list[OSError | CorruptCheckpointError],
     ) -> None:
         self._lane = lane
         self._begin = lane.begin + number * CHUNK_BYTES
         self._memory = memory[: min(CHUNK_BYTES, lane.end - self._begin)]
+        self._failed = failed
         if lane.sends:
-            lane.stream.read(self._begin, byte_view(self._memory))
+            self._use_files(lane.stream.read)
         post = dist.isend if lane.sends else dist.irecv
         try:
             tag = 2 * lane.number + number % 2
@@ -146,7 +158,15 @@ class _Chunk:
         except RuntimeError as error:
             raise self._lost(error) from error
         if not self._lane.sends:
-            self._lane.stream.write(self._begin, byte_view(self._memory))
+            self._use_files(self._lane.stream.write)
+
+    def _use_files(self, use: Callable[[int, memoryview], None]) -> None:
+        if self._failed:
+            return
+        try:
+            use(self._begin, byte_view(self._memory))
+        except (OSError, CorruptCheckpointError) as error:
+            self._failed.append(error)
 
     def _lost(self, error: RuntimeError) -> SavePeerError:
         way = "sent to" if self._lane.sends else "awaited from"
