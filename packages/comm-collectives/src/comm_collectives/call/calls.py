@@ -12,12 +12,11 @@ the others in the same call.
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import final
 
 import torch
 
-from comm_collectives.base.transport import Pending, classify
+from comm_collectives.base.transport import Pending, classify, wait_for
 from comm_collectives.call.agreement import FLAGS, Comparison, compare
 from comm_collectives.call.failures import Report, describe_absent, first_failure
 from comm_collectives.call.frames import Cargo, Frame, Frames, Notice, memory_at
@@ -221,8 +220,7 @@ class Call:
             work = start()
             if work is not None:
                 # A wait that runs into its limit aborts an NCCL communicator: only one.
-                limit = () if self.timeout_s is None else (timedelta(seconds=self.timeout_s),)
-                work.wait(*limit)
+                wait_for(work, self.timeout_s)
         except RuntimeError as error:
             # The backend may still write into the buffers of a transfer that was given up.
             self.state.given_up.append(start)

@@ -5,10 +5,7 @@ All that ranks send each other goes over `SimStreams`.
     transport = SimTransport(world)
 """
 
-from collections.abc import Sequence
 from typing import NoReturn, final
-
-import torch
 
 from comm_collectives._torch_private import Store
 from comm_collectives.base.transport import Transport
@@ -26,35 +23,10 @@ class SimTransport(Transport):
         self.clock = VirtualClock(world.scheduler)
         self.limit_s = world.setting.limit_s
 
-    def exchange(
-        self,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        received_bytes: Sequence[int],
-        sent_bytes: Sequence[int],
-    ) -> NoReturn:
+    @property
+    def group(self) -> NoReturn:
         """For data on devices, which simulated ranks do not have."""
         raise CommError("simulated ranks have no device; give tensors on the host")
-
-    def all_gather(self, target: torch.Tensor, source: torch.Tensor) -> NoReturn:
-        """As exchange."""
-        self.exchange(target, source, (), ())
-
-    def broadcast(self, flat: torch.Tensor, root: int) -> NoReturn:
-        """As exchange."""
-        self.exchange(flat, flat, (), ())
-
-    def all_reduce(self, flat: torch.Tensor, op: str) -> NoReturn:
-        """As exchange."""
-        self.exchange(flat, flat, (), ())
-
-    def send(self, flat: torch.Tensor, dst: int) -> NoReturn:
-        """As exchange."""
-        self.exchange(flat, flat, (), ())
-
-    def recv(self, flat: torch.Tensor, src: int) -> NoReturn:
-        """As exchange."""
-        self.exchange(flat, flat, (), ())
 
     def store(self) -> Store:
         """Return the store of the simulation, which has what a torch Store has for reports."""

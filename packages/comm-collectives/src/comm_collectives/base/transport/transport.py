@@ -45,7 +45,7 @@ class Pending(Protocol):
 
 
 class Transport(ABC):
-    """The operations of a group. Ranks are numbers inside the group.
+    """The operations of a group. Ranks are numbers inside the group, and tensors flat uint8.
 
     Attributes:
         limit_s: how long an operation may take when no limit is given.
@@ -55,7 +55,16 @@ class Transport(ABC):
     limit_s: float
     clock: Clock = SYSTEM_CLOCK
 
+    @property
     @abstractmethod
+    def group(self) -> dist.ProcessGroup:
+        """The group, whose backend moves the data."""
+
+    def store(self) -> Store | None:
+        """Return where ranks leave reports of failures; None means the default group's store."""
+        return None
+
+    @raw_torch
     def exchange(
         self,
         target: torch.Tensor,
@@ -64,34 +73,48 @@ class Transport(ABC):
         sent_bytes: Sequence[int],
     ) -> Pending | None:
         """All-to-all of bytes between flat uint8 tensors; pieces lie by rank."""
+        return dist.all_to_all_single(
+            target, source, list(received_bytes), list(sent_bytes), group=self.group, async_op=True
+        )
 
-    @abstractmethod
+    @raw_torch
     def all_gather(self, target: torch.Tensor, source: torch.Tensor) -> Pending | None:
         """Gather equally many bytes of every rank, by rank."""
+        return dist.all_gather_into_tensor(target, source, group=self.group, async_op=True)
 
-    @abstractmethod
+    @raw_torch
     def broadcast(self, flat: torch.Tensor, root: int) -> Pending | None:
-        """Broadcast a flat uint8 tensor in place."""
+        """Broadcast in place."""
+        return dist.broadcast(flat, group=self.group, group_src=root, async_op=True)
 
-    @abstractmethod
+    @raw_torch
     def all_reduce(self, flat: torch.Tensor, op: str) -> Pending | None:
         """Reduce in place; op is one of sum, min, max, product, for the dtypes that it has."""
+        return dist.all_reduce(flat, op=_OPS[op], group=self.group, async_op=True)
 
-    @abstractmethod
+    @raw_torch
     def send(self, flat: torch.Tensor, dst: int) -> Pending | None:
-        """Start to send a flat uint8 tensor to one rank."""
+        """Start to send to one rank."""
+        return dist.isend(flat, group=self.group, group_dst=dst)
 
-    @abstractmethod
-    def recv(self, flat: torch.Tensor, src: int) -> Pending | None:
-        """Start to receive a flat uint8 tensor from one rank."""
-
+    @raw_torch
     def has_lost(self, peer: int) -> bool:
-        """Whether the backend knows that a rank has ended; False where it cannot tell."""
+        """Whether gloo knows that a rank has ended: it connected all when it made the group.
+
+        A live one is told of a byte under a tag that nobody receives.
+        """
+        probe = torch.empty(1, dtype=torch.uint8, device="cpu")
+        try:
+            dist.isend(probe, group=self.group, group_dst=peer, tag=_PROBE_TAG)
+        except RuntimeError as error:
+            # A connection that gloo gave up, since a raw transfer was late, says nothing.
+            return not any(word in str(error) for word in _CLOSED_WORDS)
         return False
 
-    def store(self) -> Store | None:
-        """Return where ranks leave reports of failures; None means the default group's store."""
-        return None
+    @raw_torch
+    def recv(self, flat: torch.Tensor, src: int) -> Pending | None:
+        """Start to receive from one rank."""
+        return dist.irecv(flat, group=self.group, group_src=src)
 
 
 @final
@@ -104,62 +127,12 @@ class TorchTransport(Transport):
         self.limit_s = group_timeout_s(group)
 
     @property
-    def _group(self) -> dist.ProcessGroup:
+    def group(self) -> dist.ProcessGroup:
+        """See Transport."""
         group = self._ref()
         if group is None:
             raise RuntimeError("the process group has been destroyed")
         return group
-
-    @raw_torch
-    def exchange(
-        self,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        received_bytes: Sequence[int],
-        sent_bytes: Sequence[int],
-    ) -> Pending | None:
-        """As `all_to_all_single`."""
-        return dist.all_to_all_single(
-            target, source, list(received_bytes), list(sent_bytes), group=self._group, async_op=True
-        )
-
-    @raw_torch
-    def all_gather(self, target: torch.Tensor, source: torch.Tensor) -> Pending | None:
-        """As `all_gather_into_tensor`."""
-        return dist.all_gather_into_tensor(target, source, group=self._group, async_op=True)
-
-    @raw_torch
-    def broadcast(self, flat: torch.Tensor, root: int) -> Pending | None:
-        """As torch's, with a rank of the group."""
-        return dist.broadcast(flat, group=self._group, group_src=root, async_op=True)
-
-    @raw_torch
-    def all_reduce(self, flat: torch.Tensor, op: str) -> Pending | None:
-        """As torch's."""
-        return dist.all_reduce(flat, op=_OPS[op], group=self._group, async_op=True)
-
-    @raw_torch
-    def send(self, flat: torch.Tensor, dst: int) -> Pending | None:
-        """As `isend`."""
-        return dist.isend(flat, group=self._group, group_dst=dst)
-
-    @raw_torch
-    def has_lost(self, peer: int) -> bool:
-        """Gloo has connected all ranks when it made the group, and sends nothing to one that ended.
-
-        To a live rank it announces a byte under a tag that nobody receives.
-        """
-        probe = torch.empty(1, dtype=torch.uint8, device="cpu")
-        try:
-            dist.isend(probe, group=self._group, group_dst=peer, tag=_PROBE_TAG)
-        except RuntimeError:
-            return True
-        return False
-
-    @raw_torch
-    def recv(self, flat: torch.Tensor, src: int) -> Pending | None:
-        """As `irecv`."""
-        return dist.irecv(flat, group=self._group, group_src=src)
 
 
 def wait_for(work: Pending, timeout_s: float | None) -> None:
