@@ -7,16 +7,13 @@ comm_collectives.all_reduce(x, group=group)
 # gate: late-attribute - what a group learns in its first calls, a simulated one has from the start
 
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import cast, final
 
 from comm_collectives.call.frames import Frames
 from comm_collectives.call.groups import CustomGroup, GroupState
 from comm_collectives.call.pairs import Lane
 from comm_collectives.errors import CommValueError
-from comm_collectives.simulation.scheduler import Signal
-from comm_collectives.simulation.streams import Pipes, SimStreams
+from comm_collectives.simulation.streams import SimStreams
 from comm_collectives.simulation.transport import SimTransport
 from comm_collectives.simulation.worker import SimWorker
 from comm_collectives.simulation.world import World
@@ -24,21 +21,6 @@ from comm_collectives.simulation.world import World
 # Ranks answer for dropped graphs in their own next call; a thread outside would not be simulated.
 _NO_RESPONDER = threading.Thread(name="simulated ranks have none")
 _STAGED_BYTES = 1 << 10  # for each of the ranks' ranks
-_ROOM_BYTES = {True: 1 << 20, False: 1 << 16}  # of a stream, on one host or between hosts
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Shared:
-    """What the ranks of one group share."""
-
-    pipes: Pipes
-    pairs: Pipes
-
-    def signals(self) -> Iterator[Signal]:
-        """Yield everything that somebody may wait for."""
-        yield from self.pipes.signals
-        yield from self.pairs.signals
 
 
 @final
@@ -77,12 +59,6 @@ class SimGroup(CustomGroup):
 
 
 def _new_state(world: World, ranks: tuple[int, ...], rank: int) -> GroupState:
-    shared = world.shared.get(ranks)
-    if shared is None:
-        room_bytes = _ROOM_BYTES[world.setting.shared_memory]
-        pipes, pairs = (Pipes(len(ranks), room_bytes) for _ in range(2))
-        shared = world.shared[ranks] = _Shared(pipes, pairs)
-        _watch(world, ranks, shared)
     index = ranks.index(rank)
     transport = SimTransport(world)
     state = GroupState(
@@ -95,19 +71,8 @@ def _new_state(world: World, ranks: tuple[int, ...], rank: int) -> GroupState:
     state.policy = world.setting.agreement
     state.worker = SimWorker(world, rank)
     state.responder = _NO_RESPONDER
-    streams = SimStreams(shared.pipes, world, ranks=ranks, index=index)
+    streams = SimStreams(world, ranks=ranks, index=index, lane="calls")
     state.frames = Frames(streams, transport.clock, staged_bytes=_STAGED_BYTES)
-    beside = SimStreams(shared.pairs, world, ranks=ranks, index=index)
-    state.lane = Lane(state, beside, has_helper=False)
+    pairs = SimStreams(world, ranks=ranks, index=index, lane="pairs")
+    state.lane = Lane(state, pairs, has_helper=False)
     return state
-
-
-def _watch(world: World, ranks: tuple[int, ...], shared: _Shared) -> None:
-    def leave(rank: int) -> None:
-        if rank in ranks:
-            shared.pipes.leave(ranks.index(rank))
-            shared.pairs.leave(ranks.index(rank))
-
-    for rank in sorted(world.dead):
-        leave(rank)
-    world.watch(shared.signals, leave)

@@ -1,41 +1,16 @@
 """Streams between simulated ranks: what one sends lies in a queue until the other takes it.
 
-pipes = Pipes(size=3, capacity=1 << 16)
-streams = SimStreams(pipes, world, ranks=(0, 1, 2), index=1)
+streams = SimStreams(world, ranks=(0, 1, 2), index=1, lane="calls")
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import final
 
 from comm_collectives.base.streams import Streams
-from comm_collectives.simulation.scheduler import Signal
 from comm_collectives.simulation.world import World
 
 _SLOW = 0.75  # of the waits end when all have sent something, which costs fewer switches
 _BREAKS = 0.3  # of the rounds of sends are interrupted somewhere
-
-
-@final
-class Pipes:
-    """The bytes under way between the ranks of one group, and the connections that have ended."""
-
-    def __init__(self, size: int, capacity: int) -> None:
-        self.capacity = capacity
-        self.signals = [Signal() for _ in range(size)]
-        self.awaited: list[set[int]] = [set() for _ in range(size)]  # before a waiting rank looks
-        self.ended: list[set[int]] = [set() for _ in range(size)]
-        self.under_way = [[bytearray() for _ in range(size)] for _ in range(size)]  # to, from
-
-    def end(self, one: int, other: int) -> None:
-        """End the connection of two ranks; what was sent before can still be received."""
-        self.ended[one].add(other)
-        self.ended[other].add(one)
-
-    def leave(self, rank: int) -> None:
-        """End all connections of a rank."""
-        for other in range(len(self.signals)):
-            if other != rank:
-                self.end(rank, other)
 
 
 @final
@@ -45,9 +20,10 @@ class SimStreams(Streams):
     An operation of faults is a round of sends, each to a peer farther away than the one before.
     """
 
-    def __init__(self, pipes: Pipes, world: World, *, ranks: Sequence[int], index: int) -> None:
+    def __init__(self, world: World, *, ranks: tuple[int, ...], index: int, lane: str) -> None:
         self.rank, self.size = index, len(ranks)
-        self._pipes, self._world, self._ranks = pipes, world, ranks
+        self._pipes = pipes = world.pipes(ranks, lane)
+        self._world, self._ranks = world, ranks
         self._ended = pipes.ended[index]
         self._incoming = pipes.under_way[index]
         self._outgoing = [incoming[index] for incoming in pipes.under_way]

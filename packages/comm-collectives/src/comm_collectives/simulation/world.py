@@ -5,7 +5,7 @@ world.enter(rank=3, call=0)        # may delay this rank, or end it
 post = world.operate(rank=3)       # a transport operation of this call begins
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -16,6 +16,7 @@ from comm_collectives.errors import CommValueError
 from comm_collectives.simulation.faults import Delay, FaultSchedule, Kill, Truncate
 from comm_collectives.simulation.scheduler import Scheduler, Signal, Task, Unwound
 
+_ROOM_BYTES = {True: 1 << 20, False: 1 << 16}  # of a stream, on one host or between hosts
 _TEARDOWN_S = 0.2  # longest time from an exception to the end of the process
 
 
@@ -64,6 +65,29 @@ class Setting:
 
 
 @final
+class Pipes:
+    """The bytes under way between ranks, and the connections that have ended; ranks by place."""
+
+    def __init__(self, size: int, capacity: int) -> None:
+        self.capacity = capacity
+        self.signals = [Signal() for _ in range(size)]
+        self.awaited: list[set[int]] = [set() for _ in range(size)]  # before a waiting rank looks
+        self.ended: list[set[int]] = [set() for _ in range(size)]
+        self.under_way = [[bytearray() for _ in range(size)] for _ in range(size)]  # to, from
+
+    def end(self, one: int, other: int) -> None:
+        """End the connection of two ranks; what was sent before can still be received."""
+        self.ended[one].add(other)
+        self.ended[other].add(one)
+
+    def leave(self, rank: int) -> None:
+        """End all connections of a rank."""
+        for other in range(len(self.signals)):
+            if other != rank:
+                self.end(rank, other)
+
+
+@final
 class World:
     """Ranks are global numbers here."""
 
@@ -74,13 +98,11 @@ class World:
         self.store = HashStore()
         self.dead: set[int] = set()
         self.groups: dict[tuple[tuple[int, ...], int], Any] = {}  # by members and member
-        self.shared: dict[tuple[int, ...], Any] = {}  # what the members have in common
         self._doomed: set[int] = set()  # that end in the operation under way
         self._operations = [0] * num_ranks
         self._faults: list[list[_Timed]] = [[] for _ in range(num_ranks)]  # of the call under way
         self._tasks: list[list[Task]] = [[] for _ in range(num_ranks)]
-        self._watchers: list[Callable[[], Iterable[Signal]]] = []
-        self._leavers: list[Callable[[int], None]] = []
+        self._pipes: dict[tuple[tuple[int, ...], str], Pipes] = {}
 
     def spawn(self, rank: int, run: Callable[[], None]) -> Task:
         """Start a thread of a rank, which ends with its process."""
@@ -88,10 +110,15 @@ class World:
         self._tasks[rank].append(task)
         return task
 
-    def watch(self, signals: Callable[[], Iterable[Signal]], leave: Callable[[int], None]) -> None:
-        """Name what to call when a rank dies, and the signals to fire then."""
-        self._watchers.append(signals)
-        self._leavers.append(leave)
+    def pipes(self, ranks: tuple[int, ...], lane: str) -> Pipes:
+        """Return what the members of a group have in common for a kind of message."""
+        pipes = self._pipes.get((ranks, lane))
+        if pipes is None:
+            room_bytes = _ROOM_BYTES[self.setting.shared_memory]
+            pipes = self._pipes[ranks, lane] = Pipes(len(ranks), room_bytes)
+            for rank in self.dead.intersection(ranks):
+                pipes.leave(ranks.index(rank))
+        return pipes
 
     def enter(self, rank: int, call: int) -> None:
         """Begin a call of the program; its operation 0."""
@@ -137,8 +164,9 @@ class World:
             for task in self._tasks[rank]:
                 doom = reason or Killed(f"the process of rank {rank} has ended")
                 self.scheduler.unwind(task, doom)
-            for leave in self._leavers:
-                leave(rank)
+            for (ranks, _), pipes in self._pipes.items():
+                if rank in ranks:
+                    pipes.leave(ranks.index(rank))
             self.notify()
 
     def tear_down(self) -> None:
@@ -147,8 +175,8 @@ class World:
 
     def notify(self) -> None:
         """Have every waiting operation look again."""
-        for signals in self._watchers:
-            for signal in signals():
+        for pipes in self._pipes.values():
+            for signal in pipes.signals:
                 self.scheduler.fire(signal)
 
     def _strike(self, rank: int, operation: int) -> Post:
