@@ -9,7 +9,7 @@ ones by themselves straight into their place.
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, overload
+from typing import Unpack, overload
 
 import torch
 
@@ -17,7 +17,7 @@ from comm_collectives._torch_private import graph_break
 from comm_collectives.base import as_bytes, dense
 from comm_collectives.call import Agreed, Call
 from comm_collectives.call.groups import Group, GroupState, check_root, group_state
-from comm_collectives.call.handles import Handle, launch
+from comm_collectives.call.handles import CallLater, CallNow, Handle, launch
 from comm_collectives.call.signature import Argument
 from comm_collectives.collectives import broadcast_bytes, checked_device
 from comm_collectives.nested.codec import Packed, decode, encode
@@ -38,23 +38,11 @@ _LENGTHS = struct.Struct("<2q")  # bytes of the text, of the table
 
 @overload
 def broadcast_nested(
-    obj: object,
-    *,
-    src: int,
-    group: Group | None = ...,
-    device: torch.device | str | None = ...,
-    timeout_s: float | None = ...,
-    async_op: Literal[False] = ...,
+    obj: object, *, src: int, device: torch.device | str | None = ..., **options: Unpack[CallNow]
 ) -> object: ...
 @overload
 def broadcast_nested(
-    obj: object,
-    *,
-    src: int,
-    group: Group | None = ...,
-    device: torch.device | str | None = ...,
-    timeout_s: float | None = ...,
-    async_op: Literal[True],
+    obj: object, *, src: int, device: torch.device | str | None = ..., **options: Unpack[CallLater]
 ) -> Handle[object]: ...
 @graph_break
 def broadcast_nested(

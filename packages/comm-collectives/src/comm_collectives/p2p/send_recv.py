@@ -14,7 +14,7 @@ the backward, so `send` returns a token: an empty tensor to be added to the loss
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, cast, final, overload
+from typing import Any, Unpack, cast, final, overload
 from weakref import ref
 
 import torch
@@ -25,30 +25,16 @@ from comm_collectives.base import check_dense, new_tensor
 from comm_collectives.base.transport import WANTS_GRADIENT
 from comm_collectives.call.autograd import wants_grad
 from comm_collectives.call.groups import Group, GroupState
-from comm_collectives.call.handles import Handle, launch_on, put_in_graph
+from comm_collectives.call.handles import CallLater, CallNow, Handle, launch_on, put_in_graph
 from comm_collectives.call.pairs import Lane, Transfer
 from comm_collectives.collectives import Device, checked_device
 from comm_collectives.p2p.tensors import lane_to
 
 
 @overload
-def send(
-    x: torch.Tensor,
-    *,
-    dst: int,
-    group: Group | None = ...,
-    timeout_s: float | None = ...,
-    async_op: Literal[False] = ...,
-) -> torch.Tensor: ...
+def send(x: torch.Tensor, *, dst: int, **options: Unpack[CallNow]) -> torch.Tensor: ...
 @overload
-def send(
-    x: torch.Tensor,
-    *,
-    dst: int,
-    group: Group | None = ...,
-    timeout_s: float | None = ...,
-    async_op: Literal[True],
-) -> Handle[torch.Tensor]: ...
+def send(x: torch.Tensor, *, dst: int, **options: Unpack[CallLater]) -> Handle[torch.Tensor]: ...
 @graph_break
 def send(
     x: torch.Tensor,
@@ -102,22 +88,10 @@ def send(
 
 
 @overload
-def recv(
-    *,
-    src: int,
-    group: Group | None = ...,
-    device: Device = ...,
-    timeout_s: float | None = ...,
-    async_op: Literal[False] = ...,
-) -> torch.Tensor: ...
+def recv(*, src: int, device: Device = ..., **options: Unpack[CallNow]) -> torch.Tensor: ...
 @overload
 def recv(
-    *,
-    src: int,
-    group: Group | None = ...,
-    device: Device = ...,
-    timeout_s: float | None = ...,
-    async_op: Literal[True],
+    *, src: int, device: Device = ..., **options: Unpack[CallLater]
 ) -> Handle[torch.Tensor]: ...
 @graph_break
 def recv(
