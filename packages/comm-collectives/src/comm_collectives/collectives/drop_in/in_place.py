@@ -6,6 +6,7 @@ write(output, y)                 # nothing outside the view is touched
 
 import torch
 
+from comm_collectives.base import check_dense
 from comm_collectives.errors import CommValueError
 
 # What torch cannot copy between strides, or not without a warning, as integers of its size.
@@ -57,3 +58,13 @@ def check_apart(x: torch.Tensor, name: str) -> None:
                     f"{list(x.stride())}); give {name}.contiguous() and copy from it"
                 )
             reach += stride * (size - 1)
+
+
+def check_written(tensor: torch.Tensor, name: str = "tensor") -> None:
+    """Check that a tensor can be read and written.
+
+    Raises:
+        TypeError, ValueError: it is not dense, or its elements share memory.
+    """
+    check_dense(tensor, name)
+    check_apart(tensor, name)

@@ -7,19 +7,16 @@ Raw gloo refuses lists whose tensors differ in size, and most dtypes.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from comm_collectives._torch_private import graph_break
-from comm_collectives.base import new_tensor
-from comm_collectives.call import Refusal
+from comm_collectives.base import check_dense, new_tensor
+from comm_collectives.call import Checks
 from comm_collectives.call.groups import Group, GroupState
-from comm_collectives.collectives.drop_in.moves import (
-    move,
-    problem_in_place,
-    problem_of_list,
-    rank_of,
-)
+from comm_collectives.collectives.drop_in.in_place import check_written
+from comm_collectives.collectives.drop_in.moves import check_list, move, rank_of
 from comm_collectives.collectives.drop_in.works import CallWork, run_call
 from comm_collectives.errors import CommValueError
 
@@ -40,10 +37,10 @@ def all_to_all(
     """
 
     def run(state: GroupState) -> None:
-        refused = problem_of_list(input_tensor_list, "input_tensor_list", state.size)
-        name = "output_tensor_list"
-        refused = refused or problem_of_list(output_tensor_list, name, state.size, written=True)
-        move("all_to_all", state, input_tensor_list, output_tensor_list, refused=refused)
+        with Checks() as checks:
+            check_list(input_tensor_list, "input_tensor_list", state.size)
+            check_list(output_tensor_list, "output_tensor_list", state.size, written=True)
+        move("all_to_all", state, input_tensor_list, output_tensor_list, refused=checks.refused)
 
     outputs, inputs = output_tensor_list, input_tensor_list
     return run_call("all_to_all", group, run, outputs=outputs, inputs=inputs, async_op=async_op)
@@ -63,9 +60,10 @@ def all_gather(
     """
 
     def run(state: GroupState) -> None:
-        refused = problem_of_list([tensor] * state.size, "tensor", state.size)
-        refused = refused or problem_of_list(tensor_list, "tensor_list", state.size, written=True)
-        move("all_gather", state, [tensor] * state.size, tensor_list, refused=refused)
+        with Checks() as checks:
+            check_dense(tensor, "tensor")
+            check_list(tensor_list, "tensor_list", state.size, written=True)
+        move("all_gather", state, [tensor] * state.size, tensor_list, refused=checks.refused)
 
     return run_call(
         "all_gather", group, run, outputs=tensor_list, inputs=[tensor], async_op=async_op
@@ -89,12 +87,13 @@ def gather(
     """
 
     def run(state: GroupState) -> None:
-        root, refused = _rooted(state, "dst", dst, group_dst, gather_list, "gather_list")
-        refused = refused or problem_of_list([tensor], "tensor", 1)
-        nothing = _nothing(tensor) if refused is None else torch.empty(0)
-        sent = [tensor if r == root else nothing for r in range(state.size)]
-        taken = gather_list if state.rank == root and gather_list else [nothing] * state.size
-        move("gather", state, sent, taken, root=root, refused=refused)
+        root, parts = 0, _Parts()
+        with Checks() as checks:
+            root = rank_of(state, "dst", dst, group_dst, 0)
+            _check_root_list(state, root, gather_list, "gather_list", written=True)
+            check_dense(tensor, "tensor")
+            parts = _Parts.of(tensor, gather_list, root, state)
+        move("gather", state, parts.one, parts.each, root=root, refused=checks.refused)
 
     outputs = gather_list or ()
     return run_call("gather", group, run, outputs=outputs, inputs=[tensor], async_op=async_op)
@@ -117,12 +116,13 @@ def scatter(
     """
 
     def run(state: GroupState) -> None:
-        root, refused = _rooted(state, "src", src, group_src, scatter_list, "scatter_list")
-        refused = refused or problem_in_place(tensor)
-        nothing = _nothing(tensor) if refused is None else torch.empty(0)
-        sent = scatter_list if state.rank == root and scatter_list else [nothing] * state.size
-        taken = [tensor if r == root else nothing for r in range(state.size)]
-        move("scatter", state, sent, taken, root=root, refused=refused)
+        root, parts = 0, _Parts()
+        with Checks() as checks:
+            root = rank_of(state, "src", src, group_src, 0)
+            _check_root_list(state, root, scatter_list, "scatter_list")
+            check_written(tensor)
+            parts = _Parts.of(tensor, scatter_list, root, state)
+        move("scatter", state, parts.each, parts.one, root=root, refused=checks.refused)
 
     inputs = scatter_list or ()
     return run_call("scatter", group, run, outputs=[tensor], inputs=inputs, async_op=async_op)
@@ -142,45 +142,41 @@ def all_gather_coalesced(
     flat = [item for row in output_tensor_lists for item in row]
 
     def run(state: GroupState) -> None:
-        number = len(input_tensor_list)
-        name = "output_tensor_lists"
-        refused = problem_of_list(flat, name, state.size * number, written=True)
+        number, name = len(input_tensor_list), "all_gather_coalesced"
         for i, x in enumerate(input_tensor_list):
-            found = refused or problem_of_list([x], f"input_tensor_list[{i}]", 1)
-            row = [x] if found else [outputs[i] for outputs in output_tensor_lists]
-            move("all_gather_coalesced", state, [x] * state.size, row, refused=found)
+            row = [outputs[i] for outputs in output_tensor_lists if len(outputs) == number]
+            with Checks() as checks:
+                check_list(flat, "output_tensor_lists", state.size * number, written=True)
+                check_dense(x, f"input_tensor_list[{i}]")
+            move(name, state, [x] * state.size, row, refused=checks.refused)
 
+    inputs = input_tensor_list
     work = run_call(
-        "all_gather_coalesced",
-        group,
-        run,
-        outputs=flat,
-        inputs=input_tensor_list,
-        async_op=async_op,
+        "all_gather_coalesced", group, run, outputs=flat, inputs=inputs, async_op=async_op
     )
     return None if work is None else work.get_future()
 
 
-def _nothing(tensor: torch.Tensor) -> torch.Tensor:
-    return new_tensor((0,), tensor.dtype, tensor.device)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """By rank, the tensor that each gives to or takes from the root alone, and what that has."""
+
+    one: _List = ()
+    each: _List = ()
+
+    @staticmethod
+    def of(tensor: torch.Tensor, listed: _List | None, root: int, state: GroupState) -> "_Parts":
+        nothing = new_tensor((0,), tensor.dtype, tensor.device)
+        one = [tensor if r == root else nothing for r in range(state.size)]
+        return _Parts(one=one, each=listed or [nothing] * state.size)
 
 
-def _rooted(
-    state: GroupState,
-    name: str,
-    root: int | None,
-    group_root: int | None,
-    tensors: _List | None,
-    list_name: str,
-) -> tuple[int, Refusal]:
-    """Return the root, and what is wrong with it or with the list that it alone gives."""
-    try:
-        found = rank_of(state, name, root, group_root, 0)
-    except ValueError as error:
-        return 0, error
-    if state.rank == found:
-        return found, problem_of_list(tensors, list_name, state.size, written=name == "dst")
-    if tensors:
-        there = state.ranks[found]
-        return found, CommValueError(f"{list_name} is for rank {there} alone; leave it out here")
-    return found, None
+def _check_root_list(
+    state: GroupState, root: int, tensors: _List | None, name: str, *, written: bool = False
+) -> None:
+    """Check the list that the root alone gives."""
+    if state.rank == root:
+        check_list(tensors, name, state.size, written=written)
+    elif tensors:
+        there = state.ranks[root]
+        raise CommValueError(f"{name} is for rank {there} alone; leave it out here")

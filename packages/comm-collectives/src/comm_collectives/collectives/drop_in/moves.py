@@ -6,17 +6,17 @@ compares all of it before anything is written.
     move("all_to_all", state, inputs, outputs)     # inputs[r] goes to rank r
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from comm_collectives.base import as_bytes, check_dense, dense, new_tensor
-from comm_collectives.call import Agreed, Call, Refusal, pack_counts, unpack_counts
+from comm_collectives.base import as_bytes, check_dense, dense, from_bytes, new_tensor
+from comm_collectives.call import Agreed, Checks, Refusal, pack_counts, unpack_counts
 from comm_collectives.call.groups import GroupState, wire_device_argument
 from comm_collectives.call.signature import Argument
 from comm_collectives.collectives import swap
 from comm_collectives.collectives.drop_in.in_place import check_apart, write
-from comm_collectives.collectives.drop_in.swapped import check_output, compare_splits
+from comm_collectives.collectives.drop_in.swapped import compare_splits
 from comm_collectives.errors import CommTypeError, CommValueError
 
 
@@ -37,60 +37,44 @@ def move(
         root: what the ranks agree on besides.
         refused: what is wrong on this rank.
     """
-    arguments: tuple[Argument, ...] = ()
-    if refused is None:
-        kinds = {(x.dtype, x.device) for x in (*inputs, *outputs)}
-        refused = _problem_of_kinds(kinds)
-        dtype, device = next(iter(kinds))
-        arguments = (
-            Argument.of_dtype(dtype),
-            wire_device_argument(state, device),
-            Argument("root", root),
-        )
-    call = Call(state, name, arguments=arguments)
-    if refused is not None:
-        call.meet(refused=refused)
+    with Checks(refused) as checks:
+        if refused is None:
+            dtype, device = _one_kind((*inputs, *outputs))
+            checks.arguments = (
+                Argument.of_dtype(dtype),
+                wire_device_argument(state, device),
+                Argument("root", root),
+            )
+    call = checks.call(state, name)
     sent, received = [x.numel() for x in inputs], [y.numel() for y in outputs]
     flat = torch.cat([as_bytes(dense(x)) for x in inputs])
-    room = new_tensor((sum(received),), dtype, device)
 
     def compared(agreed: Agreed) -> torch.Tensor:
         compare_splits(call, [unpack_counts(part) for part in agreed.parts], unit="elements")
-        return as_bytes(room)
+        return as_bytes(new_tensor((sum(received),), dtype, device))
 
     parts = [pack_counts([*sent, *received])] * state.size
-    swap(call, flat, [n * dtype.itemsize for n in sent], compared, parts=parts)
-    for output, piece in zip(outputs, room.split(received), strict=True):
+    _, got = swap(call, flat, [n * dtype.itemsize for n in sent], compared, parts=parts)
+    pieces = from_bytes(got, dtype, (sum(received),)).split(received)
+    for output, piece in zip(outputs, pieces, strict=True):
         if output.numel():
             write(output, piece)
 
 
-def problem_of_list(tensors: object, name: str, size: int, *, written: bool = False) -> Refusal:
-    """Say what is wrong with a list of one dense tensor for each rank, None if nothing is."""
-    try:
-        if not isinstance(tensors, list | tuple):
-            raise CommTypeError(
-                f"{name} is a {type(tensors).__name__}; give a list of {size} tensors"
-            )
-        if len(tensors) != size:
-            raise CommValueError(f"{name} has {len(tensors)} tensors; give one for each of {size}")
-        for i, tensor in enumerate(tensors):
-            check_dense(tensor, f"{name}[{i}]")
-            if written:
-                check_apart(tensor, f"{name}[{i}]")
-    except (TypeError, ValueError) as error:
-        return error
-    return None
+def check_list(tensors: object, name: str, size: int, *, written: bool = False) -> None:
+    """Check that an argument is a list of one dense tensor for each rank.
 
-
-def problem_in_place(tensor: torch.Tensor, name: str = "tensor") -> Refusal:
-    """Say what is wrong with a tensor that is read and written, None if nothing is."""
-    try:
-        check_dense(tensor, name)
-        check_apart(tensor, name)
-    except (TypeError, ValueError) as error:
-        return error
-    return None
+    Raises:
+        TypeError, ValueError: it is not, or some are `written` and share memory inside.
+    """
+    if not isinstance(tensors, list | tuple):
+        raise CommTypeError(f"{name} is a {type(tensors).__name__}; give a list of {size} tensors")
+    if len(tensors) != size:
+        raise CommValueError(f"{name} has {len(tensors)} tensors; give one for each of {size}")
+    for i, tensor in enumerate(tensors):
+        check_dense(tensor, f"{name}[{i}]")
+        if written:
+            check_apart(tensor, f"{name}[{i}]")
 
 
 def rank_of(
@@ -120,17 +104,6 @@ def rank_of(
     return found
 
 
-def problem_of_pair(
-    output: torch.Tensor, input: torch.Tensor, fits: Callable[[torch.Tensor, torch.Tensor], str]
-) -> Refusal:
-    """Say what is wrong with two tensors for `check_output`, None if nothing is."""
-    try:
-        check_output(output, input, fits)
-    except (TypeError, ValueError) as error:
-        return error
-    return None
-
-
 def rows_of(x: torch.Tensor) -> torch.Tensor:
     """Return a tensor without history and with rows; anything else as it is, to be refused."""
     if not isinstance(x, torch.Tensor):
@@ -138,10 +111,10 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
     return x.detach() if x.dim() else x.detach().reshape(1)
 
 
-def _problem_of_kinds(kinds: set[tuple[torch.dtype, torch.device]]) -> Refusal:
-    dtypes, devices = {dtype for dtype, _ in kinds}, {device for _, device in kinds}
+def _one_kind(tensors: Sequence[torch.Tensor]) -> tuple[torch.dtype, torch.device]:
+    dtypes, devices = {x.dtype for x in tensors}, {x.device for x in tensors}
     if len(dtypes) > 1:
-        return CommTypeError(f"tensors are of several dtypes, {sorted(map(str, dtypes))}; use one")
+        raise CommTypeError(f"tensors are of several dtypes, {sorted(map(str, dtypes))}; use one")
     if len(devices) > 1:
-        return CommValueError(f"tensors are on several devices, {sorted(map(str, devices))}")
-    return None
+        raise CommValueError(f"tensors are on several devices, {sorted(map(str, devices))}")
+    return dtypes.pop(), devices.pop()

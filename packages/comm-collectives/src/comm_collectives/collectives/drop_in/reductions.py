@@ -14,18 +14,12 @@ import torch.distributed as dist
 
 from comm_collectives._torch_private import graph_break
 from comm_collectives.base import as_bytes, dense, from_bytes
-from comm_collectives.call import Refusal
+from comm_collectives.call import Checks, Refusal
 from comm_collectives.call.groups import Group, GroupState
 from comm_collectives.collectives import all_gather_call, all_reduce_call, reduce_scatter_call
-from comm_collectives.collectives.drop_in.in_place import write
-from comm_collectives.collectives.drop_in.moves import (
-    problem_in_place,
-    problem_of_list,
-    problem_of_pair,
-    rank_of,
-    rows_of,
-)
-from comm_collectives.collectives.drop_in.swapped import times
+from comm_collectives.collectives.drop_in.in_place import check_written, write
+from comm_collectives.collectives.drop_in.moves import check_list, rank_of, rows_of
+from comm_collectives.collectives.drop_in.swapped import check_output, times
 from comm_collectives.collectives.drop_in.works import CallWork, op_name, run_call
 from comm_collectives.errors import CommTypeError, CommValueError
 
@@ -83,12 +77,10 @@ def reduce(
     """
 
     def run(state: GroupState) -> None:
-        root, refused = -1, None
-        try:
+        root = -1
+        with Checks() as checks:
             root = rank_of(state, "dst", dst, group_dst, None)
-        except ValueError as error:
-            refused = error
-        _reduce_in_place([tensor], op, state, root=root, refused=refused)
+        _reduce_in_place([tensor], op, state, root=root, refused=checks.refused)
 
     return run_call("reduce", group, run, outputs=[tensor], async_op=async_op)
 
@@ -137,11 +129,11 @@ def reduce_scatter_tensor(
     """
 
     def run(state: GroupState) -> None:
-        fits = times(state.size, "input", "output")
-        refused = problem_of_pair(output, input, lambda output, input: fits(input, output))
-        name = "reduce_scatter_tensor"
+        fits, name = times(state.size, "input", "output"), "reduce_scatter_tensor"
+        with Checks() as checks:
+            check_output(output, input, lambda output, input: fits(input, output))
         y = reduce_scatter_call(
-            rows_of(input), None, op_name(op), state, None, name=name, refused=refused
+            rows_of(input), None, op_name(op), state, None, name=name, refused=checks.refused
         )
         write(output, y)
 
@@ -165,17 +157,17 @@ def reduce_scatter(
     """
 
     def run(state: GroupState) -> None:
-        refused = problem_of_list(input_list, "input_list", state.size)
-        refused = refused or problem_in_place(output, "output")
         splits, x = [0] * state.size, output
-        if refused is None:
+        with Checks() as checks:
+            check_list(input_list, "input_list", state.size)
+            check_written(output, "output")
             splits = [item.numel() for item in input_list]
-            refused = _problem_of_part(output, input_list, splits[state.rank])
-        if refused is None:
+            _check_part(output, input_list, splits[state.rank])
             flat = torch.cat([as_bytes(dense(item)) for item in input_list])
             x = from_bytes(flat, output.dtype, (sum(splits),))
+        name = "reduce_scatter"
         y = reduce_scatter_call(
-            x, splits, op_name(op), state, None, name="reduce_scatter", refused=refused
+            x, splits, op_name(op), state, None, name=name, refused=checks.refused
         )
         write(output, y)
 
@@ -194,43 +186,42 @@ def _reduce_in_place(
 ) -> None:
     """Reduce each tensor; the results are written on the root, or on every rank for None."""
     for tensor in tensors:
-        found = refused or problem_in_place(tensor)
-        if root is None:
-            found = found or _problem_of_complex(tensor, op)
-        x = tensor if found is not None else tensor.detach()
-        y = all_reduce_call(x, op_name(op), state, None, refused=found)
+        x = tensor
+        with Checks(refused) as checks:
+            check_written(tensor)
+            if root is None:
+                _check_complex(tensor, op)
+            x = tensor.detach()
+        y = all_reduce_call(x, op_name(op), state, None, refused=checks.refused)
         if root is None or root == state.rank:
             write(tensor, y)
 
 
-def _problem_of_complex(tensor: torch.Tensor, op: Any) -> Refusal:
+def _check_complex(tensor: torch.Tensor, op: Any) -> None:
     """Refuse what torch refuses, since code may rely on it; an op that is given by name is ours."""
     if tensor.is_complex() and not isinstance(op, str) and op_name(op) not in _OF_COMPLEX:
-        return CommTypeError(f"all_reduce does not support {op} on complex tensors")
-    return None
+        raise CommTypeError(f"all_reduce does not support {op} on complex tensors")
 
 
 def _add_sparse(tensor: torch.Tensor, op: str, state: GroupState) -> None:
     """Sum tensors of coordinates and values over the ranks, in place."""
-    refused: Refusal = None
-    if op != "sum":
-        refused = CommTypeError(f"op={op!r} is not defined for sparse tensors; give sum")
+    with Checks() as checks:
+        if op != "sum":
+            raise CommTypeError(f"op={op!r} is not defined for sparse tensors; give sum")
     parts = tensor.detach().coalesce()
-    places = all_gather_call(parts.indices().t(), state, None, name="all_reduce", refused=refused)
+    at, refused = parts.indices().t(), checks.refused
+    places = all_gather_call(at, state, None, name="all_reduce", refused=refused)
     values = all_gather_call(parts.values(), state, None, name="all_reduce")
     total = torch.sparse_coo_tensor(places.t(), values, tensor.shape, check_invariants=False)
     tensor.copy_(total.coalesce())
 
 
-def _problem_of_part(
-    output: torch.Tensor, inputs: Sequence[torch.Tensor], expected: int
-) -> Refusal:
+def _check_part(output: torch.Tensor, inputs: Sequence[torch.Tensor], expected: int) -> None:
     dtypes = {x.dtype for x in (output, *inputs)}
     if len(dtypes) > 1:
-        return CommTypeError(f"tensors are of several dtypes, {sorted(map(str, dtypes))}; use one")
+        raise CommTypeError(f"tensors are of several dtypes, {sorted(map(str, dtypes))}; use one")
     if output.numel() != expected:
-        return CommValueError(
+        raise CommValueError(
             f"output has {output.numel()} elements, and tensor of input_list for this rank "
             f"{expected}; make them equal"
         )
-    return None

@@ -19,24 +19,24 @@ import torch
 
 from comm_collectives._torch_private import graph_break
 from comm_collectives.base import as_bytes, dense, new_tensor, num_bytes
-from comm_collectives.call import Agreed, Call, pack_counts, unpack_counts
+from comm_collectives.call import Agreed, Call, Checks, pack_counts, unpack_counts
 from comm_collectives.call.groups import Group, GroupState
-from comm_collectives.call.signature import Argument
 from comm_collectives.collectives import (
     all_gather_call,
     broadcast_call,
     row_arguments,
     swap,
 )
-from comm_collectives.collectives.drop_in.in_place import mark_written, overlap, write
-from comm_collectives.collectives.drop_in.moves import (
-    problem_in_place,
-    problem_of_pair,
-    rank_of,
-    rows_of,
+from comm_collectives.collectives.drop_in.in_place import (
+    check_written,
+    mark_written,
+    overlap,
+    write,
 )
+from comm_collectives.collectives.drop_in.moves import rank_of, rows_of
 from comm_collectives.collectives.drop_in.swapped import (
     both_splits,
+    check_output,
     compare_splits,
     same_rows,
     times,
@@ -107,17 +107,15 @@ def all_gather_into_tensor(
     """
 
     def run(state: GroupState) -> None:
-        refused = problem_of_pair(output_tensor, input_tensor, times(state.size, "output", "input"))
-        x = rows_of(input_tensor)
-        room = None
-        if refused is None:
+        x, room = rows_of(input_tensor), None
+        with Checks() as checks:
+            check_output(output_tensor, input_tensor, times(state.size, "output", "input"))
             room = new_tensor(output_tensor.shape, output_tensor.dtype, output_tensor.device)
             if output_tensor.is_contiguous() and not overlap(output_tensor, input_tensor):
                 room = output_tensor.detach()
             room = room.view(state.size * len(x), *x.shape[1:])
-        y = all_gather_call(
-            x, state, None, name="all_gather_into_tensor", refused=refused, out=room
-        )
+        name = "all_gather_into_tensor"
+        y = all_gather_call(x, state, None, name=name, refused=checks.refused, out=room)
         if y.data_ptr() == output_tensor.data_ptr():
             mark_written(output_tensor)
         else:
@@ -193,14 +191,12 @@ def broadcast(
     """
 
     def run(state: GroupState) -> None:
-        refused = problem_in_place(tensor)
-        root = 0
-        try:
+        root, x = 0, tensor
+        with Checks() as checks:
+            check_written(tensor)
             root = rank_of(state, "src", src, group_src, None)
-        except ValueError as error:
-            refused = refused or error
-        x = tensor if refused is not None else tensor.detach()
-        got = broadcast_call(x, root, None, state, None, refused=refused)
+            x = tensor.detach()
+        got = broadcast_call(x, root, None, state, None, refused=checks.refused)
         if state.rank != root:
             write(tensor, got.y)
 
@@ -214,18 +210,11 @@ def _all_to_all(
     input_splits: Sequence[int] | None,
     state: GroupState,
 ) -> None:
-    refused = problem_of_pair(output, input, same_rows)
-    sent = received = (0,) * state.size
-    arguments: tuple[Argument, ...] = ()
-    if refused is None:
-        arguments = row_arguments(state, input)
-        try:
-            sent, received = both_splits(output, input, output_splits, input_splits, state.size)
-        except (TypeError, ValueError) as error:
-            refused = error
-    call = Call(state, "all_to_all_single", arguments=arguments)
-    if refused is not None:
-        call.meet(refused=refused)
+    with Checks() as checks:
+        check_output(output, input, same_rows)
+        checks.arguments = row_arguments(state, input)
+        sent, received = both_splits(output, input, output_splits, input_splits, state.size)
+    call = checks.call(state, "all_to_all_single")
     x = dense(input)
     fits = output.is_contiguous() and not overlap(output, x)
     room = output.detach() if fits else new_tensor(output.shape, output.dtype, output.device)

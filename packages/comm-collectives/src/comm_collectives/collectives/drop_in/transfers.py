@@ -21,8 +21,8 @@ from comm_collectives.base.transport import Pending
 from comm_collectives.call.groups import Group, GroupState, group_state
 from comm_collectives.call.handles import Worker, launch_on
 from comm_collectives.call.pairs import ANY_RANK, Lane, Message, SendHandle, Transfer
-from comm_collectives.collectives.drop_in.in_place import write
-from comm_collectives.collectives.drop_in.moves import problem_in_place, rank_of
+from comm_collectives.collectives.drop_in.in_place import check_written, write
+from comm_collectives.collectives.drop_in.moves import rank_of
 from comm_collectives.collectives.drop_in.works import CallWork, is_outside
 from comm_collectives.errors import CommValueError
 
@@ -148,9 +148,7 @@ def recv(
 
 
 def _check_transfer(tensor: torch.Tensor, tag: int) -> None:
-    problem = problem_in_place(tensor)
-    if problem is not None:
-        raise problem
+    check_written(tensor)
     if tag < 0:
         raise CommValueError(f"tag={tag} must be at least 0")
 
