@@ -15,56 +15,29 @@ import argparse
 import ctypes
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from urllib.request import Request, urlopen
 
 import torch
 import torch.distributed as dist
 from unified_ckpt_save import alternate, make_large, num_bytes, report, shards
 
 from ranktest import run_ranks
+from ranktest.s3 import S3Server, start_s3
 from unified_ckpt import load, save
 from unified_ckpt.files.storage import PART_BYTES
 
-MOTO = """
-import logging, sys
-from moto.server import ThreadedMotoServer
-logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
-server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-server.start()
-print(server.get_host_and_port()[1], flush=True)
-sys.stdin.read()
-"""
 BUCKET = "benchmark"
 
 
-def start_server(*, moto: bool = False) -> tuple[subprocess.Popen[str], str]:
+def start_server(*, moto: bool = False) -> S3Server:
     """Start a server with one bucket; the environment says how clients reach it."""
-    program = (
-        ["-W", "ignore", "-c", MOTO] if moto else [str(Path(__file__).with_name("s3_server.py"))]
-    )
-    server = subprocess.Popen(
-        [sys.executable, *program],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    endpoint = f"http://127.0.0.1:{server.stdout.readline().strip()}"
-    os.environ |= {
-        "AWS_ENDPOINT_URL": endpoint,
-        "AWS_ALLOW_HTTP": "true",
-        "AWS_ACCESS_KEY_ID": "benchmark",
-        "AWS_SECRET_ACCESS_KEY": "benchmark",
-        "AWS_REGION": "us-east-1",
-        "NO_PROXY": "127.0.0.1",
-    }
-    urlopen(Request(f"{endpoint}/{BUCKET}", method="PUT"), timeout=60).read()
-    return server, endpoint
+    server = start_s3() if moto else start_s3([str(Path(__file__).with_name("s3_server.py"))])
+    os.environ |= server.environment
+    server.make_bucket(BUCKET)
+    return server
 
 
 def peak_growth_mib(work: Callable[[], object]) -> float:
@@ -156,18 +129,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--clients", action="store_true", help="obstore against s3fs")
     arguments = parser.parse_args(argv)
-    server, endpoint = start_server()
 
     def fn(rank: int, world_size: int) -> None:
         if arguments.clients:
-            measure_clients(arguments.mib, arguments.runs, endpoint)
+            measure_clients(arguments.mib, arguments.runs, server.endpoint)
         else:
             measure(arguments.mib, arguments.runs)
 
-    try:
+    with start_server() as server:
         run_ranks(fn, arguments.ranks, timeout_s=3600)
-    finally:
-        server.kill()
     return 0
 
 

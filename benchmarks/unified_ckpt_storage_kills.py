@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     seeds = [random.randrange(2**32) for _ in range(arguments.kills)]
     if arguments.seed is not None:
         seeds = [arguments.seed]
-    server, _ = start_server(moto=True)
+    server = start_server(moto=True)
     lost, seen = 0, {"whole": 0, "named error": 0}
     for number, seed in enumerate(seeds):
         kind = arguments.kind or kills.KINDS[number % 2]
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(error, file=sys.stderr)
         if (number + 1) % 20 == 0:
             print(f"{number + 1} kills, {lost} lost, loads: {seen}", file=sys.stderr)
-    server.kill()
+    server.close()
     n = len(seeds)
     figure = {"figure": "unified_ckpt_storage_lost", "value": lost, "unit": "states", "n": n}
     print(json.dumps({**figure, "low": lost, "high": lost}))

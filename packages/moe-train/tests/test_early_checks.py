@@ -9,7 +9,7 @@ import pytest
 
 from moe_train import early_checks
 from moe_train.config import Config
-from moe_train.early_checks import check_early, check_run_folder, corpus_matches
+from moe_train.early_checks import check_early, check_run_folders, corpus_matches
 from package_facts import check_import_is_cheap
 
 Configure = Callable[..., Config]
@@ -65,12 +65,12 @@ def test_a_run_folder_that_cannot_be_used_is_refused_and_nothing_is_made(tmp_pat
     file = tmp_path / "notes.txt"
     file.write_text("kept")
     with pytest.raises(ValueError, match=f"^train.output_dir={file} is a file; choose another"):
-        check_run_folder(file, resuming=False)
+        check_run_folders({"train.output_dir": file}, resuming=False)
     with pytest.raises(ValueError, match=f"cannot be made, {file} is a file"):
-        check_run_folder(file / "a" / "run", resuming=False)
+        check_run_folders({"train.output_dir": file / "a" / "run"}, resuming=False)
     with pytest.raises(ValueError, match=r"^train.output_dir=/proc/run is not writable: /proc \("):
-        check_run_folder(Path("/proc/run"), resuming=False)
-    check_run_folder(tmp_path / "new" / "run", resuming=False)
+        check_run_folders({"train.output_dir": Path("/proc/run")}, resuming=False)
+    check_run_folders({"train.output_dir": tmp_path / "new" / "run"}, resuming=False)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     assert file.read_text() == "kept"
 
@@ -79,15 +79,15 @@ def test_a_run_folder_that_cannot_be_used_is_refused_and_nothing_is_made(tmp_pat
 def test_a_folder_without_the_right_to_write_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o555)
     with pytest.raises(ValueError, match="is not writable"):
-        check_run_folder(tmp_path / "run", resuming=False)
+        check_run_folders({"train.output_dir": tmp_path / "run"}, resuming=False)
     tmp_path.chmod(0o755)
 
 
 def test_a_folder_with_checkpoints_is_only_for_a_run_that_goes_on(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-2").mkdir()
-    check_run_folder(tmp_path, resuming=True)
+    check_run_folders({"train.output_dir": tmp_path}, resuming=True)
     with pytest.raises(ValueError, match="already holds checkpoints; pass --resume"):
-        check_run_folder(tmp_path, resuming=False)
+        check_run_folders({"train.output_dir": tmp_path}, resuming=False)
 
 
 def test_a_corpus_that_names_nothing_is_refused_and_a_glob_gives_its_files_in_order(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ranktest import run_ranks
+from ranktest.stateful import Holder
 from unified_ckpt import load, save
 from unified_ckpt.options import LoadOptions, SaveOptions
 
@@ -38,19 +39,6 @@ class Batch(NamedTuple):
 
 class Odd(dict):
     """A dict of a class that nothing says how to make."""
-
-
-class Holder:
-    """Keeps a state: one that an object has after it worked, or none before."""
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
 
 
 def t(*values: float) -> torch.Tensor:

@@ -9,12 +9,17 @@ same functions again with the decoder as it was really read.
 import glob
 import json
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from moe_train.config import PYTHON_STDLIB, Config
 from moe_train.errors import MissingFileError, TrainValueError
 
+HOLDS_CHECKPOINTS = (
+    "train.output_dir={} already holds checkpoints; pass --resume to continue that run, or choose "
+    "another folder"
+)
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -44,7 +49,7 @@ def check_early(config: Config, *, resuming: bool) -> None:
         for entry in source.corpus:
             if entry != PYTHON_STDLIB:
                 corpus_matches(entry)
-    check_run_folder(Path(config.train.output_dir), resuming=resuming)
+    check_run_folders(config.local_folders, resuming=resuming)
 
 
 def corpus_matches(entry: str) -> list[Path]:
@@ -81,32 +86,39 @@ def check_sizes(config: Config, sizes: ModelSizes) -> None:
         )
 
 
-def check_run_folder(folder: Path, *, resuming: bool) -> None:
-    """Whether a run can write into `folder`; nothing is made that stays.
+def check_run_folders(folders: Mapping[str, Path], *, resuming: bool) -> None:
+    """Whether a run can write into its directories; nothing is made that stays.
+
+    Args:
+        folders: by key, as `Config.local_folders`; what a URL names is looked at with torch.
+        resuming: there may be checkpoints in `train.output_dir`.
 
     Raises:
-        ValueError: it is a file, cannot be written, or holds the checkpoints of another run.
+        ValueError: one is a file, cannot be written, or holds the checkpoints of another run.
     """
+    for key, folder in folders.items():
+        _check_writable(key, folder)
+    place = folders.get("train.output_dir")
+    if not resuming and place is not None and any(place.glob("checkpoint-*")):
+        raise TrainValueError(HOLDS_CHECKPOINTS.format(place))
+
+
+def _check_writable(key: str, folder: Path) -> None:
     nearest = folder
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent
     if not nearest.is_dir():
         what = "is a file" if nearest == folder else f"cannot be made, {nearest} is a file"
-        raise TrainValueError(f"train.output_dir={folder} {what}; choose another folder")
+        raise TrainValueError(f"{key}={folder} {what}; choose another folder")
     try:
         with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:
         where = "" if nearest == folder else f": {nearest}"
         raise TrainValueError(
-            f"train.output_dir={folder} is not writable{where} ({error.strerror}); choose another "
+            f"{key}={folder} is not writable{where} ({error.strerror}); choose another "
             "folder, or get the right to write there"
         ) from error
-    if not resuming and any(folder.glob("checkpoint-*")):
-        raise TrainValueError(
-            f"train.output_dir={folder} already holds checkpoints; pass --resume to continue that "
-            "run, or choose another folder"
-        )
 
 
 def _read_sizes(config: Config) -> ModelSizes:

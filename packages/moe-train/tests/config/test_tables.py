@@ -1,10 +1,12 @@
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 
 from moe_train.config.data_tables import DataConfig
 from moe_train.config.model_tables import ModelConfig, MoeTable
+from moe_train.config.run_tables import LogConfig
 from moe_train.config.tables import TABLES, Config, all_keys
 from moe_train.config.train_tables import OptimizerConfig, ParallelConfig, TrainConfig
 
@@ -27,6 +29,17 @@ def config(**tables: object) -> Config:
 def test_world_size_is_the_product_of_the_axes() -> None:
     made = config(parallel=ParallelConfig(pp=2, dp=2, ep=4), train=train(global_batch_size=8))
     assert made.world_size == 16
+
+
+def test_a_run_whose_checkpoints_go_to_a_store_says_where_the_rest_goes() -> None:
+    store = train(output_dir="s3://bucket/run")
+    with pytest.raises(ValueError, match=r"^train.output_dir is a s3:// URL.*set log.dir to a dir"):
+        config(train=store)
+    made = config(train=store, log=LogConfig(dir="/logs"))
+    assert (made.log_folder, made.local_folders) == (Path("/logs"), {"log.dir": Path("/logs")})
+    assert config().local_folders == {"train.output_dir": Path("out")}
+    with pytest.raises(ValueError, match=r"log.dir is a s3:// URL, but metrics are appended"):
+        LogConfig(dir="s3://bucket/logs")
 
 
 def test_tables_are_frozen_and_slotted() -> None:
@@ -58,7 +71,6 @@ def test_batch_that_does_not_divide_names_the_numbers_and_a_remedy() -> None:
         ({"max_steps": 0}, "train.max_steps=0 is too small; it must be at least 1"),
         ({"seed": -1}, "train.seed=-1 is too small"),
         ({"output_dir": ""}, "train.output_dir is empty; give a value"),
-        ({"output_dir": "s3://bucket/run"}, "train.output_dir is a s3:// URL"),
         ({"dtype": "float16"}, 'train.dtype must be one of "float32", "bfloat16", got'),
         ({"master_weights": True}, "train.master_weights=true has no use"),
         ({"gradient_accumulation_steps": 3}, "choose 6 or 9"),

@@ -74,6 +74,8 @@ def test_paths_start_at_the_file_and_at_the_current_folder(
         str(elsewhere / "*.txt"),
     )
     assert load_config(job, ["train.output_dir=run"]).train.output_dir == str(elsewhere / "run")
+    url = load_config(job, ["train.output_dir=s3://bucket/run", "log.dir=logs"])
+    assert (url.train.output_dir, url.log.dir) == ("s3://bucket/run", str(elsewhere / "logs"))
 
 
 def test_folder_with_glob_signs_in_its_name_is_not_a_pattern(tmp_path: Path) -> None:

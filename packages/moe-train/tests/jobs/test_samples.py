@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_train.checkpoint import SAMPLES_FILE, read_ledger, read_state
+from moe_train.checkpoint import read_ledger, read_state
+from moe_train.checkpoint.samples import SAMPLES_FILE
 from moe_train.cli import main
 from moe_train.config import load_config
 from moe_train.data import Ledger

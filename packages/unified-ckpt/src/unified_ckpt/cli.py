@@ -43,17 +43,17 @@ def _parser() -> argparse.ArgumentParser:
         prog="unified-ckpt", description="Look into checkpoints, check, compare or rewrite them."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    one = "a checkpoint, or a transformers directory"
+    one = "a checkpoint (a directory, or a URL), or a transformers directory"
     inspect = commands.add_parser("inspect", help="list parts, files, dtypes and sizes")
-    inspect.add_argument("directory", type=Path, help=one)
+    inspect.add_argument("directory", help=one)
     inspect.add_argument("--keys", action="store_true", help="list every tensor as well")
     inspect.set_defaults(run=lambda a: _inspect(a.directory, keys=a.keys))
     verify = commands.add_parser("verify", help="compare every byte with its checksum")
-    verify.add_argument("directory", type=Path, help=one)
+    verify.add_argument("directory", help=one)
     verify.set_defaults(run=lambda a: _verify(a.directory))
     diff = commands.add_parser("diff", help="compare keys, dtypes, shapes and values bit by bit")
-    diff.add_argument("a", type=Path, help=one)
-    diff.add_argument("b", type=Path, help=one)
+    diff.add_argument("a", help=one)
+    diff.add_argument("b", help=one)
     diff.set_defaults(run=lambda a: _diff(a.a, a.b))
     reshard = commands.add_parser(
         "reshard", help="write it so that each rank of a layout reads ranges of its own files"
@@ -114,7 +114,7 @@ def _recovery(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _diff(a: Path, b: Path) -> int:
+def _diff(a: str, b: str) -> int:
     from unified_ckpt.tools import diff_checkpoints
 
     count = 0
@@ -160,7 +160,7 @@ def _export(directory: Path, out: Path) -> int:
     return 0
 
 
-def _inspect(directory: Path, *, keys: bool) -> int:
+def _inspect(directory: str, *, keys: bool) -> int:
     from unified_ckpt.plans.checkpoint import read_checkpoint
 
     return read_checkpoint(directory, lambda checkpoint: _describe(checkpoint, keys=keys))
@@ -191,7 +191,7 @@ def _describe(checkpoint: "Checkpoint", *, keys: bool) -> int:
     return 0
 
 
-def _verify(directory: Path) -> int:
+def _verify(directory: str) -> int:
     from unified_ckpt.plans.checkpoint import verify_checkpoint
 
     report = verify_checkpoint(directory)

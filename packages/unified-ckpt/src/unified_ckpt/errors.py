@@ -53,6 +53,10 @@ class ReplacedCheckpointError(LoadError):
     """A checkpoint was replaced, removed or written to while it was read; it is not damaged."""
 
 
+class StoreError(LoadError):
+    """A store did not answer or refuses: nothing is known of what it holds, nor of damage."""
+
+
 class DamagedCheckpointWarning(UserWarning):
     """A newer checkpoint is damaged or incomplete and was passed over for an older one."""
 
@@ -85,7 +89,6 @@ def as_path(name: str, value: object) -> Path:
         raise CheckpointValueError(f"{name} is {text!r}; expected the name of a file or folder")
     if is_url(text):  # as a path it would be a folder here of that name
         raise CheckpointValueError(
-            f"{name} is a {text.partition(':')[0]}:// URL, but this works on directories only; "
-            "checkpoints in a store can be saved, loaded and verified one by one"
+            f"{name} is a {text.partition(':')[0]}:// URL, but this works on directories only"
         )
     return Path(text)

@@ -22,7 +22,7 @@ from unified_ckpt.errors import (
     SavePeerError,
 )
 from unified_ckpt.folders import folder
-from unified_ckpt.run import manager
+from unified_ckpt.run import hold, manager
 from unified_ckpt.run.manager import CheckpointManager, ManagerOptions, due_by_steps
 from unified_ckpt.saving.commit.agreement import Agreement
 from unified_ckpt.saving.commit.commit import hidden_name
@@ -93,7 +93,7 @@ def test_the_checkpoint_just_saved_stays_below_a_higher_number(tmp_path: Path) -
 def test_leftovers_are_cleaned_at_start_and_a_second_manager_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manager, "_LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr(hold, "_LOCK_WAIT_S", 0.1)
     hidden_name(tmp_path / "checkpoint-1", "tmp").mkdir()
     with CheckpointManager(tmp_path, QUIET):
         assert names(tmp_path) == []

@@ -9,6 +9,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ranktest import run_ranks
+from ranktest.stateful import Holder
 from unified_ckpt import load, read_index, save
 from unified_ckpt.errors import CheckpointValueError, LoadError
 from unified_ckpt.geometry import Box
@@ -24,17 +25,6 @@ def module(fill: float) -> nn.Module:
     layer = nn.Linear(3, 2, bias=False)
     layer.weight = nn.Parameter(two(fill))
     return layer
-
-
-class Holder:
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
 
 
 def test_tensors_made_of_others_are_stored_as_those(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ May import: tokenization, config, data, layout, model, optim, errors; unified_ck
 
 from moe_train.checkpoint.export import checkpoint_files as checkpoint_files
 from moe_train.checkpoint.node_states import NodeStates as NodeStates
-from moe_train.checkpoint.samples import SAMPLES_FILE as SAMPLES_FILE
+from moe_train.checkpoint.own_files import own_job as own_job
+from moe_train.checkpoint.own_files import small_files as small_files
 from moe_train.checkpoint.samples import read_ledger as read_ledger
 from moe_train.checkpoint.trainer_state import TrainerState as TrainerState
 from moe_train.checkpoint.trainer_state import read_state as read_state

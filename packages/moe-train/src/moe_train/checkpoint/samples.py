@@ -6,12 +6,13 @@ ledger = read_ledger(Path("checkpoint-40"))
 from pathlib import Path
 
 from moe_train.data import Ledger
+from unified_ckpt.files.storage import Location
 from unified_ckpt.plans.checkpoint import Checkpoint, read_checkpoint
 
 SAMPLES_FILE = "samples.json"
 
 
-def read_ledger(source: Path) -> Ledger:
+def read_ledger(source: Path | Location) -> Ledger:
     """Which samples the steps before a checkpoint have used; an empty one where none was kept.
 
     Raises:

@@ -13,12 +13,14 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from moe_train.config import OWN_TOML, STATE_FILE, load_config
+from moe_train.checkpoint.own_files import own_job
+from moe_train.config import STATE_FILE
 from moe_train.data import Ledger
-from moe_train.errors import MoeTrainError, TrainValueError
+from moe_train.errors import TrainValueError
 from moe_train.optim import LrSchedule
 from unified_ckpt import CheckpointError, load_files
-from unified_ckpt.run import CorruptCheckpointError, ReplacedCheckpointError
+from unified_ckpt.files.storage import Location
+from unified_ckpt.run import CorruptCheckpointError, ReplacedCheckpointError, StoreError
 
 STATE_VERSION = 2
 """1 had no `version`, no schedule and no losses."""
@@ -53,7 +55,7 @@ class TrainerState:
     version: int = STATE_VERSION
 
     @classmethod
-    def from_json(cls, text: bytes, source: Path) -> "TrainerState":
+    def from_json(cls, text: bytes, source: Path | Location) -> "TrainerState":
         """Parse `trainer_state.json`.
 
         Raises:
@@ -80,7 +82,7 @@ class TrainerState:
         return (json.dumps(values, indent=2) + "\n").encode()
 
 
-def read_state(source: Path) -> TrainerState:
+def read_state(source: Path | Location) -> TrainerState:
     """The trainer state of a checkpoint.
 
     A file without a schedule gets that of the checkpoint's own job, if this version can read it.
@@ -91,8 +93,8 @@ def read_state(source: Path) -> TrainerState:
     """
     try:
         text = load_files(source, STATE_FILE)
-    except (CorruptCheckpointError, ReplacedCheckpointError):
-        raise  # a resume takes another checkpoint
+    except (CorruptCheckpointError, ReplacedCheckpointError, StoreError):
+        raise  # a resume takes another checkpoint, or ends
     except CheckpointError as error:
         raise TrainValueError(
             f"{source} is not a training checkpoint ({error}); "
@@ -102,20 +104,15 @@ def read_state(source: Path) -> TrainerState:
     return state if state.schedule is not None else replace(state, schedule=_own_schedule(source))
 
 
-def _own_schedule(source: Path) -> LrSchedule | None:
-    try:
-        own = load_config(source / OWN_TOML)
-    except MoeTrainError:
-        return None
-    return LrSchedule.of(own.optimizer, own.train.max_steps)
+def _own_schedule(source: Path | Location) -> LrSchedule | None:
+    own = own_job(source)
+    return None if own is None else LrSchedule.of(own.optimizer, own.train.max_steps)
 
 
-def froze_parameters(source: Path) -> bool:
+def froze_parameters(source: Path | Location) -> bool:
     """Whether the checkpoint's own job trained a part of its parameters; if it can be read."""
-    try:
-        return bool(load_config(source / OWN_TOML).train.trainable)
-    except MoeTrainError:
-        return False
+    own = own_job(source)
+    return own is not None and bool(own.train.trainable)
 
 
 def _schedule(values: Any) -> LrSchedule | None:

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import overload
 
 import safetensors.torch
 import torch
@@ -44,9 +45,10 @@ from unified_ckpt import (
     restore_random_state,
     save,
 )
+from unified_ckpt.files.storage import Location, as_target
 from unified_ckpt.folders import find_fault, numbered_checkpoints
 from unified_ckpt.loading import PartIndex
-from unified_ckpt.plans.checkpoint import read_checkpoint
+from unified_ckpt.plans.checkpoint import is_stored, read_checkpoint
 from unified_ckpt.run import SaveError, SavePeerError, resume_nearest
 
 _NOTHING_TO_RESUME = (
@@ -73,7 +75,7 @@ class Checkpointer:
     The folder is locked for this job from the first collective call until `close`.
 
     Args:
-        folder: where `checkpoint-N` folders go.
+        folder: where checkpoints `checkpoint-N` go, a directory or a location in a store.
         rank: of this process in the job.
         parameters: name -> this rank's parameter or buffer, with `layouts` of the same names.
         files: what a transformers checkpoint holds beside weights; written by rank 0.
@@ -81,7 +83,7 @@ class Checkpointer:
         nodes: states on the nodes between checkpoints; None for none.
     """
 
-    folder: Path
+    folder: Path | Location
     rank: int
     parameters: Mapping[str, Tensor]
     layouts: Mapping[str, ParameterLayout]
@@ -109,7 +111,7 @@ class Checkpointer:
         """Whether to save after `step`. Collective."""
         return self.manager.decide(step).save
 
-    def save(self, state: TrainerState, *, keep_older: bool = False) -> Path:
+    def save(self, state: TrainerState, *, keep_older: bool = False) -> Path | Location:
         """Write `checkpoint-{step}`, complete or not at all; then remove old ones. Collective.
 
         Args:
@@ -123,7 +125,7 @@ class Checkpointer:
         try:
             save(
                 self._parts(),
-                checkpoint_id=target,
+                checkpoint_id=self.manager.begin(state.step),
                 files={**self.files, **_state_files(state)},
                 rank_files=random_state_files(self.rank),
                 timeout_s=self.options.timeout_s,
@@ -131,9 +133,11 @@ class Checkpointer:
         except SavePeerError:
             raise
         except SaveError as error:
-            free = shutil.disk_usage(self.folder).free
+            free = ""
+            if isinstance(self.folder, Path):
+                free = f" ({shutil.disk_usage(self.folder).free} bytes are free there)"
             raise CheckpointNotSavedError(
-                f"{target.name} was not saved in {self.folder} ({free} bytes are free there): "
+                f"{target.name} was not saved in {self.folder}{free}: "
                 f"{str(error).partition('): ')[2] or error}"
             ) from error
         if not keep_older:
@@ -196,14 +200,14 @@ class Checkpointer:
             raise TrainValueError(_NOTHING_TO_RESUME.format(self.folder))
         return found[1]
 
-    def _resume_stored(self) -> tuple[Path, TrainerState] | None:
+    def _resume_stored(self) -> tuple[Path | Location, TrainerState] | None:
         return self.manager.resume(self._load)
 
-    def _resume_nearest(self, nodes: NodeStates) -> tuple[Path, TrainerState] | None:
+    def _resume_nearest(self, nodes: NodeStates) -> tuple[Path | Location, TrainerState] | None:
         """Go on from the nodes if they have a state as new as storage; say where from."""
 
-        def load_one(source: Path) -> TrainerState:
-            if source.is_relative_to(nodes.options.path):
+        def load_one(source: Path | Location) -> TrainerState:
+            if isinstance(source, Path) and source.is_relative_to(nodes.options.path):
                 nodes.check_layout(source)
             return self._load(source)
 
@@ -212,7 +216,7 @@ class Checkpointer:
             logger.info("step %d is loaded from %s", found[1].step, found[0])
         return found
 
-    def load(self, source: Path) -> TrainerState:
+    def load(self, source: Path | Location) -> TrainerState:
         """Restore weights, optimizer, and this rank's random state if the checkpoint has it.
 
         What is stored in another dtype is converted, from the master weights where there are any.
@@ -225,7 +229,7 @@ class Checkpointer:
         except CheckpointError as error:
             raise TrainValueError(_UNREADABLE.format(source, error)) from error
 
-    def _load(self, source: Path) -> TrainerState:
+    def _load(self, source: Path | Location) -> TrainerState:
         self._load_weights(source)
         state = replace(read_state(source), ledger=read_ledger(source))
         updates = state.step - state.skipped_steps
@@ -254,7 +258,7 @@ class Checkpointer:
         for name, master in masters.items():
             self.parameters[name].copy_(master)
 
-    def _load_weights(self, source: Path) -> None:
+    def _load_weights(self, source: Path | Location) -> None:
         """Fill the parameters, and what is in fp32 with the most exact copy there is."""
         read_part(source, "model", [self._stored(self.parameters)], cast=True)
         masters = self.optimizer.master
@@ -266,7 +270,7 @@ class Checkpointer:
         if others:
             read_part(source, "model", [self._stored(others)], cast=True)
 
-    def _load_moments(self, source: Path, updates: int) -> dict[str, int]:
+    def _load_moments(self, source: Path | Location, updates: int) -> dict[str, int]:
         """Fill the moments; those of parameters that were frozen before start at zero.
 
         Returns:
@@ -289,7 +293,7 @@ class Checkpointer:
         return stored | late
 
     def _held(
-        self, tensors: Mapping[str, Tensor], source: Path, part: str, suffix: str = ""
+        self, tensors: Mapping[str, Tensor], source: Path | Location, part: str, suffix: str = ""
     ) -> dict[str, Tensor]:
         """Those of the tensors that the checkpoint has in this part."""
         keys = tensor_keys(source, part) if has_part(source, part) else ()
@@ -301,7 +305,7 @@ class Checkpointer:
 
 
 def read_part(
-    source: Path, part: str, stored: Sequence[StoredTensors], *, cast: bool = False
+    source: Path | Location, part: str, stored: Sequence[StoredTensors], *, cast: bool = False
 ) -> None:
     """Fill this rank's tensors from one part of a checkpoint.
 
@@ -329,7 +333,7 @@ def _counts(counts: Mapping[str, int]) -> list[Shard]:
     ]
 
 
-def find_checkpoint(folder: Path, resume: str) -> Path | None:
+def find_checkpoint(folder: Path | Location, resume: str) -> Path | Location | None:
     """The checkpoint that `--resume` names: none for "", the newest valid one for "latest".
 
     Raises:
@@ -338,22 +342,32 @@ def find_checkpoint(folder: Path, resume: str) -> Path | None:
     if not resume:
         return None
     if resume != "latest":
-        path = Path(resume)
-        if not path.is_dir():
-            raise TrainValueError(f"--resume {resume}: no such folder; name a checkpoint-N folder")
-        return path
+        place = as_target("--resume", resume)
+        there = is_stored(place) if isinstance(place, Location) else place.is_dir()
+        if not there:
+            raise TrainValueError(f"--resume {place}: no such folder; name a checkpoint-N folder")
+        return place
     found = newest_checkpoint(folder)
     if found is None:
         raise TrainValueError(_NOTHING_TO_RESUME.format(folder))
     return found
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
+@overload
+def newest_checkpoint(folder: Path) -> Path | None: ...
+@overload
+def newest_checkpoint(folder: Path | Location) -> Path | Location | None: ...
+def newest_checkpoint(folder: Path | Location) -> Path | Location | None:
     """The newest valid checkpoint of a run, or None; a line of the log for each damaged newer one.
 
     Not collective.
+
+    Raises:
+        CheckpointError: the folder cannot be listed, or its store does not answer.
     """
     for path in numbered_checkpoints(folder):
+        if isinstance(path, Location) and not is_stored(path):
+            continue  # of a save that did not end, or of a checkpoint that was removed
         fault = find_fault(path)
         if fault is None:
             return path
@@ -361,24 +375,24 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return None
 
 
-def has_part(source: Path, part: str) -> bool:
+def has_part(source: Path | Location, part: str) -> bool:
     """Whether the checkpoint holds tensors of `part`.
 
     Raises:
         CheckpointError: it does, and they are damaged; that is not the same as having none.
     """
-    return any(source.glob(f"{part}[.-]*")) and bool(read_index(source, part))
+    return read_checkpoint(source, lambda it: part in it.parts() and bool(it.tensors(part)))
 
 
-def tensor_keys(source: Path, part: str) -> set[str]:
+def tensor_keys(source: Path | Location, part: str) -> set[str]:
     """The keys of all tensors of a part, those that are stored in boxes included."""
-    return read_checkpoint(source, lambda checkpoint: PartIndex(checkpoint, part).tensor_keys())
+    return read_checkpoint(source, lambda it: PartIndex(it, part).tensor_keys())
 
 
-def _restore_former_random_state(source: Path, rank: int) -> None:
+def _restore_former_random_state(source: Path | Location, rank: int) -> None:
     """Set torch's generators from the file that checkpoints had before `random_state_files`."""
     former = source / f"rng-rank-{rank:05d}.safetensors"
-    if former.exists():
+    if isinstance(former, Path) and former.exists():
         states = safetensors.torch.load(load_files(source, former.name))
         torch.set_rng_state(states["cpu"])
         if "cuda" in states and torch.cuda.is_available():

@@ -38,7 +38,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     parser.add_argument(
         "--resume",
-        metavar="latest|auto|DIR",
+        metavar="latest|auto|DIR|URL",
         nargs="?",
         const="latest",
         default="",
@@ -71,8 +71,8 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.allow_change and not resume:
         raise TrainValueError("--allow-change is only for --resume; leave it out")
     if resume == "auto":
-        resume = "latest" if any(Path(config.train.output_dir).glob("checkpoint-*")) else ""
-    elif resume not in ("", "latest"):
+        resume = "latest" if _has_begun(config) else ""
+    elif resume not in ("", "latest") and "://" not in resume:
         resume = str(Path(resume).expanduser().absolute())
     check_early(config, resuming=bool(resume))
     if place is None or place.rank == 0:  # before torch is imported, which takes some seconds
@@ -86,6 +86,15 @@ def _train(arguments: argparse.Namespace) -> int:
     resumed = shlex.join([*again, "--resume"])
     print(f"stopped by {stopped_by.name} after saving; go on with: {resumed}", file=sys.stderr)
     return 128 + int(stopped_by)
+
+
+def _has_begun(config: Config) -> bool:
+    folder = config.local_folders.get("train.output_dir")
+    if folder is not None:
+        return any(folder.glob("checkpoint-*"))
+    from moe_train.jobs import has_begun
+
+    return has_begun(config)
 
 
 def _train_here(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from moe_train.config.keys import PATH, Table, key
+from moe_train.errors import TrainValueError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,12 @@ class LogConfig(Table):
     """What is reported, where and how often."""
 
     table: ClassVar[str] = "log"
+    dir: str | None = key(
+        "folder for metrics, plots, run.json and the run's lock; absent: train.output_dir",
+        unit=PATH,
+        default=None,
+        on_resume="free",
+    )
     interval_steps: int = key(
         "steps between lines of metrics.jsonl", unit="steps", default=1, minimum=1, on_resume="free"
     )
@@ -75,3 +82,10 @@ class LogConfig(Table):
         default="auto",
         on_resume="free",
     )
+
+    def _check(self) -> None:
+        if self.dir is not None and "://" in self.dir:
+            raise TrainValueError(
+                f"log.dir is a {self.dir.partition(':')[0]}:// URL, but metrics are appended to "
+                "and a lock is held there; name a directory"
+            )

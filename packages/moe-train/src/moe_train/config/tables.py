@@ -10,6 +10,7 @@ the corpus is checked when it is made. Every field carries its help text and uni
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from moe_train.config.data_tables import DataConfig, SourceConfig, TokenizerConfig
 from moe_train.config.keys import KeyInfo, Table, keys_of
@@ -49,6 +50,22 @@ class Config:
         for name, table_type in TABLES.items():
             check_type(f"Config({name}=...)", getattr(self, name), table_type)
         self._check_sources()
+        if "://" in self.train.output_dir and self.log.dir is None:
+            raise TrainValueError(
+                f"train.output_dir is a {self.train.output_dir.partition(':')[0]}:// URL, where "
+                "checkpoints can lie, but no metrics, plots or lock; set log.dir to a directory"
+            )
+
+    @property
+    def log_folder(self) -> Path:
+        """Where metrics, plots, `run.json` and the lock of the run lie."""
+        return Path(self.log.dir or self.train.output_dir)
+
+    @property
+    def local_folders(self) -> dict[str, Path]:
+        """The directories that the run writes to, by the key that names each."""
+        keys = {"train.output_dir": self.train.output_dir, "log.dir": self.log.dir}
+        return {name: Path(text) for name, text in keys.items() if text and "://" not in text}
 
     def check_batch(self) -> None:
         """Whether each rank gets as many sequences of every microbatch.

@@ -245,11 +245,13 @@ def _check_required(tables: Mapping[str, Mapping[str, Any]], path: Path) -> None
 
 
 def _absolute(info: KeyInfo, value: Any, base_dir: Path) -> Any:
-    """Text of a path key made absolute; anything else is left to the check of types."""
+    """Text of a path key made absolute; a URL and anything else is left to the checks."""
     if info.is_path and isinstance(value, list):
         return [_absolute(info, item, base_dir) for item in value]
     is_built_in = info.kind is tuple and value == PYTHON_STDLIB
     if not info.is_path or not isinstance(value, str) or not value or is_built_in:
+        return value
+    if "://" in value:
         return value
     expanded = os.path.expanduser(value)
     # A folder's own name may hold the signs of a glob; only the user's part is a pattern.

@@ -70,7 +70,12 @@ class TrainConfig(Table):
     """How long, on what and with which batches the job trains."""
 
     table: ClassVar[str] = "train"
-    output_dir: str = key("folder for checkpoints, metrics and plots", unit=PATH, on_resume="free")
+    output_dir: str = key(
+        "folder for checkpoints, metrics and plots; or for checkpoints a URL (s3://bucket/run, "
+        "gs://, az://, file://), with log.dir for the rest",
+        unit=PATH,
+        on_resume="free",
+    )
     seed: int = key(
         "seed of the weights and of the order of the data", default=0, minimum=0, on_resume="asked"
     )
@@ -190,12 +195,6 @@ class TrainConfig(Table):
             )
         if self.global_batch_size % self.gradient_accumulation_steps:
             raise TrainValueError(batch_message(self, "", self.gradient_accumulation_steps))
-        if "://" in self.output_dir:
-            raise TrainValueError(
-                f"train.output_dir is a {self.output_dir.partition(':')[0]}:// URL, but metrics, "
-                "plots and the lock of a run need a directory; name one on a disk or on a mounted "
-                "file system"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

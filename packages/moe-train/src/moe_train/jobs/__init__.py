@@ -5,6 +5,7 @@ May import: every other room, parallel and errors; gpu_alloc, unified_ckpt.
 
 from moe_train.jobs.inspect import describe_checkpoint as describe_checkpoint
 from moe_train.jobs.job import check as check
+from moe_train.jobs.job import has_begun as has_begun
 from moe_train.jobs.job import train as train
 from moe_train.jobs.plan import plan_report as plan_report
 from moe_train.jobs.run_folder import run_folder as run_folder

@@ -15,7 +15,12 @@ import torch.distributed as dist
 from moe_train.checkpoint import find_checkpoint, read_state
 from moe_train.config import Config, KeyChange
 from moe_train.data import PreparedCorpus, prepare
-from moe_train.early_checks import ModelSizes, check_run_folder, check_sizes
+from moe_train.early_checks import (
+    HOLDS_CHECKPOINTS,
+    ModelSizes,
+    check_run_folders,
+    check_sizes,
+)
 from moe_train.errors import TrainValueError
 from moe_train.jobs.resume import describe_resume, refuse_changes
 from moe_train.jobs.space import check_space
@@ -35,16 +40,18 @@ from moe_train.training import (
     training_schedule,
 )
 from unified_ckpt import CheckpointError, read_index
-from unified_ckpt.folders import check_steps_free
+from unified_ckpt.files.storage import Location, as_target
+from unified_ckpt.folders import check_steps_free, numbered_checkpoints
+from unified_ckpt.plans.checkpoint import is_stored
 
 logger = logging.getLogger(__name__)
 
 
-def check(config: Config, resume: str, allow_change: Sequence[str] = ()) -> Path | None:
+def check(config: Config, resume: str, allow_change: Sequence[str] = ()) -> Path | Location | None:
     """Refuse what cannot work, before any process starts; prepares the corpus on the way.
 
     Args:
-        resume: "", "latest" or a checkpoint folder.
+        resume: "", "latest", or a checkpoint's folder or URL.
         allow_change: keys that a resumed run may change although they make it another run.
 
     Returns:
@@ -59,9 +66,11 @@ def check(config: Config, resume: str, allow_change: Sequence[str] = ()) -> Path
         logger.warning("warning: %s", line)
     check_model(config, model)
     _say_device(config)
-    folder = Path(config.train.output_dir)
+    folder = as_target("train.output_dir", config.train.output_dir)
     source = find_checkpoint(folder, resume)
-    check_run_folder(folder, resuming=source is not None)
+    check_run_folders(config.local_folders, resuming=source is not None)
+    if isinstance(folder, Location):
+        _check_store(config, folder, resuming=source is not None)
     if source is not None:
         _check_checkpoint(source)
     check_space(config, model, folder)
@@ -75,6 +84,12 @@ def check(config: Config, resume: str, allow_change: Sequence[str] = ()) -> Path
         _check_steps(config, folder, source)
         _check_changes(config, model, prepared, source, allow_change)
     return source
+
+
+def has_begun(config: Config) -> bool:
+    """Whether there are checkpoints in `train.output_dir`, valid or not."""
+    found = numbered_checkpoints(as_target("train.output_dir", config.train.output_dir))
+    return any(not isinstance(place, Location) or is_stored(place) for place in found)
 
 
 def check_model(config: Config, model: DecoderConfig) -> None:
@@ -117,7 +132,7 @@ def train(config: Config, resume: str, context: RankContext) -> None:
 
     Args:
         config: the job.
-        resume: "", "latest" or a checkpoint folder.
+        resume: "", "latest", or a checkpoint's folder or URL.
         context: asked after every step; any rank's request stops all of them with a checkpoint.
     """
     is_first = rank_number() == 0
@@ -125,14 +140,17 @@ def train(config: Config, resume: str, context: RankContext) -> None:
         parallel = start(config)
     with phase("building the model and opening the corpus", shown=is_first):
         training = build_training(config, parallel)
-    folder = Path(config.train.output_dir)
     checkpointer, state = training.checkpointer, None
     reporter: Reporter | None = None
     try:
         if resume:
             latest = resume == "latest"
             with phase(f"loading the checkpoint {resume}", shown=is_first):
-                state = checkpointer.resume() if latest else checkpointer.load(Path(resume))
+                state = (
+                    checkpointer.resume()
+                    if latest
+                    else checkpointer.load(as_target("--resume", resume))
+                )
             context.step = state.step
         elif config.model.init_from is not None:
             with phase(f"loading the weights of {config.model.init_from}", shown=is_first):
@@ -151,20 +169,20 @@ def train(config: Config, resume: str, context: RankContext) -> None:
         if reporter is not None:
             reporter.close()
     if parallel.rank == 0:
-        _finish(config, folder, saved)
+        _finish(config, saved)
     loop.saver.check()
     dist.barrier()
     dist.destroy_process_group()
 
 
 def _reporter(config: Config, step: int) -> Reporter:
-    folder = Path(config.train.output_dir)
-    metrics = MetricsLog(folder, tensorboard=config.log.tensorboard, resume_step=step)
+    metrics = MetricsLog(config.log_folder, tensorboard=config.log.tensorboard, resume_step=step)
     return Reporter(metrics, ProgressLine(config.train.max_steps, config.log.progress))
 
 
-def _finish(config: Config, folder: Path, saved: Path | None) -> None:
-    written = [folder / "metrics.jsonl"]
+def _finish(config: Config, saved: Path | Location | None) -> None:
+    folder = config.log_folder
+    written: list[Path | Location] = [folder / "metrics.jsonl"]
     if config.log.plots:
         try:
             written += write_plots(folder / "metrics.jsonl", folder)
@@ -186,7 +204,19 @@ def _say_device(config: Config) -> None:
         )
 
 
-def _check_steps(config: Config, folder: Path, source: Path) -> None:
+def _check_store(config: Config, folder: Location, *, resuming: bool) -> None:
+    """Say what lies where, and refuse the checkpoints of another run."""
+    if rank_number() == 0:
+        logger.info(
+            "checkpoints go to %s; metrics, plots, run.json and the run's lock to log.dir=%s",
+            folder,
+            config.log_folder,
+        )
+    if not resuming and has_begun(config):
+        raise TrainValueError(HOLDS_CHECKPOINTS.format(folder))
+
+
+def _check_steps(config: Config, folder: Path | Location, source: Path | Location) -> None:
     state = read_state(source)
     if state.step >= config.train.max_steps:
         raise TrainValueError(
@@ -200,7 +230,7 @@ def _check_changes(
     config: Config,
     model: DecoderConfig,
     prepared: PreparedCorpus,
-    source: Path,
+    source: Path | Location,
     allow_change: Sequence[str],
 ) -> None:
     """Show the difference to the checkpoint's own job, then refuse what must not differ."""
@@ -212,7 +242,7 @@ def _check_changes(
     refuse_changes(changes, allow_change, source)
 
 
-def _check_checkpoint(source: Path) -> None:
+def _check_checkpoint(source: Path | Location) -> None:
     try:
         for part in ("model", "optimizer"):
             read_index(source, part)

@@ -15,35 +15,44 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from moe_train.checkpoint import TrainerState, checkpoint_files, has_part, read_state
-from moe_train.config import OWN_TOML, Config, KeyChange, load_config
+from moe_train.checkpoint import (
+    TrainerState,
+    checkpoint_files,
+    has_part,
+    own_job,
+    read_state,
+    small_files,
+)
+from moe_train.config import OWN_TOML, Config, KeyChange
 from moe_train.data import PreparedCorpus
-from moe_train.errors import MoeTrainError, TrainValueError
+from moe_train.errors import TrainValueError
 from moe_train.jobs.model_changes import model_changes
 from moe_train.layout import read_decoder, trainable_names
 from moe_train.model import DecoderConfig
 from moe_train.optim import LrSchedule
 from moe_train.tokenization import TextTokenizer, load_tokenizer
+from unified_ckpt.files.storage import Location
 
 
 def describe_resume(
-    config: Config, model: DecoderConfig, prepared: PreparedCorpus, source: Path
+    config: Config, model: DecoderConfig, prepared: PreparedCorpus, source: Path | Location
 ) -> tuple[list[str], list[KeyChange]]:
     """Lines for people about a run that goes on from `source`, and what differs from its job.
 
     Raises:
         ValueError: the checkpoint cannot be read, or the learning rate cannot go on as asked.
     """
-    state, own = read_state(source), _own_job(source)
+    state, own = read_state(source), own_job(source)
     of_keys = [] if own is None else KeyChange.between(own, config)
     changes = [change for change in of_keys if change.on_resume != "compared"]
     changes += _state_changes(config, state, {change.name for change in changes})
     tokenizer = prepared.tokenizer  # read once: a large vocabulary takes seconds
     files = checkpoint_files(config, model, tokenizer)
     written = DecoderConfig.from_dict(json.loads(files["config.json"]))  # end tokens settled
-    changes += model_changes(read_decoder(source), written)
     compared = [change for change in of_keys if change.on_resume == "compared"]
-    changes += _content_changes(state, prepared, tokenizer, source, compared)
+    with small_files(source) as folder:
+        changes += model_changes(read_decoder(folder, source), written)
+        changes += _content_changes(state, prepared, tokenizer, folder, compared)
     lines = [f"resuming {source}: step {state.step}, {state.consumed_samples} samples used"]
     if own is None:
         lines.append(f"{source / OWN_TOML} cannot be read as a job, so its keys are not compared")
@@ -55,7 +64,9 @@ def describe_resume(
     return [lines[0], *(f"  {line}" for line in lines[1:])], changes
 
 
-def refuse_changes(changes: Sequence[KeyChange], allowed: Sequence[str], source: Path) -> None:
+def refuse_changes(
+    changes: Sequence[KeyChange], allowed: Sequence[str], source: Path | Location
+) -> None:
     """Refuse what must not change, or only with `--allow-change`.
 
     Raises:
@@ -97,16 +108,16 @@ def _content_changes(
     state: TrainerState,
     prepared: PreparedCorpus,
     tokenizer: TextTokenizer,
-    source: Path,
+    folder: Path,
     compared: Sequence[KeyChange],
 ) -> list[KeyChange]:
     """`compared` as free changes, or as asked ones where tokenizer or text are others now."""
     if state.version == 1:  # its other files were not those of the tokenizer
         file = "tokenizer.json"
-        was = _vocabulary((source / file).read_bytes())
+        was = _vocabulary((folder / file).read_bytes())
         now = _vocabulary(tokenizer.files[file])
     else:
-        was, now = load_tokenizer(source).fingerprint, tokenizer.fingerprint
+        was, now = load_tokenizer(folder).fingerprint, tokenizer.fingerprint
     is_other = {"tokenizer": was != now}
     fingerprint = state.data_fingerprint
     is_other["data"] = is_other["sources"] = fingerprint != prepared.fingerprint
@@ -149,7 +160,7 @@ def _rate_notes(config: Config, state: TrainerState) -> list[str]:
     return [*lines, f"learning rate: {curve} ({how})"]
 
 
-def _dtype_notes(own: Config, config: Config, source: Path) -> list[str]:
+def _dtype_notes(own: Config, config: Config, source: Path | Location) -> list[str]:
     had, has = own.train, config.train
     has_masters = has_part(source, "master_weights")
     lines = []
@@ -179,10 +190,3 @@ def _trainable_notes(own: Config, config: Config, model: DecoderConfig) -> list[
 
 def _vocabulary(text: bytes) -> str:
     return hashlib.blake2b(json.dumps(json.loads(text), sort_keys=True).encode()).hexdigest()
-
-
-def _own_job(source: Path) -> Config | None:
-    try:
-        return load_config(source / OWN_TOML)
-    except MoeTrainError:
-        return None

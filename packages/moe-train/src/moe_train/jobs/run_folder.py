@@ -14,9 +14,10 @@ import torch
 
 from moe_train.cache import claimed
 from moe_train.config import Config, dump_toml
-from moe_train.early_checks import check_run_folder
+from moe_train.early_checks import check_run_folders
 from moe_train.parallel import choose_device
 from moe_train.report import RunRecord
+from unified_ckpt.files.storage import Location
 
 _LOCK_FILE = "run.lock"
 _RESOLVED_FILE = "config.resolved.toml"
@@ -42,8 +43,12 @@ class RunFolder:
 
 
 @contextmanager
-def run_folder(config: Config, source: Path | None, *, command: str) -> Iterator[RunFolder]:
-    """Make and hold `train.output_dir`; write `config.resolved.toml` and an entry of `run.json`.
+def run_folder(
+    config: Config, source: Path | Location | None, *, command: str
+) -> Iterator[RunFolder]:
+    """Make and hold the run's folder; write `config.resolved.toml` and an entry of `run.json`.
+
+    It is `train.output_dir`, or `log.dir` where that is given.
 
     Args:
         source: the checkpoint that the job goes on from.
@@ -53,14 +58,15 @@ def run_folder(config: Config, source: Path | None, *, command: str) -> Iterator
         BlockingIOError: another job is in the folder.
         ValueError: another job has left checkpoints there since the folder was checked.
     """
-    folder = Path(config.train.output_dir)
+    folder = config.log_folder
     folder.mkdir(parents=True, exist_ok=True)
+    key = "train.output_dir" if config.log.dir is None else "log.dir"
     refusal = (
-        f"train.output_dir={folder} is in use by another moe-train; wait until that ends, or "
+        f"{key}={folder} is in use by another moe-train; wait until that ends, or "
         "choose another folder"
     )
     with claimed(folder / _LOCK_FILE, refusal):
-        check_run_folder(folder, resuming=source is not None)
+        check_run_folders(config.local_folders, resuming=source is not None)
         resolved = folder / _RESOLVED_FILE
         resolved.write_text(dump_toml(config), encoding="utf-8")
         record = RunRecord(folder, _facts(config, source, command))
@@ -73,7 +79,7 @@ def run_folder(config: Config, source: Path | None, *, command: str) -> Iterator
         held.end("finished")
 
 
-def _facts(config: Config, source: Path | None, command: str) -> dict[str, object]:
+def _facts(config: Config, source: Path | Location | None, command: str) -> dict[str, object]:
     parallel, device = config.parallel, choose_device(config.train.device, config.world_size)
     is_cuda = device.type == "cuda"
     return {

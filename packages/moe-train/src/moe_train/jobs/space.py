@@ -15,6 +15,7 @@ from moe_train.errors import TrainValueError
 from moe_train.jobs.model_changes import whole_layouts
 from moe_train.layout import trainable_names
 from moe_train.model import DecoderConfig
+from unified_ckpt.files.storage import Location
 from unified_ckpt.folders import numbered_checkpoints
 
 _OTHER_BYTES = 2**20  # tokenizer, configs, random states, headers
@@ -34,14 +35,17 @@ def checkpoint_bytes(config: Config, model: DecoderConfig) -> int:
     return weight_bytes * sum(sizes.values()) + state_bytes * updated + _OTHER_BYTES
 
 
-def check_space(config: Config, model: DecoderConfig, folder: Path) -> None:
+def check_space(config: Config, model: DecoderConfig, folder: Path | Location) -> None:
     """Refuse a disk without room for one checkpoint; warn where not all fit that are kept.
 
-    Older checkpoints leave only when a new one is complete, so that one more has to fit.
+    Older checkpoints leave only when a new one is complete, so that one more has to fit. Of a store
+    nobody knows what is free.
 
     Raises:
         ValueError: says what is needed, what is free, and what to change.
     """
+    if isinstance(folder, Location):
+        return
     needed = checkpoint_bytes(config, model)
     there = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(there).free

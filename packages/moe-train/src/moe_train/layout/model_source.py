@@ -11,13 +11,18 @@ from pathlib import Path
 
 from moe_train.model import DecoderConfig
 from unified_ckpt import CheckpointError, read_index
+from unified_ckpt.files.storage import Location
 
 
-def read_decoder(source: Path) -> DecoderConfig:
+def read_decoder(source: Path, weights: Path | Location | None = None) -> DecoderConfig:
     """The decoder of a `config.json`, or of a folder that holds one.
 
     In a folder with weights, the layers for multi-token prediction are those that it has weights
     of, at most `num_nextn_predict_layers`.
+
+    Args:
+        source: the file or the folder.
+        weights: the checkpoint that holds the weights, where that is another place.
 
     Raises:
         ValueError: the file cannot be used.
@@ -26,7 +31,7 @@ def read_decoder(source: Path) -> DecoderConfig:
     if not config.mtp_layers or not source.is_dir():
         return config
     try:
-        keys = read_index(source, "model").keys()
+        keys = read_index(weights or source, "model").keys()
     except CheckpointError:
         # A folder without readable weights: loading them will say what is wrong.
         return config

@@ -42,6 +42,7 @@ from moe_train.training.balancing import aux_loss_coef, check_balancing
 from moe_train.training.sources import Corpus, open_corpus
 from moe_train.training.step import StepRunner
 from unified_ckpt import ManagerOptions
+from unified_ckpt.files.storage import as_target
 
 _SCHEDULES = {"1f1b": one_f_one_b, "forward_then_backward": forward_then_backward}
 
@@ -163,7 +164,7 @@ def build_runner(
         updates_expert_bias=config.moe.update_expert_bias,
     )
     checkpointer = Checkpointer(
-        folder=Path(config.train.output_dir),
+        folder=as_target("train.output_dir", config.train.output_dir),
         rank=parallel.rank,
         parameters=tensors,
         layouts=layouts,

@@ -28,6 +28,7 @@ from moe_train.training.loader import BatchLoader
 from moe_train.training.saving import Saver
 from moe_train.training.spikes import SpikeGuard
 from moe_train.training.step import BadStepError, StepResult
+from unified_ckpt.files.storage import Location
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ class TrainingLoop:
             num_data_ranks=parallel.num_data_ranks,
         )
 
-    def run(self, context: RankContext) -> Path | None:
+    def run(self, context: RankContext) -> Path | Location | None:
         """Train; collective over all ranks. Return the last checkpoint written, if any.
 
         A checkpoint that could not be written does not end the loop: see `saver.check`.
@@ -133,7 +134,7 @@ class TrainingLoop:
         with self._loader() as loader:
             return self._run(context, loader)
 
-    def _run(self, context: RankContext, loader: BatchLoader) -> Path | None:
+    def _run(self, context: RankContext, loader: BatchLoader) -> Path | Location | None:
         train = self.config.train
         stopping = False
         while self.position.step < train.max_steps and not stopping:

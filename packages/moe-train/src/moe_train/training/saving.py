@@ -18,6 +18,7 @@ from pathlib import Path
 from moe_train.checkpoint import Checkpointer, CheckpointNotSavedError, TrainerState
 from moe_train.config import Config
 from moe_train.training.step import StepResult
+from unified_ckpt.files.storage import Location
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class Saver:
     config: Config
     is_first: bool
     first_step: int = 0
-    saved: Path | None = None
+    saved: Path | Location | None = None
     failure: str = ""
     _tried_s: float = field(default_factory=time.monotonic)
 

@@ -2,7 +2,9 @@
 
 Neither trusts a name, a date or the highest number alone: a checkpoint counts only if its manifest
 is intact and every file that it lists is there with its size. One that is newer but damaged is
-passed over with a warning that says why, so that nobody resumes from an old one unknowingly.
+passed over with a warning that says why, so that nobody resumes from an old one unknowingly. The
+same holds in a store, where a folder is a prefix; if the store does not answer, that is an error,
+since an older checkpoint is not the newest one.
 
     resume_from = get_last_checkpoint("run")  # run/checkpoint-200, or None
 """
@@ -12,19 +14,27 @@ import re
 import warnings
 from collections.abc import Collection, Container, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, overload
 
 from unified_ckpt.errors import (
     CheckpointValueError,
     DamagedCheckpointWarning,
     LoadError,
-    as_path,
+    StoreError,
     check_type,
 )
 from unified_ckpt.files import remove_tree, rename, sync_folder
 from unified_ckpt.files.format import MANIFEST_NAME, Manifest, check_sizes, read_header
-from unified_ckpt.plans.checkpoint import Checkpoint, check_bytes, read_checkpoint, verify_opened
-from unified_ckpt.saving.commit import check_replaceable, hidden_name
+from unified_ckpt.files.storage import Location, as_target
+from unified_ckpt.folders.in_store import read_note, remove_stored
+from unified_ckpt.plans.checkpoint import (
+    Checkpoint,
+    check_bytes,
+    is_stored,
+    read_checkpoint,
+    verify_opened,
+)
+from unified_ckpt.saving.commit import Draft, check_replaceable, hidden_name
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)\Z")
 _SMALL_BYTES = 1024 * 1024  # files up to this size are compared with their checksums at once
@@ -32,24 +42,32 @@ _SMALL_BYTES = 1024 * 1024  # files up to this size are compared with their chec
 Depth = Literal["quick", "full"]
 
 
-def is_complete(checkpoint: Path | str) -> bool:
-    """Whether a directory has an intact manifest and all its files have their sizes.
+def is_complete(checkpoint: Path | str | Location) -> bool:
+    """Whether a checkpoint has an intact manifest and all its files have their sizes.
 
     Bytes are not compared with checksums; `verify_checkpoint` does that.
+
+    Raises:
+        StoreError: the store does not answer.
     """
     try:
         return read_checkpoint(checkpoint, _size_fault) is None
+    except StoreError:
+        raise
     except LoadError:
         return False
 
 
-def find_fault(checkpoint: Path | str, verify: Depth = "quick") -> str | None:
-    """Say why a directory is no valid checkpoint, or None if it is one; reads only.
+def find_fault(checkpoint: Path | str | Location, verify: Depth = "quick") -> str | None:
+    """Say why there is no valid checkpoint, or None if it is one; reads only.
 
     Args:
-        checkpoint: the directory.
+        checkpoint: the directory, URL or location.
         verify: `quick` compares the manifest, all sizes, the headers and small files with their
             checksums; `full` compares every byte.
+
+    Raises:
+        StoreError: the store does not answer.
     """
 
     def fault_of(opened: Checkpoint) -> str | None:
@@ -62,6 +80,8 @@ def find_fault(checkpoint: Path | str, verify: Depth = "quick") -> str | None:
 
     try:
         return read_checkpoint(checkpoint, fault_of)
+    except StoreError:
+        raise
     except (LoadError, OSError) as error:
         return str(error)
 
@@ -85,31 +105,45 @@ def _check_small(checkpoint: Checkpoint, manifest: Manifest) -> None:
             checkpoint.read_file(name)
 
 
-def get_last_checkpoint(folder: Path | str, *, verify: Depth = "quick") -> Path | None:
+@overload
+def get_last_checkpoint(folder: Path, *, verify: Depth = ...) -> Path | None: ...
+@overload
+def get_last_checkpoint(
+    folder: str | Location, *, verify: Depth = ...
+) -> Path | Location | None: ...
+def get_last_checkpoint(
+    folder: Path | str | Location, *, verify: Depth = "quick"
+) -> Path | Location | None:
     """Return the valid `checkpoint-N` with the highest N, or None; reads only, not collective.
 
     A folder that does not exist holds no checkpoint. A newer one that is damaged is passed over
     with a `DamagedCheckpointWarning` that names it and says why.
 
     Args:
-        folder: the folder of a run.
+        folder: the folder of a run, as a path, URL or location.
         verify: how much is compared with checksums, as in `find_fault`.
+
+    Raises:
+        StoreError: the store does not answer.
     """
     return next(valid_checkpoints(folder, verify=verify), None)
 
 
-def valid_checkpoints(folder: Path | str, *, verify: Depth = "quick") -> Iterator[Path]:
+def valid_checkpoints(
+    folder: Path | str | Location, *, verify: Depth = "quick"
+) -> Iterator[Path | Location]:
     """Yield the valid `checkpoint-N` from the newest to the oldest; warn of each that is not.
 
     Raises:
         CheckpointValueError: `verify` is neither `quick` nor `full`.
+        StoreError: the store does not answer.
     """
     check_depth(verify)
-    for path in numbered_checkpoints(as_path("folder", folder)):
+    for path in numbered_checkpoints(as_target("folder", folder)):
         fault = find_fault(path, verify)
         if fault is None:
             yield path
-        elif os.path.lexists(path):  # else it was removed meanwhile
+        elif _has_name(path):  # else it was removed meanwhile, or a save has not ended
             warnings.warn(
                 f"{path} is passed over, an older checkpoint is looked for: {fault}",
                 DamagedCheckpointWarning,
@@ -123,7 +157,11 @@ def check_depth(verify: Depth) -> None:
         raise CheckpointValueError(f"verify={verify!r}; expected 'quick' or 'full'")
 
 
-def step_of(checkpoint: Path) -> int:
+def _has_name(path: Path | Location) -> bool:
+    return is_stored(path) if isinstance(path, Location) else os.path.lexists(path)
+
+
+def step_of(checkpoint: Path | Location) -> int:
     """Return N of `checkpoint-N`."""
     match = _CHECKPOINT.match(checkpoint.name)
     if match is None:
@@ -131,11 +169,14 @@ def step_of(checkpoint: Path) -> int:
     return int(match[1])
 
 
-def rotate(folder: Path | str, keep: int, *, protect: Collection[Path] = ()) -> list[Path]:
+def rotate(
+    folder: Path | str | Location, keep: int, *, protect: Collection[Path | Location] = ()
+) -> list[Path | Location]:
     """Remove all complete `checkpoint-N` but the `keep` newest; return what was removed.
 
-    One process calls it, after a save has returned. Each directory first gets a hidden name, so
-    that none is ever half there; what is not complete is left for a person to look at.
+    One process calls it, after a save has returned. Each directory first gets a hidden name (in a
+    store its manifest goes first), so that none is ever half there; what is not complete is left
+    for a person to look at. A load that still reads one raises `ReplacedCheckpointError`.
 
     Args:
         folder: the folder of a run.
@@ -144,26 +185,39 @@ def rotate(folder: Path | str, keep: int, *, protect: Collection[Path] = ()) -> 
 
     Raises:
         CheckpointValueError: `keep` is less than 1.
+        StoreError: the store does not answer.
     """
     check_type("keep", keep, int)
     if keep < 1:
         raise CheckpointValueError(f"keep={keep} would remove every checkpoint; keep at least 1")
-    kept = {path.resolve() for path in protect}
-    numbered = numbered_checkpoints(as_path("folder", folder))
+    kept = {_full_name(path) for path in protect}
+    numbered = numbered_checkpoints(as_target("folder", folder))
     complete = [path for path in numbered if is_complete(path)]
-    old = [path for path in complete[keep:] if path.resolve() not in kept]
+    old = [path for path in complete[keep:] if _full_name(path) not in kept]
     for checkpoint in old:
-        hidden = hidden_name(checkpoint, "tmp")
-        rename(checkpoint, hidden)
-        sync_folder(checkpoint.parent)
-        remove_tree(hidden)
+        if isinstance(checkpoint, Location):
+            remove_stored(checkpoint)
+        else:
+            _remove(checkpoint)
     return old
 
 
-def check_steps_free(folder: Path | str, steps: Container[int]) -> None:
+def _full_name(path: Path | Location) -> str:
+    return str(path if isinstance(path, Location) else path.resolve())
+
+
+def _remove(checkpoint: Path) -> None:
+    hidden = hidden_name(checkpoint, "tmp")
+    rename(checkpoint, hidden)
+    sync_folder(checkpoint.parent)
+    remove_tree(hidden)
+
+
+def check_steps_free(folder: Path | str | Location, steps: Container[int]) -> None:
     """Refuse steps whose `checkpoint-N` could not be written, before any of them is trained.
 
     A save replaces a complete checkpoint; it never replaces a file, or a folder without manifest.
+    In a store it replaces nothing under a name without manifest but what a killed save left.
 
     Args:
         folder: the folder of a run; it need not exist.
@@ -172,10 +226,13 @@ def check_steps_free(folder: Path | str, steps: Container[int]) -> None:
     Raises:
         CheckpointValueError: names the first thing that stands in the way.
     """
-    for path in reversed(numbered_checkpoints(as_path("folder", folder))):
+    for path in reversed(numbered_checkpoints(as_target("folder", folder))):
         if step_of(path) in steps:
             try:
-                check_replaceable(path)
+                if not isinstance(path, Location):
+                    check_replaceable(path)
+                elif not is_stored(path):
+                    Draft.check_free(path)
             except ValueError as error:
                 raise CheckpointValueError(
                     f"{path} is no complete checkpoint, so no save may replace it, but the run "
@@ -183,13 +240,30 @@ def check_steps_free(folder: Path | str, steps: Container[int]) -> None:
                 ) from error
 
 
-def numbered_checkpoints(folder: Path) -> list[Path]:
-    """Return every `checkpoint-N`, valid or not, the highest N first."""
+def numbered_checkpoints(folder: Path | Location) -> list[Path | Location]:
+    """Return every `checkpoint-N`, valid or not, the highest N first.
+
+    In a store those that a listing shows, and those that a `CheckpointManager` has noted, of which
+    some may not be there (any more).
+
+    Raises:
+        LoadError: the folder cannot be listed.
+    """
+    names = _names_in(folder)
+    found = [(int(m[1]), name) for name in names if (m := _CHECKPOINT.match(name))]
+    return [folder / name for _, name in sorted(found, reverse=True)]
+
+
+def _names_in(folder: Path | Location) -> Collection[str]:
+    if isinstance(folder, Location):
+        try:
+            listed, noted = folder.store.children(folder.key), read_note(folder)
+        except OSError as error:
+            raise StoreError(f"{folder} cannot be listed: {error}") from error
+        return {*listed, *(() if noted is None else noted[0].names)}
     try:
-        names = os.listdir(folder)
+        return os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise LoadError(f"{folder} cannot be listed: {error.strerror}") from error
-    found = [(int(m[1]), folder / name) for name in names if (m := _CHECKPOINT.match(name))]
-    return [path for _, path in sorted(found, reverse=True)]

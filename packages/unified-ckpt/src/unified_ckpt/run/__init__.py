@@ -9,7 +9,8 @@ from unified_ckpt.errors import LoadError as LoadError
 from unified_ckpt.errors import ReplacedCheckpointError as ReplacedCheckpointError
 from unified_ckpt.errors import SaveError as SaveError
 from unified_ckpt.errors import SavePeerError as SavePeerError
+from unified_ckpt.errors import StoreError as StoreError
 from unified_ckpt.run.manager import CheckpointManager as CheckpointManager
 from unified_ckpt.run.manager import Decision as Decision
-from unified_ckpt.run.manager import ManagerOptions as ManagerOptions
+from unified_ckpt.run.manager_options import ManagerOptions as ManagerOptions
 from unified_ckpt.run.nearest import resume_nearest as resume_nearest

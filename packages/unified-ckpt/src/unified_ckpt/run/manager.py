@@ -18,12 +18,12 @@ import operator
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from enum import Flag, auto
 from pathlib import Path
-from typing import Literal, SupportsIndex, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import torch.distributed as dist
 
@@ -35,10 +35,10 @@ from unified_ckpt.errors import (
     ReplacedCheckpointError,
     SaveArgumentError,
     SaveError,
-    as_path,
     check_type,
 )
-from unified_ckpt.files import lock_folder, make_folders, unlock_folder
+from unified_ckpt.files import make_folders
+from unified_ckpt.files.storage import Location, as_target
 from unified_ckpt.folders import (
     Depth,
     check_depth,
@@ -47,55 +47,20 @@ from unified_ckpt.folders import (
     rotate,
     valid_checkpoints,
 )
+from unified_ckpt.folders.in_store import clean_stored
 from unified_ckpt.loading import read_together
 from unified_ckpt.options import SaveOptions
+from unified_ckpt.run.hold import FolderHold, hold_folder
+from unified_ckpt.run.manager_options import ManagerOptions
 from unified_ckpt.run.metrics import best_of, read_metric, with_metrics
 from unified_ckpt.saving import SaveReport, save
 from unified_ckpt.saving.commit import Agreement, clean_leftovers
-from unified_ckpt.signals import DEFAULT_SIGNALS, Signals, SignalWatch, stops_training
+from unified_ckpt.signals import SignalWatch, stops_training
 from unified_ckpt.state import StateDict
-
-_LOCK_WAIT_S = 10.0  # children of a job that was killed hold its lock until they notice
 
 _MOST_REPLACED = 10
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ManagerOptions:
-    """When to save and what to keep; the same on every rank.
-
-    Attributes:
-        save_steps: save when the step is a multiple of it; None for never.
-        save_minutes: save when so many minutes have passed since the last save, or since a decision
-            for one, by the clock of the group's first rank; None for never.
-        save_total_limit: how many of the newest checkpoints stay; None for all.
-        best_metric: name of the metric whose best checkpoint stays as well; None for none.
-        best_mode: whether the best is the least (`min`) or the greatest (`max`).
-        signals: which signals ask for a save; SIGTERM and SIGINT ask to stop after it as well.
-        timeout_s: bound on each wait for the other ranks.
-
-    Raises:
-        CheckpointValueError: a number is not positive, or `best_mode` is unknown.
-    """
-
-    save_steps: int | None = None
-    save_minutes: float | None = None
-    save_total_limit: int | None = None
-    best_metric: str | None = None
-    best_mode: Literal["min", "max"] = "min"
-    signals: Sequence[Signals] = DEFAULT_SIGNALS
-    timeout_s: float = 1800.0
-
-    def __post_init__(self) -> None:
-        for name in ("save_steps", "save_minutes", "save_total_limit", "timeout_s"):
-            value = getattr(self, name)
-            check_type(name, value, int, float, type(None))
-            if value is not None and not value > 0:
-                raise CheckpointValueError(f"{name}={value!r} must be positive, or None")
-        if self.best_mode not in ("min", "max"):
-            raise CheckpointValueError(f"best_mode={self.best_mode!r}; expected 'min' or 'max'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,12 +84,13 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     """Saves, keeps and finds the checkpoints `checkpoint-{step}` of one folder.
 
     Every rank of the group makes one, and calls what is marked collective together with the others.
-    The first rank holds a lock on the folder, so that two jobs do not rotate each other's
-    checkpoints, and removes what killed saves left. Close it, or use it as a context manager, to
-    release the lock and give the signals their former handlers back.
+    The first rank holds the folder (by a lock, in a store by a lease), so that two jobs do not
+    rotate each other's checkpoints, and removes what killed saves left. Close it, or use it as a
+    context manager, to release the folder and give the signals their former handlers back.
 
     Args:
-        folder: the folder of the run, on a file system that all ranks share; made if needed.
+        folder: the folder of the run, on a file system that all ranks share, made if needed; or a
+            URL (`s3://bucket/run`) or `Location` in a store.
         options: when to save and what to keep.
         group: the ranks, None for all; without process groups this one alone. A group that carries
             CPU tensors (gloo) spares a device synchronisation per decision.
@@ -137,16 +103,17 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
 
     def __init__(
         self,
-        folder: Path | str,
+        folder: Path | str | Location,
         options: ManagerOptions | None = None,
         *,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.folder = Path(os.path.realpath(as_path("folder", folder)))
+        place = as_target("folder", folder)
+        self.folder = place if isinstance(place, Location) else Path(os.path.realpath(place))
         self.options = options or ManagerOptions()
         self._group = group
         self._saved_at_s = time.monotonic()
-        self._lock_fd = -1
+        self._hold: FolderHold | None = None
         self._watch = SignalWatch(())
         with ExitStack() as undo:
             undo.callback(self.close)
@@ -165,9 +132,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             }
             self._watch = SignalWatch(options.signals)
             if agreement.rank == 0:
-                make_folders(self.folder)
-                self._lock_fd = _lock(self.folder)
-                clean_leftovers(self.folder)
+                self._hold = self._take()
         for name in phase.payload:
             values = [result[name] for result in phase.results]
             if any(value != values[0] for value in values):
@@ -176,8 +141,23 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
                     "every rank"
                 )
 
-    def path(self, step: int) -> Path:
-        """Return the directory of a step's checkpoint.
+    def _take(self) -> FolderHold:
+        """Hold the folder, and remove what killed saves left."""
+        if not isinstance(self.folder, Location):
+            make_folders(self.folder)
+            hold = hold_folder(self.folder, lease_s=self.options.lease_s)
+            clean_leftovers(self.folder)
+            return hold
+        hold = hold_folder(self.folder, lease_s=self.options.lease_s)
+        try:
+            hold.forget(clean_stored(numbered_checkpoints(self.folder)))
+        except BaseException:
+            hold.close()
+            raise
+        return hold
+
+    def path(self, step: int) -> Path | Location:
+        """Return the place of a step's checkpoint.
 
         Raises:
             CheckpointTypeError: the step is no whole number.
@@ -187,6 +167,29 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         if operator.index(step) < 0:
             raise CheckpointValueError(f"step={step} is negative; count steps from 0")
         return self.folder / f"checkpoint-{operator.index(step)}"
+
+    def begin(self, step: int) -> Path | Location:
+        """Say that `checkpoint-{step}` is about to be saved, and return its place; collective.
+
+        `save` does so; call it before another way of saving, such as in the background. In a
+        directory nothing is communicated. In a store it makes sure that this job still manages the
+        folder, and notes the step, so that a resume finds it whatever a listing shows.
+
+        Raises:
+            SaveArgumentError: the step is no whole number, or negative.
+            SaveError: another job manages the folder by now, or the store does not answer. On
+                every rank.
+        """
+        if not isinstance(self.folder, Location):
+            return self.path(step)
+        with self._agreement(f"begin({step})").phase("begin", checks_arguments=True):
+            return self._noted(step)
+
+    def _noted(self, step: int) -> Path | Location:
+        place = self.path(step)
+        if self._hold is not None:
+            self._hold.note(place.name)
+        return place
 
     def decide(self, step: int) -> Decision:
         """Say whether to save after this step, and whether to stop; collective.
@@ -247,7 +250,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         """
         agreement = self._agreement(f"save({step})")
         with agreement.phase("metrics", checks_arguments=True):
-            place = self.path(step)
+            place = self._noted(step)
             if agreement.rank == 0:
                 files = with_metrics(files or {}, step, metrics)
         report = save(
@@ -263,7 +266,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             self.committed(step)
         return report
 
-    def committed(self, step: int) -> list[Path]:
+    def committed(self, step: int) -> list[Path | Location]:
         """Note that `checkpoint-{step}` is committed, and remove old ones; return what was removed.
 
         `save` calls it. After another way of saving, such as in the background, every rank calls it
@@ -271,28 +274,40 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         with the checkpoint if `best_metric` is used.
 
         Raises:
-            SaveError: there is no complete checkpoint of that step.
+            SaveError: there is no complete checkpoint of that step, or another job manages the
+                folder by now.
+            StoreError: the store does not answer.
         """
         self._saved_at_s = time.monotonic()
         limit = self.options.save_total_limit
-        if limit is None or self._lock_fd < 0:
+        if limit is None or self._hold is None:
             return []
         if not is_complete(self.path(step)):
             raise SaveError(f"{self.path(step)} is not complete, so no older one is removed")
-        protect = {self.path(step), self.best() or self.path(step)}
-        return rotate(self.folder, limit, protect=protect)
+        self._hold.note(self.path(step).name)
+        protect = [self.path(step), self.best() or self.path(step)]
+        removed = rotate(self.folder, limit, protect=protect)
+        self._hold.forget([place.name for place in removed])
+        return removed
 
-    def best(self) -> Path | None:
-        """Return the complete checkpoint whose `best_metric` is best, or None; reads only."""
+    def best(self) -> Path | Location | None:
+        """Return the complete checkpoint whose `best_metric` is best, or None; reads only.
+
+        Raises:
+            StoreError: the store does not answer.
+        """
         if self.options.best_metric is None:
             return None
-        complete = [path for path in numbered_checkpoints(self.folder) if is_complete(path)]
-        values = {path: read_metric(path, self.options.best_metric) for path in complete}
-        return best_of(values, self.options.best_mode)
+        numbered = numbered_checkpoints(self.folder)
+        complete = {path.name: path for path in numbered if is_complete(path)}
+        metric = self.options.best_metric
+        values = {name: read_metric(path, metric) for name, path in complete.items()}
+        best = best_of(values, self.options.best_mode)
+        return None if best is None else complete[best]
 
     def resume(
-        self, load_one: Callable[[Path], _T], *, verify: Depth = "quick"
-    ) -> tuple[Path, _T] | None:
+        self, load_one: Callable[[Any], _T], *, verify: Depth = "quick"
+    ) -> tuple[Path | Location, _T] | None:
         """Load the newest valid checkpoint, falling back to older ones; collective.
 
         All ranks load the same one. If `load_one` finds damage on any rank (it raises
@@ -301,32 +316,34 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         replaced or removed while any rank loads it, all look for the newest one again.
 
         Args:
-            load_one: loads this rank's share from a directory, for example with `load`.
+            load_one: loads this rank's share from a directory (a `Path`) or a `Location`, for
+                example with `load`.
             verify: what the first rank compares before (`find_fault`).
 
         Returns:
-            The directory and what `load_one` returned, or None if there is no valid checkpoint.
+            The place and what `load_one` returned, or None if there is no valid checkpoint.
 
         Raises:
             ReplacedCheckpointError: checkpoints were replaced again and again. On every rank.
             LoadError: `load_one` failed on some rank for another reason. On every rank.
-            SaveError: the first rank cannot list the folder. On every rank.
+            SaveError: the first rank cannot list the folder, or the store does not answer: no older
+                checkpoint is taken for that. On every rank.
             SavePeerError: a peer did not arrive within the time limit.
             CheckpointValueError: `verify` is neither `quick` nor `full`.
         """
         check_depth(verify)
         agreement = self._agreement("resume")
         candidates = valid_checkpoints(self.folder, verify=verify)
-        damaged: set[Path] = set()
+        damaged: set[str] = set()
         replaced = 0
         while True:
             with agreement.phase("list") as phase:  # one at a time: a full check reads all bytes
                 found = next(candidates, None) if agreement.rank == 0 else None
-                phase.payload = None if found is None else str(found)
+                phase.payload = None if found is None else found.name
             if phase.results[0] is None:
                 return None
-            path = Path(phase.results[0])
-            if path in damaged:
+            path = self.folder / phase.results[0]
+            if path.name in damaged:
                 continue
             try:
                 return path, _load_together(agreement, load_one, path)
@@ -336,7 +353,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
                     raise
                 candidates = valid_checkpoints(self.folder, verify=verify)
             except CorruptCheckpointError as error:
-                damaged.add(path)
+                damaged.add(path.name)
                 warnings.warn(
                     f"{path} is damaged, the next older one is loaded: {error}",
                     DamagedCheckpointWarning,
@@ -346,9 +363,9 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     def close(self) -> None:
         """Release the folder and give the signals their former handlers back."""
         self._watch.close()
-        if self._lock_fd >= 0:
-            unlock_folder(self._lock_fd)
-            self._lock_fd = -1
+        if self._hold is not None:
+            self._hold.close()
+            self._hold = None
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -363,7 +380,9 @@ def due_by_steps(step: int, save_steps: int | None) -> bool:
     return save_steps is not None and step > 0 and step % save_steps == 0
 
 
-def _load_together(agreement: Agreement, load_one: Callable[[Path], _T], path: Path) -> _T:
+def _load_together(
+    agreement: Agreement, load_one: Callable[[Any], _T], path: Path | Location
+) -> _T:
     """Load on every rank from the same directory, which the name leads to all the while."""
     try:
         return read_together(agreement, path, lambda _: load_one(path), attempts=1)
@@ -371,13 +390,3 @@ def _load_together(agreement: Agreement, load_one: Callable[[Path], _T], path: P
         raise
     except (LoadError, CheckpointValueError) as error:
         raise LoadError(f"{error}; {path} was being loaded") from error
-
-
-def _lock(folder: Path) -> int:
-    try:
-        return lock_folder(folder, wait_s=_LOCK_WAIT_S)[0]  # without locks saves are safe as well
-    except BlockingIOError as error:
-        raise BlockingIOError(
-            f"another process manages {folder} and has held its lock for {_LOCK_WAIT_S:g} s; end "
-            "it, or use another folder"
-        ) from error

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from unified_ckpt.files.format import MANIFEST_NAME
+from unified_ckpt.files.storage import Location
 from unified_ckpt.geometry import Shape, split_box
 from unified_ckpt.geometry.tensors import dtype_of
 from unified_ckpt.plans import DEFAULT_CHUNK_BYTES, SplitTensor, StoredTensor
@@ -35,7 +36,7 @@ class Difference:
         return f"{where}: {self.message}"
 
 
-def diff_checkpoints(a: Path | str, b: Path | str) -> Iterator[Difference]:
+def diff_checkpoints(a: Path | str | Location, b: Path | str | Location) -> Iterator[Difference]:
     """Yield every difference; not collective. How tensors are divided into files does not count.
 
     Files that hold no tensors of a part are compared whole, one at a time.

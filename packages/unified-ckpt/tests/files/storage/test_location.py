@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ranktest import collect_ranks, run_ranks
-from unified_ckpt import CheckpointManager, get_last_checkpoint, load, reshard, rotate, save
+from unified_ckpt import get_last_checkpoint, load, reshard, save
 from unified_ckpt.errors import CheckpointValueError, LoadError, SaveArgumentError
 from unified_ckpt.files.storage import LocalStore, Location, as_target
 from unified_ckpt.geometry.layouts import ParallelDegrees
@@ -52,16 +52,26 @@ def test_urls_that_cannot_be_used_are_refused_without_what_is_secret(url: str, s
 
 
 def test_what_works_on_directories_only_refuses_urls(tmp_path: Path) -> None:
-    calls = [
-        lambda: CheckpointManager("s3://bucket/run"),
-        lambda: get_last_checkpoint("s3://bucket/run"),
-        lambda: rotate("s3://bucket/run", 2),
-        lambda: reshard(tmp_path / "a", "s3://bucket/run", ParallelDegrees(world_size=1)),
-    ]
     save(STATE, checkpoint_id=tmp_path / "a")
-    for call in calls:
-        with pytest.raises(CheckpointValueError, match="directories only"):
-            call()
+    with pytest.raises(CheckpointValueError, match="directories only"):
+        reshard(tmp_path / "a", "s3://bucket/run", ParallelDegrees(world_size=1))
+
+
+def test_any_protocol_of_fsspec_is_named_by_a_url_that_says_so(tmp_path: Path) -> None:
+    for url in (
+        f"fsspec+file://{tmp_path}/run/checkpoint-1",
+        "fsspec+memory://disk/run/checkpoint-1",
+    ):
+        place = as_target("x", url)
+        assert str(place) == url
+        save(STATE, checkpoint_id=url)
+        again = {"model": {"w": torch.zeros(6)}}
+        load(again, checkpoint_id=str(place))
+        assert torch.equal(again["model"]["w"], STATE["model"]["w"])
+        assert get_last_checkpoint(url.rpartition("/")[0]).name == "checkpoint-1"
+    assert (tmp_path / "run" / "checkpoint-1" / "manifest.json").is_file()
+    with pytest.raises(CheckpointValueError, match="fsspec cannot open it"):
+        as_target("x", "fsspec+nothing://host/run")
 
 
 def test_no_message_of_a_client_shows_the_credentials(bucket: str) -> None:

@@ -79,6 +79,10 @@ def test_a_swap_needs_the_version_that_is_there(on_store: Callable[..., None]) -
         assert store.swap("run/m", b"second", old=found.version)
         assert not store.swap("run/m", b"third", old=found.version)
         assert store.fetch("run/m").data == b"second"
+        version = store.fetch("run/m").version
+        store.delete(["run/m"])
+        assert not store.swap("run/m", b"fourth", old=version)
+        assert store.fetch("run/m") is None
 
     on_store(work)
 
@@ -88,6 +92,9 @@ def test_keys_below_a_prefix_are_listed_and_deleted(on_store: Callable[..., None
         for key in ("run/a/1", "run/a/b/2", "run/ab", "other"):
             store.upload(key, [b"x"], num_bytes=1)
         assert sorted(store.keys("run/a")) == ["run/a/1", "run/a/b/2"]
+        assert sorted(store.children("run")) == ["a", "ab"]
+        assert sorted(store.children("run/a")) == ["1", "b"]
+        assert list(store.children("nothing")) == []
         store.delete(store.keys("run/a"))
         assert list(store.keys("run/a")) == []
         assert sorted(store.keys("run")) == ["run/ab"]

@@ -11,7 +11,6 @@ from unified_ckpt import load, load_files, read_index, save, verify_checkpoint
 from unified_ckpt.errors import (
     CheckpointValueError,
     CorruptCheckpointError,
-    LoadError,
     ReplacedCheckpointError,
 )
 from unified_ckpt.files.format import MANIFEST_NAME
@@ -64,7 +63,7 @@ def test_a_checkpoint_that_is_always_replaced_or_removed_is_no_damage(tmp_path: 
         place.rename(hidden_name(place, "tmp"))
         checkpoint.read_file("nothing")
 
-    with pytest.raises(LoadError, match="no such checkpoint directory"):
+    with pytest.raises(ReplacedCheckpointError, match="c was removed while it was read"):
         read_checkpoint(place, remove)
 
 

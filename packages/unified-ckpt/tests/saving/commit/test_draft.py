@@ -1,5 +1,6 @@
 """Commits in a store: of two saves one wins, lost answers are found out, leftovers go."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from unified_ckpt import load, save
 from unified_ckpt.errors import CheckpointValueError, SaveError
 from unified_ckpt.files.format import Manifest
 from unified_ckpt.files.storage import LocalStore, Location
+from unified_ckpt.folders.in_store import remove_stored
 from unified_ckpt.saving.commit import Draft
 
 
@@ -45,8 +47,8 @@ def test_of_two_saves_of_one_name_the_second_to_commit_fails(tmp_path: Path) -> 
         first.commit(Manifest(files={}))
     first.close()
     second.close()
-    keys = [key.rpartition("/")[0] for key in place.store.keys(place.key) if "data-" in key]
-    assert keys == [second.folder.key]
+    keys = {key.rpartition("/")[0] for key in place.store.keys(place.key) if "data-" in key}
+    assert keys == {second.folder.key}
 
 
 def test_what_a_killed_save_left_goes_with_the_next_and_what_others_put_there_stays(
@@ -92,3 +94,41 @@ def test_a_failed_save_deletes_what_it_wrote(tmp_path: Path) -> None:
     fill(draft)
     draft.close()
     assert not place.store.keys("run") and not (tmp_path / "run").exists()
+
+
+def test_who_cleans_beside_a_save_that_runs_makes_it_fail_and_not_its_readers(
+    tmp_path: Path,
+) -> None:
+    place = place_in(tmp_path)
+    draft = Draft.make(place)
+    fill(draft)
+    assert Draft.clean(place)
+    with pytest.raises(SaveError, match="another job has removed the files"):
+        draft.commit(Manifest(files={}))
+    assert place.store.keys(place.key) == []
+
+
+def test_who_cleans_a_moment_too_late_leaves_the_checkpoint_alone(tmp_path: Path) -> None:
+    """The cleaner has seen no manifest; before it deletes anything, the save commits."""
+    place = place_in(tmp_path)
+
+    class Late(LocalStore):
+        def delete(self, keys: Sequence[str]) -> None:
+            if drafts:
+                drafts.pop().commit(Manifest(files={}))
+            super().delete(keys)
+
+    drafts = [Draft.make(place)]
+    fill(drafts[0])
+    assert not Draft.clean(Location(store=Late(tmp_path), key=place.key))
+    assert place.store.size((place / "manifest.json").key) is not None
+    assert [key for key in place.store.keys(place.key) if key.endswith("/file")]
+
+
+def test_a_save_over_a_checkpoint_that_is_removed_meanwhile_fails(tmp_path: Path) -> None:
+    place = place_in(tmp_path)
+    save({"model": {"w": torch.zeros(3)}}, checkpoint_id=place)
+    draft = Draft.make(place)
+    remove_stored(place)
+    with pytest.raises(SaveError, match="another save"):
+        draft.commit(Manifest(files={}))

@@ -21,18 +21,20 @@ class FsspecStore:
     Args:
         filesystem: an `fsspec.AbstractFileSystem`; its caches of listings are not used.
         root: a folder or bucket, to which keys are relative.
+        url: its name in messages; None for the protocol and the root.
     """
 
-    def __init__(self, filesystem: Any, root: str = "") -> None:
+    def __init__(self, filesystem: Any, root: str = "", *, url: str | None = None) -> None:
         self._fs = filesystem
-        self._root = root.strip("/")
+        self._prefix = f"{root.rstrip('/')}/" if root else ""
+        protocol = filesystem.protocol
+        name = protocol if isinstance(protocol, str) else protocol[0]
+        self._url = f"{name}://{root.strip('/')}" if url is None else url
 
     @property
     def url(self) -> str:
-        """The protocol and the root."""
-        protocol = self._fs.protocol
-        name = protocol if isinstance(protocol, str) else protocol[0]
-        return f"{name}://{self._root}"
+        """The protocol and the root, or what was given."""
+        return self._url
 
     def upload(self, key: str, buffers: Iterable[Buffer], *, num_bytes: int) -> None:
         """Write a file; object stores show it when it is closed."""
@@ -91,8 +93,19 @@ class FsspecStore:
         self._fs.invalidate_cache()
         with _as_os_errors(self._path(prefix)):
             found = self._fs.find(self._path(prefix))
-        start = len(f"{self._root}/") if self._root else 0
+        start = len(self._prefix.lstrip("/"))
         return [path.lstrip("/")[start:] for path in found]
+
+    def children(self, prefix: str) -> Sequence[str]:
+        """List the names in a folder."""
+        path = self._path(prefix)
+        self._fs.invalidate_cache()
+        try:
+            with _as_os_errors(path):
+                found = self._fs.ls(path, detail=False)
+        except FileNotFoundError:
+            return []
+        return sorted({name.rstrip("/").rpartition("/")[2] for name in found})
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove files."""
@@ -105,7 +118,7 @@ class FsspecStore:
                 continue
 
     def _path(self, key: str) -> str:
-        return f"{self._root}/{key}" if self._root else key
+        return self._prefix + key
 
 
 @contextmanager

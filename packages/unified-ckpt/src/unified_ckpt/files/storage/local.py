@@ -111,6 +111,14 @@ class LocalStore:
             found += [str(place / name) for name in names if not name.startswith(_LOCK)]
         return sorted(found)
 
+    def children(self, prefix: str) -> Sequence[str]:
+        """List the names in a folder."""
+        try:
+            names = os.listdir(self.root / prefix)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(name for name in names if not name.startswith((_HIDDEN, _LOCK)))
+
     def delete(self, keys: Sequence[str]) -> None:
         """Remove files, and the folders that are empty then."""
         for key in keys:

@@ -13,11 +13,13 @@ from typing import cast
 from urllib.parse import unquote, urlsplit
 
 from unified_ckpt.errors import CheckpointValueError, as_path, is_url
+from unified_ckpt.files.storage.fsspec_store import FsspecStore
 from unified_ckpt.files.storage.local import LocalStore
 from unified_ckpt.files.storage.protocol import ObjectStore
 
 _BUCKETS = {"s3", "s3a", "gs", "az", "abfs", "abfss"}
 _CLIENT = "unified_ckpt.files.storage.obstore_client"
+_FSSPEC = "fsspec+"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,8 @@ def as_target(name: str, value: object) -> "Path | Location":
 
     Args:
         name: the argument's, for messages.
-        value: a path, a URL (`s3://`, `gs://`, `az://`, `file://`), or a Location.
+        value: a path, a URL (`s3://`, `gs://`, `az://`, `file://`, `fsspec+PROTOCOL://`), or a
+            Location.
 
     Raises:
         CheckpointTypeError: it is none of these.
@@ -73,12 +76,15 @@ def as_target(name: str, value: object) -> "Path | Location":
     key = "/".join(part for part in url.path.split("/") if part)
     if not key or {"..", "."} & set(key.split("/")):
         raise CheckpointValueError(f"{name}={value!r} has no key; name the folder in the bucket")
+    if url.scheme.startswith(_FSSPEC):
+        return Location(store=_filesystem(f"{url.scheme}://{url.netloc}", key), key=key)
     if url.scheme == "file":
         return Location(store=LocalStore("/"), key=unquote(key))
     if url.scheme not in _BUCKETS or not url.netloc:
         raise CheckpointValueError(
             f"{name}={value!r}; known are file:// and {', '.join(sorted(_BUCKETS))} with a bucket; "
-            "for any other give Location(store=FsspecStore(filesystem), key=...)"
+            "any other that fsspec knows is fsspec+PROTOCOL://, or give a "
+            "Location(store=FsspecStore(filesystem), key=...)"
         )
     return Location(store=_bucket(f"{url.scheme}://{url.netloc}"), key=key)
 
@@ -102,3 +108,13 @@ def _bucket(url: str) -> ObjectStore:
             f"{url} needs the package obstore; pip install 'unified-ckpt[s3]'"
         ) from error
     return cast("Callable[[str], ObjectStore]", client.connect)(url)
+
+
+def _filesystem(url: str, key: str) -> ObjectStore:
+    """Return fsspec's file system of a URL, with the root to which the key is relative."""
+    try:
+        core = import_module("fsspec.core")
+        filesystem, path = core.url_to_fs(f"{url.removeprefix(_FSSPEC)}/{key}")
+    except (ImportError, ValueError, OSError) as error:
+        raise CheckpointValueError(f"{url}: fsspec cannot open it: {error}") from error
+    return FsspecStore(filesystem, str(path).removesuffix(key), url=url)

@@ -91,6 +91,10 @@ class ObstoreClient:
                 obstore.put(self._store, key, data, mode=mode, use_multipart=False)
         except FileExistsError:
             return False
+        except FileNotFoundError:
+            if old is None:
+                raise  # there is no such bucket
+            return False  # what was to be replaced is gone
         return True
 
     def fetch(self, key: str) -> Fetched | None:
@@ -120,6 +124,13 @@ class ObstoreClient:
         with self._errors(prefix):
             batches = obstore.list(self._store, prefix)
             return [found["path"] for batch in batches for found in batch]
+
+    def children(self, prefix: str) -> Sequence[str]:
+        """List one level below a prefix."""
+        with self._errors(prefix):
+            found = obstore.list_with_delimiter(self._store, prefix)
+        paths = [*found["common_prefixes"], *(item["path"] for item in found["objects"])]
+        return [path.rstrip("/").rpartition("/")[2] for path in paths]
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects in requests of many."""

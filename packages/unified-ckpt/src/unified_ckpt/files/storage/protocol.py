@@ -2,7 +2,7 @@
 
 Objects are written whole: nobody ever reads a part of one. Only `swap` depends on what is there,
 so that of two saves that commit at once one fails. Nothing is assumed of listings, which may be
-old, and no object is written by two processes.
+old (what is asked for by its key is as it is), and no object is written by two processes.
 
     store.upload("run/checkpoint-10/data-1/model.safetensors", buffers, num_bytes=100)
     store.swap("run/checkpoint-10/manifest.json", manifest, old=None)
@@ -60,6 +60,9 @@ class ObjectStore(Protocol):
 
     def keys(self, prefix: str) -> Sequence[str]:
         """List the keys below `prefix/`; the list may be old."""
+
+    def children(self, prefix: str) -> Sequence[str]:
+        """List the names directly below `prefix/`; the list may be old."""
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; those that are gone already are no error."""

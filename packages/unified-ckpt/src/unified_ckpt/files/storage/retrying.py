@@ -64,6 +64,10 @@ class Retrying:
         """As the store's."""
         return self._call(lambda: self.store.keys(prefix))
 
+    def children(self, prefix: str) -> Sequence[str]:
+        """As the store's."""
+        return self._call(lambda: self.store.children(prefix))
+
     def delete(self, keys: Sequence[str]) -> None:
         """As the store's."""
         self._call(lambda: self.store.delete(keys))

@@ -39,7 +39,7 @@ from unified_ckpt.files.format import (
 )
 from unified_ckpt.files.storage import Location, as_target
 from unified_ckpt.plans import StoredTensor
-from unified_ckpt.plans.checkpoint.stored_folder import StoredFolder
+from unified_ckpt.plans.checkpoint.stored_folder import StoredFolder, is_stored
 
 MOST_ATTEMPTS = 5  # each reads another checkpoint of that name
 _ASIDE_POLL_S = 0.02
@@ -229,24 +229,27 @@ def read_checkpoint(checkpoint_id: Path | str | Location, read: Callable[[Checkp
     """Call `read` with the opened checkpoint, once more if it is replaced meanwhile.
 
     Raises:
-        ReplacedCheckpointError: that happened again and again.
+        ReplacedCheckpointError: that happened again and again, or it was removed meanwhile.
         LoadError: as `Checkpoint` and `read`.
     """
+    replaced: ReplacedCheckpointError | None = None
     for _ in range(MOST_ATTEMPTS - 1):
         try:
             with Checkpoint(checkpoint_id) as checkpoint:
                 return read(checkpoint)
-        except ReplacedCheckpointError:
-            continue
+        except ReplacedCheckpointError as error:
+            replaced = error
+        except LoadError as error:
+            if replaced is None or exists(as_target("checkpoint_id", checkpoint_id)):
+                raise
+            raise replaced from error  # it was removed, which says more than that it is not there
     with Checkpoint(checkpoint_id) as checkpoint:
         return read(checkpoint)
 
 
 def exists(folder: Path | Location) -> bool:
     """Whether there is a directory, or a checkpoint in a store."""
-    if isinstance(folder, Location):
-        return folder.store.size((folder / MANIFEST_NAME).key) is not None
-    return folder.exists()
+    return is_stored(folder) if isinstance(folder, Location) else folder.exists()
 
 
 def _open(folder: Path) -> OpenFolder:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 
-from unified_ckpt.errors import CorruptCheckpointError, LoadError
+from unified_ckpt.errors import CorruptCheckpointError, LoadError, StoreError
 from unified_ckpt.files.format import MANIFEST_NAME, read_manifest
 from unified_ckpt.files.storage import PARTS_AT_ONCE, Fetched, Location, StoredFile
 
@@ -21,7 +21,8 @@ class StoredFolder(AbstractContextManager["StoredFolder"]):
     """As `OpenFolder`, of a location.
 
     Raises:
-        LoadError: there is no checkpoint, or the store does not answer.
+        LoadError: there is no checkpoint.
+        StoreError: (a LoadError) the store does not answer.
         CorruptCheckpointError: its manifest is damaged.
     """
 
@@ -49,12 +50,12 @@ class StoredFolder(AbstractContextManager["StoredFolder"]):
 
         Raises:
             CorruptCheckpointError: it is missing; in the body of the `with`.
-            LoadError: the store does not answer; in the body.
+            StoreError: the store does not answer; in the body.
         """
         if name == MANIFEST_NAME:
             yield StoredFile(location=self.path / name, pool=self._pool)
             return
-        with _as_load_errors(self.path / name):
+        with as_load_errors(self.path / name):
             yield StoredFile(location=self._files / name, pool=self._pool)
 
     def read(self, name: str) -> bytes:
@@ -70,7 +71,7 @@ class StoredFolder(AbstractContextManager["StoredFolder"]):
         if name == MANIFEST_NAME:
             return len(self._found.data)
         place = self._files / name
-        with _as_load_errors(self.path / name):
+        with as_load_errors(self.path / name):
             return place.store.size(place.key)
 
     def listed(self) -> list[str]:
@@ -92,15 +93,27 @@ class StoredFolder(AbstractContextManager["StoredFolder"]):
 
     def _fetch(self) -> Fetched | None:
         place = self.path / MANIFEST_NAME
-        with _as_load_errors(place):
+        with as_load_errors(place):
             return place.store.fetch(place.key)
 
 
+def is_stored(location: Location) -> bool:
+    """Whether there is a checkpoint, whole or damaged.
+
+    Raises:
+        StoreError: the store does not answer.
+    """
+    place = location / MANIFEST_NAME
+    with as_load_errors(place):
+        return place.store.size(place.key) is not None
+
+
 @contextmanager
-def _as_load_errors(place: Location) -> Iterator[None]:
+def as_load_errors(place: Location) -> Iterator[None]:
+    """Say what an error of a store means for a checkpoint: an object is missing, or no answer."""
     try:
         yield
     except FileNotFoundError as error:
         raise CorruptCheckpointError(f"{place}: file is missing") from error
     except OSError as error:
-        raise LoadError(f"{place}: the store cannot be read: {error}") from error
+        raise StoreError(f"{place}: the store cannot be used: {error}") from error

@@ -9,6 +9,12 @@ What the new manifest does not name (the checkpoint that was replaced, what kill
 listed before the commit and deleted after it: a save whose files are on that list began before the
 commit, so it cannot commit any more. Objects of others below the checkpoint's name stay.
 
+Under a name without a manifest nothing shows which files are those of a save that runs. Therefore
+each save writes a mark beside its files first, and after its manifest it looks whether the mark is
+still there. Who cleans (`Draft.clean`) deletes marks first, and then looks whether there is a
+manifest by now. So either the cleaner sees the manifest and leaves the files alone, or the save
+sees that its mark is gone and takes its manifest back; never does neither see the other.
+
     draft = Draft.make(Location(store=store, key="run/checkpoint-10"))
     ...  # every rank writes objects below draft.folder
     draft.commit(Manifest(files=records))
@@ -23,6 +29,7 @@ from unified_ckpt.files.format import MANIFEST_NAME, Manifest, encode_manifest
 from unified_ckpt.files.storage import Location
 
 _DATA = "data-"
+_MARK = ".draft"
 
 
 class Draft:
@@ -48,13 +55,39 @@ class Draft:
         """
         found = target.store.fetch((target / MANIFEST_NAME).key)
         if found is None:
-            others = [key for key in target.store.keys(target.key) if not _is_data(target, key)]
-            if others:
-                raise CheckpointValueError(
-                    f"{target} holds {others[0]!r} and no {MANIFEST_NAME}, so it is not a "
-                    "checkpoint that may be replaced; choose another checkpoint_id"
-                )
-        return cls(target, old=None if found is None else found.version)
+            cls.check_free(target)
+        draft = cls(target, old=None if found is None else found.version)
+        target.store.upload(draft._mark, [_MARK.encode()], num_bytes=len(_MARK))
+        return draft
+
+    @staticmethod
+    def check_free(target: Location) -> None:
+        """Refuse a name without a manifest under which others keep objects.
+
+        Raises:
+            CheckpointValueError: there are some.
+        """
+        others = [key for key in target.store.keys(target.key) if not _is_data(target, key)]
+        if others:
+            raise CheckpointValueError(
+                f"{target} holds {others[0]!r} and no {MANIFEST_NAME}, so it is not a "
+                "checkpoint that may be replaced; choose another checkpoint_id"
+            )
+
+    @staticmethod
+    def clean(target: Location) -> bool:
+        """Delete what killed saves left under a name without a manifest; return whether any did.
+
+        A save that runs there meanwhile fails, or has committed by then and keeps its files.
+        """
+        store, manifest = target.store, (target / MANIFEST_NAME).key
+        keys = [key for key in store.keys(target.key) if _is_data(target, key)]
+        folders = {key[len(target.key) + 1 :].partition("/")[0] for key in keys}
+        store.delete([(target / folder / _MARK).key for folder in sorted(folders)])
+        if store.size(manifest) is not None:
+            return False
+        store.delete(keys)
+        return bool(keys)
 
     def commit(self, manifest: Manifest) -> bool:
         """Write the manifest; return whether a checkpoint was replaced.
@@ -63,7 +96,7 @@ class Draft:
             SaveError: another save of that name has committed meanwhile.
             OSError: the store did not answer, and whether it has the manifest is not known.
         """
-        store, key = self.target.store, (self.target / MANIFEST_NAME).key
+        store, key = self.target.store, self._manifest
         raw = encode_manifest(replace(manifest, data=self.folder.name))
         done_with = [k for k in store.keys(self.target.key) if _is_data(self.target, k)]
         self._may_delete = False  # from now on the files may be those of the checkpoint
@@ -73,9 +106,25 @@ class Draft:
                 f"{self.target}: another save has written a checkpoint of that name since this one "
                 "began; let only one job save there"
             )
+        if self._old is None and store.size(self._mark) is None:
+            store.delete([key])
+            self._may_delete = True
+            raise SaveError(
+                f"{self.target}: another job has removed the files of this save while it ran, as "
+                "what a killed save left; let only one job save there"
+            )
         with suppress(OSError):  # the next save of that name deletes them
-            store.delete([k for k in done_with if not k.startswith(f"{self.folder.key}/")])
+            old = [k for k in done_with if not k.startswith(f"{self.folder.key}/")]
+            store.delete([*old, self._mark])
         return self._old is not None
+
+    @property
+    def _manifest(self) -> str:
+        return (self.target / MANIFEST_NAME).key
+
+    @property
+    def _mark(self) -> str:
+        return (self.folder / _MARK).key
 
     def _swap(self, key: str, raw: bytes) -> bool:
         """Swap the manifest; where no answer came, look whether it is there."""
