@@ -30,8 +30,8 @@ LINES_ADDED = {
     "comm-collectives": 1_100,
     # Data people have (readers, chat, mixtures, packing, ledger), tokenizers of checkpoints, fine-
     # tuning, evaluation, generation and chat on several ranks, and what may change on resume.
-    # States on the nodes between checkpoints.
-    "moe-train": 10_700 + 230,
+    # States on the nodes between checkpoints; checkpoints of a run in a store.
+    "moe-train": 10_700 + 230 + 150,
     # Tokens of padding that no expert sees.
     "moe-pipeline": 150,
     # A load has one identity, alone and over ranks; errors of the file system are named; files that
@@ -39,7 +39,8 @@ LINES_ADDED = {
     # across wrappers, tensors made of others, and no optimizer's state that is lost. Stores of
     # objects beside the local directory: a protocol with three clients, commits, ranged reads.
     # States on the nodes themselves with copies on others, instead of a fast folder of one machine.
-    "unified-ckpt": 600 + 1_500 + 1_200 + 1_250,
+    # Runs in stores: rotation, a lease, the newest checkpoint whatever a listing shows, resume.
+    "unified-ckpt": 600 + 1_500 + 1_200 + 1_250 + 600,
 }
 
 

@@ -5,10 +5,11 @@ found = resume_nearest(manager, tier, load_one)  # (folder, what load_one return
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from unified_ckpt.files.storage import Location
 from unified_ckpt.folders import get_last_checkpoint, step_of
 from unified_ckpt.run.manager import CheckpointManager
 from unified_ckpt.saving.commit import Agreement
@@ -20,19 +21,19 @@ _T = TypeVar("_T")
 def resume_nearest(
     manager: CheckpointManager,
     tier: NodeTier,
-    load_one: Callable[[Path], _T],
+    load_one: Callable[[Any], _T],
     *,
     group: dist.ProcessGroup | None = None,
-) -> tuple[Path, _T] | None:
+) -> tuple[Path | Location, _T] | None:
     """Load from the tier if it has a state as new as storage has, else as `manager.resume`.
 
     Collective. A state of the tier that cannot be loaded (another layout, damage of all copies) is
     passed over with a `DamagedCheckpointWarning`.
 
     Args:
-        manager: of the run's folder in storage.
+        manager: of the run's folder in storage, a directory or in a store.
         tier: of the nodes.
-        load_one: loads this rank's state from a folder, for example with `load`.
+        load_one: loads this rank's state from a folder or `Location`, for example with `load`.
         group: the ranks, as of the manager and the tier.
 
     Raises:

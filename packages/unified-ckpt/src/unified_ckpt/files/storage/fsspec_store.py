@@ -7,12 +7,15 @@ checkpoint at the same moment are not told apart. One after the other they are.
 """
 
 import hashlib
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from unified_ckpt.files import Buffer
 from unified_ckpt.files.storage.protocol import Fetched, part_bytes_for
+
+_HIDDEN = "data-swap-"  # what is left of it goes with the files of saves
 
 
 class FsspecStore:
@@ -58,7 +61,15 @@ class FsspecStore:
         found = self.fetch(key)
         if (None if found is None else found.version) != old:
             return False
-        self.upload(key, [data], num_bytes=len(data))
+        parent, slash, _ = key.rpartition("/")
+        hidden = f"{parent}{slash}{_HIDDEN}{secrets.token_hex(8)}"
+        self.upload(hidden, [data], num_bytes=len(data))
+        try:  # whole at any moment, also where a file shows while it is written
+            with _as_os_errors(self._path(key)):
+                self._fs.mv(self._path(hidden), self._path(key))
+        except OSError:  # it cannot replace a file by another
+            self.upload(key, [data], num_bytes=len(data))
+            self.delete([hidden])
         return True
 
     def fetch(self, key: str) -> Fetched | None:
