@@ -28,6 +28,10 @@ class MissingFileError(TrainValueError, FileNotFoundError):
     __str__ = Exception.__str__  # that of OSError expects a number first
 
 
+class CheckpointNotSavedError(MoeTrainError):
+    """A checkpoint could not be written, the same on every rank; older ones are as they were."""
+
+
 class RankFailedError(MoeTrainError):
     """A rank of a launched job ended with an error; the message names the rank and the cause."""
 

@@ -24,7 +24,7 @@ from moe_train.checkpoint.node_states import NodeStates
 from moe_train.checkpoint.samples import SAMPLES_FILE, read_ledger
 from moe_train.checkpoint.trainer_state import TrainerState, froze_parameters, read_state
 from moe_train.config import STATE_FILE
-from moe_train.errors import MoeTrainError, TrainValueError
+from moe_train.errors import CheckpointNotSavedError, TrainValueError
 from moe_train.layout import (
     ParameterLayout,
     StoredTensors,
@@ -62,10 +62,6 @@ _UNREADABLE = (
 _FIRST_UPDATE = "/first_update"  # of parameters that are trained only since a resume
 
 logger = logging.getLogger(__name__)
-
-
-class CheckpointNotSavedError(MoeTrainError):
-    """A checkpoint could not be written, the same on every rank; older ones are as they were."""
 
 
 @dataclass(slots=True, kw_only=True)
