@@ -16,6 +16,9 @@ from typing import Any
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _PLAIN = {"SupportsFloat": "a number", "SupportsIndex": "a whole number"}
 
+# What reading a table raises that is not what was written there.
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
+
 
 class CheckpointError(RuntimeError):
     """Base of all errors of this package."""

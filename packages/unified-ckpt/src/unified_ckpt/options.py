@@ -45,6 +45,11 @@ class SaveOptions:
         moment_compression: `int8` stores the moments of `optimizer` (`KEY/moment1`,
             `KEY/moment2`) in one byte an element; see `moments` for the bound of the error.
         max_shard_bytes: most bytes of tensors in one file, unless one tensor is larger.
+        files_over_nodes: let ranks of several machines write to one file, each its own bytes. False
+            stores the boxes of a tensor that no machine holds all of as tensors of their own, as
+            `ignore_merge_optimizer` does; loads find them, transformers does not (`export_model`
+            makes them whole). True is for file systems that keep the bytes of several writers
+            apart, as Lustre does and NFS does not.
     """
 
     layout: Layout | None = None
@@ -56,6 +61,7 @@ class SaveOptions:
     gather_split_param: bool = True
     moment_compression: Literal["none", "int8"] = "none"
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
+    files_over_nodes: bool = False
 
     def __post_init__(self) -> None:
         _check_patterns(self.ignored_keys)

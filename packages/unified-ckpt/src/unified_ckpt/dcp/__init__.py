@@ -1,6 +1,6 @@
 """torch's distributed checkpoint reads and writes our files.
 
-May import: loading, saving, state, plans, geometry.
+May import: loading, saving, state, plans, format.tables, geometry.
 """
 
 from unified_ckpt.dcp.reader import UnifiedStorageReader as UnifiedStorageReader

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from unified_ckpt.errors import CheckpointTypeError, CheckpointValueError, as_path, check_type
+from unified_ckpt.files.format.tables import encode_records
 from unified_ckpt.geometry import Box, BoxMeta, Shard
 from unified_ckpt.geometry.tensors import stored_dtype
 from unified_ckpt.loading import DCP_NAME, DcpRecord, Prefixes
@@ -136,7 +137,7 @@ class UnifiedStorageWriter(StorageWriter):
         result = WriteResult(
             index=MetadataIndex(f"rank {orders.rank}"),
             size_in_bytes=orders.files.rank_bytes[orders.rank],
-            storage_data={"written": written, "objects": objects},
+            storage_data={"written": encode_records(written), "objects": objects},
         )
         future.set_result([result])
         return future

@@ -9,7 +9,6 @@ puts them together again.
 """
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -38,56 +37,61 @@ class _StoredBox:
 
 
 class PartIndex:
-    """What a part holds; headers are read only of files that hold what is asked for."""
+    """What a part holds; of keys and headers only those are read that are asked for."""
 
     def __init__(self, checkpoint: Checkpoint, part: str) -> None:
         self._checkpoint = checkpoint
         self._part = part
-        stored = checkpoint.keys(part)
-        self._whole = set(stored)
-        self._split: dict[str, list[_StoredBox]] = defaultdict(list)
-        self._scales: dict[str, list[StoredScale]] = defaultdict(list)
-        for key in stored:
-            if "@" in key:
-                self._add_marked(key)
-
-    def _add_marked(self, key: str) -> None:
-        scale = parse_scale_key(key)
-        if scale is not None:
-            self._scales[scale[0]].append(StoredScale(key, scale[1], scale[2]))
-            return
-        match = _SPLIT_KEY.match(key)
-        if match is not None and match[1] not in self._whole:
-            offset = tuple(int(range_.partition(":")[0]) for range_ in match[2].split(","))
-            shape = tuple(map(int, match[3].split(",")))
-            self._split[match[1]].append(_StoredBox(key, offset, shape))
+        self._stored = checkpoint.stored_keys(part)
 
     def tensor_keys(self) -> set[str]:
         """Return the keys of all tensors, scales excluded."""
-        scales = {scale.key for stored in self._scales.values() for scale in stored}
-        boxes = {box.key for stored in self._split.values() for box in stored}
-        return (self._whole - scales - boxes) | set(self._split)
+        stored = self._stored.all()
+        found = set()
+        for key in stored:
+            if "@" not in key:
+                found.add(key)
+            elif parse_scale_key(key) is None:
+                match = _SPLIT_KEY.match(key)
+                found.add(key if match is None or match[1] in stored else match[1])
+        return found
 
     def __contains__(self, key: str) -> bool:
-        return key in self._whole or key in self._split
+        return self._stored.find(key) is not None or bool(self._boxes(key))
 
     def scales(self, key: str) -> list[StoredScale]:
         """Return the scales of a tensor, none if it is not compressed."""
-        return self._scales.get(key, [])
+        stored = [(name, parse_scale_key(name)) for name in self._stored.starting(f"{key}/scale@")]
+        return [
+            StoredScale(name, scale[1], scale[2])
+            for name, scale in stored
+            if scale is not None and scale[0] == key
+        ]
 
     def resolve(self, keys: Iterable[str]) -> dict[str, StoredTensor | SplitTensor]:
         """Return where the tensors of these keys are stored, without those that are not."""
         wanted = list(keys)
-        names = [key for key in wanted if key in self._whole]
-        names += [box.key for key in wanted for box in self._split.get(key, ())]
+        boxes_of = {key: self._boxes(key) for key in wanted if self._stored.find(key) is None}
+        names = [key for key in wanted if key not in boxes_of]
+        names += [box.key for boxes in boxes_of.values() for box in boxes]
         stored = self._checkpoint.tensors(self._part, dict.fromkeys(names))
         found: dict[str, StoredTensor | SplitTensor] = {}
         for key in wanted:
-            if key in self._whole:
+            if key not in boxes_of:
                 found[key] = stored[key]
-            elif key in self._split:
-                boxes = tuple((box.offset, stored[box.key]) for box in self._split[key])
-                found[key] = SplitTensor(
-                    dtype=boxes[0][1].dtype, shape=self._split[key][0].global_shape, boxes=boxes
-                )
+            elif boxes_of[key]:
+                boxes = tuple((box.offset, stored[box.key]) for box in boxes_of[key])
+                shape = boxes_of[key][0].global_shape
+                found[key] = SplitTensor(dtype=boxes[0][1].dtype, shape=shape, boxes=boxes)
+        return found
+
+    def _boxes(self, key: str) -> list[_StoredBox]:
+        """Return the boxes of a tensor that is not stored under its own key."""
+        found = []
+        for name in self._stored.starting(f"{key}@"):
+            match = _SPLIT_KEY.match(name)
+            if match is not None and match[1] == key and parse_scale_key(name) is None:
+                offset = tuple(int(range_.partition(":")[0]) for range_ in match[2].split(","))
+                shape = tuple(map(int, match[3].split(",")))
+                found.append(_StoredBox(name, offset, shape))
         return found

@@ -2,7 +2,10 @@
 
 Every box is written once, by one of the ranks that hold it, so that bytes are balanced over ranks.
 A stored tensor that one rank can write whole goes into a file of that rank alone; a stored tensor
-that is split over ranks goes into a file that several ranks write at their own byte ranges.
+that is split over ranks goes into a file that several ranks write at their own byte ranges. No file
+has writers of two nodes: a tensor that no node holds all of is stored in boxes (see `writers`).
+
+The plan is columns of numbers; what a rank needs of its own files is made when it asks.
 
     plan = plan_save([{"model": [meta]}])  # one list of boxes per rank and part
     plan.files[0].name == "model.safetensors"
@@ -10,172 +13,144 @@ that is split over ranks goes into a file that several ranks write at their own 
 
 import itertools
 import json
-import math
 import operator
-from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
+
 from unified_ckpt.errors import CheckpointValueError
-from unified_ckpt.files.format import HeaderEntry, encode_header
-from unified_ckpt.geometry import BoxMeta, Region, Shape, box_region, check_tiling, split_box
-from unified_ckpt.geometry.tensors import dtype_of
+from unified_ckpt.geometry import BoxMeta
+from unified_ckpt.plans.columns import BoxTable, HeldBoxes, Writers, choose_writers, encode_boxes
+from unified_ckpt.plans.file_plan import FilePlan, StoredColumns
 
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
 DEFAULT_CHUNK_BYTES = 16 * 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Bytes that one rank writes and checksums as one: a box of one of its shards.
-
-    `shard_index` counts in the rank's list of the file's part; `offset` is relative to that shard.
-    """
-
-    rank: int
-    shard_index: int
-    offset: Shape
-    shape: Shape
-    region: Region
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class FilePlan:
-    """One safetensors file: `owner` writes the header, `pieces` tile the bytes after it.
-
-    `header`, `entries` and `pieces` are made when they are asked for, as a rank needs those of the
-    files that it writes only.
-    """
-
-    name: str
-    part: str
-    owner: int
-    writers: frozenset[int]
-    tensor_bytes: int
-    tensors: "tuple[_Written, ...]" = field(repr=False)
-    chunk_bytes: int
-
-    @cached_property
-    def _layout(self) -> tuple[bytes, tuple[HeaderEntry, ...]]:
-        stored = [written.tensor for written in self.tensors]
-        return encode_header([HeaderEntry(key=t.key, dtype=t.dtype, shape=t.shape) for t in stored])
-
-    @property
-    def header(self) -> bytes:
-        """The first bytes of the file, before the tensors."""
-        return self._layout[0]
-
-    @property
-    def entries(self) -> tuple[HeaderEntry, ...]:
-        """The tensors with their places in the file, in that order."""
-        return self._layout[1]
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the file."""
-        return len(self.header) + self.tensor_bytes
-
-    @cached_property
-    def pieces(self) -> tuple[Piece, ...]:
-        """What is written after the header, in the order of the tensors."""
-        return tuple(
-            piece
-            for written, entry in zip(self.tensors, self.entries, strict=True)
-            for piece in _pieces(written, entry.begin, self.chunk_bytes)
-        )
+_SPREAD_AT_ONCE = 16_384
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SavePlan:
-    """All files of a save; `rank_bytes` is what each rank writes."""
+    """All files of a save; `rank_bytes` is what each rank writes.
 
-    files: tuple[FilePlan, ...]
+    Attributes:
+        start: where each file begins among the stored tensors; the last one is the end of all.
+        parts: number of each file's part.
+        tensor_bytes: of each file.
+        owners: who writes each file's header.
+        writer_start: where each file's ranks begin in `writer_ranks`, as `start`.
+        writer_ranks: the ranks that write tensors of a file, file by file.
+        num_over_nodes: by part, tensors in boxes because no node holds all of one.
+        made: the files that ranks have asked for.
+    """
+
     rank_bytes: tuple[int, ...]
+    chunk_bytes: int
+    columns: StoredColumns = field(repr=False)
+    start: Sequence[int] = field(repr=False)
+    parts: Sequence[int] = field(repr=False)
+    tensor_bytes: Sequence[int] = field(repr=False)
+    owners: Sequence[int] = field(repr=False)
+    writer_start: Sequence[int] = field(repr=False)
+    writer_ranks: Sequence[int] = field(repr=False)
+    num_over_nodes: Mapping[str, int] = field(default_factory=dict)
+    made: dict[int, list[FilePlan]] = field(default_factory=dict, repr=False)
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of all files of the plan."""
-        return sum(f.num_bytes for f in self.files) + sum(map(len, self.indexes.values()))
+    def names(self) -> list[str]:
+        """Names of the files."""
+        names = []
+        for part, files in itertools.groupby(self.parts):
+            name, count = self.columns.table.parts[part], len([*files])
+            if count == 1:
+                names.append(f"{name}.safetensors")
+            else:
+                names += [f"{name}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        return names
+
+    @property
+    def num_tensors(self) -> list[int]:
+        """Number of stored tensors of each file."""
+        return [end - begin for begin, end in itertools.pairwise(self.start)]
+
+    @cached_property
+    def files(self) -> tuple[FilePlan, ...]:
+        """All files."""
+        return tuple(itertools.starmap(self._file, enumerate(self.names)))
+
+    def files_of(self, rank: int) -> list[FilePlan]:
+        """Return the files that a rank writes to, or only the header of."""
+        if rank not in self.made:
+            self.made[rank] = [
+                self._file(number, name)
+                for number, name in enumerate(self.names)
+                if self.owners[number] == rank or rank in self._writers(number)
+            ]
+        return self.made[rank]
+
+    def _writers(self, number: int) -> Sequence[int]:
+        return self.writer_ranks[self.writer_start[number] : self.writer_start[number + 1]]
+
+    def _file(self, number: int, name: str) -> FilePlan:
+        begin, end = self.start[number], self.start[number + 1]
+        return FilePlan(
+            name=name,
+            part=self.columns.table.parts[self.parts[number]],
+            owner=self.owners[number],
+            writers=frozenset(self._writers(number)),
+            tensor_bytes=self.tensor_bytes[number],
+            num_tensors=end - begin,
+            chunk_bytes=self.chunk_bytes,
+            columns=self.columns,
+            place=(begin, end),
+        )
 
     @property
     def index_names(self) -> list[str]:
         """Names of the `.index.json` of parts in several files."""
-        counts = Counter(file.part for file in self.files)
-        return [f"{part}.safetensors.index.json" for part, count in counts.items() if count > 1]
+        counts = [(part, len([*files])) for part, files in itertools.groupby(self.parts)]
+        return [
+            f"{self.columns.table.parts[part]}.safetensors.index.json"
+            for part, count in counts
+            if count > 1
+        ]
 
-    @cached_property
-    def indexes(self) -> Mapping[str, bytes]:
-        """The bytes of each `.index.json` by name."""
-        return {
-            name: _index([f for f in self.files if name == f"{f.part}.safetensors.index.json"])
-            for name in self.index_names
-        }
+    def weight_map(self, part: str) -> dict[str, str]:
+        """Return the file of each stored tensor of a part, by key in order."""
+        found: dict[str, str] = {}
+        for number, name in enumerate(self.names):
+            if self.columns.table.parts[self.parts[number]] == part:
+                keys = self.columns.keys(self.start[number], self.start[number + 1])
+                found.update(dict.fromkeys(keys, name))
+        return dict(sorted(found.items()))
 
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """A distinct non-empty box and where it is held: (rank, shard_index) pairs by rank."""
-
-    offset: Shape
-    shape: Shape
-    holders: tuple[tuple[int, int], ...]
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    key: str
-    dtype: str
-    shape: Shape
-    boxes: tuple[_Held, ...]
-    lowest_rank: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """A stored tensor whose every box has its writer: (rank, shard_index), box by box."""
-
-    tensor: _Tensor
-    writers: tuple[tuple[int, int], ...]
+    def weight_maps(self) -> dict[str, dict[str, str]]:
+        """Return `weight_map` of each part."""
+        return {part: self.weight_map(part) for part in self.columns.table.parts}
 
     @property
-    def group(self) -> tuple[bool, int]:
-        """Tensors of one group share files: split or whole, then the first writer."""
-        ranks = {rank for rank, _ in self.writers}
-        first = self.writers[0][0] if self.writers else self.tensor.lowest_rank
-        return (len(ranks) > 1, first)
+    def indexes(self) -> dict[str, bytes]:
+        """The bytes of each `.index.json` by name, as transformers writes them."""
+        parts = [name.removesuffix(".safetensors.index.json") for name in self.index_names]
+        return {
+            name: _index(self.weight_map(part), self._part_bytes(part))
+            for name, part in zip(self.index_names, parts, strict=True)
+        }
 
-
-class _Holders:
-    """Who holds a box: shard index by rank, of the lowest replica id only."""
-
-    def __init__(self) -> None:
-        self._replica_id: int | None = None
-        self._index_of: dict[int, int] = {}
-
-    def add(self, rank: int, index: int, replica_id: int | None) -> None:
-        if replica_id != self._replica_id:
-            lower = self._replica_id is None or (
-                replica_id is not None and replica_id < self._replica_id
-            )
-            if self._index_of and not lower:
-                return
-            self._replica_id, self._index_of = replica_id, {}
-        self._index_of.setdefault(rank, index)
-
-    def writers(self) -> tuple[tuple[int, int], ...]:
-        return tuple(self._index_of.items())
+    def _part_bytes(self, part: str) -> int:
+        number = self.columns.table.parts.index(part)
+        return sum(n for n, of in zip(self.tensor_bytes, self.parts, strict=True) if of == number)
 
 
 def plan_save(
-    held: Sequence[Mapping[str, Sequence[BoxMeta]]],
+    held: Sequence[Mapping[str, Sequence[BoxMeta]]] | BoxTable,
     *,
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
-    kept_sharded: Mapping[str, Collection[str]] | None = None,
+    kept_sharded: Mapping[str, Collection[str] | None] | None = None,
     excluded: Mapping[str, Collection[str]] | None = None,
+    nodes: Sequence[str] | None = None,
 ) -> SavePlan:
     """Plan a save from what each rank holds (`held[rank][part]`, boxes in the rank's own order).
 
@@ -183,8 +158,11 @@ def plan_save(
     the unit of checksums, has at most `chunk_bytes`.
 
     Args:
-        kept_sharded: by part, tensors whose boxes become stored tensors of their own (`split_key`).
+        held: the boxes, or the table of them.
+        kept_sharded: by part, tensors whose boxes become stored tensors of their own (`split_key`);
+            None for all of the part.
         excluded: by part, tensors that are checked but not written.
+        nodes: each rank's node; no file has writers of two. None: files may have any writers.
 
     Raises:
         CheckpointValueError: ranks disagree about a tensor, boxes overlap, or a tensor has a hole.
@@ -193,183 +171,156 @@ def plan_save(
         raise CheckpointValueError(
             f"max_shard_bytes={max_shard_bytes}, chunk_bytes={chunk_bytes}: both must be at least 1"
         )
-    parts = sorted({part for boxes in held for part in boxes}, key=lambda p: (p != "model", p))
-    tensors = {part: _tensors_of(part, held) for part in parts}
-    for part, keys in (excluded or {}).items():
-        tensors[part] = [t for t in tensors.get(part, []) if t.key not in keys]
-    for part, keys in (kept_sharded or {}).items():
-        split = [_split_into_boxes(t) if t.key in keys else [t] for t in tensors.get(part, [])]
-        tensors[part] = sorted(itertools.chain(*split), key=lambda t: t.key)
-    rank_bytes, writers = _assign(tensors, len(held))
-    files: list[FilePlan] = []
-    for part in parts:
-        written = [_Written(t, writers[part, t.key]) for t in tensors[part]]
-        files += _plan_files(part, written, max_shard_bytes, chunk_bytes)
-    return SavePlan(files=tuple(files), rank_bytes=rank_bytes)
+    table = held if isinstance(held, BoxTable) else BoxTable.of(map(encode_boxes, held))
+    boxes = HeldBoxes.of(table)
+    written = ~_mask(table, excluded or {})
+    writers = choose_writers(
+        boxes,
+        table.rank,
+        num_ranks=table.num_ranks,
+        nodes=nodes,
+        kept_sharded=_mask(table, kept_sharded or {}),
+        written=written,
+    )
+    return _files(_stored(table, boxes, writers, written), max_shard_bytes, chunk_bytes)
 
 
-def _tensors_of(part: str, held: Sequence[Mapping[str, Sequence[BoxMeta]]]) -> list[_Tensor]:
-    """Merge what the ranks hold into stored tensors, by key; equal boxes become one."""
-    first: dict[str, tuple[int, BoxMeta]] = {}
-    holders: dict[str, dict[tuple[Shape, Shape], _Holders]] = defaultdict(dict)
-    for rank, parts in enumerate(held):
-        for index, meta in enumerate(parts.get(part, ())):
-            known_rank, known = first.setdefault(meta.key, (rank, meta))
-            box = meta.box
-            if (known.dtype, known.box.global_shape) != (meta.dtype, box.global_shape):
-                raise CheckpointValueError(
-                    f"{part} {meta.key!r}: rank {known_rank} says {known.dtype} "
-                    f"{known.box.global_shape}, rank {rank} says {meta.dtype} {box.global_shape}"
-                )
-            if box.flattened_range is not None:
-                raise CheckpointValueError(
-                    f"{part} {meta.key!r}: plan its unflattened boxes, not its flattened_range"
-                )
-            if box.numel:
-                boxes_of_key, place = holders[meta.key], (box.offset, box.local_shape)
-                if place not in boxes_of_key:
-                    boxes_of_key[place] = _Holders()
-                boxes_of_key[place].add(rank, index, box.replica_id)
-    tensors = []
-    for key in sorted(first):
-        lowest_rank, meta = first[key]
-        global_shape = meta.box.global_shape
-        boxes = sorted(holders[key])
-        whole = len(boxes) == 1 and boxes[0][1] == global_shape  # most are
-        problem = None if whole else check_tiling(global_shape, boxes)
-        if problem is not None:
-            raise CheckpointValueError(f"{part} {key!r} {global_shape}: {problem}")
-        size = dtype_of(meta.dtype).itemsize_bytes
-        tensors.append(
-            _Tensor(
-                key,
-                meta.dtype,
-                global_shape,
-                tuple(
-                    _Held(*box, holders[key][box].writers(), math.prod(box[1]) * size)
-                    for box in boxes
-                ),
-                lowest_rank,
-                math.prod(global_shape) * size,
-            )
-        )
-    return tensors
+def _mask(table: BoxTable, keys: Mapping[str, Collection[str] | None]) -> torch.Tensor:
+    """Mark tensors by part and key, bool `[tensors]`."""
+    marks: list[bool] = []
+    for part in table.parts:
+        of_part, wanted = table.keys_of(part), keys.get(part, ())
+        if wanted is None or not wanted:
+            marks += [wanted is None] * len(of_part)
+        else:
+            marks += [key in wanted for key in of_part]
+    return torch.tensor(marks, dtype=torch.bool)
 
 
-def split_key(key: str, offset: Shape, shape: Shape, global_shape: Shape) -> str:
-    """Return the stored key of a box that is a stored tensor of its own: `KEY@0:4,8:16@4,16`."""
-    box = ",".join(f"{o}:{o + n}" for o, n in zip(offset, shape, strict=True))
-    return f"{key}@{box}@{','.join(map(str, global_shape))}"
-
-
-def _split_into_boxes(tensor: _Tensor) -> list[_Tensor]:
-    """Make every box of a tensor that is in several boxes a stored tensor of its own."""
-    if len(tensor.boxes) < 2:
-        return [tensor]
-    return [
-        _Tensor(
-            split_key(tensor.key, box.offset, box.shape, tensor.shape),
-            tensor.dtype,
-            box.shape,
-            (replace(box, offset=(0,) * len(box.shape)),),
-            tensor.lowest_rank,
-            box.num_bytes,
-        )
-        for box in tensor.boxes
-    ]
-
-
-def _assign(
-    tensors: Mapping[str, Sequence[_Tensor]], world_size: int
-) -> tuple[tuple[int, ...], dict[tuple[str, str], tuple[tuple[int, int], ...]]]:
-    """Choose each box's writer: lone holders first, then the largest box to the least loaded."""
-    load = [0] * world_size
-    writers: dict[tuple[str, str], list[tuple[int, int]]] = {}
-    open_boxes: list[tuple[int, str, str, int, _Held]] = []
-    for part, part_tensors in tensors.items():
-        for tensor in part_tensors:
-            writers[part, tensor.key] = [box.holders[0] for box in tensor.boxes]
-            for number, box in enumerate(tensor.boxes):
-                if len(box.holders) == 1:
-                    load[box.holders[0][0]] += box.num_bytes
-                else:
-                    open_boxes.append((-box.num_bytes, part, tensor.key, number, box))
-    open_boxes.sort(key=lambda item: item[:4])
-    for _, part, key, number, box in open_boxes:
-        chosen = min(box.holders, key=lambda holder: (load[holder[0]], holder[0]))
-        load[chosen[0]] += box.num_bytes
-        writers[part, key][number] = chosen
-    return tuple(load), {name: tuple(chosen) for name, chosen in writers.items()}
-
-
-def _plan_files(
-    part: str, written: Sequence[_Written], max_shard_bytes: int, chunk_bytes: int
-) -> list[FilePlan]:
-    groups: dict[tuple[bool, int], list[_Written]] = defaultdict(list)
-    for tensor in written:
-        groups[tensor.group].append(tensor)
-    packs = [
-        pack for group in sorted(groups) for pack in _pack(groups[group], max_shard_bytes)
-    ] or [[]]
-    names = [f"{part}-{i + 1:05d}-of-{len(packs):05d}.safetensors" for i in range(len(packs))]
-    if len(packs) == 1:
-        names = [f"{part}.safetensors"]
-    return [
-        _plan_file(name, part, pack, chunk_bytes) for name, pack in zip(names, packs, strict=True)
-    ]
-
-
-def _pack(written: Sequence[_Written], max_shard_bytes: int) -> list[list[_Written]]:
-    packs: list[list[_Written]] = []
-    used = 0
-    for tensor in written:
-        size = tensor.tensor.num_bytes
-        if not packs or used + size > max_shard_bytes:
-            packs.append([])
-            used = 0
-        packs[-1].append(tensor)
-        used += size
-    # Wide dtypes first keeps every tensor aligned to its own item size, as readers that map like.
-    for pack in packs:
-        pack.sort(key=lambda w: (-dtype_of(w.tensor.dtype).itemsize_bytes, w.tensor.key))
-    return packs
-
-
-def _plan_file(name: str, part: str, pack: Sequence[_Written], chunk_bytes: int) -> FilePlan:
-    writers = {rank for written in pack for rank, _ in written.writers}
-    return FilePlan(
-        name=name,
-        part=part,
-        owner=min(writers, default=pack[0].tensor.lowest_rank if pack else 0),
-        writers=frozenset(writers),
-        tensor_bytes=sum(written.tensor.num_bytes for written in pack),
-        tensors=tuple(pack),
-        chunk_bytes=chunk_bytes,
+def _stored(
+    table: BoxTable, held: HeldBoxes, writers: Writers, written: torch.Tensor
+) -> StoredColumns:
+    """Return the stored tensors in the order of tensors and boxes."""
+    tensors = written.nonzero().squeeze(1)
+    counts = held.box_start.diff()[tensors]
+    num_stored = torch.where(writers.split[tensors], counts, 1)
+    number = torch.arange(len(tensors), dtype=torch.int32).repeat_interleave(num_stored)
+    start = (held.box_start[tensors] - (num_stored.cumsum(0) - num_stored)).to(torch.int32)
+    first = start[number].add_(torch.arange(len(number), dtype=torch.int32))
+    tensor = tensors.to(torch.int32)[number]
+    boxed = writers.split[tensor]
+    end = torch.where(boxed, first + 1, held.box_start[1:][tensor])
+    del number
+    size = held.num_bytes[tensor]
+    size[boxed] = held.box_bytes[first[boxed]]
+    return StoredColumns(
+        table=table,
+        held=held,
+        writers=writers,
+        tensor=tensor,
+        first_box=first,
+        end_box=end,
+        num_bytes=size,
     )
 
 
-def _pieces(written: _Written, start: int, chunk_bytes: int) -> list[Piece]:
-    tensor = written.tensor
-    if len(tensor.boxes) == 1 and tensor.num_bytes <= chunk_bytes:  # most, and much faster
-        ((rank, shard_index),) = written.writers
-        region = Region(start, tensor.num_bytes)
-        return [Piece(rank, shard_index, (0,) * len(tensor.shape), tensor.shape, region)]
-    size = dtype_of(tensor.dtype).itemsize_bytes
-    pieces = []
-    for box, (rank, shard_index) in zip(tensor.boxes, written.writers, strict=True):
-        for offset, shape in split_box(box.shape, size, chunk_bytes):
-            absolute = tuple(b + o for b, o in zip(box.offset, offset, strict=True))
-            region = box_region(tensor.shape, absolute, shape, itemsize_bytes=size, start=start)
-            pieces.append(Piece(rank, shard_index, offset, shape, region))
-    return pieces
+def _files(stored: StoredColumns, max_shard_bytes: int, chunk_bytes: int) -> SavePlan:
+    """Put stored tensors of the same first writer, shared or not, into files."""
+    table, num_ranks = stored.table, max(stored.table.num_ranks, 1)
+    first, shared = _first_writers(stored)
+    group = (table.part[stored.tensor] * 2 + shared) * num_ranks + first
+    order = group.argsort(stable=True).to(torch.int32)
+    columns, group, first = stored.ordered(order), group[order], first[order]
+    start = _cuts(group, columns.num_bytes, max_shard_bytes)
+    parts: list[int] = (group[torch.tensor(start, dtype=torch.int64)] // (2 * num_ranks)).tolist()
+    for empty in sorted(set(range(len(table.parts))) - set(parts)):  # a file says that it is there
+        place = sum(number < empty for number in parts)
+        start.insert(place, [*start, len(group)][place])
+        parts.insert(place, empty)
+    over_nodes = table.part[stored.writers.over_nodes].bincount(minlength=len(table.parts))
+    del stored, group, order
+    edges = torch.tensor([*start, len(columns.tensor)])
+    pairs = _file_writers(columns, edges, num_ranks)
+    writer_start = torch.searchsorted(pairs // num_ranks, torch.arange(len(parts) + 1))
+    writer_ranks = pairs % num_ranks
+    # Without tensors that have bytes, the lowest rank that names the first one writes the header.
+    owners = torch.cat([first, torch.zeros(1, dtype=torch.int32)])[edges[:-1]].to(torch.int64)
+    has_writer = writer_start.diff() > 0
+    owners[has_writer] = writer_ranks[writer_start[:-1][has_writer]]
+    total = torch.cat([torch.zeros(1, dtype=torch.int64), columns.num_bytes.cumsum(0)])
+    return SavePlan(
+        rank_bytes=columns.writers.rank_bytes,
+        chunk_bytes=chunk_bytes,
+        columns=columns,
+        start=edges.tolist(),
+        parts=parts,
+        tensor_bytes=total[edges].diff().tolist(),
+        owners=owners.tolist(),
+        writer_start=writer_start.tolist(),
+        writer_ranks=writer_ranks.tolist(),
+        num_over_nodes=dict(zip(table.parts, over_nodes.tolist(), strict=True)),
+    )
 
 
-def _index(files: Sequence[FilePlan]) -> bytes:
-    """Write the index as transformers does: every key's file, and the bytes of all tensors."""
-    weight_map = {written.tensor.key: file.name for file in files for written in file.tensors}
-    total = sum(file.tensor_bytes for file in files)
-    lines = [f"    {json.dumps(key, ensure_ascii=False)}: " for key in sorted(weight_map)]
-    names = [json.dumps(weight_map[key]) for key in sorted(weight_map)]
-    rows = ",\n".join(map(operator.add, lines, names))
-    head = f'{{\n  "metadata": {{\n    "total_size": {total}\n  }},\n  "weight_map": {{\n'
+def _first_writers(stored: StoredColumns) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return who writes each stored tensor's first box, and whether others write boxes of it."""
+    first = stored.table.rank[stored.held.first_row[stored.tensor]]
+    has_boxes = stored.end_box > stored.first_box
+    begins = stored.first_box[has_boxes]
+    first[has_boxes] = stored.table.rank[stored.writers.row[begins]]
+    shared = torch.zeros_like(first, dtype=torch.bool)
+    several = (stored.end_box - stored.first_box > 1).nonzero().squeeze(1)
+    for some, box in _boxes_of(stored, several):
+        others = stored.table.rank[stored.writers.row[box]] != first[some]
+        shared[some[others]] = True
+    return first, shared
+
+
+def _file_writers(stored: StoredColumns, edges: torch.Tensor, num_ranks: int) -> torch.Tensor:
+    """Return each pair of a file and a rank that writes tensors of it, as one sorted number."""
+    pairs = [torch.empty(0, dtype=torch.int64)]
+    for some, box in _boxes_of(stored, torch.arange(len(stored.tensor))):
+        file = torch.searchsorted(edges, some, right=True) - 1
+        pairs.append((file * num_ranks + stored.table.rank[stored.writers.row[box]]).unique())
+    distinct: torch.Tensor = torch.cat(pairs).unique()
+    return distinct
+
+
+def _boxes_of(
+    stored: StoredColumns, numbers: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the boxes of some stored tensors: the number of the tensor, and that of the box."""
+    counts = stored.end_box[numbers] - stored.first_box[numbers]
+    batch = counts.cumsum(0) // _SPREAD_AT_ONCE
+    for some in numbers.split(torch.bincount(batch).tolist()):
+        count = stored.end_box[some] - stored.first_box[some]
+        owner = torch.arange(len(some)).repeat_interleave(count)
+        within = torch.arange(len(owner)) - (count.cumsum(0) - count)[owner]
+        yield some[owner], stored.first_box[some][owner] + within
+
+
+def _cuts(group: torch.Tensor, num_bytes: torch.Tensor, max_shard_bytes: int) -> list[int]:
+    """Return where files begin: with each group, and before what would make one too large."""
+    total = torch.cat([torch.zeros(1, dtype=torch.int64), num_bytes.cumsum(0)])
+    changes = (group.diff() != 0).nonzero().squeeze(1) + 1
+    edges = torch.cat([torch.tensor([0]), changes, torch.tensor([len(group)])])
+    starts = []
+    for (begin, end), used in zip(
+        itertools.pairwise(edges.tolist()), total[edges].diff().tolist(), strict=True
+    ):
+        at = begin
+        while at < end:
+            starts.append(at)
+            if used <= max_shard_bytes:
+                break
+            fits = int(torch.searchsorted(total, total[at] + max_shard_bytes, right=True)) - 1
+            at = max(fits, at + 1)
+    return starts
+
+
+def _index(weight_map: Mapping[str, str], total_bytes: int) -> bytes:
+    """Write an index as transformers does: every key's file, and the bytes of all tensors."""
+    lines = [f"    {json.dumps(key, ensure_ascii=False)}: " for key in weight_map]
+    rows = ",\n".join(map(operator.add, lines, map(json.dumps, weight_map.values())))
+    head = f'{{\n  "metadata": {{\n    "total_size": {total_bytes}\n  }},\n  "weight_map": {{\n'
     return f"{head}{rows}\n  }}\n}}\n".encode()

@@ -11,12 +11,16 @@ import errno
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from unified_ckpt.files import free_bytes, sync_tree
-from unified_ckpt.files.format import FileRecord, Manifest
+from unified_ckpt.files.format.tables import (
+    decode_records,
+    encode_records,
+    join_records,
+    packed_size,
+)
 from unified_ckpt.files.storage import Location, shown
 from unified_ckpt.geometry import Shard
 from unified_ckpt.geometry.tensors import collector_paused
@@ -27,18 +31,11 @@ from unified_ckpt.saving.commit import (
     Draft,
     Staging,
     clean_leftovers,
-    file_records,
     write_blobs,
     write_share,
 )
-from unified_ckpt.saving.request import (
-    STATE_NAME,
-    Request,
-    blob_bytes,
-    make_request,
-    plan_request,
-    state_file_bytes,
-)
+from unified_ckpt.saving.described import PLANS, Described
+from unified_ckpt.saving.request import STATE_NAME, Request, make_request
 from unified_ckpt.state import StateDict
 
 _TABLE_BYTES_PER_TENSOR = 512  # in header, index and manifest: estimates for the space check
@@ -105,8 +102,9 @@ def save(
             files=files if agreement.rank == 0 else None,
             rank_files=rank_files,
         )
-        phase.payload = request.describe()
-    return _save(agreement, request, described=phase.results)
+        description = request.describe()
+        phase.payload = description.summary(PLANS.digests())
+    return _save(agreement, request, Described.exchange(agreement, description, phase.results))
 
 
 @collector_paused()
@@ -133,15 +131,17 @@ def save_request(
         request = make()
         if agreement.rank != 0:
             request = replace(request, files={})
-        phase.payload = request.describe()
-    return _save(agreement, request, described=phase.results, admit=admit)
+        description = request.describe()
+        phase.payload = description.summary(PLANS.digests())
+    described = Described.exchange(agreement, description, phase.results)
+    return _save(agreement, request, described, admit=admit)
 
 
 def _save(
     agreement: Agreement,
     request: Request,
+    described: Described,
     *,
-    described: Sequence[Mapping[str, Any]],
     admit: Callable[[int], None] | None = None,
 ) -> SaveReport:
     first = agreement.rank == 0
@@ -149,16 +149,19 @@ def _save(
     staging: Staging | Draft | None = None
     try:
         with agreement.phase("prepare", checks_arguments=True) as phase:
-            plan = plan_request(described)
+            planned = described.plan()
+            plan, state_file = planned.plan, described.state_file(planned)
+            described.check_names(planned, state_file)
+            needed = _needed_bytes(plan, described.blob_bytes(state_file))
             if admit is not None:
-                admit(_needed_bytes(plan, described))
+                admit(needed)
             if first:
                 removed: list[Path] = []
                 if isinstance(target, Location):
                     staging = Draft.make(target)
                 else:
                     removed = clean_leftovers(target.parent)
-                    _check_space(target, _needed_bytes(plan, described))
+                    _check_space(target, needed)
                     staging = Staging.make(target)
                 phase.payload = [staging.folder.name, [str(path) for path in removed]]
         name, removed_names = phase.results[0]
@@ -166,36 +169,34 @@ def _save(
             blobs = {**request.files, **request.rank_files}
             if first:
                 blobs |= plan.indexes
-                if state := state_file_bytes(described):
-                    blobs[STATE_NAME] = state
+                if state_file:
+                    blobs[STATE_NAME] = state_file
             place = target / name if isinstance(target, Location) else target.with_name(name)
-            phase.payload = write_rank(
-                plan, request.parts, blobs, rank=agreement.rank, folder=place
-            )
-        written = phase.results
+            records = write_rank(plan, request.parts, blobs, rank=agreement.rank, folder=place)
+        written = agreement.gather_bytes("records", encode_records(records), keep=first)
         with agreement.phase("commit") as phase:
             if staging is not None:
                 phase.payload = publish_written(staging, plan, written, {})
-        num_files, replaced = phase.results[0]
+        num_files, replaced, num_bytes = phase.results[0]
     finally:
         if staging is not None:
             staging.close()
     return SaveReport(
         path=target,
         num_files=num_files,
-        num_bytes=sum(rank["num_bytes"] for rank in written),
+        num_bytes=num_bytes,
         rank_bytes=plan.rank_bytes[agreement.rank],
         replaced=replaced,
         removed_leftovers=tuple(Path(name) for name in removed_names),
     )
 
 
-def _needed_bytes(plan: SavePlan, described: Sequence[Mapping[str, Any]]) -> int:
+def _needed_bytes(plan: SavePlan, blob_bytes: int) -> int:
     """Return the bytes of all files, those of tables estimated."""
-    needed = blob_bytes(described)
-    for file in plan.files:
-        needed += file.tensor_bytes + file.tensor_bytes // _BYTES_PER_TABLE_BYTE
-        needed += _TABLE_BYTES_PER_TENSOR * (1 + len(file.tensors))
+    needed = blob_bytes
+    for num_bytes, num_tensors in zip(plan.tensor_bytes, plan.num_tensors, strict=True):
+        needed += num_bytes + num_bytes // _BYTES_PER_TABLE_BYTE
+        needed += _TABLE_BYTES_PER_TENSOR * (1 + num_tensors)
     return needed
 
 
@@ -218,46 +219,39 @@ def write_rank(
     *,
     rank: int,
     folder: Path | Location,
-) -> dict[str, Any]:
-    """Write one rank's bytes and whole files, durably; return their checksums as JSON types."""
+) -> dict[str, bytes]:
+    """Write one rank's bytes and whole files, durably; return their packed records by name."""
     if isinstance(folder, Path) and not folder.is_dir():
         raise FileNotFoundError(
             f"this rank does not see {folder}; all ranks must share the checkpoint's file system"
         )
-    sums = write_share(plan, parts, rank=rank, folder=folder)
-    records = write_blobs(blobs, folder)
+    records = write_share(plan, parts, rank=rank, folder=folder)
+    records |= write_blobs(blobs, folder)
     if (
         isinstance(folder, Path) and rank != 0
     ):  # rank 0 does the same when it publishes; other machines have names of their own
         sync_tree(folder)
-    own_bytes = sum(file.num_bytes for file in plan.files if file.owner == rank)
-    return {
-        "sums": sums,
-        "blobs": {name: record.to_json() for name, record in records.items()},
-        "num_bytes": own_bytes + sum(record.num_bytes for record in records.values()),
-    }
+    return records
 
 
 def publish_written(
     staging: Staging | Draft,
     plan: SavePlan,
-    written: Sequence[Mapping[str, Any]],
+    written: Sequence[bytes],
     blobs: Mapping[str, bytes],
-) -> tuple[int, bool]:
+) -> tuple[int, bool, int]:
     """Write more whole files and the manifest of what all ranks wrote, then publish.
 
+    Args:
+        staging: where all is written.
+        plan: of the save.
+        written: what `write_rank` returned on every rank, by `encode_records`.
+        blobs: more whole files by name.
+
     Returns:
-        The number of files, and whether a checkpoint was replaced.
+        The number of files, whether a checkpoint was replaced, and the bytes of all files.
     """
-    records = write_blobs(blobs, staging.folder)
-    manifest = _manifest(plan, written)
-    manifest = Manifest(files={**manifest.files, **records})
-    return len(manifest.files) + 1, staging.commit(manifest)
-
-
-def _manifest(plan: SavePlan, written: Sequence[Mapping[str, Any]]) -> Manifest:
-    records = file_records(plan, [rank["sums"] for rank in written])
-    for rank in written:
-        for name, record in rank["blobs"].items():
-            records[name] = FileRecord.from_json(record)
-    return Manifest(files=records)
+    fragments = [*map(decode_records, written), write_blobs(blobs, staging.folder)]
+    records = join_records(fragments)
+    num_bytes = sum(map(packed_size, records.values()))
+    return len(records) + 1, staging.commit(records, plan.weight_maps), num_bytes

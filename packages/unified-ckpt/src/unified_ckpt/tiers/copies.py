@@ -102,7 +102,7 @@ def _copy_of(checkpoint: Checkpoint) -> NodeCopy:
         raise LoadError(next(iter(problems), "it has no manifest"))
     try:
         told = json.loads(checkpoint.read_file(COPY_FILE))
-        sizes = [(name, record.num_bytes) for name, record in manifest.files.items()]
+        sizes = [*manifest.sizes.items()]
         sizes.append((MANIFEST_NAME, checkpoint.opened.size(MANIFEST_NAME) or 0))
         return NodeCopy.from_json({**told, "files": sizes})
     except (ValueError, KeyError, TypeError, IndexError) as error:

@@ -5,14 +5,12 @@ TierOptions(folder="/dev/shm/my-run", copies=1)
 
 import math
 import os
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from unified_ckpt.errors import CheckpointValueError, as_path, check_type
-
-NODE_VARIABLE = "UNIFIED_CKPT_NODE"
+from unified_ckpt.node import node_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +58,7 @@ class TierOptions:
     @property
     def node_name(self) -> str:
         """The name of this process's node."""
-        return self.node or os.environ.get(NODE_VARIABLE) or socket.gethostname()
+        return self.node or node_name()
 
     def to_json(self) -> dict[str, Any]:
         """Return the options as JSON types, for another process of this node."""

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from unified_ckpt.files.format import MANIFEST_NAME
+from unified_ckpt.files.format.tables import TABLES_NAME
 from unified_ckpt.files.storage import Location
 from unified_ckpt.geometry import Shape, split_box
 from unified_ckpt.geometry.tensors import dtype_of
@@ -122,10 +123,9 @@ def other_files(checkpoint: Checkpoint) -> set[str]:
     Those that the manifest lists are here also if they are missing; what others put there is, too.
     Shards of a part that its index does not name are not.
     """
-    names = (checkpoint.names() | checkpoint.opened.names()) - {MANIFEST_NAME}
+    names = (checkpoint.names() | checkpoint.opened.names()) - {MANIFEST_NAME, TABLES_NAME}
     for part in checkpoint.parts():
         of_part = re.compile(rf"{re.escape(part)}(-\d+-of-\d+)?\.safetensors(\.index\.json)?\Z")
         names -= {name for name in names if of_part.match(name)}
-        where = checkpoint.files_of(part)
-        names -= set() if isinstance(where, str) else set(where.values())
+        names -= set(checkpoint.stored_keys(part).all().values())
     return names

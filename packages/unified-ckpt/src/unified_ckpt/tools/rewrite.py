@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from unified_ckpt.errors import LoadError, as_path
-from unified_ckpt.files.format import MANIFEST_NAME, Manifest, encode_manifest
+from unified_ckpt.files.format.tables import join_records
 from unified_ckpt.geometry import Box, BoxMeta, Shape, chunk_range
 from unified_ckpt.geometry.layouts import ParallelDegrees, ParameterRule, rank_box
 from unified_ckpt.geometry.tensors import byte_view
@@ -25,7 +25,6 @@ from unified_ckpt.plans.checkpoint import Checkpoint
 from unified_ckpt.saving.commit import (
     Staging,
     clean_leftovers,
-    file_records,
     write_blobs,
     write_pieces,
 )
@@ -212,16 +211,14 @@ def _write(
     clean_leftovers(place.parent)
     staging = Staging.make(place)
     try:
-        sums = [
+        records = [
             write_pieces(plan, bytes_of, rank=rank, folder=staging.folder)
             for rank in range(len(held))
         ]
-        blobs = write_blobs(plan.indexes, staging.folder)
+        records.append(write_blobs(plan.indexes, staging.folder))
         for name in sorted(names):
-            blobs |= write_blobs({name: source.read_file(name)}, staging.folder)
-        manifest = Manifest(files={**file_records(plan, sums), **blobs})
-        write_blobs({MANIFEST_NAME: encode_manifest(manifest)}, staging.folder)
-        staging.publish()
+            records.append(write_blobs({name: source.read_file(name)}, staging.folder))
+        staging.commit(join_records(records), plan.weight_maps)
     finally:
         staging.close()
     return target

@@ -27,7 +27,7 @@ def write(folder: Path, value: float) -> Path:
 def read_both(checkpoint: Checkpoint) -> tuple[bytes, list[str]]:
     """Read what of a checkpoint is read in two moments."""
     note = checkpoint.read_file("note")
-    return note, checkpoint.keys("model")
+    return note, list(checkpoint.stored_keys("model").all())
 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_anew(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_anew(tmp_path: P
         seen.append(checkpoint.read_file("note"))
         if len(seen) < 3:
             write(tmp_path, len(seen) + 1)
-        assert checkpoint.keys("model") == ["w"]
+        assert list(checkpoint.stored_keys("model").all()) == ["w"]
         return seen[-1]
 
     assert read_checkpoint(place, read) == b"3"
@@ -53,7 +53,7 @@ def test_a_checkpoint_that_is_always_replaced_or_removed_is_no_damage(tmp_path: 
         nonlocal count
         count += 1
         write(tmp_path, count)
-        checkpoint.keys("model")
+        checkpoint.stored_keys("model")
 
     with pytest.raises(ReplacedCheckpointError, match=r"c was replaced while it was read") as error:
         read_checkpoint(place, read)
@@ -81,7 +81,7 @@ def test_a_file_that_is_written_to_while_it_is_read_is_told(tmp_path: Path) -> N
         pytest.raises(ReplacedCheckpointError, match=r"model.safetensors was written to while"),
         Checkpoint(tmp_path) as plain,
     ):
-        assert plain.keys("model") == ["w"]
+        assert list(plain.tensors("model")) == ["w"]
         safetensors.torch.save_file({"w": torch.zeros(8)}, tmp_path / "model.safetensors")
 
 
@@ -102,7 +102,7 @@ def test_files_that_the_manifest_does_not_list_are_no_part_of_the_checkpoint(
     (place / "model.safetensors.index.json").write_text('{"weight_map": {"other": "x"}}')
     (place / "extra.safetensors").touch()
     with Checkpoint(place) as checkpoint:
-        assert checkpoint.parts() == ["model"] and checkpoint.keys("model") == ["w"]
+        assert checkpoint.parts() == ["model"] and list(checkpoint.tensors("model")) == ["w"]
         assert MANIFEST_NAME not in checkpoint.names() and "extra.safetensors" not in (
             checkpoint.names()
         )

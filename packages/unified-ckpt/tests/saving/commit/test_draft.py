@@ -9,7 +9,6 @@ import torch
 
 from unified_ckpt import load, save
 from unified_ckpt.errors import CheckpointValueError, SaveError
-from unified_ckpt.files.format import Manifest
 from unified_ckpt.files.storage import LocalStore, Location
 from unified_ckpt.folders.in_store import remove_stored
 from unified_ckpt.saving.commit import Draft
@@ -42,9 +41,9 @@ def test_of_two_saves_of_one_name_the_second_to_commit_fails(tmp_path: Path) -> 
     first, second = Draft.make(place), Draft.make(place)
     fill(first)
     fill(second)
-    assert not second.commit(Manifest(files={}))
+    assert not second.commit({}, lambda: {})
     with pytest.raises(SaveError, match="another save has written"):
-        first.commit(Manifest(files={}))
+        first.commit({}, lambda: {})
     first.close()
     second.close()
     keys = {key.rpartition("/")[0] for key in place.store.keys(place.key) if "data-" in key}

@@ -37,6 +37,7 @@ from unified_ckpt.files.format import (
     read_header,
     read_manifest,
 )
+from unified_ckpt.files.format.tables import ListedKeys, StoredKeys
 from unified_ckpt.files.storage import Location, as_target
 from unified_ckpt.plans import StoredTensor
 from unified_ckpt.plans.checkpoint.stored_folder import StoredFolder, is_stored
@@ -74,6 +75,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             self.__exit__(type(error), error, None)
             raise
         self._headers: dict[str, dict[str, HeaderEntry]] = {}
+        self._keys: dict[str, StoredKeys | ListedKeys] = {}
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Close the directory; raise `ReplacedCheckpointError` if it was replaced or written to."""
@@ -144,13 +146,20 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             check_bytes(raw, listed, path)
         return raw
 
-    def files_of(self, part: str) -> Mapping[str, str] | str:
-        """Return the index of a part (key to file), or the one file that holds it all."""
+    def stored_keys(self, part: str) -> StoredKeys | ListedKeys:
+        """Return the keys of a part with their files: of its index, or of the one file's header."""
+        if part not in self._keys:
+            self._keys[part] = self._find_keys(part)
+        return self._keys[part]
+
+    def _find_keys(self, part: str) -> StoredKeys | ListedKeys:
         index_name, file_name = f"{part}.safetensors.index.json", f"{part}.safetensors"
+        if self.manifest is not None and part in self.manifest.keys:
+            return self.manifest.keys[part]
         if self.holds(index_name):
-            return self._read_weight_map(index_name)
+            return ListedKeys(self._read_weight_map(index_name))
         if self.holds(file_name):
-            return file_name
+            return ListedKeys(dict.fromkeys(self._header(file_name), file_name))
         raise LoadError(
             f"{self.folder} holds no part {part!r} (neither {index_name} nor {file_name}); "
             f"it holds {self.parts() or 'no part at all'}"
@@ -162,25 +171,23 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             weight_map = json.loads(self.read_file(index_name))["weight_map"]
             if not isinstance(weight_map, dict):
                 raise CheckpointValueError("weight_map is not an object")
-            return {key: check_inside(name, self.folder) for key, name in weight_map.items()}
+            for name in set(weight_map.values()):
+                check_inside(name, self.folder)
+            return weight_map
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorruptCheckpointError(f"{path}: malformed index: {error!r}") from error
-
-    def keys(self, part: str) -> list[str]:
-        """Return the stored keys of a part, from its index or its one file's header."""
-        where = self.files_of(part)
-        return list(self._header(where) if isinstance(where, str) else where)
 
     def tensors(self, part: str, keys: Iterable[str] | None = None) -> dict[str, StoredTensor]:
         """Return the stored tensors of a part; with `keys` only those of them that it holds.
 
         Only the headers of files that hold a wanted key are read.
         """
-        where = self.files_of(part)
-        if isinstance(where, str):
-            where = {key: where for key in self._header(where)}
-        if keys is not None:
-            where = {key: where[key] for key in keys if key in where}
+        stored = self.stored_keys(part)
+        where: Mapping[str, str] = {}
+        if keys is None:
+            where = stored.all()
+        else:
+            where = {key: name for key in keys if (name := stored.find(key)) is not None}
         headers = {name: self._header(name) for name in dict.fromkeys(where.values())}
         found = {}
         for key, name in where.items():

@@ -9,7 +9,6 @@ from unified_ckpt.saving.commit.commit import check_replaceable as check_replace
 from unified_ckpt.saving.commit.commit import clean_leftovers as clean_leftovers
 from unified_ckpt.saving.commit.commit import hidden_name as hidden_name
 from unified_ckpt.saving.commit.draft import Draft as Draft
-from unified_ckpt.saving.commit.writer import file_records as file_records
 from unified_ckpt.saving.commit.writer import write_blobs as write_blobs
 from unified_ckpt.saving.commit.writer import write_pieces as write_pieces
 from unified_ckpt.saving.commit.writer import write_share as write_share

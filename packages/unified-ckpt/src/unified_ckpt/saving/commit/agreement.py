@@ -28,6 +28,7 @@ from unified_ckpt.errors import SaveArgumentError, SaveError, SavePeerError
 from unified_ckpt.geometry.tensors import byte_view
 
 _LATE_MARKS_S = 1.0
+_ROUND_BYTES = 16 * 1024 * 1024  # of all ranks together in one exchange
 _USER_MISTAKES = (ValueError, TypeError)
 _Flags = TypeVar("_Flags", bound=Flag)
 
@@ -80,18 +81,32 @@ class Agreement:
         if self.size == 1:
             return [payload]
         text = json.dumps(payload, separators=(",", ":")).encode()
+        return [json.loads(text) for text in self.gather_bytes(name, text)]
+
+    def gather_bytes(self, name: str, text: bytes, *, keep: bool = True) -> list[bytes]:
+        """Return every rank's bytes, by rank; collective over the group.
+
+        Beside what it returns it needs 16 MiB at a time.
+
+        Args:
+            name: of the phase, for messages.
+            text: of this rank; the lengths may differ.
+            keep: whether this rank needs them; if not, it returns empty ones.
+        """
+        if self.size == 1:
+            return [text]
         try:
             # The mark lets peers that wait in vain say who is missing; it goes when all have met.
             store = shared_store()
             if store is not None:
                 store.set(self._mark(name, self.rank), "here")
-            texts = self._gather_texts(text)
+            texts = self._gather_texts(text, keep=keep)
             if store is not None:
                 with suppress(RuntimeError):  # all have met, so whoever hosts the store may end
                     store.delete_key(self._mark(name, self.rank))
         except RuntimeError as error:
             raise SavePeerError(self._lost(name, error)) from error
-        return [json.loads(text) for text in texts]
+        return texts
 
     def any_of(self, name: str, flags: _Flags) -> _Flags:
         """Return the flags that any rank has raised; collective over the group.
@@ -112,14 +127,21 @@ class Agreement:
         found = (kind for kind, on in zip(kinds, raised.tolist(), strict=True) if on)
         return reduce(or_, found, type(flags)(0))
 
-    def _gather_texts(self, text: bytes) -> list[bytes]:
+    def _gather_texts(self, text: bytes, *, keep: bool) -> list[bytes]:
         device = _collective_device(self._group)
         sizes = self._all_gather(torch.tensor([len(text)], dtype=torch.int64, device=device))
         lengths = [int(n) for n in sizes]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-        texts = self._all_gather(padded)
-        return [bytes(byte_view(t.cpu())[:n]) for t, n in zip(texts, lengths, strict=True)]
+        longest, step = max(lengths), max(1, _ROUND_BYTES // self.size)
+        texts = [bytearray() for _ in lengths]
+        for begin in range(0, longest, step):
+            padded = torch.zeros(min(step, longest - begin), dtype=torch.uint8, device=device)
+            part = bytearray(text[begin : begin + step])
+            if part:
+                padded[: len(part)] = torch.frombuffer(part, dtype=torch.uint8).to(device)
+            for rank, got in enumerate(self._all_gather(padded)):
+                if keep and lengths[rank] > begin:
+                    texts[rank] += byte_view(got.cpu())[: lengths[rank] - begin]
+        return [bytes(text) for text in texts]
 
     def _mark(self, name: str, rank: int) -> str:
         return f"unified-ckpt/{'-'.join(map(str, self._ranks))}/{name}/{rank}"

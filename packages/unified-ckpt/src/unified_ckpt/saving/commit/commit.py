@@ -19,6 +19,7 @@ import re
 import secrets
 import time
 import warnings
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ from unified_ckpt.files import (
     sync_tree,
     unlock_folder,
 )
-from unified_ckpt.files.format import MANIFEST_NAME, Manifest, encode_manifest
+from unified_ckpt.files.format import MANIFEST_NAME, encode_manifest
 from unified_ckpt.saving.commit.kept_files import keep_files
 from unified_ckpt.saving.commit.writer import write_blobs
 
@@ -72,9 +73,16 @@ class Staging:
                 return cls(folder=folder, target=target, lock_fd=lock_fd)
         raise OSError(f"something removes every directory that is made in {target.parent}")
 
-    def commit(self, manifest: Manifest) -> bool:
-        """Write the manifest of all files, then publish; return as `publish`."""
-        write_blobs({MANIFEST_NAME: encode_manifest(manifest)}, self.folder)
+    def commit(
+        self, records: Mapping[str, bytes], keys: Callable[[], Mapping[str, Mapping[str, str]]]
+    ) -> bool:
+        """Write the manifest of all files, then publish; return as `publish`.
+
+        Args:
+            records: packed record of each file, by name.
+            keys: makes the file of each stored tensor, by part; of a small manifest not called.
+        """
+        write_blobs(encode_manifest(records, keys), self.folder)
         return self.publish()
 
     def publish(self) -> bool:

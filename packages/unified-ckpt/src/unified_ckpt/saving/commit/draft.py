@@ -17,16 +17,17 @@ sees that its mark is gone and takes its manifest back; never does neither see t
 
     draft = Draft.make(Location(store=store, key="run/checkpoint-10"))
     ...  # every rank writes objects below draft.folder
-    draft.commit(Manifest(files=records))
+    draft.commit(records, lambda: {})
 """
 
 import secrets
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 
 from unified_ckpt.errors import CheckpointValueError, SaveError
-from unified_ckpt.files.format import MANIFEST_NAME, Manifest, encode_manifest
+from unified_ckpt.files.format import MANIFEST_NAME, encode_manifest
 from unified_ckpt.files.storage import Location
+from unified_ckpt.saving.commit.writer import write_blobs
 
 _DATA = "data-"
 _MARK = ".draft"
@@ -89,15 +90,19 @@ class Draft:
         store.delete(keys)
         return bool(keys)
 
-    def commit(self, manifest: Manifest) -> bool:
-        """Write the manifest; return whether a checkpoint was replaced.
+    def commit(
+        self, records: Mapping[str, bytes], keys: Callable[[], Mapping[str, Mapping[str, str]]]
+    ) -> bool:
+        """Write the manifest; return whether a checkpoint was replaced. Arguments as of `Staging`.
 
         Raises:
             SaveError: another save of that name has committed meanwhile.
             OSError: the store did not answer, and whether it has the manifest is not known.
         """
         store, key = self.target.store, self._manifest
-        raw = encode_manifest(replace(manifest, data=self.folder.name))
+        blobs = encode_manifest(records, keys, data=self.folder.name)
+        raw = blobs.pop(MANIFEST_NAME)
+        write_blobs(blobs, self.folder)
         done_with = [k for k in store.keys(self.target.key) if _is_data(self.target, k)]
         self._may_delete = False  # from now on the files may be those of the checkpoint
         if not self._swap(key, raw):

@@ -20,6 +20,7 @@ from unified_ckpt.files import (
     write_at,
 )
 from unified_ckpt.files.format import MANIFEST_NAME, read_manifest
+from unified_ckpt.files.format.tables import TABLES_NAME
 
 _OF_SAVES = (".safetensors", ".safetensors.index.json")  # where no manifest can tell
 
@@ -67,7 +68,7 @@ def _foreign(opened: OpenFolder) -> tuple[set[str], bool]:
     try:
         manifest = read_manifest(opened)
     except CorruptCheckpointError:
-        names = opened.names(of_any_kind=True) - {MANIFEST_NAME}
+        names = opened.names(of_any_kind=True) - {MANIFEST_NAME, TABLES_NAME}
         return {name for name in names if not name.endswith(_OF_SAVES)}, False
     if manifest is None:  # an empty folder, or one that is being removed
         return set(), True

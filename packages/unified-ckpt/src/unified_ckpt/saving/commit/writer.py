@@ -8,7 +8,6 @@ earlier pieces are summed and written.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,7 +21,8 @@ from unified_ckpt.files.checksums import (
     crc32,
     crc_of_chunks,
 )
-from unified_ckpt.files.format import FileRecord, sums_to_text, text_to_sums
+from unified_ckpt.files.format import FileRecord
+from unified_ckpt.files.format.tables import pack_record
 from unified_ckpt.files.storage import Location
 from unified_ckpt.geometry import Region, Shard
 from unified_ckpt.geometry.tensors import (
@@ -38,13 +38,12 @@ from unified_ckpt.saving.commit.sinks import Sink, sink_of
 
 def write_share(
     plan: SavePlan, parts: Mapping[str, Sequence[Shard]], *, rank: int, folder: Path | Location
-) -> list[Any]:
+) -> dict[str, bytes]:
     """Write this rank's bytes of every file, durably; a local folder is left to `sync_tree`.
 
     Returns:
-        Per file of the plan, as JSON types: its manifest record if this rank wrote all of it; else
-        the CRC-32 of what it wrote, as `sums_to_text`: the header if it owns the file, then its
-        pieces in the plan's order, of a contiguous piece each chunk's.
+        Of each file that it writes to, by name, the packed record of its own bytes: the header if
+        it owns the file, and its pieces, of a contiguous piece each chunk's. See `join_records`.
     """
     if not any(shard.tensor.is_cuda for shards in parts.values() for shard in shards):
 
@@ -54,7 +53,7 @@ def write_share(
         return write_pieces(plan, bytes_of, rank=rank, folder=folder)
     mine = (
         _piece_box(piece, parts[file.part][piece.shard_index])
-        for file in plan.files
+        for file in plan.files_of(rank)
         for piece in file.pieces
         if piece.rank == rank
     )
@@ -69,42 +68,27 @@ def write_pieces(
     *,
     rank: int,
     folder: Path | Location,
-) -> list[Any]:
+) -> dict[str, bytes]:
     """As `write_share`, with a function that makes a piece's row-major bytes when it is written.
 
     It is called once for each piece of this rank, in the plan's order.
     """
     sink = sink_of(folder)
+    files = plan.files_of(rank)
     with Checksums() as sums:
-        pending = [_write_file(file, bytes_of, rank, sink, sums) for file in plan.files]
-    return [
-        _result(file, [crc for sums in file_sums for crc in sums.value()], rank)
-        for file, file_sums in zip(plan.files, pending, strict=True)
-    ]
+        pending = [_write_file(file, bytes_of, rank, sink, sums) for file in files]
+    return {
+        file.name: _record(file, [crc for sums in file_sums for crc in sums.value()], rank)
+        for file, file_sums in zip(files, pending, strict=True)
+    }
 
 
-def _result(file: FilePlan, sums: Sequence[int], rank: int) -> Any:
-    if file.owner != rank or file.writers - {rank}:
-        return sums_to_text(sums)
+def _record(file: FilePlan, sums: Sequence[int], rank: int) -> bytes:
     left = iter(sums)
-    regions = [Region(0, len(file.header)), *(piece.region for piece in file.pieces)]
+    regions = [Region(0, len(file.header))] if file.owner == rank else []
+    regions += [piece.region for piece in file.pieces if piece.rank == rank]
     pieces = [pair for region in regions for pair in _summed(region, left)]
-    return FileRecord.of(file.num_bytes, pieces).to_json()
-
-
-def file_records(plan: SavePlan, sums: Sequence[Sequence[Any]]) -> dict[str, FileRecord]:
-    """Join what `write_share` returned on every rank (`sums[rank][file]`) into manifest records."""
-    records = {}
-    for number, file in enumerate(plan.files):
-        if not isinstance(sums[file.owner][number], str):
-            records[file.name] = FileRecord.from_json(sums[file.owner][number])
-            continue
-        left = [iter(text_to_sums(rank_sums[number])) for rank_sums in sums]
-        pieces = list(_summed(Region(0, len(file.header)), left[file.owner]))
-        for piece in file.pieces:
-            pieces += _summed(piece.region, left[piece.rank])
-        records[file.name] = FileRecord.of(file.num_bytes, pieces)
-    return records
+    return pack_record(FileRecord.of(file.num_bytes, pieces))
 
 
 def _summed(region: Region, sums: Iterator[int]) -> Iterator[tuple[Region, int]]:
@@ -118,8 +102,8 @@ def _summed(region: Region, sums: Iterator[int]) -> Iterator[tuple[Region, int]]
         start += length
 
 
-def write_blobs(blobs: Mapping[str, bytes], folder: Path | Location) -> dict[str, FileRecord]:
-    """Write whole files, durably, nested names allowed; return their manifest records.
+def write_blobs(blobs: Mapping[str, bytes], folder: Path | Location) -> dict[str, bytes]:
+    """Write whole files, durably, nested names allowed; return their packed records.
 
     Local folders are left to `sync_tree`.
     """
@@ -129,7 +113,7 @@ def write_blobs(blobs: Mapping[str, bytes], folder: Path | Location) -> dict[str
         sink.write(name, [(0, blob)], num_bytes=len(blob))
         whole = Region(0, len(blob))
         pieces = list(_summed(whole, iter(crc_of_chunks(memoryview(blob))))) if blob else []
-        records[name] = FileRecord.of(len(blob), pieces)
+        records[name] = pack_record(FileRecord.of(len(blob), pieces))
     return records
 
 
@@ -140,8 +124,6 @@ def _write_file(
     sink: Sink,
     sums: Checksums,
 ) -> list[PendingSum[list[int]]]:
-    if rank != file.owner and rank not in file.writers:
-        return []
     pending: list[PendingSum[list[int]]] = []
 
     def runs() -> Iterator[tuple[int, Buffer]]:
