@@ -103,7 +103,7 @@ def test_who_cleans_beside_a_save_that_runs_makes_it_fail_and_not_its_readers(
     fill(draft)
     assert Draft.clean(place)
     with pytest.raises(SaveError, match="another job has removed the files"):
-        draft.commit(Manifest(files={}))
+        draft.commit({}, lambda: {})
     assert place.store.keys(place.key) == []
 
 
@@ -114,7 +114,7 @@ def test_who_cleans_a_moment_too_late_leaves_the_checkpoint_alone(tmp_path: Path
     class Late(LocalStore):
         def delete(self, keys: Sequence[str]) -> None:
             if drafts:
-                drafts.pop().commit(Manifest(files={}))
+                drafts.pop().commit({}, lambda: {})
             super().delete(keys)
 
     drafts = [Draft.make(place)]
@@ -130,4 +130,4 @@ def test_a_save_over_a_checkpoint_that_is_removed_meanwhile_fails(tmp_path: Path
     draft = Draft.make(place)
     remove_stored(place)
     with pytest.raises(SaveError, match="another save"):
-        draft.commit(Manifest(files={}))
+        draft.commit({}, lambda: {})
