@@ -20,7 +20,6 @@ from comm_collectives.moe.routes import (
     NodeRouting,
     RankRouting,
     Routing,
-    check_nodes,
     counts_by_rank,
 )
 from comm_collectives.moe.rows import Payload, SortedChoices, sort_choices
@@ -55,7 +54,32 @@ class DispatchSpec:
             ValueError, TypeError: an argument does not fit.
         """
         self._check_numbers()
-        _check_tensors(shape, dtype, device, topk_idx, topk_weights)
+        check_dense(topk_idx, "topk_idx")
+        check_dense(topk_weights, "topk_weights")
+        if dtype not in FLOATS or topk_weights.dtype not in FLOATS:
+            raise CommTypeError(
+                f"x is {dtype} and topk_weights {topk_weights.dtype}; both must be one of {FLOATS}"
+            )
+        if topk_idx.dtype != torch.int64:
+            raise CommTypeError(f"topk_idx is {topk_idx.dtype}; convert to torch.int64")
+        if not device == topk_idx.device == topk_weights.device:
+            raise CommValueError(
+                f"x is on {device}, topk_idx on {topk_idx.device} and topk_weights on "
+                f"{topk_weights.device}; move them to one device"
+            )
+        if len(shape) != 2 or shape[1] == 0:
+            raise CommValueError(f"x has shape {tuple(shape)}; give [tokens, hidden > 0]")
+        chosen, tokens = tuple(topk_idx.shape), shape[0]
+        if len(chosen) != 2 or chosen[0] != tokens:
+            raise CommValueError(
+                f"topk_idx has shape {chosen}; with {tokens} tokens in x give "
+                f"[{tokens}, choices per token]"
+            )
+        if tuple(topk_weights.shape) != chosen:
+            raise CommValueError(
+                f"topk_weights has shape {tuple(topk_weights.shape)}, topk_idx {chosen}; "
+                "make them equal"
+            )
         options = self.options
         backend = "torch" if options.backend == "torch" else "deepep"
         return (
@@ -108,40 +132,9 @@ class DispatchSpec:
                 f"the group has {self.state.size} ranks but num_experts={self.num_experts}; "
                 f"choose a number of ranks that divides {self.num_experts}"
             )
-        if self.options.ranks_per_node is not None:
-            check_nodes(self.options.ranks_per_node, self.state.size)
-
-
-def _check_tensors(
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor,
-) -> None:
-    check_dense(topk_idx, "topk_idx")
-    check_dense(topk_weights, "topk_weights")
-    if dtype not in FLOATS or topk_weights.dtype not in FLOATS:
-        raise CommTypeError(
-            f"x is {dtype} and topk_weights {topk_weights.dtype}; both must be one of {FLOATS}"
-        )
-    if topk_idx.dtype != torch.int64:
-        raise CommTypeError(f"topk_idx is {topk_idx.dtype}; convert to torch.int64")
-    if not device == topk_idx.device == topk_weights.device:
-        raise CommValueError(
-            f"x is on {device}, topk_idx on {topk_idx.device} and topk_weights on "
-            f"{topk_weights.device}; move them to one device"
-        )
-    if len(shape) != 2 or shape[1] == 0:
-        raise CommValueError(f"x has shape {tuple(shape)}; give [tokens, hidden > 0]")
-    chosen, tokens = tuple(topk_idx.shape), shape[0]
-    if len(chosen) != 2 or chosen[0] != tokens:
-        raise CommValueError(
-            f"topk_idx has shape {chosen}; with {tokens} tokens in x give "
-            f"[{tokens}, choices per token]"
-        )
-    if tuple(topk_weights.shape) != chosen:
-        raise CommValueError(
-            f"topk_weights has shape {tuple(topk_weights.shape)}, topk_idx {chosen}; "
-            "make them equal"
-        )
+        per_node = self.options.ranks_per_node
+        if per_node is not None and self.state.size % per_node:
+            raise CommValueError(
+                f"the group has {self.state.size} ranks but ranks_per_node={per_node}; "
+                f"choose a divisor of {self.state.size}"
+            )

@@ -1,18 +1,23 @@
 """Arguments and results of DeepEP's calls, against its signatures written down here.
 
+And what they deliver on its way to the local experts, against loops in plain Python.
+
 Source: github.com/deepseek-ai/DeepEP, version 2.1.0 (commit dd758ca, July 2026),
 deep_ep/buffers/legacy.py and deep_ep/buffers/elastic.py. DeepEP itself needs GPUs; see
-test_deepep.py for what is run and what is not.
+test_backend.py for what is run and what is not.
 """
 
 import inspect
+import random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from comm_collectives.moe.deepep.calls import BufferCalls, ElasticCalls
+from comm_collectives.moe.deepep.calls import BufferCalls, Delivery, ElasticCalls
+from comm_collectives.moe.routes import Leg, LocalRouting
 
 _X, _IDX, _WEIGHT = torch.ones(3, 8), torch.tensor([[0, 1]] * 3), torch.ones(3, 2)
 
@@ -145,3 +150,105 @@ def test_v2_refuses_what_its_kernels_would_end_the_process_for() -> None:
     roomier = ElasticCalls(_Recorder(_ELASTIC, {}), {"num_max_tokens_per_rank": 5}, {})
     roomier.check(torch.ones(5, 8), torch.tensor([[0, 1]] * 5))
     BufferCalls(_Recorder(_BUFFER, {}), {}, {}).check(torch.ones(5, 8), torch.tensor([[3, 3]] * 5))
+
+
+_K, _L, _D = 4, 3, 5
+_LEG = Leg("dispatch")
+
+
+def _received(rng: random.Random, tokens: int, experts: tuple[int, ...]) -> Tensor:
+    """Local experts of each choice; each token has at least one here, as delivered ones have."""
+    rows = [[rng.choice((-1, *experts)) for _ in range(_K)] for _ in range(tokens)]
+    for row in rows:
+        row[rng.randrange(_K)] = rng.choice(experts)
+    return torch.tensor(rows, dtype=torch.int64).reshape(tokens, _K)
+
+
+def _places(expert_UK: list[list[int]], alignment: int) -> tuple[dict[tuple[int, int], int], int]:
+    """Row of each (token, choice): expert by expert, inside by token and choice, each padded."""
+    place: dict[tuple[int, int], int] = {}
+    row = 0
+    for expert in range(_L):
+        for token, choices in enumerate(expert_UK):
+            for choice, wanted in enumerate(choices):
+                if wanted == expert:
+                    place[token, choice] = row
+                    row += 1
+        row = -(-row // alignment) * alignment
+    return place, row
+
+
+def _local(
+    expert_UK: Tensor, alignment: int, source_U: Tensor | None = None, counts: Any = None
+) -> LocalRouting:
+    """The way on, inside this rank, of tokens that were delivered so."""
+    counts = counts or [int((expert_UK == e).sum()) for e in range(_L)]
+    got = Delivery(torch.empty(0), expert_UK, torch.empty(0), tuple(counts), None, source_U)
+    return LocalRouting(got.choices(), alignment)
+
+
+@pytest.mark.parametrize("alignment", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_delivered_rows_and_weights_stand_where_a_loop_puts_them(
+    alignment: int, dtype: torch.dtype
+) -> None:
+    rng = random.Random(alignment)
+    for tokens, experts in ((7, (0, 1, 2)), (9, (1,)), (5, (0, 2)), (0, (0, 1, 2))):
+        expert_UK = _received(rng, tokens, experts)
+        place, num_rows = _places(expert_UK.tolist(), alignment)
+        local = _local(expert_UK, alignment)
+        x = torch.randn(tokens, _D, dtype=torch.float64).to(dtype)
+        weight = torch.rand(tokens, _K)
+        want_x, want_w = torch.zeros(num_rows, _D, dtype=dtype), torch.zeros(num_rows)
+        for (token, choice), row in place.items():
+            want_x[row] = x[token]
+            want_w[row] = weight[token, choice]
+        for got, want in zip(local.to_experts((x, weight), _LEG), (want_x, want_w), strict=True):
+            assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("alignment", [1, 4])
+def test_rows_are_summed_in_the_order_of_choices_and_weights_return(alignment: int) -> None:
+    rng = random.Random(10 + alignment)
+    for tokens, experts in ((7, (0, 1, 2)), (9, (1,)), (0, (0, 1, 2))):
+        expert_UK = _received(rng, tokens, experts)
+        place, num_rows = _places(expert_UK.tolist(), alignment)
+        y, weight = torch.randn(num_rows, _D), torch.rand(num_rows)
+        is_padding = torch.ones(num_rows, dtype=torch.bool)
+        is_padding[list(place.values())] = False
+        y[is_padding] = torch.nan
+        weight[is_padding] = torch.nan
+        want_y, want_w = torch.zeros(tokens, _D), torch.zeros(tokens, _K)
+        for token in range(tokens):
+            for choice in range(_K):
+                if (token, choice) in place:
+                    want_y[token] += y[place[token, choice]]
+                    want_w[token, choice] = weight[place[token, choice]]
+        got_y, got_w = _local(expert_UK, alignment).to_tokens((y, weight), _LEG)
+        assert torch.equal(got_y, want_y)  # the same additions in the same order: same bits
+        assert torch.equal(got_w, want_w)
+
+
+def test_tokens_that_come_in_any_order_give_the_rows_of_the_sorted_ones() -> None:
+    rng = random.Random(5)
+    expert_UK = _received(rng, 9, (0, 1, 2))
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(1))
+    local = _local(expert_UK, 4)
+    mixed = _local(expert_UK[order], 4, source_U=order * 10)
+    x, weight = torch.randn(9, _D), torch.rand(9, _K)
+    sent = local.to_experts((x, weight), _LEG)
+    for ours, theirs in zip(mixed.to_experts((x[order], weight[order]), _LEG), sent, strict=True):
+        assert torch.equal(ours, theirs)
+    y = torch.randn(sent[0].shape)
+    back = local.to_tokens((y, y[:, 0]), _LEG)
+    for ours, theirs in zip(mixed.to_tokens((y, y[:, 0]), _LEG), back, strict=True):
+        assert torch.equal(ours, theirs[order])
+
+
+def test_tokens_that_nobody_here_wants_are_kept_and_get_zeros() -> None:
+    # DeepEP fills up with such rows where the number of received tokens is fixed beforehand.
+    expert_UK = torch.tensor([[-1, 1], [-1, -1], [0, 1]], dtype=torch.int32)
+    local = _local(expert_UK, 1, counts=[1, 2])
+    sent = local.to_experts((torch.tensor([[1.0], [2.0], [4.0]]),), _LEG)
+    assert sent[0].flatten().tolist() == [4.0, 1.0, 4.0]
+    assert local.to_tokens(sent, _LEG)[0].flatten().tolist() == [1.0, 0.0, 8.0]

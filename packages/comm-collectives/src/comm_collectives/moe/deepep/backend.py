@@ -1,19 +1,13 @@
 """Dispatch and combine over DeepEP's kernels, which move rows between GPUs faster than anyone else.
 
-The user makes DeepEP's buffer, whose sizes depend on the model and the machine; nothing is guessed
-here. Counts, checks, autograd and the form of the results are those of the torch backend:
+Counts, checks, autograd and the form of the results are those of the torch backend. What differs:
+combine sums a token's rows of one rank first, in the order of its choices; DeepEP then sums over
+ranks in an order of its own, so results are not the same bits for every number of ranks. A time
+limit bounds the exchange of counts alone: DeepEP's kernels have limits of their own. Between nodes,
+rows of one expert stand in the order in which V1 delivers them.
 
-    buffer = deep_ep.Buffer(group, num_nvl_bytes, num_rdma_bytes)     # or deep_ep.ElasticBuffer
-    backend = DeepEpBackend(buffer)
-
-**What has been run**: everything in this file but DeepEP itself, which needs at least two GPUs. The
-calls were tested against a stand-in that does what DeepEP's docstrings say, never against its
-kernels.
-
-**What differs from the torch backend**: combine sums a token's rows of one rank first, in the order
-of its choices; DeepEP then sums over ranks in an order of its own, so results are not the same bits
-for every number of ranks. A time limit bounds the exchange of counts alone: DeepEP's kernels have
-limits of their own. Between nodes, rows of one expert stand in the order in which V1 delivers them.
+**What has been run**: all but DeepEP itself, which needs at least two GPUs: a stand-in did what its
+docstrings say.
 
 Legend: T tokens, D hidden size, K choices per token, U received tokens, R rows with padding, L
 local experts.
@@ -30,17 +24,17 @@ import torch
 
 from comm_collectives.errors import CommError, CommTypeError, CommValueError
 from comm_collectives.moe.deepep.calls import BufferCalls, DeepEpCalls, ElasticCalls
-from comm_collectives.moe.deepep.expansion import Expansion, plan_expansion
-from comm_collectives.moe.routes import Carried, Leg, Routing
+from comm_collectives.moe.routes import Carried, Leg, LocalRouting, Routing
 from comm_collectives.units import round_up
 
 _MOST_CHOICES = 32  # DeepEP's kernels hold one choice in each lane of a warp
 _ELEMENTS_PER_LOAD = 8  # rows are moved in units of 16 bytes
+_INSIDE = Leg("dispatch")  # within a rank, where rows are as they are
 
 
 @final
 class DeepEpRouting(Routing):
-    """The four movements of one dispatch over DeepEP; `to_experts` comes first."""
+    """The movements of one dispatch over DeepEP: its way between ranks, and ours from there."""
 
     def __init__(
         self,
@@ -52,7 +46,7 @@ class DeepEpRouting(Routing):
         self._calls, self._idx_TK, self._alignment = calls, idx_TK, alignment
         self.told = told
         self._counts_L: tuple[int, ...] = ()
-        self._delivered: tuple[Any, Expansion] | None = None
+        self._delivered: tuple[Any, LocalRouting] | None = None
 
     def learn(self, told_W: Sequence[Sequence[int]]) -> None:
         """See `Routing.learn`: the choices for each local expert."""
@@ -64,9 +58,9 @@ class DeepEpRouting(Routing):
         leg.agree()
         x_TD = _at_least_one_row(sent[0], 0)
         if len(sent) == 1:
-            handle, expansion = self._handle(leg)
+            handle, local = self._handle(leg)
             with _named(leg):
-                return (expansion.expand(self._calls.dispatch_again(x_TD, handle)),)
+                return local.to_experts((self._calls.dispatch_again(x_TD, handle),), _INSIDE)
         idx_TK, weight_TK = _at_least_one_row(self._idx_TK, -1), _at_least_one_row(sent[1], 0)
         with _named(leg):
             got = self._calls.dispatch(x_TD, idx_TK, weight_TK, sum(map(len, self.told)))
@@ -75,28 +69,26 @@ class DeepEpRouting(Routing):
                 f"{leg}: DeepEP delivered {got.counts_L} rows to the local experts but the "
                 f"ranks announced {self._counts_L}; is the buffer used by another thread?"
             )
-        expansion = plan_expansion(
-            got.expert_UK, self._counts_L, self._alignment, source_U=got.source_U
-        )
-        self._delivered = got.handle, expansion
-        return expansion.expand(got.x_UD), expansion.expand_weights(got.weight_UK)
+        local = LocalRouting(got.choices(), self._alignment)
+        self._delivered = got.handle, local
+        return local.to_experts((got.x_UD, got.weight_UK), _INSIDE)
 
     def to_tokens(self, sent: Carried, leg: Leg) -> Carried:
         """See `Routing.to_tokens`; sums each token's rows of this rank, DeepEP over the ranks."""
         leg.agree()
-        handle, expansion = self._handle(leg)
-        check_rows(sent[0], "y_RD")
-        weight_UK = None if len(sent) == 1 else expansion.fold_weights(sent[1])
+        handle, local = self._handle(leg)
+        _check_rows(sent[0], "y_RD")
+        y_UD, *weights = local.to_tokens(sent, _INSIDE)
         with _named(leg):
-            y_TD, weight_TK = self._calls.combine(expansion.fold(sent[0]), handle, weight_UK)
+            y_TD, weight_TK = self._calls.combine(y_UD, handle, weights[0] if weights else None)
         num_tokens = self._idx_TK.shape[0]  # without the row that stood in for no token
-        if weight_UK is None:
+        if not weights:
             return (y_TD[:num_tokens],)
         if weight_TK is None:
             raise CommError(f"{leg}: DeepEP gave no weights although it was given some")
         return y_TD[:num_tokens], weight_TK[:num_tokens]
 
-    def _handle(self, leg: Leg) -> tuple[Any, Expansion]:
+    def _handle(self, leg: Leg) -> tuple[Any, LocalRouting]:
         if self._delivered is None:
             raise CommError(f"{leg}: the dispatch that it belongs to has failed")
         return self._delivered
@@ -105,6 +97,8 @@ class DeepEpRouting(Routing):
 @final
 class DeepEpBackend:
     """A DeepEP buffer as the transport of dispatch and combine.
+
+    backend = DeepEpBackend(deep_ep.Buffer(group, num_nvl_bytes, num_rdma_bytes))
 
     Args:
         buffer: `deep_ep.Buffer` or `deep_ep.ElasticBuffer`, made by the user for the group of the
@@ -154,7 +148,7 @@ class DeepEpBackend:
         """Check that DeepEP takes these inputs, beyond what every dispatch checks.
 
         Raises:
-            ValueError, TypeError: it does not; the text says what to convert.
+            ValueError, TypeError: it would refuse them, or end the process.
         """
         if self._buffer.group is not group:
             raise CommValueError(
@@ -168,13 +162,7 @@ class DeepEpBackend:
     def routing(
         self, topk_idx_TK: torch.Tensor, *, told: Sequence[Sequence[int]], alignment: int
     ) -> Routing:
-        """Route one dispatch over the buffer.
-
-        Args:
-            topk_idx_TK: [T, K] int64, as checked.
-            told: the choices for each expert of each rank.
-            alignment: each local expert's rows are padded to a multiple of this.
-        """
+        """Route a dispatch of checked choices; `told` are those for each expert of each rank."""
         idx_TK = topk_idx_TK.to(self._idx_dtype).contiguous()
         return DeepEpRouting(self._calls, idx_TK, told, alignment)
 
@@ -194,12 +182,8 @@ def require_deep_ep() -> ModuleType:
 
 
 def check_inputs(x_TD: torch.Tensor, idx_TK: torch.Tensor, weight_TK: torch.Tensor) -> None:
-    """Check what both generations of DeepEP demand of a dispatch.
-
-    Raises:
-        ValueError, TypeError: they would refuse it, or end the process.
-    """
-    check_rows(x_TD, "x")
+    """Check what both generations of DeepEP demand of a dispatch."""
+    _check_rows(x_TD, "x")
     if weight_TK.dtype != torch.float32:
         raise CommTypeError(f"topk_weights is {weight_TK.dtype}; DeepEP takes torch.float32")
     if not 1 <= idx_TK.shape[1] <= _MOST_CHOICES:
@@ -209,22 +193,12 @@ def check_inputs(x_TD: torch.Tensor, idx_TK: torch.Tensor, weight_TK: torch.Tens
 
 
 def check_device(x_TD: torch.Tensor) -> None:
-    """Check that the rows are where DeepEP's kernels run.
-
-    Raises:
-        ValueError: they are not on a CUDA device.
-    """
+    """Check that the rows are where DeepEP's kernels run."""
     if not x_TD.is_cuda:
         raise CommValueError(f"x is on {x_TD.device}; DeepEP moves CUDA tensors; use 'torch'")
 
 
-def check_rows(x_ND: torch.Tensor, name: str) -> None:
-    """Check that DeepEP moves such rows.
-
-    Raises:
-        TypeError: they are not bfloat16.
-        ValueError: the hidden size is not a multiple of 8.
-    """
+def _check_rows(x_ND: torch.Tensor, name: str) -> None:
     if x_ND.dtype != torch.bfloat16:
         raise CommTypeError(f"{name} is {x_ND.dtype}; DeepEP moves and sums torch.bfloat16")
     if x_ND.shape[1] % _ELEMENTS_PER_LOAD:

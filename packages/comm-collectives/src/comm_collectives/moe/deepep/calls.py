@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, final
 import torch
 
 from comm_collectives.errors import CommValueError
+from comm_collectives.moe.rows import SortedChoices
 
 
 class Delivery(NamedTuple):
@@ -30,6 +31,24 @@ class Delivery(NamedTuple):
     counts_L: tuple[int, ...]
     handle: Any
     source_U: torch.Tensor | None = None
+
+    def choices(self) -> SortedChoices:
+        """Sort what came by local expert, inside by source; no copy to the host."""
+        num_tokens, num_choices = self.expert_UK.shape
+        order_U = torch.arange(num_tokens, device=self.expert_UK.device)
+        if self.source_U is not None:
+            order_U = self.source_U.argsort()
+        flat = self.expert_UK.index_select(0, order_U).reshape(-1).long()
+        # Choices of experts elsewhere sort behind all local ones.
+        key = torch.where(flat < 0, len(self.counts_L), flat)
+        sorted_N = torch.argsort(key, stable=True)[: sum(self.counts_L)]
+        token_N = order_U[sorted_N.div(num_choices, rounding_mode="floor")]
+        return SortedChoices(
+            order_N=token_N * num_choices + sorted_N % num_choices,
+            num_tokens=num_tokens,
+            num_choices=num_choices,
+            counts_E=self.counts_L,
+        )
 
 
 class DeepEpCalls(ABC):

@@ -6,29 +6,19 @@ local index, one per node, then from each of them to the ranks of its node:
     rank 1 --> ranks 1, 5, 9 ... (between nodes)        5 --> ranks 4, 5, 6, 7 (inside the node)
 
 Both are all-to-alls of the whole group with zero splits elsewhere: no group is made. `combine` adds
-per rank, then per node, then over the nodes. Every count that the forwarding and the receiving rank
-need travels with the one count exchange.
+per rank, then per node, then over the nodes.
 
 Legend: W ranks, M nodes, S ranks of a node, L local experts per rank.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, final
+from typing import final
 
 from comm_collectives.call.groups import GroupState
-from comm_collectives.errors import CommValueError
 from comm_collectives.moe.routes.ranks import counts_by_rank
 from comm_collectives.moe.routes.routing import Arriving, Hop, HopRouting
 from comm_collectives.moe.routes.sources import count_unique, plan_source
 from comm_collectives.moe.rows import SortedChoices, plan_placing
-
-
-class _Told(NamedTuple):
-    """What one rank tells another: rows for its node and for itself, choices per expert there."""
-
-    node_rows: int
-    rank_rows: int
-    counts: Sequence[int]
 
 
 @final
@@ -59,47 +49,32 @@ class NodeRouting(HopRouting):
 
     def learn(self, told_W: Sequence[Sequence[int]]) -> None:
         """See `Routing.learn`."""
-        told = [_Told(row[0], row[1], row[2:]) for row in told_W]
-        counts_MX = [told[peer].counts for peer in self._peers]
+        counts_MX = [told_W[peer][2:] for peer in self._peers]
         self._hops[0].arriving = Arriving(
-            tuple(told[peer].node_rows for peer in self._peers),
-            tuple(map(sum, counts_MX)),
+            [told_W[peer][0] for peer in self._peers],
+            [sum(row) for row in counts_MX],
             plan_placing(counts_MX, alignment=1, device=self._choices.order_N.device),
         )
-        self._hops[1:] = [self._inside(told)]
+        self._hops[1:] = [self._inside([row[1] for row in told_W], [row[2:] for row in told_W])]
 
-    def _inside(self, told_W: Sequence[_Told]) -> Hop:
+    def _inside(self, rows_W: Sequence[int], counts_WX: Sequence[Sequence[int]]) -> Hop:
         """The hop inside the node: each of its ranks forwards what it had from everywhere."""
         state, per_node, num_local = self._state, self._per_node, self._num_local
         local = state.rank % per_node
         first = state.rank - local
-        own_WL = [told.counts[local * num_local : (local + 1) * num_local] for told in told_W]
+        own_WL = [row[local * num_local : (local + 1) * num_local] for row in counts_WX]
         sources_SM = [range(s, state.size, per_node) for s in range(per_node)]
         blocks = [(w, e) for ranks in sources_SM for e in range(num_local) for w in ranks]
-        forwarded = [told_W[w].counts for w in sources_SM[local]]
-        sent_P = tuple(
-            sum(sum(row[at : at + num_local]) for row in forwarded)
-            for at in range(0, per_node * num_local, num_local)
-        )
+        forwarded = [counts_WX[w] for w in sources_SM[local]]
+        forwarded_X = [sum(counts) for counts in zip(*forwarded, strict=True)]
+        ends = range(0, per_node * num_local, num_local)
+        sent_P = [sum(forwarded_X[at : at + num_local]) for at in ends]
         device = self._choices.order_N.device
         placing = plan_placing(own_WL, alignment=self._alignment, device=device, blocks=blocks)
         self.num_tokens_per_expert = placing.num_tokens_per_expert
         arriving = Arriving(
-            tuple(sum(told_W[w].rank_rows for w in ranks) for ranks in sources_SM),
-            tuple(sum(sum(own_WL[w]) for w in ranks) for ranks in sources_SM),
+            [sum(rows_W[w] for w in ranks) for ranks in sources_SM],
+            [sum(sum(own_WL[w]) for w in ranks) for ranks in sources_SM],
             placing,
         )
         return Hop(state, range(first, first + per_node), sent_P, arriving=arriving)
-
-
-def check_nodes(ranks_per_node: int, num_ranks: int) -> None:
-    """Check that the group consists of whole nodes.
-
-    Raises:
-        ValueError: it does not.
-    """
-    if num_ranks % ranks_per_node:
-        raise CommValueError(
-            f"the group has {num_ranks} ranks but ranks_per_node={ranks_per_node}; "
-            f"choose a divisor of {num_ranks}"
-        )

@@ -1,12 +1,11 @@
 """Carry rows from tokens to experts and back: a route is one hop between ranks, or several.
 
-A hop brings *items* to *peers*, each to every peer that one of its choices belongs to: on the flat
-route a choice is an item of its own, on the others one row serves all choices that a peer has of a
-token. Beside the rows travel the weight of each choice and, if choices share rows, the number of
-its row; choices are sorted by expert. The receiver puts the choices of all peers in order of
-expert, and so has again items (the rows received) with choices sorted by expert: ready for the
-experts, or for the next hop. On the way back the receiver adds the rows of each item's choices, one
-row returns, and the sender adds what its peers returned, in a fixed order.
+A hop brings *items*, which are tokens at first, to every peer that one of their choices belongs to:
+in a row for each choice on the flat route, else in one row for all. Beside the rows travel the
+weight of each choice and, if choices share rows, the number of its row. Choices are sorted by
+expert, by the receiver again, whose items are the rows received: ready for the experts, or for the
+next hop. On the way back the receiver adds the rows of each item's choices, one row returns, and
+the sender adds what its peers returned, in a fixed order.
 
 Invariants: encoded rows are forwarded as they are, never decoded and encoded again. On the flat
 route a token's rows are summed in the order of its choices: one rank and many give the same bits.

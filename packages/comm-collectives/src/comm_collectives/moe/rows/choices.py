@@ -1,14 +1,7 @@
 """The choices of this rank's tokens in expert order, and sums over the rows of each token.
 
-A choice is one (token, expert) pair. A choice of -1 names no expert: no row travels for it, and its
-weight gets no gradient.
-
 Invariant: there is no scattered addition. The rows of a token are summed in a fixed order, one bag
 of rows per token (torch's EmbeddingBag), so that results repeat bit for bit.
-
-    choices = sort_choices(torch.tensor([[1, 0], [-1, 1]]), num_experts=2)
-    choices.token_N                           # tensor([0, 0, 1])
-    choices.bags(position_N).sum(y_MD)        # [2, D]
 
 Legend: T tokens, K choices per token, N choices that name an expert, M rows, D hidden size.
 """
@@ -130,6 +123,7 @@ def sort_choices(topk_idx_TK: torch.Tensor, num_experts: int) -> SortedChoices:
 
 def bags_of(bag_N: torch.Tensor, position_N: torch.Tensor, num_bags: int) -> Bags:
     """Return the rows at `position_N` as bags, row j in bag `bag_N[j]`, in their present order."""
-    counts = torch.bincount(bag_N, minlength=num_bags)
-    order_N = torch.argsort(bag_N, stable=True)
-    return Bags(slots=position_N.index_select(0, order_N), offsets=counts.cumsum(0) - counts)
+    sorted_N, order_N = bag_N.sort(stable=True)
+    # No bincount, for which the host waits on accelerators.
+    offsets = torch.searchsorted(sorted_N, torch.arange(num_bags, device=bag_N.device))
+    return Bags(slots=position_N.index_select(0, order_N), offsets=offsets)

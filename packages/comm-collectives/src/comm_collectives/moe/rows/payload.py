@@ -1,19 +1,10 @@
-"""Rows as they travel: how a row of floats becomes bytes and a row of floats again.
-
-Half the bytes are half the time on a slow link, and a row that goes to an expert bears fewer bits
-than one that is trained. `RowCodec` writes one byte an element and one fp32 scale for each
-128 elements (sizes: `wire_format.RowFormat`):
+"""How a row of floats becomes bytes and a row of floats again: a byte an element, and fp32 scales.
 
     row = [code code code ... | padding up to 4 bytes | scale of block 0, scale of block 1, ...]
 
 Invariant: the bytes of a row depend on that row alone, never on how many rows go together or on
 the device, and nothing bad is hidden: a block that holds an infinity or NaN has the scale NaN and
-decodes to NaN throughout (its codes mean nothing). A block of zeros decodes to zeros. -0.0 stays
--0.0 in float8 and becomes 0.0 in int8.
-
-    codec = RowCodec("float8_e4m3")
-    rows_NB = codec.encode(x_ND)                                # [N, codec.row_bytes(D)] uint8
-    x_ND = codec.decode(rows_NB, hidden=7168, dtype=torch.bfloat16)
+decodes to NaN throughout. A block of zeros decodes to zeros.
 
 Errors: float8_e4m3 keeps 4 significant bits, so an element is off by at most 1/16 of itself, and by
 at most scale / 1024 where it is below scale / 64; int8 is off by at most scale / 2.
@@ -43,9 +34,8 @@ _CODES: dict[Payload, tuple[torch.dtype, float]] = {  # of a byte, and the large
 class RowCodec:
     """One byte an element, and one fp32 scale (largest magnitude / limit) for each 128 of them.
 
-    Blocks run along the row; the last may be short. A scale is never below 2**-126, so blocks whose
-    elements are all smaller than about 1e-35 lose precision instead of becoming infinite; the scale
-    of a block of zeros is 1. float64 is worked on in float64, everything else in float32.
+    A scale is never below 2**-126, so blocks whose elements are all smaller than about 1e-35 lose
+    precision instead of becoming infinite. float64 is worked on in float64, all else in float32.
     """
 
     def __init__(self, payload: Literal["float8_e4m3", "int8"]) -> None:
