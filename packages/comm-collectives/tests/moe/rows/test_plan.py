@@ -51,5 +51,6 @@ def test_empty_expert_gets_no_padding() -> None:
 def test_pieces_count_up_from_their_first_numbers() -> None:
     assert starts([]) == []
     assert starts([2, 0, 3]) == [0, 2, 2]
-    assert spread([10, 5, 0], [2, 0, 3], _CPU).tolist() == [10, 11, 0, 1, 2]
-    assert repeat_each([10, 5, 0], [2, 0, 3], _CPU).tolist() == [10, 10, 0, 0, 0]
+    first, second = spread([[10, 5, 0], [1, 1, 1]], [2, 0, 3], _CPU)
+    assert (first.tolist(), second.tolist()) == ([10, 11, 0, 1, 2], [1, 2, 1, 2, 3])
+    assert repeat_each([[10, 5, 0]], [2, 0, 3], _CPU).tolist() == [[10, 10, 0, 0, 0]]

@@ -80,13 +80,8 @@ class DeepEpCalls(ABC):
         )
         return y_TD, weight_TK
 
-    @abstractmethod
-    def check(self, x_TD: torch.Tensor, idx_TK: torch.Tensor) -> None:
-        """Check what only this generation demands.
-
-        Raises:
-            ValueError: the buffer or its kernels cannot take these tokens.
-        """
+    def check(self, x_TD: torch.Tensor, idx_TK: torch.Tensor) -> None:  # noqa: B027 - if any
+        """Raise a ValueError for tokens that this generation, or its buffer, cannot take."""
 
 
 @final
@@ -116,9 +111,6 @@ class BufferCalls(DeepEpCalls):
         """See `DeepEpCalls.dispatch_again`."""
         x_UD: torch.Tensor = self._buffer.dispatch(x_TD, handle=handle, **self._dispatch_options)[0]
         return x_UD
-
-    def check(self, x_TD: torch.Tensor, idx_TK: torch.Tensor) -> None:
-        """See `DeepEpCalls.check`: nothing, its buffer moves any number of tokens in pieces."""
 
 
 @final

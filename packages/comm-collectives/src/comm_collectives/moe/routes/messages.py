@@ -114,9 +114,9 @@ def plan_messages(
     numbers_at = [
         (at + size.numbers_at(n)) // INDEX_BYTES for at, n in zip(behind_P, choices_P, strict=True)
     ]
-    return Messages(
-        whole_P,
-        spread(first_P, rows_P, device),
-        spread(weights_at, choices_P, device),
-        spread(numbers_at, choices_P, device) if has_numbers else None,
-    )
+    if route == "flat":
+        row_U, weight_N = spread([first_P, weights_at], rows_P, device)
+        return Messages(whole_P, row_U, weight_N, None)
+    (row_U,) = spread([first_P], rows_P, device)
+    weight_N, number_N = spread([weights_at, numbers_at], choices_P, device)
+    return Messages(whole_P, row_U, weight_N, number_N if has_numbers else None)

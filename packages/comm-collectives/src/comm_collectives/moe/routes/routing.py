@@ -114,7 +114,9 @@ class Leg:
         `coming`, asked after the routing has learnt, says how many come from each rank; memory is
         of the lease. This is the one place where rows of tokens are handed to the group.
         """
-        call, row_bytes = self._exchanging(), rows.shape[1] * rows.element_size()
+        if self._call is None:
+            raise RuntimeError(f"{self.movement} has no call to exchange rows in")
+        call, row_bytes = self._call, rows.shape[1] * rows.element_size()
         state, sent = call.state, [n * row_bytes for n in sent_W]
         flat, kind, columns = rows.view(-1).view(torch.uint8), rows.dtype, rows.shape[1]
         received: list[int] = []
@@ -175,11 +177,6 @@ class Leg:
         call.go_alone(None)
         return Status.WANTS_GRAD if torch.is_grad_enabled() else 0
 
-    def _exchanging(self) -> Call:
-        if self._call is None:
-            raise RuntimeError(f"{self.movement} has no call to exchange rows in")
-        return self._call
-
 
 class Arriving(NamedTuple):
     """Rows and choices that come from each peer, and where the choices go."""
@@ -216,15 +213,15 @@ class Hop:
         """Plan, once, what is sent: the rows that came in the hop before are the items of this."""
         if self.source is None:
             rows_P, _, placing = known(before.arriving)
-            item_N = placing.in_place(before.rows_of_choices())
+            item_N = placing.in_place(before.choices_at(None))
             self.source = plan_source(item_N, sum(rows_P), self._choices_P)
 
-    def rows_of_choices(self) -> torch.Tensor:
-        """Return the received row of each received choice."""
-        if self._row_N is None and known(self.source).row_N is None:
+    def choices_at(self, at: torch.Tensor | None) -> torch.Tensor:
+        """Return where each received choice has its row, if received row j stands at `at[j]`."""
+        if known(self.source).row_N is None:
             local_N = known(self.arriving).placing.local_N
-            self._row_N = torch.arange(local_N.numel(), device=local_N.device)
-        return known(self._row_N)
+            return torch.arange(local_N.numel(), device=local_N.device) if at is None else at
+        return known(self._row_N) if at is None else at.index_select(0, known(self._row_N))
 
     def out(
         self, sent: Carried, at: torch.Tensor | None, leg: Leg, form: WireRow, lease: Lease
@@ -298,7 +295,7 @@ class Hop:
     def _learn_rows(self, number_N: torch.Tensor) -> None:
         """Take note of the row that each received choice shares, from its number at its peer."""
         rows_P, choices_P, _ = known(self.arriving)
-        self._row_N = repeat_each(starts(rows_P), choices_P, number_N.device).add_(number_N)
+        self._row_N = repeat_each([starts(rows_P)], choices_P, number_N.device)[0].add_(number_N)
 
     def _bags(self) -> tuple[Bags, Bags | None]:
         """The rows that come back for each item, and the local rows of each received item."""
@@ -333,9 +330,8 @@ class HopRouting(Routing):
                 if i:
                     hop.start_from(self._hops[i - 1])
                 carried, at = hop.out(carried, at, leg, form, lease)
-            placing, row_N = known(hop.arriving).placing, hop.rows_of_choices()
-            index_R = placing.in_place(row_N if at is None else at.index_select(0, row_N))
-            x_RD = carried[0].index_select(0, index_R)
+            placing = known(hop.arriving).placing
+            x_RD = carried[0].index_select(0, placing.in_place(hop.choices_at(at)))
         x_RD = x_RD if form.codec is None else form.decode(x_RD)
         if placing.padding is not None:
             x_RD.index_fill_(0, placing.padding, 0)

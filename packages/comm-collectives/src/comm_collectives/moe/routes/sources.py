@@ -30,13 +30,11 @@ class Source:
 
 def plan_rows(choices: SortedChoices, choices_P: Sequence[int]) -> Source:
     """Give each choice a row of its own."""
-    running_N = torch.arange(choices.order_N.numel(), device=choices.order_N.device)
-    return Source(
-        rows_P=choices_P,
-        item_U=choices.token_N,
-        row_N=None,
-        bags=lambda: choices.bags(running_N),
-    )
+
+    def bags() -> Bags:
+        return choices.bags(torch.arange(choices.order_N.numel(), device=choices.order_N.device))
+
+    return Source(rows_P=choices_P, item_U=choices.token_N, row_N=None, bags=bags)
 
 
 def plan_source(item_N: torch.Tensor, num_items: int, choices_P: Sequence[int]) -> Source:
@@ -46,7 +44,7 @@ def plan_source(item_N: torch.Tensor, num_items: int, choices_P: Sequence[int]) 
     running_N = (wanted.cumsum(0) - 1).index_select(0, key_N)
     item_U = wanted.nonzero().view(-1).remainder(max(1, num_items))
     running_U = torch.arange(item_U.numel(), device=item_N.device)
-    first_N = repeat_each(starts(rows_P), choices_P, item_N.device)
+    first_N = repeat_each([starts(rows_P)], choices_P, item_N.device)[0]
     return Source(
         rows_P=rows_P,
         item_U=item_U,
@@ -67,6 +65,6 @@ def _wanted(
     """Return each choice's place in the flat table, and the table: who wants what."""
     num_peers, device = len(choices_P), item_N.device
     first_P = [peer * num_items for peer in range(num_peers)]
-    key_N = repeat_each(first_P, choices_P, device).add_(item_N)
+    key_N = repeat_each([first_P], choices_P, device)[0].add_(item_N)
     wanted = torch.zeros(num_peers * num_items, dtype=torch.bool, device=device)
     return key_N, wanted.index_fill_(0, key_N, True).view(num_peers, num_items)

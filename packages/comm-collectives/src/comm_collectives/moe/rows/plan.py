@@ -74,12 +74,9 @@ def plan_placing(
     if padded_L != sums_L:
         ends_L = [at + count for at, count in zip(first_L, sums_L, strict=True)]
         missing_L = [full - count for full, count in zip(padded_L, sums_L, strict=True)]
-        padding = spread(ends_L, missing_L, device)
-    return Placing(
-        num_tokens_per_expert=padded_L,
-        local_N=spread([first_WL[source][e] for source, e in order], lengths, device),
-        padding=padding,
-    )
+        (padding,) = spread([ends_L], missing_L, device)
+    (local_N,) = spread([[first_WL[source][e] for source, e in order]], lengths, device)
+    return Placing(num_tokens_per_expert=padded_L, local_N=local_N, padding=padding)
 
 
 def starts(lengths: Sequence[int]) -> list[int]:
@@ -87,16 +84,22 @@ def starts(lengths: Sequence[int]) -> list[int]:
     return list(accumulate(lengths, initial=0))[:-1]
 
 
-def spread(first: Sequence[int], lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return the numbers of all pieces, one after the other; each counts up from its first."""
-    total = sum(lengths)
-    shifts = [at - running for at, running in zip(first, starts(lengths), strict=True)]
-    return repeat_each(shifts, lengths, device).add_(torch.arange(total, device=device))
+def spread(
+    firsts: Sequence[Sequence[int]], lengths: Sequence[int], device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """Return, for each of `firsts`, the numbers of all pieces; each piece counts up from its first.
+
+    All of them in one copy to the device.
+    """
+    running = starts(lengths)
+    shifts = [[at - n for at, n in zip(first, running, strict=True)] for first in firsts]
+    numbers = repeat_each(shifts, lengths, device)
+    return numbers.add_(torch.arange(numbers.shape[1], device=device)).unbind(0)
 
 
 def repeat_each(
-    values: Sequence[int], lengths: Sequence[int], device: torch.device
+    rows: Sequence[Sequence[int]], lengths: Sequence[int], device: torch.device
 ) -> torch.Tensor:
-    """Return each value as often as its piece is long."""
-    table = torch.tensor([values, lengths], dtype=torch.int64, device=device)
-    return table[0].repeat_interleave(table[1], output_size=sum(lengths))
+    """Return each value of each row as often as its piece is long."""
+    table = torch.tensor([*rows, lengths], dtype=torch.int64, device=device)
+    return table[:-1].repeat_interleave(table[-1], dim=1, output_size=sum(lengths))
