@@ -4,8 +4,9 @@ Two ranks save one name again and again, each state filled with its step; a thir
 while. The store is a folder behind a layer of faults (torn writes, delays, lost requests and lost
 answers, requests that arrive late, old listings), or a server that speaks S3. Every load must be
 wholly of one state, or end in an error that says that the store did not answer or the checkpoint
-was replaced; never a mix, never damage. `benchmarks/unified_ckpt_storage_kills.py` runs the same
-with large counts.
+was replaced; never a mix, never damage. In a run the ranks save through a `CheckpointManager`,
+which also rotates, and the reader loads the newest checkpoint. The same with large counts:
+`benchmarks/unified_ckpt_storage_kills.py`.
 """
 
 import os
@@ -13,6 +14,7 @@ import random
 import subprocess
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,12 +25,32 @@ import torch
 import torch.distributed as dist
 
 from ranktest import collect_ranks, run_ranks
-from unified_ckpt import Shard, load, save, verify_checkpoint
-from unified_ckpt.errors import CorruptCheckpointError, LoadError, SaveError
-from unified_ckpt.files.storage import Fetched, LocalStore, Location, ObjectStore, Retrying
+from unified_ckpt import (
+    CheckpointManager,
+    ManagerOptions,
+    Shard,
+    get_last_checkpoint,
+    load,
+    save,
+    verify_checkpoint,
+)
+from unified_ckpt.errors import (
+    CorruptCheckpointError,
+    DamagedCheckpointWarning,
+    LoadError,
+    SaveError,
+)
+from unified_ckpt.files.storage import (
+    Fetched,
+    LocalStore,
+    Location,
+    ObjectStore,
+    Retrying,
+    as_target,
+)
 
 NUMEL = 60_000
-KINDS = ["faults", "s3"]
+KINDS = ["faults", "s3", "faults run", "s3 run"]
 FAULTS = ["refused", "lost answer", "late", "torn", "delay", "none", "none", "none"]
 
 
@@ -70,6 +92,10 @@ class FaultyStore:
         gone = [f"{key}-that-was" for key in found if self.rng.random() < 0.2]
         return [key for key in found if self.rng.random() < 0.8] + gone
 
+    def children(self, prefix: str) -> Sequence[str]:
+        found = self._read(lambda: self.store.children(prefix))
+        return [name for name in found if self.rng.random() < 0.8]
+
     def delete(self, keys: Sequence[str]) -> None:
         self._do(self._begin(), lambda: self.store.delete(keys))
 
@@ -103,11 +129,28 @@ def _quietly(work: Callable) -> None:
         work()
 
 
-def place_of(kind: str, place: str, seed: int) -> Location | str:
-    if kind == "s3":
-        return f"{place}/run-{seed}/checkpoint"
-    store = FaultyStore(LocalStore(place), random.Random(seed ^ os.getpid()))
-    return Location(store=Retrying(store, attempts=4), key="run/checkpoint")
+def run_of(kind: str, place: str, seed: int, *, faults: bool = True) -> Location:
+    """The folder of a run."""
+    if "s3" in kind:
+        return as_target("place", f"{place}/run-{seed}")
+    store = LocalStore(place)
+    if not faults:
+        return Location(store=store, key="run")
+    faulty = FaultyStore(store, random.Random(seed ^ os.getpid()))
+    return Location(store=Retrying(faulty, attempts=4), key="run")
+
+
+def place_of(kind: str, place: str, seed: int) -> Location:
+    return run_of(kind, place, seed) / "checkpoint"
+
+
+def manager_of(folder: Location, group: object) -> CheckpointManager:
+    """Manage a run; where connections are lost, try again."""
+    options = ManagerOptions(save_total_limit=2, signals=(), lease_s=1.0, timeout_s=10.0)
+    for _ in range(20):
+        with suppress(SaveError):
+            return CheckpointManager(folder, options, group=group)
+    return CheckpointManager(folder, options, group=group)
 
 
 def kill_after(pid: int, delay_s: float) -> None:
@@ -126,7 +169,7 @@ def shards(rank: int, step: float) -> list[Shard]:
     ]
 
 
-def load_state(place: Location | str) -> float:
+def load_state(place: Location) -> float:
     """Load all of it as one rank would; return the step, of which there must be one."""
     shapes = {"rows": (2 * NUMEL,), "columns": (50, 40), "replica": ()}
     wanted = {
@@ -148,11 +191,15 @@ def save_steps(rank: int, kind: str, place: str, folder: Path, seed: int, group:
     """Save step after step, until this process or its peer is killed."""
     rng, victims = random.Random(seed), random.Random(seed + 1).choice([{0}, {1}, {0, 1}])
     target = place_of(kind, place, seed)
+    manager = manager_of(target.parent, group) if "run" in kind else None
     for step in range(1, 10_000):
         parts = {part: shards(rank, step) for part in ("model", "optimizer")}
-        with suppress(SaveError if kind == "faults" else ()):
+        with suppress(SaveError if "faults" in kind else ()):
             files = {f"rank-{rank}": b"%d" % step}
-            save(parts, checkpoint_id=target, group=group, rank_files=files, timeout_s=10.0)
+            if manager is None:
+                save(parts, checkpoint_id=target, group=group, rank_files=files, timeout_s=10.0)
+            else:
+                manager.save(parts, step, rank_files=files)
             (folder / f"returned-{rank}").write_text(str(step))
         if step == 1:
             (folder / "begun").touch()
@@ -165,12 +212,17 @@ def save_steps(rank: int, kind: str, place: str, folder: Path, seed: int, group:
 def read_on(kind: str, place: str, folder: Path, seed: int) -> dict[str, int]:
     """Load again and again; return how often that was whole, replaced or not answered."""
     counts = {"whole": 0, "named error": 0}
+    warnings.simplefilter("error", DamagedCheckpointWarning)
     target, last = place_of(kind, place, seed), 0.0
     until = time.monotonic() + 1.5
     while time.monotonic() < until or not (folder / "begun").exists():
         try:
-            step = load_state(target)
-        except CorruptCheckpointError as error:
+            found = get_last_checkpoint(target.parent) if "run" in kind else target
+            if found is None:
+                assert not last, f"there was step {last}, and now there is nothing"
+                continue
+            step = load_state(found)
+        except (CorruptCheckpointError, DamagedCheckpointWarning) as error:
             raise AssertionError(f"a whole checkpoint was called damaged: {error}") from error
         except LoadError:
             counts["named error"] += (folder / "begun").exists()  # else there is nothing yet
@@ -204,10 +256,11 @@ def check_after_kill(kind: str, place: str, folder: Path, seed: int) -> None:
     """What stands there is whole, and no older than the last save that returned."""
 
     def fn(rank: int, world_size: int) -> None:
-        target = place_of(kind, place, seed)
-        if kind == "faults":
-            target = Location(store=LocalStore(place), key="run/checkpoint")
+        target = run_of(kind, place, seed, faults=False) / "checkpoint"
         returned = [int(p.read_text() or 0) for p in folder.glob("returned-*")]
+        if "run" in kind:
+            check_run(target.parent, max(returned, default=0))
+            return
         if not returned:
             return
         assert load_state(target) >= max(returned), returned
@@ -218,6 +271,18 @@ def check_after_kill(kind: str, place: str, folder: Path, seed: int) -> None:
         assert len(folders) == 1, f"the next save left {folders}"
 
     run_ranks(fn, 1)
+
+
+def check_run(folder: Location, returned: int) -> None:
+    """The next job finds the newest state, and nothing else than checkpoints."""
+    with manager_of(folder, None) as manager:
+        found = manager.resume(load_state)
+        assert (0 if found is None else found[1]) >= returned, (found, returned)
+        keys = folder.store.keys(folder.key)
+        names = {key[len(folder.key) + 1 :].partition("/")[0] for key in keys}
+        for name in (name for name in names if name.startswith("checkpoint-")):
+            assert verify_checkpoint(folder / name).problems == (), name
+        manager.save({"model": shards(0, 1e4)[2:]}, 10_000)
 
 
 def try_seed(kind: str, place: str, folder: Path, seed: int) -> dict[str, int]:
@@ -237,7 +302,7 @@ def test_a_kill_loses_nothing_and_a_reader_sees_whole_states(
 ) -> None:
     whole = 0
     for number in range(2):
-        place = request.getfixturevalue("bucket") if kind == "s3" else str(tmp_path / f"s{number}")
+        place = request.getfixturevalue("bucket") if "s3" in kind else str(tmp_path / f"s{number}")
         counts = try_seed(kind, place, tmp_path / str(number), random.randrange(2**32))
         whole += counts["whole"]
     assert whole

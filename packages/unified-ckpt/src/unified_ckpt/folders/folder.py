@@ -140,10 +140,12 @@ def valid_checkpoints(
     """
     check_depth(verify)
     for path in numbered_checkpoints(as_target("folder", folder)):
+        if isinstance(path, Location) and not is_stored(path):
+            continue  # of a save that has not ended, or of a checkpoint that was removed
         fault = find_fault(path, verify)
         if fault is None:
             yield path
-        elif _has_name(path):  # else it was removed meanwhile, or a save has not ended
+        elif _has_name(path):  # else it was removed meanwhile
             warnings.warn(
                 f"{path} is passed over, an older checkpoint is looked for: {fault}",
                 DamagedCheckpointWarning,
