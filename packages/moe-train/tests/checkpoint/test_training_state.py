@@ -2,6 +2,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -246,6 +247,33 @@ def test_a_checkpoint_that_cannot_be_loaded_is_one_message_with_the_remedy(
     assert outcome.error is not None and "TrainValueError: " in outcome.error
     named = "optimizer.safetensors" if fault == "torn" else "model.layers.0.mlp.experts"
     assert named in outcome.error and "--resume an older checkpoint" in outcome.error
+
+
+def test_a_named_checkpoint_that_is_replaced_while_it_is_read_is_an_error_on_every_rank(
+    configure: Configure, random_batches: Batches, tmp_path: Path
+) -> None:
+    """Tensors of one, and the trainer state of another, would be a state that never was."""
+    saved(configure(), random_batches)
+    source = tmp_path / "run/checkpoint-2"
+    shutil.copytree(source, tmp_path / "other")
+    config = configure("parallel.dp=2")
+
+    def run(rank: int, _: int) -> None:
+        _, checkpointer = build_runner(config, read_model_config(config), start(config), {})
+        load_weights = checkpointer._load_weights
+
+        def replaced_behind(path: Path) -> None:
+            load_weights(path)
+            if rank == 1:
+                source.rename(tmp_path / "before")
+                (tmp_path / "other").rename(source)
+
+        with mock.patch.object(Checkpointer, "_load_weights", lambda _, p: replaced_behind(p)):
+            checkpointer.load(source)
+
+    for outcome in collect_ranks(run, 2):
+        assert outcome.error is not None and "TrainValueError: " in outcome.error
+        assert "checkpoint-2 was replaced while it was read" in outcome.error
 
 
 def test_every_rank_draws_on_with_its_own_random_numbers(

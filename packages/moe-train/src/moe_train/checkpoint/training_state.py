@@ -216,12 +216,15 @@ class Checkpointer:
         """Restore weights, optimizer, and this rank's random state if the checkpoint has it.
 
         What is stored in another dtype is converted, from the master weights where there are any.
+        Trainer state, ledger, random state and tensors are of one checkpoint, on all ranks.
+        Collective.
 
         Raises:
-            ValueError: a file is damaged, or a key or a shape differs; the message names it.
+            ValueError: a file is damaged, or a key or a shape differs, or the checkpoint was
+                replaced while it was read; the message names it. On every rank.
         """
         try:
-            return self._load(source)
+            return self.manager.load_named(source, self._load)
         except CheckpointError as error:
             raise TrainValueError(_UNREADABLE.format(source, error)) from error
 

@@ -42,7 +42,7 @@ from moe_train.training import (
 from unified_ckpt import CheckpointError, read_index
 from unified_ckpt.files.storage import Location, as_target
 from unified_ckpt.folders import check_steps_free, numbered_checkpoints
-from unified_ckpt.plans.checkpoint import is_stored
+from unified_ckpt.plans.checkpoint import Checkpoint, is_stored
 
 logger = logging.getLogger(__name__)
 
@@ -68,11 +68,33 @@ def check(config: Config, resume: str, allow_change: Sequence[str] = ()) -> Path
     _say_device(config)
     folder = as_target("train.output_dir", config.train.output_dir)
     source = find_checkpoint(folder, resume)
+    if source is None:
+        _check_job(config, model, None, allow_change)
+        return None
+    try:  # all that is compared with the job is of one checkpoint
+        with Checkpoint(source) as checkpoint:
+            _check_job(config, model, source, allow_change)
+            if not checkpoint.opened.leads_here():
+                raise checkpoint.replaced()
+    except CheckpointError as error:
+        raise TrainValueError(f"--resume: {error}") from error
+    return source
+
+
+def _check_job(
+    config: Config,
+    model: DecoderConfig,
+    source: Path | Location | None,
+    allow_change: Sequence[str],
+) -> None:
+    """Check what the folders hold, then the corpus, then both against the checkpoint."""
+    folder = as_target("train.output_dir", config.train.output_dir)
     check_run_folders(config.local_folders, resuming=source is not None)
     if isinstance(folder, Location):
         _check_store(config, folder, resuming=source is not None)
     if source is not None:
-        _check_checkpoint(source)
+        for part in ("model", "optimizer"):
+            read_index(source, part)
     check_space(config, model, folder)
     # One rank of a machine reads the token files through; the others wait for it when they meet.
     prepared = prepare(config, verify=os.environ.get("LOCAL_RANK", "0") == "0")
@@ -83,7 +105,6 @@ def check(config: Config, resume: str, allow_change: Sequence[str] = ()) -> Path
     if source is not None:
         _check_steps(config, folder, source)
         _check_changes(config, model, prepared, source, allow_change)
-    return source
 
 
 def has_begun(config: Config) -> bool:
@@ -240,11 +261,3 @@ def _check_changes(
     if rank_number() == 0:
         print(*lines, sep="\n", flush=True)
     refuse_changes(changes, allow_change, source)
-
-
-def _check_checkpoint(source: Path | Location) -> None:
-    try:
-        for part in ("model", "optimizer"):
-            read_index(source, part)
-    except CheckpointError as error:
-        raise TrainValueError(f"--resume: {error}") from error
