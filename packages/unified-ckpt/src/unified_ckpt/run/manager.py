@@ -363,15 +363,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     def load_named(self, path: Path | Location, load_one: Callable[[Path | Location], _T]) -> _T:
         """Load one checkpoint by its name, the same one on all ranks; collective.
 
-        All that `load_one` reads there, in any number of calls, is of the checkpoint that every
-        rank had opened before; there is no fallback.
-
-        Raises:
-            ReplacedCheckpointError: the name led to another one before all had loaded. On every
-                rank.
-            CorruptCheckpointError: some rank found damage. On every rank.
-            LoadError: `load_one` failed on some rank for another reason. On every rank.
-            SavePeerError: a peer did not arrive within the time limit.
+        All that `load_one` reads there, in any number of calls, is of one checkpoint. Raises, on
+        every rank, as `resume`, also for damage and for a replacement: nothing stands in for it.
         """
         return _load_together(self._agreement("load_named"), load_one, path)
 
