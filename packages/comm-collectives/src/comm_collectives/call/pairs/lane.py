@@ -153,7 +153,7 @@ class Lane:
 
     def refuse(self, message: Message, transfer: Transfer, why: str) -> MismatchError:
         """Return the error for a message of no use, of which its sender hears too."""
-        self.pairs[message.source].say(Word.REFUSED, transfer.key, message.place, f"0 0\n{why}")
+        self.pairs[message.source].say(Word.REFUSED, transfer.key, message.place, f"0 0 0\n{why}")
         return MismatchError(f"{transfer}: {why}")
 
     def deny(self, peer: int, question: bytes, number: int, own: str) -> str | None:
@@ -173,7 +173,7 @@ class Lane:
         word = Word.REFUSED if is_send else Word.STUCK
         if is_send:
             pair.void.add((key, place))
-        pair.say(word, key, place, f"{number} {pair.asked}\n{_CROSSED}: {own}")
+        pair.say(word, key, place, f"{number} {pair.asked} {asked}\n{_CROSSED}: {own}")
         self.later(int)
         return f"{_CROSSED}: {theirs}"
 
@@ -272,6 +272,7 @@ class Lane:
             return False
         is_send, pair = transfer.src == state.rank, self.pairs[peer]
         pair.asked += 1
+        pair.open = pair.asked if text else 0
         if not is_send:
             own = f"{pair.asked}\n{text}" if text else ""
             pair.say(Word.AWAITED, transfer.key, transfer.place, own)
@@ -304,7 +305,9 @@ class Lane:
             if (one.word, one.key, one.place) == (word, transfer.key, transfer.place):
                 said.remove(one)
                 head, _, text = one.text.partition("\n")
-                number, asked = map(int, head.split())
+                number, asked, answered = map(int, head.split())
+                if answered not in (0, pair.open):
+                    continue  # of an earlier wait for the same message
                 pair.over = max(pair.over, asked)  # the peer has left what it asked for until then
                 _leave_call(transfer.state, number)
                 raise MismatchError(f"{_placed(transfer)}: {text}")

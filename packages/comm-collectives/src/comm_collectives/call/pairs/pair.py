@@ -75,7 +75,8 @@ class Pair:
         self, streams: Streams, peer: int, transport: Transport, changed: Condition
     ) -> None:
         self.peer, self.is_reading, self.is_expecting = peer, False, False
-        self.asked = self.over = 0  # questions to the peer, and those of the peer that are over
+        # Questions to the peer so far, the one that is open, and those of the peer that are over.
+        self.asked = self.open = self.over = 0
         self._streams, self._transport, self._changed = streams, transport, changed
         self._link = Link(streams, peer)
         self.sending = Lock()
