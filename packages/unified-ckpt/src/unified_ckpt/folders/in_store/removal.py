@@ -13,6 +13,7 @@ from pathlib import Path
 
 from unified_ckpt.errors import LoadError, StoreError
 from unified_ckpt.files.format import MANIFEST_NAME
+from unified_ckpt.files.format.tables import TABLES_NAME
 from unified_ckpt.files.storage import Location
 from unified_ckpt.plans.checkpoint import Checkpoint, as_load_errors, is_stored
 from unified_ckpt.saving.commit import Draft
@@ -41,7 +42,7 @@ def remove_stored(place: Location) -> None:
     keys = {(files / name).key for name in names}
     with as_load_errors(place):
         if data:
-            keys |= set(store.keys(files.key))
+            keys |= {*store.keys(files.key), (files / TABLES_NAME).key}
         store.delete([first])
         store.delete(sorted(keys - {first}))
 
