@@ -17,6 +17,7 @@ from unified_ckpt.errors import (
     SaveArgumentError,
     SaveError,
 )
+from unified_ckpt.files.format import manifest
 from unified_ckpt.tiers import NodeTier, TierOptions, held_copies, node_tier
 
 NAMES = ["a", "b", "b", "c"]  # nodes of 1, 2 and 1 ranks
@@ -263,6 +264,24 @@ def test_one_node_alone_keeps_its_state_and_says_that_nothing_is_copied(
         check_state(found[1], 0, 1, 2)
         tier.clear()
         assert held_copies(memory / "a") == [] and tier.restore() is None
+
+
+def test_copies_with_a_manifest_in_parts_are_whole(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest, "INLINE_BYTES", 0)  # as of millions of tensors
+    run_job(memory, ["a", "b"], lambda tier, rank, size: save_steps(tier, rank, size, 1))
+    copies = held_copies(memory / "a")
+    assert len(copies) == 2
+    assert all("manifest.bin" in dict(copy.files) for copy in copies)
+    shutil.rmtree(memory / "b")
+
+    def job(tier: NodeTier, rank: int, world_size: int) -> None:
+        found = tier.restore()
+        assert found is not None
+        check_state(found[1], rank, world_size, 1)
+
+    run_job(memory, ["a", "fresh"], job)
 
 
 def test_tied_tensors_are_stored_where_they_are_held(memory: Path) -> None:
