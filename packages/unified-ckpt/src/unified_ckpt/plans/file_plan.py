@@ -8,7 +8,7 @@ are asked for, since a rank needs those of the files that it writes only.
 
 import itertools
 import operator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from unified_ckpt.files.format import HeaderEntry, encode_header
 from unified_ckpt.geometry import Region, Shape, box_region, split_box
 from unified_ckpt.geometry.tensors import dtype_of
-from unified_ckpt.plans.columns import BoxTable, HeldBoxes, Writers
+from unified_ckpt.plans.columns import BoxTable, Writers
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,36 +109,39 @@ class FilePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredColumns:
-    """The stored tensors of a save, by file; columns are int64 `[stored tensors]`.
+    """The stored tensors of a save, by file; columns are `[stored tensors]`.
 
-    `tensor` and `first_box` and `end_box` say which boxes of which tensor one is; `whole` whether
-    it is that tensor, and not a box of it.
+    Attributes:
+        table: the boxes of all ranks.
+        first_row: row of the table that names each tensor first, `[tensors]`.
+        writers: who writes each box.
+        row: a row of the table that is each box, `[boxes]`.
+        tensor: which tensor one is, or a box of.
+        first_box: its first box.
+        end_box: the one after its last.
+        num_bytes: its size.
     """
 
     table: BoxTable
-    held: HeldBoxes
+    first_row: torch.Tensor
     writers: Writers
+    row: torch.Tensor
     tensor: torch.Tensor
     first_box: torch.Tensor
     end_box: torch.Tensor
     num_bytes: torch.Tensor
 
-    def ordered(self, order: torch.Tensor) -> "StoredColumns":
-        """Return the same stored tensors in another order."""
-        return replace(
-            self,
-            tensor=self.tensor[order],
-            first_box=self.first_box[order],
-            end_box=self.end_box[order],
-            num_bytes=self.num_bytes[order],
-        )
+    def put_in_order(self, order: torch.Tensor) -> None:
+        """Put the stored tensors in another order, in place: one column needs memory at a time."""
+        for column in (self.tensor, self.first_box, self.end_box, self.num_bytes):
+            column.copy_(column[order])
 
     def keys(self, begin: int, end: int) -> list[str]:
         """Return the keys of some stored tensors."""
         tensors = self.tensor[begin:end]
         boxed = self.writers.split[tensors]
         keys = [self.table.keys[number] for number in tensors.tolist()]
-        rows = self.held.row[self.first_box[begin:end][boxed]]
+        rows = self.row[self.first_box[begin:end][boxed]]
         places = boxed.nonzero().squeeze(1).tolist()
         for place, (shape, offset, local) in zip(places, self.table.tuples(rows), strict=True):
             keys[place] = split_key(keys[place], offset, local, shape)
@@ -146,7 +149,7 @@ class StoredColumns:
 
     def tensors(self, begin: int, end: int) -> tuple[WrittenTensor, ...]:
         """Return some stored tensors, in the order in which a file holds them."""
-        first_row = self.held.first_row[self.tensor[begin:end]]
+        first_row = self.first_row[self.tensor[begin:end]]
         first, last = self.first_box[begin:end].tolist(), self.end_box[begin:end].tolist()
         boxes = torch.tensor(
             [*itertools.chain.from_iterable(map(range, first, last))], dtype=torch.int64

@@ -182,7 +182,9 @@ def plan_save(
         kept_sharded=_mask(table, kept_sharded or {}),
         written=written,
     )
-    return _files(_stored(table, boxes, writers, written), max_shard_bytes, chunk_bytes)
+    stored = _stored(table, boxes, writers, written)
+    del boxes
+    return _files(stored, max_shard_bytes, chunk_bytes)
 
 
 def _mask(table: BoxTable, keys: Mapping[str, Collection[str] | None]) -> torch.Tensor:
@@ -204,18 +206,24 @@ def _stored(
     tensors = written.nonzero().squeeze(1)
     counts = held.box_start.diff()[tensors]
     num_stored = torch.where(writers.split[tensors], counts, 1)
-    number = torch.arange(len(tensors), dtype=torch.int32).repeat_interleave(num_stored)
-    start = (held.box_start[tensors] - (num_stored.cumsum(0) - num_stored)).to(torch.int32)
-    first = start[number].add_(torch.arange(len(number), dtype=torch.int32))
-    tensor = tensors.to(torch.int32)[number]
-    boxed = writers.split[tensor]
-    end = torch.where(boxed, first + 1, held.box_start[1:][tensor])
-    del number
-    size = held.num_bytes[tensor]
-    size[boxed] = held.box_bytes[first[boxed]]
+    total = int(num_stored.sum())
+    tensor, first, end = (torch.empty(total, dtype=torch.int32) for _ in range(3))
+    size = torch.empty(total, dtype=torch.int64)
+    ends = num_stored.cumsum(0)
+    for at in range(0, total, _SPREAD_AT_ONCE):  # in steps, for the memory
+        step = torch.arange(at, min(at + _SPREAD_AT_ONCE, total))
+        number = torch.searchsorted(ends, step, right=True)
+        of, here = tensors[number], slice(at, at + len(step))
+        boxed = writers.split[of]
+        begin = held.box_start[of] + step - (ends - num_stored)[number]
+        tensor[here], first[here] = of, begin
+        end[here] = torch.where(boxed, begin + 1, held.box_start[of + 1])
+        size[here] = held.num_bytes[of]
+        size[here][boxed] = held.box_bytes[begin[boxed]]
     return StoredColumns(
         table=table,
-        held=held,
+        first_row=held.first_row,
+        row=held.row,
         writers=writers,
         tensor=tensor,
         first_box=first,
@@ -230,7 +238,8 @@ def _files(stored: StoredColumns, max_shard_bytes: int, chunk_bytes: int) -> Sav
     first, shared = _first_writers(stored)
     group = (table.part[stored.tensor] * 2 + shared) * num_ranks + first
     order = group.argsort(stable=True).to(torch.int32)
-    columns, group, first = stored.ordered(order), group[order], first[order]
+    stored.put_in_order(order)
+    columns, group, first = stored, group[order], first[order]
     start = _cuts(group, columns.num_bytes, max_shard_bytes)
     parts: list[int] = (group[torch.tensor(start, dtype=torch.int64)] // (2 * num_ranks)).tolist()
     for empty in sorted(set(range(len(table.parts))) - set(parts)):  # a file says that it is there
@@ -238,7 +247,7 @@ def _files(stored: StoredColumns, max_shard_bytes: int, chunk_bytes: int) -> Sav
         start.insert(place, [*start, len(group)][place])
         parts.insert(place, empty)
     over_nodes = table.part[stored.writers.over_nodes].bincount(minlength=len(table.parts))
-    del stored, group, order
+    del group, order
     edges = torch.tensor([*start, len(columns.tensor)])
     pairs = _file_writers(columns, edges, num_ranks)
     writer_start = torch.searchsorted(pairs // num_ranks, torch.arange(len(parts) + 1))
@@ -264,7 +273,7 @@ def _files(stored: StoredColumns, max_shard_bytes: int, chunk_bytes: int) -> Sav
 
 def _first_writers(stored: StoredColumns) -> tuple[torch.Tensor, torch.Tensor]:
     """Return who writes each stored tensor's first box, and whether others write boxes of it."""
-    first = stored.table.rank[stored.held.first_row[stored.tensor]]
+    first = stored.table.rank[stored.first_row[stored.tensor]]
     has_boxes = stored.end_box > stored.first_box
     begins = stored.first_box[has_boxes]
     first[has_boxes] = stored.table.rank[stored.writers.row[begins]]
