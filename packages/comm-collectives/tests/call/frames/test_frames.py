@@ -140,3 +140,25 @@ def test_steps_that_came_are_seen_without_waiting() -> None:
         return seen.number, seen.step, seen.size, last is not None and last.number
 
     assert run_ranks(fn, 2)[1] == (7, 1, 1, 7)
+
+
+def test_streams_are_never_handed_payload_that_was_received(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Behind each payload is a look for word of a peer that left: into memory without rows."""
+
+    def fn(rank: int, world_size: int) -> None:
+        frames = _frames(rank, world_size)
+        mark, seen, recv = b"row of tokens", [], SocketStreams.recv_some
+
+        def watched(streams: SocketStreams, peer: int, into: memoryview) -> int:
+            seen.append(mark in bytes(into))
+            return recv(streams, peer, into)
+
+        monkeypatch.setattr(SocketStreams, "recv_some", watched)
+        for number in (1, 2, 3):
+            got = _swap(frames, _Waiter(number), [mark * 10] * world_size)
+            assert got == [mark * 10] * world_size
+        assert not any(seen)
+
+    run_ranks(fn, 2)
