@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from unified_ckpt.geometry import Shape
 from unified_ckpt.plans import SplitTensor, StoredTensor
 from unified_ckpt.plans.checkpoint import Checkpoint
-from unified_ckpt.state.compression import parse_scale_key
+from unified_ckpt.state.compression import moment_of, parse_scale_key
 
 _SPLIT_KEY = re.compile(r"(.+)@(\d+:\d+(?:,\d+:\d+)*)@(\d+(?:,\d+)*)\Z", re.DOTALL)
 
@@ -60,7 +60,9 @@ class PartIndex:
         return self._stored.find(key) is not None or bool(self._boxes(key))
 
     def scales(self, key: str) -> list[StoredScale]:
-        """Return the scales of a tensor, none if it is not compressed."""
+        """Return the scales of a tensor, none if it is not compressed; only moments are."""
+        if moment_of(key) is None:
+            return []
         stored = [(name, parse_scale_key(name)) for name in self._stored.starting(f"{key}/scale@")]
         return [
             StoredScale(name, scale[1], scale[2])
