@@ -76,9 +76,9 @@ def verify_opened(checkpoint: Checkpoint) -> VerifyReport:
 def _verify_bytes(checkpoint: Checkpoint, files: Mapping[str, FileRecord]) -> VerifyReport:
     problems: list[Problem] = []
     num_bytes = 0
-    for name, record in files.items():
+    for name in files:
         try:
-            found, done = _verify_file(checkpoint.opened, name, record)
+            found, done = _verify_file(checkpoint.opened, name, files[name])
         except LoadError as error:
             found, done = [Problem(name, None, str(error))], 0
         problems += found

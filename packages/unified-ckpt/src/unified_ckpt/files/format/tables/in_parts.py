@@ -28,6 +28,7 @@ from unified_ckpt.files.format.tables.records import (
 TABLES_NAME = "manifest.bin"
 WHOLE_BYTES = 1024 * 1024
 _KEYS_A_BLOCK = 2048
+_MOST_RECORDS = 8  # kept after they were read
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +109,18 @@ class StoredRecords(Mapping[str, FileRecord]):
         )
         self._own.check_bounds()
         self._sizes = sizes
+        self._last: dict[str, FileRecord] = {}
 
     def __getitem__(self, name: str) -> FileRecord:
         if name == TABLES_NAME:
             return self._own
+        if name not in self._last:
+            while len(self._last) >= _MOST_RECORDS:
+                self._last.pop(next(iter(self._last)))
+            self._last[name] = self._read(name)
+        return self._last[name]
+
+    def _read(self, name: str) -> FileRecord:
         raw = self._tables.read(self._places[name], f"the record of {name!r}")
         try:
             record = unpack_record(raw)
