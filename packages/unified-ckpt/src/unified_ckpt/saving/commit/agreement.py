@@ -214,7 +214,8 @@ class Phase:
                 raise
             if not isinstance(error, Exception):
                 return
-            raise SaveError(
+            kind_here = SavePeerError if isinstance(error, SavePeerError) else SaveError
+            raise kind_here(
                 f"{self._agreement.subject}: rank {self._agreement.global_rank_here} failed in "
                 f"{self._name!r}: {_report(error)['text']}; the peers could not be told: {lost}"
             ) from error
