@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from unified_ckpt.background.offload_plan import ByteSlice
-from unified_ckpt.devices import Lane, Placed, as_bytes, is_plain_device_memory
+from unified_ckpt.devices import CopyStream, Placed, as_bytes, is_plain_device_memory
 from unified_ckpt.errors import SaveError
 
 
@@ -21,12 +21,12 @@ class DeviceCopies:
     """The devices' part of one snapshot after the other; makes no stream without device tensors."""
 
     def __init__(self) -> None:
-        self._lanes: dict[torch.device, Lane] = {}
+        self._streams: dict[torch.device, CopyStream] = {}
 
     def start(self) -> None:
         """Begin a snapshot."""
-        for lane in self._lanes.values():
-            lane.begin()
+        for copy_stream in self._streams.values():
+            copy_stream.begin()
 
     def issue(
         self,
@@ -53,13 +53,17 @@ class DeviceCopies:
         memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         memory.set_(views[chunk[0].item].untyped_storage())
         for device, of_device in placed.items():
-            if device not in self._lanes:
-                self._lanes[device] = Lane(device)
-            self._lanes[device].fetch(memory, of_device)
+            if device not in self._streams:
+                self._streams[device] = CopyStream(device)
+            self._streams[device].fetch(memory, of_device)
 
     def finish(self) -> Callable[[], None] | None:
         """Let the current streams wait for the copies; return what waits for them here."""
-        events = [event for lane in self._lanes.values() if (event := lane.join()) is not None]
+        events = [
+            event
+            for copy_stream in self._streams.values()
+            if (event := copy_stream.join()) is not None
+        ]
         if not events:
             return None
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from unified_ckpt.devices.lane import Lane, Placed
+from unified_ckpt.devices.copy_stream import CopyStream, Placed
 from unified_ckpt.devices.ring import BLOCKS_AHEAD, HostBlock, HostRing
 from unified_ckpt.geometry.tensors import bits_of, byte_view, contiguous_on_cpu
 
@@ -48,12 +48,12 @@ class Fetcher(AbstractContextManager["Fetcher"]):
 
     def __init__(self) -> None:
         self._ring = HostRing()
-        self._lanes: dict[torch.device, Lane] = {}
+        self._streams: dict[torch.device, CopyStream] = {}
 
     def __exit__(self, *_: object) -> None:
-        for lane in self._lanes.values():
-            lane.event().synchronize()
-        self._lanes = {}
+        for copy_stream in self._streams.values():
+            copy_stream.event().synchronize()
+        self._streams = {}
 
     def bytes_of(self, tensors: Iterable[torch.Tensor]) -> Iterator[memoryview]:
         """Yield the row-major bytes of each tensor, in order; they last while they are held."""
@@ -93,8 +93,8 @@ class Fetcher(AbstractContextManager["Fetcher"]):
 
     def _start(self, group: list[torch.Tensor], places: list[int], block: HostBlock) -> _Filling:
         device = group[0].device
-        lane = self._lanes.get(device)
-        if lane is None:
-            lane = self._lanes[device] = Lane(device)
-        lane.fetch(block.memory, map(Placed, group, places))
-        return _Filling(group, places, block, lane.event())
+        copy_stream = self._streams.get(device)
+        if copy_stream is None:
+            copy_stream = self._streams[device] = CopyStream(device)
+        copy_stream.fetch(block.memory, map(Placed, group, places))
+        return _Filling(group, places, block, copy_stream.event())

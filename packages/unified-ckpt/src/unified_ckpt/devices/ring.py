@@ -12,7 +12,7 @@ from collections import deque
 
 import torch
 
-from unified_ckpt.devices.lane import ALIGNMENT_BYTES
+from unified_ckpt.devices.copy_stream import ALIGNMENT_BYTES
 from unified_ckpt.devices.pinning import pinned_memory
 from unified_ckpt.geometry import round_up
 from unified_ckpt.geometry.tensors import byte_view

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from unified_ckpt.devices.lane import Lane, Placed
+from unified_ckpt.devices.copy_stream import CopyStream, Placed
 from unified_ckpt.devices.ring import BLOCKS_AHEAD, HostBlock, HostRing
 
 
@@ -20,14 +20,14 @@ class Sender(AbstractContextManager["Sender"]):
 
     def __init__(self) -> None:
         self._ring = HostRing()
-        self._lanes: dict[torch.device, Lane] = {}
+        self._streams: dict[torch.device, CopyStream] = {}
         self._block: HostBlock | None = None
         self._placed: dict[torch.device, list[Placed]] = {}
         self._sent: deque[tuple[list[torch.cuda.Event], HostBlock]] = deque()
 
     def __exit__(self, *_: object) -> None:
-        for lane in self._lanes.values():
-            lane.join()
+        for copy_stream in self._streams.values():
+            copy_stream.join()
 
     def place(self, tensor: torch.Tensor) -> memoryview | None:
         """Return memory for the row-major bytes of a device's tensor; None before a `send`."""
@@ -45,11 +45,11 @@ class Sender(AbstractContextManager["Sender"]):
             return
         events = []
         for device, placed in self._placed.items():
-            lane = self._lanes.get(device)
-            if lane is None:
-                lane = self._lanes[device] = Lane(device)
-            lane.send(self._block.memory, placed)
-            events.append(lane.event())
+            copy_stream = self._streams.get(device)
+            if copy_stream is None:
+                copy_stream = self._streams[device] = CopyStream(device)
+            copy_stream.send(self._block.memory, placed)
+            events.append(copy_stream.event())
         self._sent.append((events, self._block))
         self._block, self._placed = None, {}
         while len(self._sent) > BLOCKS_AHEAD:

@@ -1,12 +1,12 @@
 """One device's copies to and from host memory, on a stream of their own.
 
-Invariant: the lane's stream begins after what the current stream had done when it was first used
-since `begin`, and the current stream never waits but in `join`. Many small tensors, and those that
-are not plain memory, go through a buffer of fixed size on the device, so that one copy crosses for
-all of them, and none needs memory of its own size there.
+Invariant: it begins after what the current stream had done when it was first used since `begin`,
+and the current stream never waits but in `join`. Many small tensors, and those that are not plain
+memory, go through a buffer of fixed size on the device, so that one copy crosses for all of them,
+and none needs memory of its own size there.
 
-    lane.fetch(memory, [Placed(weight, 0), Placed(bias, 4096)])  # uint8 host memory, pinned
-    lane.event().synchronize()
+    copy_stream.fetch(memory, [Placed(weight, 0), Placed(bias, 4096)])  # uint8 host memory, pinned
+    copy_stream.event().synchronize()
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,7 +30,7 @@ class Placed(NamedTuple):
     begin: int
 
 
-class Lane:
+class CopyStream:
     """Copies of one device; used by one thread at a time."""
 
     def __init__(self, device: torch.device) -> None:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from devicetest import Machine, fake_cuda
-from unified_ckpt.devices import Lane, Placed
+from unified_ckpt.devices import CopyStream, Placed
 from unified_ckpt.devices.pinning import pinned_memory
 
 
@@ -50,19 +50,19 @@ def test_tensors_of_all_kinds_cross_without_a_race_or_a_wait() -> None:
         sources = strided_on_device(cuda, plain)
         *begins, size = places(sources)
         memory = pinned_memory(size)
-        lane = Lane(torch.device("cuda", 0))
-        lane.fetch(memory, map(Placed, sources, begins))
+        copy_stream = CopyStream(torch.device("cuda", 0))
+        copy_stream.fetch(memory, map(Placed, sources, begins))
         assert cuda.syncs == []
-        event = lane.join()
+        event = copy_stream.join()
         for source in sources:
             source.zero_()  # the current stream waits, the host does not
         event.synchronize()
         for tensor, begin in zip(plain, begins, strict=True):
             raw = memory[begin : begin + tensor.nbytes].clone()
             assert torch.equal(raw.view(tensor.dtype).view(tensor.shape), tensor.resolve_conj())
-        lane.begin()
-        lane.send(memory, map(Placed, sources, begins))
-        lane.join()
+        copy_stream.begin()
+        copy_stream.send(memory, map(Placed, sources, begins))
+        copy_stream.join()
         assert "copy with a device temporary" not in cuda.counts and cuda.problems == []
         for tensor, source in zip(plain, sources, strict=True):
             assert torch.equal(source.cpu(), tensor.resolve_conj())
@@ -73,8 +73,8 @@ def test_the_current_stream_must_wait_before_the_tensors_change() -> None:
     with fake_cuda() as cuda:
         source = torch.ones(100, device="cuda")
         memory = pinned_memory(400)
-        lane = Lane(torch.device("cuda", 0))
-        lane.fetch(memory, [Placed(source, 0)])
+        copy_stream = CopyStream(torch.device("cuda", 0))
+        copy_stream.fetch(memory, [Placed(source, 0)])
         source.zero_()
         assert {race.kind for race in cuda.races} == {"write after read"}
 
@@ -84,12 +84,12 @@ def test_many_small_tensors_are_one_copy_and_one_launch() -> None:
         sources = [torch.full((1000,), float(n), device="cuda") for n in range(500)]
         memory = pinned_memory(500 * 4032)
         cuda.forget()
-        lane = Lane(torch.device("cuda", 0))
-        lane.fetch(memory, [Placed(s, 4032 * n) for n, s in enumerate(sources)])
+        copy_stream = CopyStream(torch.device("cuda", 0))
+        copy_stream.fetch(memory, [Placed(s, 4032 * n) for n, s in enumerate(sources)])
         assert cuda.counts["late copy to host"] == 1 and cuda.counts["aten::_foreach_copy_"] == 1
-        lane.send(memory, [Placed(s, 4032 * n) for n, s in enumerate(sources)])
+        copy_stream.send(memory, [Placed(s, 4032 * n) for n, s in enumerate(sources)])
         assert cuda.counts["late copy to device"] == 1 and cuda.counts["aten::_foreach_copy_"] == 2
-        lane.join()
+        copy_stream.join()
 
 
 @pytest.mark.gpu
@@ -102,15 +102,15 @@ def test_all_kinds_cross_on_a_device_with_a_buffer_of_fixed_size() -> None:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    lane = Lane(torch.device("cuda", torch.cuda.current_device()))
-    lane.fetch(memory, map(Placed, sources, begins))
-    event = lane.join()
+    copy_stream = CopyStream(torch.device("cuda", torch.cuda.current_device()))
+    copy_stream.fetch(memory, map(Placed, sources, begins))
+    event = copy_stream.join()
     for source in sources:
         source.zero_()
     event.synchronize()
-    lane.begin()
-    lane.send(memory, map(Placed, sources, begins))
-    lane.join()
+    copy_stream.begin()
+    copy_stream.send(memory, map(Placed, sources, begins))
+    copy_stream.join()
     for tensor, source in zip(plain, sources, strict=True):
         assert torch.equal(source.cpu(), tensor.resolve_conj())
     assert torch.cuda.max_memory_allocated() - before < 5 << 20
