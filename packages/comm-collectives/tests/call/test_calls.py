@@ -93,6 +93,7 @@ def test_rank_that_hosts_the_store_is_named_when_killed_before_its_first_call(
     note = tmp_path / "port"
 
     def fn(rank: int, world_size: int) -> object:
+        dist.barrier()  # some rank may still connect
         dist.destroy_process_group()
         if rank == 0:
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -26,12 +26,24 @@ class Storages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        given = {storage._cdata for storage in storages_of([args, kwargs])}
-        for storage in storages_of(result):
-            if storage.nbytes() and storage._cdata not in given:  # a view makes none
+        self.note(result, given=[args, kwargs])
+        return result
+
+    def note(self, tensors, given):
+        known = {storage._cdata for storage in storages_of(given)}
+        for storage in storages_of(tensors):
+            if storage.nbytes() and storage._cdata not in known:  # a view makes none
                 ref = StorageWeakRef(storage)
                 self.refs.setdefault(ref.cdata, (ref, storage.nbytes()))
-        return result
+
+    def of_inputs(self, stage, given):
+        """The stage, whose inputs count too: a thread without this mode may have received them."""
+
+        def noting(*inputs, **kwargs):
+            self.note(inputs, given)
+            return stage(*inputs, **kwargs)
+
+        return noting
 
     def units(self, unit_bytes):
         alive = [size for ref, size in self.refs.values() if not ref.expired()]
@@ -78,9 +90,9 @@ def units_at_first_backward(schedule, stages_of, sample):
         def look(unit_bytes):
             found.append(found[0] if found else storages.units(unit_bytes))
 
-        stages = stages_of(rank, look)
-        executor = PipelineExecutor(stages, schedule, rank=rank)
         inputs = [(sample(),) for _ in range(schedule.num_microbatches)]
+        stages = {n: storages.of_inputs(s, inputs) for n, s in stages_of(rank, look).items()}
+        executor = PipelineExecutor(stages, schedule, rank=rank)
         with storages:
             executor.step(inputs)
         left = storages.units(4 * UNIT)
