@@ -22,11 +22,11 @@ LINES_BEFORE = {
 }
 LINES = sum(LINES_BEFORE.values())  # 58,563
 
-# What a capability that did not exist before may add, and which one; what has gone since is below 0.
+# What a capability that did not exist before may add, and which one; less what has gone since.
 LINES_ADDED = {
     # All of torch's collectives and transfers as drop-ins, where five were, with torch's Work, and
     # what puts them in torch's place; Parameters, sets, enums and more in nested values; plans of
-    # any number of nodes; graph breaks. Less what frames over streams of its own have made needless:
+    # any number of nodes; graph breaks. Less what frames over own streams have made needless:
     # mailboxes, pages, three ways of small messages, gloo's transfers between two ranks.
     "comm-collectives": 1_100 - 1_700,
     # Data people have (readers, chat, mixtures, packing, ledger), tokenizers of checkpoints, fine-
