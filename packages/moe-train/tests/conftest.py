@@ -138,3 +138,22 @@ def random_batches() -> Callable[..., list[Batch]]:
         ]
 
     return make
+
+
+class StepHook(RankContext):
+    """Calls a function when a step is finished, before the save that follows."""
+
+    def __init__(self, hook: Callable[[int], None]) -> None:
+        super().__init__()
+        self.hook = hook
+
+    def __setattr__(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+        if name == "step" and hasattr(self, "hook"):
+            self.hook(int(value))  # type: ignore[call-overload]
+
+
+@pytest.fixture
+def step_hook() -> Callable[[Callable[[int], None]], RankContext]:
+    """Makes a context that calls a function when a step is finished."""
+    return StepHook

@@ -23,6 +23,7 @@ from unified_ckpt.errors import DamagedCheckpointWarning
 from unified_ckpt.tiers import held_copies
 
 Configure = Callable[..., Config]
+StepHook = Callable[[Callable[[int], None]], RankContext]
 STEPS = 9
 KEYS = (
     "parallel.ep=2",
@@ -30,19 +31,6 @@ KEYS = (
     "checkpoint.interval_minutes=inf",
     "checkpoint.node_interval_steps=2",
 )
-
-
-class StepHook(RankContext):
-    """Calls a function when a step is finished, before the save that follows."""
-
-    def __init__(self, hook: Callable[[int], None]) -> None:
-        super().__init__()
-        self.hook = hook
-
-    def __setattr__(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
-        if name == "step" and hasattr(self, "hook"):
-            self.hook(int(value))  # type: ignore[call-overload]
 
 
 @pytest.fixture
@@ -85,7 +73,7 @@ def resumed(config: Config, memory: Path, nodes: list[str]) -> list[list[str]]:
     return run_ranks(run, 2, timeout_s=240)  # type: ignore[return-value]
 
 
-def die(config: Config, memory: Path, *, after: int) -> None:
+def die(config: Config, memory: Path, *, after: int, step_hook: StepHook) -> None:
     """Train on nodes a and b until b dies with its memory."""
     check(config, "")
 
@@ -94,7 +82,7 @@ def die(config: Config, memory: Path, *, after: int) -> None:
             if rank == 1 and step == after:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        train(on_node(config, memory, "ab"[rank]), "", StepHook(hook))
+        train(on_node(config, memory, "ab"[rank]), "", step_hook(hook))
 
     outcomes = collect_ranks(run, 2, timeout_s=240)
     assert outcomes[1].error_type == "Died" and not outcomes[0].ok, outcomes
@@ -103,13 +91,13 @@ def die(config: Config, memory: Path, *, after: int) -> None:
 
 
 def test_a_run_goes_on_from_the_state_on_its_nodes_as_if_no_node_had_died(
-    configure: Configure, tmp_path: Path, memory: Path
+    configure: Configure, tmp_path: Path, memory: Path, step_hook: StepHook
 ) -> None:
     whole = configure(*KEYS, f"train.output_dir={tmp_path / 'whole'}")
     check(whole, "")
     run_ranks(lambda *_: train(whole, "", RankContext()), 2, timeout_s=240)
     config = configure(*KEYS)
-    die(config, memory, after=7)
+    die(config, memory, after=7, step_hook=step_hook)
     run = tmp_path / "run"
     assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-2"], "the first one"
 
@@ -123,9 +111,9 @@ def test_a_run_goes_on_from_the_state_on_its_nodes_as_if_no_node_had_died(
 
 
 def test_under_another_layout_a_run_goes_on_from_storage_and_says_so(
-    configure: Configure, tmp_path: Path, memory: Path
+    configure: Configure, tmp_path: Path, memory: Path, step_hook: StepHook
 ) -> None:
-    die(configure(*KEYS), memory, after=7)
+    die(configure(*KEYS), memory, after=7, step_hook=step_hook)
     other = configure("parallel.ep=1", "parallel.dp=2", *KEYS[1:])
     check(other, "latest")
     with pytest.warns(DamagedCheckpointWarning, match="saved under another layout"):
@@ -148,7 +136,7 @@ def resumed_here(config: Config, memory: Path) -> None:
 
 
 def test_a_state_that_cannot_be_saved_on_a_node_is_one_line(
-    configure: Configure, tmp_path: Path, memory: Path
+    configure: Configure, tmp_path: Path, memory: Path, step_hook: StepHook
 ) -> None:
     config = configure(*KEYS)
     check(config, "")
@@ -165,7 +153,7 @@ def test_a_state_that_cannot_be_saved_on_a_node_is_one_line(
                 limit = 20_000 if step == 4 else hard
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
 
-        train(on_node(config, memory, "ab"[rank]), "", StepHook(hook))
+        train(on_node(config, memory, "ab"[rank]), "", step_hook(hook))
         return [line for line in said if "on the nodes" in line]
 
     (line,), other = run_ranks(run, 2, timeout_s=240)  # type: ignore[misc]

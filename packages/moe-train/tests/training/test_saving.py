@@ -21,20 +21,8 @@ from ranktest import collect_ranks, run_ranks
 from unified_ckpt.folders import find_fault
 
 Configure = Callable[..., Config]
+StepHook = Callable[[Callable[[int], None]], RankContext]
 EACH_STEP = ("checkpoint.interval_steps=1", "checkpoint.save_total_limit=1")
-
-
-class StepHook(RankContext):
-    """Calls a function when a step is finished, before the save that follows."""
-
-    def __init__(self, hook: Callable[[int], None]) -> None:
-        super().__init__()
-        self.hook = hook
-
-    def __setattr__(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
-        if name == "step" and hasattr(self, "hook"):
-            self.hook(int(value))  # type: ignore[call-overload]
 
 
 def limit_files(num_bytes: int) -> None:
@@ -54,7 +42,7 @@ def names_in(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_cannot_write_costs_a_line_and_no_step(
-    configure: Configure, tmp_path: Path, rank: int
+    configure: Configure, tmp_path: Path, rank: int, step_hook: StepHook
 ) -> None:
     """Saves 2 and 3 fail on one rank of two; those of before and after are there."""
     config = configure("parallel.ep=2", "train.max_steps=5", *EACH_STEP)
@@ -73,7 +61,7 @@ def test_a_rank_that_cannot_write_costs_a_line_and_no_step(
             if step == 4:
                 seen.append(names_in(tmp_path / "run"))
 
-        train(config, "", StepHook(hook))
+        train(config, "", step_hook(hook))
         return [line for line in records if "not saved" in line], seen[0]
 
     (said, kept), (other, _) = run_ranks(run, 2)  # type: ignore[misc]
@@ -89,13 +77,13 @@ def test_a_rank_that_cannot_write_costs_a_line_and_no_step(
 
 
 def test_an_end_that_is_not_saved_is_an_error_after_everything_is_reported(
-    configure: Configure, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    configure: Configure, tmp_path: Path, capfd: pytest.CaptureFixture[str], step_hook: StepHook
 ) -> None:
     config = configure("parallel.dp=2", "train.max_steps=3", *EACH_STEP)
     check(config, "")
 
     def run(rank: int, _: int) -> None:
-        train(config, "", StepHook(lambda step: limit_files(20_000) if step == 3 else None))
+        train(config, "", step_hook(lambda step: limit_files(20_000) if step == 3 else None))
 
     outcomes = collect_ranks(run, 2)
     for outcome in outcomes:
@@ -107,13 +95,13 @@ def test_an_end_that_is_not_saved_is_an_error_after_everything_is_reported(
 
 
 def test_a_failed_save_ends_the_run_where_that_is_asked(
-    configure: Configure, tmp_path: Path
+    configure: Configure, tmp_path: Path, step_hook: StepHook
 ) -> None:
     config = configure("train.max_steps=4", *EACH_STEP, "checkpoint.stop_on_save_error=true")
     check(config, "")
 
     def run(*_: int) -> None:
-        train(config, "", StepHook(lambda step: limit_files(20_000) if step == 2 else None))
+        train(config, "", step_hook(lambda step: limit_files(20_000) if step == 2 else None))
 
     (outcome,) = collect_ranks(run, 1)
     assert outcome.error is not None and "CheckpointNotSavedError: checkpoint-2 " in outcome.error
