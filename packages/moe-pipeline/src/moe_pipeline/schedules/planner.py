@@ -21,7 +21,7 @@ from random import Random
 from typing import final
 
 from moe_pipeline._checks import check_finite
-from moe_pipeline.errors import MoEValueError
+from moe_pipeline.errors import MoEValueError, ScheduleError
 from moe_pipeline.schedules.generators import (
     PERIOD,
     Block,
@@ -29,7 +29,6 @@ from moe_pipeline.schedules.generators import (
     Task,
     check_sizes,
     dualpipe_v,
-    finish,
     interleaved_1f1b,
     rows_of_block,
     run_policy,
@@ -42,6 +41,7 @@ from moe_pipeline.schedules.table import (
     Kind,
     Schedule,
     StageCosts,
+    add_transfers,
     costs_of_stages,
     simulate,
 )
@@ -117,35 +117,37 @@ class _Best:
         self._size = 6 * task.num_ranks * task.num_microbatches
         self._makespan = float("inf")
         self._bound = _lower_bound(task)
-        self._rows: Sequence[Iterable[Action]] = ()
-        self._named: Schedule | None = None
+        self._fastest: Schedule | None = None
 
     def schedule(self) -> Schedule:
-        name = f"plan_{self._task.memory_cap_bytes}"
-        if self._named is not None:
-            return replace(self._named, name=name)
-        count = self._task.num_microbatches
-        return finish(name, self._rows, count, num_stages=2 * self._task.num_ranks)
+        if self._fastest is None:
+            raise ScheduleError(f"no schedule found for {self._task}")
+        return replace(self._fastest, name=f"plan_{self._task.memory_cap_bytes}")
 
     @property
     def _optimal(self) -> bool:
         return self._makespan <= self._bound * (1 + 1e-12)
 
-    def _is_better(self, schedule: Schedule) -> bool:
-        """Whether it fits and is faster than what there is; notes how fast."""
+    def _keep_faster(self, schedule: Schedule) -> None:
+        """Keep it if it fits and is faster than what there is, its transfers included."""
         found = simulate(schedule, self._task.costs)
         fits = max(found.peak_bytes) <= self._task.memory_cap_bytes
-        if not fits or found.makespan_s >= self._makespan:
-            return False
-        self._makespan = found.makespan_s
-        return True
+        if fits and found.makespan_s < self._makespan:
+            self._makespan, self._fastest = found.makespan_s, schedule
+
+    def _finished(self, rows: Sequence[Iterable[Action]]) -> Schedule:
+        compute_only = Schedule(
+            name="plan",
+            num_stages=2 * self._task.num_ranks,
+            num_microbatches=self._task.num_microbatches,
+            ranks=tuple(map(tuple, rows)),
+        )
+        return add_transfers(compute_only, self._task.costs)
 
     def try_named(self) -> None:
         for generate in _NAMED:
             if not self._optimal:
-                schedule = generate(self._task.num_ranks, self._task.num_microbatches)
-                if self._is_better(schedule):
-                    self._named = schedule
+                self._keep_faster(generate(self._task.num_ranks, self._task.num_microbatches))
 
     def try_blocks(self) -> None:
         task = self._task
@@ -155,14 +157,7 @@ class _Best:
             if self._optimal:
                 return
             rows = rows_of_block(blocks, task.num_microbatches, period=period, limit=limit)
-            schedule = Schedule(
-                name="block",
-                num_stages=2 * task.num_ranks,
-                num_microbatches=task.num_microbatches,
-                ranks=tuple(map(tuple, rows)),
-            )
-            if self._is_better(schedule):
-                self._rows, self._named = rows, None
+            self._keep_faster(self._finished(rows))
 
     def try_policies(self) -> None:
         tries = max(12, _POLICY_WORK // self._size)
@@ -186,8 +181,7 @@ class _Best:
         if found is None:
             return float("inf")
         if found.makespan_s < self._makespan:
-            self._makespan = found.makespan_s
-            self._rows, self._named = found.rows, None
+            self._keep_faster(self._finished(found.rows))
         return found.makespan_s
 
 

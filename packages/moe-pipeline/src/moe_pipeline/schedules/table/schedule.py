@@ -19,12 +19,13 @@ knows nothing about the policy. The text of an action follows torch's grammar
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from moe_pipeline._checks import check_type
 from moe_pipeline.errors import ScheduleError
+from moe_pipeline.schedules.table.costs import StageCosts
 
 
 class Kind(StrEnum):
@@ -119,12 +120,11 @@ _FLOW = {
     Kind.BACKWARD: (Kind.RECV_BACKWARD, Kind.SEND_BACKWARD, -1),
     Kind.INPUT_GRADIENT: (Kind.RECV_BACKWARD, Kind.SEND_BACKWARD, -1),
 }
-_SLOTS = {Kind.BACKWARD: 2}  # all others take one
 # Sending rank, receiving rank, and the kind of the receive.
 _Link = tuple[int, int, Kind]
 
 
-def add_transfers(schedule: Schedule) -> Schedule:
+def add_transfers(schedule: Schedule, costs: Sequence[StageCosts] | None = None) -> Schedule:
     """Insert the sends and receives that a compute-only schedule implies.
 
     A send follows the computation that makes the tensors. A receive stands before the computation
@@ -132,12 +132,18 @@ def add_transfers(schedule: Schedule) -> Schedule:
     messages. So one send buffer for each link is enough, whatever the order of the computations.
     Neighbouring stages on one rank exchange nothing.
 
+    Args:
+        schedule: of computations only.
+        costs: of each stage; they decide how late an early receive can stand. None: F, I and W of
+            all stages take one slot each, and messages no time.
+
     Raises:
         ScheduleError: the schedule has transfers already.
     """
     if any(action.kind not in COMPUTE for actions in schedule.ranks for action in actions):
         raise ScheduleError(f"schedule {schedule.name} has sends or receives already")
-    lowering = _Lowering(schedule)
+    table = costs or [StageCosts()] * schedule.num_stages
+    lowering = _Lowering(schedule, table)
     ranks = tuple(tuple(lowering.row(rank)) for rank in range(len(schedule.ranks)))
     return replace(schedule, ranks=ranks)
 
@@ -151,11 +157,12 @@ class _Lowering:
     for earlier moments only, the next send for this receive included, so none waits for itself.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, costs: Sequence[StageCosts]) -> None:
         self._rows = schedule.ranks
         self._places = schedule.places()
-        self._starts = _start_slots(schedule, self._places)
-        self._links: dict[_Link, list[tuple[int, Action]]] = defaultdict(list)
+        self._costs = costs
+        self._starts = self._start_times(schedule)
+        self._links: dict[_Link, list[tuple[float, Action]]] = defaultdict(list)
         for rank, actions in enumerate(schedule.ranks):
             for action in actions:
                 to = self._peer(action, towards=1)
@@ -183,23 +190,41 @@ class _Lowering:
         there = self._places.get((action.stage + step, action.microbatch), here)
         return None if there == here else there
 
-    def _end(self, action: Action) -> int:
-        return self._starts.get(action, 0) + _SLOTS.get(action.kind, 1)
+    def _end(self, action: Action) -> float:
+        return self._starts.get(action, 0.0) + self._duration(action)
 
-    def _receives(self, rank: int) -> dict[int, list[tuple[int, bool, Action]]]:
+    def _duration(self, action: Action) -> float:
+        costs = self._costs[action.stage]
+        gradients = (costs.input_gradient_s, costs.weight_gradient_s)
+        return {
+            Kind.FORWARD: costs.forward_s,
+            Kind.BACKWARD: sum(gradients),
+            Kind.INPUT_GRADIENT: gradients[0],
+            Kind.WEIGHT_GRADIENT: gradients[1],
+        }[action.kind]
+
+    def _travel(self, action: Action) -> float:
+        """What the message of `action` takes; nothing where it stays on its rank."""
+        if self._peer(action, towards=1) is None:
+            return 0.0
+        costs = self._costs[action.stage]
+        forward = action.kind is Kind.FORWARD
+        return costs.forward_transfer_s if forward else costs.backward_transfer_s
+
+    def _receives(self, rank: int) -> dict[int, list[tuple[float, bool, Action]]]:
         """By index of the computation that they stand before: (sent at, after the send?, receive).
 
         A receive that must make room before the computation in front of it has ended stands before
         that one's send, all others after it.
         """
         row = self._rows[rank]
-        gaps: dict[int, list[tuple[int, bool, Action]]] = defaultdict(list)
+        gaps: dict[int, list[tuple[float, bool, Action]]] = defaultdict(list)
         users: dict[Action, int] = {}
         for index, action in enumerate(row):
             if self._peer(action, towards=-1) is not None:
                 receive = Action(action.stage, _FLOW[action.kind][0], action.microbatch)
                 users.setdefault(receive, index)
-        starts = [self._starts.get(action, 0) for action in row]
+        starts = [self._starts.get(action, 0.0) for action in row]
         for (_, to, _), messages in self._links.items():
             if to == rank:
                 place, next_sent = len(row), None
@@ -212,36 +237,36 @@ class _Lowering:
                     gaps[place].append((sent, late, receive))
                     next_sent = sent
         for receive, index in users.items():  # never sent: the checker will say so
-            gaps[index].append((0, True, receive))
+            gaps[index].append((0.0, True, receive))
         for gap in gaps.values():
             gap.sort(key=lambda entry: entry[0])
         return gaps
 
+    def _start_times(self, schedule: Schedule) -> dict[Action, float]:
+        """The earliest start of every computation; empty when some never can.
 
-def _start_slots(schedule: Schedule, places: dict[tuple[int, int], int]) -> dict[Action, int]:
-    """The earliest start of every computation, F, I and W one slot each; empty when some never can.
-
-    Neither the simulator nor the checker use this, and both are held against what comes of it.
-    """
-    starts: dict[Action, int] = {}
-    ends: dict[tuple[int, int, int], int] = {}
-    at, now = [0] * len(schedule.ranks), [0] * len(schedule.ranks)
-    waiting = list(range(len(schedule.ranks)))
-    while waiting:
-        rank = waiting.pop()
-        row = schedule.ranks[rank]
-        while at[rank] < len(row):
-            action = row[at[rank]]
-            step = _FLOW[action.kind][2] if action.kind in _FLOW else 0
-            source = (action.stage - step, action.microbatch)
-            need = (*source, step)
-            if step and source in places and need not in ends:
-                break
-            starts[action] = max(now[rank], ends.get(need, 0) if step else 0)
-            now[rank] = starts[action] + _SLOTS.get(action.kind, 1)
-            at[rank] += 1
-            if step:
-                ends[action.stage, action.microbatch, step] = now[rank]
-                waiting.append(places.get((action.stage + step, action.microbatch), rank))
-    done = all(i == len(row) for i, row in zip(at, schedule.ranks, strict=True))
-    return starts if done else {}
+        Neither the simulator nor the checker use this, and both are held against what comes of it.
+        """
+        starts: dict[Action, float] = {}
+        arrived: dict[tuple[int, int, int], float] = {}
+        at, now = [0] * len(schedule.ranks), [0.0] * len(schedule.ranks)
+        waiting = list(range(len(schedule.ranks)))
+        while waiting:
+            rank = waiting.pop()
+            row = schedule.ranks[rank]
+            while at[rank] < len(row):
+                action = row[at[rank]]
+                step = _FLOW[action.kind][2] if action.kind in _FLOW else 0
+                source = (action.stage - step, action.microbatch)
+                need = (*source, step)
+                if step and source in self._places and need not in arrived:
+                    break
+                starts[action] = max(now[rank], arrived.get(need, 0.0) if step else 0.0)
+                now[rank] = starts[action] + self._duration(action)
+                at[rank] += 1
+                if step:
+                    here = (action.stage, action.microbatch, step)
+                    arrived[here] = now[rank] + self._travel(action)
+                    waiting.append(self._places.get((action.stage + step, action.microbatch), rank))
+        done = all(i == len(row) for i, row in zip(at, schedule.ranks, strict=True))
+        return starts if done else {}
