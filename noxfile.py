@@ -90,7 +90,7 @@ def seams(session: nox.Session) -> None:
     """Tests in which two real packages meet, or one meets a library that it can do without."""
     # The wheel session of gpu-alloc has no CuPy: the package has to work alone.
     with_cupy = sorted(
-        str(f.relative_to(ROOT)) for f in ROOT.glob("packages/gpu-alloc/tests/test_cupy_*.py")
+        str(f.relative_to(ROOT)) for f in ROOT.glob("packages/gpu-alloc/tests/cupy/test_*.py")
     )
     _workspace_tests(session, "integration_tests/seams", *with_cupy)
 

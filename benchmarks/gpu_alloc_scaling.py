@@ -13,10 +13,10 @@ import statistics
 import time
 from bisect import bisect_left, insort
 
-import gpu_alloc.pool
+import gpu_alloc.core.pool
 from gpu_alloc import AddressSource, AllocatorConfig, TwoPoolAllocator
-from gpu_alloc.block import Block
-from gpu_alloc.free_list import FreeList
+from gpu_alloc.core.block import Block
+from gpu_alloc.core.free_list import FreeList
 
 FEW, MANY = 100, 100_000
 PAIRS = 4_000
@@ -62,8 +62,8 @@ def fragmented(free_list: type, num_free: int, seed: int) -> TwoPoolAllocator:
     """An allocator whose one chunk holds `num_free` free blocks of random sizes between used
     ones.
     """
-    original = gpu_alloc.pool.FreeList
-    gpu_alloc.pool.FreeList = free_list
+    original = gpu_alloc.core.pool.FreeList
+    gpu_alloc.core.pool.FreeList = free_list
     try:
         # A free list is made when a stream first needs one, so fill while the class is in place.
         rng = random.Random(seed)
@@ -75,7 +75,7 @@ def fragmented(free_list: type, num_free: int, seed: int) -> TwoPoolAllocator:
         for block in blocks[::2]:
             allocator.free(block.ptr)
     finally:
-        gpu_alloc.pool.FreeList = original
+        gpu_alloc.core.pool.FreeList = original
     return allocator
 
 

@@ -22,7 +22,7 @@ ALL = [p.name for p in PACKAGES]
         (["noxfile.py"], ALL),
         (["testing/ranktest/src/ranktest/ranks.py"], ALL),
         ([".github/workflows/ci.yml"], ALL),
-        (["packages/gpu-alloc/tests/test_pool.py", "conftest.py"], ALL),
+        (["packages/gpu-alloc/tests/core/test_pool.py", "conftest.py"], ALL),
     ],
 )
 def test_a_change_touches_its_package_and_those_above(files: list[str], names: list[str]) -> None:

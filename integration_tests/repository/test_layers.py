@@ -59,7 +59,7 @@ def test_the_declared_edges_keep_the_contracts(tmp_path: Path) -> None:
         {
             "moe_pipeline.layer.moe_layer": "import comm_collectives",
             "moe_train.training.build": "import mesh_spmd, gpu_alloc, moe_pipeline, unified_ckpt",
-            "gpu_alloc.cupy_memory": "import cupy",
+            "gpu_alloc.sources.cuda": "import cupy",
         },
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -74,7 +74,7 @@ def test_the_declared_edges_keep_the_contracts(tmp_path: Path) -> None:
         ("moe_pipeline.layer.moe_layer", "import unified_ckpt"),
         ("moe_pipeline.schedules", "import moe_train"),
         ("weight_convert.stream", "import torch"),
-        ("gpu_alloc.pool", "import cupy"),
+        ("gpu_alloc.core.pool", "import cupy"),
         ("moe_train.memory", "import cupy"),
         ("mesh_spmd.rules", "import transformers"),
     ],

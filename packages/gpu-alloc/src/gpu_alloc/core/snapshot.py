@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import final
 
+from gpu_alloc.core.pool import Pool
 from gpu_alloc.errors import check_kind
-from gpu_alloc.pool import Pool
 
 
 @final

@@ -14,9 +14,9 @@ no lock; its allocator does.
 from collections.abc import Iterator
 from typing import final
 
-from gpu_alloc.block import Block, Chunk
-from gpu_alloc.free_list import FreeList
-from gpu_alloc.stats import PoolStats
+from gpu_alloc.core.block import Block, Chunk
+from gpu_alloc.core.free_list import FreeList
+from gpu_alloc.core.stats import PoolStats
 
 
 @final

@@ -25,8 +25,8 @@ from gpu_alloc import (  # noqa: E402 - cupy decides whether the file is run at 
     OutOfMemoryError,
     check_snapshot,
 )
-from gpu_alloc.cupy_backend import CupyBackend  # noqa: E402
-from gpu_alloc.cupy_memory import (  # noqa: E402
+from gpu_alloc.cupy import (  # noqa: E402
+    CupyBackend,
     CupyPool,
     cuda_version_problem,
     install,

@@ -1,4 +1,4 @@
-from gpu_alloc.block import Chunk
+from gpu_alloc.core.block import Chunk
 
 
 def test_split_and_absorb_keep_the_chunk_covered():

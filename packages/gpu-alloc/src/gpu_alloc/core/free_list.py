@@ -18,7 +18,7 @@ True
 from bisect import bisect_left, insort
 from typing import final
 
-from gpu_alloc.block import Block
+from gpu_alloc.core.block import Block
 
 _SUBBIN_BITS = 5
 _ADDRESS_BITS = 64

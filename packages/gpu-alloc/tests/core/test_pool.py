@@ -1,4 +1,4 @@
-from gpu_alloc.pool import Pool
+from gpu_alloc.core.pool import Pool
 
 
 def _pool(*chunks, stream=0):

@@ -15,13 +15,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from gpu_alloc.allocator import TwoPoolAllocator
-from gpu_alloc.config import ENV_VARIABLE, AllocatorConfig
+from gpu_alloc.core import ENV_VARIABLE, AllocatorConfig, TwoPoolAllocator, format_bytes
 from gpu_alloc.errors import AllocError
-from gpu_alloc.oom import format_bytes
-from gpu_alloc.replaying import ReplayResult, minimal_capacity, replay
 from gpu_alloc.sources import AddressSource
-from gpu_alloc.trace import load_trace
+from gpu_alloc.trace import ReplayResult, load_trace, minimal_capacity, replay
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 

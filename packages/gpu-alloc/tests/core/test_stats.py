@@ -1,5 +1,5 @@
 from gpu_alloc import Stats
-from gpu_alloc.stats import PoolStats
+from gpu_alloc.core.stats import PoolStats
 
 
 def test_totals_are_sums_and_the_peak_is_not_the_sum_of_peaks():

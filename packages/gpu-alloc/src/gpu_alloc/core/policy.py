@@ -18,13 +18,13 @@ locking: the allocator that owns a policy serialises the calls.
 
 from typing import final
 
-from gpu_alloc.block import Block, Chunk
-from gpu_alloc.config import MIB, AllocatorConfig
+from gpu_alloc.core.block import Block, Chunk
+from gpu_alloc.core.config import MIB, AllocatorConfig
+from gpu_alloc.core.oom import OomReport, OutOfMemoryError
+from gpu_alloc.core.pool import Pool
+from gpu_alloc.core.stats import Stats
 from gpu_alloc.errors import AllocValueError
-from gpu_alloc.oom import OomReport, OutOfMemoryError
-from gpu_alloc.pool import Pool
 from gpu_alloc.sources import ChunkSource, round_up
-from gpu_alloc.stats import Stats
 
 
 @final

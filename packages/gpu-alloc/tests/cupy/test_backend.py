@@ -7,7 +7,8 @@ import pytest
 
 cupy = pytest.importorskip("cupy", reason="the CuPy adapter needs the extra cuda12 or cuda13")
 
-from gpu_alloc.cupy_backend import CudaBackend, CudaSource  # noqa: E402
+from gpu_alloc.cupy import CudaBackend  # noqa: E402
+from gpu_alloc.sources import CudaSource  # noqa: E402
 
 
 def test_missing_cupy_is_one_clear_error() -> None:

@@ -7,7 +7,6 @@ from gpu_alloc import (
     AllocatorConfig,
     AllocError,
     TraceEvent,
-    check_snapshot,
     minimal_capacity,
     replay,
 )
@@ -124,7 +123,3 @@ def test_minimal_capacity_refuses_what_it_cannot_search() -> None:
     trace = _trace(("alloc", 1, 9 * MIB))
     with pytest.raises(ValueError, match="own limit"):
         minimal_capacity(trace, AllocatorConfig(memory_limit_in_mb=8))
-
-
-def test_snapshot_checker_is_exported_for_users() -> None:
-    assert check_snapshot.__module__ == "gpu_alloc.snapshot"

@@ -1,56 +1,21 @@
-"""Allocation traces: which block was taken and given back in which order, as JSON lines.
+"""Files of allocation traces: one event a line, as JSON.
 
-A trace holds requests, not placements, so one recorded run can be replayed through any
-configuration and capacity. Invariant: `load_trace` returns exactly what `save_trace` was given. The
-first line names the format and its version.
-
->>> TraceEvent(action="alloc", block_id=1, size_bytes=512).stream
-0
+Invariant: `load_trace` returns exactly what `save_trace` was given. The first line names the
+format and its version.
 """
 
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any
 
 from gpu_alloc.errors import TraceError, check_kind
+from gpu_alloc.events import TraceEvent
 
 _FORMAT = "gpu-alloc-trace"
 _VERSION = 1
 _KEYS = frozenset(("action", "block_id", "size_bytes", "stream"))
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceEvent:
-    """One step: block `block_id` is taken with `size_bytes` for `stream`, or given back (its size
-    is then ignored).
-
-    Raises TraceError for an unknown action, a negative size or a field that is no
-    integer.
-    """
-
-    action: Literal["alloc", "free"]
-    block_id: int
-    size_bytes: int
-    stream: int = 0
-
-    def __post_init__(self) -> None:
-        if self.action not in ("alloc", "free"):
-            raise TraceError(f"action {self.action!r} is unknown; expected 'alloc' or 'free'")
-        for name, value in (
-            ("block_id", self.block_id),
-            ("size_bytes", self.size_bytes),
-            ("stream", self.stream),
-        ):
-            if type(value) is not int:
-                raise TraceError(
-                    f"{name}={value!r} is a {type(value).__name__}; expected an integer"
-                )
-        if self.size_bytes < 0:
-            raise TraceError(f"size_bytes={self.size_bytes} is negative; a size is 0 or more")
 
 
 def save_trace(events: Iterable[TraceEvent], path: str | os.PathLike[str]) -> int:

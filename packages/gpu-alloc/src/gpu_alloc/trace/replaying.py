@@ -13,13 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from gpu_alloc.allocator import TwoPoolAllocator
-from gpu_alloc.config import AllocatorConfig
+from gpu_alloc.core import AllocatorConfig, OomReport, OutOfMemoryError, Stats, TwoPoolAllocator
 from gpu_alloc.errors import AllocValueError, TraceError, check_kind
-from gpu_alloc.oom import OomReport, OutOfMemoryError
+from gpu_alloc.events import TraceEvent
 from gpu_alloc.sources import AddressSource
-from gpu_alloc.stats import Stats
-from gpu_alloc.trace import TraceEvent
 
 _GRANULARITY_BYTES = 2 << 20
 

@@ -3,7 +3,7 @@ import pickle
 import pytest
 
 from gpu_alloc import AddressSource, AllocatorConfig, OutOfMemoryError, TwoPoolAllocator
-from gpu_alloc.oom import format_bytes
+from gpu_alloc.core.oom import format_bytes
 
 MIB = 1 << 20
 

@@ -9,8 +9,8 @@ Invariant: the remedy follows from the numbers in the same report, so a reader c
 from dataclasses import dataclass
 from typing import final
 
+from gpu_alloc.core.stats import PoolStats, Stats
 from gpu_alloc.errors import AllocError
-from gpu_alloc.stats import PoolStats, Stats
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 

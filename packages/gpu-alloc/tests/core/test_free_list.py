@@ -1,8 +1,8 @@
 import random
 from itertools import pairwise
 
-from gpu_alloc.block import Block, Chunk
-from gpu_alloc.free_list import FreeList, bin_index
+from gpu_alloc.core.block import Block, Chunk
+from gpu_alloc.core.free_list import FreeList, bin_index
 
 
 def _block(ptr, size):

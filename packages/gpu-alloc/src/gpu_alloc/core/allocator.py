@@ -23,8 +23,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar, final
 
-from gpu_alloc.block import Block
-from gpu_alloc.config import AllocatorConfig
+from gpu_alloc.core.block import Block
+from gpu_alloc.core.config import AllocatorConfig
+from gpu_alloc.core.oom import OutOfMemoryError
+from gpu_alloc.core.policy import TwoPoolPolicy
+from gpu_alloc.core.snapshot import Snapshot, take_snapshot
+from gpu_alloc.core.stats import Stats
 from gpu_alloc.errors import (
     AllocTypeError,
     AllocValueError,
@@ -33,12 +37,8 @@ from gpu_alloc.errors import (
     ReentrantMallocError,
     check_kind,
 )
-from gpu_alloc.oom import OutOfMemoryError
-from gpu_alloc.policy import TwoPoolPolicy
-from gpu_alloc.snapshot import Snapshot, take_snapshot
+from gpu_alloc.events import TraceEvent
 from gpu_alloc.sources import ChunkSource
-from gpu_alloc.stats import Stats
-from gpu_alloc.trace import TraceEvent
 
 _T = TypeVar("_T")
 

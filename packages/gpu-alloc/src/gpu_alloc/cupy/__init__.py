@@ -1,0 +1,11 @@
+"""CuPy's arrays in our pool, and a recorder of CuPy's own. Imports cupy on first use.
+
+May import: core, sources, trace.
+"""
+
+from gpu_alloc.cupy.backend import CudaBackend as CudaBackend
+from gpu_alloc.cupy.backend import CupyBackend as CupyBackend
+from gpu_alloc.cupy.pool import CupyPool as CupyPool
+from gpu_alloc.cupy.pool import cuda_version_problem as cuda_version_problem
+from gpu_alloc.cupy.pool import install as install
+from gpu_alloc.cupy.pool import uninstall as uninstall

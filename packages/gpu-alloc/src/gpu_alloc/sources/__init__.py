@@ -1,0 +1,11 @@
+"""Where chunks come from: invented addresses, real host memory, a GPU.
+
+May import: no room.
+"""
+
+from gpu_alloc.sources.address import AddressSource as AddressSource
+from gpu_alloc.sources.chunk_source import ChunkSource as ChunkSource
+from gpu_alloc.sources.chunk_source import round_up as round_up
+from gpu_alloc.sources.cuda import CudaSource as CudaSource
+from gpu_alloc.sources.cuda import import_cupy as import_cupy
+from gpu_alloc.sources.host import HostSource as HostSource
