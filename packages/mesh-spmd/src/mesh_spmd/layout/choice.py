@@ -21,8 +21,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from mesh_spmd._checks import check_kind, checked_sizes
 from mesh_spmd.errors import MeshValueError
+from mesh_spmd.layout.spec import resolved_dim
 from mesh_spmd.mesh import ProcessMesh
-from mesh_spmd.spec import resolved_dim
 
 
 def choose_placements(

@@ -21,7 +21,7 @@ from typing import SupportsIndex, final
 
 from mesh_spmd._checks import check_kind, checked_sizes
 from mesh_spmd.errors import MeshValueError
-from mesh_spmd.spec import Spec
+from mesh_spmd.layout.spec import Spec
 
 
 @final

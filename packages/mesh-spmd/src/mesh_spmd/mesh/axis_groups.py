@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mesh_spmd._checks import check_kind
 from mesh_spmd._torch_private import root_of
 from mesh_spmd.errors import MeshStateError
-from mesh_spmd.mesh import ProcessMesh
+from mesh_spmd.mesh.process_mesh import ProcessMesh
 
 # By the root mesh itself, not by its value: an equal mesh of a later job has other groups.
 # torch's own `DeviceMesh._flatten` would import torch._dynamo, seconds on every rank.
