@@ -3,8 +3,8 @@
     python benchmarks/gpu_alloc_scaling.py
 
 Our free list bins sizes and keeps a bitmap of the bins; the peer is the same allocator over the
-plain structure, one sorted list of (size, address). Both run alternately in one process, on equal
-requests.
+plain structure, one sorted list of sizes and addresses. Both run alternately in one process, on
+equal requests.
 """
 
 import json
@@ -28,34 +28,33 @@ class SortedListFreeList:
     """The peer: best fit by bisection of one sorted list."""
 
     def __init__(self) -> None:
-        self.keys: list[tuple[int, int]] = []
+        self.keys: list[int] = []
         self.blocks: dict[int, Block] = {}
         self.total_bytes = 0
 
     def __len__(self) -> int:
         return len(self.keys)
 
-    def add(self, block: Block) -> None:
+    def add(self, ptr: int, size: int, block: Block) -> None:
         """As FreeList.add."""
-        insort(self.keys, (block.size, block.ptr))
-        self.blocks[block.ptr] = block
-        self.total_bytes += block.size
+        insort(self.keys, size << 64 | ptr)
+        self.blocks[ptr] = block
+        self.total_bytes += size
 
-    def remove(self, block: Block) -> None:
+    def remove(self, ptr: int, size: int) -> Block:
         """As FreeList.remove."""
-        del self.keys[bisect_left(self.keys, (block.size, block.ptr))]
-        del self.blocks[block.ptr]
-        self.total_bytes -= block.size
+        del self.keys[bisect_left(self.keys, size << 64 | ptr)]
+        self.total_bytes -= size
+        return self.blocks.pop(ptr)
 
-    def take(self, size_bytes: int) -> Block | None:
-        """As FreeList.take."""
-        position = bisect_left(self.keys, (size_bytes, 0))
-        if position == len(self.keys):
-            return None
-        _, ptr = self.keys.pop(position)
-        block = self.blocks.pop(ptr)
-        self.total_bytes -= block.size
-        return block
+    def find(self, size_bytes: int) -> int:
+        """As FreeList.find."""
+        position = bisect_left(self.keys, size_bytes << 64)
+        return self.keys[position] if position < len(self.keys) else 0
+
+    def block_of(self, key: int) -> Block:
+        """As FreeList.block_of."""
+        return self.blocks[key & (1 << 64) - 1]
 
 
 def fragmented(free_list: type, num_free: int, seed: int) -> TwoPoolAllocator:

@@ -58,3 +58,8 @@ class TraceError(AllocValueError):
 @final
 class CudaVersionWarning(UserWarning):
     """cupy and torch are built for different CUDA major versions."""
+
+
+@final
+class IgnoredSettingWarning(UserWarning):
+    """A setting has no effect beside the others that were given."""

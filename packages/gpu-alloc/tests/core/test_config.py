@@ -3,11 +3,14 @@ import dataclasses
 import pytest
 
 from gpu_alloc import AllocatorConfig, AllocError, ConfigError
+from gpu_alloc.errors import IgnoredSettingWarning
 
 
+@pytest.mark.filterwarnings("ignore::gpu_alloc.errors.IgnoredSettingWarning")
 def test_text_form_round_trips():
     config = AllocatorConfig(
         small_pool_size_in_mb=3,
+        auto_growth_chunk_size_in_mb=5,
         small_pool_auto_growth_chunk_size_in_mb=7,
         large_pool_auto_growth_chunk_size_in_mb=11,
         small_pool_pre_alloc_in_mb=13,
@@ -59,7 +62,6 @@ def test_base_keeps_what_is_not_named():
         ("large_pool_pre_alloc_in_mb:99999999999", "out of range"),
         ("free_idle_chunk:yes", "write true or false"),
         ("memory_limit_in_mb:10,large_pool_pre_alloc_in_mb:11", "raise the limit"),
-        ("small_pool_size_in_mb:0,small_pool_pre_alloc_in_mb:4", "never be used"),
     ],
 )
 def test_wrong_text_is_refused_with_a_reason(text, said):
@@ -83,3 +85,16 @@ def test_wrong_text_is_refused_with_a_reason(text, said):
 def test_wrong_python_values_are_refused(changes):
     with pytest.raises(ConfigError, match=next(iter(changes))):
         AllocatorConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("small_pool_size_in_mb:0,small_pool_pre_alloc_in_mb:4", "small_pool_pre_alloc_in_mb=4"),
+        ("small_pool_size_in_mb:0,large_pool_auto_growth_chunk_size_in_mb:9", "makes one"),
+        ("auto_growth_chunk_size_in_mb:9", "one-pool mode"),
+    ],
+)
+def test_a_setting_of_a_pool_that_there_is_not_is_dropped_with_a_word(text, said):
+    with pytest.warns(IgnoredSettingWarning, match=said):
+        AllocatorConfig.parse(text)

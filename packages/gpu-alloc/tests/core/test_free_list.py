@@ -6,8 +6,8 @@ from gpu_alloc.core.free_list import FreeList, bin_index
 
 
 def _block(ptr, size):
-    chunk = Chunk(ptr=ptr, size=size, pool_index=0, stream=0, pre_allocated=False)
-    return Block(ptr, size, chunk)
+    chunk = Chunk(ptr=ptr, size=size, pool_index=0, pre_allocated=False)
+    return Block(ptr, size, chunk, None)
 
 
 def test_bins_rise_with_size_and_stay_narrow():
@@ -19,7 +19,7 @@ def test_bins_rise_with_size_and_stay_narrow():
             assert after - before <= before / 32
 
 
-def test_every_take_is_the_smallest_fit_at_the_lowest_address():
+def test_every_find_is_the_smallest_fit_at_the_lowest_address():
     """Against a linear scan, with sizes that share bins and addresses above 2**47."""
     seed = random.SystemRandom().randrange(1 << 30)
     rng = random.Random(seed)
@@ -32,16 +32,19 @@ def test_every_take_is_the_smallest_fit_at_the_lowest_address():
         if action < 0.5 or not model:
             block = _block(next_ptr, size)
             next_ptr += rng.choice((size, 2 * size + 512))
-            free.add(block)
+            free.add(block.ptr, block.size, block)
             model.append(block)
         elif action < 0.65:
             block = model.pop(rng.randrange(len(model)))
-            free.remove(block)
+            assert free.remove(block.ptr, block.size) is block
         else:
             fits = [b for b in model if b.size >= size]
             best = min(fits, key=lambda b: (b.size, b.ptr), default=None)
-            assert free.take(size) is best, f"seed {seed}, step {step}, size {size}"
+            key = free.find(size)
+            found = free.block_of(key) if key else None
+            assert found is best, f"seed {seed}, step {step}, size {size}"
             if best is not None:
+                free.remove(best.ptr, best.size)
                 model.remove(best)
         assert len(free) == len(model)
         assert free.total_bytes == sum(b.size for b in model)
@@ -51,6 +54,6 @@ def test_every_take_is_the_smallest_fit_at_the_lowest_address():
 
 def test_empty_list_has_nothing():
     free = FreeList()
-    assert free.take(1) is None
+    assert free.find(1) == 0
     assert free.largest_bytes() == 0
     assert free.entries() == ()

@@ -51,7 +51,9 @@ def test_memory_of_other_streams_is_named():
     allocator = TwoPoolAllocator(
         AddressSource(8 * MIB), AllocatorConfig(large_pool_pre_alloc_in_mb=8)
     )
+    freed = allocator.malloc(6 * MIB, stream=1)
     allocator.malloc(2 * MIB, stream=1)
+    allocator.free(freed.ptr)
     report = _failure(allocator, 4 * MIB, stream=2).report
     assert report.usable_bytes == 0
     assert "6.00 MiB are free but belong to other streams" in report.remedy()

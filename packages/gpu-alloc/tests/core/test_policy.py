@@ -177,3 +177,38 @@ def test_alignment_beyond_the_source_is_refused():
 
     with pytest.raises(ValueError, match=r"alignment_size=512.*256"):
         TwoPoolAllocator(Coarse(), AllocatorConfig())
+
+
+def test_a_slab_serves_every_stream_block_by_block():
+    allocator, source = _allocator(capacity_mb=64, large_pool_pre_alloc_in_mb=60)
+    allocator.malloc(2 * MIB, stream=0)
+    for stream in (7, 8, 0):
+        allocator.malloc(8 * MIB, stream=stream)
+    assert allocator.malloc(34 * MIB, stream=9).size == 34 * MIB
+    assert source.used_bytes == 60 * MIB
+
+
+def test_one_pool_grows_by_its_own_chunk_size_and_may_have_a_slab():
+    allocator, source = _allocator(small_pool_size_in_mb=0, auto_growth_chunk_size_in_mb=16)
+    allocator.malloc(100)
+    allocator.malloc(3 * MIB)
+    assert source.used_bytes == 16 * MIB
+    allocator, source = _allocator(small_pool_size_in_mb=0, large_pool_pre_alloc_in_mb=6)
+    allocator.malloc(100)
+    allocator.malloc(3 * MIB)
+    assert source.used_bytes == 6 * MIB
+
+
+@pytest.mark.filterwarnings("ignore::gpu_alloc.errors.IgnoredSettingWarning")
+def test_one_pool_takes_no_pre_allocation_for_the_small_pool():
+    _, source = _allocator(small_pool_size_in_mb=0, small_pool_pre_alloc_in_mb=6)
+    assert source.used_bytes == 0
+
+
+def test_release_of_one_stream_leaves_what_others_have_used():
+    allocator, source = _allocator()
+    for stream in (1, 2):
+        allocator.free(allocator.malloc(4 * MIB, stream=stream).ptr)
+    assert allocator.release_idle(stream=1) == 4 * MIB
+    assert allocator.release_idle(stream=3) == 0
+    assert source.used_bytes == 4 * MIB

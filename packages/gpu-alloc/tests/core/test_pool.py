@@ -1,10 +1,10 @@
 from gpu_alloc.core.pool import Pool
 
 
-def _pool(*chunks, stream=0):
+def _pool(*chunks):
     pool = Pool(name="large", index=1, chunk_bytes=0)
     for ptr, size in chunks:
-        pool.add_chunk(ptr=ptr, size=size, stream=stream, pre_allocated=False)
+        pool.add_chunk(ptr=ptr, size=size, pre_allocated=False)
     return pool
 
 
@@ -36,23 +36,57 @@ def test_chunks_whose_addresses_touch_are_not_merged():
 
 
 def test_block_returns_to_its_own_stream():
-    pool = _pool((4096, 4096), stream=7)
-    assert _take(pool, 512, stream=8) is None
+    pool = _pool((4096, 4096))
     block = _take(pool, 4096, stream=7)
+    assert _take(pool, 512, stream=8) is None
     pool.give(block)
     assert _take(pool, 512, stream=8) is None
     assert _take(pool, 512, stream=7) is not None
 
 
-def test_unused_chunk_goes_to_the_first_stream_that_needs_it():
-    pool = Pool(name="small", index=0, chunk_bytes=0)
-    pool.add_chunk(ptr=4096, size=4096, stream=None, pre_allocated=True)
+def test_unused_memory_is_free_for_every_stream_block_by_block():
+    pool = _pool((4096, 4096))
     assert pool.free_bytes(1) == pool.free_bytes(2) == pool.largest_free_bytes(2) == 4096
     assert _take(pool, 8192, stream=1) is None
-    assert _take(pool, 512, stream=2) is not None
-    assert pool.free_bytes(1) == 0
-    assert pool.free_bytes(2) == 4096 - 512
-    assert _take(pool, 512, stream=1) is None
+    first, second = _take(pool, 512, stream=2), _take(pool, 1024, stream=1)
+    assert (first.ptr, second.ptr) == (4096 + 3584, 4096 + 2560)
+    pool.give(first)
+    assert (pool.free_bytes(1), pool.free_bytes(2)) == (2560, 2560 + 512)
+
+
+def test_a_free_block_and_the_unused_memory_before_it_are_one_place_of_its_stream():
+    pool = _pool((4096, 4096))
+    block = _take(pool, 1024, stream=1)
+    pool.give(block)
+    assert pool.largest_free_bytes(1) == 4096
+    assert pool.largest_free_bytes(2) == 3072
+    assert sorted(pool.free_entries(), key=repr) == [(1, 4096, 4096), (None, 4096, 3072)]
+    assert _take(pool, 512, stream=1).ptr == 8192 - 512, "from the end, as if nothing were split"
+    assert _take(pool, 3584, stream=1).ptr == 4096
+    assert list(pool.free_entries()) == []
+
+
+def test_another_stream_takes_unused_memory_away_from_a_place():
+    pool = _pool((4096, 4096))
+    pool.give(_take(pool, 1024, stream=1))
+    other = _take(pool, 3072, stream=2)
+    assert list(pool.free_entries()) == [(1, 4096 + 3072, 1024)]
+    pool.give(other)
+    assert pool.largest_free_bytes(1) == 1024
+    assert pool.largest_free_bytes(2) == 3072
+    assert [chunk.ptr for chunk in pool.idle_chunks(include_pre_allocated=False)] == [4096]
+    assert pool.idle_chunks(include_pre_allocated=False, stream=1) == []
+    pool.remove_chunk(pool.chunks[4096])
+    assert list(pool.free_entries()) == []
+
+
+def test_streams_that_are_gone_leave_no_lists_behind():
+    pool = _pool((4096, 1 << 20))
+    for stream in range(100):
+        block = _take(pool, 512, stream=stream)
+        pool.give(block)
+        assert _take(pool, 512, stream=stream) is block
+    assert len(pool._unused) < 20
 
 
 def test_counters_and_fragmentation():
@@ -74,7 +108,7 @@ def test_counters_and_fragmentation():
 
 def test_only_idle_chunks_are_listed_and_removed():
     pool = _pool((4096, 4096), (1 << 20, 512))
-    pool.add_chunk(ptr=1 << 21, size=512, stream=None, pre_allocated=True)
+    pool.add_chunk(ptr=1 << 21, size=512, pre_allocated=True)
     used = _take(pool, 4096)
     assert [c.ptr for c in pool.idle_chunks(include_pre_allocated=False)] == [1 << 20]
     assert [c.ptr for c in pool.idle_chunks(include_pre_allocated=True)] == [1 << 20, 1 << 21]

@@ -223,6 +223,62 @@ def test_failed_malloc_ends_its_hooks_with_null(backend: HostBackend) -> None:
     assert backend.sources[0].used_bytes == 0
 
 
+def test_a_hook_that_raises_loses_neither_block_nor_chunk(
+    backend: HostBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class RaisingHook(cupy.cuda.MemoryHook):  # type: ignore[misc, name-defined]
+        name = "RaisingHook"
+
+        def __init__(self, where: str) -> None:
+            self.where = where
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == object.__getattribute__(self, "where"):
+                raise RuntimeError(f"hook failed in {name}")
+            return object.__getattribute__(self, name)
+
+    pool = cupy.cuda.get_allocator().__self__
+    for where in ("malloc_preprocess", "malloc_postprocess", "alloc_preprocess"):
+        pool.free_all_blocks()
+        with RaisingHook(where), pytest.raises(RuntimeError, match=where):
+            cupy.ndarray((100,), dtype="u1")
+        assert pool.used_bytes() == 0, where
+    pool.free_all_blocks()
+    with RaisingHook("alloc_postprocess"), pytest.raises(RuntimeError, match="alloc_post"):
+        cupy.ndarray((100,), dtype="u1")
+    assert backend.sources[0].used_bytes == 0
+    for where in ("free_preprocess", "free_postprocess"):
+        array = cupy.ndarray((100,), dtype="u1")
+        seen: list[str] = []
+        monkeypatch.setattr(sys, "unraisablehook", lambda args: seen.append(str(args.exc_value)))  # noqa: B023
+        with RaisingHook(where):
+            del array
+        monkeypatch.undo()
+        assert seen == [f"hook failed in {where}"]
+        assert pool.used_bytes() == 0, where
+
+
+@pytest.mark.parametrize("name", ["free_all_blocks", "free_all_free"])
+def test_idle_memory_is_given_back_under_both_names(backend: HostBackend, name: str) -> None:
+    pool = cupy.cuda.get_allocator().__self__
+    cupy.ndarray((100,), dtype="u1")
+    assert backend.sources[0].used_bytes == 2 * MIB
+    getattr(pool, name)()
+    assert backend.sources[0].used_bytes == 0
+
+
+def test_idle_memory_of_one_stream_is_given_back(backend: HostBackend) -> None:
+    pool = cupy.cuda.get_allocator().__self__
+    for stream in (11, 22):
+        backend.current_stream = stream
+        cupy.ndarray((3 * MIB,), dtype="u1")
+    pool.free_all_blocks(stream=SimpleNamespace(ptr=11))
+    assert backend.sources[0].used_bytes == 3 * MIB
+    assert pool.n_free_blocks() == 1
+    pool.free_all_blocks(stream=None)
+    assert backend.sources[0].used_bytes == 0
+
+
 def test_cupys_debug_hook_works(backend: HostBackend, capsys: pytest.CaptureFixture[str]) -> None:
     with cupy.cuda.memory_hooks.DebugPrintHook(file=sys.stdout):
         cupy.ndarray((100,), dtype="u1")

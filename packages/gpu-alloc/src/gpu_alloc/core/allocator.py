@@ -141,13 +141,18 @@ class TwoPoolAllocator:
             finally:
                 self._lock.release()
 
-    def release_idle(self, *, include_pre_allocated: bool = False) -> int:
+    def release_idle(
+        self, *, include_pre_allocated: bool = False, stream: int | None = None
+    ) -> int:
         """Give chunks without a byte in use back to the source; returns the bytes given back.
 
-        Pre-allocated chunks stay unless asked for.
+        Pre-allocated chunks stay unless asked for. With `stream`, only chunks that no other stream
+        has used are given back.
         """
         return self._exclusively(
-            lambda: self._policy.release_idle(include_pre_allocated=include_pre_allocated)
+            lambda: self._policy.release_idle(
+                include_pre_allocated=include_pre_allocated, stream=stream
+            )
         )
 
     def close(self) -> None:
@@ -268,7 +273,7 @@ class TwoPoolAllocator:
                     action="alloc",
                     block_id=block.serial,
                     size_bytes=block.requested,
-                    stream=block.chunk.stream or 0,
+                    stream=block.stream or 0,
                 )
             )
 

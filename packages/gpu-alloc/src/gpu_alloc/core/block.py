@@ -1,11 +1,15 @@
 """Chunks taken from a source and the blocks that they are cut into.
 
-Invariant: the blocks of a chunk, followed by `next` from `first`, cover the chunk without a gap or
-overlap, and two neighbours are never both free. Blocks link to neighbours of their own chunk only,
-so memory of two chunks is never merged even when their addresses touch. All sizes and addresses are
-integers in bytes.
+A block belongs to the stream that it was first taken for; what no stream has used yet belongs to
+none (`stream` is None). Blocks are cut from the end, so that what is unused is always one free
+block at the start of its chunk.
 
->>> chunk = Chunk(ptr=4096, size=1024, pool_index=0, stream=0, pre_allocated=False)
+Invariant: the blocks of a chunk, followed by `next` from `first`, cover the chunk without a gap or
+overlap, and two free neighbours never belong to one stream. Blocks link to neighbours of their own
+chunk only, so memory of two chunks is never merged even when their addresses touch. All sizes and
+addresses are integers in bytes.
+
+>>> chunk = Chunk(ptr=4096, size=1024, pool_index=0, pre_allocated=False)
 >>> chunk.is_idle()
 True
 """
@@ -17,12 +21,13 @@ from typing import final
 class Block:
     """One piece of a chunk, free or in use."""
 
-    __slots__ = ("chunk", "is_free", "next", "prev", "ptr", "requested", "serial", "size")
+    __slots__ = ("chunk", "is_free", "next", "prev", "ptr", "requested", "serial", "size", "stream")
 
-    def __init__(self, ptr: int, size: int, chunk: "Chunk") -> None:
+    def __init__(self, ptr: int, size: int, chunk: "Chunk", stream: int | None) -> None:
         self.ptr = ptr
         self.size = size
         self.chunk = chunk
+        self.stream = stream
         self.is_free = True
         self.prev: Block | None = None
         self.next: Block | None = None
@@ -36,7 +41,7 @@ class Block:
         Cutting from the end keeps the remainder's address, as Paddle's AutoGrowthBestFitAllocator
         does.
         """
-        tail = Block(self.ptr + self.size - size, size, self.chunk)
+        tail = Block(self.ptr + self.size - size, size, self.chunk, self.stream)
         self.size -= size
         tail.prev = self
         tail.next = self.next
@@ -55,28 +60,40 @@ class Block:
         if self.next is not None:
             self.next.prev = self
 
+    def take_end_of_prev(self, size: int) -> bool:
+        """Move the last `size` bytes of the block before to this one; True when that was all of it,
+        so that the block before is gone.
+        """
+        before = self.prev
+        if before is None:
+            return False
+        self.ptr -= size
+        self.size += size
+        before.size -= size
+        if before.size:
+            return False
+        self.prev = None  # only a chunk's first block is ever shortened this way
+        self.chunk.first = self
+        return True
+
 
 @final
 class Chunk:
-    """One piece of memory from the source; `stream` is None until the first block is taken from
-    it.
-    """
+    """One piece of memory from the source; `num_live` of its blocks are in use."""
 
-    __slots__ = ("first", "pool_index", "pre_allocated", "ptr", "size", "stream")
+    __slots__ = ("first", "num_live", "pool_index", "pre_allocated", "ptr", "size")
 
-    def __init__(
-        self, *, ptr: int, size: int, pool_index: int, stream: int | None, pre_allocated: bool
-    ) -> None:
+    def __init__(self, *, ptr: int, size: int, pool_index: int, pre_allocated: bool) -> None:
         self.ptr = ptr
         self.size = size
         self.pool_index = pool_index
-        self.stream = stream
         self.pre_allocated = pre_allocated
-        self.first = Block(ptr, size, self)
+        self.num_live = 0
+        self.first = Block(ptr, size, self, None)
 
     def is_idle(self) -> bool:
-        """Whether no byte is in use. Relies on neighbours being merged."""
-        return self.first.is_free and self.first.next is None
+        """Whether no byte is in use."""
+        return self.num_live == 0
 
     def blocks(self) -> list[Block]:
         """Every block by rising address."""

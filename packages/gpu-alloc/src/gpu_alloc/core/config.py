@@ -9,12 +9,13 @@ checked again later.
 """
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import final
 
-from gpu_alloc.errors import ConfigError
+from gpu_alloc.errors import ConfigError, IgnoredSettingWarning
 
 ENV_VARIABLE = "GPU_ALLOC_CONF"
 MIB = 1 << 20
@@ -30,7 +31,8 @@ class AllocatorConfig:
     """How requests are routed to the two pools and how the pools grow and shrink.
 
     small_pool_size_in_mb: requests up to this size go to the small pool; 0 sends everything to the
-        large pool.
+        large pool ("one-pool mode").
+    auto_growth_chunk_size_in_mb: what the next two say, in one-pool mode, which ignores them.
     small_pool_auto_growth_chunk_size_in_mb, large_pool_auto_growth_chunk_size_in_mb: a pool that
         finds no free block takes at least this much from the source; 0 takes the request, rounded
         up to the source's granularity.
@@ -42,10 +44,12 @@ class AllocatorConfig:
     free_when_no_cache_hit: give idle chunks back before a pool grows.
     memory_limit_in_mb: hard limit on what both pools take from the source together; 0 is no limit.
 
-    Raises ConfigError (a ValueError) naming the key, the value and what is expected.
+    Raises ConfigError (a ValueError) naming the key, the value and what is expected. Warns
+    (IgnoredSettingWarning) of settings of a pool that there is not.
     """
 
     small_pool_size_in_mb: int = 1
+    auto_growth_chunk_size_in_mb: int = 0
     small_pool_auto_growth_chunk_size_in_mb: int = 2
     large_pool_auto_growth_chunk_size_in_mb: int = 0
     small_pool_pre_alloc_in_mb: int = 0
@@ -70,20 +74,21 @@ class AllocatorConfig:
                 f"alignment_size={self.alignment_size} is not a power of two from 1 to "
                 f"{_MAX_ALIGNMENT}; use 256 or 512"
             )
-        pre_alloc = self.small_pool_pre_alloc_in_mb + self.large_pool_pre_alloc_in_mb
+        small = self.small_pool_pre_alloc_in_mb if self.small_pool_size_in_mb else 0
+        pre_alloc = small + self.large_pool_pre_alloc_in_mb
         if 0 < self.memory_limit_in_mb < pre_alloc:
             raise ConfigError(
                 f"pre-allocation takes {pre_alloc} MiB but "
                 f"memory_limit_in_mb={self.memory_limit_in_mb}; raise the limit "
                 "or lower small_pool_pre_alloc_in_mb / large_pool_pre_alloc_in_mb"
             )
-        if self.small_pool_size_in_mb == 0 and self.small_pool_pre_alloc_in_mb:
-            raise ConfigError(
-                f"small_pool_pre_alloc_in_mb={self.small_pool_pre_alloc_in_mb} would never be "
-                "used, since "
-                "small_pool_size_in_mb=0 sends everything to the large pool; set "
-                "large_pool_pre_alloc_in_mb instead"
-            )
+        _warn_of_ignored(self)
+
+    def large_chunk_bytes(self) -> int:
+        """What the pool of large requests, or the only pool, grows by at least."""
+        if self.small_pool_size_in_mb:
+            return self.large_pool_auto_growth_chunk_size_in_mb * MIB
+        return self.auto_growth_chunk_size_in_mb * MIB
 
     @classmethod
     def parse(cls, text: str, base: "AllocatorConfig | None" = None) -> "AllocatorConfig":
@@ -128,8 +133,34 @@ class AllocatorConfig:
         return ",".join(f"{name}:{str(getattr(self, name)).lower()}" for name in _NAMES)
 
 
+_DEFAULTS = {field.name: field.default for field in fields(AllocatorConfig)}
+_OF_TWO_POOLS = (
+    "small_pool_auto_growth_chunk_size_in_mb",
+    "large_pool_auto_growth_chunk_size_in_mb",
+    "small_pool_pre_alloc_in_mb",
+)
 _BOOL_NAMES = frozenset(("free_idle_chunk", "free_when_no_cache_hit"))
 _NAMES = tuple(field.name for field in fields(AllocatorConfig))
+
+
+def _warn_of_ignored(config: AllocatorConfig) -> None:
+    """Paddle's one-pool mode drops these settings without a word; a setting is dropped with one."""
+    if config.small_pool_size_in_mb:
+        names: tuple[str, ...] = ("auto_growth_chunk_size_in_mb",)
+        reason = "is of one-pool mode, but there are two; set it to 0, or small_pool_size_in_mb"
+    else:
+        names = _OF_TWO_POOLS
+        reason = (
+            "is of two pools, but small_pool_size_in_mb=0 makes one; set "
+            "auto_growth_chunk_size_in_mb or large_pool_pre_alloc_in_mb"
+        )
+    for name in names:
+        if getattr(config, name) != _DEFAULTS[name]:
+            warnings.warn(
+                f"{name}={getattr(config, name)} is ignored: it {reason}",
+                IgnoredSettingWarning,
+                stacklevel=4,
+            )
 
 
 def _require_bool(name: str, value: object) -> None:

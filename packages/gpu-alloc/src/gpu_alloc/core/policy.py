@@ -49,16 +49,15 @@ class TwoPoolPolicy:
         self.small = Pool(
             name="small", index=0, chunk_bytes=config.small_pool_auto_growth_chunk_size_in_mb * MIB
         )
-        self.large = Pool(
-            name="large", index=1, chunk_bytes=config.large_pool_auto_growth_chunk_size_in_mb * MIB
-        )
+        self.large = Pool(name="large", index=1, chunk_bytes=config.large_chunk_bytes())
         self.pools = (self.small, self.large)
         self.limit_bytes = config.memory_limit_in_mb * MIB
         self._num_source_calls = 0
         self._reserved_peak_bytes = 0
         self._allocated_peak_bytes = 0
         self._requested_peak_bytes = 0
-        self._pre_allocate(self.small, config.small_pool_pre_alloc_in_mb * MIB)
+        if config.small_pool_size_in_mb:
+            self._pre_allocate(self.small, config.small_pool_pre_alloc_in_mb * MIB)
         self._pre_allocate(self.large, config.large_pool_pre_alloc_in_mb * MIB)
 
     def take(self, *, requested: int, stream: int, last_resort: bool) -> Block | None:
@@ -89,11 +88,15 @@ class TwoPoolPolicy:
         if drop and chunk.is_idle():
             self._release(pool, chunk)
 
-    def release_idle(self, *, include_pre_allocated: bool) -> int:
-        """Give the idle chunks of all streams back to the source; returns their bytes."""
+    def release_idle(self, *, include_pre_allocated: bool, stream: int | None = None) -> int:
+        """Give the idle chunks of all streams, or of one, back to the source; returns their
+        bytes.
+        """
         released = 0
         for pool in self.pools:
-            for chunk in pool.idle_chunks(include_pre_allocated=include_pre_allocated):
+            for chunk in pool.idle_chunks(
+                include_pre_allocated=include_pre_allocated, stream=stream
+            ):
                 self._release(pool, chunk)
                 released += chunk.size
         return released
@@ -147,21 +150,19 @@ class TwoPoolPolicy:
         chunk = max(exact, round_up(pool.chunk_bytes, granularity))
         if self._config.free_when_no_cache_hit:
             self.release_idle(include_pre_allocated=False)
-        if self._grow(pool, chunk, stream):
+        if self._grow(pool, chunk):
             return pool.take(size, stream)
         released = self.release_idle(include_pre_allocated=False)
-        if (released and self._grow(pool, chunk, stream)) or self._grow(pool, exact, stream):
+        if (released and self._grow(pool, chunk)) or self._grow(pool, exact):
             return pool.take(size, stream)
         other = self.small if pool is self.large else self.large
         block = other.take(size, stream)
         if block is None and last_resort and self.release_idle(include_pre_allocated=True):
-            self._grow(pool, exact, stream)
+            self._grow(pool, exact)
             block = pool.take(size, stream)
         return block
 
-    def _grow(
-        self, pool: Pool, size: int, stream: int | None, *, pre_allocated: bool = False
-    ) -> bool:
+    def _grow(self, pool: Pool, size: int, *, pre_allocated: bool = False) -> bool:
         reserved = self._reserved_bytes() + size
         if self.limit_bytes and reserved > self.limit_bytes:
             return False
@@ -169,13 +170,13 @@ class TwoPoolPolicy:
         ptr = self._source.acquire(size)
         if ptr is None:
             return False
-        pool.add_chunk(ptr=ptr, size=size, stream=stream, pre_allocated=pre_allocated)
+        pool.add_chunk(ptr=ptr, size=size, pre_allocated=pre_allocated)
         self._reserved_peak_bytes = max(self._reserved_peak_bytes, reserved)
         return True
 
     def _pre_allocate(self, pool: Pool, size: int) -> None:
         size = round_up(size, self._source.granularity_bytes)
-        if size and not self._grow(pool, size, None, pre_allocated=True):
+        if size and not self._grow(pool, size, pre_allocated=True):
             report = self.report(size, 0, pool=pool)
             self.release_idle(include_pre_allocated=True)
             raise OutOfMemoryError(report)

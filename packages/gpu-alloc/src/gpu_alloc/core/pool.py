@@ -1,14 +1,19 @@
-"""One pool: its chunks, a free list per stream, splitting, merging and the counters.
+"""One pool: its chunks, free places per stream, splitting, merging and the counters.
 
-A freed block returns to the list of the stream that its chunk belongs to, so memory is never handed
-to another stream while work queued on the first one may still use it. Invariant: every byte of
-every chunk is in exactly one block, and every free block is in exactly one free list. A pool takes
-no lock; its allocator does.
+A freed block returns to the stream that it was taken for, so memory is never handed to another
+stream while work queued on the first one may still use it. What no stream has used yet, the start
+of a chunk, is free for all: each block that is cut from it belongs to the stream that asked. A free
+block that lies right behind such an unused start forms one place with it for its own stream; the
+unused start stays a place of its own for the others.
+
+Invariant: every byte of every chunk is in exactly one block. For each stream the places are exactly
+the longest runs of blocks that are free and its own or nobody's. A pool takes no lock; its
+allocator does.
 
 >>> pool = Pool(name="large", index=1, chunk_bytes=0)
->>> pool.add_chunk(ptr=4096, size=2048, stream=0, pre_allocated=False)
->>> pool.take(512, stream=0).ptr
-5632
+>>> pool.add_chunk(ptr=4096, size=2048, pre_allocated=False)
+>>> pool.take(512, stream=0).ptr, pool.take(512, stream=7).ptr
+(5632, 5120)
 """
 
 from collections.abc import Iterator
@@ -17,6 +22,8 @@ from typing import final
 from gpu_alloc.core.block import Block, Chunk
 from gpu_alloc.core.free_list import FreeList
 from gpu_alloc.core.stats import PoolStats
+
+_KEPT_LISTS = 8
 
 
 @final
@@ -28,7 +35,10 @@ class Pool:
         self.index = index
         self.chunk_bytes = chunk_bytes
         self.chunks: dict[int, Chunk] = {}
-        self._free: dict[int | None, FreeList] = {}
+        self._places: dict[int, FreeList] = {}  # of each stream
+        # Unused starts of chunks: under None those that join with no free block behind them, under
+        # a stream those that are also the beginning of a place of that stream.
+        self._unused: dict[int | None, FreeList] = {None: FreeList()}
         self.num_live = 0
         self.allocated_bytes = 0
         self.requested_bytes = 0
@@ -37,39 +47,44 @@ class Pool:
         self.requested_peak_bytes = 0
         self.reserved_peak_bytes = 0
 
-    def add_chunk(self, *, ptr: int, size: int, stream: int | None, pre_allocated: bool) -> None:
-        """Take over `size` bytes at `ptr`. With `stream=None` the first stream that needs the chunk
-        gets it.
-        """
-        chunk = Chunk(
-            ptr=ptr, size=size, pool_index=self.index, stream=stream, pre_allocated=pre_allocated
-        )
+    def add_chunk(self, *, ptr: int, size: int, pre_allocated: bool) -> None:
+        """Take over `size` bytes at `ptr`, which belong to no stream until one uses them."""
+        chunk = Chunk(ptr=ptr, size=size, pool_index=self.index, pre_allocated=pre_allocated)
         self.chunks[ptr] = chunk
-        self._free_list(stream).add(chunk.first)
+        self._unused[None].add(ptr, size, chunk.first)
         self.reserved_bytes += size
         self.reserved_peak_bytes = max(self.reserved_peak_bytes, self.reserved_bytes)
 
     def remove_chunk(self, chunk: Chunk) -> None:
         """Forget an idle chunk."""
-        self._free_list(chunk.stream).remove(chunk.first)
+        for block in chunk.blocks():
+            if block.stream is not None:
+                self._pull(block)
+        if chunk.first.stream is None:
+            self._unused[None].remove(chunk.first.ptr, chunk.first.size)
         del self.chunks[chunk.ptr]
         self.reserved_bytes -= chunk.size
 
     def take(self, size: int, stream: int) -> Block | None:
-        """Best fit of `size` bytes (a multiple of the alignment) among the blocks free for
+        """Best fit of `size` bytes (a multiple of the alignment) among the places free for
         `stream`, cut to size.
         """
-        free = self._free.get(stream)
-        block = free.take(size) if free is not None else None
-        if block is None:
-            block = self._bind_unused_chunk(size, stream)
-            if block is None:
-                return None
-        if block.size > size:
-            tail = block.split(size)
-            self._free[stream].add(block)
-            block = tail
+        places = self._places.get(stream)
+        key = places.find(size) if places is not None else 0
+        for owner, unused in self._unused.items():
+            if owner != stream and len(unused):
+                other = unused.find(size)
+                if other and (not key or other < key):
+                    key, places = other, unused
+        if not key or places is None:
+            return None
+        block = places.block_of(key)
+        if block.stream is None:
+            block = self._cut_unused(block, size, stream)
+        else:
+            block = self._cut_place(block, size)
         block.is_free = False
+        block.chunk.num_live += 1
         return block
 
     def count_use(self, block: Block, requested: int) -> None:
@@ -90,44 +105,49 @@ class Pool:
         self.num_live -= 1
         self.allocated_bytes -= block.size
         self.requested_bytes -= block.requested
-        free = self._free_list(block.chunk.stream)
         block.is_free = True
         block.requested = 0
+        block.chunk.num_live -= 1
+        stream = block.stream
         after = block.next
-        if after is not None and after.is_free:
-            free.remove(after)
+        if after is not None and after.is_free and after.stream == stream:
+            self._pull(after)
             block.absorb_next()
         before = block.prev
-        if before is not None and before.is_free:
-            free.remove(before)
+        if before is not None and before.is_free and before.stream == stream:
+            self._pull(before)
             before.absorb_next()
             block = before
-        free.add(block)
+        self._put(block)
 
-    def idle_chunks(self, *, include_pre_allocated: bool) -> list[Chunk]:
-        """Chunks without a byte in use, by rising address."""
+    def idle_chunks(self, *, include_pre_allocated: bool, stream: int | None = None) -> list[Chunk]:
+        """Chunks without a byte in use, by rising address; with `stream` those that no other
+        stream has used.
+        """
         return [
-            self.chunks[ptr]
-            for ptr in sorted(self.chunks)
-            if self.chunks[ptr].is_idle()
-            and (include_pre_allocated or not self.chunks[ptr].pre_allocated)
+            chunk
+            for _, chunk in sorted(self.chunks.items())
+            if chunk.is_idle()
+            and (include_pre_allocated or not chunk.pre_allocated)
+            and (stream is None or {b.stream for b in chunk.blocks()} <= {stream, None})
         ]
 
     def free_bytes(self, stream: int) -> int:
         """Bytes of this pool's free blocks that `stream` may use."""
-        lists = (self._free.get(stream), self._free.get(None))
-        return sum(free.total_bytes for free in lists if free is not None)
+        return sum(places.total_bytes for places in self._free_for(stream))
 
     def largest_free_bytes(self, stream: int) -> int:
         """Largest request that this pool can serve for `stream` without growing."""
-        lists = (self._free.get(stream), self._free.get(None))
-        return max((free.largest_bytes() for free in lists if free is not None), default=0)
+        return max((places.largest_bytes() for places in self._free_for(stream)), default=0)
 
     def free_entries(self) -> Iterator[tuple[int | None, int, int]]:
-        """(stream, address, size) of every block as the free lists hold it."""
-        for stream, free in self._free.items():
-            for ptr, size in free.entries():
+        """(stream, address, size) of every place as the free lists hold it; None: for any."""
+        for stream, places in self._places.items():
+            for ptr, size in places.entries():
                 yield stream, ptr, size
+        for unused in self._unused.values():
+            for ptr, size in unused.entries():
+                yield None, ptr, size
 
     def stats(self) -> PoolStats:
         """The counters now."""
@@ -139,10 +159,11 @@ class Pool:
             reserved_bytes=self.reserved_bytes,
             reserved_peak_bytes=self.reserved_peak_bytes,
             largest_free_bytes=max(
-                (free.largest_bytes() for free in self._free.values()), default=0
+                self._unused[None].largest_bytes(),
+                max((places.largest_bytes() for places in self._places.values()), default=0),
             ),
             num_live_blocks=self.num_live,
-            num_free_blocks=sum(len(free) for free in self._free.values()),
+            num_free_blocks=len(self._unused[None]) + sum(map(len, self._places.values())),
             num_chunks=len(self.chunks),
         )
 
@@ -152,16 +173,72 @@ class Pool:
         self.requested_peak_bytes = self.requested_bytes
         self.reserved_peak_bytes = self.reserved_bytes
 
-    def _free_list(self, stream: int | None) -> FreeList:
-        free = self._free.get(stream)
-        if free is None:
-            free = self._free[stream] = FreeList()
-        return free
+    def _free_for(self, stream: int) -> Iterator[FreeList]:
+        if stream in self._places:
+            yield self._places[stream]
+        for owner, unused in self._unused.items():
+            if owner != stream:
+                yield unused
 
-    def _bind_unused_chunk(self, size: int, stream: int) -> Block | None:
-        unused = self._free.get(None)
-        block = unused.take(size) if unused is not None else None
-        if block is not None:
-            block.chunk.stream = stream
-            self._free_list(stream)
+    def _put(self, block: Block) -> None:
+        """List a free block of a stream, as one place with the unused memory before it."""
+        stream, unused = block.stream, block.prev
+        if stream is None:
+            return
+        places = self._places.get(stream)
+        if places is None:
+            places = self._places[stream] = FreeList()
+        if unused is None or unused.stream is not None:
+            places.add(block.ptr, block.size, block)
+            return
+        places.add(unused.ptr, unused.size + block.size, block)
+        if stream not in self._unused:
+            self._unused[stream] = FreeList()
+        self._unused[None].remove(unused.ptr, unused.size)
+        self._unused[stream].add(unused.ptr, unused.size, unused)
+
+    def _pull(self, block: Block) -> None:
+        """Undo `_put`."""
+        stream, unused = block.stream, block.prev
+        if stream is None:
+            return
+        if unused is None or unused.stream is not None:
+            self._places[stream].remove(block.ptr, block.size)
+            return
+        self._places[stream].remove(unused.ptr, unused.size + block.size)
+        self._unused[stream].remove(unused.ptr, unused.size)
+        self._unused[None].add(unused.ptr, unused.size, unused)
+        if len(self._unused) > _KEPT_LISTS and not self._unused[stream]:
+            del self._unused[stream]  # streams come and go, and `take` looks into each list
+
+    def _cut_place(self, block: Block, size: int) -> Block:
+        """The last `size` bytes of the place of a stream's free block."""
+        self._pull(block)
+        if block.size >= size:
+            if block.size == size:
+                return block
+            tail = block.split(size)
+            self._put(block)
+            return tail
+        unused = block.prev
+        if unused is not None:
+            self._unused[None].remove(unused.ptr, unused.size)
+            if not block.take_end_of_prev(size - block.size):
+                self._unused[None].add(unused.ptr, unused.size, unused)
+        return block
+
+    def _cut_unused(self, unused: Block, size: int, stream: int) -> Block:
+        """The last `size` bytes of unused memory, which are `stream`'s from now on."""
+        after = unused.next
+        if after is not None and after.is_free:
+            self._pull(after)
+        self._unused[None].remove(unused.ptr, unused.size)
+        block = unused
+        if unused.size > size:
+            block = unused.split(size)
+            self._unused[None].add(unused.ptr, unused.size, unused)
+        block.stream = stream
+        block.is_free = False
+        if after is not None and after.is_free:
+            self._put(after)
         return block

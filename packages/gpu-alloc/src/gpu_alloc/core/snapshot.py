@@ -19,8 +19,11 @@ from gpu_alloc.errors import check_kind
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockView:
-    """One block: address, size and the bytes requested (0 when free)."""
+    """One block: address, size and the bytes requested (0 when free); `stream` is None until a
+    stream uses it.
+    """
 
+    stream: int | None
     ptr: int
     size: int
     requested_bytes: int
@@ -30,10 +33,9 @@ class BlockView:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkView:
-    """One chunk with its blocks by rising address; `stream` is None until a stream uses it."""
+    """One chunk with its blocks by rising address."""
 
     pool: str
-    stream: int | None
     ptr: int
     size: int
     pre_allocated: bool
@@ -43,7 +45,11 @@ class ChunkView:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """All chunks, and what the free lists hold as (pool, stream, address, size)."""
+    """All chunks, and what the free lists hold as (pool, stream, address, size).
+
+    A stream's entries are the places that it may use and no other stream; those of None are free
+    for all, and may begin a stream's place as well.
+    """
 
     alignment_size: int
     chunks: tuple[ChunkView, ...]
@@ -63,6 +69,7 @@ def take_snapshot(pools: Iterable[Pool], alignment_size: int) -> Snapshot:
         for chunk in pool.chunks.values():
             views = tuple(
                 BlockView(
+                    stream=block.stream,
                     ptr=block.ptr,
                     size=block.size,
                     requested_bytes=block.requested,
@@ -73,7 +80,6 @@ def take_snapshot(pools: Iterable[Pool], alignment_size: int) -> Snapshot:
             chunks.append(
                 ChunkView(
                     pool=pool.name,
-                    stream=chunk.stream,
                     ptr=chunk.ptr,
                     size=chunk.size,
                     pre_allocated=chunk.pre_allocated,
@@ -97,18 +103,20 @@ def check_snapshot(snapshot: Snapshot) -> list[str]:
         problems.extend(_check_cover(chunk))
         problems.extend(_check_blocks(chunk, snapshot.alignment_size))
     held = sorted(snapshot.free_entries, key=repr)
-    expected = sorted(
-        (
-            (chunk.pool, chunk.stream, block.ptr, block.size)
-            for chunk in ordered
-            for block in chunk.blocks
-            if block.is_free
-        ),
-        key=repr,
-    )
+    expected = sorted((place for chunk in ordered for place in _places(chunk)), key=repr)
     if held != expected:
         problems.append(f"free lists hold {held}, but the free blocks are {expected}")
     return problems
+
+
+def _places(chunk: ChunkView) -> Iterator[tuple[str, int | None, int, int]]:
+    """What the free lists should hold of a chunk: each free block, with unused memory before it."""
+    unused_bytes = 0
+    for block in chunk.blocks:
+        if block.is_free:
+            before = 0 if block.stream is None else unused_bytes
+            yield chunk.pool, block.stream, block.ptr - before, block.size + before
+        unused_bytes = block.size if block.stream is None else 0
 
 
 def _check_cover(chunk: ChunkView) -> Iterator[str]:
@@ -126,8 +134,10 @@ def _check_blocks(chunk: ChunkView, alignment_size: int) -> Iterator[str]:
     for block in chunk.blocks:
         if block.size <= 0 or block.ptr % alignment_size or block.size % alignment_size:
             yield f"{block} is not aligned to {alignment_size}"
+        if block.stream is None and not (block.is_free and block.ptr == chunk.ptr):
+            yield f"{block} belongs to no stream but is not the free start of its chunk"
         if block.is_free != (block.requested_bytes == 0) or block.requested_bytes > block.size:
             yield f"{block} is counted wrongly"
     for before, after in pairwise(chunk.blocks):
-        if before.is_free and after.is_free:
+        if before.is_free and after.is_free and before.stream == after.stream:
             yield f"free blocks at {before.ptr:#x} and {after.ptr:#x} are not merged"

@@ -8,7 +8,7 @@ free blocks never mix.
 import itertools
 import threading
 from abc import ABC, abstractmethod
-from typing import final
+from typing import Any, final
 
 from gpu_alloc.sources import ChunkSource, CudaSource, import_cupy
 
@@ -23,6 +23,10 @@ class CupyBackend(ABC):
     @abstractmethod
     def stream(self) -> int:
         """A number that names the current stream of this thread, and no other stream."""
+
+    def name_of(self, stream: Any) -> int:
+        """The number that names a `cupy.cuda.Stream`, as `stream` gives it for the current one."""
+        return int(stream.ptr)
 
     @abstractmethod
     def source(self, device_id: int) -> ChunkSource:
@@ -50,7 +54,11 @@ class CudaBackend(CupyBackend):
         """See `CupyBackend.stream`. The per-thread default stream gets a negative number per
         thread.
         """
-        ptr = int(self._cuda.get_current_stream().ptr)
+        return self.name_of(self._cuda.get_current_stream())
+
+    def name_of(self, stream: Any) -> int:
+        """See `CupyBackend.name_of`."""
+        ptr = int(stream.ptr)
         if ptr != self._cuda.runtime.streamPerThread:
             return ptr
         names: dict[str, int] = self._per_thread.__dict__

@@ -51,18 +51,18 @@ class _HookedSource(ChunkSource):
         hooks = _hooks()
         if not hooks:
             return self._inner.acquire(size_bytes)
-        ptr = None
-        _call(hooks, "alloc_preprocess", device_id=self._device_id, mem_size=size_bytes)
+        facts = {"device_id": self._device_id, "mem_size": size_bytes}
+        ptr, told = None, False
+        _call(hooks, "alloc_preprocess", **facts)
         try:
             ptr = self._inner.acquire(size_bytes)
         finally:
-            _call(
-                hooks,
-                "alloc_postprocess",
-                device_id=self._device_id,
-                mem_size=size_bytes,
-                mem_ptr=ptr or 0,
-            )
+            try:
+                _call(hooks, "alloc_postprocess", mem_ptr=ptr or 0, **facts)
+                told = True
+            finally:
+                if ptr is not None and not told:
+                    self._inner.release(ptr, size_bytes)  # nobody else knows of it
         return ptr
 
     def release(self, ptr: int, size_bytes: int) -> None:
@@ -95,11 +95,13 @@ class _Lease:
             "mem_ptr": self._ptr,
             "pmem_id": id(self),
         }
-        _call(hooks, "free_preprocess", **facts)
         try:
-            self._allocator.free(self._ptr)
+            _call(hooks, "free_preprocess", **facts)
         finally:
-            _call(hooks, "free_postprocess", **facts)
+            try:
+                self._allocator.free(self._ptr)
+            finally:
+                _call(hooks, "free_postprocess", **facts)
 
 
 @final
@@ -166,9 +168,17 @@ class CupyPool:
         """Counters of the current device's allocator."""
         return self.allocator().stats()
 
-    def free_all_blocks(self) -> None:
-        """Give the current device's idle chunks back to CUDA; pre-allocated ones stay."""
-        self.allocator().release_idle()
+    def free_all_blocks(self, stream: Any = None) -> None:
+        """Give the current device's idle chunks back to CUDA; pre-allocated ones stay.
+
+        stream: a `cupy.cuda.Stream`: only chunks that no other stream has used.
+        """
+        name = None if stream is None else self._backend.name_of(stream)
+        self.allocator().release_idle(stream=name)
+
+    def free_all_free(self) -> None:
+        """As `free_all_blocks`, under the name that CuPy keeps for old programs."""
+        self.free_all_blocks()
 
     def used_bytes(self) -> int:
         """Bytes of blocks in use."""
