@@ -73,17 +73,15 @@ class PartIndex:
     def resolve(self, keys: Iterable[str]) -> dict[str, StoredTensor | SplitTensor]:
         """Return where the tensors of these keys are stored, without those that are not."""
         wanted = list(keys)
-        boxes_of = {key: self._boxes(key) for key in wanted if self._stored.find(key) is None}
-        names = [key for key in wanted if key not in boxes_of]
-        names += [box.key for boxes in boxes_of.values() for box in boxes]
-        stored = self._checkpoint.tensors(self._part, dict.fromkeys(names))
-        found: dict[str, StoredTensor | SplitTensor] = {}
-        for key in wanted:
-            if key not in boxes_of:
-                found[key] = stored[key]
-            elif boxes_of[key]:
-                boxes = tuple((box.offset, stored[box.key]) for box in boxes_of[key])
-                shape = boxes_of[key][0].global_shape
+        whole = self._checkpoint.tensors(self._part, wanted)
+        found: dict[str, StoredTensor | SplitTensor] = {**whole}
+        boxes_of = {key: self._boxes(key) for key in wanted if key not in whole}
+        names = [box.key for stored_boxes in boxes_of.values() for box in stored_boxes]
+        stored = self._checkpoint.tensors(self._part, names)
+        for key, stored_boxes in boxes_of.items():
+            if stored_boxes:
+                boxes = tuple((box.offset, stored[box.key]) for box in stored_boxes)
+                shape = stored_boxes[0].global_shape
                 found[key] = SplitTensor(dtype=boxes[0][1].dtype, shape=shape, boxes=boxes)
         return found
 

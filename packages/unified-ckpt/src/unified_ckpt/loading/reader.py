@@ -74,7 +74,7 @@ class Reader(AbstractContextManager["Reader"]):
                 its checksums.
             LoadError: a value cannot be converted to the destination's dtype.
         """
-        for name, reads in groupby(plan.reads, key=lambda read: read.file):
+        for name, reads in groupby(plan.reads, key=itemgetter(0)):
             path = self._checkpoint.folder / name
             record = self._checkpoint.record(name) if self._verify else None
             with self._checkpoint.opened.open(name) as fd:
@@ -125,6 +125,7 @@ class _FileReader:
         self._pieces = _Pieces(record, touched=owner.touched)
         self._batch: list[tuple[Region, memoryview, str]] = []
         self._batch_bytes = 0
+        self._batch_end = -1
         self._unchecked: list[PendingSum[_Check | None]] = []
 
     def read(self, read: Read, destination: Destination) -> None:
@@ -177,14 +178,16 @@ class _FileReader:
             ) from error
 
     def _read_direct(self, region: Region, buffer: memoryview, key: str) -> None:
-        if not region.contiguous:
+        start, run_bytes, counts, _ = region  # no properties: there may be many small reads
+        if counts:
             self._flush()
             self._fill(region, buffer, key)
             return
-        if self._batch and self._batch[-1][0].end != region.start:
+        if start != self._batch_end:
             self._flush()
         self._batch.append((region, buffer, key))
-        self._batch_bytes += region.num_bytes
+        self._batch_end = start + run_bytes
+        self._batch_bytes += run_bytes
         if self._batch_bytes >= BATCH_BYTES:
             self._flush()
 
@@ -241,8 +244,9 @@ class _FileReader:
     def _start_checks(self, reads: Sequence[tuple[Region, memoryview, str]]) -> None:
         """Check on another thread what a call has read, while the next one reads."""
         checks = []
+        alone = self._pieces.alone
         for region, buffer, key in reads:
-            known = self._pieces.exactly(region)
+            known = None if region.counts else alone.get(region[:2])
             if known is not None:
                 self._owner.verified_bytes += region.run_bytes
                 checks.append(_Check(buffer, None, known, region, key))
@@ -280,7 +284,11 @@ def _better_over_gaps(region: Region) -> bool:
 
 
 class _Pieces:
-    """Finds the checksummed pieces of a file that reads cover, whole or in part."""
+    """Finds the checksummed pieces of a file that reads cover, whole or in part.
+
+    `alone` has the checksums of reads (first byte, length) that are one piece each, as most of many
+    small ones are.
+    """
 
     def __init__(self, record: FileRecord | None, *, touched: bool) -> None:
         self._record = record or FileRecord(0, (), (), ())
@@ -290,16 +298,12 @@ class _Pieces:
         )
         self._longest = max((end - start for start, end, _ in self._by_start), default=0)
         self._touched = touched
-        self._alone: dict[tuple[int, int], int] = {}
+        self.alone: dict[tuple[int, int], int] = {}
         if not touched and not self._strided:
             spans = zip(self._record.begins, self._record.lengths, strict=True)
-            self._alone = dict(zip(spans, self._record.sums, strict=True))
+            self.alone = dict(zip(spans, self._record.sums, strict=True))
         self._done: set[Region] = set()
         self._partly: dict[Region, tuple[int, str]] = {}
-
-    def exactly(self, region: Region) -> int | None:
-        """Return the checksum of a read that is one piece, as most of many small ones are."""
-        return None if region.counts else self._alone.get((region.start, region.run_bytes))
 
     def within(self, region: Region, key: str) -> Iterator[tuple[Region, int]]:
         """Yield the pieces that a read covers whole, and remember those that it touches."""

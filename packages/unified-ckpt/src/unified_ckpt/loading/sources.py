@@ -49,7 +49,7 @@ class Sources:
         self._checkpoint = checkpoint
         self._options = options
         self._indexes: dict[str, PartIndex | None] = {}
-        self._candidates: dict[str, list[tuple[str, bool]]] = {}
+        self._candidates: dict[str, list[tuple[str, bool, PartIndex]]] = {}
         self._master_dtypes: dict[str, StoredDtype] | None = None
         content = _read_state_file(checkpoint)
         typed = content.get("version", 2) >= STATE_VERSION
@@ -79,23 +79,26 @@ class Sources:
 
     def find(self, part: str, key: str) -> Source | None:
         """Return what stands for a tensor of a part, None if nothing does."""
-        if part not in self._candidates:
-            self._candidates[part] = self._parts_for(part)
-        for source, cast in self._candidates[part]:
-            index = self._index_if_any(source)
-            if index is not None and key in index:
+        candidates = self._candidates.get(part)
+        if candidates is None:
+            candidates = self._candidates[part] = [
+                (source, cast, index)
+                for source, cast in self._parts_for(part)
+                if (index := self._index_if_any(source)) is not None
+            ]
+        for source, cast, index in candidates:
+            if key in index:
                 return Source(source, key, cast)
             for wanted in (key, self._tied_key(key)):
-                known = None if wanted is None else self._stored_key(source, wanted)
+                known = None if wanted is None else self._stored_key(source, index, wanted)
                 if known is not None:
                     return Source(source, known, cast)
         return None
 
-    def _stored_key(self, part: str, key: str) -> str | None:
+    def _stored_key(self, part: str, index: PartIndex, key: str) -> str | None:
         """Return a key, the one that differs from it by wrappers' names, or DCP's, if stored."""
-        index = self._index_if_any(part)
-        if index is None or key in index:
-            return None if index is None else key
+        if key in index:
+            return key
         dcp_keys = self._dcp_keys.get(part, {})
         if part not in self._names:
             self._names[part] = Names([*dcp_keys, *index.tensor_keys()])

@@ -11,6 +11,7 @@ import json
 import math
 import struct
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from unified_ckpt.errors import CheckpointValueError, CorruptCheckpointError
@@ -22,6 +23,9 @@ MAX_HEADER_BYTES = 100_000_000  # the safetensors library refuses longer headers
 _MAX_DIMS = 64  # of torch; bounds the work of multiplying them
 _MAX_DIM = 2**63 - 1
 _quote = json.encoder.encode_basestring  # a JSON string, not only of ASCII
+
+
+_Form = tuple[str, Shape | None, int]  # dtype, torch's shape, bytes of a tensor
 
 
 class HeaderEntry(NamedTuple):
@@ -131,36 +135,44 @@ def _entries(table: object, base: int, file_bytes: int) -> tuple[HeaderEntry, ..
     metadata = table.get("__metadata__") or {}
     if not isinstance(metadata, dict) or {*map(type, metadata.values())} - {str}:
         raise CheckpointValueError("its __metadata__ is not an object of strings")
-    entries = [_entry(key, value, base) for key, value in table.items() if key != "__metadata__"]
-    entries.sort(key=lambda e: (e.begin, e.end))
+    forms: dict[tuple[object, Shape], _Form] = {}
+    entries = [
+        _entry(key, value, base, forms) for key, value in table.items() if key != "__metadata__"
+    ]
+    entries.sort(key=itemgetter(3, 4))
     position = base
-    for entry in entries:
-        if entry.begin != position:
-            raise CheckpointValueError(
-                f"{entry.key!r} begins at byte {entry.begin}, not {position}"
-            )
-        position = entry.end
+    for key, _, _, begin, end in entries:
+        if begin != position:
+            raise CheckpointValueError(f"{key!r} begins at byte {begin}, not {position}")
+        position = end
     if position != file_bytes:
         raise CheckpointValueError(f"the tensors end at byte {position}, the file at {file_bytes}")
     return tuple(entries)
 
 
-def _entry(key: str, value: dict[str, object], base: int) -> HeaderEntry:
-    dtype: StoredDtype = dtype_of(str(value["dtype"]))
-    shape = _ints(key, value["shape"])
-    if len(shape) > _MAX_DIMS or (shape and max(shape) > _MAX_DIM):
-        raise CheckpointValueError(f"{key!r}: no tensor has {len(shape)} dims of such sizes")
+def _entry(
+    key: str, value: dict[str, object], base: int, forms: dict[tuple[object, Shape], _Form]
+) -> HeaderEntry:
+    name, stated = value["dtype"], _ints(key, value["shape"])
+    form = forms.get((name, stated))
+    if form is None:
+        form = forms[name, stated] = _form(key, str(name), stated)
     begin, end = _ints(key, value["data_offsets"])
-    bits = math.prod(shape) * dtype.bits
-    if bits % 8 or end - begin != bits // 8:
-        raise CheckpointValueError(f"{key!r}: {dtype.name} {shape} is not bytes {begin} to {end}")
-    return HeaderEntry(
-        key=key,
-        dtype=dtype.name,
-        shape=torch_shape(dtype, shape),
-        begin=base + begin,
-        end=base + end,
-    )
+    dtype, shape, num_bytes = form
+    if end - begin != num_bytes:
+        raise CheckpointValueError(f"{key!r}: {dtype} {stated} is not bytes {begin} to {end}")
+    return HeaderEntry(key, dtype, shape, base + begin, base + end)
+
+
+def _form(key: str, name: str, stated: Shape) -> _Form:
+    """Return what a dtype and a stated shape mean; most tensors of a file share few of them."""
+    dtype: StoredDtype = dtype_of(name)
+    if len(stated) > _MAX_DIMS or (stated and max(stated) > _MAX_DIM):
+        raise CheckpointValueError(f"{key!r}: no tensor has {len(stated)} dims of such sizes")
+    bits = math.prod(stated) * dtype.bits
+    if bits % 8:
+        raise CheckpointValueError(f"{key!r}: {dtype.name} {stated} is not bytes, but {bits} bits")
+    return dtype.name, torch_shape(dtype, stated), bits // 8
 
 
 def _ints(key: str, value: object) -> Shape:

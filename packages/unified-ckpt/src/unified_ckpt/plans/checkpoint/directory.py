@@ -196,9 +196,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 raise CorruptCheckpointError(
                     f"{self.folder / name}: the index says that it holds {key!r}, but it does not"
                 )
-            found[key] = StoredTensor(
-                dtype=entry.dtype, shape=entry.shape, file=name, begin=entry.begin, end=entry.end
-            )
+            _, dtype, shape, begin, end = entry
+            found[key] = StoredTensor(dtype, shape, name, begin, end)
         return found
 
     def _header(self, name: str) -> dict[str, HeaderEntry]:

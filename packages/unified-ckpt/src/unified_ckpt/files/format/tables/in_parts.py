@@ -159,16 +159,19 @@ class StoredKeys:
         self._blocks = blocks
         self._firsts = [block.first for block in blocks]
         self._names = names
-        self._read: dict[int, tuple[list[str], list[str]]] = {}
+        self._read: dict[int, list[str]] = {}
+        self._file_of: dict[str, str] = {}  # of all blocks that were read
 
     def find(self, key: str) -> str | None:
         """Return the file that holds a key, None if none does."""
+        known = self._file_of.get(key)
+        if known is not None:
+            return known
         number = bisect_right(self._firsts, key) - 1
-        if number < 0:
+        if number < 0 or number in self._read:
             return None
-        keys, files = self._block(number)
-        place = bisect_left(keys, key)
-        return files[place] if place < len(keys) and keys[place] == key else None
+        self._block(number)
+        return self._file_of.get(key)
 
     def starting(self, prefix: str) -> list[str]:
         """Return the keys that begin with a text, in order."""
@@ -180,21 +183,21 @@ class StoredKeys:
                 and not self._firsts[number].startswith(prefix)
             ):
                 break
-            keys, _ = self._block(number)
+            keys = self._block(number)
             for key in islice(keys, bisect_left(keys, prefix), None):
                 if not key.startswith(prefix):
                     return found
                 found.append(key)
         return found
 
-    def all(self) -> dict[str, str]:
+    def all(self) -> Mapping[str, str]:
         """Return the file of every key."""
-        found: dict[str, str] = {}
         for number in range(len(self._blocks)):
-            found.update(zip(*self._block(number), strict=True))
-        return found
+            self._block(number)
+        return self._file_of
 
-    def _block(self, number: int) -> tuple[list[str], list[str]]:
+    def _block(self, number: int) -> list[str]:
+        """Return the keys of a block in order, and know their files from now on."""
         if number not in self._read:
             block = self._blocks[number]
             raw = self._tables.read(block.place, f"the keys from {block.first!r}")
@@ -203,12 +206,20 @@ class StoredKeys:
                 check_numbers(files)
                 if [type(key) for key in keys] != [str] * len(files) or keys != sorted(set(keys)):
                     raise CheckpointValueError("keys must be texts in order, each with a file")
-                self._read[number] = (keys, [self._names[file] for file in files])
+                self._check_between(number, keys)
+                self._file_of.update(zip(keys, [self._names[file] for file in files], strict=True))
+                self._read[number] = keys
             except (*MALFORMED, IndexError) as error:
                 raise CorruptCheckpointError(
                     f"{self._tables.path}: the keys from {block.first!r}: {error}"
                 ) from error
         return self._read[number]
+
+    def _check_between(self, number: int, keys: Sequence[str]) -> None:
+        """Refuse keys that belong into another block."""
+        following = self._firsts[number + 1 : number + 2]
+        if keys[:1] != [self._firsts[number]] or (following and keys[-1] >= following[0]):
+            raise CheckpointValueError("keys of another block")
 
 
 class ListedKeys:
