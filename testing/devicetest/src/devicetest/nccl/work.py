@@ -1,0 +1,76 @@
+"""The handle of one call under NCCL's rules.
+
+work = group.send([x], 1, 0)
+work.wait()
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+
+from devicetest.nccl.exchange import Pending
+
+
+@final
+class RuleWork(dist.Work):
+    """As NCCL's: `wait()` lets the current stream wait, `wait(timeout)` stops the host."""
+
+    def __init__(
+        self,
+        pending: Pending,
+        *,
+        limit_s: float,
+        results: list[torch.Tensor],
+        before_wait: Callable[[bool], None],
+    ) -> None:
+        """Wrap a pending call.
+
+        Args:
+            before_wait: told at each wait whether it has a limit.
+        """
+        super().__init__()
+        self._pending, self._limit_s, self._results = pending, limit_s, results
+        self._before_wait = before_wait
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the end.
+
+        Raises:
+            NcclRuleError: it never comes, or not within the group's limit or the one given.
+        """
+        limit_s = timeout.total_seconds()
+        self._before_wait(limit_s > 0)
+        self._pending.wait(limit_s if limit_s > 0 else self._limit_s)
+        return True
+
+    def synchronize(self) -> None:
+        """Let the current stream wait."""
+        self.wait()
+
+    block_current_stream = synchronize
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._pending.ended.is_set()
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return self._pending.ended.is_set() and not self._pending.error
+
+    def exception(self) -> Any:
+        """Return what went wrong, None if nothing."""
+        return RuntimeError(self._pending.error) if self._pending.error else None
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the tensors that it fills."""
+        return self._results
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Return a future of these tensors; torch's own waits in the stream, this one here."""
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        self.wait()
+        future.set_result(self._results)
+        return future
