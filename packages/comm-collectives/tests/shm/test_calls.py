@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from comm_collectives.base.streams import ShmStreams
 from comm_collectives.errors import MismatchError, PeerFailedError
-from comm_collectives.shm.calls import Calls
+from comm_collectives.shm.calls import Calls, Operation
 from comm_collectives.shm.heads import Head
 from ranktest import run_ranks
 
@@ -26,11 +26,16 @@ def _flat(num_bytes, value):
     return torch.full((num_bytes,), value, dtype=torch.uint8)
 
 
+def _make(calls, run, head=HEAD):
+    calls.carry_out(Operation(head, run, limit_s=30.0))
+
+
 def test_each_rank_gets_what_the_others_have_for_it_in_every_step():
     def fn(rank, size):
         calls = _open(rank, size)
         for num_bytes in (0, 1, 20_000, 3_000_001):
-            with calls.begin(HEAD, 30.0, None) as call:
+
+            def run(call, num_bytes=num_bytes):
                 for step in range(3):
                     sends = [_flat(num_bytes, 50 * step + 10 * rank + r) for r in range(size)]
                     receives = [_flat(num_bytes, 255) for _ in range(size)]
@@ -39,12 +44,14 @@ def test_each_rank_gets_what_the_others_have_for_it_in_every_step():
                     want = [_flat(num_bytes, 50 * step + 10 * r + rank) for r in range(size)]
                     assert all(torch.equal(a, b) for a, b in zip(receives, want, strict=True))
 
+            _make(calls, run)
+
     run_ranks(fn, 3)
 
 
 def _error_of(calls, head, run):
-    with pytest.raises(RuntimeError) as caught, calls.begin(head, 30.0, None) as call:
-        run(call)
+    with pytest.raises(RuntimeError) as caught:
+        _make(calls, run, head)
     return caught.value
 
 
@@ -59,8 +66,7 @@ def test_a_rank_in_another_call_is_an_error_on_all_and_the_group_goes_on():
             assert isinstance(error, MismatchError), error
             texts.append(str(error))
             got = [torch.empty_like(big) for _ in range(size)]
-            with calls.begin(HEAD, 30.0, None) as call:
-                call.exchange([big] * size, got)
+            _make(calls, lambda call, got=got: call.exchange([big] * size, got))
             assert [x.unique().tolist() for r, x in enumerate(got) if r != rank] == [
                 [r] for r in range(size) if r != rank
             ]
@@ -77,8 +83,7 @@ def test_sizes_that_do_not_fit_are_an_error_on_all():
         sizes = [4, 4, 5] if rank == 1 else [4, 4, 4]
         sends, receives = [_flat(n, 1) for n in sizes], [_flat(4, 0) for _ in range(size)]
         error = _error_of(calls, HEAD, lambda call: call.swap(sends, receives))
-        with calls.begin(HEAD, 30.0, None) as call:
-            call.exchange(None, None)
+        _make(calls, lambda call: call.exchange(None, None))
         return type(error).__name__, str(error)
 
     said = ("MismatchError", "rank 11 sends 5 bytes to rank 12, which expects 4")
@@ -96,8 +101,7 @@ def test_a_rank_that_gives_up_is_told_to_the_others_and_the_group_goes_on():
             call.exchange([big] * size, got)
 
         error = _error_of(calls, HEAD, run)
-        with calls.begin(HEAD, 30.0, None) as call:
-            call.exchange([big] * size, got)
+        _make(calls, lambda call: call.exchange([big] * size, got))
         return type(error), str(error), got[1 - rank].unique().tolist()
 
     (_, _, first), (kind, text, second) = run_ranks(fn, 2)

@@ -96,7 +96,7 @@ def test_reductions_equal_torch_and_are_the_same_bits_on_every_rank():
         group = _group()
         # Below and above the size from which ranks share the work, and more than one chunk.
         for numel in (1001, 70_001, 600_001):
-            for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.uint8):
+            for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.uint16, torch.uint8):
                 if numel > 100_000 and dtype != torch.float32:
                     continue
                 draw = torch.Generator().manual_seed(numel)
@@ -108,7 +108,8 @@ def test_reductions_equal_torch_and_are_the_same_bits_on_every_rank():
                         continue
                     y = x[rank].clone()
                     dist.all_reduce(y, op=op, group=group)
-                    expected = oracle(x.double() if dtype.is_floating_point else x).to(dtype)
+                    wide = x.double() if dtype.is_floating_point else x.long()
+                    expected = oracle(wide).to(dtype)
                     tolerance = 0.05 if dtype == torch.bfloat16 else 1e-5
                     assert torch.allclose(y, expected, rtol=tolerance, atol=tolerance)
                     bits = y.view(torch.uint8)

@@ -8,7 +8,8 @@ May import: base, call.
 from comm_collectives.collectives.alltoall import all_to_all as all_to_all
 from comm_collectives.collectives.alltoall import checked_splits as checked_splits
 from comm_collectives.collectives.alltoall import first_difference as first_difference
-from comm_collectives.collectives.arithmetic import OPS as OPS
+from comm_collectives.collectives.arithmetic import check_op as check_op
+from comm_collectives.collectives.arithmetic import reduce_into as reduce_into
 from comm_collectives.collectives.broadcasting import broadcast as broadcast
 from comm_collectives.collectives.broadcasting import broadcast_call as broadcast_call
 from comm_collectives.collectives.buckets import reduce_in_buckets as reduce_in_buckets
@@ -19,7 +20,6 @@ from comm_collectives.collectives.gathers import all_gather as all_gather
 from comm_collectives.collectives.gathers import all_gather_call as all_gather_call
 from comm_collectives.collectives.gathers import reduce_scatter as reduce_scatter
 from comm_collectives.collectives.gathers import reduce_scatter_call as reduce_scatter_call
-from comm_collectives.collectives.overlap import GradientOverlap as GradientOverlap
 from comm_collectives.collectives.overlap import overlap_gradients as overlap_gradients
 from comm_collectives.collectives.pieces import Device as Device
 from comm_collectives.collectives.pieces import broadcast_bytes as broadcast_bytes

@@ -91,8 +91,10 @@ def from_backend(work: torch.Tensor, dtype: torch.dtype, op: str) -> torch.Tenso
 
 
 def reduce_into(out: torch.Tensor, rows: Sequence[torch.Tensor], op: str) -> None:
-    """As `reduce_rows`, of rows apart, into memory that is none of theirs."""
-    if len(rows) == 1 or not _is_its_own(out.dtype):
+    """As `reduce_rows`, of rows apart, into memory of at most one of the first two."""
+    # The sum of two short floats is rounded once in any case.
+    is_exact = _is_its_own(out.dtype) or (len(rows) == 2 and op == "sum" and out.dtype in _NATIVE)
+    if len(rows) == 1 or not is_exact:
         out.copy_(reduce_rows(torch.stack(list(rows)), op))
         return
     _COMBINE[op](rows[0], rows[1], out=out)

@@ -1,6 +1,6 @@
 """The backend `comm_shm`: torch's collectives through the shared memory of one host.
 
-May import: base, call.
+May import: base, call, collectives.
 """
 
 from comm_collectives.shm.backend import BACKEND_NAME as BACKEND_NAME

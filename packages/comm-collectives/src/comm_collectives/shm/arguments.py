@@ -51,15 +51,8 @@ def apart(source: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
     return source
 
 
-def even_targets(
-    size: int, outputs: Tensors, source: torch.Tensor, landings: Landings
-) -> list[torch.Tensor]:
-    """Return the bytes of each output of a list that receives equal tensors.
-
-    Raises:
-        RefusedError: they do not fit.
-    """
-    check_even(size, outputs, source)
+def target_bytes(outputs: Tensors, landings: Landings) -> list[torch.Tensor]:
+    """Return memory for a new content of each tensor, as bytes."""
     return [as_bytes(target_of(output, landings)) for output in outputs]
 
 
@@ -88,23 +81,3 @@ def check_same_dtype(a: torch.Tensor, b: torch.Tensor) -> None:
     """
     if a.dtype != b.dtype:
         raise RefusedError(f"output and input have dtypes {a.dtype} and {b.dtype}; give one dtype")
-
-
-def split_bytes(size: int, x: torch.Tensor, splits: Sequence[int], name: str) -> list[int]:
-    """Return how many bytes of `x` are for each rank; no splits means even parts.
-
-    Raises:
-        RefusedError: they do not fit.
-    """
-    rows = x.size(0) if x.dim() else 0
-    if not splits:
-        if x.dim() == 0 or rows % size:
-            raise RefusedError(
-                f"the {name} has shape {tuple(x.shape)}; without splits its first dim must be "
-                f"divisible by the {size} ranks"
-            )
-        return [x.nbytes // size] * size
-    if len(splits) != size or sum(splits) != rows or min(splits) < 0:
-        raise RefusedError(f"{name} splits {list(splits)} do not cut {rows} rows for {size} ranks")
-    row_bytes = x.nbytes // rows if rows else 0
-    return [rows * row_bytes for rows in splits]

@@ -25,6 +25,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -33,15 +34,17 @@ import torch.distributed as dist
 from comm_collectives._torch_private import Backend, PrefixStore, Store
 from comm_collectives.base import bytes_of
 from comm_collectives.base.streams import ShmStreams
-from comm_collectives.errors import CommValueError, RefusedError
+from comm_collectives.call.handles import finished, launch
+from comm_collectives.collectives.drop_in import CallWork
+from comm_collectives.errors import CommValueError
 from comm_collectives.shm import operations
 from comm_collectives.shm.arguments import Tensors
-from comm_collectives.shm.calls import Calls
+from comm_collectives.shm.calls import Calls, Operation
 from comm_collectives.shm.operations import Gloo, Options, Place
-from comm_collectives.shm.queue import Operation, Queue, ShmWork
 
 BACKEND_NAME = "comm_shm"
 _MESSAGE_BYTES = 256
+_DONE = finished("comm_shm", None)
 # The collectives by torch's names: what gloo calls them, and what makes them here.
 _COLLECTIVES: dict[str, tuple[str, Callable[..., Operation] | None]] = {
     "allreduce": ("allreduce", operations.build_all_reduce),
@@ -74,18 +77,18 @@ class ShmBackend(Backend):
         gloo: Gloo = dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
         self._gloo = gloo
         self._place = Place(rank, tuple(ranks), gloo)
-        self._queue: Queue | None = None
+        self._calls: Calls | None = None
         self._last = threading.local()
         if len(ranks) > 1:
             streams = ShmStreams.open(rank, len(ranks), self._all_gather_bytes)
             if streams is not None:
-                self._queue = Queue(Calls(streams, ranks))
-                weakref.finalize(self, self._queue.close)
+                self._calls = Calls(streams, ranks)
+                weakref.finalize(self, self._calls.close)
 
     @property
     def shares_memory(self) -> bool:
         """Whether the ranks of the group were found to share memory."""
-        return self._queue is not None
+        return self._calls is not None
 
     @property
     def options(self) -> Any:
@@ -116,8 +119,8 @@ class ShmBackend(Backend):
 
     def shutdown(self) -> None:
         """End the use of shared memory and of gloo."""
-        if self._queue is not None:
-            self._queue.close()
+        if self._calls is not None:
+            self._calls.close()
         self._gloo.shutdown()
 
     abort = shutdown
@@ -163,8 +166,8 @@ class ShmBackend(Backend):
     def carry_out(self, name: str, arguments: Sequence[Any], opts: Options) -> Any:
         """Make one of the collectives; return its handle. Collective."""
         plain, build = _COLLECTIVES[name]
-        queue = self._queue
-        if queue is None:
+        calls = self._calls
+        if calls is None:
             return self._own(getattr(self._gloo, plain)(*arguments, opts))
         try:
             if build is None:
@@ -172,14 +175,15 @@ class ShmBackend(Backend):
                 operation = operations.left_to_gloo(name, start, arguments, opts)
             else:
                 operation = build(self._place, *arguments, opts)
-        except RefusedError as error:
+        except (TypeError, ValueError) as error:
             operation = operations.refused(error)
         limit = opts.timeout
         if limit <= timedelta(0):
             limit = self._gloo.options._timeout
         operation.limit_s = limit.total_seconds()
-        task = queue.submit(operation) if opts.asyncOp else queue.run(operation)
-        return self._own(ShmWork(queue, task))
+        run = partial(calls.carry_out, operation)
+        handle = launch(calls, operation.head.operation, run, inputs=(), async_op=opts.asyncOp)
+        return self._own(CallWork(handle or _DONE, operation.results))
 
     def _own(self, work: dist.Work) -> dist.Work:
         self._last.work = work

@@ -4,13 +4,14 @@ Every rank sends each other one a frame in each step of a call, with what the ca
 data. So a difference is an error on every rank, before any data has been used, and the group goes
 on. A rank that gives up in the middle tells the others, who fail in the same call.
 
-    with calls.begin(head, limit_s) as call:
-        call.exchange(sends, receives)              # contiguous tensors, by rank
+    calls = Calls(streams, names=(0, 1))
+    calls.carry_out(Operation(head, lambda call: call.exchange(sends, receives)))
 """
 
+import math
 import struct
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import final
 
@@ -19,6 +20,7 @@ import torch
 from comm_collectives.base.streams import Streams
 from comm_collectives.base.transport import SYSTEM_CLOCK
 from comm_collectives.call.frames import NO_SIGNATURE, Cargo, Frame, Frames, Notice, memory_of
+from comm_collectives.call.groups import Ordered
 from comm_collectives.errors import (
     CollectiveTimeoutError,
     CommError,
@@ -26,8 +28,10 @@ from comm_collectives.errors import (
     PeerFailedError,
     RefusedError,
 )
-from comm_collectives.shm.arguments import Tensors
+from comm_collectives.shm.arguments import Landings, Tensors
 from comm_collectives.shm.heads import Head
+
+_CLOSE_S = 0.1
 
 
 @final
@@ -40,40 +44,60 @@ class Room:
         self.memory = [memory_of(row) for row in self.tensors]
 
 
-@final
-class Calls:
-    """The calls of one group on this rank; one at a time.
+@dataclass(slots=True)
+class Operation:
+    """A collective to be carried out.
 
     Attributes:
-        names: what the ranks are called in errors.
+        head: what the ranks compare.
+        run: makes it.
+        results: the tensors that it fills, as its future gives them.
+        landings: (tensor, contiguous stand-in that the operation fills) pairs to copy at the end.
+        limit_s: how long a rank waits for the others.
     """
 
+    head: Head
+    run: "Callable[[Call], None]"
+    results: Tensors = ()
+    landings: Landings = field(default_factory=list)
+    limit_s: float = math.inf
+
+
+@final
+class Calls(Ordered):
+    """The calls of one group on this rank; one at a time."""
+
+    frames: Frames
+
     def __init__(self, streams: Streams, names: Sequence[int]) -> None:
-        self.rank, self.size, self.names = streams.rank, streams.size, tuple(names)
+        super().__init__("of comm_shm", tuple(names))
+        self.rank = streams.rank
         self.frames = Frames(streams, SYSTEM_CLOCK)
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._rows = Room(self._scratch, 0, self.size)
-        self._last = 0
         self._given_up: list[object] = []
 
-    @contextmanager
-    def begin(self, head: Head, limit_s: float, holds: object) -> "Iterator[Call]":
-        """Make the next call. Collective; `holds` keeps alive the memory that it uses.
+    def carry_out(self, operation: Operation) -> None:
+        """Make the next call. Collective.
 
         Raises:
             CommError: it failed; the others are told, unless they know.
         """
-        self._last += 1
-        call = Call(self, head, self._last, limit_s)
+        call = Call(self, operation.head, self.next_call(), operation.limit_s)
         try:
-            yield call
+            operation.run(call)
         except (MismatchError, RefusedError):
             raise
         except BaseException as error:
             # What has begun to be sent is sent to its end, whenever that is.
-            self._given_up.append(holds)
+            self._given_up.append(operation)
             self.frames.fail(call.number, type(error).__name__, str(error))
             raise
+        if operation.landings:
+            # Tensors made in inference mode may be written to in no other.
+            with torch.inference_mode():
+                for tensor, stand_in in operation.landings:
+                    tensor.copy_(stand_in)
 
     def rows(self, count: int, dtype: torch.dtype) -> "Room":
         """Return room for `count` elements of each rank, good until the next call of this."""
@@ -84,17 +108,15 @@ class Calls:
             self._rows = Room(self._scratch[:num_bytes].view(dtype), count, self.size)
         return self._rows
 
-    def missing(self) -> list[int]:
-        """Return the ranks that have not come to the last call of this one, as far as is known."""
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        seen = {rank: self.frames.last_seen(rank) for rank in others}
-        return [rank for rank, frame in seen.items() if not frame or frame.number < self._last]
-
     def named(self, ranks: Collection[int]) -> str:
         """Return ranks as words."""
-        if not ranks:
-            return "nobody is missing here, an earlier call is still under way"
-        return ", ".join(f"rank {self.names[rank]}" for rank in sorted(ranks))
+        return ", ".join(f"rank {self.ranks[rank]}" for rank in sorted(ranks))
+
+    def close(self) -> None:
+        """Leave the group; a call under way goes on."""
+        if self.lock.acquire(timeout=_CLOSE_S):
+            self.frames.streams.close()
+            self.lock.release()
 
 
 @final
@@ -146,7 +168,7 @@ class Call:
         if len({*row}) > 1 or any([frame.part != told for frame in theirs.values()]):
             table = {peer: words.unpack(frame.part) for peer, frame in theirs.items()}
             table[self.rank] = tuple(row)
-            wrong = _wrong_sizes(table, self.calls.names)
+            wrong = _wrong_sizes(table, self.calls.ranks)
             if wrong:
                 self._disagreement("")
                 raise MismatchError(wrong)
@@ -176,7 +198,7 @@ class Call:
         """Transfers between two ranks go over gloo here, which cannot ask."""
 
     def __str__(self) -> str:
-        return f"{self._head.operation} of group {self.calls.names}"
+        return f"{self._head.operation} of group {self.calls.ranks}"
 
     def _offer(self, sends: Tensors | None, told: bytes) -> dict[int, Frame]:
         self._step += 1
@@ -211,7 +233,7 @@ class Call:
         texts = {peer: text.decode() for peer, text in frames.tell(own.encode(), self).items()}
         frames.settle(self.number)
         texts[self.rank] = own
-        said = [f"rank {self.calls.names[rank]}: {texts[rank]}" for rank in sorted(texts)]
+        said = [f"rank {self.calls.ranks[rank]}: {texts[rank]}" for rank in sorted(texts)]
         return MismatchError("the ranks make different calls: " + "; ".join(said))
 
 

@@ -14,7 +14,7 @@ _WORDS = struct.Struct("<32s4q")
 _NO_DTYPE = -1
 # gate: clone - unlike in dtype_code, a dtype without a number is no mistake here
 _CODE_OF = {dtype: code for code, dtype in enumerate(DTYPES)}
-_REDUCTIONS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
+_REDUCTIONS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 REFUSED = "refused"
 
 

@@ -10,14 +10,15 @@ compare first, so they decide alike. Bytes move whatever their dtype.
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 
 from comm_collectives.base import as_bytes, dense
-from comm_collectives.errors import MismatchError, RefusedError
+from comm_collectives.collectives import check_op
+from comm_collectives.collectives.drop_in import both_splits, op_name
+from comm_collectives.errors import MismatchError, RefusedError, RefusedTypeError
 from comm_collectives.shm import moves, sums
 from comm_collectives.shm.arguments import (
     Landings,
@@ -25,16 +26,13 @@ from comm_collectives.shm.arguments import (
     apart,
     check_even,
     check_same_dtype,
-    even_targets,
     in_place,
     source_bytes,
-    split_bytes,
+    target_bytes,
     target_of,
 )
-from comm_collectives.shm.calls import Call
+from comm_collectives.shm.calls import Call, Operation
 from comm_collectives.shm.heads import REFUSED, Head
-from comm_collectives.shm.queue import Operation
-from comm_collectives.shm.reductions import find_reduction
 
 # Torch's stubs do not know the collectives of `ProcessGroupGloo`.
 Gloo = Any
@@ -63,27 +61,21 @@ def build_all_reduce(place: Place, tensors: Tensors, opts: Options) -> Operation
     if x.layout != torch.strided:
         sparse = Head("all_reduce of sparse tensors")
         return by_gloo(sparse, lambda: place.gloo.allreduce([x], opts))
-    name, reduction = find_reduction(opts.reduceOp, x.dtype)
-    head = Head("all_reduce", x.dtype, name, x.nbytes)
-    if reduction is None:
-        return by_gloo(head, lambda: place.gloo.allreduce([x], opts))
+    op = checked_op(opts, x.dtype)
     landings: Landings = []
     flat = in_place(x, landings)
-    return Operation(head, lambda call: sums.reduce_to_all(call, flat, reduction), [x], landings)
+    head = Head("all_reduce", x.dtype, op, x.nbytes)
+    return Operation(head, lambda call: sums.reduce_to_all(call, flat, op), [x], landings)
 
 
 def build_reduce(place: Place, tensors: Tensors, opts: Options) -> Operation:
     """Reduce to one rank."""
     x, root = tensors[0], opts.rootRank
-    name, reduction = find_reduction(opts.reduceOp, x.dtype)
-    head = Head("reduce", x.dtype, name, x.nbytes, root)
+    op = checked_op(opts, x.dtype)
     landings: Landings = []
     flat = in_place(x, landings)
-    if reduction is None:
-        run = by_gloo(head, lambda: place.gloo.reduce([flat], opts)).run
-    else:
-        run = partial(sums.reduce, x=flat, root=root, reduction=reduction)
-    return Operation(head, run, [x], landings)
+    head = Head("reduce", x.dtype, op, x.nbytes, root)
+    return Operation(head, lambda call: sums.reduce(call, flat, root, op), [x], landings)
 
 
 def build_broadcast(place: Place, tensors: Tensors, opts: Options) -> Operation:
@@ -108,26 +100,28 @@ def build_all_gather_single(
     landings: Landings = []
     flat = as_bytes(target_of(output, landings))
     targets = flat.split(source.nbytes) if flat.numel() else [flat] * place.size
-    sent = source_bytes(source)
-    if targets[place.rank].data_ptr() != sent.data_ptr():
-        sent = apart(sent, flat)
-    head = Head("all_gather", source.dtype, "", source.nbytes)
-    return Operation(
-        head, lambda call: moves.collect_for_all(call, sent, targets), [output], landings
-    )
+    return _all_gather(place, targets, source, [output], landings)
 
 
 def build_all_gather(
     place: Place, outputs: Sequence[Tensors], sources: Tensors, opts: Options
 ) -> Operation:
     """Gather equal tensors into a list of them."""
-    source = sources[0]
+    check_even(place.size, outputs[0], sources[0])
     landings: Landings = []
-    targets = even_targets(place.size, outputs[0], source, landings)
-    sent = apart(source_bytes(source), *targets)
+    targets = target_bytes(outputs[0], landings)
+    return _all_gather(place, targets, sources[0], outputs[0], landings)
+
+
+def _all_gather(
+    place: Place, targets: Tensors, source: torch.Tensor, outputs: Tensors, landings: Landings
+) -> Operation:
+    sent = source_bytes(source)
+    if targets[place.rank].data_ptr() != sent.data_ptr():
+        sent = apart(sent, *targets)
     head = Head("all_gather", source.dtype, "", source.nbytes)
     return Operation(
-        head, lambda call: moves.collect_for_all(call, sent, targets), list(outputs[0]), landings
+        head, lambda call: moves.collect_for_all(call, sent, targets), outputs, landings
     )
 
 
@@ -138,12 +132,12 @@ def build_gather(
     source, root = sources[0], opts.rootRank
     landings: Landings = []
     wanted = outputs[0] if place.rank == root and outputs else []
-    targets = even_targets(place.size, wanted, source, landings) if place.rank == root else []
+    if place.rank == root:
+        check_even(place.size, wanted, source)
+    targets = target_bytes(wanted, landings)
     sent = apart(source_bytes(source), *targets)
     head = Head("gather", source.dtype, "", source.nbytes, root)
-    return Operation(
-        head, lambda call: moves.collect(call, sent, targets, root), list(wanted), landings
-    )
+    return Operation(head, lambda call: moves.collect(call, sent, targets, root), wanted, landings)
 
 
 def build_scatter(
@@ -206,13 +200,11 @@ def _reduce_scatter(
 ) -> Operation:
     target, landings = landing
     total = sum(part.nbytes for part in parts)
-    name, reduction = find_reduction(opts.reduceOp, output.dtype)
-    head = Head("reduce_scatter", output.dtype, name, total)
-    if reduction is None:
-        run = by_gloo(head, lambda: place.gloo.reduce_scatter([target], [list(parts)], opts)).run
-    else:
-        run = partial(sums.reduce_parts, parts=parts, out=target, reduction=reduction)
-    return Operation(head, run, [output], landings)
+    op = checked_op(opts, output.dtype)
+    head = Head("reduce_scatter", output.dtype, op, total)
+    return Operation(
+        head, lambda call: sums.reduce_parts(call, parts, target, op), [output], landings
+    )
 
 
 def build_all_to_all_single(
@@ -225,18 +217,18 @@ def build_all_to_all_single(
 ) -> Operation:
     """Exchange rows; splits are empty if even."""
     check_same_dtype(output, source)
-    received = split_bytes(place.size, output, output_splits, "output")
-    sent = split_bytes(place.size, source, input_splits, "input")
+    sent, received = both_splits(output, source, output_splits, input_splits, place.size)
     landings: Landings = []
     flat = as_bytes(target_of(output, landings))
     data = apart(source_bytes(source), flat)
+    sources, targets = _cut(data, sent), _cut(flat, received)
     head = Head("all_to_all", source.dtype)
-    return Operation(
-        head,
-        lambda call: call.swap(data.split_with_sizes(sent), flat.split_with_sizes(received)),
-        [output],
-        landings,
-    )
+    return Operation(head, lambda call: call.swap(sources, targets), [output], landings)
+
+
+def _cut(flat: torch.Tensor, rows: Sequence[int]) -> Tensors:
+    row_bytes = flat.numel() // (sum(rows) or 1)
+    return flat.split_with_sizes([n * row_bytes for n in rows])
 
 
 def build_all_to_all(place: Place, outputs: Tensors, sources: Tensors, opts: Options) -> Operation:
@@ -249,15 +241,26 @@ def build_all_to_all(place: Place, outputs: Tensors, sources: Tensors, opts: Opt
     for tensor in (*outputs, *sources):
         check_same_dtype(tensor, sources[0])
     landings: Landings = []
-    targets = [as_bytes(target_of(output, landings)) for output in outputs]
+    targets = target_bytes(outputs, landings)
     sent = [apart(source_bytes(source), *targets) for source in sources]
     head = Head("all_to_all", sources[0].dtype)
-    return Operation(head, lambda call: call.swap(sent, targets), list(outputs), landings)
+    return Operation(head, lambda call: call.swap(sent, targets), outputs, landings)
 
 
 def build_barrier(place: Place, opts: Options) -> Operation:
     """Meet."""
     return Operation(Head("barrier"), lambda call: call.exchange(None, None))
+
+
+def checked_op(opts: Options, dtype: torch.dtype) -> str:
+    """Return the name of the reduction.
+
+    Raises:
+        CommValueError, CommTypeError: it is not defined for the dtype.
+    """
+    op = op_name(opts.reduceOp)
+    check_op(dtype, op)
+    return op
 
 
 def by_gloo(head: Head, start: Callable[[], dist.Work]) -> Operation:
@@ -279,12 +282,13 @@ def left_to_gloo(
     return by_gloo(head, lambda: start(*arguments, opts))
 
 
-def refused(error: RefusedError) -> Operation:
-    """Raise `error` here, and let the other ranks know."""
+def refused(error: ValueError | TypeError) -> Operation:
+    """Raise an error here, and let the other ranks know."""
+    kind = RefusedTypeError if isinstance(error, TypeError) else RefusedError
 
     def run(call: Call) -> None:
         with suppress(MismatchError):
             call.exchange(None, None)
-        raise error
+        raise kind(str(error)) from error
 
     return Operation(Head(REFUSED), run)

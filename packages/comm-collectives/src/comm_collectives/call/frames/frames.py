@@ -154,6 +154,11 @@ class Frames:
         """Return the last step that came from a peer."""
         return self._links[peer].last
 
+    def behind(self, number: int) -> list[int]:
+        """Return the ranks that have not come to this call yet, as far as is known."""
+        seen = {peer: link.last for peer, link in self._links.items()}
+        return sorted(peer for peer, last in seen.items() if last is None or last.number < number)
+
     def _gather(self, kind: Kind, waiter: Waiter) -> dict[int, Frame]:
         found: dict[int, Frame] = {}
 

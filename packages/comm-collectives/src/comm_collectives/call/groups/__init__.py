@@ -6,6 +6,7 @@ May import: base, signature, agreement, frames.
 from comm_collectives.call.groups.groups import CustomGroup as CustomGroup
 from comm_collectives.call.groups.groups import Group as Group
 from comm_collectives.call.groups.groups import GroupState as GroupState
+from comm_collectives.call.groups.groups import Ordered as Ordered
 from comm_collectives.call.groups.groups import check_integer as check_integer
 from comm_collectives.call.groups.groups import check_peer as check_peer
 from comm_collectives.call.groups.groups import check_root as check_root

@@ -30,8 +30,31 @@ from comm_collectives.call.signature import Argument
 from comm_collectives.errors import CommTypeError, CommValueError
 
 
+class Ordered:
+    """What makes its calls one after another; `ranks` are what its ranks are called in errors."""
+
+    def __init__(self, name: str, ranks: tuple[int, ...]) -> None:
+        self.name, self.ranks = name, ranks
+        self.size = len(ranks)
+        self.lock = threading.RLock()  # held by the thread that is in a call
+        self.frames: Frames | None = None  # of calls on the host; None before the first one
+        self.worker: Any = None  # a handles.Worker, which is made on top of this
+        self.last_call = 0
+
+    def next_call(self) -> int:
+        """Number of the collective that starts now (from 1)."""
+        self.last_call += 1
+        return self.last_call
+
+    def absent(self) -> str:
+        """Say who has not come to the call under way, as far as is known."""
+        late = [] if self.frames is None else self.frames.behind(self.last_call)
+        names = ", ".join(f"rank {self.ranks[rank]}" for rank in late)
+        return f"; did not arrive: {names}" if late else ""
+
+
 @final
-class GroupState:
+class GroupState(Ordered):
     """A process group as this rank sees it. `rank` is inside the group, `ranks` are global."""
 
     may_share_memory = True  # whether it is worth asking if all ranks are on one host
@@ -45,33 +68,22 @@ class GroupState:
         transport: Transport,
         backend_of: Mapping[str, str],
     ) -> None:
+        super().__init__(name, ranks)
         self.rank = rank
-        self.size = len(ranks)
-        self.ranks = ranks
-        self.name = name
         self.transport = transport
         self.backend_of = backend_of
         self.scratch = ScratchPool()
-        self.lock = threading.RLock()  # held by the thread that is in a call
-        self.frames: Frames | None = None  # of calls on the host; None before the first one
         self.openings = 0  # how often frames were opened
         self.asks_for_memory = False  # the ranks have yet to find out if they share memory
         self.policy = AgreementPolicy()
         self.pending = PendingBackwards()  # that this rank owes
         self.history = History()  # the calls since the last comparison, where not all are compared
-        self.worker: Any = None  # a handles.Worker, which is made on top of this
-        self.lane: Any = None  # a pairs.Lane, likewise: what two ranks send each other
+        self.lane: Any = None  # a pairs.Lane, made on top of this: what two ranks send each other
         self.responder: threading.Thread | None = None  # for backwards whose graph is gone
         self.given_up: list[object] = []  # failed transfers whose buffers may still be in use
         self.failed_calls: list[int] = []  # in which this rank failed
         # Told of each all-to-all: the call's name and the bytes for each rank.
         self.observers: list[Callable[[str, Sequence[int]], None]] = []
-        self.last_call = 0
-
-    def next_call(self) -> int:
-        """Number of the collective that starts now (from 1)."""
-        self.last_call += 1
-        return self.last_call
 
     def store(self) -> Store:
         """Return where the ranks find each other, and report failures.

@@ -24,7 +24,7 @@ import torch
 
 from comm_collectives._torch_private import graph_break
 from comm_collectives.base import is_dense
-from comm_collectives.call.groups import Group, GroupState
+from comm_collectives.call.groups import Group, GroupState, Ordered
 from comm_collectives.call.handles.caught import Caught
 from comm_collectives.call.handles.walk import replace_tensors, tensors_in
 from comm_collectives.call.handles.watch import Watch
@@ -104,9 +104,10 @@ class Handle(Generic[T]):
         name: str,
         future: "Future[tuple[T, DeferredGraph]]",
         watch: Watch,
-        event: "torch.Event | None",
+        event: "torch.Event | None" = None,
+        absent: Callable[[], str] = str,
     ) -> None:
-        self._name = name
+        self._name, self._absent = name, absent
         self._future = future
         self._watch = watch
         self._event = event
@@ -131,8 +132,8 @@ class Handle(Generic[T]):
             value, graph = self._future.result(timeout_s)
         except FutureTimeoutError as error:
             raise CollectiveTimeoutError(
-                f"{self._name} was still under way after {timeout_s:g} s; wait again, or give the "
-                "call itself a timeout_s"
+                f"{self._name} was still under way after {timeout_s:g} s{self._absent()}; wait "
+                "again, or give the call itself a timeout_s"
             ) from error
         changed = self._watch.changed()
         if changed:
@@ -163,7 +164,7 @@ def finished(name: str, value: T) -> Handle[T]:
     """Return a handle for what needed no other rank and is done."""
     future: Future[tuple[T, DeferredGraph]] = Future()
     future.set_result((value, DeferredGraph()))
-    return Handle(name, future, Watch(()), None)
+    return Handle(name, future, Watch(()))
 
 
 @final
@@ -237,7 +238,7 @@ def turn(state: GroupState | None) -> Iterator[None]:
 
 
 def launch(
-    state: GroupState,
+    state: Ordered,
     name: str,
     run: Callable[[], T],
     *,
@@ -259,7 +260,7 @@ def launch(
     plain = [x for x in inputs if is_dense(x)]
     watch = Watch(plain)
     future, event = _submit(state, worker, run, plain)
-    handle = Handle(name, future, watch, event)
+    handle = Handle(name, future, watch, event, state.absent)
     return handle if async_op else handle.wait()
 
 
@@ -268,11 +269,11 @@ def launch_on(
 ) -> Handle[T]:
     """Run on a thread of its own what has no place in the order of a group's calls."""
     grad = torch.is_grad_enabled()
-    return Handle(name, worker.submit(lambda: _run_apart(run, grad)), Watch(inputs), None)
+    return Handle(name, worker.submit(lambda: _run_apart(run, grad)), Watch(inputs))
 
 
 def _submit(
-    state: GroupState, worker: Worker, run: Callable[[], T], inputs: Sequence[torch.Tensor]
+    state: Ordered, worker: Worker, run: Callable[[], T], inputs: Sequence[torch.Tensor]
 ) -> "tuple[Future[tuple[T, DeferredGraph]], torch.Event | None]":
     site, grad = current_site(), torch.is_grad_enabled()
     device = next((x.device for x in inputs if x.device.type != "cpu"), None)

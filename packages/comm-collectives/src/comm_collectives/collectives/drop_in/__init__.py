@@ -20,6 +20,7 @@ from comm_collectives.collectives.drop_in.reductions import reduce_scatter as re
 from comm_collectives.collectives.drop_in.reductions import (
     reduce_scatter_tensor as reduce_scatter_tensor,
 )
+from comm_collectives.collectives.drop_in.swapped import both_splits as both_splits
 from comm_collectives.collectives.drop_in.torch_order import (
     all_gather_into_tensor as all_gather_into_tensor,
 )
@@ -30,3 +31,5 @@ from comm_collectives.collectives.drop_in.transfers import irecv as irecv
 from comm_collectives.collectives.drop_in.transfers import isend as isend
 from comm_collectives.collectives.drop_in.transfers import recv as recv
 from comm_collectives.collectives.drop_in.transfers import send as send
+from comm_collectives.collectives.drop_in.works import CallWork as CallWork
+from comm_collectives.collectives.drop_in.works import op_name as op_name
