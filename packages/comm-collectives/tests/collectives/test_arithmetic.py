@@ -1,15 +1,18 @@
 """What reductions compute, against torch on the same rows."""
 
+import random
+
 import pytest
 import torch
 
-from comm_collectives.base.wire import DTYPES
+from comm_collectives.base.wire import DTYPES, as_bytes
 from comm_collectives.collectives.arithmetic import (
     OPS,
     check_op,
     from_backend,
     gradient_factors,
     is_native,
+    reduce_into,
     reduce_rows,
     to_backend,
 )
@@ -78,6 +81,20 @@ def test_rows_are_reduced_in_order_and_rounded_once() -> None:
     assert reduce_rows(small, "avg").tolist() == [86]
     eighths = torch.full((5, 2), 1.25).to(torch.float8_e4m3fn)
     assert reduce_rows(eighths, "sum").float().tolist() == [6, 6]  # of 6.25, rounded to even
+
+
+def test_rows_reduced_into_one_of_the_first_two_have_the_same_bits() -> None:
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    draw = torch.Generator().manual_seed(seed)
+    dtypes = [d for d in DTYPES if d != torch.complex32]  # which torch warns of
+    for dtype, op in [(d, o) for d in dtypes for o in OPS if _is_defined(d, o)]:
+        for size in (1, 2, 3, 5):
+            rows = [(torch.randn(40, generator=draw) * 9).to(dtype) for _ in range(size)]
+            want = reduce_rows(torch.stack(rows), op)
+            out = rows[seed % 2 if size == 2 else 0]
+            reduce_into(out, rows if size < 3 else [out.clone(), *rows[1:]], op)
+            assert torch.equal(as_bytes(out), as_bytes(want)), (dtype, op, size)
 
 
 @pytest.mark.parametrize("op", sorted(_TORCHS))

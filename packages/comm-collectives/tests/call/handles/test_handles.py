@@ -117,11 +117,12 @@ def test_limit_of_a_wait_leaves_the_call_under_way() -> None:
     def fn(rank: int, world_size: int) -> float:
         cc.all_reduce(torch.ones(1))
         if rank == 1:
-            time.sleep(1.0)
+            time.sleep(2.0)
         handle = cc.all_reduce(torch.ones(1), async_op=True)
         if rank == 0:
-            with pytest.raises(CollectiveTimeoutError, match=r"still under way after 0\.05 s"):
-                handle.wait(0.05)
+            said = r"still under way after 0\.4 s; did not arrive: rank 1; wait again"
+            with pytest.raises(CollectiveTimeoutError, match=said):
+                handle.wait(0.4)
         return float(handle.wait())
 
     assert run_ranks(fn, 2) == [2.0, 2.0]
