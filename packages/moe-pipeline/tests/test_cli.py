@@ -21,7 +21,19 @@ def test_schedule_as_csv_passes_check(capsys, tmp_path):
     path.write_text(capsys.readouterr().out, encoding="utf-8")
     assert main(["check", str(path)]) == 0
     assert "4 stages, 8 microbatches, 0 problems" in capsys.readouterr().out
+
+
+def test_check_proves_the_order_of_pairs(capsys, tmp_path):
+    path = tmp_path / "late.csv"
+    row = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
+    row += "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n"
+    path.write_text(row, encoding="utf-8")
+    assert main(["check", str(path)]) == 0
     assert main(["check", str(path), "--send-buffers", "0"]) == 1
+    assert main(["check", str(path), "--communicators", "2"]) == 0
+    capsys.readouterr()
+    assert main(["check", str(path), "--communicators", "1"]) == 1
+    assert "0RECV_B0 waits for ever" in capsys.readouterr().out
 
 
 def test_check_names_the_problem(capsys, tmp_path):

@@ -68,6 +68,13 @@ def _parser() -> argparse.ArgumentParser:
         help="messages under way per link and direction; 0: every send waits for its receive",
     )
     check_command.add_argument(
+        "--communicators",
+        type=int,
+        choices=(1, 2),
+        help="instead, as on NCCL: the transfers of a pair of ranks are done in order on each of "
+        "so many, and sends wait for their receives",
+    )
+    check_command.add_argument(
         "--copies", type=int, default=1, help="ranks on which a stage may lie (DualPipe: 2)"
     )
     return parser
@@ -163,6 +170,8 @@ def _check(arguments: argparse.Namespace) -> int:
         schedule = add_transfers(schedule)
         print("no sends or receives in the file: added where stages lie on different ranks")
     problems = check(schedule, send_buffers=arguments.send_buffers)
+    if arguments.communicators is not None:
+        problems = check(schedule, edges="pair_fifo", communicators=arguments.communicators)
     for problem in problems:
         print(problem)
     size = f"{schedule.num_stages} stages, {schedule.num_microbatches} microbatches"

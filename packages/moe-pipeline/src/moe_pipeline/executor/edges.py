@@ -77,8 +77,11 @@ class Edges(Protocol):
     def send(self, action: Action, message: StageMessage) -> None:
         """Perform a send, without waiting for its receiver."""
 
+    def post(self, action: Action) -> None:
+        """Let the message of a receive come, while this rank computes."""
+
     def receive(self, action: Action) -> StageMessage:
-        """Perform a receive."""
+        """Wait for the message of a receive that was posted."""
 
     def settle(self) -> None:
         """Wait until all sends of the step have ended."""
@@ -108,6 +111,9 @@ class LocalEdges:
     def send(self, action: Action, message: StageMessage) -> None:
         """Put it where the receive finds it."""
         self._arrived[other_end(action)] = message
+
+    def post(self, action: Action) -> None:
+        """It is there: the receive waited for its send."""
 
     def receive(self, action: Action) -> StageMessage:
         """Take it."""
@@ -166,6 +172,7 @@ class GroupEdges:
         self._sent: Counter[Edge] = Counter()
         self._expected: dict[Edge, deque[Action]] = {}
         self._arrived: dict[Action, StageMessage] = {}
+        self._posted: dict[Channel, Action] = {}  # the last receive of each that is not taken
         self._told: Channel | None = None  # where the peer has said why it gave up
 
     def begin(self) -> None:
@@ -174,6 +181,7 @@ class GroupEdges:
         self._sent.clear()
         self._expected = {edge: deque(row) for edge, row in self._plan.expected.items()}
         self._arrived.clear()
+        self._posted.clear()
         for edge in self._expected:
             self._expect_next(self._transport.channel(edge))
 
@@ -193,12 +201,22 @@ class GroupEdges:
         except CommError as error:
             raise self._broken(str(action), edge.peer, error) from error
 
+    def post(self, action: Action) -> None:
+        """Let the message come; one is read ahead on each channel, so wait for the one before."""
+        channel = self._transport.channel(self._plan.edges[action])
+        before = self._posted.get(channel)
+        if before is not None:
+            self._await(before)
+        self._posted[channel] = action
+
     def receive(self, action: Action) -> StageMessage:
         """Wait for the message; then free what the peer must have received before it sent this."""
         edge = self._plan.edges[action]
+        self._await(action)
+        channel = self._transport.channel(edge)
+        if self._posted.get(channel) == action:
+            del self._posted[channel]
         try:
-            while action not in self._arrived:
-                self._read(action, edge)
             for ours, count in self._plan.delivered[action].items():
                 self._settle(ours, self._sent[ours] - count)
         except CommError as error:
@@ -251,6 +269,15 @@ class GroupEdges:
             thread.join(max(0.0, deadline - time.monotonic()))
         # A peer that is gone may have failed for a reason that another peer knows.
         return heard[0] if observed and heard else cause
+
+    def _await(self, action: Action) -> None:
+        """Read until a message is there."""
+        edge = self._plan.edges[action]
+        try:
+            while action not in self._arrived:
+                self._read(action, edge)
+        except CommError as error:
+            raise self._broken(str(action), edge.peer, error) from error
 
     def _expect_well(self, channel: Channel) -> None:
         """Wait until the stages behind the channel's peer have ended."""

@@ -3,7 +3,8 @@
 Everything here follows from the schedule alone and is the same on every rank; nothing decides an
 order. One thing is worth a proof: when a message from a peer arrives, the peer had performed all
 actions before that message's send, so what those received of us is delivered, and may be freed
-here. `ExecutionPlan.delivered` counts it.
+here. `ExecutionPlan.delivered` counts it. A message counts as received once the computation that
+needs it has begun; the receive itself only asks for it.
 
     plan = ExecutionPlan.of(schedule, rank=1)
     plan.rows[1]                                    # what this process performs
@@ -160,14 +161,18 @@ def _delivered(
     found: dict[Action, Mapping[Edge, int]] = {}
     for peer, row in enumerate(schedule.ranks):
         received: Counter[Edge] = Counter()
-        for action in row:
-            if peer == rank or action.kind not in SENDS | RECEIVES:
+        asked: dict[MicrobatchKey, Edge] = {}
+        for action in row if peer != rank else ():
+            key = (action.stage, action.microbatch)
+            if action.kind not in SENDS | RECEIVES:
+                used = asked.pop(key, None)
+                received.update(() if used is None else (used,))
                 continue
             edge = _link(action, places)
             if edge.peer != rank:
                 continue
             if action.kind in RECEIVES:
-                received[Edge(peer, edge.forward)] += 1
+                asked[key] = Edge(peer, edge.forward)
             else:
                 found[other_end(action)] = dict(received)
     return found

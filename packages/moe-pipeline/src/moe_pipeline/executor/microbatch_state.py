@@ -12,6 +12,7 @@ from torch import Tensor
 from moe_pipeline.errors import StageTransferError
 from moe_pipeline.executor.stage_io import GradientSink, GradientSource
 from moe_pipeline.executor.stage_message import StageMessage
+from moe_pipeline.schedules.table import Action
 from moe_pipeline.weight_grad import WeightGradStore
 
 
@@ -19,6 +20,7 @@ from moe_pipeline.weight_grad import WeightGradStore
 class MicrobatchState:
     """One (stage, microbatch)."""
 
+    awaited: Action | None = None  # a receive that was posted, until the computation that needs it
     given: tuple[object, ...] = ()  # inputs of the first stage, as the caller gave them
     # inputs of another stage, from its reception to its forward
     arrived: StageMessage | None = None

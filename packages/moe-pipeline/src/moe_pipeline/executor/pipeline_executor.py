@@ -108,9 +108,9 @@ class PipelineExecutor:
             Kind.INPUT_GRADIENT: self._input_gradient,
             Kind.WEIGHT_GRADIENT: self._weight_gradient,
             Kind.SEND_FORWARD: self._send_forward,
-            Kind.RECV_FORWARD: self._recv_forward,
+            Kind.RECV_FORWARD: self._post,
             Kind.SEND_BACKWARD: self._send_backward,
-            Kind.RECV_BACKWARD: self._recv_backward,
+            Kind.RECV_BACKWARD: self._post,
         }
 
     def step(
@@ -203,7 +203,11 @@ class PipelineExecutor:
 
     def _perform(self, step: "_Step", action: Action) -> None:
         key = (action.stage, action.microbatch)
-        self._guard(lambda: self._do[action.kind](step, step.states[key], action), key, action)
+        state = step.states[key]
+        if state.awaited is not None:
+            awaited = state.awaited
+            self._guard(lambda: self._take(state, awaited), key, awaited)
+        self._guard(lambda: self._do[action.kind](step, state, action), key, action)
         if step.track is not None:
             step.track.after(action)
 
@@ -227,8 +231,17 @@ class PipelineExecutor:
         name = self._edges.name(self._plan.places[key])
         return f"{name.split(' (')[0]}, stage {key[0]}: {what} of schedule {self.schedule.name}"
 
-    def _recv_forward(self, step: "_Step", state: MicrobatchState, action: Action) -> None:
-        state.arrived = self._edges.receive(action)
+    def _post(self, step: "_Step", state: MicrobatchState, action: Action) -> None:
+        """Ask for a message, which the microbatch's next computation takes."""
+        self._edges.post(action)
+        state.awaited = action
+
+    def _take(self, state: MicrobatchState, awaited: Action) -> None:
+        state.awaited, message = None, self._edges.receive(awaited)
+        if awaited.kind is Kind.RECV_FORWARD:
+            state.arrived = message
+        else:
+            state.put_output_gradients(message.gradients())
 
     def _forward(self, step: "_Step", state: MicrobatchState, action: Action) -> None:
         key = (action.stage, action.microbatch)
@@ -287,9 +300,6 @@ class PipelineExecutor:
 
     def _send_forward(self, step: "_Step", state: MicrobatchState, action: Action) -> None:
         self._edges.send(action, state.take_outputs())
-
-    def _recv_backward(self, step: "_Step", state: MicrobatchState, action: Action) -> None:
-        state.put_output_gradients(self._edges.receive(action).gradients())
 
     def _whole_backward(self, step: "_Step", state: MicrobatchState, action: Action) -> None:
         store, state.store = state.store, None

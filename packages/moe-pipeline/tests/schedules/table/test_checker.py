@@ -202,7 +202,10 @@ def test_each_kind_of_problem_is_named():
     assert {"freed", "completeness"} <= kinds(twice)
     swapped = (row[0], row[2], row[3], row[1], *row[4:])
     assert "link" in kinds(with_row(schedule, 0, swapped))
-    assert kinds(one_f_one_b(2, 2), send_buffers=0) == {"deadlock"}
+    crossing = ["0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1"]
+    crossing += ["1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1"]
+    rows = tuple(tuple(map(Action.parse, row.split())) for row in crossing)
+    assert kinds(replace(schedule, ranks=rows), send_buffers=0) == {"deadlock"}
 
 
 def test_a_backward_before_its_gradient_can_arrive_is_a_deadlock():

@@ -4,7 +4,6 @@ import pytest
 
 from moe_pipeline.errors import ScheduleError
 from moe_pipeline.schedules.generators.greedy import Policy, Task, run_policy
-from moe_pipeline.schedules.generators.rows import finish
 from moe_pipeline.schedules.table.checker import check
 from moe_pipeline.schedules.table.costs import StageCosts
 from moe_pipeline.schedules.table.schedule import Action, Kind, Schedule, add_transfers
@@ -67,7 +66,7 @@ def test_a_message_that_would_fill_its_link_is_received_early():
     assert check(schedule, send_buffers=1) == []
 
 
-def test_one_send_buffer_is_enough_for_any_legal_order(seed):
+def test_any_legal_order_gets_transfers_that_need_one_buffer_or_none_in_pair_order(seed):
     """Random orders: each rank shuffles what it may do, one microbatch after another."""
     draw = random.Random(seed)
     for _ in range(20):
@@ -78,7 +77,23 @@ def test_one_send_buffer_is_enough_for_any_legal_order(seed):
             in_flight=tuple(draw.randint(1, m) for _ in range(2 * p)),
             weight_delay=draw.choice((0, 1000)),
         )
-        costs = [StageCosts(forward_s=draw.randint(1, 9)) for _ in range(2 * p)]
+        costs = [
+            StageCosts(
+                forward_s=draw.randint(0, 9),
+                input_gradient_s=draw.randint(0, 3),
+                forward_transfer_s=draw.choice((0, 0.5, 4)),
+            )
+            for _ in range(2 * p)
+        ]
         task = Task(num_ranks=p, num_microbatches=m, costs=costs, memory_cap_bytes=100)
         rows = run_policy(task, policy).rows
-        assert check(finish("t", rows, m, num_stages=2 * p), send_buffers=1) == []
+        bare = Schedule(
+            name="t",
+            num_stages=2 * p,
+            num_microbatches=m,
+            ranks=tuple(map(tuple, rows)),
+        )
+        for schedule in (add_transfers(bare), add_transfers(bare, costs)):
+            assert check(schedule, send_buffers=1) == []
+            for communicators in (1, 2):
+                assert check(schedule, edges="pair_fifo", communicators=communicators) == []

@@ -10,17 +10,22 @@ frees, and how messages travel. `check` returns every problem it finds, as data.
 - *links*: the sends of one rank to another have their receives, in the same order;
 - *deadlock*: with `send_buffers` undelivered messages per link and direction at most, every rank
   reaches the end. 0 is a rendezvous: a send ends only when its receive runs. The executor's sends
-  do not wait for receives, so a schedule that passes with 1 cannot deadlock there. 1F1B needs 1.
+  do not wait for receives, so a schedule that passes with 1 cannot deadlock there;
+- *pair*, and *deadlock* with `edges="pair_fifo"`: what two ranks post to each other on one
+  communicator is done in the order in which they post it (`pair_fifo.py`), as NCCL does.
 
-    assert check(one_f_one_b(4, 8)) == []
+    assert check(one_f_one_b(4, 8), edges="pair_fifo", communicators=1) == []
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Literal, final
 
 from moe_pipeline._checks import check_count, check_type
+from moe_pipeline.errors import MoEValueError
+from moe_pipeline.schedules.table.links import Link, LinkPost, run_links
+from moe_pipeline.schedules.table.pair_fifo import PairRun, Post
 from moe_pipeline.schedules.table.schedule import Action, Kind, Schedule
 
 _COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
@@ -29,8 +34,6 @@ _SEND = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 
 # A message: what is sent, named by the stage whose input or output gradient it is.
 _Message = tuple[str, int, int]
-# A link: sending rank, receiving rank, and direction ("F" activations or "B" gradients).
-_Link = tuple[int, int, str]
 # Something that lies in a rank's memory: its name, stage and microbatch.
 _Thing = tuple[str, int, int]
 
@@ -40,7 +43,7 @@ class Problem:
     """One thing that is wrong.
 
     Attributes:
-        kind: "placement", "completeness", "dependency", "freed", "link" or "deadlock".
+        kind: "placement", "completeness", "dependency", "freed", "link", "pair" or "deadlock".
         rank: where, or None when it concerns no single rank.
         index: position in that rank's list, or None.
         message: what is wrong, in a sentence.
@@ -58,17 +61,34 @@ class Problem:
         return f"{self.kind}: {where}{': ' if where else ''}{self.message}"
 
 
-def check(schedule: Schedule, *, send_buffers: int = 1) -> list[Problem]:
+def check(
+    schedule: Schedule,
+    *,
+    send_buffers: int | None = None,
+    edges: Literal["links", "pair_fifo"] = "links",
+    communicators: int = 2,
+) -> list[Problem]:
     """All problems of `schedule`; an empty list means that it can be executed.
 
     Args:
         schedule: any table, also a wrong one.
-        send_buffers: messages that may be under way per link and direction.
+        send_buffers: messages that may be under way per link and direction, or per pair,
+            communicator and direction. None: 1 for links, 0 for pairs, which is the hardest.
+        edges: what messages travel on. "links": each link has a queue of its own, and a rank stops
+            at a send without room. "pair_fifo": a rank stops at no send, but what it posts to a
+            peer on a communicator is done in order, and without room a send waits for its receive.
+        communicators: with "pair_fifo", 1: activations and gradients share one; 2: each has one.
 
     Raises:
-        ValueError: `send_buffers` below 0.
+        ValueError: `send_buffers` below 0, other `edges`, other `communicators` than 1 or 2.
     """
     check_type("schedule", schedule, Schedule)
+    if edges not in ("links", "pair_fifo"):
+        raise MoEValueError(f"edges={edges!r}; expected 'links' or 'pair_fifo'")
+    if communicators not in (1, 2):
+        raise MoEValueError(f"communicators={communicators!r}; expected 1 or 2")
+    if send_buffers is None:
+        send_buffers = int(edges == "links")
     check_count("send_buffers", send_buffers, 0)
     places, problems = _place(schedule)
     if problems:
@@ -78,7 +98,9 @@ def check(schedule: Schedule, *, send_buffers: int = 1) -> list[Problem]:
         problems += _memory(schedule, places, rank)
     problems += _links(schedule, places)
     # A schedule that is wrong already would only report the same fault a second time.
-    return problems or _deadlock(schedule, places, send_buffers)
+    if problems or edges == "links":
+        return problems or _deadlock(schedule, places, send_buffers)
+    return _pair_order(schedule, places, send_buffers, communicators)
 
 
 @final
@@ -247,7 +269,7 @@ def _name(thing: _Thing) -> str:
     return f"{name} of stage {stage}, microbatch {microbatch}"
 
 
-def _message(action: Action, places: _Places) -> tuple[_Link, _Message] | None:
+def _message(action: Action, places: _Places) -> tuple[Link, _Message] | None:
     """The link that a transfer uses and the message it carries; None for a computation.
 
     A transfer whose peer would be outside the pipeline or on the same rank has no link either; the
@@ -272,8 +294,8 @@ def _message(action: Action, places: _Places) -> tuple[_Link, _Message] | None:
 
 
 def _links(schedule: Schedule, places: _Places) -> list[Problem]:
-    sent: dict[_Link, list[_Message]] = defaultdict(list)
-    received: dict[_Link, list[_Message]] = defaultdict(list)
+    sent: dict[Link, list[_Message]] = defaultdict(list)
+    received: dict[Link, list[_Message]] = defaultdict(list)
     for actions in schedule.ranks:
         for action in actions:
             transfer = _message(action, places)
@@ -303,66 +325,62 @@ def _describe(messages: list[_Message], at: int) -> str:
     return f"microbatch {microbatch} for stage {stage}"
 
 
-@final
-class _BufferedRun:
-    """Ranks that wait for each other's messages, and for nothing else."""
-
-    def __init__(self, schedule: Schedule, places: _Places, send_buffers: int) -> None:
-        self.rows = schedule.ranks
-        self.at = [0] * len(schedule.ranks)
-        self._places = places
-        self._send_buffers = send_buffers
-        self._under_way: Counter[_Link] = Counter()
-
-    def advance(self, rank: int) -> bool:
-        """Let `rank` run as far as it can; whether it moved."""
-        start = self.at[rank]
-        while self.at[rank] < len(self.rows[rank]) and self._perform(rank):
-            self.at[rank] += 1
-        return self.at[rank] > start
-
-    def _perform(self, rank: int) -> bool:
-        action = self.rows[rank][self.at[rank]]
-        transfer = _message(action, self._places)
-        if transfer is None:
-            return True
-        link = transfer[0]
-        if action.kind in _SEND:
-            if self._under_way[link] >= self._send_buffers + int(self._receives(link)):
-                return False
-            self._under_way[link] += 1
-            return True
-        if not self._under_way[link]:
-            return False
-        self._under_way[link] -= 1
-        return True
-
-    def _receives(self, link: _Link) -> bool:
-        """Whether the receiver of `link` stands at its receive."""
-        receiver = link[1]
-        if self.at[receiver] >= len(self.rows[receiver]):
-            return False
-        action = self.rows[receiver][self.at[receiver]]
-        transfer = _message(action, self._places)
-        return action.kind not in _SEND and transfer is not None and transfer[0] == link
-
-
 def _deadlock(schedule: Schedule, places: _Places, send_buffers: int) -> list[Problem]:
-    """Let every rank run as far as it can, again and again, until all end or none moves.
+    """Messages of a link are only counted: `_links` has shown that they are received in order."""
+    rows: list[list[LinkPost | None]] = []
+    for actions in schedule.ranks:
+        transfers = [(action, _message(action, places)) for action in actions]
+        rows.append(
+            [None if found is None else (found[0], a.kind in _SEND) for a, found in transfers]
+        )
+    at = run_links(rows, send_buffers)
+    return _stuck(schedule, at, f"with {send_buffers} send buffers")
 
-    Messages of a link are only counted: `_links` has shown that they are received in order.
-    """
-    run = _BufferedRun(schedule, places, send_buffers)
-    # A list, not a generator: every rank gets its turn in each round.
-    while any([run.advance(rank) for rank in range(len(run.rows))]):
-        pass
+
+def _stuck(schedule: Schedule, at: Sequence[int], how: str) -> list[Problem]:
+    rows = zip(schedule.ranks, at, strict=True)
     return [
         Problem(
-            kind="deadlock",
-            rank=rank,
-            index=at,
-            message=f"{run.rows[rank][at]} waits for ever with {send_buffers} send buffers",
+            kind="deadlock", rank=rank, index=index, message=f"{row[index]} waits for ever {how}"
         )
-        for rank, at in enumerate(run.at)
-        if at < len(run.rows[rank])
+        for rank, (row, index) in enumerate(rows)
+        if index < len(row)
     ]
+
+
+def _pair_order(
+    schedule: Schedule, places: _Places, send_buffers: int, communicators: int
+) -> list[Problem]:
+    """Let every rank post and wait until all end or none moves."""
+    rows: list[list[Post | None]] = []
+    for rank, actions in enumerate(schedule.ranks):
+        row: list[Post | None] = []
+        for action in actions:
+            transfer = _message(action, places)
+            if transfer is None:
+                row.append(None)
+                continue
+            (sender, receiver, direction), message = transfer
+            group = 0 if communicators == 1 or direction == "F" else 1
+            peer = receiver if rank == sender else sender
+            row.append(Post(peer, group, action.kind in _SEND, message))
+        rows.append(row)
+    run = PairRun(rows, send_buffers)
+    run.run()
+    words = "one communicator" if communicators == 1 else "two communicators"
+    problems = [
+        Problem(
+            kind="pair",
+            rank=rank,
+            index=index,
+            message=f"{schedule.ranks[rank][index]} takes what was sent as another message, with "
+            f"{words} for each pair of ranks",
+        )
+        for rank, index in run.crossed
+    ]
+    return problems or _stuck(
+        schedule,
+        run.at,
+        f"where the transfers of a pair of ranks are done in order, with {words} and "
+        f"{send_buffers} send buffers",
+    )

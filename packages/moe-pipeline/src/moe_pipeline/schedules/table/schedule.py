@@ -120,8 +120,11 @@ _FLOW = {
     Kind.BACKWARD: (Kind.RECV_BACKWARD, Kind.SEND_BACKWARD, -1),
     Kind.INPUT_GRADIENT: (Kind.RECV_BACKWARD, Kind.SEND_BACKWARD, -1),
 }
-# Sending rank, receiving rank, and the kind of the receive.
-_Link = tuple[int, int, Kind]
+# A moment of the run in which nothing waits for room: an end, and a number that orders equal ends.
+_Moment = tuple[float, int]
+# A transfer of a rank with a peer: its moment, and the index of the computation that it follows
+# (a send) or the receive.
+_Posted = tuple[_Moment, int | Action]
 
 
 def add_transfers(schedule: Schedule, costs: Sequence[StageCosts] | None = None) -> Schedule:
@@ -129,8 +132,11 @@ def add_transfers(schedule: Schedule, costs: Sequence[StageCosts] | None = None)
 
     A send follows the computation that makes the tensors. A receive stands before the computation
     that needs them; earlier, as late as can be, where a link would otherwise have to hold two
-    messages. So one send buffer for each link is enough, whatever the order of the computations.
-    Neighbouring stages on one rank exchange nothing.
+    messages, or where this rank's next send to the same peer comes later than the message. So one
+    send buffer for each link is enough, whatever the order of the computations, and the two ranks
+    of a pair list all transfers between them, of both directions, in one order: what process groups
+    need in which a send waits for its receive (NCCL). Neighbouring stages on one rank exchange
+    nothing.
 
     Args:
         schedule: of computations only.
@@ -151,33 +157,41 @@ def add_transfers(schedule: Schedule, costs: Sequence[StageCosts] | None = None)
 class _Lowering:
     """Finds a place for every receive.
 
-    Why one buffer is enough: put each action at a moment of a run in which no message waits for a
-    buffer: computations at their start, sends at the end of theirs, receives not before their
-    send and, by their place in the row, before the next send on their link. Every action then waits
-    for earlier moments only, the next send for this receive included, so none waits for itself.
+    Why it is enough: take a run in which no message waits for room, and order all transfers by the
+    ends of the computations that they follow; among equal ends by the order in which the run was
+    found, where causes come first. A rank's row has its sends in this order. A receive is put
+    behind all sends to the same peer that come before it and in front of all that come later, and
+    in front of all that this rank begins after the next send on its link. So what stands behind a
+    receive never comes before it in the run: each action waits for earlier ones only, whether sends
+    go into a buffer of one message or wait for their receives in one queue for each pair.
     """
 
     def __init__(self, schedule: Schedule, costs: Sequence[StageCosts]) -> None:
         self._rows = schedule.ranks
         self._places = schedule.places()
         self._costs = costs
-        self._starts = self._start_times(schedule)
-        self._links: dict[_Link, list[tuple[float, Action]]] = defaultdict(list)
+        # Of every computation its start, and the moment of its end.
+        self._starts: dict[Action, float] = {}
+        self._moments: dict[Action, _Moment] = {}
+        self._find_moments(schedule)
+        self._posted: dict[tuple[int, int], list[_Posted]] = defaultdict(list)  # by rank and peer
         for rank, actions in enumerate(schedule.ranks):
-            for action in actions:
+            for index, action in enumerate(actions):
                 to = self._peer(action, towards=1)
                 if to is not None:
                     recv, _, step = _FLOW[action.kind]
                     receive = Action(action.stage + step, recv, action.microbatch)
-                    self._links[rank, to, recv].append((self._end(action), receive))
+                    moment = self._moments.get(action, (0.0, 0))
+                    self._posted[rank, to].append((moment, index))
+                    self._posted[to, rank].append((moment, receive))
 
     def row(self, rank: int) -> Iterator[Action]:
         """The actions of `rank` with its receives and sends."""
         gaps = self._receives(rank)
         for index, action in enumerate(self._rows[rank]):
-            yield from (receive for _, late, receive in gaps[index] if late)
+            yield from (receive for _, receive in sorted(gaps[2 * index]))
             yield action
-            yield from (receive for _, late, receive in gaps[index + 1] if not late)
+            yield from (receive for _, receive in sorted(gaps[2 * index + 1]))
             if self._peer(action, towards=1) is not None:
                 yield Action(action.stage, _FLOW[action.kind][1], action.microbatch)
 
@@ -189,9 +203,6 @@ class _Lowering:
         step = _FLOW[action.kind][2] * towards
         there = self._places.get((action.stage + step, action.microbatch), here)
         return None if there == here else there
-
-    def _end(self, action: Action) -> float:
-        return self._starts.get(action, 0.0) + self._duration(action)
 
     def _duration(self, action: Action) -> float:
         costs = self._costs[action.stage]
@@ -211,43 +222,50 @@ class _Lowering:
         forward = action.kind is Kind.FORWARD
         return costs.forward_transfer_s if forward else costs.backward_transfer_s
 
-    def _receives(self, rank: int) -> dict[int, list[tuple[float, bool, Action]]]:
-        """By index of the computation that they stand before: (sent at, after the send?, receive).
+    def _receives(self, rank: int) -> dict[int, list[tuple[_Moment, Action]]]:
+        """What is received where: by 2 i before computation i, by 2 i + 1 between it and its send.
 
-        A receive that must make room before the computation in front of it has ended stands before
-        that one's send, all others after it.
+        With the moments of their sends.
         """
         row = self._rows[rank]
-        gaps: dict[int, list[tuple[float, bool, Action]]] = defaultdict(list)
+        gaps: dict[int, list[tuple[_Moment, Action]]] = defaultdict(list)
         users: dict[Action, int] = {}
         for index, action in enumerate(row):
             if self._peer(action, towards=-1) is not None:
                 receive = Action(action.stage, _FLOW[action.kind][0], action.microbatch)
                 users.setdefault(receive, index)
-        starts = [self._starts.get(action, 0.0) for action in row]
-        for (_, to, _), messages in self._links.items():
-            if to == rank:
-                place, next_sent = len(row), None
-                for sent, receive in reversed(messages):
-                    place = min(place, users.pop(receive, place))
-                    late = True
-                    if next_sent is not None and self._starts:
-                        place = min(place, bisect_left(starts, next_sent))
-                        late = place == 0 or self._end(row[place - 1]) < next_sent
-                    gaps[place].append((sent, late, receive))
-                    next_sent = sent
+        ends = [self._moments[action] for action in row] if self._moments else []
+        for (here, _), posted in self._posted.items():
+            if here != rank:
+                continue
+            place = 2 * len(row)
+            next_sent: dict[Kind, _Moment] = {}
+            for moment, what in sorted(posted, key=lambda entry: entry[0], reverse=True):
+                if isinstance(what, int):
+                    place = min(place, 2 * what + 1) if ends else place
+                    continue
+                place = min(place, 2 * users.pop(what, len(row)))
+                if ends and what.kind in next_sent:
+                    place = min(place, self._before(row, ends, next_sent[what.kind]))
+                gaps[place].append((moment, what))
+                next_sent[what.kind] = moment
         for receive, index in users.items():  # never sent: the checker will say so
-            gaps[index].append((0.0, True, receive))
-        for gap in gaps.values():
-            gap.sort(key=lambda entry: entry[0])
+            gaps[2 * index].append(((0.0, 0), receive))
         return gaps
 
-    def _start_times(self, schedule: Schedule) -> dict[Action, float]:
-        """The earliest start of every computation; empty when some never can.
+    def _before(self, row: Sequence[Action], ends: Sequence[_Moment], moment: _Moment) -> int:
+        """The last place of a row that it reaches before a moment."""
+        index = bisect_left(ends, moment)
+        if index == len(row):
+            return 2 * index
+        return 2 * index + int(self._starts[row[index]] < moment[0])
+
+    def _find_moments(self, schedule: Schedule) -> None:
+        """When every computation ends, at the earliest; nothing when some never can.
 
         Neither the simulator nor the checker use this, and both are held against what comes of it.
         """
-        starts: dict[Action, float] = {}
+        moments: dict[Action, _Moment] = {}
         arrived: dict[tuple[int, int, int], float] = {}
         at, now = [0] * len(schedule.ranks), [0.0] * len(schedule.ranks)
         waiting = list(range(len(schedule.ranks)))
@@ -261,12 +279,13 @@ class _Lowering:
                 need = (*source, step)
                 if step and source in self._places and need not in arrived:
                     break
-                starts[action] = max(now[rank], arrived.get(need, 0.0) if step else 0.0)
-                now[rank] = starts[action] + self._duration(action)
+                self._starts[action] = max(now[rank], arrived.get(need, 0.0) if step else 0.0)
+                now[rank] = self._starts[action] + self._duration(action)
+                moments[action] = (now[rank], len(moments))
                 at[rank] += 1
                 if step:
                     here = (action.stage, action.microbatch, step)
                     arrived[here] = now[rank] + self._travel(action)
                     waiting.append(self._places.get((action.stage + step, action.microbatch), rank))
-        done = all(i == len(row) for i, row in zip(at, schedule.ranks, strict=True))
-        return starts if done else {}
+        if all(i == len(row) for i, row in zip(at, schedule.ranks, strict=True)):
+            self._moments = moments

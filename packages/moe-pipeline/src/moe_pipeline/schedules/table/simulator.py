@@ -2,8 +2,8 @@
 
 Follows a schedule in time; shares no code with the checker or the executor, so that each is held
 against the others. A rank does its actions in order, one at a time. A computation waits for what
-it needs, a receive for its message, and a send for nothing: messages travel beside the work, for
-the time that `StageCosts` gives them.
+it needs, its message included; sends and receives wait for nothing: messages travel beside the
+work, for the time that `StageCosts` gives them.
 
     assert simulate(one_f_one_b(8, 16)).makespan_s == 3 * (16 + 7)
 """
@@ -18,7 +18,6 @@ from moe_pipeline.errors import ScheduleError
 from moe_pipeline.schedules.table.costs import StageCosts, costs_of_stages
 from moe_pipeline.schedules.table.schedule import COMPUTE, Action, Kind, Schedule
 
-_SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 _GRADIENTS = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
 
 
@@ -144,7 +143,7 @@ class _Clock:
 
     def _perform(self, rank: int, action: Action) -> bool:
         """Do it if what it needs is there or under way; whether it was."""
-        if action.kind in _SENDS or action in self._begun:
+        if action.kind not in COMPUTE or action in self._begun:
             return True
         if self._saving is not None and action in self._schedule.paired:
             partner = self._partner(rank)
@@ -154,9 +153,6 @@ class _Clock:
         if ready is None:
             return False
         start = max(self._now[rank], ready)
-        if action.kind in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD):
-            self._now[rank] = start
-            return True
         self._record(rank, action, start, start + self._duration(action))
         return True
 
@@ -189,12 +185,12 @@ class _Clock:
         """When everything that `action` needs has arrived; None: not known yet."""
         stage, microbatch = action.stage, action.microbatch
         needs: list[tuple[int, bool]] = []
-        if action.kind in (Kind.FORWARD, Kind.RECV_FORWARD):
+        if action.kind is Kind.FORWARD:
             needs += [(stage - 1, True)] * (stage > 0)
         elif action.kind is Kind.WEIGHT_GRADIENT:
             needs += [(stage, False)]
         else:
-            needs += [(stage, True)] * (action.kind in _GRADIENTS)
+            needs += [(stage, True)]
             needs += [(stage + 1, False)] * (stage < self._last)
         times = [0.0]
         for other, forward in needs:
