@@ -106,9 +106,11 @@ class Handler(BaseHTTPRequestHandler):
             )
         else:
             bucket = key.split("/")[0]
-            for name in re.findall(r"<Key>(.*?)</Key>", text):
+            names = re.findall(r"<Key>(.*?)</Key>", text)
+            for name in names:
                 objects.remove(f"{bucket}/{unquote(name)}")
-            self.answer(200, b"<DeleteResult></DeleteResult>")
+            deleted = "".join(f"<Deleted><Key>{name}</Key></Deleted>" for name in names)
+            self.answer(200, f"<DeleteResult>{deleted}</DeleteResult>".encode())
 
     def do_DELETE(self) -> None:
         key, query = self.asked()

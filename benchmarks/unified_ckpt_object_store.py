@@ -27,7 +27,7 @@ from unified_ckpt_save import alternate, make_large, num_bytes, report, shards
 from ranktest import run_ranks
 from ranktest.s3 import S3Server, start_s3
 from unified_ckpt import load, save
-from unified_ckpt.files.storage import PART_BYTES
+from unified_ckpt.files.storage.protocol import PART_BYTES
 
 BUCKET = "benchmark"
 

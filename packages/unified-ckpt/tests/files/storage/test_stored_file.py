@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from unified_ckpt.files.storage import PART_BYTES, LocalStore, Location, StoredFile
+from unified_ckpt.files.storage import READ_BYTES, LocalStore, Location, StoredFile
 
 
 @dataclass
@@ -38,13 +38,13 @@ def stored(folder: Path, whole: bytes) -> tuple[StoredFile, _Counting]:
 
 
 def test_buffers_are_filled_in_parts_of_which_two_are_under_way(tmp_path: Path) -> None:
-    whole = os.urandom(3 * PART_BYTES + 1000)
+    whole = os.urandom(3 * READ_BYTES + 1000)
     file, store = stored(tmp_path, whole)
-    buffers = [bytearray(n) for n in (5, 0, 2 * PART_BYTES, 700, PART_BYTES)]
+    buffers = [bytearray(n) for n in (5, 0, 2 * READ_BYTES, 700, READ_BYTES)]
     wanted = sum(map(len, buffers))
     assert file.read_at([memoryview(b) for b in buffers], 100) == wanted
     assert b"".join(buffers) == whole[100 : 100 + wanted]
-    assert max(store.sizes) <= PART_BYTES and store.most <= 2
+    assert max(store.sizes) <= READ_BYTES and store.most <= 2
 
 
 def test_a_read_over_the_end_says_how_much_there_was(tmp_path: Path) -> None:
@@ -54,9 +54,9 @@ def test_a_read_over_the_end_says_how_much_there_was(tmp_path: Path) -> None:
 
 
 def test_runs_that_lie_close_together_come_in_one_request(tmp_path: Path) -> None:
-    whole = os.urandom(4 * PART_BYTES)
+    whole = os.urandom(4 * READ_BYTES)
     file, store = stored(tmp_path, whole)
-    starts = [1000 * i for i in range(200)] + [2 * PART_BYTES + 1000 * i for i in range(200)]
+    starts = [1000 * i for i in range(200)] + [2 * READ_BYTES + 1000 * i for i in range(200)]
     buffer = bytearray(16 * len(starts))
     assert file.read_runs(memoryview(buffer), starts, 16) == len(buffer)
     assert buffer == b"".join(whole[s : s + 16] for s in starts)
@@ -64,9 +64,9 @@ def test_runs_that_lie_close_together_come_in_one_request(tmp_path: Path) -> Non
 
 
 def test_runs_longer_than_a_part_are_read_in_parts(tmp_path: Path) -> None:
-    run = PART_BYTES + 10
+    run = READ_BYTES + 10
     whole = os.urandom(3 * run)
     file, store = stored(tmp_path, whole)
     buffer = bytearray(2 * run)
     assert file.read_runs(memoryview(buffer), [0, 2 * run], run) == 2 * run
-    assert buffer == whole[:run] + whole[2 * run :] and max(store.sizes) <= PART_BYTES
+    assert buffer == whole[:run] + whole[2 * run :] and max(store.sizes) <= READ_BYTES

@@ -35,7 +35,7 @@ from unified_ckpt.files.storage.protocol import PART_BYTES, Fetched, part_bytes_
 
 _MAX_RETRIES = 6
 _RETRY_LIMIT_S = 120.0
-_PARTS_AT_ONCE = 2
+_PARTS_AT_ONCE = 4  # they are views of what is given, so they cost no memory of their own
 _SECRETS = re.compile(r"(?i)\b(sig|signature|token|secret|key|credential)[\w-]*=[^&\s\"]+")
 
 
@@ -70,7 +70,7 @@ class ObstoreClient:
         return self._url
 
     def upload(self, key: str, buffers: Iterable[Buffer], *, num_bytes: int) -> None:
-        """Put an object, in parts (of which two are on their way) if it is larger than one."""
+        """Put an object, in parts (of which four are on their way) if it is larger than one."""
         with self._errors(key):
             if num_bytes <= PART_BYTES:
                 obstore.put(self._store, key, b"".join(buffers), use_multipart=False)

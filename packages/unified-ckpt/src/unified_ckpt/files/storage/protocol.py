@@ -14,8 +14,7 @@ from typing import Protocol
 
 from unified_ckpt.files import Buffer
 
-# Of an upload or a ranged read, the least that S3 takes. A process holds three while it uploads
-# (one is filled, two are on their way), and two while it reads.
+# Of an upload, the least that S3 takes. What is uploaded from plain memory is sent from there.
 PART_BYTES = 5 * 1024 * 1024
 
 

@@ -9,8 +9,8 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from unified_ckpt.files.storage.location import Location
-from unified_ckpt.files.storage.protocol import PART_BYTES
 
+READ_BYTES = 4 * 1024 * 1024  # of one request; a client may hold them twice while they come
 PARTS_AT_ONCE = 2
 _GAP_BYTES = 512 * 1024  # less than what comes in the time of one more request
 
@@ -37,7 +37,7 @@ class StoredFile:
 
     def read_runs(self, buffer: memoryview, starts: Iterable[int], run_bytes: int) -> int:
         """Fill a buffer with equally long runs; return the bytes read."""
-        if run_bytes > PART_BYTES:
+        if run_bytes > READ_BYTES:
             done = 0
             for start in starts:
                 got = self.read_at([buffer[done : done + run_bytes]], start)
@@ -82,14 +82,14 @@ class StoredFile:
 
 
 def _parts(buffers: Sequence[memoryview], start: int) -> Iterator[_Span]:
-    """Cut what buffers want into spans of at most `PART_BYTES`."""
+    """Cut what buffers want into spans of at most `READ_BYTES`."""
     first, places = start, list[tuple[int, memoryview]]()
     for buffer in buffers:
         while len(buffer):
-            take = min(len(buffer), first + PART_BYTES - start)
+            take = min(len(buffer), first + READ_BYTES - start)
             places.append((start, buffer[:take]))
             buffer, start = buffer[take:], start + take
-            if start == first + PART_BYTES:
+            if start == first + READ_BYTES:
                 yield first, places
                 first, places = start, []
     if places:
@@ -97,12 +97,12 @@ def _parts(buffers: Sequence[memoryview], start: int) -> Iterator[_Span]:
 
 
 def _grouped(buffer: memoryview, starts: Iterable[int], run_bytes: int) -> Iterator[_Span]:
-    """Join runs that lie close together into spans of at most `PART_BYTES`."""
+    """Join runs that lie close together into spans of at most `READ_BYTES`."""
     places: list[tuple[int, memoryview]] = []
     for number, start in enumerate(starts):
         if places:
             near = start - places[-1][0] - run_bytes <= _GAP_BYTES
-            if not near or start + run_bytes - places[0][0] > PART_BYTES:
+            if not near or start + run_bytes - places[0][0] > READ_BYTES:
                 yield places[0][0], places
                 places = []
         places.append((start, buffer[number * run_bytes : (number + 1) * run_bytes]))

@@ -27,6 +27,10 @@ from unified_ckpt.files.storage import Location
 class Sink(Protocol):
     """A place that takes the files of one save."""
 
+    @property
+    def in_chunks(self) -> bool:
+        """Whether it sends bytes as they come: chunks, each summed just before, suit it best."""
+
     def write(self, name: str, runs: Iterable[tuple[int, Buffer]], *, num_bytes: int) -> None:
         """Write what this rank has of a file, durably: (first byte, bytes) pairs in that order."""
 
@@ -41,6 +45,7 @@ class _FolderSink:
     """Positioned writes; neighbouring ones go to the kernel in one call."""
 
     folder: Path
+    in_chunks: bool = False
 
     def write(self, name: str, runs: Iterable[tuple[int, Buffer]], *, num_bytes: int) -> None:
         path = self.folder / name
@@ -59,6 +64,7 @@ class _LocationSink:
     """One upload a file; a store that keeps fewer bytes than it took is found out at once."""
 
     location: Location
+    in_chunks: bool = True
 
     def write(self, name: str, runs: Iterable[tuple[int, Buffer]], *, num_bytes: int) -> None:
         where = self.location / name

@@ -136,12 +136,25 @@ def _write_file(
             buffer = bytes_of(file, piece)
             if piece.region.counts:
                 pending.append(sums.call(lambda b: [crc32(b)], buffer))
+            elif sink.in_chunks:
+                known: list[int] = []
+                pending.append(PendingSum(known))
+                yield from _chunks(piece.region.start, buffer, known)
+                continue
             else:
                 pending.append(sums.start_chunks(buffer))
             yield from _runs(piece.region, buffer)
 
     sink.write(file.name, runs(), num_bytes=file.num_bytes)
     return pending
+
+
+def _chunks(start: int, buffer: memoryview, sums: list[int]) -> Iterator[tuple[int, Buffer]]:
+    """Yield a contiguous piece in chunks, each summed while the processor's cache has it."""
+    for begin in range(0, len(buffer), CHUNK_BYTES):
+        chunk = buffer[begin : begin + CHUNK_BYTES]
+        sums.append(crc32(chunk))
+        yield start + begin, chunk
 
 
 def _piece_bytes(piece: Piece, shard: Shard) -> memoryview:
