@@ -167,18 +167,24 @@ def test_a_checkpoint_with_former_keys_resumes_from_its_own_file(
 
 
 @pytest.mark.parametrize(
-    ("layout", "dtype"), [("one", "float32"), ("pp2 ep2", "float32"), ("one", "bfloat16")]
+    ("layout", "dtype", "name"),
+    [("one", "float32", "muon"), ("pp2 ep2", "float32", "adamw"), ("one", "bfloat16", "adamw")],
 )
 def test_resume_on_the_same_layout_repeats_the_losses_bit_for_bit(
     configure: Callable[..., Config],
     tmp_path: Path,
     layout: str,
     dtype: str,
+    name: str,
     train: Callable[..., None],
     losses: Callable[[Path], dict[int, float]],
 ) -> None:
     base = [*LAYOUTS[layout], "train.max_steps=8", "checkpoint.interval_steps=3"]
-    base += [f"train.dtype={dtype}", f"train.master_weights={str(dtype == 'bfloat16').lower()}"]
+    base += [
+        f"optimizer.name={name}",
+        f"train.dtype={dtype}",
+        f"train.master_weights={str(dtype == 'bfloat16').lower()}",
+    ]
     train(configure(*base, f"train.output_dir={tmp_path / 'whole'}"))
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     shutil.rmtree(tmp_path / "parts" / "checkpoint-8")

@@ -3,9 +3,8 @@
 import json
 from pathlib import Path
 
-from moe_train.config.data_tables import SourceConfig
 from moe_train.config.keys import KeyInfo, keys_of
-from moe_train.config.tables import all_keys
+from moe_train.config.tables import NAMED_TABLES, all_keys
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- keys:begin -->\n", "<!-- keys:end -->"
@@ -20,7 +19,7 @@ def row(key: KeyInfo) -> str:
 
 def table() -> str:
     return "| key | default | on resume | meaning |\n|---|---|---|---|\n" + "".join(
-        map(row, [*all_keys(), *keys_of(SourceConfig)])
+        map(row, [*all_keys(), *(key for t in NAMED_TABLES.values() for key in keys_of(t))])
     )
 
 

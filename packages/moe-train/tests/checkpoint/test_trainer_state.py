@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moe_train.checkpoint.trainer_state import STATE_VERSION, TrainerState, read_state
-from moe_train.config.train_tables import OptimizerConfig
+from moe_train.config.optimizer_tables import OptimizerConfig
 from moe_train.optim import LrSchedule
 
 FIRST = {

@@ -103,25 +103,44 @@ def loaded(
 LOW = ("train.dtype=bfloat16", "train.master_weights=true")
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_another_layout_loads_weights_moments_and_master_weights_bit_for_bit(
-    configure: Configure, random_batches: Batches, tmp_path: Path
+    configure: Configure, random_batches: Batches, tmp_path: Path, name: str
 ) -> None:
-    ranks = saved(configure("parallel.pp=2", "parallel.ep=3", *LOW), random_batches)
+    own = (*LOW, f"optimizer.name={name}")
+    ranks = saved(configure("parallel.pp=2", "parallel.ep=3", *own), random_batches)
     source = tmp_path / "run" / "checkpoint-2"
-    ((whole, _, told),) = loaded(configure(*LOW), lambda c: c.load(source))
+    ((whole, _, told),) = loaded(configure(*own), lambda c: c.load(source))
     assert told == state(2)
     assert whole.keys() == {name for held in ranks for name in held}
     for rank, held in enumerate(ranks):
         for name, tensor in held.items():
             part = whole[name].chunk(3)[rank % 3] if is_expert(name) else whole[name]
             assert torch.equal(tensor, part), (rank, name)
-    assert any(bool(t.any()) for n, t in whole.items() if n.startswith("exp_avg_sq"))
+    last = "momentum_buffer" if name == "muon" else "exp_avg_sq"
+    assert any(bool(t.any()) for n, t in whole.items() if n.startswith(last))
     sizes = ("parallel.dp=2", "parallel.ep=2", "train.global_batch_size=8")
-    others = loaded(configure(*sizes, *LOW), lambda c: c.load(source))
+    others = loaded(configure(*sizes, *own), lambda c: c.load(source))
     for held, ep, _ in others:
         for name, tensor in held.items():
             part = whole[name].chunk(2)[ep] if is_expert(name) else whole[name]
             assert torch.equal(tensor, part), name
+
+
+@pytest.mark.parametrize("algorithms", [("adamw", "muon"), ("muon", "adamw")])
+def test_moments_of_another_algorithm_start_at_zero_and_all_others_go_on(
+    configure: Configure, random_batches: Batches, tmp_path: Path, algorithms: tuple[str, str]
+) -> None:
+    first, second = (configure(f"optimizer.name={name}") for name in algorithms)
+    (before,) = saved(first, random_batches)
+    source = tmp_path / "run" / "checkpoint-2"
+    (source / OWN_TOML).write_text(dump_toml(first))
+    (source / "manifest.json").unlink()  # which would miss the file that a job saves with it
+    ((after, _, _),) = loaded(second, lambda c: c.load(source))
+    common = before.keys() & after.keys()
+    assert common and all(torch.equal(before[name], after[name]) for name in common)
+    new = after.keys() - before.keys()
+    assert new and not any(after[name].any() for name in new)
 
 
 def test_without_master_weights_in_the_checkpoint_they_begin_as_the_weights(
@@ -368,7 +387,7 @@ def test_another_set_of_trained_parameters_goes_on_with_the_moments_that_there_a
             runner.train(random_batches(config, step, at.data_rank, at.num_data_ranks), lr=0.01)
         checkpointer.save(state(steps.stop))
         counts = {
-            f"updates {name}": runner.optimizer._torch.state[tensor]["step"].clone()
+            f"updates {name}": runner.optimizer._torch[0].state[tensor]["step"].clone()
             for name, tensor in runner.optimizer._updated.items()
         }
         return {**tensors_of(runner), **counts, **{f"before {n}": t for n, t in before.items()}}

@@ -6,9 +6,10 @@ import pytest
 
 from moe_train.config.data_tables import DataConfig
 from moe_train.config.model_tables import ModelConfig, MoeTable
+from moe_train.config.optimizer_tables import OptimizerConfig
 from moe_train.config.run_tables import LogConfig
 from moe_train.config.tables import TABLES, Config, all_keys
-from moe_train.config.train_tables import OptimizerConfig, ParallelConfig, TrainConfig
+from moe_train.config.train_tables import ParallelConfig, TrainConfig
 
 
 def train(**changes: object) -> TrainConfig:

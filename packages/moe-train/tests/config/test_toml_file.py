@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from moe_train.config.data_tables import DataConfig
 from moe_train.config.model_tables import ModelConfig
+from moe_train.config.optimizer_tables import OptimizerConfig
 from moe_train.config.tables import Config, all_keys
 from moe_train.config.toml_file import dump_toml, format_compact, keys_help, load_config
-from moe_train.config.train_tables import OptimizerConfig, TrainConfig
+from moe_train.config.train_tables import TrainConfig
 
 MINIMAL = """
 [model]
@@ -194,3 +195,35 @@ def test_help_and_compact_form_hold_every_key(job: Path) -> None:
         assert (f" {key.name}=" in lines[key.table]) == is_set, key.full_name
         assert f"  {key.full_name}  (" in text
         assert not key.unit or key.unit in text
+
+
+def test_groups_of_parameters_are_tables_with_a_name(job: Path, tmp_path: Path) -> None:
+    job.write_text(
+        MINIMAL + '[param_groups.routers]\nparameters = ["*.mlp.gate.weight"]\nlr_ratio = 0.1\n'
+    )
+    config = load_config(
+        job, ["param_groups.routers.weight_decay=0.0", "param_groups.b.parameters=x"]
+    )
+    (routers, other) = config.param_groups
+    assert (routers.lr_ratio, routers.weight_decay, routers.algorithm) == (0.1, 0.0, None)
+    assert (other.name, other.parameters, other.lr_ratio) == ("b", ("x",), 1.0)
+    copy = tmp_path / "copy.toml"
+    copy.write_text(dump_toml(config))
+    assert load_config(copy) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[param_groups.a]\nlr_ratio = 1.0\n", "lacks param_groups.a.parameters"),
+        ("[param_groups]\nparameters = ['x']\n", r"write \[param_groups.NAME\]"),
+        ("[param_groups.a]\nparameter = ['x']\n", "did you mean param_groups.a.parameters"),
+        ("[param_group.a]\nparameters = ['x']\n", r"unknown table|param_groups.NAME"),
+        ("[param_groups.a]\nparameters = []\n", "names none"),
+        ("[param_groups.a]\nparameters = ['x']\nlr_ratio = -1.0\n", "too small"),
+    ],
+)
+def test_a_mistaken_group_is_refused(job: Path, text: str, message: str) -> None:
+    job.write_text(MINIMAL + text)
+    with pytest.raises(ValueError, match=message):
+        load_config(job)

@@ -17,8 +17,9 @@ from tokenizers import Tokenizer
 
 from moe_train.config.data_tables import DataConfig, SourceConfig, TokenizerConfig
 from moe_train.config.model_tables import ModelConfig
+from moe_train.config.optimizer_tables import OptimizerConfig
 from moe_train.config.tables import Config
-from moe_train.config.train_tables import OptimizerConfig, TrainConfig
+from moe_train.config.train_tables import TrainConfig
 from moe_train.data.joined import open_joined
 from moe_train.data.packing import IGNORED_LABEL
 from moe_train.data.prepare import PreparedCorpus, prepare

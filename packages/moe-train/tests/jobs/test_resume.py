@@ -11,7 +11,7 @@ from moe_train.config import Config, load_config
 from moe_train.config.tables import all_keys
 from moe_train.jobs.job import check
 from moe_train.jobs.model_changes import model_changes
-from moe_train.jobs.resume import _trainable_notes
+from moe_train.jobs.resume import _moment_notes
 from moe_train.model import DecoderConfig
 from moe_train.training import read_model_config
 
@@ -56,6 +56,9 @@ OF_THE_JOB = {
         "optimizer.beta1=0.8",
         "optimizer.beta2=0.9",
         "optimizer.eps=1e-6",
+        "optimizer.name=muon",
+        "optimizer.muon_momentum=0.9",
+        "param_groups.a.parameters=*.mlp.gate.weight",
         "tokenizer.vocab_size=280",
         "tokenizer.train_bytes=900",
     ],
@@ -353,11 +356,21 @@ def test_what_becomes_of_the_weights_is_said(
 def test_what_was_frozen_before_is_said_to_start_without_moments(configure: Configure) -> None:
     own = configure('train.trainable=["model.norm.weight"]')
     model = read_model_config(own)
-    assert _trainable_notes(own, configure('train.trainable=["*norm*"]'), model)[0].endswith(
+    assert _moment_notes(own, configure('train.trainable=["*norm*"]'), model)[0].endswith(
         "frozen before: model.layers.0.input_layernorm.weight, model.layers.0.post_attention_"
         "layernorm.weight, model.layers.0.self_attn.k_norm.weight (8 in all)"
     )
-    assert _trainable_notes(own, own, model) == _trainable_notes(configure(), own, model) == []
+    assert _moment_notes(own, own, model) == _moment_notes(configure(), own, model) == []
+
+
+def test_what_another_algorithm_updated_is_said_to_start_without_moments(
+    configure: Configure,
+) -> None:
+    own, group = configure(), "param_groups.a.parameters=*.mlp.gate.weight"
+    muon = configure("optimizer.name=muon", group, "param_groups.a.algorithm=adamw")
+    (line,) = _moment_notes(own, muon, read_model_config(own))
+    assert "another algorithm updated before: model.layers.0.mlp.experts.down_proj, " in line
+    assert line.endswith("(12 in all)"), "two layers of four and two matrices, without routers"
 
 
 def test_the_job_that_allowed_a_change_goes_on_without_asking_again(

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from moe_train.layout.trainable import trainable_names
+from moe_train.layout.trainable import chosen_names
 from moe_train.model.config import DecoderConfig
 
 
@@ -37,17 +37,19 @@ EXPERTS = {
     ],
 )
 def test_experts_are_found_by_names_in_memory_and_on_disk(patterns: list[str]) -> None:
-    assert trainable_names(patterns, config_of()) == EXPERTS
+    assert chosen_names("train.trainable", patterns, config_of()) == EXPERTS
 
 
 def test_without_patterns_or_with_exclusions_alone_all_else_is_trained() -> None:
-    everything = trainable_names((), config_of())
+    everything = chosen_names("train.trainable", (), config_of())
     assert "lm_head.weight" in everything and len(everything) == 2 * 9 + 3
-    assert trainable_names(["!*.experts.*"], config_of()) == everything - EXPERTS
+    assert chosen_names("train.trainable", ["!*.experts.*"], config_of()) == everything - EXPERTS
 
 
 def test_the_last_pattern_that_matches_decides() -> None:
-    names = trainable_names(["*norm*", "!model.layers.0.*", "*.0.input_layernorm*"], config_of())
+    names = chosen_names(
+        "train.trainable", ["*norm*", "!model.layers.0.*", "*.0.input_layernorm*"], config_of()
+    )
     assert names == {
         "model.norm.weight",
         "model.layers.0.input_layernorm.weight",
@@ -57,12 +59,14 @@ def test_the_last_pattern_that_matches_decides() -> None:
 
 
 def test_names_of_gpt_oss_and_of_multi_token_prediction_are_those_on_disk() -> None:
-    router = trainable_names(["*.mlp.router.*"], config_of(model_type="gpt_oss", sliding_window=4))
+    router = chosen_names(
+        "train.trainable", ["*.mlp.router.*"], config_of(model_type="gpt_oss", sliding_window=4)
+    )
     assert router == {f"model.layers.{n}.mlp.gate.{w}" for n in (0, 1) for w in ("weight", "bias")}
     glm = config_of(
         model_type="glm4_moe", n_routed_experts=4, moe_intermediate_size=6, n_shared_experts=1
     ).with_mtp_layers(1)
-    assert trainable_names(["model.layers.2.self_attn.o_proj.weight"], glm) == {
+    assert chosen_names("train.trainable", ["model.layers.2.self_attn.o_proj.weight"], glm) == {
         "model.layers.2.mtp_block.self_attn.o_proj.weight"
     }
 
@@ -82,4 +86,4 @@ def test_patterns_that_choose_nothing_or_a_part_are_refused(
     patterns: list[str], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        trainable_names(patterns, config_of(**changes))
+        chosen_names("train.trainable", patterns, config_of(**changes))

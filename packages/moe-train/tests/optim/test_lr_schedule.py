@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from moe_train.config.train_tables import OptimizerConfig
+from moe_train.config.optimizer_tables import OptimizerConfig
 from moe_train.optim.lr_schedule import LrSchedule
 
 
@@ -40,6 +40,56 @@ def test_the_rate_warms_up_then_decays_to_its_minimum(decay: str, warmup: int) -
     assert all(a >= b for a, b in itertools.pairwise(rates[3:]))
     assert rates[19:] == [schedule.end] * 11
     assert schedule.end == (2.0 if decay == "constant" else 0.5)
+
+
+@pytest.mark.parametrize(
+    ("style", "left"),
+    [
+        ("linear", (0.75, 0.5, 0.25, 0.0)),
+        ("minus_sqrt", (0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(0.75), 0.0)),
+        ("cosine", (0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125), 0.0)),
+    ],
+)
+def test_wsd_stays_at_its_rate_and_falls_in_its_last_steps(
+    style: str, left: tuple[float, ...]
+) -> None:
+    config = optimizer(decay="wsd", wsd_decay_steps=4, wsd_decay_style=style)
+    schedule = LrSchedule.of(config, 20)
+    rates = [schedule.rate(step) for step in range(1, 25)]
+    assert rates[:16] == [0.5, 1.0, 1.5] + [2.0] * 13
+    assert rates[16:20] == pytest.approx([2.0 * (0.25 + 0.75 * part) for part in left])
+    assert rates[19:] == [schedule.end] * 5 == [0.5] * 5
+
+
+def test_wsd_falls_by_a_constant_factor_where_that_is_asked() -> None:
+    config = optimizer(decay="wsd", wsd_decay_steps=2, wsd_decay_style="exponential")
+    schedule = LrSchedule.of(config, 10)
+    assert [schedule.rate(s) for s in (8, 9, 10)] == pytest.approx([2.0, 1.0, 0.5])
+
+
+def test_a_longer_wsd_run_from_before_the_fall_has_the_curve_of_one_that_was_planned_so() -> None:
+    config = optimizer(decay="wsd", wsd_decay_steps=4, on_extend="restretch")
+    longer = LrSchedule.of(config, 20).resumed(10, config, 40)
+    planned = LrSchedule.of(config, 40)
+    assert [longer.rate(s) for s in range(11, 41)] == [planned.rate(s) for s in range(11, 41)]
+    assert longer.rate(36) == 2.0 > longer.rate(37)
+    assert LrSchedule.from_json(json.loads(json.dumps(dataclasses.asdict(longer)))) == longer
+
+
+def test_half_of_a_wsd_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"decay=\"wsd\", wsd_decay_steps=None"):
+        optimizer(decay="wsd")
+    with pytest.raises(ValueError, match=r"decay=\"cosine\", wsd_decay_steps=3"):
+        optimizer(wsd_decay_steps=3)
+    with pytest.raises(ValueError, match="exponential"):
+        optimizer(decay="wsd", wsd_decay_steps=3, wsd_decay_style="exponential", min_lr_ratio=0.0)
+
+
+def test_a_schedule_of_before_wsd_is_read() -> None:
+    schedule = LrSchedule.of(optimizer(), 20)
+    values = dataclasses.asdict(schedule)
+    del values["wsd_decay_steps"], values["wsd_decay_style"]
+    assert LrSchedule.from_json(values) == schedule
 
 
 def test_the_decay_ends_at_decay_steps_where_they_are_given() -> None:

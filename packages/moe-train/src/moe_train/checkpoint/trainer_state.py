@@ -109,10 +109,15 @@ def _own_schedule(source: Path | Location) -> LrSchedule | None:
     return None if own is None else LrSchedule.of(own.optimizer, own.train.max_steps)
 
 
-def froze_parameters(source: Path | Location) -> bool:
-    """Whether the checkpoint's own job trained a part of its parameters; if it can be read."""
+def may_lack_moments(source: Path | Location) -> bool:
+    """Whether some parameters have no moments of AdamW, by the checkpoint's own job: they were
+    frozen, or another algorithm updated them.
+    """
     own = own_job(source)
-    return own is not None and bool(own.train.trainable)
+    if own is None:
+        return False
+    algorithms = {own.optimizer.name, *(group.algorithm for group in own.param_groups)}
+    return bool(own.train.trainable) or "muon" in algorithms
 
 
 def _schedule(values: Any) -> LrSchedule | None:

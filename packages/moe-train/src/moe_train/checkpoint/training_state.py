@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moe_train.checkpoint.node_states import NodeStates
 from moe_train.checkpoint.samples import SAMPLES_FILE, read_ledger
-from moe_train.checkpoint.trainer_state import TrainerState, froze_parameters, read_state
+from moe_train.checkpoint.trainer_state import TrainerState, may_lack_moments, read_state
 from moe_train.config import STATE_FILE
 from moe_train.errors import CheckpointNotSavedError, TrainValueError
 from moe_train.layout import (
@@ -32,7 +32,7 @@ from moe_train.layout import (
     first_rows,
     stored_tensors,
 )
-from moe_train.optim import AdamW
+from moe_train.optim import MUON_MOMENT, Optimizer
 from unified_ckpt import (
     CheckpointError,
     CheckpointManager,
@@ -83,7 +83,7 @@ class Checkpointer:
     rank: int
     parameters: Mapping[str, Tensor]
     layouts: Mapping[str, ParameterLayout]
-    optimizer: AdamW
+    optimizer: Optimizer
     files: Mapping[str, bytes]
     options: ManagerOptions
     nodes: NodeStates | None = None
@@ -270,20 +270,22 @@ class Checkpointer:
             read_part(source, "model", [self._stored(others)], cast=True)
 
     def _load_moments(self, source: Path | Location, updates: int) -> dict[str, int]:
-        """Fill the moments; those of parameters that were frozen before start at zero.
+        """Fill the moments; those of parameters that were frozen before, or that another
+        algorithm has updated, start at zero.
 
         Returns:
             Name -> updates that the run had made before the parameter's first one, where not 0.
         """
         late: dict[str, int] = {}
-        may_lack = froze_parameters(source)
+        may_lack = may_lack_moments(source)
         for moment, tensors in self.optimizer.moments().items():
             held = dict(tensors)
-            if may_lack:
+            if may_lack or moment == MUON_MOMENT:
                 held = self._held(tensors, source, "optimizer", f"/{moment}")
             if held:
                 read_part(source, "optimizer", [self._stored(held, f"/{moment}")], cast=True)
-            late |= dict.fromkeys(tensors.keys() - held.keys(), updates)
+            if moment != MUON_MOMENT:  # which corrects no bias, so that nothing counts its steps
+                late |= dict.fromkeys(tensors.keys() - held.keys(), updates)
         keys = read_index(source, "optimizer").keys() if has_part(source, "optimizer") else ()
         counts = _counts({n: 0 for n in self.optimizer.updated() if n + _FIRST_UPDATE in keys})
         if counts:

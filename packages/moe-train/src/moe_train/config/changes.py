@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from moe_train.config.keys import OnResume, Table, keys_of
-from moe_train.config.tables import TABLES, Config, all_keys
+from moe_train.config.keys import OnResume, keys_of
+from moe_train.config.tables import NAMED_TABLES, Config, all_keys
 from moe_train.errors import TrainValueError
 
 
@@ -46,7 +46,9 @@ class KeyChange:
         """
         known = [key.full_name for key in all_keys()]
         for name in names:
-            if name not in known and not name.startswith(("model.", "sources.")):
+            if name not in known and not name.startswith(
+                ("model.", *(f"{table}." for table in NAMED_TABLES))
+            ):
                 near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
                 raise TrainValueError(
                     f"--allow-change {name}: no such key; did you mean {near[0]}? Keys of "
@@ -59,10 +61,9 @@ _NONE: Any = (None, None)
 
 def _values(config: Config) -> dict[str, tuple[Any, Any]]:
     """Full name -> value and `on_resume` of every key; sources by their names."""
-    tables: list[Table] = [*(getattr(config, table) for table in TABLES), *config.sources]
     return {
         f"{table.place}.{info.name}": (getattr(table, info.name), info.on_resume)
-        for table in tables
+        for table in config.tables
         for info in keys_of(type(table))
     }
 

@@ -8,20 +8,16 @@ the corpus is checked when it is made. Every field carries its help text and uni
     config.parallel.pp, config.world_size
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_train.config.data_tables import DataConfig, SourceConfig, TokenizerConfig
 from moe_train.config.keys import KeyInfo, Table, keys_of
 from moe_train.config.model_tables import ModelConfig, MoeTable
+from moe_train.config.optimizer_tables import OptimizerConfig, ParamGroupConfig
 from moe_train.config.run_tables import CheckpointConfig, LogConfig
-from moe_train.config.train_tables import (
-    OptimizerConfig,
-    ParallelConfig,
-    TrainConfig,
-    batch_message,
-)
+from moe_train.config.train_tables import ParallelConfig, TrainConfig, batch_message
 from moe_train.errors import TrainValueError, check_type
 
 
@@ -43,6 +39,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     train: TrainConfig
     optimizer: OptimizerConfig
+    param_groups: tuple[ParamGroupConfig, ...] = ()
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
@@ -93,13 +90,23 @@ class Config:
         named = self.sources or (SourceConfig(name="data", corpus=self.data.corpus),)
         return tuple(source.filled(self.data) for source in named)
 
+    @property
+    def tables(self) -> Iterator[Table]:
+        """Every table of the job, in the order of the file; those with a NAME come last."""
+        yield from (getattr(self, table) for table in TABLES)
+        yield from (table for name in NAMED_TABLES for table in getattr(self, name))
+
     def _check_sources(self) -> None:
-        check_type("Config(sources=...)", self.sources, tuple)
-        for source in self.sources:
-            check_type("Config(sources=...)", source, SourceConfig)
-        names = [source.name for source in self.sources]
-        if len(set(names)) < len(names):
-            raise TrainValueError(f"sources {', '.join(names)} have names that are not distinct")
+        for place, table_type in NAMED_TABLES.items():
+            named = getattr(self, place)
+            check_type(f"Config({place}=...)", named, tuple)
+            for table in named:
+                check_type(f"Config({place}=...)", table, table_type)
+            names = [table.name for table in named]
+            if len(set(names)) < len(names):
+                raise TrainValueError(
+                    f"{place} {', '.join(names)} have names that are not distinct"
+                )
         if self.sources and self.data.corpus != DataConfig().corpus:
             raise TrainValueError(CORPUS_TWICE)
         _ = self.all_sources  # checks what their keys and those of [data] say together
@@ -128,7 +135,14 @@ TABLES: dict[str, type[Table]] = {
 """The tables of the file, by name, in the order in which they are written."""
 
 
+NAMED_TABLES: dict[str, type[SourceConfig | ParamGroupConfig]] = {
+    "sources": SourceConfig,
+    "param_groups": ParamGroupConfig,
+}
+"""The tables of which a job has as many as it likes, `[sources.NAME]`; attributes of `Config`."""
+
+
 def all_keys() -> Iterable[KeyInfo]:
-    """Every key of every table, in order."""
+    """Every key of every table that has no NAME, in order."""
     for table in TABLES.values():
         yield from keys_of(table)

@@ -12,17 +12,16 @@ import difflib
 import glob
 import json
 import os
-import re
 import textwrap
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_train.config.data_tables import PYTHON_STDLIB, SourceConfig
+from moe_train.config.data_tables import PYTHON_STDLIB
 from moe_train.config.keys import KeyInfo, Table, keys_of
 from moe_train.config.renames import RENAMED_KEYS, refuse_former_values, renewed
-from moe_train.config.tables import CORPUS_TWICE, TABLES, Config, all_keys
+from moe_train.config.tables import CORPUS_TWICE, NAMED_TABLES, TABLES, Config, all_keys
 from moe_train.errors import MissingFileError, TrainTypeError, TrainValueError, check_type
 
 OWN_TOML = "moe_train.toml"
@@ -66,11 +65,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     made: dict[str, Any] = {
         name: table_type(**tables.get(name, {})) for name, table_type in TABLES.items()
     }
-    named = [table for table in tables if table not in TABLES]
-    if named and "corpus" in tables.get("data", {}):
+    for place, named_type in NAMED_TABLES.items():
+        named = [table.partition(".")[::2] for table in tables if table.startswith(f"{place}.")]
+        made[place] = tuple(named_type(name=n, **tables[f"{place}.{n}"]) for _, n in named)
+    if made["sources"] and "corpus" in tables.get("data", {}):
         raise TrainValueError(CORPUS_TWICE)
-    sources = (SourceConfig(name=table.partition(".")[2], **tables[table]) for table in named)
-    return Config(**made, sources=tuple(sources))
+    return Config(**made)
 
 
 def dump_toml(config: Config) -> str:
@@ -81,7 +81,7 @@ def dump_toml(config: Config) -> str:
     """
     check_type("config", config, Config)
     blocks = []
-    for table in _tables_of(config):
+    for table in config.tables:
         lines = [f"{name} = {text}" for name, text in _set_keys(config, table)]
         blocks.append("\n".join([f"[{table.place}]", *lines]) + "\n")
     return "\n".join(blocks)
@@ -89,7 +89,7 @@ def dump_toml(config: Config) -> str:
 
 def format_compact(config: Config) -> str:
     """`config` in one line a table, for the terminal; every key that has a value is there."""
-    tables = list(_tables_of(config))
+    tables = list(config.tables)
     width = max(len(table.place) for table in tables) + 2
     lines = []
     for table in tables:
@@ -101,7 +101,7 @@ def format_compact(config: Config) -> str:
 def keys_help() -> str:
     """Every key with its type, default, unit and meaning, for `moe-train train --help`."""
     lines: list[str] = []
-    for table, table_type in {**TABLES, SourceConfig.table: SourceConfig}.items():
+    for table, table_type in {**TABLES, **_named_types()}.items():
         lines.append(f"[{table}]  {(table_type.__doc__ or '').splitlines()[0]}")
         for key in keys_of(table_type):
             default = "required" if key.required else "optional"
@@ -112,11 +112,6 @@ def keys_help() -> str:
             lines += textwrap.wrap(key.help, 94, initial_indent=" " * 6, subsequent_indent=" " * 6)
         lines.append("")
     return "\n".join(lines)
-
-
-def _tables_of(config: Config) -> Iterator[Table]:
-    yield from (getattr(config, table) for table in TABLES)
-    yield from config.sources
 
 
 def _set_keys(config: Config, table: Table) -> Iterator[tuple[str, str]]:
@@ -140,7 +135,7 @@ def _read_tables(path: Path) -> dict[str, dict[str, Any]]:
         parsed = renewed(parsed)
     parsed = _flattened(parsed)
     for table, values in parsed.items():
-        known = table in TABLES or table.startswith("sources.")
+        known = table in TABLES or _named_type(table) is not None
         if not isinstance(values, dict):
             raise TrainValueError(
                 f"{table} must be a table, got {values!r}; write [{table}] above its keys"
@@ -156,25 +151,38 @@ def _read_tables(path: Path) -> dict[str, dict[str, Any]]:
 
 def _flattened(parsed: Mapping[str, Any]) -> dict[str, Any]:
     """The tables with each `[sources.NAME]` under that name."""
-    tables = {name: values for name, values in parsed.items() if name != "sources"}
-    sources = parsed.get("sources", {})
-    if not isinstance(sources, dict):
-        raise TrainValueError("sources must be tables; write [sources.NAME] above the keys of one")
-    for name, values in sources.items():
-        if not isinstance(values, dict):
+    tables = {name: values for name, values in parsed.items() if name not in NAMED_TABLES}
+    for place in NAMED_TABLES:
+        named = parsed.get(place, {})
+        if not isinstance(named, dict):
             raise TrainValueError(
-                f"sources.{name} is no table; write [sources.NAME] above the keys of a source"
+                f"{place} must be tables; write [{place}.NAME] above the keys of one"
             )
-        tables[f"sources.{name}"] = values
+        for name, values in named.items():
+            if not isinstance(values, dict):
+                raise TrainValueError(
+                    f"{place}.{name} is no table; write [{place}.NAME] above its keys"
+                )
+            tables[f"{place}.{name}"] = values
     return tables
 
 
+def _named_types() -> dict[str, type[Table]]:
+    return {table_type.table: table_type for table_type in NAMED_TABLES.values()}
+
+
+def _named_type(table: str) -> type[Table] | None:
+    """The class of `sources.NAME` and the like; None: it is no such name."""
+    place, dot, name = table.partition(".")
+    return NAMED_TABLES.get(place) if dot and name and "." not in name else None
+
+
 def _keys_in(table: str) -> tuple[KeyInfo, ...]:
-    return keys_of(TABLES.get(table, SourceConfig), table)
+    return keys_of(TABLES.get(table) or NAMED_TABLES[table.partition(".")[0]], table)
 
 
 def _nearest_table(name: str) -> str:
-    return _nearest(name, [*TABLES, SourceConfig.table])
+    return _nearest(name, [*TABLES, *_named_types()])
 
 
 def _info(table: str, name: str) -> KeyInfo:
@@ -217,7 +225,7 @@ def _parse_override(text: str) -> tuple[KeyInfo, Any]:
         raise TrainValueError(f"override {text!r} is not of the form table.key=value")
     if not dot:
         raise TrainValueError(f"override {text!r} names no table; {_hint_of_key('', key)}")
-    if table not in TABLES and not re.fullmatch(r"sources\.[^.]+", table):
+    if table not in TABLES and _named_type(table) is None:
         raise TrainValueError(f"unknown table {table} in {text!r}; {_nearest_table(table)}")
     info = _info(table, key)
     return info, _override_value(info, value.strip()) if value.strip() else None

@@ -1,9 +1,8 @@
-"""The tables that say how a job is trained: on which ranks, how long, and with which optimizer.
+"""The tables that say how a job is trained: on which ranks, how long, with which batches.
 
 ParallelConfig(pp=2, ep=2)
 """
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -195,79 +194,6 @@ class TrainConfig(Table):
             )
         if self.global_batch_size % self.gradient_accumulation_steps:
             raise TrainValueError(batch_message(self, "", self.gradient_accumulation_steps))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerConfig(Table):
-    """AdamW with warm-up, decay of the learning rate, and clipping by the global norm."""
-
-    table: ClassVar[str] = "optimizer"
-    lr: float = key("peak learning rate", above=0, on_resume="free")
-    min_lr_ratio: float = key(
-        "learning rate at the end of the decay",
-        unit="fraction of lr",
-        default=0.1,
-        minimum=0,
-        maximum=1,
-        on_resume="free",
-    )
-    warmup_steps: int = key(
-        "steps in which the learning rate rises from 0 to lr",
-        unit="steps",
-        default=0,
-        minimum=0,
-        on_resume="free",
-    )
-    decay: Literal["cosine", "linear", "constant"] = key(
-        "shape of the learning rate after the warm-up", default="cosine", on_resume="free"
-    )
-    decay_steps: int | None = key(
-        "step at which the decay ends; absent: max_steps of the first run",
-        unit="steps",
-        default=None,
-        minimum=1,
-        on_resume="free",
-    )
-    on_extend: Literal["constant", "rewarm", "restretch"] = key(
-        "learning rate of a resumed run with another max_steps: go on along the first run's curve "
-        "and then hold its end; rise again over warmup_steps and decay until max_steps; or take "
-        "the curve of a run that had this max_steps from its start",
-        default="constant",
-        on_resume="free",
-    )
-    weight_decay: float = key("decoupled weight decay", default=0.1, minimum=0, on_resume="asked")
-    beta1: float = key(
-        "decay of the mean of gradients",
-        default=0.9,
-        minimum=0,
-        maximum=0.999999,
-        on_resume="asked",
-    )
-    beta2: float = key(
-        "decay of the mean of squared gradients",
-        default=0.95,
-        minimum=0,
-        maximum=0.9999999,
-        on_resume="asked",
-    )
-    eps: float = key(
-        "added to the root of the second moment", default=1e-8, above=0, on_resume="asked"
-    )
-    max_grad_norm: float = key(
-        "gradients are scaled down to this global norm; inf for no limit",
-        default=1.0,
-        above=0,
-        maximum=math.inf,
-        on_resume="free",
-    )
-
-    def _check(self) -> None:
-        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
-            raise TrainValueError(
-                f"optimizer.decay_steps={self.decay_steps} ends the decay before "
-                f"optimizer.warmup_steps={self.warmup_steps} are over; it counts from the first "
-                "step of the run"
-            )
 
 
 def batch_message(train: TrainConfig, layout: str, divisor: int) -> str:

@@ -24,7 +24,7 @@ from moe_train.early_checks import (
 from moe_train.errors import TrainValueError
 from moe_train.jobs.resume import describe_resume, refuse_changes
 from moe_train.jobs.space import check_space
-from moe_train.layout import trainable_names
+from moe_train.layout import chosen_names
 from moe_train.model import DecoderConfig
 from moe_train.parallel import choose_device, start
 from moe_train.rank import RankContext, rank_number
@@ -37,6 +37,7 @@ from moe_train.training import (
     check_balancing,
     open_splits,
     read_model_config,
+    rules_of_job,
     training_schedule,
 )
 from unified_ckpt import CheckpointError, read_index
@@ -118,7 +119,8 @@ def check_model(config: Config, model: DecoderConfig) -> None:
 
     Raises:
         ValueError: layers, experts or positions do not fit the layout or the data, balancing does
-            not fit the schedule or the family, or `train.trainable` the names of the decoder.
+            not fit the schedule or the family, or `train.trainable` or `param_groups` the names of
+            the decoder.
     """
     check_sizes(
         config,
@@ -130,7 +132,8 @@ def check_model(config: Config, model: DecoderConfig) -> None:
     )
     check_balancing(config, model, training_schedule(config))
     if config.train.trainable:
-        trainable_names(config.train.trainable, model)
+        chosen_names("train.trainable", config.train.trainable, model)
+    rules_of_job(config, model)
 
 
 def _check_tokenizer(config: Config, model: DecoderConfig, tokenizer: TextTokenizer) -> None:

@@ -27,10 +27,11 @@ from moe_train.config import OWN_TOML, Config, KeyChange
 from moe_train.data import PreparedCorpus
 from moe_train.errors import TrainValueError
 from moe_train.jobs.model_changes import model_changes
-from moe_train.layout import read_decoder, trainable_names
+from moe_train.layout import chosen_names, read_decoder
 from moe_train.model import DecoderConfig
 from moe_train.optim import LrSchedule
 from moe_train.tokenization import TextTokenizer, load_tokenizer
+from moe_train.training import rules_of_job
 from unified_ckpt.files.storage import Location
 
 
@@ -60,7 +61,7 @@ def describe_resume(
     lines += _rate_notes(config, state)
     if own is not None:
         lines += _dtype_notes(own, config, source)
-        lines += _trainable_notes(own, config, model)
+        lines += _moment_notes(own, config, model)
     return [lines[0], *(f"  {line}" for line in lines[1:])], changes
 
 
@@ -178,14 +179,19 @@ def _dtype_notes(own: Config, config: Config, source: Path | Location) -> list[s
     return lines
 
 
-def _trainable_notes(own: Config, config: Config, model: DecoderConfig) -> list[str]:
+def _moment_notes(own: Config, config: Config, model: DecoderConfig) -> list[str]:
+    """Which parameters have no moments in the checkpoint, and why."""
     patterns = own.train.trainable, config.train.trainable
-    if patterns[0] == patterns[1]:
-        return []
-    had, has = (trainable_names(each, model) for each in patterns)
-    new = sorted(has - had)
-    said = "optimizer moments: start at zero for what was frozen before"
-    return [f"{said}: {', '.join(new[:3])} ({len(new)} in all)"] if new else []
+    had, has = (chosen_names("train.trainable", each, model) for each in patterns)
+    before, now = rules_of_job(own, model), rules_of_job(config, model)
+    others = {n for n in had & has if before[n].algorithm != now[n].algorithm}
+    reasons = {"was frozen before": has - had, "another algorithm updated before": others}
+    return [
+        f"optimizer moments: start at zero for what {reason}: {', '.join(sorted(names)[:3])} "
+        f"({len(names)} in all)"
+        for reason, names in reasons.items()
+        if names
+    ]
 
 
 def _vocabulary(text: bytes) -> str:

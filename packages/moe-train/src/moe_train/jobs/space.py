@@ -13,8 +13,9 @@ import torch
 from moe_train.config import Config
 from moe_train.errors import TrainValueError
 from moe_train.jobs.model_changes import whole_layouts
-from moe_train.layout import trainable_names
+from moe_train.layout import chosen_names
 from moe_train.model import DecoderConfig
+from moe_train.training import rules_of_job
 from unified_ckpt.files.storage import Location
 from unified_ckpt.folders import numbered_checkpoints
 
@@ -24,14 +25,16 @@ logger = logging.getLogger(__name__)
 
 
 def checkpoint_bytes(config: Config, model: DecoderConfig) -> int:
-    """About how large one checkpoint is: weights, two moments and, if asked, master weights."""
+    """About how large one checkpoint is: weights, their moments and, if asked, master weights."""
     train = config.train
     weight_bytes = torch.finfo(getattr(torch, train.dtype)).bits // 8
-    state_bytes = 12 if train.master_weights else 2 * weight_bytes
     layouts = whole_layouts(model)
     sizes = {name: math.prod(layout.global_shape) for name, layout in layouts.items()}
-    trained = trainable_names(train.trainable, model) if train.trainable else sizes.keys()
-    updated = sum(sizes[name] for name in trained)
+    rules = rules_of_job(config, model)
+    trained = chosen_names("train.trainable", train.trainable, model) & rules.keys()
+    state_bytes = 4 if train.master_weights else weight_bytes
+    tensors = {"adamw": 2 + train.master_weights, "muon": 1 + train.master_weights}
+    updated = sum(tensors[rules[name].algorithm] * sizes[name] for name in trained)
     return weight_bytes * sum(sizes.values()) + state_bytes * updated + _OTHER_BYTES
 
 

@@ -11,6 +11,7 @@ from moe_train.layout.parameters import parameter_layouts as parameter_layouts
 from moe_train.layout.parameters import single_rank_layouts as single_rank_layouts
 from moe_train.layout.parameters import stage_tensors as stage_tensors
 from moe_train.layout.parameters import stored_tensors as stored_tensors
-from moe_train.layout.trainable import trainable_names as trainable_names
+from moe_train.layout.trainable import chosen_names as chosen_names
+from moe_train.layout.trainable import decoder_shapes as decoder_shapes
 from moe_train.layout.vocabulary import fill_new_rows as fill_new_rows
 from moe_train.layout.vocabulary import first_rows as first_rows

@@ -1,10 +1,11 @@
-"""Which parameters a job trains: `train.trainable`, patterns on the names that transformers uses.
+"""Which parameters a key means: patterns on the names that transformers uses, as `train.trainable`.
 
 A parameter is known by its name in the decoder and by the keys under which it is stored, so that
 `*.mlp.experts.*` and `*.block_sparse_moe.experts.*.w1.weight` both find Mixtral's experts. The
 choice is made over the whole decoder, so every rank makes the same.
 
-    names = trainable_names(("lm_head.weight", "*.layers.3.*", "!*.mlp.gate.weight"), config)
+    patterns = ("lm_head.weight", "*.layers.3.*", "!*.mlp.gate.weight")
+    names = chosen_names("train.trainable", patterns, config)
 
 Patterns are those of `fnmatch`, case and all; the last one that matches a parameter decides. A list
 that begins with an exclusion begins with everything.
@@ -24,8 +25,8 @@ from moe_train.model import EMBEDDING, DecoderConfig, DecoderStage, StageOptions
 _HEAD = "lm_head.weight"
 
 
-def trainable_names(patterns: Sequence[str], config: DecoderConfig) -> frozenset[str]:
-    """Names of the decoder's parameters that `patterns` choose; all of them without patterns.
+def chosen_names(key: str, patterns: Sequence[str], config: DecoderConfig) -> frozenset[str]:
+    """Names of the decoder's parameters that the patterns of `key` choose; all without patterns.
 
     Raises:
         ValueError: a pattern that matches nothing, or a part of what is one parameter here; or
@@ -33,23 +34,35 @@ def trainable_names(patterns: Sequence[str], config: DecoderConfig) -> frozenset
     """
     keys = _keys_by_parameter(config)
     chosen = set(keys) if not patterns or patterns[0].startswith("!") else set()
-    for pattern in patterns:
-        matched = _matched(pattern, keys, config)
-        chosen = chosen - matched if pattern.startswith("!") else chosen | matched
+    try:
+        for pattern in patterns:
+            matched = _matched(pattern, keys, config)
+            chosen = chosen - matched if pattern.startswith("!") else chosen | matched
+    except TrainValueError as error:
+        raise TrainValueError(f"{key}: {error}") from None
     if not chosen:
         raise TrainValueError(
-            f"train.trainable={list(patterns)} leaves no parameter to train; the last pattern that "
-            "matches a parameter decides, so put exclusions (!) behind what they exclude from"
+            f"{key}={list(patterns)} leaves no parameter; the last pattern that matches a "
+            "parameter decides, so put exclusions (!) behind what they exclude from"
         )
     return frozenset(chosen)
 
 
-def _keys_by_parameter(config: DecoderConfig) -> dict[str, tuple[str, ...]]:
-    """Each parameter's name in the decoder -> the keys under which it is stored."""
+def decoder_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """The name and shape of every parameter of the whole decoder; nothing is allocated."""
+    return {name: tuple(p.shape) for name, p in _whole_decoder(config).named_parameters()}
+
+
+def _whole_decoder(config: DecoderConfig) -> DecoderStage:
     options = StageOptions(
         layers=range(config.num_hidden_layers), first=True, last=True, device=torch.device("meta")
     )
-    stage = DecoderStage(config, options)
+    return DecoderStage(config, options)
+
+
+def _keys_by_parameter(config: DecoderConfig) -> dict[str, tuple[str, ...]]:
+    """Each parameter's name in the decoder -> the keys under which it is stored."""
+    stage = _whole_decoder(config)
     layouts = single_rank_layouts(stage, config)
     names = [name for name, _ in stage.named_parameters()]
     return {name: tuple(view.key for view in layouts[name].form.views) for name in names}
@@ -67,9 +80,8 @@ def _matched(pattern: str, keys: Mapping[str, tuple[str, ...]], config: DecoderC
             found.add(name)
         elif count:
             raise TrainValueError(
-                f"train.trainable: {pattern!r} matches {count} of the {len(stored)} stored tensors "
-                f"that are one parameter here, {name}, which is trained or frozen whole; use "
-                f"{name!r}"
+                f"{pattern!r} matches {count} of the {len(stored)} stored tensors that are one "
+                f"parameter here, {name}, which is taken whole or not at all; use {name!r}"
             )
     if not found:
         raise TrainValueError(_no_match(pattern, keys, config))
@@ -80,10 +92,10 @@ def _no_match(pattern: str, keys: Mapping[str, tuple[str, ...]], config: Decoder
     text = pattern.removeprefix("!")
     if config.tie_word_embeddings and re.match(translate(text), _HEAD):
         return (
-            f"train.trainable: {pattern!r} matches no parameter: the head of this model is tied to "
+            f"{pattern!r} matches no parameter: the head of this model is tied to "
             f"the embedding; name {EMBEDDING}, which is both"
         )
     names = sorted({*keys, *(key for stored in keys.values() for key in stored)})
     near = get_close_matches(text, names, n=3, cutoff=0.7)
     hint = f"; the nearest names are {', '.join(near)}" if near else f"; one name is {names[0]}"
-    return f"train.trainable: {pattern!r} matches no parameter{hint}"
+    return f"{pattern!r} matches no parameter{hint}"

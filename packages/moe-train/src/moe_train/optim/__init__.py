@@ -1,10 +1,14 @@
-"""Gradients over the right ranks, and AdamW with its learning rate.
+"""Gradients over the right ranks, the update of the parameters, and its learning rate.
 
 May import: config, model, errors; comm_collectives, moe_pipeline.
 """
 
-from moe_train.optim.adamw import AdamW as AdamW
 from moe_train.optim.grads import GradientStore as GradientStore
 from moe_train.optim.grads import ParameterGroup as ParameterGroup
 from moe_train.optim.grads import clip_coefficient as clip_coefficient
 from moe_train.optim.lr_schedule import LrSchedule as LrSchedule
+from moe_train.optim.optimizer import MUON_MOMENT as MUON_MOMENT
+from moe_train.optim.optimizer import Optimizer as Optimizer
+from moe_train.optim.update_rules import ParamGroup as ParamGroup
+from moe_train.optim.update_rules import UpdateRule as UpdateRule
+from moe_train.optim.update_rules import update_rules as update_rules

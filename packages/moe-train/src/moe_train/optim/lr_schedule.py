@@ -25,8 +25,10 @@ class LrSchedule:
         lr: the rate at the end of the warm-up.
         min_lr_ratio: the rate at the end of the decay, as a fraction of `lr`.
         warmup_steps: steps of the warm-up, counted from `start_step`.
-        decay: `cosine`, `linear` or `constant`.
+        decay: `cosine`, `linear`, `constant` or `wsd`.
         decay_steps: the step of the run at which the decay ends.
+        wsd_decay_steps: of `wsd`, how many steps before that the rate begins to fall; 0 for others.
+        wsd_decay_style: how it falls (those of MiniCPM, arXiv 2404.06395, and arXiv 2405.18392).
         max_steps: last step of the run that the form was made for.
         start_step, start_lr: where a later warm-up began; 0 for the first one.
     """
@@ -39,6 +41,8 @@ class LrSchedule:
     max_steps: int
     start_step: int = 0
     start_lr: float = 0.0
+    wsd_decay_steps: int = 0
+    wsd_decay_style: str = "minus_sqrt"
 
     @classmethod
     def of(cls, optimizer: OptimizerConfig, max_steps: int) -> "LrSchedule":
@@ -50,6 +54,8 @@ class LrSchedule:
             decay=optimizer.decay,
             decay_steps=optimizer.decay_steps or max_steps,
             max_steps=max_steps,
+            wsd_decay_steps=optimizer.wsd_decay_steps or 0,
+            wsd_decay_style=optimizer.wsd_decay_style,
         )
 
     @classmethod
@@ -61,7 +67,8 @@ class LrSchedule:
         """
         if extra := values.keys() - {item.name for item in fields(cls)}:
             raise TrainValueError(f"unknown keys of the schedule: {sorted(extra)}")
-        return cls(**{item.name: item.type(values[item.name]) for item in fields(cls)})  # type: ignore[operator]
+        now = {"wsd_decay_steps": 0, "wsd_decay_style": "minus_sqrt", **values}
+        return cls(**{item.name: item.type(now[item.name]) for item in fields(cls)})  # type: ignore[operator]
 
     def rate(self, step: int) -> float:
         """The learning rate of update number `step` of the run, from 1."""
@@ -71,10 +78,22 @@ class LrSchedule:
         if self.decay == "constant":
             return self.lr
         span = max(1, self.decay_steps - self.start_step - self.warmup_steps)
-        progress = min(1.0, (done - self.warmup_steps) / span)
-        is_linear = self.decay == "linear"
-        shape = 1.0 - progress if is_linear else 0.5 * (1 + math.cos(math.pi * progress))
-        return self.lr * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * shape)
+        fallen, style = done - self.warmup_steps, self.decay
+        if style == "wsd":
+            held = max(0, span - self.wsd_decay_steps)
+            fallen, span, style = max(0, fallen - held), span - held, self.wsd_decay_style
+        return self.lr * self._left(style, min(1.0, fallen / span))
+
+    def _left(self, style: str, progress: float) -> float:
+        """The fraction of `lr` that is left when this part of the fall is over."""
+        if style == "exponential":
+            return float(self.min_lr_ratio**progress)
+        shape = {
+            "linear": 1.0 - progress,
+            "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+            "minus_sqrt": 1.0 - math.sqrt(progress),
+        }[style]
+        return self.min_lr_ratio + (1.0 - self.min_lr_ratio) * shape
 
     @property
     def end(self) -> float:

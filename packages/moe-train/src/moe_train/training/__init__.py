@@ -8,6 +8,7 @@ from moe_train.training.balancing import check_balancing as check_balancing
 from moe_train.training.build import build_runner as build_runner
 from moe_train.training.build import build_training as build_training
 from moe_train.training.build import read_model_config as read_model_config
+from moe_train.training.build import rules_of_job as rules_of_job
 from moe_train.training.build import training_schedule as training_schedule
 from moe_train.training.loop import Reporter as Reporter
 from moe_train.training.loop import TrainingLoop as TrainingLoop

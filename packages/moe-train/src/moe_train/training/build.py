@@ -19,12 +19,13 @@ from moe_train.checkpoint import Checkpointer, NodeStates, checkpoint_files
 from moe_train.config import Config
 from moe_train.data import prepare
 from moe_train.layout import (
+    chosen_names,
+    decoder_shapes,
     is_expert,
     parameter_layouts,
     read_decoder,
     stage_tensors,
     stored_tensors,
-    trainable_names,
 )
 from moe_train.model import (
     EMBEDDING,
@@ -35,7 +36,14 @@ from moe_train.model import (
     shares_embedding,
     stage_layers,
 )
-from moe_train.optim import AdamW, GradientStore, ParameterGroup
+from moe_train.optim import (
+    GradientStore,
+    Optimizer,
+    ParameterGroup,
+    ParamGroup,
+    UpdateRule,
+    update_rules,
+)
 from moe_train.parallel import Parallel
 from moe_train.tokenization import vocabulary_rows
 from moe_train.training.balancing import aux_loss_coef, check_balancing
@@ -76,6 +84,19 @@ def training_schedule(config: Config) -> Schedule:
     return make(config.parallel.pp, config.train.gradient_accumulation_steps)
 
 
+def rules_of_job(config: Config, model: DecoderConfig) -> dict[str, UpdateRule]:
+    """How each parameter of the decoder is updated if it is trained; pure.
+
+    Raises:
+        ValueError: patterns of a `[param_groups.NAME]` match nothing, or what another group has.
+    """
+    groups = [
+        ParamGroup(group, chosen_names(f"{group.place}.parameters", group.parameters, model))
+        for group in config.param_groups
+    ]
+    return update_rules(decoder_shapes(model), config.optimizer, groups)
+
+
 def build_stage(config: Config, model: DecoderConfig, parallel: Parallel) -> DecoderStage:
     """This rank's part of the decoder; what `train.trainable` leaves out is frozen."""
     options = StageOptions(
@@ -103,7 +124,7 @@ def build_stage(config: Config, model: DecoderConfig, parallel: Parallel) -> Dec
     )
     stage = DecoderStage(model, options)
     if config.train.trainable:
-        names = trainable_names(config.train.trainable, model)
+        names = chosen_names("train.trainable", config.train.trainable, model)
         for name, parameter in stage.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and name in names)
     return stage
@@ -144,7 +165,12 @@ def build_runner(
             first=shard.box.offset[0] if shard.box.offset else 0,
         )
     stored.write_back()
-    optimizer = AdamW(parameters, config.optimizer, master_weights=config.train.master_weights)
+    optimizer = Optimizer(
+        parameters,
+        rules_of_job(config, model),
+        config.optimizer,
+        master_weights=config.train.master_weights,
+    )
     microbatches = config.train.gradient_accumulation_steps
     train_schedule = training_schedule(config)
     check_balancing(config, model, train_schedule)

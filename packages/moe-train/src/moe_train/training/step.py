@@ -19,7 +19,7 @@ from moe_pipeline.router import TopKRouter, update_expert_bias
 from moe_train.data import Batch, check_value
 from moe_train.errors import MoeTrainError
 from moe_train.model import DecoderStage, Target
-from moe_train.optim import AdamW, GradientStore, clip_coefficient
+from moe_train.optim import GradientStore, Optimizer, clip_coefficient
 from moe_train.parallel import Parallel
 from moe_train.training.batches import SamplesRead, count_predictions
 
@@ -88,7 +88,7 @@ class StepRunner:
     executor: PipelineExecutor
     evaluator: PipelineExecutor
     gradients: GradientStore
-    optimizer: AdamW
+    optimizer: Optimizer
     max_grad_norm: float
     updates_expert_bias: bool = False
 
