@@ -32,7 +32,8 @@ LINES_ADDED = {
     # Data people have (readers, chat, mixtures, packing, ledger), tokenizers of checkpoints, fine-
     # tuning, evaluation, generation and chat on several ranks, and what may change on resume.
     # States on the nodes between checkpoints; checkpoints of a run in a store.
-    "moe-train": 10_700 + 230 + 150,
+    # Muon, WSD and groups of parameters.
+    "moe-train": 10_700 + 230 + 150 + 300,
     # Tokens of padding that no expert sees.
     "moe-pipeline": 150,
     # A load has one identity, alone and over ranks; errors of the file system are named; files that

@@ -5,10 +5,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moe_train.config.model_tables import ModelConfig
 from moe_train.config.optimizer_tables import OptimizerConfig, ParamGroupConfig
+from moe_train.config.tables import Config
+from moe_train.config.train_tables import TrainConfig
 from moe_train.optim.grads import GradientStore, ParameterGroup, clip_coefficient
 from moe_train.optim.optimizer import Optimizer
-from moe_train.optim.update_rules import ParamGroup, update_rules
+from moe_train.optim.update_rules import update_rules
 from ranktest import run_ranks
 
 
@@ -17,13 +20,22 @@ def store_of(*parameters: nn.Parameter, fp32: bool = False) -> GradientStore:
     return GradientStore([group], fp32_accumulation=fp32)
 
 
+def job_of(config: OptimizerConfig, *groups: ParamGroupConfig) -> Config:
+    train = TrainConfig(output_dir="run", max_steps=1, global_batch_size=1)
+    model = ModelConfig(config_file="config.json")
+    return Config(model=model, train=train, optimizer=config, param_groups=groups)
+
+
 def optimizer_of(
     parameters: dict[str, nn.Parameter],
     config: OptimizerConfig,
-    *groups: ParamGroup,
+    *groups: ParamGroupConfig,
     master_weights: bool = False,
 ) -> Optimizer:
-    rules = update_rules({n: p.shape for n, p in parameters.items()}, config, groups)
+    """Groups match names as they stand in their patterns."""
+    names = {group.name: group.parameters for group in groups}
+    shapes = {n: p.shape for n, p in parameters.items()}
+    rules = update_rules(shapes, job_of(config, *groups), names)
     return Optimizer(parameters, rules, config, master_weights=master_weights)
 
 
@@ -208,15 +220,15 @@ def test_a_group_has_a_rate_a_decay_and_an_algorithm_of_its_own() -> None:
     ours = decoder_parameters()
     before = {name: p.detach().clone() for name, p in ours.items()}
     router, norm = "model.layers.0.mlp.gate.weight", "model.norm.weight"
-    frozen = ParamGroupConfig(name="a", parameters=("x",), lr_ratio=0.0)
+    frozen = ParamGroupConfig(name="a", parameters=("lm_head.weight",), lr_ratio=0.0)
     strong = ParamGroupConfig(
-        name="b", parameters=("x",), lr_ratio=0.5, weight_decay=1.0, algorithm="adamw"
+        name="b", parameters=(router, norm), lr_ratio=0.5, weight_decay=1.0, algorithm="adamw"
     )
     optimizer = optimizer_of(
         ours,
         OptimizerConfig(lr=0.1, name="muon"),
-        ParamGroup(frozen, frozenset({"lm_head.weight"})),
-        ParamGroup(strong, frozenset({router, norm})),
+        frozen,
+        strong,
     )
     store = store_of(*ours.values())
     store.clear()  # without gradients only the decay is left
@@ -230,14 +242,12 @@ def test_a_group_has_a_rate_a_decay_and_an_algorithm_of_its_own() -> None:
 
 
 def test_groups_that_cannot_be_are_refused_by_name() -> None:
-    config = OptimizerConfig(lr=0.1)
     shapes = {"model.norm.weight": (6,), "lm_head.weight": (12, 6)}
-    muon = ParamGroupConfig(name="fast", parameters=("*",), algorithm="muon")
-    group = ParamGroup(muon, frozenset({"model.norm.weight"}))
-    with pytest.raises(
-        ValueError, match=r"param_groups.fast.algorithm=.*model.norm.weight.*\(6,\)"
-    ):
-        update_rules(shapes, config, [group])
-    slow = ParamGroup(ParamGroupConfig(name="slow", parameters=("*",)), frozenset(shapes))
+    fast = ParamGroupConfig(name="fast", parameters=("*",), algorithm="muon")
+    slow = ParamGroupConfig(name="slow", parameters=("*",))
+    names = {"fast": {"model.norm.weight"}, "slow": set(shapes)}
+    config = OptimizerConfig(lr=0.1)
+    with pytest.raises(ValueError, match=r"fast.algorithm=.*model.norm.weight .*\(6,\)"):
+        update_rules(shapes, job_of(config, fast), names)
     with pytest.raises(ValueError, match=r"norm.weight is matched by .*fast\] and .*slow\]"):
-        update_rules(shapes, config, [group, slow])
+        update_rules(shapes, job_of(config, fast, slow), names)

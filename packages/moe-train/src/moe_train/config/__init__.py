@@ -7,7 +7,6 @@ from moe_train.config.changes import KeyChange as KeyChange
 from moe_train.config.data_tables import PYTHON_STDLIB as PYTHON_STDLIB
 from moe_train.config.data_tables import SourceConfig as SourceConfig
 from moe_train.config.optimizer_tables import OptimizerConfig as OptimizerConfig
-from moe_train.config.optimizer_tables import ParamGroupConfig as ParamGroupConfig
 from moe_train.config.tables import Config as Config
 from moe_train.config.toml_file import OWN_TOML as OWN_TOML
 from moe_train.config.toml_file import STATE_FILE as STATE_FILE

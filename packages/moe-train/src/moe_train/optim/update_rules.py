@@ -2,15 +2,15 @@
 
 Invariant: a rule depends on the job and the parameter's name and shape, never on the layout.
 
-    rules = update_rules({"model.norm.weight": (64,)}, config.optimizer, groups=[])
+    rules = update_rules({"model.norm.weight": (64,)}, config, names={})
     rules["model.norm.weight"]          # UpdateRule("adamw", lr_ratio=1.0, weight_decay=0.0)
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from moe_train.config import OptimizerConfig, ParamGroupConfig
+from moe_train.config import Config
 from moe_train.errors import TrainValueError
 from moe_train.model import decays
 
@@ -26,33 +26,29 @@ class UpdateRule:
     weight_decay: float
 
 
-@dataclass(frozen=True, slots=True)
-class ParamGroup:
-    """A `[param_groups.NAME]` and the names of all the decoder's parameters that it matches."""
-
-    config: ParamGroupConfig
-    names: frozenset[str]
-
-
 def update_rules(
-    shapes: Mapping[str, Sequence[int]], optimizer: OptimizerConfig, groups: Sequence[ParamGroup]
+    shapes: Mapping[str, Sequence[int]], config: Config, names: Mapping[str, Collection[str]]
 ) -> dict[str, UpdateRule]:
     """The rule of each parameter in `shapes`, by name.
+
+    Args:
+        names: of each `[param_groups.NAME]`, the parameters of the decoder that it matches.
 
     Raises:
         ValueError: a parameter is in two groups, or muon is to update what is no matrix.
     """
-    return {name: _rule(name, shape, optimizer, groups) for name, shape in shapes.items()}
+    return {name: _rule(name, shape, config, names) for name, shape in shapes.items()}
 
 
 def _rule(
-    name: str, shape: Sequence[int], optimizer: OptimizerConfig, groups: Sequence[ParamGroup]
+    name: str, shape: Sequence[int], config: Config, names: Mapping[str, Collection[str]]
 ) -> UpdateRule:
+    optimizer = config.optimizer
     is_matrix = decays(name, shape)
     decay = optimizer.weight_decay if is_matrix else 0.0
     hidden = is_matrix and not name.endswith(_NO_HIDDEN_MATRIX)
     algorithm: Literal["adamw", "muon"] = optimizer.name if hidden else "adamw"
-    found = [group.config for group in groups if name in group.names]
+    found = [group for group in config.param_groups if name in names[group.name]]
     if not found:
         return UpdateRule(algorithm, 1.0, decay)
     if len(found) > 1:

@@ -40,7 +40,6 @@ from moe_train.optim import (
     GradientStore,
     Optimizer,
     ParameterGroup,
-    ParamGroup,
     UpdateRule,
     update_rules,
 )
@@ -90,11 +89,11 @@ def rules_of_job(config: Config, model: DecoderConfig) -> dict[str, UpdateRule]:
     Raises:
         ValueError: patterns of a `[param_groups.NAME]` match nothing, or what another group has.
     """
-    groups = [
-        ParamGroup(group, chosen_names(f"{group.place}.parameters", group.parameters, model))
+    names = {
+        group.name: chosen_names(f"{group.place}.parameters", group.parameters, model)
         for group in config.param_groups
-    ]
-    return update_rules(decoder_shapes(model), config.optimizer, groups)
+    }
+    return update_rules(decoder_shapes(model), config, names)
 
 
 def build_stage(config: Config, model: DecoderConfig, parallel: Parallel) -> DecoderStage:
@@ -165,12 +164,8 @@ def build_runner(
             first=shard.box.offset[0] if shard.box.offset else 0,
         )
     stored.write_back()
-    optimizer = Optimizer(
-        parameters,
-        rules_of_job(config, model),
-        config.optimizer,
-        master_weights=config.train.master_weights,
-    )
+    rules, masters = rules_of_job(config, model), config.train.master_weights
+    optimizer = Optimizer(parameters, rules, config.optimizer, master_weights=masters)
     microbatches = config.train.gradient_accumulation_steps
     train_schedule = training_schedule(config)
     check_balancing(config, model, train_schedule)
@@ -183,7 +178,7 @@ def build_runner(
         ),
         gradients=GradientStore(
             parameter_groups(parameters, parallel, has_copy=shares_embedding(model, stage.options)),
-            fp32_accumulation=config.train.master_weights and config.train.dtype != "float32",
+            fp32_accumulation=masters and config.train.dtype != "float32",
         ),
         optimizer=optimizer,
         max_grad_norm=config.optimizer.max_grad_norm,
