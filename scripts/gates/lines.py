@@ -34,6 +34,9 @@ LINES_ADDED = {
     # States on the nodes between checkpoints; checkpoints of a run in a store.
     # Muon, WSD and groups of parameters.
     "moe-train": 10_700 + 230 + 150 + 300,
+    # Recording of CuPy, torch and whole scripts, torch's snapshots read and written, memory that is
+    # bound to streams block by block; the recorder came from moe-train.
+    "gpu-alloc": 1_130,
     # Tokens of padding that no expert sees.
     "moe-pipeline": 150,
     # A load has one identity, alone and over ranks; errors of the file system are named; files that

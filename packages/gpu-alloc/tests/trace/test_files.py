@@ -5,7 +5,7 @@ import pytest
 
 from gpu_alloc import AllocError, TraceEvent, load_trace, save_trace
 
-HEADER = '{"format": "gpu-alloc-trace", "version": 1}\n'
+HEADER = '{"format": "gpu-alloc-trace", "version": 2}\n'
 
 
 def test_saved_trace_loads_equal(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_failed_save_keeps_the_old_file(tmp_path: Path) -> None:
         ("", ":1: not JSON"),
         ("[]\n", ":1: expected a JSON object"),
         ('{"action": "alloc"}\n', ":1: expected"),
-        ('{"format": "gpu-alloc-trace", "version": 2}\n', "update gpu-alloc"),
+        ('{"format": "gpu-alloc-trace", "version": 3}\n', "update gpu-alloc"),
         (HEADER + "{\n", ":2: not JSON"),
         (HEADER + '\n{"action": "alloc", "block_id": 1}\n', ":3: unknown keys"),
         (HEADER + '{"action": "alloc", "block_id": 1, "size_bytes": 1, "x": 0}\n', "'x'"),

@@ -4,4 +4,4 @@ May import: any room.
 """
 
 from gpu_alloc.cli.main import main as main
-from gpu_alloc.cli.main import parse_size as parse_size
+from gpu_alloc.cli.options import parse_size as parse_size

@@ -21,11 +21,12 @@ import operator
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple, TypeVar, final
 
 from gpu_alloc.core.block import Block
 from gpu_alloc.core.config import AllocatorConfig
-from gpu_alloc.core.oom import OutOfMemoryError
+from gpu_alloc.core.oom import OomReport, OutOfMemoryError
 from gpu_alloc.core.policy import TwoPoolPolicy
 from gpu_alloc.core.snapshot import Snapshot, take_snapshot
 from gpu_alloc.core.stats import Stats
@@ -107,9 +108,7 @@ class TwoPoolAllocator:
             self._on_exhausted()
             allocation = self._try_malloc(requested, stream, last_resort=True)
         if allocation is None:
-            raise OutOfMemoryError(
-                self._exclusively(lambda: self._policy.report(requested, stream))
-            )
+            raise OutOfMemoryError(self._exclusively(lambda: self._fail(requested, stream)))
         return allocation
 
     def free(self, ptr: int) -> None:
@@ -209,6 +208,15 @@ class TwoPoolAllocator:
 
         self._exclusively(start)
 
+    def mark(self, name: str) -> None:
+        """Put a name into the trace that is being recorded, such as that of a step or phase."""
+
+        def note() -> None:
+            if self._events is not None:
+                self._events.append(TraceEvent(action="mark", note=name))
+
+        self._exclusively(note)
+
     def stop_recording(self) -> list[TraceEvent]:
         """End the trace and return its events; empty when none was started."""
 
@@ -256,6 +264,18 @@ class TwoPoolAllocator:
             finally:
                 self._busy = False
 
+    def _fail(self, requested: int, stream: int) -> OomReport:
+        """The report of a request that found no room. In a trace it is taken and given back at
+        once, so that a replay makes the request too.
+        """
+        if self._events is not None:
+            self._serial += 1
+            taken = TraceEvent(
+                action="alloc", block_id=self._serial, size_bytes=requested, stream=stream
+            )
+            self._events += [taken, replace(taken, action="free", size_bytes=0)]
+        return self._policy.report(requested, stream)
+
     def _drain(self) -> None:
         pending = self._pending
         while pending:
@@ -274,6 +294,8 @@ class TwoPoolAllocator:
                     block_id=block.serial,
                     size_bytes=block.requested,
                     stream=block.stream or 0,
+                    chunk=block.chunk.number,
+                    offset_bytes=block.ptr - block.chunk.ptr,
                 )
             )
 

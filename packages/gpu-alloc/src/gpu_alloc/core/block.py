@@ -79,11 +79,14 @@ class Block:
 
 @final
 class Chunk:
-    """One piece of memory from the source; `num_live` of its blocks are in use."""
+    """One piece of memory from the source; `num_live` of its blocks are in use, and `number` of
+    its policy's chunks were taken before it.
+    """
 
-    __slots__ = ("first", "num_live", "pool_index", "pre_allocated", "ptr", "size")
+    __slots__ = ("first", "num_live", "number", "pool_index", "pre_allocated", "ptr", "size")
 
     def __init__(self, *, ptr: int, size: int, pool_index: int, pre_allocated: bool) -> None:
+        self.number = 0
         self.ptr = ptr
         self.size = size
         self.pool_index = pool_index

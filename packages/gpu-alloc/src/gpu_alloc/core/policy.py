@@ -53,6 +53,7 @@ class TwoPoolPolicy:
         self.pools = (self.small, self.large)
         self.limit_bytes = config.memory_limit_in_mb * MIB
         self._num_source_calls = 0
+        self._num_chunks = 0
         self._reserved_peak_bytes = 0
         self._allocated_peak_bytes = 0
         self._requested_peak_bytes = 0
@@ -170,7 +171,9 @@ class TwoPoolPolicy:
         ptr = self._source.acquire(size)
         if ptr is None:
             return False
-        pool.add_chunk(ptr=ptr, size=size, pre_allocated=pre_allocated)
+        chunk = pool.add_chunk(ptr=ptr, size=size, pre_allocated=pre_allocated)
+        chunk.number = self._num_chunks
+        self._num_chunks += 1
         self._reserved_peak_bytes = max(self._reserved_peak_bytes, reserved)
         return True
 

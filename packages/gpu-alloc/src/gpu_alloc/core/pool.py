@@ -11,7 +11,7 @@ the longest runs of blocks that are free and its own or nobody's. A pool takes n
 allocator does.
 
 >>> pool = Pool(name="large", index=1, chunk_bytes=0)
->>> pool.add_chunk(ptr=4096, size=2048, pre_allocated=False)
+>>> chunk = pool.add_chunk(ptr=4096, size=2048, pre_allocated=False)
 >>> pool.take(512, stream=0).ptr, pool.take(512, stream=7).ptr
 (5632, 5120)
 """
@@ -47,13 +47,14 @@ class Pool:
         self.requested_peak_bytes = 0
         self.reserved_peak_bytes = 0
 
-    def add_chunk(self, *, ptr: int, size: int, pre_allocated: bool) -> None:
+    def add_chunk(self, *, ptr: int, size: int, pre_allocated: bool) -> Chunk:
         """Take over `size` bytes at `ptr`, which belong to no stream until one uses them."""
         chunk = Chunk(ptr=ptr, size=size, pool_index=self.index, pre_allocated=pre_allocated)
         self.chunks[ptr] = chunk
         self._unused[None].add(ptr, size, chunk.first)
         self.reserved_bytes += size
         self.reserved_peak_bytes = max(self.reserved_peak_bytes, self.reserved_bytes)
+        return chunk
 
     def remove_chunk(self, chunk: Chunk) -> None:
         """Forget an idle chunk."""

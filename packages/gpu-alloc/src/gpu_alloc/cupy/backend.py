@@ -10,7 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from typing import Any, final
 
-from gpu_alloc.sources import ChunkSource, CudaSource, import_cupy
+from gpu_alloc.sources import ChunkSource, CudaSource, HostSource, import_cupy
 
 
 class CupyBackend(ABC):
@@ -73,3 +73,33 @@ class CudaBackend(CupyBackend):
     def total_bytes(self) -> int:
         """See `CupyBackend.total_bytes`."""
         return int(self._cuda.runtime.memGetInfo()[1])
+
+
+@final
+class HostBackend(CupyBackend):
+    """A pretended device whose memory is the host's, to run a program's allocations without a GPU.
+
+    `cupy.ndarray(shape, dtype)` then works, kernels and copies do not; `source_of_host.view` reads
+    and writes the bytes. The current stream is what `current_stream` was set to.
+    capacity_bytes: None leaves it to the operating system.
+    """
+
+    def __init__(self, capacity_bytes: int | None = None) -> None:
+        self.source_of_host = HostSource(capacity_bytes)
+        self.current_stream = 0
+
+    def device_id(self) -> int:
+        """See `CupyBackend.device_id`."""
+        return 0
+
+    def stream(self) -> int:
+        """See `CupyBackend.stream`."""
+        return self.current_stream
+
+    def source(self, device_id: int) -> HostSource:
+        """See `CupyBackend.source`."""
+        return self.source_of_host
+
+    def total_bytes(self) -> int:
+        """See `CupyBackend.total_bytes`; 0 when there is no limit."""
+        return self.source_of_host.capacity_bytes or 0

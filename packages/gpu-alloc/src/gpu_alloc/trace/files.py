@@ -7,15 +7,20 @@ format and its version.
 import json
 import os
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from gpu_alloc.errors import TraceError, check_kind
 from gpu_alloc.events import TraceEvent
+from gpu_alloc.trace.torch_snapshot import read_torch_snapshot
 
 _FORMAT = "gpu-alloc-trace"
-_VERSION = 1
-_KEYS = frozenset(("action", "block_id", "size_bytes", "stream"))
+_PICKLE = b"\x80"  # how every pickle of protocol 2 and later begins
+_VERSION = 2
+_READ_VERSIONS = (1, 2)  # 1 had no marks, threads, notes and placements
+_DEFAULTS = {f.name: f.default for f in fields(TraceEvent)}
+_NEEDED = {"mark": {"action", "note"}}
 
 
 def save_trace(events: Iterable[TraceEvent], path: str | os.PathLike[str]) -> int:
@@ -32,11 +37,7 @@ def save_trace(events: Iterable[TraceEvent], path: str | os.PathLike[str]) -> in
             file.write(json.dumps({"format": _FORMAT, "version": _VERSION}) + "\n")
             for event in events:
                 check_kind(event, TraceEvent, "a trace holds TraceEvents")
-                record: dict[str, str | int] = {"action": event.action, "block_id": event.block_id}
-                record["size_bytes"] = event.size_bytes
-                if event.stream:
-                    record["stream"] = event.stream
-                file.write(json.dumps(record) + "\n")
+                file.write(json.dumps(_record_of(event)) + "\n")
                 count += 1
         partial.replace(target)
     finally:
@@ -45,10 +46,13 @@ def save_trace(events: Iterable[TraceEvent], path: str | os.PathLike[str]) -> in
 
 
 def load_trace(path: str | os.PathLike[str]) -> list[TraceEvent]:
-    """Read a file that `save_trace` wrote. Raises TraceError naming file and line for whatever is
-    not a trace.
+    """Read a file that `save_trace` wrote, or a snapshot that torch dumped (one device's; see
+    `read_torch_snapshot`). Raises TraceError naming file and line for whatever is not a trace.
     """
     check_kind(path, (str, os.PathLike), "path must be a str or a Path")
+    with Path(path).open("rb") as start:
+        if start.read(1) == _PICKLE:
+            return read_torch_snapshot(path)
     events: list[TraceEvent] = []
     with Path(path).open(encoding="utf-8") as file:
         try:
@@ -63,6 +67,18 @@ def load_trace(path: str | os.PathLike[str]) -> list[TraceEvent]:
     return events
 
 
+def _record_of(event: TraceEvent) -> dict[str, str | int]:
+    """What is not a default; block and size always, but for marks."""
+    record: dict[str, str | int] = {"action": event.action}
+    if event.action != "mark":
+        record |= {"block_id": event.block_id, "size_bytes": event.size_bytes}
+    for name, default in _DEFAULTS.items():
+        value = getattr(event, name)
+        if value != default:
+            record[name] = value
+    return record
+
+
 def _check_header(line: str, path: str | os.PathLike[str]) -> None:
     header = _parse_object(line, f"{os.fspath(path)}:1")
     if header.get("format") != _FORMAT:
@@ -71,10 +87,10 @@ def _check_header(line: str, path: str | os.PathLike[str]) -> None:
             "the first line, got "
             f"{line.strip()[:80]!r}; write traces with save_trace"
         )
-    if header.get("version") != _VERSION:
+    if header.get("version") not in _READ_VERSIONS:
         raise TraceError(
             f"{os.fspath(path)}:1: trace version {header.get('version')!r}, but this gpu-alloc "
-            f"reads version {_VERSION}; "
+            f"reads versions {_READ_VERSIONS}; "
             "update gpu-alloc"
         )
 
@@ -91,11 +107,12 @@ def _parse_object(line: str, where: str) -> dict[str, Any]:
 
 def _parse_event(line: str, where: str) -> TraceEvent:
     record = _parse_object(line, where)
-    unknown = sorted(record.keys() - _KEYS)
-    missing = sorted(_KEYS - {"stream"} - record.keys())
+    unknown = sorted(record.keys() - _DEFAULTS.keys())
+    needed = _NEEDED.get(str(record.get("action")), {"action", "block_id", "size_bytes"})
+    missing = sorted(needed - record.keys())
     if unknown or missing:
         raise TraceError(
-            f"{where}: unknown keys {unknown}, missing keys {missing}; expected {sorted(_KEYS)}"
+            f"{where}: unknown keys {unknown}, missing keys {missing}; expected {sorted(_DEFAULTS)}"
         )
     try:
         return TraceEvent(**record)

@@ -18,7 +18,7 @@ from gpu_alloc.errors import AllocValueError, TraceError, check_kind
 from gpu_alloc.events import TraceEvent
 from gpu_alloc.sources import AddressSource
 
-_GRANULARITY_BYTES = 2 << 20
+GRANULARITY_BYTES = 2 << 20
 
 
 @final
@@ -50,11 +50,11 @@ def replay(
     negative capacity.
     """
     check_kind(trace, Iterable, "trace must be a sequence of TraceEvents")
-    source = AddressSource(capacity_bytes, granularity_bytes=_GRANULARITY_BYTES)
+    source = AddressSource(capacity_bytes, granularity_bytes=GRANULARITY_BYTES)
     num_events = 0
     oom: OomReport | None = None
     try:
-        allocator = TwoPoolAllocator(source, config, on_exhausted=_nothing_to_reclaim)
+        allocator = TwoPoolAllocator(source, config, on_exhausted=nothing_to_reclaim)
     except OutOfMemoryError as error:
         return ReplayResult(
             peak_live_bytes=0,
@@ -66,7 +66,7 @@ def replay(
     live: dict[int, int] = {}
     for event in trace:
         try:
-            _apply(event, num_events, allocator, live)
+            apply_event(event, num_events, allocator, live)
         except OutOfMemoryError as error:
             oom = error.report
             break
@@ -85,7 +85,7 @@ def minimal_capacity(
     trace: Sequence[TraceEvent],
     config: AllocatorConfig,
     *,
-    resolution_bytes: int = _GRANULARITY_BYTES,
+    resolution_bytes: int = GRANULARITY_BYTES,
 ) -> int:
     """Smallest capacity, to `resolution_bytes`, on which `trace` replays to its end, found by
     bisection.
@@ -97,7 +97,7 @@ def minimal_capacity(
     check_kind(resolution_bytes, int, "resolution_bytes must be a whole number")
     if resolution_bytes < 1:
         raise AllocValueError(
-            f"resolution_bytes={resolution_bytes} is below 1; use for example {_GRANULARITY_BYTES}"
+            f"resolution_bytes={resolution_bytes} is below 1; use for example {GRANULARITY_BYTES}"
         )
     unlimited = replay(trace, config)
     if unlimited.oom is not None:
@@ -115,9 +115,13 @@ def minimal_capacity(
     return works * resolution_bytes
 
 
-def _apply(
+def apply_event(
     event: TraceEvent, index: int, allocator: TwoPoolAllocator, live: dict[int, int]
 ) -> None:
+    """Have `allocator` do what `event` says; `live` has the pointer of each block of the trace.
+
+    Raises TraceError naming the event for one that contradicts those before it.
+    """
     check_kind(event, TraceEvent, "a trace holds TraceEvents")
     if event.action == "alloc":
         if event.block_id in live:
@@ -126,6 +130,8 @@ def _apply(
                 "block_id"
             )
         live[event.block_id] = allocator.malloc(event.size_bytes, event.stream).ptr
+    elif event.action == "mark":
+        return
     elif event.block_id in live:
         allocator.free(live.pop(event.block_id))
     else:
@@ -134,5 +140,5 @@ def _apply(
         )
 
 
-def _nothing_to_reclaim() -> None:
+def nothing_to_reclaim() -> None:
     """Replayed blocks belong to the trace, so collecting garbage could free none."""

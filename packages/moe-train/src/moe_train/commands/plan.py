@@ -1,6 +1,7 @@
 """The command `moe-train plan`."""
 
 import argparse
+from pathlib import Path
 
 from moe_train.commands.options import Command, add_config
 from moe_train.config import load_config
@@ -11,8 +12,18 @@ def _plan(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     from moe_train.jobs import plan_report
 
-    print(plan_report(config))
+    print(plan_report(config, traces=arguments.traces))
     return 0
 
 
-PLAN = Command(name="plan", text="estimate memory before a run", add=add_config, run=_plan)
+def _add(parser: argparse.ArgumentParser) -> None:
+    add_config(parser)
+    parser.add_argument(
+        "--traces",
+        type=Path,
+        metavar="FOLDER",
+        help="keep each rank's allocation trace there, for `gpu-alloc explain` and `tune`",
+    )
+
+
+PLAN = Command(name="plan", text="estimate memory before a run", add=_add, run=_plan)

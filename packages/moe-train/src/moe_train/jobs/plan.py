@@ -6,12 +6,14 @@ bytes is what the job needs; the peak of reserved bytes is what the allocator ta
 """
 
 import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from gpu_alloc import AllocatorConfig, load_trace, replay, save_trace
+from gpu_alloc.torch import TraceRecorder
 from moe_train.config import Config, dump_toml
 from moe_train.data import Batch
 from moe_train.errors import MoeTrainError, check_type
@@ -20,7 +22,7 @@ from moe_train.launch import run_local
 from moe_train.layout import is_expert
 from moe_train.model import DecoderConfig, DecoderStage, StageOptions
 from moe_train.parallel import Parallel, start
-from moe_train.training import build_runner, read_model_config, record_allocations
+from moe_train.training import build_runner, read_model_config
 
 _MIB = 2**20
 _STEPS = 2  # the second one allocates what stays after the first
@@ -47,8 +49,11 @@ def count_parameters(model: DecoderConfig) -> ParameterCount:
     return ParameterCount(total=total, active=total - idle)
 
 
-def plan_report(config: Config) -> str:
+def plan_report(config: Config, *, traces: Path | None = None) -> str:
     """Run every rank for two steps and describe parameters and memory.
+
+    traces: a folder that keeps each rank's trace, for `gpu-alloc explain` and `tune`; None keeps
+        none.
 
     Raises:
         ValueError: the layout does not fit the model.
@@ -65,7 +70,9 @@ def plan_report(config: Config) -> str:
         f"{'MiB':<12}{'live peak':>12}{'reserved peak':>16}{'ratio':>8}",
     ]
     settings = AllocatorConfig.from_env()
-    with tempfile.TemporaryDirectory(prefix="moe-train-plan-") as folder:
+    with ExitStack() as stack:
+        folder = str(traces) if traces is not None else stack.enter_context(_scratch())
+        Path(folder).mkdir(parents=True, exist_ok=True)
         toml = Path(folder) / "plan.toml"
         toml.write_text(dump_toml(config), encoding="utf-8")
         argv = [str(toml), folder]
@@ -81,17 +88,23 @@ def plan_report(config: Config) -> str:
     return "\n".join(lines)
 
 
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="moe-train-plan-")
+
+
 def record_rank(config: Config, folder: Path) -> int:
     """Run two steps of this rank on random tokens and write its trace; return 2. Collective."""
     parallel = start(config)
     model = read_model_config(config)
-    with record_allocations() as events:
-        runner, _ = build_runner(config, model, parallel, {})
-        for _ in range(_STEPS):
-            runner.train(
-                _random_batches(config, model.vocab_size, parallel), lr=config.optimizer.lr
-            )
-    save_trace(events, trace_file(folder, parallel.rank))
+    with TraceRecorder() as recorder:
+        with recorder.phase("build"):
+            runner, _ = build_runner(config, model, parallel, {})
+        for step in range(_STEPS):
+            with recorder.phase(f"step {step}"):
+                runner.train(
+                    _random_batches(config, model.vocab_size, parallel), lr=config.optimizer.lr
+                )
+    save_trace(recorder.events, trace_file(folder, parallel.rank))
     return _STEPS
 
 

@@ -12,5 +12,4 @@ from moe_train.training.build import rules_of_job as rules_of_job
 from moe_train.training.build import training_schedule as training_schedule
 from moe_train.training.loop import Reporter as Reporter
 from moe_train.training.loop import TrainingLoop as TrainingLoop
-from moe_train.training.recorder import record_allocations as record_allocations
 from moe_train.training.sources import open_splits as open_splits

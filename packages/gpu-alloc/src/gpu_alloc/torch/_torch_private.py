@@ -1,8 +1,15 @@
-"""The only module that uses torch's private API: looking at what every operator returns.
+"""The one module that imports torch, and what it takes from torch's private parts.
 
-torch documents dispatch modes but exports them from modules with an underscore; they are the same
-in torch 2.11 to 2.15.
+Tested against torch 2.11 to 2.15: `UntypedStorage._cdata`, `torch.utils._python_dispatch`.
 """
+
+try:
+    import torch as torch
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"{error}; gpu_alloc.torch needs PyTorch 2.11 or later: pip install torch",
+        name=error.name,
+    ) from None
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -31,6 +38,7 @@ class OutputsMode(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        """Run the operator, then show what it returned and was not given."""
         # An output may be a view of memory that was there before the recording.
         given = {storage_id(t) for t in _tensors((args, kwargs))}
         result = func(*args, **(kwargs or {}))

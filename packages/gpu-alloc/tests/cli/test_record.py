@@ -1,0 +1,82 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpu_alloc import AllocatorConfig, load_trace, replay
+from gpu_alloc.cli import main
+
+SCRIPT = """
+import sys
+import torch
+assert __name__ == "__main__" and sys.argv[1:] == ["--steps", "3"], sys.argv
+import beside_the_script
+kept = torch.zeros(1000)
+sys.exit(beside_the_script.status)
+"""
+
+
+def _record(tmp_path: Path, script: str) -> int:
+    pytest.importorskip("torch", reason="the scripts use torch")
+    (tmp_path / "beside_the_script.py").write_text("status = 7")
+    (tmp_path / "script.py").write_text(script)
+    out = str(tmp_path / "trace.jsonl")
+    return main(["record", "-o", out, "--of", "torch", str(tmp_path / "script.py"), "--steps", "3"])
+
+
+def test_a_script_is_recorded_and_ends_with_its_own_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv, path = sys.argv[:], sys.path[:]
+    with pytest.raises(SystemExit) as ended:
+        _record(tmp_path, SCRIPT)
+    assert (sys.argv, sys.path) == (argv, path)
+    assert ended.value.code == 7
+    trace = load_trace(tmp_path / "trace.jsonl")
+    assert replay(trace, AllocatorConfig()).peak_live_bytes == 4000
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "events of torch" in said.err
+
+
+def test_a_script_that_raises_leaves_its_trace(tmp_path: Path) -> None:
+    script = "import torch\nkept = torch.zeros(10)\nraise MemoryError('no more')\n"
+    with pytest.raises(MemoryError, match="no more"):
+        _record(tmp_path, script)
+    assert load_trace(tmp_path / "trace.jsonl")[0].size_bytes == 40
+
+
+def test_cupy_is_recorded_in_all_threads(tmp_path: Path) -> None:
+    pytest.importorskip("cupy", reason="the script uses CuPy")
+    out = tmp_path / "trace.jsonl"
+    (tmp_path / "script.py").write_text(
+        "import threading, cupy, gpu_alloc.cupy as ours\n"
+        "from gpu_alloc.cupy import backend\n"
+        "backend.CudaBackend.stream = lambda self: 0  # no driver here\n"
+        "ours.install(backend=ours.HostBackend())\n"
+        "cupy.ndarray((5,), dtype='u1')\n"
+        "thread = threading.Thread(target=lambda: cupy.ndarray((70,), dtype='u1'))\n"
+        "thread.start(); thread.join()\n"
+    )
+    command = [sys.executable, "-m", "gpu_alloc.cli.main", "record", "-o", str(out), "--of", "cupy"]
+    done = subprocess.run(
+        [*command, str(tmp_path / "script.py")],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    events = load_trace(out)
+    assert [e.size_bytes for e in events if e.action == "alloc"] == [5, 70]
+
+
+def test_what_cannot_be_recorded_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _record(tmp_path, "pass") == 0
+    assert "allocated nothing" in capsys.readouterr().err
+    assert not (tmp_path / "trace.jsonl").exists()
+    assert main(["record", "--of", "torch", str(tmp_path / "none.py")]) == 2
+    assert "none.py is no file" in capsys.readouterr().err

@@ -1,0 +1,142 @@
+import gc
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the recorder needs torch")
+
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+
+from gpu_alloc import AllocatorConfig, AllocError, TraceEvent, replay  # noqa: E402
+from gpu_alloc.torch import TraceRecorder  # noqa: E402
+
+
+def live_bytes(events: list[TraceEvent]) -> int:
+    sizes: dict[int, int] = {}
+    for event in events:
+        if event.action == "alloc":
+            assert event.block_id not in sizes
+            sizes[event.block_id] = event.size_bytes
+        elif event.action == "free":
+            del sizes[event.block_id]
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
+def test_a_storage_is_counted_once_and_freed_when_torch_drops_it(fake: bool) -> None:
+    mode = FakeTensorMode() if fake else torch.no_grad()
+    with mode, TraceRecorder() as recorder:
+        x = torch.zeros(1000)
+        view = x.view(10, 100)[3:]
+        assert live_bytes(recorder.events) == 4000
+        y = x + 1
+        assert live_bytes(recorder.events) == 8000
+        del x
+        assert live_bytes(recorder.events) == 8000, "the view keeps the storage"
+        del view
+        gc.collect()
+        assert live_bytes(recorder.events) == 4000
+        del y
+        gc.collect()
+        assert live_bytes(recorder.events) == 0
+
+
+def test_what_backward_saves_is_live_until_backward() -> None:
+    w = torch.randn(64, 64, requires_grad=True)
+    with TraceRecorder() as recorder:
+        loss = (w @ w).exp().sum()
+        before = live_bytes(recorder.events)
+        assert before >= 64 * 64 * 4
+        loss.backward()
+        assert live_bytes(recorder.events) == 64 * 64 * 4 + 4, "the gradient and the loss"
+    result = replay(recorder.events, AllocatorConfig())
+    assert result.peak_live_bytes >= before
+
+
+def test_fake_and_real_runs_of_a_step_allocate_the_same() -> None:
+    def step() -> list[int]:
+        with TraceRecorder() as recorder:
+            layer = torch.nn.Linear(32, 48)
+            layer(torch.ones(7, 32)).square().mean().backward()
+        return [event.size_bytes for event in recorder.events if event.action == "alloc"]
+
+    with FakeTensorMode():
+        fake = step()
+    assert fake == step()
+    assert len(fake) > 5
+
+
+def test_empty_tensors_and_inplace_operators_record_nothing() -> None:
+    x = torch.zeros(8)
+    with TraceRecorder() as recorder:
+        torch.zeros(0)
+        seen = torch.ones(8)
+        count = len(recorder.events)
+        seen.add_(1).mul_(2)
+        assert len(recorder.events) == count
+        x.copy_(seen)
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float4_e2m1fn_x2", "bfloat16"])
+def test_narrow_types_are_sized_by_their_storage(name: str) -> None:
+    dtype = getattr(torch, name)
+    with TraceRecorder() as recorder:
+        kept = torch.empty(96, dtype=dtype)
+    assert recorder.events[0].size_bytes == kept.untyped_storage().nbytes()
+    assert recorder.events[0].size_bytes == 96 * (2 if name == "bfloat16" else 1)
+
+
+def test_phases_are_marked_also_when_they_raise() -> None:
+    recorder = TraceRecorder()
+    with pytest.raises(RuntimeError, match="stop"), recorder, recorder.phase("forward"):
+        kept = torch.ones(8)
+        raise RuntimeError("stop")
+    assert kept.numel() == 8
+    assert [(e.action, e.note) for e in recorder.events] == [
+        ("mark", "forward"),
+        ("alloc", ""),
+        ("mark", "end of forward"),
+    ]
+    assert replay(recorder.events, AllocatorConfig()).peak_live_bytes == 32
+
+
+def test_another_device_is_left_out() -> None:
+    with TraceRecorder(device="cuda") as recorder:
+        torch.ones(8)
+    assert recorder.events == []
+    with TraceRecorder(device="cpu") as recorder:
+        torch.ones(8)
+    assert len(recorder.events) == 2
+
+
+def test_a_recorder_is_entered_once_and_sees_no_free_after_its_end() -> None:
+    with TraceRecorder() as recorder:
+        kept = torch.ones(8)
+    del kept
+    gc.collect()
+    assert len(recorder.events) == 1
+    with pytest.raises(AllocError, match="once"), recorder:
+        raise AssertionError
+
+
+def test_missing_torch_is_one_clear_error() -> None:
+    code = (
+        "import sys\nsys.modules['torch'] = None\n"
+        "try:\n    import gpu_alloc.torch\nexcept ModuleNotFoundError as error:\n    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert "pip install torch" in done.stdout
+
+
+@pytest.mark.gpu
+def test_gpu_streams_are_recorded() -> None:
+    stream = torch.cuda.Stream()
+    with TraceRecorder(device="cuda") as recorder:
+        torch.ones(8, device="cuda")
+        with torch.cuda.stream(stream):
+            torch.ones(8, device="cuda")
+    streams = [event.stream for event in recorder.events if event.action == "alloc"]
+    assert streams == [torch.cuda.default_stream().cuda_stream, stream.cuda_stream]
