@@ -85,7 +85,7 @@ def _entry(action: str, addr: int = 0, size: int = 512) -> dict[str, Any]:
     frames = [
         {"filename": "??", "line": 0, "name": "at::empty"},
         {"filename": "/x/torch/nn/linear.py", "line": 9, "name": "f"},
-        {"filename": "/home/train.py", "line": 12, "name": "main"},
+        {"filename": "/jobs/train.py", "line": 12, "name": "main"},
     ]
     return {"action": action, "addr": addr, "size": size, "stream": 0, "frames": frames}
 
@@ -125,7 +125,7 @@ def test_blocks_from_before_the_history_come_first() -> None:
         ("alloc", 9 * MIB, 0),
         ("free", 0, 0),
     ]
-    assert events[2].note == "/home/train.py:12"
+    assert events[2].note == "/jobs/train.py:12"
     assert replay(events, AllocatorConfig()).oom is None
 
 
