@@ -1,8 +1,9 @@
-"""Schedules on process groups in which the transfers of a pair of ranks are done in order (NCCL).
+"""Schedules on process groups in which transfers are done in order (NCCL).
 
-`pair_order_accepted` is the share of tables that `check(edges="pair_fifo")` finds free of deadlock:
-every named schedule and plans for 2 to 8 ranks, with one and with two communicators, when sends
-always wait for their receive, when one fits in a buffer, and when all do.
+`pair_order_accepted` is the share of tables that `check` finds free of deadlock there: every named
+schedule and plans for 2 to 8 ranks; with an order for each pair of ranks and one for all of a
+group; with one and with two communicators; when sends always wait for their receive, when one fits
+in a buffer, and when all do.
 
 `pair_order_faults_found` is the share of wrong tables that it refuses: schedules in which actions
 have moved, that links would accept, and that an oracle calls wrong, which shares no code or
@@ -16,6 +17,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import product
 from random import Random
 
 from loading import load_test
@@ -54,13 +56,13 @@ def report(figure: str, value: float, n: int, **more: object) -> None:
 def accept(ranks: Sequence[int], microbatches: Sequence[int]) -> None:
     """Report `pair_order_accepted`."""
     draw, count, refused = Random(SEED), 0, []
-    settings = [(communicators, room) for communicators in (1, 2) for room in ROOM]
+    settings = list(product(("pair_fifo", "group_fifo"), (1, 2), ROOM))
     for number in ranks:
         for table in tables(number, microbatches, draw):
-            for communicators, room in settings:
+            for edges, communicators, room in settings:
                 count += 1
-                if check(table, edges="pair_fifo", communicators=communicators, send_buffers=room):
-                    refused.append(f"{table.name} on {number} ranks, {communicators}, {room}")
+                if check(table, edges=edges, communicators=communicators, send_buffers=room):
+                    refused.append(f"{table.name} on {number}, {edges} {communicators} {room}")
     report("pair_order_accepted", 1 - len(refused) / count, count, refused=refused[:10])
 
 
@@ -72,9 +74,9 @@ def find_faults(mutants: int) -> int:
         drawn = [generate(draw.randint(2, 4), draw.randint(3, 6)) for _ in range(mutants)]
         moved = [test.moved(table, draw) for table in drawn]
         for mutant in (mutant for mutant in moved if not check(mutant)):
-            for communicators in (1, 2):
-                problems = check(mutant, edges="pair_fifo", communicators=communicators)
-                if test.is_ordered(mutant, communicators):
+            for edges, communicators in product(("pair_fifo", "group_fifo"), (1, 2)):
+                problems = check(mutant, edges=edges, communicators=communicators)
+                if test.is_ordered(mutant, communicators, edges=edges):
                     wronged += bool(problems)
                 else:
                     wrong, found = wrong + 1, found + bool(problems)

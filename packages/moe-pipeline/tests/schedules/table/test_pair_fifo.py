@@ -7,7 +7,7 @@ import random
 from collections import defaultdict
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 
@@ -23,6 +23,7 @@ STEPS = {
     Kind.RECV_BACKWARD: 1,
 }
 FORWARD = (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
+ORDERS = ("pair_fifo", "group_fifo")
 SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 
 
@@ -32,8 +33,8 @@ def message_of(action):
     return (action.kind in FORWARD, to, action.microbatch)
 
 
-def is_ordered(schedule, communicators):
-    """Whether every rank ends when each send waits for its receive, in order for each pair.
+def is_ordered(schedule, communicators, *, edges="pair_fifo"):
+    """Whether every rank ends when each send waits for its receive, in order for pair or group.
 
     Only for schedules that `check` accepts with links.
     """
@@ -47,7 +48,7 @@ def is_ordered(schedule, communicators):
             peer = places[action.stage + STEPS[action.kind], action.microbatch]
             message = message_of(action)
             channel = communicators == 1 or action.kind in FORWARD
-            queues[rank, peer, channel].append(message)
+            queues[rank, -1 if edges == "group_fifo" else peer, channel].append(message)
             sends = action.kind in SENDS
             ends = (rank, peer) if sends else (peer, rank)
             sequences[(*ends, channel), sends].append(message)
@@ -77,11 +78,11 @@ def moved(schedule, draw):
     return replace(schedule, ranks=tuple(map(tuple, rows)))
 
 
-def judge(schedule, communicators):
+def judge(schedule, communicators, edges):
     """Whether the checker accepts it, having asked the oracle too."""
-    problems = check(schedule, edges="pair_fifo", communicators=communicators)
-    ordered = is_ordered(schedule, communicators)
-    assert ordered == (problems == []), (schedule, communicators, problems)
+    problems = check(schedule, edges=edges, communicators=communicators)
+    ordered = is_ordered(schedule, communicators, edges=edges)
+    assert ordered == (problems == []), (schedule, communicators, edges, problems)
     return ordered
 
 
@@ -89,16 +90,14 @@ def judge(schedule, communicators):
 def test_named_schedules_pass_with_one_and_two_communicators_and_any_buffer(name):
     for ranks in (2, 3, 4, 8):
         schedule = SCHEDULES[name](ranks, ranks + 1)
-        for communicators in (1, 2):
-            assert judge(schedule, communicators)
+        assert check(schedule, send_buffers=0) == []  # all in parts of one order
+        for settings in product(ORDERS, (1, 2)):
+            assert judge(schedule, settings[1], settings[0])
             for send_buffers in (1, 10**6):
-                found = check(
-                    schedule,
-                    edges="pair_fifo",
-                    communicators=communicators,
-                    send_buffers=send_buffers,
+                edges, communicators = settings
+                assert not check(
+                    schedule, edges=edges, communicators=communicators, send_buffers=send_buffers
                 )
-                assert found == []
 
 
 def test_moved_actions_are_judged_as_the_oracle_does(seed):
@@ -108,12 +107,12 @@ def test_moved_actions_are_judged_as_the_oracle_does(seed):
             mutant = moved(SCHEDULES[name](draw.randint(2, 4), draw.randint(3, 6)), draw)
             if check(mutant):
                 continue
-            for communicators in (1, 2):
-                if judge(mutant, communicators):
+            for edges, communicators in product(ORDERS, (1, 2)):
+                if judge(mutant, communicators, edges):
                     accepted += 1
                     # Room only helps.
                     assert not check(
-                        mutant, edges="pair_fifo", communicators=communicators, send_buffers=1
+                        mutant, edges=edges, communicators=communicators, send_buffers=1
                     )
                 else:
                     rejected += 1
@@ -138,8 +137,8 @@ def test_1f1b_with_late_receives_needs_two_communicators_or_room():
     assert check(schedule) == [] == check(schedule, edges="pair_fifo")
     problems = check(schedule, edges="pair_fifo", communicators=1)
     assert [str(problem) for problem in problems] == [
-        f"deadlock: rank {rank}, action 4: {what} waits for ever where the transfers of a pair of "
-        "ranks are done in order, with one communicator and 0 send buffers"
+        f"deadlock: rank {rank}, action 4: {what} waits for ever where transfers are done in "
+        "order, on 1 communicator with 0 send buffers"
         for rank, what in ((0, "0RECV_B0"), (1, "1RECV_F1"))
     ]
     assert check(schedule, edges="pair_fifo", communicators=1, send_buffers=1) == []
@@ -163,7 +162,7 @@ def test_computations_hold_up_nothing():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"edges": "tree"}, "edges='tree'; expected 'links' or 'pair_fifo'"),
+        ({"edges": "tree"}, "edges='tree'; expected 'links', 'pair_fifo' or 'group_fifo'"),
         ({"communicators": 3}, "communicators=3; expected 1 or 2"),
     ],
 )

@@ -95,5 +95,6 @@ def test_any_legal_order_gets_transfers_that_need_one_buffer_or_none_in_pair_ord
         )
         for schedule in (add_transfers(bare), add_transfers(bare, costs)):
             assert check(schedule, send_buffers=1) == []
-            for communicators in (1, 2):
-                assert check(schedule, edges="pair_fifo", communicators=communicators) == []
+            assert check(schedule, send_buffers=0) == []
+            for edges, communicators in (("pair_fifo", 1), ("pair_fifo", 2), ("group_fifo", 1)):
+                assert check(schedule, edges=edges, communicators=communicators) == []

@@ -65,7 +65,7 @@ def check(
     schedule: Schedule,
     *,
     send_buffers: int | None = None,
-    edges: Literal["links", "pair_fifo"] = "links",
+    edges: Literal["links", "pair_fifo", "group_fifo"] = "links",
     communicators: int = 2,
 ) -> list[Problem]:
     """All problems of `schedule`; an empty list means that it can be executed.
@@ -76,15 +76,16 @@ def check(
             communicator and direction. None: 1 for links, 0 for pairs, which is the hardest.
         edges: what messages travel on. "links": each link has a queue of its own, and a rank stops
             at a send without room. "pair_fifo": a rank stops at no send, but what it posts to a
-            peer on a communicator is done in order, and without room a send waits for its receive.
-        communicators: with "pair_fifo", 1: activations and gradients share one; 2: each has one.
+            peer on a communicator is done in order, and without room a send waits for its receive;
+            "group_fifo": in one order for all peers, as NCCL does in groups with a `device_id`.
+        communicators: with these two, 1: activations and gradients share one; 2: each has one.
 
     Raises:
         ValueError: `send_buffers` below 0, other `edges`, other `communicators` than 1 or 2.
     """
     check_type("schedule", schedule, Schedule)
-    if edges not in ("links", "pair_fifo"):
-        raise MoEValueError(f"edges={edges!r}; expected 'links' or 'pair_fifo'")
+    if edges not in ("links", "pair_fifo", "group_fifo"):
+        raise MoEValueError(f"edges={edges!r}; expected 'links', 'pair_fifo' or 'group_fifo'")
     if communicators not in (1, 2):
         raise MoEValueError(f"communicators={communicators!r}; expected 1 or 2")
     if send_buffers is None:
@@ -100,7 +101,12 @@ def check(
     # A schedule that is wrong already would only report the same fault a second time.
     if problems or edges == "links":
         return problems or _deadlock(schedule, places, send_buffers)
-    return _pair_order(schedule, places, send_buffers, communicators)
+    rows = _posts(schedule, places, communicators)
+    run = PairRun(rows, send_buffers, has_one_queue=edges == "group_fifo")
+    run.run()
+    return _disorders(
+        schedule, run, "1 communicator" if communicators == 1 else "2 communicators", send_buffers
+    )
 
 
 @final
@@ -348,10 +354,7 @@ def _stuck(schedule: Schedule, at: Sequence[int], how: str) -> list[Problem]:
     ]
 
 
-def _pair_order(
-    schedule: Schedule, places: _Places, send_buffers: int, communicators: int
-) -> list[Problem]:
-    """Let every rank post and wait until all end or none moves."""
+def _posts(schedule: Schedule, places: _Places, communicators: int) -> list[list[Post | None]]:
     rows: list[list[Post | None]] = []
     for rank, actions in enumerate(schedule.ranks):
         row: list[Post | None] = []
@@ -365,22 +368,19 @@ def _pair_order(
             peer = receiver if rank == sender else sender
             row.append(Post(peer, group, action.kind in _SEND, message))
         rows.append(row)
-    run = PairRun(rows, send_buffers)
-    run.run()
-    words = "one communicator" if communicators == 1 else "two communicators"
+    return rows
+
+
+def _disorders(schedule: Schedule, run: PairRun, on: str, send_buffers: int) -> list[Problem]:
     problems = [
         Problem(
             kind="pair",
             rank=rank,
             index=index,
-            message=f"{schedule.ranks[rank][index]} takes what was sent as another message, with "
-            f"{words} for each pair of ranks",
+            message=f"{schedule.ranks[rank][index]} takes what was sent as another message, in the "
+            f"order of transfers on {on}",
         )
         for rank, index in run.crossed
     ]
-    return problems or _stuck(
-        schedule,
-        run.at,
-        f"where the transfers of a pair of ranks are done in order, with {words} and "
-        f"{send_buffers} send buffers",
-    )
+    how = f"where transfers are done in order, on {on} with {send_buffers} send buffers"
+    return problems or _stuck(schedule, run.at, how)

@@ -122,9 +122,9 @@ _FLOW = {
 }
 # A moment of the run in which nothing waits for room: an end, and a number that orders equal ends.
 _Moment = tuple[float, int]
-# A transfer of a rank with a peer: its moment, and the index of the computation that it follows
-# (a send) or the receive.
-_Posted = tuple[_Moment, int | Action]
+# A transfer of a rank: its moment, the peer, and the index of the computation that it follows (a
+# send) or the receive.
+_Posted = tuple[_Moment, int, int | Action]
 
 
 def add_transfers(schedule: Schedule, costs: Sequence[StageCosts] | None = None) -> Schedule:
@@ -132,11 +132,10 @@ def add_transfers(schedule: Schedule, costs: Sequence[StageCosts] | None = None)
 
     A send follows the computation that makes the tensors. A receive stands before the computation
     that needs them; earlier, as late as can be, where a link would otherwise have to hold two
-    messages, or where this rank's next send to the same peer comes later than the message. So one
-    send buffer for each link is enough, whatever the order of the computations, and the two ranks
-    of a pair list all transfers between them, of both directions, in one order: what process groups
-    need in which a send waits for its receive (NCCL). Neighbouring stages on one rank exchange
-    nothing.
+    messages, or where this rank has a send that comes later than the message. So one send buffer
+    for each link is enough, whatever the order of the computations, and all ranks list their
+    transfers, of both directions, in parts of one order: what process groups need in which a send
+    waits for its receive (NCCL). Neighbouring stages on one rank exchange nothing.
 
     Args:
         schedule: of computations only.
@@ -160,10 +159,11 @@ class _Lowering:
     Why it is enough: take a run in which no message waits for room, and order all transfers by the
     ends of the computations that they follow; among equal ends by the order in which the run was
     found, where causes come first. A rank's row has its sends in this order. A receive is put
-    behind all sends to the same peer that come before it and in front of all that come later, and
-    in front of all that this rank begins after the next send on its link. So what stands behind a
-    receive never comes before it in the run: each action waits for earlier ones only, whether sends
-    go into a buffer of one message or wait for their receives in one queue for each pair.
+    behind all sends that come before it and in front of all that come later, and in front of all
+    that this rank begins after the next send on its link. So each row has its transfers in this
+    order, and no computation stands in front of a transfer that needs a later one: each action
+    waits for earlier ones only, whether sends go into a buffer of one message, wait for their
+    receives in a queue of the pair or the group, or stop their rank until then.
     """
 
     def __init__(self, schedule: Schedule, costs: Sequence[StageCosts]) -> None:
@@ -174,7 +174,7 @@ class _Lowering:
         self._starts: dict[Action, float] = {}
         self._moments: dict[Action, _Moment] = {}
         self._find_moments(schedule)
-        self._posted: dict[tuple[int, int], list[_Posted]] = defaultdict(list)  # by rank and peer
+        self._posted: list[list[_Posted]] = [[] for _ in schedule.ranks]
         for rank, actions in enumerate(schedule.ranks):
             for index, action in enumerate(actions):
                 to = self._peer(action, towards=1)
@@ -182,8 +182,8 @@ class _Lowering:
                     recv, _, step = _FLOW[action.kind]
                     receive = Action(action.stage + step, recv, action.microbatch)
                     moment = self._moments.get(action, (0.0, 0))
-                    self._posted[rank, to].append((moment, index))
-                    self._posted[to, rank].append((moment, receive))
+                    self._posted[rank].append((moment, to, index))
+                    self._posted[to].append((moment, rank, receive))
 
     def row(self, rank: int) -> Iterator[Action]:
         """The actions of `rank` with its receives and sends."""
@@ -235,20 +235,19 @@ class _Lowering:
                 receive = Action(action.stage, _FLOW[action.kind][0], action.microbatch)
                 users.setdefault(receive, index)
         ends = [self._moments[action] for action in row] if self._moments else []
-        for (here, _), posted in self._posted.items():
-            if here != rank:
+        place = 2 * len(row)
+        next_sent: dict[tuple[int, Kind], _Moment] = {}
+        for moment, peer, what in sorted(
+            self._posted[rank], key=lambda entry: entry[0], reverse=True
+        ):
+            if isinstance(what, int):
+                place = min(place, 2 * what + 1) if ends else place
                 continue
-            place = 2 * len(row)
-            next_sent: dict[Kind, _Moment] = {}
-            for moment, what in sorted(posted, key=lambda entry: entry[0], reverse=True):
-                if isinstance(what, int):
-                    place = min(place, 2 * what + 1) if ends else place
-                    continue
-                place = min(place, 2 * users.pop(what, len(row)))
-                if ends and what.kind in next_sent:
-                    place = min(place, self._before(row, ends, next_sent[what.kind]))
-                gaps[place].append((moment, what))
-                next_sent[what.kind] = moment
+            place = min(place, 2 * users.pop(what, len(row))) if ends else 2 * users.pop(what, 0)
+            if (peer, what.kind) in next_sent and ends:
+                place = min(place, self._before(row, ends, next_sent[peer, what.kind]))
+            gaps[place].append((moment, what))
+            next_sent[peer, what.kind] = moment
         for receive, index in users.items():  # never sent: the checker will say so
             gaps[2 * index].append(((0.0, 0), receive))
         return gaps
