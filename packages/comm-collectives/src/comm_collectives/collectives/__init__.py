@@ -7,7 +7,7 @@ May import: base, call.
 
 from comm_collectives.collectives.alltoall import all_to_all as all_to_all
 from comm_collectives.collectives.alltoall import checked_splits as checked_splits
-from comm_collectives.collectives.alltoall import first_difference as first_difference
+from comm_collectives.collectives.alltoall import compare_splits as compare_splits
 from comm_collectives.collectives.arithmetic import check_op as check_op
 from comm_collectives.collectives.arithmetic import reduce_into as reduce_into
 from comm_collectives.collectives.broadcasting import broadcast as broadcast

@@ -26,6 +26,8 @@ from comm_collectives.errors import CommTypeError, CommValueError, MismatchError
 
 _Splits = Sequence[int] | None
 _Counts = tuple[int, ...]
+_MAKE_EQUAL = "; make input_splits and output_splits equal, or leave output_splits out"
+_Table = Sequence[Sequence[int]]  # by rank, numbers for each rank
 
 
 @overload
@@ -124,15 +126,53 @@ def row_splits(rows: int, splits: _Splits, size: int, name: str) -> tuple[int, .
     return checked
 
 
-def first_difference(
-    sent: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]
-) -> tuple[int, int] | None:
+def first_difference(sent: _Table, expected: _Table) -> tuple[int, int] | None:
     """Return the first source and destination where `expected[dst][src]` is not what is sent."""
     for src, row in enumerate(sent):
         for dst, count in enumerate(row):
             if count != expected[dst][src]:
                 return src, dst
     return None
+
+
+def compare_splits(call: Call, agreed: Agreed, *, unit: str = "rows", remedy: str = "") -> None:
+    """Check that what each rank sends is what its peer expects; every rank sees all of it.
+
+    Each rank told, packed, how many of `unit` it sends to each and then how many it expects of
+    each. Without a remedy the text says whose tensors may be swapped; those of lists are no rows.
+
+    Raises:
+        MismatchError: it is not.
+    """
+    ranks, size = call.state.ranks, call.state.size
+    rows = [unpack_counts(part) for part in agreed.parts]
+    sent, expected = [row[:size] for row in rows], [row[size:] for row in rows]
+    wrong = first_difference(sent, expected)
+    if wrong is None:
+        return
+    src, dst = wrong
+    if not remedy and unit == "rows":
+        remedy = _swapped(sent, expected, ranks)
+    raise MismatchError(
+        f"{call}: rank {ranks[src]} sends {sent[src][dst]} {unit} to rank {ranks[dst]}, which "
+        f"expects {expected[dst][src]}{remedy} (at {call.site.text})"
+    )
+
+
+def _swapped(sent: _Table, expected: _Table, ranks: Sequence[int]) -> str:
+    """Say for which ranks all would fit if they had given their tensors the other way round."""
+    suspects = []
+    for rank, name in enumerate(ranks):
+        turned_sent = [*sent[:rank], expected[rank], *sent[rank + 1 :]]
+        turned_expected = [*expected[:rank], sent[rank], *expected[rank + 1 :]]
+        if first_difference(turned_sent, turned_expected) is None:
+            suspects.append(f"rank {name}")
+    if not suspects:
+        return ""
+    return (
+        f"; all fit if {' or '.join(suspects)} gave input and its splits in output's place, "
+        "which comes first"
+    )
 
 
 def _all_to_all(
@@ -181,7 +221,7 @@ def _swap_rows(
 
     def room(agreed: Agreed) -> torch.Tensor:
         if expected is not None:
-            _compare_splits(call, [unpack_counts(part) for part in agreed.parts])
+            compare_splits(call, agreed, remedy=_MAKE_EQUAL)
         return as_bytes(new_tensor((sum(counts(agreed)), *row_shape), x.dtype, x.device))
 
     if expected is None:
@@ -192,18 +232,3 @@ def _swap_rows(
     agreed, flat = swap(call, as_bytes(dense(x)), sizes, room, parts=parts, status=flags)
     received = counts(agreed)
     return agreed.flags, from_bytes(flat, x.dtype, (sum(received), *row_shape)), received
-
-
-def _compare_splits(call: Call, rows: Sequence[Sequence[int]]) -> None:
-    """Check that what each rank sends is what its peer expects; every rank sees all of it."""
-    ranks, size = call.state.ranks, call.state.size
-    sent, expected = [row[:size] for row in rows], [row[size:] for row in rows]
-    wrong = first_difference(sent, expected)
-    if wrong is None:
-        return
-    src, dst = wrong
-    raise MismatchError(
-        f"{call}: input_splits of rank {ranks[src]} hold {sent[src][dst]} rows for rank "
-        f"{ranks[dst]}, whose output_splits expect {expected[dst][src]}; make them equal, or "
-        f"leave output_splits out (at {call.site.text})"
-    )

@@ -11,7 +11,7 @@ empty tensor ties each combine to its dispatch in the autograd graph.
 Legend: T tokens, D hidden size, K choices per token, R received rows, E experts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from comm_collectives._torch_private import graph_break
 from comm_collectives.base import check_dense
-from comm_collectives.call import Call
+from comm_collectives.call import Call, Checks, Refusal
 from comm_collectives.call.autograd import Back, attach
 from comm_collectives.call.groups import Group, GroupState, group_state
 from comm_collectives.call.handles import Handle, finished, launch, turn
@@ -33,7 +33,6 @@ from comm_collectives.moe.request import FLOATS, DispatchSpec
 from comm_collectives.moe.routes import Carried, Leg
 
 _T = TypeVar("_T")
-_Refusal = ValueError | TypeError | None
 _Run = Callable[[Carried, Call | None], Carried]
 
 
@@ -199,18 +198,16 @@ def _spec(
 def _dispatch(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, spec: DispatchSpec
 ) -> Dispatched:
-    options, state, refused = spec.options, spec.state, None
-    arguments: Sequence[Argument] = ()
-    try:
+    options, state = spec.options, spec.state
+    with Checks() as checks:
         check_dense(x, "x")
         layout = spec.layout(x.shape, x.dtype, x.device, topk_idx, topk_weights)
         if isinstance(options.backend, DeepEpBackend) and state is not None:
             options.backend.check(x, topk_idx, topk_weights, group=spec.group)
         choices, routing = spec.route(layout, topk_idx)
-        arguments = (*layout[:-1], Argument("reuse given", int(options.reuse is not None)))
-    except (TypeError, ValueError) as error:
-        refused = error
-    call = _call(state, "dispatch", arguments, options.timeout_s, refused)
+        given = Argument("reuse given", int(options.reuse is not None))
+        checks.arguments = (*layout[:-1], given)
+    call = _begin(checks, state, "dispatch", options.timeout_s)
     teaches = routing if options.reuse is None else None
     wants = torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad)
     flags = Status.WANTS_GRAD if wants else 0
@@ -248,22 +245,18 @@ def _dispatch(
 
 
 def _combine(
-    y: torch.Tensor, handle: DispatchHandle, timeout_s: float | None, refused: _Refusal = None
+    y: torch.Tensor, handle: DispatchHandle, timeout_s: float | None, refused: Refusal = None
 ) -> torch.Tensor:
     routing = handle.routing
-    arguments: Sequence[Argument] = ()
-    try:
-        if refused is None:
-            _check_rows(y, handle)
-            arguments = (
-                Argument("dispatch call", handle.number),
-                Argument("hidden size", y.shape[1]),
-                Argument.of_dtype(y.dtype),
-            )
-    except (TypeError, ValueError) as error:
-        refused = error
+    with Checks(refused) as checks:
+        _check_rows(y, handle)
+        checks.arguments = (
+            Argument("dispatch call", handle.number),
+            Argument("hidden size", y.shape[1]),
+            Argument.of_dtype(y.dtype),
+        )
     limit_s = handle.timeout_s if timeout_s is None else timeout_s
-    call = _call(handle.state, "combine", arguments, limit_s, refused)
+    call = _begin(checks, handle.state, "combine", limit_s)
     wants = torch.is_grad_enabled() and (y.requires_grad or handle.anchor.requires_grad)
     leg = Leg("combine", "full", call, flags=Status.WANTS_GRAD if wants else 0)
     outputs = routing.to_tokens((y.detach().contiguous(),), leg)
@@ -281,22 +274,15 @@ def _combine(
     return outputs[0]
 
 
-def _call(
-    state: GroupState | None,
-    name: str,
-    arguments: Sequence[Argument],
-    timeout_s: float | None,
-    refused: _Refusal,
+def _begin(
+    checks: Checks, state: GroupState | None, name: str, timeout_s: float | None
 ) -> Call | None:
     """Begin a call, in which all ranks raise what one refuses; None where nothing is exchanged."""
-    if state is None:
-        if refused is not None:
-            raise refused
-        return None
-    call = Call(state, name, arguments=arguments, timeout_s=timeout_s)
-    if refused is not None or call.refused is not None:
-        call.meet(refused=refused)
-    return call
+    if state is not None:
+        return checks.call(state, name, timeout_s)
+    if checks.refused is not None:
+        raise checks.refused
+    return None
 
 
 class _Local(torch.autograd.Function):

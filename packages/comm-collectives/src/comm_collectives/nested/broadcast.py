@@ -8,15 +8,14 @@ ones by themselves straight into their place.
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Unpack, overload
 
 import torch
 
 from comm_collectives._torch_private import graph_break
 from comm_collectives.base import as_bytes, dense
-from comm_collectives.call import Agreed, Call
-from comm_collectives.call.groups import Group, GroupState, check_root, group_state
+from comm_collectives.call import Agreed, Call, Checks
+from comm_collectives.call.groups import Group, check_root, group_state
 from comm_collectives.call.handles import CallLater, CallNow, Handle, launch
 from comm_collectives.call.signature import Argument
 from comm_collectives.collectives import broadcast_bytes, checked_device
@@ -86,42 +85,19 @@ def broadcast_nested(
         MismatchError: ranks differ in `src` or make different calls (on every rank).
         CommError: a transfer failed; see the subclasses.
     """
-    state = group_state(group)
-    given = _look_at(state, obj, src, device)
-    inputs = given.packed.tensors if given.packed else []
+    state, packed, place = group_state(group), None, None
+    with Checks() as checks:
+        check_root(state, src, "src")
+        checks.arguments = (Argument("src", int(src)),)
+        place = checked_device(device)
+        packed = encode(obj) if state.rank == src else None
 
     def run() -> object:
-        name, arguments = "broadcast_nested", given.arguments
-        call = Call(state, name, arguments=arguments, timeout_s=timeout_s, compares_site=False)
-        refused = given.refused or call.refused
-        if refused is not None:
-            call.meet(refused=refused)
-        if given.packed is None:
-            return _receive(call, src, given.device)
-        return _send(call, src, given.packed, given.device)
+        call = checks.call(state, "broadcast_nested", timeout_s, compares_site=False)
+        return _receive(call, src, place) if packed is None else _send(call, src, packed, place)
 
+    inputs = packed.tensors if packed else []
     return launch(state, "broadcast_nested", run, inputs=inputs, async_op=async_op)
-
-
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """What this rank's arguments come to."""
-
-    arguments: tuple[Argument, ...] = ()
-    packed: Packed | None = None
-    device: torch.device | None = None
-    refused: ValueError | TypeError | None = None
-
-
-def _look_at(state: GroupState, obj: object, src: int, device: torch.device | str | None) -> _Given:
-    arguments: tuple[Argument, ...] = ()
-    try:
-        check_root(state, src, "src")
-        arguments = (Argument("src", int(src)),)
-        place = checked_device(device)
-        return _Given(arguments, encode(obj) if state.rank == src else None, place)
-    except (TypeError, ValueError) as error:
-        return _Given(arguments, refused=error)
 
 
 def _send(call: Call, src: int, packed: Packed, device: torch.device | None) -> object:

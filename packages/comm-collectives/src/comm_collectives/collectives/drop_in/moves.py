@@ -11,12 +11,11 @@ from collections.abc import Sequence
 import torch
 
 from comm_collectives.base import as_bytes, check_dense, dense, from_bytes, new_tensor
-from comm_collectives.call import Agreed, Checks, Refusal, pack_counts, unpack_counts
+from comm_collectives.call import Agreed, Checks, Refusal, pack_counts
 from comm_collectives.call.groups import GroupState, wire_device_argument
 from comm_collectives.call.signature import Argument
-from comm_collectives.collectives import swap
+from comm_collectives.collectives import compare_splits, swap
 from comm_collectives.collectives.drop_in.in_place import check_apart, write
-from comm_collectives.collectives.drop_in.swapped import compare_splits
 from comm_collectives.errors import CommTypeError, CommValueError
 
 
@@ -50,7 +49,7 @@ def move(
     flat = torch.cat([as_bytes(dense(x)) for x in inputs])
 
     def compared(agreed: Agreed) -> torch.Tensor:
-        compare_splits(call, [unpack_counts(part) for part in agreed.parts], unit="elements")
+        compare_splits(call, agreed, unit="elements")
         return as_bytes(new_tensor((sum(received),), dtype, device))
 
     parts = [pack_counts([*sent, *received])] * state.size

@@ -5,7 +5,7 @@ But their sizes do where they fit only one way, the splits of the peers do where
 so does a gradient that is needed of the output alone.
 
     check_output(output, input, fits=times(world_size, "output", "input"))
-    compare_splits(call, [[*sent, *expected] of every rank])
+    sent, received = both_splits(output, input, None, None, world_size)
 """
 
 from collections.abc import Callable, Sequence
@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from comm_collectives.base import check_dense
-from comm_collectives.call import Call
-from comm_collectives.collectives import checked_splits, first_difference
+from comm_collectives.collectives import checked_splits
 from comm_collectives.collectives.drop_in.in_place import check_apart
-from comm_collectives.errors import CommTypeError, CommValueError, MismatchError
+from comm_collectives.errors import CommTypeError, CommValueError
 
 
 def check_output(
@@ -98,40 +97,6 @@ def both_splits(
     raise CommValueError(
         f"input_split_sizes={list(sent)} and output_split_sizes={list(received)} do not fit input, "
         f"which has {len(input)} rows, and output, which has {len(output)}{swapped}"
-    )
-
-
-def compare_splits(call: Call, rows: Sequence[Sequence[int]], *, unit: str = "rows") -> None:
-    """Check that what each rank sends is what its peer expects; every rank sees all of it.
-
-    `rows` has, by rank, the rows that it sends to each and then those that it expects of each.
-    They count in `unit`; those of single tensors are rows.
-
-    Raises:
-        MismatchError: it is not; the text says whose tensors may be swapped.
-    """
-    size, ranks = call.state.size, call.state.ranks
-    sent, expected = [row[:size] for row in rows], [row[size:] for row in rows]
-    wrong = first_difference(sent, expected)
-    if wrong is None:
-        return
-    suspects = []
-    for rank in range(size):
-        # Whether all would fit if this rank had given its tensors the other way round.
-        turned_sent = [*sent[:rank], expected[rank], *sent[rank + 1 :]]
-        turned_expected = [*expected[:rank], sent[rank], *expected[rank + 1 :]]
-        if first_difference(turned_sent, turned_expected) is None:
-            suspects.append(f"rank {ranks[rank]}")
-    swapped = ""
-    if suspects and unit == "rows":
-        swapped = (
-            f"; all fit if {' or '.join(suspects)} gave input and its splits in output's place, "
-            "which comes first"
-        )
-    src, dst = wrong
-    raise MismatchError(
-        f"{call}: rank {ranks[src]} sends {sent[src][dst]} {unit} to rank {ranks[dst]}, which "
-        f"expects {expected[dst][src]}{swapped} (at {call.site.text})"
     )
 
 

@@ -19,11 +19,12 @@ import torch
 
 from comm_collectives._torch_private import graph_break
 from comm_collectives.base import as_bytes, dense, new_tensor, num_bytes
-from comm_collectives.call import Agreed, Call, Checks, pack_counts, unpack_counts
+from comm_collectives.call import Agreed, Call, Checks, pack_counts
 from comm_collectives.call.groups import Group, GroupState
 from comm_collectives.collectives import (
     all_gather_call,
     broadcast_call,
+    compare_splits,
     row_arguments,
     swap,
 )
@@ -37,7 +38,6 @@ from comm_collectives.collectives.drop_in.moves import rank_of, rows_of
 from comm_collectives.collectives.drop_in.swapped import (
     both_splits,
     check_output,
-    compare_splits,
     same_rows,
     times,
 )
@@ -220,7 +220,7 @@ def _all_to_all(
     room = output.detach() if fits else new_tensor(output.shape, output.dtype, output.device)
 
     def checked_room(agreed: Agreed) -> torch.Tensor:
-        compare_splits(call, [unpack_counts(part) for part in agreed.parts])
+        compare_splits(call, agreed)
         return as_bytes(room)
 
     row_bytes = num_bytes(x.dtype, x.shape[1:])

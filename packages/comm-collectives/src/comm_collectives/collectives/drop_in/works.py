@@ -115,9 +115,10 @@ def run_call(
     state = group_state(group)
     usable = [x for x in outputs if isinstance(x, torch.Tensor) and is_dense(x)]
     given = [x for x in inputs if isinstance(x, torch.Tensor) and is_dense(x)]
+    is_queued = async_op or state.worker is not None  # it may be, behind other calls
     # Empty ones keep the memory alive, and do not see it change.
-    kept = [x.data.as_strided((0,), (1,)) for x in usable]
-    for x in given:
+    kept = [x.data.as_strided((0,), (1,)) for x in usable if is_queued]
+    for x in given if is_queued else ():
         written = any(overlap(x, output) for output in usable)
         kept.append(x.data.as_strided((0,), (1,)) if written else x)
     handle = launch(state, name, lambda: run(state), inputs=kept, async_op=async_op)
