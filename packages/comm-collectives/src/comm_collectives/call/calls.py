@@ -154,7 +154,7 @@ class Call:
             sent, cargo = None, Cargo(parts=parts, apart=sizes)
         else:
             sizes = [flat.numel() for flat in sent]
-            payloads = [memory_at(flat.data_ptr(), flat.numel()) for flat in sent]
+            payloads = _memory_of_each(sent)
             cargo = Cargo(parts=parts, payloads=payloads)
         if self.state.size == 1:
             self.go_alone(refused)
@@ -165,8 +165,7 @@ class Call:
                 theirs, flags = self._offer(frames, status, cargo, refused)
                 agreed = self._agreed(theirs, flags, parts, sizes)
                 targets = self._targets(agreed, place)
-                memory = [memory_at(into.data_ptr(), into.numel()) for into in targets]
-                frames.receive(memory if targets else None, self)
+                frames.receive(_memory_of_each(targets) if targets else None, self)
         if sent is not None and targets and targets[rank].data_ptr() != sent[rank].data_ptr():
             targets[rank].copy_(sent[rank])
         return agreed
@@ -382,3 +381,13 @@ class Call:
             f"{error}; the first failure was a {first.problem} of rank {first.rank} in "
             f"{first.name} call {first.number}"
         )
+
+
+def _memory_of_each(flats: Sequence[torch.Tensor]) -> list[memoryview]:
+    """The bytes of flat uint8 tensors, of which neighbours are often one and the same."""
+    memory: list[memoryview] = []
+    last = None
+    for flat in flats:
+        memory.append(memory[-1] if flat is last else memory_at(flat.data_ptr(), flat.numel()))
+        last = flat
+    return memory

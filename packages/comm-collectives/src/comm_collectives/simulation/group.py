@@ -11,7 +11,6 @@ from typing import cast, final
 
 from comm_collectives.call.frames import Frames
 from comm_collectives.call.groups import CustomGroup, GroupState
-from comm_collectives.call.pairs import Lane
 from comm_collectives.errors import CommValueError
 from comm_collectives.simulation.streams import SimStreams
 from comm_collectives.simulation.transport import SimTransport
@@ -71,8 +70,6 @@ def _new_state(world: World, ranks: tuple[int, ...], rank: int) -> GroupState:
     state.policy = world.setting.agreement
     state.worker = SimWorker(world, rank)
     state.responder = _NO_RESPONDER
-    streams = SimStreams(world, ranks=ranks, index=index, lane="calls")
-    state.frames = Frames(streams, transport.clock, staged_bytes=_STAGED_BYTES)
-    pairs = SimStreams(world, ranks=ranks, index=index, lane="pairs")
-    state.lane = Lane(state, pairs, has_helper=False)
+    state.opener = lambda lane: SimStreams(world, ranks=ranks, index=index, lane=lane)
+    state.frames = Frames(state.opener("calls"), transport.clock, staged_bytes=_STAGED_BYTES)
     return state

@@ -160,6 +160,8 @@ def run_in(setting: Setting, program: Sequence[Step] | Step, threads: Threads) -
         scheduler.run(_REAL_LIMIT_S)
     except SimulationStuckError as error:
         raise SimulationStuckError(f"in {setting}: {error}") from error
+    finally:
+        world.close()
     return SimulationResult(
         outcomes=tuple(life.outcome() for life in lives), elapsed_s=scheduler.now_s
     )

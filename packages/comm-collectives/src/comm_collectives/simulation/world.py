@@ -169,6 +169,13 @@ class World:
                     pipes.leave(ranks.index(rank))
             self.notify()
 
+    def close(self) -> None:
+        """Let go of the groups, which hold the world: a run leaves little for the collector."""
+        self.groups.clear()
+        self._pipes.clear()
+        for tasks in self._tasks:
+            tasks.clear()
+
     def tear_down(self) -> None:
         """Let pass what lies between an exception and the end of its process."""
         self.scheduler.sleep(_TEARDOWN_S * self.scheduler.draw())

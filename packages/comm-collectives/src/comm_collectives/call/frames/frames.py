@@ -161,24 +161,20 @@ class Frames:
 
     def _gather(self, kind: Kind, waiter: Waiter) -> dict[int, Frame]:
         found: dict[int, Frame] = {}
+        waits = dict.fromkeys(self._links)
 
         def missing() -> list[int]:
-            waits = []
-            for peer, link in self._links.items():
-                if peer in self._open:
-                    continue
+            for peer in list(waits):
                 frame = self._next(peer)
-                if peer in found:
-                    continue
                 # First, since a peer that left this call may be in its next one already.
-                self._heed(peer, waiter, in_text=kind == Kind.TEXT)
+                if self._notices:
+                    self._heed(peer, waiter, in_text=kind == Kind.TEXT)
                 if frame is not None and frame.kind == kind:
                     found[peer] = frame
-                    if link.take():
+                    del waits[peer]
+                    if self._links[peer].take():
                         self._open.add(peer)
-                else:
-                    waits.append(peer)
-            return waits
+            return list(waits)
 
         self._until(missing, waiter, sends_all=False)
         return found

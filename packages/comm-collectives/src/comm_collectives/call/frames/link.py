@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 
@@ -42,8 +42,7 @@ class Kind(IntEnum):
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """A frame but for its payload, of which `size` bytes follow or, if apart, travel elsewhere."""
 
     kind: int
@@ -74,14 +73,30 @@ class Notice:
 class Link:
     """One peer's side of the frames of a group."""
 
+    __slots__ = (
+        "_at",
+        "_coming",
+        "_end",
+        "_has_begun",
+        "_peer",
+        "_skipped",
+        "_staged",
+        "_staged_bytes",
+        "_streams",
+        "_view",
+        "frame",
+        "last",
+        "queue",
+    )
+
     def __init__(self, streams: Streams, peer: int, staged_bytes: int = STAGED_BYTES) -> None:
         self._streams, self._peer = streams, peer
         self.frame: Frame | None = None  # the one at which the stream stands
         self.last: Frame | None = None  # the last first step that came
         self._coming = 0  # bytes of its payload
         self._skipped = 0  # bytes that nobody wants
-        self._staged = bytearray(staged_bytes)
-        self._view = memoryview(self._staged)
+        self._staged, self._staged_bytes = bytearray(), staged_bytes  # once it is read from
+        self._view = _EMPTY
         self._at = self._end = 0
         self.queue: deque[list[memoryview]] = deque()  # of frames, as what is left of each
         self._has_begun = False  # the first frame of the queue
@@ -98,15 +113,14 @@ class Link:
         apart: int = 0,
     ) -> None:
         """Queue a frame; `apart` announces a payload of so many bytes that travels elsewhere."""
-        size = apart if payload is None else sum([len(view) for view in payload])
+        size = apart if payload is None else sum(map(len, payload))
         head = _PREFIX.pack(_MAGIC, kind, number, step, len(part), size << 1 | (payload is None))
-        first = b"".join((head, signature, part))
-        views = [memoryview(first)]
-        if payload is not None and size:
-            if size <= _JOINED_BYTES:
-                views = [memoryview(b"".join((first, *payload)))]
-            else:
-                views += payload
+        if payload is None or not size:
+            views = [memoryview(b"".join((head, signature, part)))]
+        elif size <= _JOINED_BYTES:
+            views = [memoryview(b"".join((head, signature, part, *payload)))]
+        else:
+            views = [memoryview(b"".join((head, signature, part))), *payload]
         self.queue.append(views)
 
     @property
@@ -136,7 +150,7 @@ class Link:
         while self.frame is None:
             if self._skipped:
                 self._skip()
-            is_there = not self._skipped and self._end - self._at >= _HEAD_BYTES
+            is_there = self._end - self._at >= _HEAD_BYTES and not self._skipped
             if not (is_there and self._parse()) and not self._fill():
                 break
         return self.frame
@@ -202,10 +216,13 @@ class Link:
     def _fill(self) -> bool:
         """Read more of the stream; whether anything came."""
         # Not from the beginning each time: a look for a notice would be handed old payload again.
-        if self._at == self._end > len(self._staged) // 2:
+        room = len(self._view)
+        if not room:
+            self._renew(self._staged_bytes)
+        elif self._at == self._end > room // 2:
             self._at = self._end = 0
-        elif self._end == len(self._staged):
-            self._make_room(len(self._staged))
+        elif self._end == room:
+            self._make_room(room)
         got = self._streams.recv_some(self._peer, self._view[self._end :])
         self._end += got
         return got > 0
@@ -214,10 +231,13 @@ class Link:
         """Move what is staged to the beginning, of a larger buffer if a frame needs that."""
         kept = bytes(self._view[self._at : self._end])
         if length > len(self._staged):
-            self._staged = bytearray(2 * length)
-            self._view = memoryview(self._staged)
+            self._renew(2 * length)
         self._view[: len(kept)] = kept
         self._at, self._end = 0, len(kept)
+
+    def _renew(self, size: int) -> None:
+        self._staged = bytearray(size)
+        self._view = memoryview(self._staged)
 
 
 def notices_of(frame: Frame, peer: int) -> Notice:

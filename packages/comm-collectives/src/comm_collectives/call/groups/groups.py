@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import get_backend_config
 
 from comm_collectives._torch_private import Store, default_store, graph_break
-from comm_collectives.base.streams import SocketStreams
+from comm_collectives.base.streams import SocketStreams, Streams
 from comm_collectives.base.transport import ScratchPool, TorchTransport, Transport
 from comm_collectives.call.agreement import AgreementPolicy, History, PendingBackwards
 from comm_collectives.call.frames import Frames
@@ -79,6 +79,8 @@ class GroupState(Ordered):
         self.pending = PendingBackwards()  # that this rank owes
         self.history = History()  # the calls since the last comparison, where not all are compared
         self.lane: Any = None  # a pairs.Lane, made on top of this: what two ranks send each other
+        # Opens streams for ranks that are no processes, and start no threads of their own either.
+        self.opener: Callable[[str], Streams] | None = None
         self.responder: threading.Thread | None = None  # for backwards whose graph is gone
         self.given_up: list[object] = []  # failed transfers whose buffers may still be in use
         self.failed_calls: list[int] = []  # in which this rank failed
@@ -94,8 +96,10 @@ class GroupState(Ordered):
         own = self.transport.store()
         return default_store() if own is None else own
 
-    def open_streams(self, purpose: str) -> SocketStreams:
+    def open_streams(self, purpose: str) -> Streams:
         """Open streams to all ranks; `purpose` is used only once. Not collective."""
+        if self.opener is not None:
+            return self.opener(purpose)
         # A rank that ended before its first call left no stream that could break.
         return SocketStreams(
             rank=self.rank,

@@ -24,7 +24,6 @@ from weakref import ref
 
 import torch
 
-from comm_collectives.base.streams import Streams
 from comm_collectives.call.groups import GroupState
 from comm_collectives.call.handles import Worker
 from comm_collectives.call.pairs.pair import Message, Pair, Ticket, Word
@@ -49,8 +48,9 @@ class Lane:
         users: the threads of the program that made transfers here.
     """
 
-    def __init__(self, state: GroupState, streams: Streams, *, has_helper: bool = True) -> None:
-        self._streams, self._clock = streams, state.transport.clock
+    def __init__(self, state: GroupState) -> None:
+        self._streams = streams = state.open_streams("pairs")
+        self._clock = state.transport.clock
         self.changed = threading.Condition()
         others = [rank for rank in range(state.size) if rank != state.rank]
         self.pairs = {r: Pair(streams, r, state.transport, self.changed) for r in others}
@@ -58,7 +58,7 @@ class Lane:
         self._workers: dict[tuple[int, str], Worker] = {}
         # A queue that a finaliser may put into.
         self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._has_helper, self._is_helped = has_helper, False
+        self._has_helper, self._is_helped = state.opener is None, False
 
     @staticmethod
     def of(state: GroupState, *, uses: bool = False) -> "Lane":
@@ -68,7 +68,7 @@ class Lane:
             with _OPENING:
                 lane = state.lane
                 if lane is None:
-                    lane = state.lane = Lane(state, state.open_streams("pairs"))
+                    lane = state.lane = Lane(state)
         if uses:
             lane.users.add(threading.get_ident())
         return lane

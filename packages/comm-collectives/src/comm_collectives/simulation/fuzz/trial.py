@@ -114,6 +114,8 @@ class Trial:
             result = run_in(setting, [*program, _close], self._threads)
         except SimulationStuckError as error:
             raise self._saved(scenario, error) from error
+        for outcome in result.outcomes:
+            _forget_frames(outcome.error)
         return judge(result, cases, scenario.faults)
 
     def shrunk(self, reason: str) -> Violation:
@@ -198,6 +200,13 @@ def _are_equal(got: Results, expected: Results) -> bool:
     return len(got) == len(expected) and all(
         a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(got, expected, strict=True)
     )
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Let go of where an error came from: ranks hold each other there, until they are collected."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 def _step(call: int, case: Case) -> Step:
