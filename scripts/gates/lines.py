@@ -37,6 +37,9 @@ LINES_ADDED = {
     # Recording of CuPy, torch and whole scripts, torch's snapshots read and written, memory that is
     # bound to streams block by block; the recorder came from moe-train.
     "gpu-alloc": 1_130,
+    # Ragged, flat and ordered layouts, partial values; plans that move tensors between any two
+    # layouts with the fewest bytes, and their execution.
+    "mesh-spmd": 2_900,
     # Tokens of padding that no expert sees.
     "moe-pipeline": 150,
     # A load has one identity, alone and over ranks; errors of the file system are named; files that

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard
 
 import mesh_spmd
-from mesh_spmd import MeshSpmdError, MeshTypeError, ProcessMesh, Spec, choose_placements
+from mesh_spmd import MeshSpmdError, MeshTypeError, ProcessMesh, Spec, Topology, choose_placements
 from package_facts import (
     check_import_is_cheap,
     check_name_table,
@@ -53,9 +53,14 @@ def test_arguments_of_a_wrong_type_are_named_by_an_error_of_the_package(right: d
         "all_boxes": ("global_shape",),
         "choose_placements": ("global_shape", "mesh"),
         "local_box": ("global_shape", "spec"),
+        "FlatSpec": ("spec",),
+        "TensorSpec": ("shape", "spec"),
+        "Plan": (),
+        "execute": (),
+        "plan_reshard": (),
     }
     given = {name: {a: right[a] for a in of if a in right} for name, of in takes.items()}
-    assert check_wrong_types(mesh_spmd, MeshSpmdError, given=given) == 7
+    assert check_wrong_types(mesh_spmd, MeshSpmdError, given=given, not_called=["Topology"]) == 12
 
 
 @pytest.mark.parametrize(
@@ -70,6 +75,8 @@ def test_arguments_of_a_wrong_type_are_named_by_an_error_of_the_package(right: d
         lambda mesh: Spec.from_axes(mesh, Shard(0)),
         lambda mesh: Spec.from_axes((2, 4), {"ep": Shard(0)}),
         lambda mesh: choose_placements((8,), mesh, shard={"ep": "0"}),
+        lambda mesh: Topology(ranks_per_node="8"),
+        lambda mesh: Spec.from_axes(mesh, {}, order=3),
     ],
 )
 def test_methods_name_an_argument_of_a_wrong_type(call) -> None:

@@ -3,9 +3,15 @@ from mesh_spmd.errors import MeshStateError as MeshStateError
 from mesh_spmd.errors import MeshTypeError as MeshTypeError
 from mesh_spmd.errors import MeshValueError as MeshValueError
 from mesh_spmd.layout import Box as Box
+from mesh_spmd.layout import FlatSpec as FlatSpec
 from mesh_spmd.layout import Spec as Spec
+from mesh_spmd.layout import TensorSpec as TensorSpec
 from mesh_spmd.layout import all_boxes as all_boxes
 from mesh_spmd.layout import choose_placements as choose_placements
 from mesh_spmd.layout import local_box as local_box
 from mesh_spmd.mesh import ProcessMesh as ProcessMesh
 from mesh_spmd.mesh import axis_group as axis_group
+from mesh_spmd.reshard import Plan as Plan
+from mesh_spmd.reshard import Topology as Topology
+from mesh_spmd.reshard import execute as execute
+from mesh_spmd.reshard import plan_reshard as plan_reshard

@@ -2,12 +2,13 @@
 
 import operator
 from collections.abc import Iterable
+from types import UnionType
 from typing import SupportsIndex
 
 from mesh_spmd.errors import MeshTypeError, MeshValueError
 
 
-def check_kind(value: object, kind: type, rule: str) -> None:
+def check_kind(value: object, kind: type | UnionType, rule: str) -> None:
     """Raise MeshTypeError with the `rule` that is broken unless `value` is a `kind`."""
     if not isinstance(value, kind):
         raise MeshTypeError(f"{rule}, got the {type(value).__name__} {value!r}")

@@ -1,10 +1,20 @@
 import pickle
 
 import pytest
+import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from mesh_spmd import MeshTypeError, MeshValueError, ProcessMesh, Spec
+from mesh_spmd import (
+    FlatSpec,
+    MeshTypeError,
+    MeshValueError,
+    ProcessMesh,
+    Spec,
+    TensorSpec,
+    all_boxes,
+    local_box,
+)
 
 MESH = ProcessMesh((2, 4), ("dp", "ep"))
 
@@ -57,3 +67,73 @@ def test_dims_that_the_tensor_lacks_are_refused(dim: int) -> None:
 def test_a_scalar_can_only_be_replicated() -> None:
     with pytest.raises(MeshValueError, match="a scalar can only be replicated"):
         Spec.from_axes(MESH, {"ep": Shard(0)}).sharded_dims(0)
+
+
+def test_order_says_which_axis_on_a_dim_is_outermost() -> None:
+    spec = Spec.from_axes(MESH, {"dp": Shard(0), "ep": Shard(0)}, order=("ep", "dp"))
+    # ep cuts 10 elements into 3, 3, 3, 1; dp cuts each of these.
+    assert [b.slices()[0] for b in all_boxes((10,), spec).values()] == [
+        slice(0, 2),
+        slice(3, 5),
+        slice(6, 8),
+        slice(9, 10),
+        slice(2, 3),
+        slice(5, 6),
+        slice(8, 9),
+        slice(10, 10),
+    ]
+    assert Spec.from_dims(MESH, [("ep", "dp")]) == spec
+    assert spec.dims_mapping(2) == (("ep", "dp"), ())
+    assert Spec.from_axes(MESH, {}, order=("dp", "ep")) == Spec.from_axes(MESH, {})
+
+
+def test_sizes_cut_a_dim_into_ragged_parts_and_zeros() -> None:
+    spec = Spec.from_axes(MESH, {"ep": Shard(0), "dp": Shard(1)}, sizes={"ep": (3, 0, 6, 1)})
+    boxes = list(all_boxes((10, 3), spec).values())
+    assert [b.shape for b in boxes] == [(n, m) for m in (2, 1) for n in (3, 0, 6, 1)]
+    assert [b.offset[0] for b in boxes[:4]] == [0, 10, 3, 9]
+    assert pickle.loads(pickle.dumps(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: Spec.from_axes(MESH, {"ep": Shard(0)}, sizes={"ep": (1, 2)}),
+            "2 sizes were given",
+        ),
+        (lambda: Spec.from_axes(MESH, {}, sizes={"ep": (1, 2, 3, 4)}), "only an axis that shards"),
+        (lambda: Spec.from_axes(MESH, {}, sizes={"tp": (1,)}), "unknown axis 'tp'"),
+        (lambda: Spec.from_axes(MESH, {}, order=("ep", "ep")), "each once"),
+        (lambda: Spec(MESH, (Partial("median"), Replicate())), "unknown kind"),
+        (lambda: Spec.from_dims(MESH, ["ep", "ep"]), "each once"),
+        (
+            lambda: local_box(
+                (9,), Spec.from_axes(MESH, {"ep": Shard(0)}, sizes={"ep": (3, 0, 6, 1)}), 0
+            ),
+            "add up to 10, but cut a piece of 9",
+        ),
+        (
+            lambda: FlatSpec(Spec.from_axes(MESH, {"ep": Shard(0)}), ("ep",)),
+            "must replicate the box",
+        ),
+        (lambda: FlatSpec(Spec.from_axes(MESH, {}), ("ep",), (1, 2)), "2 sizes were given for 4"),
+        (
+            lambda: TensorSpec(
+                (4, 2), torch.int8, FlatSpec(Spec.from_axes(MESH, {}), ("dp",), (1, 2))
+            ),
+            "add up to 3, but cut a piece of 8",
+        ),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused(make, message: str) -> None:
+    with pytest.raises(MeshValueError, match=message):
+        make()
+
+
+def test_flat_ranges_cut_the_elements_of_each_box() -> None:
+    flat = FlatSpec(Spec.from_axes(MESH, {"ep": Shard(0)}), ("dp",))
+    tensor = TensorSpec((6, 3), torch.float32, flat)  # boxes of 2, 2, 2 and 0 rows
+    assert [tensor.flat_range(rank) for rank in (0, 4, 3)] == [(0, 3), (3, 6), (0, 0)]
+    assert tensor.local_shape(4) == (3,)
+    assert tensor.box(4) == local_box((6, 3), flat.spec, 4)

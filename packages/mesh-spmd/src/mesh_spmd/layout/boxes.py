@@ -5,8 +5,9 @@ are uneven or empty shards. The answer here is pure arithmetic on a `Spec`; no p
 
 Invariant: the boxes are those of torch's DTensor. A dim of n elements over p ranks is cut as
 `torch.chunk` cuts it: ceil(n / p) for each rank until none are left, so trailing ranks may hold a
-shorter or an empty box. Several axes on one dim nest in mesh order: the second axis cuts each piece
-of the first. (That is not the cut of the flattened axes, unless the sizes are even.)
+shorter or an empty box. Several axes on one dim nest in mesh order, or in the spec's `order`: the
+second axis cuts each piece of the first. (That is not the cut of the flattened axes, unless the
+sizes are even.) An axis with `sizes` in the spec is cut into just these.
 
     spec = Spec.from_axes(ProcessMesh((4,), ("ep",)), {"ep": Shard(0)})
     local_box((6, 512), spec, rank=2)  # Box(offset=(4, 0), shape=(2, 512))
@@ -21,6 +22,7 @@ from typing import SupportsIndex, final
 
 from mesh_spmd._checks import check_kind, checked_sizes
 from mesh_spmd.errors import MeshValueError
+from mesh_spmd.layout.cuts import cut_bounds
 from mesh_spmd.layout.spec import Spec
 
 
@@ -61,15 +63,6 @@ class Box:
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """One axis that shards: the tensor dim that it cuts, the mesh axis, and the number of parts."""
-
-    dim: int
-    axis_index: int
-    num_parts: int
-
-
 def local_box(global_shape: Sequence[SupportsIndex], spec: Spec, rank: int) -> Box:
     """Return the box of a tensor that `rank` holds. Partial counts as replicated. Not collective.
 
@@ -84,8 +77,8 @@ def local_box(global_shape: Sequence[SupportsIndex], spec: Spec, rank: int) -> B
             `rank` is not in the mesh.
     """
     sizes = checked_sizes(global_shape, what="global_shape", smallest_size=0)
-    cuts = _cuts(spec, len(sizes))
-    return _box_at(sizes, cuts, tuple(spec.mesh.coordinate(rank).values()))
+    bounds, nesting = dim_bounds(sizes, spec), spec.nesting(len(sizes))
+    return _box_at(sizes, spec, bounds, nesting, tuple(spec.mesh.coordinate(rank).values()))
 
 
 def all_boxes(global_shape: Sequence[SupportsIndex], spec: Spec) -> dict[int, Box]:
@@ -100,31 +93,45 @@ def all_boxes(global_shape: Sequence[SupportsIndex], spec: Spec) -> dict[int, Bo
         MeshValueError: a size is negative, or a placement shards a dim that the tensor lacks.
     """
     sizes = checked_sizes(global_shape, what="global_shape", smallest_size=0)
-    cuts = _cuts(spec, len(sizes))
+    bounds, nesting = dim_bounds(sizes, spec), spec.nesting(len(sizes))
     coordinates = product(*(range(size) for size in spec.mesh.shape))
     return {
-        rank: _box_at(sizes, cuts, coordinate)
+        rank: _box_at(sizes, spec, bounds, nesting, coordinate)
         for rank, coordinate in zip(spec.mesh.ranks, coordinates, strict=True)
     }
 
 
-def _cuts(spec: Spec, ndim: int) -> list[_Cut]:
+def dim_bounds(sizes: tuple[int, ...], spec: Spec) -> list[tuple[int, ...]]:
+    """Return for each tensor dim the bounds of its pieces, in row-major order of the axes on it.
+
+    Raises:
+        MeshTypeError: `spec` is not a Spec.
+        MeshValueError: a placement shards a dim that the tensor lacks; or the ragged sizes of an
+            axis do not add up to the piece that it cuts.
+    """
     check_kind(spec, Spec, "spec must be a Spec")
+    ragged = dict(spec.sizes)
+    names, shape = spec.mesh.axis_names, spec.mesh.shape
     return [
-        _Cut(dim, axis_index, spec.mesh.shape[axis_index])
-        for axis_index, dim in enumerate(spec.sharded_dims(ndim))
-        if dim is not None
+        cut_bounds(size, tuple((shape[a], ragged.get(names[a])) for a in axes))
+        for size, axes in zip(sizes, spec.nesting(len(sizes)), strict=True)
     ]
 
 
-def _box_at(sizes: tuple[int, ...], cuts: Sequence[_Cut], coordinate: tuple[int, ...]) -> Box:
-    offset, shape = [0] * len(sizes), list(sizes)
-    for cut in cuts:
-        part = -(-shape[cut.dim] // cut.num_parts)
-        start = min(part * coordinate[cut.axis_index], shape[cut.dim])
-        offset[cut.dim] += start
-        shape[cut.dim] = min(part, shape[cut.dim] - start)
-    for cut in cuts:
-        if shape[cut.dim] == 0:
-            offset[cut.dim] = sizes[cut.dim]
+def _box_at(
+    sizes: tuple[int, ...],
+    spec: Spec,
+    bounds: Sequence[tuple[int, ...]],
+    nesting: Sequence[tuple[int, ...]],
+    coordinate: tuple[int, ...],
+) -> Box:
+    offset, shape = [], []
+    for size, bound, axes in zip(sizes, bounds, nesting, strict=True):
+        piece = 0
+        for axis_index in axes:
+            piece = piece * spec.mesh.shape[axis_index] + coordinate[axis_index]
+        length = bound[piece + 1] - bound[piece]
+        shape.append(length)
+        # As in torch, what is empty since others have it all begins at the end of its dim.
+        offset.append(bound[piece] if length or not axes else size)
     return Box(tuple(offset), tuple(shape))

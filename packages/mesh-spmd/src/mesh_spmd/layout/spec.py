@@ -5,19 +5,24 @@ torch's own `DTensorSpec` is private and tied to a `DeviceMesh`; this one plans 
     mesh = ProcessMesh((2, 4), ("pp", "ep"))
     Spec(mesh, (Replicate(), Shard(0)))
     Spec.from_axes(mesh, {"ep": Shard(0)})     # the same: other axes replicate
+    Spec.from_axes(mesh, {"ep": Shard(0)}, sizes={"ep": (20, 0, 4, 40)})    # ragged experts
+    Spec.from_dims(mesh, [("ep", "pp"), None])                  # by tensor dim, ep outermost
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import SupportsIndex, final
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from mesh_spmd._checks import check_kind
+from mesh_spmd._checks import check_kind, checked_sizes
 from mesh_spmd.errors import MeshTypeError, MeshValueError
 from mesh_spmd.mesh import ProcessMesh
+
+PARTIAL_KINDS = ("sum", "avg", "max", "min", "product", "any", "all")
 
 
 @final
@@ -25,21 +30,35 @@ from mesh_spmd.mesh import ProcessMesh
 class Spec:
     """A mesh and one placement for each of its axes, in mesh order. Immutable, hashable.
 
-    Several axes may shard the same tensor dim; they nest in mesh order, the first axis outermost.
-    `Shard(-1)` counts from the last dim of the tensor that the spec is applied to.
+    Several axes may shard the same tensor dim; they nest in mesh order, the first axis outermost,
+    unless `order` says otherwise. `Shard(-1)` counts from the last dim of the tensor that the spec
+    is applied to. With Partial on several axes, the values of the last axis are reduced first.
+
+    Args:
+        mesh: the mesh.
+        placements: one for each axis, in mesh order. A Partial is of one of `PARTIAL_KINDS`.
+        order: axes from the outermost to the innermost; those that are left out follow in mesh
+            order. It matters where several axes shard one dim.
+        sizes: the parts of an axis that shards, by axis: how many elements each index of the axis
+            holds, zeros allowed. They add up to the dim, or to each piece that outer axes leave.
 
     Raises:
         MeshTypeError: a placement is not torch's Shard, Replicate or Partial. A strided shard is
             refused, since what a rank holds of it is not one box.
-        MeshValueError: the number of placements is not the number of axes.
+        MeshValueError: the number of placements is not the number of axes; a Partial is of an
+            unknown kind; `order` or `sizes` name an unknown axis or one twice; or `sizes` are
+            given for an axis that does not shard, or not one for each index.
     """
 
     mesh: ProcessMesh
     placements: tuple[Placement, ...]
+    order: tuple[str, ...] = ()
+    sizes: tuple[tuple[str, tuple[int, ...]], ...] | Mapping[str, Iterable[SupportsIndex]] = ()
 
     def __post_init__(self) -> None:
         check_kind(self.mesh, ProcessMesh, "the mesh of a Spec must be a ProcessMesh")
         check_kind(self.placements, Iterable, "placements must be a sequence")
+        check_kind(self.sizes, Mapping | tuple, "sizes must map axes to the sizes of their parts")
         placements = tuple(self.placements)
         for placement in placements:
             _check_kind(placement)
@@ -49,9 +68,18 @@ class Spec:
                 f"its {len(self.mesh.axis_names)} axes, or name axes with Spec.from_axes"
             )
         object.__setattr__(self, "placements", placements)
+        object.__setattr__(self, "order", _checked_order(self.mesh, self.order))
+        object.__setattr__(self, "sizes", _checked_parts(self, dict(self.sizes)))
 
     @classmethod
-    def from_axes(cls, mesh: ProcessMesh, placements: Mapping[str, Placement]) -> Spec:
+    def from_axes(
+        cls,
+        mesh: ProcessMesh,
+        placements: Mapping[str, Placement],
+        *,
+        order: Iterable[str] = (),
+        sizes: Mapping[str, Iterable[SupportsIndex]] | None = None,
+    ) -> Spec:
         """Return the spec with the placements named by axis; axes that are not named replicate.
 
         Raises:
@@ -62,7 +90,42 @@ class Spec:
         check_kind(placements, Mapping, "placements must map axes to placements")
         for axis in placements:
             mesh.axis_index(axis)
-        return cls(mesh, tuple(placements.get(axis, Replicate()) for axis in mesh.axis_names))
+        in_order = tuple(placements.get(axis, Replicate()) for axis in mesh.axis_names)
+        return cls(mesh, in_order, order, sizes or {})  # type: ignore[arg-type]
+
+    @classmethod
+    def from_dims(cls, mesh: ProcessMesh, dims: Iterable[str | Iterable[str] | None]) -> Spec:
+        """Return the spec by tensor dim: for each dim the axis, or the axes from the outermost on.
+
+        A dim of None, or of no axis, is not cut; axes that stand nowhere replicate.
+
+        Raises:
+            MeshValueError: an axis is unknown, or stands twice.
+        """
+        axes_of = [() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in dims]
+        named = [axis for axes in axes_of for axis in axes]
+        if named:
+            mesh.sorted_axes(named)
+        placements = {axis: Shard(dim) for dim, axes in enumerate(axes_of) for axis in axes}
+        return cls.from_axes(mesh, placements, order=named)
+
+    def dims_mapping(self, ndim: int) -> tuple[tuple[str, ...], ...]:
+        """Return for each tensor dim the axes that cut it, outermost first: `from_dims` reversed.
+
+        Raises:
+            MeshValueError: a Shard names a dim that a tensor of `ndim` dims lacks.
+        """
+        return tuple(
+            tuple(self.mesh.axis_names[index] for index in axes) for axes in self.nesting(ndim)
+        )
+
+    def nesting(self, ndim: int) -> tuple[tuple[int, ...], ...]:
+        """Return for each tensor dim the indices of the axes that cut it, outermost first.
+
+        Raises:
+            MeshValueError: a Shard names a dim that a tensor of `ndim` dims lacks.
+        """
+        return _nesting(self, ndim)
 
     def placement(self, axis: str) -> Placement:
         """Return the placement along `axis`.
@@ -87,6 +150,15 @@ class Spec:
         )
 
 
+@lru_cache(maxsize=1024)
+def _nesting(spec: Spec, ndim: int) -> tuple[tuple[int, ...], ...]:
+    names = spec.mesh.axis_names
+    order = [*spec.order, *(axis for axis in names if axis not in spec.order)]
+    dims = spec.sharded_dims(ndim)
+    indices = [names.index(axis) for axis in order]
+    return tuple(tuple(i for i in indices if dims[i] == dim) for dim in range(ndim))
+
+
 def resolved_dim(dim: int, ndim: int, axis: str) -> int:
     """Return `dim` counted from the front, for a tensor of `ndim` dims that `axis` shards.
 
@@ -105,9 +177,47 @@ def resolved_dim(dim: int, ndim: int, axis: str) -> int:
 
 def _check_kind(placement: Placement) -> None:
     # The exact type, because a subclass of Shard may cut its dim in another way.
-    if type(placement) in (Shard, Replicate) or isinstance(placement, Partial):
+    if type(placement) in (Shard, Replicate):
         return
-    raise MeshTypeError(
-        f"{placement!r} is not supported as a placement; give Shard(dim), Replicate() or "
-        "Partial(), whose shards are boxes"
-    )
+    if not isinstance(placement, Partial):
+        raise MeshTypeError(
+            f"{placement!r} is not supported as a placement; give Shard(dim), Replicate() or "
+            "Partial(), whose shards are boxes"
+        )
+    if placement.reduce_op not in PARTIAL_KINDS:
+        raise MeshValueError(
+            f"Partial({placement.reduce_op!r}) is of an unknown kind; give one of "
+            f"{', '.join(PARTIAL_KINDS)}"
+        )
+
+
+def _checked_order(mesh: ProcessMesh, order: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(order, str) or not isinstance(order, Iterable):
+        raise MeshTypeError(f"order must be a sequence of axes, got {order!r}")
+    axes = tuple(order)
+    if axes:
+        mesh.sorted_axes(axes)
+    # Written out where it differs from mesh order, so that equal layouts are equal specs.
+    rest = [axis for axis in mesh.axis_names if axis not in axes]
+    whole = (*axes, *rest)
+    return () if whole == mesh.axis_names else whole
+
+
+def _checked_parts(
+    spec: Spec, sizes: Mapping[str, Iterable[SupportsIndex]]
+) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    checked = []
+    for axis in spec.mesh.sorted_axes(tuple(sizes)) if sizes else ():
+        parts = checked_sizes(sizes[axis], what=f"sizes of axis {axis!r}", smallest_size=0)
+        if not isinstance(spec.placement(axis), Shard):
+            raise MeshValueError(
+                f"sizes were given for axis {axis!r}, which has {spec.placement(axis)!r}; only an "
+                "axis that shards has parts"
+            )
+        if len(parts) != spec.mesh.axis_size(axis):
+            raise MeshValueError(
+                f"{len(parts)} sizes were given for axis {axis!r} of size "
+                f"{spec.mesh.axis_size(axis)}; give one for each index"
+            )
+        checked.append((axis, parts))
+    return tuple(checked)

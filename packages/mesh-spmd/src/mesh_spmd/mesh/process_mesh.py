@@ -46,6 +46,7 @@ class ProcessMesh:
     axis_names: tuple[str, ...]
     ranks: tuple[int, ...]
     _index_of: dict[int, int] = field(compare=False)
+    _hash: int = field(compare=False)
 
     def __init__(
         self,
@@ -75,6 +76,11 @@ class ProcessMesh:
         object.__setattr__(self, "axis_names", names)
         object.__setattr__(self, "ranks", checked_ranks)
         object.__setattr__(self, "_index_of", index_of)
+        # Of numbers only: a hash of names would be another one in the process that unpickles it.
+        object.__setattr__(self, "_hash", hash((checked_shape, checked_ranks)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{n}={s}" for n, s in zip(self.axis_names, self.shape, strict=True))
@@ -122,6 +128,10 @@ class ProcessMesh:
             axis: index // stride % size
             for axis, stride, size in zip(self.axis_names, self._strides(), self.shape, strict=True)
         }
+
+    def position(self, rank: int) -> int | None:
+        """Return where global `rank` stands in `ranks`; None if the mesh does not hold it."""
+        return self._index_of.get(rank)
 
     def rank_at(self, **coordinate: int) -> int:
         """Return the global rank at a coordinate that names every axis: `rank_at(pp=1, ep=2)`.

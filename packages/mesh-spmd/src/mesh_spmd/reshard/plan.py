@@ -1,0 +1,190 @@
+"""Plans: from one layout to another, as data that is equal on every rank and needs no device.
+
+Invariant: where nothing is partial and no topology is given, the busiest receiver gets exactly what
+it lacks, and the busiest sender sends as little as the replicas allow.
+
+    plan = plan_reshard(TensorSpec((64, 512), torch.bfloat16, over_8), TensorSpec(..., over_16))
+    plan.busiest_bytes      # the most that a rank receives, and the most that one sends
+    plan.hash               # equal on every rank, in every process
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import final
+
+import torch
+
+from mesh_spmd._checks import check_kind
+from mesh_spmd.errors import MeshTypeError, MeshValueError
+from mesh_spmd.layout import TensorSpec
+from mesh_spmd.reshard.messages import Piece, copy_of, receives_of, sends_of
+from mesh_spmd.reshard.moves import Link
+from mesh_spmd.reshard.staged import stages
+from mesh_spmd.reshard.steps import Step, make_step
+from mesh_spmd.reshard.topology import Topology
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Plan:
+    """What moves between ranks, in steps. Plain data; `execute` carries it out.
+
+    Attributes:
+        steps: exchanges, one after the other; one, unless something is partial or a topology makes
+            several cheaper.
+        single: whether it was made for one tensor and not for a list.
+    """
+
+    steps: tuple[Step, ...]
+    single: bool
+
+    def __post_init__(self) -> None:
+        check_kind(self.steps, tuple, "the steps of a Plan must be a tuple; use plan_reshard")
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Every rank that holds something, ascending."""
+        return tuple(sorted({rank for step in self.steps for rank in step.ranks}))
+
+    @property
+    def sources(self) -> tuple[TensorSpec, ...]:
+        """The tensors before."""
+        return self.steps[0].sources
+
+    @property
+    def targets(self) -> tuple[TensorSpec, ...]:
+        """The tensors after."""
+        return self.steps[-1].targets
+
+    @property
+    def sent_bytes(self) -> dict[int, int]:
+        """Bytes that each rank sends to others, in all steps."""
+        return self._by_rank("sent")
+
+    @property
+    def received_bytes(self) -> dict[int, int]:
+        """Bytes that each rank receives from others, in all steps."""
+        return self._by_rank("received")
+
+    @property
+    def busiest_bytes(self) -> tuple[int, int]:
+        """The most bytes that a rank receives, and the most that a rank sends."""
+        return (
+            max(self.received_bytes.values(), default=0),
+            max(self.sent_bytes.values(), default=0),
+        )
+
+    @property
+    def peak_bytes(self) -> dict[int, int]:
+        """The most bytes of buffers that each rank needs beside source and target tensors."""
+        peak = dict.fromkeys(self.ranks, 0)
+        for step in self.steps:
+            moved = (-(-(step.sent + step.received) // step.rounds)).tolist()
+            for rank, here in zip(step.ranks, moved, strict=True):
+                peak[rank] = max(peak[rank], here)
+        return peak
+
+    @property
+    def hash(self) -> str:
+        """A hash of the whole plan: equal on ranks, in processes, that plan the same."""
+        return hashlib.sha256("".join(s.digest() for s in self.steps).encode()).hexdigest()
+
+    def sends(self, rank: int, step: int = 0) -> list[Piece]:
+        """Return the messages that `rank` sends in a step, in the order of moves."""
+        found = self.steps[step]
+        return [
+            piece
+            for number, (move, shares) in enumerate(zip(found.moves, found.shares, strict=True))
+            for piece in sends_of(move, number, shares, rank)
+        ]
+
+    def receives(self, rank: int, step: int = 0) -> list[Piece]:
+        """Return the messages that `rank` receives in a step, in the order of moves."""
+        found = self.steps[step]
+        return [
+            piece
+            for number, (move, shares) in enumerate(zip(found.moves, found.shares, strict=True))
+            for piece in receives_of(move, number, shares, rank)
+        ]
+
+    def copies(self, rank: int, step: int = 0) -> list[Piece]:
+        """Return what `rank` copies within itself in a step."""
+        moves = self.steps[step].moves
+        return [p for number, move in enumerate(moves) for p in copy_of(move, number, rank)]
+
+    def _by_rank(self, what: str) -> dict[int, int]:
+        total = dict.fromkeys(self.ranks, 0)
+        for step in self.steps:
+            column: torch.Tensor = getattr(step, what)
+            for rank, count in zip(step.ranks, column.tolist(), strict=True):
+                total[rank] += count
+        return total
+
+
+def plan_reshard(
+    source: TensorSpec | Sequence[TensorSpec],
+    target: TensorSpec | Sequence[TensorSpec],
+    topology: Topology | None = None,
+) -> Plan:
+    """Return how tensors get from one layout to another. Not collective; no device is needed.
+
+    The meshes of both sides may be the same, overlap or be disjoint. What is partial in the source
+    and not in the target is reduced as it is scattered.
+
+    Args:
+        source: the tensor before, or a list of tensors, which are moved at once.
+        target: the tensor after, or as many; of the same shapes and dtypes.
+        topology: makes the plan choose between one direct exchange and several with fewer
+            messages, by what they cost; without it, the busiest rank's bytes decide.
+
+    Raises:
+        MeshTypeError: something else than TensorSpec is given, or a reduction does not exist for a
+            dtype.
+        MeshValueError: the numbers of tensors differ, or a shape or a dtype does.
+    """
+    single = isinstance(source, TensorSpec)
+    before = [source] if isinstance(source, TensorSpec) else checked_tensors(source, "source")
+    after = [target] if isinstance(target, TensorSpec) else checked_tensors(target, "target")
+    if topology is not None:
+        check_kind(topology, Topology, "topology must be a Topology")
+    if len(before) != len(after) or isinstance(target, TensorSpec) != single:
+        raise MeshValueError(
+            f"{len(before)} source and {len(after)} target tensors were given; give one for one, "
+            "or two lists of the same length"
+        )
+    for number, (a, b) in enumerate(zip(before, after, strict=True)):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            raise MeshValueError(
+                f"tensor {number} is {a.dtype} of {a.shape} in the source and {b.dtype} of "
+                f"{b.shape} in the target; resharding keeps shape and dtype"
+            )
+    known: dict[tuple[TensorSpec, TensorSpec], list[TensorSpec]] = {}
+    paths = []
+    for a, b in zip(before, after, strict=True):
+        if (a, b) not in known:
+            known[a, b] = stages(a, b, topology, len(before))
+        paths.append(known[a, b])
+    length = max(map(len, paths), default=2)
+    # Shorter ways are done in the first step, and rest.
+    paths = [path + path[-1:] * (length - len(path)) for path in paths]
+    links = [Link(source=i, target=i) for i in range(len(paths))]
+    columns = list(zip(*paths, strict=True)) or [(), ()]
+    steps = [make_step(a, b, links) for a, b in pairwise(columns)]
+    return Plan(steps=tuple(steps), single=single)
+
+
+def checked_tensors(tensors: Sequence[TensorSpec], what: str) -> list[TensorSpec]:
+    """Return a list of TensorSpec.
+
+    Raises:
+        MeshTypeError: it is none.
+    """
+    if isinstance(tensors, str) or not isinstance(tensors, Sequence):
+        raise MeshTypeError(f"{what} must be a TensorSpec or a list of them, got {tensors!r}")
+    for tensor in tensors:
+        check_kind(tensor, TensorSpec, f"{what} must be a TensorSpec or a list of them")
+    return list(tensors)

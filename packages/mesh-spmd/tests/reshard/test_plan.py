@@ -1,0 +1,266 @@
+"""Plans against bounds that a separate program computes from sets of elements, by max-flow."""
+
+import itertools
+import math
+import random
+from collections import Counter, deque
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from mesh_spmd import (
+    FlatSpec,
+    MeshTypeError,
+    MeshValueError,
+    Plan,
+    ProcessMesh,
+    Spec,
+    TensorSpec,
+    plan_reshard,
+)
+
+MESHES = [(2, 4), (4, 8), (2, 2, 4), (3, 5)]
+Owned = dict[int, set[int]]  # rank -> numbers of the elements that it holds
+
+
+def owned(tensor: TensorSpec) -> Owned:
+    """What torch's own slices of the numbered tensor give to each rank."""
+    numbered = torch.arange(tensor.numel).reshape(tensor.shape)
+    found = {}
+    for rank in tensor.mesh.ranks:
+        begin, end = tensor.flat_range(rank)
+        found[rank] = set(numbered[tensor.box(rank).slices()].flatten()[begin:end].tolist())
+    return found
+
+
+def busiest_receiver(pairs: Iterable[tuple[Owned, Owned, int]]) -> int:
+    missing: Counter[int] = Counter()
+    for before, after, itemsize in pairs:
+        for rank, wanted in after.items():
+            missing[rank] += len(wanted - before.get(rank, set())) * itemsize
+    return max(missing.values(), default=0)
+
+
+def busiest_sender(pairs: Iterable[tuple[Owned, Owned, int]]) -> int:
+    """The least L such that every need can be met with no rank sending more than L bytes.
+
+    Elements travel whole, so that all have to be of one size.
+    """
+    pairs = list(pairs)
+    (size,) = {itemsize for _, _, itemsize in pairs}
+    due: Counter[frozenset[int]] = Counter()  # by the set of holders
+    for before, after, _ in pairs:
+        holders: dict[int, set[int]] = {}
+        for rank, elements in before.items():
+            for element in elements:
+                holders.setdefault(element, set()).add(rank)
+        for rank, wanted in after.items():
+            for element in wanted - before.get(rank, set()):
+                due[frozenset(holders[element])] += 1
+    total = sum(due.values())
+    low, high = 0, total
+    while low < high:
+        middle = (low + high) // 2
+        if max_flow(due, middle) == total:
+            high = middle
+        else:
+            low = middle + 1
+    return low * size
+
+
+def max_flow(due: Counter[frozenset[int]], limit: int) -> int:
+    """Edmonds-Karp: source -> sets of holders -> holders, each of which sends `limit` at most."""
+    room: dict[object, dict[object, int]] = {"source": {}, "sink": {}}
+    for holders, amount in due.items():
+        room["source"][holders] = amount
+        room.setdefault(holders, {})["source"] = 0
+        for rank in holders:
+            room[holders][rank] = amount
+            room.setdefault(rank, {"sink": limit})[holders] = 0
+            room["sink"][rank] = 0
+    flow = 0
+    while True:
+        before: dict[object, object] = {"source": None}
+        queue = deque(["source"])
+        while queue and "sink" not in before:
+            here = queue.popleft()
+            for there, left in room[here].items():
+                if left and there not in before:
+                    before[there] = here
+                    queue.append(there)  # type: ignore[arg-type]
+        if "sink" not in before:
+            return flow
+        path = ["sink"]
+        while before[path[-1]] is not None:
+            path.append(before[path[-1]])  # type: ignore[arg-type]
+        steps = list(itertools.pairwise(reversed(path)))
+        pushed = min(room[a][b] for a, b in steps)
+        for a, b in steps:
+            room[a][b] -= pushed
+            room[b][a] += pushed
+        flow += pushed
+
+
+def all_placements(mesh: ProcessMesh, ndim: int) -> list[tuple[Placement, ...]]:
+    kinds = [Replicate(), *map(Shard, range(ndim))]
+    return list(itertools.product(kinds, repeat=len(mesh.shape)))
+
+
+def assert_at_the_limit(plan: Plan, case: str) -> None:
+    pairs = [
+        (owned(a), owned(b), a.dtype.itemsize)
+        for a, b in zip(plan.sources, plan.targets, strict=True)
+    ]
+    limit = busiest_receiver(pairs), busiest_sender(pairs)
+    assert plan.busiest_bytes == limit, f"{case}: (received, sent) {plan.busiest_bytes}, {limit}"
+    blocks = [
+        {r: math.prod(t.local_shape(r)) * t.dtype.itemsize for r in t.mesh.ranks}
+        for t in (*plan.sources, *plan.targets)
+    ]
+    for rank, peak in plan.peak_bytes.items():
+        assert peak <= sum(of.get(rank, 0) for of in blocks), f"{case}: buffers of rank {rank}"
+
+
+def check_pairs(mesh_shape: tuple[int, ...], shape: tuple[int, ...], count: int) -> int:
+    mesh = ProcessMesh(mesh_shape, tuple("abc"[: len(mesh_shape)]))
+    pairs = list(itertools.permutations(all_placements(mesh, len(shape)), 2))
+    for before, after in random.sample(pairs, min(count, len(pairs))):
+        source = TensorSpec(shape, torch.float32, Spec(mesh, before))
+        target = TensorSpec(shape, torch.float32, Spec(mesh, after))
+        plan = plan_reshard(source, target)
+        assert_at_the_limit(plan, f"{shape} on {mesh_shape}: {before} -> {after}")
+    return len(pairs)
+
+
+@pytest.mark.parametrize("mesh_shape", MESHES)
+@pytest.mark.parametrize("shape", [(8, 8, 16), (7, 5, 3)])
+def test_the_busiest_rank_moves_the_least_that_is_possible(
+    mesh_shape: tuple[int, ...], shape: tuple[int, ...]
+) -> None:
+    assert check_pairs(mesh_shape, shape, 12) >= 200
+
+
+def test_other_meshes_ragged_parts_and_flat_ranges_are_at_the_limit_too() -> None:
+    seed = random.randrange(2**32)
+    chance = random.Random(seed)
+    whole = ProcessMesh((2, 4), ("dp", "ep"))
+    stage = whole.submesh("ep", of={"dp": 1})
+    other = ProcessMesh((3, 2), ("dp", "ep"), range(8, 14))
+    for _ in range(12):
+        parts = Counter(chance.choices(range(4), k=13))
+        ragged = Spec.from_axes(whole, {"ep": Shard(0)}, sizes={"ep": [parts[i] for i in range(4)]})
+        layouts: list[Spec | FlatSpec] = [
+            ragged,
+            FlatSpec(ragged, ("dp",)),
+            Spec.from_axes(whole, {"ep": Shard(1), "dp": Shard(1)}, order=("ep", "dp")),
+            Spec.from_axes(stage, {"ep": Shard(0)}),
+            FlatSpec(Spec.from_axes(other, {"ep": Shard(1)}), ("dp",)),
+            Spec.from_axes(other, {}),
+        ]
+        before, after = chance.sample(layouts, 2)
+        source, target = (TensorSpec((13, 5), torch.bfloat16, s) for s in (before, after))
+        assert_at_the_limit(plan_reshard(source, target), f"seed {seed}: {before} -> {after}")
+
+
+def test_senders_are_balanced_over_a_list_of_tensors() -> None:
+    mesh = ProcessMesh((2, 4), ("dp", "ep"))
+    only = ProcessMesh((1,), ("dp",), (0,))
+    # Rank 0 alone holds the first tensor; so all others send the second one, which all hold.
+    sources = [
+        TensorSpec((70,), torch.float32, Spec.from_axes(only, {})),
+        TensorSpec((50,), torch.float32, Spec.from_axes(mesh, {})),
+    ]
+    new = ProcessMesh((2,), ("dp",), (8, 9))
+    targets = [TensorSpec(t.shape, t.dtype, Spec.from_axes(new, {"dp": Shard(0)})) for t in sources]
+    plan = plan_reshard(sources, targets)
+    pairs = [(owned(a), owned(b), 4) for a, b in zip(sources, targets, strict=True)]
+    assert plan.busiest_bytes == (busiest_receiver(pairs), busiest_sender(pairs)) == (240, 280)
+    assert plan.sent_bytes[0] == 280
+
+
+def test_lists_of_random_tensors_are_within_some_elements_of_the_limit() -> None:
+    seed = random.randrange(2**32)
+    chance = random.Random(seed)
+    mesh = ProcessMesh((2, 2, 2), ("a", "b", "c"))
+    for _ in range(10):
+        shapes = [(chance.randint(1, 9), chance.randint(1, 9)) for _ in range(4)]
+        made: list[list[TensorSpec]] = [
+            [
+                TensorSpec(
+                    shape,
+                    torch.float32,
+                    Spec(mesh, tuple(chance.choice(all_placements(mesh, 2)))),
+                )
+                for shape in shapes
+            ]
+            for _ in range(2)
+        ]
+        plan = plan_reshard(*made)
+        pairs = [(owned(a), owned(b), 4) for a, b in zip(*made, strict=True)]
+        received, sent = plan.busiest_bytes
+        assert received == busiest_receiver(pairs), f"seed {seed}"
+        assert sent <= busiest_sender(pairs) + 4 * len(shapes), f"seed {seed}"
+
+
+def test_replicated_to_sharded_moves_nothing() -> None:
+    mesh = ProcessMesh((2, 4), ("dp", "ep"))
+    source = TensorSpec((64, 8), torch.float32, Spec.from_axes(mesh, {}))
+    target = TensorSpec((64, 8), torch.float32, Spec.from_axes(mesh, {"ep": Shard(0)}))
+    plan = plan_reshard(source, target)
+    assert plan.busiest_bytes == (0, 0)
+    assert len(plan.copies(3)) == 1 and not plan.sends(3) and not plan.receives(3)
+
+
+def test_a_partial_sum_is_scattered_as_it_is_reduced() -> None:
+    from torch.distributed.tensor import Partial
+
+    mesh = ProcessMesh((4,), ("dp",))
+    source = TensorSpec((64,), torch.float32, Spec(mesh, (Partial(),)))
+    sharded = TensorSpec((64,), torch.float32, Spec(mesh, (Shard(0),)))
+    whole = TensorSpec((64,), torch.float32, Spec(mesh, (Replicate(),)))
+    assert plan_reshard(source, sharded).busiest_bytes == (192, 192)  # 3 addends of 16 elements
+    assert plan_reshard(source, whole).busiest_bytes == (384, 384)  # and a gather: not 768
+    assert len(plan_reshard(source, whole).steps) == 2
+
+
+def test_both_ends_of_every_message_agree_and_hashes_are_equal() -> None:
+    mesh = ProcessMesh((2, 4, 8), ("pp", "dp", "ep"))
+    stage = mesh.submesh("dp", "ep", of={"pp": 1})
+    source = TensorSpec((60, 33), torch.bfloat16, Spec.from_axes(mesh, {"ep": Shard(0)}))
+    target = TensorSpec(
+        (60, 33), torch.bfloat16, Spec.from_axes(stage, {"ep": Shard(1), "dp": Shard(0)})
+    )
+    plan, again = plan_reshard(source, target), plan_reshard(source, target)
+    assert plan.hash == again.hash != plan_reshard(target, source).hash
+    sent = {
+        (rank, p.peer, p.offset, p.shape, p.begin, p.end)
+        for rank in plan.ranks
+        for p in plan.sends(rank)
+    }
+    got = {
+        (p.peer, rank, p.offset, p.shape, p.begin, p.end)
+        for rank in plan.ranks
+        for p in plan.receives(rank)
+    }
+    assert sent == got
+    for rank in plan.ranks:
+        assert sum(p.end - p.begin for p in plan.sends(rank)) * 2 == plan.sent_bytes[rank]
+        assert sum(p.end - p.begin for p in plan.receives(rank)) * 2 == plan.received_bytes[rank]
+
+
+def test_mistakes_are_named() -> None:
+    mesh = ProcessMesh((4,), ("ep",))
+    one = TensorSpec((8,), torch.float32, Spec(mesh, (Shard(0),)))
+    with pytest.raises(MeshValueError, match="resharding keeps shape and dtype"):
+        plan_reshard(one, TensorSpec((9,), torch.float32, one.spec))
+    with pytest.raises(MeshValueError, match="1 source and 2 target"):
+        plan_reshard([one], [one, one])
+    with pytest.raises(MeshTypeError, match="TensorSpec or a list"):
+        plan_reshard([one, 3], [one, one])  # type: ignore[list-item]
+    from torch.distributed.tensor import Partial
+
+    averaged = TensorSpec((8,), torch.int64, Spec(mesh, (Partial("avg"),)))
+    with pytest.raises(MeshTypeError, match="no exact result"):
+        plan_reshard(averaged, TensorSpec((8,), torch.int64, one.spec))
