@@ -58,13 +58,14 @@ def _parser() -> argparse.ArgumentParser:
     reshard = commands.add_parser(
         "reshard", help="write it so that each rank of a layout reads ranges of its own files"
     )
-    reshard.add_argument("directory", type=Path, help=one)
+    out = "the directory, or the URL of a checkpoint in a store, to write"
+    reshard.add_argument("directory", help=one)
     reshard.add_argument("--to", required=True, help="the layout, such as ep=4,tp=2,etp=1")
-    reshard.add_argument("out", type=Path, help="the directory to write")
+    reshard.add_argument("out", help=out)
     reshard.set_defaults(run=lambda a: _reshard(a.directory, a.to, a.out))
     export = commands.add_parser("export", help="write the weights alone, as transformers reads")
-    export.add_argument("directory", type=Path, help=one)
-    export.add_argument("out", type=Path, help="the directory to write")
+    export.add_argument("directory", help=one)
+    export.add_argument("out", help=out)
     export.set_defaults(run=lambda a: _export(a.directory, a.out))
     tier = commands.add_parser("tier", help="list the copies in a node's folder of a tier")
     tier.add_argument("directory", type=Path, help="the folder, such as /dev/shm/my-run")
@@ -125,7 +126,7 @@ def _diff(a: str, b: str) -> int:
     return 1 if count else 0
 
 
-def _reshard(directory: Path, layout: str, out: Path) -> int:
+def _reshard(directory: str, layout: str, out: str) -> int:
     from unified_ckpt.geometry.layouts import ParallelDegrees
     from unified_ckpt.tools import reshard
 
@@ -152,7 +153,7 @@ def _sizes(layout: str) -> dict[str, int]:
     return dict.fromkeys(_AXES, 1) | sizes
 
 
-def _export(directory: Path, out: Path) -> int:
+def _export(directory: str, out: str) -> int:
     from unified_ckpt.tools import export_model
 
     export_model(directory, out)

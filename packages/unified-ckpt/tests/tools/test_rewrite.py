@@ -8,8 +8,10 @@ import torch
 
 from ranktest import run_ranks
 from unified_ckpt import Shard, load, read_index, save, verify_checkpoint
+from unified_ckpt.cli import main
 from unified_ckpt.errors import CorruptCheckpointError, LoadError
 from unified_ckpt.files.format.header import HeaderEntry, encode_header
+from unified_ckpt.files.storage import Location, as_target
 from unified_ckpt.geometry.layouts.layouts import ParallelDegrees, rank_box
 from unified_ckpt.geometry.regions import box_region
 from unified_ckpt.geometry.tensors.dtypes import dtype_of
@@ -180,3 +182,47 @@ def test_memory_stays_bounded_for_a_large_tensor(tmp_path: Path) -> None:
 
     (grown_kib,) = run_ranks(fn, 1)
     assert grown_kib < 160 * 1024, grown_kib
+
+
+@pytest.mark.parametrize("kind", ["file", "s3"])
+def test_stores_are_read_from_and_written_to_under_every_layout(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    root = f"file://{tmp_path}/store" if kind == "file" else request.getfixturevalue("bucket")
+    tensors = model()
+    source = put(tmp_path / "a", tensors)
+    layouts = [{"tp": 2, "ep": 3, "etp": 2}, {"ep": 4}, {"tp": 3}]
+    for number, sizes in enumerate(layouts[:1] if kind == "s3" else layouts):
+        degrees = ParallelDegrees(world_size=12, **sizes)
+        there = f"{root}/run/checkpoint-{number}"
+        assert str(reshard(source, there, degrees)) == there
+        assert verify_checkpoint(there).problems == ()
+        assert [str(d) for d in diff_checkpoints(source, there)] == []
+    back = reshard(there, tmp_path / "back", ParallelDegrees(world_size=2, tp=2))
+    assert verify_checkpoint(back).problems == ()
+    assert [str(d) for d in diff_checkpoints(there, back)] == []
+    assert main(["export", there, f"{root}/model"]) == 0
+    assert main(["reshard", f"{root}/model", "--to", "tp=2", f"{root}/model"]) == 0  # in its place
+    assert main(["export", f"{root}/model", str(tmp_path / "model")]) == 0
+    exported = read_index(tmp_path / "model")
+    assert sorted(exported) == sorted(tensors)
+    wanted = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
+    load({"model": wanted}, checkpoint_id=f"{root}/model")
+    assert all(torch.equal(wanted[key], tensor) for key, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("kind", ["file", "s3"])
+def test_damage_of_the_source_leaves_no_checkpoint_in_a_store(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    root = f"file://{tmp_path}/store" if kind == "file" else request.getfixturevalue("bucket")
+    source = put(tmp_path / "a", model())
+    stored = read_index(source)["model.embed_tokens.weight"]
+    raw = bytearray((source / stored.file).read_bytes())
+    raw[stored.begin + 5] ^= 4
+    (source / stored.file).write_bytes(raw)
+    target = as_target("target", f"{root}/b")
+    assert isinstance(target, Location)
+    with pytest.raises(CorruptCheckpointError, match="embed_tokens"):
+        reshard(source, target, ParallelDegrees(world_size=2, tp=2))
+    assert target.store.keys(target.key) == []

@@ -69,7 +69,8 @@ class Shard:
     meta: BoxMeta = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_type(f"{self.key!r}: box", self.box, Box)
+        if not isinstance(self.box, Box):  # the message costs more than the check
+            check_type(f"{self.key!r}: box", self.box, Box)
         _check_tensor(self.key, self.tensor)
         meta = BoxMeta(self.key, stored_dtype(self.tensor.dtype).name, self.box)
         object.__setattr__(self, "meta", meta)

@@ -82,10 +82,13 @@ class StagingLayout:
 
     def matches(self, parts: Mapping[str, Sequence[Shard]]) -> bool:
         """Whether the shards are those of this layout, so that it can be used again."""
-        shards = [(part, s) for part in parts for s in check_shards(part, parts[part])]
-        return tuple(parts) == self.part_names and self.boxes() == [
-            (part, shard.meta, tuple(shard.tensor.shape)) for part, shard in shards
-        ]
+        shards = [shard for held in parts.values() for shard in held]
+        return (
+            tuple(parts) == self.part_names
+            and [e.part for e in self.entries] == [p for p, held in parts.items() for _ in held]
+            and [e.meta for e in self.entries] == [shard.meta for shard in shards]
+            and [e.shape for e in self.entries] == [shard.tensor.shape for shard in shards]
+        )
 
     def boxes(self) -> list[tuple[str, BoxMeta, tuple[int, ...]]]:
         """Return every shard's part, box and tensor shape."""

@@ -398,7 +398,8 @@ class _Walker:
     def _add_shards(self, part: str, shards: Sequence[Shard]) -> None:
         held = self.flat.parts.setdefault(part, [])
         for shard in shards:
-            check_type(f"part {part!r}: a shard", shard, Shard)
+            if not isinstance(shard, Shard):
+                check_type(f"part {part!r}: a shard", shard, Shard)
             if self._ignores and self._is_ignored(shard.key):
                 continue
             if shard.box.flattened_range is None:

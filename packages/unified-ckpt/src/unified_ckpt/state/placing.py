@@ -18,6 +18,8 @@ def place_tensor(key: str, tensor: torch.Tensor, layout: Layout | None) -> Seque
     """Return what a tensor is of which stored tensors: its placements or the layout say it."""
     if is_dtensor(tensor):
         return dtensor_shards(key, tensor)
+    if layout is None:
+        return [Shard(key=key, tensor=tensor, box=_whole_box(tensor.shape))]
     box = ask_layout(layout, key, tensor)
     parameter, slash, state = key.partition("/")
     if box is None and slash and tensor.dim():

@@ -1,8 +1,8 @@
 """Write a checkpoint again with its tensors divided into other files, in bounded memory.
 
-One process acts as every rank of a planned save, one after the other, and reads each piece (at most
-16 MiB) when it is written; files that hold no tensors are copied whole, one at a time. The result
-is committed like any save, and verified while it is read.
+One process writes what all ranks of a planned save would, file by file, and reads each piece (at
+most 16 MiB) when it is written; files that hold no tensors are copied whole, one at a time. The
+result is committed like any save, and verified while it is read.
 
     reshard("run/checkpoint-10", "run/resharded", degrees)  # see `reshard`
     export_model("run/checkpoint-10", "model")  # what transformers reads
@@ -15,14 +15,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from unified_ckpt.errors import LoadError, as_path
+from unified_ckpt.errors import LoadError
 from unified_ckpt.files.format.tables import join_records
+from unified_ckpt.files.storage import Location, as_target
 from unified_ckpt.geometry import Box, BoxMeta, Shape, chunk_range
 from unified_ckpt.geometry.layouts import ParallelDegrees, ParameterRule, rank_box
 from unified_ckpt.geometry.tensors import byte_view
 from unified_ckpt.plans import FilePlan, Piece, SavePlan, plan_save
 from unified_ckpt.plans.checkpoint import Checkpoint
 from unified_ckpt.saving.commit import (
+    Draft,
     Staging,
     clean_leftovers,
     write_blobs,
@@ -80,8 +82,11 @@ def rule_by_name(key: str, shape: Shape) -> ParameterRule:
 
 
 def reshard(
-    source: Path | str, target: Path | str, degrees: ParallelDegrees, rule_of: RuleOf = rule_by_name
-) -> Path:
+    source: Path | str | Location,
+    target: Path | str | Location,
+    degrees: ParallelDegrees,
+    rule_of: RuleOf = rule_by_name,
+) -> Path | Location:
     """Write a checkpoint so that every box that a rank of a layout reads is one range of a file.
 
     A tensor that the layout gives to one rank stands in a file of that rank. One that is cut along
@@ -91,8 +96,9 @@ def reshard(
     files are copied. Not collective; one process.
 
     Args:
-        source: a checkpoint, or a transformers directory.
-        target: the directory to write; an older checkpoint there is replaced at the end.
+        source: a checkpoint, or a transformers directory; here or in a store.
+        target: the directory to write, or a checkpoint in a store, as for `save`; an older one
+            there is replaced at the end.
         degrees: the layout; only tp, ep and etp decide which ranges are read.
         rule_of: how a tensor is divided, from its key and shape.
 
@@ -114,10 +120,10 @@ def reshard(
         return _write(plan, held, readers, target, checkpoint, other_files(checkpoint))
 
 
-def export_model(source: Path | str, target: Path | str) -> Path:
+def export_model(source: Path | str | Location, target: Path | str | Location) -> Path | Location:
     """Write the part `model` alone, whole tensors, with the files that transformers reads.
 
-    Not collective; one process.
+    Source and target as for `reshard`. Not collective; one process.
 
     Raises:
         LoadError: the source cannot be read, is damaged, or has no part `model`.
@@ -197,24 +203,25 @@ def _write(
     plan: SavePlan,
     held: Sequence[Mapping[str, Sequence[BoxMeta]]],
     readers: Mapping[str, BoxReader],
-    target: Path | str,
+    target: Path | str | Location,
     source: Checkpoint,
     names: Collection[str],
-) -> Path:
+) -> Path | Location:
     def bytes_of(file: FilePlan, piece: Piece) -> memoryview:
         meta = held[piece.rank][file.part][piece.shard_index]
         offset = tuple(a + b for a, b in zip(meta.box.offset, piece.offset, strict=True))
         return byte_view(readers[file.part].read(meta.key, offset, piece.shape))
 
-    target = as_path("target", target)
-    place = Path(os.path.realpath(target))  # what a link names is replaced, not the link
-    clean_leftovers(place.parent)
-    staging = Staging.make(place)
+    target = as_target("target", target)
+    staging: Staging | Draft
+    if isinstance(target, Location):
+        staging = Draft.make(target)
+    else:
+        place = Path(os.path.realpath(target))  # what a link names is replaced, not the link
+        clean_leftovers(place.parent)
+        staging = Staging.make(place)
     try:
-        records = [
-            write_pieces(plan, bytes_of, rank=rank, folder=staging.folder)
-            for rank in range(len(held))
-        ]
+        records = [write_pieces(plan, bytes_of, rank=None, folder=staging.folder)]
         records.append(write_blobs(plan.indexes, staging.folder))
         for name in sorted(names):
             records.append(write_blobs({name: source.read_file(name)}, staging.folder))

@@ -66,15 +66,15 @@ def write_pieces(
     plan: SavePlan,
     bytes_of: Callable[[FilePlan, Piece], memoryview],
     *,
-    rank: int,
+    rank: int | None,
     folder: Path | Location,
 ) -> dict[str, bytes]:
     """As `write_share`, with a function that makes a piece's row-major bytes when it is written.
 
-    It is called once for each piece of this rank, in the plan's order.
+    It is called once for each piece of this rank, or with None of all ranks, in the plan's order.
     """
     sink = sink_of(folder)
-    files = plan.files_of(rank)
+    files = plan.files if rank is None else plan.files_of(rank)
     with Checksums() as sums:
         pending = [_write_file(file, bytes_of, rank, sink, sums) for file in files]
     return {
@@ -83,10 +83,10 @@ def write_pieces(
     }
 
 
-def _record(file: FilePlan, sums: Sequence[int], rank: int) -> bytes:
+def _record(file: FilePlan, sums: Sequence[int], rank: int | None) -> bytes:
     left = iter(sums)
-    regions = [Region(0, len(file.header))] if file.owner == rank else []
-    regions += [piece.region for piece in file.pieces if piece.rank == rank]
+    regions = [Region(0, len(file.header))] if rank in (None, file.owner) else []
+    regions += [piece.region for piece in file.pieces if rank in (None, piece.rank)]
     pieces = [pair for region in regions for pair in _summed(region, left)]
     return pack_record(FileRecord.of(file.num_bytes, pieces))
 
@@ -120,18 +120,18 @@ def write_blobs(blobs: Mapping[str, bytes], folder: Path | Location) -> dict[str
 def _write_file(
     file: FilePlan,
     bytes_of: Callable[[FilePlan, Piece], memoryview],
-    rank: int,
+    rank: int | None,
     sink: Sink,
     sums: Checksums,
 ) -> list[PendingSum[list[int]]]:
     pending: list[PendingSum[list[int]]] = []
 
     def runs() -> Iterator[tuple[int, Buffer]]:
-        if file.owner == rank:
+        if rank in (None, file.owner):
             pending.append(sums.start_chunks(memoryview(file.header)))
             yield 0, file.header
         for piece in file.pieces:
-            if piece.rank != rank:
+            if rank not in (None, piece.rank):
                 continue
             buffer = bytes_of(file, piece)
             if piece.region.counts:

@@ -15,6 +15,7 @@ from torch import nn
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _MAYBE_WRAPPER = "module"  # a name that any module may have, too
+_MARKS = tuple(f"{name}." for name in (*_WRAPPERS, _MAYBE_WRAPPER))
 _HOLDERS = (nn.Module, Mapping, list, tuple)
 
 
@@ -49,7 +50,10 @@ def plain_key(module: nn.Module, key: str) -> str:
 
     `module` is left out where a DistributedDataParallel or DataParallel holds it, not elsewhere.
     """
-    if not any(f"{name}." in key for name in (*_WRAPPERS, _MAYBE_WRAPPER)):
+    for mark in _MARKS:
+        if mark in key:
+            break
+    else:
         return key
     kept: list[str] = []
     owner: object = module

@@ -112,7 +112,9 @@ def group_names(
 def _name_of(own: object, parameter: object, path: str, modules: ModuleNames) -> str:
     name = modules.of(parameter) if isinstance(parameter, torch.Tensor) else None
     if isinstance(own, str):
-        return name if name is not None and plain_name(name) == plain_name(own) else own
+        if name is None or name == own or plain_name(name) != plain_name(own):
+            return own
+        return name
     if name is None:
         raise CheckpointValueError(_UNNAMED.format(path))
     return name
