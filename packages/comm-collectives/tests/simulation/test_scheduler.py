@@ -11,7 +11,6 @@ from comm_collectives.simulation.scheduler import (
     SimulationStuckError,
     Threads,
     Unwound,
-    VirtualClock,
 )
 
 
@@ -113,9 +112,9 @@ def test_task_can_be_ended_where_it_waits_but_ends_no_other(threads: Threads) ->
 
 
 def test_use_outside_of_a_simulation_is_refused(threads: Threads) -> None:
-    clock = VirtualClock(Scheduler(seed=1, threads=threads))
+    scheduler = Scheduler(seed=1, threads=threads)
     with pytest.raises(SimulationStuckError, match="outside of `simulate`"):
-        clock.sleep(1.0)
+        scheduler.sleep(1.0)
 
 
 def test_threads_are_used_again_and_end(threads: Threads) -> None:

@@ -301,10 +301,6 @@ class VirtualClock(Clock):
         """Virtual seconds since the start."""
         return self._scheduler.now_s
 
-    def sleep(self, duration_s: float) -> None:
-        """Let virtual time pass."""
-        self._scheduler.sleep(duration_s)
-
     def aside(self, work: Callable[[], None], limit_s: float) -> bool:
         """Run at once: nothing that is simulated hangs without a limit."""
         work()

@@ -1,11 +1,11 @@
-"""How this package waits: time, sleep, and work that may hang.
+"""By which time this package waits, and work that may hang.
 
 Everything that waits with a limit asks the clock of its transport, so that the simulator can run
 the same code in virtual time.
 
     deadline_s = clock.now_s() + 2.0
     while not arrived() and clock.now_s() < deadline_s:
-        clock.sleep(0.02)
+        streams.wait([peer], (), deadline_s - clock.now_s())
 """
 
 import threading
@@ -23,10 +23,6 @@ class Clock(ABC):
         """Return the time in seconds since some moment; never goes back."""
 
     @abstractmethod
-    def sleep(self, duration_s: float) -> None:
-        """Wait."""
-
-    @abstractmethod
     def aside(self, work: Callable[[], None], limit_s: float) -> bool:
         """Run `work`, which may hang, and wait for it for so long; False if it is not done."""
 
@@ -38,10 +34,6 @@ class SystemClock(Clock):
     def now_s(self) -> float:
         """As `time.monotonic`."""
         return time.monotonic()
-
-    def sleep(self, duration_s: float) -> None:
-        """As `time.sleep`."""
-        time.sleep(duration_s)
 
     def aside(self, work: Callable[[], None], limit_s: float) -> bool:
         """Run in a thread, which is left behind if it takes too long."""

@@ -5,7 +5,7 @@ handle.wait()
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -36,10 +36,6 @@ class Transfer:
     place: int
     limit_s: float | None
     holds: bool = True
-
-    def renamed(self, name: str) -> "Transfer":
-        """Return the same transfer as part of another call."""
-        return replace(self, name=name)
 
     @property
     def peer(self) -> int:
