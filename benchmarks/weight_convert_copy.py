@@ -3,7 +3,7 @@
 Makes a random Qwen3-MoE checkpoint (1.2 GB; per-expert, bf16) without torch, then, interleaved:
 
     fuse   `convert --to fused`        in a fresh process, durable (fsync) like any output of it
-    split  `convert --to per_expert`   the inverse, of the fused files
+    split  `convert --to transformers` the inverse, of the fused files
     cp     `cp -r` of the source, then fsync of the copies
 
 All three move the same bytes. The first round only warms up; each further one gives a ratio. The
@@ -105,12 +105,12 @@ def timed(job: Callable[[], object], output: Path) -> float:
 def measure_memory(folder: Path, num_layers: int) -> list[float]:
     """Return the growth of peak memory in MiB, for fusing and for splitting."""
     growth = []
-    for to in ("fused", "per_expert"):
+    for to in ("fused", "transformers"):
         peaks = []
         for layers in (max(1, num_layers // 4), num_layers):
             source, other, out = (folder / name for name in ("m", "other", "out"))
             write_model(source, layers)
-            if to == "per_expert":
+            if to == "transformers":
                 convert(source, other, "fused")
                 shutil.rmtree(source)
                 source = other
@@ -130,7 +130,7 @@ def measure_time(folder: Path, num_layers: int, num_rounds: int) -> dict[str, li
     jobs: dict[str, Callable[[], object]] = {
         "cp": lambda: copy(large, out),
         "fuse": lambda: convert(large, out, "fused"),
-        "split": lambda: convert(fused, out, "per_expert"),
+        "split": lambda: convert(fused, out, "transformers"),
     }
     ratios: dict[str, list[float]] = {"fuse": [], "split": []}
     for number in range(num_rounds + 1):

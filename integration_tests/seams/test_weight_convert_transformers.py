@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from weight_convert import convert, get_spec, inspect, read_header, verify
+from weight_convert import ConversionOptions, convert, get_spec, inspect, read_header, verify
 
 transformers = pytest.importorskip("transformers", reason="the oracle needs transformers")
 
@@ -68,7 +68,7 @@ def test_saved_experts_fuse_to_the_state_dict_and_split_back_to_the_same_files(
 ) -> None:
     seed, model = make_model(dtype)
     model.save_pretrained(tmp_path / "saved", max_shard_size=max_shard_size)
-    assert inspect(tmp_path / "saved").form == "per_expert"
+    assert inspect(tmp_path / "saved").format == "transformers"
 
     convert(tmp_path / "saved", tmp_path / "fused", spec=SPEC, to="fused")
     expected = model.state_dict()
@@ -78,12 +78,16 @@ def test_saved_experts_fuse_to_the_state_dict_and_split_back_to_the_same_files(
         assert found[key].dtype == tensor.dtype
         assert found[key].shape == tensor.shape
         assert as_bytes(found[key]) == as_bytes(tensor), (key, seed)
-    assert inspect(tmp_path / "fused").form == "fused"
+    assert inspect(tmp_path / "fused").format == "fused"
     assert verify(tmp_path / "saved", tmp_path / "fused").equal
 
     limit = 20_000 if max_shard_size == "20KB" else 10**9
     convert(
-        tmp_path / "fused", tmp_path / "back", spec=SPEC, to="per_expert", max_shard_bytes=limit
+        tmp_path / "fused",
+        tmp_path / "back",
+        spec=SPEC,
+        to="transformers",
+        options=ConversionOptions(max_shard_bytes=limit),
     )
     names = sorted(path.name for path in (tmp_path / "saved").iterdir())
     assert sorted(path.name for path in (tmp_path / "back").iterdir()) == names
@@ -112,7 +116,7 @@ def test_transformers_loads_the_fused_directory_with_the_same_logits(
         tmp_path / "fused",
         spec=SPEC,
         to="fused",
-        max_shard_bytes=max_shard_bytes,
+        options=ConversionOptions(max_shard_bytes=max_shard_bytes),
     )
     loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "fused", output_loading_info=True
@@ -135,7 +139,7 @@ def test_a_base_model_and_tied_embeddings_convert_too(tmp_path: Path) -> None:
         found = load_folder(tmp_path / f"{name}.fused")
         assert set(expected) - set(found) <= {"lm_head.weight"}, seed
         assert all(as_bytes(found[key]) == as_bytes(expected[key]) for key in found), (name, seed)
-        convert(tmp_path / f"{name}.fused", tmp_path / f"{name}.back", spec=SPEC, to="per_expert")
+        convert(tmp_path / f"{name}.fused", tmp_path / f"{name}.back", spec=SPEC, to="transformers")
         for path in (tmp_path / name).glob(WEIGHTS):
             assert (tmp_path / f"{name}.back" / path.name).read_bytes() == path.read_bytes(), seed
 
@@ -218,7 +222,7 @@ def test_files_with_every_dtype_keep_the_order_of_the_library(tmp_path: Path) ->
     }
     save_file(load_file(path) | extra, path, metadata={"format": "pt"})
     convert(tmp_path / "saved", tmp_path / "fused", spec=SPEC, to="fused")
-    convert(tmp_path / "fused", tmp_path / "back", spec=SPEC, to="per_expert")
+    convert(tmp_path / "fused", tmp_path / "back", spec=SPEC, to="transformers")
     assert (tmp_path / "back" / path.name).read_bytes() == path.read_bytes(), seed
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert config["model_type"] == "qwen3_moe"

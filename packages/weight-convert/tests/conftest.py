@@ -86,7 +86,7 @@ class Model:
 
     def write(self, folder: Path, form: str, *, num_files: int = 1) -> Path:
         """Write one form with its tensors dealt over files at random."""
-        tensors = self.per_expert if form == "per_expert" else self.fused
+        tensors = self.per_expert if form == "transformers" else self.fused
         keys = list(tensors)
         order = np.random.default_rng(self.seed + 1).permutation(len(keys))
         shuffled = [keys[i] for i in order]

@@ -14,7 +14,14 @@ from package_facts import (
     check_wrong_types,
     run_examples,
 )
-from weight_convert import StoredView, WeightConvertError, convert, get_spec, verify
+from weight_convert import (
+    ConversionOptions,
+    StoredView,
+    WeightConvertError,
+    convert,
+    get_spec,
+    verify,
+)
 from weight_convert.errors import WeightConvertTypeError
 
 README = Path(__file__).parents[1] / "README.md"
@@ -48,7 +55,10 @@ def test_the_readme_has_a_line_for_each_file_and_a_row_for_each_name() -> None:
 
 
 def test_arguments_of_a_wrong_type_are_named_by_an_error_of_the_package() -> None:
-    assert check_wrong_types(weight_convert, WeightConvertError) == 16
+    assert (
+        check_wrong_types(weight_convert, WeightConvertError, not_called={"ConversionOptions"})
+        == 17
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,14 +66,12 @@ def test_arguments_of_a_wrong_type_are_named_by_an_error_of_the_package() -> Non
     [
         lambda path: convert(path, Wrong(), spec=get_spec("qwen3_moe"), to="fused"),
         lambda path: convert(path, path / "b", spec=Wrong(), to="fused"),
-        lambda path: convert(
-            path, path / "b", spec=get_spec("qwen3_moe"), to="fused", max_shard_bytes=Wrong()
-        ),
+        lambda path: ConversionOptions(max_shard_bytes=Wrong()),
         lambda path: verify(path, path, spec=Wrong()),
         lambda path: weight_convert.inspect(path, spec=Wrong()),
-        lambda path: weight_convert.FusedExperts(fused="{layer}.up", parts=["{layer}.{expert}.up"]),
+        lambda path: convert(path, path / "b", to="fused", options=Wrong()),
         lambda path: get_spec("qwen3_moe").stored_views("model.norm.weight", Wrong()),
-        lambda path: get_spec("qwen3_moe").locate(Wrong()),
+        lambda path: get_spec("qwen3_moe").format(Wrong()),
     ],
 )
 def test_each_argument_of_a_wrong_type_is_named(call, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Under which keys, and in which layout, transformers stores the tensors of a decoder.
 
-`FamilyRules` says how a family names and lays out the tensors of an MoE block and what files spell
-otherwise, weight-convert how a fused expert tensor is cut into stored tensors.
+`FamilyRules` says how transformers' module of an MoE block names and lays out its tensors,
+weight-convert's spec of the family what files call the tensors of modules, and how they are cut.
 
     form = stored_form("mixtral", "model.layers.0.mlp.experts.down_proj", (8, 64, 96))
     form.views[3].key      # "model.layers.0.block_sparse_moe.experts.3.w2.weight"
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_train.model import rules_of, stored_name
-from weight_convert import FamilySpec, FusedExperts, StoredView
+from weight_convert import StoredView, get_spec
 
 _BLOCK = re.compile(r"(?P<layer>.+\.layers\.\d+)\.mlp\.(?P<rest>.+)")
 
@@ -45,21 +45,17 @@ def stored_form(model_type: str, name: str, shape: tuple[int, ...]) -> StoredFor
         shape: of the whole tensor, over all ranks.
     """
     name = stored_name(name)
+    spec = get_spec(model_type)
     block = _BLOCK.fullmatch(name)
-    rules = rules_of(model_type)
-    keys = {key.ours: key for key in rules.block.block_keys}
+    keys = {key.ours: key for key in rules_of(model_type).block.block_keys}
     if block is None or block["rest"] not in keys:
-        return plain_form(name, shape)
-    key = keys[block["rest"]]
-    spec = _spec_of_experts(model_type)
-    if spec is not None and spec.fused_group(name) is not None:
         views = spec.stored_views(name, shape)
-        return StoredForm(shape=shape, views=views, to_stored=key.to_theirs, to_memory=key.to_ours)
-    theirs = f"{block['layer']}.mlp.{key.theirs}".replace(*rules.renamed_on_disk)
+        return StoredForm(shape=shape, views=views, to_stored=_same, to_memory=_same)
+    key = keys[block["rest"]]
     stored_shape = tuple(key.to_theirs(torch.empty(shape, device="meta")).shape)
     return StoredForm(
         shape=stored_shape,
-        views=plain_form(theirs, stored_shape).views,
+        views=spec.stored_views(f"{block['layer']}.mlp.{key.theirs}", stored_shape),
         to_stored=key.to_theirs,
         to_memory=key.to_ours,
     )
@@ -73,23 +69,3 @@ def plain_form(name: str, shape: tuple[int, ...]) -> StoredForm:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _spec_of_experts(model_type: str) -> FamilySpec | None:
-    """How fused experts are cut; None where they are stored fused."""
-    rules = rules_of(model_type)
-    if rules.expert_parts is None:
-        return None
-    parts = tuple(
-        f"{{layer}}.mlp.experts.{{expert}}.{part}.weight".replace(*rules.renamed_on_disk)
-        for part in rules.expert_parts
-    )
-    return FamilySpec(
-        model_type=model_type,
-        experts=(
-            FusedExperts(fused="{layer}.mlp.experts.gate_up_proj", parts=parts[:2]),
-            FusedExperts(fused="{layer}.mlp.experts.down_proj", parts=parts[2:]),
-        ),
-        router="{layer}.mlp.gate.weight".replace(*rules.renamed_on_disk),
-        num_experts_keys=("num_local_experts", "num_experts", "n_routed_experts"),
-    )

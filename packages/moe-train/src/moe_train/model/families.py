@@ -202,9 +202,8 @@ class FamilyRules:
         has_dropout: `attention_dropout` drops attention weights in training.
         is_latent: DeepSeek's latent attention instead of grouped queries.
         has_mtp: `num_nextn_predict_layers` more layers predict tokens further ahead.
-        block: the MoE block and how transformers names its tensors.
-        expert_parts: names on disk of an expert's gate, up and down; None: stored fused.
-        renamed_on_disk: what files spell otherwise than transformers' modules, and how.
+        block: the MoE block and how transformers' module names its tensors; names on disk are
+            weight-convert's.
         keys: names of its config.json keys besides those of every family.
         supports: of the keys that are refused elsewhere, those that this family has.
         head_dim, rms_norm_eps, tie_word_embeddings: where the file does not say; a `head_dim` of 0
@@ -227,8 +226,6 @@ class FamilyRules:
     has_dropout: bool = True
     is_latent: bool = False
     has_mtp: bool = False
-    expert_parts: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
-    renamed_on_disk: tuple[str, str] = ("", "")
     keys: str = ""
     supports: tuple[str, ...] = ()
     head_dim: int = 0
@@ -270,8 +267,6 @@ RULES: dict[str, FamilyRules] = {
         o_bias=_always(False),
         windows=_one_window,
         rope={"rope_theta": 1e6},
-        expert_parts=("w1", "w3", "w2"),
-        renamed_on_disk=(".mlp.", ".block_sparse_moe."),
         supports=("router_jitter_noise",),
         keys="head_dim num_experts_per_tok num_local_experts router_aux_loss_coef "
         "router_jitter_noise",
@@ -347,7 +342,6 @@ RULES: dict[str, FamilyRules] = {
         is_rope_fp32=True,
         has_dropout=False,
         tie_word_embeddings=True,
-        renamed_on_disk=(".mlp.gate.moe_statics.", ".mlp.moe_statics."),
         keys="head_dim moe_capacity moe_gate moe_intermediate_size moe_k "
         "moe_layer_end_index moe_layer_interval moe_layer_start_index moe_norm_min moe_num_experts "
         "moe_num_shared_experts moe_use_aux_free num_mtp_layers num_nextn_predict_layers "
@@ -369,7 +363,6 @@ RULES: dict[str, FamilyRules] = {
         },
         has_sinks=True,
         head_dim=64,
-        expert_parts=None,
         keys="attention_bias experts_per_token head_dim initial_context_length layer_types "
         "num_experts_per_tok num_local_experts router_aux_loss_coef swiglu_alpha swiglu_limit",
     ),

@@ -1,0 +1,112 @@
+"""`weight-convert convert SRC DST --to FORMAT`: one format of a family into another."""
+
+import argparse
+import sys
+import time
+
+from weight_convert.cli.arguments import add_family, family_given, parse_size
+from weight_convert.plan import ConversionOptions
+from weight_convert.run import Progress, Report, convert
+
+_SHOWN_KEYS = 3
+_PERIOD_S = 0.1
+
+
+def add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command."""
+    parser = commands.add_parser("convert", help="convert SRC into the new directory DST")
+    parser.add_argument("src", metavar="SRC", help="model directory with safetensors weights")
+    parser.add_argument("dst", metavar="DST", help="directory to create; must not exist")
+    parser.add_argument(
+        "--to",
+        required=True,
+        metavar="FORMAT",
+        help="transformers: as save_pretrained writes; fused: one tensor per layer and projection; "
+        "`weight-convert specs` lists what each family has",
+    )
+    parser.add_argument(
+        "--from",
+        dest="source",
+        metavar="FORMAT",
+        help="format of SRC (default: found by the names of its tensors)",
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        type=parse_size,
+        default=ConversionOptions().max_shard_bytes,
+        metavar="SIZE",
+        help="limit on the tensor bytes of one file, such as 5GB or 500MiB (default: 50GB)",
+    )
+    parser.add_argument(
+        "--unknown",
+        choices=["carry", "refuse"],
+        default="carry",
+        help="what becomes of a tensor that the family's spec does not name (default: carry)",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the exact output sizes, write nothing"
+    )
+    add_family(parser)
+    parser.set_defaults(run=_run_convert)
+
+
+def _run_convert(args: argparse.Namespace) -> int:
+    started_s = time.perf_counter()
+    report = convert(
+        args.src,
+        args.dst,
+        to=args.to,
+        spec=family_given(args),
+        options=ConversionOptions(
+            max_shard_bytes=args.max_shard_size, source_format=args.source, unknown=args.unknown
+        ),
+        dry_run=args.dry_run,
+        on_progress=_progress_line() if sys.stderr.isatty() else None,
+    )
+    _print_output(report)
+    regrouped = f"{report.num_regrouped:,} of {report.num_tensors:,} tensors regrouped"
+    if report.num_regrouped == 0:
+        regrouped = f"the tensors already were as in {args.to}"
+    if report.dry_run:
+        print(f"dry run, nothing written: {regrouped}")
+    else:
+        print(f"wrote {report.dst} in {time.perf_counter() - started_s:.1f} s: {regrouped}")
+    return 0
+
+
+def _print_output(report: Report) -> None:
+    for name, size_bytes in report.files:
+        print(f"{size_bytes:>16,}  {name}")
+    print(f"{report.total_bytes:>16,}  bytes in {len(report.files)} files")
+    for item in report.left_out:
+        print(f"left out: {item.name} ({item.reason})")
+    if report.unknown_keys:
+        shown = ", ".join(report.unknown_keys[:_SHOWN_KEYS])
+        print(
+            f"carried as they are: {len(report.unknown_keys)} tensors unknown to the spec: {shown}"
+        )
+    if report.is_experimental:
+        print(f"experimental: no other project's code has shown that it reads {report.to}")
+
+
+def _progress_line() -> Progress:
+    """Return a callback that rewrites one line on a terminal, at most ten times a second."""
+    started_s = time.monotonic()
+    shown_s = 0.0
+
+    def show(done_bytes: int, total_bytes: int) -> None:
+        nonlocal shown_s
+        now_s = time.monotonic()
+        if now_s - shown_s < _PERIOD_S and done_bytes < total_bytes:
+            return
+        shown_s = now_s
+        bytes_per_s = done_bytes / max(now_s - started_s, 1e-9)
+        left_s = (total_bytes - done_bytes) / max(bytes_per_s, 1.0)
+        end = "\n" if done_bytes == total_bytes else ""
+        text = (
+            f"\r{100 * done_bytes / max(total_bytes, 1):5.1f}% of {total_bytes:,} bytes, "
+            f"{bytes_per_s / 1e6:,.0f} MB/s, {left_s:,.0f} s left "
+        )
+        print(text, end=end, file=sys.stderr, flush=True)
+
+    return show

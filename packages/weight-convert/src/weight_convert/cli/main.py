@@ -1,0 +1,47 @@
+"""The command `weight-convert`: convert, verify and inspect model directories, print specs.
+
+    weight-convert convert Qwen3-30B-A3B fused --to fused --dry-run
+    weight-convert convert Qwen3-30B-A3B fused --to fused
+    weight-convert verify Qwen3-30B-A3B fused
+    weight-convert inspect fused
+    weight-convert specs --check fused
+
+Exit status: 0 done (equal, explained), 1 the directories differ or a tensor is not explained, 2 an
+error, 130 interrupted.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from weight_convert.cli.convert import add_convert
+from weight_convert.cli.inspect import add_inspect
+from weight_convert.cli.specs import add_specs
+from weight_convert.cli.verify import add_verify
+from weight_convert.errors import WeightConvertError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="weight-convert",
+        description="Convert MoE checkpoints between the formats of their family, bit for bit.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for add in (add_convert, add_verify, add_inspect, add_specs):
+        add(commands)
+    args = parser.parse_args(argv)
+    try:
+        status: int = args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (WeightConvertError, OSError) as error:
+        print(f"weight-convert: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("weight-convert: interrupted; no output was left", file=sys.stderr)
+        return 130
+    return status

@@ -1,0 +1,32 @@
+"""`weight-convert verify A B`: whether two directories hold the same tensors, bit for bit."""
+
+import argparse
+
+from weight_convert.cli.arguments import add_family, family_given
+from weight_convert.verification import verify
+
+_SHOWN_DIFFERENCES = 20
+
+
+def add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command."""
+    parser = commands.add_parser("verify", help="compare the tensors of A and B bit for bit")
+    parser.add_argument("a", metavar="A", help="model directory, in any format")
+    parser.add_argument("b", metavar="B", help="model directory, in any format")
+    add_family(parser)
+    parser.set_defaults(run=_run_verify)
+
+
+def _run_verify(args: argparse.Namespace) -> int:
+    report = verify(args.a, args.b, spec=family_given(args))
+    for difference in report.differences[:_SHOWN_DIFFERENCES]:
+        print(f"{difference.key}: {difference.detail}")
+    if len(report.differences) > _SHOWN_DIFFERENCES:
+        print(f"... and {len(report.differences) - _SHOWN_DIFFERENCES:,} more")
+    verdict = "equal" if report.equal else f"{len(report.differences):,} differ"
+    formats = f" ({' against '.join(report.formats)})" if len(set(report.formats)) > 1 else ""
+    print(
+        f"{verdict}: {report.num_tensors:,} tensors, {report.compared_bytes:,} bytes compared"
+        f"{formats}"
+    )
+    return 0 if report.equal else 1

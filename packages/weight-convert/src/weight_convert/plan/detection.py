@@ -1,0 +1,46 @@
+"""Which family a directory is of, and in which of its formats it is.
+
+    spec = spec_of(catalog, None)                 # as config.json says
+    detect_format(catalog, spec)                  # "transformers"
+
+A family that is named and another one in `config.json` are an error: rules of the wrong family
+would cut tensors at the wrong places, and a comparison by the same rules would not see it.
+"""
+
+from collections import Counter
+
+from weight_convert.errors import UnknownFamilyError, WeightConvertError
+from weight_convert.files import Catalog
+from weight_convert.specs import FamilySpec, Matcher, get_spec
+
+
+def spec_of(catalog: Catalog, spec: FamilySpec | None) -> FamilySpec:
+    """The family of a directory: `spec`, or what its `config.json` names.
+
+    Raises:
+        WeightConvertError: `config.json` names another family than `spec`.
+        UnknownFamilyError: no spec is given and `config.json` names no known family.
+    """
+    named = catalog.config.get("model_type")
+    if spec is None:
+        if not isinstance(named, str):
+            raise UnknownFamilyError(
+                f"{catalog.directory / 'config.json'} names no model_type; name the family "
+                f'yourself (spec=get_spec("..."), or --model-type on the command line)'
+            )
+        return get_spec(named)
+    if named is not None and named != spec.model_type:
+        raise WeightConvertError(
+            f"the family {spec.model_type!r} was asked for, but {catalog.directory}/config.json is "
+            f"of model_type {named!r}; leave the family out, or correct config.json"
+        )
+    return spec
+
+
+def detect_format(catalog: Catalog, spec: FamilySpec) -> str:
+    """The format whose rules name most of a directory's tensors; `fused` where none does."""
+    counts: Counter[str] = Counter({"fused": 0})
+    for name, form in spec.formats.items():
+        matcher = Matcher([rule.source for rule in form.rules], spec.companions)
+        counts[name] += sum(matcher.find(key) is not None for key in catalog.tensors)
+    return counts.most_common(1)[0][0]

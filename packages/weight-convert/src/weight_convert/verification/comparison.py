@@ -1,0 +1,176 @@
+"""Prove that two model directories hold the same tensors, bit for bit, in any formats and files.
+
+Directories of one format are compared tensor by tensor as they stand. Of two formats, each side is
+read by its own format's rules as tensors in memory. Bytes are compared, never numbers: NaN, -0.0
+and every bit count.
+
+    verify("Qwen3-30B-A3B", "fused").equal      # True
+
+Invariant: every byte of either directory is compared once, or stands in a difference.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from weight_convert._checks import Record, check_kind
+from weight_convert.errors import CorruptFileError, UnknownFamilyError
+from weight_convert.files import Catalog, read_catalog
+from weight_convert.plan import (
+    PlannedTensor,
+    carried,
+    detect_format,
+    in_memory,
+    natural_key,
+    spec_of,
+)
+from weight_convert.specs import FamilySpec
+from weight_convert.staging import OpenFiles
+
+_BLOCK_BYTES = 256 << 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One tensor that is not the same on both sides, and how."""
+
+    key: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport(Record):
+    """Result of a comparison.
+
+    Attributes:
+        formats: the formats of the two directories; empty where they were compared as they stand.
+        num_tensors: tensors found on either side, as stored, or in memory where formats differ.
+        compared_bytes: tensor bytes that were read and compared on each side.
+        differences: what differs, in natural key order; empty when the directories hold the same.
+    """
+
+    formats: tuple[str, ...]
+    num_tensors: int
+    compared_bytes: int
+    differences: tuple[Difference, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether keys, dtypes, shapes and all bytes are the same."""
+        return not self.differences
+
+
+def verify(a: Path | str, b: Path | str, *, spec: FamilySpec | None = None) -> VerifyReport:
+    """Compare the tensors of two model directories bit for bit; the formats may differ.
+
+    Args:
+        a: a model directory.
+        b: another one.
+        spec: the family of both; None takes it from the `config.json` of either directory. Where
+            neither names a known family, the tensors are compared as they stand.
+
+    Returns:
+        What was compared and what differs. Only tensors count: metadata and other files do not.
+
+    Raises:
+        IncompleteExpertsError: the formats differ and one directory lacks experts.
+        WeightConvertError: a directory is damaged, has no weights, or is of another family.
+    """
+    check_kind(spec, (FamilySpec, type(None)), "spec must be a FamilySpec or None")
+    catalogs = (read_catalog(a), read_catalog(b))
+    formats, sides = _readings(catalogs, spec)
+    left, right = ({tensor.key: tensor for tensor in side} for side in sides)
+    keys = sorted(left.keys() | right.keys(), key=natural_key)
+    differences: list[Difference] = []
+    compared_bytes = 0
+    with _open(catalogs[0]) as files_a, _open(catalogs[1]) as files_b:
+        for key in keys:
+            detail = _headers_differ(left.get(key), right.get(key))
+            if detail is None:
+                detail = _bytes_differ(left[key], right[key], files_a, files_b)
+                compared_bytes += left[key].size_bytes
+            if detail is not None:
+                differences.append(Difference(key=key, detail=detail))
+    return VerifyReport(
+        formats=formats,
+        num_tensors=len(keys),
+        compared_bytes=compared_bytes,
+        differences=tuple(differences),
+    )
+
+
+def _readings(
+    catalogs: tuple[Catalog, Catalog], spec: FamilySpec | None
+) -> tuple[tuple[str, ...], list[list[PlannedTensor]]]:
+    """The formats and tensors to compare: in memory where both formats are known and differ."""
+    as_they_stand = [[carried(t) for t in side.tensors.values()] for side in catalogs]
+    if catalogs[0].tensors.keys() == catalogs[1].tensors.keys():
+        if spec is not None:
+            for side in catalogs:
+                spec_of(side, spec)
+        return (), as_they_stand
+    family = spec or _common_spec(*catalogs)
+    if family is None:
+        return (), as_they_stand
+    families = [spec_of(side, family) for side in catalogs]
+    formats = tuple(map(detect_format, catalogs, families))
+    if formats[0] == formats[1]:
+        return formats, as_they_stand
+    return formats, [
+        in_memory(side, family, name) for side, name in zip(catalogs, formats, strict=True)
+    ]
+
+
+def _common_spec(a: Catalog, b: Catalog) -> FamilySpec | None:
+    """The family that the config of `a`, or else that of `b`, names; None if it is not known."""
+    for side in (a, b):
+        try:
+            return spec_of(side, None)
+        except UnknownFamilyError:
+            continue
+    return None
+
+
+def _open(catalog: Catalog) -> OpenFiles:
+    return OpenFiles([catalog.directory / name for name in catalog.files])
+
+
+def _headers_differ(a: PlannedTensor | None, b: PlannedTensor | None) -> str | None:
+    """Return how presence, dtype or shape differ; None when they agree."""
+    if a is None or b is None:
+        return f"only in the {'second' if a is None else 'first'} directory"
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}"
+    return None
+
+
+def _bytes_differ(
+    a: PlannedTensor, b: PlannedTensor, files_a: OpenFiles, files_b: OpenFiles
+) -> str | None:
+    """Return where the bytes of two tensors of one size first differ; None when they are equal."""
+    size_bytes = a.size_bytes
+    for offset in range(0, size_bytes, _BLOCK_BYTES):
+        length = min(_BLOCK_BYTES, size_bytes - offset)
+        block_a, block_b = (
+            b"".join(_read(tensor, offset, length, files))
+            for tensor, files in ((a, files_a), (b, files_b))
+        )
+        if block_a != block_b:
+            first = next(
+                i for i, pair in enumerate(zip(block_a, block_b, strict=True)) if len(set(pair)) > 1
+            )
+            return f"bytes differ from byte {offset + first} of {size_bytes} on"
+    return None
+
+
+def _read(tensor: PlannedTensor, begin: int, size_bytes: int, files: OpenFiles) -> Iterator[bytes]:
+    """Read a range of a tensor in full."""
+    for piece in tensor.cut(begin, size_bytes):
+        offset, end = piece.offset_bytes, piece.offset_bytes + piece.size_bytes
+        while offset < end:
+            part = os.pread(files.fd(piece.file), end - offset, offset)
+            if not part:
+                raise CorruptFileError("a weight file became shorter while it was compared")
+            yield part
+            offset += len(part)

@@ -1,0 +1,179 @@
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weight_convert.errors import IncompleteExpertsError
+from weight_convert.files.catalog import read_catalog
+from weight_convert.plan import ConversionOptions, ConversionPlan, plan_conversion
+from weight_convert.specs import get_spec
+
+SPEC = get_spec("qwen3_moe")
+
+
+def plan_of(model: Any, folder: Path, *, form: str, num_files: int = 1, **options: Any) -> Any:
+    catalog = read_catalog(model.write(folder, form, num_files=num_files))
+    to = options.pop("to")
+    return plan_conversion(catalog, SPEC, to=to, options=ConversionOptions(**options))
+
+
+@pytest.mark.parametrize("form", ["transformers", "fused"])
+@pytest.mark.parametrize("to", ["transformers", "fused"])
+def test_extents_tile_each_target_and_read_each_source_byte_once(
+    oracle: Any, tmp_path: Path, form: str, to: str
+) -> None:
+    seed = random.randrange(2**32)
+    rng = random.Random(seed)
+    model = oracle.make_model(num_layers=3, h=rng.randint(1, 9), d=rng.randint(1, 9))
+    limit = rng.choice([1, 100, 1000, 10**9])
+    source = tmp_path / "m"
+    plan: ConversionPlan = plan_of(
+        model, source, form=form, num_files=rng.randint(1, 6), to=to, max_shard_bytes=limit
+    )
+    for target in plan.targets:
+        end = len(target.header)
+        for extent in target.extents:
+            assert extent.target_offset == end, (seed, model.seed)
+            assert extent.size_bytes > 0
+            end += extent.size_bytes
+        assert end == target.size_bytes
+    read = sorted(
+        (extent.file, extent.source_offset, extent.size_bytes)
+        for target in plan.targets
+        for extent in target.extents
+    )
+    for number, name in enumerate(plan.sources):
+        content = (source / name).read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        for _, offset, size_bytes in (extent for extent in read if extent[0] == number):
+            assert offset == end, (seed, model.seed)
+            end += size_bytes
+        assert end == len(content), (seed, model.seed)
+
+
+def test_no_file_exceeds_the_limit_unless_one_tensor_does(oracle: Any, tmp_path: Path) -> None:
+    model = oracle.make_model(num_layers=4)
+    plan = plan_of(model, tmp_path / "m", form="transformers", to="fused", max_shard_bytes=1500)
+    sizes = [target.size_bytes - len(target.header) for target in plan.targets]
+    assert len(sizes) > 3
+    assert all(
+        size <= 1500 or len(target.keys) == 1
+        for size, target in zip(sizes, plan.targets, strict=True)
+    ), model.seed
+    total = len(plan.targets)
+    assert [target.name for target in plan.targets] == [
+        f"model-{number:05d}-of-{total:05d}.safetensors" for number in range(1, total + 1)
+    ]
+
+
+def test_files_follow_the_layers_in_natural_order(oracle: Any, tmp_path: Path) -> None:
+    model = oracle.make_model(num_layers=12, h=1, d=2)
+    plan = plan_of(model, tmp_path / "m", form="fused", to="transformers", max_shard_bytes=60)
+    layers = [
+        int(key.split(".")[2])
+        for target in plan.targets
+        for key in sorted(target.keys)
+        if ".experts." in key
+    ]
+    assert layers == sorted(layers)
+
+
+def test_neighbours_on_both_sides_become_one_extent(oracle: Any, tmp_path: Path) -> None:
+    model = oracle.make_model()
+    ordered = dict(sorted(model.per_expert.items()))  # as transformers writes: gate beside up
+    oracle.write_folder(tmp_path / "m", [ordered], model.config)
+    plan = plan_conversion(read_catalog(tmp_path / "m"), SPEC, to="fused")
+    (target,) = plan.targets
+    # 12 experts, gate and up joined, and 12 downs; the rest is shared tensors
+    assert 24 <= len(target.extents) <= 24 + 11
+
+
+def test_the_index_counts_elements_and_bytes_and_keeps_other_facts(
+    model: Any, tmp_path: Path
+) -> None:
+    folder = model.write(tmp_path / "m", "transformers", num_files=2)
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["metadata"] = {"total_size": 1, "written_by": ["someone"]}
+    path.write_text(json.dumps(index))
+    plan = plan_conversion(
+        read_catalog(folder), SPEC, to="fused", options=ConversionOptions(max_shard_bytes=2000)
+    )
+    assert plan.index is not None
+    made = json.loads(plan.index)
+    sizes = [(len(data), int(len(data) and 1)) for _, _, data in model.fused.values()]
+    assert made["metadata"]["total_size"] == sum(size for size, _ in sizes) == plan.data_bytes
+    assert made["metadata"]["written_by"] == ["someone"]
+    assert set(made["weight_map"]) == set(model.fused)
+    for target in plan.targets:
+        assert {made["weight_map"][key] for key in target.keys} == {target.name}
+    # one file, yet the fact stays
+    single = plan_conversion(read_catalog(folder), SPEC, to="fused")
+    assert [target.name for target in single.targets] == ["model.safetensors"]
+    assert single.index is not None
+    assert json.loads(single.index)["metadata"]["written_by"] == ["someone"]
+
+
+def test_a_single_file_needs_no_index(model: Any, tmp_path: Path) -> None:
+    assert (
+        plan_of(model, tmp_path / "m", form="fused", num_files=2, to="transformers").index is None
+    )
+
+
+def test_regrouped_tensors_are_counted(model: Any, tmp_path: Path) -> None:
+    catalog = read_catalog(model.write(tmp_path / "m", "transformers"))
+    assert plan_conversion(catalog, SPEC, to="fused").num_regrouped == 2
+    assert plan_conversion(catalog, SPEC, to="transformers").num_regrouped == 0
+    catalog = read_catalog(model.write(tmp_path / "n", "fused"))
+    assert plan_conversion(catalog, SPEC, to="transformers").num_regrouped == 36
+
+
+def test_tensors_of_single_experts_that_no_rule_names_are_refused(
+    oracle: Any, model: Any, tmp_path: Path
+) -> None:
+    scale = "model.layers.1.mlp.experts.3.gate_proj.qweight"
+    tensors = model.per_expert | {scale: ("F32", (1,), b"abcd")}
+    oracle.write_folder(tmp_path / "m", [tensors], model.config)
+    with pytest.raises(IncompleteExpertsError, match=f"1 tensors of single experts .*{scale}"):
+        plan_conversion(read_catalog(tmp_path / "m"), SPEC, to="fused")
+
+
+def test_unknown_tensors_are_carried_by_name_or_refused(model: Any, tmp_path: Path) -> None:
+    catalog = read_catalog(model.write(tmp_path / "m", "transformers"))
+    plan = plan_conversion(catalog, SPEC, to="fused")
+    assert set(plan.unknown_keys) == {
+        "model.mtp.unheard_of",
+        "model.layers.1.self_attn.step",
+        "model.layers.1.self_attn.empty",
+    }
+    assert set(plan.unknown_keys) <= set(plan.targets[0].keys)
+    with pytest.raises(ValueError, match="3 tensors are not named by the spec of qwen3_moe"):
+        plan_conversion(catalog, SPEC, to="fused", options=ConversionOptions(unknown="refuse"))
+
+
+def test_buffers_are_no_parameters_of_the_index(oracle: Any, tmp_path: Path) -> None:
+    tensors = {
+        f"model.layers.0.mlp.experts.{e}.{part}_proj.weight": ("U8", (1, 2), b"ab")
+        for e in range(12)
+        for part in ("gate", "up", "down")
+    } | {"model.layers.0.mlp.gate.e_score_correction_bias": ("F32", (12,), bytes(48))}
+    oracle.write_folder(tmp_path / "m", [tensors], {"model_type": "deepseek_v3"})
+    options = ConversionOptions(max_shard_bytes=60)
+    plan = plan_conversion(read_catalog(tmp_path / "m"), None, to="fused", options=options)
+    assert json.loads(plan.index or b"")["metadata"] == {"total_parameters": 72, "total_size": 120}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"to": "per-expert"}, "has no format 'per-expert'; it has transformers, fused"),
+        ({"to": "fused", "source_format": "bin"}, "has no format 'bin'"),
+        ({"to": "fused", "unknown": "drop"}, "unknown='drop'; expected"),
+        ({"to": "fused", "max_shard_bytes": 0}, "max_shard_bytes=0; expected at least 1"),
+    ],
+)
+def test_bad_options_are_refused(model: Any, tmp_path: Path, options: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        plan_of(model, tmp_path / "m", form="fused", **options)

@@ -1,0 +1,42 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weight_convert import convert, get_spec, inspect, read_catalog, verify
+from weight_convert.errors import UnknownFamilyError, WeightConvertError
+from weight_convert.plan import detect_format, spec_of
+
+
+def test_the_family_comes_from_the_config(oracle: Any, model: Any, tmp_path: Path) -> None:
+    folder = model.write(tmp_path / "m", "fused")
+    assert spec_of(read_catalog(folder), None).model_type == "qwen3_moe"
+    for text in ("{}", None):
+        (folder / "config.json").unlink()
+        if text is not None:
+            (folder / "config.json").write_text(text)
+        with pytest.raises(UnknownFamilyError, match=r"names no model_type; .*--model-type"):
+            spec_of(read_catalog(folder), None)
+        assert spec_of(read_catalog(folder), get_spec("mixtral")).model_type == "mixtral"
+        (folder / "config.json").touch()
+
+
+def test_a_family_that_contradicts_the_config_is_an_error_everywhere(
+    model: Any, tmp_path: Path
+) -> None:
+    folder = model.write(tmp_path / "m", "transformers")
+    other = get_spec("gpt_oss")
+    for call in (
+        lambda: convert(folder, tmp_path / "out", to="fused", spec=other),
+        lambda: verify(folder, folder, spec=other),
+        lambda: inspect(folder, spec=other),
+    ):
+        with pytest.raises(WeightConvertError, match=r"'gpt_oss' was asked for, but .*'qwen3_moe'"):
+            call()
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_format_is_the_one_whose_names_are_there(model: Any, tmp_path: Path) -> None:
+    for form in ("transformers", "fused"):
+        catalog = read_catalog(model.write(tmp_path / form, form))
+        assert detect_format(catalog, get_spec("qwen3_moe")) == form
