@@ -12,6 +12,8 @@ from torch._C import DispatchKey, _SetExcludeDispatchKeyGuard
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._ops import OpOverload as OpOverload
 from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import get_backend_config
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # What a torch function mode and what a dispatch mode see of `F.grouped_mm`.
@@ -41,6 +43,12 @@ def run_backward(
         allow_unreachable=True,
         accumulate_grad=True,
     )
+
+
+def backend_by_device(group: ProcessGroup) -> dict[str, str]:
+    """By type of device the name of the group's backend for it."""
+    pairs = (entry.split(":", 1) for entry in get_backend_config(group).split(","))
+    return dict((kind, backend) for kind, backend in pairs)
 
 
 SavedTensorsHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]

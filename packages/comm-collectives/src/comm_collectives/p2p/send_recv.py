@@ -115,7 +115,8 @@ def recv(
         src: rank inside the group, not this one.
         group: None is the default group.
         device: where the tensor goes; None leaves it on the kind of device that it travelled on
-            (the host with gloo, the current CUDA device with nccl).
+            (the host with gloo; with nccl the current CUDA device, but the host for
+            what is sent from there).
         timeout_s: limit in seconds of each wait; None is the group's own limit.
         async_op: return a Handle at once; its `wait` returns the tensor.
 

@@ -65,7 +65,8 @@ def recv_tensors(
         src: rank inside the group, not this one.
         group: None is the default group.
         device: where the tensors go; None leaves each on the kind of device that it travelled on
-            (the host with gloo, the current CUDA device with nccl).
+            (the host with gloo; with nccl the current CUDA device, but the host for
+            what is sent from there).
         timeout_s: limit in seconds of each wait; None is the group's own limit. What comes after
             one that passed is received by the next call.
 

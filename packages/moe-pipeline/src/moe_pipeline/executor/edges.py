@@ -25,7 +25,7 @@ from typing import Protocol, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 from comm_collectives import (
     CollectiveTimeoutError,
@@ -35,6 +35,7 @@ from comm_collectives import (
     recv_tensors,
 )
 from comm_collectives.p2p import SendHandle, expect_tensors
+from moe_pipeline.executor.device_transfers import DeviceSend, Receiver, start_sends
 from moe_pipeline.executor.execution_plan import RECEIVES, Edge, ExecutionPlan, other_end
 from moe_pipeline.executor.stage_message import (
     FailureNotice,
@@ -155,6 +156,12 @@ class Transport:
     backward: ProcessGroup
     device: torch.device | None
     timeout_s: float | None
+    forward_apart: frozenset[str] = frozenset()  # by `device_kinds`
+    backward_apart: frozenset[str] = frozenset()
+
+    def apart(self, edge: Edge) -> frozenset[str]:
+        """The types of device whose tensors the backend of an edge moves itself."""
+        return self.forward_apart if edge.forward else self.backward_apart
 
     def channel(self, edge: Edge) -> Channel:
         """The peer and group of an edge."""
@@ -168,7 +175,9 @@ class GroupEdges:
     def __init__(self, plan: ExecutionPlan, rank: int, transport: Transport) -> None:
         self._plan, self._rank, self._transport = plan, rank, transport
         self._global_ranks = dist.get_process_group_ranks(transport.forward)
-        self._under_way: dict[Edge, deque[SendHandle]] = {}
+        self._under_way: dict[Edge, deque[SendHandle | DeviceSend]] = {}
+        self._receiver = Receiver(transport.device)
+        self._coming: dict[Action, list[Work]] = {}  # on a device, until the message is taken
         self._sent: Counter[Edge] = Counter()
         self._expected: dict[Edge, deque[Action]] = {}
         self._arrived: dict[Action, StageMessage] = {}
@@ -182,6 +191,7 @@ class GroupEdges:
         self._expected = {edge: deque(row) for edge, row in self._plan.expected.items()}
         self._arrived.clear()
         self._posted.clear()
+        self._coming.clear()
         for edge in self._expected:
             self._expect_next(self._transport.channel(edge))
 
@@ -193,17 +203,38 @@ class GroupEdges:
         """Start the send; wait only for one that started long before."""
         edge = self._plan.edges[action]
         channel, limit_s = self._transport.channel(edge), self._transport.timeout_s
+        apart, handles = self._transport.apart(edge), self._under_way[edge]
         try:
-            packed = pack_message(action, message)
-            self._under_way[edge].append(channel.send(packed, limit_s))
+            packed, beside = pack_message(action, message, apart)
+            handle = channel.send(packed, limit_s)
             self._sent[edge] += 1
-            self._settle(edge, _MAX_SENDS_UNDER_WAY)
+            if not apart:
+                handles.append(handle)
+                self._settle(edge, _MAX_SENDS_UNDER_WAY)
+                return
+            handles.append(
+                DeviceSend(handle, start_sends(beside, edge.peer, channel.group), beside)
+            )
+            while handles and handles[0].is_done():
+                handles.popleft().wait()
         except CommError as error:
             raise self._broken(str(action), edge.peer, error) from error
 
     def post(self, action: Action) -> None:
-        """Let the message come; one is read ahead on each channel, so wait for the one before."""
-        channel = self._transport.channel(self._plan.edges[action])
+        """Let the message come; one is read ahead on each channel, so wait for the one before.
+
+        What travels on a device is received in the order of the schedule: there the host waits for
+        the header, and queues the receives.
+        """
+        edge = self._plan.edges[action]
+        channel = self._transport.channel(edge)
+        if self._transport.apart(edge):
+            self._await(action)
+            message = self._arrived[action]
+            came, works = self._receiver.start(message.announced, edge.peer, channel.group)
+            self._coming[action] = works
+            self._arrived[action] = message.with_announced(came)
+            return
         before = self._posted.get(channel)
         if before is not None:
             self._await(before)
@@ -217,6 +248,9 @@ class GroupEdges:
         if self._posted.get(channel) == action:
             del self._posted[channel]
         try:
+            works = self._coming.pop(action, None)
+            if works is not None:
+                self._receiver.finish(self._arrived[action].tensors, works)
             for ours, count in self._plan.delivered[action].items():
                 self._settle(ours, self._sent[ours] - count)
         except CommError as error:

@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 
 from moe_pipeline._checks import check_type
 from moe_pipeline.errors import MoETypeError, MoEValueError, StageTransferError
+from moe_pipeline.executor.device_transfers import check_order, device_kinds
 from moe_pipeline.executor.edges import EdgeBrokenError, Edges, GroupEdges, LocalEdges, Transport
 from moe_pipeline.executor.execution_plan import ExecutionPlan, MicrobatchKey
 from moe_pipeline.executor.memory_track import MemoryTrack
@@ -96,10 +97,7 @@ class PipelineExecutor:
             backward = forward
             if backward_group is not None:
                 backward = _group("backward_group", backward_group, len(schedule.ranks), rank)
-            to = None if options.device is None else torch.device(options.device)
-            transport = Transport(
-                forward=forward, backward=backward, device=to, timeout_s=options.timeout_s
-            )
+            transport = _transport(schedule, forward, backward, options)
             self._edges = GroupEdges(self._plan, rank, transport)
         self._failure = ""
         self._do: dict[Kind, Callable[[_Step, MicrobatchState, Action], None]] = {
@@ -358,6 +356,27 @@ def _check_stages(stages: Mapping[int, Stage], plan: ExecutionPlan, rank: int | 
             f"{who} stages {wanted} of schedule {plan.schedule.name}, but stages {sorted(stages)} "
             "are given; give exactly those, by number"
         )
+
+
+def _transport(
+    schedule: Schedule, forward: ProcessGroup, backward: ProcessGroup, options: ExecutorOptions
+) -> Transport:
+    """How messages travel on groups that suit the schedule."""
+    found = Transport(
+        forward=forward,
+        backward=backward,
+        device=None if options.device is None else torch.device(options.device),
+        timeout_s=options.timeout_s,
+        forward_apart=device_kinds(forward),
+        backward_apart=device_kinds(backward),
+    )
+    check_order(
+        schedule,
+        kinds=found.forward_apart | found.backward_apart,
+        has_two=backward is not forward,
+        is_bound=any(group.bound_device_id is not None for group in (forward, backward)),
+    )
+    return found
 
 
 def _group(name: str, group: ProcessGroup | None, num_ranks: int, rank: int) -> ProcessGroup:

@@ -2,17 +2,18 @@
 
 A packed message is a list of tensors whose first is its header: bytes that say which action sent
 it, so that a receiver knows what arrived and refuses what it does not expect, and JSON of the rest.
-Shapes and dtypes travel in the header that `isend_tensors` puts before its tensors; nothing is
-assumed from earlier ones.
+Shapes and dtypes travel in the header that `isend_tensors` puts before its tensors, and those of
+tensors that a device moves apart (`device_transfers.py`) in this one; nothing is assumed from
+earlier ones. Headers are made and read on the host.
 
-    packed = pack_message(Action(1, Kind.SEND_FORWARD, 3), message)
+    packed, apart = pack_message(Action(1, Kind.SEND_FORWARD, 3), message)
     action, message = unpack(packed)            # or a FailureNotice
 """
 
 import ctypes
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -29,6 +30,16 @@ _ENCODE = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
 @dataclass(frozen=True, slots=True)
+class Announced:
+    """A tensor that travels apart from its message: where it belongs, on what type of device."""
+
+    place: int
+    kind: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StageMessage:
     """What one stage gives another."""
 
@@ -38,6 +49,14 @@ class StageMessage:
     flags: list[bool]
     # of activations, how the tensors are nested; see `executor/pytrees.py`
     structure: Structure = None
+    announced: tuple[Announced, ...] = ()  # tensors that come apart; `tensors` lacks them
+
+    def with_announced(self, came: Sequence[Tensor]) -> "StageMessage":
+        """The whole message, with what came apart."""
+        tensors = list(self.tensors)
+        for one, tensor in zip(self.announced, came, strict=True):
+            tensors.insert(one.place, tensor)
+        return replace(self, tensors=tensors, announced=())
 
     def tree(self, tensors: Sequence[Tensor]) -> Any:
         """`tensors`, which stand for those of the message, nested as they were."""
@@ -69,10 +88,28 @@ def gradients(found: Sequence[Tensor | None]) -> StageMessage:
     return StageMessage([g for g in found if g is not None], [g is not None for g in found])
 
 
-def pack_message(action: Action, message: StageMessage) -> list[Tensor]:
-    """What `action`, a send, sends: its header and the tensors of `message`."""
+def pack_message(
+    action: Action, message: StageMessage, apart: frozenset[str] = frozenset()
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What `action`, a send, sends: its header and tensors of `message`, and those sent apart.
+
+    `apart`: the types of device whose tensors travel apart, unless they are empty.
+    """
     flags = [int(flag) for flag in message.flags]
-    return [_header(str(action), {"g": flags, "f": message.structure}), *message.tensors]
+    content: dict[str, object] = {"g": flags, "f": message.structure}
+    beside: list[Tensor] = []
+    within, announced = [], []
+    for place, tensor in enumerate(message.tensors):
+        kind = tensor.device.type
+        if kind not in apart or not tensor.numel():
+            within.append(tensor)
+            continue
+        name = str(tensor.dtype).removeprefix("torch.")
+        announced.append([place, kind, name, list(tensor.shape)])
+        beside.append(tensor.contiguous())
+    if announced:
+        content["d"] = announced
+    return [_header(str(action), content), *within], beside
 
 
 def pack_notice(notice: FailureNotice) -> list[Tensor]:
@@ -89,13 +126,13 @@ def unpack(packed: Sequence[Tensor]) -> tuple[Action, StageMessage] | FailureNot
     action, _, content = told.partition(_END)
     if action.isspace():
         return FailureNotice(json.loads(content)["cause"])
-    flags, structure = _parsed(content)
-    message = StageMessage(list(packed[1:]), [*flags], structure)
-    announced = sum(message.flags) if structure is None else len(message.flags)
-    if announced != len(message.tensors):
+    flags, structure, announced = _parsed(content)
+    message = StageMessage(list(packed[1:]), [*flags], structure, announced)
+    expected = sum(message.flags) if structure is None else len(message.flags)
+    if expected != len(message.tensors) + len(announced):
         raise MoEValueError(
-            f"the message of {action.decode().strip()} announces {announced} tensors and carries "
-            f"{len(message.tensors)}"
+            f"the message of {action.decode().strip()} announces {expected} tensors and carries "
+            f"{len(message.tensors) + len(announced)}"
         )
     return Action.parse(action.decode()), message
 
@@ -107,6 +144,10 @@ def _header(action: str, content: dict[str, object]) -> Tensor:
 
 
 @lru_cache(maxsize=256)  # most microbatches are alike
-def _parsed(content: bytes) -> tuple[tuple[bool, ...], Structure]:
+def _parsed(content: bytes) -> tuple[tuple[bool, ...], Structure, tuple[Announced, ...]]:
     found = json.loads(content)
-    return tuple(bool(flag) for flag in found["g"]), found["f"]
+    announced = tuple(
+        Announced(place, kind, getattr(torch, name), tuple(shape))
+        for place, kind, name, shape in found.get("d", ())
+    )
+    return tuple(bool(flag) for flag in found["g"]), found["f"], announced

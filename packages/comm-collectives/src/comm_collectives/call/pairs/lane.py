@@ -89,7 +89,9 @@ class Lane:
         Raises:
             CommError: the peer cannot be reached.
         """
-        pair, kinds = self.pairs[dst], [state.transport_type(x.device) for x in tensors]
+        # What lies on the host travels there, beside whatever backend the group has.
+        devices, pair = [x.device for x in tensors], self.pairs[dst]
+        kinds = ["cpu" if on.type == "cpu" else state.transport_type(on) for on in devices]
         place, number, works = pair.send(tensors, kinds, key, flags)
         if not pair.is_sent(number):
             self.later(int)

@@ -1,0 +1,159 @@
+"""The executor on process groups with NCCL's rules: devicetest's, on the CPU's memory.
+
+That the message of a stage is announced on the host and its tensors move in the schedule's order
+holds there as on a device; streams are left to `gpu` machines.
+"""
+
+from datetime import timedelta
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from devicetest.nccl import NcclRules, register_nccl_rules
+from moe_pipeline.errors import ScheduleError, StageTransferError
+from moe_pipeline.executor.device_transfers import device_kinds
+from moe_pipeline.executor.execution_plan import stage_holders
+from moe_pipeline.executor.options import ExecutorOptions
+from moe_pipeline.executor.pipeline_executor import PipelineExecutor
+from moe_pipeline.executor.stage_io import StageOutput
+from moe_pipeline.schedules.generators.catalog import SCHEDULES
+from moe_pipeline.schedules.table.schedule import Action, Schedule
+from ranktest import run_ranks
+
+WIDTH, COUNT = 16, 4
+GROUPS = [
+    (NcclRules(buffering=buffering, order=order), count)
+    for buffering, order, count in [
+        ("none", "pair", 1),
+        ("none", "communicator", 1),
+        ("none", "communicator", 2),
+        ("small", "pair", 2),
+        ("full", "communicator", 1),
+    ]
+]
+# 1F1B with receives right before the computations that need them.
+CROSSED = (
+    "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
+    "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1",
+)
+
+
+def rows_of(microbatch):
+    return 40 if microbatch % 2 else 1  # over and under what a small buffer holds
+
+
+def pipeline(num_stages):
+    """A weight for each stage, and inputs; shapes change with every microbatch."""
+    torch.manual_seed(0)
+    weights = [
+        (torch.randn(WIDTH, dtype=torch.float64) / 4 + 1).requires_grad_()
+        for _ in range(num_stages)
+    ]
+    inputs = [(torch.randn(rows_of(m), WIDTH, dtype=torch.float64),) for m in range(COUNT)]
+    return weights, inputs
+
+
+def stages_of(weights, fail_at=None):
+    def make(index):
+        calls = []
+
+        def stage(x, *, target):
+            calls.append(1)
+            if len(calls) == fail_at:
+                raise KeyError("mine")
+            y = torch.tanh(x * weights[index])
+            if index == len(weights) - 1:
+                return StageOutput(loss=y.sum())
+            return StageOutput(tensors=(y,))
+
+        return stage
+
+    return [make(index) for index in range(len(weights))]
+
+
+def expected(num_stages):
+    weights, inputs = pipeline(num_stages)
+    for (x,) in inputs:
+        for stage in stages_of(weights):
+            output = stage(x, target=None)
+            x = output.tensors[0] if output.tensors else x
+        output.loss.backward()
+    return [w.grad for w in weights]
+
+
+def groups_of(rules, count):
+    register_nccl_rules()
+    limit = timedelta(seconds=60)
+    made = [
+        dist.new_group(backend="nccl_rules", pg_options=rules, timeout=limit) for _ in range(count)
+    ]
+    return made[0], made[-1] if count == 2 else None
+
+
+def run_schedule(schedule, rank, forward, backward):
+    weights, inputs = pipeline(schedule.num_stages)
+    holders = stage_holders(schedule)
+    mine = {i: s for i, s in enumerate(stages_of(weights)) if rank in holders[i]}
+    executor = PipelineExecutor(
+        mine,
+        schedule,
+        rank=rank,
+        forward_group=forward,
+        backward_group=backward,
+        options=ExecutorOptions(timeout_s=60),
+    )
+    executor.step(inputs)
+    return {i: weights[i].grad for i in mine if weights[i].grad is not None}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_every_schedule_ends_with_right_gradients_under_nccls_rules(num_ranks):
+    settings = GROUPS if num_ranks == 2 else GROUPS[1:2]
+    names = [name for name, make in SCHEDULES.items() if make(2, 2).has_backward]
+
+    def fn(rank, world_size):
+        found = []
+        for rules, count in settings:
+            forward, backward = groups_of(rules, count)
+            for name in names:
+                grads = run_schedule(SCHEDULES[name](world_size, COUNT), rank, forward, backward)
+                found.append({i: g.tolist() for i, g in grads.items()})
+            for group in filter(None, (forward, backward)):
+                assert group.issued and group.timed_waits == []
+        return found
+
+    ranks = run_ranks(fn, num_ranks, timeout_s=300)
+    for number, (_, name) in enumerate(product(settings, names)):
+        schedule = SCHEDULES[name](num_ranks, COUNT)
+        totals = [torch.zeros(WIDTH, dtype=torch.float64) for _ in range(schedule.num_stages)]
+        for rank in ranks:
+            for i, grad in rank[number].items():
+                totals[i] += torch.tensor(grad, dtype=torch.float64)
+        for total, right in zip(totals, expected(schedule.num_stages), strict=True):
+            assert torch.allclose(total, right, rtol=0, atol=1e-12), (name, number)
+
+
+def test_failures_are_named_and_disorder_is_refused_under_nccls_rules():
+    rows = tuple(tuple(map(Action.parse, row.split())) for row in CROSSED)
+    crossed = Schedule(name="mine", num_stages=2, num_microbatches=2, ranks=rows)
+
+    def fn(rank, world_size):
+        forward, backward = groups_of(GROUPS[0][0], 2)
+        assert device_kinds(forward) == {"cpu", "cuda"} and not device_kinds(dist.group.WORLD)
+        words = "mine would not end on 1 process group that transfer in order: deadlock: rank 0"
+        weights, inputs = pipeline(2)
+        stage = {rank: stages_of(weights, fail_at=3 if rank else None)[rank]}
+        with pytest.raises(ScheduleError, match=words):
+            PipelineExecutor(stage, crossed, rank=rank, forward_group=forward)
+        PipelineExecutor(stage, crossed, rank=rank, forward_group=forward, backward_group=backward)
+        executor = PipelineExecutor(
+            stage, SCHEDULES["1f1b"](2, COUNT), rank=rank, forward_group=forward
+        )
+        with pytest.raises(KeyError if rank else StageTransferError) as caught:
+            executor.step(inputs)
+        return str(caught.value)
+
+    told = run_ranks(fn, 2)
+    assert told[0].endswith("failed: rank 1 (stage 1) failed in 1F2: KeyError: 'mine'")
