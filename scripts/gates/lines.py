@@ -33,8 +33,8 @@ LINES_ADDED = {
     # Data people have (readers, chat, mixtures, packing, ledger), tokenizers of checkpoints, fine-
     # tuning, evaluation, generation and chat on several ranks, and what may change on resume.
     # States on the nodes between checkpoints; checkpoints of a run in a store.
-    # Muon, WSD and groups of parameters.
-    "moe-train": 10_700 + 230 + 150 + 300,
+    # Muon, WSD and groups of parameters. The comparison of a job's layouts.
+    "moe-train": 10_700 + 230 + 150 + 300 + 380,
     # Recording of CuPy, torch and whole scripts, torch's snapshots read and written, memory that is
     # bound to streams block by block; the recorder came from moe-train.
     "gpu-alloc": 1_130,

@@ -13,13 +13,23 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from moe_train.commands import CHAT, DATA, EVAL, GENERATE, INSPECT, OVERRIDE, PLAN, TRAIN
+from moe_train.commands import (
+    CHAT,
+    DATA,
+    EVAL,
+    GENERATE,
+    INSPECT,
+    OVERRIDE,
+    PLAN,
+    TRAIN,
+    VERIFY_LAYOUTS,
+)
 from moe_train.errors import MoeTrainError, RankFailedError, StoppedUnsavedError
 from unified_ckpt import CheckpointError
 
 _EXIT_FAILED = 1
 _EXIT_USER_ERROR = 2
-_COMMANDS = (TRAIN, DATA, GENERATE, CHAT, EVAL, INSPECT, PLAN)
+_COMMANDS = (TRAIN, DATA, GENERATE, CHAT, EVAL, INSPECT, PLAN, VERIFY_LAYOUTS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,3 +12,4 @@ from moe_train.commands.options import OVERRIDE as OVERRIDE
 from moe_train.commands.options import Command as Command
 from moe_train.commands.plan import PLAN as PLAN
 from moe_train.commands.train import TRAIN as TRAIN
+from moe_train.commands.verify_layouts import VERIFY_LAYOUTS as VERIFY_LAYOUTS

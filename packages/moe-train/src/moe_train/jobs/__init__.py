@@ -11,3 +11,4 @@ from moe_train.jobs.plan import plan_report as plan_report
 from moe_train.jobs.run_folder import run_folder as run_folder
 from moe_train.jobs.samples import audit_samples as audit_samples
 from moe_train.jobs.samples import write_samples as write_samples
+from moe_train.jobs.verify_layouts import verify_layouts as verify_layouts

@@ -99,7 +99,7 @@ def _check_job(
     check_space(config, model, folder)
     # One rank of a machine reads the token files through; the others wait for it when they meet.
     prepared = prepare(config, verify=os.environ.get("LOCAL_RANK", "0") == "0")
-    _check_tokenizer(config, model, prepared.tokenizer)
+    check_tokenizer(config, model, prepared.tokenizer)
     for line in open_splits(config, prepared)[0].describe():
         if rank_number() == 0:  # under torchrun every rank checks
             logger.info("%s", line)
@@ -136,8 +136,12 @@ def check_model(config: Config, model: DecoderConfig) -> None:
     rules_of_job(config, model)
 
 
-def _check_tokenizer(config: Config, model: DecoderConfig, tokenizer: TextTokenizer) -> None:
-    """Refuse a tokenizer that the model has too few rows for; say what was decided about it."""
+def check_tokenizer(config: Config, model: DecoderConfig, tokenizer: TextTokenizer) -> None:
+    """Refuse a tokenizer that the model has too few rows for; say what was decided about it.
+
+    Raises:
+        ValueError: with both numbers and the remedy.
+    """
     if tokenizer.vocab_size > model.vocab_size:
         remedy = f"lower tokenizer.vocab_size to {model.vocab_size} or use a model config with a "
         remedy += "larger vocabulary"

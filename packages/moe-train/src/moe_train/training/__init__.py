@@ -4,7 +4,9 @@ May import: checkpoint, config, data, layout, model, optim, rank, report, tokeni
 errors; comm_collectives, gpu_alloc, moe_pipeline, unified_ckpt.
 """
 
+from moe_train.training.balancing import aux_loss_coef as aux_loss_coef
 from moe_train.training.balancing import check_balancing as check_balancing
+from moe_train.training.build import Training as Training
 from moe_train.training.build import build_runner as build_runner
 from moe_train.training.build import build_training as build_training
 from moe_train.training.build import read_model_config as read_model_config

@@ -12,7 +12,7 @@ of `StepRunner`, which come out of one all-reduce.
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -133,6 +133,15 @@ class TrainingLoop:
         """
         with self._loader() as loader:
             return self._run(context, loader)
+
+    def first_steps(self, count: int) -> Iterator[StepResult]:
+        """The results of the next steps, at most `count`, without validation and checkpoints.
+
+        Collective over all ranks, which take as many.
+        """
+        with self._loader() as loader:
+            for _ in range(min(count, self.config.train.max_steps - self.position.step)):
+                yield self._step(loader, stop=False)
 
     def _run(self, context: RankContext, loader: BatchLoader) -> Path | Location | None:
         train = self.config.train

@@ -1,0 +1,47 @@
+"""The command `moe-train verify-layouts`."""
+
+import argparse
+
+from moe_train.commands.options import Command, add_config
+from moe_train.config import load_config
+from moe_train.errors import TrainValueError
+
+
+def _add(parser: argparse.ArgumentParser) -> None:
+    add_config(parser)
+    parser.add_argument("--ranks", type=int, default=4, help="processes of the largest layout (4)")
+    parser.add_argument("--layouts", type=int, default=12, help="layouts at most (12)")
+    parser.add_argument("--steps", type=int, default=20, help="steps of each layout (20)")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=1e-6,
+        help="relative difference of losses and gradient norms that is still the same (1e-6)",
+    )
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    """Run a job's first steps under many layouts and compare losses and gradient norms."""
+    for name in ("ranks", "layouts", "steps"):
+        if getattr(arguments, name) < 1:
+            raise TrainValueError(f"--{name} {getattr(arguments, name)}: expected 1 or more")
+    config = load_config(arguments.config, arguments.overrides)
+    from moe_train.jobs import verify_layouts
+
+    report = verify_layouts(
+        config,
+        max_ranks=arguments.ranks,
+        count=arguments.layouts,
+        steps=arguments.steps,
+        limit=arguments.limit,
+    )
+    print(report.text)
+    return 0 if report.holds else 1
+
+
+VERIFY_LAYOUTS = Command(
+    name="verify-layouts",
+    text="compare losses of a job under many layouts",
+    add=_add,
+    run=_verify,
+)

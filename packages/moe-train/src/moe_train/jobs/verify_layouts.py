@@ -1,0 +1,123 @@
+"""Whether a job gives the same numbers under every layout: `moe-train verify-layouts`.
+
+The job's own model, data and steps run in float32 under layouts that are as unlike as few can be;
+losses and the gradient norms before clipping are compared with those of the first, step by step.
+
+    report = verify_layouts(config, max_ranks=4, count=12, steps=20, limit=1e-6)
+    print(report.text); report.holds
+"""
+
+import dataclasses
+import json
+import logging
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_train.config import Config, dump_toml
+from moe_train.data import prepare
+from moe_train.errors import MoeTrainError, TrainValueError, check_type
+from moe_train.jobs.job import check_model, check_tokenizer
+from moe_train.jobs.layout_choice import JobLayout, choose_layouts
+from moe_train.launch import run_local
+from moe_train.training import read_model_config
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutRun:
+    """What one layout gave: loss and gradient norm (before clipping) of every step."""
+
+    layout: JobLayout
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+
+    def apart(self, other: "LayoutRun") -> tuple[float, float]:
+        """The largest relative differences of losses and of norms."""
+        return _apart(self.losses, other.losses), _apart(self.norms, other.norms)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutReport:
+    """All runs, the first of which the others are compared with."""
+
+    runs: tuple[LayoutRun, ...]
+    limit: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether every difference is within the limit."""
+        return all(max(run.apart(self.runs[0])) <= self.limit for run in self.runs)
+
+    @property
+    def text(self) -> str:
+        """A table for people."""
+        width = max(len(str(run.layout)) for run in self.runs)
+        lines = [f"{'layout':<{width}}{'last loss':>12}{'loss apart':>12}{'norm apart':>12}"]
+        for run in self.runs:
+            loss, norm = run.apart(self.runs[0])
+            said = "" if max(loss, norm) <= self.limit else f"  above {self.limit:g}"
+            lines.append(
+                f"{run.layout!s:<{width}}{run.losses[-1]:>12.6f}{loss:>12.1e}{norm:>12.1e}{said}"
+            )
+        verdict = "hold" if self.holds else "DO NOT hold"
+        steps = len(self.runs[0].losses)
+        count = f"{len(self.runs)} layouts, {steps} steps, float32"
+        lines.append(f"{count}: losses and gradient norms {verdict} to {self.limit:g} (relative)")
+        return "\n".join(lines)
+
+
+def verify_layouts(
+    config: Config, *, max_ranks: int, count: int, steps: int, limit: float
+) -> LayoutReport:
+    """Run the first steps of a job under several layouts, each in processes of its own.
+
+    Args:
+        config: its layout only says what is tried first; nothing is written to its folders.
+        max_ranks: processes of the largest layout.
+        count: layouts at most.
+        steps: of each run.
+        limit: relative difference that is still the same.
+
+    Raises:
+        ValueError: fewer than two layouts fit the job, or the job itself does not.
+        MoeTrainError: a rank failed, or the runs were stopped.
+    """
+    check_type("config", config, Config)
+    train = dataclasses.replace(config.train, dtype="float32", master_weights=False)
+    config = dataclasses.replace(config, train=train)
+    model = read_model_config(config)
+    check_model(config, model)
+    check_tokenizer(config, model, prepare(config).tokenizer)
+    layouts = choose_layouts(config, model, max_ranks=max_ranks, count=count)
+    if len(layouts) < 2:
+        raise TrainValueError(
+            f"{len(layouts)} layouts of at most {max_ranks} ranks fit this job, two are needed; "
+            "raise --ranks, or choose a train.global_batch_size with more divisors"
+        )
+    runs = []
+    with tempfile.TemporaryDirectory(prefix="moe-train-layouts-") as folder:
+        for number, layout in enumerate(layouts, start=1):
+            logger.info("layout %d of %d: %s", number, len(layouts), layout)
+            runs.append(_run(layout, layout.applied(config), Path(folder), steps))
+    return LayoutReport(runs=tuple(runs), limit=limit)
+
+
+def _run(layout: JobLayout, config: Config, folder: Path, steps: int) -> LayoutRun:
+    toml, figures = folder / "job.toml", folder / "figures.json"
+    toml.write_text(dump_toml(config), encoding="utf-8")
+    argv = [str(toml), str(figures), str(steps)]
+    if run_local(config.world_size, "moe_train.jobs.layout_rank", argv) is not None:
+        raise MoeTrainError("stopped before every layout had run")
+    values = json.loads(figures.read_bytes())
+    return LayoutRun(layout=layout, losses=tuple(values["loss"]), norms=tuple(values["norm"]))
+
+
+def _apart(values: Sequence[float], others: Sequence[float]) -> float:
+    """The largest relative difference; infinite where a value is no number."""
+    pairs = zip(values, others, strict=True)
+    found = [abs(a - b) / max(abs(b), 1e-30) for a, b in pairs]
+    return max(found) if all(map(math.isfinite, found)) else math.inf

@@ -1,0 +1,76 @@
+import math
+from collections.abc import Callable
+
+import pytest
+
+from moe_train.config import Config
+from moe_train.jobs.job import check_model
+from moe_train.jobs.layout_choice import JobLayout, choose_layouts
+from moe_train.training import read_model_config
+
+Configure = Callable[..., Config]
+
+
+def chosen(config: Config, ranks: int = 4, count: int = 12) -> list[JobLayout]:
+    return choose_layouts(config, read_model_config(config), max_ranks=ranks, count=count)
+
+
+def test_twelve_layouts_of_four_ranks_have_every_value_and_begin_with_one_rank(
+    configure: Configure,
+) -> None:
+    config = configure(num_experts=4)
+    layouts = chosen(config)
+    assert len(set(layouts)) == len(set(map(str, layouts))) == 12
+    assert str(layouts[0]) == "one rank, 1f1b, 2 microbatches"
+    assert max(layout.world_size for layout in layouts) == 4
+    assert {layout.pp for layout in layouts} == {1, 2}, "two layers"
+    assert {layout.dp for layout in layouts} == {1, 2, 3, 4}
+    assert {layout.ep for layout in layouts} == {1, 2, 4}, "four experts"
+    assert {layout.schedule for layout in layouts} == {"1f1b", "forward_then_backward"}
+    assert {layout.recompute for layout in layouts} == {None, "layers"}
+    assert {layout.gradient_accumulation_steps for layout in layouts} == {1, 2, 4}
+
+
+def test_every_layout_fits_the_job_and_keeps_all_its_other_keys(configure: Configure) -> None:
+    config = configure("checkpoint.node_folder=/dev/shm/x", num_experts=4)
+    for layout in chosen(config, ranks=6):
+        job = layout.applied(config)
+        check_model(job, read_model_config(job))
+        assert job.world_size == layout.world_size == math.prod((layout.pp, layout.dp, layout.ep))
+        assert job.train.recompute == layout.recompute and job.checkpoint.node_folder is None
+        assert (job.optimizer, job.data, job.moe) == (config.optimizer, config.data, config.moe)
+        assert job.train.global_batch_size == config.train.global_batch_size
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changes"),
+    [
+        (["moe.aux_loss_coef=0.1"], False),
+        (["moe.aux_loss_coef=0.1", "moe.aux_loss_scope=sequence"], True),
+        (["moe.z_loss_coef=0.1"], False),
+        (["moe.capacity_factor=1.5"], False),
+        ([], True),
+    ],
+)
+def test_microbatches_change_only_where_the_job_means_the_same(
+    configure: Configure, overrides: list[str], changes: bool
+) -> None:
+    counts = {layout.gradient_accumulation_steps for layout in chosen(configure(*overrides))}
+    assert (counts != {2}) == changes
+
+
+def test_a_balance_over_the_whole_step_goes_only_with_schedules_that_can(
+    configure: Configure,
+) -> None:
+    over_step = ("moe.aux_loss_coef=0.1", "moe.aux_loss_scope=global_batch")
+    config = configure(*over_step, "parallel.schedule=forward_then_backward")
+    layouts = chosen(config, count=40)
+    assert len(layouts) > 12
+    for layout in layouts:
+        alone = layout.gradient_accumulation_steps == 1
+        assert alone or layout.schedule == "forward_then_backward"
+
+
+def test_one_rank_has_layouts_too(configure: Configure) -> None:
+    layouts = chosen(configure(), ranks=1)
+    assert len(layouts) >= 6 and {layout.world_size for layout in layouts} == {1}
