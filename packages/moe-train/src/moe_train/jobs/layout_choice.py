@@ -36,7 +36,7 @@ class JobLayout:
     @property
     def world_size(self) -> int:
         """Processes that it takes."""
-        return self.pp * self.dp * self.ep
+        return math.prod((self.pp, self.dp, self.ep))
 
     def __str__(self) -> str:
         axes = [f"{a}={getattr(self, a)}" for a in ("pp", "dp", "ep") if getattr(self, a) > 1]

@@ -17,7 +17,6 @@ from moe_train.rank import RankContext, num_cores
 from moe_train.training import TrainingLoop, build_training
 
 
-# gate: same-name - what moe_train.rank calls in each module that ranks run
 def run(argv: list[str], context: RankContext) -> None:
     """Train for some steps; rank 0 writes their figures. Collective over all ranks.
 

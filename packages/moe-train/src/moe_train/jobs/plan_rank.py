@@ -12,6 +12,7 @@ from moe_train.jobs.plan import record_rank
 from moe_train.rank import RankContext
 
 
+# gate: same-name - what moe_train.rank calls in each module that ranks run
 def run(argv: list[str], context: RankContext) -> None:
     """Record this rank's allocations. Collective over all ranks.
 
