@@ -37,24 +37,24 @@ class SortedListFreeList:
 
     def add(self, ptr: int, size: int, block: Block) -> None:
         """As FreeList.add."""
-        insort(self.keys, size << 64 | ptr)
+        insort(self.keys, size << 96 | ptr)
         self.blocks[ptr] = block
         self.total_bytes += size
 
     def remove(self, ptr: int, size: int) -> Block:
         """As FreeList.remove."""
-        del self.keys[bisect_left(self.keys, size << 64 | ptr)]
+        del self.keys[bisect_left(self.keys, size << 96 | ptr)]
         self.total_bytes -= size
         return self.blocks.pop(ptr)
 
     def find(self, size_bytes: int) -> int:
         """As FreeList.find."""
-        position = bisect_left(self.keys, size_bytes << 64)
+        position = bisect_left(self.keys, size_bytes << 96)
         return self.keys[position] if position < len(self.keys) else 0
 
     def block_of(self, key: int) -> Block:
         """As FreeList.block_of."""
-        return self.blocks[key & (1 << 64) - 1]
+        return self.blocks[key & (1 << 96) - 1]
 
 
 def fragmented(free_list: type, num_free: int, seed: int) -> TwoPoolAllocator:

@@ -98,3 +98,19 @@ def test_wrong_python_values_are_refused(changes):
 def test_a_setting_of_a_pool_that_there_is_not_is_dropped_with_a_word(text, said):
     with pytest.warns(IgnoredSettingWarning, match=said):
         AllocatorConfig.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[gpu_alloc]\nalignment_size = 500", "power of two"),
+        ("[gpu_alloc]\nalignment = 512", r"unknown keys \['alignment'\]"),
+        ("alignment_size = 512", r"no table \[gpu_alloc\]"),
+        ("gpu_alloc = ", "is not TOML"),
+    ],
+)
+def test_a_wrong_file_of_settings_is_named(tmp_path, text, said):
+    (tmp_path / "tuned.toml").write_text(text)
+    with pytest.raises(ConfigError, match=said) as caught:
+        AllocatorConfig.from_toml(tmp_path / "tuned.toml")
+    assert "tuned.toml" in str(caught.value)

@@ -34,7 +34,7 @@ def test_report_holds_the_numbers():
         assert part in text
 
 
-def test_fragmentation_is_named_with_a_setting():
+def test_fragmentation_is_named_with_the_way_to_settings():
     allocator = TwoPoolAllocator(
         AddressSource(8 * MIB), AllocatorConfig(large_pool_pre_alloc_in_mb=8)
     )
@@ -43,8 +43,9 @@ def test_fragmentation_is_named_with_a_setting():
     allocator.free(blocks[2].ptr)
     report = _failure(allocator, 3 * MIB).report
     assert report.stats.fragmentation == 0.5
-    assert "fragmented: 4.00 MiB are free but the largest block is 2.00 MiB" in report.remedy()
-    assert "large_pool_pre_alloc_in_mb" in report.remedy()
+    assert "fragmented: 4.00 MiB are free but the largest place is 2.00 MiB" in report.remedy()
+    assert "gpu-alloc explain" in report.remedy()
+    assert "pre_alloc" not in report.remedy(), "a setting that nobody replayed"
 
 
 def test_memory_of_other_streams_is_named():

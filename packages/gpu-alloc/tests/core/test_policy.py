@@ -6,6 +6,7 @@ from gpu_alloc import (
     ChunkSource,
     OutOfMemoryError,
     TwoPoolAllocator,
+    check_snapshot,
 )
 
 MIB = 1 << 20
@@ -212,3 +213,15 @@ def test_release_of_one_stream_leaves_what_others_have_used():
     assert allocator.release_idle(stream=1) == 4 * MIB
     assert allocator.release_idle(stream=3) == 0
     assert source.used_bytes == 4 * MIB
+
+
+def test_a_run_may_take_more_than_a_million_chunks():
+    allocator, source = _allocator()
+    allocator._policy._num_chunks = 1 << 21
+    blocks = [allocator.malloc(size * MIB) for size in (4, 2, 6)]
+    for block in blocks:
+        allocator.free(block.ptr)
+    assert allocator.malloc(2 * MIB).ptr == blocks[1].ptr
+    assert allocator.stats().large.largest_free_bytes == 6 * MIB
+    assert check_snapshot(allocator.snapshot()) == []
+    assert source.used_bytes == 12 * MIB

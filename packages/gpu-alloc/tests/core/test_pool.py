@@ -3,8 +3,8 @@ from gpu_alloc.core.pool import Pool
 
 def _pool(*chunks):
     pool = Pool(name="large", index=1, chunk_bytes=0)
-    for ptr, size in chunks:
-        pool.add_chunk(ptr=ptr, size=size, pre_allocated=False)
+    for number, (ptr, size) in enumerate(chunks):
+        pool.add_chunk(ptr=ptr, size=size, pre_allocated=False, number=number)
     return pool
 
 
@@ -108,7 +108,7 @@ def test_counters_and_fragmentation():
 
 def test_only_idle_chunks_are_listed_and_removed():
     pool = _pool((4096, 4096), (1 << 20, 512))
-    pool.add_chunk(ptr=1 << 21, size=512, pre_allocated=True)
+    pool.add_chunk(ptr=1 << 21, size=512, pre_allocated=True, number=2)
     used = _take(pool, 4096)
     assert [c.ptr for c in pool.idle_chunks(include_pre_allocated=False)] == [1 << 20]
     assert [c.ptr for c in pool.idle_chunks(include_pre_allocated=True)] == [1 << 20, 1 << 21]
@@ -116,3 +116,8 @@ def test_only_idle_chunks_are_listed_and_removed():
         pool.remove_chunk(chunk)
     assert pool.reserved_bytes == used.size
     assert list(pool.free_entries()) == []
+
+
+def test_of_equal_places_the_one_in_the_oldest_chunk_is_taken_wherever_chunks_lie():
+    pool = _pool((1 << 30, 4096), (4096, 4096), (1 << 20, 4096))
+    assert [_take(pool, 4096).ptr for _ in range(3)] == [1 << 30, 4096, 1 << 20]

@@ -10,13 +10,28 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from gpu_alloc.cli.compare import add_compare
 from gpu_alloc.cli.config import add_config
+from gpu_alloc.cli.explain import add_explain
+from gpu_alloc.cli.info import add_info
+from gpu_alloc.cli.plot import add_plot
 from gpu_alloc.cli.record import add_record
 from gpu_alloc.cli.replay import add_replay
 from gpu_alloc.cli.sizes import add_sizes
+from gpu_alloc.cli.tune import add_tune
 from gpu_alloc.errors import AllocError
 
-_COMMANDS = (add_record, add_replay, add_sizes, add_config)
+_COMMANDS = (
+    add_record,
+    add_info,
+    add_explain,
+    add_tune,
+    add_compare,
+    add_plot,
+    add_replay,
+    add_sizes,
+    add_config,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,6 +6,7 @@ May import: sources.
 from gpu_alloc.core.allocator import Allocation as Allocation
 from gpu_alloc.core.allocator import TwoPoolAllocator as TwoPoolAllocator
 from gpu_alloc.core.config import ENV_VARIABLE as ENV_VARIABLE
+from gpu_alloc.core.config import MIB as MIB
 from gpu_alloc.core.config import AllocatorConfig as AllocatorConfig
 from gpu_alloc.core.oom import OomReport as OomReport
 from gpu_alloc.core.oom import OutOfMemoryError as OutOfMemoryError

@@ -16,6 +16,8 @@ True
 
 from typing import final
 
+_OFFSET_BITS = 44  # 16 TiB in one chunk
+
 
 @final
 class Block:
@@ -83,10 +85,24 @@ class Chunk:
     its policy's chunks were taken before it.
     """
 
-    __slots__ = ("first", "num_live", "number", "pool_index", "pre_allocated", "ptr", "size")
+    __slots__ = (
+        "first",
+        "num_live",
+        "number",
+        "pool_index",
+        "pre_allocated",
+        "ptr",
+        "shift",
+        "size",
+    )
 
-    def __init__(self, *, ptr: int, size: int, pool_index: int, pre_allocated: bool) -> None:
-        self.number = 0
+    def __init__(
+        self, *, ptr: int, size: int, pool_index: int, pre_allocated: bool, number: int = 0
+    ) -> None:
+        self.number = number
+        # Added to an address it makes a place, by which free lists order: the chunk's number, then
+        # the offset. So decisions do not depend on where a source's chunks happen to lie.
+        self.shift = (number << _OFFSET_BITS) - ptr
         self.ptr = ptr
         self.size = size
         self.pool_index = pool_index

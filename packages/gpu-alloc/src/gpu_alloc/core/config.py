@@ -9,13 +9,14 @@ checked again later.
 """
 
 import os
+import tomllib
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import final
 
-from gpu_alloc.errors import ConfigError, IgnoredSettingWarning
+from gpu_alloc.errors import ConfigError, IgnoredSettingWarning, check_kind
 
 ENV_VARIABLE = "GPU_ALLOC_CONF"
 MIB = 1 << 20
@@ -127,6 +128,31 @@ class AllocatorConfig:
             return cls.parse(text)
         except ConfigError as error:
             raise ConfigError(f"{ENV_VARIABLE}={text!r}: {error}") from None
+
+    @classmethod
+    def from_toml(cls, path: str | os.PathLike[str]) -> "AllocatorConfig":
+        """Read the table `[gpu_alloc]` of a TOML file, such as `gpu-alloc tune` writes.
+
+        Raises ConfigError as `parse` does, naming the file.
+        """
+        check_kind(path, (str, os.PathLike), "path must be a str or a Path")
+        try:
+            with open(path, "rb") as file:
+                table = tomllib.load(file)
+        except ValueError as error:
+            raise ConfigError(f"{os.fspath(path)} is not TOML: {error}") from None
+        settings = table.get("gpu_alloc")
+        if not isinstance(settings, dict):
+            raise ConfigError(f"{os.fspath(path)} has no table [gpu_alloc]; write one with tune")
+        unknown = sorted(settings.keys() - set(_NAMES))
+        if unknown:
+            raise ConfigError(
+                f"{os.fspath(path)}: unknown keys {unknown}; valid keys: {', '.join(_NAMES)}"
+            )
+        try:
+            return cls(**settings)
+        except ConfigError as error:
+            raise ConfigError(f"{os.fspath(path)}: {error}") from None
 
     def format(self) -> str:
         """Write every key in the text form that `parse` reads."""

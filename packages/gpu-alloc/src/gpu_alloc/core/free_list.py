@@ -23,7 +23,7 @@ from typing import final
 from gpu_alloc.core.block import Block
 
 _SUBBIN_BITS = 5
-_ADDRESS_BITS = 64
+_ADDRESS_BITS = 96  # a chunk's number above 44 bits of offset
 _ADDRESS_MASK = (1 << _ADDRESS_BITS) - 1
 
 
@@ -80,7 +80,7 @@ class FreeList:
         return block
 
     def find(self, size_bytes: int) -> int:
-        """The key of the smallest place of at least `size_bytes` (lowest address among equals), or
+        """The key of the smallest place of at least `size_bytes` (lowest place among equals), or
         0. Keys order as (size, address) does; `block_of` has the block.
         """
         index = bin_index(size_bytes)

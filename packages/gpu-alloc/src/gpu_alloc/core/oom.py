@@ -1,6 +1,8 @@
 """The error of a request that found no memory, with its report: the numbers, and what to change.
 
-Invariant: the remedy follows from the numbers in the same report, so a reader can check it.
+Invariant: the remedy follows from the numbers in the same report, so a reader can check it. It
+names no setting that was not tried: which settings would have fitted is found by replay (`explain`
+in the room trace).
 
 >>> format_bytes(1536)
 '1.50 KiB'
@@ -55,17 +57,14 @@ class OomReport:
         if self.usable_bytes >= self.padded_bytes:
             return (
                 f"memory is fragmented: {format_bytes(self.usable_bytes)} are free but the largest "
-                "block is "
-                f"{format_bytes(self.largest_usable_bytes)}; set {self.pool}_pool_pre_alloc_in_mb "
-                "to about "
-                f"{self.stats.reserved_peak_bytes >> 20}, or raise "
-                f"{self.pool}_pool_auto_growth_chunk_size_in_mb"
+                f"place is {format_bytes(self.largest_usable_bytes)}; record the program "
+                "(`gpu-alloc record`), and `gpu-alloc explain` replays which settings would fit"
             )
         if held >= self.padded_bytes:
             return (
                 f"{format_bytes(held - self.usable_bytes)} are free but belong to other streams; "
-                "allocate on fewer "
-                "streams, or free a stream's memory whole so that its chunks can be given back"
+                "allocate on fewer streams, or free a stream's memory whole so that its chunks can "
+                "be given back"
             )
         if self.limit_bytes and self.stats.reserved_bytes + self.padded_bytes > self.limit_bytes:
             return (

@@ -171,8 +171,7 @@ class TwoPoolPolicy:
         ptr = self._source.acquire(size)
         if ptr is None:
             return False
-        chunk = pool.add_chunk(ptr=ptr, size=size, pre_allocated=pre_allocated)
-        chunk.number = self._num_chunks
+        pool.add_chunk(ptr=ptr, size=size, pre_allocated=pre_allocated, number=self._num_chunks)
         self._num_chunks += 1
         self._reserved_peak_bytes = max(self._reserved_peak_bytes, reserved)
         return True

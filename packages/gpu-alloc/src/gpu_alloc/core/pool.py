@@ -11,7 +11,7 @@ the longest runs of blocks that are free and its own or nobody's. A pool takes n
 allocator does.
 
 >>> pool = Pool(name="large", index=1, chunk_bytes=0)
->>> chunk = pool.add_chunk(ptr=4096, size=2048, pre_allocated=False)
+>>> chunk = pool.add_chunk(ptr=4096, size=2048, pre_allocated=False, number=0)
 >>> pool.take(512, stream=0).ptr, pool.take(512, stream=7).ptr
 (5632, 5120)
 """
@@ -47,11 +47,20 @@ class Pool:
         self.requested_peak_bytes = 0
         self.reserved_peak_bytes = 0
 
-    def add_chunk(self, *, ptr: int, size: int, pre_allocated: bool) -> Chunk:
-        """Take over `size` bytes at `ptr`, which belong to no stream until one uses them."""
-        chunk = Chunk(ptr=ptr, size=size, pool_index=self.index, pre_allocated=pre_allocated)
+    def add_chunk(self, *, ptr: int, size: int, pre_allocated: bool, number: int) -> Chunk:
+        """Take over `size` bytes at `ptr`, which belong to no stream until one uses them.
+
+        number: rises from chunk to chunk, also over the pools of a policy.
+        """
+        chunk = Chunk(
+            ptr=ptr,
+            size=size,
+            pool_index=self.index,
+            pre_allocated=pre_allocated,
+            number=number,
+        )
         self.chunks[ptr] = chunk
-        self._unused[None].add(ptr, size, chunk.first)
+        self._add_unused(None, chunk.first)
         self.reserved_bytes += size
         self.reserved_peak_bytes = max(self.reserved_peak_bytes, self.reserved_bytes)
         return chunk
@@ -62,7 +71,7 @@ class Pool:
             if block.stream is not None:
                 self._pull(block)
         if chunk.first.stream is None:
-            self._unused[None].remove(chunk.first.ptr, chunk.first.size)
+            self._remove_unused(None, chunk.first)
         del self.chunks[chunk.ptr]
         self.reserved_bytes -= chunk.size
 
@@ -122,12 +131,12 @@ class Pool:
         self._put(block)
 
     def idle_chunks(self, *, include_pre_allocated: bool, stream: int | None = None) -> list[Chunk]:
-        """Chunks without a byte in use, by rising address; with `stream` those that no other
+        """Chunks without a byte in use, the oldest first; with `stream` those that no other
         stream has used.
         """
         return [
             chunk
-            for _, chunk in sorted(self.chunks.items())
+            for chunk in self.chunks.values()
             if chunk.is_idle()
             and (include_pre_allocated or not chunk.pre_allocated)
             and (stream is None or {b.stream for b in chunk.blocks()} <= {stream, None})
@@ -143,12 +152,11 @@ class Pool:
 
     def free_entries(self) -> Iterator[tuple[int | None, int, int]]:
         """(stream, address, size) of every place as the free lists hold it; None: for any."""
-        for stream, places in self._places.items():
-            for ptr, size in places.entries():
-                yield stream, ptr, size
-        for unused in self._unused.values():
-            for ptr, size in unused.entries():
-                yield None, ptr, size
+        lists: list[tuple[int | None, FreeList]] = [*self._places.items()]
+        lists += [(None, unused) for unused in self._unused.values()]
+        for stream, places in lists:
+            for place, size in places.entries():
+                yield stream, place - places.block_of(place).chunk.shift, size
 
     def stats(self) -> PoolStats:
         """The counters now."""
@@ -189,28 +197,36 @@ class Pool:
         places = self._places.get(stream)
         if places is None:
             places = self._places[stream] = FreeList()
+        shift = block.chunk.shift
         if unused is None or unused.stream is not None:
-            places.add(block.ptr, block.size, block)
+            places.add(block.ptr + shift, block.size, block)
             return
-        places.add(unused.ptr, unused.size + block.size, block)
+        places.add(unused.ptr + shift, unused.size + block.size, block)
         if stream not in self._unused:
             self._unused[stream] = FreeList()
-        self._unused[None].remove(unused.ptr, unused.size)
-        self._unused[stream].add(unused.ptr, unused.size, unused)
+        self._remove_unused(None, unused)
+        self._add_unused(stream, unused)
 
     def _pull(self, block: Block) -> None:
         """Undo `_put`."""
         stream, unused = block.stream, block.prev
         if stream is None:
             return
+        shift = block.chunk.shift
         if unused is None or unused.stream is not None:
-            self._places[stream].remove(block.ptr, block.size)
+            self._places[stream].remove(block.ptr + shift, block.size)
             return
-        self._places[stream].remove(unused.ptr, unused.size + block.size)
-        self._unused[stream].remove(unused.ptr, unused.size)
-        self._unused[None].add(unused.ptr, unused.size, unused)
+        self._places[stream].remove(unused.ptr + shift, unused.size + block.size)
+        self._remove_unused(stream, unused)
+        self._add_unused(None, unused)
         if len(self._unused) > _KEPT_LISTS and not self._unused[stream]:
             del self._unused[stream]  # streams come and go, and `take` looks into each list
+
+    def _add_unused(self, stream: int | None, unused: Block) -> None:
+        self._unused[stream].add(unused.ptr + unused.chunk.shift, unused.size, unused)
+
+    def _remove_unused(self, stream: int | None, unused: Block) -> None:
+        self._unused[stream].remove(unused.ptr + unused.chunk.shift, unused.size)
 
     def _cut_place(self, block: Block, size: int) -> Block:
         """The last `size` bytes of the place of a stream's free block."""
@@ -223,9 +239,9 @@ class Pool:
             return tail
         unused = block.prev
         if unused is not None:
-            self._unused[None].remove(unused.ptr, unused.size)
+            self._remove_unused(None, unused)
             if not block.take_end_of_prev(size - block.size):
-                self._unused[None].add(unused.ptr, unused.size, unused)
+                self._add_unused(None, unused)
         return block
 
     def _cut_unused(self, unused: Block, size: int, stream: int) -> Block:
@@ -233,11 +249,11 @@ class Pool:
         after = unused.next
         if after is not None and after.is_free:
             self._pull(after)
-        self._unused[None].remove(unused.ptr, unused.size)
+        self._remove_unused(None, unused)
         block = unused
         if unused.size > size:
             block = unused.split(size)
-            self._unused[None].add(unused.ptr, unused.size, unused)
+            self._add_unused(None, unused)
         block.stream = stream
         block.is_free = False
         if after is not None and after.is_free:

@@ -11,3 +11,4 @@ from gpu_alloc.cupy.pool import CupyPool as CupyPool
 from gpu_alloc.cupy.pool import cuda_version_problem as cuda_version_problem
 from gpu_alloc.cupy.pool import install as install
 from gpu_alloc.cupy.pool import uninstall as uninstall
+from gpu_alloc.cupy.pool import use as use

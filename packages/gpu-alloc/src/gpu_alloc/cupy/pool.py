@@ -19,6 +19,7 @@ and at interpreter exit.
     uninstall()                       # arrays that are still alive stay valid
 """
 
+import os
 import sys
 import threading
 import warnings
@@ -276,6 +277,20 @@ def install(
         cupy.cuda.set_allocator(now.allocator)
         _INSTALLATION.now = now  # gate: module-state - CuPy has one allocator a process
         return pool
+
+
+def use(
+    config: AllocatorConfig | str | os.PathLike[str] | None = None,
+    *,
+    backend: CupyBackend | None = None,
+) -> CupyPool:
+    """`install` with settings, or with the file of settings that `gpu-alloc tune` wrote.
+
+    Raises as `install` and `AllocatorConfig.from_toml` do.
+    """
+    if isinstance(config, (str, os.PathLike)):
+        config = AllocatorConfig.from_toml(config)
+    return install(config, backend=backend)
 
 
 def uninstall() -> None:

@@ -50,9 +50,8 @@ def load_trace(path: str | os.PathLike[str]) -> list[TraceEvent]:
     `read_torch_snapshot`). Raises TraceError naming file and line for whatever is not a trace.
     """
     check_kind(path, (str, os.PathLike), "path must be a str or a Path")
-    with Path(path).open("rb") as start:
-        if start.read(1) == _PICKLE:
-            return read_torch_snapshot(path)
+    if is_torch_snapshot(path):
+        return read_torch_snapshot(path)
     events: list[TraceEvent] = []
     with Path(path).open(encoding="utf-8") as file:
         try:
@@ -65,6 +64,12 @@ def load_trace(path: str | os.PathLike[str]) -> list[TraceEvent]:
         except UnicodeDecodeError as error:
             raise TraceError(f"{os.fspath(path)} is not text: {error}") from None
     return events
+
+
+def is_torch_snapshot(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is a pickle, as torch's snapshots are, and no trace."""
+    with Path(path).open("rb") as start:
+        return start.read(1) == _PICKLE
 
 
 def _record_of(event: TraceEvent) -> dict[str, str | int]:

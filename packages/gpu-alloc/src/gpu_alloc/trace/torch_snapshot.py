@@ -36,6 +36,25 @@ def read_torch_snapshot(
 
     Raises TraceError for what is no snapshot, one without a history, or several devices with one.
     """
+    entries, segments = device_history(snapshot, device)
+    reader = _Reader()
+    for number, entry in enumerate(entries):
+        try:
+            reader.read(entry)
+        except (KeyError, TypeError) as error:
+            raise TraceError(
+                f"entry {number} of the history is no allocation: {error!r} in {entry!r}"
+            ) from None
+    return reader.trace(_live_blocks(segments))
+
+
+def device_history(
+    snapshot: Mapping[str, Any] | str | os.PathLike[str], device: int | None
+) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """The history of one device in a snapshot, or in a file of one, and its segments at the end.
+
+    Raises as `read_torch_snapshot` does.
+    """
     check_kind(snapshot, (Mapping, str, os.PathLike), "snapshot must be a mapping or a path")
     if not isinstance(snapshot, Mapping):
         snapshot = _unpickle(Path(snapshot))
@@ -46,15 +65,8 @@ def read_torch_snapshot(
             "before the program, and _dump_snapshot() after it"
         )
     chosen = _device(histories, device)
-    reader = _Reader()
-    for number, entry in enumerate(histories[chosen]):
-        try:
-            reader.read(entry)
-        except (KeyError, TypeError) as error:
-            raise TraceError(
-                f"entry {number} of device {chosen} is no allocation: {error!r} in {entry!r}"
-            ) from None
-    return reader.trace(_live_blocks(snapshot, chosen))
+    segments = [s for s in snapshot.get("segments", ()) if s["device"] == chosen]
+    return histories[chosen], segments
 
 
 def torch_snapshot(
@@ -183,10 +195,10 @@ class _Reader:
         return self._number
 
 
-def _live_blocks(snapshot: Mapping[str, Any], device: int) -> Iterator[Mapping[str, Any]]:
-    for segment in snapshot.get("segments", ()):
+def _live_blocks(segments: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    for segment in segments:
         address = segment["address"]
-        for block in segment["blocks"] if segment["device"] == device else ():
+        for block in segment["blocks"]:
             if block["state"] != "inactive":
                 size = block.get("requested_size") or block["size"]
                 yield {

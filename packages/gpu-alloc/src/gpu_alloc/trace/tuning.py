@@ -1,0 +1,180 @@
+"""The settings under which a trace needs the smallest device, found on its first steps.
+
+A candidate is a way to make settings for a device of a given size, since a slab is as large as the
+device lets it be. Candidates are ranked on the first part of a trace; the best are then measured on
+all of it, so that the figure counts steps that the choice has not seen.
+
+Invariant: what is returned was replayed: `config` runs the whole trace on `capacity_bytes`.
+
+>>> step = [TraceEvent(action="alloc", block_id=1, size_bytes=3 << 20)]
+>>> tune(step).capacity_bytes >> 20
+4
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import final
+
+from gpu_alloc.core import MIB, AllocatorConfig
+from gpu_alloc.errors import AllocValueError, check_kind
+from gpu_alloc.events import TraceEvent
+from gpu_alloc.sources import round_up
+from gpu_alloc.trace.replaying import GRANULARITY_BYTES, replay
+
+_FINALISTS = 3
+_CHUNKS_MB = (20, 64, 256)
+_SMALL_MB = (1, 4, 16, 64, 256)
+
+Candidate = Callable[[int], AllocatorConfig]  # settings for a device of so many MiB
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """What `tune` found.
+
+    name: of the candidate that won. capacity_bytes: the smallest device on which it runs the trace.
+    peak_live_bytes: the floor. first_ratio, ratio: capacity over the peak of live bytes, on the
+    first part of the trace, which the choice has seen, and on all of it.
+    """
+
+    name: str
+    config: AllocatorConfig
+    capacity_bytes: int
+    peak_live_bytes: int
+    first_ratio: float
+    ratio: float
+
+    def to_toml(self) -> str:
+        """The settings as a file that `gpu_alloc.cupy.use` reads."""
+        lines = [
+            f"# {self.name}: {self.ratio:.3f} x the peak of live bytes, "
+            f"on a device of {self.capacity_bytes} bytes",
+            "[gpu_alloc]",
+        ]
+        for field in fields(self.config):
+            lines.append(f"{field.name} = {str(getattr(self.config, field.name)).lower()}")
+        return "\n".join(lines) + "\n"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_toml()` to a file."""
+        check_kind(path, (str, os.PathLike), "path must be a str or a Path")
+        Path(path).write_text(self.to_toml(), encoding="utf-8")
+
+
+def candidates(trace: Sequence[TraceEvent]) -> Mapping[str, Candidate]:
+    """What is tried for a trace, by name."""
+    found: dict[str, Candidate] = {
+        "growth by the request": partial(_of_size, AllocatorConfig()),
+        "one pool, growth by the request": partial(
+            _of_size, AllocatorConfig(small_pool_size_in_mb=0)
+        ),
+        "one slab for all": partial(_slab, AllocatorConfig(small_pool_size_in_mb=0)),
+        "half a slab, then by the request": _half_slab,
+        "idle chunks given back before growth": partial(
+            _of_size, AllocatorConfig(free_when_no_cache_hit=True)
+        ),
+    }
+    for chunk_mb in _CHUNKS_MB:
+        config = AllocatorConfig(large_pool_auto_growth_chunk_size_in_mb=chunk_mb)
+        found[f"growth by {chunk_mb} MiB"] = partial(_of_size, config)
+    for size_mb in _SMALL_MB:
+        config = AllocatorConfig(
+            small_pool_size_in_mb=size_mb, small_pool_auto_growth_chunk_size_in_mb=size_mb
+        )
+        held = replay(trace, config).stats.small.reserved_peak_bytes
+        small_mb = round_up(held, GRANULARITY_BYTES) // MIB
+        name = f"a slab beside a pool up to {size_mb} MiB"
+        found[name] = partial(_slab, config, beside_mb=small_mb)
+        found[f"{name} with a slab"] = partial(_slab, config, beside_mb=small_mb, small=True)
+    return found
+
+
+def _of_size(config: AllocatorConfig, device_mb: int) -> AllocatorConfig:
+    return config
+
+
+def _half_slab(device_mb: int) -> AllocatorConfig:
+    return AllocatorConfig(large_pool_pre_alloc_in_mb=device_mb // 2)
+
+
+def _slab(
+    config: AllocatorConfig, device_mb: int, *, beside_mb: int = 0, small: bool = False
+) -> AllocatorConfig:
+    """A slab of what `beside_mb` leaves of the device, and with `small` one of those too."""
+    return replace(
+        config,
+        large_pool_pre_alloc_in_mb=max(device_mb - beside_mb, 0),
+        small_pool_pre_alloc_in_mb=min(beside_mb, device_mb) if small else 0,
+    )
+
+
+def tune(trace: Sequence[TraceEvent], *, first: float = 0.4) -> Tuned:
+    """The candidate that runs `trace` on the smallest device, chosen on its `first` part.
+
+    About 100 replays of the first part and 30 of the whole. Raises AllocValueError for a trace
+    without allocations or a part outside (0, 1], TraceError as `replay` does.
+    """
+    check_kind(trace, Sequence, "trace must be a sequence of TraceEvents")
+    check_kind(first, (int, float), "first must be a number")
+    if not 0 < first <= 1:
+        raise AllocValueError(f"first={first} is outside (0, 1]; use for example 0.4")
+    live = replay(trace, AllocatorConfig()).peak_live_bytes
+    if not live:
+        raise AllocValueError("the trace allocates nothing; record a program that does")
+    beginning = trace[: max(int(len(trace) * first), 1)]
+    live_first = max(replay(beginning, AllocatorConfig()).peak_live_bytes, 1)
+    ranked: list[tuple[int, str, Candidate]] = []
+    for name, candidate in candidates(beginning).items():
+        best = min((size for size, _, _ in ranked), default=None)
+        size = smallest_device(beginning, candidate, live_first, at_most=best)
+        if size is not None:
+            ranked.append((size, name, candidate))
+    ranked.sort(key=lambda entry: entry[0])
+    won: tuple[int, int, str, Candidate] | None = None
+    for size_first, name, candidate in ranked[:_FINALISTS]:
+        size = smallest_device(trace, candidate, live, at_most=won[0] if won else None)
+        if size is not None and (won is None or size < won[0]):
+            won = (size, size_first, name, candidate)
+    if won is None:
+        raise AllocValueError("no candidate runs the trace on any device")
+    size, size_first, name, candidate = won
+    return Tuned(
+        name=name,
+        config=candidate(size // MIB),
+        capacity_bytes=size,
+        peak_live_bytes=live,
+        first_ratio=size_first / live_first,
+        ratio=size / live,
+    )
+
+
+def smallest_device(
+    trace: Sequence[TraceEvent], candidate: Candidate, live_bytes: int, *, at_most: int | None
+) -> int | None:
+    """Smallest device, in bytes, on which a candidate runs `trace`; None when it is above
+    `at_most`.
+    """
+
+    def runs(pages: int) -> bool:
+        size = pages * GRANULARITY_BYTES
+        return replay(trace, candidate(size // MIB), size).oom is None
+
+    fails = live_bytes // GRANULARITY_BYTES - 1
+    works = 2 + 2 * max(fails, 1)
+    if at_most is not None:
+        works = max(at_most // GRANULARITY_BYTES, fails + 1)
+        if not runs(works):
+            return None
+    while at_most is None and not runs(works):
+        works *= 2
+    while works - fails > 1:
+        middle = (works + fails) // 2
+        if runs(middle):
+            works = middle
+        else:
+            fails = middle
+    return works * GRANULARITY_BYTES

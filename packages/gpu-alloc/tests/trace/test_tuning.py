@@ -1,0 +1,47 @@
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpu_alloc import AllocatorConfig, AllocError, TraceEvent, minimal_capacity, replay
+from gpu_alloc.trace import tune
+
+MIB = 1 << 20
+Traces = Callable[..., list[TraceEvent]]
+
+
+def test_what_is_tuned_was_replayed_and_is_no_worse_than_the_defaults(moe_trace: Traces) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    trace = moe_trace(seed, steps=4)
+    tuned = tune(trace)
+    result = replay(trace, tuned.config, tuned.capacity_bytes)
+    assert result.oom is None, f"seed {seed}"
+    assert result.peak_live_bytes == tuned.peak_live_bytes
+    assert tuned.capacity_bytes == pytest.approx(tuned.ratio * tuned.peak_live_bytes)
+    assert tuned.capacity_bytes <= minimal_capacity(trace, AllocatorConfig()), f"seed {seed}"
+
+
+def test_settings_survive_their_file(tmp_path: Path, moe_trace: Traces) -> None:
+    tuned = tune(moe_trace(3))
+    tuned.save(tmp_path / "tuned.toml")
+    assert AllocatorConfig.from_toml(tmp_path / "tuned.toml") == tuned.config
+    assert str(tuned.capacity_bytes) in (tmp_path / "tuned.toml").read_text()
+
+
+def test_alignment_counts_in_the_ratio() -> None:
+    trace = [TraceEvent(action="alloc", block_id=1, size_bytes=2 * MIB)]
+    assert tune(trace).ratio == 1.0
+
+
+@pytest.mark.parametrize(
+    ("first", "said"), [(0.0, r"outside \(0, 1\]"), (1.5, "outside"), ("x", "number")]
+)
+def test_a_part_that_is_none_is_refused(first: float, said: str) -> None:
+    with pytest.raises(AllocError, match=said):
+        tune([TraceEvent(action="alloc", block_id=1, size_bytes=2)], first=first)
+
+
+def test_a_trace_without_allocations_is_refused() -> None:
+    with pytest.raises(AllocError, match="allocates nothing"):
+        tune([TraceEvent(action="mark", note="step")])
