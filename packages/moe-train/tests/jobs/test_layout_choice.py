@@ -26,7 +26,7 @@ def test_twelve_layouts_of_four_ranks_have_every_value_and_begin_with_one_rank(
     assert {layout.pp for layout in layouts} == {1, 2}, "two layers"
     assert {layout.dp for layout in layouts} == {1, 2, 3, 4}
     assert {layout.ep for layout in layouts} == {1, 2, 4}, "four experts"
-    assert {layout.schedule for layout in layouts} == {"1f1b", "forward_then_backward"}
+    assert len({layout.schedule for layout in layouts}) == 4
     assert {layout.recompute for layout in layouts} == {None, "layers"}
     assert {layout.gradient_accumulation_steps for layout in layouts} == {1, 2, 4}
 

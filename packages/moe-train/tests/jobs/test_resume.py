@@ -23,6 +23,7 @@ OF_THE_JOB = {
         "parallel.dp=2",
         "parallel.ep=3",
         "parallel.schedule=forward_then_backward",
+        "parallel.schedule=zb_1p",
         "train.global_batch_size=24",
         "train.gradient_accumulation_steps=1",
         "train.max_steps=40",

@@ -26,6 +26,13 @@ LAYOUTS = {
     "dp2": ("parallel.dp=2",),
     "pp2 ep3": ("parallel.pp=2", "parallel.ep=3"),
     "pp2 forward then backward": ("parallel.pp=2", "parallel.schedule=forward_then_backward"),
+    "pp2 ep3 zb_1p": ("parallel.pp=2", "parallel.ep=3", "parallel.schedule=zb_1p"),
+    "pp2 zb_2p recompute": (
+        "parallel.pp=2",
+        "parallel.schedule=zb_2p",
+        "train.recompute=layers",
+        "train.gradient_accumulation_steps=4",
+    ),
 }
 STEPS, LR = 3, 0.02
 
@@ -176,12 +183,15 @@ def test_an_embedding_on_two_stages_is_updated_and_counted_once(
     compare(config, random_batches, expected, 1e-6)
 
 
+@pytest.mark.parametrize("layout", ["one rank", "pp2 zb_1p"])
 def test_master_weights_sum_and_update_bfloat16_in_fp32(
-    configure: Configure, random_batches: Batches
+    configure: Configure, random_batches: Batches, layout: str
 ) -> None:
     low = ("train.dtype=bfloat16", "train.master_weights=true")
     expected = plainly_trained(configure(*low), random_batches, own_losses)
-    compare(configure(*low), random_batches, expected, 1e-6)
+    split = ("parallel.pp=2", "parallel.schedule=zb_1p", "train.gradient_accumulation_fusion=true")
+    overrides = split if layout == "pp2 zb_1p" else ()
+    compare(configure(*low, *overrides), random_batches, expected, 1e-6)
 
 
 TRAINABLE = {

@@ -30,8 +30,11 @@ class ParallelConfig(Table):
         minimum=1,
         on_resume="free",
     )
-    schedule: Literal["1f1b", "forward_then_backward"] = key(
-        "order in which a pipeline stage runs its microbatches", default="1f1b", on_resume="free"
+    schedule: Literal["1f1b", "forward_then_backward", "zb_1p", "zb_2p"] = key(
+        "order in which a pipeline stage runs its microbatches; zb_1p and zb_2p fill the bubble "
+        "with weight gradients, in the memory of 1f1b and in up to twice that",
+        default="1f1b",
+        on_resume="free",
     )
     timeout_s: float = key(
         "longest wait of a rank for another one before the job fails",

@@ -18,7 +18,8 @@ from moe_train.jobs.job import check_model
 from moe_train.model import DecoderConfig
 from moe_train.training import aux_loss_coef
 
-_SCHEDULES: tuple[Literal["1f1b", "forward_then_backward"], ...] = ("1f1b", "forward_then_backward")
+_Schedule = Literal["1f1b", "forward_then_backward", "zb_1p", "zb_2p"]
+_SCHEDULES: tuple[_Schedule, ...] = ("1f1b", "forward_then_backward", "zb_1p", "zb_2p")
 _RECOMPUTE: tuple[Literal["layers"] | None, ...] = (None, "layers")
 
 
@@ -29,7 +30,7 @@ class JobLayout:
     pp: int
     dp: int
     ep: int
-    schedule: Literal["1f1b", "forward_then_backward"]
+    schedule: _Schedule
     gradient_accumulation_steps: int
     recompute: Literal["layers"] | None
 

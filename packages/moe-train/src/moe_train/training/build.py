@@ -14,7 +14,7 @@ from torch import nn
 
 from moe_pipeline import PipelineExecutor, Schedule
 from moe_pipeline.executor import ExecutorOptions, TiedParameters
-from moe_pipeline.schedules import forward_only, forward_then_backward, one_f_one_b
+from moe_pipeline.schedules import SCHEDULES, forward_only
 from moe_train.checkpoint import Checkpointer, NodeStates, checkpoint_files
 from moe_train.config import Config
 from moe_train.data import prepare
@@ -51,8 +51,6 @@ from moe_train.training.step import StepRunner
 from unified_ckpt import ManagerOptions
 from unified_ckpt.files.storage import as_target
 
-_SCHEDULES = {"1f1b": one_f_one_b, "forward_then_backward": forward_then_backward}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
@@ -79,8 +77,9 @@ def read_model_config(config: Config) -> DecoderConfig:
 
 def training_schedule(config: Config) -> Schedule:
     """What the pipeline's ranks do in a step; pure."""
-    make = _SCHEDULES[config.parallel.schedule]
-    return make(config.parallel.pp, config.train.gradient_accumulation_steps)
+    return SCHEDULES[config.parallel.schedule](
+        config.parallel.pp, config.train.gradient_accumulation_steps
+    )
 
 
 def rules_of_job(config: Config, model: DecoderConfig) -> dict[str, UpdateRule]:
