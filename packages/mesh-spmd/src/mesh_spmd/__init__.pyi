@@ -14,4 +14,7 @@ from mesh_spmd.mesh import axis_group as axis_group
 from mesh_spmd.reshard import Plan as Plan
 from mesh_spmd.reshard import Topology as Topology
 from mesh_spmd.reshard import execute as execute
+from mesh_spmd.reshard import join_tensors as join_tensors
 from mesh_spmd.reshard import plan_reshard as plan_reshard
+from mesh_spmd.reshard import reshard_tensor as reshard_tensor
+from mesh_spmd.reshard import split_tensor as split_tensor

@@ -317,3 +317,48 @@ def test_execute_needs_a_process_group() -> None:
     one = TensorSpec((6,), torch.float32, Spec(mesh, (Shard(0),)))
     with pytest.raises(MeshStateError, match="needs a process group"):
         execute(plan_reshard(one, one), torch.zeros(3))
+
+
+def test_experts_and_flat_moments_are_the_same_bits_after_other_numbers_of_ranks() -> None:
+    """64 experts: ep 8 -> 16 -> 4 -> 8, ragged on the way, weights and flat optimizer states."""
+    seed = random.randrange(2**32)
+    chance = random.Random(seed)
+    shape, ranks = (64, 3, 5), range(16)
+
+    def layout(ep: int, *, ragged: bool) -> Spec:
+        mesh = ProcessMesh((16 // ep, ep), ("dp", "ep"))
+        cuts = sorted(chance.randint(0, 64) for _ in range(ep - 1))
+        parts = [b - a for a, b in itertools.pairwise([0, *cuts, 64])]
+        return Spec.from_axes(mesh, {"ep": Shard(0)}, sizes={"ep": parts} if ragged else None)
+
+    specs = [layout(8, ragged=False), layout(16, ragged=True), layout(4, ragged=True)]
+    specs.append(specs[0])
+    states: list[list[TensorSpec]] = [
+        [
+            TensorSpec(shape, torch.bfloat16, spec),
+            TensorSpec(shape, torch.float32, FlatSpec(spec, ("dp",))),
+        ]
+        for spec in specs
+    ]
+    whole = [torch.randn(shape).to(tensor.dtype) for tensor in states[0]]
+    held: dict[int, list[torch.Tensor | None]] = {
+        rank: [part_of(w, t, rank) for w, t in zip(whole, states[0], strict=True)] for rank in ranks
+    }
+    for before, after in itertools.pairwise(states):
+        plan = plan_reshard(before, after)
+        held, lockstep = run_in_threads(plan, held, ranks)
+        assert lockstep.sent == plan.sent_bytes
+        for rank in ranks:
+            lacking = sum(
+                missing(a, b, rank) * a.dtype.itemsize for a, b in zip(before, after, strict=True)
+            )
+            assert plan.received_bytes[rank] == lacking, f"seed {seed}"
+            for part, w, t in zip(held[rank], whole, after, strict=True):
+                assert part is not None and torch.equal(part, part_of(w, t, rank)), f"seed {seed}"
+
+
+def missing(before: TensorSpec, after: TensorSpec, rank: int) -> int:
+    """Elements that a rank wants and lacks, counted on a numbered tensor."""
+    numbered = torch.arange(before.numel).reshape(before.shape)
+    had, wanted = (set(part_of(numbered, t, rank).flatten().tolist()) for t in (before, after))
+    return len(wanted - had)

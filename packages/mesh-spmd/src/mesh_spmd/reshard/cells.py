@@ -14,13 +14,13 @@ ranges of their intersection.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import product
 
 import torch
 
 from mesh_spmd.layout import FlatSpec, Spec, dim_bounds
 from mesh_spmd.mesh import ProcessMesh
+from mesh_spmd.reshard.caches import remembered
 
 Column = torch.Tensor  # int64, one number for each rank of the mesh, or one for all
 
@@ -82,7 +82,7 @@ class Shared:
         return self.end - self.begin
 
 
-@lru_cache(maxsize=256)
+@remembered(maxsize=256)
 def cells_of(shape: tuple[int, ...], spec: Spec | FlatSpec, shift: tuple[int, ...]) -> Cells:
     """Return the cells of a tensor of `shape`, `shift` elements along each dim from where it is.
 
@@ -120,7 +120,7 @@ class _Grid:
     holders: torch.Tensor
 
 
-@lru_cache(maxsize=256)
+@remembered(maxsize=256)
 def _grid(spec: Spec | FlatSpec, ndim: int) -> _Grid:
     boxes = spec.spec if isinstance(spec, FlatSpec) else spec
     at = _coordinates(boxes.mesh)
@@ -220,7 +220,7 @@ def _below(
     return count
 
 
-@lru_cache(maxsize=64)
+@remembered(maxsize=64)
 def _coordinates(mesh: ProcessMesh) -> tuple[Column, ...]:
     table = torch.tensor(list(product(*(range(size) for size in mesh.shape))), dtype=torch.int64)
     return tuple(table[:, axis].contiguous() for axis in range(len(mesh.shape)))

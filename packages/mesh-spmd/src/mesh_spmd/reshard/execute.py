@@ -52,7 +52,7 @@ def execute(
 
     Returns:
         A new tensor, of the target's local shape; None outside the target's mesh; for a plan of
-        lists, a list of these. Gradients are not recorded; see `reshard`.
+        lists, a list of these. Gradients are not recorded; see `reshard_tensor`.
 
     Raises:
         MeshTypeError: a local tensor is missing, superfluous or of another dtype.

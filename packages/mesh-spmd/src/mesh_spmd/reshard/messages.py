@@ -10,10 +10,10 @@ Invariant: a pair of ranks has at most one message of each move, and orders them
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
+from mesh_spmd.reshard.caches import remembered
 from mesh_spmd.reshard.cells import Shared, shared
 from mesh_spmd.reshard.moves import Move
 
@@ -96,7 +96,7 @@ def _due_before(move: Move, cell: int, position: int) -> int:
     return int(_due_begins(move, cell)[position])
 
 
-@lru_cache(maxsize=512)
+@remembered(maxsize=512)
 def _due_begins(move: Move, cell: int) -> torch.Tensor:
     demands = move.demands(move.source.cells.holders[cell][:1]).numel
     return demands.cumsum(0) - demands

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import product
 
 import torch
@@ -22,6 +21,7 @@ from torch.distributed.tensor import Partial, Replicate
 from mesh_spmd.errors import MeshTypeError
 from mesh_spmd.layout import FlatSpec, Spec, TensorSpec
 from mesh_spmd.mesh import ProcessMesh
+from mesh_spmd.reshard.caches import remembered
 from mesh_spmd.reshard.cells import Cells, Shared, cells_of, shared, window
 
 _LINEAR = ("sum", "avg")
@@ -164,7 +164,7 @@ def restricted(spec: Spec | FlatSpec, fixed: Mapping[str, int]) -> Spec | FlatSp
     return Spec.from_axes(sub, whole, order=order, sizes=dict(spec.sizes))
 
 
-@lru_cache(maxsize=256)
+@remembered(maxsize=256)
 def common(source: ProcessMesh, target: ProcessMesh) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the positions, in each of the two meshes, of the ranks that are in both."""
     found = [

@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
 from mesh_spmd.layout import FlatSpec, Spec, TensorSpec
 from mesh_spmd.mesh import ProcessMesh
+from mesh_spmd.reshard.caches import remembered
 from mesh_spmd.reshard.cells import cells_of, holders_of
 from mesh_spmd.reshard.moves import Link, Move, Reduction, moves_of
 from mesh_spmd.reshard.senders import water_fill
@@ -151,23 +151,23 @@ def _holders_in(ranks: tuple[int, ...], move: Move) -> torch.Tensor:
     return _spec_holders(ranks, move.source.spec, len(move.source.shape))
 
 
-@lru_cache(maxsize=256)
+@remembered(maxsize=256)
 def _spec_holders(ranks: tuple[int, ...], spec: Spec | FlatSpec, ndim: int) -> torch.Tensor:
     return _index_in(ranks, spec.mesh)[holders_of(spec, ndim)]
 
 
-@lru_cache(maxsize=64)
+@remembered(maxsize=64)
 def _all_ranks(meshes: tuple[ProcessMesh, ...]) -> tuple[int, ...]:
     return tuple(sorted({rank for mesh in meshes for rank in mesh.ranks}))
 
 
-@lru_cache(maxsize=256)
+@remembered(maxsize=256)
 def _index_in(ranks: tuple[int, ...], mesh: ProcessMesh) -> torch.Tensor:
     index = {rank: position for position, rank in enumerate(ranks)}
     return torch.tensor([index[rank] for rank in mesh.ranks], dtype=torch.int64)
 
 
-@lru_cache(maxsize=1024)
+@remembered(maxsize=1024)
 def _described(spec: Spec | FlatSpec) -> str:
     if isinstance(spec, FlatSpec):
         return f"flat({_described(spec.spec)},{spec.axes},{spec.sizes})"
@@ -182,6 +182,6 @@ def _checksum(numbers: torch.Tensor) -> int:
     return int((flat * _weights(flat.numel())).sum())
 
 
-@lru_cache(maxsize=64)
+@remembered(maxsize=64)
 def _weights(count: int) -> torch.Tensor:
     return (torch.arange(1, count + 1) * 0x1E3779B97F4A7C15) | 1

@@ -1,0 +1,105 @@
+"""All pairs of placements: bytes of the busiest rank over the bound, and planning over DTensor's.
+
+The bound comes from the max-flow program of the package's tests. DTensor's planner is the
+graph-based one (Dijkstra); both plan with empty caches, ours with the messages of one rank; CPU
+time, the median of all pairs that were timed.
+
+    python benchmarks/mesh_spmd_reshard.py bytes
+    python benchmarks/mesh_spmd_reshard.py time --pairs 60
+"""
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from loading import load_test
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+from torch.distributed.tensor import _redistribute as redistribute
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from mesh_spmd import ProcessMesh, Spec, TensorSpec, plan_reshard
+from mesh_spmd.reshard import forget_plans
+
+MESHES = [(2, 4), (4, 8), (2, 2, 4), (3, 5)]
+Pair = tuple[tuple[Placement, ...], tuple[Placement, ...]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one of the two measurements and print its figure as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", choices=["bytes", "time"])
+    parser.add_argument("--pairs", type=int, default=0, help="pairs of each mesh; 0 takes all")
+    arguments = parser.parse_args(argv)
+    tests = load_test("mesh-spmd", "reshard/test_plan")
+    ratios: list[float] = []
+    for mesh_shape in MESHES:
+        mesh = ProcessMesh(mesh_shape, tuple("abc"[: len(mesh_shape)]))
+        pairs = list(itertools.permutations(tests.all_placements(mesh, 3), 2))
+        if arguments.pairs:
+            pairs = random.sample(pairs, min(arguments.pairs, len(pairs)))
+        for shape in [(8, 8, 16), (7, 5, 3)]:
+            measure = _bytes if arguments.what == "bytes" else _planning
+            ratios += [measure(mesh, shape, pair, tests) for pair in pairs]
+            print(f"{mesh_shape} {shape}: {len(pairs)} pairs, worst {max(ratios)}", file=sys.stderr)
+    value = max(ratios) if arguments.what == "bytes" else statistics.median(ratios)
+    report = {
+        "figure": f"mesh_spmd_reshard_{arguments.what}",
+        "value": round(value, 5),
+        "unit": "x",
+        "n": len(ratios),
+        "low": round(min(ratios), 5),
+        "high": round(max(ratios), 5),
+    }
+    print(json.dumps(report))
+    return 0
+
+
+def _bytes(mesh: ProcessMesh, shape: tuple[int, ...], pair: Pair, tests: object) -> float:
+    """The worse of received and sent bytes of the busiest rank, over the bound."""
+    source, target = (TensorSpec(shape, torch.float32, Spec(mesh, p)) for p in pair)
+    plan = plan_reshard(source, target)
+    owned = [(tests.owned(source), tests.owned(target), 4)]  # type: ignore[attr-defined]
+    limits = (tests.busiest_receiver(owned), tests.busiest_sender(owned))  # type: ignore[attr-defined]
+    return max(
+        moved / limit if limit else float(moved + 1)
+        for moved, limit in zip(plan.busiest_bytes, limits, strict=True)
+    )
+
+
+def _planning(mesh: ProcessMesh, shape: tuple[int, ...], pair: Pair, tests: object) -> float:
+    """CPU time of our plan over that of DTensor's."""
+    device_mesh = DeviceMesh(
+        "cpu", torch.arange(mesh.size).view(mesh.shape), _init_backend=False, _rank=0
+    )
+    meta = TensorMeta(torch.Size(shape), torch.empty(shape).stride(), torch.float32)
+    specs = [DTensorSpec(device_mesh, p, tensor_meta=meta) for p in pair]
+
+    def theirs() -> None:
+        redistribute.clear_redistribute_planner_cache()
+        redistribute._gen_transform_infos_non_cached(*specs, use_graph_based_transform=True)
+
+    def ours() -> None:
+        forget_plans()
+        source, target = (TensorSpec(shape, torch.float32, Spec(mesh, p)) for p in pair)
+        plan = plan_reshard(source, target)
+        plan.sends(0), plan.receives(0), plan.copies(0)
+
+    return _cpu_s(ours) / _cpu_s(theirs)
+
+
+def _cpu_s(run: Callable[[], None]) -> float:
+    begun = time.process_time()
+    run()
+    return max(time.process_time() - begun, 1e-9)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main())

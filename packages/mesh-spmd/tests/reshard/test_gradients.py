@@ -1,0 +1,111 @@
+"""Gradients through resharding, on running ranks, against autograd on the whole tensor."""
+
+import pytest
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from mesh_spmd import (
+    MeshTypeError,
+    MeshValueError,
+    ProcessMesh,
+    Spec,
+    TensorSpec,
+    join_tensors,
+    reshard_tensor,
+    split_tensor,
+)
+from mesh_spmd.reshard import plan_join, plan_split
+from ranktest import run_ranks
+
+WHOLE = ProcessMesh((2, 2), ("pp", "ep"))  # of 5 ranks; rank 4 is outside
+STAGES = [WHOLE.submesh("ep", of={"pp": pp}) for pp in range(2)]
+EXPERTS, ROWS = 7, 3
+
+
+def layouts() -> tuple[TensorSpec, list[TensorSpec]]:
+    """7 experts over all ranks; 4 of them on the first stage and 3, unevenly, on the second."""
+    whole = TensorSpec((EXPERTS, ROWS), torch.float64, Spec.from_dims(WHOLE, [("pp", "ep"), None]))
+    ragged = Spec.from_axes(STAGES[1], {"ep": Shard(0)}, sizes={"ep": (3, 0)})
+    parts = [
+        TensorSpec((4, ROWS), torch.float64, Spec.from_axes(STAGES[0], {"ep": Shard(0)})),
+        TensorSpec((3, ROWS), torch.float64, ragged),
+    ]
+    return whole, parts
+
+
+def test_experts_go_to_sub_meshes_and_back_with_gradients_and_ranks_outside_take_part() -> None:
+    whole, parts = layouts()
+    value = torch.randn(EXPERTS, ROWS, dtype=torch.float64)
+    weight = torch.randn(EXPERTS, ROWS, dtype=torch.float64)
+    starts = (0, 4)
+
+    def box(tensor: TensorSpec, rank: int, start: int = 0) -> tuple[slice, ...]:
+        rows, columns = tensor.box(rank).slices()
+        return slice(rows.start + start, rows.stop + start), columns
+
+    def fn(rank: int, world_size: int) -> None:
+        inside = whole.mesh.position(rank) is not None
+        local = value[box(whole, rank)].clone().requires_grad_() if inside else None
+        held = split_tensor(local, whole, parts)
+        loss = torch.zeros((), dtype=torch.float64)
+        for part, tensor, start in zip(held, parts, starts, strict=True):
+            if tensor.mesh.position(rank) is None:
+                assert part.numel() == 0
+                loss = loss + part.sum()
+                continue
+            here = box(tensor, rank, start)
+            assert torch.equal(part, value[here])
+            loss = loss + (part**2 * weight[here]).sum()
+        back = join_tensors(held, parts, whole)
+        if local is None:
+            (loss + back.sum()).backward()
+            return
+        assert torch.equal(back, local)
+        (loss + 3 * back.sum()).backward()
+        expected = 2 * value * weight + 3
+        assert local.grad is not None
+        torch.testing.assert_close(local.grad, expected[box(whole, rank)], rtol=1e-12, atol=0)
+        check_reshard(rank, value)
+
+    def check_reshard(rank: int, value: torch.Tensor) -> None:
+        # A partial sum becomes sharded; its gradient is on every rank of the sum.
+        source = TensorSpec((EXPERTS, ROWS), torch.float64, Spec(WHOLE, (Partial(), Replicate())))
+        target = TensorSpec((EXPERTS, ROWS), torch.float64, Spec(WHOLE, (Shard(0), Shard(1))))
+        addend = ((rank // 2 + 1) * value).requires_grad_()
+        got = reshard_tensor(addend, source, target, GROUP[0])
+        here = target.box(rank).slices()
+        torch.testing.assert_close(got, 3 * value[here], rtol=1e-12, atol=0)
+        (got * weight[here]).sum().backward()
+        assert addend.grad is not None
+        assert torch.equal(addend.grad, weight)
+
+    GROUP: list[object] = [None]
+
+    def with_group(rank: int, world_size: int) -> None:
+        import torch.distributed as dist
+
+        GROUP[0] = dist.new_group([0, 1, 2, 3])
+        fn(rank, world_size)
+
+    run_ranks(with_group, 5)
+
+
+def test_parts_that_do_not_make_up_the_whole_are_refused() -> None:
+    whole, parts = layouts()
+    with pytest.raises(MeshValueError, match="4 together; the whole has 7"):
+        plan_split(whole, parts[:1])
+    with pytest.raises(MeshValueError, match="part 0 has shape"):
+        plan_join(parts, whole, dim=1)
+    due = TensorSpec((4, ROWS), torch.float64, Spec(STAGES[0], (Partial(),)))
+    with pytest.raises(MeshValueError, match="part 0 has partial values over ep"):
+        plan_join([due, parts[1]], whole)
+    with pytest.raises(MeshTypeError, match="partial sums of the source alone"):
+        split_tensor(None, whole, [due, parts[1]])
+
+
+def test_a_split_moves_each_expert_once() -> None:
+    whole, parts = layouts()
+    plan = plan_split(whole, parts)
+    # Boxes of all ranks: 2, 2, 2, 1 experts; of the stages: 2, 2 and 3, 0.
+    assert plan.received_bytes == {0: 0, 1: 0, 2: 8 * ROWS, 3: 0}
+    assert plan.sent_bytes == {0: 0, 1: 0, 2: 0, 3: 8 * ROWS}
