@@ -33,6 +33,7 @@ from gpu_alloc.cupy import (  # noqa: E402
     uninstall,
 )
 from gpu_alloc.errors import CudaVersionWarning  # noqa: E402
+from gpu_alloc.sources import StreamEvents  # noqa: E402
 
 MIB = 1 << 20
 
@@ -396,6 +397,61 @@ def test_differing_cuda_majors_are_warned_of_once(monkeypatch: pytest.MonkeyPatc
 def test_the_adapter_is_imported_without_cupy() -> None:
     code = "import sys, gpu_alloc.cupy_memory; assert 'cupy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_an_array_used_on_another_stream_is_kept_until_its_work_is_done() -> None:
+    class Events(StreamEvents):
+        done = False
+
+        def record(self, stream: int) -> int:
+            return stream
+
+        def is_done(self, event: int) -> bool:
+            assert event == 22
+            return self.done
+
+        def wait(self, event: int) -> None:
+            raise AssertionError("there is room")
+
+        def is_capturing(self, stream: int) -> bool:
+            return False
+
+    class Backend(HostBackend):
+        def events(self, device_id: int) -> StreamEvents:
+            return events
+
+    events, backend = Events(), Backend()
+    pool = CupyPool(AllocatorConfig(), backend=backend)
+    with cupy.cuda.using_allocator(pool.malloc):
+        array = cupy.ndarray((3 * MIB,), dtype="u1")
+        address = array.data.ptr
+        pool.record_stream(array[100:], SimpleNamespace(ptr=22))
+        del array
+        assert cupy.ndarray((3 * MIB,), dtype="u1").data.ptr != address
+        events.done = True
+        assert cupy.ndarray((3 * MIB,), dtype="u1").data.ptr == address
+        with pytest.raises(AllocError, match="not allocated here"):
+            pool.record_stream(cupy.ndarray((0,), dtype="u1"), SimpleNamespace(ptr=22))
+
+
+@pytest.mark.gpu
+def test_gpu_an_array_used_on_another_stream_is_kept_until_its_work_is_done() -> None:
+    pool = CupyPool(AllocatorConfig())
+    other = cupy.cuda.Stream(non_blocking=True)
+    with cupy.cuda.using_allocator(pool.malloc):
+        for _ in range(20):
+            array = cupy.ndarray((64 * MIB,), dtype="u1")
+            array.fill(7)
+            cupy.cuda.get_current_stream().synchronize()
+            with other:
+                copies = [array.copy() for _ in range(8)]
+            pool.record_stream(array, other)
+            del array
+            cupy.ndarray((64 * MIB,), dtype="u1").fill(9)
+            other.synchronize()
+            assert all(int(copy.min()) == int(copy.max()) == 7 for copy in copies)
+            del copies
+    assert check_snapshot(pool.allocator().snapshot()) == []
 
 
 @pytest.fixture

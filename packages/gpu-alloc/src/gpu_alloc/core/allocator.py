@@ -26,6 +26,7 @@ from typing import NamedTuple, TypeVar, final
 
 from gpu_alloc.core.block import Block
 from gpu_alloc.core.config import AllocatorConfig
+from gpu_alloc.core.deferred import DeferredFrees
 from gpu_alloc.core.oom import OomReport, OutOfMemoryError
 from gpu_alloc.core.policy import TwoPoolPolicy
 from gpu_alloc.core.snapshot import Snapshot, take_snapshot
@@ -39,7 +40,7 @@ from gpu_alloc.errors import (
     check_kind,
 )
 from gpu_alloc.events import TraceEvent
-from gpu_alloc.sources import ChunkSource
+from gpu_alloc.sources import ChunkSource, StreamEvents
 
 _T = TypeVar("_T")
 
@@ -60,6 +61,9 @@ class TwoPoolAllocator:
         memory of this allocator. The default collects Python garbage, which may hold the last
         reference to arrays.
 
+    events: what `record_stream` needs; None: blocks are reused in the order of their own stream
+        only.
+
     Raises AllocValueError when the source aligns chunks to less than `alignment_size`, and
     OutOfMemoryError when the pre-allocation does not fit.
     """
@@ -70,6 +74,7 @@ class TwoPoolAllocator:
         config: AllocatorConfig | None = None,
         *,
         on_exhausted: Callable[[], object] = gc.collect,
+        events: StreamEvents | None = None,
     ) -> None:
         check_kind(source, ChunkSource, "source must be a ChunkSource")
         self.config = AllocatorConfig.from_env() if config is None else config
@@ -83,6 +88,8 @@ class TwoPoolAllocator:
         self._closed = False
         self._live: dict[int, Block] = {}
         self._pending: deque[Block] = deque()
+        self._users: dict[int, set[int]] = {}  # pointer -> other streams that use the block
+        self._deferred = None if events is None else DeferredFrees(events)
         self._serial = 0
         self._events: list[TraceEvent] | None = None
         self._recorded: set[int] = set()
@@ -104,8 +111,13 @@ class TwoPoolAllocator:
                 return Allocation(0, 0)
             raise AllocValueError(f"malloc of {requested} bytes; a size must be 0 or more")
         allocation = self._try_malloc(requested, stream, last_resort=False)
+        if allocation is None and self._deferred is not None:
+            self._exclusively(lambda: self._reap(everything=True))
+            allocation = self._try_malloc(requested, stream, last_resort=False)
         if allocation is None:
             self._on_exhausted()
+            if self._deferred is not None:
+                self._exclusively(lambda: self._reap(wait=True))
             allocation = self._try_malloc(requested, stream, last_resort=True)
         if allocation is None:
             raise OutOfMemoryError(self._exclusively(lambda: self._fail(requested, stream)))
@@ -140,6 +152,20 @@ class TwoPoolAllocator:
             finally:
                 self._lock.release()
 
+    def record_stream(self, ptr: int, stream: int) -> None:
+        """Say that work on `stream` uses the allocation at `ptr`, which was made for another: once
+        freed, it is reused only after the work that is queued on `stream` by then is done.
+
+        Raises InvalidFreeError for a pointer that is not allocated, AllocValueError without events.
+        """
+        if self._deferred is None:
+            raise AllocValueError("record_stream needs an allocator that was made with events=")
+        block = self._live.get(ptr)
+        if block is None:
+            raise InvalidFreeError(f"record_stream of {ptr:#x}, which is not allocated here")
+        if stream != block.stream:
+            self._users.setdefault(block.serial, set()).add(stream)
+
     def release_idle(
         self, *, include_pre_allocated: bool = False, stream: int | None = None
     ) -> int:
@@ -159,6 +185,7 @@ class TwoPoolAllocator:
 
         def close() -> None:
             self._closed = True
+            self._reap(wait=True)
             self._policy.release_idle(include_pre_allocated=True)
 
         self._exclusively(close)
@@ -248,7 +275,7 @@ class TwoPoolAllocator:
                     raise ClosedError(
                         f"malloc of {requested} bytes after close(); make a new allocator"
                     )
-                if self._pending:
+                if self._pending or self._deferred:
                     self._drain()
                 block = self._policy.take(
                     requested=requested, stream=stream, last_resort=last_resort
@@ -274,16 +301,34 @@ class TwoPoolAllocator:
                 action="alloc", block_id=self._serial, size_bytes=requested, stream=stream
             )
             self._events += [taken, replace(taken, action="free", size_bytes=0)]
-        return self._policy.report(requested, stream)
+        report = self._policy.report(requested, stream)
+        if self._deferred:
+            return replace(report, waiting_bytes=self._deferred.waiting_bytes)
+        return report
 
     def _drain(self) -> None:
         pending = self._pending
         while pending:
             block = pending.popleft()
-            if self._events is not None and block.serial in self._recorded:
-                self._recorded.remove(block.serial)
-                self._events.append(TraceEvent(action="free", block_id=block.serial, size_bytes=0))
-            self._policy.give(block, drop_idle=self._closed)
+            users = self._users.pop(block.serial, None) if self._users else None
+            if users and self._deferred is not None:
+                self._deferred.add(block, frozenset(users))
+            else:
+                self._give(block)
+        if self._deferred:
+            self._reap()
+
+    def _reap(self, *, everything: bool = False, wait: bool = False) -> None:
+        """Take back deferred blocks whose events are done."""
+        if self._deferred is not None:
+            for block in self._deferred.done(everything=everything, wait=wait):
+                self._give(block)
+
+    def _give(self, block: Block) -> None:
+        if self._events is not None and block.serial in self._recorded:
+            self._recorded.remove(block.serial)
+            self._events.append(TraceEvent(action="free", block_id=block.serial, size_bytes=0))
+        self._policy.give(block, drop_idle=self._closed)
 
     def _record_alloc(self, block: Block) -> None:
         if self._events is not None:

@@ -33,7 +33,8 @@ class OomReport:
     requested_bytes, padded_bytes: the request before and after padding to the alignment.
     limit_bytes: the hard limit in force; 0 is none.
     usable_bytes: free bytes that the request's stream may use in both pools; largest_usable_bytes:
-    the largest block.
+    the largest block. waiting_bytes: of the bytes in use, those that are freed and wait for the
+    event of another stream (only while a graph is captured; otherwise they were waited for).
     """
 
     requested_bytes: int
@@ -44,6 +45,7 @@ class OomReport:
     limit_bytes: int
     usable_bytes: int
     largest_usable_bytes: int
+    waiting_bytes: int = 0
 
     def remedy(self) -> str:
         """One sentence: the cause that the numbers show, and what to change."""
@@ -53,6 +55,12 @@ class OomReport:
             return (
                 f"the request alone exceeds the limit of {format_bytes(self.limit_bytes)}; raise "
                 "memory_limit_in_mb"
+            )
+        if self.waiting_bytes:
+            return (
+                f"{format_bytes(self.waiting_bytes)} are freed and wait for other streams, which "
+                "cannot be asked while a graph is captured; end the capture, or capture with "
+                "memory that was allocated before"
             )
         if self.usable_bytes >= self.padded_bytes:
             return (

@@ -10,7 +10,14 @@ import threading
 from abc import ABC, abstractmethod
 from typing import Any, final
 
-from gpu_alloc.sources import ChunkSource, CudaSource, HostSource, import_cupy
+from gpu_alloc.sources import (
+    ChunkSource,
+    CudaEvents,
+    CudaSource,
+    HostSource,
+    StreamEvents,
+    import_cupy,
+)
 
 
 class CupyBackend(ABC):
@@ -35,6 +42,10 @@ class CupyBackend(ABC):
     @abstractmethod
     def total_bytes(self) -> int:
         """Memory of the current device in bytes."""
+
+    def events(self, device_id: int) -> StreamEvents | None:
+        """Events of that device, for `record_stream`; None: it has none."""
+        return None
 
 
 @final
@@ -73,6 +84,10 @@ class CudaBackend(CupyBackend):
     def total_bytes(self) -> int:
         """See `CupyBackend.total_bytes`."""
         return int(self._cuda.runtime.memGetInfo()[1])
+
+    def events(self, device_id: int) -> StreamEvents:
+        """See `CupyBackend.events`."""
+        return CudaEvents(device_id)
 
 
 @final

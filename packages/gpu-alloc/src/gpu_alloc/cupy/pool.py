@@ -162,7 +162,9 @@ class CupyPool:
                 found = self._allocators.get(device)
                 if found is None:
                     source = _HookedSource(self._backend.source(device), device)
-                    found = self._allocators[device] = TwoPoolAllocator(source, self.config)
+                    found = self._allocators[device] = TwoPoolAllocator(
+                        source, self.config, events=self._backend.events(device)
+                    )
         return found
 
     def stats(self) -> Stats:
@@ -176,6 +178,17 @@ class CupyPool:
         """
         name = None if stream is None else self._backend.name_of(stream)
         self.allocator().release_idle(stream=name)
+
+    def record_stream(self, array: Any, stream: Any) -> None:
+        """Say that work on `stream` (a `cupy.cuda.Stream`) uses `array`, which was made for
+        another: its memory is reused only after what is queued on `stream` when it dies.
+
+        array: a `cupy.ndarray` or `MemoryPointer` of this pool. A per-thread default stream is
+        named in its own thread. Raises as `TwoPoolAllocator.record_stream` does.
+        """
+        memory = getattr(array, "data", array).mem
+        allocator = self.allocator(memory.device_id)
+        allocator.record_stream(int(memory.ptr), self._backend.name_of(stream))
 
     def free_all_free(self) -> None:
         """As `free_all_blocks`, under the name that CuPy keeps for old programs."""

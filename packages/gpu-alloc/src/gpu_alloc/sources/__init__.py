@@ -6,6 +6,8 @@ May import: no room.
 from gpu_alloc.sources.address import AddressSource as AddressSource
 from gpu_alloc.sources.chunk_source import ChunkSource as ChunkSource
 from gpu_alloc.sources.chunk_source import round_up as round_up
+from gpu_alloc.sources.cuda import CudaEvents as CudaEvents
 from gpu_alloc.sources.cuda import CudaSource as CudaSource
 from gpu_alloc.sources.cuda import import_cupy as import_cupy
 from gpu_alloc.sources.host import HostSource as HostSource
+from gpu_alloc.sources.stream_events import StreamEvents as StreamEvents

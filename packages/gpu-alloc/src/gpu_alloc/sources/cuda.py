@@ -1,4 +1,4 @@
-"""`cudaMalloc` through CuPy as a source, and the one place that imports cupy.
+"""`cudaMalloc` and CUDA events through CuPy, and the one place that imports cupy.
 
 Importing this module imports no cupy. Invariant: a missing cupy is one error that says what to
 install.
@@ -9,10 +9,12 @@ from importlib import import_module
 from typing import Any, final
 
 from gpu_alloc.sources.chunk_source import ChunkSource
+from gpu_alloc.sources.stream_events import StreamEvents
 
 _CUDA_ALIGNMENT_BYTES = 512  # what CuPy and torch rely on for cudaMalloc
 _CUDA_GRANULARITY_BYTES = 2 << 20  # a physical page; cudaMalloc maps whole ones
 _CUDA_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+_PER_THREAD_STREAM = 2  # cudaStreamPerThread
 
 
 @cache
@@ -59,3 +61,46 @@ class CudaSource(ChunkSource):
         """See `ChunkSource.release`."""
         with self._device:
             self._runtime.free(ptr)
+
+
+@final
+class CudaEvents(StreamEvents):
+    """CUDA events of one device, recorded on streams by their handles."""
+
+    def __init__(self, device_id: int) -> None:
+        self._cuda = import_cupy().cuda
+        self._device = self._cuda.Device(device_id)
+        self._runtime = self._cuda.runtime
+
+    def record(self, stream: int) -> Any:
+        """See `StreamEvents.record`; None for a stream that was destroyed."""
+        with self._device:
+            event = self._cuda.Event(disable_timing=True)
+            try:
+                self._runtime.eventRecord(event.ptr, _handle(stream))
+            except self._runtime.CUDARuntimeError:
+                self._runtime.deviceSynchronize()
+                return None
+            return event
+
+    def is_done(self, event: Any) -> bool:
+        """See `StreamEvents.is_done`."""
+        return event is None or bool(event.done)
+
+    def wait(self, event: Any) -> None:
+        """See `StreamEvents.wait`."""
+        if event is not None:
+            event.synchronize()
+
+    def is_capturing(self, stream: int) -> bool:
+        """See `StreamEvents.is_capturing`."""
+        current = int(self._cuda.get_current_stream().ptr)
+        try:
+            return any(self._runtime.streamIsCapturing(s) for s in {_handle(stream), current})
+        except self._runtime.CUDARuntimeError:
+            return False  # destroyed: no capture is in progress on it
+
+
+def _handle(stream: int) -> int:
+    """CUDA's handle of a stream as the pool names it: negative names are per-thread streams."""
+    return stream if stream >= 0 else _PER_THREAD_STREAM
