@@ -5,6 +5,7 @@
     uv run nox -s mesh-spmd -- -k box # with arguments for pytest
     uv run nox -t wheel               # all packages
     uv run nox -s claims -- gpu-alloc # measure what is claimed
+    uv run nox -s device              # tests marked gpu, on devices made of CPU memory
     uv run nox -s gpu                 # tests and benchmarks that need a CUDA device
     uv run nox -s oldest              # all packages on the oldest torch that they promise
 
@@ -28,14 +29,14 @@ from nox.command import CommandFailed
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from workspace import Package, read_packages  # noqa: E402 - the path is set just above
+from workspace import Package, gpu_test_files, read_packages  # noqa: E402 - the path is set just above
 
 PACKAGES = read_packages(ROOT)
 REPORTS = ROOT / ".nox" / "reports"
 OLDEST_TORCH = "2.11"
 HELPERS = ("ranktest", "devicetest")  # of tests, in testing/; they are not published
 # The sessions whose tests are added up, in the order in which they run.
-TESTED = ("lint", *(p.name for p in PACKAGES), "seams", "end_to_end")
+TESTED = ("lint", *(p.name for p in PACKAGES), "seams", "end_to_end", "device")
 
 nox.needs_version = ">=2025.11"
 nox.options.default_venv_backend = "uv"
@@ -99,6 +100,13 @@ def seams(session: nox.Session) -> None:
 def end_to_end(session: nox.Session) -> None:
     """The whole job: train, save, resume, load in transformers."""
     _workspace_tests(session, "integration_tests/end_to_end")
+
+
+@nox.session(venv_backend="none")
+def device(session: nox.Session) -> None:
+    """The tests marked `gpu`, on testing/devicetest; each names what that cannot do for it."""
+    files = sorted(str(file.relative_to(ROOT)) for file in gpu_test_files(ROOT))
+    _workspace_tests(session, *files, marker="gpu", options=("--on-devicetest",))
 
 
 @nox.session(venv_backend="none")
@@ -212,12 +220,17 @@ def _lay_out_tests(package: Package, tree: Path) -> None:
 
 
 def _workspace_tests(
-    session: nox.Session, *folders: str, failed_checks: Sequence[str] = ()
+    session: nox.Session,
+    *folders: str,
+    failed_checks: Sequence[str] = (),
+    marker: str = "not gpu",
+    options: Sequence[str] = (),
 ) -> None:
     """Run tests in the workspace environment; checks that failed before fail the session too."""
     report = _report(session)
     report.unlink(missing_ok=True)
-    passed = _check(session, _pytest(session, *folders), env=_test_env(session))
+    command = _pytest(session, *options, *folders, marker=marker)
+    passed = _check(session, command, env=_test_env(session))
     if failed_checks:
         fields = json.loads(report.read_text()) if report.is_file() else {}
         report.write_text(json.dumps(fields | {"failed_checks": list(failed_checks)}))
@@ -226,11 +239,11 @@ def _workspace_tests(
         session.error(f"failed: {', '.join(failed)}")
 
 
-def _pytest(session: nox.Session, *folders: str) -> tuple[str, ...]:
+def _pytest(session: nox.Session, *words: str, marker: str = "not gpu") -> tuple[str, ...]:
     # Two workers: many tests are one process that computes, or processes that wait for each other.
     # Each begins with one half of the files, and takes from the other's when it has done its own.
     workers = ("-n", "2", "--dist", "worksteal")
-    return ("pytest", "-q", "-m", "not gpu", *workers, *folders, *session.posargs)
+    return ("pytest", "-q", "-m", marker, *workers, *words, *session.posargs)
 
 
 def _check(

@@ -36,15 +36,27 @@ else
   export PYTHONPATH
 fi
 
-# Only files that hold a GPU test: other test files may need libraries that are not here.
-mapfile -t files < <(grep -rlE --include='test_*.py' 'mark\.gpu\b' packages testing integration_tests)
+# One process for each package: a process that has used CUDA cannot fork ranks that use it, and the
+# tests of one package do one or the other. Only files that hold a GPU test: other test files may
+# need libraries that are not here.
 reports=$(mktemp -d)
 trap 'rm -rf "$reports"' EXIT
 status=0
-TEST_REPORT=$reports/gpu.json "$python" -m pytest -q -m gpu -p no:cacheprovider "${files[@]}" ||
-  status=$?
-# No test that passed is a failure too: everything may have been skipped.
-"$python" scripts/summary.py --reports "$reports" gpu || status=1
+sessions=()
+for folder in packages/*/ testing/ integration_tests/; do
+  mapfile -t files < <(grep -rlE --include='test_*.py' 'mark\.gpu\b' "$folder")
+  [[ ${#files[@]} -gt 0 ]] || continue
+  session=gpu-$(basename "$folder")
+  sessions+=("$session")
+  TEST_REPORT=$reports/$session.json "$python" -m pytest -q -rs -m gpu -p no:cacheprovider \
+    "${files[@]}" || code=$?
+  # 5: nothing was collected, because a library is missing; the summary names what was not run.
+  [[ ${code:-0} -eq 0 || $code -eq 5 ]] || status=$code
+  unset code
+done
+# No test that passed in all packages together is a failure too.
+"$python" scripts/summary.py --reports "$reports" --not-run --together "$reports/gpu.json" \
+  "${sessions[@]}" || status=1
 if [[ -s $reports/gpu.json ]]; then
   "$python" scripts/run_claims.py --gpu --gpu-tests "$reports/gpu.json" || status=1
 fi

@@ -7,6 +7,7 @@ passed, counts as a failure; nothing that did not run can look green.
     python scripts/summary.py lint mesh-spmd seams          # a table, then the failures
     python scripts/summary.py --closing-line lint seams     # its last line alone
     python scripts/summary.py --markdown mesh-spmd          # for the page of a CI job
+    python scripts/summary.py --not-run --together all.json gpu-a gpu-b   # of one GPU check
 """
 
 import argparse
@@ -30,10 +31,15 @@ class Report:
     gpu_deselected: int = 0
     seconds: float = 0.0
     failures: tuple[str, ...] = ()
+    not_run: tuple[str, ...] = ()
 
 
-def read_report(folder: Path, session: str) -> Report:
-    """The report of a session; a missing or unreadable one is itself a failure."""
+def read_report(folder: Path, session: str, *, may_skip: bool = False) -> Report:
+    """The report of a session; a missing or unreadable one is itself a failure.
+
+    Args:
+        may_skip: whether a session may have skipped all its tests.
+    """
     file = folder / f"{session}.json"
     try:
         fields = json.loads(file.read_text())
@@ -41,9 +47,10 @@ def read_report(folder: Path, session: str) -> Report:
         return Report(session=session, failures=("ended before its tests did",))
     failures = list(fields.get("failures", ())) + list(fields.get("failed_checks", ()))
     passed = int(fields.get("passed", 0))
-    if not failures and passed == 0:
+    skipped_all = may_skip and passed == 0 and bool(fields.get("not_run"))
+    if not failures and passed == 0 and not skipped_all:
         failures.append("no test passed")
-    if not failures and fields.get("exit_status", 1) != 0:
+    if not failures and not skipped_all and fields.get("exit_status", 1) != 0:
         failures.append(f"pytest ended with exit status {fields.get('exit_status')}")
     return Report(
         session=session,
@@ -52,7 +59,20 @@ def read_report(folder: Path, session: str) -> Report:
         gpu_deselected=int(fields.get("gpu_deselected", 0)),
         seconds=float(fields.get("seconds", 0.0)),
         failures=tuple(failures),
+        not_run=tuple(fields.get("not_run", ())),
     )
+
+
+def write_together(reports: list[Report], file: Path) -> None:
+    """Leave the sum of several reports as one."""
+    fields = {
+        "passed": sum(r.passed for r in reports),
+        "skipped": sum(r.skipped for r in reports),
+        "seconds": round(sum(r.seconds for r in reports), 1),
+        "failures": [name for r in reports for name in r.failures],
+        "not_run": [name for r in reports for name in r.not_run],
+    }
+    file.write_text(json.dumps(fields))
 
 
 def closing_line(reports: list[Report]) -> str:
@@ -102,14 +122,24 @@ def main() -> int:
     parser.add_argument("--reports", type=Path, default=REPORTS, help="folder of the reports")
     parser.add_argument("--closing-line", action="store_true", help="print the last line alone")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
+    parser.add_argument("--not-run", action="store_true", help="name what was skipped, and why")
+    parser.add_argument("--together", type=Path, help="write the sum as one report to this file")
     arguments = parser.parse_args()
     present = sorted(file.stem for file in arguments.reports.glob("*.json"))
     sessions = arguments.sessions or present
-    reports = [read_report(arguments.reports, session) for session in sessions]
+    reports = [
+        read_report(arguments.reports, session, may_skip=arguments.not_run) for session in sessions
+    ]
+    if arguments.together is not None:
+        write_together(reports, arguments.together)
     if not arguments.closing_line:
         print(table(reports, markdown=arguments.markdown), end="\n\n")
+    if arguments.not_run:
+        not_run = [name for report in reports for name in report.not_run]
+        print(f"Not run: {len(not_run)}", *(f"- {name}" for name in not_run), sep="\n")
     print(closing_line(reports))
-    return 0 if reports and not any(r.failures for r in reports) else 1
+    passed = any(r.passed for r in reports)
+    return 0 if passed and not any(r.failures for r in reports) else 1
 
 
 if __name__ == "__main__":

@@ -72,3 +72,9 @@ def _closure(name: str, direct: dict[str, set[str]]) -> set[str]:
             found.add(sibling)
             waiting.extend(direct[sibling])
     return found
+
+
+def gpu_test_files(root: Path = ROOT) -> tuple[Path, ...]:
+    """Every test file of the packages that holds a test marked `gpu`."""
+    found = sorted(root.glob("packages/*/tests/**/test_*.py"))
+    return tuple(file for file in found if re.search(r"mark\.gpu\b", file.read_text()))

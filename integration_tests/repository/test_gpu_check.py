@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -39,7 +40,40 @@ def test_a_python_without_torch_is_told_what_to_set(tmp_path: Path) -> None:
     assert "torch is not installed" in done.stderr and "set PYTHON" in done.stderr
 
 
-@pytest.mark.gpu
+# Stands in for python: notes what pytest is asked to run, and leaves the report that it would.
+STAND_IN = """#!{python}
+import json, os, subprocess, sys
+if sys.argv[1:3] != ["-m", "pytest"]:
+    if sys.argv[1].endswith("summary.py"):
+        sys.exit(subprocess.call([{python!r}, *sys.argv[1:]]))
+    sys.exit(0)
+files = [word for word in sys.argv if word.endswith(".py")]
+with open({log!r}, "a") as log:
+    log.write(json.dumps([os.getpid(), files]) + "\\n")
+gone = "gpu-alloc" in files[0]
+report = dict(passed=0 if gone else 1, skipped=1, failures=[], exit_status=5 if gone else 0,
+              not_run=["test_x.py::test_y: two cards are needed"])
+open(os.environ["TEST_REPORT"], "w").write(json.dumps(report))
+sys.exit(5 if gone else 0)
+"""
+
+
+def test_each_package_has_a_process_of_its_own_and_what_was_not_run_is_named(
+    tmp_path: Path,
+) -> None:
+    stand_in, log = tmp_path / "python", tmp_path / "log"
+    stand_in.write_text(STAND_IN.format(python=sys.executable, log=str(log)))
+    stand_in.chmod(0o755)
+    done = run(PYTHON=str(stand_in))
+    assert done.returncode == 0, done.stdout + done.stderr
+    started = [json.loads(line) for line in log.read_text().splitlines()]
+    assert len({pid for pid, _ in started}) == len(started) > 4
+    packages = [{"/".join(file.split("/")[:2]) for file in files} for _, files in started]
+    assert all(len(names) == 1 for names in packages[:-1])
+    assert "test_x.py::test_y: two cards are needed" in done.stdout
+
+
+@pytest.mark.gpu(needs="driver")
 def test_a_gpu_is_seen_and_computes() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "scripts/check_gpu.py")],

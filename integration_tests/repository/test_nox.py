@@ -22,11 +22,11 @@ def sessions() -> dict[str, bool]:
     return {name: name in chosen for name in names}
 
 
-def test_the_test_command_runs_lint_every_package_seams_and_end_to_end(
+def test_the_test_command_runs_lint_every_package_seams_end_to_end_and_device(
     sessions: dict[str, bool],
 ) -> None:
     default = [name for name, chosen in sessions.items() if chosen]
-    assert default == ["lint", *PACKAGES, "seams", "end_to_end", "summary"]
+    assert default == ["lint", *PACKAGES, "seams", "end_to_end", "device", "summary"]
 
 
 def test_what_needs_a_gpu_time_or_the_network_runs_by_name_only(sessions: dict[str, bool]) -> None:

@@ -49,6 +49,14 @@ def test_cuda_tensors_over_gloo_equal_the_host() -> None:
         assert y.is_cuda
         assert y[:, 0].tolist() == [0, 1]
         assert cc.all_reduce(x.t()).flatten().tolist() == [1] * 6
+
+    run_ranks(fn, 2)
+
+
+@pytest.mark.gpu(needs="tensors of no subclass")
+def test_cuda_tensors_are_sent_as_values_over_gloo() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        x = torch.full((2, 3), rank, dtype=torch.int16, device="cuda")
         got = cc.broadcast_nested([x] if rank == 1 else None, src=1, device="cuda")
         assert isinstance(got, list)
         assert got[0].is_cuda
@@ -84,18 +92,16 @@ def test_nccl_with_one_rank() -> None:
             call = Call(state, "test", timeout_s=timeout_s)
             y = torch.empty_like(x)
             source, target, size = as_bytes(x), as_bytes(y), [x.nbytes]
-            call.run(
-                lambda t=target, s=source, n=size: transport.exchange(t, s, n, n), on_cpu=False
-            )
+            call.run(lambda t=target, s=source, n=size: transport.exchange(t, s, n, n))
             assert torch.equal(y, x)
             y = torch.empty_like(x)
             target = as_bytes(y)
-            call.run(lambda t=target, s=source: transport.all_gather(t, s), on_cpu=False)
+            call.run(lambda t=target, s=source: transport.all_gather(t, s))
             assert torch.equal(y, x)
             total = x.clone()
-            call.run(lambda t=total: transport.all_reduce(t, "sum"), on_cpu=False)
+            call.run(lambda t=total: transport.all_reduce(t, "sum"))
             target = as_bytes(total)
-            call.run(lambda t=target: transport.broadcast(t, 0), on_cpu=False)
+            call.run(lambda t=target: transport.broadcast(t, 0))
             assert torch.equal(total, x)
         assert cc.all_reduce(x.t()).tolist() == x.t().tolist()
         assert cc.all_to_all(x).tolist() == x.tolist()

@@ -1,11 +1,16 @@
 """The fixture finds what was planted, and finds nothing where nothing is wrong."""
 
+import tempfile
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from devicetest import Machine, fake_cuda
+from devicetest.nccl import NcclRuleError
+from ranktest import run_ranks
 
 
 def side_by_side(cuda: Machine, *, waits: bool) -> list[str]:
@@ -139,3 +144,65 @@ def test_threads_have_their_own_streams_and_see_the_devices() -> None:
         thread.join()
         assert torch.cuda.current_device() == 0
     assert found == [1] and not torch.cuda.is_available()
+
+
+def test_generators_are_a_devices_own_and_go_on_where_they_stood() -> None:
+    with fake_cuda(devices=2):
+        own = torch.Generator("cuda:1").manual_seed(3)
+        assert own.device == torch.device("cuda", 1) and isinstance(own, torch.Generator)
+        first = torch.rand(2, device="cuda:1", generator=own).tolist()
+        torch.manual_seed(3)
+        assert torch.rand(2, device="cuda:1").tolist() == first
+        state = torch.cuda.get_rng_state(0)
+        torch.rand(9)  # the host's generator is another one
+        numbers = torch.rand(2, device="cuda:0").tolist()
+        torch.cuda.set_rng_state(state, 0)
+        assert torch.rand(2, device="cuda:0").tolist() == numbers == first
+
+
+def test_gradients_follow_a_move_back_to_the_device_from_which_it_came() -> None:
+    with fake_cuda(devices=2):
+        x = torch.ones(3, requires_grad=True)
+        y = x.to("cuda:1", torch.float64).to("cuda:0")
+        (y.cpu() * 2).sum().backward()
+        assert x.grad is not None
+        assert x.grad.device.type == "cpu" and x.grad.tolist() == [2, 2, 2]
+        low = torch.ones(2, 2, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        (low @ low).float().sum().backward()  # the engine casts the gradient
+        assert low.grad is not None and low.grad.is_cuda and low.grad.dtype == torch.bfloat16
+
+
+def test_a_group_of_nccl_takes_device_tensors_alone_and_orders_streams_by_wait() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        with fake_cuda(devices=2) as cuda:
+            torch.cuda.set_device(rank)
+            store = dist.FileStore(f"{folder}/store", 2)
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=2, device_id=None
+            )
+            only = dist.new_group(backend="nccl")
+            assert dist.get_backend_config() == "cpu:gloo,cuda:nccl"
+            x, host = torch.ones(4, device="cuda"), torch.ones(4)
+            dist.all_reduce(x)
+            dist.all_reduce(host)
+            assert x.tolist() == host.tolist() == [2] * 4
+            with pytest.raises(NcclRuleError, match="tensor of the CPU"):
+                dist.all_reduce(host, group=only)
+            assert cuda.races == []
+            work = dist.all_reduce(x, group=only, async_op=True)
+            x.add_(1)  # planted: nobody has waited
+            assert [race.kind for race in cuda.races] == ["write after write"]
+            work.wait()
+            cuda.forget()
+            work = dist.all_reduce(x, group=only, async_op=True)
+            work.wait()
+            x.add_(1)
+            assert cuda.races == [] and cuda.syncs == []
+            work.wait(timedelta(seconds=20))
+            assert [sync.kind for sync in cuda.syncs] == ["wait with a limit"]
+            torch.cuda.set_device(0)
+            with pytest.raises(NcclRuleError, match="both on cuda:0"):
+                dist.all_reduce(torch.ones(1, device="cuda"), group=dist.new_group(backend="nccl"))
+
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(fn, 2, init=False)

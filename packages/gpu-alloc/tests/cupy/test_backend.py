@@ -22,7 +22,7 @@ def test_missing_cupy_is_one_clear_error() -> None:
     assert "gpu-alloc[cuda13]" in done.stdout
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(needs="runtime for CuPy")
 def test_gpu_source_takes_releases_and_reports_no_room() -> None:
     source = CudaSource(0)
     ptr = source.acquire(2 << 20)
@@ -34,7 +34,7 @@ def test_gpu_source_takes_releases_and_reports_no_room() -> None:
     cupy.cuda.runtime.deviceSynchronize()  # the failure must not stick to the context
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(needs="runtime for CuPy")
 def test_gpu_backend_follows_the_current_stream_and_device() -> None:
     backend = CudaBackend()
     assert backend.device_id() == cupy.cuda.Device().id

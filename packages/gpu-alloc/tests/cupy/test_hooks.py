@@ -120,7 +120,7 @@ def test_the_hook_is_imported_without_cupy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(needs="runtime for CuPy")
 def test_gpu_cupys_own_pool_is_recorded() -> None:
     pool = cupy.cuda.MemoryPool()
     with cupy.cuda.using_allocator(pool.malloc), TraceHook() as hook:

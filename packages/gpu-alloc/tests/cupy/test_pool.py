@@ -463,7 +463,7 @@ def cuda_pool() -> Iterator[CupyPool]:
     uninstall()
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(needs="runtime for CuPy")
 def test_gpu_arrays_keep_their_values_and_memory_is_reused(cuda_pool: CupyPool) -> None:
     rng = np.random.default_rng()
     host = [rng.random(size) for size in (1, 1000, 131_072, 1_000_003, 0)]
@@ -485,7 +485,7 @@ def test_gpu_arrays_keep_their_values_and_memory_is_reused(cuda_pool: CupyPool) 
     del again
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(needs="runtime for CuPy")
 def test_gpu_kernels_run_on_pool_memory(cuda_pool: CupyPool) -> None:
     x = cupy.arange(1_000_000, dtype="f8")
     total = float((x * 2 + 1).sum())
@@ -493,7 +493,7 @@ def test_gpu_kernels_run_on_pool_memory(cuda_pool: CupyPool) -> None:
     assert cuda_pool.stats().allocated_peak_bytes >= 2 * x.nbytes
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(needs="runtime for CuPy")
 def test_gpu_memory_really_comes_from_and_returns_to_the_driver(cuda_pool: CupyPool) -> None:
     size = 256 * MIB
     free_before, _ = cupy.cuda.runtime.memGetInfo()
@@ -507,7 +507,7 @@ def test_gpu_memory_really_comes_from_and_returns_to_the_driver(cuda_pool: CupyP
     assert cuda_pool.total_bytes() == 2 * MIB, "the pre-allocation stays"
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(needs="runtime for CuPy")
 def test_gpu_streams_do_not_reuse_each_others_blocks(cuda_pool: CupyPool) -> None:
     first, second = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
     with first:
@@ -527,7 +527,7 @@ def test_gpu_streams_do_not_reuse_each_others_blocks(cuda_pool: CupyPool) -> Non
     assert cuda_pool.stats().large.num_live_blocks == 2
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(needs="runtime for CuPy")
 def test_gpu_per_thread_default_streams_are_kept_apart(cuda_pool: CupyPool) -> None:
     addresses: list[int] = []
 
@@ -548,7 +548,7 @@ def test_gpu_per_thread_default_streams_are_kept_apart(cuda_pool: CupyPool) -> N
     assert cuda_pool.used_bytes() == 0
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(needs="runtime for CuPy")
 def test_gpu_limit_and_real_exhaustion_raise_cupys_error(cuda_pool: CupyPool) -> None:
     cuda_pool.set_limit(fraction=0.01)
     limit = cuda_pool.get_limit()
@@ -563,7 +563,7 @@ def test_gpu_limit_and_real_exhaustion_raise_cupys_error(cuda_pool: CupyPool) ->
     np.testing.assert_array_equal(array.get(), np.arange(1000, dtype="u1"))
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(needs="runtime for CuPy")
 def test_gpu_hooks_see_device_and_pool(cuda_pool: CupyPool) -> None:
     hook = RecordingHook()
     with hook:
@@ -575,7 +575,7 @@ def test_gpu_hooks_see_device_and_pool(cuda_pool: CupyPool) -> None:
     assert cuda_pool.used_bytes() == 0
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(needs="runtime for CuPy")
 def test_gpu_arrays_outlive_uninstall() -> None:
     pool = install(AllocatorConfig())
     array = cupy.ndarray((1000,), dtype="i8")

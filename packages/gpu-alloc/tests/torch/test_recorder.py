@@ -131,7 +131,7 @@ def test_missing_torch_is_one_clear_error() -> None:
     assert "pip install torch" in done.stdout
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(needs="runtime for CuPy")
 def test_gpu_streams_are_recorded() -> None:
     stream = torch.cuda.Stream()
     with TraceRecorder(device="cuda") as recorder:

@@ -181,7 +181,7 @@ def test_what_fp8_cannot_take_is_named():
             ExpertsOptions(fp8=True, **other)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(needs="grouped products in fp8")
 def test_kernel_equals_the_emulation(seed):
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs compute capability 9.0")
@@ -198,7 +198,7 @@ def test_kernel_equals_the_emulation(seed):
     assert_close(theirs, ours, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(needs="grouped products in fp8")
 def test_experts_on_a_gpu_are_near_the_exact_ones(seed):
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs compute capability 9.0")

@@ -71,7 +71,7 @@ def test_limits_out_of_range_are_refused():
         ActivationOffload(max_bytes=-1)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(needs="storages that know their device")
 def test_gpu_activations_leave_and_come_back(seed):
     module = model("cuda")
     x = torch.randn(256, 64, device="cuda", requires_grad=True)
@@ -91,7 +91,7 @@ def test_gpu_activations_leave_and_come_back(seed):
     assert offload.total_bytes == 2 * 4 * 3 * 256 * 64 * 4
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(needs="storages that know their device")
 def test_gpu_memory_is_free_between_forward_and_backward(seed):
     module = model("cuda")
     x = torch.randn(1 << 16, 64, device="cuda", requires_grad=True)
@@ -112,7 +112,7 @@ def test_gpu_memory_is_free_between_forward_and_backward(seed):
     assert held[1] < 0.2 * held[0]
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(needs="storages that know their device")
 def test_gpu_storages_are_copied_once_and_parameters_not_at_all(seed):
     weight = nn.Parameter(torch.randn(64, 64, device="cuda"))
     x = torch.randn(256, 64, device="cuda", requires_grad=True)
@@ -130,7 +130,7 @@ def test_gpu_storages_are_copied_once_and_parameters_not_at_all(seed):
     assert_close(torch.autograd.grad(loss, [x, weight]), expected, atol=0, rtol=0)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(needs="storages that know their device")
 def test_gpu_limits_and_changes_in_place_are_respected(seed):
     x = torch.randn(256, 64, device="cuda", requires_grad=True)
     size = 256 * 64 * 4

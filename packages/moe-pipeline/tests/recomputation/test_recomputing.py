@@ -426,7 +426,7 @@ def test_plain_checkpoint_makes_twice(x):
     assert len(chooser.made) == 2
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(needs="thread of autograd's own for a device")
 def test_gpu_backward_on_autograds_own_thread_replays(seed):
     chooser = Chooser().cuda()
     x = torch.randn(5, 3, dtype=torch.float64, device="cuda", requires_grad=True)

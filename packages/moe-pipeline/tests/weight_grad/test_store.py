@@ -445,7 +445,7 @@ def test_many_chunks_of_experts_are_deferred_chunk_by_chunk(seed, fusion, monkey
     assert_nothing_is_doubled(layer, moe_loss(layer), x)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(needs="thread of autograd's own for a device")
 @pytest.mark.parametrize("region", REGIONS)
 def test_gpu_backward_on_autograds_own_thread_is_split(seed, region):
     layers = layers_of("linear").cuda()
@@ -454,7 +454,7 @@ def test_gpu_backward_on_autograds_own_thread_is_split(seed, region):
     assert weights[0] == 2 * LAYERS
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(needs="thread of autograd's own for a device")
 @pytest.mark.parametrize(("implementation", "fusion"), EXPERTS)
 def test_gpu_moe_layers_split_their_backwards(seed, implementation, fusion):
     layer = moe_layer(implementation, fusion, torch.bfloat16).cuda()

@@ -62,7 +62,8 @@ def test_a_stage_without_tokens_loads_nothing_the_same_way() -> None:
 def test_batches_reach_the_device_whole_while_it_computes(reader: SampleReader) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     samples = range(0, 600, 6)
-    weight = torch.randn(2048, 2048, device=device)
+    size = 16 if torch.cuda.get_device_name() == "a fake device" else 2048
+    weight = torch.randn(size, size, device=device)
     with BatchLoader(reader, device, samples, depth=3, timeout_s=30) as loader:
         for first in samples:
             step = loader.load(first)

@@ -187,7 +187,7 @@ def test_a_copy_that_fails_in_a_hook_fails_its_snapshot_and_no_other(
     assert_saved(tmp_path / "checkpoint-2", tensors)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(needs="time that copies of a device take")
 def test_device_states_are_saved_as_they_were_and_cost_less_than_a_pinned_copy(
     saver: AsyncSaver, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -170,6 +170,22 @@ class Stream:
         return self.id
 
 
+class DeviceGenerator(torch.Generator):
+    """A generator of random numbers that says it is a device's."""
+
+    def __new__(cls, index: int) -> "DeviceGenerator":
+        """Make one; its numbers are those of a generator of the CPU."""
+        return super().__new__(cls)
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The fake device."""
+        return torch.device("cuda", self._index)
+
+
 class Machine:
     """All devices of one `fake_cuda` block, and what was found on them.
 
@@ -191,6 +207,7 @@ class Machine:
         self.num_devices = devices
         self.allocated = [0] * devices
         self.peak = [0] * devices
+        self.generators = tuple(map(DeviceGenerator, range(devices)))
         self._default = [Stream(self, index) for index in range(devices)]
         self._here = threading.local()
         self._lock = threading.RLock()
@@ -271,6 +288,17 @@ class Machine:
     def count(self, name: str) -> None:
         """Count an operation."""
         self.counts[name] = self.counts.get(name, 0) + 1
+
+    @contextlib.contextmanager
+    def drawing(self, index: int) -> Iterator[None]:
+        """Let the random numbers drawn inside be those of a device's generator."""
+        mine, host = self.generators[index], torch.default_generator
+        with self._lock:
+            before = host.get_state()
+            host.set_state(mine.get_state())
+            yield
+            mine.set_state(host.get_state())
+            host.set_state(before)
 
     # ------------------------------------------------------------------ copies that are due
 

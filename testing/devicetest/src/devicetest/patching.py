@@ -12,7 +12,8 @@ from unittest import mock
 
 import torch
 
-from devicetest.machine import Event, Machine, Stream
+from devicetest.machine import DeviceGenerator, Event, Machine, Stream
+from devicetest.nccl.registration import in_place_of_nccl
 from devicetest.tensors import DeviceMode, DeviceTensor, to_device, to_host
 
 
@@ -31,6 +32,7 @@ def fake_cuda(*, devices: int = 1, unchecked: Sequence[tuple[Any, str]] = ()) ->
         for owner, names in _replacements(machine):
             for name, value in names.items():
                 stack.enter_context(mock.patch.object(owner, name, value, create=True))
+        stack.enter_context(in_place_of_nccl())
         stack.enter_context(_swapped_parameters())
         stack.enter_context(DeviceMode(machine))
         yield machine
@@ -59,6 +61,10 @@ def _replacements(machine: Machine) -> list[tuple[Any, dict[str, Any]]]:
         "current_stream": machine.current_stream,
         "stream": _use_stream,
         "cudart": lambda: _Runtime(machine),
+        "default_generators": machine.generators,
+        "is_bf16_supported": lambda *_: True,
+        "_sleep": lambda cycles: machine.count("sleep"),
+        "mem_get_info": lambda device=None: (1 << 40, 1 << 40),
     }
     tensor = {
         "to": _make_to(machine, torch.Tensor.to),
@@ -67,11 +73,17 @@ def _replacements(machine: Machine) -> list[tuple[Any, dict[str, Any]]]:
             torch.device("cuda", machine.index_of(device)), non_blocking=non_blocking
         ),
         "pin_memory": lambda self, *_: torch.empty_like(self, pin_memory=True).copy_(self),
+        "new_tensor": lambda self, data, *, dtype=None, device=None, **given: torch.tensor(
+            data, dtype=dtype or self.dtype, device=device or self.device, **given
+        ),
         "is_pinned": lambda self, *_: machine.is_pinned(self),
     }
     makers = {
         name: _make_from_data(machine, getattr(torch, name)) for name in ("tensor", "as_tensor")
     }
+    makers["Generator"] = _maker(_make_generator(machine, torch.Generator), torch.Generator)
+    makers["Stream"] = _maker(lambda device=None, **_: machine.stream(device), Stream)
+    makers["Event"] = _maker(lambda device=None, **options: _event(machine, **options), Event)
     accelerator = {
         "is_available": lambda: True,
         "current_stream": machine.current_stream,
@@ -86,6 +98,7 @@ def _replacements(machine: Machine) -> list[tuple[Any, dict[str, Any]]]:
 
     return [
         (torch.cuda, cuda),
+        (torch.cuda.random, {name: cuda[name] for name in ("current_device", "device_count")}),
         (torch.accelerator, accelerator),
         (torch.Tensor, tensor),
         (torch, makers),
@@ -139,10 +152,8 @@ def _use_stream(stream: Stream | None) -> Any:
 def _device_block(machine: Machine) -> Callable[[Any], Any]:
     @contextlib.contextmanager
     def block(device: Any) -> Iterator[None]:
-        before = machine.current_device()
         with machine.current_stream(device):
             yield
-        machine.set_device(before)
 
     return block
 
@@ -166,8 +177,10 @@ def _make_to(machine: Machine, plain_to: Callable[..., Any]) -> Callable[..., An
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         device, dtype, late = _parse_to(args, kwargs)
         mine = isinstance(self, DeviceTensor)
-        if device is None or (device.type == "cpu" and not mine):
+        if device is None or (device.type == "cpu" and not mine) or device.type == "meta":
             return plain_to(self, *args, **kwargs)
+        if torch.is_grad_enabled() and self.requires_grad and _differs(self, device, machine):
+            return _Move.apply(self, device, dtype, late)
         if device.type == "cuda":
             index = machine.index_of(device)
             if not mine:
@@ -180,6 +193,30 @@ def _make_to(machine: Machine, plain_to: Callable[..., Any]) -> Callable[..., An
         return plain_to(self, dtype or self.dtype, copy=bool(kwargs.get("copy")))
 
     return to
+
+
+class _Move(torch.autograd.Function):
+    """A move whose gradient moves back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, source: torch.Tensor, device: torch.device, dtype: torch.dtype | None, late: bool
+    ) -> torch.Tensor:
+        """Move."""
+        ctx.back = (source.device, source.dtype)
+        return source.detach().to(device, dtype or source.dtype, non_blocking=late)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """Move the gradient back."""
+        device, dtype = ctx.back
+        return grads[0].to(device, dtype), None, None, None
+
+
+def _differs(tensor: torch.Tensor, device: torch.device, machine: Machine) -> bool:
+    if device.type != tensor.device.type:
+        return True
+    return device.type == "cuda" and machine.index_of(device) != tensor.get_device()
 
 
 def _parse_to(
@@ -198,6 +235,14 @@ def _parse_to(
             device = value
     late = bool(kwargs.get("non_blocking", flags[0] if flags else False))
     return None if device is None else torch.device(device), dtype, late
+
+
+def _make_generator(machine: Machine, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def make(device: Any = "cpu") -> Any:
+        wanted = torch.device(device)
+        return plain() if wanted.type != "cuda" else DeviceGenerator(machine.index_of(wanted))
+
+    return make
 
 
 def _make_from_data(machine: Machine, plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,7 +4,10 @@ Only copies between a device and pinned memory run later (see `machine`). An ope
 current stream of its tensors' device; what it reads and writes follows from its schema.
 """
 
+import os
+import sys
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +28,9 @@ _STOP_THE_HOST = (
     "aten::equal",
 )
 _POISON = 0xA5
+_OF_THE_ENGINE = ("aten::zeros", "aten::ones")
+_ENGINE = os.path.join("torch", "autograd", "graph.py")
+_BETWEEN = (os.path.dirname(__file__), os.path.join(os.path.dirname(torch.__file__), "_compile.py"))
 
 
 class DeviceTensor(torch.Tensor):
@@ -149,6 +155,10 @@ def run_operation(machine: Machine, func: Any, args: Any, kwargs: dict[str, Any]
         made = func(*args, **{key: x for key, x in kwargs.items() if key != "pin_memory"})
         return machine.allocate_pinned(made)
     if not mine and (wanted is None or wanted.type != "cuda"):
+        if name in _OF_THE_ENGINE and _is_from_the_engine():
+            return run_operation(
+                machine, func, args, {**kwargs, "device": f"cuda:{machine.current_device()}"}
+            )
         return func(*args, **kwargs)
     machine.raise_left_error()
     if name == "aten::copy_" and _crosses(args[0], args[1]):
@@ -157,7 +167,9 @@ def run_operation(machine: Machine, func: Any, args: Any, kwargs: dict[str, Any]
         dtype, late = kwargs.get("dtype"), bool(kwargs.get("non_blocking"))
         source = args[0]
         if isinstance(source, DeviceTensor):
-            return to_host(source, dtype, non_blocking=late)
+            # `Tensor.to` has its own way; this is autograd's engine, which casts a gradient to what
+            # it takes for its tensor's device.
+            return _run_on_device(machine, func, args, kwargs, source.ordinal)
         return to_device(machine, source, machine.index_of(wanted), dtype, non_blocking=late)
     index = machine.index_of(wanted) if wanted is not None else mine[0].ordinal
     if wanted is None or name in _MANY_DEVICES:
@@ -169,6 +181,16 @@ def run_operation(machine: Machine, func: Any, args: Any, kwargs: dict[str, Any]
     for other in others:
         machine.current_stream(other).wait_stream(machine.current_stream(index))
     return out
+
+
+def _is_from_the_engine() -> bool:
+    """Whether autograd's engine itself makes a tensor, of zeros for a gradient that is missing."""
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+        frame = frame.f_back
+    return frame.f_code.co_filename.endswith(_ENGINE)
 
 
 def to_device(
@@ -253,7 +275,9 @@ def _run_on_device(
     if inner_kwargs.get("device") is not None:
         inner_kwargs["device"] = torch.device("cpu")
     inner_args, inner_kwargs = tree_map(_unwrap, (args, inner_kwargs))
-    out = func(*inner_args, **inner_kwargs)
+    draws = torch.Tag.nondeterministic_seeded in func.tags and not inner_kwargs.get("generator")
+    with machine.drawing(index) if draws else nullcontext():
+        out = func(*inner_args, **inner_kwargs)
     fresh = not any(each.alias_info for each in func._schema.returns)
 
     def wrap(value: Any) -> Any:

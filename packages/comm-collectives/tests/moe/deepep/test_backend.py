@@ -398,7 +398,7 @@ def test_without_deepep_the_backend_says_so_before_anything_else() -> None:
             ask()
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(needs="deep_ep")
 @pytest.mark.skipif(importlib.util.find_spec("deep_ep") is None, reason="needs deep_ep")
 @pytest.mark.skipif(torch.cuda.device_count() < _W, reason=f"needs {_W} GPUs")
 @pytest.mark.parametrize("kind", ["buffer", "elastic"])

@@ -180,7 +180,8 @@ class _Court:
             self._waits[rank][value] -= 1
         elif not self._referee.fault:
             self._referee.post(value)
-            self._send_ended()
+            if not self._referee.fault:
+                self._send_ended()
         self._send_fault()
 
     def _send_ended(self) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend
+from torch._C._distributed_c10d import Backend, PrefixStore
+from torch.utils._pytree import tree_leaves
 
 from devicetest.machine import Machine, where
 from devicetest.nccl.arithmetic import SUPPORTED_DTYPES, SUPPORTED_OPS
@@ -81,6 +82,11 @@ class NcclRuleGroup(dist.ProcessGroup):
         self._batch: list[_Call] | None = None
         self._streams: dict[tuple[str, int], Any] = {}
         self._exchange: Exchange = join(options.store, ranks[self._me])
+        self.host: Any = None
+        if rules.host:
+            self.host = dist.ProcessGroupGloo(
+                PrefixStore("host", options.store), self._me, options.group_size, options.timeout
+            )
         if self._me == 0:
             options.store.set("devicetest/comm", uuid.uuid4().hex)
         name = options.store.get("devicetest/comm").decode()
@@ -102,6 +108,8 @@ class NcclRuleGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
+        if self.rules.host:
+            return [torch.device("cpu"), torch.device("cuda")]
         return [torch.device("cpu" if self.rules.any_device else "cuda")]
 
     def getBackendName(self) -> str:
@@ -140,14 +148,26 @@ class NcclRuleGroup(dist.ProcessGroup):
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Any:
         """Send; the tag is ignored, as by NCCL."""
+        if self.is_for_host(tensors):
+            return self.host.send(tensors, dst, tag)
         return self._transfer("send", tensors, dst)
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Any:
         """Receive."""
+        if self.is_for_host(tensors):
+            return self.host.recv(tensors, src, tag)
         return self._transfer("recv", tensors, src)
 
+    def is_for_host(self, arguments: Any) -> bool:
+        """Whether a call is gloo's: the group has it, and no tensor is on a device."""
+        if self.host is None:
+            return False
+        return not any(isinstance(x, DeviceTensor) for x in tree_leaves(arguments))
+
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
-        """Raise: NCCL has no such call."""
+        """Raise: NCCL has no such call, gloo has."""
+        if self.is_for_host(tensors):
+            return self.host.recv_anysource(tensors, tag)
         raise NcclRuleError("NCCL cannot receive from any rank; name the source")
 
     def _transfer(self, kind: str, tensors: Tensors, peer: int) -> Any:

@@ -118,6 +118,7 @@ class Referee:
                     f"ranks {owner} and {item.rank} of one communicator are both on {item.device}: "
                     "NCCL refuses two ranks on one device (Duplicate GPU detected)"
                 )
+                return
         queue = self._queues[item.comm.name, item.lane, item.rank]
         queue.append(item)
         if len(queue) == 1:

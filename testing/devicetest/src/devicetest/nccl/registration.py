@@ -4,17 +4,34 @@ register_nccl_rules()
 group = dist.new_group(backend="nccl_rules", pg_options=NcclRules(order="communicator"))
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from devicetest.nccl.collectives import METHODS
 from devicetest.nccl.group import BACKEND_NAME, NcclRuleGroup
 from devicetest.nccl.rules import NcclRules
 
 _default = {"rules": NcclRules()}
-for _name, _call in METHODS.items():
-    setattr(NcclRuleGroup, _name, _call)
+
+
+def _method(name: str) -> Callable[..., Any]:
+    """Return the group's method of that name: gloo's for tensors of the host, if it has gloo."""
+
+    def call(group: NcclRuleGroup, *args: Any, **options: Any) -> Any:
+        if group.is_for_host(args):
+            return getattr(group.host, name)(*args, **options)
+        return METHODS[name](group, *args, **options)
+
+    return call
+
+
+for _name in METHODS:
+    setattr(NcclRuleGroup, _name, _method(_name))
 
 
 def register_nccl_rules(rules: NcclRules | None = None) -> None:
@@ -28,3 +45,29 @@ def register_nccl_rules(rules: NcclRules | None = None) -> None:
 
 def _create(options: Any, rules: Any) -> NcclRuleGroup:
     return NcclRuleGroup(options, rules if isinstance(rules, NcclRules) else _default["rules"])
+
+
+@contextmanager
+def in_place_of_nccl(**rules: Any) -> Iterator[None]:
+    """Give groups made inside whose backend is, or has, NCCL these rules, under NCCL's name."""
+    register_nccl_rules()
+    plain = c10d._new_process_group_helper
+
+    def helper(size: int, rank: int, ranks: Any, backend: Any, *rest: Any, **given: Any) -> Any:
+        if "nccl" not in str(backend) or BACKEND_NAME in str(backend):
+            return plain(size, rank, ranks, backend, *rest, **given)
+        device, config = given.get("device_id"), c10d.BackendConfig(backend)
+        order = "pair" if device is None else "communicator"
+        host = config.get_device_backend_map().get("cpu") == "gloo"
+        ours: dict[str, Any] = {"order": order, "any_device": False, "host": host} | rules
+        given |= {"backend_options": NcclRules(**ours), "device_id": None}
+        group, prefix_store = plain(size, rank, ranks, BACKEND_NAME, *rest, **given)
+        if isinstance(group, NcclRuleGroup):
+            group.bound_device_id = device
+            names: dict[Any, Any] = c10d._world.pg_map
+            names[group] = (str(backend), prefix_store)
+            c10d._world.pg_backend_config[group] = str(config)
+        return group, prefix_store
+
+    with mock.patch.object(c10d, "_new_process_group_helper", helper):
+        yield

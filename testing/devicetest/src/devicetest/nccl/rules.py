@@ -21,11 +21,13 @@ class NcclRules:
             without `device_id`; "communicator": all calls of the group have one order, as in a
             group with `device_id`. Batches and collectives are in the group's order in both.
         any_device: take tensors of the CPU too, for tests of the order alone.
+        host: tensors of the CPU go over gloo, as in a group of "cpu:gloo,cuda:nccl".
     """
 
     buffering: str = "none"
     order: str = "pair"
     any_device: bool = True
+    host: bool = False
 
     def __post_init__(self) -> None:
         if self.buffering not in BUFFERS:
