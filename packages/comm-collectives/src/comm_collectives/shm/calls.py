@@ -13,10 +13,11 @@ import struct
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 
+from comm_collectives.base import DTYPES
 from comm_collectives.base.streams import Streams
 from comm_collectives.base.transport import SYSTEM_CLOCK
 from comm_collectives.call.frames import NO_SIGNATURE, Cargo, Frame, Frames, Notice, memory_of
@@ -29,9 +30,46 @@ from comm_collectives.errors import (
     RefusedError,
 )
 from comm_collectives.shm.arguments import Landings, Tensors
-from comm_collectives.shm.heads import Head
 
 _CLOSE_S = 0.1
+_HEAD = struct.Struct("<32s4q")
+_NO_DTYPE = -1
+# gate: clone - unlike in dtype_code, a dtype without a number is no mistake here
+_CODE_OF = {dtype: code for code, dtype in enumerate(DTYPES)}
+_REDUCTIONS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+REFUSED = "refused"
+
+
+class Head(NamedTuple):
+    """One rank's call: operation, dtype, reduction or "", bytes of its tensor, root or -1."""
+
+    operation: str
+    dtype: torch.dtype | None = None
+    reduction: str = ""
+    num_bytes: int = 0
+    root: int = -1
+
+    def pack(self) -> bytes:
+        """Return what differs between calls that differ."""
+        return _HEAD.pack(
+            self.operation.encode(),
+            _NO_DTYPE if self.dtype is None else _CODE_OF.get(self.dtype, _NO_DTYPE),
+            _REDUCTIONS.index(self.reduction),
+            self.num_bytes,
+            self.root,
+        )
+
+    def __str__(self) -> str:
+        if self.operation == REFUSED:
+            return "refused its own arguments"
+        parts = [f"{self.num_bytes} bytes"]
+        if self.dtype is not None:
+            parts.append(str(self.dtype).removeprefix("torch."))
+        if self.reduction:
+            parts.append(f"op={self.reduction}")
+        if self.root >= 0:
+            parts.append(f"root={self.root}")
+        return f"{self.operation}({', '.join(parts)})"
 
 
 @final

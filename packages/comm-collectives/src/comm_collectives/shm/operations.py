@@ -31,8 +31,7 @@ from comm_collectives.shm.arguments import (
     target_bytes,
     target_of,
 )
-from comm_collectives.shm.calls import Call, Operation
-from comm_collectives.shm.heads import REFUSED, Head
+from comm_collectives.shm.calls import REFUSED, Call, Head, Operation
 
 # Torch's stubs do not know the collectives of `ProcessGroupGloo`.
 Gloo = Any
