@@ -177,7 +177,9 @@ def _no_constant(name: str) -> None:
 
 
 def _parse_metadata(path: Path, value: object) -> dict[str, str]:
-    """Return `__metadata__` as a mapping of strings."""
+    """Return `__metadata__` as a mapping of strings; null is none, as the library reads it."""
+    if value is None:
+        return {}
     if isinstance(value, dict) and all(isinstance(text, str) for text in value.values()):
         return value
     raise CorruptFileError(f"{path}: {_METADATA_KEY} must map strings to strings")
@@ -210,8 +212,8 @@ def _parse_entry(path: Path, key: str, value: object, data_start: int) -> Tensor
 
 
 def _are_sizes(value: object) -> bool:
-    """Return whether `value` is a list of non-negative integers (booleans are not)."""
-    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+    """Return whether `value` is a list of integers of 64 bits without sign (booleans are not)."""
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**64 for n in value)
 
 
 def _check_tiling(

@@ -132,7 +132,8 @@ def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 def _entries(table: object, base: int, file_bytes: int) -> tuple[HeaderEntry, ...]:
     if not isinstance(table, dict):
         raise CheckpointValueError("it is not a JSON object")
-    metadata = table.get("__metadata__") or {}
+    metadata = table.get("__metadata__")
+    metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or {*map(type, metadata.values())} - {str}:
         raise CheckpointValueError("its __metadata__ is not an object of strings")
     forms: dict[tuple[object, Shape], _Form] = {}
