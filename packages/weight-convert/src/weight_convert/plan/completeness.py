@@ -157,14 +157,10 @@ def _check_scales(
         )
 
 
-def unmapped_keys(catalog: Catalog, spec: FamilySpec, source: str) -> list[str]:
-    """The tensors of single experts that no rule of the format names, such as unknown scales."""
+def unmapped_keys(tensors: Sequence[_Sized], spec: FamilySpec, source: str) -> list[str]:
+    """The tensors in memory that are of single experts: no rule of the format names them."""
     matcher = Matcher([rule.source for rule in spec.format(source).rules], spec.companions)
-    return [
-        tensor.key
-        for tensor in catalog.tensors.values()
-        if matcher.is_of_one_expert(tensor.key) and matcher.find(tensor.key) is None
-    ]
+    return [tensor.key for tensor in tensors if matcher.is_of_one_expert(tensor.key)]
 
 
 def _listed(numbers: Iterable[int], total: int) -> str:

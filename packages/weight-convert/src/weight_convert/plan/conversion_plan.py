@@ -141,7 +141,7 @@ def plan_conversion(
     source = options.source_format or detect_format(catalog, family)
     memory = in_memory(catalog, family, source)
     check_complete(catalog, family, memory)
-    unknown = _unknown_keys(catalog, family, source, memory, options)
+    unknown = _unknown_keys(family, source, memory, options)
     if family.format(to).order == "modules":
         memory = by_modules(memory, family)
     tensors = sorted(as_stored(memory, family, to), key=lambda tensor: tensor.order)
@@ -170,14 +170,13 @@ def check_arguments(spec: FamilySpec | None, options: ConversionOptions) -> None
 
 
 def _unknown_keys(
-    catalog: Catalog,
     spec: FamilySpec,
     source: str,
     memory: Sequence[PlannedTensor],
     options: ConversionOptions,
 ) -> tuple[str, ...]:
     """The tensors in memory that the spec does not name; raise where they cannot be carried."""
-    unmapped = unmapped_keys(catalog, spec, source)
+    unmapped = unmapped_keys(memory, spec, source)
     if unmapped:
         raise IncompleteExpertsError(
             f"{len(unmapped)} tensors of single experts are not named by the spec of "

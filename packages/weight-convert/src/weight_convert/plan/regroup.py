@@ -24,6 +24,7 @@ from weight_convert.plan.completeness import check_alike, check_numbers, expecte
 from weight_convert.specs import FamilySpec, Matcher, Rule, Side, fill
 
 _NaturalKey = tuple[tuple[int, str, int], ...]
+_NO_ORDER: tuple[_NaturalKey, int, int] = ((), 0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +210,7 @@ def _ends(pieces: Sequence[Piece]) -> tuple[int, ...]:
 
 
 def carried(tensor: SourceTensor) -> PlannedTensor:
-    """A source tensor as it is."""
+    """A source tensor as it is, without a place among the others."""
     return PlannedTensor(
         key=tensor.key,
         dtype=tensor.dtype,
@@ -217,7 +218,7 @@ def carried(tensor: SourceTensor) -> PlannedTensor:
         pieces=(
             Piece(file=tensor.file, offset_bytes=tensor.offset_bytes, size_bytes=tensor.size_bytes),
         ),
-        order=(natural_key(tensor.key), 0, 0),
+        order=_NO_ORDER,
     )
 
 
