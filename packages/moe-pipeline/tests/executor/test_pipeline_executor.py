@@ -397,6 +397,13 @@ def test_wrong_numbers_of_inputs_and_targets_are_refused():
         executor.step([(), torch.ones(1), ()])
 
 
+def test_a_step_with_backwards_is_refused_without_gradients():
+    executor = PipelineExecutor({0: constant(StageOutput())}, one_f_one_b(1, 1))
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode(), pytest.raises(ValueError, match="runs backwards, but step was called under"):
+            executor.step([(torch.ones(2),)])
+
+
 def test_schedules_that_fail_the_check_are_refused():
     schedule = one_f_one_b(1, 2)
     wrong = replace(schedule, ranks=(schedule.ranks[0][1:],))

@@ -38,3 +38,22 @@ def test_sizes_that_do_not_fit_are_refused():
         fold_experts(range(4), ep_size=0)
     with pytest.raises(ValueError, match="a rank twice"):
         fold_experts([0, 1, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("order", "ep_size", "etp_size", "words"),
+    [
+        ((3, 1, 0, 2), 1, 2, "etp group [3, 1]"),
+        ((1, 0, 2, 3), 2, 1, "ep group [1, 0]"),
+        ((0, 3, 2, 1), 2, 2, "ep group [3, 1]"),
+    ],
+)
+def test_orders_that_process_groups_cannot_have_are_refused(order, ep_size, etp_size, words):
+    with pytest.raises(ValueError, match="ascending order") as caught:
+        fold_experts(order, ep_size=ep_size, etp_size=etp_size)
+    assert f"ranks={list(order)} lays the {words}" in str(caught.value)
+
+
+def test_orders_whose_groups_ascend_are_taken():
+    axes = fold_experts((2, 3, 0, 1), ep_size=2)
+    assert axes.ep == ((2, 3), (0, 1)) and axes.expert_dp == ((2, 0), (3, 1))

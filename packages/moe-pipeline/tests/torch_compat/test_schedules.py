@@ -308,10 +308,56 @@ def test_names_are_found_in_any_case_and_tell_the_kind():
         get_schedule_class("pipedream")
 
 
+def test_builders_of_torch_find_the_classes_that_they_ask_for():
+    """What torchtitan's builder asks, with get_schedule_class swapped and no more."""
+    v_style = (torch_schedules.ScheduleZBVZeroBubble, torch_schedules.ScheduleDualPipeV)
+    for name, places in TORCHS.items():
+        kind = get_schedule_class(name)
+        multi, single = (
+            issubclass(kind, torch_schedules.PipelineScheduleMulti),
+            issubclass(kind, torch_schedules.PipelineScheduleSingle),
+        )
+        assert (multi, single) == (places is not PLAIN, places is PLAIN), name
+        assert (kind in v_style) == (places is FOLD), name
+        assert len({kind, get_schedule_class(name.lower())}) == 1
+    assert get_schedule_class("v_half") not in v_style
+    runtime = get_schedule_class("_PipelineScheduleRuntime")
+    assert runtime == torch_schedules._PipelineScheduleRuntime
+
+
+def test_a_schedule_is_read_from_torchs_csv(tmp_path):
+    """By the runtime class, as builders do it; each file gives the gradients of one process."""
+    batch = data(1, 6)
+    path = tmp_path / "mine.csv"
+
+    def fn(rank, world_size):
+        device, modules = torch.device("cpu"), blocks(3, 2)
+        stages = [PipelineStage(modules[i], i, 2, device) for i in range(2)]
+        kind = get_schedule_class("_PipelineScheduleRuntime")
+        schedule = kind(stages, 3, loss_fn=loss_fn, backward_requires_autograd=True)
+        with pytest.raises(ValueError, match="call _load_csv before step"):
+            schedule.step(batch[0], target=batch[1])
+        path.write_text("0F0,0B0\n", encoding="utf-8")
+        with pytest.raises(ValueError, match="has 1 microbatches, 1 stages and 1 ranks; this"):
+            schedule._load_csv(str(path))
+        row = "0F0,1F0,1B0,0F1,1F1,0B0,1B1,0B1,0F2,1F2,1B2,0B2"
+        path.write_text(row + "\n", encoding="utf-8")
+        schedule._load_csv(str(path))
+        losses = []
+        schedule.step(batch[0], target=batch[1], losses=losses)
+        expected_losses, expected = without_pipeline(3, 2, batch, 3)
+        assert close([loss.item() for loss in losses], expected_losses)
+        assert all_close(gradients(modules, (0, 0), 0), gradients(expected, (0, 0), 0))
+
+    run_ranks(fn, 1)
+
+
 def test_mistakes_are_told_before_anything_runs():
     def fn(rank, world_size):
         module, device = nn.Linear(2, 2), torch.device("cpu")
-        with pytest.raises(TypeError, match="no argument defer_pp_recv; leave it out"):
+        with pytest.raises(TypeError, match="no argument recompute; leave it out"):
+            alone(module, recompute=True)
+        with pytest.raises(ValueError, match="defer_pp_recv=True steers torch's own runtime"):
             alone(module, defer_pp_recv=True)
         with pytest.raises(TypeError, match="is a base class"):
             alone(module, "PipelineScheduleSingle")

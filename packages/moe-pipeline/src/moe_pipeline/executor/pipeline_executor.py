@@ -135,7 +135,8 @@ class PipelineExecutor:
             or None where they returned none. Summed over ranks and microbatches: the whole loss.
 
         Raises:
-            ValueError: wrong number of inputs or targets; the last stage returned no loss.
+            ValueError: wrong number of inputs or targets; the last stage returned no loss; a
+                schedule with backwards under `no_grad`.
             TypeError: inputs of a microbatch that are no tuple or list.
             StageTransferError: a transfer failed, or another rank did; names rank, stage, action
                 and who is to blame. Every rank whose step needs the failed one raises it.
@@ -170,6 +171,11 @@ class PipelineExecutor:
     ) -> None:
         """Make the states, with what the caller gives."""
         count, name = self.schedule.num_microbatches, self.schedule.name
+        if self.schedule.has_backward and not torch.is_grad_enabled():
+            raise MoEValueError(
+                f"schedule {name} runs backwards, but step was called under no_grad or "
+                "inference_mode; call it outside, or run a schedule of forwards"
+            )
         needed = inputs if any(stage == 0 for stage, _ in self._keys) else None
         for what, given in (("inputs", needed), ("targets", targets)):
             if given is not None and len(given) != count:

@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from moe_pipeline.errors import MoETypeError, MoEValueError
 from moe_pipeline.executor.pytrees import map_tensors
@@ -79,7 +81,7 @@ def _run(
     number: int, stage: Any, inputs: tuple[Any, ...], target: object | None
 ) -> tuple[Any, ...]:
     try:
-        with torch.device("meta"), torch.enable_grad():
+        with torch.device("meta"), torch.enable_grad(), _WholeIds():
             output = stage(*inputs, target=target)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         source = f"what stage {number - 1} returns" if number else "the inputs"
@@ -98,6 +100,20 @@ def _shape_of(tensor: Tensor) -> TensorShape:
 def _to_meta(tensor: Tensor) -> Tensor:
     moved = tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
     return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+
+
+@final
+class _WholeIds(TorchFunctionMode):
+    """Refuses ids that are no integers, which `meta` takes on torch 2.11."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        """Run a torch function of a stage."""
+        ids = args[0] if func is F.embedding and args else None
+        if isinstance(ids, Tensor) and ids.dtype not in (torch.int32, torch.int64):
+            raise MoETypeError(f"an embedding got ids of {ids.dtype}; give int64 or int32")
+        return func(*args, **(kwargs or {}))
 
 
 @final

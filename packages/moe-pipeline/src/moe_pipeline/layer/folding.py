@@ -37,12 +37,14 @@ def fold_experts(ranks: Sequence[int], *, ep_size: int = 1, etp_size: int = 1) -
     """Lay expert-dp x ep x etp over ranks; neighbours are in one etp group. Not collective.
 
     Args:
-        ranks: all ranks of one pipeline stage, in the order in which axes are to be laid.
+        ranks: all ranks of one pipeline stage, in the order in which axes are to be laid; within a
+            group of ep or etp they must ascend, since torch numbers the ranks of a group so.
         ep_size: ranks over which the experts are split.
         etp_size: ranks over which each expert is split.
 
     Raises:
-        ValueError: the sizes do not divide the number of ranks, or a rank comes twice.
+        ValueError: the sizes do not divide the number of ranks, a rank comes twice, or the order
+            is one that process groups cannot have.
     """
     if ep_size < 1 or etp_size < 1:
         raise MoEValueError(f"ep_size={ep_size} and etp_size={etp_size} must be at least 1")
@@ -55,7 +57,7 @@ def fold_experts(ranks: Sequence[int], *, ep_size: int = 1, etp_size: int = 1) -
             f"{len(ranks)} ranks; choose sizes whose product does"
         )
     blocks = [tuple(ranks[first : first + block]) for first in range(0, len(ranks), block)]
-    return ExpertAxes(
+    axes = ExpertAxes(
         ep=tuple(each[place::etp_size] for each in blocks for place in range(etp_size)),
         etp=tuple(
             each[place * etp_size : (place + 1) * etp_size]
@@ -64,3 +66,12 @@ def fold_experts(ranks: Sequence[int], *, ep_size: int = 1, etp_size: int = 1) -
         ),
         expert_dp=tuple(zip(*blocks, strict=True)),
     )
+    for name, groups in (("ep", axes.ep), ("etp", axes.etp)):
+        for group in groups:
+            if list(group) != sorted(group):
+                raise MoEValueError(
+                    f"ranks={list(ranks)} lays the {name} group {list(group)}, but torch numbers "
+                    "the ranks of a process group in ascending order, so its ranks would hold "
+                    "other slices than the axes say; order the ranks so that each group ascends"
+                )
+    return axes

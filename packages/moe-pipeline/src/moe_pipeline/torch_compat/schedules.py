@@ -9,22 +9,24 @@ outputs and losses come without graph, and gradients of earlier steps are not sc
     logits = schedule.step(tokens) if stage.is_first else schedule.step(target=labels)
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
-from typing import Any, ClassVar, TypedDict, Unpack
+from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-from torch.distributed.pipelining.microbatch import TensorChunkSpec, merge_chunks
+from torch.distributed.pipelining import schedules as torch_schedules
+from torch.distributed.pipelining.microbatch import merge_chunks
 
 from moe_pipeline.errors import MoETypeError, MoEValueError
 from moe_pipeline.executor import ExecutorOptions, PipelineExecutor
 from moe_pipeline.schedules.generators import SCHEDULES
-from moe_pipeline.schedules.table import Kind, Schedule, add_transfers
+from moe_pipeline.schedules.table import COMPUTE, Kind, Schedule, add_transfers
+from moe_pipeline.schedules.views import read_csv
 from moe_pipeline.torch_compat.batches import PRE_SPLIT, Batch, pre_split_batch, split_batch
+from moe_pipeline.torch_compat.keywords import ScheduleKeywords, checked_keywords
 from moe_pipeline.torch_compat.stages import (
     LossFunction,
     Microbatch,
@@ -32,6 +34,7 @@ from moe_pipeline.torch_compat.stages import (
     StepState,
     TorchStage,
     check_stage,
+    divided_gradients,
 )
 
 _SINGLE = ("forward_then_backward", "1f1b", "zb_1p", "zb_2p")
@@ -54,19 +57,22 @@ _NAMES_OF_TORCH = {
 }
 
 
-class ScheduleKeywords(TypedDict, total=False):
-    """Further arguments of a schedule, by keyword: torch's, then this executor's own."""
+class _ScheduleType(type):
+    """The type of the classes here: one may equal the class of torch that it stands for.
 
-    # how positional arguments are split; None: tensors along dim 0
-    args_chunk_spec: tuple[TensorChunkSpec, ...] | None
-    # how keyword arguments are split; likewise
-    kwargs_chunk_spec: dict[str, TensorChunkSpec] | None
-    output_merge_spec: Any  # how outputs are put together; likewise
-    backward_group: ProcessGroup | None  # carries gradients; None: the group of the stages
-    executor_options: ExecutorOptions  # of the executor, whose device is that of the stages
+    Builders ask `schedule_class in (ScheduleZBVZeroBubble, ScheduleDualPipeV)`.
+    """
+
+    _stands_for: type | None = None
+
+    def __eq__(cls, other: object) -> bool:
+        return cls is other or (cls._stands_for is not None and cls._stands_for is other)
+
+    def __hash__(cls) -> int:
+        return type.__hash__(cls) if cls._stands_for is None else hash(cls._stands_for)
 
 
-class PipelineSchedule:
+class PipelineSchedule(metaclass=_ScheduleType):
     """What torch's single and multi-stage schedules have in common; get one of their classes.
 
     Attributes:
@@ -86,17 +92,15 @@ class PipelineSchedule:
     ) -> None:
         for stage in stages:
             check_stage(stage)
-        _check_keywords(keywords)
-        self._keywords = keywords
+        self._keywords = checked_keywords(keywords)
         self._loss_fn, self._scale_grads = loss_fn, scale_grads
         self._stages = {stage.stage_index: stage for stage in stages}
         self._wrapped = {
             i: ModuleStage(stage.submod, is_last=i == stage.num_stages - 1)
             for i, stage in self._stages.items()
         }
-        self.schedule = self._make_schedule(stages[0], n_microbatches)
         self._executors: dict[bool, PipelineExecutor] = {}
-        self._executor(with_backward=loss_fn is not None)
+        self._use(self._make_schedule(stages[0], n_microbatches))
 
     def step(
         self,
@@ -133,7 +137,7 @@ class PipelineSchedule:
         )
         divided: AbstractContextManager[None] = nullcontext()
         if backward and self._scale_grads:
-            divided = _divided(self._parameters(), self.schedule.num_microbatches)
+            divided = divided_gradients(self._parameters(), self.schedule.num_microbatches)
         with divided:
             return self._run(batch, state, losses, with_backward=backward)
 
@@ -145,6 +149,11 @@ class PipelineSchedule:
         loss_fn = None if batch.targets is None else self._loss_fn
         state = StepState(loss_fn=loss_fn, loss_kwargs={}, keeps_outputs=True)
         return self._run(batch, state, losses, with_backward=False)
+
+    def _use(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self._executors.clear()
+        self._executor(with_backward=self._loss_fn is not None)
 
     def _parameters(self) -> list[nn.Parameter]:
         """Each once, those that stages of this rank share too."""
@@ -269,9 +278,68 @@ class PipelineScheduleMulti(PipelineSchedule):
         super().__init__(stages, n_microbatches, loss_fn, scale_grads, keywords)
 
 
+class PipelineScheduleRuntime(PipelineScheduleMulti):
+    """A schedule read from a file of torch's; `_load_csv` comes before the first step."""
+
+    _stands_for = torch_schedules._PipelineScheduleRuntime
+
+    def _load_csv(
+        self,
+        filename: str,
+        format: Literal["compute_only", "compute_comms"] = "compute_only",
+    ) -> None:
+        """Run the schedule of a file from now on, as torch's method of this name.
+
+        Raises:
+            ValueError: it has other stages, microbatches or ranks than this schedule was made for.
+            ScheduleError: the file is no schedule, or one that would not end.
+        """
+        found = read_csv(filename)
+        if format == "compute_only":
+            rows = tuple(tuple(a for a in row if a.kind in COMPUTE) for row in found.ranks)
+            found = add_transfers(replace(found, ranks=rows))
+        stage = next(iter(self._stages.values()))
+        wanted = (self.schedule.num_microbatches, stage.num_stages, stage.group_size)
+        has = (found.num_microbatches, found.num_stages, len(found.ranks))
+        if has != wanted:
+            raise MoEValueError(
+                f"{filename} has {has[0]} microbatches, {has[1]} stages and {has[2]} ranks; this "
+                f"schedule was made for {wanted[0]}, {wanted[1]} and {wanted[2]}"
+            )
+        self._use(found)
+
+    def _make_schedule(self, stage: TorchStage, n_microbatches: int) -> Schedule:
+        return Schedule(
+            name="that of no file yet",
+            num_stages=stage.num_stages,
+            num_microbatches=n_microbatches,
+            ranks=(),
+        )
+
+    def _executor(self, *, with_backward: bool) -> PipelineExecutor:
+        if not self.schedule.ranks:
+            raise MoEValueError("this schedule runs a file; call _load_csv before step")
+        return super()._executor(with_backward=with_backward)
+
+    def _use(self, schedule: Schedule) -> None:
+        if schedule.ranks:
+            super()._use(schedule)
+        else:
+            self.schedule = schedule
+
+
+# For builders that ask issubclass(schedule_class, PipelineScheduleMulti) of torch.
+torch_schedules.PipelineScheduleSingle.register(PipelineScheduleSingle)
+torch_schedules.PipelineScheduleMulti.register(PipelineScheduleMulti)
+
 _BASES: dict[str, type[PipelineSchedule]] = {
     "PipelineScheduleSingle": PipelineScheduleSingle,
     "PipelineScheduleMulti": PipelineScheduleMulti,
+    "_PipelineScheduleRuntime": PipelineScheduleRuntime,
+}
+_OF_TORCH = {
+    "ZBVZeroBubble": torch_schedules.ScheduleZBVZeroBubble,
+    "DualPipeV": torch_schedules.ScheduleDualPipeV,
 }
 
 
@@ -301,18 +369,12 @@ def _class_of(name: str) -> type[PipelineSchedule]:
     ours = _NAMES_OF_TORCH.get(name, name)
     base = PipelineScheduleSingle if ours in _SINGLE else PipelineScheduleMulti
     generate = SCHEDULES[ours]
-    members = {"_generate": staticmethod(generate), "_takes_stages_per_rank": ours in _LOOPED}
+    members = {
+        "_generate": staticmethod(generate),
+        "_takes_stages_per_rank": ours in _LOOPED,
+        "_stands_for": _OF_TORCH.get(name),
+    }
     return type(f"Schedule{name}", (base,), {"__doc__": generate.__doc__, **members})
-
-
-def _check_keywords(given: ScheduleKeywords) -> None:
-    known = ScheduleKeywords.__annotations__
-    unknown = sorted(set(given) - set(known))
-    if unknown:
-        raise MoETypeError(
-            f"schedules here have no argument {', '.join(unknown)}; leave it out. They take "
-            f"scale_grads, {', '.join(known)}"
-        )
 
 
 def _forwards_of(schedule: Schedule) -> Schedule:
@@ -321,26 +383,3 @@ def _forwards_of(schedule: Schedule) -> Schedule:
     return add_transfers(
         replace(schedule, name=f"{schedule.name} (forwards)", ranks=rows, has_backward=False)
     )
-
-
-@contextmanager
-def _divided(parameters: Sequence[nn.Parameter], count: int) -> Iterator[None]:
-    """Divide what is added to the gradients meanwhile, and only that; an error takes it back.
-
-    Gradients of before are put aside, so that they neither lose precision nor are divided again.
-    """
-    held = [(parameter, parameter.grad) for parameter in parameters]
-    before = [(parameter, grad) for parameter, grad in held if grad is not None]
-    for parameter, _ in before:
-        parameter.grad = None
-    try:
-        yield
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.div_(count)
-        for parameter, grad in before:
-            if parameter.grad is not None:
-                grad.add_(parameter.grad)
-    finally:
-        for parameter, grad in before:
-            parameter.grad = grad

@@ -9,7 +9,8 @@ before (keyword arguments, the target) travels in the executor's `target`.
     step.losses[0]
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, final
 
@@ -113,3 +114,26 @@ def check_stage(stage: TorchStage) -> None:
             f"stage {stage.stage_index} has a dw_builder; leave it out, weight gradients are "
             "deferred by the executor"
         )
+
+
+@contextmanager
+def divided_gradients(parameters: Sequence[nn.Parameter], count: int) -> Iterator[None]:
+    """Divide what is added to the gradients meanwhile, and only that; an error takes it back.
+
+    Gradients of before are put aside, so that they neither lose precision nor are divided again.
+    """
+    held = [(parameter, parameter.grad) for parameter in parameters]
+    before = [(parameter, grad) for parameter, grad in held if grad is not None]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(count)
+        for parameter, grad in before:
+            if parameter.grad is not None:
+                grad.add_(parameter.grad)
+    finally:
+        for parameter, grad in before:
+            parameter.grad = grad
