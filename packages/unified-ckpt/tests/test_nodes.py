@@ -123,7 +123,7 @@ def test_a_tensor_that_a_node_holds_all_of_is_stored_whole() -> None:
     copies = [{"model": [rows(f"w{i}", 2, r % 2) for i in range(6)]} for r in range(4)]
     plan = plan_save(copies, nodes=nodes)
     assert {t.key for f in plan.files for t in f.tensors} == {f"w{i}" for i in range(6)}
-    assert plan.rank_bytes == (384, 384, 384, 384) and plan.num_over_nodes == {"model": 0}
+    assert plan.rank_bytes == (384, 384, 384, 384)
 
 
 def test_a_tensor_that_no_node_holds_all_of_is_stored_in_boxes() -> None:
@@ -131,6 +131,5 @@ def test_a_tensor_that_no_node_holds_all_of_is_stored_in_boxes() -> None:
     plan = plan_save(held, nodes=["a", "a", "b", "b"])
     keys = {t.key for f in plan.files for t in f.tensors}
     assert keys == {"here", *(f"w@{8 * r}:{8 * r + 8},0:4@32,4" for r in range(4))}
-    assert plan.num_over_nodes == {"model": 1}
     shared = plan_save(held)
     assert sorted(t.key for f in shared.files for t in f.tensors) == ["here", "w"]

@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from pathlib import Path
 
 from moe_train.commands.model_options import (
     add_model_options,
@@ -24,8 +23,8 @@ Ctrl-C the answer that is being written.
 def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _CHAT_NOTES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    text = "a folder of a run, or of any transformers checkpoint of a known family"
-    parser.add_argument("checkpoint", metavar="DIR", type=Path, help=text)
+    text = "a folder of a run, or of any transformers checkpoint of a known family; or a URL"
+    parser.add_argument("checkpoint", metavar="DIR", help=text)
     parser.add_argument(
         "--system", metavar="TEXT", help="the message that the conversation is under"
     )
@@ -43,7 +42,7 @@ def _chat(arguments: argparse.Namespace) -> int:
     message = sys.stdin.read() if arguments.message == "-" else arguments.message
     stopped_by = chat(
         ChatJob(
-            checkpoint=str(arguments.checkpoint),
+            checkpoint=arguments.checkpoint,
             system=arguments.system,
             message=message,
             model=model_options_of(arguments),

@@ -23,8 +23,8 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EVAL_NOTES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    text = "a folder of a run, or of any transformers checkpoint of a known family"
-    add("checkpoint", metavar="DIR", type=Path, help=text)
+    text = "a folder of a run, or of any transformers checkpoint of a known family; or a URL"
+    add("checkpoint", metavar="DIR", help=text)
     text = "a job's TOML file, for its held-out text; or files, folders and globs"
     add("data", metavar="DATA", nargs="+", help=text)
     add("--kind", choices=_KINDS, default="text", help="what the files hold; default text")
@@ -46,7 +46,7 @@ def _eval(arguments: argparse.Namespace) -> int:
     arguments.overrides += [d for d in arguments.data if d not in data]
     figures = evaluate(
         EvaluateJob(
-            checkpoint=str(arguments.checkpoint),
+            checkpoint=arguments.checkpoint,
             data=tuple(data),
             kind=arguments.kind,
             content_field=arguments.field,

@@ -26,8 +26,8 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _GENERATE_NOTES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    text = "a folder of a run, or of any transformers checkpoint of a known family"
-    add("--checkpoint", metavar="DIR", type=Path, required=True, help=text)
+    text = "a folder of a run, or of any transformers checkpoint of a known family; or a URL"
+    add("--checkpoint", metavar="DIR", required=True, help=text)
     source = parser.add_mutually_exclusive_group(required=True)
     text = "how the text begins; - reads it from standard input"
     source.add_argument("--prompt", metavar="TEXT", help=text)
@@ -52,7 +52,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     output = None if is_shown and arguments.output is None else str(arguments.output or "-")
     stopped_by = generate(
         GenerateJob(
-            checkpoint=str(arguments.checkpoint),
+            checkpoint=arguments.checkpoint,
             record=record,
             prompts_file=None if arguments.prompts is None else str(arguments.prompts),
             output=output,

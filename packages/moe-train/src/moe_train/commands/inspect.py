@@ -10,7 +10,7 @@ _EXIT_FAULTS = 1
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="DIR", type=Path, help="a checkpoint's folder")
+    parser.add_argument("checkpoint", metavar="DIR", help="a checkpoint's or run's folder, or URL")
     parser.add_argument(
         "--samples",
         action="store_true",

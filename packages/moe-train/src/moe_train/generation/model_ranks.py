@@ -28,6 +28,7 @@ from moe_train.layout import (
 from moe_train.model import DecoderConfig, DecoderStage, KeyValueCache, StageOptions, stage_layers
 from moe_train.parallel import Parallel, choose_device
 from unified_ckpt import CheckpointError, load
+from unified_ckpt.files.storage import Location
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -155,10 +156,21 @@ class ModelRanks:
         return self.parallel.forward_group, self.parallel.stage, self.timeout_s
 
 
-def open_model(checkpoint: Path, options: ModelOptions, parallel: Parallel | None) -> ModelRanks:
+def open_model(
+    checkpoint: Path,
+    options: ModelOptions,
+    parallel: Parallel | None,
+    weights: Path | Location | None = None,
+) -> ModelRanks:
     """Load this rank's part of a transformers checkpoint of a known family.
 
     Layers for multi-token prediction are left out. Not collective.
+
+    Args:
+        checkpoint: its folder.
+        options: where the model runs.
+        parallel: this rank's place; None alone.
+        weights: the checkpoint that holds the weights, where that is another place.
 
     Raises:
         ValueError: the folder cannot be used; the message names it, the reason and a remedy.
@@ -180,7 +192,7 @@ def open_model(checkpoint: Path, options: ModelOptions, parallel: Parallel | Non
         dtype=dtype,
     )
     stage = DecoderStage(config, stage_options)
-    _fill(stage, checkpoint, parallel)
+    _fill(stage, weights or checkpoint, parallel)
     return ModelRanks(
         stage=stage.eval(),
         parallel=parallel,
@@ -238,7 +250,7 @@ def stored_dtype(config: DecoderConfig, checkpoint: Path) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _fill(stage: DecoderStage, checkpoint: Path, parallel: Parallel | None) -> None:
+def _fill(stage: DecoderStage, checkpoint: Path | Location, parallel: Parallel | None) -> None:
     """Read this rank's weights."""
     if parallel is None:
         layouts, rank = single_rank_layouts(stage, stage.config), 0

@@ -1,7 +1,7 @@
 """What the commands generate, chat and eval run, checked before any rank starts.
 
-May import: evaluation, generation, data, launch, parallel, tokenization, model, rank, config,
-cache, errors; comm_collectives.
+May import: evaluation, generation, checkpoint, data, launch, parallel, tokenization, model, rank,
+config, cache, errors; comm_collectives, unified_ckpt.
 """
 
 from moe_train.inference.chat import ChatJob as ChatJob

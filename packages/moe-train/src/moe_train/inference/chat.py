@@ -11,8 +11,8 @@ import queue
 import signal
 import sys
 import threading
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 from comm_collectives import broadcast_nested
@@ -26,6 +26,7 @@ from moe_train.generation import (
 )
 from moe_train.inference.generate import GenerateJob, chat_ids, generate, show_text
 from moe_train.inference.running import job_from_json, model_of_rank, run_inference
+from moe_train.inference.stored_model import stored_model
 from moe_train.rank import RankContext
 from moe_train.tokenization import TextTokenizer, load_tokenizer
 
@@ -39,7 +40,7 @@ class ChatJob:
     """What `moe-train chat` runs.
 
     Attributes:
-        checkpoint: folder of a transformers checkpoint whose tokenizer has a chat template.
+        checkpoint: folder or URL of a transformers checkpoint whose tokenizer has a chat template.
         system: the message ahead of the conversation.
         message: the only question; None: lines of standard input.
     """
@@ -61,7 +62,6 @@ def chat(job: ChatJob) -> signal.Signals | None:
         ValueError: one message with what was given, what is expected and what to change.
         RankFailedError: a rank failed or was killed.
     """
-    checkpoint = Path(job.checkpoint)
     messages = _opening(job)
     if job.message is not None:
         record = {"messages": [*messages, {"role": "user", "content": job.message}]}
@@ -70,9 +70,10 @@ def chat(job: ChatJob) -> signal.Signals | None:
                 checkpoint=job.checkpoint, record=record, model=job.model, options=job.options
             )
         )
-    check_model(checkpoint, job.model.parallel)
-    question = {"role": "user", "content": "Hello"}
-    chat_ids([*messages, question], None, load_tokenizer(checkpoint), str(checkpoint))
+    with stored_model(job.checkpoint) as (folder, place):
+        check_model(folder, job.model.parallel)
+        question = {"role": "user", "content": "Hello"}
+        chat_ids([*messages, question], None, load_tokenizer(folder), str(place))
     return run_inference(run_chat, asdict(job), job.model)
 
 
@@ -84,9 +85,10 @@ def run_chat(text: str, context: RankContext) -> None:
         context: asked after each token and while waiting whether to stop.
     """
     job = job_from_json(ChatJob, text)
-    checkpoint = Path(job.checkpoint)
-    tokenizer, messages = load_tokenizer(checkpoint), _opening(job)
-    with model_of_rank(checkpoint, job.model) as model:
+    with ExitStack() as stack:
+        folder, place = stack.enter_context(stored_model(job.checkpoint))
+        tokenizer, messages = load_tokenizer(folder), _opening(job)
+        model = stack.enter_context(model_of_rank(folder, job.model, place))
         lines = _SharedLines(model, context)
         while (line := lines.next()) is not None:
             if line:

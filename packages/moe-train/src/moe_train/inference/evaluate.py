@@ -6,6 +6,7 @@ figures = evaluate(EvaluateJob(checkpoint="checkpoint-250", data=("held_out.json
 import json
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from moe_train.evaluation import (
 from moe_train.generation import ModelOptions, ModelRanks, check_model
 from moe_train.inference.json_lines import read_records
 from moe_train.inference.running import job_from_json, model_of_rank, run_inference
+from moe_train.inference.stored_model import stored_model
 from moe_train.model import DecoderConfig
 from moe_train.rank import RankContext
 from moe_train.tokenization import TextTokenizer, load_tokenizer
@@ -38,7 +40,7 @@ class EvaluateJob:
     """What `moe-train eval` runs.
 
     Attributes:
-        checkpoint: folder of a transformers checkpoint.
+        checkpoint: folder or URL of a transformers checkpoint.
         data: a job's TOML file, whose held-out documents are read; or files, folders and globs.
         kind: of the files: text, chat, tokens, or multiple_choice (JSON lines).
         content_field: where a row has its content; None: that of the kind.
@@ -75,9 +77,9 @@ def evaluate(job: EvaluateJob) -> dict[str, float] | None:
         RankFailedError: a rank failed or was killed.
     """
     check_type("job", job, EvaluateJob)
-    checkpoint = Path(job.checkpoint)
-    config = check_model(checkpoint, job.model.parallel)
-    tokenizer = load_tokenizer(checkpoint)
+    with stored_model(job.checkpoint) as (checkpoint, _):
+        config = check_model(checkpoint, job.model.parallel)
+        tokenizer = load_tokenizer(checkpoint)
     if job.batch_size < 1 or not job.data:
         raise TrainValueError(f"batch_size={job.batch_size}, data={job.data}; expected at least 1")
     with tempfile.TemporaryDirectory(prefix="moe-train-eval-") as folder:
@@ -102,9 +104,10 @@ def run_evaluation(text: str, context: RankContext) -> None:
         context: asked now and then whether to stop, which leaves no figures.
     """
     job = job_from_json(EvaluateJob, text)
-    checkpoint = Path(job.checkpoint)
-    tokenizer = load_tokenizer(checkpoint)
-    with model_of_rank(checkpoint, job.model) as model:
+    with ExitStack() as stack:
+        checkpoint, place = stack.enter_context(stored_model(job.checkpoint))
+        tokenizer = load_tokenizer(checkpoint)
+        model = stack.enter_context(model_of_rank(checkpoint, job.model, place))
         try:
             figures = _measure(job, model, tokenizer, lambda: context.stop_requested)
         except EvaluationStoppedError:

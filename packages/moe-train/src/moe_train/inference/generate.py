@@ -28,6 +28,7 @@ from moe_train.generation import (
 )
 from moe_train.inference.json_lines import Record, read_records
 from moe_train.inference.running import job_from_json, model_of_rank, run_inference
+from moe_train.inference.stored_model import stored_model
 from moe_train.rank import RankContext
 from moe_train.tokenization import TextTokenizer, load_tokenizer
 
@@ -74,7 +75,7 @@ class GenerateJob:
     """What `moe-train generate` and a question of `moe-train chat` run.
 
     Attributes:
-        checkpoint: folder of a transformers checkpoint.
+        checkpoint: folder or URL of a transformers checkpoint.
         record: has the text `prompt`, or the `messages` of a conversation.
         prompts_file: JSON lines, a record in each; stands for `record`.
         output: file of JSON lines, "-" for standard output; None: the text of the only prompt is
@@ -103,9 +104,9 @@ def generate(job: GenerateJob) -> signal.Signals | None:
         ValueError: one message with what was given, what is expected and what to change.
         RankFailedError: a rank failed or was killed.
     """
-    checkpoint = Path(job.checkpoint)
-    config = check_model(checkpoint, job.model.parallel)
-    tokenizer = load_tokenizer(checkpoint)
+    with stored_model(job.checkpoint) as (checkpoint, _):
+        config = check_model(checkpoint, job.model.parallel)
+        tokenizer = load_tokenizer(checkpoint)
     if job.batch_size < 1:
         raise TrainValueError(f"batch_size={job.batch_size}; expected at least 1")
     sources, records = read_prompts(job)
@@ -121,11 +122,12 @@ def run_generate(text: str, context: RankContext) -> None:
         context: asked after each token whether to stop.
     """
     job = job_from_json(GenerateJob, text)
-    checkpoint = Path(job.checkpoint)
-    tokenizer = load_tokenizer(checkpoint)
     sources, records = read_prompts(job)
-    prompts = _encoded(sources, records, tokenizer)
-    with model_of_rank(checkpoint, job.model) as model:
+    with ExitStack() as stack:
+        checkpoint, place = stack.enter_context(stored_model(job.checkpoint))
+        tokenizer = load_tokenizer(checkpoint)
+        prompts = _encoded(sources, records, tokenizer)
+        model = stack.enter_context(model_of_rank(checkpoint, job.model, place))
         if job.output is not None:
             rounds = generate_all(
                 model,

@@ -33,6 +33,7 @@ from moe_train.rank import (
     run_rank,
     watch_stop_signals,
 )
+from unified_ckpt.files.storage import Location
 
 Runner = Callable[[str, RankContext], None]
 """What a rank runs: the job as JSON, and what asks it to stop."""
@@ -73,15 +74,17 @@ def run_inference(
 
 
 @contextmanager
-def model_of_rank(checkpoint: Path, options: ModelOptions) -> Iterator[ModelRanks]:
+def model_of_rank(
+    checkpoint: Path, options: ModelOptions, weights: Path | Location | None = None
+) -> Iterator[ModelRanks]:
     """This rank's part of the model, joined with the others. Collective."""
     if options.parallel.world_size == 1:
-        yield open_model(checkpoint, options, None)
+        yield open_model(checkpoint, options, None, weights)
         return
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, num_cores() // local_ranks))
     parallel = join(options.parallel, options.device)
-    yield open_model(checkpoint, options, parallel)
+    yield open_model(checkpoint, options, parallel, weights)
     dist.barrier()
     dist.destroy_process_group()
 

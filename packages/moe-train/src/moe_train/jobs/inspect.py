@@ -4,24 +4,28 @@ import math
 from collections import defaultdict
 from pathlib import Path
 
-from moe_train.checkpoint import has_part, read_state
+from moe_train.checkpoint import has_part, read_state, small_files
 from moe_train.jobs.samples import checkpoint_folder
 from moe_train.layout import read_decoder
 from moe_train.model import DecoderConfig
 from unified_ckpt import read_index
+from unified_ckpt.files.storage import Location
+from unified_ckpt.plans.checkpoint import Checkpoint, read_checkpoint
 
 _PARTS = ("model", "optimizer", "master_weights")
 
 
-def describe_checkpoint(path: Path) -> str:
-    """A summary of a checkpoint folder, or of the newest one in a run's output folder.
+def describe_checkpoint(path: Path | str) -> str:
+    """A summary of a checkpoint, or of the newest one of a run: a folder, or a URL of a store.
 
     Raises:
         ValueError: there is no checkpoint.
     """
     folder = checkpoint_folder(path)
-    lines = [str(folder), *_describe_model(read_decoder(folder))]
-    if (folder / "trainer_state.json").is_file():
+    with small_files(folder, ("config.json",)) as local:
+        lines = [str(folder), *_describe_model(read_decoder(local, folder))]
+    names = read_checkpoint(folder, _names_at_top)
+    if "trainer_state.json" in names:
         state = read_state(folder)
         lines.append(
             f"training    step {state.step}, {state.consumed_samples} samples of "
@@ -30,9 +34,13 @@ def describe_checkpoint(path: Path) -> str:
     for part in _PARTS:
         if has_part(folder, part):
             lines.extend(_describe_part(folder, part))
-    others = sorted(p.name for p in folder.iterdir() if p.suffix != ".safetensors")
+    others = [name for name in names if not name.endswith(".safetensors")]
     lines.append(f"files       {', '.join(others)}")
     return "\n".join(lines)
+
+
+def _names_at_top(checkpoint: Checkpoint) -> list[str]:
+    return sorted(checkpoint.opened.listed())
 
 
 def _describe_model(config: DecoderConfig) -> list[str]:
@@ -45,7 +53,7 @@ def _describe_model(config: DecoderConfig) -> list[str]:
     ]
 
 
-def _describe_part(folder: Path, part: str) -> list[str]:
+def _describe_part(folder: Path | Location, part: str) -> list[str]:
     index = read_index(folder, part)
     sizes: dict[str, int] = defaultdict(int)
     for entry in index.values():

@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from moe_train.checkpoint import TrainerState, newest_checkpoint, read_ledger, read_state
 from moe_train.data import DataIdentity, Ledger, check_value, id_hashes
 from moe_train.errors import TrainValueError, check_type
+from unified_ckpt.files.storage import Location, as_target
+from unified_ckpt.plans.checkpoint import is_stored
 
 _CHUNK_SAMPLES = 1 << 16
 _MOST_FAULTS = 20
@@ -64,7 +66,7 @@ class SamplesAudit:
         return "\n".join([*self.lines, *(shown or ["result      no gap and no double"])])
 
 
-def audit_samples(path: Path) -> SamplesAudit:
+def audit_samples(path: Path | str) -> SamplesAudit:
     """Recompute and check the ledger of a checkpoint, or of the newest one of a run.
 
     Raises:
@@ -99,7 +101,7 @@ def audit_ledger(ledger: Ledger, state: TrainerState) -> SamplesAudit:
     return SamplesAudit(lines=tuple(lines), faults=tuple(faults))
 
 
-def write_samples(path: Path, target: Path) -> int:
+def write_samples(path: Path | str, target: Path) -> int:
     """Write one line of CSV for each sample: step, skipped, sample, epoch, source, sequence.
 
     Returns:
@@ -123,13 +125,19 @@ def write_samples(path: Path, target: Path) -> int:
     return num_samples
 
 
-def checkpoint_folder(path: Path) -> Path:
-    """A checkpoint's folder: the given one, or the newest in a run's output folder.
+def checkpoint_folder(path: Path | str | Location) -> Path | Location:
+    """A checkpoint's folder: the given one, or the newest in a run's output folder or store.
 
     Raises:
         ValueError: there is none.
     """
-    check_type("path", path, Path)
+    check_type("path", path, Path, str, Location)
+    path = as_target("checkpoint", path)
+    if isinstance(path, Location):
+        found = path if is_stored(path) else newest_checkpoint(path)
+        if found is None:
+            raise TrainValueError(f"{path} holds no complete checkpoint; name one, or a run")
+        return found
     if not path.is_dir():
         raise TrainValueError(
             f"{path} is not a folder; name a checkpoint-N folder or an output folder"

@@ -41,7 +41,6 @@ class SavePlan:
         owners: who writes each file's header.
         writer_start: where each file's ranks begin in `writer_ranks`, as `start`.
         writer_ranks: the ranks that write tensors of a file, file by file.
-        num_over_nodes: by part, tensors in boxes because no node holds all of one.
         made: the files that ranks have asked for.
     """
 
@@ -54,7 +53,6 @@ class SavePlan:
     owners: Sequence[int] = field(repr=False)
     writer_start: Sequence[int] = field(repr=False)
     writer_ranks: Sequence[int] = field(repr=False)
-    num_over_nodes: Mapping[str, int] = field(default_factory=dict)
     made: dict[int, list[FilePlan]] = field(default_factory=dict, repr=False)
 
     @property
@@ -246,7 +244,6 @@ def _files(stored: StoredColumns, max_shard_bytes: int, chunk_bytes: int) -> Sav
         place = sum(number < empty for number in parts)
         start.insert(place, [*start, len(group)][place])
         parts.insert(place, empty)
-    over_nodes = table.part[stored.writers.over_nodes].bincount(minlength=len(table.parts))
     del group, order
     edges = torch.tensor([*start, len(columns.tensor)])
     pairs = _file_writers(columns, edges, num_ranks)
@@ -267,7 +264,6 @@ def _files(stored: StoredColumns, max_shard_bytes: int, chunk_bytes: int) -> Sav
         owners=owners.tolist(),
         writer_start=writer_start.tolist(),
         writer_ranks=writer_ranks.tolist(),
-        num_over_nodes=dict(zip(table.parts, over_nodes.tolist(), strict=True)),
     )
 
 

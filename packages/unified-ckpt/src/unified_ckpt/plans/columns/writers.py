@@ -26,13 +26,11 @@ class Writers:
         row: row of the table that writes each box, int64 `[boxes]`.
         rank_bytes: what each rank writes.
         split: tensors whose boxes are stored tensors of their own, bool `[tensors]`.
-        over_nodes: those of them that are so only because no node holds all of one.
     """
 
     row: torch.Tensor
     rank_bytes: tuple[int, ...]
     split: torch.Tensor
-    over_nodes: torch.Tensor
 
 
 def choose_writers(
@@ -59,15 +57,14 @@ def choose_writers(
     tensor_of = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(counts)
     node_of = _numbers(nodes or [""] * num_ranks)
     candidates: dict[int, list[int]] = {}
-    over_nodes = torch.zeros_like(split)
     if max(node_of, default=0):
         together = written & ~split & (counts > 1)
         candidates = _nodes_of_tensors(held, rank, torch.tensor(node_of), together)
         covered = torch.zeros_like(split)
         covered[torch.tensor(list(candidates), dtype=torch.int64)] = True
-        over_nodes = together & ~covered
+        split = split | (together & ~covered)  # no node holds all of one
     load, row = _assign(held, rank, tensor_of, written, (candidates, node_of, num_ranks))
-    return Writers(row=row, rank_bytes=tuple(load), split=split | over_nodes, over_nodes=over_nodes)
+    return Writers(row=row, rank_bytes=tuple(load), split=split)
 
 
 def _numbers(names: Sequence[str]) -> list[int]:
