@@ -97,3 +97,17 @@ def test_one_config_is_enough_and_a_known_family_is_not_needed(model: Any, tmp_p
     assert verify(b, b).equal
     with pytest.raises(WeightConvertError, match=r"config\.json is of model_type 'gpt2'"):
         verify(a, b, spec=get_spec("qwen3_moe"))
+
+
+def test_headers_alone_say_nothing_of_bytes(model: Any, tmp_path: Path) -> None:
+    a = model.write(tmp_path / "a", "transformers")
+    dtype, shape, data = model.fused["lm_head.weight"]
+    model.fused["lm_head.weight"] = (dtype, shape, bytes(len(data)))
+    b = model.write(tmp_path / "b", "fused")
+    report = verify(a, b, level="headers")
+    assert (report.equal, report.compared_bytes) == (True, 0)
+    assert not verify(a, b).equal
+    model.fused["lm_head.weight"] = (dtype, shape[::-1], data)
+    assert not verify(a, model.write(tmp_path / "c", "fused"), level="headers").equal
+    with pytest.raises(WeightConvertError, match="level='values'; expected 'headers' or 'bytes'"):
+        verify(a, b, level="values")  # type: ignore[arg-type]

@@ -13,12 +13,18 @@ def add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser("verify", help="compare the tensors of A and B bit for bit")
     parser.add_argument("a", metavar="A", help="model directory, in any format")
     parser.add_argument("b", metavar="B", help="model directory, in any format")
+    parser.add_argument(
+        "--level",
+        choices=["headers", "bytes"],
+        default="bytes",
+        help="headers: names, dtypes and shapes alone; bytes: all of every tensor (default)",
+    )
     add_family(parser)
     parser.set_defaults(run=_run_verify)
 
 
 def _run_verify(args: argparse.Namespace) -> int:
-    report = verify(args.a, args.b, spec=family_given(args))
+    report = verify(args.a, args.b, spec=family_given(args), level=args.level)
     for difference in report.differences[:_SHOWN_DIFFERENCES]:
         print(f"{difference.key}: {difference.detail}")
     if len(report.differences) > _SHOWN_DIFFERENCES:
