@@ -1,9 +1,10 @@
 """The sub-commands: each a file with its options and what it prints.
 
-May import: layout and mesh, late, so that `--help` answers without importing torch.
+May import: reshard, layout and mesh, late, so that `--help` answers without importing torch.
 """
 
 from mesh_spmd.commands.boxes import BOXES as BOXES
 from mesh_spmd.commands.groups import GROUPS as GROUPS
 from mesh_spmd.commands.options import Command as Command
 from mesh_spmd.commands.place import PLACE as PLACE
+from mesh_spmd.commands.plan import PLAN as PLAN
