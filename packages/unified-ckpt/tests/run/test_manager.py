@@ -344,11 +344,14 @@ def test_minutes_begin_anew_with_a_decision_since_a_save_in_the_background_takes
 def test_a_rank_that_does_not_decide_is_named_in_time(tmp_path: Path) -> None:
     def fn(rank: int, world_size: int) -> str:
         manager = CheckpointManager(tmp_path, ManagerOptions(timeout_s=1.0))
+        raised = tmp_path / "raised"
         if rank == 1:
-            time.sleep(3.0)
+            while not raised.exists():
+                time.sleep(0.01)
             return ""
         with pytest.raises(SavePeerError) as caught:
             manager.decide(1)
+        raised.touch()
         return str(caught.value)
 
     said = run_ranks(fn, 2)[0]

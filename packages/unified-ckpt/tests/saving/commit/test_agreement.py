@@ -22,6 +22,11 @@ class Asked(Flag):
     STOP = auto()
 
 
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
 def join_over_tcp(folder: Path, rank: int, world_size: int) -> None:
     """Make the process group over a TCPStore, which survives killed ranks; a FileStore does not."""
     note = folder / "port"
@@ -30,8 +35,7 @@ def join_over_tcp(folder: Path, rank: int, world_size: int) -> None:
         store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
         note.with_suffix(".new").write_text(str(store.port))
         note.with_suffix(".new").rename(note)
-    while not note.exists():
-        time.sleep(0.01)
+    wait_for(note)
     store = store or dist.TCPStore("127.0.0.1", int(note.read_text()), None, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 
@@ -97,11 +101,12 @@ def test_a_failed_rank_whose_peer_is_gone_still_says_why_it_failed(tmp_path: Pat
     def fn(rank: int, world_size: int) -> str:
         join_over_tcp(tmp_path, rank, world_size)
         if rank == 1:
-            time.sleep(2.0)
+            wait_for(tmp_path / "raised")
             return ""
         message = "OSError: mine; the peers could not be told"
         with pytest.raises(SaveError, match=message) as caught, make(timeout_s=0.5).phase("p"):
             raise OSError("mine")
+        (tmp_path / "raised").touch()
         return str(caught.value)
 
     outcomes = collect_ranks(fn, 2, timeout_s=30, init=False)
@@ -179,10 +184,11 @@ def test_a_flag_of_any_rank_is_seen_by_all_and_an_absent_rank_is_named(tmp_path:
         join_over_tcp(tmp_path, rank, world_size)
         seen = make().any_of("decide", Asked.SAVE if rank == 1 else Asked.STOP)
         if rank == 1:
-            time.sleep(3.0)
+            wait_for(tmp_path / "raised")
             return seen
         with pytest.raises(SavePeerError, match=r"'decide'.*ranks \[1\] did not arrive"):
             make(timeout_s=0.7).any_of("decide", Asked(0))
+        (tmp_path / "raised").touch()
         return seen
 
     assert run_ranks(fn, 2, init=False) == [Asked.SAVE | Asked.STOP] * 2
