@@ -264,6 +264,8 @@ class NcclRuleGroup(dist.ProcessGroup):
             for tensors, writes in ((call.reads, False), (call.fills, True)):
                 for tensor in tensors:
                     machine.touch(plain(tensor), stream, writes=writes)
+                    # torch keeps what a call uses until it has ended, waited for or not.
+                    machine.record_stream(plain(tensor), stream)
         event = stream.record_event()
         return self._note_limits(machine, event, index), f"cuda:{index} of this machine"
 

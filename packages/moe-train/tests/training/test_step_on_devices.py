@@ -1,0 +1,91 @@
+"""Steps of several ranks on devices of devicetest, under NCCL's rules, give the CPU's losses."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from devicetest import fake_cuda
+from moe_train.config.toml_file import load_config
+from moe_train.data.packing import Batch
+from moe_train.parallel import start
+from moe_train.training.build import build_runner, read_model_config
+from ranktest import run_ranks
+from unified_ckpt.geometry import shard
+
+MODEL = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "intermediate_size": 32,
+    "norm_topk_prob": True,
+    "initializer_range": 0.05,
+}
+JOB = """
+model.config_file = "config.json"
+train = { output_dir = "run", max_steps = 3, global_batch_size = 8, gradient_accumulation_steps = 2 }
+optimizer.lr = 1e-3
+data.sequence_length = 16
+"""
+
+
+def losses(folder: Path, device: str, overrides: tuple[str, ...]) -> list[float]:
+    config = load_config(folder / "job.toml", [f"train.device={device}", *overrides])
+    parallel = start(config)
+    runner, _ = build_runner(config, read_model_config(config), parallel, {})
+    generator = torch.Generator().manual_seed(1)
+    each, result = 8 // parallel.num_data_ranks, []
+    first = parallel.data_rank * each
+    for _ in range(3):
+        tokens = torch.randint(0, 96, (8, 17), generator=generator)[first : first + each]
+        positions = torch.arange(16).expand(each // 2, 16)
+        batches = [
+            Batch(input_ids=two[:, :-1], labels=two[:, 1:], position_ids=positions)
+            for two in tokens.split(each // 2)
+        ]
+        result.append(runner.train(batches, lr=1e-3).loss)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("sizes", "backend"),
+    [
+        ("dp=2", "cpu:gloo,cuda:nccl"),
+        ("ep=2", "nccl"),
+        ("pp=2", "nccl"),
+        ("pp=2", "cpu:gloo,cuda:nccl"),
+    ],
+)
+def test_two_ranks_on_devices_give_the_losses_of_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: str, backend: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "job.toml").write_text(JOB)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+
+    def fn(rank: int, world_size: int) -> list[float]:
+        os.environ["LOCAL_RANK"] = str(rank)
+        with fake_cuda(devices=2, unchecked=[(shard, "_check_tensor")]) as cuda:
+            torch.cuda.set_device(rank)
+            store = dist.FileStore(str(tmp_path / "store"), 2)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=2)
+            got = losses(tmp_path, "cuda", (f"parallel.{sizes}",))
+            assert (cuda.races, cuda.problems) == ([], [])
+        return got
+
+    def on_cpu(rank: int, world_size: int) -> list[float]:
+        return losses(tmp_path, "cpu", (f"parallel.{sizes}",))
+
+    expected = run_ranks(on_cpu, 2)
+    for got, want in zip(run_ranks(fn, 2, init=False, timeout_s=120), expected, strict=True):
+        assert got == pytest.approx(want, abs=1e-5)
