@@ -33,7 +33,10 @@ MODEL = {
 }
 JOB = """
 model.config_file = "config.json"
-train = { output_dir = "run", max_steps = 3, global_batch_size = 8, gradient_accumulation_steps = 2 }
+train.output_dir = "run"
+train.max_steps = 3
+train.global_batch_size = 8
+train.gradient_accumulation_steps = 2
 optimizer.lr = 1e-3
 data.sequence_length = 16
 """
