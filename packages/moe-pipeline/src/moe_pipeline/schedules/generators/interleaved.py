@@ -15,21 +15,32 @@ def interleaved_1f1b(
 ) -> Schedule:
     """One forward, one backward over several stages of a rank (Megatron-LM, arXiv 2104.04473).
 
-    Microbatches go in groups of `num_ranks` through all stages of a rank. The fill of the pipeline
-    is `stages_per_rank` times shorter than that of 1F1B, for more activations at a time.
+    Microbatches go in groups through all stages of a rank: of `num_ranks`, or of a few more where
+    that makes them equal, as torch's do. The fill of the pipeline is `stages_per_rank` times
+    shorter than that of 1F1B, for more activations at a time.
 
     Raises:
         ValueError: a size below 1.
     """
-    sizes = (num_ranks, num_microbatches, stages_per_rank)
-    forwards = _in_groups(*sizes)
-    rows = []
-    for rank in range(num_ranks):
-        ahead = 2 * (num_ranks - 1 - rank) + (stages_per_rank - 1) * num_ranks
-        rows.append(_one_and_one(rank, num_ranks, forwards, ahead))
+    rows = interleaved_rows(num_ranks, num_microbatches, stages_per_rank, lead=2)
     return finish(
         "interleaved_1f1b", rows, num_microbatches, num_stages=num_ranks * stages_per_rank
     )
+
+
+def interleaved_rows(
+    num_ranks: int, num_microbatches: int, stages_per_rank: int, *, lead: int
+) -> list[list[Action]]:
+    """Forwards and backwards of each rank; each runs `lead` more forwards ahead than the next.
+
+    The last group may hold microbatches from `num_microbatches` on.
+    """
+    forwards = _in_groups(num_ranks, num_microbatches, stages_per_rank)
+    ahead = (stages_per_rank - 1) * _group_size(num_ranks, num_microbatches)
+    return [
+        _one_and_one(rank, num_ranks, forwards, ahead + lead * (num_ranks - 1 - rank))
+        for rank in range(num_ranks)
+    ]
 
 
 def looped_bfs(num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 2) -> Schedule:
@@ -105,12 +116,19 @@ def _in_groups(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> _
     check_sizes(
         num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=stages_per_rank
     )
+    size = _group_size(num_ranks, num_microbatches)
     return [
         (chunk, m)
-        for start in range(0, num_microbatches, num_ranks)
+        for start in range(0, num_microbatches, size)
         for chunk in range(stages_per_rank)
-        for m in range(start, start + num_ranks)
+        for m in range(start, start + size)
     ]
+
+
+def _group_size(num_ranks: int, num_microbatches: int) -> int:
+    """Of equal groups not below `num_ranks`, or of fewer microbatches; else `num_ranks`."""
+    count = max(1, num_microbatches // num_ranks)
+    return num_ranks if num_microbatches % count else num_microbatches // count
 
 
 def _in_turn(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> _Order:

@@ -10,29 +10,36 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from moe_pipeline.schedules.generators.interleaved import interleaved_1f1b
-from moe_pipeline.schedules.table import COMPUTE, Action, Kind, Schedule, add_transfers
+from moe_pipeline.schedules.generators.interleaved import interleaved_rows
+from moe_pipeline.schedules.generators.rows import finish
+from moe_pipeline.schedules.table import Action, Kind, Schedule
 
 
 def interleaved_zero_bubble(
     num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 2
 ) -> Schedule:
-    """Forwards and input gradients in the order of `interleaved_1f1b`, weight gradients between.
+    """One forward, one input gradient over several stages of a rank, weight gradients between.
+
+    Since input gradients come back sooner than whole backwards, a rank runs fewer forwards ahead
+    than in `interleaved_1f1b`.
 
     Raises:
         ValueError: a size below 1.
     """
-    whole = interleaved_1f1b(num_ranks, num_microbatches, stages_per_rank=stages_per_rank)
-    rows = tuple(tuple(_split(row, late=rank)) for rank, row in enumerate(whole.ranks))
-    return add_transfers(replace(whole, name="interleaved_zero_bubble", ranks=rows))
+    whole = interleaved_rows(num_ranks, num_microbatches, stages_per_rank, lead=1)
+    kept = ([a for a in row if a.microbatch < num_microbatches] for row in whole)
+    return finish(
+        "interleaved_zero_bubble",
+        [_split(row, late=rank) for rank, row in enumerate(kept)],
+        num_microbatches,
+        num_stages=num_ranks * stages_per_rank,
+    )
 
 
 def _split(row: Iterable[Action], *, late: int) -> Iterator[Action]:
     """The computations of a row with I and W for each B, at most `late` W deferred at a time."""
     waiting: deque[Action] = deque()
     for action in row:
-        if action.kind not in COMPUTE:
-            continue
         if action.kind != Kind.BACKWARD:
             yield action
             continue
