@@ -3,7 +3,7 @@
 2, 3 and 4 ranks, on one host and across hosts (ranks with a /dev/shm of their own), default policy,
 after a warm-up: every ordered pair of calls, with and without gradients, asynchronous and backward,
 three-way disagreements, the same call with other arguments, errors inside backwards and experts,
-skipped steps. A cell is right if every rank raises MismatchError with ranks, call number, file and
+skipped steps; every transfer between two ranks against every call, and receives against receives. A cell is right if every rank raises MismatchError with ranks, call number, file and
 line within 2 s, and the group works afterwards. Runs the code of the package's test.
 
     python benchmarks/comm_collectives_pairs.py [--sample 100] [--ranks 2 3 4] [--seed 1]
@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--sample", type=int, default=None, help="pairs of each configuration")
     parser.add_argument("--only", default="", help="cells whose name holds this text")
+    parser.add_argument("--transfers", action="store_true", help="only cells with a transfer")
     parser.add_argument("--places", nargs="+", default=None, help="'one host', 'across hosts'")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
     arguments = parser.parse_args(argv)
@@ -39,10 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     total = 0
     for size in arguments.ranks:
         for place in arguments.places or (tests.ONE_HOST, tests.ACROSS_HOSTS):
-            cells = tests.pairs(size)
+            cells = tests.pairs(size) + tests.transfers(size)
             if arguments.sample is not None:
                 cells = chance.sample(cells, arguments.sample)
             cells += tests.triples(size, min(TRIPLES, len(cells) // 5), chance) + tests.ways(size)
+            if arguments.transfers:
+                cells = tests.transfers(size)
             cells = [cell for cell in cells if arguments.only in cell.name]
             here: Counter[str] = Counter()
             started = time.monotonic()

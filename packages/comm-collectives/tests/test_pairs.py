@@ -12,7 +12,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ ONE_HOST, ACROSS_HOSTS = "one host", "across hosts"
 SIZES = (2, 40_000)  # rows of four numbers for each rank: less and more than fits into one message
 GROUP_LIMIT_S = 8.0  # what a call that nothing ends waits for
 AFTER_S = 5.0
-_NUMBER = re.compile(r"(call|transfer) \d+")
+_NUMBER = re.compile(r"(call|transfer|tag) \d+")
 # A line of this file, or a name given to it.
 _SITE = re.compile(r"\bat ((\w+/)*\w+\.py:\d+|step \d)")
 GIVE_UP_S = 30.0
@@ -46,6 +46,11 @@ class Place:
 
     def x(self, *, grad: bool = False) -> torch.Tensor:
         return torch.ones(self.size * self.rows, 4, requires_grad=grad)
+
+    @property
+    def peer(self) -> int:
+        """The other end of a transfer, which is between the first and the last rank."""
+        return 0 if self.rank else self.size - 1
 
     @property
     def splits(self) -> list[int]:
@@ -107,6 +112,18 @@ PLAIN: dict[str, Callable[[Place], object]] = {
         torch.empty(at.rows, 4), at.x()
     ),
 }
+RECEIVES: dict[str, Callable[[Place], object]] = {
+    "recv": lambda at: cc.recv(src=at.peer),
+    "recv_tensors": lambda at: cc.recv_tensors(src=at.peer),
+    "drop_in.recv": lambda at: drop_in.recv(torch.empty(at.rows), src=at.peer, tag=1),
+}
+# What no stream takes whole: these wait for the other end.
+LARGE = 1 << 23
+TRANSFERS: dict[str, Callable[[Place], object]] = {
+    **RECEIVES,
+    "large send": lambda at: cc.send(torch.ones(LARGE), dst=at.peer),
+    "large isend_tensors": lambda at: cc.isend_tensors([torch.ones(LARGE)], dst=at.peer).wait(),
+}
 MOE: dict[str, Callable[[Place, torch.Tensor], torch.Tensor]] = {
     "dispatch": lambda at, x: at.dispatched(x).x,
     "OverlappedMoe": overlapped,
@@ -124,6 +141,8 @@ def prepared(call: str, at: Place) -> Callable[[], object]:
     name, _, variant = call.partition(", ")
     if name in PLAIN:
         return lambda: PLAIN[name](at)
+    if name in TRANSFERS:
+        return lambda: TRANSFERS[name](at)
     if name == "combine":
         sent = at.dispatched(at.x(grad=variant == "backward"))
         if variant == "async":
@@ -184,6 +203,7 @@ class Ended:
     text: str = ""
     elapsed_s: float = 0.0
     after: str = ""  # what is wrong with the group afterwards
+    is_idle: bool = False  # it has no part in the transfer that the others make
 
 
 def pairs(world_size: int) -> list[Cell]:
@@ -195,6 +215,24 @@ def pairs(world_size: int) -> list[Cell]:
             itertools.cycle(SIZES),
             strict=False,
         )
+    ]
+
+
+def transfers(world_size: int) -> list[Cell]:
+    """Every receive against every other, every transfer against every call, both ways round.
+
+    Ranks between the first and the last, which wait for each other, leave their transfer out.
+    """
+    # A call on a thread of its own does not hold up the program, and may wait to its limit.
+    calls = [c for c in CALLS if not (c.endswith((", grad", "async")) or "verlap" in c)]
+    two = [
+        *itertools.product(RECEIVES, repeat=2),
+        *itertools.product(TRANSFERS, calls),
+        *itertools.product(calls, TRANSFERS),
+    ]
+    return [
+        Cell((one,) * (world_size - 1) + (other,), rows)
+        for (one, other), rows in zip(two, itertools.cycle(SIZES), strict=False)
     ]
 
 
@@ -230,6 +268,10 @@ def answer(message: Cell | str) -> Ended:
         for call in CALLS:
             if not call.endswith(", grad") and not _is_moe(call):  # which leave backwards open
                 prepared(call, Place(rank, size, SIZES[0]))()
+        if rank == 0:
+            cc.send(torch.ones(3), dst=size - 1)
+        elif rank == size - 1:
+            cc.recv(src=0)
         return Ended()
     assert isinstance(message, Cell)
     at = Place(rank, size, message.rows)
@@ -237,10 +279,11 @@ def answer(message: Cell | str) -> Ended:
         ended = _timed(lambda: WAYS[message.calls[0]](at))
     else:
         mine = {call: prepared(call, at) for call in dict.fromkeys(message.calls)}
-        ended = _timed(mine[message.calls[rank]])
+        is_idle = message.calls[rank] in TRANSFERS and 0 < rank < size - 1
+        ended = Ended(is_idle=True) if is_idle else _timed(mine[message.calls[rank]])
         mine.clear()
-    after = _problem_afterwards(at, ahead=int(WAYS.get(message.calls[0]) is _raise_in_experts))
-    return Ended(ended.error, ended.text, ended.elapsed_s, after)
+    is_ahead = ended.is_idle or WAYS.get(message.calls[0]) is _raise_in_experts
+    return replace(ended, after=_problem_afterwards(at, ahead=int(is_ahead)))
 
 
 def _timed(run: Callable[[], object]) -> Ended:
@@ -271,7 +314,7 @@ def judge(replies: Sequence[Reply], within_s: float, wanted: str = "MismatchErro
                 return f"{kind}: rank {rank} {reply.lost}"
     ends: list[Ended] = [reply.value for reply in replies]
     after = [f"rank {rank}: {end.after}" for rank, end in enumerate(ends) if end.after]
-    ends = [end for end in ends if end.error != OWN_ERROR.__name__]
+    ends = [end for end in ends if end.error != OWN_ERROR.__name__ and not end.is_idle]
     said = "; ".join(f"rank {r}: {end.error}: {end.text}" for r, end in enumerate(ends))
     slowest = max(ends, key=lambda end: end.elapsed_s)
     faults = {
@@ -451,6 +494,7 @@ def test_different_calls_end_in_the_same_error_on_every_rank(world_size: int, pl
         *chance.sample(pairs(world_size), 60),
         *triples(world_size, 10, chance),
         *chance.sample(ways(world_size), 12),
+        *chance.sample(transfers(world_size), 8),
     ]
     bad = [f"{cell.name}: {problem}" for cell, problem in run_cells(cells, place) if problem]
     assert bad == []

@@ -162,3 +162,23 @@ def test_streams_are_never_handed_payload_that_was_received(
         assert not any(seen)
 
     run_ranks(fn, 2)
+
+
+def test_payload_of_a_call_that_failed_is_sent_from_memory_of_its_own() -> None:
+    length = 30_000_000
+
+    def fn(rank: int, world_size: int) -> None:
+        frames = _frames(rank, world_size)
+        _swap(frames, _Waiter(1), [b"connected"] * 2)
+        data, waiter = bytearray(b"a" * length), _Waiter(2, limit_s=0.3 if rank == 0 else 30)
+        time.sleep(2.0 * rank)
+        cargo, room = Cargo(payloads=[memoryview(data)] * 2), bytearray(length)
+        with pytest.raises(_LeftError):
+            frames.offer(_SAME, step=1, cargo=cargo, waiter=waiter)
+            frames.receive([memoryview(room)] * 2, waiter)
+        frames.fail(2, "SomeError", "")
+        data[:] = b"b" * length  # as a program may that has the error
+        assert rank == 0 or room == b"a" * length
+        assert _swap(frames, _Waiter(3), [b"new"] * 2) == [b"new"] * 2
+
+    run_ranks(fn, 2)

@@ -182,9 +182,14 @@ class Link:
         self._coming = 0
 
     def abandon(self) -> None:
-        """Forget the frames that are queued and not begun."""
+        """Forget the frames that are queued and not begun, and copy what is left of the one that is.
+
+        Whoever gave its memory leaves with an error now, and may free it.
+        """
         while len(self.queue) > self._has_begun:
             self.queue.pop()
+        for views in self.queue:
+            views[:] = [memoryview(b"".join(views))]
 
     def _skip(self) -> None:
         staged = min(self._end - self._at, self._skipped)
