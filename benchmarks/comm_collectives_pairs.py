@@ -3,10 +3,11 @@
 2, 3 and 4 ranks, on one host and across hosts (ranks with a /dev/shm of their own), default policy,
 after a warm-up: every ordered pair of calls, with and without gradients, asynchronous and backward,
 three-way disagreements, the same call with other arguments, errors inside backwards and experts,
-skipped steps; every transfer between two ranks against every call, and receives against receives. A cell is right if every rank raises MismatchError with ranks, call number, file and
-line within 2 s, and the group works afterwards. Runs the code of the package's test.
+skipped steps; every transfer between two ranks against every call, and receives against receives.
+A cell is right if every rank raises MismatchError with ranks, call number, file and line within
+2 s, and the group works afterwards. Runs the code of the package's test.
 
-    python benchmarks/comm_collectives_pairs.py [--sample 100] [--ranks 2 3 4] [--seed 1]
+    python benchmarks/comm_collectives_pairs.py [--sample 100] [--ranks 2 3 4] [--transfers]
 """
 
 import argparse

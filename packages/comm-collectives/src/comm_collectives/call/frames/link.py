@@ -182,7 +182,7 @@ class Link:
         self._coming = 0
 
     def abandon(self) -> None:
-        """Forget the frames that are queued and not begun, and copy what is left of the one that is.
+        """Forget the frames that are queued, but a copy of what is left of the one that was begun.
 
         Whoever gave its memory leaves with an error now, and may free it.
         """
