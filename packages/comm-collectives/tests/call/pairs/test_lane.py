@@ -155,3 +155,29 @@ def test_a_rank_that_may_still_send_is_waited_for() -> None:
         return [handle.wait().item()]
 
     assert run_ranks(fn, 2) == [[1, 2], [2]]
+
+
+def test_a_send_that_came_to_nothing_does_not_hide_the_next_wait_for_each_other() -> None:
+    def fn(rank: int, world_size: int) -> float:
+        x = torch.ones(_LARGE)
+        with pytest.raises(MismatchError, match="wait for each other"):
+            cc.send(x, dst=1) if rank == 0 else cc.all_gather(torch.ones(2))
+        started = time.monotonic()
+        with pytest.raises(MismatchError, match="wait for each other"):
+            cc.all_reduce(torch.ones(2)) if rank == 0 else cc.recv(src=0)
+        return time.monotonic() - started
+
+    assert max(run_ranks(fn, 2, timeout_s=60)) < 10  # its limit is 60 s
+
+
+def test_ranks_without_part_in_a_transfer_hear_that_both_left_the_call() -> None:
+    def fn(rank: int, world_size: int) -> float:
+        cc.all_reduce(torch.ones(2))
+        with pytest.raises(MismatchError):
+            if rank == 0:
+                cc.recv(src=2)
+            else:
+                cc.all_reduce(torch.ones(_LARGE) if rank == 2 else torch.ones(1))
+        return cc.all_reduce(torch.tensor([1.0])).item()
+
+    assert run_ranks(fn, 3, timeout_s=60) == [3, 3, 3]

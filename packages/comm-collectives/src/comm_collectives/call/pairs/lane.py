@@ -250,7 +250,7 @@ class Lane:
         """Send and read until something is done."""
         limit_s = transfer.limit_s or transfer.state.transport.limit_s
         pairs, start_s = self._pairs_of(_peer_of(transfer)), self._clock.now_s()
-        now_s, has_asked = start_s, False
+        now_s, has_asked, has_reached = start_s, False, False
         try:
             while not is_done():
                 if now_s >= start_s + limit_s:
@@ -261,29 +261,36 @@ class Lane:
                 self._check_peer(transfer, is_done, pairs)
                 self._heed(transfer)
                 now_s = self._clock.now_s()
-                if not has_asked and transfer.holds and now_s - start_s >= _PATIENCE_S:
-                    has_asked = self._ask(transfer, _placed(transfer))
+                if not has_reached and now_s - start_s >= _PATIENCE_S and self._holds(transfer):
+                    has_asked, has_reached = True, self._ask(transfer, _placed(transfer))
         finally:
             if has_asked:
                 self._ask(transfer, "")
 
+    def _holds(self, transfer: Transfer) -> bool:
+        """Whether this rank waits for one peer and does nothing else."""
+        others = self.users - {threading.get_ident()}
+        return transfer.holds and transfer.src != ANY_RANK and not others
+
     def _ask(self, transfer: Transfer, text: str) -> bool:
-        """Tell the peer for what this rank waits, and for nothing else; whether that is so."""
+        """Tell the peer for what this rank waits; False if it has to be told again, if in a call.
+
+        Another thread may be in a call, or look for a moment whether peers wait in a backward.
+        """
         state, peer = transfer.state, transfer.peer
-        if transfer.src == ANY_RANK or self.users - {threading.get_ident()}:
-            return False
         is_send, pair = transfer.src == state.rank, self.pairs[peer]
         pair.asked += 1
         pair.open = pair.asked if text else 0
         if not is_send:
             own = f"{pair.asked}\n{text}" if text else ""
             pair.say(Word.AWAITED, transfer.key, transfer.place, own)
-        if state.lock.acquire(blocking=False):  # else another thread is in a call
-            try:
-                question = _QUESTION.pack(is_send, transfer.key, transfer.place, pair.asked)
-                state.reach().ask(peer, question + text.encode() if text else b"")
-            finally:
-                state.lock.release()
+        if not state.lock.acquire(blocking=False):
+            return False
+        try:
+            question = _QUESTION.pack(is_send, transfer.key, transfer.place, pair.asked)
+            state.reach().ask(peer, question + text.encode() if text else b"")
+        finally:
+            state.lock.release()
         return True
 
     def _check_peer(
@@ -311,8 +318,9 @@ class Lane:
                 if answered not in (0, pair.open):
                     continue  # of an earlier wait for the same message
                 pair.over = max(pair.over, asked)  # the peer has left what it asked for until then
-                _leave_call(transfer.state, number)
-                raise MismatchError(f"{_placed(transfer)}: {text}")
+                error = MismatchError(f"{_placed(transfer)}: {text}")
+                _leave_call(transfer.state, number, error)
+                raise error
         theirs = pair.awaited
         if theirs is not None and transfer.holds and transfer.src == transfer.peer:
             count, _, text = theirs.text.partition("\n")
@@ -326,13 +334,13 @@ def _placed(transfer: Transfer) -> str:
     return f"{transfer} at {current_site().text}"
 
 
-def _leave_call(state: GroupState, number: int) -> None:
-    """Count a call of the peers as one that failed here too."""
+def _leave_call(state: GroupState, number: int, error: CommError) -> None:
+    """Count a call of the peers as one that failed here too, and say so to all of them."""
     if number and state.lock.acquire(blocking=False):
         try:
             state.last_call = max(state.last_call, number)
             state.failed_calls.append(number)
-            state.reach().settle(number)
+            state.reach().fail(number, type(error).__name__, str(error))
         finally:
             state.lock.release()
 

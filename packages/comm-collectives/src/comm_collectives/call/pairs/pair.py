@@ -164,7 +164,8 @@ class Pair:
     def place_of_next(self, key: int) -> int:
         """The number of the next message for whom no ticket is out; call with `changed` held."""
         open_tickets = [t for t in self._tickets.get(key, ()) if t.message is None]
-        return self.came[key] - len(self._arrived.get(key, ())) + len(open_tickets) + 1
+        void = sum(of == key for of, _ in self.void)  # which come first, and go to nobody
+        return self.came[key] - len(self._arrived.get(key, ())) + len(open_tickets) + void + 1
 
     def read(self, enough: Callable[[], bool]) -> None:
         """Read what is there until that is enough; only by who set `is_reading`."""
