@@ -2,8 +2,8 @@
 
 They go over the group's `Lane`, so both ends have to use these functions; what travels on a device
 goes as raw bytes, without a message ahead. The receiver compares dtype and number of elements, and
-alone raises: a send has ended by then, since the whole message is taken before, so that the next one
-is right.
+alone raises: a send has ended by then, since the whole message is taken before, so that the next
+one is right.
 
     isend(tensor, dst=1, tag=7)                # on rank 0
     recv(tensor, tag=7)                        # on rank 1, from any source: returns 0
