@@ -140,10 +140,19 @@ class Referee:
             ends = (item.rank, part.peer) if sends else (part.peer, item.rank)
             channel = self.channels[item.comm.name, item.lane, *ends]
             (channel.sends if sends else channel.receives).append((item, index))
-            if sends and channel.kept_bytes + part.num_bytes <= item.comm.buffer_bytes:
-                channel.kept_bytes += part.num_bytes
-                self._end(item, index, [])
+            self._keep(channel)
             self._match(channel)
+
+    def _keep(self, channel: Launched) -> None:
+        """Put sends that wait into the channel's buffer, the first first, as far as they fit."""
+        for item, index in list(channel.sends):
+            size, limit = item.parts[index].num_bytes, item.comm.buffer_bytes
+            if index in item.brought or size > limit:
+                continue
+            if channel.kept_bytes + size > limit:
+                return
+            channel.kept_bytes += size
+            self._end(item, index, [])
 
     def _match(self, channel: Launched) -> None:
         while channel.sends and channel.receives:
@@ -156,6 +165,7 @@ class Referee:
                 )
             if at in sender.brought:
                 channel.kept_bytes -= given.num_bytes
+                self._keep(channel)
             else:
                 self._end(sender, at, [])
             self._end(receiver, to, list(given.chunks))

@@ -23,6 +23,7 @@ class _Table:
         self.items = list(referee.items())
         self.before: dict[int, Item] = {}
         self.sides: dict[Transfer, dict[str, Item]] = defaultdict(dict)
+        self.sizes: dict[Transfer, int] = {}
         self.transfers: dict[tuple[int, int], Transfer] = {}
         self.rounds: dict[tuple[str, int], dict[int, Item]] = defaultdict(dict)
         self.entered: dict[tuple[int, int], tuple[str, int]] = {}
@@ -61,6 +62,8 @@ class _Table:
         key = (*ends, self._next((*ends, kind)))
         self.transfers[item.number, index] = key
         self.sides[key][kind] = item
+        if kind == "send":
+            self.sizes[key] = item.parts[index].num_bytes
 
     def _seat_collective(self, item: Item, index: int, key: tuple[str, int]) -> None:
         self.entered[item.number, index] = key
@@ -108,11 +111,22 @@ class _Future:
         if part.peer < 0:
             seats = self._table.rounds[self._table.entered[item.number, index]]
             return all(self._may_join(rank, seats.get(rank)) for rank in item.comm.ranks)
-        if part.kind == "send" and part.num_bytes <= item.comm.buffer_bytes:
+        key = self._table.transfers[item.number, index]
+        if part.kind == "recv":
+            return self._may_join(part.peer, self._table.sides[key].get("send"))
+        if self._may_join(part.peer, self._table.sides[key].get("recv")):
             return True
-        other = "recv" if part.kind == "send" else "send"
-        sides = self._table.sides[self._table.transfers[item.number, index]]
-        return self._may_join(part.peer, sides.get(other))
+        return self._may_be_kept(key, item.comm.buffer_bytes)
+
+    def _may_be_kept(self, key: Transfer, limit: float) -> bool:
+        """Whether a send fits into the buffer beside those before it that nobody will receive."""
+        total = 0
+        for number in range(key[-1]):
+            earlier = (*key[:4], number)
+            size = self._table.sizes[earlier]
+            if size <= limit and not self._may_join(key[3], self._table.sides[earlier].get("recv")):
+                total += size
+        return total + self._table.sizes[key] <= limit
 
     def _may_join(self, rank: int, item: Item | None) -> bool:
         return self._goes_on(rank) if item is None else self._may_launch(item)
