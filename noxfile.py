@@ -89,11 +89,12 @@ for _package in PACKAGES:
 @nox.session(venv_backend="none")
 def seams(session: nox.Session) -> None:
     """Tests in which two real packages meet, or one meets a library that it can do without."""
-    # The wheel session of gpu-alloc has no CuPy: the package has to work alone.
-    with_cupy = sorted(
-        str(f.relative_to(ROOT)) for f in ROOT.glob("packages/gpu-alloc/tests/cupy/test_*.py")
-    )
-    _workspace_tests(session, "integration_tests/seams", *with_cupy)
+    # The wheel session of gpu-alloc has neither CuPy nor torch: the package has to work alone.
+    tests = ROOT / "packages/gpu-alloc/tests"
+    with_both = [f for room in ("cupy", "torch") for f in sorted((tests / room).glob("test_*.py"))]
+    with_both += [tests / "cli/test_record.py", tests / "trace/test_torch_snapshot.py"]
+    names = [str(f.relative_to(ROOT)) for f in with_both]
+    _workspace_tests(session, "integration_tests/seams", *names)
 
 
 @nox.session(venv_backend="none")

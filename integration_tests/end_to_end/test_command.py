@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from gpu_alloc import load_trace
+from gpu_alloc.trace import summarize
 from moe_train.cli import main
 from moe_train.config import load_config
 from unified_ckpt import get_last_checkpoint, verify_checkpoint
@@ -110,9 +112,12 @@ def test_train_generate_and_inspect(
     assert capfd.readouterr().out.startswith("def ")
     assert main(["inspect", checkpoint]) == 0
     assert "step 6" in capfd.readouterr().out
-    planned = run("plan", tmp_path / "job.toml", *FOUR_RANKS)
+    planned = run("plan", tmp_path / "job.toml", *FOUR_RANKS, "--traces", tmp_path / "traces")
     assert planned.returncode == 0, planned.stderr
     assert planned.stdout.count("rank ") >= 4
+    traces = [load_trace(path) for path in sorted((tmp_path / "traces").glob("rank-*.jsonl"))]
+    assert len(traces) == 4
+    assert all(summarize(trace).phase.startswith("step ") for trace in traces)
 
 
 def test_after_kill_9_of_any_rank_the_run_resumes_with_equal_losses(
