@@ -163,7 +163,7 @@ def test_ranks_with_different_schedules_are_told():
     run_ranks(fn, 2)  # the same messages on each edge: no harm
 
     def other(rank, world_size):
-        schedule = one_f_one_b(2, 3) if rank else SCHEDULES["interleaved_1f1b"](2, 3)
+        schedule = one_f_one_b(2, 3) if rank else SCHEDULES["interleaved_1f1b"](2, 4)
         executor = PipelineExecutor(
             stages_of(schedule, rank, lambda calls: None),
             schedule,
@@ -171,7 +171,7 @@ def test_ranks_with_different_schedules_are_told():
             options=ExecutorOptions(timeout_s=20),
         )
         with pytest.raises(StageTransferError) as caught:
-            executor.step([(torch.ones(WIDTH),)] * 3)
+            executor.step([(torch.ones(WIDTH),)] * schedule.num_microbatches)
         return str(caught.value)
 
     texts = run_ranks(other, 2)
