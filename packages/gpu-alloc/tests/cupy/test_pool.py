@@ -434,7 +434,7 @@ def test_an_array_used_on_another_stream_is_kept_until_its_work_is_done() -> Non
             pool.record_stream(cupy.ndarray((0,), dtype="u1"), SimpleNamespace(ptr=22))
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(needs="runtime for CuPy")
 def test_gpu_an_array_used_on_another_stream_is_kept_until_its_work_is_done() -> None:
     pool = CupyPool(AllocatorConfig())
     other = cupy.cuda.Stream(non_blocking=True)
