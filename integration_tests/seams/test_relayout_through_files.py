@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard
 
+from comm_collectives.collectives.drop_in import all_to_all_single
 from mesh_spmd import FlatSpec, ProcessMesh, Spec, TensorSpec, execute, plan_reshard
 from mesh_spmd.creation import randn
 from ranktest import run_ranks
@@ -76,3 +77,15 @@ def test_both_ways_end_in_the_same_bytes(tmp_path: Path) -> None:
         dist.barrier()
 
     run_ranks(fn, RANKS, timeout_s=180)
+
+
+def test_comm_collectives_carries_a_plan() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        before, after = states_of(2, None), states_of(4, [9, 0, 4, 3])
+        plan = plan_reshard(list(before.values()), list(after.values()))
+        local = [randn(tensor, rank, seed=1) for tensor in before.values()]
+        moved = execute(plan, local, exchange=all_to_all_single)
+        for found, tensor in zip(moved, after.values(), strict=True):
+            assert torch.equal(found, randn(tensor, rank, seed=1))
+
+    run_ranks(fn, RANKS)
