@@ -1,5 +1,6 @@
 """The loop over real ranks: what it does, in which order, and where it stops and goes on."""
 
+import json
 import math
 import shutil
 import signal
@@ -146,6 +147,44 @@ def test_old_checkpoints_leave_when_new_ones_are_complete(configure: Configure) 
     }
 
 
+def test_the_checkpoint_with_the_lowest_validation_loss_is_saved_and_stays(
+    configure: Configure, tmp_path: Path
+) -> None:
+    """The rate is far too high, so that the loss falls and then rises."""
+    changes = ["optimizer.lr=0.15", "optimizer.decay=constant", "optimizer.max_grad_norm=inf"]
+    changes += ["train.validation_interval_steps=1", "checkpoint.save_total_limit=1"]
+    config = configure("train.max_steps=5", "checkpoint.keep_best=true", "parallel.dp=2", *changes)
+    run_loop(config)
+
+    def best() -> int:
+        found = {
+            line["step"]: line["validation_loss"]
+            for line in metrics(config)
+            if "validation_loss" in line
+        }
+        return min(found, key=lambda step: found[step])  # type: ignore[return-value]
+
+    def saved() -> set[str]:
+        return {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
+
+    assert 1 <= best() < 5 and saved() == {f"checkpoint-{best()}", "checkpoint-5"}
+    kept = json.loads((tmp_path / "run" / f"checkpoint-{best()}" / "metrics.json").read_bytes())
+    assert kept["step"] == best() and kept["metrics"].keys() == {"validation_loss"}
+    first = best()
+    changes[0] = "optimizer.lr=1.0"
+    config = configure("train.max_steps=7", "checkpoint.keep_best=true", "parallel.dp=2", *changes)
+    run_loop(config, resume=True)
+    assert best() == first and saved() == {f"checkpoint-{first}", "checkpoint-7"}
+
+
+def test_a_job_that_may_not_last_ends_with_a_checkpoint_and_goes_on(configure: Configure) -> None:
+    ends = run_loop(configure("train.exit_duration_minutes=1e-6", "parallel.pp=2"))
+    assert [ran.position.step for ran in ends] == [1, 1]
+    assert ends[0].saved is not None and ends[0].saved.name == "checkpoint-1"
+    on = run_loop(configure("train.exit_duration_minutes=60", "parallel.pp=2"), resume=True)
+    assert [ran.position.step for ran in on] == [4, 4]
+
+
 def test_a_checkpoint_says_where_the_run_stands(configure: Configure) -> None:
     config = configure("train.max_steps=2", "train.seed=5")
     (ran,) = run_loop(config)
@@ -157,6 +196,7 @@ def test_a_checkpoint_says_where_the_run_stands(configure: Configure) -> None:
         sequence_length=12,
         seed=5,
         schedule=LrSchedule.of(config.optimizer, 2),
+        best_validation_loss=metrics(config)[-1]["validation_loss"],  # type: ignore[arg-type]
     )
 
 

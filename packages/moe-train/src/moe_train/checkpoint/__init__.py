@@ -10,6 +10,7 @@ from moe_train.checkpoint.own_files import small_files as small_files
 from moe_train.checkpoint.samples import read_ledger as read_ledger
 from moe_train.checkpoint.trainer_state import TrainerState as TrainerState
 from moe_train.checkpoint.trainer_state import read_state as read_state
+from moe_train.checkpoint.training_state import VALIDATION_LOSS as VALIDATION_LOSS
 from moe_train.checkpoint.training_state import Checkpointer as Checkpointer
 from moe_train.checkpoint.training_state import find_checkpoint as find_checkpoint
 from moe_train.checkpoint.training_state import has_part as has_part

@@ -37,6 +37,7 @@ class TrainerState:
         step: finished steps; `skipped_steps` of them left out their update.
         schedule: the learning rate of every step; None in a file of version 1.
         recent_losses: of the last steps, oldest first, for the guard against spikes.
+        best_validation_loss: the lowest so far; None: none yet, or not known.
         skips_in_row: steps at the end of the run whose updates were left out.
         ledger: which samples each step has used; a file of its own in a checkpoint.
         version: of the file that it was read from.
@@ -51,6 +52,7 @@ class TrainerState:
     skipped_steps: int = 0
     skips_in_row: int = 0
     recent_losses: tuple[float, ...] = ()
+    best_validation_loss: float | None = None
     ledger: Ledger = field(default_factory=Ledger, compare=False)
     version: int = STATE_VERSION
 
@@ -132,6 +134,7 @@ _READ: Mapping[str, Callable[[Any], Any]] = {
     "data_fingerprint": str,
     "schedule": _schedule,
     "recent_losses": _numbers,
+    "best_validation_loss": lambda value: None if value is None else float(value),
 }
 """How fields that are no integers are read."""
 

@@ -49,7 +49,7 @@ from unified_ckpt.files.storage import Location, as_target
 from unified_ckpt.folders import find_fault, numbered_checkpoints
 from unified_ckpt.loading import PartIndex
 from unified_ckpt.plans.checkpoint import is_stored, read_checkpoint
-from unified_ckpt.run import SaveError, SavePeerError, resume_nearest
+from unified_ckpt.run import SaveError, SavePeerError, encode_metrics, resume_nearest
 
 _NOTHING_TO_RESUME = (
     "--resume: {} holds no complete checkpoint; start without --resume, or name one"
@@ -59,6 +59,8 @@ _UNREADABLE = (
     "checkpoint; if the model differs, use the checkpoint's own"
 )
 
+VALIDATION_LOSS = "validation_loss"
+"""The metric of a checkpoint by which `checkpoint.keep_best` knows the best one."""
 _FIRST_UPDATE = "/first_update"  # of parameters that are trained only since a resume
 
 logger = logging.getLogger(__name__)
@@ -107,10 +109,17 @@ class Checkpointer:
         """Whether to save after `step`. Collective."""
         return self.manager.decide(step).save
 
-    def save(self, state: TrainerState, *, keep_older: bool = False) -> Path | Location:
+    def save(
+        self,
+        state: TrainerState,
+        *,
+        validation_loss: float | None = None,
+        keep_older: bool = False,
+    ) -> Path | Location:
         """Write `checkpoint-{step}`, complete or not at all; then remove old ones. Collective.
 
         Args:
+            validation_loss: of this state, by which the best checkpoint is known.
             keep_older: remove none.
 
         Raises:
@@ -118,11 +127,15 @@ class Checkpointer:
             SavePeerError: a rank is lost.
         """
         target = self.manager.path(state.step)
+        files = {**self.files, **_state_files(state)}
+        if validation_loss is not None:
+            metrics = {VALIDATION_LOSS: validation_loss}
+            files["metrics.json"] = encode_metrics(state.step, metrics)
         try:
             save(
                 self._parts(),
                 checkpoint_id=self.manager.begin(state.step),
-                files={**self.files, **_state_files(state)},
+                files=files,
                 rank_files=random_state_files(self.rank),
                 timeout_s=self.options.timeout_s,
             )

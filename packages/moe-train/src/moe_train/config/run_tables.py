@@ -40,6 +40,12 @@ class CheckpointConfig(Table):
     save_total_limit: int = key(
         "newest checkpoints to keep", unit="checkpoints", default=2, minimum=1, on_resume="free"
     )
+    keep_best: bool = key(
+        "after each validation with the lowest loss so far write a checkpoint, and keep that one "
+        "beside the newest ones",
+        default=False,
+        on_resume="free",
+    )
     node_folder: str | None = key(
         "folder of each node for itself (a tmpfs such as /dev/shm, a local disk) for states "
         "between checkpoints, with copies on other nodes; absent: none",

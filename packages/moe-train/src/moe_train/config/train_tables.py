@@ -3,6 +3,7 @@
 ParallelConfig(pp=2, ep=2)
 """
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -134,6 +135,15 @@ class TrainConfig(Table):
         default=0.3,
         minimum=0,
         on_resume="asked",
+    )
+    exit_duration_minutes: float = key(
+        "save and end before the job is so old, for schedulers that end jobs at a time; room is "
+        "left for the longest step and save so far; inf: no such end",
+        unit="minutes",
+        default=math.inf,
+        above=0,
+        maximum=math.inf,
+        on_resume="free",
     )
     validation_interval_steps: int = key(
         "steps between validations; the end of the run is always validated",

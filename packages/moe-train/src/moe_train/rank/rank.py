@@ -24,10 +24,20 @@ from unified_ckpt.signals import SignalWatch
 
 @dataclass(slots=True)
 class RankContext:
-    """What a rank's job is given, and what it tells: `step` is the number of finished steps."""
+    """What a rank's job is given, and what it tells: `step` is the number of finished steps.
+
+    Attributes:
+        started_s: when the rank's process began its job, on the monotonic clock.
+    """
 
     signals: SignalWatch = field(default_factory=lambda: SignalWatch(()))
     step: int = 0
+    started_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the job began on this rank."""
+        return time.monotonic() - self.started_s
 
     @property
     def stop_requested(self) -> bool:

@@ -25,6 +25,7 @@ from moe_train.report import MetricsLog, ProgressLine
 from moe_train.training.batches import BatchPlan, SampleReader, validation_steps
 from moe_train.training.build import Training
 from moe_train.training.loader import BatchLoader
+from moe_train.training.pace import Pace
 from moe_train.training.saving import Saver
 from moe_train.training.spikes import SpikeGuard
 from moe_train.training.step import BadStepError, StepResult
@@ -106,6 +107,7 @@ class TrainingLoop:
             config=config,
             is_first=training.parallel.rank == 0,
             first_step=position.step,
+            best_validation_loss=None if state is None else state.best_validation_loss,
         )
         return cls(config, training, reporter, position, schedule, guard, saver)
 
@@ -145,21 +147,26 @@ class TrainingLoop:
 
     def _run(self, context: RankContext, loader: BatchLoader) -> Path | Location | None:
         train = self.config.train
-        stopping = False
+        stopping, pace = False, Pace(limit_s=60 * train.exit_duration_minutes)
         while self.position.step < train.max_steps and not stopping:
             try:
-                result = self._step(loader, stop=context.stop_requested)
+                is_over = pace.is_last(context.age_s, self.saver.longest_s)
+                with pace.step():
+                    result = self._step(loader, stop=context.stop_requested or is_over)
             except BadStepError as error:
                 raise type(error)(f"{error}; {self._save_before_error()}") from error
             step = context.step = self.position.step
             last = step == train.max_steps
             stopping = result.stop_requested
             if not stopping and (last or _due(step, train.validation_interval_steps)):
-                self._validate()
+                self.saver.note_validation(step, self._validate())
             if self.saver.is_due(step, result) or stopping or last:
                 self.saver.save(self._state(), at_end=stopping or last)
             elif self.saver.is_due_on_nodes(step):
                 self.saver.save_on_nodes(self._state())
+            if stopping and is_over and self.reporter is not None:
+                minutes = f"train.exit_duration_minutes={train.exit_duration_minutes:g}"
+                logger.info("%s ends the job after step %d; go on with --resume", minutes, step)
         self.saver.finish()
         return self.saver.saved
 
@@ -250,6 +257,7 @@ class TrainingLoop:
             skipped_steps=self.guard.skipped,
             skips_in_row=self.guard.skips_in_row,
             recent_losses=tuple(self.guard.losses),
+            best_validation_loss=self.saver.best_validation_loss,
             ledger=self.position.ledger,
         )
 

@@ -30,17 +30,23 @@ class Saver:
 
     Attributes:
         first_step: finished steps when this run began or went on.
+        best_validation_loss: the lowest of the run so far; None: none yet.
         saved: the last checkpoint written, if any.
         failure: why the last save failed; empty when it did not.
+        longest_s: what the longest save has taken.
     """
 
     checkpointer: Checkpointer
     config: Config
     is_first: bool
     first_step: int = 0
+    best_validation_loss: float | None = None
     saved: Path | Location | None = None
     failure: str = ""
+    longest_s: float = 0.0
     _tried_s: float = field(default_factory=time.monotonic)
+    _validated: tuple[int, float] | None = None  # at which step, and its loss
+    _is_best: bool = False
 
     def is_late(self) -> bool:
         """Whether the clock asks for a save; only that of rank 0 does."""
@@ -49,7 +55,15 @@ class Saver:
 
     def is_due(self, step: int, result: StepResult) -> bool:
         """Whether to save after this step."""
-        return self.checkpointer.is_due(step) or result.save_requested
+        is_best = self._is_best and self.config.checkpoint.keep_best
+        return self.checkpointer.is_due(step) or result.save_requested or is_best
+
+    def note_validation(self, step: int, loss: float) -> None:
+        """Note the loss that a validation after `step` has found, the same on every rank."""
+        best = self.best_validation_loss
+        self._validated, self._is_best = (step, loss), best is None or loss < best
+        if self._is_best:
+            self.best_validation_loss = loss
 
     def save(self, state: TrainerState, *, at_end: bool = False) -> None:
         """Write a checkpoint; when that fails, say so and keep the reason.
@@ -62,13 +76,17 @@ class Saver:
         """
         self._tried_s = time.monotonic()
         try:
-            self.saved, self.failure = self.checkpointer.save(state), ""
+            step, loss = self._validated or (-1, None)
+            loss = loss if step == state.step else None
+            self.saved = self.checkpointer.save(state, validation_loss=loss)
+            self.failure, self._is_best = "", False
         except CheckpointNotSavedError as error:
             if self.config.checkpoint.stop_on_save_error:
                 raise
             self.failure = str(error)
             if self.is_first and not at_end:
                 logger.warning("warning: %s; training goes on, the next save tries again", error)
+        self.longest_s = max(self.longest_s, time.monotonic() - self._tried_s)
 
     def is_due_on_nodes(self, step: int) -> bool:
         """Whether to save on the nodes after a step at which no checkpoint is due."""

@@ -13,4 +13,5 @@ from unified_ckpt.errors import StoreError as StoreError
 from unified_ckpt.run.manager import CheckpointManager as CheckpointManager
 from unified_ckpt.run.manager import Decision as Decision
 from unified_ckpt.run.manager_options import ManagerOptions as ManagerOptions
+from unified_ckpt.run.metrics import encode_metrics as encode_metrics
 from unified_ckpt.run.nearest import resume_nearest as resume_nearest
