@@ -14,12 +14,12 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import overload
 
 import safetensors.torch
 import torch
 from torch import Tensor
 
+from moe_train.checkpoint.finding import NOTHING_TO_RESUME
 from moe_train.checkpoint.node_states import NodeStates
 from moe_train.checkpoint.samples import SAMPLES_FILE, read_ledger
 from moe_train.checkpoint.trainer_state import TrainerState, may_lack_moments, read_state
@@ -45,22 +45,16 @@ from unified_ckpt import (
     restore_random_state,
     save,
 )
-from unified_ckpt.files.storage import Location, as_target
-from unified_ckpt.folders import find_fault, numbered_checkpoints
+from unified_ckpt.files.storage import Location
 from unified_ckpt.loading import PartIndex
-from unified_ckpt.plans.checkpoint import is_stored, read_checkpoint
+from unified_ckpt.plans.checkpoint import read_checkpoint
 from unified_ckpt.run import SaveError, SavePeerError, encode_metrics, resume_nearest
 
-_NOTHING_TO_RESUME = (
-    "--resume: {} holds no complete checkpoint; start without --resume, or name one"
-)
 _UNREADABLE = (
     "{} cannot be gone on from: {}; if a file is damaged, restore it or --resume an older "
     "checkpoint; if the model differs, use the checkpoint's own"
 )
 
-VALIDATION_LOSS = "validation_loss"
-"""The metric of a checkpoint by which `checkpoint.keep_best` knows the best one."""
 _FIRST_UPDATE = "/first_update"  # of parameters that are trained only since a resume
 
 logger = logging.getLogger(__name__)
@@ -128,8 +122,8 @@ class Checkpointer:
         """
         target = self.manager.path(state.step)
         files = {**self.files, **_state_files(state)}
-        if validation_loss is not None:
-            metrics = {VALIDATION_LOSS: validation_loss}
+        if validation_loss is not None and self.options.best_metric is not None:
+            metrics = {self.options.best_metric: validation_loss}
             files["metrics.json"] = encode_metrics(state.step, metrics)
         try:
             save(
@@ -206,7 +200,7 @@ class Checkpointer:
         except CheckpointError as error:
             raise TrainValueError(_UNREADABLE.format(self.folder, error)) from error
         if found is None:
-            raise TrainValueError(_NOTHING_TO_RESUME.format(self.folder))
+            raise TrainValueError(NOTHING_TO_RESUME.format(self.folder))
         return found[1]
 
     def _resume_stored(self) -> tuple[Path | Location, TrainerState] | None:
@@ -345,48 +339,6 @@ def _counts(counts: Mapping[str, int]) -> list[Shard]:
         Shard.of(name + _FIRST_UPDATE, torch.tensor([count]), global_shape=(1,), offset=(0,))
         for name, count in counts.items()
     ]
-
-
-def find_checkpoint(folder: Path | Location, resume: str) -> Path | Location | None:
-    """The checkpoint that `--resume` names: none for "", the newest valid one for "latest".
-
-    Raises:
-        ValueError: there is none.
-    """
-    if not resume:
-        return None
-    if resume != "latest":
-        place = as_target("--resume", resume)
-        there = is_stored(place) if isinstance(place, Location) else place.is_dir()
-        if not there:
-            raise TrainValueError(f"--resume {place}: no such folder; name a checkpoint-N folder")
-        return place
-    found = newest_checkpoint(folder)
-    if found is None:
-        raise TrainValueError(_NOTHING_TO_RESUME.format(folder))
-    return found
-
-
-@overload
-def newest_checkpoint(folder: Path) -> Path | None: ...
-@overload
-def newest_checkpoint(folder: Path | Location) -> Path | Location | None: ...
-def newest_checkpoint(folder: Path | Location) -> Path | Location | None:
-    """The newest valid checkpoint of a run, or None; a line of the log for each damaged newer one.
-
-    Not collective.
-
-    Raises:
-        CheckpointError: the folder cannot be listed, or its store does not answer.
-    """
-    for path in numbered_checkpoints(folder):
-        if isinstance(path, Location) and not is_stored(path):
-            continue  # of a save that did not end, or of a checkpoint that was removed
-        fault = find_fault(path)
-        if fault is None:
-            return path
-        logger.warning("warning: %s is passed over, an older one is looked for: %s", path, fault)
-    return None
 
 
 def has_part(source: Path | Location, part: str) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 from moe_pipeline import PipelineExecutor, Schedule
 from moe_pipeline.executor import ExecutorOptions, TiedParameters
 from moe_pipeline.schedules import SCHEDULES, forward_only
-from moe_train.checkpoint import VALIDATION_LOSS, Checkpointer, NodeStates, checkpoint_files
+from moe_train.checkpoint import Checkpointer, NodeStates, checkpoint_files
 from moe_train.config import Config
 from moe_train.data import prepare
 from moe_train.layout import (
@@ -193,7 +193,7 @@ def build_runner(
         options=ManagerOptions(
             save_steps=config.checkpoint.interval_steps,
             save_total_limit=config.checkpoint.save_total_limit,
-            best_metric=VALIDATION_LOSS if config.checkpoint.keep_best else None,
+            best_metric="validation_loss" if config.checkpoint.keep_best else None,
             signals=(),
             timeout_s=max(config.parallel.timeout_s, 600.0),
         ),

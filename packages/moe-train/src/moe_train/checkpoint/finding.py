@@ -1,0 +1,62 @@
+"""Which checkpoint a run goes on from: the one that is named, or the newest valid one.
+
+    source = find_checkpoint(Path("runs/a"), "latest")
+"""
+
+import logging
+from pathlib import Path
+from typing import overload
+
+from moe_train.errors import TrainValueError
+from unified_ckpt.files.storage import Location, as_target
+from unified_ckpt.folders import find_fault, numbered_checkpoints
+from unified_ckpt.plans.checkpoint import is_stored
+
+NOTHING_TO_RESUME = (
+    "--resume: {} holds no complete checkpoint; start without --resume, or name one"
+)
+"""The message for a folder without one."""
+
+logger = logging.getLogger(__name__)
+
+
+def find_checkpoint(folder: Path | Location, resume: str) -> Path | Location | None:
+    """The checkpoint that `--resume` names: none for "", the newest valid one for "latest".
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not resume:
+        return None
+    if resume != "latest":
+        place = as_target("--resume", resume)
+        there = is_stored(place) if isinstance(place, Location) else place.is_dir()
+        if not there:
+            raise TrainValueError(f"--resume {place}: no such folder; name a checkpoint-N folder")
+        return place
+    found = newest_checkpoint(folder)
+    if found is None:
+        raise TrainValueError(NOTHING_TO_RESUME.format(folder))
+    return found
+
+
+@overload
+def newest_checkpoint(folder: Path) -> Path | None: ...
+@overload
+def newest_checkpoint(folder: Path | Location) -> Path | Location | None: ...
+def newest_checkpoint(folder: Path | Location) -> Path | Location | None:
+    """The newest valid checkpoint of a run, or None; a line of the log for each damaged newer one.
+
+    Not collective.
+
+    Raises:
+        CheckpointError: the folder cannot be listed, or its store does not answer.
+    """
+    for path in numbered_checkpoints(folder):
+        if isinstance(path, Location) and not is_stored(path):
+            continue  # of a save that did not end, or of a checkpoint that was removed
+        fault = find_fault(path)
+        if fault is None:
+            return path
+        logger.warning("warning: %s is passed over, an older one is looked for: %s", path, fault)
+    return None
