@@ -9,12 +9,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moe_train.checkpoint.finding import find_checkpoint, newest_checkpoint
 from moe_train.checkpoint.trainer_state import TrainerState, read_state
 from moe_train.checkpoint.training_state import (
     Checkpointer,
-    find_checkpoint,
     has_part,
-    newest_checkpoint,
 )
 from moe_train.config import OWN_TOML, Config, dump_toml
 from moe_train.data import Batch

@@ -1,6 +1,6 @@
 """Which checkpoint a run goes on from: the one that is named, or the newest valid one.
 
-    source = find_checkpoint(Path("runs/a"), "latest")
+source = find_checkpoint(Path("runs/a"), "latest")
 """
 
 import logging
@@ -12,9 +12,7 @@ from unified_ckpt.files.storage import Location, as_target
 from unified_ckpt.folders import find_fault, numbered_checkpoints
 from unified_ckpt.plans.checkpoint import is_stored
 
-NOTHING_TO_RESUME = (
-    "--resume: {} holds no complete checkpoint; start without --resume, or name one"
-)
+NOTHING_TO_RESUME = "--resume: {} holds no complete checkpoint; start without --resume, or name one"
 """The message for a folder without one."""
 
 logger = logging.getLogger(__name__)
