@@ -283,7 +283,10 @@ def answer(message: Cell | str) -> Ended:
         ended = Ended(is_idle=True) if is_idle else _timed(mine[message.calls[rank]])
         mine.clear()
     is_ahead = ended.is_idle or WAYS.get(message.calls[0]) is _raise_in_experts
-    return replace(ended, after=_problem_afterwards(at, ahead=int(is_ahead)))
+    after = _problem_afterwards(at, ahead=int(is_ahead))
+    if any(call in TRANSFERS for call in message.calls):
+        after = after or _transfer_afterwards(at)
+    return replace(ended, after=after)
 
 
 def _timed(run: Callable[[], object]) -> Ended:
@@ -304,6 +307,19 @@ def _problem_afterwards(at: Place, *, ahead: int) -> str:
     except Exception as error:  # noqa: BLE001
         return f"{type(error).__name__}: {error}"
     return "" if int(total) == at.size * (at.size + 1) // 2 else f"adds up to {int(total)}"
+
+
+def _transfer_afterwards(at: Place) -> str:
+    """Both ways between the ends; what came to nothing before is read, and goes to nobody."""
+    if at.rank not in (0, at.size - 1):
+        return ""
+    try:
+        sent = cc.isend_tensors([torch.tensor(at.rank)], dst=at.peer, timeout_s=AFTER_S)
+        (got,) = cc.recv_tensors(src=at.peer, timeout_s=AFTER_S)
+        sent.wait()
+    except cc.CommError as error:
+        return f"{type(error).__name__}: {error}"
+    return "" if int(got) == at.peer else f"{int(got)} came from rank {at.peer}"
 
 
 def judge(replies: Sequence[Reply], within_s: float, wanted: str = "MismatchError") -> str:
