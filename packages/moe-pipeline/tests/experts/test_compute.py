@@ -354,7 +354,9 @@ def test_gpu_bf16_agrees_with_the_loop_in_fp32(seed, implementation, kind):
     loop(x.float(), counts, router).square().sum().backward()
     for name, parameter in loop.named_parameters():
         got, expected = experts.get_parameter(name).grad.float(), parameter.grad
-        # A value that bf16 puts on the other side of the clamp has another gradient altogether.
-        limit = 0.3 if kind == "clamped" else 2e-2
+        # A value that bf16 puts on the other side of the clamp has another gradient altogether:
+        # 0.08 of the norm in the median, 0.15 at most of 40 seeds; what follows the clamp is 0.002.
+        crosses = kind == "clamped" and name.startswith("gate_up")
+        limit = 0.3 if crosses else 2e-2
         assert (got - expected).norm() < limit * expected.norm()
         assert not got[[1, 5]].any()
