@@ -93,6 +93,7 @@ def seams(session: nox.Session) -> None:
     tests = ROOT / "packages/gpu-alloc/tests"
     with_both = [f for room in ("cupy", "torch") for f in sorted((tests / room).glob("test_*.py"))]
     with_both += [tests / "cli/test_record.py", tests / "trace/test_torch_snapshot.py"]
+    with_both.append(tests / "test_docstrings.py")
     names = [str(f.relative_to(ROOT)) for f in with_both]
     _workspace_tests(session, "integration_tests/seams", *names)
 

@@ -119,7 +119,7 @@ def former_toml(config: Config) -> str:
         if tables[table].get(key, present) in (present, (value, present)):
             tables[table][key] = value
     return "\n".join(
-        f"{table}.{key} = {json.dumps(value)}"
+        f"{table}.{key} = {json.dumps(value).replace('Infinity', 'inf')}"
         for table, values in tables.items()
         for key, value in values.items()
     )

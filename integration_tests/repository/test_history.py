@@ -55,11 +55,12 @@ def test_every_file_that_moved_into_a_room_is_a_rename(moved: str) -> None:
 
 
 def test_nearly_every_file_of_then_stands_today(moved: str) -> None:
+    """A seventh may be gone: comm-collectives' engine and weight-convert's families are new."""
     before = git("ls-tree", "-r", "--name-only", f"{moved}^", "packages")
     then = {p for p in before if "/src/" in p and p.endswith(".py") and "__init__" not in p}
     gone = then - set(pasts(moved).values())
     assert len(then) > 250
-    assert len(gone) <= len(then) // 10, sorted(gone)
+    assert len(gone) <= len(then) // 7, sorted(gone)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

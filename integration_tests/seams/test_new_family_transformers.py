@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, Dots1Config
 
 from moe_train.generation import load_model
-from moe_train.layout import trainable_names
+from moe_train.layout import chosen_names
 from moe_train.model import DecoderConfig, Target, families
 from moe_train.model.known_keys import unknown_keys
 from workspace import ROOT
@@ -82,5 +82,5 @@ def test_the_family_of_the_guide_equals_transformers(tmp_path: Path) -> None:
     assert theirs.keys() == {name for name, _ in stage.named_parameters()}
     for name, parameter in stage.named_parameters():
         torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-4, atol=1e-6)
-    experts = trainable_names(["*.experts.*.*_proj.weight"], stage.config)
+    experts = chosen_names("train.trainable", ["*.experts.*.*_proj.weight"], stage.config)
     assert len(experts) == 4

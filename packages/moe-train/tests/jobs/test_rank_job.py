@@ -4,6 +4,9 @@ import os
 import re
 import shutil
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -83,13 +86,28 @@ def test_a_resumed_job_that_fails_at_once_names_the_steps_of_its_checkpoint(
 def test_overrides_and_the_number_of_threads_reach_the_rank(
     configure: Configure, tmp_path: Path
 ) -> None:
-    toml = written(configure(), tmp_path)
-
-    def run(*_: int) -> int:
-        run_rank(JOB, [toml, "", "train.max_steps=1", "train.threads_per_rank=3"], RankContext())
-        return torch.get_num_threads()
-
-    assert run_ranks(run, 1) == [3]
+    """In a process of its own, since threads of OpenMP do not survive a fork."""
+    argv = [written(configure(), tmp_path), "", "train.max_steps=1", "train.threads_per_rank=3"]
+    program = "\n".join(
+        [
+            "import torch",
+            "from moe_train.rank import RankContext, run_rank",
+            f"run_rank({JOB!r}, {argv!r}, RankContext())",
+            "print('threads', torch.get_num_threads())",
+        ]
+    )
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **place},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "threads 3", done.stderr
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-1"]
 
 

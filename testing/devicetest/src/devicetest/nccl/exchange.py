@@ -152,7 +152,10 @@ class _Court:
 
     def _accept(self) -> None:
         while True:
-            way = self._listener.accept()
+            try:
+                way = self._listener.accept()
+            except OSError:
+                return  # closed
             threading.Thread(target=self._serve, args=(way,), daemon=True).start()
 
     def _serve(self, way: Connection) -> None:
@@ -227,7 +230,7 @@ class _Court:
                 break
             time.sleep(0.02)
         with contextlib.suppress(OSError):
-            os.unlink(self.address)
+            self._listener.close()  # which removes its address
             os.rmdir(os.path.dirname(self.address))
 
 
