@@ -28,7 +28,6 @@ from unified_ckpt.snapshots import StagingLayout
 
 _Task = Callable[[], object]
 _JOIN_TIMEOUT_S = 60.0
-_LARGE_BYTES = 256 * 1024  # worth sharing between threads
 _FAILURES = (RuntimeError, ValueError, OSError)  # of a copy, or of what is called after it
 
 
@@ -124,7 +123,7 @@ class Offloader:
             self._put(lambda: _end_device(done, then, on_error))
 
     def _copy_rest(self) -> None:
-        """Copy what is left with torch's threads; if it has one, on two, chunk by chunk."""
+        """Copy what is left on two threads, each of which takes the next chunk when it can."""
         left = deque(self._plan.chunks[self._next :])
         self._next = len(self._plan.chunks)
         for chunk in left:
@@ -137,9 +136,9 @@ class Offloader:
                     chunk = left.popleft()
                 except IndexError:  # the other thread was faster
                     return
-                _copy_chunk(chunk, sources, views, with_threads=torch.get_num_threads() > 1)
+                _copy_chunk(chunk, sources, views)
 
-        if len(left) > 1 and torch.get_num_threads() == 1:
+        if len(left) > 1:
             self._put(copy_all)
         try:
             copy_all()
@@ -188,24 +187,12 @@ def _end_device(
 
 
 def _copy_chunk(
-    chunk: Sequence[ByteSlice],
-    sources: Sequence[torch.Tensor],
-    views: Sequence[torch.Tensor],
-    *,
-    with_threads: bool = False,
+    chunk: Sequence[ByteSlice], sources: Sequence[torch.Tensor], views: Sequence[torch.Tensor]
 ) -> None:
-    """Copy slices; `with_threads` by torch's, which are the calling thread's and spin already."""
     for index, begin, end in chunk:
         source, view = sources[index], views[index]
         if is_plain_memory(source):
-            if with_threads and end - begin >= _LARGE_BYTES:
-                _flat_bytes(view)[begin:end].copy_(_flat_bytes(source)[begin:end])
-                continue
             ctypes.memmove(view.data_ptr() + begin, source.data_ptr() + begin, end - begin)
         elif source.device.type == "cpu":
             with torch.no_grad():
                 bits_of(view).copy_(bits_of(source.detach()))
-
-
-def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().view(-1).view(torch.uint8)

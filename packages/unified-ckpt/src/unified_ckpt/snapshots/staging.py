@@ -82,7 +82,7 @@ class StagingLayout:
 
     def matches(self, parts: Mapping[str, Sequence[Shard]]) -> bool:
         """Whether the shards are those of this layout, so that it can be used again."""
-        shards = [shard for held in parts.values() for shard in held]
+        shards = [shard for part, held in parts.items() for shard in check_shards(part, held)]
         return (
             tuple(parts) == self.part_names
             and [e.part for e in self.entries] == [p for p, held in parts.items() for _ in held]
