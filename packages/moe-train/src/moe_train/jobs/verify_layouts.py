@@ -87,6 +87,10 @@ def verify_layouts(
         MoeTrainError: a rank failed, or the runs were stopped.
     """
     check_type("config", config, Config)
+    if config.train.dtype != "float32":
+        logger.info("train.dtype=%s: compared in float32 instead", config.train.dtype)
+    if steps > config.train.max_steps:
+        logger.info("train.max_steps=%d: so many steps are compared", config.train.max_steps)
     train = dataclasses.replace(config.train, dtype="float32", master_weights=False)
     config = dataclasses.replace(config, train=train)
     model = read_model_config(config)

@@ -46,7 +46,7 @@ class Saver:
     longest_s: float = 0.0
     _tried_s: float = field(default_factory=time.monotonic)
     _validated: tuple[int, float] | None = None  # at which step, and its loss
-    _is_best: bool = False
+    _best_step: int = -1
 
     def is_late(self) -> bool:
         """Whether the clock asks for a save; only that of rank 0 does."""
@@ -55,15 +55,15 @@ class Saver:
 
     def is_due(self, step: int, result: StepResult) -> bool:
         """Whether to save after this step."""
-        is_best = self._is_best and self.config.checkpoint.keep_best
+        is_best = step == self._best_step and self.config.checkpoint.keep_best
         return self.checkpointer.is_due(step) or result.save_requested or is_best
 
     def note_validation(self, step: int, loss: float) -> None:
         """Note the loss that a validation after `step` has found, the same on every rank."""
         best = self.best_validation_loss
-        self._validated, self._is_best = (step, loss), best is None or loss < best
-        if self._is_best:
-            self.best_validation_loss = loss
+        self._validated = (step, loss)
+        if best is None or loss < best:
+            self._best_step, self.best_validation_loss = step, loss
 
     def save(self, state: TrainerState, *, at_end: bool = False) -> None:
         """Write a checkpoint; when that fails, say so and keep the reason.
@@ -79,7 +79,7 @@ class Saver:
             step, loss = self._validated or (-1, None)
             loss = loss if step == state.step else None
             self.saved = self.checkpointer.save(state, validation_loss=loss)
-            self.failure, self._is_best = "", False
+            self.failure = ""
         except CheckpointNotSavedError as error:
             if self.config.checkpoint.stop_on_save_error:
                 raise
