@@ -46,6 +46,18 @@ def add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument(
         "--dry-run", action="store_true", help="print the exact output sizes, write nothing"
     )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on where a killed run with the same arguments was, and keep what is written if "
+        "this one fails",
+    )
+    parser.add_argument(
+        "--move",
+        action="store_true",
+        help="use SRC up: free what is written, so that little more than one copy is on disk; "
+        "SRC is removed at the end",
+    )
     add_family(parser)
     parser.set_defaults(run=_run_convert)
 
@@ -58,7 +70,11 @@ def _run_convert(args: argparse.Namespace) -> int:
         to=args.to,
         spec=family_given(args),
         options=ConversionOptions(
-            max_shard_bytes=args.max_shard_size, source_format=args.source, unknown=args.unknown
+            max_shard_bytes=args.max_shard_size,
+            source_format=args.source,
+            unknown=args.unknown,
+            resume=args.resume,
+            move=args.move,
         ),
         dry_run=args.dry_run,
         on_progress=_progress_line() if sys.stderr.isatty() else None,
@@ -67,6 +83,8 @@ def _run_convert(args: argparse.Namespace) -> int:
     regrouped = f"{report.num_regrouped:,} of {report.num_tensors:,} tensors regrouped"
     if report.num_regrouped == 0:
         regrouped = f"the tensors already were as in {args.to}"
+    if args.resume and not report.dry_run:
+        print(f"{report.copied_bytes:>16,}  bytes of weight files written by this run")
     if report.dry_run:
         print(f"dry run, nothing written: {regrouped}")
     else:

@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"weight-convert: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("weight-convert: interrupted; no output was left", file=sys.stderr)
+        keeps = getattr(args, "resume", False) or getattr(args, "move", False)
+        left = "go on with --resume" if keeps else "no output was left"
+        print(f"weight-convert: interrupted; {left}", file=sys.stderr)
         return 130
     return status

@@ -8,12 +8,12 @@ May import: specs, files.
 from weight_convert.plan.completeness import check_complete as check_complete
 from weight_convert.plan.conversion_plan import ConversionOptions as ConversionOptions
 from weight_convert.plan.conversion_plan import ConversionPlan as ConversionPlan
-from weight_convert.plan.conversion_plan import TargetFile as TargetFile
 from weight_convert.plan.conversion_plan import check_arguments as check_arguments
 from weight_convert.plan.conversion_plan import plan_conversion as plan_conversion
 from weight_convert.plan.detection import detect_format as detect_format
 from weight_convert.plan.detection import spec_of as spec_of
 from weight_convert.plan.regroup import PlannedTensor as PlannedTensor
-from weight_convert.plan.regroup import carried as carried
 from weight_convert.plan.regroup import in_memory as in_memory
 from weight_convert.plan.regroup import natural_key as natural_key
+from weight_convert.plan.target_file import TargetFile as TargetFile
+from weight_convert.plan.target_file import Unit as Unit

@@ -29,31 +29,12 @@ from weight_convert.files import INDEX_NAME, SINGLE_NAME, Catalog, encode_header
 from weight_convert.plan.completeness import check_complete, unmapped_keys
 from weight_convert.plan.detection import detect_format, spec_of
 from weight_convert.plan.regroup import PlannedTensor, as_stored, by_modules, in_memory
+from weight_convert.plan.target_file import Extent, TargetFile
 from weight_convert.specs import FamilySpec, Matcher, Side
 
 DEFAULT_MAX_SHARD_BYTES = 50_000_000_000  # the default of transformers 5
+DEFAULT_CHUNK_BYTES = 64 << 20
 _COUNTS = ("total_parameters", "total_size")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Extent:
-    """Copy `size_bytes` of source file `file` at `source_offset` to `target_offset`, in bytes."""
-
-    file: int
-    source_offset: int
-    target_offset: int
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TargetFile:
-    """One weight file of the output: its first bytes, then extents in rising target order."""
-
-    name: str
-    header: bytes
-    extents: tuple[Extent, ...]
-    keys: tuple[str, ...]
-    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,17 +46,26 @@ class ConversionOptions(Record):
         source_format: the format of the source; None finds it by the names of its tensors.
         unknown: what becomes of a tensor that the family's spec does not name: "carry" keeps its
             name and bytes, "refuse" is an error.
+        chunk_bytes: the most that a run which goes on with a killed one writes again.
+        resume: go on with what a killed run to the same target left, and keep what is written
+            when this one fails.
+        move: use the source up: what is written is freed there, and the source is removed at the
+            end, so that little more than one copy is ever on disk. Interrupted, it must be resumed.
     """
 
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
     source_format: str | None = None
     unknown: Literal["carry", "refuse"] = "carry"
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    resume: bool = False
+    move: bool = False
 
     def __post_init__(self) -> None:
         """Check the values."""
         Record.__post_init__(self)  # a dataclass with slots cannot use super()
-        if self.max_shard_bytes < 1:
-            raise WeightConvertError(f"max_shard_bytes={self.max_shard_bytes}; expected at least 1")
+        for name in ("max_shard_bytes", "chunk_bytes"):
+            if getattr(self, name) < 1:
+                raise WeightConvertError(f"{name}={getattr(self, name)}; expected at least 1")
         if self.unknown not in ("carry", "refuse"):
             raise WeightConvertError(f"unknown={self.unknown!r}; expected 'carry' or 'refuse'")
 
@@ -91,6 +81,7 @@ class ConversionPlan(Record):
         carried: (name, bytes) of the files to copy unchanged.
         data_bytes: bytes of all tensors.
         source_format, target_format: names of formats of the family.
+        is_experimental: whether no test shows by another project's code that it reads the format.
         num_regrouped: output tensors that are new by name: renamed, a fusion or a slice.
         unknown_keys: tensors that the family's spec does not name, carried as they are.
     """
@@ -102,6 +93,7 @@ class ConversionPlan(Record):
     data_bytes: int
     source_format: str
     target_format: str
+    is_experimental: bool
     num_regrouped: int
     unknown_keys: tuple[str, ...]
 
@@ -158,6 +150,7 @@ def plan_conversion(
         data_bytes=sum(tensor.size_bytes for tensor in tensors),
         source_format=source,
         target_format=to,
+        is_experimental=not family.format(to).proof,
         num_regrouped=sum(tensor.key not in catalog.tensors for tensor in tensors),
         unknown_keys=unknown,
     )

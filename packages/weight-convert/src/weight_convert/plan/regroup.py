@@ -53,6 +53,20 @@ class PlannedTensor:
     order: tuple[_NaturalKey, int, int]
     ends: tuple[int, ...] = ()
 
+    @classmethod
+    def of(cls, tensor: SourceTensor) -> "PlannedTensor":
+        """A source tensor as it is, without a place among the others."""
+        piece = Piece(
+            file=tensor.file, offset_bytes=tensor.offset_bytes, size_bytes=tensor.size_bytes
+        )
+        return cls(
+            key=tensor.key,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            pieces=(piece,),
+            order=_NO_ORDER,
+        )
+
     @property
     def size_bytes(self) -> int:
         """Bytes of the tensor."""
@@ -86,7 +100,7 @@ def in_memory(catalog: Catalog, spec: FamilySpec, source: str) -> list[PlannedTe
     Raises:
         IncompleteExpertsError: members of a tensor are missing, doubled or of different shapes.
     """
-    tensors = (carried(tensor) for tensor in catalog.tensors.values())
+    tensors = (PlannedTensor.of(tensor) for tensor in catalog.tensors.values())
     count, why = expected_experts(catalog, spec)
     made = _apply(tensors, spec.format(source).rules, spec.companions, count, why)
     return [replace(tensor, order=(natural_key(tensor.key), 0, 0)) for tensor in made]
@@ -207,19 +221,6 @@ def _ends(pieces: Sequence[Piece]) -> tuple[int, ...]:
         end += piece.size_bytes
         ends.append(end)
     return tuple(ends) if len(ends) > 1 else ()
-
-
-def carried(tensor: SourceTensor) -> PlannedTensor:
-    """A source tensor as it is, without a place among the others."""
-    return PlannedTensor(
-        key=tensor.key,
-        dtype=tensor.dtype,
-        shape=tensor.shape,
-        pieces=(
-            Piece(file=tensor.file, offset_bytes=tensor.offset_bytes, size_bytes=tensor.size_bytes),
-        ),
-        order=_NO_ORDER,
-    )
 
 
 def _unique(tensors: Iterable[PlannedTensor]) -> list[PlannedTensor]:

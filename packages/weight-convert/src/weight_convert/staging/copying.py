@@ -5,8 +5,11 @@ time, against 1.15 to 1.30 through a buffer of 256 KiB, and it needs no memory o
 Where the kernel cannot do it between two files, a small buffer takes its place.
 
     copy_bytes(source_fd, target_fd, offset=4096, size_bytes=1 << 20, name="model.safetensors")
+
+What was moved may be given back to the file system at once: `free_range` makes a hole of it.
 """
 
+import ctypes
 import errno
 import os
 from collections.abc import Sequence
@@ -18,6 +21,7 @@ from weight_convert.errors import CorruptFileError
 # Upper bound of one system call, so that an interrupt is answered soon.
 _CALL_BYTES = 64 << 20
 _BUFFER_BYTES = 256 << 10
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of linux/falloc.h
 _NO_SENDFILE = frozenset(
     {errno.EINVAL, errno.ENOSYS, errno.ENOTSOCK, errno.EOPNOTSUPP, errno.EXDEV}
 )
@@ -63,12 +67,34 @@ def copy_buffered(source_fd: int, target_fd: int, *, offset: int, size_bytes: in
     return written
 
 
-class OpenFiles:
-    """Read descriptors of many files, of which the last used ones stay open; a context."""
+def free_range(fd: int, offset: int, size_bytes: int) -> None:
+    """Give the blocks of a range back to the file system; it reads as zeros, the size stays.
 
-    def __init__(self, paths: Sequence[Path], *, max_open: int = 64) -> None:
+    A range of no bytes asks whether that is possible, without doing it.
+
+    Raises:
+        OSError: the file system has no holes (EOPNOTSUPP), or the kernel is not Linux's (ENOSYS).
+    """
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if fallocate is None:
+        raise OSError(errno.ENOSYS, "this system cannot free parts of files")
+    if size_bytes == 0:  # beyond the end: nothing is there to be freed
+        offset, size_bytes = os.fstat(fd).st_size, 1
+    fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    if fallocate(fd, _KEEP_SIZE | _PUNCH_HOLE, offset, size_bytes):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+class OpenFiles:
+    """Descriptors of many files, of which the last used ones stay open; a context."""
+
+    def __init__(
+        self, paths: Sequence[Path], *, max_open: int = 64, flags: int = os.O_RDONLY
+    ) -> None:
         self._paths = paths
         self._max_open = max_open
+        self._flags = flags
         self._fds: dict[int, int] = {}
 
     def __enter__(self) -> "OpenFiles":
@@ -87,7 +113,7 @@ class OpenFiles:
         """Return a descriptor of file `number`, valid until `max_open` others were asked for."""
         fd = self._fds.pop(number, None)
         if fd is None:
-            fd = os.open(self._paths[number], os.O_RDONLY)
+            fd = os.open(self._paths[number], self._flags)
         self._fds[number] = fd  # a dict keeps insertion order: the first is the longest unused
         if len(self._fds) > self._max_open:
             os.close(self._fds.pop(next(iter(self._fds))))

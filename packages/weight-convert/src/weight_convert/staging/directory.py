@@ -2,7 +2,7 @@
 
 Files are written into a hidden sibling directory, made durable, and published by one rename. Only
 one process can hold the sibling, so two conversions to one target cannot mix; what a killed
-process left behind is removed by the next one.
+process left behind is removed by the next one, or kept by one that goes on with it.
 
     with staged_directory(Path("out/model")) as temporary:
         (temporary / "config.json").write_text("{}")
@@ -24,28 +24,39 @@ from weight_convert.errors import TargetExistsError
 
 
 @contextmanager
-def staged_directory(target: Path) -> Iterator[Path]:
-    """Yield an empty temporary directory that becomes `target` when the block ends without error.
+def staged_directory(target: Path, *, keep: bool = False, resume: bool = False) -> Iterator[Path]:
+    """Yield a temporary directory that becomes `target` when the block ends without error.
+
+    Args:
+        target: the directory to publish.
+        keep: leave what is written when the block fails.
+        resume: leave what an earlier run wrote; else the directory is empty at first.
 
     Raises:
         TargetExistsError: `target` exists, before or at the end, or another process is writing it.
     """
     refuse_existing(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.parent / f".{target.name}.partial"
+    temporary = hidden_sibling(target, "partial")
     lock_fd = _lock_directory(temporary, target)
     published = False
     try:
-        _remove_content(temporary)
+        if not resume:
+            _remove_content(temporary)
         refuse_existing(target)  # the process that held the lock before us may have published it
         yield temporary
         _publish(temporary, target)
         published = True
         fsync_path(target.parent)  # the rename itself
     finally:
-        if not published:
+        if not published and not keep:
             shutil.rmtree(temporary)
         os.close(lock_fd)
+
+
+def hidden_sibling(path: Path, kind: str) -> Path:
+    """The hidden name beside `path` under which something of this `kind` is kept meanwhile."""
+    return path.parent / f".{path.name}.{kind}"
 
 
 def refuse_existing(target: Path) -> None:

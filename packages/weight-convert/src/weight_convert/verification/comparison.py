@@ -20,7 +20,6 @@ from weight_convert.errors import CorruptFileError, UnknownFamilyError, WeightCo
 from weight_convert.files import Catalog, read_catalog
 from weight_convert.plan import (
     PlannedTensor,
-    carried,
     detect_format,
     in_memory,
     natural_key,
@@ -114,7 +113,7 @@ def _readings(
     catalogs: tuple[Catalog, Catalog], spec: FamilySpec | None
 ) -> tuple[tuple[str, ...], list[list[PlannedTensor]]]:
     """The formats and tensors to compare: in memory where both formats are known and differ."""
-    as_they_stand = [[carried(t) for t in side.tensors.values()] for side in catalogs]
+    as_they_stand = [[PlannedTensor.of(t) for t in side.tensors.values()] for side in catalogs]
     if catalogs[0].tensors.keys() == catalogs[1].tensors.keys():
         if spec is not None:
             for side in catalogs:

@@ -1,0 +1,217 @@
+"""Carry out a plan inside a directory that is not published yet.
+
+Units are copied one after the other, inside the kernel. Another thread reads each one back, notes
+its checksum in the journal and makes finished files durable, so a run that was killed goes on with
+the unit that it was at. With `move`, a unit's source is freed once the unit is durable and noted.
+
+    execute(plan, source, folder, journal, options=ConversionOptions(), on_progress=None)
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from weight_convert.errors import CorruptFileError
+from weight_convert.files import INDEX_NAME
+from weight_convert.plan import ConversionOptions, ConversionPlan, TargetFile, Unit
+from weight_convert.staging import (
+    Journal,
+    OpenFiles,
+    checksum,
+    copy_bytes,
+    free_range,
+    fsync_path,
+)
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Work:
+    """What the units of one run share.
+
+    Attributes:
+        copied_bytes: bytes of weight files that this run wrote itself.
+    """
+
+    sources: OpenFiles
+    freed: OpenFiles | None
+    names: tuple[str, ...]
+    unit_bytes: int
+    journal: Journal
+    total_bytes: int
+    on_progress: Progress | None
+    checker: ThreadPoolExecutor
+    pending: list[Future[None]] = field(default_factory=list)
+    done_bytes: int = 0
+    copied_bytes: int = 0
+
+    def advance(self, size_bytes: int) -> None:
+        """Tell of bytes that are written."""
+        self.done_bytes += size_bytes
+        if self.on_progress is not None:
+            self.on_progress(self.done_bytes, self.total_bytes)
+
+    def then(self, job: Callable[[], None]) -> None:
+        """Hand a job to the other thread, which is one job behind at most."""
+        self.finish()
+        self.pending.append(self.checker.submit(job))
+
+    def finish(self) -> None:
+        """Wait for the other thread."""
+        while self.pending:
+            self.pending.pop(0).result()
+
+
+def execute(
+    plan: ConversionPlan,
+    source: Path,
+    folder: Path,
+    journal: Journal,
+    *,
+    options: ConversionOptions,
+    on_progress: Progress | None,
+) -> int:
+    """Write every file of the plan into `folder`, durable when this returns.
+
+    Args:
+        plan: what to write.
+        source: directory of the source's files.
+        folder: where to write; what an earlier run noted in the journal stays.
+        journal: of this job.
+        options: of these, `chunk_bytes`, and `move`, which frees what was copied in the source.
+        on_progress: called with (bytes done, bytes in all).
+
+    Returns:
+        Bytes of weight files that this run wrote itself.
+
+    Raises:
+        CorruptFileError: a source file is shorter than planned, or what an earlier run wrote has
+            changed since and its source was freed.
+    """
+    paths = [source / name for name in plan.sources]
+    with (
+        OpenFiles(paths) as sources,
+        OpenFiles(paths, flags=os.O_RDWR) as freed,
+        ThreadPoolExecutor(max_workers=1) as checker,
+    ):
+        work = _Work(
+            sources=sources,
+            freed=freed if options.move else None,
+            names=plan.sources,
+            unit_bytes=max(options.chunk_bytes // 2, 1),  # one is copied while another is checked
+            journal=journal,
+            total_bytes=sum(size_bytes for _, size_bytes in plan.output_files()),
+            on_progress=on_progress,
+            checker=checker,
+        )
+        number = 0
+        for target in plan.targets:
+            number = _write_weights(target, folder / target.name, number, work)
+        for name, size_bytes in plan.carried:
+            _copy_file(source / name, folder / name, size_bytes)
+            work.then(_syncing(folder / name))
+            work.advance(size_bytes)
+        if plan.index is not None:
+            (folder / INDEX_NAME).write_bytes(plan.index)
+            work.then(_syncing(folder / INDEX_NAME))
+            work.advance(len(plan.index))
+        work.finish()
+        return work.copied_bytes
+
+
+def _write_weights(target: TargetFile, path: Path, number: int, work: _Work) -> int:
+    """Write one weight file, whose first unit has this number; return that of the next file."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        for unit in target.units(work.unit_bytes):
+            if not _is_written(unit, number, fd, path, work):
+                os.lseek(fd, unit.begin, os.SEEK_SET)
+                for size_bytes in _write_unit(unit, fd, work):
+                    work.advance(size_bytes)
+                work.copied_bytes += unit.end - unit.begin
+                work.then(_noting(unit, number, fd, work))
+            elif work.freed is not None:
+                _free(unit, work)
+            number += 1
+        work.finish()
+        if os.fstat(fd).st_size > target.size_bytes:
+            os.ftruncate(fd, target.size_bytes)
+    finally:
+        work.finish()
+        os.close(fd)
+    work.then(_syncing(path))
+    return number
+
+
+def _write_unit(unit: Unit, fd: int, work: _Work) -> Iterator[int]:
+    """Write a unit at the file's position; yield the bytes of each part of it."""
+    rest = memoryview(unit.header)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+    yield len(unit.header)
+    for extent in unit.extents:
+        copy_bytes(
+            work.sources.fd(extent.file),
+            fd,
+            offset=extent.source_offset,
+            size_bytes=extent.size_bytes,
+            name=work.names[extent.file],
+        )
+        yield extent.size_bytes
+
+
+def _is_written(unit: Unit, number: int, fd: int, path: Path, work: _Work) -> bool:
+    """Whether an earlier run wrote this unit and it still stands there."""
+    noted = work.journal.noted.get(number)
+    if noted is None:
+        return False
+    if checksum(fd, unit.begin, unit.end) == noted:
+        work.advance(unit.end - unit.begin)
+        return True
+    if work.freed is not None:
+        raise CorruptFileError(
+            f"bytes {unit.begin} to {unit.end} of {path} have changed since an earlier run moved "
+            f"them there; their source was freed, so they must be restored from a copy"
+        )
+    return False
+
+
+def _noting(unit: Unit, number: int, fd: int, work: _Work) -> Callable[[], None]:
+    def note() -> None:
+        found = checksum(fd, unit.begin, unit.end)
+        if found is None:
+            raise CorruptFileError("an output file became shorter while it was written")
+        if work.freed is not None:
+            os.fsync(fd)
+        work.journal.note(number, found)
+        if work.freed is not None:
+            work.journal.flush()
+            _free(unit, work)
+
+    return note
+
+
+def _free(unit: Unit, work: _Work) -> None:
+    """Free what a unit was copied from; freeing it again does nothing."""
+    if work.freed is not None:
+        for extent in unit.extents:
+            free_range(work.freed.fd(extent.file), extent.source_offset, extent.size_bytes)
+
+
+def _syncing(path: Path) -> Callable[[], None]:
+    return lambda: fsync_path(path)
+
+
+def _copy_file(source: Path, target: Path, size_bytes: int) -> None:
+    """Copy a whole file that had `size_bytes` when the conversion was planned."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with source.open("rb") as read, target.open("wb", buffering=0) as write:
+        found = os.fstat(read.fileno()).st_size
+        if found != size_bytes:
+            raise CorruptFileError(
+                f"{source} had {size_bytes} bytes and now has {found}; it was changed meanwhile"
+            )
+        copy_bytes(read.fileno(), write.fileno(), offset=0, size_bytes=size_bytes, name=str(source))

@@ -1,0 +1,44 @@
+import os
+import zlib
+from pathlib import Path
+
+import pytest
+
+from weight_convert.errors import WeightConvertError
+from weight_convert.staging import Journal, checksum, read_journal
+
+
+def test_notes_are_read_again_and_a_torn_line_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    with Journal.open(path, {"identity": "a"}, resume=False) as journal:
+        journal.note(0, 7)
+        journal.note(3, 0xFFFFFFFF)
+    with path.open("ab") as file:
+        file.write(b"4 0000")
+    with Journal.open(path, {"identity": "a"}, resume=True) as journal:
+        assert journal.noted == {0: 7, 3: 0xFFFFFFFF}
+    with pytest.raises(WeightConvertError, match="is of another job"):
+        Journal.open(path, {"identity": "b"}, resume=True)
+    with Journal.open(path, {"identity": "b"}, resume=False) as journal:
+        assert journal.noted == {}
+
+
+@pytest.mark.parametrize("first", [b"", b"{", b"{\n1 00000001\n", b'{"identity": "a"}'])
+def test_a_journal_that_was_hardly_begun_is_none(tmp_path: Path, first: bytes) -> None:
+    path = tmp_path / "journal"
+    path.write_bytes(first)
+    assert read_journal(path) == (None, {})
+    assert read_journal(tmp_path / "absent") == (None, {})
+
+
+def test_a_checksum_is_of_the_range_or_none(tmp_path: Path) -> None:
+    content = os.urandom(3_000_000)
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        assert checksum(fd, 5, 2_500_000) == zlib.crc32(content[5:2_500_000])
+        assert checksum(fd, 7, 7) == 0
+        assert checksum(fd, 2_900_000, 3_000_001) is None
+    finally:
+        os.close(fd)
