@@ -81,10 +81,10 @@ def _no_faults_of_devices(_devices: "Machine | None") -> Iterator[None]:
     yield
     if _devices is not None:
         gc.collect()  # so that the next test does not see this one's memory go
-        found = [*_devices.races, *_devices.problems]
+        found = _devices.found.all()  # of forked ranks too
         _devices.forget()
         if found:
-            pytest.fail("\n".join(["found by devicetest:", *map(str, found)]))
+            pytest.fail("\n".join(["found by devicetest:", *found]))
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:

@@ -206,3 +206,34 @@ def test_a_group_of_nccl_takes_device_tensors_alone_and_orders_streams_by_wait()
 
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(fn, 2, init=False)
+
+
+def test_faults_of_forked_ranks_come_to_the_process_that_has_the_devices() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        if rank:
+            assert side_by_side(cuda, waits=False)
+
+    with fake_cuda() as cuda:
+        run_ranks(fn, 2, init=False)
+        (told,) = {line.split(": ", 1)[1] for line in cuda.found.all() if "read after" in line}
+        assert "test_fake_cuda.py" in told and cuda.races == []
+        with pytest.raises(AssertionError, match=r"(?s)found on fake devices:.*in process \d+"):
+            cuda.check()
+        cuda.forget()
+        cuda.check()
+
+
+def test_a_helper_thread_that_means_device_zero_is_found() -> None:
+    def work(device: str) -> None:
+        torch.zeros(1, device=device)
+
+    with fake_cuda(devices=2) as cuda:
+        torch.cuda.set_device(1)
+        for device in ("cuda:1", "cuda"):
+            assert cuda.problems == []
+            thread = threading.Thread(target=work, args=(device,), name="helper")
+            thread.start()
+            thread.join()
+        assert len(cuda.problems) == 1 and "thread 'helper'" in cuda.problems[0]
+        assert cuda.problems[0].startswith("test_fake_cuda.py")
+        cuda.forget()

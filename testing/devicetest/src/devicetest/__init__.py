@@ -7,7 +7,8 @@ with fake_cuda(devices=2) as cuda:
     assert cuda.races == [] and cuda.syncs == []
 """
 
-from devicetest.machine import Machine, Race, Sync
+from devicetest.findings import Race, Sync
+from devicetest.machine import Machine
 from devicetest.patching import fake_cuda
 from devicetest.tensors import DeviceTensor
 

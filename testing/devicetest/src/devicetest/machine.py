@@ -11,46 +11,17 @@ may, when a clock of the host reaches it or an operation touches the same device
 
 import contextlib
 import itertools
-import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from devicetest.findings import Access, Findings, Race, Sync, where
+
 Clock = dict[int, int]
-_HIDDEN = (
-    os.path.dirname(__file__),
-    os.path.dirname(torch.__file__),
-    str(threading.__file__),
-    str(contextlib.__file__),
-)
-
-
-class Access(NamedTuple):
-    """One use of device memory: when, in the time of its stream, and by which line."""
-
-    stream: int
-    time: int
-    where: str
-
-
-class Race(NamedTuple):
-    """Two uses of one memory that nothing orders, by kind, with both places."""
-
-    kind: str
-    first: str
-    second: str
-
-
-class Sync(NamedTuple):
-    """A line that stopped the host until a device was done."""
-
-    kind: str
-    where: str
 
 
 @dataclass(slots=True)
@@ -190,6 +161,7 @@ class Machine:
     """All devices of one `fake_cuda` block, and what was found on them.
 
     Attributes:
+        found: races and other faults, of this process and of those forked from it.
         races: uses of device memory that nothing orders.
         syncs: what stopped the host.
         problems: other mistakes, one line each.
@@ -198,9 +170,9 @@ class Machine:
     """
 
     def __init__(self, *, devices: int) -> None:
-        self.races: list[Race] = []
+        self.found = Findings()
+        self.races, self.problems = self.found.races, self.found.problems
         self.syncs: list[Sync] = []
-        self.problems: list[str] = []
         self.counts: dict[str, int] = {}
         self.fail_page_locks = 0
         self.numbers = itertools.count(1)
@@ -214,13 +186,23 @@ class Machine:
         self._due: list[_Due] = []
         self._memories: dict[int, DeviceMemory] = {}
         self._pinned: dict[int, int] = {}  # first address -> bytes
+        self._set: set[int] = set()  # devices that threads of this process have set
 
     def forget(self) -> None:
         """Forget what was found, not what is under way."""
-        self.races.clear()
+        self.found.forget()
         self.syncs.clear()
-        self.problems.clear()
         self.counts.clear()
+
+    def check(self) -> None:
+        """Raise for faults that were found, of forked processes too.
+
+        Raises:
+            AssertionError: with a line for each.
+        """
+        found = self.found.all()
+        if found:
+            raise AssertionError("\n".join(["found on fake devices:", *found]))
 
     # ------------------------------------------------------------------ streams and the host
 
@@ -233,24 +215,33 @@ class Machine:
         if isinstance(device, int):
             return device
         index = None if device is None else torch.device(device).index
-        return self.current_device() if index is None else index
+        if index is not None:
+            return index
+        if self._set and 0 not in self._set and not self.stack() and self._here.device is None:
+            thread, other = threading.current_thread().name, min(self._set)
+            self.problems.append(
+                f"{where()} means cuda:0 in thread {thread!r}, which has set no device, where "
+                f"the process uses cuda:{other}"
+            )
+        return self.current_device()
 
     def stack(self) -> list[Stream]:
         """Return the streams that this thread has made current, the last one in force."""
         if not hasattr(self._here, "stack"):
-            self._here.stack, self._here.device = [], 0
+            self._here.stack, self._here.device = [], None
         stack: list[Stream] = self._here.stack
         return stack
 
     def current_device(self) -> int:
         """Return this thread's current device."""
         stack = self.stack()
-        return stack[-1].device_index if stack else int(self._here.device)
+        return stack[-1].device_index if stack else self._here.device or 0
 
     def set_device(self, device: Any) -> None:
         """Change this thread's current device."""
         self.stack()
         self._here.device = self.index_of(device)
+        self._set.add(self._here.device)
 
     def current_stream(self, device: Any = None) -> Stream:
         """Return this thread's current stream of a device."""
@@ -411,15 +402,6 @@ class Machine:
         if error:
             self._here.error = 0
             raise RuntimeError(f"CUDA error: code {error}, left behind by an earlier call")
-
-
-def where() -> str:
-    """Return the innermost line that is neither torch's nor this package's."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HIDDEN):
-        frame = frame.f_back
-    code = frame.f_code
-    return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} {code.co_name}"
 
 
 def _key(inner: torch.Tensor) -> int:

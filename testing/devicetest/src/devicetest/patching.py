@@ -32,7 +32,7 @@ def fake_cuda(*, devices: int = 1, unchecked: Sequence[tuple[Any, str]] = ()) ->
         for owner, names in _replacements(machine):
             for name, value in names.items():
                 stack.enter_context(mock.patch.object(owner, name, value, create=True))
-        stack.enter_context(in_place_of_nccl())
+        stack.enter_context(in_place_of_nccl(machine=machine))
         stack.enter_context(_swapped_parameters())
         stack.enter_context(DeviceMode(machine))
         yield machine

@@ -115,6 +115,7 @@ def barrier(group: NcclRuleGroup, opts: Any = None) -> Any:
     """Wait for all ranks; stops the host."""
     work = group.collective("barrier", (), [b""], (), [torch.zeros(0)] * group.size())
     work.wait()
+    group.note_barrier()
     return work
 
 

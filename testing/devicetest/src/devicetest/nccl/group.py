@@ -4,6 +4,7 @@ group = NcclRuleGroup(options, NcclRules(order="communicator"))
 group.send([x], 1).wait()
 """
 
+import threading
 import uuid
 from collections.abc import Sequence
 from datetime import timedelta
@@ -15,12 +16,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, PrefixStore
 from torch.utils._pytree import tree_leaves
 
-from devicetest.machine import Machine, where
+from devicetest.findings import where
+from devicetest.machine import Machine
 from devicetest.nccl.arithmetic import SUPPORTED_DTYPES, SUPPORTED_OPS
 from devicetest.nccl.exchange import Exchange, NcclRuleError, join
 from devicetest.nccl.referee import Comm, Part
 from devicetest.nccl.rules import BUFFERS, NcclRules
-from devicetest.nccl.work import RuleWork
+from devicetest.nccl.work import RuleWork, Shelf
 from devicetest.tensors import DeviceTensor
 
 BACKEND_NAME = "nccl_rules"
@@ -29,10 +31,15 @@ _WHOLE = ""  # the lane of collectives and batches
 
 
 class _Call:
-    """One operation in the making: its part, what it reads and what it fills."""
+    """One operation in the making: its part, what it reads and what it fills.
 
-    def __init__(self, part: Part, reads: Tensors, fills: Tensors) -> None:
+    A call that `runs_apart` has a stream of its own, as transfers and collectives with `async_op`;
+    others run in the current stream.
+    """
+
+    def __init__(self, part: Part, reads: Tensors, fills: Tensors, *, runs_apart: bool) -> None:
         self.part, self.reads, self.fills = part, list(reads), list(fills)
+        self.runs_apart = runs_apart
 
 
 class _Backend(Backend):
@@ -81,6 +88,7 @@ class NcclRuleGroup(dist.ProcessGroup):
         self._name, self._desc = options.group_id, ""
         self._batch: list[_Call] | None = None
         self._streams: dict[tuple[str, int], Any] = {}
+        self._here = threading.local()
         self._exchange: Exchange = join(options.store, ranks[self._me])
         self.host: Any = None
         if rules.host:
@@ -184,7 +192,7 @@ class NcclRuleGroup(dist.ProcessGroup):
         low, high = sorted((self._me, peer))
         lane = f"{low}-{high}" if self.rules.order == "pair" else _WHOLE
         reads, fills = (tensors, ()) if sends else ((), tensors)
-        return self._issue(_Call(part, reads, fills), lane)
+        return self._issue(_Call(part, reads, fills, runs_apart=True), lane)
 
     def _start_coalescing(self, device: torch.device) -> None:
         if self._batch is not None:
@@ -207,9 +215,23 @@ class NcclRuleGroup(dist.ProcessGroup):
         expected: tuple[int, ...] = (),
     ) -> Any:
         """Issue one collective; `terms` is what all ranks have in common."""
-        self._check(kind, [*reads, *fills])
+        if kind != "barrier":
+            self._check(kind, [*reads, *fills])
         part = Part(kind=kind, terms=terms, chunks=tuple(given), expected=expected)
-        return self._issue(_Call(part, reads, fills), _WHOLE)
+        runs_apart = getattr(self._here, "runs_apart", True)
+        return self._issue(_Call(part, reads, fills, runs_apart=runs_apart), _WHOLE)
+
+    def note_barrier(self) -> None:
+        """Let the host have waited for the device, as a barrier does."""
+        machine = self.rules.machine
+        if machine is not None:
+            machine.note_sync("barrier")
+            machine.host_waits(machine.current_stream().clock)
+
+    def note_options(self, arguments: Sequence[Any]) -> None:
+        """Read from the options of this thread's next collective whether it has `async_op`."""
+        told = [x.asyncOp for x in arguments if hasattr(x, "asyncOp")]
+        self._here.runs_apart = told[-1] if told else True
 
     def op_name(self, op: Any) -> str:
         """Return the name of a reduction that NCCL has.
@@ -232,12 +254,13 @@ class NcclRuleGroup(dist.ProcessGroup):
         place = where()
         self.issued.append(f"{' + '.join(str(call.part) for call in calls)} at {place}")
         fills = [[plain(tensor).detach() for tensor in call.fills] for call in calls]
-        before_wait, device = self._order_streams(calls, lane)
+        before_wait, shelf, device = self._order_streams(calls, lane)
 
         def fill(brought: dict[int, list[bytes]]) -> None:
             for index, targets in enumerate(fills):
                 for target, chunk in zip(targets, brought[index], strict=True):
                     write_bytes(target, chunk)
+            fills.clear()  # memory that the program frees afterwards is free at once
 
         pending = self._exchange.post(
             [call.part for call in calls],
@@ -248,26 +271,37 @@ class NcclRuleGroup(dist.ProcessGroup):
             fill=fill,
         )
         results = [tensor for call in calls for tensor in (call.fills or call.reads)]
-        return RuleWork(pending, limit_s=self._limit_s, results=results, before_wait=before_wait)
+        work = RuleWork(pending, limit_s=self._limit_s, results=results, before_wait=before_wait)
+        if shelf is not None:
+            work.keep(shelf)
+        return work
 
-    def _order_streams(self, calls: list[_Call], lane: str) -> tuple[Any, str]:
+    def _order_streams(self, calls: list[_Call], lane: str) -> tuple[Any, Shelf | None, str]:
         """Let the lane's stream use the tensors, after what the current stream has done."""
         used = [x for call in calls for x in (*call.reads, *call.fills)]
         mine = [x for x in used if isinstance(x, DeviceTensor)]
         if not mine:
-            return self._note_limits(None, None, 0), ""
+            return self._note_limits(None, None, 0), None, ""
         machine, index = mine[0].machine, mine[0].ordinal
-        stream = self._streams.setdefault((lane, index), machine.stream(index))
-        stream.wait_stream(machine.current_stream(index))
+        stream = machine.current_stream(index)
+        runs_apart = any(call.runs_apart for call in calls)
+        if runs_apart:
+            apart = self._streams.setdefault((lane, index), machine.stream(index))
+            apart.wait_stream(stream)
+            stream = apart
         stream.tick()
+        kept: list[torch.Tensor] = []
         for call in calls:
             for tensors, writes in ((call.reads, False), (call.fills, True)):
                 for tensor in tensors:
                     machine.touch(plain(tensor), stream, writes=writes)
-                    # torch keeps what a call uses until it has ended, waited for or not.
-                    machine.record_stream(plain(tensor), stream)
+                    if call.part.peer >= 0:
+                        machine.record_stream(plain(tensor), stream)
+                    elif runs_apart:
+                        kept.append(plain(tensor))
         event = stream.record_event()
-        return self._note_limits(machine, event, index), f"cuda:{index} of this machine"
+        shelf = Shelf(kept, machine, stream) if kept else None
+        return self._note_limits(machine, event, index), shelf, f"cuda:{index} of this machine"
 
     def _note_limits(self, machine: Machine | None, event: Any, index: int) -> Any:
         def before_wait(limited: bool) -> None:

@@ -23,8 +23,10 @@ def _method(name: str) -> Callable[..., Any]:
     """Return the group's method of that name: gloo's for tensors of the host, if it has gloo."""
 
     def call(group: NcclRuleGroup, *args: Any, **options: Any) -> Any:
-        if group.is_for_host(args):
+        # A barrier is NCCL's wherever the group has it.
+        if name != "barrier" and group.is_for_host(args):
             return getattr(group.host, name)(*args, **options)
+        group.note_options((*args, *options.values()))
         return METHODS[name](group, *args, **options)
 
     return call

@@ -6,6 +6,8 @@ NcclRules(buffering="none", order="pair")
 import math
 from dataclasses import dataclass
 
+from devicetest.machine import Machine
+
 BUFFERS = {"none": 0.0, "small": 4096.0, "full": math.inf}
 ORDERS = ("pair", "communicator")
 
@@ -22,12 +24,14 @@ class NcclRules:
             group with `device_id`. Batches and collectives are in the group's order in both.
         any_device: take tensors of the CPU too, for tests of the order alone.
         host: tensors of the CPU go over gloo, as in a group of "cpu:gloo,cuda:nccl".
+        machine: the fake devices, where there are some.
     """
 
     buffering: str = "none"
     order: str = "pair"
     any_device: bool = True
     host: bool = False
+    machine: Machine | None = None
 
     def __post_init__(self) -> None:
         if self.buffering not in BUFFERS:

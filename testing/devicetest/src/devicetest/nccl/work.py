@@ -4,6 +4,7 @@ work = group.send([x], 1, 0)
 work.wait()
 """
 
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, final
@@ -11,7 +12,29 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
+from devicetest.machine import Machine, Stream
 from devicetest.nccl.exchange import Pending
+
+
+@final
+class Shelf:
+    """What a collective on a stream of its own uses, kept until somebody has waited for it.
+
+    Nobody waits for some; torch's watchdog keeps these until they have ended.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], machine: Machine, stream: Stream) -> None:
+        self._tensors, self._machine, self._stream = tensors, machine, stream
+
+    def clear(self) -> None:
+        """Let go of them: whoever frees them now has to be ordered behind the collective."""
+        self._tensors.clear()
+
+    def keep_until_ended(self) -> None:
+        """Let go of what is left when the collective has ended."""
+        for tensor in self._tensors:
+            self._machine.record_stream(tensor, self._stream)
+        self._tensors.clear()
 
 
 @final
@@ -34,6 +57,12 @@ class RuleWork(dist.Work):
         super().__init__()
         self._pending, self._limit_s, self._results = pending, limit_s, results
         self._before_wait = before_wait
+        self._shelf: Shelf | None = None
+
+    def keep(self, shelf: Shelf) -> None:
+        """Keep what the call uses until it is waited for."""
+        self._shelf = shelf
+        weakref.finalize(self, shelf.keep_until_ended)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the end.
@@ -44,6 +73,8 @@ class RuleWork(dist.Work):
         limit_s = timeout.total_seconds()
         self._before_wait(limit_s > 0)
         self._pending.wait(limit_s if limit_s > 0 else self._limit_s)
+        if self._shelf is not None:
+            self._shelf.clear()
         return True
 
     def synchronize(self) -> None:
