@@ -5,7 +5,8 @@ import pytest
 
 from weight_convert.errors import IncompleteExpertsError
 from weight_convert.files import read_catalog
-from weight_convert.plan.regroup import PlannedTensor, as_stored, by_modules, in_memory, natural_key
+from weight_convert.outputs import PlannedTensor, natural_key
+from weight_convert.plan.regroup import as_stored, by_modules, in_memory
 from weight_convert.specs import get_spec
 
 SPEC = get_spec("qwen3_moe")

@@ -1,3 +1,4 @@
+import json
 import os
 import random
 import shutil
@@ -251,3 +252,42 @@ def test_peak_memory_does_not_grow_with_the_model(oracle: Any, tmp_path: Path) -
         )
         peak_kib.append(int(done.stdout))
     assert peak_kib[1] - peak_kib[0] < 4096, peak_kib
+
+
+def test_parameters_are_cast_and_config_says_so_while_buffers_stay(
+    oracle: Any, tmp_path: Path
+) -> None:
+    torch = pytest.importorskip("torch")
+    weight, bias = torch.randn(3, 5), torch.randn(4)
+    raw = {
+        "model.layers.0.self_attn.o_proj.weight": ("F32", (3, 5), weight.numpy().tobytes()),
+        "model.layers.0.mlp.gate.e_score_correction_bias": ("F32", (4,), bias.numpy().tobytes()),
+        "model.layers.0.mlp.experts.gate_up_proj": ("U8", (1, 2, 2), b"abcd"),
+        "model.layers.0.mlp.experts.down_proj": ("U8", (1, 2, 2), b"abcd"),
+    }
+    config = {"model_type": "deepseek_v3", "n_routed_experts": 1, "torch_dtype": "float32"}
+    oracle.write_folder(tmp_path / "a", [raw], config)
+    options = ConversionOptions(dtype="bfloat16")
+    dry = convert(tmp_path / "a", tmp_path / "b", to="fused", options=options, dry_run=True)
+    done = convert(tmp_path / "a", tmp_path / "b", to="fused", options=options)
+    found = oracle.read_folder(tmp_path / "b")
+    half = weight.bfloat16().view(torch.int16).numpy().tobytes()
+    expected = raw | {"model.layers.0.self_attn.o_proj.weight": ("BF16", (3, 5), half)}
+    assert found == expected and dict(dry.files) == dict(done.files) == sizes(tmp_path / "b")
+    written = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert written["dtype"] == "bfloat16" and "torch_dtype" not in written
+
+
+def test_without_torch_computing_says_what_to_install(oracle: Any, tmp_path: Path) -> None:
+    oracle.make_model(dtype="F32").write(tmp_path / "a", "fused", num_files=1)
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from weight_convert import ConversionOptions, WeightConvertError, convert\n"
+        "try: convert('a', 'b', to='fused', options=ConversionOptions(dtype='bfloat16'))\n"
+        "except WeightConvertError as error: print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert "needs torch: pip install 'weight-convert[compute]'" in done.stdout, done.stderr
+    assert not (tmp_path / "b").exists()

@@ -44,6 +44,11 @@ def add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="what becomes of a tensor that the family's spec does not name (default: carry)",
     )
     parser.add_argument(
+        "--dtype",
+        metavar="DTYPE",
+        help="bfloat16, float16 or float32 for all parameters (needs torch; default: as they are)",
+    )
+    parser.add_argument(
         "--dry-run", action="store_true", help="print the exact output sizes, write nothing"
     )
     parser.add_argument(
@@ -75,6 +80,7 @@ def _run_convert(args: argparse.Namespace) -> int:
             unknown=args.unknown,
             resume=args.resume,
             move=args.move,
+            dtype=args.dtype,
         ),
         dry_run=args.dry_run,
         on_progress=_progress_line() if sys.stderr.isatty() else None,

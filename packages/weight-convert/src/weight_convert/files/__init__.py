@@ -5,6 +5,7 @@ A room of its own, since it knows files and nothing of families.
 May import: nothing but checks and errors.
 """
 
+from weight_convert.files.catalog import CONFIG_NAME as CONFIG_NAME
 from weight_convert.files.catalog import INDEX_NAME as INDEX_NAME
 from weight_convert.files.catalog import SINGLE_NAME as SINGLE_NAME
 from weight_convert.files.catalog import Catalog as Catalog

@@ -2,7 +2,7 @@
 
 Everything is decided here, from headers alone, so that a dry run is exact.
 
-May import: specs, files.
+May import: outputs, operations, specs, files.
 """
 
 from weight_convert.plan.completeness import check_complete as check_complete
@@ -12,8 +12,4 @@ from weight_convert.plan.conversion_plan import check_arguments as check_argumen
 from weight_convert.plan.conversion_plan import plan_conversion as plan_conversion
 from weight_convert.plan.detection import detect_format as detect_format
 from weight_convert.plan.detection import spec_of as spec_of
-from weight_convert.plan.regroup import PlannedTensor as PlannedTensor
 from weight_convert.plan.regroup import in_memory as in_memory
-from weight_convert.plan.regroup import natural_key as natural_key
-from weight_convert.plan.target_file import TargetFile as TargetFile
-from weight_convert.plan.target_file import Unit as Unit

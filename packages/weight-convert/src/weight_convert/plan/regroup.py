@@ -12,86 +12,15 @@ Invariant: the pieces of the returned tensors cover every byte of every source t
 once, and a tensor that no rule names keeps its key, dtype, shape and bytes.
 """
 
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
 
 from weight_convert.errors import IncompleteExpertsError
-from weight_convert.files import Catalog, SourceTensor, tensor_size_bytes
+from weight_convert.files import Catalog, tensor_size_bytes
+from weight_convert.outputs import NaturalKey, Piece, PlannedTensor, natural_key
 from weight_convert.plan.completeness import check_alike, check_numbers, expected_experts
 from weight_convert.specs import FamilySpec, Matcher, Rule, Side, fill
-
-_NaturalKey = tuple[tuple[int, str, int], ...]
-_NO_ORDER: tuple[_NaturalKey, int, int] = ((), 0, 0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """A byte range of a source file; `file` indexes `Catalog.files`."""
-
-    file: int
-    offset_bytes: int
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedTensor:
-    """One tensor made of `pieces` in order.
-
-    Attributes:
-        order: sorts tensors over the files: the place of the tensor in memory that it belongs to,
-            then its part, then its expert.
-        ends: for each piece, the bytes up to its end; empty for one piece.
-    """
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-    order: tuple[_NaturalKey, int, int]
-    ends: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, tensor: SourceTensor) -> "PlannedTensor":
-        """A source tensor as it is, without a place among the others."""
-        piece = Piece(
-            file=tensor.file, offset_bytes=tensor.offset_bytes, size_bytes=tensor.size_bytes
-        )
-        return cls(
-            key=tensor.key,
-            dtype=tensor.dtype,
-            shape=tensor.shape,
-            pieces=(piece,),
-            order=_NO_ORDER,
-        )
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the tensor."""
-        return sum(piece.size_bytes for piece in self.pieces)
-
-    def cut(self, begin: int, size_bytes: int) -> Iterator[Piece]:
-        """The pieces of a byte range of the tensor."""
-        number = bisect_right(self.ends, begin) if self.ends else 0
-        while size_bytes:
-            piece = self.pieces[number]
-            skip = begin - (self.ends[number - 1] if number else 0)
-            length = min(size_bytes, piece.size_bytes - skip)
-            yield Piece(file=piece.file, offset_bytes=piece.offset_bytes + skip, size_bytes=length)
-            begin, size_bytes, number = begin + length, size_bytes - length, number + 1
-
-
-@lru_cache(maxsize=1024)  # the experts of a projection share one key object: time and memory
-def natural_key(key: str) -> _NaturalKey:
-    """Return a sort key under which `layers.2` precedes `layers.10`, as in transformers."""
-    fields: list[tuple[int, str, int]] = []
-    for field in key.split("."):
-        stem = field.rstrip("0123456789") if len(field) < 1000 else field  # int() has a limit
-        digits = field[len(stem) :]
-        fields.append((1 if stem else 0, stem, int(digits) if digits else -1))
-    return tuple(fields)
 
 
 def in_memory(catalog: Catalog, spec: FamilySpec, source: str) -> list[PlannedTensor]:
@@ -127,7 +56,7 @@ def by_modules(tensors: Sequence[PlannedTensor], spec: FamilySpec) -> list[Plann
     in_layers = [number for number, name in enumerate(names) if name.startswith("{layer}")]
     first = in_layers[0] if in_layers else len(names)
 
-    def place(tensor: PlannedTensor) -> _NaturalKey:
+    def place(tensor: PlannedTensor) -> NaturalKey:
         member = matcher.find(tensor.key)
         if member is None:
             return (3, "", 0), *natural_key(tensor.key)

@@ -2,7 +2,7 @@
 
 The plan is data; this module only carries it out: it copies byte ranges into a temporary
 directory, makes them durable and publishes the result by one rename. No tensor is ever in this
-process's memory.
+process's memory, unless its dtype changes.
 
     report = convert("Qwen3-30B-A3B", "fused", to="fused")
     report.files, report.total_bytes
@@ -55,7 +55,7 @@ class Report(Record):
         num_tensors: tensors of the output.
         num_regrouped: those of them that are renamed, a fusion or a slice of source tensors; 0
             means that the source had this format already and only its files are new.
-        data_bytes: bytes of all tensors, the same before and after.
+        data_bytes: bytes of all tensors of the output.
         copied_bytes: bytes of weight files that were written; less than all of them where the run
             went on with what another had written.
         left_out: files and folders of the source that are not in the output, with the reason.
@@ -231,7 +231,8 @@ def _identity(plan: ConversionPlan, source: Path, options: ConversionOptions) ->
 
     A source that is being moved has other times with every unit.
     """
-    digest = hashlib.sha256(repr((plan.carried, plan.index)).encode())
+    digest = hashlib.sha256(repr((plan.carried, plan.index, plan.written)).encode())
+    digest.update(repr([(c.operation, c.inputs) for c in plan.computed]).encode())
     for name in plan.sources:
         state = (source / name).stat()
         time_ns = 0 if options.move else state.st_mtime_ns

@@ -1,8 +1,10 @@
 """Carry out a plan inside a directory that is not published yet.
 
-Units are copied one after the other, inside the kernel. Another thread reads each one back, notes
-its checksum in the journal and makes finished files durable, so a run that was killed goes on with
-the unit that it was at. With `move`, a unit's source is freed once the unit is durable and noted.
+Units are copied one after the other, inside the kernel; computed tensors, each a unit, come from
+`compute/` chunk by chunk, and only for them it and torch are imported. Another thread reads each
+unit back, notes its checksum in the journal and makes finished files durable, so a run that was
+killed goes on with the unit that it was at. With `move`, a unit's source is freed once the unit is
+durable and noted.
 
     execute(plan, source, folder, journal, options=ConversionOptions(), on_progress=None)
 """
@@ -11,11 +13,13 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 
-from weight_convert.errors import CorruptFileError
+from weight_convert.errors import CorruptFileError, WeightConvertError
 from weight_convert.files import INDEX_NAME
-from weight_convert.plan import ConversionOptions, ConversionPlan, TargetFile, Unit
+from weight_convert.outputs import Computed, FilePlan, TargetFile, Unit
+from weight_convert.plan import ConversionOptions
 from weight_convert.staging import (
     Journal,
     OpenFiles,
@@ -26,6 +30,7 @@ from weight_convert.staging import (
 )
 
 Progress = Callable[[int, int], None]
+_TensorChunks = Callable[[Computed, OpenFiles], Iterator[memoryview]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,7 +43,8 @@ class _Work:
 
     sources: OpenFiles
     freed: OpenFiles | None
-    names: tuple[str, ...]
+    plan: FilePlan
+    tensor_chunks: _TensorChunks | None
     unit_bytes: int
     journal: Journal
     total_bytes: int
@@ -66,7 +72,7 @@ class _Work:
 
 
 def execute(
-    plan: ConversionPlan,
+    plan: FilePlan,
     source: Path,
     folder: Path,
     journal: Journal,
@@ -100,7 +106,8 @@ def execute(
         work = _Work(
             sources=sources,
             freed=freed if options.move else None,
-            names=plan.sources,
+            plan=plan,
+            tensor_chunks=_tensor_chunks(plan),
             unit_bytes=max(options.chunk_bytes // 2, 1),  # one is copied while another is checked
             journal=journal,
             total_bytes=sum(size_bytes for _, size_bytes in plan.output_files()),
@@ -114,10 +121,11 @@ def execute(
             _copy_file(source / name, folder / name, size_bytes)
             work.then(_syncing(folder / name))
             work.advance(size_bytes)
-        if plan.index is not None:
-            (folder / INDEX_NAME).write_bytes(plan.index)
-            work.then(_syncing(folder / INDEX_NAME))
-            work.advance(len(plan.index))
+        index = () if plan.index is None else ((INDEX_NAME, plan.index),)
+        for name, content in plan.written + index:
+            (folder / name).write_bytes(content)
+            work.then(_syncing(folder / name))
+            work.advance(len(content))
         work.finish()
         return work.copied_bytes
 
@@ -126,7 +134,7 @@ def _write_weights(target: TargetFile, path: Path, number: int, work: _Work) -> 
     """Write one weight file, whose first unit has this number; return that of the next file."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        for unit in target.units(work.unit_bytes):
+        for unit in target.units(work.unit_bytes, len(work.plan.sources)):
             if not _is_written(unit, number, fd, path, work):
                 os.lseek(fd, unit.begin, os.SEEK_SET)
                 for size_bytes in _write_unit(unit, fd, work):
@@ -148,19 +156,45 @@ def _write_weights(target: TargetFile, path: Path, number: int, work: _Work) -> 
 
 def _write_unit(unit: Unit, fd: int, work: _Work) -> Iterator[int]:
     """Write a unit at the file's position; yield the bytes of each part of it."""
-    rest = memoryview(unit.header)
+    _write_all(fd, memoryview(unit.header))
+    yield len(unit.header)
+    num_sources = len(work.plan.sources)
+    for extent in unit.extents:
+        if extent.file < num_sources:
+            copy_bytes(
+                work.sources.fd(extent.file),
+                fd,
+                offset=extent.source_offset,
+                size_bytes=extent.size_bytes,
+                name=work.plan.sources[extent.file],
+            )
+            yield extent.size_bytes
+        elif work.tensor_chunks is not None:
+            computed = work.plan.computed[extent.file - num_sources]
+            for chunk in work.tensor_chunks(computed, work.sources):
+                _write_all(fd, chunk)
+                yield len(chunk)
+
+
+def _write_all(fd: int, rest: memoryview) -> None:
+    """Write all of it, in as many system calls as it takes."""
     while rest:
         rest = rest[os.write(fd, rest) :]
-    yield len(unit.header)
-    for extent in unit.extents:
-        copy_bytes(
-            work.sources.fd(extent.file),
-            fd,
-            offset=extent.source_offset,
-            size_bytes=extent.size_bytes,
-            name=work.names[extent.file],
-        )
-        yield extent.size_bytes
+
+
+def _tensor_chunks(plan: FilePlan) -> _TensorChunks | None:
+    """What computes tensors, where the plan has some: torch is imported for them alone."""
+    if not plan.computed:
+        return None
+    try:
+        chunks: _TensorChunks = import_module("weight_convert.compute").tensor_chunks
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise WeightConvertError(
+            "computing tensors needs torch: pip install 'weight-convert[compute]'"
+        ) from error
+    return chunks
 
 
 def _is_written(unit: Unit, number: int, fd: int, path: Path, work: _Work) -> bool:
@@ -197,7 +231,8 @@ def _noting(unit: Unit, number: int, fd: int, work: _Work) -> Callable[[], None]
 def _free(unit: Unit, work: _Work) -> None:
     """Free what a unit was copied from; freeing it again does nothing."""
     if work.freed is not None:
-        for extent in unit.extents:
+        copied = (e for e in unit.extents if e.file < len(work.plan.sources))
+        for extent in copied:
             free_range(work.freed.fd(extent.file), extent.source_offset, extent.size_bytes)
 
 

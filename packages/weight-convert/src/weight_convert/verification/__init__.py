@@ -2,7 +2,7 @@
 
 A room of its own: it reads what the others write, and writes nothing.
 
-May import: plan, specs, files, staging.
+May import: plan, outputs, specs, files, staging.
 """
 
 from weight_convert.verification.comparison import VerifyReport as VerifyReport

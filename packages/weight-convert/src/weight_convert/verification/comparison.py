@@ -18,13 +18,8 @@ from typing import Literal
 from weight_convert._checks import Record, check_kind
 from weight_convert.errors import CorruptFileError, UnknownFamilyError, WeightConvertError
 from weight_convert.files import Catalog, read_catalog
-from weight_convert.plan import (
-    PlannedTensor,
-    detect_format,
-    in_memory,
-    natural_key,
-    spec_of,
-)
+from weight_convert.outputs import PlannedTensor, natural_key
+from weight_convert.plan import detect_format, in_memory, spec_of
 from weight_convert.specs import FamilySpec
 from weight_convert.staging import OpenFiles
 

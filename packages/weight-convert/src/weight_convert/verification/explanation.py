@@ -13,7 +13,8 @@ from pathlib import Path
 from weight_convert._checks import Record, check_kind
 from weight_convert.errors import IncompleteExpertsError
 from weight_convert.files import read_catalog
-from weight_convert.plan import PlannedTensor, check_complete, detect_format, in_memory, spec_of
+from weight_convert.outputs import PlannedTensor
+from weight_convert.plan import check_complete, detect_format, in_memory, spec_of
 from weight_convert.specs import FamilySpec, Matcher, Side
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from weight_convert._checks import Record, check_kind
 from weight_convert.errors import IncompleteExpertsError, UnknownFamilyError
 from weight_convert.files import Catalog, read_catalog
+from weight_convert.outputs import PlannedTensor
 from weight_convert.plan import (
-    PlannedTensor,
     check_complete,
     detect_format,
     in_memory,

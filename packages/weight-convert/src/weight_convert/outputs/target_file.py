@@ -1,18 +1,21 @@
 """A file to write, as ranges to copy, and its units: what is copied, checked and redone as one.
 
-    for unit in plan.targets[0].units(32 << 20):
+    for unit in plan.targets[0].units(32 << 20, len(plan.sources)):
         unit.begin, unit.end, unit.extents
 
 Invariant: header and extents tile the file in rising order, and so do its units.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """Copy `size_bytes` of source file `file` at `source_offset` to `target_offset`, in bytes."""
+    """Copy `size_bytes` of source file `file` at `source_offset` to `target_offset`, in bytes.
+
+    A number behind those of the sources is that of a computed tensor, which is written whole.
+    """
 
     file: int
     source_offset: int
@@ -46,12 +49,32 @@ class TargetFile:
     keys: tuple[str, ...]
     size_bytes: int
 
-    def units(self, unit_bytes: int) -> Iterator[Unit]:
-        """The units of the file, each of `unit_bytes` but for the last one."""
-        extents = iter(self.extents)
+    def units(self, unit_bytes: int, num_sources: int) -> Iterator[Unit]:
+        """The units of the file, each of at most `unit_bytes`, or one computed tensor.
+
+        Args:
+            unit_bytes: limit on what is copied as one.
+            num_sources: files that can be copied from; behind them stand computed tensors.
+        """
+        begin, ranges = 0, list[Extent]()
+        for extent in self.extents:
+            if extent.file < num_sources:
+                ranges.append(extent)
+                continue
+            yield from self._copied(begin, extent.target_offset, ranges, unit_bytes)
+            end = extent.target_offset + extent.size_bytes
+            yield Unit(begin=extent.target_offset, end=end, header=b"", extents=(extent,))
+            begin, ranges = end, []
+        yield from self._copied(begin, self.size_bytes, ranges, unit_bytes)
+
+    def _copied(
+        self, first: int, last: int, ranges: Iterable[Extent], unit_bytes: int
+    ) -> Iterator[Unit]:
+        """The units of a part of the file that is copied."""
+        extents = iter(ranges)
         extent = next(extents, None)
-        for begin in range(0, max(self.size_bytes, 1), unit_bytes):
-            end = min(begin + unit_bytes, self.size_bytes)
+        for begin in range(first, last, unit_bytes):
+            end = min(begin + unit_bytes, last)
             inside: list[Extent] = []
             while extent is not None and extent.target_offset < end:
                 inside.append(_cut(extent, begin, end))

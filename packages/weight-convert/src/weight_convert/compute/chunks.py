@@ -1,0 +1,53 @@
+"""The bytes of a computed tensor, chunk by chunk.
+
+    for chunk in tensor_chunks(computed, files):
+        os.write(fd, chunk)
+
+Invariant: the chunks together are the tensor's bytes in its dtype and shape, neither more nor less;
+one is valid until the next is asked for. What a chunk needs does not grow with the tensor.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from weight_convert.compute import elementwise
+from weight_convert.compute.reading import TensorReader, bytes_of, torch_dtype
+from weight_convert.errors import WeightConvertError
+from weight_convert.files import tensor_size_bytes
+from weight_convert.operations import Cast, Operation, Transpose
+from weight_convert.outputs import Computed
+from weight_convert.staging import OpenFiles
+
+_Kernel = Callable[
+    [Any, Sequence[TensorReader], torch.dtype, tuple[int, ...]], Iterator[torch.Tensor]
+]
+_KERNELS: Mapping[type[Operation], _Kernel] = {
+    Cast: elementwise.cast,
+    Transpose: elementwise.transpose,
+}
+
+
+def tensor_chunks(computed: Computed, files: OpenFiles) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in order.
+
+    Args:
+        computed: what to compute; its inputs are ranges of `files`.
+        files: the source's weight files.
+
+    Raises:
+        WeightConvertError: a dtype that torch does not compute with, or a result that does not fit.
+        CorruptFileError: a file became shorter meanwhile.
+    """
+    kernel = _KERNELS[type(computed.operation)]
+    dtype = torch_dtype(computed.dtype, computed.key)
+    inputs = tuple(TensorReader(tensor, files) for tensor in computed.inputs)
+    left = tensor_size_bytes(computed.dtype, computed.shape)
+    with torch.no_grad():
+        for values in kernel(computed.operation, inputs, dtype, computed.shape):
+            flat = values.to(dtype).contiguous()
+            left -= flat.numel() * flat.element_size()
+            yield bytes_of(flat)
+    if left:
+        raise WeightConvertError(f"{computed.key}: {-left} bytes too many were computed")

@@ -1,0 +1,12 @@
+"""What may be computed, as data: `compute/` knows how, and imports torch for it.
+
+A room of its own, so that jobs are planned, and dry runs made, without torch.
+
+May import: nothing but checks and errors.
+"""
+
+from weight_convert.operations.dtypes import FLOATS as FLOATS
+from weight_convert.operations.dtypes import stored_dtype as stored_dtype
+from weight_convert.operations.elementwise import Cast as Cast
+from weight_convert.operations.elementwise import Transpose as Transpose
+from weight_convert.operations.operation import Operation as Operation

@@ -1,0 +1,18 @@
+"""What an output is made of, as data: tensors as byte ranges or computations, and its files.
+
+A room of its own, since every job plans its output with it, whatever the tensors mean.
+
+May import: operations, files.
+"""
+
+from weight_convert.outputs.computed import Computations as Computations
+from weight_convert.outputs.computed import Computed as Computed
+from weight_convert.outputs.config import with_config as with_config
+from weight_convert.outputs.files import FilePlan as FilePlan
+from weight_convert.outputs.files import deal_to_files as deal_to_files
+from weight_convert.outputs.target_file import TargetFile as TargetFile
+from weight_convert.outputs.target_file import Unit as Unit
+from weight_convert.outputs.tensors import NaturalKey as NaturalKey
+from weight_convert.outputs.tensors import Piece as Piece
+from weight_convert.outputs.tensors import PlannedTensor as PlannedTensor
+from weight_convert.outputs.tensors import natural_key as natural_key
