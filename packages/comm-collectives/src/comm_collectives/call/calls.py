@@ -22,7 +22,7 @@ from comm_collectives.call.failures import Report, describe_absent, first_failur
 from comm_collectives.call.frames import Cargo, Frame, Frames, Notice, memory_at
 from comm_collectives.call.groups import GroupState, check_timeout
 from comm_collectives.call.opening import open_frames
-from comm_collectives.call.pairs import Lane
+from comm_collectives.call.pairs import Lane, Question
 from comm_collectives.call.settling import settle
 from comm_collectives.call.signature import (
     Argument,
@@ -261,10 +261,10 @@ class Call:
 
     def asked(self, peer: int, question: bytes) -> None:
         """Raise if a peer waits for a transfer of this rank, which does nothing but wait for it."""
-        worker = self.state.worker
-        if worker is not None and worker.is_here():
-            return
-        theirs = Lane.of(self.state).deny(peer, question, self.number, f"{self}, {self.describe()}")
+        worker, own = self.state.worker, f"{self}, {self.describe()}"
+        awaiting = worker.awaiting if worker is not None and worker.is_here() else None
+        asked, lane = Question.unpack(question), Lane.of(self.state)
+        theirs = lane.deny(peer, asked, self.number, own, awaiting)
         if theirs is not None:
             raise MismatchError(f"{self.describe()}, {self}: {theirs}")
 

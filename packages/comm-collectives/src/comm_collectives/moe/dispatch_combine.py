@@ -23,7 +23,7 @@ from comm_collectives.base import check_dense
 from comm_collectives.call import Call, Checks, Refusal
 from comm_collectives.call.autograd import Back, attach
 from comm_collectives.call.groups import Group, GroupState, group_state
-from comm_collectives.call.handles import Handle, finished, launch, turn
+from comm_collectives.call.handles import Handle, launch, turn
 from comm_collectives.call.signature import Argument, Status
 from comm_collectives.errors import CommTypeError, CommValueError
 from comm_collectives.moe.deepep import DeepEpBackend
@@ -177,7 +177,7 @@ def _start(
 ) -> Handle[_T]:
     """Run on the group's thread, or now if nothing is exchanged; inputs are checked later."""
     if state is None:
-        return finished(name, run())
+        return Handle.finished(name, run())
     tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
     return launch(state, name, run, inputs=tensors, async_op=True)  # type: ignore[no-any-return]
 

@@ -83,8 +83,9 @@ def send(
         handle.wait()
         return token
 
-    handle.transfer = replace(handle.transfer, holds=False)
-    return launch_on(lane.worker(dst, "to"), "send", _here(state, run), inputs=[x])
+    worker = lane.worker(dst, "to")
+    handle.transfer = replace(handle.transfer, awaiting=worker.awaiting)
+    return launch_on(worker, "send", _here(state, run), inputs=[x])
 
 
 @overload
@@ -131,7 +132,9 @@ def recv(
     """
     checked_device(device)
     state, lane = lane_to(src, "src", group, timeout_s)
-    ticket, transfer = lane.post(state, "recv", src, limit_s=timeout_s, holds=not async_op)
+    worker = lane.worker(src, "from") if async_op else None
+    awaiting = None if worker is None else worker.awaiting
+    ticket, transfer = lane.post(state, "recv", src, limit_s=timeout_s, awaiting=awaiting)
 
     def run() -> torch.Tensor:
         message = lane.take(ticket, transfer)
@@ -147,8 +150,8 @@ def recv(
             return y
         return _attach_sent(y, lane, replace(transfer, place=message.place))
 
-    if async_op:
-        return launch_on(lane.worker(src, "from"), "recv", _here(state, run), inputs=())
+    if worker is not None:
+        return launch_on(worker, "recv", _here(state, run), inputs=())
     return run()
 
 

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from comm_collectives._torch_private import Backend, PrefixStore, Store
 from comm_collectives.base import bytes_of
 from comm_collectives.base.streams import ShmStreams
-from comm_collectives.call.handles import finished, launch
+from comm_collectives.call.handles import Handle, launch
 from comm_collectives.collectives.drop_in import CallWork
 from comm_collectives.errors import CommValueError
 from comm_collectives.shm import operations
@@ -44,7 +44,7 @@ from comm_collectives.shm.operations import Gloo, Options, Place
 
 BACKEND_NAME = "comm_shm"
 _MESSAGE_BYTES = 256
-_DONE = finished("comm_shm", None)
+_DONE = Handle.finished("comm_shm", None)
 # The collectives by torch's names: what gloo calls them, and what makes them here.
 _COLLECTIVES: dict[str, tuple[str, Callable[..., Operation] | None]] = {
     "allreduce": ("allreduce", operations.build_all_reduce),

@@ -68,7 +68,7 @@ def _new_state(world: World, ranks: tuple[int, ...], rank: int) -> GroupState:
         backend_of={"cpu": "simulated"},
     )
     state.policy = world.setting.agreement
-    state.worker = SimWorker(world, rank)
+    state.worker, state.hire = SimWorker(world, rank), lambda: SimWorker(world, rank)
     state.responder = _NO_RESPONDER
     state.opener = lambda lane: SimStreams(world, ranks=ranks, index=index, lane=lane)
     state.frames = Frames(state.opener("calls"), transport.clock, staged_bytes=_STAGED_BYTES)

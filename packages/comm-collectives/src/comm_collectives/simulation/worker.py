@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TypeVar, final
 
-from comm_collectives.call.handles import Caught
+from comm_collectives.call.handles import Awaiting, Caught
 from comm_collectives.simulation.scheduler import Scheduler, Signal, Task, Unwound
 from comm_collectives.simulation.world import World
 
@@ -21,6 +21,7 @@ class SimWorker:
         self._world, self._rank = world, rank
         self._jobs: deque[Callable[[], None]] = deque()
         self._task: Task | None = None
+        self.awaiting = Awaiting()
 
     @property
     def is_busy(self) -> bool:
@@ -33,7 +34,8 @@ class SimWorker:
 
     def submit(self, run: Callable[[], T]) -> "Future[T]":
         """Run a function after those submitted before."""
-        future: _Future[T] = _Future(self._world.scheduler)
+        future: _Future[T] = _Future(self._world.scheduler, self.awaiting)
+        self.awaiting.use()
 
         def job() -> None:
             with Caught(passing=(Unwound,)) as caught:
@@ -57,16 +59,23 @@ class SimWorker:
 class _Future(Future[T]):
     """A future that lets the other tasks run while one waits for it."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, awaiting: Awaiting) -> None:
         super().__init__()
         self.signal = Signal()
-        self._scheduler = scheduler
+        self._scheduler, self._awaiting = scheduler, awaiting
 
     def result(self, timeout: float | None = None) -> T:
         """As usual, in virtual time."""
-        deadline_s = None if timeout is None else self._scheduler.now_s + timeout
+        if timeout is None:
+            self._awaiting.begin()
+        try:
+            self._block(None if timeout is None else self._scheduler.now_s + timeout)
+        finally:
+            self._awaiting.end()
+        return super().result(0)
+
+    def _block(self, deadline_s: float | None) -> None:
         while not self.done():
             if deadline_s is not None and self._scheduler.now_s >= deadline_s:
                 raise FutureTimeoutError
             self._scheduler.block(self.signal, deadline_s)
-        return super().result(0)

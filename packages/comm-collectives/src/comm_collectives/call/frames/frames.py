@@ -130,6 +130,12 @@ class Frames:
             link.send(Kind.NOTICE, number, 0, part=f"{kind}\n{text}".encode())
             link.flush()
 
+    def asked(self) -> dict[int, bytes]:
+        """Return for what peers wait elsewhere, as far as they have said so. Never waits."""
+        for peer in self._links:
+            self._next(peer)
+        return {peer: question for peer, question in self._questions.items() if question}
+
     def ask(self, peer: int, question: bytes) -> None:
         """Tell a peer, which may be in a call, for what this rank waits; empty takes it back."""
         self._links[peer].send(Kind.QUESTION, 0, 0, part=question)

@@ -81,6 +81,7 @@ class GroupState(Ordered):
         self.lane: Any = None  # a pairs.Lane, made on top of this: what two ranks send each other
         # Opens streams for ranks that are no processes, and start no threads of their own either.
         self.opener: Callable[[str], Streams] | None = None
+        self.hire: Callable[[], Any] | None = None  # likewise, what runs jobs as a handles.Worker
         self.responder: threading.Thread | None = None  # for backwards whose graph is gone
         self.given_up: list[object] = []  # failed transfers whose buffers may still be in use
         self.failed_calls: list[int] = []  # in which this rank failed

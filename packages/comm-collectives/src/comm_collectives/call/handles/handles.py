@@ -9,9 +9,6 @@ the caller's stream behind it.
     total = handle.wait()
 """
 
-import queue
-import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -25,9 +22,9 @@ import torch
 from comm_collectives._torch_private import graph_break
 from comm_collectives.base import is_dense
 from comm_collectives.call.groups import Group, GroupState, Ordered
-from comm_collectives.call.handles.caught import Caught
 from comm_collectives.call.handles.walk import replace_tensors, tensors_in
 from comm_collectives.call.handles.watch import Watch
+from comm_collectives.call.handles.worker import Worker
 from comm_collectives.call.signature import current_site, use_site
 from comm_collectives.errors import CollectiveTimeoutError, MutatedInputError
 
@@ -155,70 +152,16 @@ class Handle(Generic[T]):
         """Whether `wait` would return (or raise) without waiting for a peer."""
         return self._future.done()
 
+    @staticmethod
+    def finished(name: str, value: T) -> "Handle[T]":
+        """Return a handle for what needed no other rank and is done."""
+        future: Future[tuple[T, DeferredGraph]] = Future()
+        future.set_result((value, DeferredGraph()))
+        return Handle(name, future, Watch(()))
+
     def when_done(self, run: Callable[[], None]) -> None:
-        """Call `run` when the call has ended: on the group's thread, or now if it has."""
+        """Call `run` when the call has ended: on the thread that ran it, or now if it has."""
         self._future.add_done_callback(lambda _: run())
-
-
-def finished(name: str, value: T) -> Handle[T]:
-    """Return a handle for what needed no other rank and is done."""
-    future: Future[tuple[T, DeferredGraph]] = Future()
-    future.set_result((value, DeferredGraph()))
-    return Handle(name, future, Watch(()))
-
-
-@final
-class Worker:
-    """The thread on which calls of `owner` run in the order in which they were made.
-
-    Ends with its owner.
-    """
-
-    def __init__(self, name: str, owner: object) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._submitted = 0  # counted by callers, and `_done` by the thread alone
-        self._done = 0
-        self._streams: dict[torch.device, torch.Stream] = {}
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
-        weakref.finalize(owner, self._jobs.put, None).atexit = False
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a call waits or runs here."""
-        return self._submitted > self._done
-
-    def is_here(self) -> bool:
-        """Whether this is the worker's own thread."""
-        return threading.current_thread() is self._thread
-
-    def submit(self, run: Callable[[], T]) -> "Future[T]":
-        """Run a function after those submitted before."""
-        future: Future[T] = Future()
-
-        def job() -> None:
-            with Caught() as caught:
-                future.set_result(run())
-            if caught.error is not None:
-                future.set_exception(caught.error)
-
-        with self._lock:
-            self._submitted += 1
-            self._jobs.put(job)
-        return future
-
-    def stream(self, device: torch.device) -> torch.Stream:
-        """The stream on which calls of this group run on `device`."""
-        if device not in self._streams:
-            self._streams[device] = torch.Stream(device=device)
-        return self._streams[device]
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-            del job  # what it holds must not live until the next one comes
-            self._done += 1
 
 
 @contextmanager
@@ -268,8 +211,13 @@ def launch_on(
     worker: Worker, name: str, run: Callable[[], T], *, inputs: Sequence[torch.Tensor]
 ) -> Handle[T]:
     """Run on a thread of its own what has no place in the order of a group's calls."""
-    grad = torch.is_grad_enabled()
-    return Handle(name, worker.submit(lambda: _run_apart(run, grad)), Watch(inputs))
+    site, grad = current_site(), torch.is_grad_enabled()
+
+    def run_there() -> tuple[T, DeferredGraph]:
+        with use_site(site):
+            return _run_apart(run, grad)
+
+    return Handle(name, worker.submit(run_there), Watch(inputs))
 
 
 def _submit(

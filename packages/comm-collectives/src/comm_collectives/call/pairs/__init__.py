@@ -7,5 +7,6 @@ from comm_collectives.call.pairs.lane import ANY_RANK as ANY_RANK
 from comm_collectives.call.pairs.lane import Lane as Lane
 from comm_collectives.call.pairs.pair import Message as Message
 from comm_collectives.call.pairs.pair import Pair as Pair
+from comm_collectives.call.pairs.questions import Question as Question
 from comm_collectives.call.pairs.transfer import SendHandle as SendHandle
 from comm_collectives.call.pairs.transfer import Transfer as Transfer

@@ -13,7 +13,6 @@ next receive. Two ranks of which each waits for the other, here or in a call, bo
     message = lane.take(*lane.post("recv", src, limit_s=None))
 """
 
-import struct
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,8 +24,9 @@ from weakref import ref
 import torch
 
 from comm_collectives.call.groups import GroupState
-from comm_collectives.call.handles import Worker
+from comm_collectives.call.handles import Awaiting, Worker
 from comm_collectives.call.pairs.pair import Message, Pair, Ticket, Word
+from comm_collectives.call.pairs.questions import Question, Questions
 from comm_collectives.call.pairs.transfer import SendHandle, Transfer
 from comm_collectives.call.signature import current_site
 from comm_collectives.errors import CommError, MismatchError
@@ -35,26 +35,21 @@ _LOOK_S = 0.25  # how often a waiting rank looks whether its peer is still there
 _FIRST_TICK_S, _LONGEST_TICK_S = 5e-4, 4e-3  # between two looks of the helper
 _OPENING = threading.Lock()
 _PATIENCE_S = 0.5  # before a waiting rank asks its peer whether that waits for it in turn
-_QUESTION = struct.Struct("<?qqq")  # is it a send, key and place of the message, its own number
-_CROSSED = "the two ranks wait for each other"
+_PRESS_S = 0.1  # how often one looks that has asked for what its peer waits
 ANY_RANK = -1
 
 
 @final
 class Lane:
-    """The pairs of one group on this rank.
-
-    Attributes:
-        users: the threads of the program that made transfers here.
-    """
+    """The pairs of one group on this rank."""
 
     def __init__(self, state: GroupState) -> None:
         self._streams = streams = state.open_streams("pairs")
-        self._clock = state.transport.clock
+        self._clock, self._hire = state.transport.clock, state.hire
         self.changed = threading.Condition()
         others = [rank for rank in range(state.size) if rank != state.rank]
         self.pairs = {r: Pair(streams, r, state.transport, self.changed) for r in others}
-        self.users: set[int] = set()
+        self.questions = Questions(self.pairs)
         self._workers: dict[tuple[int, str], Worker] = {}
         # A queue that a finaliser may put into.
         self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -70,7 +65,7 @@ class Lane:
                 if lane is None:
                     lane = state.lane = Lane(state)
         if uses:
-            lane.users.add(threading.get_ident())
+            lane.questions.users.add(threading.get_ident())
         return lane
 
     def send(
@@ -115,7 +110,7 @@ class Lane:
         *,
         limit_s: float | None = None,
         key: int = 0,
-        holds: bool = True,
+        awaiting: Awaiting | None = None,
     ) -> tuple[Ticket, Transfer]:
         """Ask for the next message of a key from a rank, or from any."""
         pairs, ticket = self._pairs_of(src), Ticket(key)
@@ -131,7 +126,7 @@ class Lane:
             key=key,
             place=place,
             limit_s=limit_s,
-            holds=holds,
+            awaiting=awaiting,
         )
 
     def take(self, ticket: Ticket, transfer: Transfer) -> Message:
@@ -155,29 +150,17 @@ class Lane:
 
     def refuse(self, message: Message, transfer: Transfer, why: str) -> MismatchError:
         """Return the error for a message of no use, of which its sender hears too."""
-        self.pairs[message.source].say(Word.REFUSED, transfer.key, message.place, f"0 0 0\n{why}")
+        self.questions.refuse(message.source, transfer.key, message.place, why)
         return MismatchError(f"{transfer}: {why}")
 
-    def deny(self, peer: int, question: bytes, number: int, own: str) -> str | None:
-        """Answer a peer that waits for a transfer, while this rank waits for it in `own`.
-
-        None if the transfer may come all the same: it is under way, or another thread makes it.
-
-        Args:
-            number: of the call in which this rank is, 0 if it is in a transfer.
-        """
-        is_send, key, place, asked = _QUESTION.unpack_from(question)
-        pair, theirs = self.pairs[peer], question[_QUESTION.size :].decode(errors="replace")
-        done = pair.came[key] if is_send else pair.sent[key]
-        if done >= place or asked <= pair.over or self.users - {threading.get_ident()}:
-            return None
-        pair.over = asked
-        word = Word.REFUSED if is_send else Word.STUCK
-        if is_send:
-            pair.void.add((key, place))
-        pair.say(word, key, place, f"{number} {pair.asked} {asked}\n{_CROSSED}: {own}")
-        self.later(int)
-        return f"{_CROSSED}: {theirs}"
+    def deny(
+        self, peer: int, question: Question, number: int, own: str, awaiting: Awaiting | None
+    ) -> str | None:
+        """See Questions."""
+        why = self.questions.deny(peer, question, number, own, awaiting)
+        if why is not None:
+            self.later(int)
+        return why
 
     def expect(self, src: int) -> None:
         """Have the next ordinary message of a rank read ahead."""
@@ -189,7 +172,8 @@ class Lane:
         """The thread on which asynchronous transfers to ("to") or from a peer are waited for."""
         key = peer, direction
         if key not in self._workers:
-            self._workers[key] = Worker(f"comm_collectives {direction} {peer}", self)
+            name = f"comm_collectives {direction} {peer}"
+            self._workers[key] = Worker(name, self) if self._hire is None else self._hire()
         return self._workers[key]
 
     def later(self, job: Callable[[], object]) -> None:
@@ -250,48 +234,30 @@ class Lane:
         """Send and read until something is done."""
         limit_s = transfer.limit_s or transfer.state.transport.limit_s
         pairs, start_s = self._pairs_of(_peer_of(transfer)), self._clock.now_s()
-        now_s, has_asked, has_reached = start_s, False, False
+        now_s, has_asked = start_s, False
         try:
             while not is_done():
                 if now_s >= start_s + limit_s:
                     raise transfer.late()
-                self._read(pairs, is_done, min(_LOOK_S, start_s + limit_s - now_s))
+                look_s = _PRESS_S if has_asked else _LOOK_S
+                self._read(pairs, is_done, min(look_s, start_s + limit_s - now_s))
                 if is_done():
                     return
                 self._check_peer(transfer, is_done, pairs)
                 self._heed(transfer)
                 now_s = self._clock.now_s()
-                if not has_reached and now_s - start_s >= _PATIENCE_S and self._holds(transfer):
-                    has_asked, has_reached = True, self._ask(transfer, _placed(transfer))
+                if now_s - start_s >= _PATIENCE_S and self._may_ask(transfer):
+                    has_asked = True
+                    self.questions.ask(transfer, _placed(transfer))
         finally:
             if has_asked:
-                self._ask(transfer, "")
+                self.questions.take_back(transfer)
+                self.later(int)
 
-    def _holds(self, transfer: Transfer) -> bool:
+    def _may_ask(self, transfer: Transfer) -> bool:
         """Whether this rank waits for one peer and does nothing else."""
-        others = self.users - {threading.get_ident()}
-        return transfer.holds and transfer.src != ANY_RANK and not others
-
-    def _ask(self, transfer: Transfer, text: str) -> bool:
-        """Tell the peer for what this rank waits; False if it has to be told again, if in a call.
-
-        Another thread may be in a call, or look for a moment whether peers wait in a backward.
-        """
-        state, peer = transfer.state, transfer.peer
-        is_send, pair = transfer.src == state.rank, self.pairs[peer]
-        pair.asked += 1
-        pair.open = pair.asked if text else 0
-        if not is_send:
-            own = f"{pair.asked}\n{text}" if text else ""
-            pair.say(Word.AWAITED, transfer.key, transfer.place, own)
-        if not state.lock.acquire(blocking=False):
-            return False
-        try:
-            question = _QUESTION.pack(is_send, transfer.key, transfer.place, pair.asked)
-            state.reach().ask(peer, question + text.encode() if text else b"")
-        finally:
-            state.lock.release()
-        return True
+        is_one = transfer.holds and transfer.src != ANY_RANK
+        return is_one and self.questions.is_blocked(transfer.awaiting)
 
     def _check_peer(
         self, transfer: Transfer, is_done: Callable[[], bool], pairs: Sequence[Pair]
@@ -307,42 +273,24 @@ class Lane:
         """Raise if the peer has said that this transfer comes to nothing."""
         if transfer.src == ANY_RANK:
             return
-        pair = self.pairs[transfer.peer]
-        said = pair.said
+        pair, said = self.pairs[transfer.peer], self.pairs[transfer.peer].said
         word = Word.REFUSED if transfer.src == transfer.state.rank else Word.STUCK
         for one in list(said):
             if (one.word, one.key, one.place) == (word, transfer.key, transfer.place):
                 said.remove(one)
-                head, _, text = one.text.partition("\n")
-                number, asked, answered = map(int, head.split())
-                if answered not in (0, pair.open):
-                    continue  # of an earlier wait for the same message
-                pair.over = max(pair.over, asked)  # the peer has left what it asked for until then
-                error = MismatchError(f"{_placed(transfer)}: {text}")
-                _leave_call(transfer.state, number, error)
-                raise error
-        theirs = pair.awaited
-        if theirs is not None and transfer.holds and transfer.src == transfer.peer:
-            count, _, text = theirs.text.partition("\n")
-            question = _QUESTION.pack(False, theirs.key, theirs.place, int(count)) + text.encode()
-            why = self.deny(transfer.peer, question, 0, _placed(transfer))
+                error = self.questions.heed(one, transfer, _placed(transfer))
+                if error is not None:
+                    self.later(int)
+                    raise error
+        if pair.awaited is not None and transfer.src == transfer.peer and transfer.holds:
+            question, own = self.questions.awaited(pair.awaited, transfer.peer), _placed(transfer)
+            why = self.deny(transfer.peer, question, 0, own, transfer.awaiting)
             if why is not None:
-                raise MismatchError(f"{_placed(transfer)}: {why}")
+                raise MismatchError(f"{own}: {why}")
 
 
 def _placed(transfer: Transfer) -> str:
     return f"{transfer} at {current_site().text}"
-
-
-def _leave_call(state: GroupState, number: int, error: CommError) -> None:
-    """Count a call of the peers as one that failed here too, and say so to all of them."""
-    if number and state.lock.acquire(blocking=False):
-        try:
-            state.last_call = max(state.last_call, number)
-            state.failed_calls.append(number)
-            state.reach().fail(number, type(error).__name__, str(error))
-        finally:
-            state.lock.release()
 
 
 def _peer_of(transfer: Transfer) -> int:

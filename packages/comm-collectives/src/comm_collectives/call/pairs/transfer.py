@@ -13,6 +13,7 @@ import torch
 from comm_collectives._torch_private import graph_break
 from comm_collectives.base.transport import Pending, classify, wait_for
 from comm_collectives.call.groups import GroupState
+from comm_collectives.call.handles import Awaiting
 from comm_collectives.errors import (
     CollectiveTimeoutError,
     CommError,
@@ -25,7 +26,8 @@ from comm_collectives.errors import (
 class Transfer:
     """Message `place` of those under `key` from `src` to `dst` (ranks inside the group).
 
-    `holds` says that this rank's program does nothing else while it waits for the peer.
+    `holds` says that it can be waited for with nothing else to do; `awaiting` who does, if a thread
+    of this package waits for it.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Transfer:
     place: int
     limit_s: float | None
     holds: bool = True
+    awaiting: Awaiting | None = None
 
     @property
     def peer(self) -> int:

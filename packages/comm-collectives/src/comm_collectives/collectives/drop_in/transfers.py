@@ -21,12 +21,12 @@ from comm_collectives._torch_private import graph_break
 from comm_collectives.base import as_bytes, dense, from_bytes
 from comm_collectives.base.transport import Pending
 from comm_collectives.call.groups import Group, GroupState, group_state
-from comm_collectives.call.handles import Worker, launch_on
+from comm_collectives.call.handles import Awaiting, Worker, launch_on
 from comm_collectives.call.pairs import ANY_RANK, Lane, Message, SendHandle, Transfer
 from comm_collectives.collectives.drop_in.in_place import check_written, write
 from comm_collectives.collectives.drop_in.moves import rank_of
 from comm_collectives.collectives.drop_in.works import CallWork, is_outside
-from comm_collectives.errors import CommValueError
+from comm_collectives.errors import CommValueError, MismatchError
 
 
 @final
@@ -53,6 +53,12 @@ class SendWork(dist.Work):
         if isinstance(self._sent, SendHandle):
             return self._sent.is_done()
         return self._sent.is_completed()
+
+
+class _Source:
+    """Who sent what was received; its thread ends with it."""
+
+    rank = ANY_RANK
 
 
 @graph_break
@@ -126,12 +132,15 @@ def irecv(
     """
     if is_outside("irecv", group):
         return None
-    found: list[int] = []
-    run = _receiving(tensor, group_state(group), (src, group_src), tag, holds=False)
+    state, source = group_state(group), _Source()
     # A thread for each, since what comes of one may wait for another.
-    worker = Worker("comm_collectives irecv", run)
-    handle = launch_on(worker, "irecv", lambda: found.append(run()), inputs=())
-    return CallWork(handle, [tensor], lambda: found[0] if found else ANY_RANK)
+    worker = Worker("comm_collectives irecv", source) if state.hire is None else state.hire()
+    take = _receiving(tensor, state, (src, group_src), tag, worker.awaiting)
+
+    def run() -> None:
+        source.rank = take()
+
+    return CallWork(launch_on(worker, "irecv", run, inputs=()), [tensor], lambda: source.rank)
 
 
 @graph_break
@@ -146,7 +155,7 @@ def recv(
     if is_outside("recv", group):
         return -1
     state = group_state(group)
-    return state.ranks[_receiving(tensor, state, (src, group_src), tag, holds=True)()]
+    return state.ranks[_receiving(tensor, state, (src, group_src), tag, None)()]
 
 
 def _check_transfer(tensor: torch.Tensor, tag: int) -> None:
@@ -165,8 +174,7 @@ def _receiving(
     state: GroupState,
     src: tuple[int | None, int | None],
     tag: int,
-    *,
-    holds: bool,
+    awaiting: Awaiting | None,
 ) -> Callable[[], int]:
     """Begin to receive, in the order of the calls; return what ends it and says who sent."""
     _check_transfer(tensor, tag)
@@ -183,23 +191,21 @@ def _receiving(
 
         return end
     lane = Lane.of(state, uses=True)
-    ticket, transfer = lane.post(state, "recv", source, key=_key(tag), holds=holds)
+    ticket, transfer = lane.post(state, "recv", source, key=_key(tag), awaiting=awaiting)
 
     def run() -> int:
         message = lane.take(ticket, transfer)
-        _write_message(tensor, message, lane, transfer)
+        _write_message(tensor, message, transfer)
         return message.source
 
     return run
 
 
-def _write_message(tensor: torch.Tensor, message: Message, lane: Lane, transfer: Transfer) -> None:
+def _write_message(tensor: torch.Tensor, message: Message, transfer: Transfer) -> None:
     (x,) = message.tensors
     if (x.dtype, x.numel()) != (tensor.dtype, tensor.numel()):
-        raise lane.refuse(
-            message,
-            transfer,
-            f"{x.numel()} elements of {x.dtype} came from rank {message.source} of the group, for "
-            f"a tensor of {tensor.numel()} of {tensor.dtype}; make them equal",
+        raise MismatchError(
+            f"{transfer}: {x.numel()} elements of {x.dtype} came from rank {message.source} of the "
+            f"group, for a tensor of {tensor.numel()} of {tensor.dtype}; make them equal"
         )
     write(tensor, x)
