@@ -51,6 +51,7 @@ class _Work:
     on_progress: Progress | None
     checker: ThreadPoolExecutor
     pending: list[Future[None]] = field(default_factory=list)
+    fds: set[int] = field(default_factory=set)  # of files that are being written
     done_bytes: int = 0
     copied_bytes: int = 0
 
@@ -60,9 +61,8 @@ class _Work:
         if self.on_progress is not None:
             self.on_progress(self.done_bytes, self.total_bytes)
 
-    def then(self, job: Callable[[], None]) -> None:
-        """Hand a job to the other thread, which is one job behind at most."""
-        self.finish()
+    def after(self, job: Callable[[], None]) -> None:
+        """Hand a job to the other thread, behind those that it has."""
         self.pending.append(self.checker.submit(job))
 
     def finish(self) -> None:
@@ -114,44 +114,59 @@ def execute(
             on_progress=on_progress,
             checker=checker,
         )
-        number = 0
-        for target in plan.targets:
-            number = _write_weights(target, folder / target.name, number, work)
-        for name, size_bytes in plan.carried:
-            _copy_file(source / name, folder / name, size_bytes)
-            work.then(_syncing(folder / name))
-            work.advance(size_bytes)
-        index = () if plan.index is None else ((INDEX_NAME, plan.index),)
-        for name, content in plan.written + index:
-            (folder / name).write_bytes(content)
-            work.then(_syncing(folder / name))
-            work.advance(len(content))
-        work.finish()
+        try:
+            _write_files(plan, source, folder, work)
+            work.finish()
+        finally:
+            checker.shutdown()
+            for fd in work.fds:
+                os.close(fd)
         return work.copied_bytes
+
+
+def _write_files(plan: FilePlan, source: Path, folder: Path, work: _Work) -> None:
+    number = 0
+    for target in plan.targets:
+        number = _write_weights(target, folder / target.name, number, work)
+    for name, size_bytes in plan.carried:
+        _copy_file(source / name, folder / name, size_bytes)
+        work.after(_syncing(folder / name))
+        work.advance(size_bytes)
+    index = () if plan.index is None else ((INDEX_NAME, plan.index),)
+    for name, content in plan.written + index:
+        (folder / name).write_bytes(content)
+        work.after(_syncing(folder / name))
+        work.advance(len(content))
 
 
 def _write_weights(target: TargetFile, path: Path, number: int, work: _Work) -> int:
     """Write one weight file, whose first unit has this number; return that of the next file."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        for unit in target.units(work.unit_bytes, len(work.plan.sources)):
-            if not _is_written(unit, number, fd, path, work):
-                os.lseek(fd, unit.begin, os.SEEK_SET)
-                for size_bytes in _write_unit(unit, fd, work):
-                    work.advance(size_bytes)
-                work.copied_bytes += unit.end - unit.begin
-                work.then(_noting(unit, number, fd, work))
-            elif work.freed is not None:
-                _free(unit, work)
-            number += 1
-        work.finish()
-        if os.fstat(fd).st_size > target.size_bytes:
-            os.ftruncate(fd, target.size_bytes)
-    finally:
-        work.finish()
-        os.close(fd)
-    work.then(_syncing(path))
+    work.fds.add(fd)
+    for unit in target.units(work.unit_bytes, len(work.plan.sources)):
+        if not _is_written(unit, number, fd, path, work):
+            os.lseek(fd, unit.begin, os.SEEK_SET)
+            for size_bytes in _write_unit(unit, fd, work):
+                work.advance(size_bytes)
+            work.copied_bytes += unit.end - unit.begin
+            work.finish()  # so the other thread is one unit behind at most
+            work.after(_noting(unit, number, fd, work))
+        elif work.freed is not None:
+            _free(unit, work)
+        number += 1
+    work.after(_ending(target.size_bytes, fd, work))
     return number
+
+
+def _ending(size_bytes: int, fd: int, work: _Work) -> Callable[[], None]:
+    def end() -> None:
+        if os.fstat(fd).st_size > size_bytes:
+            os.ftruncate(fd, size_bytes)
+        os.fsync(fd)
+        work.fds.remove(fd)
+        os.close(fd)
+
+    return end
 
 
 def _write_unit(unit: Unit, fd: int, work: _Work) -> Iterator[int]:

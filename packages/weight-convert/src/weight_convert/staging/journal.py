@@ -21,7 +21,7 @@ from typing import Any
 
 from weight_convert.errors import WeightConvertError
 
-_BUFFER_BYTES = 1 << 20
+_BUFFER_BYTES = 128 << 10
 
 
 class Journal:
