@@ -5,6 +5,6 @@ A room of its own: the only one that writes.
 May import: plan, outputs, specs, files, staging.
 """
 
-from weight_convert.run.conversion import Report as Report
 from weight_convert.run.conversion import convert as convert
 from weight_convert.run.execution import Progress as Progress
+from weight_convert.run.report import Report as Report
