@@ -130,7 +130,7 @@ def run_step(
         )
         for source, target in pairs:
             target.copy_(source)
-    for turn in range(step.rounds if int(step.sent.sum()) else 0):
+    for turn in range(step.rounds if any(step.sent) else 0):
         outgoing = [_cut(schedule.sends.get(peer, []), turn, step.rounds) for peer in place.peers]
         incoming = [
             _cut(schedule.receives.get(peer, []), turn, step.rounds) for peer in place.peers

@@ -4,18 +4,21 @@ A plan of 4,096 ranks would be billions of messages. Each rank needs only its ow
 a message derive it alike: what others need of a cell stands in one order (target ranks in mesh
 order), its holders share it out as consecutive runs, and a message is where a run meets a need.
 
-Invariant: a pair of ranks has at most one message of each move, and orders them by moves.
+Invariant: a pair of ranks has at most one message of each move from one cell, and orders them by
+moves.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 
-from mesh_spmd.reshard.caches import remembered
-from mesh_spmd.reshard.cells import Shared, shared
-from mesh_spmd.reshard.moves import Move
+from mesh_spmd.reshard.moves import Move, Shares
+from mesh_spmd.reshard.tilings import Meeting, Tile, overlap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,50 +36,65 @@ class Piece:
     end: int
 
 
-def sends_of(move: Move, number: int, shares: torch.Tensor, rank: int) -> list[Piece]:
+def sends_of(move: Move, number: int, shares: Shares, rank: int) -> list[Piece]:
     """Return what `rank` sends of a move; nothing if it does not hold the source."""
     position = move.source.spec.mesh.position(rank)
     if position is None:
         return []
-    cell = int(move.source.cells.cell[position])
-    holders = move.source.cells.holders[cell]
-    demands = move.demands(holders[:1])
-    run_end = int(shares[cell].cumsum(0)[(holders == position).nonzero()[0, 0]])
-    run_begin = run_end - int(shares[cell][(holders == position).nonzero()[0, 0]])
-    due_end = demands.numel.cumsum(0)
-    due_begin = due_end - demands.numel
-    low, high = due_begin.clamp(min=run_begin), due_end.clamp(max=run_end)
-    ranks = move.target.spec.mesh.ranks
-    return [
-        _piece(demands, i, ranks[i], number, (int(low[i] - due_begin[i]), int(high[i] - low[i])))
-        for i in (high > low).nonzero().flatten().tolist()
+    source, target = move.source.tiling, move.target.tiling
+    mine = source.tile_at(position)
+    holders = source.holders(mine.base)
+    split = _row(shares, mine.number)
+    place = holders.index(position)
+    run_begin = sum(split[:place])
+    run_end = run_begin + split[place]
+    if run_begin == run_end:
+        return []
+    own = set(_in_target(move, holders))
+    due = [
+        (there, found)
+        for found in target.meeting(mine)
+        for there in [found.base + other for other in target.replicas]
+        if there not in own
     ]
+    if len(holders) > 1:
+        due.sort(key=itemgetter(0))
+    pieces, due_end = [], 0
+    ranks = target.mesh.ranks
+    for there, found in due:
+        due_begin, due_end = due_end, due_end + found.end - found.begin
+        low, high = max(due_begin, run_begin), min(due_end, run_end)
+        if low < high:
+            pieces.append(_piece(found, ranks[there], number, (low - due_begin, high - due_begin)))
+    return pieces
 
 
-def receives_of(move: Move, number: int, shares: torch.Tensor, rank: int) -> list[Piece]:
+def receives_of(move: Move, number: int, shares: Shares, rank: int) -> list[Piece]:
     """Return what `rank` receives of a move; nothing if it does not hold the target."""
     position = move.target.spec.mesh.position(rank)
     if position is None:
         return []
-    cells, ranks = move.source.cells, move.source.spec.mesh.ranks
-    found = shared(cells.pick(cells.holders[:, 0]), move.target.cells.pick(_one(position)))
-    here = move.source.spec.mesh.position(rank)
-    mine = -1 if here is None else int(cells.cell[here])
+    source, target = move.source.tiling, move.target.tiling
+    here = source.mesh.position(rank)
+    kept = -1 if here is None else source.tile_at(here).number
+    wanted = target.tile_at(position)
+    ranks = source.mesh.ranks
     pieces = []
-    for cell in found.numel.nonzero().flatten().tolist():
-        if cell == mine:
+    for found in source.meeting(wanted):
+        need = found.end - found.begin
+        if found.number == kept:
             continue
-        need = int(found.numel[cell])
-        due = _due_before(move, cell, position) if cells.num_replicas > 1 else 0
+        holders = source.holders(found.base)
+        if len(holders) == 1:
+            pieces.append(_piece(found, ranks[holders[0]], number, (0, need)))
+            continue
+        due = _due_before(move, source.numbered(found.number), holders, position)
         run_end = 0
-        for holder, share in zip(cells.holders[cell].tolist(), shares[cell].tolist(), strict=True):
+        for holder, share in zip(holders, _row(shares, found.number), strict=True):
             run_begin, run_end = run_end, run_end + share
             low, high = max(run_begin, due), min(run_end, due + need)
-            if cells.num_replicas == 1:
-                low, high = 0, need
             if low < high:
-                run = (low - due, high - low)
-                pieces.append(_piece(found, cell, ranks[holder], number, run))
+                pieces.append(_piece(found, ranks[holder], number, (low - due, high - due)))
     return pieces
 
 
@@ -86,34 +104,44 @@ def copy_of(move: Move, number: int, rank: int) -> list[Piece]:
     target = move.target.spec.mesh.position(rank)
     if source is None or target is None:
         return []
-    found = shared(move.source.cells.pick(_one(source)), move.target.cells.pick(_one(target)))
-    need = int(found.numel[0])
-    return [_piece(found, 0, rank, number, (0, need))] if need else []
+    found = overlap(move.source.tiling.tile_at(source), move.target.tiling.tile_at(target))
+    return [] if found is None else [_piece(found, rank, number, (0, found.end - found.begin))]
 
 
-def _due_before(move: Move, cell: int, position: int) -> int:
-    """How many elements of a source cell are due to the target ranks before that at `position`."""
-    return int(_due_begins(move, cell)[position])
+def _row(shares: Shares, cell: int) -> Sequence[int]:
+    """What each holder of a cell sends."""
+    return shares[cell].tolist() if isinstance(shares, torch.Tensor) else shares[cell]
 
 
-@remembered(maxsize=512)
-def _due_begins(move: Move, cell: int) -> torch.Tensor:
-    demands = move.demands(move.source.cells.holders[cell][:1]).numel
-    return demands.cumsum(0) - demands
+def _due_before(move: Move, tile: Tile, holders: list[int], position: int) -> int:
+    """How many elements of a source tile are due to the target ranks before that at `position`."""
+    target = move.target.tiling
+    due, need_of = 0, {}
+    for found in target.meeting(tile):
+        need = need_of[found.number] = found.end - found.begin
+        due += need * bisect_left(target.replicas, position - found.base)
+    for there in _in_target(move, holders):
+        if there < position:
+            due -= need_of.get(target.tile_at(there).number, 0)
+    return due
 
 
-def _piece(found: Shared, index: int, peer: int, move: int, run: tuple[int, int]) -> Piece:
-    """The piece of `run` = (first element, number of elements) of what a pair shares."""
-    begin = int(found.begin[index]) + run[0]
+def _in_target(move: Move, positions: list[int]) -> list[int]:
+    """Where ranks at positions of the source's mesh stand in the target's; without the others."""
+    source, target = move.source.spec.mesh, move.target.spec.mesh
+    if source is target or source == target:
+        return positions
+    found = [target.position(source.ranks[at]) for at in positions]
+    return [there for there in found if there is not None]
+
+
+def _piece(found: Meeting, peer: int, move: int, run: tuple[int, int]) -> Piece:
+    """The piece of `run`, elements of what a pair shares."""
     return Piece(
         peer=peer,
         move=move,
-        offset=tuple(int(column[index]) for column in found.offset),
-        shape=tuple(int(column[index]) for column in found.length),
-        begin=begin,
-        end=begin + run[1],
+        offset=found.offset,
+        shape=found.shape,
+        begin=found.begin + run[0],
+        end=found.begin + run[1],
     )
-
-
-def _one(position: int) -> torch.Tensor:
-    return torch.tensor([position])

@@ -11,7 +11,7 @@ zeros on the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -22,7 +22,11 @@ from mesh_spmd.errors import MeshTypeError
 from mesh_spmd.layout import FlatSpec, Spec, TensorSpec
 from mesh_spmd.mesh import ProcessMesh
 from mesh_spmd.reshard.caches import remembered
-from mesh_spmd.reshard.cells import Cells, Shared, cells_of, shared, window
+from mesh_spmd.reshard.cells import Cells, cells_of, shared, window
+from mesh_spmd.reshard.tilings import Tiling, tiling_of
+
+Shares = torch.Tensor | Sequence[Sequence[int]]
+"""[cells, replicas] elements that each holder of a cell sends."""
 
 _LINEAR = ("sum", "avg")
 
@@ -50,6 +54,11 @@ class Side:
         """What each rank holds."""
         return cells_of(self.shape, self.spec, self.shift)
 
+    @property
+    def tiling(self) -> Tiling:
+        """How it is cut, for questions about one rank."""
+        return tiling_of(self.shape, self.spec, self.shift)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
@@ -60,20 +69,6 @@ class Move:
     target: Side
     addend: int
     dtype: torch.dtype
-
-    def shared_with_target(self, positions: torch.Tensor) -> Shared:
-        """What each target rank shares with the source cell that stands at `positions`."""
-        return shared(self.source.cells.pick(positions), self.target.cells)
-
-    def demands(self, positions: torch.Tensor) -> Shared:
-        """As `shared_with_target`, but nothing for ranks that hold the source cell themselves."""
-        found = self.shared_with_target(positions)
-        in_source, in_target = common(self.source.spec.mesh, self.target.spec.mesh)
-        cells = self.source.cells.cell
-        own = in_target[cells[in_source] == cells[positions[0]]]
-        end = found.end.clone()
-        end[own] = found.begin[own]
-        return Shared(found.offset, found.length, found.begin, end)
 
     def totals(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Elements: what each target rank holds already, what it lacks, what source cells owe."""

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import final
 
-import torch
-
 from mesh_spmd._checks import check_kind
 from mesh_spmd.errors import MeshTypeError, MeshValueError
 from mesh_spmd.layout import TensorSpec
@@ -83,9 +81,8 @@ class Plan:
         """The most bytes of buffers that each rank needs beside source and target tensors."""
         peak = dict.fromkeys(self.ranks, 0)
         for step in self.steps:
-            moved = (-(-(step.sent + step.received) // step.rounds)).tolist()
-            for rank, here in zip(step.ranks, moved, strict=True):
-                peak[rank] = max(peak[rank], here)
+            for rank, out, into in zip(step.ranks, step.sent, step.received, strict=True):
+                peak[rank] = max(peak[rank], -(-(out + into) // step.rounds))
         return peak
 
     @property
@@ -119,8 +116,8 @@ class Plan:
     def _by_rank(self, what: str) -> dict[int, int]:
         total = dict.fromkeys(self.ranks, 0)
         for step in self.steps:
-            column: torch.Tensor = getattr(step, what)
-            for rank, count in zip(step.ranks, column.tolist(), strict=True):
+            column: Sequence[int] = getattr(step, what)
+            for rank, count in zip(step.ranks, column, strict=True):
                 total[rank] += count
         return total
 
@@ -162,6 +159,18 @@ def plan_reshard(
                 f"tensor {number} is {a.dtype} of {a.shape} in the source and {b.dtype} of "
                 f"{b.shape} in the target; resharding keeps shape and dtype"
             )
+    columns = _columns(before, after, topology)
+    links = [Link(source=i, target=i) for i in range(len(before))]
+    steps = [make_step(a, b, links) for a, b in pairwise(columns)]
+    return Plan(steps=tuple(steps), single=single)
+
+
+def _columns(
+    before: list[TensorSpec], after: list[TensorSpec], topology: Topology | None
+) -> list[Sequence[TensorSpec]]:
+    """The layouts of all tensors before the first step, after it, and so on to the last one."""
+    if topology is None and not any(tensor.partials for tensor in before):
+        return [before, after]
     known: dict[tuple[TensorSpec, TensorSpec], list[TensorSpec]] = {}
     paths = []
     for a, b in zip(before, after, strict=True):
@@ -171,10 +180,7 @@ def plan_reshard(
     length = max(map(len, paths), default=2)
     # Shorter ways are done in the first step, and rest.
     paths = [path + path[-1:] * (length - len(path)) for path in paths]
-    links = [Link(source=i, target=i) for i in range(len(paths))]
-    columns = list(zip(*paths, strict=True)) or [(), ()]
-    steps = [make_step(a, b, links) for a, b in pairwise(columns)]
-    return Plan(steps=tuple(steps), single=single)
+    return list(zip(*paths, strict=True)) or [(), ()]
 
 
 def checked_tensors(tensors: Sequence[TensorSpec], what: str) -> list[TensorSpec]:

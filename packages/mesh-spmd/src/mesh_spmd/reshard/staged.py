@@ -107,7 +107,7 @@ def _hybrids(source: TensorSpec, target: TensorSpec) -> list[TensorSpec]:
 def _price(step: Step, topology: Topology | None, num_tensors: int) -> float:
     """What the busiest rank of a step pays: bytes, or seconds where there is a topology."""
     if topology is None:
-        return float(max(int(step.sent.max()), int(step.received.max())))
+        return float(max(*step.sent, *step.received))
     stride = max(1, len(step.ranks) // SAMPLED_RANKS)
     return max(_seconds(step, rank, topology, num_tensors) for rank in step.ranks[::stride])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -16,7 +17,8 @@ from mesh_spmd.layout import FlatSpec, Spec, TensorSpec
 from mesh_spmd.mesh import ProcessMesh
 from mesh_spmd.reshard.caches import remembered
 from mesh_spmd.reshard.cells import cells_of, holders_of
-from mesh_spmd.reshard.moves import Link, Move, Reduction, moves_of
+from mesh_spmd.reshard.few_ranks import MOST_RANKS, totals_of
+from mesh_spmd.reshard.moves import Link, Move, Reduction, Shares, Side, moves_of
 from mesh_spmd.reshard.senders import water_fill
 
 SWEEPS = 4
@@ -30,7 +32,8 @@ class Step:
     Attributes:
         sources, targets: the tensors before and after.
         moves: what moves, in the order in which messages are packed.
-        shares: for each move [cells, replicas] elements that each holder sends.
+        shares: for each move [cells, replicas] elements that each holder sends, as rows of
+            integers where a mesh has few ranks.
         reductions: for each target how its addends are reduced.
         ranks: every rank that holds something, ascending.
         sent, received: bytes by position in `ranks`.
@@ -40,11 +43,11 @@ class Step:
     sources: tuple[TensorSpec, ...]
     targets: tuple[TensorSpec, ...]
     moves: tuple[Move, ...]
-    shares: tuple[torch.Tensor, ...]
+    shares: tuple[Shares, ...]
     reductions: tuple[Reduction, ...]
     ranks: tuple[int, ...]
-    sent: torch.Tensor
-    received: torch.Tensor
+    sent: Sequence[int]
+    received: Sequence[int]
     rounds: int
 
     def digest(self) -> str:
@@ -62,6 +65,9 @@ def make_step(
     sources: Sequence[TensorSpec], targets: Sequence[TensorSpec], links: Iterable[Link]
 ) -> Step:
     """Return the direct exchange of all links, senders balanced over replicas."""
+    links = list(links)
+    if len(links) == 1 and _is_small(sources[0], targets[0], links[0]):
+        return _small_step(sources[0], targets[0], links[0])
     moves: list[Move] = []
     reductions = [Reduction()] * len(targets)
     for link in links:
@@ -84,18 +90,72 @@ def make_step(
         received.index_add_(0, index, missing * move.dtype.itemsize)
         amounts.append(due)
     sent, shares = _deal_out(moves, amounts, ranks)
-    step = Step(
+    return Step(
         sources=tuple(sources),
         targets=tuple(targets),
         moves=tuple(moves),
         shares=tuple(shares),
         reductions=tuple(reductions),
         ranks=ranks,
+        sent=sent.tolist(),
+        received=received.tolist(),
+        rounds=1 if any(r.kinds for r in reductions) else _num_rounds(sent + received, blocks),
+    )
+
+
+def _is_small(source: TensorSpec, target: TensorSpec, link: Link) -> bool:
+    """Whether one tensor's boxes move within one mesh of few ranks, and nothing is partial."""
+    before, after = source.spec, target.spec
+    if not (isinstance(before, Spec) and isinstance(after, Spec)) or link.shift is not None:
+        return False
+    mesh = before.mesh
+    return (
+        (mesh is after.mesh or mesh == after.mesh)
+        and mesh.size <= MOST_RANKS
+        and not source.partials
+        and not target.partials
+        and all(low < high for low, high in pairwise(mesh.ranks))
+    )
+
+
+def _small_step(source: TensorSpec, target: TensorSpec, link: Link) -> Step:
+    """As make_step, in plain numbers: an even cut of what is due is the least for all senders."""
+    zeros = (0,) * len(source.shape)
+    move = Move(
+        link=link,
+        source=Side(shape=source.shape, spec=source.spec, shift=zeros),
+        target=Side(shape=target.shape, spec=target.spec, shift=zeros),
+        addend=0,
+        dtype=source.dtype,
+    )
+    found = totals_of(move.source.tiling, move.target.tiling)
+    size, replicas = source.dtype.itemsize, len(found.holders[0])
+    sent = [0] * len(found.held)
+    shares = []
+    for due, holders in zip(found.due, found.holders, strict=True):
+        each, rest = divmod(due, replicas)
+        row = [each + 1] * rest + [each] * (replicas - rest)
+        shares.append(row)
+        for position, share in zip(holders, row, strict=True):
+            sent[position] = share * size
+    received = [missing * size for missing in found.missing]
+    # Buffers hold no more than the source and the target block, as in _num_rounds.
+    moved = [out + into for out, into in zip(sent, received, strict=True)]
+    room = [
+        (held + wanted) * size or 1 for held, wanted in zip(found.held, found.wanted, strict=True)
+    ]
+    rounds = max([-(-moving // space) for moving, space in zip(moved, room, strict=True)])
+    return Step(
+        sources=(source,),
+        targets=(target,),
+        moves=(move,),
+        shares=(shares,),
+        reductions=(Reduction(),),
+        ranks=source.mesh.ranks,
         sent=sent,
         received=received,
-        rounds=1,
+        rounds=max(1, rounds),
     )
-    return step if any(r.kinds for r in reductions) else _in_rounds(step, blocks)
 
 
 def _deal_out(
@@ -131,15 +191,12 @@ def _fill(
     return shares
 
 
-def _in_rounds(step: Step, blocks: torch.Tensor) -> Step:
-    """Cut the exchange so that its buffers hold no more than the source and target `blocks`."""
-    moved = step.sent + step.received
+def _num_rounds(moved: torch.Tensor, blocks: torch.Tensor) -> int:
+    """How many exchanges keep buffers within the source and target `blocks`."""
     busy = moved > 0
     if not bool(busy.any()):
-        return step
-    rounds = int((-(-moved[busy] // blocks[busy].clamp(min=1))).max())
-    fields = {name: getattr(step, name) for name in Step.__slots__}
-    return Step(**{**fields, "rounds": rounds})
+        return 1
+    return int((-(-moved[busy] // blocks[busy].clamp(min=1))).max())
 
 
 def _add_block(blocks: torch.Tensor, tensor: TensorSpec, ranks: tuple[int, ...]) -> None:
@@ -176,9 +233,9 @@ def _described(spec: Spec | FlatSpec) -> str:
     )
 
 
-def _checksum(numbers: torch.Tensor) -> int:
+def _checksum(numbers: Shares | Sequence[int]) -> int:
     """A number that changes with each of `numbers` and with their order."""
-    flat = numbers.flatten()
+    flat = torch.as_tensor(numbers).flatten()
     return int((flat * _weights(flat.numel())).sum())
 
 
