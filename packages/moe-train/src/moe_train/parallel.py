@@ -110,7 +110,9 @@ def start(config: Config) -> Parallel:
 def join(config: ParallelConfig, wanted_device: str) -> Parallel:
     """Join the ranks of this layout and make every group. Collective over all ranks.
 
-    Uses the process group of the caller if there is one, else the environment of torchrun.
+    Uses the process group of the caller if there is one, else the environment of torchrun: on CUDA
+    with a backend for the host too, so that objects and control messages never stop the device, and
+    bound to this rank's device, so that its communicators are made here and not at a first call.
 
     Raises:
         ValueError: the number of ranks is not pp x dp x ep.
@@ -120,8 +122,9 @@ def join(config: ParallelConfig, wanted_device: str) -> Parallel:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timeout)
+        is_cuda = device.type == "cuda"
+        backend, bound = ("cpu:gloo,cuda:nccl", device) if is_cuda else ("gloo", None)
+        dist.init_process_group(backend, timeout=timeout, device_id=bound)
     mesh = make_mesh(config)
     if dist.get_world_size() != mesh.size:
         sizes = f"pp={config.pp} x dp={config.dp} x ep={config.ep}"

@@ -4,12 +4,14 @@ register_nccl_rules()
 group = dist.new_group(backend="nccl_rules", pg_options=NcclRules(order="communicator"))
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
 from devicetest.nccl.collectives import METHODS
@@ -71,5 +73,26 @@ def in_place_of_nccl(**rules: Any) -> Iterator[None]:
             c10d._world.pg_backend_config[group] = str(config)
         return group, prefix_store
 
-    with mock.patch.object(c10d, "_new_process_group_helper", helper):
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(c10d, "_new_process_group_helper", helper))
+        for owner in (dist, c10d, device_mesh):
+            stack.enter_context(mock.patch.object(owner, "split_group", _split_group))
         yield
+
+
+def _split_group(
+    parent_pg: dist.ProcessGroup | None = None,
+    split_ranks: Sequence[Sequence[int]] = (),
+    timeout: timedelta | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+    backend: str | None = None,
+) -> dist.ProcessGroup | None:
+    """As torch's, without splitting: groups made anew have communicators of their own too."""
+    world = dist.get_process_group_ranks(parent_pg or dist.group.WORLD)
+    made: dict[int, Any] = {}
+    for ranks in split_ranks:
+        chosen = [world[rank] for rank in ranks]
+        group = dist.new_group(chosen, timeout=timeout, backend=backend, group_desc=group_desc)
+        made |= dict.fromkeys(chosen, group)
+    return made.get(dist.get_rank())
