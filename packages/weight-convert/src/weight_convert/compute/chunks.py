@@ -12,11 +12,19 @@ from typing import Any
 
 import torch
 
-from weight_convert.compute import elementwise
+from weight_convert.compute import elementwise, fp8, mx
 from weight_convert.compute.reading import TensorReader, bytes_of, torch_dtype
 from weight_convert.errors import WeightConvertError
 from weight_convert.files import tensor_size_bytes
-from weight_convert.operations import Cast, Operation, Transpose
+from weight_convert.operations import (
+    Cast,
+    FromBlocks,
+    FromMx,
+    Operation,
+    ToBlocks,
+    ToMx,
+    Transpose,
+)
 from weight_convert.outputs import Computed
 from weight_convert.staging import OpenFiles
 
@@ -26,6 +34,10 @@ _Kernel = Callable[
 _KERNELS: Mapping[type[Operation], _Kernel] = {
     Cast: elementwise.cast,
     Transpose: elementwise.transpose,
+    FromBlocks: fp8.from_blocks,
+    ToBlocks: fp8.to_blocks,
+    FromMx: mx.from_mx,
+    ToMx: mx.to_mx,
 }
 
 

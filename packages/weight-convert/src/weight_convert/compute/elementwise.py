@@ -7,7 +7,7 @@ rows, since single elements of each row would be a system call each: what does n
 more often, never held.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 
 import torch
@@ -60,13 +60,36 @@ def transpose(
     """One input with its last two dims exchanged."""
     (source,) = inputs
     *outer, columns, rows = shape
+
+    def source_rows(begin: int, count: int) -> torch.Tensor:
+        block = source.read(begin * columns, count * columns).view(count, columns)
+        return rounded(block, dtype, source.key)
+
+    yield from transposed_bands(source_rows, (prod(outer), rows, columns), dtype)
+
+
+def transposed_bands(
+    rows_of: Callable[[int, int], torch.Tensor],
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    most: int | None = None,
+) -> Iterator[torch.Tensor]:
+    """Bands [some columns, rows] of matrices [rows, columns] that are transposed.
+
+    Args:
+        rows_of: gives `count` whole rows from `begin` on, counted over all matrices.
+        shape: matrices, rows and columns.
+        dtype: of the rows.
+        most: limit on the columns of a band; None for what memory allows.
+    """
+    matrices, rows, columns = shape
     width = max(1, _BAND_BYTES // max(1, rows * dtype.itemsize))
+    width = width if most is None else min(width, most)
     height = max(1, CHUNK_ELEMENTS // max(1, columns))
-    for matrix in range(prod(outer)):
-        for left, band_columns in ranges(columns, width):
-            band = torch.empty(band_columns, rows, dtype=dtype)
-            for top, length in ranges(rows, height):
-                block = source.read((matrix * rows + top) * columns, length * columns)
-                part = block.view(length, columns)[:, left : left + band_columns]
-                band[:, top : top + length] = rounded(part, dtype, source.key).t()
+    for matrix in range(matrices):
+        for left, length in ranges(columns, width):
+            band = torch.empty(length, rows, dtype=dtype)
+            for top, count in ranges(rows, height):
+                block = rows_of(matrix * rows + top, count)
+                band[:, top : top + count] = block[:, left : left + length].t()
             yield band
