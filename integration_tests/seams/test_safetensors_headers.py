@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.files import OpenFolder
 from unified_ckpt.files.format import read_header as read_checkpoint_header
-from weight_convert import CorruptFileError, read_header
+from weight_convert import read_header
+from weight_convert.errors import CorruptFileError
 
 W = '"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
 ODD: dict[str, tuple[str, int]] = {

@@ -1,7 +1,3 @@
-from weight_convert.errors import CorruptFileError as CorruptFileError
-from weight_convert.errors import IncompleteExpertsError as IncompleteExpertsError
-from weight_convert.errors import TargetExistsError as TargetExistsError
-from weight_convert.errors import UnknownFamilyError as UnknownFamilyError
 from weight_convert.errors import WeightConvertError as WeightConvertError
 from weight_convert.files import Catalog as Catalog
 from weight_convert.files import read_catalog as read_catalog
@@ -9,6 +5,9 @@ from weight_convert.files import read_header as read_header
 from weight_convert.plan import ConversionOptions as ConversionOptions
 from weight_convert.plan import ConversionPlan as ConversionPlan
 from weight_convert.plan import plan_conversion as plan_conversion
+from weight_convert.quantization import dequantize as dequantize
+from weight_convert.quantization import quantize as quantize
+from weight_convert.run import OutputOptions as OutputOptions
 from weight_convert.run import Report as Report
 from weight_convert.run import convert as convert
 from weight_convert.specs import FamilySpec as FamilySpec

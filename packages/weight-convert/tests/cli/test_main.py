@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -176,3 +177,26 @@ def test_a_reader_that_stops_listening_is_no_error(model: Any, tmp_path: Path) -
         command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert done.stderr == ""
+
+
+def test_a_model_is_dequantised_and_quantised_again(tmp_path: Path, capsys: Any) -> None:
+    torch = pytest.importorskip("torch")
+    save = pytest.importorskip("safetensors.torch").save_file
+    (tmp_path / "a").mkdir()
+    key = "model.layers.0.self_attn.q_proj.weight"
+    codes = torch.arange(256, dtype=torch.uint8).view(2, 128).view(torch.float8_e4m3fn)
+    tensors = {key: codes, key + "_scale_inv": torch.tensor([[0.3]])}
+    save(tensors, tmp_path / "a" / "model.safetensors")
+    entry = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config = {"model_type": "deepseek_v3", "quantization_config": entry}
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    assert main(["dequantize", a, b, "--dry-run"]) == 0
+    assert "dry run, nothing written: 1 of 1 tensors computed" in capsys.readouterr().out
+    assert main(["dequantize", a, b]) == 0
+    assert main(["quantize", b, c]) == 0
+    out = capsys.readouterr().out
+    assert "left out: quantization.kept (the scales stand beside their weights again)" in out
+    assert main(["verify", a, c]) == 0
+    assert main(["quantize", a, str(tmp_path / "d")]) == 2
+    assert "has no quantization.kept; choose" in capsys.readouterr().err

@@ -1,15 +1,12 @@
 """`weight-convert convert SRC DST --to FORMAT`: one format of a family into another."""
 
 import argparse
-import sys
 import time
 
 from weight_convert.cli.arguments import add_family, family_given, parse_size
+from weight_convert.cli.reporting import print_output, progress_line
 from weight_convert.plan import ConversionOptions
-from weight_convert.run import Progress, Report, convert
-
-_SHOWN_KEYS = 3
-_PERIOD_S = 0.1
+from weight_convert.run import convert
 
 
 def add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -83,9 +80,9 @@ def _run_convert(args: argparse.Namespace) -> int:
             dtype=args.dtype,
         ),
         dry_run=args.dry_run,
-        on_progress=_progress_line() if sys.stderr.isatty() else None,
+        on_progress=progress_line(),
     )
-    _print_output(report)
+    print_output(report)
     regrouped = f"{report.num_regrouped:,} of {report.num_tensors:,} tensors regrouped"
     if report.num_regrouped == 0:
         regrouped = f"the tensors already were as in {args.to}"
@@ -96,41 +93,3 @@ def _run_convert(args: argparse.Namespace) -> int:
     else:
         print(f"wrote {report.dst} in {time.perf_counter() - started_s:.1f} s: {regrouped}")
     return 0
-
-
-def _print_output(report: Report) -> None:
-    for name, size_bytes in report.files:
-        print(f"{size_bytes:>16,}  {name}")
-    print(f"{report.total_bytes:>16,}  bytes in {len(report.files)} files")
-    for item in report.left_out:
-        print(f"left out: {item.name} ({item.reason})")
-    if report.unknown_keys:
-        shown = ", ".join(report.unknown_keys[:_SHOWN_KEYS])
-        print(
-            f"carried as they are: {len(report.unknown_keys)} tensors unknown to the spec: {shown}"
-        )
-    if report.is_experimental:
-        print(f"experimental: no other project's code has shown that it reads {report.to}")
-
-
-def _progress_line() -> Progress:
-    """Return a callback that rewrites one line on a terminal, at most ten times a second."""
-    started_s = time.monotonic()
-    shown_s = 0.0
-
-    def show(done_bytes: int, total_bytes: int) -> None:
-        nonlocal shown_s
-        now_s = time.monotonic()
-        if now_s - shown_s < _PERIOD_S and done_bytes < total_bytes:
-            return
-        shown_s = now_s
-        bytes_per_s = done_bytes / max(now_s - started_s, 1e-9)
-        left_s = (total_bytes - done_bytes) / max(bytes_per_s, 1.0)
-        end = "\n" if done_bytes == total_bytes else ""
-        text = (
-            f"\r{100 * done_bytes / max(total_bytes, 1):5.1f}% of {total_bytes:,} bytes, "
-            f"{bytes_per_s / 1e6:,.0f} MB/s, {left_s:,.0f} s left "
-        )
-        print(text, end=end, file=sys.stderr, flush=True)
-
-    return show

@@ -5,6 +5,8 @@
     weight-convert verify Qwen3-30B-A3B fused
     weight-convert inspect fused
     weight-convert specs --check fused
+    weight-convert dequantize DeepSeek-V3 plain
+    weight-convert quantize plain again
 
 Exit status: 0 done (equal, explained), 1 the directories differ or a tensor is not explained, 2 an
 error, 130 interrupted.
@@ -17,6 +19,7 @@ from collections.abc import Sequence
 
 from weight_convert.cli.convert import add_convert
 from weight_convert.cli.inspect import add_inspect
+from weight_convert.cli.quantize import add_dequantize, add_quantize
 from weight_convert.cli.specs import add_specs
 from weight_convert.cli.verify import add_verify
 from weight_convert.errors import WeightConvertError
@@ -29,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Convert MoE checkpoints between the formats of their family, bit for bit.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (add_convert, add_verify, add_inspect, add_specs):
+    for add in (add_convert, add_verify, add_inspect, add_specs, add_quantize, add_dequantize):
         add(commands)
     args = parser.parse_args(argv)
     try:

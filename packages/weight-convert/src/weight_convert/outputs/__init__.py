@@ -10,6 +10,7 @@ from weight_convert.outputs.computed import Computed as Computed
 from weight_convert.outputs.config import with_config as with_config
 from weight_convert.outputs.files import FilePlan as FilePlan
 from weight_convert.outputs.files import deal_to_files as deal_to_files
+from weight_convert.outputs.files import lay_out as lay_out
 from weight_convert.outputs.target_file import TargetFile as TargetFile
 from weight_convert.outputs.target_file import Unit as Unit
 from weight_convert.outputs.tensors import NaturalKey as NaturalKey

@@ -77,7 +77,7 @@ def deal_to_files(
     """
     shards = _deal(tensors, max_shard_bytes)
     targets = tuple(
-        _lay_out(_file_name(number, len(shards)), shard, metadata)
+        lay_out(_file_name(number, len(shards)), shard, metadata)
         for number, shard in enumerate(shards, start=1)
     )
     return targets, _index(targets, tensors, index_metadata, num_buffer_elements)
@@ -122,10 +122,8 @@ def _file_name(number: int, total: int) -> str:
     return SINGLE_NAME if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
 
 
-def _lay_out(
-    name: str, tensors: Sequence[PlannedTensor], metadata: Mapping[str, str]
-) -> TargetFile:
-    """Place tensors in one file; ranges that are neighbours on both sides become one extent."""
+def lay_out(name: str, tensors: Sequence[PlannedTensor], metadata: Mapping[str, str]) -> TargetFile:
+    """The file `name` of tensors; ranges that are neighbours on both sides become one extent."""
     placed = sorted(tensors, key=lambda tensor: layout_order(tensor.dtype, tensor.key))
     header = encode_header([(t.key, t.dtype, t.shape) for t in placed], metadata)
     extents: list[Extent] = []

@@ -12,4 +12,5 @@ from weight_convert.plan.conversion_plan import check_arguments as check_argumen
 from weight_convert.plan.conversion_plan import plan_conversion as plan_conversion
 from weight_convert.plan.detection import detect_format as detect_format
 from weight_convert.plan.detection import spec_of as spec_of
+from weight_convert.plan.detection import stored_roles as stored_roles
 from weight_convert.plan.regroup import in_memory as in_memory

@@ -11,7 +11,7 @@ from collections import Counter
 
 from weight_convert.errors import UnknownFamilyError, WeightConvertError
 from weight_convert.files import Catalog
-from weight_convert.specs import FamilySpec, Matcher, get_spec
+from weight_convert.specs import FamilySpec, Matcher, Side, get_spec
 
 
 def spec_of(catalog: Catalog, spec: FamilySpec | None) -> FamilySpec:
@@ -44,3 +44,22 @@ def detect_format(catalog: Catalog, spec: FamilySpec) -> str:
         matcher = Matcher([rule.source for rule in form.rules], spec.companions)
         counts[name] += sum(matcher.find(key) is not None for key in catalog.tensors)
     return counts.most_common(1)[0][0]
+
+
+def stored_roles(catalog: Catalog, spec: FamilySpec) -> dict[str, tuple[str, str]]:
+    """Role and template in memory of each stored tensor that the spec names; companions are not."""
+    rules = spec.format(detect_format(catalog, spec)).rules
+    stored = Matcher([rule.source for rule in rules])
+    names = list(spec.tensors)
+    known = Matcher([Side(names=(name,), groups=()) for name in names])
+    found: dict[str, tuple[str, str]] = {}
+    for key in catalog.tensors:
+        member = stored.find(key)
+        if member is not None:
+            name = rules[member.side].target.names[0]
+        else:
+            itself = known.find(key)
+            name = names[itself.side] if itself is not None else ""
+        if name in spec.tensors:
+            found[key] = spec.tensors[name].role, name
+    return found

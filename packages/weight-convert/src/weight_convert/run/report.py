@@ -29,6 +29,9 @@ class Report(Record):
             went on with what another had written.
         left_out: files and folders of the source that are not in the output, with the reason.
         unknown_keys: tensors that the family's spec does not name, carried as they are.
+        num_computed: tensors of the output whose values were computed.
+        removed_keys: tensors of the source that were left out on demand.
+        removed_bytes: bytes of these.
     """
 
     dst: Path
@@ -44,6 +47,9 @@ class Report(Record):
     copied_bytes: int
     left_out: tuple[LeftOut, ...]
     unknown_keys: tuple[str, ...]
+    num_computed: int = 0
+    removed_keys: tuple[str, ...] = ()
+    removed_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
