@@ -115,7 +115,7 @@ def write_output(
         dry_run=options.dry_run,
         files=plan.output_files(),
         num_source_tensors=len(catalog.tensors),
-        num_tensors=sum(len(file.keys) for file in plan.targets),
+        num_tensors=len(output.tensors),
         num_regrouped=sum(tensor.key not in catalog.tensors for tensor in output.tensors),
         data_bytes=plan.data_bytes,
         copied_bytes=sum(file.size_bytes for file in plan.targets),
