@@ -181,6 +181,8 @@ def _install(session: nox.Session, package: Package, tree: Path, torch: str | No
     for name in built:
         command = ("uv", "build", "--quiet", "--wheel", "--package", name, "-o", str(wheels))
         session.run_install(*command, external=True, log=False)
+        if name == "gpu-alloc" and any(map(shutil.which, ("c++", "g++", "clang++"))):
+            session.run("python", str(ROOT / "scripts/native_wheel.py"), str(wheels), silent=True)
     files = sorted(str(f) for f in wheels.glob("*.whl"))
     for lock in (pylock, tools):
         session.install("--quiet", "--no-deps", "-r", str(lock))

@@ -23,6 +23,7 @@ from gpu_alloc import (
 )
 
 MIB = 1 << 20
+pytestmark = pytest.mark.usefixtures("each_core")
 
 
 class CallingSource(ChunkSource):

@@ -2,11 +2,17 @@
 
 After every operation the independent checker runs: no overlap, alignment, full cover, merged
 neighbours, free lists equal to the free blocks. Every placement is compared with the best fit found
-by a linear scan, and every failure with what the source could still have given.
+by a linear scan, and every failure with what the source could still have given. Blocks are used on
+other streams, whose events end when the test says so; finalizers free while memory is taken.
+
+The compiled core does all of it beside the Python core: `Both` compares each result, error, report,
+counter and snapshot. `benchmarks/gpu_alloc_sound.py` runs the same with 10^6 operations.
 """
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -20,11 +26,15 @@ from hypothesis.stateful import (
 from gpu_alloc import (
     AddressSource,
     AllocatorConfig,
+    AllocError,
+    ChunkSource,
     OutOfMemoryError,
     Snapshot,
     TwoPoolAllocator,
     check_snapshot,
 )
+from gpu_alloc.native import NativeAllocator, NativeUnavailableError, native_library
+from gpu_alloc.sources import StreamEvents
 
 MIB = 1 << 20
 STREAMS = st.integers(0, 2)
@@ -64,8 +74,127 @@ def _fits(snapshot: Snapshot, pool: str, stream: int, size: int) -> list[tuple[i
     return [(run_size, ptr) for run_size, ptr in found if run_size >= max(size, 1)]
 
 
+class Finalizing(ChunkSource):
+    """Invented addresses; while a chunk is taken or given back, a finalizer may free blocks."""
+
+    def __init__(self, inner: AddressSource) -> None:
+        self.alignment_bytes = inner.alignment_bytes
+        self.granularity_bytes = inner.granularity_bytes
+        self.inner = inner
+        self.finalize: Callable[[], None] = lambda: None
+
+    def acquire(self, size_bytes: int) -> int | None:
+        self.finalize()
+        return self.inner.acquire(size_bytes)
+
+    def release(self, ptr: int, size_bytes: int) -> None:
+        self.finalize()
+        self.inner.release(ptr, size_bytes)
+
+
+class Work(StreamEvents):
+    """Events of streams whose work ends when `finish` is called; or never, while one captures."""
+
+    def __init__(self) -> None:
+        self.unfinished: set[tuple[int, int]] = set()
+        self.num_recorded = 0
+        self.capturing: int | None = None
+
+    def record(self, stream: int) -> tuple[int, int]:
+        assert self.capturing is None or self.capturing != stream
+        self.num_recorded += 1
+        event = (stream, self.num_recorded)
+        self.unfinished.add(event)
+        return event
+
+    def is_done(self, event: tuple[int, int]) -> bool:
+        assert self.capturing != event[0]
+        return event not in self.unfinished
+
+    def wait(self, event: tuple[int, int]) -> None:
+        self.unfinished.discard(event)
+
+    def is_capturing(self, stream: int) -> bool:
+        return stream == self.capturing
+
+    def finish(self, stream: int) -> None:
+        self.unfinished = {event for event in self.unfinished if event[0] != stream}
+
+
+class World:
+    """An allocator with what it stands on."""
+
+    def __init__(
+        self,
+        kind: type[TwoPoolAllocator] | type[NativeAllocator],
+        config: AllocatorConfig,
+        capacity_bytes: int,
+        page_bytes: int,
+    ) -> None:
+        self.address = AddressSource(capacity_bytes, granularity_bytes=page_bytes)
+        self.source = Finalizing(self.address)
+        self.work = Work()
+        self.allocator = kind(self.source, config, on_exhausted=lambda: None, events=self.work)
+
+    def finalize(self, ptr: int) -> None:
+        """Free this the next time that the source is asked for something."""
+        before = self.source.finalize
+
+        def finalize() -> None:
+            self.source.finalize = lambda: None
+            before()
+            self.allocator.free(ptr)
+
+        self.source.finalize = finalize
+
+
+class Both:
+    """Every core there is, each in a world of its own; what they answer must be the same."""
+
+    def __init__(self, kinds: list[Any], config: AllocatorConfig, *where: int) -> None:
+        made = [self._outcome(lambda k=kind: World(k, config, *where)) for kind in kinds]
+        if isinstance(made[0], OutOfMemoryError):
+            assert all(str(m) == str(made[0]) for m in made)
+            raise made[0]
+        self.worlds: list[World] = made
+        self.address, self.work = self.worlds[0].address, self.worlds[0].work
+
+    def call(self, name: str, *arguments: Any, **named: Any) -> Any:
+        """Call a method of all and return what they return, or raise what they raise."""
+        found = [
+            self._outcome(lambda a=w.allocator: getattr(a, name)(*arguments, **named))
+            for w in self.worlds
+        ]
+        for other in found[1:]:
+            if isinstance(found[0], AllocError):
+                assert (type(other), str(other)) == (type(found[0]), str(found[0]))
+            else:
+                assert other == found[0], name
+        if isinstance(found[0], AllocError):
+            raise found[0]
+        return found[0]
+
+    def each(self, action: Callable[[World], object]) -> None:
+        for world in self.worlds:
+            action(world)
+
+    def snapshot(self) -> Snapshot:
+        found = [w.allocator.snapshot() for w in self.worlds]
+        for other in found[1:]:
+            assert other.chunks == found[0].chunks
+            assert check_snapshot(other) == []
+        return found[0]
+
+    @staticmethod
+    def _outcome(action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except AllocError as error:
+            return error
+
+
 class AllocatorMachine(RuleBasedStateMachine):
-    allocator: TwoPoolAllocator
+    kinds: tuple[Any, ...] = (TwoPoolAllocator,)
 
     @initialize(
         config=CONFIGS,
@@ -73,26 +202,26 @@ class AllocatorMachine(RuleBasedStateMachine):
         page_bytes=st.sampled_from([512, 4096, 2 * MIB]),
     )
     def make(self, config: AllocatorConfig, capacity_mb: int, page_bytes: int) -> None:
-        self.source = AddressSource(capacity_mb * MIB, granularity_bytes=page_bytes)
+        where = (capacity_mb * MIB, page_bytes)
+        self.config = config
         try:
-            self.allocator = TwoPoolAllocator(self.source, config, on_exhausted=lambda: None)
+            self.both = Both(list(self.kinds), config, *where)
         except OutOfMemoryError:
-            assert self.source.used_bytes == 0
-            self.allocator = TwoPoolAllocator(self.source, AllocatorConfig())
-        self.config = self.allocator.config
+            self.config = AllocatorConfig()
+            self.both = Both(list(self.kinds), self.config, *where)
         self.live: dict[int, tuple[int, int, int]] = {}  # ptr -> size, padded size, stream
-        self.requested_peak = 0
+        self.leaving: set[int] = set()  # freed, and perhaps in use by a stream or a finalizer
 
     @rule(size=SIZES, stream=STREAMS)
     def malloc(self, size: int, stream: int) -> None:
         alignment = self.config.alignment_size
         padded = -(-size // alignment) * alignment
-        before = self.allocator.snapshot()
+        before = self.both.snapshot()
         home = "small" if padded <= self.config.small_pool_size_in_mb * MIB else "large"
         fits = _fits(before, home, stream, padded)
-        held = self.source.used_bytes
+        held = self.both.address.used_bytes
         try:
-            ptr, given = self.allocator.malloc(size, stream)
+            ptr, given = self.both.call("malloc", size, stream)
         except OutOfMemoryError:
             assert size > 0
             assert not fits
@@ -102,54 +231,88 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert (ptr, given) == (0, 0)
             return
         assert given == padded
-        limit = self.allocator.limit_bytes
-        assert not limit or self.source.used_bytes <= max(held, limit), "grew beyond the limit"
+        limit = self.both.call("__getattribute__", "limit_bytes")
+        used = self.both.address.used_bytes
+        assert not limit or used <= max(held, limit), "grew beyond the limit"
         if fits:
             best_size, best_ptr = min(fits)
             assert best_ptr <= ptr
             assert ptr + padded == best_ptr + best_size, "not the best fit"
         self.live[ptr] = (size, padded, stream)
-        total = sum(each[0] for each in self.live.values())
-        self.requested_peak = max(self.requested_peak, total)
+        self.leaving.discard(ptr)
 
     def _check_that_nothing_fits(self, stream: int, padded: int) -> None:
-        after = self.allocator.snapshot()
+        after = self.both.snapshot()
         for pool in ("small", "large"):
             assert not _fits(after, pool, stream, padded)
         assert all(any(not block.is_free for block in chunk.blocks) for chunk in after.chunks), (
             "idle memory was kept"
         )
-        page = self.source.granularity_bytes
-        need = self.source.used_bytes + -(-padded // page) * page
-        limit = self.allocator.limit_bytes
-        assert need > (self.source.capacity_bytes or 0) or (limit and need > limit)
+        address = self.both.address
+        page = address.granularity_bytes
+        need = address.used_bytes + -(-padded // page) * page
+        limit = self.both.call("__getattribute__", "limit_bytes")
+        assert need > (address.capacity_bytes or 0) or (limit and need > limit)
 
     @rule(data=st.data())
     def free(self, data: Any) -> None:
         if self.live:
             ptr = data.draw(st.sampled_from(sorted(self.live)))
             del self.live[ptr]
-            self.allocator.free(ptr)
+            self.leaving.add(ptr)
+            self.both.call("free", ptr)
 
-    @rule(include=st.booleans())
-    def release_idle(self, include: bool) -> None:
-        before = self.source.used_bytes
-        assert before - self.allocator.release_idle(include_pre_allocated=include) == (
-            self.source.used_bytes
-        )
+    @rule(data=st.data())
+    def free_in_a_finalizer(self, data: Any) -> None:
+        """The next time that the source is asked for something."""
+        if self.live:
+            ptr = data.draw(st.sampled_from(sorted(self.live)))
+            del self.live[ptr]
+            self.leaving.add(ptr)
+            self.both.each(lambda world: world.finalize(ptr))
+
+    @rule(data=st.data(), stream=STREAMS)
+    def use_on_another_stream(self, data: Any, stream: int) -> None:
+        if self.live:
+            ptr = data.draw(st.sampled_from(sorted(self.live)))
+            self.both.call("record_stream", ptr, stream)
+
+    @rule(stream=STREAMS)
+    def finish_the_work_of_a_stream(self, stream: int) -> None:
+        self.both.each(lambda world: world.work.finish(stream))
+
+    @rule(stream=st.sampled_from([None, None, 1]))
+    def capture(self, stream: int | None) -> None:
+        def capture(world: World) -> None:
+            world.work.capturing = stream
+
+        self.both.each(capture)
+
+    @rule(include=st.booleans(), stream=st.sampled_from([None, None, 0, 1]))
+    def release_idle(self, include: bool, stream: int | None) -> None:
+        before = self.both.address.used_bytes
+        released = self.both.call("release_idle", include_pre_allocated=include, stream=stream)
+        assert before - released >= self.both.address.used_bytes
 
     @rule(limit_mb=st.sampled_from([0, 5, 30]))
     def set_limit(self, limit_mb: int) -> None:
-        self.allocator.set_limit(limit_mb * MIB)
+        self.both.call("set_limit", limit_mb * MIB)
 
     @rule()
     def reset_peaks(self) -> None:
-        self.allocator.reset_peaks()
-        self.requested_peak = sum(each[0] for each in self.live.values())
+        self.both.call("reset_peaks")
+
+    @rule(record=st.booleans())
+    def record_a_trace(self, record: bool) -> None:
+        events = self.both.call("stop_recording")
+        assert events is not None
+        if record:
+            self.both.call("start_recording")
+            self.both.call("mark", "here")
 
     @invariant()
     def memory_is_sound(self) -> None:
-        snapshot = self.allocator.snapshot()
+        snapshot = self.both.snapshot()
         assert check_snapshot(snapshot) == []
         in_use = {
             block.ptr: (block.requested_bytes, block.size, block.stream)
@@ -157,18 +320,38 @@ class AllocatorMachine(RuleBasedStateMachine):
             for block in chunk.blocks
             if not block.is_free
         }
-        assert in_use == self.live
-        stats = self.allocator.stats()
-        assert stats.requested_bytes == sum(size for size, _, _ in self.live.values())
-        assert stats.allocated_bytes == sum(padded for _, padded, _ in self.live.values())
-        assert stats.reserved_bytes == self.source.used_bytes
+        assert {ptr: in_use.get(ptr) for ptr in self.live} == self.live
+        assert in_use.keys() - self.live.keys() <= self.leaving
+        stats = self.both.call("stats")
+        assert stats.requested_bytes == sum(requested for requested, _, _ in in_use.values())
+        assert stats.allocated_bytes == sum(size for _, size, _ in in_use.values())
+        assert stats.requested_peak_bytes >= stats.requested_bytes
+        assert stats.reserved_bytes == self.both.address.used_bytes
         assert stats.reserved_bytes == sum(chunk.size for chunk in snapshot.chunks)
-        assert stats.requested_peak_bytes == self.requested_peak
         assert stats.reserved_peak_bytes >= stats.reserved_bytes >= stats.allocated_bytes
 
 
-def test_random_operations_keep_memory_sound() -> None:
+def run_machine(machine: type[AllocatorMachine], *, examples: int, steps: int) -> None:
+    """Also run by benchmarks/gpu_alloc_sound.py, with more of them."""
     run_state_machine_as_test(
-        AllocatorMachine,
-        settings=settings(max_examples=40, stateful_step_count=40, deadline=None, database=None),
+        machine,
+        settings=settings(
+            max_examples=examples, stateful_step_count=steps, deadline=None, database=None
+        ),
     )
+
+
+def test_random_operations_keep_memory_sound() -> None:
+    run_machine(AllocatorMachine, examples=30, steps=40)
+
+
+class BothCoresMachine(AllocatorMachine):
+    kinds = (TwoPoolAllocator, NativeAllocator)
+
+
+def test_the_compiled_core_decides_as_the_python_core_at_every_operation() -> None:
+    try:
+        native_library()
+    except NativeUnavailableError as error:
+        pytest.skip(f"no compiled core: {error}")
+    run_machine(BothCoresMachine, examples=40, steps=40)

@@ -23,8 +23,7 @@ from gpu_alloc.core.config import MIB, AllocatorConfig
 from gpu_alloc.core.oom import OomReport, OutOfMemoryError
 from gpu_alloc.core.pool import Pool
 from gpu_alloc.core.stats import Stats
-from gpu_alloc.errors import AllocValueError
-from gpu_alloc.sources import ChunkSource, round_up
+from gpu_alloc.sources import ChunkSource, check_alignment, round_up
 
 
 @final
@@ -36,12 +35,7 @@ class TwoPoolPolicy:
     """
 
     def __init__(self, source: ChunkSource, config: AllocatorConfig) -> None:
-        if config.alignment_size > source.alignment_bytes:
-            raise AllocValueError(
-                f"alignment_size={config.alignment_size} but the source aligns chunks to "
-                f"{source.alignment_bytes} bytes "
-                f"only; set alignment_size to at most {source.alignment_bytes}"
-            )
+        check_alignment(config.alignment_size, source)
         self._config = config
         self._source = source
         self._align_mask = config.alignment_size - 1

@@ -7,9 +7,9 @@ from the picture, so that a policy that keeps good statistics but places badly i
 []
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise, repeat
 from typing import final
 
 from gpu_alloc.core.pool import Pool
@@ -58,6 +58,57 @@ class Snapshot:
     def __post_init__(self) -> None:
         check_kind(self.chunks, tuple, "chunks must be a tuple of ChunkViews")
         check_kind(self.free_entries, tuple, "free_entries must be a tuple")
+
+    @classmethod
+    def from_numbers(cls, alignment_size: int, numbers: Sequence[int]) -> "Snapshot":
+        """What the compiled core writes: the number of chunks; of each its pool, address, size,
+        whether it is pre-allocated and how many blocks follow, of which each has stream, address,
+        size, requested bytes and whether it is free; then the free lists' entries.
+        """
+        rest = iter(numbers)
+        chunks = []
+        for _ in range(next(rest)):
+            pool, ptr, size, pre_allocated, num_blocks = islice(rest, 5)
+            blocks = tuple(
+                BlockView(
+                    stream=_stream(stream),
+                    ptr=at,
+                    size=of_size,
+                    requested_bytes=requested,
+                    is_free=bool(is_free),
+                )
+                for stream, at, of_size, requested, is_free in batches(rest, 5, num_blocks)
+            )
+            chunks.append(
+                ChunkView(
+                    pool=_POOLS[pool],
+                    ptr=ptr,
+                    size=size,
+                    pre_allocated=bool(pre_allocated),
+                    blocks=blocks,
+                )
+            )
+        entries = tuple((_POOLS[p], _stream(s), at, size) for p, s, at, size in batches(rest, 4))
+        return cls(alignment_size=alignment_size, chunks=tuple(chunks), free_entries=entries)
+
+
+_POOLS = ("small", "large")
+_NO_STREAM = -(2**63)
+
+
+def batches(
+    numbers: Iterator[int], size: int, count: int | None = None
+) -> Iterator[tuple[int, ...]]:
+    """The next `count` tuples of `size` numbers; None: all that are left."""
+    for _ in range(count) if count is not None else repeat(None):
+        batch = tuple(islice(numbers, size))
+        if not batch:
+            return
+        yield batch
+
+
+def _stream(number: int) -> int | None:
+    return None if number == _NO_STREAM else number
 
 
 def take_snapshot(pools: Iterable[Pool], alignment_size: int) -> Snapshot:

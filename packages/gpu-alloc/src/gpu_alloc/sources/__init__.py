@@ -5,6 +5,7 @@ May import: no room.
 
 from gpu_alloc.sources.address import AddressSource as AddressSource
 from gpu_alloc.sources.chunk_source import ChunkSource as ChunkSource
+from gpu_alloc.sources.chunk_source import check_alignment as check_alignment
 from gpu_alloc.sources.chunk_source import round_up as round_up
 from gpu_alloc.sources.cuda import CudaEvents as CudaEvents
 from gpu_alloc.sources.cuda import CudaSource as CudaSource

@@ -52,3 +52,13 @@ def check_is_out(is_out: bool, ptr: int, size_bytes: int) -> None:
         raise AllocValueError(
             f"no chunk of {size_bytes} bytes at {ptr:#x} is out; release each chunk once, whole"
         )
+
+
+def check_alignment(alignment_size: int, source: ChunkSource) -> None:
+    """Raise AllocValueError when the source aligns chunks to less."""
+    if alignment_size > source.alignment_bytes:
+        raise AllocValueError(
+            f"alignment_size={alignment_size} but the source aligns chunks to "
+            f"{source.alignment_bytes} bytes only; set alignment_size to at most "
+            f"{source.alignment_bytes}"
+        )

@@ -1,6 +1,9 @@
-"""What torch allocates, as traces. Importing this room imports torch.
+"""What torch allocates, as traces; torch's memory from our arena. Importing this imports torch.
 
-May import: core, sources, trace.
+May import: core, sources, trace, native.
 """
 
 from gpu_alloc.torch.recorder import TraceRecorder as TraceRecorder
+from gpu_alloc.torch.replacement import replace as replace
+from gpu_alloc.torch.segments import segments as segments
+from gpu_alloc.torch.statistics import memory_stats as memory_stats

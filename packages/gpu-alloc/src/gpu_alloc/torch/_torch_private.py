@@ -1,6 +1,7 @@
 """The one module that imports torch, and what it takes from torch's private parts.
 
-Tested against torch 2.11 to 2.15: `UntypedStorage._cdata`, `torch.utils._python_dispatch`.
+Tested against torch 2.11 to 2.15: `UntypedStorage._cdata`, `torch.utils._python_dispatch`; against
+2.15 `_cuda_customAllocator`, `_cuda_changeCurrentAllocator`.
 """
 
 try:
@@ -17,6 +18,16 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+
+def custom_allocator(malloc: int, free: int) -> Any:
+    """torch's allocator that calls two C functions, given by their addresses."""
+    return torch._C._cuda_customAllocator(malloc, free)
+
+
+def make_current(allocator: Any) -> None:
+    """Have torch take all of CUDA's memory from this allocator."""
+    torch._C._cuda_changeCurrentAllocator(allocator)
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -1,0 +1,11 @@
+"""The policy of core/ as compiled code, for speed and for callers that may not wait for Python.
+
+May import: core, sources.
+"""
+
+from gpu_alloc.native.allocator import NativeAllocator as NativeAllocator
+from gpu_alloc.native.binding import Library as Library
+from gpu_alloc.native.binding import native_library as native_library
+from gpu_alloc.native.build import NativeUnavailableError as NativeUnavailableError
+from gpu_alloc.native.build import build_library as build_library
+from gpu_alloc.native.serving import Arena as Arena

@@ -1,0 +1,360 @@
+"""`TwoPoolAllocator` with the compiled policy: same methods, same decisions, same errors.
+
+Tests run both side by side, address by address. What differs is speed, and that the compiled part
+also serves callers without Python (`gpu_alloc.torch`).
+
+Invariant: no two live allocations overlap, and a pointer is freed exactly once.
+
+    allocator = NativeAllocator(HostSource(), AllocatorConfig())
+    ptr, size = allocator.malloc(1000)
+    allocator.free(ptr)
+"""
+
+import ctypes
+import gc
+import operator
+import weakref
+from array import array
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self, final
+
+from gpu_alloc.core import (
+    MIB,
+    Allocation,
+    AllocatorConfig,
+    OomReport,
+    OutOfMemoryError,
+    PoolStats,
+    Snapshot,
+    Stats,
+)
+from gpu_alloc.errors import (
+    AllocTypeError,
+    AllocValueError,
+    ClosedError,
+    InvalidFreeError,
+    check_kind,
+)
+from gpu_alloc.events import TraceEvent
+from gpu_alloc.native.binding import CLOSED, Core, functions_of, native_library, settings_of
+from gpu_alloc.native.callbacks import Callbacks
+from gpu_alloc.sources import ChunkSource, StreamEvents, check_alignment, round_up
+
+_MOST_BYTES = 1 << 60  # beyond any device, so that sums of sizes stay whole numbers of C
+_POOL_FIELDS = (
+    "allocated_bytes",
+    "allocated_peak_bytes",
+    "requested_bytes",
+    "requested_peak_bytes",
+    "reserved_bytes",
+    "reserved_peak_bytes",
+    "largest_free_bytes",
+    "num_live_blocks",
+    "num_free_blocks",
+    "num_chunks",
+)
+
+
+class Totals(NamedTuple):
+    """Counters that only rise. num_retries: requests that the first attempt had no room for."""
+
+    num_mallocs: int
+    num_frees: int
+    malloced_bytes: int
+    freed_bytes: int
+    num_retries: int
+    num_ooms: int
+
+
+@final
+class NativeAllocator:
+    """See `TwoPoolAllocator`, whose arguments and methods these are.
+
+    Raises NativeUnavailableError where the core is not compiled and cannot be.
+    """
+
+    def __init__(
+        self,
+        source: ChunkSource,
+        config: AllocatorConfig | None = None,
+        *,
+        on_exhausted: Callable[[], object] = gc.collect,
+        events: StreamEvents | None = None,
+    ) -> None:
+        check_kind(source, ChunkSource, "source must be a ChunkSource")
+        config = AllocatorConfig.from_env() if config is None else config
+        check_kind(config, AllocatorConfig, "config must be an AllocatorConfig")
+        check_alignment(config.alignment_size, source)
+        callbacks = Callbacks(source, events)
+        self._callbacks: Callbacks | None = callbacks
+        settings = settings_of(config, granularity_bytes=source.granularity_bytes)
+        functions = functions_of(callbacks.pointers)
+        self._has_events = events is not None
+        self._open(config, settings, functions, on_exhausted, source.granularity_bytes)
+
+    @classmethod
+    def on_invented_addresses(
+        cls, config: AllocatorConfig, *, capacity_bytes: int | None, granularity_bytes: int
+    ) -> Self:
+        """An allocator that places what an `AddressSource` of that capacity would hold, without
+        Python in its way.
+        """
+        self = cls.__new__(cls)
+        self._callbacks = None
+        self._has_events = False
+        settings = settings_of(
+            config, granularity_bytes=granularity_bytes, capacity_bytes=capacity_bytes
+        )
+        self._open(config, settings, functions_of(()), _nothing, granularity_bytes)
+        return self
+
+    def _open(
+        self,
+        config: AllocatorConfig,
+        settings: Any,
+        functions: Any,
+        on_exhausted: Callable[[], object],
+        granularity_bytes: int,
+    ) -> None:
+        library = native_library()
+        self._bind(config, Core(library, library.waiting.ga_open(settings, functions)))
+        self._on_exhausted = on_exhausted
+        weakref.finalize(self, _end, self._core, self._callbacks).atexit = False
+        failed = self._call("ga_pre_allocate")
+        if failed:
+            mb = config.small_pool_pre_alloc_in_mb, config.large_pool_pre_alloc_in_mb
+            size = round_up(mb[failed - 1] * MIB, granularity_bytes)
+            report = self._report(size, 0, pool=("small", "large")[failed - 1])
+            self.release_idle(include_pre_allocated=True)
+            raise OutOfMemoryError(report)
+
+    @classmethod
+    def of_core(cls, config: AllocatorConfig, core: Core) -> Self:
+        """The methods of an allocator for a core that somebody else opened with `config`, with
+        events, and keeps.
+        """
+        self = cls.__new__(cls)
+        self._callbacks = None
+        self._has_events = True
+        self._bind(config, core)
+        self._on_exhausted = gc.collect
+        return self
+
+    def _bind(self, config: AllocatorConfig, core: Core) -> None:
+        self.config = config
+        self._align_mask = config.alignment_size - 1
+        self._marks: list[str] = []
+        self._core = core
+        self._handle = core.handle
+        self._try_malloc: Callable[[int, int, int], int] = core.library.fast.ga_try_malloc
+        frees = core.library.waiting if config.free_idle_chunk else core.library.fast
+        self._free: Callable[[int, int], int] = frees.ga_free
+
+    def malloc(self, nbytes: int, stream: int = 0) -> Allocation:
+        """See `TwoPoolAllocator.malloc`."""
+        if type(nbytes) is int and 0 < nbytes <= _MOST_BYTES:
+            try:
+                ptr = self._try_malloc(self._handle, nbytes, stream)
+            except ctypes.ArgumentError:
+                ptr = 0
+            if ptr > 0:
+                return tuple.__new__(
+                    Allocation, (ptr, (nbytes + self._align_mask) & ~self._align_mask)
+                )
+        return self._malloc_slowly(nbytes, stream)
+
+    def free(self, ptr: int) -> None:
+        """See `TwoPoolAllocator.free`."""
+        try:
+            failed = self._free(self._handle, ptr)
+        except ctypes.ArgumentError:
+            check_kind(ptr, int, "free takes the address that malloc returned")
+            failed = -1
+        if failed and ptr:
+            raise InvalidFreeError(
+                f"free of {ptr:#x}, which is not allocated here; it was freed before, or belongs "
+                "to another allocator"
+            )
+        callbacks = self._callbacks
+        if callbacks is not None and callbacks.kept.any:
+            callbacks.kept.raise_kept()
+
+    def record_stream(self, ptr: int, stream: int) -> None:
+        """See `TwoPoolAllocator.record_stream`."""
+        if not self._has_events:
+            raise AllocValueError("record_stream needs an allocator that was made with events=")
+        if self._call("ga_record_stream", ptr, stream):
+            raise InvalidFreeError(f"record_stream of {ptr:#x}, which is not allocated here")
+
+    def release_idle(
+        self, *, include_pre_allocated: bool = False, stream: int | None = None
+    ) -> int:
+        """See `TwoPoolAllocator.release_idle`."""
+        of_stream = (0, 0) if stream is None else (1, stream)
+        return self._call("ga_release_idle", include_pre_allocated, *of_stream)
+
+    def close(self) -> None:
+        """See `TwoPoolAllocator.close`."""
+        self._call("ga_close")
+
+    def stats(self) -> Stats:
+        """See `TwoPoolAllocator.stats`."""
+        numbers = self._core.stats(0)
+        self._raise_kept()
+        return _stats(numbers)
+
+    def reset_peaks(self) -> None:
+        """See `TwoPoolAllocator.reset_peaks`."""
+        self._call("ga_reset_peaks")
+
+    def snapshot(self) -> Snapshot:
+        """See `TwoPoolAllocator.snapshot`."""
+        return Snapshot.from_numbers(self.config.alignment_size, self._core.rows("ga_snapshot"))
+
+    @property
+    def limit_bytes(self) -> int:
+        """See `TwoPoolAllocator.limit_bytes`."""
+        return self._call("ga_limit")
+
+    def set_limit(self, limit_bytes: int) -> None:
+        """See `TwoPoolAllocator.set_limit`."""
+        check_kind(limit_bytes, int, "limit_bytes must be a whole number")
+        if limit_bytes < 0:
+            raise AllocValueError(
+                f"limit_bytes={limit_bytes} is negative; give bytes, or 0 for no limit"
+            )
+        self._call("ga_set_limit", min(limit_bytes, _MOST_BYTES))
+
+    def start_recording(self) -> None:
+        """See `TwoPoolAllocator.start_recording`."""
+        self._marks = []
+        self._call("ga_start_recording")
+
+    def mark(self, name: str) -> None:
+        """See `TwoPoolAllocator.mark`."""
+        self._marks.append(name)
+        self._call("ga_mark", len(self._marks) - 1)
+
+    def stop_recording(self) -> list[TraceEvent]:
+        """See `TwoPoolAllocator.stop_recording`."""
+        numbers = self._core.rows("ga_stop_recording")
+        rows = zip(*[iter(numbers)] * 6, strict=True)
+        return [self._event(*row) for row in rows]
+
+    def run(self, rows: "array[int]", num_blocks: int) -> int:
+        """Do what `rows` say, four numbers each: 0 for a malloc and 1 for a free, the number of the
+        block from 0, bytes, stream. Returns the index of the row that ran out of memory, or how
+        many rows there are.
+        """
+        num_rows = len(rows) // 4
+        ptrs = (ctypes.c_int64 * max(num_blocks, 1))()
+        kind = ctypes.c_int64 * max(len(rows), 1)
+        given = kind.from_buffer(rows) if len(rows) else kind()
+        return self._call("ga_run", given, num_rows, ptrs)  # type: ignore[arg-type]
+
+    def totals(self) -> Totals:
+        """What was counted since the core was made."""
+        return Totals(*self._core.stats(0)[24:30])
+
+    def last_report(self) -> OomReport | None:
+        """Of the request that failed last, as it was then; None when none has failed."""
+        numbers = self._core.rows("ga_last_failure")
+        if not numbers:
+            return None
+        requested, stream, limit_bytes, *rest = numbers
+        return self._report(requested, stream, rest, limit_bytes)
+
+    def _call(self, name: str, *arguments: int) -> int:
+        result = self._core.call(name, *arguments)
+        self._raise_kept()
+        return result
+
+    def _raise_kept(self) -> None:
+        if self._callbacks is not None and self._callbacks.kept.any:
+            self._callbacks.kept.raise_kept()
+
+    def _malloc_slowly(self, nbytes: int, stream: int) -> Allocation:
+        try:
+            requested = operator.index(nbytes)
+        except TypeError:
+            raise AllocTypeError(f"malloc takes a number of bytes, got {nbytes!r}") from None
+        if requested <= 0:
+            if requested == 0:
+                return Allocation(0, 0)
+            raise AllocValueError(f"malloc of {requested} bytes; a size must be 0 or more")
+        name = operator.index(stream)
+        # What no device has is refused as what this one lacks, by the size nearest to it.
+        asked = min(requested, _MOST_BYTES)
+        ptr = self._call("ga_malloc", asked, name, 0)
+        if ptr == 0:
+            self._on_exhausted()
+            ptr = self._call("ga_malloc", asked, name, 1)
+        if ptr == CLOSED:
+            raise ClosedError(f"malloc of {requested} bytes after close(); make a new allocator")
+        if ptr == 0:
+            raise OutOfMemoryError(self._report(requested, name))
+        return Allocation(ptr, (requested + self._align_mask) & ~self._align_mask)
+
+    def _report(
+        self,
+        requested: int,
+        stream: int,
+        numbers: list[int] | None = None,
+        limit_bytes: int | None = None,
+        *,
+        pool: str | None = None,
+    ) -> OomReport:
+        numbers = self._core.stats(stream) if numbers is None else numbers
+        padded = (requested + self._align_mask) & ~self._align_mask
+        is_small = padded <= self.config.small_pool_size_in_mb * MIB
+        waiting_bytes, usable_bytes, largest_usable_bytes = numbers[-3:]
+        return OomReport(
+            requested_bytes=requested,
+            padded_bytes=padded,
+            pool=pool or ("small" if is_small else "large"),
+            stream=stream,
+            stats=_stats(numbers),
+            limit_bytes=self.limit_bytes if limit_bytes is None else limit_bytes,
+            waiting_bytes=waiting_bytes,
+            usable_bytes=usable_bytes,
+            largest_usable_bytes=largest_usable_bytes,
+        )
+
+    def _event(
+        self, action: int, number: int, size: int, stream: int, chunk: int, offset: int
+    ) -> TraceEvent:
+        if action == 2:
+            return TraceEvent(action="mark", note=self._marks[number])
+        if action == 1:
+            return TraceEvent(action="free", block_id=number, stream=stream)
+        return TraceEvent(
+            action="alloc",
+            block_id=number,
+            size_bytes=size,
+            stream=stream,
+            chunk=chunk,
+            offset_bytes=offset,
+        )
+
+
+def _stats(numbers: list[int]) -> Stats:
+    width = len(_POOL_FIELDS)
+    pools = [numbers[:width], numbers[width : 2 * width]]
+    small, large = (PoolStats(**dict(zip(_POOL_FIELDS, pool, strict=True))) for pool in pools)
+    return Stats(
+        small=small,
+        large=large,
+        allocated_peak_bytes=numbers[20],
+        requested_peak_bytes=numbers[21],
+        reserved_peak_bytes=numbers[22],
+        num_source_calls=numbers[23],
+    )
+
+
+def _end(core: Core, callbacks: Callbacks | None) -> None:
+    """Nobody holds the allocator any more, nor a block: the callbacks lived until here."""
+    core.delete()
+
+
+def _nothing() -> None:
+    """What lives on invented addresses is not garbage."""

@@ -1,0 +1,987 @@
+// The policy of core/ once more, for speed and for callers that may not wait for Python.
+//
+// Integers and function pointers only: no CUDA headers, no torch, no Python. Memory comes through
+// two function pointers in the shape of cudaMalloc and cudaFree, events through six more in the
+// shape of CUDA's. Decisions are those of core/*.py, address by address; tests hold both together.
+//
+// Locks: `mutex` is held while memory is placed and around calls of the source, as the lock of
+// core/allocator.py is. `table` guards the live pointers and the queue of frees for a few
+// instructions, so that a free never waits. A thread that comes back from a callback of the source
+// is told so (REENTRANT) instead of waiting for itself.
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <set>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+using i64 = int64_t;
+
+namespace {
+
+constexpr i64 NONE = INT64_MIN;  // a stream that is none
+constexpr size_t KEPT_LISTS = 8;
+constexpr i64 FIRST_ADDRESS = i64(1) << 40;
+constexpr i64 INVENTED_ALIGNMENT = i64(1) << 21;
+enum Result : i64 { NO_ROOM = 0, CLOSED = -1, REENTRANT = -2 };
+
+i64 round_up(i64 size, i64 multiple) { return (size + multiple - 1) / multiple * multiple; }
+
+struct Chunk;
+
+struct Block {
+  Block(i64 ptr, i64 size, Chunk* chunk, i64 stream)
+      : ptr(ptr), size(size), chunk(chunk), stream(stream) {}
+  i64 ptr, size;
+  Chunk* chunk;
+  i64 stream;  // NONE until a stream uses it
+  bool is_free = true, recorded = false;
+  Block *prev = nullptr, *next = nullptr;
+  i64 requested = 0, serial = 0;
+  std::vector<i64> users;  // other streams that use it, sorted
+};
+
+struct Chunk {
+  i64 ptr, size, number;
+  int pool;
+  bool pre_allocated;
+  i64 num_live = 0;
+  Block* first = nullptr;
+};
+
+// A free block, or one together with the unused memory before it.
+struct Place {
+  i64 size, number, offset;
+  Block* block;
+  bool operator<(const Place& o) const {
+    if (size != o.size) return size < o.size;
+    if (number != o.number) return number < o.number;
+    return offset < o.offset;
+  }
+};
+
+// core/free_list.py: 32 bins per power of two, a bit for each that is not empty, order inside.
+class FreeList {
+ public:
+  i64 total_bytes = 0, count = 0;
+
+  void add(const Place& place) {
+    int i = index_of(place.size);
+    if (!bins_[i]) bins_[i] = std::make_unique<std::set<Place>>();
+    bins_[i]->insert(place);
+    words_[i >> 6] |= uint64_t(1) << (i & 63);
+    summary_ |= uint64_t(1) << (i >> 6);
+    total_bytes += place.size;
+    count++;
+  }
+
+  void remove(const Place& place) {
+    int i = index_of(place.size);
+    bins_[i]->erase(place);
+    if (bins_[i]->empty()) {
+      words_[i >> 6] &= ~(uint64_t(1) << (i & 63));
+      if (!words_[i >> 6]) summary_ &= ~(uint64_t(1) << (i >> 6));
+    }
+    total_bytes -= place.size;
+    count--;
+  }
+
+  // The smallest place of at least `size`; of equals the one in the oldest chunk, then the lowest.
+  const Place* find(i64 size) const {
+    int i = index_of(size);
+    if (words_[i >> 6] >> (i & 63) & 1) {
+      auto found = bins_[i]->lower_bound(Place{size, INT64_MIN, INT64_MIN, nullptr});
+      if (found != bins_[i]->end()) return &*found;
+    }
+    i++;
+    uint64_t above = words_[i >> 6] & ~uint64_t(0) << (i & 63);
+    int word = i >> 6;
+    if (!above) {
+      uint64_t words = word == 63 ? 0 : summary_ & ~uint64_t(0) << (word + 1);
+      if (!words) return nullptr;
+      word = __builtin_ctzll(words);
+      above = words_[word];
+    }
+    return &*bins_[(word << 6) + __builtin_ctzll(above)]->begin();
+  }
+
+  i64 largest_bytes() const {
+    if (!summary_) return 0;
+    int word = 63 - __builtin_clzll(summary_);
+    return bins_[(word << 6) + 63 - __builtin_clzll(words_[word])]->rbegin()->size;
+  }
+
+  template <typename F>
+  void each(F action) const {
+    for (const auto& bin : bins_)
+      if (bin)
+        for (const Place& place : *bin) action(place);
+  }
+
+ private:
+  static int index_of(i64 size) {
+    int shift = 58 - __builtin_clzll(uint64_t(size));
+    return shift <= 0 ? int(size) : (shift << 5) + int(size >> shift);
+  }
+
+  std::unique_ptr<std::set<Place>> bins_[2048];
+  uint64_t words_[33] = {};
+  uint64_t summary_ = 0;
+};
+
+struct Counters {
+  i64 live = 0, allocated = 0, requested = 0, reserved = 0;
+  i64 allocated_peak = 0, requested_peak = 0, reserved_peak = 0;
+};
+
+// core/pool.py
+struct Pool {
+  int index = 0;
+  i64 chunk_bytes = 0;
+  Counters counters;
+  std::map<i64, Chunk*> chunks;  // by number: the oldest first
+  std::unordered_map<i64, std::unique_ptr<FreeList>> places;
+  std::map<i64, std::unique_ptr<FreeList>> unused;  // under NONE those that join with no block
+
+  Pool() { unused[NONE] = std::make_unique<FreeList>(); }
+
+  void add_chunk(i64 ptr, i64 size, bool pre_allocated, i64 number) {
+    auto* chunk = new Chunk{ptr, size, number, index, pre_allocated};
+    chunk->first = new Block(ptr, size, chunk, NONE);
+    chunks[number] = chunk;
+    add_unused(NONE, chunk->first);
+    counters.reserved += size;
+    if (counters.reserved > counters.reserved_peak) counters.reserved_peak = counters.reserved;
+  }
+
+  void remove_chunk(Chunk* chunk) {
+    for (Block* b = chunk->first; b; b = b->next) pull(b);
+    if (chunk->first->stream == NONE) remove_unused(NONE, chunk->first);
+    chunks.erase(chunk->number);
+    counters.reserved -= chunk->size;
+    forget(chunk);
+  }
+
+  static void forget(Chunk* chunk) {
+    for (Block* b = chunk->first; b;) {
+      Block* next = b->next;
+      delete b;
+      b = next;
+    }
+    delete chunk;
+  }
+
+  Block* take(i64 size, i64 stream) {
+    const Place* best = nullptr;
+    auto own = places.find(stream);
+    if (own != places.end()) best = own->second->find(size);
+    for (auto& [owner, list] : unused) {
+      if (owner == stream || !list->count) continue;
+      const Place* other = list->find(size);
+      if (other && (!best || *other < *best)) best = other;
+    }
+    if (!best) return nullptr;
+    Block* found = best->block;
+    Block* block = found->stream == NONE ? cut_unused(found, size, stream) : cut_place(found, size);
+    block->is_free = false;
+    block->chunk->num_live++;
+    return block;
+  }
+
+  void count_use(Block* block, i64 requested) {
+    block->requested = requested;
+    counters.live++;
+    counters.allocated += block->size;
+    counters.requested += requested;
+    if (counters.allocated > counters.allocated_peak) counters.allocated_peak = counters.allocated;
+    if (counters.requested > counters.requested_peak) counters.requested_peak = counters.requested;
+  }
+
+  void give(Block* block) {
+    counters.live--;
+    counters.allocated -= block->size;
+    counters.requested -= block->requested;
+    block->is_free = true;
+    block->requested = 0;
+    block->chunk->num_live--;
+    if (Block* after = block->next; after && after->is_free && after->stream == block->stream) {
+      pull(after);
+      absorb_next(block);
+    }
+    if (Block* before = block->prev; before && before->is_free && before->stream == block->stream) {
+      pull(before);
+      absorb_next(before);
+      block = before;
+    }
+    put(block);
+  }
+
+  std::vector<Chunk*> idle_chunks(bool include_pre_allocated, i64 stream) const {
+    std::vector<Chunk*> found;
+    for (auto& [number, chunk] : chunks) {
+      bool fits = !chunk->num_live && (include_pre_allocated || !chunk->pre_allocated);
+      for (Block* b = chunk->first; fits && stream != NONE && b; b = b->next)
+        fits = b->stream == stream || b->stream == NONE;
+      if (fits) found.push_back(chunk);
+    }
+    return found;
+  }
+
+  template <typename F>
+  void each_free_for(i64 stream, F action) const {
+    auto own = places.find(stream);
+    if (own != places.end()) action(*own->second);
+    for (auto& [owner, list] : unused)
+      if (owner != stream) action(*list);
+  }
+
+ private:
+  static Place place_of(Block* start, i64 size, Block* block) {
+    Chunk* chunk = start->chunk;
+    return Place{size, chunk->number, start->ptr - chunk->ptr, block};
+  }
+
+  static bool has_unused_before(Block* block) { return block->prev && block->prev->stream == NONE; }
+
+  void put(Block* block) {
+    if (block->stream == NONE) return;
+    auto& list = places[block->stream];
+    if (!list) list = std::make_unique<FreeList>();
+    if (!has_unused_before(block)) {
+      list->add(place_of(block, block->size, block));
+      return;
+    }
+    Block* before = block->prev;
+    list->add(place_of(before, before->size + block->size, block));
+    auto& joined = unused[block->stream];
+    if (!joined) joined = std::make_unique<FreeList>();
+    remove_unused(NONE, before);
+    add_unused(block->stream, before);
+  }
+
+  void pull(Block* block) {
+    if (block->stream == NONE) return;
+    FreeList& list = *places[block->stream];
+    if (!has_unused_before(block)) {
+      list.remove(place_of(block, block->size, block));
+      return;
+    }
+    Block* before = block->prev;
+    list.remove(place_of(before, before->size + block->size, block));
+    remove_unused(block->stream, before);
+    add_unused(NONE, before);
+    if (unused.size() > KEPT_LISTS && !unused[block->stream]->count) unused.erase(block->stream);
+  }
+
+  void add_unused(i64 stream, Block* b) { unused[stream]->add(place_of(b, b->size, b)); }
+  void remove_unused(i64 stream, Block* b) { unused[stream]->remove(place_of(b, b->size, b)); }
+
+  static Block* split(Block* block, i64 size) {
+    auto* tail = new Block(block->ptr + block->size - size, size, block->chunk, block->stream);
+    block->size -= size;
+    tail->prev = block;
+    tail->next = block->next;
+    if (tail->next) tail->next->prev = tail;
+    block->next = tail;
+    return tail;
+  }
+
+  static void absorb_next(Block* block) {
+    Block* absorbed = block->next;
+    block->size += absorbed->size;
+    block->next = absorbed->next;
+    if (block->next) block->next->prev = block;
+    delete absorbed;
+  }
+
+  Block* cut_place(Block* block, i64 size) {
+    pull(block);
+    if (block->size > size) {
+      Block* tail = split(block, size);
+      put(block);
+      return tail;
+    }
+    if (block->size == size) return block;
+    Block* before = block->prev;
+    remove_unused(NONE, before);
+    i64 missing = size - block->size;
+    block->ptr -= missing;
+    block->size = size;
+    before->size -= missing;
+    if (before->size) {
+      add_unused(NONE, before);
+    } else {
+      block->prev = nullptr;
+      block->chunk->first = block;
+      delete before;
+    }
+    return block;
+  }
+
+  Block* cut_unused(Block* before, i64 size, i64 stream) {
+    Block* after = before->next;
+    bool joined = after && after->is_free;
+    if (joined) pull(after);
+    remove_unused(NONE, before);
+    Block* block = before;
+    if (before->size > size) {
+      block = split(before, size);
+      add_unused(NONE, before);
+    }
+    block->stream = stream;
+    block->is_free = false;
+    if (joined) put(after);
+    return block;
+  }
+};
+
+// The order of settings in `ga_open`; native/binding.py has the same.
+enum Setting {
+  ALIGNMENT, SMALL_LIMIT, SMALL_CHUNK, LARGE_CHUNK, SMALL_PRE_ALLOC, LARGE_PRE_ALLOC,
+  FREE_IDLE, FREE_WHEN_NO_HIT, LIMIT, GRANULARITY, CAPACITY, NUM_SETTINGS
+};
+
+struct Functions {  // null: there are none; without `acquire` addresses are invented
+  int (*acquire)(void**, size_t);
+  int (*release)(void*);
+  int (*event_create)(void**, unsigned);
+  int (*event_record)(void*, void*);
+  int (*event_query)(void*);
+  int (*event_wait)(void*);
+  int (*event_destroy)(void*);
+  int (*is_capturing)(void*, int*);
+  int (*device_wait)();
+  int (*forget_error)();  // what a call that failed leaves behind, for the next one to find
+};
+
+constexpr unsigned EVENT_WITHOUT_TIMING = 2;
+constexpr size_t NUM_STATS = 33;
+
+struct Waiting {
+  Block* block;
+  std::vector<void*> events;
+};
+
+class Core {
+ public:
+  Core(const i64* settings, const Functions& functions) : fns(functions) {
+    std::memcpy(set, settings, sizeof set);
+    pools[0].index = 0;
+    pools[1].index = 1;
+    pools[0].chunk_bytes = set[SMALL_CHUNK];
+    pools[1].chunk_bytes = set[LARGE_CHUNK];
+    limit_bytes = set[LIMIT];
+  }
+
+  ~Core() {
+    for (Pool& pool : pools)
+      for (auto& [number, chunk] : pool.chunks) Pool::forget(chunk);
+  }
+
+  i64 set[NUM_SETTINGS];
+  Functions fns;
+  Pool pools[2];
+  i64 limit_bytes, num_source_calls = 0, num_chunks = 0;
+  i64 reserved_peak = 0, allocated_peak = 0, requested_peak = 0;
+  i64 num_mallocs = 0, num_frees = 0, malloced_bytes = 0, freed_bytes = 0, num_retries = 0, num_ooms = 0;
+  i64 serial = 0, used_bytes = 0, next_address = FIRST_ADDRESS;
+  bool closed = false, recording = false;
+  std::vector<i64> events;  // of the trace, 6 numbers each
+  std::deque<Block*> unrecorded;
+  std::deque<Waiting> waiting;
+  std::vector<i64> failure;  // of the request that failed last: bytes, stream, limit, ga_stats
+
+  std::mutex mutex, table;
+  std::atomic<std::thread::id> owner{};
+  std::unordered_map<i64, Block*> live;
+  std::vector<Block*> pending, draining;
+  std::atomic<bool> has_pending{false};
+
+  // 0, or which pool's pre-allocation had no room: 1 small, 2 large.
+  int pre_allocate() {
+    for (int i = 0; i < 2; i++) {
+      i64 size = round_up(set[i ? LARGE_PRE_ALLOC : SMALL_PRE_ALLOC], set[GRANULARITY]);
+      if (size && !grow(pools[i], size, true)) return i + 1;
+    }
+    return 0;
+  }
+
+  Block* take(i64 requested, i64 stream, bool last_resort) {
+    i64 size = padded(requested);
+    Pool& pool = home(size);
+    Block* block = pool.take(size, stream);
+    if (!block) block = find_room(pool, size, stream, last_resort);
+    if (block) count_use(block, requested);
+    return block;
+  }
+
+  void count_use(Block* block, i64 requested) {
+    pools[block->chunk->pool].count_use(block, requested);
+    i64 allocated = pools[0].counters.allocated + pools[1].counters.allocated;
+    if (allocated > allocated_peak) allocated_peak = allocated;
+    i64 total = pools[0].counters.requested + pools[1].counters.requested;
+    if (total > requested_peak) requested_peak = total;
+  }
+
+  // Takes a block, counts and lists it. The mutex is held.
+  i64 place(i64 requested, i64 stream, bool last_resort) {
+    if (has_pending.load(std::memory_order_relaxed) || has_deferred()) drain();
+    return hand_out(take(requested, stream, last_resort));
+  }
+
+  // The same, if the source need not be asked for anything.
+  i64 place_from_lists(i64 requested, i64 stream) {
+    if (closed || has_deferred()) return NO_ROOM;
+    if (has_pending.load(std::memory_order_relaxed)) {
+      if (set[FREE_IDLE]) return NO_ROOM;
+      drain();
+    }
+    Block* block = home(padded(requested)).take(padded(requested), stream);
+    if (block) count_use(block, requested);
+    return hand_out(block);
+  }
+
+  i64 hand_out(Block* block) {
+    if (!block) return NO_ROOM;
+    block->serial = ++serial;
+    num_mallocs++;
+    malloced_bytes += block->size;
+    if (recording) record_malloc(block);
+    std::lock_guard<std::mutex> guard(table);
+    live.emplace(block->ptr, block);
+    return block->ptr;
+  }
+
+  i64 release_idle(bool include_pre_allocated, i64 stream) {
+    i64 released = 0;
+    for (Pool& pool : pools)
+      for (Chunk* chunk : pool.idle_chunks(include_pre_allocated, stream)) {
+        released += chunk->size;
+        release(pool, chunk);
+      }
+    return released;
+  }
+
+  void drain() {
+    while (has_pending.load(std::memory_order_relaxed)) {
+      draining.clear();
+      {
+        std::lock_guard<std::mutex> guard(table);
+        draining.swap(pending);
+        has_pending.store(false, std::memory_order_relaxed);
+      }
+      for (Block* block : draining) {
+        if (!block->users.empty() && fns.event_record) unrecorded.push_back(block);
+        else give(block);
+      }
+    }
+    if (has_deferred()) reap(false, false);
+  }
+
+  // core/deferred.py: give back what no other stream uses any more.
+  void reap(bool everything, bool wait) {
+    for (Block* block : unrecorded)
+      if (captures(block)) return;
+    for (; !unrecorded.empty(); unrecorded.pop_front()) {
+      Waiting item{unrecorded.front(), {}};
+      for (i64 stream : item.block->users)
+        if (void* event = record(stream)) item.events.push_back(event);
+      waiting.push_back(std::move(item));
+    }
+    for (Waiting& item : waiting)
+      if (captures(item.block)) return;
+    for (size_t left = waiting.size(); left; left--) {
+      Waiting item = std::move(waiting.front());
+      waiting.pop_front();
+      bool done = true;
+      for (void* event : item.events) {
+        if (wait) failed(fns.event_wait(event));
+        else if (failed(fns.event_query(event))) { done = false; break; }
+      }
+      if (done) {
+        for (void* event : item.events) fns.event_destroy(event);
+        give(item.block);
+      } else if (everything) {
+        waiting.push_back(std::move(item));
+      } else {
+        waiting.push_front(std::move(item));
+        return;
+      }
+    }
+  }
+
+  i64 first_attempt(i64 size, i64 stream) {
+    i64 ptr = place(size, stream, false);
+    if (ptr || !fns.event_record) return ptr;
+    drain();
+    reap(true, false);
+    return place(size, stream, false);
+  }
+
+  i64 last_attempt(i64 size, i64 stream) {
+    num_retries++;
+    drain();
+    reap(false, true);
+    if (i64 ptr = place(size, stream, true)) return ptr;
+    num_ooms++;
+    failure.assign({size, stream, limit_bytes});
+    failure.resize(failure.size() + NUM_STATS);
+    write_stats(stream, failure.data() + 3);
+    if (recording) {  // taken and given back at once, so that a replay makes the request too
+      note(0, ++serial, size, stream, -1, 0);
+      note(1, serial, 0, stream, -1, 0);
+    }
+    return NO_ROOM;
+  }
+
+  void reset_peaks() {
+    for (Pool& pool : pools) {
+      Counters& c = pool.counters;
+      c.allocated_peak = c.allocated;
+      c.requested_peak = c.requested;
+      c.reserved_peak = c.reserved;
+    }
+    reserved_peak = reserved();
+    allocated_peak = pools[0].counters.allocated + pools[1].counters.allocated;
+    requested_peak = pools[0].counters.requested + pools[1].counters.requested;
+  }
+
+  void write_stats(i64 stream, i64* out) const {
+    i64 usable = 0, largest_usable = 0;
+    for (const Pool& pool : pools) {
+      const FreeList& nobodys = *pool.unused.at(NONE);
+      i64 largest = nobodys.largest_bytes(), num_free = nobodys.count;
+      for (auto& [owner, list] : pool.places) {
+        if (list->largest_bytes() > largest) largest = list->largest_bytes();
+        num_free += list->count;
+      }
+      pool.each_free_for(stream, [&](const FreeList& list) {
+        usable += list.total_bytes;
+        if (list.largest_bytes() > largest_usable) largest_usable = list.largest_bytes();
+      });
+      const Counters& c = pool.counters;
+      for (i64 value : {c.allocated, c.allocated_peak, c.requested, c.requested_peak, c.reserved,
+                        c.reserved_peak, largest, c.live, num_free, i64(pool.chunks.size())})
+        *out++ = value;
+    }
+    for (i64 value : {allocated_peak, requested_peak, reserved_peak, num_source_calls, num_mallocs,
+                      num_frees, malloced_bytes, freed_bytes, num_retries, num_ooms, waiting_bytes(),
+                      usable, largest_usable})
+      *out++ = value;
+  }
+
+  std::vector<i64> snapshot() const {
+    std::vector<i64> rows{i64(pools[0].chunks.size() + pools[1].chunks.size())};
+    for (const Pool& pool : pools)
+      for (auto& [number, chunk] : pool.chunks) {
+        rows.insert(rows.end(), {pool.index, chunk->ptr, chunk->size, chunk->pre_allocated, 0});
+        size_t count_at = rows.size() - 1;
+        for (Block* b = chunk->first; b; b = b->next, rows[count_at]++)
+          rows.insert(rows.end(), {b->stream, b->ptr, b->size, b->requested, b->is_free});
+      }
+    for (const Pool& pool : pools) {
+      auto write = [&](i64 stream, const FreeList& list) {
+        list.each([&](const Place& p) {
+          rows.insert(rows.end(), {pool.index, stream, p.block->chunk->ptr + p.offset, p.size});
+        });
+      };
+      for (auto& [stream, list] : pool.places) write(stream, *list);
+      for (auto& [stream, list] : pool.unused) write(NONE, *list);
+    }
+    return rows;
+  }
+
+  void start_recording() {
+    events.clear();
+    recording = true;
+    std::map<i64, Block*> ordered;
+    std::lock_guard<std::mutex> guard(table);
+    for (auto& [ptr, block] : live) ordered[block->serial] = block;
+    for (auto& [number, block] : ordered) record_malloc(block);
+  }
+
+  bool has_deferred() const { return !unrecorded.empty() || !waiting.empty(); }
+
+  i64 waiting_bytes() const {
+    i64 total = 0;
+    for (Block* block : unrecorded) total += block->size;
+    for (const Waiting& item : waiting) total += item.block->size;
+    return total;
+  }
+
+  void record_malloc(Block* b) {
+    b->recorded = true;
+    note(0, b->serial, b->requested, b->stream, b->chunk->number, b->ptr - b->chunk->ptr);
+  }
+
+  void note(i64 action, i64 id, i64 size, i64 stream, i64 chunk, i64 offset) {
+    for (i64 value : {action, id, size, stream, chunk, offset}) events.push_back(value);
+  }
+
+  i64 padded(i64 size) const { return (size + set[ALIGNMENT] - 1) & ~(set[ALIGNMENT] - 1); }
+  Pool& home(i64 size) { return pools[size > set[SMALL_LIMIT]]; }
+  i64 reserved() const { return pools[0].counters.reserved + pools[1].counters.reserved; }
+
+ private:
+  // The order of core/policy.py, after the home pool's free list had nothing.
+  Block* find_room(Pool& pool, i64 size, i64 stream, bool last_resort) {
+    i64 exact = round_up(size, set[GRANULARITY]);
+    i64 chunk = round_up(pool.chunk_bytes, set[GRANULARITY]);
+    if (chunk < exact) chunk = exact;
+    if (set[FREE_WHEN_NO_HIT]) release_idle(false, NONE);
+    if (grow(pool, chunk, false)) return pool.take(size, stream);
+    bool released = release_idle(false, NONE) > 0;
+    if ((released && grow(pool, chunk, false)) || grow(pool, exact, false))
+      return pool.take(size, stream);
+    Block* block = pools[1 - pool.index].take(size, stream);
+    if (!block && last_resort && release_idle(true, NONE)) {
+      grow(pool, exact, false);
+      block = pool.take(size, stream);
+    }
+    return block;
+  }
+
+  bool grow(Pool& pool, i64 size, bool pre_allocated) {
+    i64 total = reserved() + size;
+    if (limit_bytes && total > limit_bytes) return false;
+    num_source_calls++;
+    i64 ptr = acquire(size);
+    if (!ptr) return false;
+    pool.add_chunk(ptr, size, pre_allocated, num_chunks++);
+    if (total > reserved_peak) reserved_peak = total;
+    return true;
+  }
+
+  i64 acquire(i64 size) {
+    if (fns.acquire) {
+      void* ptr = nullptr;
+      return failed(fns.acquire(&ptr, size_t(size))) ? 0 : i64(intptr_t(ptr));
+    }
+    if (set[CAPACITY] >= 0 && used_bytes + size > set[CAPACITY]) return 0;
+    i64 ptr = next_address;
+    i64 alignment = set[GRANULARITY] > INVENTED_ALIGNMENT ? set[GRANULARITY] : INVENTED_ALIGNMENT;
+    next_address += round_up(size, alignment);
+    used_bytes += size;
+    return ptr;
+  }
+
+  bool failed(int status) const {
+    if (status && fns.forget_error) fns.forget_error();
+    return status != 0;
+  }
+
+  void release(Pool& pool, Chunk* chunk) {
+    i64 ptr = chunk->ptr, size = chunk->size;
+    pool.remove_chunk(chunk);
+    num_source_calls++;
+    if (fns.acquire) fns.release(reinterpret_cast<void*>(intptr_t(ptr)));
+    else used_bytes -= size;
+  }
+
+  void give(Block* block) {
+    if (recording && block->recorded) note(1, block->serial, 0, 0, -1, 0);
+    block->recorded = false;
+    block->users.clear();
+    num_frees++;
+    freed_bytes += block->size;
+    Chunk* chunk = block->chunk;
+    Pool& pool = pools[chunk->pool];
+    pool.give(block);
+    bool drop = closed || (set[FREE_IDLE] && !chunk->pre_allocated);
+    if (drop && !chunk->num_live) release(pool, chunk);
+  }
+
+  bool captures(Block* block) const {
+    for (i64 stream : block->users) {
+      int status = 0;
+      void* handle = reinterpret_cast<void*>(intptr_t(stream));
+      if (!failed(fns.is_capturing(handle, &status)) && status) return true;
+    }
+    return false;
+  }
+
+  // An event behind all work of a stream; null once the device was waited for, as for a stream that
+  // was destroyed.
+  void* record(i64 stream) {
+    void* event = nullptr;
+    if (!failed(fns.event_create(&event, EVENT_WITHOUT_TIMING))) {
+      if (!failed(fns.event_record(event, reinterpret_cast<void*>(intptr_t(stream))))) return event;
+      fns.event_destroy(event);
+    }
+    fns.device_wait();
+    return nullptr;
+  }
+};
+
+// Holds a core's mutex and says whose it is.
+class Held {
+ public:
+  Held(Core& core, bool wait) : core_(core) {
+    reentrant = core.owner.load(std::memory_order_relaxed) == std::this_thread::get_id();
+    if (reentrant) return;
+    if (wait) core.mutex.lock();
+    else if (!core.mutex.try_lock()) return;
+    held = true;
+    core.owner.store(std::this_thread::get_id(), std::memory_order_relaxed);
+  }
+  ~Held() {
+    if (!held) return;
+    core_.owner.store(std::thread::id(), std::memory_order_relaxed);
+    core_.mutex.unlock();
+  }
+  bool held = false, reentrant = false;
+
+ private:
+  Core& core_;
+};
+
+// Rows of numbers for a caller that may have brought too little room: how many there are.
+i64 copy_out(const std::vector<i64>& rows, i64* out, i64 room) {
+  if (i64(rows.size()) <= room) std::memcpy(out, rows.data(), rows.size() * sizeof(i64));
+  return i64(rows.size());
+}
+
+// The cores that serve torch, one for each device, made when a device is first asked.
+constexpr int MAX_DEVICES = 64;
+std::atomic<Core*> serving[MAX_DEVICES];
+std::mutex serving_mutex;
+std::unique_ptr<std::pair<std::vector<i64>, Functions>> served_with;
+
+Core* core_of(int device) {
+  if (device < 0 || device >= MAX_DEVICES) return nullptr;
+  if (Core* core = serving[device].load(std::memory_order_acquire)) return core;
+  std::lock_guard<std::mutex> guard(serving_mutex);
+  if (Core* core = serving[device].load(std::memory_order_acquire)) return core;
+  if (!served_with) return nullptr;
+  auto core = std::make_unique<Core>(served_with->first.data(), served_with->second);
+  if (core->pre_allocate()) {
+    core->release_idle(true, NONE);
+    return nullptr;
+  }
+  serving[device].store(core.get(), std::memory_order_release);
+  return core.release();
+}
+
+}  // namespace
+
+#define GA extern "C" __attribute__((visibility("default")))
+
+// Raised with every change of what is called here; binding.py asks for the one that it knows.
+GA i64 ga_version() { return 1; }
+
+GA Core* ga_open(const i64* settings, const Functions* functions) {
+  return new Core(settings, *functions);
+}
+
+// 0, or which pool's pre-allocation had no room (1 small, 2 large).
+GA i64 ga_pre_allocate(Core* core) {
+  Held lock(*core, true);
+  return core->pre_allocate();
+}
+
+GA void ga_delete(Core* core) { delete core; }
+
+// A request that the free lists can serve while nobody is inside; 0 otherwise. It never waits and
+// never calls the source, so that Python calls it without letting its own lock go.
+GA i64 ga_try_malloc(Core* core, i64 size, i64 stream) {
+  Held lock(*core, false);
+  return lock.held ? core->place_from_lists(size, stream) : i64(NO_ROOM);
+}
+
+// An address; NO_ROOM, CLOSED or REENTRANT. The second attempt, `last`, waits for events and may use
+// up the pre-allocation; the caller collects garbage before it.
+GA i64 ga_malloc(Core* core, i64 size, i64 stream, int last) {
+  Held lock(*core, true);
+  if (lock.reentrant) return REENTRANT;
+  if (core->closed) return CLOSED;
+  return last ? core->last_attempt(size, stream) : core->first_attempt(size, stream);
+}
+
+// 0, or -1 for an address that is not allocated. Never waits for another thread.
+GA i64 ga_free(Core* core, i64 ptr) {
+  {
+    std::lock_guard<std::mutex> guard(core->table);
+    auto found = core->live.find(ptr);
+    if (found == core->live.end()) return -1;
+    core->pending.push_back(found->second);
+    core->live.erase(found);
+    core->has_pending.store(true, std::memory_order_relaxed);
+  }
+  Held lock(*core, false);
+  if (lock.held) core->drain();
+  return 0;
+}
+
+// 0, or -1 for an address that is not allocated.
+GA i64 ga_record_stream(Core* core, i64 ptr, i64 stream) {
+  std::lock_guard<std::mutex> guard(core->table);
+  auto found = core->live.find(ptr);
+  if (found == core->live.end()) return -1;
+  Block* block = found->second;
+  if (stream == block->stream) return 0;
+  auto place = block->users.begin();
+  while (place != block->users.end() && *place < stream) ++place;
+  if (place == block->users.end() || *place != stream) block->users.insert(place, stream);
+  return 0;
+}
+
+// Bytes given back to the source; `of_stream` 0: of all streams.
+GA i64 ga_release_idle(Core* core, int include_pre_allocated, int of_stream, i64 stream) {
+  Held lock(*core, true);
+  if (lock.reentrant) return REENTRANT;
+  core->drain();
+  return core->release_idle(include_pre_allocated, of_stream ? stream : NONE);
+}
+
+GA i64 ga_close(Core* core) {
+  Held lock(*core, true);
+  if (lock.reentrant) return REENTRANT;
+  core->drain();
+  core->closed = true;
+  core->reap(false, true);
+  core->release_idle(true, NONE);
+  return 0;
+}
+
+GA i64 ga_limit(Core* core) { return core->limit_bytes; }
+
+GA void ga_set_limit(Core* core, i64 bytes) {
+  Held lock(*core, true);
+  core->limit_bytes = bytes;
+}
+
+GA i64 ga_reset_peaks(Core* core) {
+  Held lock(*core, true);
+  if (lock.reentrant) return REENTRANT;
+  core->drain();
+  core->reset_peaks();
+  return 0;
+}
+
+// For each pool ten counters, then thirteen of both; two of them are of what `stream` may use. See
+// native/binding.py.
+GA i64 ga_stats(Core* core, i64 stream, i64* out) {
+  Held lock(*core, true);
+  if (lock.reentrant) return REENTRANT;
+  core->drain();
+  core->write_stats(stream, out);
+  return 0;
+}
+
+// Every chunk with its blocks, then the free lists; how many numbers that is.
+GA i64 ga_snapshot(Core* core, i64* out, i64 room) {
+  Held lock(*core, true);
+  if (lock.reentrant) return REENTRANT;
+  core->drain();
+  return copy_out(core->snapshot(), out, room);
+}
+
+// Starts a trace afresh; what is live becomes its beginning.
+GA i64 ga_start_recording(Core* core) {
+  Held lock(*core, true);
+  if (lock.reentrant) return REENTRANT;
+  core->drain();
+  core->start_recording();
+  return 0;
+}
+
+// Puts the mark of a number into the trace, if one is being recorded.
+GA i64 ga_mark(Core* core, i64 number) {
+  Held lock(*core, true);
+  if (lock.reentrant) return REENTRANT;
+  core->drain();
+  if (core->recording) core->note(2, number, 0, 0, -1, 0);
+  return core->recording;
+}
+
+// Six numbers an event; how many there are in all. The trace ends once they are read.
+GA i64 ga_stop_recording(Core* core, i64* out, i64 room) {
+  Held lock(*core, true);
+  if (lock.reentrant) return REENTRANT;
+  core->drain();
+  i64 count = copy_out(core->events, out, room);
+  if (count <= room) {
+    core->recording = false;
+    core->events.clear();
+  }
+  return count;
+}
+
+// Rows of (0 malloc or 1 free, dense number of the block, size, stream); `ptrs` has room for each
+// block. The index of the request that failed, or `num_rows`.
+GA i64 ga_run(Core* core, const i64* rows, i64 num_rows, i64* ptrs) {
+  for (i64 i = 0; i < num_rows; i++) {
+    const i64* row = rows + 4 * i;
+    i64& ptr = ptrs[row[1]];
+    if (row[0]) {
+      if (ptr) ga_free(core, ptr);
+      continue;
+    }
+    ptr = row[2] ? ga_try_malloc(core, row[2], row[3]) : 0;
+    for (int last = 0; row[2] && ptr <= 0 && last < 2; last++)
+      ptr = ga_malloc(core, row[2], row[3], last);
+    if (row[2] && ptr <= 0) return i;
+  }
+  return num_rows;
+}
+
+// What is known of the request that failed last: its bytes and stream, the limit, then as ga_stats;
+// how many numbers, 0 when none failed.
+GA i64 ga_last_failure(Core* core, i64* out, i64 room) {
+  Held lock(*core, true);
+  return lock.reentrant ? i64(REENTRANT) : copy_out(core->failure, out, room);
+}
+
+// Serve torch from here on, with a core for each device. 0, or -1 when it is served otherwise.
+GA i64 ga_serve(const i64* settings, const Functions* functions) {
+  std::lock_guard<std::mutex> guard(serving_mutex);
+  std::vector<i64> copy(settings, settings + NUM_SETTINGS);
+  if (served_with) return served_with->first == copy ? 0 : -1;
+  served_with = std::make_unique<std::pair<std::vector<i64>, Functions>>(copy, *functions);
+  return 0;
+}
+
+// The core that serves a device; null when there is none, or its pre-allocation had no room.
+GA Core* ga_core_of(int device) { return core_of(device); }
+
+// What torch asks of a MemPool's allocator: it makes its own out-of-memory error of a null.
+GA void* ga_segment_malloc(ptrdiff_t size, int device, void* stream) {
+  Core* core = core_of(device);
+  if (!core || size <= 0) return nullptr;
+  i64 handle = i64(intptr_t(stream));
+  i64 ptr = ga_malloc(core, size, handle, 0);
+  if (ptr == NO_ROOM) ptr = ga_malloc(core, size, handle, 1);
+  return ptr > 0 ? reinterpret_cast<void*>(intptr_t(ptr)) : nullptr;
+}
+
+GA void ga_segment_free(void* ptr, ptrdiff_t, int device, void*) {
+  Core* core = core_of(device);
+  if (core && ptr) ga_free(core, i64(intptr_t(ptr)));
+}
+
+// What torch asks of an allocator in place of its own, which would take a null for a tensor's
+// address: the one exception that leaves this library. torch makes a RuntimeError of it.
+GA void* ga_replace_malloc(ptrdiff_t size, int device, void* stream) {
+  if (size <= 0) return nullptr;
+  void* ptr = ga_segment_malloc(size, device, stream);
+  if (!ptr) throw std::bad_alloc();
+  return ptr;
+}
+
+GA void ga_replace_record_stream(void* ptr, void* stream) {
+  for (auto& each : serving)
+    if (Core* core = each.load(std::memory_order_acquire))
+      if (!ga_record_stream(core, i64(intptr_t(ptr)), i64(intptr_t(stream)))) return;
+}
+
+GA void ga_replace_empty_cache() {
+  for (auto& each : serving)
+    if (Core* core = each.load(std::memory_order_acquire)) ga_release_idle(core, 0, 0, 0);
+}

@@ -1,0 +1,159 @@
+"""What real torch does on our memory, run in a process on devicetest's stub of CUDA.
+
+    python on_stub.py replace|segments SECONDS
+
+Prints one JSON object of facts; the tests of segments.py and replacement.py say what they must be.
+"""
+
+import contextlib
+import json
+import sys
+import threading
+import time
+import warnings
+from typing import Any
+
+import torch
+
+from gpu_alloc import AllocatorConfig, AllocError, check_snapshot
+from gpu_alloc.torch import memory_stats, replace, segments
+
+MIB = 1 << 20
+CONFIG = AllocatorConfig(large_pool_pre_alloc_in_mb=256)
+
+
+class Threads:
+    """Threads that each repeat something for some seconds, and how often they did."""
+
+    def __init__(self, make_pool: Any, stats: Any) -> None:
+        self.make_pool, self.stats = make_pool, stats
+        self.done: dict[str, int] = {}
+        self.failures: list[str] = []
+        self.end = False
+
+    def _inside(self) -> Any:
+        """A pool is torch's for one thread at a time, so that each has one over the same arena."""
+        if self.make_pool is None:
+            return contextlib.nullcontext()
+        return torch.cuda.use_mem_pool(self.make_pool())
+
+    def allocate(self, number: int) -> None:
+        size = (number * 37 + 1) % 40 * MIB // 4 + 1000 * (number % 7 + 1)
+        tensor = torch.empty(size, dtype=torch.uint8, device="cuda")
+        if tensor.data_ptr() == 0:
+            self.failures.append("a tensor at address 0")
+
+    def run_out(self, number: int) -> None:
+        """A request that no device has room for ends in an exception."""
+        try:
+            tensor = torch.empty(8 << 30, dtype=torch.uint8, device="cuda")
+        except RuntimeError:
+            return
+        self.failures.append(f"8 GiB were handed out at {tensor.data_ptr():#x}")
+
+    def backward(self, number: int) -> None:
+        weight = torch.ones(1000 + number % 5000, device="cuda", requires_grad=True)
+        (weight * weight).sum().backward()
+        if weight.grad is None or weight.grad.data_ptr() == 0:
+            self.failures.append("no gradient")
+
+    def read(self, number: int) -> None:
+        self.stats()
+
+    def _repeat(self, name: str, action: Any) -> None:
+        try:
+            with self._inside():
+                while not self.end:
+                    action(self.done[name])
+                    self.done[name] += 1
+                    time.sleep(0)
+        except BaseException as error:
+            self.failures.append(f"{name}: {type(error).__name__}: {error}"[:300])
+            raise
+
+    def run(self, seconds: float) -> dict[str, Any]:
+        """Whether each made progress until the end."""
+        actions = {"allocate": self.allocate, "allocate too": self.allocate, "read": self.read}
+        actions |= {"backward": self.backward, "run out": self.run_out}
+        threads = []
+        for name, action in actions.items():
+            self.done[name] = 0
+            threads.append(threading.Thread(target=self._repeat, args=(name, action), daemon=True))
+        for thread in threads:
+            thread.start()
+        time.sleep(seconds)
+        late = dict(self.done)
+        limit = time.monotonic() + 60  # a hang, not a slow machine
+        while (
+            time.monotonic() < limit
+            and not self.failures
+            and any(self.done[n] == late[n] for n in late)
+        ):
+            time.sleep(0.01)
+        hung = [n for n in late if self.done[n] == late[n]]
+        self.end = True
+        for thread in threads:
+            thread.join(60)
+        return {"hung": hung, "failures": self.failures[:5], "rounds": self.done}
+
+
+def facts_of_replacement(seconds: float) -> dict[str, Any]:
+    arena = replace(CONFIG)
+    tensor = torch.empty(1000, device="cuda")
+    large = torch.empty(3 * MIB, dtype=torch.uint8, device="cuda")
+    facts: dict[str, Any] = {"pointer": tensor.data_ptr()}
+    facts["stats"] = memory_stats(arena)
+    facts["live_in_snapshot"] = sorted(
+        (block.ptr, block.requested_bytes)
+        for chunk in arena.allocator(0).snapshot().chunks
+        for block in chunk.blocks
+        if not block.is_free
+    )
+    facts["expected_live"] = [[tensor.data_ptr(), 4000], [large.data_ptr(), 3 * MIB]]
+    try:
+        torch.empty(8 << 30, dtype=torch.uint8, device="cuda")
+    except RuntimeError as error:
+        facts["out_of_memory"] = f"{type(error).__name__}: {error}"
+    report = arena.allocator(0).last_report()
+    facts["report"] = None if report is None else report.message()
+    stream = torch.cuda.Stream()
+    large.record_stream(stream)
+    del large
+    facts["after_free"] = memory_stats(arena)["allocated_bytes.all.current"]
+    torch.cuda.empty_cache()
+    try:
+        replace(AllocatorConfig())
+    except AllocError as error:
+        facts["other_settings"] = str(error)
+    facts["threads"] = Threads(None, lambda: memory_stats(arena)).run(seconds)
+    facts["problems"] = check_snapshot(arena.allocator(0).snapshot())
+    return facts
+
+
+def facts_of_segments(seconds: float) -> dict[str, Any]:
+    pool = segments(CONFIG)
+    facts: dict[str, Any] = {}
+    with torch.cuda.use_mem_pool(pool):
+        tensor = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
+        facts["allocated"] = torch.cuda.memory_allocated()
+        facts["reserved"] = torch.cuda.memory_reserved()
+        facts["segments"] = [[s["address"], s["total_size"]] for s in pool.snapshot()]
+        facts["pointer"] = tensor.data_ptr()
+        try:
+            torch.empty(8 << 30, dtype=torch.uint8, device="cuda")
+        except torch.OutOfMemoryError as error:
+            facts["out_of_memory"] = type(error).__name__
+
+    def stats() -> None:
+        torch.cuda.memory_allocated()
+        torch.cuda.memory_stats()
+
+    facts["threads"] = Threads(lambda: segments(CONFIG), stats).run(seconds)
+    return facts
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    sys.setswitchinterval(1e-4)
+    of = {"replace": facts_of_replacement, "segments": facts_of_segments}
+    print(json.dumps(of[sys.argv[1]](float(sys.argv[2]))))
