@@ -3,8 +3,8 @@
     uv build --wheel --package gpu-alloc -o dist
     python scripts/native_wheel.py dist
 
-The library knows no version of Python, so the wheel is `py3-none-<platform>`: manylinux of the glibc
-that it was built against, as auditwheel would name it. The wheel without it is replaced.
+The library knows no version of Python, so the wheel is `py3-none-<platform>`: manylinux of the
+glibc that it was built against, as auditwheel would name it. The wheel without it is replaced.
 """
 
 import base64

@@ -1,6 +1,6 @@
 """What is done with a recorded trace, on any machine: replay, explain, tune, compare, plot.
 
-May import: core, sources.
+May import: core, native, sources.
 """
 
 from gpu_alloc.trace.comparing import compare as compare

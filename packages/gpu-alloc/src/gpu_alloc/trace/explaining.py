@@ -15,7 +15,8 @@ from typing import final
 from gpu_alloc.core import MIB, AllocatorConfig, OomReport, format_bytes
 from gpu_alloc.errors import AllocValueError, check_kind
 from gpu_alloc.events import TraceEvent
-from gpu_alloc.trace.replaying import replay
+from gpu_alloc.trace.replaying import replay_requests
+from gpu_alloc.trace.requests import Requests
 from gpu_alloc.trace.tuning import candidates, tune
 
 
@@ -90,15 +91,16 @@ def explain(
     check_kind(capacity_bytes, int, "capacity_bytes must be a whole number")
     if capacity_bytes < 1:
         raise AllocValueError(f"capacity_bytes={capacity_bytes}; a device has memory")
-    result = replay(trace, config, capacity_bytes)
+    requests = Requests(trace)
+    result = replay_requests(requests, config, capacity_bytes)
     if result.oom is None:
         return None
     report, stats = result.oom, result.oom.stats
     limit = min(capacity_bytes, report.limit_bytes or capacity_bytes)
-    peak = replay(trace, AllocatorConfig(alignment_size=config.alignment_size)).peak_live_bytes
+    peak = requests.peak_live_bytes
     change, num_tried = None, 0
     if peak <= capacity_bytes:
-        change, num_tried = _change(trace, config, capacity_bytes)
+        change, num_tried = _change(trace, requests, config, capacity_bytes)
     return Explanation(
         num_event=result.num_events,
         event=trace[result.num_events],
@@ -118,22 +120,22 @@ def explain(
 
 
 def _change(
-    trace: Sequence[TraceEvent], config: AllocatorConfig, capacity_bytes: int
+    trace: Sequence[TraceEvent], requests: Requests, config: AllocatorConfig, capacity_bytes: int
 ) -> tuple[AllocatorConfig | None, int]:
     """The first settings that run the trace: the given ones without their limit, the tuner's
     candidates for this device, and what the tuner finds, held to the device that it found.
     """
     tried = [replace(config, memory_limit_in_mb=0)]
-    made = candidates(trace).values()
+    made = candidates(requests).values()
     tried += [candidate(capacity_bytes // MIB) for candidate in made]
     for number, settings in enumerate(tried, start=1):
         settings = replace(settings, alignment_size=config.alignment_size)
-        if replay(trace, settings, capacity_bytes).oom is None:
+        if requests.run(settings, capacity_bytes)[1] is None:
             return settings, number
     tuned = tune(trace)
     if tuned.capacity_bytes <= capacity_bytes:
         held = replace(tuned.config, memory_limit_in_mb=tuned.capacity_bytes // MIB)
-        if replay(trace, held, capacity_bytes).oom is None:
+        if requests.run(held, capacity_bytes)[1] is None:
             return held, len(tried) + 1
     return None, len(tried) + 1
 

@@ -13,12 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from gpu_alloc.core import AllocatorConfig, OomReport, OutOfMemoryError, Stats, TwoPoolAllocator
-from gpu_alloc.errors import AllocValueError, TraceError, check_kind
+from gpu_alloc.core import AllocatorConfig, OomReport, Stats, TwoPoolAllocator
+from gpu_alloc.errors import AllocValueError, check_kind
 from gpu_alloc.events import TraceEvent
-from gpu_alloc.sources import AddressSource
-
-GRANULARITY_BYTES = 2 << 20
+from gpu_alloc.trace.requests import GRANULARITY_BYTES, Requests, check_request
 
 
 @final
@@ -49,29 +47,14 @@ def replay(
     block that is allocated twice or freed without being allocated, and AllocValueError for a
     negative capacity.
     """
-    check_kind(trace, Iterable, "trace must be a sequence of TraceEvents")
-    source = AddressSource(capacity_bytes, granularity_bytes=GRANULARITY_BYTES)
-    num_events = 0
-    oom: OomReport | None = None
-    try:
-        allocator = TwoPoolAllocator(source, config, on_exhausted=nothing_to_reclaim)
-    except OutOfMemoryError as error:
-        return ReplayResult(
-            peak_live_bytes=0,
-            peak_reserved_bytes=0,
-            num_events=0,
-            oom=error.report,
-            stats=error.report.stats,
-        )
-    live: dict[int, int] = {}
-    for event in trace:
-        try:
-            apply_event(event, num_events, allocator, live)
-        except OutOfMemoryError as error:
-            oom = error.report
-            break
-        num_events += 1
-    stats = allocator.stats()
+    return replay_requests(Requests(trace), config, capacity_bytes)
+
+
+def replay_requests(
+    requests: Requests, config: AllocatorConfig, capacity_bytes: int | None = None
+) -> ReplayResult:
+    """As `replay`, of a trace that was read before."""
+    num_events, oom, stats = requests.run(config, capacity_bytes)
     return ReplayResult(
         peak_live_bytes=stats.requested_peak_bytes,
         peak_reserved_bytes=stats.reserved_peak_bytes,
@@ -99,7 +82,8 @@ def minimal_capacity(
         raise AllocValueError(
             f"resolution_bytes={resolution_bytes} is below 1; use for example {GRANULARITY_BYTES}"
         )
-    unlimited = replay(trace, config)
+    requests = Requests(trace)
+    unlimited = replay_requests(requests, config)
     if unlimited.oom is not None:
         raise AllocValueError(
             f"the trace does not fit under the configuration's own limit: {unlimited.oom.remedy()}"
@@ -108,7 +92,7 @@ def minimal_capacity(
     works = -(-unlimited.peak_reserved_bytes // resolution_bytes)
     while works - fails > 1:
         middle = (works + fails) // 2
-        if middle >= 0 and replay(trace, config, middle * resolution_bytes).oom is None:
+        if middle >= 0 and requests.run(config, middle * resolution_bytes)[1] is None:
             works = middle
         else:
             fails = middle
@@ -122,23 +106,8 @@ def apply_event(
 
     Raises TraceError naming the event for one that contradicts those before it.
     """
-    check_kind(event, TraceEvent, "a trace holds TraceEvents")
+    check_request(event, index, live)
     if event.action == "alloc":
-        if event.block_id in live:
-            raise TraceError(
-                f"event {index} allocates block {event.block_id}, which is live; give it another "
-                "block_id"
-            )
         live[event.block_id] = allocator.malloc(event.size_bytes, event.stream).ptr
-    elif event.action == "mark":
-        return
-    elif event.block_id in live:
+    elif event.action == "free":
         allocator.free(live.pop(event.block_id))
-    else:
-        raise TraceError(
-            f"event {index} frees block {event.block_id}, which is not live; record its alloc first"
-        )
-
-
-def nothing_to_reclaim() -> None:
-    """Replayed blocks belong to the trace, so collecting garbage could free none."""

@@ -19,7 +19,8 @@ from gpu_alloc.core import AllocatorConfig, Snapshot, TwoPoolAllocator
 from gpu_alloc.errors import TraceError, check_kind
 from gpu_alloc.events import TraceEvent
 from gpu_alloc.sources import AddressSource, ChunkSource
-from gpu_alloc.trace.replaying import GRANULARITY_BYTES, apply_event, nothing_to_reclaim
+from gpu_alloc.trace.replaying import apply_event
+from gpu_alloc.trace.requests import GRANULARITY_BYTES, nothing_to_reclaim
 
 _IGNORED = frozenset(
     ("free_requested", "segment_alloc", "segment_free", "segment_map", "segment_unmap", "snapshot")

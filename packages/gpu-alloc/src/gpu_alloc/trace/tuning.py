@@ -22,7 +22,7 @@ from gpu_alloc.core import MIB, AllocatorConfig
 from gpu_alloc.errors import AllocValueError, check_kind
 from gpu_alloc.events import TraceEvent
 from gpu_alloc.sources import round_up
-from gpu_alloc.trace.replaying import GRANULARITY_BYTES, replay
+from gpu_alloc.trace.requests import GRANULARITY_BYTES, Requests
 
 _FINALISTS = 3
 _CHUNKS_MB = (20, 64, 256)
@@ -65,7 +65,7 @@ class Tuned:
         Path(path).write_text(self.to_toml(), encoding="utf-8")
 
 
-def candidates(trace: Sequence[TraceEvent]) -> Mapping[str, Candidate]:
+def candidates(requests: Requests) -> Mapping[str, Candidate]:
     """What is tried for a trace, by name."""
     found: dict[str, Candidate] = {
         "growth by the request": partial(_of_size, AllocatorConfig()),
@@ -85,7 +85,7 @@ def candidates(trace: Sequence[TraceEvent]) -> Mapping[str, Candidate]:
         config = AllocatorConfig(
             small_pool_size_in_mb=size_mb, small_pool_auto_growth_chunk_size_in_mb=size_mb
         )
-        held = replay(trace, config).stats.small.reserved_peak_bytes
+        held = requests.run(config, None)[2].small.reserved_peak_bytes
         small_mb = round_up(held, GRANULARITY_BYTES) // MIB
         name = f"a slab beside a pool up to {size_mb} MiB"
         found[name] = partial(_slab, config, beside_mb=small_mb)
@@ -122,11 +122,12 @@ def tune(trace: Sequence[TraceEvent], *, first: float = 0.4) -> Tuned:
     check_kind(first, (int, float), "first must be a number")
     if not 0 < first <= 1:
         raise AllocValueError(f"first={first} is outside (0, 1]; use for example 0.4")
-    live = replay(trace, AllocatorConfig()).peak_live_bytes
+    requests = Requests(trace)
+    live = requests.peak_live_bytes
     if not live:
         raise AllocValueError("the trace allocates nothing; record a program that does")
-    beginning = trace[: max(int(len(trace) * first), 1)]
-    live_first = max(replay(beginning, AllocatorConfig()).peak_live_bytes, 1)
+    beginning = Requests(trace[: max(int(len(trace) * first), 1)])
+    live_first = max(beginning.peak_live_bytes, 1)
     ranked: list[tuple[int, str, Candidate]] = []
     for name, candidate in candidates(beginning).items():
         best = min((size for size, _, _ in ranked), default=None)
@@ -136,7 +137,7 @@ def tune(trace: Sequence[TraceEvent], *, first: float = 0.4) -> Tuned:
     ranked.sort(key=lambda entry: entry[0])
     won: tuple[int, int, str, Candidate] | None = None
     for size_first, name, candidate in ranked[:_FINALISTS]:
-        size = smallest_device(trace, candidate, live, at_most=won[0] if won else None)
+        size = smallest_device(requests, candidate, live, at_most=won[0] if won else None)
         if size is not None and (won is None or size < won[0]):
             won = (size, size_first, name, candidate)
     if won is None:
@@ -153,15 +154,15 @@ def tune(trace: Sequence[TraceEvent], *, first: float = 0.4) -> Tuned:
 
 
 def smallest_device(
-    trace: Sequence[TraceEvent], candidate: Candidate, live_bytes: int, *, at_most: int | None
+    requests: Requests, candidate: Candidate, live_bytes: int, *, at_most: int | None
 ) -> int | None:
-    """Smallest device, in bytes, on which a candidate runs `trace`; None when it is above
+    """Smallest device, in bytes, on which a candidate runs the requests; None when it is above
     `at_most`.
     """
 
     def runs(pages: int) -> bool:
         size = pages * GRANULARITY_BYTES
-        return replay(trace, candidate(size // MIB), size).oom is None
+        return requests.run(candidate(size // MIB), size)[1] is None
 
     fails = live_bytes // GRANULARITY_BYTES - 1
     works = 2 + 2 * max(fails, 1)

@@ -1,0 +1,130 @@
+"""A trace read once, as plain numbers, to be run under many settings.
+
+Runs on the compiled core where there is one, which decides as the Python core does, and on that
+otherwise.
+
+Invariant: the requests contradict each other nowhere, so that a run ends at its end or without
+memory.
+"""
+
+from array import array
+from collections.abc import Container, Iterable
+from functools import cache
+from typing import final
+
+from gpu_alloc.core import AllocatorConfig, OomReport, OutOfMemoryError, Stats, TwoPoolAllocator
+from gpu_alloc.errors import TraceError, check_kind
+from gpu_alloc.events import TraceEvent
+from gpu_alloc.native import NativeAllocator, NativeUnavailableError, native_library
+from gpu_alloc.sources import AddressSource
+
+GRANULARITY_BYTES = 2 << 20
+_MOST = 1 << 60  # beyond which a size or a stream is left to Python's integers
+
+
+@final
+class Requests:
+    """The requests of a trace. Raises TraceError naming the event for a block that is allocated
+    twice or freed without being allocated.
+
+    peak_live_bytes: most bytes requested and not yet freed at a time.
+    """
+
+    def __init__(self, trace: Iterable[TraceEvent]) -> None:
+        check_kind(trace, Iterable, "trace must be a sequence of TraceEvents")
+        self._rows: list[int] = []  # 0 or 1 for a malloc or free, number of the block, size, stream
+        self._indices: list[int] = []  # of the row's event in the trace
+        self.num_events = 0
+        self.num_blocks = 0
+        self.peak_live_bytes = 0
+        live: dict[int, tuple[int, int]] = {}
+        live_bytes = 0
+        for event in trace:
+            check_request(event, self.num_events, live)
+            if event.action == "alloc":
+                live[event.block_id] = self.num_blocks, event.size_bytes
+                live_bytes += event.size_bytes
+                self._rows += 0, self.num_blocks, event.size_bytes, event.stream
+                self.num_blocks += 1
+                self.peak_live_bytes = max(self.peak_live_bytes, live_bytes)
+            elif event.action == "free":
+                block, size_bytes = live.pop(event.block_id)
+                live_bytes -= size_bytes
+                self._rows += 1, block, 0, 0
+            if event.action != "mark":
+                self._indices.append(self.num_events)
+            self.num_events += 1
+        self._is_small = all(abs(number) < _MOST for number in self._rows)
+        self._numbers = array("q", self._rows) if self._is_small else None
+
+    def run(
+        self, config: AllocatorConfig, capacity_bytes: int | None
+    ) -> tuple[int, OomReport | None, Stats]:
+        """Run on so many bytes of invented addresses: how many events were done, the report of the
+        one that found no memory, and the counters at the end.
+        """
+        source = AddressSource(capacity_bytes, granularity_bytes=GRANULARITY_BYTES)
+        try:
+            if self._numbers is not None and _is_compiled():
+                return self._run_compiled(self._numbers, config, source)
+            return self._run_in_python(config, source)
+        except OutOfMemoryError as error:  # of the pre-allocation
+            return 0, error.report, error.report.stats
+
+    def _run_compiled(
+        self, numbers: "array[int]", config: AllocatorConfig, source: AddressSource
+    ) -> tuple[int, OomReport | None, Stats]:
+        allocator = NativeAllocator.on_invented_addresses(
+            config,
+            capacity_bytes=source.capacity_bytes,
+            granularity_bytes=source.granularity_bytes,
+        )
+        done = allocator.run(numbers, self.num_blocks)
+        report = allocator.last_report() if done < len(self._indices) else None
+        return self._num_done(done), report, allocator.stats()
+
+    def _run_in_python(
+        self, config: AllocatorConfig, source: AddressSource
+    ) -> tuple[int, OomReport | None, Stats]:
+        allocator = TwoPoolAllocator(source, config, on_exhausted=nothing_to_reclaim)
+        ptrs = [0] * self.num_blocks
+        rows = zip(*[iter(self._rows)] * 4, strict=True)
+        for done, (is_free, block, size, stream) in enumerate(rows):
+            if is_free:
+                allocator.free(ptrs[block])
+                continue
+            try:
+                ptrs[block] = allocator.malloc(size, stream).ptr
+            except OutOfMemoryError as error:
+                return self._num_done(done), error.report, allocator.stats()
+        return self.num_events, None, allocator.stats()
+
+    def _num_done(self, rows: int) -> int:
+        return self._indices[rows] if rows < len(self._indices) else self.num_events
+
+
+def check_request(event: TraceEvent, index: int, live: Container[int]) -> None:
+    """Raise TraceError naming the event for one that contradicts those before it."""
+    check_kind(event, TraceEvent, "a trace holds TraceEvents")
+    if event.action == "alloc" and event.block_id in live:
+        raise TraceError(
+            f"event {index} allocates block {event.block_id}, which is live; give it another "
+            "block_id"
+        )
+    if event.action == "free" and event.block_id not in live:
+        raise TraceError(
+            f"event {index} frees block {event.block_id}, which is not live; record its alloc first"
+        )
+
+
+def nothing_to_reclaim() -> None:
+    """Replayed blocks belong to the trace, so collecting garbage could free none."""
+
+
+@cache
+def _is_compiled() -> bool:
+    try:
+        native_library()
+    except NativeUnavailableError:
+        return False  # the Python core decides alike
+    return True
