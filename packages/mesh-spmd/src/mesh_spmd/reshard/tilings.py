@@ -237,7 +237,7 @@ def _piece_at(position: int, digits: Sequence[tuple[int, int]]) -> int:
 def _pieces_between(
     low: int, high: int, bounds: tuple[int, ...], bases: Sequence[int]
 ) -> list[tuple[int, int, int, int]]:
-    """Each piece that meets `low` to `high`: number, base, and begin and length of what is shared."""
+    """Each piece that meets `low` to `high`: number, base, begin and length of what is shared."""
     if len(bounds) == 2:
         low, high = max(low, bounds[0]), min(high, bounds[1])
         return [(0, 0, low, high - low)] if low < high else []
