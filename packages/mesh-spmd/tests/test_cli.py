@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -124,3 +125,61 @@ def test_plan_prints_bytes_of_each_rank_beside_the_limit(
     assert [row["received"] for row in rows] == [0, 32, 32, 0]
     assert main(["plan", "ep=2", "ep=2/ep=0", "--shape", "4", "--dtype", "real"]) == 2
     assert "--dtype got 'real'" in capsys.readouterr().err
+
+
+def test_layout_shows_a_state_dict_from_headers_alone(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    experts = {"dtype": "BF16", "shape": [6, 4], "data_offsets": [0, 48]}
+    norm = {"dtype": "F32", "shape": [5], "data_offsets": [48, 68]}
+    table = {"__metadata__": {"format": "pt"}, "layers.0.experts.w": experts, "norm": norm}
+    header = json.dumps(table).encode()
+    (tmp_path / "model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + bytes(68)
+    )
+    line = f"layout {tmp_path} --mesh dp=2,ep=4 --rule *.experts.*:ep=0 --rule *:"
+    out = run(capsys, line).splitlines()
+    assert out[0].split()[:4] == ["tensor", "dtype", "shape", "cut"]
+    assert "does not divide by ep=4: ep replicates" in out[1]
+    assert out[2].split() == ["norm", "F32", "(5)", "replicated"]
+    assert out[4] == "2 tensors, 68 bytes; 1 not cut as wanted"
+    assert out[5] == "bytes on a rank: 68 (rank 0) to 68 (rank 0)"
+    out = run(capsys, f"{line} --ragged --fallbacks").splitlines()
+    assert "ep=0(2, 2, 1, 1)" in out[1] and out[1].endswith("ep is ragged") and len(out) == 5
+    assert out[4] == "bytes on a rank: 28 (rank 2) to 36 (rank 0)"
+    rows = [json.loads(row) for row in run(capsys, f"{line} --ragged --json").splitlines()]
+    assert rows[0]["shard"] == {"dp": None, "ep": 0} and rows[0]["sizes"] == {"ep": [2, 2, 1, 1]}
+    assert sum(rows[-1]["bytes_of_ranks"].values()) == 2 * 48 + 8 * 20
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"w": {"dtype": "BF16"}}', "w must be"),
+        ('{"w": {"dtype": "X", "shape": [2]}}', "w has dtype 'X'; expected one of"),
+        ('{"w": {"dtype": "F32", "shape": [-2]}}', "w has shape [-2]"),
+        ("[]", "must hold a JSON object"),
+        ("{", "cannot be read"),
+        ("{}", "holds no tensor"),
+        ('{"w": {"dtype": "F32", "shape": [2]}}', "no tensor follows the rules ['v']"),
+    ],
+)
+def test_layout_names_what_is_wrong_with_a_list_of_shapes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, message: str
+) -> None:
+    (tmp_path / "shapes.json").write_text(content)
+    line = ["layout", str(tmp_path / "shapes.json"), "--mesh", "ep=2", "--rule", "v:ep=0"]
+    assert main(line) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_layout_refuses_what_is_no_safetensors_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    rules = ["--mesh", "ep=2", "--rule", "*:ep=0"]
+    assert main(["layout", str(tmp_path), *rules]) == 2
+    assert "has no *.safetensors" in capsys.readouterr().err
+    (tmp_path / "a.safetensors").write_bytes(b"\xff" * 20)
+    assert main(["layout", str(tmp_path), *rules]) == 2
+    assert "it is no safetensors file" in capsys.readouterr().err
+    assert main(["layout", str(tmp_path), "--mesh", "ep=2", "--rule", "ep=0"]) == 2

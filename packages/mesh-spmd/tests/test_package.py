@@ -51,6 +51,7 @@ def test_arguments_of_a_wrong_type_are_named_by_an_error_of_the_package(right: d
         "ProcessMesh": ("shape",),
         "Spec": ("mesh",),
         "all_boxes": ("global_shape",),
+        "choose_layouts": ("mesh",),
         "choose_placements": ("global_shape", "mesh"),
         "local_box": ("global_shape", "spec"),
         "FlatSpec": ("spec",),
@@ -63,7 +64,7 @@ def test_arguments_of_a_wrong_type_are_named_by_an_error_of_the_package(right: d
         "split_tensor": (),
     }
     given = {name: {a: right[a] for a in of if a in right} for name, of in takes.items()}
-    assert check_wrong_types(mesh_spmd, MeshSpmdError, given=given, not_called=["Topology"]) == 15
+    assert check_wrong_types(mesh_spmd, MeshSpmdError, given=given, not_called=["Topology"]) == 16
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from mesh_spmd.layout import FlatSpec as FlatSpec
 from mesh_spmd.layout import Spec as Spec
 from mesh_spmd.layout import TensorSpec as TensorSpec
 from mesh_spmd.layout import all_boxes as all_boxes
+from mesh_spmd.layout import choose_layouts as choose_layouts
 from mesh_spmd.layout import choose_placements as choose_placements
 from mesh_spmd.layout import local_box as local_box
 from mesh_spmd.mesh import ProcessMesh as ProcessMesh

@@ -4,6 +4,7 @@
     mesh-spmd groups --mesh pp=2,dp=2,ep=2 --axes dp,ep
     mesh-spmd place --mesh dp=2,ep=4 --shape 60,512 --shard dp=0,ep=0
     mesh-spmd plan dp=2,ep=8/ep=0 dp=1,ep=16/ep=0 --shape 64,1024,512
+    mesh-spmd layout checkpoint-100 --mesh dp=2,ep=8 --rule '*.experts.*:ep=0' --rule '*:'
 
 torch is imported by the commands and not by `--help`.
 """
@@ -13,10 +14,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mesh_spmd.commands import BOXES, GROUPS, PLACE, PLAN, Command
+from mesh_spmd.commands import BOXES, GROUPS, LAYOUT, PLACE, PLAN, Command
 from mesh_spmd.errors import MeshSpmdError
 
-COMMANDS: tuple[Command, ...] = (BOXES, GROUPS, PLACE, PLAN)
+COMMANDS: tuple[Command, ...] = (BOXES, GROUPS, PLACE, PLAN, LAYOUT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

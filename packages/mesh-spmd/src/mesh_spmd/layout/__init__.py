@@ -10,4 +10,6 @@ from mesh_spmd.layout.boxes import local_box as local_box
 from mesh_spmd.layout.choice import choose_placements as choose_placements
 from mesh_spmd.layout.flat import FlatSpec as FlatSpec
 from mesh_spmd.layout.spec import Spec as Spec
+from mesh_spmd.layout.state import TensorLayout as TensorLayout
+from mesh_spmd.layout.state import choose_layouts as choose_layouts
 from mesh_spmd.layout.tensor_spec import TensorSpec as TensorSpec
