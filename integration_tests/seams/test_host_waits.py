@@ -1,0 +1,221 @@
+"""What stops the host until a device is done: a committed table, by call, layer, stage and step.
+
+Two ranks on devices of devicetest, with `nccl` alone and beside gloo; each program is run once to
+warm up and once to be counted. A wait that is not in the table fails with file and line; one that
+has gone asks to write the table anew:
+`python integration_tests/seams/test_host_waits.py`.
+"""
+
+import os
+import re
+import tempfile
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import comm_collectives as cc
+from comm_collectives.moe import OverlappedMoe
+from devicetest import Machine, fake_cuda
+from moe_pipeline import MoEConfig, MoELayer
+from moe_pipeline.executor import StageOutput
+from moe_pipeline.executor.options import ExecutorOptions
+from moe_pipeline.executor.pipeline_executor import PipelineExecutor
+from moe_pipeline.groups import MoEGroups
+from moe_pipeline.schedules.generators.catalog import SCHEDULES
+from moe_train.config import load_config
+from moe_train.data import Batch
+from moe_train.parallel import start
+from moe_train.training import build_runner, read_model_config
+from ranktest import run_ranks
+from unified_ckpt.geometry import shard
+
+TABLE = Path(__file__).parents[2] / "testing" / "devicetest" / "host_waits.toml"
+BACKENDS = ("nccl", "cpu:gloo,cuda:nccl")
+MODEL = """{"model_type": "qwen3_moe", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2,
+"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4,
+"num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 32}"""
+JOB = """
+model.config_file = "config.json"
+train = { output_dir = "run", max_steps = 9, global_batch_size = 8, device = "cuda" }
+optimizer.lr = 1e-3
+data.sequence_length = 16
+"""
+Waits = dict[str, list[str]]  # the lines that wait, by program
+Program = Callable[[], Any]
+
+
+def calls(rank: int) -> Iterator[tuple[str, Program]]:
+    """A program for each call, and its backward."""
+    x = torch.ones(8, 4, device="cuda", requires_grad=True)
+    yield "all_reduce", lambda: cc.all_reduce(x.detach())
+    yield "all_reduce, async_op", lambda: cc.all_reduce(x.detach(), async_op=True).wait()
+    yield "all_reduce and backward", lambda: cc.all_reduce(x).sum().backward()
+    yield "all_reduce, max", lambda: cc.all_reduce(x.detach(), op="max")
+    yield "all_gather and backward", lambda: cc.all_gather(x).sum().backward()
+    yield "reduce_scatter and backward", lambda: cc.reduce_scatter(x).sum().backward()
+    yield "all_to_all and backward", lambda: cc.all_to_all(x).sum().backward()
+    splits = [3, 5] if rank == 0 else [4, 4]
+    yield "all_to_all, splits", lambda: cc.all_to_all(x.detach(), input_splits=splits)
+    yield "broadcast", lambda: cc.broadcast(x.detach() if rank == 0 else None, src=0)
+
+    def lists() -> None:
+        if rank == 0:
+            cc.isend_tensors([x.detach()], dst=1).wait()
+        else:
+            cc.recv_tensors(src=0)
+
+    yield "isend_tensors, recv_tensors", lists
+
+    def single() -> None:
+        if rank == 0:
+            cc.send(x, dst=1).sum().backward()
+        else:
+            cc.recv(src=0).sum().backward()
+
+    yield "send, recv and backward", single
+    idx = torch.tensor([[0, 3], [1, 2]] * 4, device="cuda")
+    weights = torch.full((8, 2), 0.5, device="cuda")
+
+    def moe() -> None:
+        sent = cc.dispatch(x, idx, weights, num_experts=4)
+        cc.combine(sent.x * sent.topk_weights[:, None], sent.handle).sum().backward()
+
+    yield "dispatch, combine and backward", moe
+    overlapped = OverlappedMoe(num_experts=4)
+
+    def chunks() -> None:
+        overlapped(x, idx, weights, lambda sent: sent.x * 2).sum().backward()
+
+    yield "OverlappedMoe and backward", chunks
+
+
+def layers() -> Iterator[tuple[str, Program]]:
+    """A layer with all experts, and one with half of them on each rank."""
+    config = MoEConfig(hidden_size=8, moe_intermediate_size=4, num_experts=4, num_experts_per_tok=2)
+    for name, groups in (
+        ("alone", MoEGroups()),
+        ("ep=2", MoEGroups(ep=dist.group.WORLD, tokens=dist.group.WORLD)),
+    ):
+        layer = MoELayer(config, groups=groups, device="cuda")
+        x = torch.ones(6, 8, device="cuda", requires_grad=True)
+
+        def run(layer: MoELayer = layer, x: torch.Tensor = x) -> None:
+            out = layer(x)
+            (out.hidden.sum() + out.aux_loss).backward()
+
+        yield f"MoELayer, {name}, and backward", run
+
+
+def stages(rank: int) -> Iterator[tuple[str, Program]]:
+    """A step of a pipeline whose messages have one shape."""
+    weight = torch.ones(8, device="cuda", requires_grad=True)
+
+    def stage(x: torch.Tensor, *, target: object) -> StageOutput:
+        y = x * weight
+        return StageOutput(loss=y.sum()) if rank else StageOutput(tensors=(y,))
+
+    groups = [dist.group.WORLD, dist.new_group()]
+    executor = PipelineExecutor(
+        {rank: stage},
+        SCHEDULES["1f1b"](2, 4),
+        rank=rank,
+        forward_group=groups[0],
+        backward_group=groups[1],
+        options=ExecutorOptions(device="cuda", timeout_s=60),
+    )
+    inputs = [(torch.ones(3, 8, device="cuda"),)] * 4
+    yield "PipelineExecutor.step, 1f1b, 4 microbatches", lambda: executor.step(inputs)
+
+
+def steps(folder: Path) -> Iterator[tuple[str, Program]]:
+    """A step of training."""
+    for layout in ("dp", "ep", "pp"):
+        config = load_config(
+            folder / "job.toml", [f"parallel.{layout}=2", "train.gradient_accumulation_steps=2"]
+        )
+        parallel = start(config)
+        runner, _ = build_runner(config, read_model_config(config), parallel, {})
+        each = 4 // parallel.num_data_ranks
+        places = torch.arange(16, device="cuda").expand(each, 16)  # as BatchLoader brings them
+        tokens = torch.arange(each * 17, device="cuda").view(each, 17) % 96
+        batch = Batch(input_ids=tokens[:, :-1], labels=tokens[:, 1:], position_ids=places)
+        yield f"moe-train, {layout}=2, a step", lambda r=runner, b=batch: r.train([b, b], lr=1e-3)
+
+
+def programs(rank: int, folder: Path) -> Iterator[tuple[str, Program]]:
+    yield from calls(rank)
+    yield from layers()
+    yield from stages(rank)
+    yield from steps(folder)
+
+
+def count(cuda: Machine, program: Program) -> list[str]:
+    """Run a program twice; return where the second run waited."""
+    program()
+    torch.cuda.synchronize()
+    cuda.syncs.clear()
+    program()
+    return [f"{sync.where}: {sync.kind}" for sync in cuda.syncs]
+
+
+def measure() -> Waits:
+    """The waits of each program on the rank that has more of them, alike on both backends."""
+
+    def fn(rank: int, world_size: int) -> Waits:
+        os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
+        found: Waits = {}
+        for backend in BACKENDS:
+            with fake_cuda(devices=2, unchecked=[(shard, "_check_tensor")]) as cuda:
+                torch.cuda.set_device(rank)
+                store = dist.FileStore(f"{folder}/{BACKENDS.index(backend)}", 2)
+                dist.init_process_group(backend, store=store, rank=rank, world_size=2)
+                for program, run in programs(rank, Path(folder)):
+                    waits = count(cuda, run)
+                    assert without_lines(found.setdefault(program, waits)) == without_lines(waits)
+                cuda.check()
+                dist.destroy_process_group()
+        return found
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(MODEL)
+        (Path(folder) / "job.toml").write_text(JOB)
+        ranks: list[Any] = run_ranks(fn, 2, init=False, timeout_s=300)
+    return {name: max((waits[name] for waits in ranks), key=len) for name in ranks[0]}
+
+
+def without_lines(waits: list[str]) -> list[str]:
+    """The waits by file and function, which edits elsewhere leave as they are, and how many."""
+    counts = Counter(re.sub(r":\d+ ", " ", wait) for wait in waits)
+    return [f"{number} x {wait}" for wait, number in sorted(counts.items())]
+
+
+def test_what_stops_the_host_is_what_the_table_says() -> None:
+    table, problems = tomllib.loads(TABLE.read_text())["waits"], []
+    measured = measure()
+    for name in sorted({*table, *measured}):
+        waits = measured.get(name, [])
+        if without_lines(waits) != table.get(name):
+            new = "\n    ".join(sorted(set(waits))) or "nothing"
+            was = "\n    ".join(table.get(name, ["not in the table"])) or "nothing"
+            problems.append(f"{name}: waits at\n    {new}\n  the table has\n    {was}")
+    how = f"if all of it is meant, write the table anew: python {Path(__file__).name}"
+    assert not problems, "\n".join([*problems, how])
+
+
+def test_no_message_of_an_executor_stops_the_host() -> None:
+    table = tomllib.loads(TABLE.read_text())["waits"]
+    assert table["PipelineExecutor.step, 1f1b, 4 microbatches"] == []
+
+
+if __name__ == "__main__":
+    rows = [f"# Written by integration_tests/seams/{Path(__file__).name}, which says of what."]
+    rows += ["", "[waits]"]
+    for program, waits in measure().items():
+        told = "".join(f'    "{wait}",\n' for wait in without_lines(waits))
+        rows.append(f'"{program}" = [\n{told}]' if told else f'"{program}" = []')
+    TABLE.write_text("\n".join(rows) + "\n")
