@@ -48,8 +48,9 @@ LINES_ADDED = {
     # Fourteen families instead of one: rules that are read in both directions, specs as files of
     # users, formats found and explained, companions, unknown families, one file a command.
     # Tensors that are computed, in bounded memory: casts, transposes. fp8 and mxfp4 there and back,
-    # with kept scales. Runs that are resumed from a journal, and moves.
-    "weight-convert": 1_250 + 420 + 1_000 + 950,
+    # with kept scales. Runs that are resumed from a journal, and moves. Merges: eleven methods whose
+    # norms, ranks and draws are found in passes, so that no tensor is held; stacking of layers.
+    "weight-convert": 1_250 + 420 + 1_000 + 950 + 950,
     # Tokens of padding that no expert sees. Transfers in one order, its proof for process groups
     # that keep one (NCCL), and a transport that leaves such a device alone; torch's builders.
     "moe-pipeline": 150 + 600,

@@ -2,8 +2,10 @@ from weight_convert.errors import WeightConvertError as WeightConvertError
 from weight_convert.files import Catalog as Catalog
 from weight_convert.files import read_catalog as read_catalog
 from weight_convert.files import read_header as read_header
+from weight_convert.merging import MergeConfig as MergeConfig
+from weight_convert.merging import MergeModel as MergeModel
+from weight_convert.merging import merge as merge
 from weight_convert.plan import ConversionOptions as ConversionOptions
-from weight_convert.plan import ConversionPlan as ConversionPlan
 from weight_convert.plan import plan_conversion as plan_conversion
 from weight_convert.quantization import dequantize as dequantize
 from weight_convert.quantization import quantize as quantize
@@ -14,8 +16,6 @@ from weight_convert.specs import FamilySpec as FamilySpec
 from weight_convert.specs import StoredView as StoredView
 from weight_convert.specs import get_spec as get_spec
 from weight_convert.specs import read_spec as read_spec
-from weight_convert.verification import Explanation as Explanation
-from weight_convert.verification import Summary as Summary
 from weight_convert.verification import VerifyReport as VerifyReport
 from weight_convert.verification import explain as explain
 from weight_convert.verification import inspect as inspect

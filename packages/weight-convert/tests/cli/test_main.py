@@ -200,3 +200,17 @@ def test_a_model_is_dequantised_and_quantised_again(tmp_path: Path, capsys: Any)
     assert main(["verify", a, c]) == 0
     assert main(["quantize", a, str(tmp_path / "d")]) == 2
     assert "has no quantization.kept; choose" in capsys.readouterr().err
+
+
+def test_models_are_merged_as_a_file_says(tmp_path: Path, oracle: Any, capsys: Any) -> None:
+    pytest.importorskip("torch")
+    model = oracle.make_model(dtype="F32")
+    for name in "ab":
+        model.write(tmp_path / name, "fused", num_files=2)
+    models = '[[models]]\npath = "a"\n[[models]]\npath = "b"\n'
+    (tmp_path / "m.toml").write_text('method = "linear"\nremove_keys = ["lm_head.*"]\n' + models)
+    assert main(["merge", str(tmp_path / "m.toml"), str(tmp_path / "c")]) == 0
+    assert "removed: 1 tensors of " in capsys.readouterr().out
+    (tmp_path / "m.toml").write_text('method = "mean"\n' + models)
+    assert main(["merge", str(tmp_path / "m.toml"), str(tmp_path / "d")]) == 2
+    assert "method='mean'; expected one of linear" in capsys.readouterr().err

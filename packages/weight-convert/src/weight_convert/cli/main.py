@@ -7,6 +7,7 @@
     weight-convert specs --check fused
     weight-convert dequantize DeepSeek-V3 plain
     weight-convert quantize plain again
+    weight-convert merge ties.toml merged
 
 Exit status: 0 done (equal, explained), 1 the directories differ or a tensor is not explained, 2 an
 error, 130 interrupted.
@@ -19,10 +20,21 @@ from collections.abc import Sequence
 
 from weight_convert.cli.convert import add_convert
 from weight_convert.cli.inspect import add_inspect
+from weight_convert.cli.merge import add_merge
 from weight_convert.cli.quantize import add_dequantize, add_quantize
 from weight_convert.cli.specs import add_specs
 from weight_convert.cli.verify import add_verify
 from weight_convert.errors import WeightConvertError
+
+_COMMANDS = (
+    add_convert,
+    add_verify,
+    add_inspect,
+    add_specs,
+    add_quantize,
+    add_dequantize,
+    add_merge,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Convert MoE checkpoints between the formats of their family, bit for bit.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (add_convert, add_verify, add_inspect, add_specs, add_quantize, add_dequantize):
+    for add in _COMMANDS:
         add(commands)
     args = parser.parse_args(argv)
     try:

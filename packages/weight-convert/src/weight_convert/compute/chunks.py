@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from weight_convert.compute import elementwise, fp8, mx
+from weight_convert.compute import elementwise, fp8, merging, mx
 from weight_convert.compute.reading import TensorReader, bytes_of, torch_dtype
 from weight_convert.errors import WeightConvertError
 from weight_convert.files import tensor_size_bytes
 from weight_convert.operations import (
     Cast,
+    Combine,
     FromBlocks,
     FromMx,
     Operation,
@@ -34,6 +35,7 @@ _Kernel = Callable[
 _KERNELS: Mapping[type[Operation], _Kernel] = {
     Cast: elementwise.cast,
     Transpose: elementwise.transpose,
+    Combine: merging.combine,
     FromBlocks: fp8.from_blocks,
     ToBlocks: fp8.to_blocks,
     FromMx: mx.from_mx,

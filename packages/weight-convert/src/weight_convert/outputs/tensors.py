@@ -8,7 +8,7 @@ Invariant: the pieces, in order, are all bytes of the tensor.
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from weight_convert.files import SourceTensor
@@ -57,6 +57,11 @@ class PlannedTensor:
             pieces=(piece,),
             order=NO_ORDER,
         )
+
+    def behind(self, num_files: int) -> "PlannedTensor":
+        """The tensor where its directory's files stand behind `num_files` others."""
+        pieces = tuple(replace(piece, file=piece.file + num_files) for piece in self.pieces)
+        return replace(self, pieces=pieces)
 
     @property
     def size_bytes(self) -> int:

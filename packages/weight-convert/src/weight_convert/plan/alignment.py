@@ -1,0 +1,27 @@
+"""The tensors of one directory under the names of another one's format.
+
+in_format_of(read_catalog("fused"), read_catalog("per_expert"))
+"""
+
+from weight_convert.files import Catalog
+from weight_convert.outputs import PlannedTensor
+from weight_convert.plan.completeness import check_complete
+from weight_convert.plan.detection import detect_format, spec_of
+from weight_convert.plan.regroup import as_stored, in_memory
+
+
+def in_format_of(catalog: Catalog, other: Catalog) -> dict[str, PlannedTensor]:
+    """The tensors of `catalog`, in the format of `other` where theirs differ.
+
+    Raises:
+        UnknownFamilyError: their names differ, and `config.json` names no known family.
+        IncompleteExpertsError: experts are missing.
+    """
+    if catalog.tensors.keys() != other.tensors.keys() and "model_type" in other.config:
+        family = spec_of(other, None)
+        formats = detect_format(catalog, family), detect_format(other, family)
+        if formats[0] != formats[1]:
+            memory = in_memory(catalog, family, formats[0])
+            check_complete(catalog, family, memory)
+            return {tensor.key: tensor for tensor in as_stored(memory, family, formats[1])}
+    return {key: PlannedTensor.of(tensor) for key, tensor in catalog.tensors.items()}

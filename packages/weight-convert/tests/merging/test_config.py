@@ -1,0 +1,77 @@
+from pathlib import Path
+
+import pytest
+
+from weight_convert.errors import WeightConvertError
+from weight_convert.merging import MergeConfig, MergeModel, Slice, read_config
+from weight_convert.merging.config import amount_at
+
+TEXT = """
+method = "ties"
+base = "base"
+remove_keys = ["model.mtp.*"]
+scale = 0.7
+
+[[models]]
+path = "code"
+weight = 0.6
+density = 0.5
+
+[[models]]
+path = "/else/math"
+weight = [0.2, 0.8]
+density = { "*.mlp.*" = 0.3, "*" = 0.6 }
+"""
+
+
+def test_a_file_is_read_with_paths_relative_to_it(tmp_path: Path) -> None:
+    (tmp_path / "ties.toml").write_text(TEXT)
+    config = read_config(tmp_path / "ties.toml")
+    assert config == MergeConfig(
+        method="ties",
+        base=str(tmp_path / "base"),
+        remove_keys=("model.mtp.*",),
+        scale=0.7,
+        models=(
+            MergeModel(path=str(tmp_path / "code"), weight=0.6, density=0.5),
+            MergeModel(path="/else/math", weight=(0.2, 0.8), density={"*.mlp.*": 0.3, "*": 0.6}),
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("method = ", "is not TOML"),
+        ("method = 'sum'", "method='sum'; expected one of linear"),
+        ("method = 'linear'", "linear takes 1 or more models, got 0"),
+        ("method = 'linear'\nbase = 'a'\n[[models]]\npath = 'b'", "linear takes no base"),
+        ("method = 'ties'\n[[models]]\npath = 'b'", "ties needs a base"),
+        ("method = 'slerp'\n[[models]]\npath = 'b'", "slerp takes 2 models, got 1"),
+        ("method = 'passthrough'", "slices belong to the method passthrough"),
+        ("method = 'linear'\nlambda = 1", "unknown key 'lambda'; known: base, dtype"),
+        ("method = 'linear'\n[[models]]\nweight = 1", "missing 1 required keyword"),
+        ("method = 'linear'\n[[models]]\npath = 'b'\nweight = 'x'", "expected a number"),
+        ("method = 'linear'\ndtype = 'int8'\n[[models]]\npath = 'b'", "dtype 'int8'"),
+    ],
+)
+def test_a_mistake_is_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "x.toml").write_text(text)
+    with pytest.raises(WeightConvertError, match=message):
+        read_config(tmp_path / "x.toml")
+
+
+def test_layers_of_a_slice_must_be_some() -> None:
+    with pytest.raises(WeightConvertError, match="expected 0 <= begin < end"):
+        Slice(path="a", begin=2, end=2)
+
+
+def test_an_amount_is_interpolated_or_the_first_pattern_that_matches() -> None:
+    assert [amount_at((0.0, 1.0, 5.0), "x", place, "t") for place in (0, 0.25, 0.75, 1)] == [
+        0.0,
+        0.5,
+        3.0,
+        5.0,
+    ]
+    assert amount_at({"a*": 1.0, "*": 2.0}, "ab", 0.5, "t") == 1.0
+    assert amount_at(3, "x", 0.1, "t") == 3.0
