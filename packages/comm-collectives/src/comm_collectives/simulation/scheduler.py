@@ -301,7 +301,54 @@ class VirtualClock(Clock):
         """Virtual seconds since the start."""
         return self._scheduler.now_s
 
+    def lock(self) -> "SimLock":
+        """One in which tasks wait, since a rank may be held up in the middle of a send."""
+        return SimLock(self._scheduler)
+
+    def condition(self) -> "SimCondition":
+        """One in which tasks wait."""
+        return SimCondition(self._scheduler)
+
     def aside(self, work: Callable[[], None], limit_s: float) -> bool:
         """Run at once: nothing that is simulated hangs without a limit."""
         work()
         return True
+
+
+@final
+class SimLock:
+    """A lock of tasks."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler, self._released, self._is_held = scheduler, Signal(), False
+
+    def __enter__(self) -> None:
+        while self._is_held:
+            self._scheduler.block(self._released, None)
+        self._is_held = True
+
+    def __exit__(self, *error: object) -> None:
+        self._is_held = False
+        self._scheduler.fire(self._released)
+
+
+@final
+class SimCondition(threading.Condition):
+    """A condition of tasks, which change only where they wait."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__()
+        self._scheduler, self._changed = scheduler, Signal()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Let other tasks run until `notify_all`, or for so long."""
+        deadline_s = None if timeout is None else self._scheduler.now_s + timeout
+        self.release()
+        try:
+            return self._scheduler.block(self._changed, deadline_s)
+        finally:
+            self.acquire()
+
+    def notify_all(self) -> None:
+        """Let all go on that wait."""
+        self._scheduler.fire(self._changed)

@@ -27,6 +27,7 @@ class SimStreams(Streams):
         self._ended = pipes.ended[index]
         self._incoming = pipes.under_way[index]
         self._outgoing = [incoming[index] for incoming in pipes.under_way]
+        self._may_be_slow = lane == "calls"  # or several tasks of a rank wait here
         self._place = self.size  # of the last send in its round
         self._break_at = 0  # the place behind which others go first
         self._reached: int | None = None  # how many peers the last round of this rank reaches
@@ -75,9 +76,9 @@ class SimStreams(Streams):
         pipes, scheduler, rank = self._pipes, self._world.scheduler, self.rank
         has_come = any(self._incoming[peer] for peer in receiving)
         has_room = any(len(self._outgoing[peer]) < pipes.capacity for peer in sending)
-        if not (has_come or has_room or any(peer in self._ended for peer in receiving)):
+        if not (has_come or has_room):
             # A rank that is not scheduled at once finds everybody's bytes together.
-            is_slow = not sending and scheduler.draw() < _SLOW
+            is_slow = self._may_be_slow and not sending and scheduler.draw() < _SLOW
             pipes.awaited[rank] = set(receiving) if is_slow else set()
             scheduler.block(pipes.signals[rank], scheduler.now_s + timeout_s)
 

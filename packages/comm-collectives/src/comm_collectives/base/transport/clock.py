@@ -12,15 +12,24 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import final
 
 
 class Clock(ABC):
-    """The time of one rank."""
+    """The time of one rank, and how its threads wait for each other."""
 
     @abstractmethod
     def now_s(self) -> float:
         """Return the time in seconds since some moment; never goes back."""
+
+    @abstractmethod
+    def lock(self) -> AbstractContextManager[object]:
+        """Return a lock of the threads of one rank."""
+
+    @abstractmethod
+    def condition(self) -> threading.Condition:
+        """Return a condition of the threads of one rank, with a lock of its own."""
 
     @abstractmethod
     def aside(self, work: Callable[[], None], limit_s: float) -> bool:
@@ -34,6 +43,14 @@ class SystemClock(Clock):
     def now_s(self) -> float:
         """As `time.monotonic`."""
         return time.monotonic()
+
+    def lock(self) -> AbstractContextManager[object]:
+        """As threading has it."""
+        return threading.Lock()
+
+    def condition(self) -> threading.Condition:
+        """As threading has it."""
+        return threading.Condition()
 
     def aside(self, work: Callable[[], None], limit_s: float) -> bool:
         """Run in a thread, which is left behind if it takes too long."""

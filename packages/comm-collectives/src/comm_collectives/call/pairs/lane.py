@@ -46,14 +46,14 @@ class Lane:
     def __init__(self, state: GroupState) -> None:
         self._streams = streams = state.open_streams("pairs")
         self._clock, self._hire = state.transport.clock, state.hire
-        self.changed = threading.Condition()
+        self.changed = self._clock.condition()
         others = [rank for rank in range(state.size) if rank != state.rank]
         self.pairs = {r: Pair(streams, r, state.transport, self.changed) for r in others}
         self.questions = Questions(self.pairs)
         self._workers: dict[tuple[int, str], Worker] = {}
         # A queue that a finaliser may put into.
         self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._has_helper, self._is_helped = state.opener is None, False
+        self._is_helped = False
 
     @staticmethod
     def of(state: GroupState, *, uses: bool = False) -> "Lane":
@@ -178,15 +178,18 @@ class Lane:
 
     def later(self, job: Callable[[], object]) -> None:
         """Have the helper run a job, and what is under way go on meanwhile."""
-        if self._has_helper:
+        if self._hire is None:
             self.open_helper()
             self._jobs.put(job)
-        else:
-            job()
+            return
+        self._jobs.put(job)
+        worker = self.worker(ANY_RANK, "helper")
+        if not worker.is_busy:
+            worker.submit(self._help_in_turn)
 
     def open_helper(self) -> None:
         """Start the helper, so that a finaliser need not."""
-        if self._has_helper and not self._is_helped:
+        if self._hire is None and not self._is_helped:
             with _OPENING:
                 if not self._is_helped:
                     self._is_helped = True
@@ -204,6 +207,21 @@ class Lane:
                     is_left = True
                     self._read([pair], pair.has_expected)
         return is_left
+
+    def _help_in_turn(self) -> None:
+        """As the helper, where this is no thread but a task."""
+        tick_s = _FIRST_TICK_S
+        while True:
+            while not self._jobs.empty():
+                job = self._jobs.get_nowait()
+                if job is not None:
+                    with suppress(CommError):
+                        job()
+            if not self.help():
+                return
+            sends = [pair.peer for pair in self.pairs.values() if not pair.flush()]
+            self._streams.wait((), sends, tick_s)
+            tick_s = min(_LOOK_S, 2 * tick_s)
 
     def _pairs_of(self, rank: int) -> Sequence[Pair]:
         return list(self.pairs.values()) if rank == ANY_RANK else [self.pairs[rank]]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from threading import Condition, Lock
+from threading import Condition
 from typing import final
 
 import torch
@@ -79,7 +79,7 @@ class Pair:
         self.asked = self.open = self.over = 0
         self._streams, self._transport, self._changed = streams, transport, changed
         self._link = Link(streams, peer)
-        self.sending = Lock()
+        self.sending = transport.clock.lock()
         self.sent: Counter[int] = Counter()  # messages by key
         self.came: Counter[int] = Counter()
         self._queued = 0  # frames, ever

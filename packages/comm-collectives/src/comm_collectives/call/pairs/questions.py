@@ -171,10 +171,10 @@ class Questions:
         number, asked, answered, circle, why = json.loads(said.text)
         if answered not in (0, pair.open):
             return None  # of an earlier wait for the same message
+        self._tell(circle, why)  # before the next line, since in a circle of two this is that peer
         pair.over = max(pair.over, asked)  # the peer has left what it asked for until then
         error = MismatchError(f"{text}: {why}")
         _leave_call(transfer.state, number, error)
-        self._tell(circle, why)
         return error
 
     def _owes(self, peer: int, question: Question) -> bool:

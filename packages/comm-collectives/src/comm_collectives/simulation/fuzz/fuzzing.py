@@ -4,7 +4,7 @@ Each trial draws a number of ranks, a program of a few collectives, where the ra
 schedule of faults, all from one seed, runs it on simulated ranks and judges the end:
 
 - every surviving rank has finished, with the bits that an oracle without communication has, or
-- every surviving rank has raised the same class of CommError;
+- every surviving rank has raised the same class of CommError (any, if there were transfers);
 - nobody waits for ever, and late ranks and ranks without data alone are no reason to fail.
 
 Every program ends with a call that no fault strikes: whether the very last message of a program has
