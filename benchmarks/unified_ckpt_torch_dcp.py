@@ -1,9 +1,11 @@
 """torch's own tests of DCP with our reader and writer in the place of torch's: none may be lost.
 
 torch's wheels do not hold these tests, so they come from a checkout of its source, of the version
-that is installed. Every test runs twice, on CPU and gloo: as it is, and with `FileSystemWriter` and
-`FileSystemReader` meaning ours. Tests that torch's own pair does not pass here (those that need
-devices) count for nothing. A canary that has to fail comes first.
+that is installed, or from a folder with `test/distributed/checkpoint` of it. Every test runs twice,
+on CPU and gloo: as it is, and with torch's readers and writers of files, of fsspec and of Hugging
+Face folders meaning ours. Where a test names GPUs, its text is changed in memory, for both alike
+(`ON_CPU`). Tests that torch's own classes do not pass here (those that need devices) count for
+nothing. A canary that has to fail comes first.
 
     python benchmarks/unified_ckpt_torch_dcp.py --source ../pytorch
     python benchmarks/unified_ckpt_torch_dcp.py --source ../pytorch --only test_dtensor_resharding
@@ -11,8 +13,11 @@ devices) count for nothing. A canary that has to fail comes first.
 
 import argparse
 import importlib
+import importlib.abc
+import importlib.machinery
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,8 +27,11 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path("test/distributed/checkpoint")
-# Of readers, writers and planners as a user meets them; not those of torch's own file formats.
+# Of readers, writers and planners as a user meets them. Not test_hf_storage and test_checkpoint:
+# those call torch's classes by their inner methods, or bring readers and writers of their own; and
+# not e2e/test_fsdp_ep, which saves nothing.
 MODULES = (
+    "test_file_system_checkpoint",
     "test_file_system_checkpoint_cpu",
     "test_dtensor_checkpoint",
     "test_dtensor_resharding",
@@ -33,13 +41,49 @@ MODULES = (
     "test_fsdp_optim_state",
     "test_fsdp_tp_checkpoint_conversion",
     "test_save_load_api",
-    "e2e/test_fsdp_ep",
+    "test_fsspec",
+    "test_hf_safetensor_e2e",
     "e2e/test_pipeline",
     "e2e/test_e2e_save_and_load",
     "e2e/test_fine_tuning",
 )
 LIMIT_S = 1800.0
 _PAIR = "UNIFIED_CKPT_DCP_PAIR"
+# What a test's text says of GPUs, and what it says here.
+ON_CPU = (
+    (r"\.cuda\((self\.rank|dist\.get_rank\(\))?\)", ""),
+    (r"\.to\(self\.rank\)", ""),
+    (r"\n *@requires_nccl\(\)", ""),
+    (r"with_comms\(init_rpc=False\)", 'with_comms(init_rpc=False, backend="gloo")'),
+    (r"torch\.cuda\.device_count\(\)", "8"),
+    (r"device=dist\.get_rank\(\)", 'device="cpu"'),
+    (r"\"cpu:gloo,cuda:nccl\"", '"gloo"'),
+    (r"f\"cpu:gloo,\{self\.device_type\}:\{curr_backend\}\"", '"gloo"'),
+    (r"f?\"cuda(:\d|:\{.*?\})?\"", '"cpu"'),
+    (r"/cuda:(\d|\{.*?\})", ""),
+    (r"except_for=(\"cpu\"|\[\"cpu\"\])", 'only_for="cpu"'),
+)
+
+
+class OnCpu(importlib.machinery.SourceFileLoader):
+    """Loads a test of torch's with `ON_CPU` done to its text."""
+
+    def get_code(self, fullname: str) -> Any:
+        text = self.get_data(self.path).decode()
+        for pattern, instead in ON_CPU:
+            text = re.sub(pattern, instead, text)
+        return compile(text, self.path, "exec", dont_inherit=True)
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Finds torch's tests, also in the processes that they spawn."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.origin is None or str(FOLDER) not in spec.origin:
+            return None
+        spec.loader = OnCpu(fullname, spec.origin)
+        return spec
 
 
 class Canary(unittest.TestCase):
@@ -49,51 +93,71 @@ class Canary(unittest.TestCase):
         self.assertEqual(1, 2)
 
 
-def put_in_place(pair: str) -> None:
-    """Run without devices; with `ours`, let torch's names mean our reader and writer."""
+def put_on_cpu() -> None:
+    """Run torch's tests without devices, their ranks as forks."""
     import torch
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint import filesystem
-    from torch.testing._internal import common_distributed
+    import torch.distributed as dist
+    from torch.testing._internal import common_distributed, common_fsdp
     from torch.testing._internal.distributed._tensor import common_dtensor
 
     def anywhere(*_: Any, **__: Any) -> Any:
         return lambda test: test
 
+    def run(cls: Any, rank: int, test_name: str, file_name: str, pipe: Any, **_: Any) -> None:
+        case = cls(test_name)
+        case.rank, case.file_name = rank, file_name
+        dist.init_process_group(
+            "gloo", init_method=case.init_method, world_size=int(case.world_size), rank=rank
+        )
+        case.run_test(test_name, pipe)
+        dist.barrier()
+        dist.destroy_process_group()
+
     for module in (common_distributed, common_dtensor):
         module.skip_if_lt_x_gpu = anywhere
+    common_fsdp.FSDPTest._run = classmethod(run)
     # Without devices a fork is safe, and a rank begins at once.
+    torch.multiprocessing.set_start_method("fork", force=True)
     fork = torch.multiprocessing.get_context("fork").Process
     ranks = common_distributed.MultiProcessTestCase
     ranks._spawn_processes = lambda case: case._start_processes(fork)
-    if pair == "torch":
-        return
-    from unified_ckpt.dcp.reader import UnifiedStorageReader
-    from unified_ckpt.dcp.writer import UnifiedStorageWriter
+    sys.meta_path.insert(0, Finder())
 
-    class Writer(UnifiedStorageWriter):
-        """Ours; how torch's lays out and syncs its files does not concern it."""
 
-        def __init__(self, path: Any, *_: Any, **__: Any) -> None:
-            super().__init__(path)
+def stand_in(name: str, base: Any, **options: Any) -> Any:
+    """Return our class under torch's name; how torch lays out its files does not concern it."""
 
-    class Reader(UnifiedStorageReader):
-        """Ours."""
+    def begin(self: Any, path: Any, *_: Any, **given: Any) -> None:
+        known = {"overwrite": given["overwrite"]} if "overwrite" in given else {}
+        base.__init__(self, path, **options, **known)
 
-        def __init__(self, path: Any, *_: Any, **__: Any) -> None:
-            super().__init__(path)
+    return type(name, (base,), {"__init__": begin, "__module__": __name__})
 
-    for module in (dcp, filesystem):
-        module.FileSystemWriter, module.FileSystemReader = Writer, Reader
-    for name in ("state_dict_saver", "state_dict_loader", "_storage_utils"):
-        module = importlib.import_module(f"torch.distributed.checkpoint.{name}")
-        for own in ("FileSystemWriter", "FileSystemReader"):
-            if hasattr(module, own):
-                setattr(module, own, getattr(dcp, own))
+
+def put_ours_in_place() -> None:
+    """Let torch's names of readers and writers mean ours, here and in its modules."""
+    from unified_ckpt.dcp import UnifiedStorageReader, UnifiedStorageWriter
+
+    names = ("filesystem", "fsspec_filesystem", "_fsspec_filesystem", "hf_storage")
+    names += ("state_dict_saver", "state_dict_loader", "_storage_utils")
+    package = "torch.distributed.checkpoint"
+    modules = [importlib.import_module(f"{package}.{name}") for name in names]
+    modules += [importlib.import_module(package), sys.modules[__name__]]
+    for name, base in (("Writer", UnifiedStorageWriter), ("Reader", UnifiedStorageReader)):
+        for kind in ("FileSystem", "Fsspec"):
+            setattr(modules[-1], kind + name, stand_in(kind + name, base))
+        hf = stand_in(f"HuggingFaceStorage{name}", base, prefixes={"": "model"})
+        setattr(modules[-1], f"HuggingFaceStorage{name}", hf)
+        for module in modules[:-1]:
+            for own in (f"FileSystem{name}", f"Fsspec{name}", f"HuggingFaceStorage{name}"):
+                if hasattr(module, own):
+                    setattr(module, own, getattr(modules[-1], own))
 
 
 if _PAIR in os.environ:  # also in the processes that torch's tests spawn, which import this file
-    put_in_place(os.environ[_PAIR])
+    put_on_cpu()
+    if os.environ[_PAIR] == "ours":
+        put_ours_in_place()
 
 
 class Recorder(unittest.TestResult):
@@ -163,8 +227,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         total += len(theirs["passed"])
         lost += missing
         print(f"{name}: {len(theirs['passed'])} pass, {len(missing)} of them not with ours")
-        for test in missing:
-            print(f"  {test}: {ours['failed'].get(test, '?').strip().splitlines()[-1]}", flush=True)
+        uncounted = {t: why for t, why in theirs["failed"].items() if "test_canary" not in t}
+        for word, failed in (("lost", ours["failed"]), ("not with torch's", uncounted)):
+            for test in missing if word == "lost" else failed:
+                reason = failed.get(test, "?").strip().splitlines()[-1]
+                print(f"  {word}: {test}: {reason}", flush=True)
     print(f"{total} tests pass with torch's reader and writer")
     line = {"figure": "unified_ckpt_torch_dcp_lost", "value": len(lost), "unit": "tests"}
     print(json.dumps(line | {"n": total}))

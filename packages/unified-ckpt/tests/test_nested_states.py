@@ -3,6 +3,7 @@
 import collections
 import datetime
 import enum
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,6 +60,7 @@ STATES: dict[str, Callable[[], Any]] = {
     "flags": lambda: {"m": Mode.A | Mode.B, "none": Mode(0), "t": t(1)},
     "enums as keys": lambda: {"seen": {Color.RED: 1, Level.LOW: t(2)}},
     "bytes": lambda: {"b": b"\x00\xff", "a": bytearray(b"xy")},
+    "files in memory": lambda: {"f": _read(io.BytesIO(b"abc")), "t": t(1), "l": [io.BytesIO()]},
     "sets": lambda: {"s": {"b", "a", 3, (1, 2)}, "f": frozenset({1.5})},
     "tuples as keys": lambda: {"grid": {(1, 2): "x", (3, (4,)): [5]}},
     "tuples as keys of tensors": lambda: {"grid": {(0, 1): t(1), (0, 2): t(2)}},
@@ -128,6 +130,11 @@ def _deep(levels: int) -> Any:
     return {"in": _deep(levels - 1), "t": t(levels)} if levels else [t(0)]
 
 
+def _read(file: io.BytesIO) -> io.BytesIO:
+    file.read(2)
+    return file
+
+
 def _cycle() -> Any:
     state: dict[str, Any] = {"t": t(1)}
     state["again"] = [state]
@@ -150,6 +157,8 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, list | tuple | collections.deque):
         bound = getattr(a, "maxlen", None) == getattr(b, "maxlen", None)
         return bound and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, io.BytesIO):
+        return (a.getvalue(), a.tell()) == (b.getvalue(), b.tell())
     return a == b or (a != a and b != b)
 
 

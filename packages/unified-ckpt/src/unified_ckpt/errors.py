@@ -68,6 +68,10 @@ class KeptFilesWarning(UserWarning):
     """A checkpoint was replaced that held files of others; the new one holds them as well."""
 
 
+class LeftoverFilesWarning(UserWarning):
+    """A store did not delete what no checkpoint names any more; the next save of that name does."""
+
+
 class UnpinnedMemoryWarning(UserWarning):
     """Host memory could not be page-locked; copies between it and devices stop the host."""
 

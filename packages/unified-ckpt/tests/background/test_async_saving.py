@@ -273,7 +273,7 @@ def test_a_saver_that_does_not_start_leaves_nothing_behind() -> None:
 def test_a_store_that_a_rank_cannot_reach_fails_on_all_ranks() -> None:
     def fn(rank: int, world_size: int) -> str:
         config = AsyncSaverConfig(
-            store_host="nowhere.invalid" if rank == 0 else None, start_timeout_s=4.0
+            store_host="nowhere.invalid" if rank == 0 else None, start_timeout_s=8.0
         )
         with pytest.raises(SaveError) as caught:
             AsyncSaver(config=config)

@@ -51,7 +51,8 @@ def open_store(
         host = "127.0.0.1"
     with agreement.phase("connect to store"):
         if agreement.size > 1 and store is None:
-            timeout_s = config.start_timeout_s / 4  # peers wait for the outcome
+            # Peers wait for the outcome, and torch's client ends up to twice as late as it is told.
+            timeout_s = config.start_timeout_s / 8
             store = connect_store(host, port, timeout_s=timeout_s)
     return store, {
         "rank": agreement.rank,

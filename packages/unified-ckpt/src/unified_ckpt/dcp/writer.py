@@ -10,8 +10,6 @@ the state dict become JSON in `dcp.json`.
 import gc
 import io
 import os
-import pickle
-import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +23,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from unified_ckpt.errors import CheckpointTypeError, CheckpointValueError, as_path, check_type
+from unified_ckpt.files.format import MANIFEST_NAME
 from unified_ckpt.files.format.tables import encode_records
 from unified_ckpt.geometry import Box, BoxMeta, Shard
 from unified_ckpt.geometry.tensors import stored_dtype
@@ -53,6 +52,7 @@ class UnifiedStorageWriter(StorageWriter):
             given it.
         prefixes: prefix of DCP's flat names -> part; default `model.`, `optimizer.` and others.
         max_shard_bytes: most bytes of tensors in one file, unless one tensor is larger.
+        overwrite: whether a checkpoint of that name may be replaced; the default of torch's writer.
     """
 
     def __init__(
@@ -61,12 +61,14 @@ class UnifiedStorageWriter(StorageWriter):
         *,
         prefixes: Mapping[str, str] | None = None,
         max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+        overwrite: bool = True,
     ) -> None:
         self._target = None if checkpoint_id is None else _real_path(checkpoint_id)
         self._prefixes = Prefixes() if prefixes is None else Prefixes(prefixes)
         self._max_shard_bytes = max_shard_bytes
         self._staging: Staging | None = None
-        self._close: Callable[[], object] = lambda: None  # removes what the hidden directory holds
+        self._close: Callable[[], object] = _nothing  # removes what the hidden directory holds
+        self._overwrite = overwrite
         self._files: FilesPlan | None = None
         self._names: dict[str, tuple[str, str]] = {}
 
@@ -93,6 +95,11 @@ class UnifiedStorageWriter(StorageWriter):
             raise CheckpointValueError("no checkpoint_id; give it to the writer or to dcp.save")
         if not all(plan.usable for plan in plans):
             raise CheckpointValueError("UnifiedStorageWriter: enable_plan_caching is not supported")
+        if not self._overwrite and (self._target / MANIFEST_NAME).exists():
+            raise CheckpointValueError(
+                f"Checkpoint already exists: {self._target}; name another one, or allow "
+                "overwrite=True"
+            )
         self._names = {
             item.index.fqn: self._prefixes.split(item.index.fqn)
             for plan in plans
@@ -183,6 +190,10 @@ class UnifiedStorageWriter(StorageWriter):
 _OPEN: weakref.WeakSet[UnifiedStorageWriter] = weakref.WeakSet()
 
 
+def _nothing() -> None:
+    """Stand for a hidden directory that is not there yet; a writer can be sent to a process."""
+
+
 def _real_path(checkpoint_id: str | os.PathLike[str]) -> Path:
     return Path(os.path.realpath(as_path("checkpoint_id", checkpoint_id)))
 
@@ -206,15 +217,6 @@ def _meta_of(item: WriteItem, prefixes: Prefixes) -> BoxMeta:
 
 
 def _object_json(name: str, data: io.BytesIO) -> Any:
-    """Return a Python object that DCP's planner serialised in memory as JSON types."""
+    """Return a Python object, which DCP's planner serialised in this process, as JSON types."""
     data.seek(0)
-    try:
-        value = torch.load(data, weights_only=True)
-    except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        raise CheckpointTypeError(
-            f"{name!r} is neither a tensor nor a JSON value, but holds "
-            f"{found[1] if found else 'other objects'}; convert it to numbers, strings, lists and "
-            "dicts, or leave it out"
-        ) from error
-    return encode_value(value, name)
+    return encode_value(torch.load(data, weights_only=False), name)

@@ -1,7 +1,7 @@
 """Python values as JSON, and back with their types.
 
 What JSON does not know is an object of one key that begins with `@` and says what it is: tuples,
-sets, dicts whose keys are no strings, bytes, enums, numpy's scalars. Classes are named
+sets, dicts whose keys are no strings, bytes, `BytesIO`, enums, numpy's scalars. Classes are named
 `module:name`, and looked up among the modules that are imported, so that a file imports nothing.
 Files of earlier versions tell only dicts of other keys; the state that is filled gives the types.
 
@@ -13,6 +13,7 @@ import binascii
 import copy
 import enum
 import importlib
+import io
 import json
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -30,7 +31,7 @@ _SEQUENCES: dict[type, str] = {list: "@list", tuple: "@tuple", torch.Size: "@siz
 _SETS: dict[type, str] = {set: "@set", frozenset: "@frozenset"}
 _DICTS: dict[type, str] = {dict: _ITEMS, OrderedDict: "@ordered", Counter: "@counter"}
 _CLASS_OF = {mark: kind for kinds in (_SEQUENCES, _SETS, _DICTS) for kind, mark in kinds.items()}
-_REMEDY = "convert it or add it to ignored_keys"
+_REMEDY = "convert it or leave it out (ignored_keys)"
 
 Kind = tuple[str, Any]  # a container's mark, and what else its class needs
 
@@ -269,16 +270,18 @@ def _decode_scalar(content: Sequence[Any]) -> torch.Tensor:
     return torch.tensor(decode_value(content[1]), dtype=_decode_dtype(content[0]))
 
 
+def _decode_file(content: Sequence[Any]) -> io.BytesIO:
+    file = io.BytesIO(_from_text(content[1]))
+    file.seek(content[0])
+    return file
+
+
 # mark, classes, how to encode, how to decode
 _ATOMS: tuple[tuple[str, Any, Callable[[Any, str], Any], Callable[[Any], Any]], ...] = (
     ("@enum", enum.Enum, _encode_enum, _decode_enum),
     ("@bytes", bytes, lambda value, path: _to_text(value), _from_text),
-    (
-        "@bytearray",
-        bytearray,
-        lambda v, path: _to_text(v),
-        lambda text: bytearray(_from_text(text)),
-    ),
+    ("@bytearray", bytearray, lambda v, path: _to_text(v), lambda t: bytearray(_from_text(t))),
+    ("@bytesio", io.BytesIO, lambda v, path: [v.tell(), _to_text(v.getvalue())], _decode_file),
     ("@dtype", torch.dtype, lambda v, path: str(v).removeprefix("torch."), _decode_dtype),
     ("@device", torch.device, lambda value, path: str(value), torch.device),
     ("@complex", complex, lambda v, path: [v.real, v.imag], lambda parts: complex(*parts)),

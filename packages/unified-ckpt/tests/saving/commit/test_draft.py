@@ -1,6 +1,6 @@
 """Commits in a store: of two saves one wins, lost answers are found out, leftovers go."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from unified_ckpt import load, save
-from unified_ckpt.errors import CheckpointValueError, SaveError
+from unified_ckpt.errors import CheckpointValueError, LeftoverFilesWarning, SaveError
 from unified_ckpt.files.storage import LocalStore, Location
 from unified_ckpt.folders.in_store import remove_stored
 from unified_ckpt.saving.commit import Draft
@@ -34,6 +34,38 @@ class _SwapsBadly(LocalStore):
         if self.done:
             super().swap(key, data, old=old)
         raise ConnectionError("lost")
+
+
+@dataclass
+class _KeepsAll(LocalStore):
+    """A folder that does not delete."""
+
+    root: Path
+
+    def delete(self, keys: Iterable[str]) -> None:
+        raise PermissionError("no right to delete")
+
+
+def test_old_files_that_a_store_does_not_delete_are_one_line_and_the_next_save_deletes_them(
+    tmp_path: Path,
+) -> None:
+    place, first = place_in(tmp_path), torch.zeros(3)
+    save({"model": {"w": first}}, checkpoint_id=place)
+    before = set(place.store.keys(place.key))
+    stuck = Location(store=_KeepsAll(tmp_path), key=place.key)
+    with pytest.warns(LeftoverFilesWarning, match="no right to delete.* next save") as said:
+        save({"model": {"w": first + 1}}, checkpoint_id=stuck)
+    assert len(said) == 1 and before < set(place.store.keys(place.key))
+    failed = Draft.make(place)
+    fill(failed)
+    failed.target = stuck
+    with pytest.warns(LeftoverFilesWarning, match="what a failed save had written was not deleted"):
+        failed.close()
+    save({"model": {"w": first + 2}}, checkpoint_id=place)
+    again = torch.zeros(3)
+    load({"model": {"w": again}}, checkpoint_id=place)
+    assert again.tolist() == [2, 2, 2]
+    assert len(set(place.store.keys(place.key))) == len(before)
 
 
 def test_of_two_saves_of_one_name_the_second_to_commit_fails(tmp_path: Path) -> None:

@@ -21,10 +21,10 @@ sees that its mark is gone and takes its manifest back; never does neither see t
 """
 
 import secrets
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 
-from unified_ckpt.errors import CheckpointValueError, SaveError
+from unified_ckpt.errors import CheckpointValueError, LeftoverFilesWarning, SaveError
 from unified_ckpt.files.format import MANIFEST_NAME, encode_manifest
 from unified_ckpt.files.storage import Location
 from unified_ckpt.saving.commit.writer import write_blobs
@@ -118,9 +118,8 @@ class Draft:
                 f"{self.target}: another job has removed the files of this save while it ran, as "
                 "what a killed save left; let only one job save there"
             )
-        with suppress(OSError):  # the next save of that name deletes them
-            old = [k for k in done_with if not k.startswith(f"{self.folder.key}/")]
-            store.delete([*old, self._mark])
+        old = [k for k in done_with if not k.startswith(f"{self.folder.key}/")]
+        self._delete(lambda: [*old, self._mark], "what the checkpoint before had written")
         return self._old is not None
 
     @property
@@ -148,9 +147,20 @@ class Draft:
     def close(self) -> None:
         """Delete what a save that failed has written; a save that could not tell keeps it."""
         if self._may_delete:
-            with suppress(OSError):
-                store = self.folder.store
-                store.delete(store.keys(self.folder.key))
+            store = self.folder.store
+            self._delete(lambda: store.keys(self.folder.key), "what a failed save had written")
+
+    def _delete(self, keys: Callable[[], Iterable[str]], what: str) -> None:
+        """Delete what nobody reads; where the store does not, the next save of that name does."""
+        try:
+            self.target.store.delete(list(keys()))
+        except OSError as error:
+            warnings.warn(
+                f"{self.target}: {what} was not deleted ({error}); the next save of that name "
+                "does so",
+                LeftoverFilesWarning,
+                stacklevel=3,
+            )
 
 
 def _is_data(target: Location, key: str) -> bool:
