@@ -1,12 +1,14 @@
 """The best schedule that fits in a memory cap.
 
 Two stages on each rank, in a V, with split backwards: the placement with which any amount of
-memory, from about a third of 1F1B's, is used well (arXiv 2405.15362). Three sources of candidates,
-of which the fastest under the given costs is taken:
+memory, from about a third of 1F1B's, is used well (arXiv 2405.15362). Three sources of candidates:
 
 - named schedules with two stages on a rank;
 - building blocks of many shapes, the most stretched ones that fit first (`rows_of_block`);
 - list scheduling, with a policy found by local search (`run_policy`).
+
+All know stages as more or less alike. So the fastest few under the given costs are where a search
+among orders begins (`OrderSearch`), which has no such idea, and finds what to leave idle for what.
 
 Everything is decided by counts and a fixed seed, never by a clock, so that all ranks that plan get
 the same schedule.
@@ -36,6 +38,7 @@ from moe_pipeline.schedules.generators import (
     v_min,
     zbv,
 )
+from moe_pipeline.schedules.order_search import OrderSearch
 from moe_pipeline.schedules.table import (
     Action,
     Kind,
@@ -53,9 +56,15 @@ _NAMED: tuple[Callable[[int, int], Schedule], ...] = (
     dualpipe_v,
     interleaved_1f1b,
 )
-# Computations that all tried blocks, and all tried policies, may have together: about 0.3 s each.
+# Computations that all tried blocks, policies and orders may have together: about 0.2 s each.
 _BLOCK_WORK = 12_000
-_POLICY_WORK = 60_000
+_POLICY_WORK = 30_000
+_ORDER_WORK = 900_000
+# Searches among orders, which begin with the fastest few candidates in turn, and how many
+# computations' time they may go back at first. More, and bolder ones, where there are few.
+_STARTS = 4
+_BACK = (0.5, 0.0)
+_BACK_IF_SMALL = (2.0, 1.0, 4.0)
 # Tries after which the search starts again from another policy.
 _PATIENCE = 120
 # Up to so many forwards it pays to move single ones.
@@ -105,6 +114,7 @@ def plan(
     best.try_named()
     best.try_blocks()
     best.try_policies()
+    best.try_orders()
     return best.schedule()
 
 
@@ -118,6 +128,7 @@ class _Best:
         self._makespan = float("inf")
         self._bound = _lower_bound(task)
         self._fastest: Schedule | None = None
+        self._starts: list[tuple[float, Schedule]] = []
 
     def schedule(self) -> Schedule:
         if self._fastest is None:
@@ -131,8 +142,11 @@ class _Best:
     def _keep_faster(self, schedule: Schedule) -> None:
         """Keep it if it fits and is faster than what there is, its transfers included."""
         found = simulate(schedule, self._task.costs)
-        fits = max(found.peak_bytes) <= self._task.memory_cap_bytes
-        if fits and found.makespan_s < self._makespan:
+        if max(found.peak_bytes) > self._task.memory_cap_bytes:
+            return
+        if all(found.makespan_s != makespan_s for makespan_s, _ in self._starts):
+            self._starts.append((found.makespan_s, schedule))
+        if found.makespan_s < self._makespan:
             self._makespan, self._fastest = found.makespan_s, schedule
 
     def _finished(self, rows: Sequence[Iterable[Action]]) -> Schedule:
@@ -175,6 +189,25 @@ class _Best:
             found = self._try(changed)
             if found <= makespan:
                 makespan, policy = found, changed
+
+    def try_orders(self) -> None:
+        task = self._task
+        starts = [s for _, s in sorted(self._starts, key=lambda start: start[0])[:_STARTS]]
+        steps_back = (
+            _BACK_IF_SMALL if 2 * task.num_ranks * task.num_microbatches <= _SMALL else _BACK
+        )
+        searches = list(product(steps_back, starts))
+        for number, (back, start) in enumerate(searches):
+            if self._optimal:
+                return
+            search = OrderSearch(start, task.costs, memory_cap_bytes=task.memory_cap_bytes)
+            found = search.run(
+                tries=_ORDER_WORK // self._size // len(searches),
+                threshold=back / (6 * task.num_microbatches),
+                seed=number,
+            )
+            if found.makespan_s < self._makespan:
+                self._keep_faster(self._finished(found.rows))
 
     def _try(self, policy: Policy) -> float:
         found = run_policy(self._task, policy)

@@ -13,6 +13,7 @@ from moe_pipeline.schedules.generators.building_block import rows_of_block as ro
 from moe_pipeline.schedules.generators.catalog import SCHEDULES as SCHEDULES
 from moe_pipeline.schedules.generators.dual_pipe import dualpipe as dualpipe
 from moe_pipeline.schedules.generators.dual_pipe import dualpipe_v as dualpipe_v
+from moe_pipeline.schedules.generators.greedy import Found as Found
 from moe_pipeline.schedules.generators.greedy import Policy as Policy
 from moe_pipeline.schedules.generators.greedy import Task as Task
 from moe_pipeline.schedules.generators.greedy import run_policy as run_policy

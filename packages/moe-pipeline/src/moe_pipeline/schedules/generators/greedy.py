@@ -56,7 +56,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A plan: its makespan and the computations of each rank; None where a policy got stuck."""
+    """A plan: its makespan and the computations of each rank."""
 
     makespan_s: float
     rows: list[list[Action]]
