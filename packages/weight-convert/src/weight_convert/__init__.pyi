@@ -1,3 +1,4 @@
+from weight_convert.adapters import lora as lora
 from weight_convert.errors import WeightConvertError as WeightConvertError
 from weight_convert.files import Catalog as Catalog
 from weight_convert.files import read_catalog as read_catalog

@@ -8,6 +8,7 @@
     weight-convert dequantize DeepSeek-V3 plain
     weight-convert quantize plain again
     weight-convert merge ties.toml merged
+    weight-convert lora Qwen3-30B-A3B my-lora merged
 
 Exit status: 0 done (equal, explained), 1 the directories differ or a tensor is not explained, 2 an
 error, 130 interrupted.
@@ -20,6 +21,7 @@ from collections.abc import Sequence
 
 from weight_convert.cli.convert import add_convert
 from weight_convert.cli.inspect import add_inspect
+from weight_convert.cli.lora import add_lora
 from weight_convert.cli.merge import add_merge
 from weight_convert.cli.quantize import add_dequantize, add_quantize
 from weight_convert.cli.specs import add_specs
@@ -34,6 +36,7 @@ _COMMANDS = (
     add_quantize,
     add_dequantize,
     add_merge,
+    add_lora,
 )
 
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from weight_convert.compute import elementwise, fp8, merging, mx
+from weight_convert.compute import elementwise, fp8, lowrank, merging, mx
 from weight_convert.compute.reading import TensorReader, bytes_of, torch_dtype
 from weight_convert.errors import WeightConvertError
 from weight_convert.files import tensor_size_bytes
 from weight_convert.operations import (
+    AddLowRank,
     Cast,
     Combine,
     FromBlocks,
@@ -33,6 +34,7 @@ _Kernel = Callable[
     [Any, Sequence[TensorReader], torch.dtype, tuple[int, ...]], Iterator[torch.Tensor]
 ]
 _KERNELS: Mapping[type[Operation], _Kernel] = {
+    AddLowRank: lowrank.add_low_rank,
     Cast: elementwise.cast,
     Transpose: elementwise.transpose,
     Combine: merging.combine,

@@ -1,0 +1,162 @@
+"""An adapter as peft writes it: `adapter_config.json` and `adapter_model.safetensors`.
+
+    adapter = read_adapter("my-lora")
+    adapter.factors["model.layers.0.self_attn.q_proj"].scaling
+
+Invariant: every tensor of the file is a part of some factors or a whole replacement, or an error.
+"""
+
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weight_convert._checks import checked_path
+from weight_convert.errors import CorruptFileError, WeightConvertError
+from weight_convert.files import SourceTensor, read_header
+
+WEIGHTS_NAME = "adapter_model.safetensors"
+CONFIG_NAME = "adapter_config.json"
+_PREFIX = "base_model.model."
+_PART = re.compile(
+    r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|"
+    r"lora_magnitude_vector)(\.weight)?"
+)
+# What changes the meaning of the factors, with the value that leaves it as it is.
+_PLAIN: Mapping[str, Any] = {
+    "bias": "none",
+    "lora_bias": False,
+    "fan_in_fan_out": False,
+    "use_qalora": False,
+    "use_bdlora": None,
+    "velora_config": None,
+    "kasa_config": None,
+    "monteclora_config": None,
+    "arrow_config": None,
+    "layer_replication": None,
+    "alora_invocation_tokens": None,
+    "trainable_token_indices": None,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factors:
+    """The parts of one module's update.
+
+    Attributes:
+        a, b: the factors; of an embedding, whose weight is transposed, too.
+        magnitude: of DoRA.
+        alpha: the numerator of the scaling.
+        uses_root: whether it is divided by the root of the rank (rsLoRA).
+        is_embedding: whether the module is an embedding.
+    """
+
+    a: SourceTensor
+    b: SourceTensor
+    magnitude: SourceTensor | None
+    alpha: float
+    uses_root: bool
+    is_embedding: bool
+
+    def scaling(self, rank: int) -> float:
+        """The factor of the product."""
+        return self.alpha / (math.sqrt(rank) if self.uses_root else rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """What an adapter holds.
+
+    Attributes:
+        path: its weight file.
+        factors: by the module's name in the model; `.base_layer` is another parameter of it.
+        replaced: whole tensors of `modules_to_save`, by name.
+    """
+
+    path: Path
+    factors: Mapping[str, Factors]
+    replaced: Mapping[str, SourceTensor]
+
+
+def read_adapter(directory: Path | str) -> Adapter:
+    """Read an adapter's config and header.
+
+    Raises:
+        WeightConvertError: a variant of LoRA that is not known here, or parts that are missing.
+        CorruptFileError: a damaged file.
+        OSError: a file that is missing.
+    """
+    folder = checked_path(directory)
+    config = _config(folder / CONFIG_NAME)
+    path = folder / WEIGHTS_NAME
+    parts: dict[str, dict[str, SourceTensor]] = defaultdict(dict)
+    replaced: dict[str, SourceTensor] = {}
+    for entry in read_header(path).tensors:
+        tensor = SourceTensor(
+            key=entry.key,
+            dtype=entry.dtype,
+            shape=entry.shape,
+            file=0,
+            offset_bytes=entry.offset_bytes,
+            size_bytes=entry.size_bytes,
+        )
+        name = entry.key.removeprefix(_PREFIX)
+        match = _PART.fullmatch(name)
+        if match is None:
+            replaced[name.replace(".modules_to_save.", ".")] = tensor
+        else:
+            parts[match["module"]][match["part"].replace("embedding_", "")] = tensor
+            if "embedding" in match["part"]:
+                parts[match["module"]]["embedding"] = tensor
+    factors = {module: _factors(path, module, found, config) for module, found in parts.items()}
+    return Adapter(path=path, factors=factors, replaced=replaced)
+
+
+def _config(path: Path) -> Mapping[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CorruptFileError(f"{path} is not JSON ({error})") from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise WeightConvertError(f"{path} is not of peft_type LORA")
+    for name, plain in _PLAIN.items():
+        if config.get(name, plain) != plain:
+            raise WeightConvertError(
+                f"{path} has {name}={config[name]!r}, which cannot be merged here; merge it with "
+                f"peft's merge_and_unload"
+            )
+    return config
+
+
+def _factors(
+    path: Path, module: str, found: Mapping[str, SourceTensor], config: Mapping[str, Any]
+) -> Factors:
+    if "lora_A" not in found or "lora_B" not in found:
+        there = ", ".join(sorted(found))
+        raise WeightConvertError(f"{path}: {module} has {there}; expected lora_A and lora_B")
+    magnitude = found.get("lora_magnitude_vector")
+    if bool(config.get("use_dora")) != (magnitude is not None):
+        raise WeightConvertError(
+            f"{path}: use_dora is {config.get('use_dora')}, but the magnitude of {module} is "
+            f"{'there' if magnitude else 'missing'}"
+        )
+    alpha = next(
+        (
+            value
+            for pattern, value in (config.get("alpha_pattern") or {}).items()
+            if re.match(rf"(.*\.)?({pattern})$", module)
+        ),
+        config.get("lora_alpha", 8),
+    )
+    return Factors(
+        a=found["lora_A"],
+        b=found["lora_B"],
+        magnitude=magnitude,
+        alpha=float(alpha),
+        uses_root=bool(config.get("use_rslora")),
+        is_embedding="embedding" in found,
+    )

@@ -1,0 +1,149 @@
+"""Put an adapter into a model's weights.
+
+    lora("Qwen3-30B-A3B", "my-lora", "merged")
+
+Adapters name modules, as the trained model had them; the model's directory must store weights under
+these names. An adapter of single experts goes into the format `transformers`, one of fused experts
+(peft's `target_parameters`) into `fused`; `convert` leads from one to the other.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from weight_convert.adapters.adapter import Adapter, Factors, read_adapter
+from weight_convert.errors import WeightConvertError
+from weight_convert.files import Catalog, SourceTensor, read_catalog
+from weight_convert.operations import FLOATS, AddLowRank
+from weight_convert.outputs import Computations, PlannedTensor, natural_key
+from weight_convert.plan import spec_of
+from weight_convert.run import Output, OutputOptions, Progress, Report, write_output
+
+_INNER = ".base_layer"
+
+
+def lora(
+    src: Path | str,
+    adapter: Path | str,
+    dst: Path | str,
+    *,
+    options: OutputOptions | None = None,
+    on_progress: Progress | None = None,
+) -> Report:
+    """Write the model `src` with an adapter merged into it into the new directory `dst`.
+
+    Args:
+        src: the model that the adapter was trained on.
+        adapter: a directory with `adapter_config.json` and `adapter_model.safetensors`: LoRA,
+            rsLoRA or DoRA of linear layers and embeddings, LoRA or rsLoRA of fused experts.
+        dst: the output; must not exist.
+        options: how to write; None for the defaults.
+        on_progress: called with (bytes done, bytes in all).
+
+    Returns:
+        What was written; `num_computed` tensors were changed.
+
+    Raises:
+        WeightConvertError: a part of the adapter that fits no tensor of the model, or a variant
+            that is not known.
+        TargetExistsError, CorruptFileError, OSError: as `convert`.
+    """
+    catalog = read_catalog(src)
+    found = read_adapter(adapter)
+    sources = (*catalog.files, str(found.path.absolute()))
+    work = Computations(num_sources=len(sources))
+    changed = dict(_changed(catalog, found, work))
+    tensors = [
+        changed.get(key) or replace(PlannedTensor.of(tensor), order=(natural_key(key), 0, 0))
+        for key, tensor in catalog.tensors.items()
+    ]
+    output = Output(tensors=tensors, work=work, sources=sources, config={})
+    return write_output(catalog, output, dst, options=options, on_progress=on_progress)
+
+
+def _changed(
+    catalog: Catalog, adapter: Adapter, work: Computations
+) -> Iterator[tuple[str, PlannedTensor]]:
+    num_files = len(catalog.files)
+    taken: set[str] = set()
+    for module, factors in adapter.factors.items():
+        weight, num_experts, is_transposed = _target(catalog, module, factors, taken)
+        taken.add(weight.key)
+        rank = factors.a.shape[0] // (num_experts or 1)
+        parts = [factors.a, factors.b] + ([factors.magnitude] if factors.magnitude else [])
+        yield (
+            weight.key,
+            work.add(
+                AddLowRank(
+                    scaling=factors.scaling(rank),
+                    num_experts=num_experts,
+                    is_transposed=is_transposed,
+                ),
+                [PlannedTensor.of(weight)] + [PlannedTensor.of(p).behind(num_files) for p in parts],
+                key=weight.key,
+                dtype=weight.dtype,
+                shape=weight.shape,
+                order=(natural_key(weight.key), 0, 0),
+            ),
+        )
+    for key, tensor in adapter.replaced.items():
+        former = catalog.tensors.get(key)
+        if former is None or former.shape != tensor.shape:
+            raise WeightConvertError(
+                f"{adapter.path} has {tensor.key} {list(tensor.shape)}, which fits no tensor of "
+                f"{catalog.directory}"
+            )
+        planned = PlannedTensor.of(tensor).behind(num_files)
+        yield key, replace(planned, key=key, order=(natural_key(key), 0, 0))
+
+
+def _target(
+    catalog: Catalog, module: str, factors: Factors, taken: set[str]
+) -> tuple[SourceTensor, int, bool]:
+    """The weight that factors belong to, its number of experts, and whether it is transposed."""
+    weight = catalog.tensors.get(f"{module}.weight")
+    into, out = factors.a.shape[-1], factors.b.shape[0]
+    if weight is not None:
+        is_transposed = factors.is_embedding
+        if weight.shape != ((into, out) if is_transposed else (out, into)):
+            raise WeightConvertError(
+                f"the adapter of {module} is for [{out}, {into}], but {weight.key} has shape "
+                f"{list(weight.shape)}; it was trained on another model"
+            )
+        return _checked(weight), 0, is_transposed
+    is_transposed = _are_transposed(catalog)
+    while module.endswith(_INNER):
+        module = module.removesuffix(_INNER)
+    shape = (into, out) if is_transposed else (out, into)
+    fitting = [
+        tensor
+        for key, tensor in catalog.tensors.items()
+        if key.rpartition(".")[0] == module and tensor.shape[1:] == shape and key not in taken
+    ]
+    if len(fitting) != 1:
+        listed = ", ".join(tensor.key for tensor in fitting) or "no tensor"
+        raise WeightConvertError(
+            f"the adapter of {module} ({into} to {out} features) fits {listed} of "
+            f"{catalog.directory}, expected one. Adapters of single experts need the format "
+            f"transformers, those of fused ones fused: convert the model first (convert --to)"
+        )
+    (tensor,) = fitting
+    if tensor.shape[0] < 1 or factors.a.shape[0] % tensor.shape[0] or factors.magnitude:
+        raise WeightConvertError(
+            f"the adapter of {module} has {factors.a.shape[0]} rows in A, which is no multiple of "
+            f"the {tensor.shape[0]} experts of {tensor.key}, or is DoRA, which fused experts have "
+            f"not"
+        )
+    return _checked(tensor), tensor.shape[0], is_transposed
+
+
+def _are_transposed(catalog: Catalog) -> bool:
+    """Whether fused experts have their inputs as rows: by the family's spec, not by shapes."""
+    family = spec_of(catalog, None)
+    return family.tensors[family.experts[0]].dims[1] == "hidden"
+
+
+def _checked(weight: SourceTensor) -> SourceTensor:
+    if weight.dtype not in FLOATS:
+        raise WeightConvertError(f"{weight.key} is {weight.dtype}; dequantise the model first")
+    return weight

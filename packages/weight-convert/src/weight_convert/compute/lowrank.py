@@ -1,0 +1,50 @@
+"""LoRA and DoRA put into a weight, a band of rows at a time.
+
+    for chunk in add_low_rank(AddLowRank(scaling=2.0), (weight, a, b), torch.bfloat16, shape):
+
+Rounded as peft does: the product in float32, then to the weight's dtype, then added in it. The two
+factors are held, the weight is not.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from weight_convert.compute.elementwise import CHUNK_ELEMENTS, ranges
+from weight_convert.compute.reading import TensorReader
+from weight_convert.operations import AddLowRank
+
+
+def add_low_rank(
+    operation: AddLowRank,
+    inputs: Sequence[TensorReader],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+) -> Iterator[torch.Tensor]:
+    """A weight plus its update."""
+    weight, a, b, *magnitude = inputs
+    rows, columns = shape[-2:]
+    outgoing = b.whole().to(torch.float32)
+    height = max(1, CHUNK_ELEMENTS // max(1, columns))
+    for expert in range(operation.num_experts or 1):
+        left, right = _factors(operation, a, outgoing, expert)
+        for begin, count in ranges(rows, height):
+            band = weight.read((expert * rows + begin) * columns, count * columns)
+            update = (left[begin : begin + count] @ right) * operation.scaling
+            changed = band.view(count, columns) + update.to(dtype)
+            if magnitude:
+                norms = torch.linalg.norm(changed, dim=1).to(dtype)
+                changed = (magnitude[0].read(begin, count) / norms)[:, None] * changed
+            yield changed.to(dtype)
+
+
+def _factors(
+    operation: AddLowRank, a: TensorReader, outgoing: torch.Tensor, expert: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[rows, rank] and [rank, columns] of one matrix."""
+    rank = a.shape[0] // (operation.num_experts or 1)
+    size = rank * a.num_columns
+    incoming = a.read(expert * size, size).to(torch.float32).view(rank, a.num_columns)
+    if operation.num_experts:
+        outgoing = outgoing.view(len(outgoing), rank, operation.num_experts)[..., expert]
+    return (incoming.T, outgoing.T) if operation.is_transposed else (outgoing, incoming)

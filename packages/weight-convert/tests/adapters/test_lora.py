@@ -1,0 +1,142 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from weight_convert.adapters import lora
+from weight_convert.compute import lowrank
+from weight_convert.errors import WeightConvertError
+from weight_convert.run import OutputOptions
+
+E, H, WIDTH, R = 11, 8, 6, 3
+Q = "model.layers.0.self_attn.q_proj"
+EXPERTS = "model.layers.0.mlp.experts"
+
+
+def write(folder: Path, tensors: dict, config: dict) -> Path:
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def adapter(folder: Path, tensors: dict, **config) -> Path:
+    folder.mkdir()
+    named = {f"base_model.model.{key}": value for key, value in tensors.items()}
+    save_file(named, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": R, "lora_alpha": 5, **config}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def factors(out: int, into: int, rank: int = R) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(rank, into), torch.randn(out, rank)
+
+
+@pytest.mark.parametrize("chunk", [1, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["lora", "rslora", "dora"])
+def test_dense_weights_get_their_update(tmp_path, monkeypatch, chunk, dtype, kind) -> None:
+    monkeypatch.setattr(lowrank, "CHUNK_ELEMENTS", chunk)
+    weight, other = torch.randn(10, H).to(dtype), torch.randn(4).to(dtype)
+    model = {f"{Q}.weight": weight, "model.norm.weight": other}
+    write(tmp_path / "a", model, {"model_type": "qwen3_moe"})
+    a, b = factors(10, H)
+    tensors = {f"{Q}.lora_A.weight": a, f"{Q}.lora_B.weight": b}
+    update = (b @ a) * (5 / math.sqrt(R) if kind == "rslora" else 5 / R)
+    expected = weight + update.to(dtype)
+    if kind == "dora":
+        magnitude = torch.rand(10) + 0.5
+        tensors[f"{Q}.lora_magnitude_vector"] = magnitude
+        norms = torch.linalg.norm(expected, dim=1).to(dtype)
+        expected = ((magnitude / norms)[:, None] * expected).to(dtype)
+    options = {"use_rslora": kind == "rslora", "use_dora": kind == "dora"}
+    adapter(tmp_path / "lora", tensors, **options)
+    report = lora(tmp_path / "a", tmp_path / "lora", tmp_path / "b")
+    found = load_file(tmp_path / "b" / "model.safetensors")
+    assert torch.allclose(found[f"{Q}.weight"].float(), expected.float(), rtol=1e-2, atol=1e-6)
+    if dtype == torch.float32:
+        assert torch.allclose(found[f"{Q}.weight"], expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(found["model.norm.weight"], other) and report.num_computed == 1
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("width", [WIDTH, H // 2])  # with the second, gate_up is square
+def test_fused_experts_get_theirs_each_by_its_own_factors(tmp_path, family, width) -> None:
+    shapes = {"gate_up_proj": (2 * width, H), "down_proj": (H, width)}
+    names = ("gate_up_proj", "down_proj")
+    model, tensors, expected = {}, {}, {}
+    for inner, name in (("", names[0]), (".base_layer", names[1])):
+        out, into = shapes[name]
+        a = torch.randn(E, R, into)
+        b = torch.randn(E, out, R)
+        stored = (E, out, into) if family == "qwen3_moe" else (E, into, out)
+        model[f"{EXPERTS}.{name}"] = torch.randn(stored)
+        prefix = f"{EXPERTS}{inner}"
+        tensors[f"{prefix}.lora_A.weight"] = a.reshape(E * R, into)
+        tensors[f"{prefix}.lora_B.weight"] = b.permute(1, 2, 0).reshape(out, R * E)
+        update = torch.stack([b[e] @ a[e] for e in range(E)]) * (5 / R)
+        update = update if family == "qwen3_moe" else update.transpose(1, 2)
+        expected[f"{EXPERTS}.{name}"] = model[f"{EXPERTS}.{name}"] + update
+    write(tmp_path / "a", model, {"model_type": family})
+    adapter(tmp_path / "lora", tensors)
+    lora(tmp_path / "a", tmp_path / "lora", tmp_path / "b")
+    found = load_file(tmp_path / "b" / "model.safetensors")
+    for key, value in expected.items():
+        assert torch.allclose(found[key], value, atol=1e-5), key
+
+
+def test_single_experts_embeddings_patterns_and_whole_tensors(tmp_path) -> None:
+    down = f"{EXPERTS}.10.down_proj"
+    embed, head = "model.embed_tokens", "lm_head.weight"
+    model = {
+        f"{down}.weight": torch.randn(H, WIDTH),
+        f"{EXPERTS}.1.down_proj.weight": torch.randn(H, WIDTH),
+    }
+    model |= {f"{embed}.weight": torch.randn(9, H), head: torch.randn(9, H)}
+    write(tmp_path / "a", model, {"model_type": "qwen3_moe"})
+    a, b = factors(H, WIDTH, 2)
+    ea, eb = torch.randn(R, 9), torch.randn(H, R)
+    tensors = {f"{down}.lora_A.weight": a, f"{down}.lora_B.weight": b}
+    tensors |= {f"{embed}.lora_embedding_A": ea, f"{embed}.lora_embedding_B": eb}
+    tensors[head] = torch.randn(9, H)
+    adapter(tmp_path / "lora", tensors, alpha_pattern={"10.down_proj": 3}, rank_pattern={"x": 2})
+    lora(
+        tmp_path / "a",
+        tmp_path / "lora",
+        tmp_path / "b",
+        options=OutputOptions(max_shard_bytes=300),
+    )
+    found = {}
+    for path in (tmp_path / "b").glob("*.safetensors"):
+        found |= load_file(path)
+    assert torch.allclose(found[f"{down}.weight"], model[f"{down}.weight"] + b @ a * 1.5, atol=1e-5)
+    expected = model[f"{embed}.weight"] + (eb @ ea).T * (5 / R)
+    assert torch.allclose(found[f"{embed}.weight"], expected, atol=1e-5)
+    assert torch.equal(found[head], tensors[head])
+    assert torch.equal(
+        found[f"{EXPERTS}.1.down_proj.weight"], model[f"{EXPERTS}.1.down_proj.weight"]
+    )
+
+
+def test_what_fits_no_tensor_or_is_another_variant_is_named(tmp_path) -> None:
+    write(tmp_path / "a", {f"{Q}.weight": torch.randn(10, H)}, {"model_type": "qwen3_moe"})
+    a, b = factors(10, H)
+    good = {f"{Q}.lora_A.weight": a, f"{Q}.lora_B.weight": b}
+    cases = [
+        ({"x.lora_A.weight": a, "x.lora_B.weight": b}, {}, "fits no tensor of .*convert --to"),
+        ({f"{Q}.lora_A.weight": a}, {}, "has lora_A; expected lora_A and lora_B"),
+        (good | {f"{Q}.lora_B.weight": b[:4].clone()}, {}, r"is for \[4, 8\], but .* \[10, 8\]"),
+        (good | {"model.y": a.clone()}, {}, "has base_model.model.model.y .*fits no tensor"),
+        (good, {"use_dora": True}, "the magnitude of .*q_proj is missing"),
+        (good, {"bias": "all"}, "has bias='all', which cannot be merged here"),
+        (good, {"peft_type": "IA3"}, "not of peft_type LORA"),
+    ]
+    for number, (tensors, config, message) in enumerate(cases):
+        adapter(tmp_path / f"lora{number}", tensors, **config)
+        with pytest.raises(WeightConvertError, match=message):
+            lora(tmp_path / "a", tmp_path / f"lora{number}", tmp_path / "b")
+    assert not (tmp_path / "b").exists()
