@@ -137,3 +137,17 @@ def test_a_name_that_names_nothing_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="has no last name"):
         save({"model": {}}, checkpoint_id="/")
     assert issubclass(CheckpointValueError, ValueError)
+
+
+def test_numbered_files_without_an_index_are_read_if_all_are_there(tmp_path: Path) -> None:
+    tensors = [torch.arange(3.0), torch.ones(2)]
+    for number, tensor in enumerate(tensors, start=1):
+        name = f"model-{number:05d}-of-00002.safetensors"
+        safetensors.torch.save_file({f"w{number}": tensor}, tmp_path / name)
+    back = {"w1": torch.zeros(3), "w2": torch.zeros(2)}
+    load({"model": back}, checkpoint_id=tmp_path)
+    assert [b.tolist() for b in back.values()] == [b.tolist() for b in tensors]
+    assert set(read_index(tmp_path)) == {"w1", "w2"}
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"'model-00002-of-00002.*are missing"):
+        load({"model": back}, checkpoint_id=tmp_path)

@@ -13,6 +13,7 @@ given to another directory meanwhile, or files are written to, reading ends in
 """
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -42,6 +43,7 @@ from unified_ckpt.files.storage import Location, as_target
 from unified_ckpt.plans import StoredTensor
 from unified_ckpt.plans.checkpoint.stored_folder import StoredFolder, is_stored
 
+_NUMBERED = re.compile(r"-\d{5}-of-\d{5}(?=\.safetensors$)")
 MOST_ATTEMPTS = 5  # each reads another checkpoint of that name
 _ASIDE_POLL_S = 0.02
 _ASIDE_POLLS = 50
@@ -123,8 +125,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     def parts(self) -> list[str]:
         """Return the names of the parts."""
         names = self.opened.listed() if self.manifest is None else self.manifest.files
-        suffixes = (".safetensors.index.json", ".safetensors")
-        parts = {n.removesuffix(s) for n in names for s in suffixes if n.endswith(s)}
+        parts = {stem for n in names if (stem := _part_of(n))}
         return sorted(p for p in parts if not p.startswith(".") and not {*p} & {"-", ".", "/"})
 
     def record(self, name: str) -> FileRecord | None:
@@ -160,10 +161,25 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             return ListedKeys(self._read_weight_map(index_name))
         if self.holds(file_name):
             return ListedKeys(dict.fromkeys(self._header(file_name), file_name))
+        if self.manifest is None and (numbered := self._numbered_files(part)):
+            return ListedKeys({key: name for name in numbered for key in self._header(name)})
         raise LoadError(
             f"{self.folder} holds no part {part!r} (neither {index_name} nor {file_name}); "
             f"it holds {self.parts() or 'no part at all'}"
         )
+
+    def _numbered_files(self, part: str) -> list[str]:
+        """Return the files `PART-00001-of-00002.safetensors` of a directory without an index."""
+        listed = sorted(self.opened.listed())
+        found = [name for name in listed if _NUMBERED.search(name) and _part_of(name) == part]
+        counts = {int(n.rpartition("-of-")[2].removesuffix(".safetensors")) for n in found}
+        wanted = {f"{part}-{n + 1:05d}-of-{c:05d}.safetensors" for c in counts for n in range(c)}
+        if wanted != set(found):
+            raise CorruptCheckpointError(
+                f"{self.folder} has no index of {part!r}, and of its files "
+                f"{sorted(wanted - set(found))[:3]} are missing; it holds {found[:3]}"
+            )
+        return found
 
     def _read_weight_map(self, index_name: str) -> dict[str, str]:
         path = self.folder / index_name
@@ -208,6 +224,14 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 check_bytes(raw, record, self.folder / name, whole=False)
             self._headers[name] = {entry.key: entry for entry in entries}
         return self._headers[name]
+
+
+def _part_of(name: str) -> str:
+    """Return the part whose tensors or index a file holds, nothing for other files."""
+    for suffix in (".safetensors.index.json", ".safetensors"):
+        if name.endswith(suffix):
+            return _NUMBERED.sub("", name).removesuffix(suffix)
+    return ""
 
 
 def check_inside(name: str, folder: object) -> str:
