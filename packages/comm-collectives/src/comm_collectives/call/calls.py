@@ -216,6 +216,8 @@ class Call:
         if self.is_backward and not self.step and self.state.policy.every:
             self.meet()
         try:
+            if self.state.lane is not None and self.state.transport.has_one_order:
+                self.state.lane.launch_held(self.limit_s)
             work = start()
             if work is not None:
                 # A wait that runs into its limit aborts an NCCL communicator: only one.

@@ -124,7 +124,8 @@ def broadcast_call(
     call = checks.call(state, "broadcast", timeout_s, compares_site=False)
     own = as_bytes(dense(x)) if is_src and x is not None else None
     flags, header, flat = _broadcast(call, own, src, told, status)
-    dtype, shape, kind = header.dtypes[0], header.shapes[0], torch.device(header.travels[0])
+    dtype, shape = header.dtypes[0], header.shapes[0]
+    kind = state.transport.place(header.travels[0])
     placed = flat.to(device or (kind if x is None else x.device))
     return _Got(
         y=from_bytes(placed, dtype, shape),
@@ -149,7 +150,8 @@ def _broadcast(
         length, kind = num_bytes(header.dtypes[0], header.shapes[0]), header.travels[0]
         flat = host
         if kind != "cpu" or own is None:
-            flat = torch.empty(length, dtype=torch.uint8, device=kind) if own is None else own
+            where = call.state.transport.place(kind)
+            flat = torch.empty(length, dtype=torch.uint8, device=where) if own is None else own
         found.append((header, flat))
         return [nothing] * size if kind != "cpu" else from_source(flat, rank, src, size)
 
@@ -158,7 +160,7 @@ def _broadcast(
     if header.travels[0] == "cpu":
         share(call, flat, src)
     else:
-        flat = flat.to(header.travels[0])
+        flat = flat.to(call.state.transport.place(header.travels[0]))
         broadcast_bytes(call, flat, src)
     return agreed.flags, header, flat if own is None else own
 

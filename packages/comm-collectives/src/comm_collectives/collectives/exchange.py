@@ -125,10 +125,11 @@ def run_on_device(
 
     A source that is the target is changed in place.
     """
-    travel = call.state.transport_type(source.device)
-    if travel == source.device.type:
+    kind = call.state.transport_type(source.device)
+    if kind == source.device.type:
         run(source, target)
         return
+    travel = call.state.transport.place(kind)
     start = source.to(travel)
     place = start if source is target else torch.empty_like(target, device=travel)
     run(start, place)

@@ -192,7 +192,7 @@ def _scatter(
             status = Status.WANTS_GRAD if wants_grad(*given) else 0
     call = checks.call(state, "scatter", timeout_s, compares_site=False)
     flags, header, own = _send_each(call, given, src, parts, status)
-    kind = torch.device(header.travels[0])
+    kind = state.transport.place(header.travels[0])
     y = from_bytes(own, header.dtypes[0], header.shapes[0])
     y = y.to(device or (given[0].device if given else kind))
     if not flags & Status.WANTS_GRAD:
@@ -216,7 +216,7 @@ def _send_each(
         if header is None:
             raise MismatchError(f"{call}: something else arrived; the ranks make different calls")
         length, kind = num_bytes(header.dtypes[0], header.shapes[0]), header.travels[0]
-        own = torch.empty(length, dtype=torch.uint8, device=kind)
+        own = torch.empty(length, dtype=torch.uint8, device=state.transport.place(kind))
         found.append((header, own))
         return [own if r == src and kind == "cpu" else nothing for r in range(state.size)]
 

@@ -50,15 +50,22 @@ class Transport(ABC):
     Attributes:
         limit_s: how long an operation may take when no limit is given.
         clock: the time by which limits pass.
+        has_one_order: whether a device queues calls and transfers of all pairs in one order, as
+            NCCL does in a group that is bound to a device.
     """
 
     limit_s: float
     clock: Clock = SYSTEM_CLOCK
+    has_one_order = False
 
     @property
     @abstractmethod
     def group(self) -> dist.ProcessGroup:
         """The group, whose backend moves the data."""
+
+    def place(self, kind: str) -> torch.device:
+        """Return where data travels that travels on such a device: of every thread the same."""
+        return torch.device(kind)
 
     def store(self) -> Store | None:
         """Return where ranks leave reports of failures; None means the default group's store."""
@@ -119,12 +126,28 @@ class Transport(ABC):
 
 @final
 class TorchTransport(Transport):
-    """The operations of a `torch.distributed` process group, of any backend."""
+    """The operations of a `torch.distributed` process group, of any backend.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    `moves_device` says that its backend moves data of a device itself: of this thread's, which
+    threads of this package would take for the first one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, moves_device: bool = False) -> None:
         # Weak, since what is known of a group must not outlive it.
         self._ref = ref(group)
         self.limit_s = group_timeout_s(group)
+        self.has_one_order = group.bound_device_id is not None
+        self._device = group.bound_device_id
+        if self._device is None and moves_device and torch.accelerator.is_available():
+            accelerator = torch.accelerator.current_accelerator()
+            kind = "cpu" if accelerator is None else accelerator.type
+            self._device = torch.device(kind, torch.accelerator.current_device_index())
+
+    def place(self, kind: str) -> torch.device:
+        """See Transport."""
+        if self._device is not None and self._device.type == kind:
+            return self._device
+        return torch.device(kind)
 
     @property
     def group(self) -> dist.ProcessGroup:

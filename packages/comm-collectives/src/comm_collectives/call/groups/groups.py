@@ -186,12 +186,14 @@ def group_state(group: Group | None) -> GroupState:
     resolved = resolve_group(group)
     state = _STATES.get(resolved)
     if state is None:
+        backend_of = _parse_backends(get_backend_config(resolved))
+        moves_device = any(k != "cpu" and b != "gloo" for k, b in backend_of.items())
         new = GroupState(
             rank=resolved.rank(),
             ranks=tuple(dist.get_process_group_ranks(resolved)),
             name=resolved.group_name,
-            transport=TorchTransport(resolved),
-            backend_of=_parse_backends(get_backend_config(resolved)),
+            transport=TorchTransport(resolved, moves_device=moves_device),
+            backend_of=backend_of,
         )
         # Two threads may come at once, and have to find the same.
         state = _STATES.setdefault(resolved, new)

@@ -29,7 +29,7 @@ from comm_collectives.call.pairs.pair import Message, Pair, Ticket, Word
 from comm_collectives.call.pairs.questions import Question, Questions
 from comm_collectives.call.pairs.transfer import SendHandle, Transfer
 from comm_collectives.call.signature import current_site
-from comm_collectives.errors import CommError, MismatchError
+from comm_collectives.errors import CollectiveTimeoutError, CommError, MismatchError
 
 _LOOK_S = 0.25  # how often a waiting rank looks whether its peer is still there
 _FIRST_TICK_S, _LONGEST_TICK_S = 5e-4, 4e-3  # between two looks of the helper
@@ -146,6 +146,10 @@ class Lane:
                         pair.withdraw(ticket)
         if ticket.message is None:
             raise transfer.late()
+        try:
+            ticket.message.settle()
+        except RuntimeError as error:
+            raise transfer.explain(error) from error
         return ticket.message
 
     def refuse(self, message: Message, transfer: Transfer, why: str) -> MismatchError:
@@ -203,7 +207,7 @@ class Lane:
         for pair in self.pairs.values():
             with suppress(CommError):  # who waits for it gets the error
                 is_left |= not pair.flush()
-                if pair.is_expecting and pair.peer not in self._streams.gone():
+                if not pair.has_expected() and pair.peer not in self._streams.gone():
                     is_left = True
                     self._read([pair], pair.has_expected)
         return is_left
@@ -222,6 +226,22 @@ class Lane:
             sends = [pair.peer for pair in self.pairs.values() if not pair.flush()]
             self._streams.wait((), sends, tick_s)
             tick_s = min(_LOOK_S, 2 * tick_s)
+
+    def launch_held(self, limit_s: float) -> None:
+        """Wait until the peers let this rank queue what it sends from a device.
+
+        Raises:
+            CollectiveTimeoutError: one did not receive it in time.
+        """
+        until_s = self._clock.now_s() + limit_s
+        for pair in self.pairs.values():
+            while len(pair.held) and pair.peer not in self._streams.gone():
+                if self._clock.now_s() >= until_s:
+                    raise CollectiveTimeoutError(
+                        f"rank {pair.peer} of the group has not received in {limit_s:g} s what "
+                        "this rank sends from its device, ahead of which no call may go there"
+                    )
+                self._read([pair], lambda held=pair.held: not len(held), _LOOK_S)  # type: ignore[misc]
 
     def _pairs_of(self, rank: int) -> Sequence[Pair]:
         return list(self.pairs.values()) if rank == ANY_RANK else [self.pairs[rank]]

@@ -21,6 +21,7 @@ from comm_collectives.base import as_bytes, dense, from_bytes, num_bytes
 from comm_collectives.base.streams import Streams
 from comm_collectives.base.transport import Pending, TransferHeader, Transport
 from comm_collectives.call.frames import Frame, Link, memory_of
+from comm_collectives.call.pairs.held import HeldSends
 from comm_collectives.errors import MismatchError
 
 _KEPT_WORDS = 64
@@ -33,19 +34,30 @@ class Word(IntEnum):
     REFUSED = 5  # this message of yours is of no use here
     AWAITED = 6  # this rank waits for this message of yours, and does nothing else
     STUCK = 7  # this message will never come, and why
+    GRANTED = 8  # the devices' data of this message of yours may be queued now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     """What arrived: tensors on the kind of device on which they travelled, and the sender's flags.
 
-    `place` is the number of the message among those of its key.
+    `place` is the number of the message among those of its key. On a device `works` are under way:
+    whoever takes the message lets its stream wait for them.
     """
 
     tensors: list[torch.Tensor]
     flags: int
     place: int
     source: int
+    works: list[Pending]
+
+    def settle(self) -> None:
+        """Let the current stream wait for the tensors, which another one may have allocated."""
+        while self.works:
+            self.works.pop(0).wait()
+        for tensor in self.tensors:
+            if tensor.device.type != "cpu":
+                tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
 @final
@@ -77,6 +89,8 @@ class Pair:
         self.peer, self.is_reading, self.is_expecting = peer, False, False
         # Questions to the peer so far, the one that is open, and those of the peer that are over.
         self.asked = self.open = self.over = 0
+        self.held = HeldSends(transport, peer, holds=streams.rank > peer)
+        self._grants = streams.rank < peer
         self._streams, self._transport, self._changed = streams, transport, changed
         self._link = Link(streams, peer)
         self.sending = transport.clock.lock()
@@ -87,6 +101,7 @@ class Pair:
         self._kept: deque[Sequence[torch.Tensor]] = deque()
         self._header: tuple[Frame, TransferHeader] | None = None  # of the message that comes
         self._tensors: list[torch.Tensor] = []
+        self._works: list[Pending] = []  # its receives on a device
         self._rooms: deque[memoryview] = deque()
         self._arrived: dict[int, deque[Message]] = defaultdict(deque)
         self._tickets: dict[int, deque[Ticket]] = defaultdict(deque)
@@ -102,10 +117,11 @@ class Pair:
 
         Returns:
             The number of the message among those of its key, that of its frame, and transfers on
-            devices, which follow the frame.
+            devices, which follow the frame, now or when the peer is ready for them.
         """
         header = TransferHeader.describe(tensors, kinds, flags)
-        flat = [as_bytes(dense(x)).to(kind) for x, kind in zip(tensors, kinds, strict=True)]
+        place_of = self._transport.place
+        flat = [as_bytes(dense(x)).to(place_of(k)) for x, k in zip(tensors, kinds, strict=True)]
         host = [memory_of(x) for x in flat if x.device.type == "cpu" and x.numel()]
         with self.sending:
             self.sent[key] += 1
@@ -113,8 +129,8 @@ class Pair:
             self._queue(Word.MESSAGE, key, place, part=header.pack(), payload=host, kept=flat)
             number = self._queued
             apart = [x for x in flat if x.device.type != "cpu" and x.numel()]
-            works = [self._transport.send(x, self.peer) for x in apart]
-        return place, number, [work for work in works if work is not None]
+            works = self.held.send(apart, key=key, place=place, number=number)
+        return place, number, works
 
     def say(self, word: Word, key: int, place: int, text: str) -> None:
         """Send the peer word about one of its messages."""
@@ -127,8 +143,8 @@ class Pair:
             return self._flush()
 
     def is_sent(self, number: int) -> bool:
-        """Whether all of a frame is on its way, or lost."""
-        return number <= self._queued - self._link.queued
+        """Whether all of a message is on its way, or lost."""
+        return number <= self._queued - self._link.queued and not self.held.has(number)
 
     def is_lost(self, number: int) -> bool:
         """Whether the peer was gone before a frame was sent."""
@@ -158,8 +174,8 @@ class Pair:
         self.is_expecting = not self._arrived.get(key)
 
     def has_expected(self) -> bool:
-        """Whether no message is expected any more."""
-        return not self.is_expecting
+        """Whether nothing is expected any more, neither a message nor word of one that is held."""
+        return not (self.is_expecting or len(self.held))
 
     def place_of_next(self, key: int) -> int:
         """The number of the next message for whom no ticket is out; call with `changed` held."""
@@ -219,7 +235,9 @@ class Pair:
     def _hear(self, frame: Frame) -> None:
         text = frame.part.decode(errors="replace")
         said = Said(word=frame.kind, key=frame.number, place=frame.step, text=text)
-        if said.word == Word.AWAITED:
+        if said.word == Word.GRANTED:
+            self.held.grant(said.key, said.place)
+        elif said.word == Word.AWAITED:
             self.awaited = said if text else None
         else:
             self.said.append(said)
@@ -229,25 +247,31 @@ class Pair:
         if header is None:
             raise MismatchError(f"rank {self.peer} of the group sent what is no transfer")
         self._header = frame, header
+        apart: list[torch.Tensor] = []
         for dtype, shape, kind in zip(header.dtypes, header.shapes, header.travels, strict=True):
-            flat = torch.empty(num_bytes(dtype, shape), dtype=torch.uint8, device=kind)
+            device = self._transport.place(kind)
+            flat = torch.empty(num_bytes(dtype, shape), dtype=torch.uint8, device=device)
             self._tensors.append(from_bytes(flat, dtype, shape))
-            if not flat.numel():
-                continue
-            if kind == "cpu":
+            if flat.numel() and kind == "cpu":
                 self._rooms.append(memory_of(flat))
-            else:
-                work = self._transport.recv(flat, self.peer)
-                if work is not None:
-                    work.wait()
+            elif flat.numel():
+                apart.append(flat)
+        with self.sending:  # so that the peer hears of this rank's transfers in their order
+            started = [self._transport.recv(flat, self.peer) for flat in apart]
+            if apart and self._grants:
+                self._queue(Word.GRANTED, frame.number, frame.step, part=b"", payload=None, kept=())
+        self._works = [work for work in started if work is not None]
 
     def _end(self) -> None:
         if self._header is None:
             return
         (frame, header), tensors = self._header, self._tensors
         key = frame.number
+        works, self._works = self._works, []
         self._header, self._tensors = None, []
-        message = Message(tensors=tensors, flags=header.flags, place=frame.step, source=self.peer)
+        message = Message(
+            tensors=tensors, flags=header.flags, place=frame.step, source=self.peer, works=works
+        )
         with self._changed:
             self.came[key] += 1
             tickets = self._tickets[key]

@@ -1,0 +1,89 @@
+"""Calls of two ranks on devices of devicetest, under NCCL's rules, with NCCL alone.
+
+Threads of this package mean the rank's own device, as the program's does, and two ranks that swap
+tensors by sends and receives come to an end.
+"""
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import comm_collectives as cc
+from comm_collectives.errors import LostGradientWarning
+from devicetest import fake_cuda
+from ranktest import run_ranks
+
+
+def on_devices(folder: Path, program: Callable[[int], object], backend: str = "nccl") -> None:
+    """Run a program on two ranks, each with a device of its own, and look for faults."""
+
+    def fn(rank: int, world_size: int) -> None:
+        with fake_cuda(devices=2) as cuda:
+            torch.cuda.set_device(rank)
+            store = dist.FileStore(str(folder / f"store-{backend}"), 2)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=2)
+            program(rank)
+            cuda.check()
+
+    run_ranks(fn, 2, init=False, timeout_s=120)
+
+
+def from_thread(handle: cc.Handle[torch.Tensor]) -> torch.Tensor:
+    """Let the group's thread do all of a call, which a thread that waits would do itself."""
+    while not handle.is_done():
+        time.sleep(1e-3)
+    return handle.wait()
+
+
+def test_threads_of_calls_mean_the_device_of_the_rank(tmp_path: Path) -> None:
+    def program(rank: int) -> None:
+        on_device = from_thread(cc.all_reduce(torch.ones(3, device="cuda"), async_op=True))
+        assert on_device.get_device() == rank and on_device.tolist() == [2] * 3
+        on_host = from_thread(cc.all_reduce(torch.ones(3), async_op=True))
+        assert on_host.device.type == "cpu" and on_host.tolist() == [2] * 3
+        x = torch.ones(2, device="cuda") if rank == 0 else None
+        assert from_thread(cc.broadcast(x, src=0, async_op=True)).get_device() == rank
+        both = None if x is None else [x, x]
+        assert from_thread(cc.scatter(both, src=0, async_op=True)).get_device() == rank
+        # Rank 1 drops the graph: its thread that answers takes part in the backward of rank 0.
+        cc.set_agreement(cc.AgreementPolicy(every=1))
+        x = torch.ones(4, device="cuda", requires_grad=True)
+        y = cc.all_to_all(x)
+        if rank == 0:
+            y.sum().backward()
+            assert x.grad is not None and x.grad.tolist() == [1, 1, 0, 0]
+        else:
+            del y
+            gc.collect()
+        warned = pytest.warns(LostGradientWarning) if rank else nullcontext()
+        with warned:
+            cc.all_reduce(torch.ones(1, device="cuda"))
+        # Transfers have threads for each peer.
+        handle = cc.send(x.detach(), dst=1 - rank, async_op=True)
+        got = cc.recv(src=1 - rank, async_op=True).wait()
+        handle.wait()
+        assert got.get_device() == rank
+        assert {thread.name for thread in threading.enumerate()} > {"MainThread"}
+
+    on_devices(tmp_path, program)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_two_ranks_swap_by_differentiable_sends_and_receives(tmp_path: Path, backend: str) -> None:
+    def program(rank: int) -> None:
+        # Larger than what NCCL buffers, so that each send waits for its receive.
+        x = torch.full((1 << 14,), 1.0 + rank, device="cuda", requires_grad=True)
+        handle = cc.send(x, dst=1 - rank, async_op=True)
+        y = cc.recv(src=1 - rank)
+        assert y[0].item() == 2 - rank
+        ((y * 2).sum() + handle.wait().sum()).backward()
+        assert x.grad is not None and x.grad.unique().tolist() == [2]
+
+    on_devices(tmp_path, program, backend)
