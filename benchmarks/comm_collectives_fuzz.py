@@ -2,8 +2,8 @@
 
 Every program is a few collectives (all_reduce, all_to_all, all_gather, reduce_scatter, gather,
 scatter, broadcast, nested broadcast, dispatch and combine on three routes, asynchronous calls, and
-their backwards), some with ranks that disagree in one of twelve ways or with transfers, some
-of them mistakes (circles, other tags and tensors, against a call), under delays, kills, left out and
+their backwards), some with ranks that disagree in one of twelve ways or with transfers (some of
+them mistakes: circles, other tags and tensors, against a call), under delays, kills, left out and
 swapped calls, messages cut short and ranks without data. It is right if all surviving ranks
 finish with the bits of an oracle that does not communicate, or all raise the same class of
 CommError.

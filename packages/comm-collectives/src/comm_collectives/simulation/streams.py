@@ -71,6 +71,10 @@ class SimStreams(Streams):
             self._world.scheduler.fire(self._pipes.signals[peer])
         return got
 
+    def ready(self) -> Collection[int]:
+        """See Streams."""
+        return {peer for peer, pipe in enumerate(self._incoming) if pipe}
+
     def wait(self, receiving: Collection[int], sending: Collection[int], timeout_s: float) -> None:
         """See Streams."""
         pipes, scheduler, rank = self._pipes, self._world.scheduler, self.rank

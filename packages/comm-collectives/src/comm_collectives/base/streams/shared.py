@@ -113,6 +113,10 @@ class ShmStreams(Streams):
             got += count
         return got
 
+    def ready(self) -> Collection[int]:
+        """See Streams."""
+        return [peer for peer, ring in self._in.items() if ring.words[ring.other] != ring.done]
+
     def wait(self, receiving: Collection[int], sending: Collection[int], timeout_s: float) -> None:
         """See Streams."""
         sources = [self._in[peer] for peer in receiving]

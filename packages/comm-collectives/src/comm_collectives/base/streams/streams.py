@@ -39,6 +39,10 @@ class Streams(ABC):
     def recv_some(self, peer: int, into: memoryview) -> int:
         """Return how many bytes were put into `into`: 0 if none are there, or none will come."""
 
+    def ready(self) -> Collection[int]:
+        """Return the ranks from which bytes may be there, all if that is not known for nothing."""
+        return range(self.size)
+
     @abstractmethod
     def wait(self, receiving: Collection[int], sending: Collection[int], timeout_s: float) -> None:
         """Wait until bytes may have come from, or may go to, one of these; at most so long.

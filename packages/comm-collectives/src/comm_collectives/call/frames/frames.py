@@ -19,7 +19,15 @@ from typing import Protocol, final
 
 from comm_collectives.base.streams import Streams
 from comm_collectives.base.transport import Clock
-from comm_collectives.call.frames.link import STAGED_BYTES, Frame, Kind, Link, Notice, notices_of
+from comm_collectives.call.frames.link import (
+    STAGED_BYTES,
+    Frame,
+    Kind,
+    Link,
+    Notice,
+    notices_of,
+    views_of,
+)
 
 _LOOK_S = 0.5  # how often a waiting rank looks whether its peers are still there
 _ASK_S = 0.1
@@ -76,17 +84,23 @@ class Frames:
         `signature` has SIGNATURE_BYTES; `step` is the number of this exchange in the call.
         """
         parts, payloads, apart = cargo.parts, cargo.payloads, cargo.apart
+        views: Sequence[memoryview] = ()
+        last = None
         for peer, link in self._links.items():
-            link.send(
-                Kind.STEP,
-                waiter.number,
-                step,
-                signature=signature,
-                part=b"" if parts is None else parts[peer],
-                payload=None if payloads is None else (payloads[peer],),
-                apart=0 if apart is None else apart[peer],
-            )
-            link.flush()
+            payload = None if payloads is None else payloads[peer]
+            # Neighbours often get one and the same.
+            if not views or payload is not last or parts is not None or apart is not None:
+                views = views_of(
+                    Kind.STEP,
+                    waiter.number,
+                    step,
+                    signature=signature,
+                    part=b"" if parts is None else parts[peer],
+                    payload=None if payload is None else (payload,),
+                    apart=0 if apart is None else apart[peer],
+                )
+                last = payload
+            link.put(views)
         return self._gather(Kind.STEP, waiter)
 
     def receive(self, targets: Sequence[memoryview] | None, waiter: Waiter) -> None:
@@ -102,10 +116,12 @@ class Frames:
             return list(empty)
 
         self._until(missing, waiter)
-        for peer in self._links:  # word of a peer that left stands behind its frame
-            if peer not in self._open:
+        ready = self.streams.ready()
+        for peer, link in self._links.items():  # word of a peer that left stands behind its frame
+            if peer not in self._open and (link.is_ahead() or peer in ready):
                 self._next(peer)
-                self._heed(peer, waiter)
+        for peer in [peer for peer in self._notices if peer not in self._open]:
+            self._heed(peer, waiter)
 
     def drop(self) -> None:
         """Skip the payloads of this step."""
@@ -170,8 +186,10 @@ class Frames:
         waits = dict.fromkeys(self._links)
 
         def missing() -> list[int]:
+            ready = self.streams.ready()
             for peer in list(waits):
-                frame = self._next(peer)
+                is_there = peer in ready or self._links[peer].is_ahead()
+                frame = self._next(peer) if is_there else None
                 # First, since a peer that left this call may be in its next one already.
                 if self._notices:
                     self._heed(peer, waiter, in_text=kind == Kind.TEXT)

@@ -107,21 +107,25 @@ class Link:
         number: int,
         step: int,
         *,
-        signature: bytes = NO_SIGNATURE,
         part: bytes = b"",
         payload: Sequence[memoryview] | None = None,
-        apart: int = 0,
     ) -> None:
-        """Queue a frame; `apart` announces a payload of so many bytes that travels elsewhere."""
-        size = apart if payload is None else sum(map(len, payload))
-        head = _PREFIX.pack(_MAGIC, kind, number, step, len(part), size << 1 | (payload is None))
-        if payload is None or not size:
-            views = [memoryview(b"".join((head, signature, part)))]
-        elif size <= _JOINED_BYTES:
-            views = [memoryview(b"".join((head, signature, part, *payload)))]
-        else:
-            views = [memoryview(b"".join((head, signature, part))), *payload]
-        self.queue.append(views)
+        """Queue a frame."""
+        self.queue.append([*views_of(kind, number, step, part=part, payload=payload)])
+
+    def put(self, views: Sequence[memoryview]) -> None:
+        """Send what there is room for of a frame, behind what is queued, and queue the rest."""
+        if not self.queue and len(views) == 1:
+            sent = self._streams.send_some(self._peer, views[0])
+            if sent == len(views[0]):
+                return
+            self._has_begun, views = sent > 0, [views[0][sent:]]
+        self.queue.append([*views])
+        self.flush()
+
+    def is_ahead(self) -> bool:
+        """Whether anything was read ahead."""
+        return self._end > self._at or self.frame is not None
 
     @property
     def queued(self) -> int:
@@ -243,6 +247,26 @@ class Link:
     def _renew(self, size: int) -> None:
         self._staged = bytearray(size)
         self._view = memoryview(self._staged)
+
+
+def views_of(
+    kind: int,
+    number: int,
+    step: int,
+    *,
+    signature: bytes = NO_SIGNATURE,
+    part: bytes = b"",
+    payload: Sequence[memoryview] | None = None,
+    apart: int = 0,
+) -> Sequence[memoryview]:
+    """Return a frame as bytes to send; `apart` announces a payload that travels elsewhere."""
+    size = apart if payload is None else sum(map(len, payload))
+    head = _PREFIX.pack(_MAGIC, kind, number, step, len(part), size << 1 | (payload is None))
+    if payload is None or not size:
+        return (memoryview(b"".join((head, signature, part))),)
+    if size <= _JOINED_BYTES:
+        return (memoryview(b"".join((head, signature, part, *payload))),)
+    return (memoryview(b"".join((head, signature, part))), *payload)
 
 
 def notices_of(frame: Frame, peer: int) -> Notice:
