@@ -7,7 +7,7 @@ object, which is asked for after its upload, are in our time. The memory of a sa
 the peak of a rank grows by. With `--clients`, s3fs (to be installed) stands
 beside obstore, both with parts of the same size, two at a time; that is how the client was chosen.
 
-    python benchmarks/unified_ckpt_object_store.py --mib 1024 --runs 3 --ranks 4
+    python benchmarks/unified_ckpt_object_store.py --mib 1024 --runs 9 --ranks 4
     python benchmarks/unified_ckpt_object_store.py --mib 256 --clients
 """
 
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print the figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--mib", type=int, default=1024, help="of all ranks together")
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--clients", action="store_true", help="obstore against s3fs")
     arguments = parser.parse_args(argv)

@@ -7,7 +7,7 @@ whose state is taken apart then. Ours, chunked: all time inside `begin_save`,
 step counts. The first save counts as every other. All sides alternate, and before each the saver
 process is idle. Beside them: by how much a step with a chunked save takes longer than one without.
 
-    python benchmarks/unified_ckpt_stall.py --mib 512 --runs 7
+    python benchmarks/unified_ckpt_stall.py --mib 512 --runs 15
 """
 
 import argparse
@@ -203,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure whole saves, those of live objects, and chunked ones."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--mib", type=int, default=512, help="size of the state")
-    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--runs", type=int, default=15)
     arguments = parser.parse_args(argv)
     tensors = make_state(arguments.mib)
     with tempfile.TemporaryDirectory(prefix="unified-ckpt-bench-", dir=Path.cwd()) as temporary:

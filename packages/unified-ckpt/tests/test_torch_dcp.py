@@ -2,11 +2,10 @@
 
 Written after `test/distributed/checkpoint` of torch: test_file_system_checkpoint_cpu, test_planner,
 test_dtensor_resharding, test_tp_checkpoint, test_hsdp_checkpoint, test_fsdp_optim_state,
-test_hf_storage, e2e/test_fsdp_ep, e2e/test_pipeline. A case counts for ours if it passes with
-torch's own pair, which each run shows first.
+test_hf_storage, e2e/test_fsdp_ep, e2e/test_pipeline. All pass with torch's own pair too; torch's
+tests themselves run with both pairs in `benchmarks/unified_ckpt_torch_dcp.py`.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +45,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-Pair = tuple[Callable[[Path], Any], Callable[[Path], Any]]
-PAIRS: dict[str, Pair] = {
-    "torch": (dcp.FileSystemWriter, dcp.FileSystemReader),
-    "ours": (UnifiedStorageWriter, UnifiedStorageReader),
-}
+OURS = (UnifiedStorageWriter, UnifiedStorageReader)
 
 
 class Both(nn.Module):
@@ -274,24 +269,21 @@ FOUR_RANKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("case", ONE_PROCESS, ids=lambda case: case.__name__)
-def test_a_case_of_torchs_tests_in_one_process(case: Any, pair: str, tmp_path: Path) -> None:
-    case(*PAIRS[pair], tmp_path / "c")
+def test_a_case_of_torchs_tests_in_one_process(case: Any, tmp_path: Path) -> None:
+    case(*OURS, tmp_path / "c")
 
 
-@pytest.mark.parametrize("pair", PAIRS)
-def test_the_cases_of_torchs_tests_on_four_ranks(pair: str, tmp_path: Path) -> None:
+def test_the_cases_of_torchs_tests_on_four_ranks(tmp_path: Path) -> None:
     def fn(rank: int, world_size: int) -> None:
         for case in FOUR_RANKS:
-            case(*PAIRS[pair], tmp_path / case.__name__)
+            case(*OURS, tmp_path / case.__name__)
 
     run_ranks(fn, 4)
 
 
-@pytest.mark.parametrize("pair", PAIRS)
-def test_an_asynchronous_save_of_torchs_tests(pair: str, tmp_path: Path) -> None:
-    run_ranks(lambda rank, world_size: asynchronous(*PAIRS[pair], tmp_path / "c"), 2)
+def test_an_asynchronous_save_of_torchs_tests(tmp_path: Path) -> None:
+    run_ranks(lambda rank, world_size: asynchronous(*OURS, tmp_path / "c"), 2)
 
 
 def test_hugging_face_storage_and_ours_read_each_other(tmp_path: Path) -> None:
