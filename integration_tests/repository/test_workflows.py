@@ -82,7 +82,18 @@ def test_the_gpu_workflow_never_runs_for_a_pull_request() -> None:
         "schedule",
         "workflow_dispatch",
     ]
-    assert "runs-on: [self-hosted, linux, x64, gpu]" in text
+    # Only runners that the repository names, so that no job waits for one that does not exist.
+    assert "vars.GPU_RUNNERS != ''" in text and "fromJSON(vars.GPU_RUNNERS" in text
+    assert 'runs-on: [self-hosted, linux, x64, "${{ matrix.runner }}"]' in text
+
+
+def test_the_oldest_torch_runs_on_both_pythons_nightly_and_when_an_adapter_changes() -> None:
+    text = (ROOT / ".github/workflows/ci.yml").read_text()
+    job = text[text.index("\n  oldest:") : text.index("\n  done:")]
+    assert 'python: ["3.11", "3.12"]' in job and "github.event_name == 'schedule'" in job
+    assert "needs.changes.outputs.adapters == 'true'" in job
+    gpu = (ROOT / ".github/workflows/gpu.yml").read_text()
+    assert 'python: "3.12"\n            torch: torch==2.11.*' in gpu
 
 
 def test_the_gpu_workflow_validates_wheels_and_gpu_before_it_tests() -> None:
