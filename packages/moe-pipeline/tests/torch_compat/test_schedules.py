@@ -365,8 +365,8 @@ def test_mistakes_are_told_before_anything_runs():
             get_schedule_class("GPipe")(module, 2)
         with pytest.raises(TypeError, match="give a list of this rank's stages"):
             get_schedule_class("DualPipeV")(PipelineStage(module, 0, 1, device), 2)
-        with pytest.raises(TypeError, match="stage 0 is wrapped in DistributedDataParallel"):
-            alone(DistributedDataParallel(module))
+        with pytest.raises(ValueError, match=r"stage 0 is in Distributed.*static_graph out"):
+            alone(DistributedDataParallel(module, static_graph=True))
         with pytest.raises(ValueError, match="has 2 stages on 1 ranks, but the pipeline has 1"):
             get_schedule_class("zbv")([PipelineStage(module, 0, 1, device)], 2)
         schedule = alone(module, loss_fn=loss_fn)

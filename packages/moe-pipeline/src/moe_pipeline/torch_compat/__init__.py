@@ -1,6 +1,6 @@
 """The interface of `torch.distributed.pipelining` over this package's executor.
 
-May import: executor, schedules.
+May import: executor, schedules, weight_grad.
 """
 
 from moe_pipeline.torch_compat.schedules import PipelineScheduleMulti as PipelineScheduleMulti

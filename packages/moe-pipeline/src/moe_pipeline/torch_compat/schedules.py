@@ -26,6 +26,7 @@ from moe_pipeline.schedules.generators import SCHEDULES
 from moe_pipeline.schedules.table import COMPUTE, Kind, Schedule, add_transfers
 from moe_pipeline.schedules.views import read_csv
 from moe_pipeline.torch_compat.batches import PRE_SPLIT, Batch, pre_split_batch, split_batch
+from moe_pipeline.torch_compat.data_parallel import reduced_once, reuses_memory_of_gradients
 from moe_pipeline.torch_compat.keywords import ScheduleKeywords, checked_keywords
 from moe_pipeline.torch_compat.stages import (
     LossFunction,
@@ -135,10 +136,15 @@ class PipelineSchedule(metaclass=_ScheduleType):
         state = StepState(
             loss_fn=self._loss_fn, loss_kwargs=loss_kwargs or {}, keeps_outputs=return_outputs
         )
+        modules = [stage.submod for _, stage in sorted(self._stages.items())]
         divided: AbstractContextManager[None] = nullcontext()
         if backward and self._scale_grads:
-            divided = divided_gradients(self._parameters(), self.schedule.num_microbatches)
-        with divided:
+            divided = divided_gradients(
+                self._parameters(),
+                self.schedule.num_microbatches,
+                copies=any(map(reuses_memory_of_gradients, modules)),
+            )
+        with divided, reduced_once(modules if backward else ()):
             return self._run(batch, state, losses, with_backward=backward)
 
     def eval(
@@ -237,8 +243,8 @@ class PipelineScheduleSingle(PipelineSchedule):
     """A schedule with one stage on each rank, made as torch's of this name.
 
     Args:
-        stage: a `PipelineStage` of `torch.distributed.pipelining`; its module must not be wrapped
-            in data parallelism.
+        stage: a `PipelineStage` of `torch.distributed.pipelining`; gradients of a module in DDP or
+            FSDP2 are reduced once, after the last weight gradient of the step.
         n_microbatches: any number from 1.
         loss_fn: `loss_fn(output, target, **loss_kwargs)`, 0-d; None: `step` runs forwards only.
         scale_grads: divide gradients by `n_microbatches`: right for a loss that is a mean.

@@ -17,11 +17,10 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
 
 from moe_pipeline.errors import MoETypeError, MoEValueError
 from moe_pipeline.executor import StageOutput, map_tensors
+from moe_pipeline.torch_compat.data_parallel import check_wrapper
 
 LossFunction = Callable[..., Tensor]
 
@@ -103,12 +102,7 @@ def check_stage(stage: TorchStage) -> None:
                 f"a {type(stage).__name__} has no {name}; give a PipelineStage of "
                 "torch.distributed.pipelining (a list of them for schedules of several stages)"
             )
-    if isinstance(stage.submod, DistributedDataParallel | FullyShardedDataParallel | FSDPModule):
-        raise MoETypeError(
-            f"stage {stage.stage_index} is wrapped in {type(stage.submod).__name__}, which reduces "
-            "gradients within the backward of a microbatch; give the bare module and reduce its "
-            "gradients after the step"
-        )
+    check_wrapper(stage.stage_index, stage.submod)
     if getattr(stage, "dw_builder", None) is not None:
         raise MoEValueError(
             f"stage {stage.stage_index} has a dw_builder; leave it out, weight gradients are "
@@ -117,13 +111,16 @@ def check_stage(stage: TorchStage) -> None:
 
 
 @contextmanager
-def divided_gradients(parameters: Sequence[nn.Parameter], count: int) -> Iterator[None]:
+def divided_gradients(
+    parameters: Sequence[nn.Parameter], count: int, *, copies: bool = False
+) -> Iterator[None]:
     """Divide what is added to the gradients meanwhile, and only that; an error takes it back.
 
-    Gradients of before are put aside, so that they neither lose precision nor are divided again.
+    Gradients of before are put aside, so that they neither lose precision nor are divided again;
+    as `copies` where their memory may be used meanwhile.
     """
     held = [(parameter, parameter.grad) for parameter in parameters]
-    before = [(parameter, grad) for parameter, grad in held if grad is not None]
+    before = [(p, grad.clone() if copies else grad) for p, grad in held if grad is not None]
     for parameter, _ in before:
         parameter.grad = None
     try:

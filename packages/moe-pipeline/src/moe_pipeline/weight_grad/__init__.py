@@ -10,6 +10,7 @@ from moe_pipeline.weight_grad.deferred import DeferredWeightGrad as DeferredWeig
 from moe_pipeline.weight_grad.deferred import accumulated as accumulated
 from moe_pipeline.weight_grad.deferred import defer as defer
 from moe_pipeline.weight_grad.deferred import deferrable as deferrable
+from moe_pipeline.weight_grad.delivery import deliver as deliver
 from moe_pipeline.weight_grad.split_linear import looped_product as looped_product
 from moe_pipeline.weight_grad.store import WeightGradStore as WeightGradStore
 from moe_pipeline.weight_grad.store import current_split as current_split

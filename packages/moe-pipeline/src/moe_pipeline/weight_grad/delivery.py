@@ -6,7 +6,7 @@ ready.add(weight, gradient)                 # soon, together with others
 ready.deliver()
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -49,8 +49,15 @@ class Ready:
             raise
 
 
-def deliver(leaves: Sequence[Tensor], gradients: list[Tensor]) -> None:
+def deliver(
+    leaves: Sequence[Tensor],
+    gradients: list[Tensor],
+    *,
+    before: Callable[[Tensor], object] | None = None,
+) -> None:
     """Give leaves their gradients as autograd does, hooks included; empties the list.
+
+    `before` is called with the root of the graph that does it.
 
     A gradient that nobody else holds becomes `leaf.grad` without a copy. A leaf that was frozen
     since its forward gets none.
@@ -63,6 +70,8 @@ def deliver(leaves: Sequence[Tensor], gradients: list[Tensor]) -> None:
         return
     with torch.enable_grad():
         root = _Delivery.apply([box for _, box in given], *(leaf for leaf, _ in given))
+    if before is not None:
+        before(root)
     # Not torch's own function, which compares shapes first: this runs in every W.
     ones = torch.ones_like(root)
     run_backward((root,), (ones,), retain_graph=False, create_graph=False, inputs=())
