@@ -11,7 +11,7 @@ weights become the master weights of a bf16 run bit for bit, and those the weigh
 
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,8 +19,10 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from moe_train.checkpoint.background import BackgroundSaves
 from moe_train.checkpoint.finding import NOTHING_TO_RESUME
 from moe_train.checkpoint.node_states import NodeStates
+from moe_train.checkpoint.parts import has_part, read_part, tensor_keys
 from moe_train.checkpoint.samples import SAMPLES_FILE, read_ledger
 from moe_train.checkpoint.trainer_state import TrainerState, may_lack_moments, read_state
 from moe_train.config import STATE_FILE
@@ -46,9 +48,8 @@ from unified_ckpt import (
     save,
 )
 from unified_ckpt.files.storage import Location
-from unified_ckpt.loading import PartIndex
-from unified_ckpt.plans.checkpoint import read_checkpoint
 from unified_ckpt.run import SaveError, SavePeerError, encode_metrics, resume_nearest
+from unified_ckpt.snapshots.average import EMA_PART
 
 _UNREADABLE = (
     "{} cannot be gone on from: {}; if a file is damaged, restore it or --resume an older "
@@ -73,6 +74,7 @@ class Checkpointer:
         files: what a transformers checkpoint holds beside weights; written by rank 0.
         options: when to save, and how many checkpoints to keep.
         nodes: states on the nodes between checkpoints; None for none.
+        background: saves beside training; None where training waits for them.
     """
 
     folder: Path | Location
@@ -83,6 +85,7 @@ class Checkpointer:
     files: Mapping[str, bytes]
     options: ManagerOptions
     nodes: NodeStates | None = None
+    background: BackgroundSaves | None = None
     _opened: CheckpointManager | None = field(default=None, init=False)
 
     @property
@@ -121,31 +124,36 @@ class Checkpointer:
             SavePeerError: a rank is lost.
         """
         target = self.manager.path(state.step)
-        files = {**self.files, **_state_files(state)}
-        if validation_loss is not None and self.options.best_metric is not None:
-            metrics = {self.options.best_metric: validation_loss}
-            files["metrics.json"] = encode_metrics(state.step, metrics)
         try:
             save(
-                self._parts(),
+                self.parts(),
                 checkpoint_id=self.manager.begin(state.step),
-                files=files,
+                files=self.files_of(state, validation_loss),
                 rank_files=random_state_files(self.rank),
                 timeout_s=self.options.timeout_s,
             )
         except SavePeerError:
             raise
         except SaveError as error:
-            free = ""
-            if isinstance(self.folder, Path):
-                free = f" ({shutil.disk_usage(self.folder).free} bytes are free there)"
-            raise CheckpointNotSavedError(
-                f"{target.name} was not saved in {self.folder}{free}: "
-                f"{str(error).partition('): ')[2] or error}"
-            ) from error
+            raise CheckpointNotSavedError(self.failure_line(target.name, str(error))) from error
         if not keep_older:
-            self._remove_older(state.step)
+            self.remove_older(state.step)
         return self.folder / target.name
+
+    def files_of(self, state: TrainerState, validation_loss: float | None) -> dict[str, bytes]:
+        """What a checkpoint of this state holds beside tensors."""
+        files = {**self.files, **_state_files(state)}
+        if validation_loss is not None and self.options.best_metric is not None:
+            metrics = {self.options.best_metric: validation_loss}
+            files["metrics.json"] = encode_metrics(state.step, metrics)
+        return files
+
+    def failure_line(self, name: str, why: str) -> str:
+        """The line that says why a checkpoint was not saved."""
+        free = ""
+        if isinstance(self.folder, Path):
+            free = f" ({shutil.disk_usage(self.folder).free} bytes are free there)"
+        return f"{name} was not saved in {self.folder}{free}: {why.partition('): ')[2] or why}"
 
     def save_on_nodes(self, nodes: NodeStates, state: TrainerState) -> None:
         """Save the state on the nodes, with its copies on others. Collective.
@@ -156,7 +164,7 @@ class Checkpointer:
         """
         try:
             nodes.tier.save(
-                self._parts(),
+                self.parts(),
                 state.step,
                 files={**nodes.files, **_state_files(state)},
                 rank_files=random_state_files(self.rank),
@@ -168,19 +176,21 @@ class Checkpointer:
                 f"the state of step {state.step} was not saved on the nodes: {error}"
             ) from error
 
-    def _parts(self) -> dict[str, list[Shard]]:
+    def parts(self) -> dict[str, list[Shard]]:
         """What a checkpoint holds of this rank's tensors."""
-        parts = {
-            "model": self._stored(self.parameters).shards,
-            "optimizer": _counts(self.optimizer.late),
-        }
+        parts = {"model": self.part("model"), "optimizer": _counts(self.optimizer.late)}
         for moment, tensors in self.optimizer.moments().items():
             parts["optimizer"] += self._stored(tensors, f"/{moment}").shards
         if self.optimizer.master:
-            parts["master_weights"] = self._stored(self.optimizer.master).shards
+            parts["master_weights"] = self.part("master_weights")
         return parts
 
-    def _remove_older(self, step: int) -> None:
+    def part(self, part: str) -> list[Shard]:
+        """The weights, as they are or their fp32 copies."""
+        tensors = self.parameters if part == "model" else self.optimizer.master
+        return self._stored(tensors).shards
+
+    def remove_older(self, step: int) -> None:
         """Keep the newest checkpoints; the first rank does it, and failing is one line."""
         try:
             self.manager.committed(step)
@@ -242,7 +252,25 @@ class Checkpointer:
         self.optimizer.set_step(updates, self._load_moments(source, updates))
         if not restore_random_state(source, self.rank):
             _restore_former_random_state(source, self.rank)
+        self._load_average(source, state.step)
         return state
+
+    def _load_average(self, source: Path | Location, step: int) -> None:
+        """Go on with the moving average, or say that none does."""
+        has_one = has_part(source, EMA_PART)
+        kept = self.background is not None and self.background.averaged is not None
+        if self.background is not None and has_one and kept:
+            self.background.load_average(self.parts(), source)
+        elif self.rank == 0 and has_one:
+            logger.warning(
+                "warning: %s holds a moving average, which is not continued: "
+                "checkpoint.ema_decay is not set",
+                source,
+            )
+        elif self.rank == 0 and kept:
+            logger.warning(
+                "warning: %s holds no moving average, so it begins with step %d", source, step + 1
+            )
 
     def load_weights(self, source: Path) -> None:
         """Start from the weights of a transformers checkpoint, converted to this run's dtype.
@@ -312,23 +340,6 @@ class Checkpointer:
         return stored_tensors(self.layouts, tensors, self.rank, suffix)
 
 
-def read_part(
-    source: Path | Location, part: str, stored: Sequence[StoredTensors], *, cast: bool = False
-) -> None:
-    """Fill this rank's tensors from one part of a checkpoint.
-
-    Args:
-        cast: convert what is stored in another dtype instead of refusing it.
-
-    Raises:
-        ValueError: a key, shape or dtype differs; the message names it.
-    """
-    shards = [shard for tensors in stored for shard in tensors.shards]
-    load(shards, checkpoint_id=source, part=part, cast=cast)
-    for tensors in stored:
-        tensors.write_back()
-
-
 def _state_files(state: TrainerState) -> dict[str, bytes]:
     return {STATE_FILE: state.to_json(), SAMPLES_FILE: state.ledger.to_json()}
 
@@ -339,20 +350,6 @@ def _counts(counts: Mapping[str, int]) -> list[Shard]:
         Shard.of(name + _FIRST_UPDATE, torch.tensor([count]), global_shape=(1,), offset=(0,))
         for name, count in counts.items()
     ]
-
-
-def has_part(source: Path | Location, part: str) -> bool:
-    """Whether the checkpoint holds tensors of `part`.
-
-    Raises:
-        CheckpointError: it does, and they are damaged; that is not the same as having none.
-    """
-    return read_checkpoint(source, lambda it: part in it.parts() and bool(it.tensors(part)))
-
-
-def tensor_keys(source: Path | Location, part: str) -> set[str]:
-    """The keys of all tensors of a part, those that are stored in boxes included."""
-    return read_checkpoint(source, lambda it: PartIndex(it, part).tensor_keys())
 
 
 def _restore_former_random_state(source: Path | Location, rank: int) -> None:

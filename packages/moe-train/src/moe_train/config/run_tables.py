@@ -46,6 +46,28 @@ class CheckpointConfig(Table):
         default=False,
         on_resume="free",
     )
+    save_mode: Literal["sync", "async", "zero_cost"] = key(
+        "sync: training waits until a checkpoint is written; async: only until the state is "
+        "copied, for a process beside it to write; zero_cost: the copy is made in pieces between "
+        "the microbatches of the next step. The last two take memory for two more states",
+        default="sync",
+        on_resume="free",
+    )
+    ema_decay: float | None = key(
+        "weight of the old value in an fp32 moving average of the weights, kept beside training "
+        '(save_mode="zero_cost") and in every checkpoint; absent: none',
+        default=None,
+        minimum=0,
+        maximum=0.999999,
+        on_resume="free",
+    )
+    ema_interval_steps: int = key(
+        "steps between updates of the moving average",
+        unit="steps",
+        default=1,
+        minimum=1,
+        on_resume="free",
+    )
     node_folder: str | None = key(
         "folder of each node for itself (a tmpfs such as /dev/shm, a local disk) for states "
         "between checkpoints, with copies on other nodes; absent: none",
@@ -63,6 +85,21 @@ class CheckpointConfig(Table):
         minimum=0,
         on_resume="free",
     )
+
+    def _check(self) -> None:
+        if self.ema_decay is None:
+            return
+        if self.save_mode != "zero_cost":
+            raise TrainValueError(
+                f"checkpoint.ema_decay={self.ema_decay} needs a copy of the weights beside "
+                f"training, which checkpoint.save_mode={self.save_mode!r} does not make; set "
+                'checkpoint.save_mode="zero_cost"'
+            )
+        if self.node_folder is not None:
+            raise TrainValueError(
+                "states in checkpoint.node_folder hold no moving average, so that a resume from "
+                "one would begin it anew; leave out checkpoint.ema_decay or checkpoint.node_folder"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

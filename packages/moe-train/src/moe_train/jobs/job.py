@@ -191,6 +191,7 @@ def train(config: Config, resume: str, context: RankContext) -> None:
                 if parallel.rank == 0:
                     logger.info("%s", line)
         loop = TrainingLoop.begin(config, training, reporter, state)
+        loop.saver.open()
         saved = loop.run(context)
     finally:
         checkpointer.close()

@@ -15,7 +15,7 @@ from torch import nn
 from moe_pipeline import PipelineExecutor, Schedule
 from moe_pipeline.executor import ExecutorOptions, TiedParameters
 from moe_pipeline.schedules import SCHEDULES, forward_only
-from moe_train.checkpoint import Checkpointer, NodeStates, checkpoint_files
+from moe_train.checkpoint import BackgroundSaves, Checkpointer, NodeStates, checkpoint_files
 from moe_train.config import Config
 from moe_train.data import prepare
 from moe_train.layout import (
@@ -168,6 +168,9 @@ def build_runner(
     microbatches = config.train.gradient_accumulation_steps
     train_schedule = training_schedule(config)
     check_balancing(config, model, train_schedule)
+    background = BackgroundSaves.of(config)
+    if background is not None:
+        stage.register_forward_pre_hook(lambda *_: background.copy_piece())
     runner = StepRunner(
         parallel=parallel,
         stage=stage,
@@ -182,6 +185,7 @@ def build_runner(
         optimizer=optimizer,
         max_grad_norm=config.optimizer.max_grad_norm,
         updates_expert_bias=config.moe.update_expert_bias,
+        before_update=None if background is None else background.finish_copy,
     )
     checkpointer = Checkpointer(
         folder=as_target("train.output_dir", config.train.output_dir),
@@ -198,6 +202,7 @@ def build_runner(
             timeout_s=max(config.parallel.timeout_s, 600.0),
         ),
         nodes=NodeStates.of(config),
+        background=background,
     )
     return runner, checkpointer
 

@@ -152,7 +152,8 @@ class TrainingLoop:
             try:
                 is_over = pace.is_last(context.age_s, self.saver.longest_s)
                 with pace.step():
-                    result = self._step(loader, stop=context.stop_requested or is_over)
+                    stop = context.stop_requested or is_over or self.saver.must_stop
+                    result = self._step(loader, stop=stop)
             except BadStepError as error:
                 raise type(error)(f"{error}; {self._save_before_error()}") from error
             step = context.step = self.position.step
@@ -162,8 +163,13 @@ class TrainingLoop:
                 self.saver.note_validation(step, self._validate())
             if self.saver.is_due(step, result) or stopping or last:
                 self.saver.save(self._state(), at_end=stopping or last)
-            elif self.saver.is_due_on_nodes(step):
-                self.saver.save_on_nodes(self._state())
+            else:
+                self.saver.update_average(step)
+                if self.saver.is_due_on_nodes(step):
+                    self.saver.save_on_nodes(self._state())
+            self.saver.look()
+            if stall_s := self.saver.take_stall():
+                self._report({"save_stall_s": stall_s})
             if stopping and is_over and self.reporter is not None:
                 minutes = f"train.exit_duration_minutes={train.exit_duration_minutes:g}"
                 logger.info("%s ends the job after step %d; go on with --resume", minutes, step)

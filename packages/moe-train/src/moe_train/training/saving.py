@@ -1,21 +1,25 @@
 """When a run saves, and what it does when a checkpoint cannot be written.
 
 Invariant: every rank takes the same decision. A failed save is one line; older checkpoints stay,
-training goes on, and what is still unsaved at the end is an error.
+training goes on, and what is still unsaved at the end is an error. What became of a save beside
+training is known on each rank in its own time (`look`), so that until all have waited for it, only
+lines, `saved` and a request to stop depend on it.
 
     saver = Saver(checkpointer=checkpointer, config=config, is_first=rank == 0)
     result = runner.train(batches, lr=lr, save=saver.is_late())
     if saver.is_due(step, result) or last:
         saver.save(state)
+    saver.look()
     saver.check()                           # CheckpointNotSavedError: the last state is not saved
 """
 
 import logging
+import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moe_train.checkpoint import Checkpointer, TrainerState
+from moe_train.checkpoint import Checkpointer, SavesBeside, TrainerState
 from moe_train.config import Config
 from moe_train.errors import CheckpointNotSavedError
 from moe_train.training.step import StepResult
@@ -26,14 +30,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class Saver:
-    """Saves the checkpoints of one run; every method but `is_late` is collective or pure.
+    """Saves the checkpoints of one run; all but `is_late` and `look` is collective or pure.
 
     Attributes:
         first_step: finished steps when this run began or went on.
         best_validation_loss: the lowest of the run so far; None: none yet.
         saved: the last checkpoint written, if any.
         failure: why the last save failed; empty when it did not.
-        longest_s: what the longest save has taken.
+        longest_s: what the longest save has taken of the training's time.
+        must_stop: a save beside training has failed, and `checkpoint.stop_on_save_error` is set.
     """
 
     checkpointer: Checkpointer
@@ -44,9 +49,21 @@ class Saver:
     saved: Path | Location | None = None
     failure: str = ""
     longest_s: float = 0.0
+    must_stop: bool = False
+    _stall_s: float = 0.0
+    _loss: float = math.nan  # of the last step, if it counts in the moving average
     _tried_s: float = field(default_factory=time.monotonic)
     _validated: tuple[int, float] | None = None  # at which step, and its loss
     _best_step: int = -1
+
+    def open(self) -> None:
+        """Start what saves beside training, with memory for the state. Collective.
+
+        Raises:
+            CheckpointNotSavedError: some rank could not.
+        """
+        if self.beside is not None:
+            self.beside.open()
 
     def is_late(self) -> bool:
         """Whether the clock asks for a save; only that of rank 0 does."""
@@ -55,6 +72,8 @@ class Saver:
 
     def is_due(self, step: int, result: StepResult) -> bool:
         """Whether to save after this step."""
+        every = self.config.checkpoint.ema_interval_steps
+        self._loss = result.loss if result.applied and step % every == 0 else math.nan
         is_best = step == self._best_step and self.config.checkpoint.keep_best
         return self.checkpointer.is_due(step) or result.save_requested or is_best
 
@@ -75,18 +94,74 @@ class Saver:
             CheckpointNotSavedError: it failed, and `checkpoint.stop_on_save_error` is set.
         """
         self._tried_s = time.monotonic()
+        step, loss = self._validated or (-1, None)
+        loss = loss if step == state.step else None
         try:
-            step, loss = self._validated or (-1, None)
-            loss = loss if step == state.step else None
-            self.saved = self.checkpointer.save(state, validation_loss=loss)
-            self.failure = ""
+            if self.beside is None:
+                self.saved = self.checkpointer.save(state, validation_loss=loss)
+                self.failure = ""
+            else:
+                self.beside.begin(state, loss=self._loss, validation_loss=loss)
+                self.look(wait=at_end)
         except CheckpointNotSavedError as error:
-            if self.config.checkpoint.stop_on_save_error:
+            self._note_failure(str(error), told=not at_end and not self._stops)
+            if self.must_stop:
                 raise
-            self.failure = str(error)
-            if self.is_first and not at_end:
-                logger.warning("warning: %s; training goes on, the next save tries again", error)
-        self.longest_s = max(self.longest_s, time.monotonic() - self._tried_s)
+        taken_s = time.monotonic() - self._tried_s
+        self.longest_s = max(self.longest_s, taken_s)
+        self._stall_s += taken_s if self.beside is None else 0.0
+
+    @property
+    def beside(self) -> SavesBeside | None:
+        """The saves beside training; None where training waits for them."""
+        background = self.checkpointer.background
+        return None if background is None else SavesBeside(self.checkpointer, background)
+
+    def update_average(self, step: int) -> None:
+        """Take the weights after a step without a checkpoint into the moving average, if due."""
+        if self.beside is not None and not math.isnan(self._loss):
+            self.beside.update_average(step, self._loss)
+
+    @property
+    def _stops(self) -> bool:
+        return self.config.checkpoint.stop_on_save_error
+
+    def take_stall(self) -> float:
+        """Seconds that training stood still for saves since the last call."""
+        stall_s, self._stall_s = self._stall_s, 0.0
+        background = self.checkpointer.background
+        return stall_s if background is None else background.take_stall()
+
+    def look(self, *, wait: bool = False, keep_older: bool = False) -> None:
+        """Note what became of the saves beside training; nothing where there are none.
+
+        Args:
+            wait: for all that began; then every rank knows.
+            keep_older: remove no older checkpoint behind them.
+
+        Raises:
+            CheckpointNotSavedError: after the wait, where `must_stop`.
+        """
+        if self.beside is None:
+            return
+        for outcome in self.beside.outcomes(wait=wait, keep_older=keep_older):
+            if outcome.failure:
+                self._note_failure(outcome.failure, told=not wait, kept=outcome.place is None)
+            elif outcome.place is not None:
+                self.saved, self.failure = outcome.place, ""
+        if wait and self.must_stop:
+            raise CheckpointNotSavedError(self.failure)
+
+    def _note_failure(self, failure: str, *, told: bool, kept: bool = False) -> None:
+        """Note why a save failed, or with `kept` only that the moving average lacks a step."""
+        if not kept:
+            self.failure = failure
+            self.must_stop |= self._stops
+        then = "training goes on" if kept else "training goes on, the next save tries again"
+        if self.must_stop:
+            then = "the run ends after this step"
+        if self.is_first and (told or kept):
+            logger.warning("warning: %s; %s", failure, then)
 
     def is_due_on_nodes(self, step: int) -> bool:
         """Whether to save on the nodes after a step at which no checkpoint is due."""
@@ -111,8 +186,10 @@ class Saver:
                 logger.warning("warning: %s; training goes on", error)
 
     def finish(self) -> None:
-        """Free the states on the nodes, when the last one is saved in storage."""
+        """Free the states on the nodes, when the last one is saved in storage; end the savers."""
         nodes = self.checkpointer.nodes
+        if self.checkpointer.background is not None:
+            self.checkpointer.background.close()
         if nodes is not None and not self.failure:
             nodes.tier.clear()
 
@@ -124,13 +201,25 @@ class Saver:
         """
         if state.step == self.first_step:
             return f"no step was finished since step {state.step}, so nothing is saved"
-        if self.saved is not None and self.saved.name == f"checkpoint-{state.step}":
-            return f"the state before it is {self.saved}"
         try:
-            self.saved = self.checkpointer.save(state, keep_older=True)
+            self.look(wait=True, keep_older=True)
+            if self.saved is not None and self.saved.name == f"checkpoint-{state.step}":
+                return f"the state before it is {self.saved}"
+            if self.beside is None:
+                self.saved = self.checkpointer.save(state, keep_older=True)
+            else:
+                self._save_beside(self.beside, state)
             return f"the state before it is saved as {self.saved}"
         except CheckpointNotSavedError as error:
             return f"the state before it is lost: {error}"
+
+    def _save_beside(self, beside: SavesBeside, state: TrainerState) -> None:
+        """Save through the savers, which keep the moving average, and wait; remove none."""
+        self.failure = ""
+        beside.begin(state, loss=math.nan)
+        self.look(wait=True, keep_older=True)
+        if self.failure:
+            raise CheckpointNotSavedError(self.failure)
 
     def check(self) -> None:
         """Raise what the last save failed with, if it failed.

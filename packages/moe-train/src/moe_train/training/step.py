@@ -5,7 +5,7 @@ therefore sees the same numbers and takes the same decisions.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -81,6 +81,7 @@ class StepRunner:
         max_grad_norm: above it gradients are scaled down.
         updates_expert_bias: after each update of the weights move the expert biases of the routers
             that are trained.
+        before_update: called before the weights change, by which what reads them has ended.
     """
 
     parallel: Parallel
@@ -91,6 +92,7 @@ class StepRunner:
     optimizer: Optimizer
     max_grad_norm: float
     updates_expert_bias: bool = False
+    before_update: Callable[[], None] | None = None
 
     def train(
         self,
@@ -139,6 +141,8 @@ class StepRunner:
         coefficient = clip_coefficient(result.grad_norm, self.max_grad_norm)
         if coefficient < 1.0:
             self.gradients.scale(coefficient)
+        if self.before_update is not None:
+            self.before_update()
         self.optimizer.step(self.gradients, lr)
         if self.updates_expert_bias:
             # Routers have counted global microbatches, so every rank moves its copies alike.

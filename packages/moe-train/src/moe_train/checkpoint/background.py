@@ -1,0 +1,221 @@
+"""Checkpoints that a process beside the trainer writes, and the moving average that it keeps.
+
+The trainer only copies its state, at once (`async`) or in pieces between the microbatches of the
+next step (`zero_cost`); unified-ckpt's savers do the rest. Whether a checkpoint is committed is
+known later: `outcomes` tells, on each rank in its own time, so nothing that ranks must do together
+may depend on it before `outcomes(wait=True)`.
+
+    background = BackgroundSaves.of(config)      # None with checkpoint.save_mode = "sync"
+    background.begin(parts, place, files=files, rank_files=rank_files, loss=loss)
+    ...                                          # forward and backward of the next step
+    background.finish_copy()                     # before the weights change
+    for outcome in background.outcomes(): ...
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moe_train.config import Config
+from unified_ckpt import AsyncSaver, AsyncSaverConfig, Shard, ZeroCostSaver, async_save
+from unified_ckpt.files.storage import Location
+from unified_ckpt.run import SaveError
+from unified_ckpt.snapshots.average import EmaConfig
+
+Parts = Mapping[str, Sequence[Shard]]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOutcome:
+    """What became of the checkpoint of a step; `failure` is empty when it is committed.
+
+    Without `place` it was an update of the moving average alone.
+    """
+
+    step: int
+    place: Path | Location | None
+    failure: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A save under way: its future, or why it could not begin."""
+
+    step: int
+    place: Path | Location | None
+    future: Future[Any] | str
+
+    @property
+    def is_over(self) -> bool:
+        return isinstance(self.future, str) or self.future.done()
+
+    def outcome(self, timeout_s: float) -> SaveOutcome:
+        if isinstance(self.future, str):
+            return SaveOutcome(self.step, self.place, self.future)
+        try:
+            error = self.future.exception(timeout_s)
+        except TimeoutError:
+            return SaveOutcome(self.step, self.place, f"it did not end within {timeout_s:g} s")
+        return SaveOutcome(self.step, self.place, "" if error is None else str(error))
+
+
+@dataclass(slots=True, kw_only=True)
+class BackgroundSaves:
+    """This rank's saver process and the saves under way. Close it when the run ends.
+
+    Args:
+        settings: of the saver, with the moving average if one is kept.
+        zero_cost: copy in pieces between the microbatches; False copies at once.
+        num_microbatches: of a step.
+        average_steps: steps between updates of the average.
+
+    Attributes:
+        stall_s: what the trainer's thread has spent here since `take_stall`.
+    """
+
+    settings: AsyncSaverConfig
+    zero_cost: bool
+    num_microbatches: int
+    average_steps: int = 1
+    stall_s: float = 0.0
+    _opened: AsyncSaver | None = field(default=None, init=False)
+    _chunks: ZeroCostSaver | None = field(default=None, init=False)
+    _begun: list[_Begun] = field(default_factory=list, init=False)
+
+    @classmethod
+    def of(cls, config: Config) -> "BackgroundSaves | None":
+        """What the job asks for; None where its saves are part of training."""
+        asked = config.checkpoint
+        if asked.save_mode == "sync":
+            return None
+        ema = None
+        if asked.ema_decay is not None:
+            part = "master_weights" if config.train.master_weights else "model"
+            ema = EmaConfig(decay=asked.ema_decay, source=part)
+        return cls(
+            settings=AsyncSaverConfig(timeout_s=max(config.parallel.timeout_s, 600.0), ema=ema),
+            zero_cost=asked.save_mode == "zero_cost",
+            num_microbatches=config.train.gradient_accumulation_steps,
+            average_steps=asked.ema_interval_steps,
+        )
+
+    @property
+    def averaged(self) -> str | None:
+        """The part of which a moving average is kept; None for none."""
+        return None if self.settings.ema is None else self.settings.ema.source
+
+    def open(self, parts: Parts) -> None:
+        """Start the saver process and make room for such a state. Collective the first time.
+
+        Raises:
+            SaveError: some rank could not start it, or has not enough memory.
+        """
+        self._saver().prepare(parts)
+        if self._chunks is not None:
+            self._chunks.prepare(parts)
+
+    def load_average(self, parts: Parts, source: Path | Location) -> None:
+        """Go on with the moving average of a checkpoint, saved under any layout.
+
+        Raises:
+            CheckpointError: it is damaged or does not fit.
+        """
+        self.open(parts)
+        self._saver().load_ema(source)
+
+    def begin(
+        self,
+        parts: Parts,
+        place: Path | Location | None,
+        *,
+        step: int,
+        files: Mapping[str, bytes] | None = None,
+        rank_files: Mapping[str, bytes] | None = None,
+        loss: float = math.nan,
+    ) -> None:
+        """Begin a save, or with `place` None an update of the average; every rank does.
+
+        With `zero_cost` the tensors must not change until `finish_copy`.
+
+        Args:
+            loss: of this step, the same on all ranks; NaN leaves the step out of the average.
+        """
+        given: dict[str, Any] = {"files": files, "rank_files": rank_files}
+        if self.averaged is not None:
+            given["loss"] = loss
+        with self._stalling():
+            future: Future[Any] | str
+            try:
+                saver = self._saver()
+                if self._chunks is not None:
+                    future = self._chunks.begin_save(parts, checkpoint_id=place, **given)
+                elif place is not None:
+                    response = async_save(parts, checkpoint_id=place, saver=saver, **given)
+                    future = response.upload_completion
+                else:
+                    return
+            except SaveError as error:  # the savers of the other ranks know
+                future = str(error)
+        self._begun.append(_Begun(step, place, future))
+
+    def copy_piece(self) -> None:
+        """Let one more piece be copied; once a microbatch."""
+        if self._chunks is not None:
+            with self._stalling():
+                self._chunks.offload_chunk()
+
+    def finish_copy(self) -> None:
+        """End the copy under way; afterwards the weights may change.
+
+        One that fails is told by `outcomes`, as whatever else became of that save.
+        """
+        if self._chunks is not None:
+            with self._stalling(), contextlib.suppress(SaveError):
+                self._chunks.finish()
+
+    def outcomes(self, *, wait: bool = False) -> Iterator[SaveOutcome]:
+        """What became of the saves that have ended, in their order; with `wait` of all."""
+        if wait:
+            self.finish_copy()
+        while self._begun and (wait or self._begun[0].is_over):
+            yield self._begun.pop(0).outcome(2 * self.settings.timeout_s)
+
+    def take_stall(self) -> float:
+        """Seconds that the trainer's thread has spent here since the last call."""
+        stall_s, self.stall_s = self.stall_s, 0.0
+        return stall_s
+
+    def close(self) -> None:
+        """End the saver process after what it writes.
+
+        Raises:
+            SaveError: it had died.
+        """
+        if self._opened is not None:
+            with contextlib.closing(self._opened):
+                if self._chunks is not None:
+                    self._chunks.close()
+
+    def _saver(self) -> AsyncSaver:
+        if self._opened is None:
+            self._opened = AsyncSaver(config=self.settings)
+            if self.zero_cost:
+                self._chunks = ZeroCostSaver(
+                    self._opened,
+                    num_microbatches=self.num_microbatches,
+                    timeout_s=self.settings.timeout_s,
+                )
+        return self._opened
+
+    @contextlib.contextmanager
+    def _stalling(self) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stall_s += time.perf_counter() - started

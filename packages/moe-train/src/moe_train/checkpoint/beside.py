@@ -1,0 +1,101 @@
+"""Checkpoints of a run that are written beside training: begun together, ended one by one.
+
+    beside = SavesBeside(checkpointer, background)
+    beside.open()
+    beside.begin(state, loss=result.loss)
+    for outcome in beside.outcomes():        # of the saves that have ended on this rank
+        print(outcome.place, outcome.failure or "committed")
+"""
+
+from dataclasses import dataclass
+
+from moe_train.checkpoint.background import BackgroundSaves, SaveOutcome
+from moe_train.checkpoint.trainer_state import TrainerState
+from moe_train.checkpoint.training_state import Checkpointer
+from moe_train.errors import CheckpointNotSavedError
+from unified_ckpt import random_state_files
+from unified_ckpt.run import SaveError
+
+
+@dataclass(frozen=True, slots=True)
+class SavesBeside:
+    """What a checkpointer saves through the savers of `background`."""
+
+    checkpointer: Checkpointer
+    background: BackgroundSaves
+
+    def open(self) -> None:
+        """Start the savers, with memory for the state. Collective.
+
+        Raises:
+            CheckpointNotSavedError: some rank could not.
+        """
+        try:
+            self.background.open(self.checkpointer.parts())
+        except SaveError as error:
+            raise CheckpointNotSavedError(
+                "checkpoint.save_mode needs a process and memory beside training, and one of them "
+                f'is not to be had: {error}; set it to "sync" to do without'
+            ) from error
+
+    def begin(
+        self, state: TrainerState, *, loss: float, validation_loss: float | None = None
+    ) -> None:
+        """Begin to write `checkpoint-{step}`. Collective; `outcomes` tells the end.
+
+        Args:
+            loss: of the step; NaN leaves it out of the moving average.
+            validation_loss: of this state, by which the best checkpoint is known.
+
+        Raises:
+            CheckpointNotSavedError: a store does not take it. On every rank.
+        """
+        own = self.checkpointer
+        try:
+            place = own.manager.begin(state.step)
+        except SaveError as error:
+            name = own.manager.path(state.step).name
+            raise CheckpointNotSavedError(own.failure_line(name, str(error))) from error
+        self.background.begin(
+            own.parts(),
+            place,
+            step=state.step,
+            files=own.files_of(state, validation_loss),
+            rank_files=random_state_files(own.rank),
+            loss=loss,
+        )
+
+    def update_average(self, step: int, loss: float) -> None:
+        """Take the weights after `step` into the moving average, if one is kept; every rank does.
+
+        Args:
+            loss: of the step; NaN leaves it out.
+        """
+        part = self.background.averaged
+        if part is not None:
+            parts = {part: self.checkpointer.part(part)}
+            self.background.begin(parts, None, step=step, loss=loss)
+
+    def outcomes(self, *, wait: bool = False, keep_older: bool = False) -> list[SaveOutcome]:
+        """What became of the saves that have ended; not collective.
+
+        The first rank removes older checkpoints behind those that are committed.
+
+        Args:
+            wait: for all that began.
+            keep_older: remove none.
+        """
+        own, told = self.checkpointer, []
+        for outcome in self.background.outcomes(wait=wait):
+            step, failure = outcome.step, outcome.failure
+            if outcome.place is None:
+                if failure:
+                    failure = f"the moving average lacks step {step}: {failure}"
+                    told.append(SaveOutcome(step, None, failure))
+                continue
+            name = outcome.place.name
+            line = own.failure_line(name, failure) if failure else ""
+            told.append(SaveOutcome(step, own.folder / name, line))
+            if not failure and not keep_older:
+                own.remove_older(step)
+        return told

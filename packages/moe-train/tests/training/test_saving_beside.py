@@ -1,0 +1,189 @@
+"""Checkpoints written beside training, with real saver processes: the same bits as saves that
+training waits for, a moving average that equals its own recurrence, and savers that are killed.
+"""
+
+import logging
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moe_train.checkpoint import read_state
+from moe_train.config import OWN_TOML, Config
+from moe_train.jobs.job import check, train
+from moe_train.rank import RankContext
+from moe_train.report.metrics import read_metrics
+from ranktest import collect_ranks, run_ranks
+from unified_ckpt import diff_checkpoints
+from unified_ckpt.folders import find_fault
+
+Configure = Callable[..., Config]
+StepHook = Callable[[Callable[[int], None]], RankContext]
+ALL = ("checkpoint.interval_steps=1", "checkpoint.save_total_limit=9")
+DECAY = 0.75
+START_S = 400.0  # processes start during these tests, and import torch
+
+
+def run(config: Config, num_ranks: int, resume: str = "") -> None:
+    check(config, resume)
+    run_ranks(lambda *_: train(config, resume, RankContext()), num_ranks, timeout_s=START_S)
+
+
+def part(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    files = sorted(folder.glob(f"{name}*.safetensors"))
+    return {key: tensor for file in files for key, tensor in load_file(file).items()}
+
+
+def saver_pid() -> int:
+    """The saver process of this rank."""
+    found = subprocess.run(
+        ["pgrep", "-P", str(os.getpid()), "-f", "unified_ckpt.saver_process"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return int(found.stdout.split()[0])
+
+
+@pytest.mark.parametrize("mode", ["async", "zero_cost"])
+def test_every_checkpoint_has_the_bits_of_one_that_training_waited_for(
+    configure: Configure, tmp_path: Path, mode: str
+) -> None:
+    masters = ("train.dtype=bfloat16", "train.master_weights=true", "parallel.pp=2", *ALL)
+    run(configure(*masters, f"train.output_dir={tmp_path / 'sync'}"), 2)
+    run(configure(*masters, f"checkpoint.save_mode={mode}"), 2)
+    for step in (1, 2, 3, 4):
+        waited, beside = (tmp_path / run / f"checkpoint-{step}" for run in ("sync", "run"))
+        assert find_fault(beside) is None
+        apart = {each.name for each in diff_checkpoints(waited, beside)}
+        random = {f"random_state-{rank:05d}.json" for rank in (0, 1)}  # Python seeds it at a fork
+        assert apart - random == {OWN_TOML}, "which names save_mode and output_dir"
+        assert read_state(beside) == read_state(waited)
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    stalls = {line["step"]: line["save_stall_s"] for line in lines if "save_stall_s" in line}
+    assert list(stalls) == [1, 2, 3, 4] and all(stall > 0 for stall in stalls.values())
+
+
+def test_the_average_is_its_own_recurrence_and_outlives_a_resume_in_another_layout(
+    configure: Configure, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = ("checkpoint.save_mode=zero_cost", f"checkpoint.ema_decay={DECAY}", *ALL)
+    run(configure("parallel.ep=2", "train.max_steps=3", *asked), 2)
+    run(configure("parallel.pp=2", "train.max_steps=5", *asked), 2, resume="latest")
+    folder = tmp_path / "run"
+    average: dict[str, torch.Tensor] = {}
+    for step in range(1, 6):
+        weights = part(folder / f"checkpoint-{step}", "model")
+        for key, weight in weights.items():
+            old = average.setdefault(key, weight)
+            average[key] = old + (1 - DECAY) * (weight - old) if step > 1 else weight
+        kept = part(folder / f"checkpoint-{step}", "ema")
+        assert kept.keys() == weights.keys()
+        assert all(torch.equal(kept[key], average[key]) for key in kept), f"step {step}"
+
+
+def test_updates_of_the_average_do_not_depend_on_when_checkpoints_are_written(
+    configure: Configure, tmp_path: Path
+) -> None:
+    asked = (
+        "checkpoint.save_mode=zero_cost",
+        f"checkpoint.ema_decay={DECAY}",
+        "checkpoint.ema_interval_steps=2",
+        "train.max_steps=5",
+    )
+    run(configure(*asked, *ALL), 1)
+    seldom = configure(*asked, f"train.output_dir={tmp_path / 'seldom'}")
+    run(seldom, 1)
+    often, once = (part(tmp_path / run / "checkpoint-5", "ema") for run in ("run", "seldom"))
+    weights = [part(tmp_path / "run" / f"checkpoint-{step}", "model") for step in (2, 4)]
+    for key, first in weights[0].items():
+        expected = first + (1 - DECAY) * (weights[1][key] - first)
+        assert torch.equal(often[key], expected) and torch.equal(once[key], expected)
+
+
+def test_an_average_that_is_not_continued_or_begins_late_is_a_line(
+    configure: Configure, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = ("checkpoint.save_mode=zero_cost", "checkpoint.ema_decay=0.5")
+    said: list[str] = []
+    for steps, more, resume in ((1, (), ""), (2, kept, "latest"), (3, (), "latest")):
+        config = configure(f"train.max_steps={steps}", *more)
+        check(config, resume)
+        records = run_ranks(lambda *_: _lines(config, resume), 1)[0]  # noqa: B023 - runs at once
+        said += [line for line in records if "moving average" in line]
+    assert len(said) == 2
+    assert "checkpoint-1 holds no moving average, so it begins with step 2" in said[0]
+    assert "checkpoint-2 holds a moving average, which is not continued" in said[1]
+
+
+def _lines(config: Config, resume: str) -> list[str]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("moe_train").addHandler(handler)
+    train(config, resume, RankContext())
+    return records
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_killed_saver_costs_its_checkpoint_and_a_line_or_ends_the_run_where_that_is_asked(
+    configure: Configure, tmp_path: Path, step_hook: StepHook, stops: bool
+) -> None:
+    config = configure(
+        "parallel.dp=2",
+        "checkpoint.save_mode=async",
+        f"checkpoint.stop_on_save_error={str(stops).lower()}",
+        "train.max_steps=6",
+        *ALL,
+    )
+    check(config, "")
+
+    def kill(rank: int, _: int) -> None:
+        def hook(step: int) -> None:
+            if step == 2 and rank == 1:
+                os.kill(saver_pid(), signal.SIGKILL)
+
+        train(config, "", step_hook(hook))
+
+    outcomes = collect_ranks(kill, 2, timeout_s=START_S)
+    there = {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
+    assert all(find_fault(tmp_path / "run" / name) is None for name in there)
+    if stops:
+        for outcome in outcomes:
+            assert outcome.error is not None and "CheckpointNotSavedError: " in outcome.error
+            assert "was not saved in " in outcome.error and "SIGKILL" in outcome.error
+    else:
+        assert [outcome.error for outcome in outcomes] == [None, None]
+        assert {"checkpoint-1", "checkpoint-6"} <= there and len(there) < 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (("checkpoint.ema_decay=0.9",), 'set checkpoint.save_mode="zero_cost"'),
+        (
+            ("checkpoint.ema_decay=0.9", "checkpoint.save_mode=async"),
+            'set checkpoint.save_mode="zero_cost"',
+        ),
+        (
+            (
+                "checkpoint.ema_decay=0.9",
+                "checkpoint.save_mode=zero_cost",
+                "checkpoint.node_folder=/dev/shm",
+            ),
+            "hold no moving average",
+        ),
+        (("checkpoint.save_mode=later",), 'must be one of "sync", "async", "zero_cost"'),
+        (("checkpoint.ema_decay=1",), "is too large"),
+    ],
+)
+def test_an_average_that_cannot_be_kept_is_refused(
+    configure: Configure, changes: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        configure(*changes)
