@@ -5,8 +5,12 @@ Version counters of tensors tell whether one was changed in place. A tensor that
 so by two methods, which torch has a private test for.
 """
 
+from datetime import timedelta
+
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -15,6 +19,7 @@ __all__ = [
     "Store",
     "TCPStore",
     "is_traceable_wrapper_subclass",
+    "set_default_timeout",
     "shared_store",
     "version_of",
 ]
@@ -34,6 +39,12 @@ def shared_store() -> Store | None:
     while isinstance(inner, PrefixStore):
         inner = inner.underlying_store
     return None if isinstance(inner, FileStore) else store
+
+
+def set_default_timeout(timeout: timedelta) -> None:
+    """Set the limit of the default group's later calls; torch before 2.13 has no public way."""
+    public = getattr(dist, "set_timeout", None)
+    (public or distributed_c10d._set_pg_timeout)(timeout)
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -66,7 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     export = commands.add_parser("export", help="write the weights alone, as transformers reads")
     export.add_argument("directory", help=one)
     export.add_argument("out", help=out)
-    export.set_defaults(run=lambda a: _export(a.directory, a.out))
+    part = "whose tensors become the weights: model, ema or master_weights"
+    export.add_argument("--part", default="model", help=part)
+    export.set_defaults(run=lambda a: _export(a.directory, a.out, part=a.part))
     tier = commands.add_parser("tier", help="list the copies in a node's folder of a tier")
     tier.add_argument("directory", type=Path, help="the folder, such as /dev/shm/my-run")
     tier.set_defaults(run=lambda a: _tier(a.directory))
@@ -153,10 +155,10 @@ def _sizes(layout: str) -> dict[str, int]:
     return dict.fromkeys(_AXES, 1) | sizes
 
 
-def _export(directory: str, out: str) -> int:
+def _export(directory: str, out: str, *, part: str) -> int:
     from unified_ckpt.tools import export_model
 
-    export_model(directory, out)
+    export_model(directory, out, part=part)
     print(f"{out}: weights written")
     return 0
 

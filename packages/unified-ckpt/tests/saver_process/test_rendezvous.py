@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ranktest import run_ranks
-from unified_ckpt.errors import SaveError
+from unified_ckpt.errors import SaveError, SavePeerError
 from unified_ckpt.saver_process.rendezvous import (
     SaverRendezvous,
     connect_store,
@@ -28,15 +28,17 @@ def test_all_take_a_snapshot_or_none_does() -> None:
     def fn(rank: int, world_size: int) -> list[str]:
         rendezvous = meeting_of(rank, world_size, host.port, timeout_s=20)
         seen = []
-        rendezvous.enter(1, note={"step": 1}, save=False)
+        rendezvous.enter(1, note={"step": 1})
         assert not dist.is_initialized() and rendezvous.agreed(1)
-        rendezvous.enter(2, note={"step": 2}, save=True)
+        rendezvous.enter(2, note={"step": 2})
+        rendezvous.form(2)
         total = torch.tensor([rank])
         dist.all_reduce(total)
         assert total.item() == sum(range(world_size))
         if rank == 1:
             rendezvous.leave()  # as a saver that was started anew: the others still have the group
-        rendezvous.enter(3, note={"step": 3}, save=True)
+        rendezvous.enter(3, note={"step": 3})
+        rendezvous.form(3)
         dist.all_reduce(total)
         for number, call in ((4, "fails"), (5, "differs"), (6, "works")):
             if call == "fails" and rank == 2:
@@ -46,7 +48,8 @@ def test_all_take_a_snapshot_or_none_does() -> None:
                 continue
             try:
                 note = {"rank": rank} if call == "differs" else {}
-                rendezvous.enter(number, note=note, save=True)
+                rendezvous.enter(number, note=note)
+                rendezvous.form(number)
                 seen.append("")
             except SaveError as error:
                 seen.append(str(error))
@@ -67,9 +70,11 @@ def test_who_does_not_come_in_time_is_named_and_bound_by_the_verdict() -> None:
         if rank == 1:
             time.sleep(1.5)
         with pytest.raises(SaveError) as caught:
-            rendezvous.enter(1, note={}, save=True)
+            rendezvous.enter(1, note={})
+            rendezvous.form(1)
         rendezvous = meeting_of(rank, world_size, host.port, timeout_s=20)
-        rendezvous.enter(2, note={}, save=True)
+        rendezvous.enter(2, note={})
+        rendezvous.form(2)
         return str(caught.value)
 
     for text in run_ranks(fn, 2, init=False, timeout_s=60):
@@ -88,5 +93,28 @@ def test_a_failure_after_the_agreement_changes_nothing() -> None:
 
 def test_a_single_saver_meets_nobody() -> None:
     rendezvous = SaverRendezvous(None, rank=0, size=1, timeout_s=1.0)
-    rendezvous.enter(1, note={}, save=True)
+    rendezvous.enter(1, note={})
+    rendezvous.form(1)
     assert rendezvous.agreed(1) and not dist.is_initialized()
+
+
+def test_a_saver_that_dies_after_the_agreement_is_told_and_all_have_agreed() -> None:
+    """It ends between the two meetings, and its trainer says so; nobody waits for the limit."""
+    host = host_store(timeout_s=20)
+
+    def fn(rank: int, world_size: int) -> tuple[str, bool, float]:
+        rendezvous = meeting_of(rank, world_size, host.port, timeout_s=600)
+        rendezvous.enter(1, note={})
+        if rank == 1:
+            time.sleep(0.5)
+            post_failure(host, 1, "rank 1: the saver process died: SIGKILL")
+            return "", rendezvous.agreed(1), 0.0
+        started = time.monotonic()
+        with pytest.raises(SavePeerError) as caught:
+            rendezvous.form(1)
+        return str(caught.value), rendezvous.agreed(1), time.monotonic() - started
+
+    first, second = run_ranks(fn, 2, init=False, timeout_s=60)
+    assert first[0].endswith("for snapshot 1: rank 1: the saver process died: SIGKILL")
+    assert first[1] and second[1], "so that both take it into the average"
+    assert first[2] < 20

@@ -128,6 +128,28 @@ def test_an_export_is_what_transformers_reads_and_nothing_else(tmp_path: Path) -
         export_model(empty, tmp_path / "d")
 
 
+def test_an_average_becomes_the_weights_and_what_it_lacks_comes_from_them(tmp_path: Path) -> None:
+    tensors = {key: tensor.bfloat16() for key, tensor in model().items()}
+    frozen, *averaged = sorted(tensors)
+    ema = {key: torch.randn(tensors[key].shape) for key in averaged}
+    parts = {"model": tensors, "ema": ema, "optimizer": {"w/exp_avg": torch.zeros(2)}}
+    state = {name: [whole(k, t) for k, t in part.items()] for name, part in parts.items()}
+    source = save(state, checkpoint_id=tmp_path / "a").path
+    target = export_model(source, tmp_path / "b", part="ema")
+    loaded = safetensors.torch.load_file(target / "model.safetensors")
+    expected = {frozen: tensors[frozen], **ema}
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[key], expected[key]) for key in expected)
+    assert all(loaded[key].dtype == expected[key].dtype for key in expected)
+    with pytest.raises(LoadError, match="no part 'ma'"):
+        export_model(source, tmp_path / "c", part="ma")
+    with pytest.raises(
+        ValueError, match="'w/exp_avg' is no tensor of the model; export model, ema"
+    ):
+        export_model(source, tmp_path / "c", part="optimizer")
+    assert not (tmp_path / "c").exists()
+
+
 def test_files_that_belong_to_no_part_are_copied_and_compared_whatever_their_name(
     tmp_path: Path,
 ) -> None:

@@ -1,10 +1,10 @@
 """Checkpoints of a run that are written beside training: begun together, ended one by one.
 
-    beside = SavesBeside(checkpointer, background)
-    beside.open()
-    beside.begin(state, loss=result.loss)
-    for outcome in beside.outcomes():        # of the saves that have ended on this rank
-        print(outcome.place, outcome.failure or "committed")
+beside = SavesBeside(checkpointer, background)
+beside.open()
+beside.begin(state, loss=result.loss)
+for outcome in beside.outcomes():        # of the saves that have ended on this rank
+    print(outcome.place, outcome.failure or "committed")
 """
 
 from dataclasses import dataclass

@@ -25,7 +25,9 @@ logger = logging.getLogger(__name__)
 
 
 def checkpoint_bytes(config: Config, model: DecoderConfig) -> int:
-    """About how large one checkpoint is: weights, their moments and, if asked, master weights."""
+    """About how large one checkpoint is: weights, their moments and, if asked, master weights and
+    a moving average.
+    """
     train = config.train
     weight_bytes = torch.finfo(getattr(torch, train.dtype)).bits // 8
     layouts = whole_layouts(model)
@@ -35,7 +37,10 @@ def checkpoint_bytes(config: Config, model: DecoderConfig) -> int:
     state_bytes = 4 if train.master_weights else weight_bytes
     tensors = {"adamw": 2 + train.master_weights, "muon": 1 + train.master_weights}
     updated = sum(tensors[rules[name].algorithm] * sizes[name] for name in trained)
-    return weight_bytes * sum(sizes.values()) + state_bytes * updated + _OTHER_BYTES
+    averaged = trained if train.master_weights else sizes
+    ema_bytes = 0 if config.checkpoint.ema_decay is None else 4 * sum(sizes[n] for n in averaged)
+    weights = weight_bytes * sum(sizes.values())
+    return weights + state_bytes * updated + ema_bytes + _OTHER_BYTES
 
 
 def check_space(config: Config, model: DecoderConfig, folder: Path | Location) -> None:

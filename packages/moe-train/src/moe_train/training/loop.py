@@ -152,7 +152,7 @@ class TrainingLoop:
             try:
                 is_over = pace.is_last(context.age_s, self.saver.longest_s)
                 with pace.step():
-                    stop = context.stop_requested or is_over or self.saver.must_stop
+                    stop = context.stop_requested or is_over or bool(self.saver.stop_reason)
                     result = self._step(loader, stop=stop)
             except BadStepError as error:
                 raise type(error)(f"{error}; {self._save_before_error()}") from error

@@ -38,7 +38,7 @@ class Saver:
         saved: the last checkpoint written, if any.
         failure: why the last save failed; empty when it did not.
         longest_s: what the longest save has taken of the training's time.
-        must_stop: a save beside training has failed, and `checkpoint.stop_on_save_error` is set.
+        stop_reason: the failed save that ends the run (`checkpoint.stop_on_save_error`), if any.
     """
 
     checkpointer: Checkpointer
@@ -49,7 +49,7 @@ class Saver:
     saved: Path | Location | None = None
     failure: str = ""
     longest_s: float = 0.0
-    must_stop: bool = False
+    stop_reason: str = ""
     _stall_s: float = 0.0
     _loss: float = math.nan  # of the last step, if it counts in the moving average
     _tried_s: float = field(default_factory=time.monotonic)
@@ -101,11 +101,12 @@ class Saver:
                 self.saved = self.checkpointer.save(state, validation_loss=loss)
                 self.failure = ""
             else:
+                self.look()  # a failure that nobody has seen would fail this save as well
                 self.beside.begin(state, loss=self._loss, validation_loss=loss)
                 self.look(wait=at_end)
         except CheckpointNotSavedError as error:
             self._note_failure(str(error), told=not at_end and not self._stops)
-            if self.must_stop:
+            if self.stop_reason:
                 raise
         taken_s = time.monotonic() - self._tried_s
         self.longest_s = max(self.longest_s, taken_s)
@@ -140,7 +141,7 @@ class Saver:
             keep_older: remove no older checkpoint behind them.
 
         Raises:
-            CheckpointNotSavedError: after the wait, where `must_stop`.
+            CheckpointNotSavedError: after the wait, where there is a `stop_reason`.
         """
         if self.beside is None:
             return
@@ -149,16 +150,19 @@ class Saver:
                 self._note_failure(outcome.failure, told=not wait, kept=outcome.place is None)
             elif outcome.place is not None:
                 self.saved, self.failure = outcome.place, ""
-        if wait and self.must_stop:
-            raise CheckpointNotSavedError(self.failure)
+        if wait and self.stop_reason:
+            raise CheckpointNotSavedError(
+                f"{self.stop_reason}; the last checkpoint is {self.saved}"
+            )
 
     def _note_failure(self, failure: str, *, told: bool, kept: bool = False) -> None:
         """Note why a save failed, or with `kept` only that the moving average lacks a step."""
         if not kept:
             self.failure = failure
-            self.must_stop |= self._stops
+            if self._stops and not self.stop_reason:
+                self.stop_reason = failure
         then = "training goes on" if kept else "training goes on, the next save tries again"
-        if self.must_stop:
+        if self.stop_reason:
             then = "the run ends after this step"
         if self.is_first and (told or kept):
             logger.warning("warning: %s; %s", failure, then)

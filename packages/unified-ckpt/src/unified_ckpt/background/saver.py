@@ -121,7 +121,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         self._pool.prepare(encoded.num_bytes + _TAIL_BYTES)
         return layout
 
-    def load_ema(self, checkpoint_id: Path | str) -> None:
+    def load_ema(self, checkpoint_id: Path | str | Location) -> None:
         """Continue the moving average of a checkpoint, of any layout; after `prepare`.
 
         Without it the average begins with the first snapshot.

@@ -96,7 +96,7 @@ class SaverWorker:
         name = Path(str(request.checkpoint_id)).name if stays else request.checkpoint_id
         updates = None if self._ema is None else self._ema.num_updates
         note = {"checkpoint_id": name, "tier only": stays, "loss": request.loss, "ema": updates}
-        self._rendezvous.enter(number, note=note, save=save)
+        self._rendezvous.enter(number, note=note)
         parts: dict[str, Sequence[Shard]] = dict(self._layout.shards(memory.tensor))
         if self._ema is not None:
             self._ema.update(self._layout, memory.tensor, number=number, loss=request.loss)
@@ -105,6 +105,7 @@ class SaverWorker:
             request = replace(request, files={**request.files, EMA_FILE: self._ema.state()})
         if not save:
             return None
+        self._rendezvous.form(number)
         if stays:
             return report_to_json(self._save_in_tier(request, parts))
         lost: SaveError | None = None

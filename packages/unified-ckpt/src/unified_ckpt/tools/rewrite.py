@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from unified_ckpt.errors import LoadError
+from unified_ckpt.errors import CheckpointValueError, LoadError
 from unified_ckpt.files.format.tables import join_records
 from unified_ckpt.files.storage import Location, as_target
 from unified_ckpt.geometry import Box, BoxMeta, Shape, chunk_range
@@ -117,23 +117,41 @@ def reshard(
         for part, reader in readers.items():
             kept_sharded[part] = _hold(part, reader, degrees, rule_of, held)
         plan = plan_save(held, kept_sharded=kept_sharded)
-        return _write(plan, held, readers, target, checkpoint, other_files(checkpoint))
+        others = other_files(checkpoint)
+        return _write(plan, held, lambda part, _: readers[part], target, checkpoint, others)
 
 
-def export_model(source: Path | str | Location, target: Path | str | Location) -> Path | Location:
-    """Write the part `model` alone, whole tensors, with the files that transformers reads.
+def export_model(
+    source: Path | str | Location, target: Path | str | Location, *, part: str = "model"
+) -> Path | Location:
+    """Write the weights alone, whole tensors, with the files that transformers reads.
 
     Source and target as for `reshard`. Not collective; one process.
 
+    Args:
+        part: whose tensors become the weights: `model`, or its moving average `ema`, or
+            `master_weights`. What that part lacks (frozen weights, buffers) comes from `model`.
+
     Raises:
-        LoadError: the source cannot be read, is damaged, or has no part `model`.
-        CheckpointValueError: the target exists and is no checkpoint.
+        LoadError: the source cannot be read, is damaged, or has no such part.
+        CheckpointValueError: the target exists and is no checkpoint; or the part has tensors that
+            `model` lacks, as the moments of an optimizer are.
     """
-    with Checkpoint(source) as checkpoint, BoxReader(checkpoint, "model") as reader:
-        metas = [_whole(key, reader) for key in sorted(reader.tensors)]
+    with ExitStack() as stack:
+        checkpoint = stack.enter_context(Checkpoint(source))
+        model = stack.enter_context(BoxReader(checkpoint, "model"))
+        chosen = model if part == "model" else stack.enter_context(BoxReader(checkpoint, part))
+        if strange := sorted(chosen.tensors.keys() - model.tensors.keys()):
+            raise CheckpointValueError(
+                f"part {part!r} of {checkpoint.folder} holds no weights: {strange[0]!r} is no "
+                "tensor of the model; export model, ema or master_weights"
+            )
+        sources = {key: chosen if key in chosen.tensors else model for key in model.tensors}
+        metas = [_whole(key, sources[key]) for key in sorted(sources)]
         held = [{"model": metas}]
         names = other_files(checkpoint) & _MODEL_FILES
-        return _write(plan_save(held), held, {"model": reader}, target, checkpoint, names)
+        plan = plan_save(held)
+        return _write(plan, held, lambda _, key: sources[key], target, checkpoint, names)
 
 
 def _hold(
@@ -202,7 +220,7 @@ def _meta(key: str, reader: BoxReader, box: Box) -> BoxMeta:
 def _write(
     plan: SavePlan,
     held: Sequence[Mapping[str, Sequence[BoxMeta]]],
-    readers: Mapping[str, BoxReader],
+    reader_of: Callable[[str, str], BoxReader],  # of a part and key
     target: Path | str | Location,
     source: Checkpoint,
     names: Collection[str],
@@ -210,7 +228,8 @@ def _write(
     def bytes_of(file: FilePlan, piece: Piece) -> memoryview:
         meta = held[piece.rank][file.part][piece.shard_index]
         offset = tuple(a + b for a, b in zip(meta.box.offset, piece.offset, strict=True))
-        return byte_view(readers[file.part].read(meta.key, offset, piece.shape))
+        reader = reader_of(file.part, meta.key)
+        return byte_view(reader.read(meta.key, offset, piece.shape))
 
     target = as_target("target", target)
     staging: Staging | Draft
