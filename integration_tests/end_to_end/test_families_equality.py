@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from moe_train.checkpoint import read_part
+from moe_train.checkpoint.parts import read_part
 from moe_train.generation import load_model
 from moe_train.layout import read_decoder, single_rank_layouts, stage_tensors, stored_tensors
 from moe_train.model import DecoderStage, KeyValueCache, StageOptions, Target

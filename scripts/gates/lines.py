@@ -37,7 +37,8 @@ LINES_ADDED = {
     # tuning, evaluation, generation and chat on several ranks, and what may change on resume.
     # States on the nodes between checkpoints; checkpoints of a run in a store.
     # Muon, WSD and groups of parameters. The comparison of a job's layouts.
-    "moe-train": 10_700 + 230 + 150 + 300 + 380,
+    # Saves beside training, at once or in pieces, and a moving average.
+    "moe-train": 10_700 + 230 + 150 + 300 + 380 + 460,
     # Recording of CuPy, torch and whole scripts, torch's snapshots read and written, memory that is
     # bound to streams block by block; the recorder came from moe-train. Explain, tune, compare,
     # plot and info, as functions and commands; settings in files. Reuse that waits for events.
@@ -68,8 +69,8 @@ LINES_ADDED = {
     # Plans of thousands of ranks as columns of numbers, told and made once for a layout; files of
     # one node; manifests that are read in parts, beside those of before.
     # Bytes of devices through rings of pinned memory, packed, on streams of their own.
-    # Resharding from and to stores.
-    "unified-ckpt": 600 + 1_500 + 1_200 + 1_250 + 600 + 1_700 + 700 + 80,
+    # Resharding from and to stores. Savers told of one that dies while all connect.
+    "unified-ckpt": 600 + 1_500 + 1_200 + 1_250 + 600 + 1_700 + 700 + 80 + 80,
 }
 
 # Why comm-collectives has 15,000 lines outside checking/ and simulation/, where 10,500 were asked

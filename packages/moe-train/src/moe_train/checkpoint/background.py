@@ -9,7 +9,7 @@ may depend on it before `outcomes(wait=True)`.
     background.begin(parts, place, files=files, rank_files=rank_files, loss=loss)
     ...                                          # forward and backward of the next step
     background.finish_copy()                     # before the weights change
-    for outcome in background.outcomes(): ...
+    for step, place, failure in background.outcomes(): ...
 """
 
 import contextlib
@@ -28,18 +28,7 @@ from unified_ckpt.run import SaveError
 from unified_ckpt.snapshots.average import EmaConfig
 
 Parts = Mapping[str, Sequence[Shard]]
-
-
-@dataclass(frozen=True, slots=True)
-class SaveOutcome:
-    """What became of the checkpoint of a step; `failure` is empty when it is committed.
-
-    Without `place` it was an update of the moving average alone.
-    """
-
-    step: int
-    place: Path | Location | None
-    failure: str
+Place = Path | Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +36,21 @@ class _Begun:
     """A save under way: its future, or why it could not begin."""
 
     step: int
-    place: Path | Location | None
+    place: Place | None
     future: Future[Any] | str
 
     @property
     def is_over(self) -> bool:
         return isinstance(self.future, str) or self.future.done()
 
-    def outcome(self, timeout_s: float) -> SaveOutcome:
+    def failure(self, timeout_s: float) -> str:
         if isinstance(self.future, str):
-            return SaveOutcome(self.step, self.place, self.future)
+            return self.future
         try:
             error = self.future.exception(timeout_s)
         except TimeoutError:
-            return SaveOutcome(self.step, self.place, f"it did not end within {timeout_s:g} s")
-        return SaveOutcome(self.step, self.place, "" if error is None else str(error))
+            return f"it did not end within {timeout_s:g} s"
+        return "" if error is None else str(error)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,7 +108,7 @@ class BackgroundSaves:
         if self._chunks is not None:
             self._chunks.prepare(parts)
 
-    def load_average(self, parts: Parts, source: Path | Location) -> None:
+    def load_average(self, parts: Parts, source: Place) -> None:
         """Go on with the moving average of a checkpoint, saved under any layout.
 
         Raises:
@@ -131,7 +120,7 @@ class BackgroundSaves:
     def begin(
         self,
         parts: Parts,
-        place: Path | Location | None,
+        place: Place | None,
         *,
         step: int,
         files: Mapping[str, bytes] | None = None,
@@ -178,12 +167,16 @@ class BackgroundSaves:
             with self._stalling(), contextlib.suppress(SaveError):
                 self._chunks.finish()
 
-    def outcomes(self, *, wait: bool = False) -> Iterator[SaveOutcome]:
-        """What became of the saves that have ended, in their order; with `wait` of all."""
+    def outcomes(self, *, wait: bool = False) -> Iterator[tuple[int, Place | None, str]]:
+        """Step, place and failure of the saves that have ended, in their order; with `wait` of all.
+
+        Without a place it was an update of the average alone; without a failure it is done.
+        """
         if wait:
             self.finish_copy()
         while self._begun and (wait or self._begun[0].is_over):
-            yield self._begun.pop(0).outcome(2 * self.settings.timeout_s)
+            first = self._begun.pop(0)
+            yield first.step, first.place, first.failure(2 * self.settings.timeout_s)
 
     def take_stall(self) -> float:
         """Seconds that the trainer's thread has spent here since the last call."""

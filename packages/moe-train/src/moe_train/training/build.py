@@ -194,17 +194,22 @@ def build_runner(
         layouts=layouts,
         optimizer=optimizer,
         files=files,
-        options=ManagerOptions(
-            save_steps=config.checkpoint.interval_steps,
-            save_total_limit=config.checkpoint.save_total_limit,
-            best_metric="validation_loss" if config.checkpoint.keep_best else None,
-            signals=(),
-            timeout_s=max(config.parallel.timeout_s, 600.0),
-        ),
+        options=_manager_options(config),
         nodes=NodeStates.of(config),
         background=background,
     )
     return runner, checkpointer
+
+
+def _manager_options(config: Config) -> ManagerOptions:
+    asked = config.checkpoint
+    return ManagerOptions(
+        save_steps=asked.interval_steps,
+        save_total_limit=asked.save_total_limit,
+        best_metric="validation_loss" if asked.keep_best else None,
+        signals=(),
+        timeout_s=max(config.parallel.timeout_s, 600.0),
+    )
 
 
 def parameter_groups(

@@ -19,9 +19,10 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moe_train.checkpoint import Checkpointer, SavesBeside, TrainerState
+from moe_train.checkpoint import Checkpointer, TrainerState
 from moe_train.config import Config
 from moe_train.errors import CheckpointNotSavedError
+from moe_train.training.beside import SavesBeside
 from moe_train.training.step import StepResult
 from unified_ckpt.files.storage import Location
 

@@ -8,13 +8,25 @@ for outcome in beside.outcomes():        # of the saves that have ended on this 
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from moe_train.checkpoint.background import BackgroundSaves, SaveOutcome
-from moe_train.checkpoint.trainer_state import TrainerState
-from moe_train.checkpoint.training_state import Checkpointer
+from moe_train.checkpoint import BackgroundSaves, Checkpointer, TrainerState
 from moe_train.errors import CheckpointNotSavedError
 from unified_ckpt import random_state_files
+from unified_ckpt.files.storage import Location
 from unified_ckpt.run import SaveError
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOutcome:
+    """What became of the checkpoint of a step; `failure` is empty when it is committed.
+
+    Without `place` it was an update of the moving average alone.
+    """
+
+    step: int
+    place: Path | Location | None
+    failure: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +98,14 @@ class SavesBeside:
             keep_older: remove none.
         """
         own, told = self.checkpointer, []
-        for outcome in self.background.outcomes(wait=wait):
-            step, failure = outcome.step, outcome.failure
-            if outcome.place is None:
+        for step, place, failure in self.background.outcomes(wait=wait):
+            if place is None:
                 if failure:
                     failure = f"the moving average lacks step {step}: {failure}"
                     told.append(SaveOutcome(step, None, failure))
                 continue
-            name = outcome.place.name
-            line = own.failure_line(name, failure) if failure else ""
-            told.append(SaveOutcome(step, own.folder / name, line))
+            line = own.failure_line(place.name, failure) if failure else ""
+            told.append(SaveOutcome(step, own.folder / place.name, line))
             if not failure and not keep_older:
                 own.remove_older(step)
         return told
