@@ -25,7 +25,7 @@ from unified_ckpt.background.zero_cost import ZeroCostSaver
 from unified_ckpt.errors import SaveError
 
 ROWS, COLUMNS = 300, 1000
-CONFIG = AsyncSaverConfig(timeout_s=20.0, start_timeout_s=60.0, orphan_grace_s=1.0)
+CONFIG = AsyncSaverConfig(timeout_s=60.0, start_timeout_s=120.0, orphan_grace_s=1.0)
 
 
 def state(rank: int, world_size: int, value: float) -> dict[str, list[Shard]]:
@@ -81,7 +81,7 @@ def saves_with_one_kill(saver: AsyncSaver, folder: Path, rank: int, world_size: 
                 time.sleep(random.uniform(0.0, 0.1))
                 os.kill(saver.pid, signal.SIGKILL)
                 wait_for_end(saver)
-            response.upload_completion.result(timeout=60)
+            response.upload_completion.result(timeout=120)
             outcomes.append("")
         except SaveError as error:
             outcomes.append(str(error))
@@ -108,7 +108,7 @@ def test_killed_savers_and_killed_trainers_leave_whole_checkpoints_and_no_orphan
         time.sleep(random.uniform(0.0, 0.1))
         os.kill(os.getpid(), signal.SIGKILL)
 
-    ended = collect_ranks(fn, 2, timeout_s=120)
+    ended = collect_ranks(fn, 2, timeout_s=300)
     assert [outcome.error_type for outcome in ended] == ["Died", "Died"], ended
     pids, results = zip(*(json.loads((told / str(r)).read_text()) for r in range(2)), strict=True)
     for pid in pids:
