@@ -17,3 +17,4 @@ from weight_convert.operations.quantized import FromBlocks as FromBlocks
 from weight_convert.operations.quantized import FromMx as FromMx
 from weight_convert.operations.quantized import ToBlocks as ToBlocks
 from weight_convert.operations.quantized import ToMx as ToMx
+from weight_convert.operations.weave import Weave as Weave

@@ -2,7 +2,7 @@
 
 A room of its own, since every job plans its output with it, whatever the tensors mean.
 
-May import: operations, files.
+May import: operations, files, staging.
 """
 
 from weight_convert.outputs.computed import Computations as Computations

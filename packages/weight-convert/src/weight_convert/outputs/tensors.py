@@ -6,12 +6,15 @@
 Invariant: the pieces, in order, are all bytes of the tensor.
 """
 
+import os
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from weight_convert.errors import CorruptFileError
 from weight_convert.files import SourceTensor
+from weight_convert.staging import OpenFiles
 
 NaturalKey = tuple[tuple[int, str, int], ...]
 Order = tuple[NaturalKey, int, int]
@@ -77,6 +80,21 @@ class PlannedTensor:
             length = min(size_bytes, piece.size_bytes - skip)
             yield Piece(file=piece.file, offset_bytes=piece.offset_bytes + skip, size_bytes=length)
             begin, size_bytes, number = begin + length, size_bytes - length, number + 1
+
+    def read(self, begin: int, size_bytes: int, files: OpenFiles) -> Iterator[bytes]:
+        """Read a byte range of the tensor in full.
+
+        Raises:
+            CorruptFileError: a file became shorter meanwhile.
+        """
+        for piece in self.cut(begin, size_bytes):
+            offset, end = piece.offset_bytes, piece.offset_bytes + piece.size_bytes
+            while offset < end:
+                part = os.pread(files.fd(piece.file), end - offset, offset)
+                if not part:
+                    raise CorruptFileError(f"the file of {self.key} became shorter meanwhile")
+                yield part
+                offset += len(part)
 
 
 @lru_cache(maxsize=1024)  # the experts of a projection share one key object: time and memory

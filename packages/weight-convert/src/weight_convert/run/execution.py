@@ -18,8 +18,10 @@ from pathlib import Path
 
 from weight_convert.errors import CorruptFileError, WeightConvertError
 from weight_convert.files import INDEX_NAME
+from weight_convert.operations import Weave
 from weight_convert.outputs import Computed, FilePlan, TargetFile, Unit
 from weight_convert.plan import ConversionOptions
+from weight_convert.run.weaving import woven
 from weight_convert.staging import (
     Journal,
     OpenFiles,
@@ -134,6 +136,7 @@ def _write_files(plan: FilePlan, source: Path, folder: Path, work: _Work) -> Non
         work.advance(size_bytes)
     index = () if plan.index is None else ((INDEX_NAME, plan.index),)
     for name, content in plan.written + index:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
         work.after(_syncing(folder / name))
         work.advance(len(content))
@@ -141,6 +144,7 @@ def _write_files(plan: FilePlan, source: Path, folder: Path, work: _Work) -> Non
 
 def _write_weights(target: TargetFile, path: Path, number: int, work: _Work) -> int:
     """Write one weight file, whose first unit has this number; return that of the next file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     work.fds.add(fd)
     for unit in target.units(work.unit_bytes, len(work.plan.sources)):
@@ -198,18 +202,26 @@ def _write_all(fd: int, rest: memoryview) -> None:
 
 
 def _tensor_chunks(plan: FilePlan) -> _TensorChunks | None:
-    """What computes tensors, where the plan has some: torch is imported for them alone."""
+    """What computes tensors, where the plan has some: torch is imported only where it is needed."""
     if not plan.computed:
         return None
-    try:
-        chunks: _TensorChunks = import_module("weight_convert.compute").tensor_chunks
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise WeightConvertError(
-            "computing tensors needs torch: pip install 'weight-convert[compute]'"
-        ) from error
-    return chunks
+    chunks: _TensorChunks | None = None
+    if not all(isinstance(computed.operation, Weave) for computed in plan.computed):
+        try:
+            chunks = import_module("weight_convert.compute").tensor_chunks
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise WeightConvertError(
+                "computing tensors needs torch: pip install 'weight-convert[compute]'"
+            ) from error
+
+    def chunks_of(computed: Computed, files: OpenFiles) -> Iterator[memoryview]:
+        if isinstance(computed.operation, Weave):
+            return woven(computed.operation, computed, files)
+        return iter(()) if chunks is None else chunks(computed, files)
+
+    return chunks_of
 
 
 def _is_written(unit: Unit, number: int, fd: int, path: Path, work: _Work) -> bool:

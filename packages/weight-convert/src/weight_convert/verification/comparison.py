@@ -9,14 +9,12 @@ and every bit count.
 Invariant: every byte of either directory is compared once, or stands in a difference.
 """
 
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from weight_convert._checks import Record, check_kind
-from weight_convert.errors import CorruptFileError, UnknownFamilyError, WeightConvertError
+from weight_convert.errors import UnknownFamilyError, WeightConvertError
 from weight_convert.files import Catalog, read_catalog
 from weight_convert.outputs import PlannedTensor, natural_key
 from weight_convert.plan import detect_format, in_memory, spec_of
@@ -157,7 +155,7 @@ def _bytes_differ(
     for offset in range(0, size_bytes, _BLOCK_BYTES):
         length = min(_BLOCK_BYTES, size_bytes - offset)
         block_a, block_b = (
-            b"".join(_read(tensor, offset, length, files))
+            b"".join(tensor.read(offset, length, files))
             for tensor, files in ((a, files_a), (b, files_b))
         )
         if block_a != block_b:
@@ -166,15 +164,3 @@ def _bytes_differ(
             )
             return f"bytes differ from byte {offset + first} of {size_bytes} on"
     return None
-
-
-def _read(tensor: PlannedTensor, begin: int, size_bytes: int, files: OpenFiles) -> Iterator[bytes]:
-    """Read a range of a tensor in full."""
-    for piece in tensor.cut(begin, size_bytes):
-        offset, end = piece.offset_bytes, piece.offset_bytes + piece.size_bytes
-        while offset < end:
-            part = os.pread(files.fd(piece.file), end - offset, offset)
-            if not part:
-                raise CorruptFileError("a weight file became shorter while it was compared")
-            yield part
-            offset += len(part)

@@ -1,0 +1,32 @@
+"""Rows put together from ranges of other tensors: what cuts along inner dims, and joins them again.
+
+    Weave(num_rows=8, runs=(Weave.Run(input=0, offset_bytes=4, stride_bytes=16, size_bytes=8),))
+
+is bytes 4 to 12 of each of eight rows of 16 bytes. Bytes are moved, never computed with.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from weight_convert.operations.operation import Operation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """Of row i: `size_bytes` from `offset_bytes + i * stride_bytes` of input number `input`."""
+
+    input: int
+    offset_bytes: int
+    stride_bytes: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weave(Operation):
+    """`num_rows` rows, each made of `runs` in order; behind the last one, `zero_bytes` zeros."""
+
+    Run: ClassVar[type[_Run]] = _Run
+
+    num_rows: int
+    runs: tuple[_Run, ...]
+    zero_bytes: int = 0
