@@ -54,8 +54,9 @@ LINES_ADDED = {
     # Tensors that are computed, in bounded memory: casts, transposes. fp8 and mxfp4 there and back,
     # with kept scales. Runs that are resumed from a journal, and moves. Merges: eleven methods whose
     # norms, ranks and draws are found in passes, so that no tensor is held; stacking of layers.
-    # LoRA, rsLoRA and DoRA of peft's files.
-    "weight-convert": 1_250 + 420 + 1_000 + 950 + 950 + 500,
+    # LoRA, rsLoRA and DoRA of peft's files. Directories of ranks: cuts from roles, rows woven from
+    # short runs, joining; bytes on each rank.
+    "weight-convert": 1_250 + 420 + 1_000 + 950 + 950 + 500 + 1_120,
     # Tokens of padding that no expert sees. Transfers in one order, its proof for process groups
     # that keep one (NCCL), and a transport that leaves such a device alone; torch's builders.
     # Plans for unequal costs: a search among orders. Stages of torch wrapped in data parallelism.

@@ -61,7 +61,7 @@ def test_arguments_of_a_wrong_type_are_named_by_an_error_of_the_package() -> Non
             WeightConvertError,
             not_called={"ConversionOptions", "OutputOptions", "MergeConfig", "MergeModel"},
         )
-        == 18
+        == 19
     )
 
 

@@ -1,6 +1,5 @@
 from weight_convert.adapters import lora as lora
 from weight_convert.errors import WeightConvertError as WeightConvertError
-from weight_convert.files import Catalog as Catalog
 from weight_convert.files import read_catalog as read_catalog
 from weight_convert.files import read_header as read_header
 from weight_convert.merging import MergeConfig as MergeConfig
@@ -17,6 +16,8 @@ from weight_convert.specs import FamilySpec as FamilySpec
 from weight_convert.specs import StoredView as StoredView
 from weight_convert.specs import get_spec as get_spec
 from weight_convert.specs import read_spec as read_spec
+from weight_convert.splitting import join as join
+from weight_convert.splitting import split as split
 from weight_convert.verification import VerifyReport as VerifyReport
 from weight_convert.verification import explain as explain
 from weight_convert.verification import inspect as inspect

@@ -1,6 +1,7 @@
 """The command `weight-convert`, one file a command.
 
-May import: adapters, merging, quantization, run, verification, plan, specs, files.
+May import: adapters, merging, quantization, splitting, cutting, run, verification, plan,
+specs, files.
 """
 
 from weight_convert.cli.main import main as main

@@ -6,9 +6,16 @@ add_family(parser); spec = family_given(parser.parse_args())
 import argparse
 import re
 
+from weight_convert.cutting import SplitLayout
 from weight_convert.errors import WeightConvertError
 from weight_convert.specs import FamilySpec, family_names, get_spec, read_spec
 
+_DEGREES = {
+    "tp": "ranks that share attention, dense layers and the vocabulary",
+    "ep": "ranks that share the experts",
+    "etp": "ranks that share each expert",
+    "pp": "stages that share the layers",
+}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -30,6 +37,26 @@ def family_given(args: argparse.Namespace) -> FamilySpec | None:
     if args.spec is not None:
         return read_spec(args.spec)
     return None if args.model_type is None else get_spec(args.model_type)
+
+
+def add_layout(parser: argparse.ArgumentParser) -> None:
+    """Add the degrees of a layout."""
+    for name, what in _DEGREES.items():
+        parser.add_argument(f"--{name}", type=int, default=1, metavar="N", help=what)
+    parser.add_argument(
+        "--vocab-multiple",
+        type=int,
+        default=0,
+        metavar="N",
+        help="pad the vocabulary with zero rows to a multiple of N times tp (default: do not)",
+    )
+
+
+def layout_given(args: argparse.Namespace) -> SplitLayout:
+    """The layout that `add_layout` added."""
+    return SplitLayout(
+        tp=args.tp, ep=args.ep, etp=args.etp, pp=args.pp, vocab_multiple=args.vocab_multiple
+    )
 
 
 def parse_size(text: str) -> int:

@@ -25,6 +25,7 @@ from weight_convert.cli.lora import add_lora
 from weight_convert.cli.merge import add_merge
 from weight_convert.cli.quantize import add_dequantize, add_quantize
 from weight_convert.cli.specs import add_specs
+from weight_convert.cli.split import add_join, add_split
 from weight_convert.cli.verify import add_verify
 from weight_convert.errors import WeightConvertError
 
@@ -37,6 +38,8 @@ _COMMANDS = (
     add_dequantize,
     add_merge,
     add_lora,
+    add_split,
+    add_join,
 )
 
 

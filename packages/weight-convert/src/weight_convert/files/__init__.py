@@ -12,6 +12,7 @@ from weight_convert.files.catalog import Catalog as Catalog
 from weight_convert.files.catalog import LeftOut as LeftOut
 from weight_convert.files.catalog import SourceTensor as SourceTensor
 from weight_convert.files.catalog import read_catalog as read_catalog
+from weight_convert.files.catalog import read_frame as read_frame
 from weight_convert.files.header import encode_header as encode_header
 from weight_convert.files.header import layout_order as layout_order
 from weight_convert.files.header import read_header as read_header

@@ -102,6 +102,31 @@ def read_catalog(directory: Path | str) -> Catalog:
     )
 
 
+def read_frame(directory: Path | str, ignored: frozenset[str]) -> Catalog:
+    """What a directory has beside weights that stand elsewhere: config and files to carry.
+
+    Args:
+        directory: the directory.
+        ignored: names in it that are neither carried nor left out.
+
+    Raises:
+        WeightConvertError: no such directory.
+        CorruptFileError: a damaged config.
+    """
+    directory = _checked_directory(directory)
+    carried, left_out = _other_files(directory, ignored)
+    return Catalog(
+        directory=directory,
+        files=(),
+        tensors={},
+        metadata={},
+        index_metadata=None,
+        config=_read_json_object(directory / CONFIG_NAME, required=False),
+        carried=carried,
+        left_out=left_out,
+    )
+
+
 def _checked_directory(directory: Path | str) -> Path:
     """Return the path of a directory that is there."""
     path = checked_path(directory)

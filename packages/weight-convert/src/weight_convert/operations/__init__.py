@@ -17,4 +17,3 @@ from weight_convert.operations.quantized import FromBlocks as FromBlocks
 from weight_convert.operations.quantized import FromMx as FromMx
 from weight_convert.operations.quantized import ToBlocks as ToBlocks
 from weight_convert.operations.quantized import ToMx as ToMx
-from weight_convert.operations.weave import Weave as Weave

@@ -13,7 +13,7 @@ from weight_convert.outputs.files import deal_to_files as deal_to_files
 from weight_convert.outputs.files import lay_out as lay_out
 from weight_convert.outputs.target_file import TargetFile as TargetFile
 from weight_convert.outputs.target_file import Unit as Unit
-from weight_convert.outputs.tensors import NaturalKey as NaturalKey
 from weight_convert.outputs.tensors import Piece as Piece
 from weight_convert.outputs.tensors import PlannedTensor as PlannedTensor
 from weight_convert.outputs.tensors import natural_key as natural_key
+from weight_convert.outputs.weave import Weave as Weave

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from weight_convert.errors import IncompleteExpertsError
 from weight_convert.files import Catalog, tensor_size_bytes
-from weight_convert.outputs import NaturalKey, Piece, PlannedTensor, natural_key
+from weight_convert.outputs import Piece, PlannedTensor, natural_key
 from weight_convert.plan.completeness import check_alike, check_numbers, expected_experts
 from weight_convert.specs import FamilySpec, Matcher, Rule, Side, fill
 
@@ -56,7 +56,7 @@ def by_modules(tensors: Sequence[PlannedTensor], spec: FamilySpec) -> list[Plann
     in_layers = [number for number, name in enumerate(names) if name.startswith("{layer}")]
     first = in_layers[0] if in_layers else len(names)
 
-    def place(tensor: PlannedTensor) -> NaturalKey:
+    def place(tensor: PlannedTensor) -> tuple[tuple[int, str, int], ...]:
         member = matcher.find(tensor.key)
         if member is None:
             return (3, "", 0), *natural_key(tensor.key)

@@ -13,7 +13,7 @@ from weight_convert._checks import check_kind
 from weight_convert.errors import IncompleteExpertsError, WeightConvertError
 from weight_convert.files import Catalog, LeftOut, SourceTensor, read_catalog
 from weight_convert.operations import FLOATS
-from weight_convert.outputs import Computations, NaturalKey, PlannedTensor, natural_key
+from weight_convert.outputs import Computations, PlannedTensor, natural_key
 from weight_convert.plan import spec_of, stored_roles
 from weight_convert.quantization.kept import KEPT_NAME, Kept, read_kept
 from weight_convert.quantization.methods import Method, fp8, method_of, mxfp4
@@ -93,7 +93,7 @@ def _kept_left_out(reason: str) -> LeftOut:
     return LeftOut(name=KEPT_NAME, reason=reason)
 
 
-def _order(key: str, part: int = 0) -> tuple[NaturalKey, int, int]:
+def _order(key: str, part: int = 0) -> tuple[tuple[tuple[int, str, int], ...], int, int]:
     return natural_key(key), part, 0
 
 

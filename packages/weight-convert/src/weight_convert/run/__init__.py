@@ -7,6 +7,8 @@ May import: plan, outputs, specs, files, staging.
 
 from weight_convert.run.conversion import convert as convert
 from weight_convert.run.execution import Progress as Progress
+from weight_convert.run.job import begin as begin
+from weight_convert.run.job import carry_out as carry_out
 from weight_convert.run.output import Output as Output
 from weight_convert.run.output import OutputOptions as OutputOptions
 from weight_convert.run.output import write_output as write_output

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from weight_convert.errors import CorruptFileError, WeightConvertError
 from weight_convert.files import INDEX_NAME
-from weight_convert.operations import Weave
-from weight_convert.outputs import Computed, FilePlan, TargetFile, Unit
+from weight_convert.outputs import Computed, FilePlan, TargetFile, Unit, Weave
 from weight_convert.plan import ConversionOptions
 from weight_convert.run.weaving import woven
 from weight_convert.staging import (

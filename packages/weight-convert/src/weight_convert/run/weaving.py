@@ -5,8 +5,7 @@ for chunk in woven(computed.operation, computed, files): ...
 
 from collections.abc import Iterator
 
-from weight_convert.operations import Weave
-from weight_convert.outputs import Computed, PlannedTensor
+from weight_convert.outputs import Computed, PlannedTensor, Weave
 from weight_convert.staging import OpenFiles
 
 _BLOCK_BYTES = 1 << 20

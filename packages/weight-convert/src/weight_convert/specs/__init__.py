@@ -14,5 +14,6 @@ from weight_convert.specs.loader import read_spec as read_spec
 from weight_convert.specs.loader import spec_text as spec_text
 from weight_convert.specs.matching import Matcher as Matcher
 from weight_convert.specs.matching import fill as fill
+from weight_convert.specs.rules import EXPERT as EXPERT
 from weight_convert.specs.rules import Rule as Rule
 from weight_convert.specs.rules import Side as Side

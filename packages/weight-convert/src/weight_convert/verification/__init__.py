@@ -2,7 +2,7 @@
 
 A room of its own: it reads what the others write, and writes nothing.
 
-May import: plan, outputs, specs, files, staging.
+May import: plan, cutting, outputs, operations, specs, files, staging.
 """
 
 from weight_convert.verification.comparison import VerifyReport as VerifyReport
@@ -11,3 +11,5 @@ from weight_convert.verification.explanation import Explanation as Explanation
 from weight_convert.verification.explanation import explain as explain
 from weight_convert.verification.inspection import Summary as Summary
 from weight_convert.verification.inspection import inspect as inspect
+from weight_convert.verification.sizes import rank_bytes as rank_bytes
+from weight_convert.verification.sizes import tensor_tree as tensor_tree

@@ -6,27 +6,23 @@ is bytes 4 to 12 of each of eight rows of 16 bytes. Bytes are moved, never compu
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from weight_convert.operations.operation import Operation
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
-    """Of row i: `size_bytes` from `offset_bytes + i * stride_bytes` of input number `input`."""
-
-    input: int
-    offset_bytes: int
-    stride_bytes: int
-    size_bytes: int
+from weight_convert.operations import Operation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weave(Operation):
     """`num_rows` rows, each made of `runs` in order; behind the last one, `zero_bytes` zeros."""
 
-    Run: ClassVar[type[_Run]] = _Run
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Run:
+        """Of row i: `size_bytes` from `offset_bytes + i * stride_bytes` of one input."""
+
+        input: int
+        offset_bytes: int
+        stride_bytes: int
+        size_bytes: int
 
     num_rows: int
-    runs: tuple[_Run, ...]
+    runs: tuple[Run, ...]
     zero_bytes: int = 0
