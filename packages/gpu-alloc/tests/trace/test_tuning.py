@@ -45,3 +45,17 @@ def test_a_part_that_is_none_is_refused(first: float, said: str) -> None:
 def test_a_trace_without_allocations_is_refused() -> None:
     with pytest.raises(AllocError, match="allocates nothing"):
         tune([TraceEvent(action="mark", note="step")])
+
+
+def test_a_smaller_device_is_paid_for_with_calls_that_wait_for_it(moe_trace: Traces) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    trace = moe_trace(seed, steps=3)
+    usual, any_number = tune(trace), tune(trace, calls_per_event=2)
+    assert usual.num_source_calls <= 0.05 * len(trace) + 100, f"seed {seed}"
+    assert any_number.capacity_bytes <= usual.capacity_bytes, f"seed {seed}"
+    for tuned in (usual, any_number):
+        result = replay(trace, tuned.config, tuned.capacity_bytes)
+        assert result.oom is None, f"seed {seed}"
+        assert result.stats.num_source_calls == tuned.num_source_calls, f"seed {seed}"
+    with pytest.raises(ValueError, match="calls_per_event=-1 is negative"):
+        tune(trace, calls_per_event=-1)

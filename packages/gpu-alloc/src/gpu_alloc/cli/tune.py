@@ -23,12 +23,22 @@ def add_tune(commands: Commands) -> None:
     parser.add_argument(
         "--first", type=float, default=0.4, help="part of the trace that the choice may see"
     )
+    parser.add_argument(
+        "--calls-per-event",
+        type=float,
+        default=0.05,
+        help="how often memory may be taken from the device or given back; each waits for it",
+    )
     add_json(parser)
     parser.set_defaults(run=_run_tune)
 
 
 def _run_tune(arguments: argparse.Namespace) -> int:
-    tuned = tune(load_trace(arguments.trace), first=arguments.first)
+    tuned = tune(
+        load_trace(arguments.trace),
+        first=arguments.first,
+        calls_per_event=arguments.calls_per_event,
+    )
     if arguments.out is not None:
         tuned.save(arguments.out)
     if arguments.json:
@@ -37,5 +47,6 @@ def _run_tune(arguments: argparse.Namespace) -> int:
     print(f"{tuned.name}: {tuned.ratio:.3f} x the peak of live bytes", end="")
     print(f" ({tuned.first_ratio:.3f} x on the part that chose it)")
     print(f"needs {format_bytes(tuned.capacity_bytes)} ({tuned.capacity_bytes} bytes)")
+    print(f"takes memory from the device, or gives it back, {tuned.num_source_calls} times")
     print(f"GPU_ALLOC_CONF={tuned.config.format()}")
     return 0

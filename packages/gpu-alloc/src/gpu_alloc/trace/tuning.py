@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
 from gpu_alloc.core import MIB, AllocatorConfig
 from gpu_alloc.errors import AllocValueError, check_kind
@@ -24,7 +24,9 @@ from gpu_alloc.events import TraceEvent
 from gpu_alloc.sources import round_up
 from gpu_alloc.trace.requests import GRANULARITY_BYTES, Requests
 
-_FINALISTS = 3
+_FINALISTS = 12
+_FEW_CALLS = 100  # of the source, which any trace may make
+_LARGEST = 64  # times the peak of live bytes: what fails there fails everywhere
 _CHUNKS_MB = (20, 64, 256)
 _SMALL_MB = (1, 4, 16, 64, 256)
 
@@ -37,7 +39,8 @@ class Tuned:
     """What `tune` found.
 
     name: of the candidate that won. capacity_bytes: the smallest device on which it runs the trace.
-    peak_live_bytes: the floor. first_ratio, ratio: capacity over the peak of live bytes, on the
+    peak_live_bytes: the floor. num_source_calls: how often memory was taken from the device or given
+    back during the trace, each of which waits for the device. first_ratio, ratio: capacity over the peak of live bytes, on the
     first part of the trace, which the choice has seen, and on all of it.
     """
 
@@ -45,6 +48,7 @@ class Tuned:
     config: AllocatorConfig
     capacity_bytes: int
     peak_live_bytes: int
+    num_source_calls: int
     first_ratio: float
     ratio: float
 
@@ -78,6 +82,9 @@ def candidates(requests: Requests) -> Mapping[str, Candidate]:
             _of_size, AllocatorConfig(free_when_no_cache_hit=True)
         ),
     }
+    found["each large block taken and given back"] = partial(
+        _of_size, AllocatorConfig(free_idle_chunk=True)
+    )
     for chunk_mb in _CHUNKS_MB:
         config = AllocatorConfig(large_pool_auto_growth_chunk_size_in_mb=chunk_mb)
         found[f"growth by {chunk_mb} MiB"] = partial(_of_size, config)
@@ -89,6 +96,9 @@ def candidates(requests: Requests) -> Mapping[str, Candidate]:
         small_mb = round_up(held, GRANULARITY_BYTES) // MIB
         name = f"a slab beside a pool up to {size_mb} MiB"
         found[name] = partial(_slab, config, beside_mb=small_mb)
+        found[f"idle chunks given back before growth, beside a pool up to {size_mb} MiB"] = partial(
+            _of_size, replace(config, free_when_no_cache_hit=True)
+        )
         found[f"{name} with a slab"] = partial(_slab, config, beside_mb=small_mb, small=True)
     return found
 
@@ -112,16 +122,24 @@ def _slab(
     )
 
 
-def tune(trace: Sequence[TraceEvent], *, first: float = 0.4) -> Tuned:
+def tune(
+    trace: Sequence[TraceEvent], *, first: float = 0.4, calls_per_event: float = 0.05
+) -> Tuned:
     """The candidate that runs `trace` on the smallest device, chosen on its `first` part.
 
-    About 100 replays of the first part and 30 of the whole. Raises AllocValueError for a trace
+    calls_per_event: how often, at most, memory may be taken from the device or given back, for each
+        event of the trace. More of it needs a smaller device and takes longer.
+
+    About 150 replays of the first part and 150 of the whole. Raises AllocValueError for a trace
     without allocations or a part outside (0, 1], TraceError as `replay` does.
     """
     check_kind(trace, Sequence, "trace must be a sequence of TraceEvents")
     check_kind(first, (int, float), "first must be a number")
+    check_kind(calls_per_event, (int, float), "calls_per_event must be a number")
     if not 0 < first <= 1:
         raise AllocValueError(f"first={first} is outside (0, 1]; use for example 0.4")
+    if calls_per_event < 0:
+        raise AllocValueError(f"calls_per_event={calls_per_event} is negative; 0.05 is usual")
     requests = Requests(trace)
     live = requests.peak_live_bytes
     if not live:
@@ -130,47 +148,57 @@ def tune(trace: Sequence[TraceEvent], *, first: float = 0.4) -> Tuned:
     live_first = max(beginning.peak_live_bytes, 1)
     ranked: list[tuple[int, str, Candidate]] = []
     for name, candidate in candidates(beginning).items():
-        best = min((size for size, _, _ in ranked), default=None)
-        size = smallest_device(beginning, candidate, live_first, at_most=best)
+        size = smallest_device(beginning, candidate, _Limits(calls_per_event, None))
         if size is not None:
             ranked.append((size, name, candidate))
     ranked.sort(key=lambda entry: entry[0])
     won: tuple[int, int, str, Candidate] | None = None
     for size_first, name, candidate in ranked[:_FINALISTS]:
-        size = smallest_device(requests, candidate, live, at_most=won[0] if won else None)
+        limits = _Limits(calls_per_event, won[0] if won else None)
+        size = smallest_device(requests, candidate, limits)
         if size is not None and (won is None or size < won[0]):
             won = (size, size_first, name, candidate)
     if won is None:
         raise AllocValueError("no candidate runs the trace on any device")
     size, size_first, name, candidate = won
+    stats = requests.run(candidate(size // MIB), size)[2]
     return Tuned(
         name=name,
         config=candidate(size // MIB),
         capacity_bytes=size,
         peak_live_bytes=live,
+        num_source_calls=stats.num_source_calls,
         first_ratio=size_first / live_first,
         ratio=size / live,
     )
 
 
-def smallest_device(
-    requests: Requests, candidate: Candidate, live_bytes: int, *, at_most: int | None
-) -> int | None:
+class _Limits(NamedTuple):
+    """Of what a candidate may need: calls of the source for each event, bytes (None: any)."""
+
+    calls_per_event: float
+    at_most: int | None
+
+
+def smallest_device(requests: Requests, candidate: Candidate, limits: _Limits) -> int | None:
     """Smallest device, in bytes, on which a candidate runs the requests; None when it is above
-    `at_most`.
+    what is allowed.
     """
+    calls = int(limits.calls_per_event * requests.num_events) + _FEW_CALLS
 
     def runs(pages: int) -> bool:
         size = pages * GRANULARITY_BYTES
-        return requests.run(candidate(size // MIB), size)[1] is None
+        _, oom, stats = requests.run(candidate(size // MIB), size)
+        return oom is None and stats.num_source_calls <= calls
 
-    fails = live_bytes // GRANULARITY_BYTES - 1
+    fails = requests.peak_live_bytes // GRANULARITY_BYTES - 1
     works = 2 + 2 * max(fails, 1)
-    if at_most is not None:
-        works = max(at_most // GRANULARITY_BYTES, fails + 1)
-        if not runs(works):
+    if limits.at_most is not None:
+        works = max(limits.at_most // GRANULARITY_BYTES, fails + 1)
+    last = works if limits.at_most is not None else _LARGEST * works
+    while not runs(works):
+        if works >= last:
             return None
-    while at_most is None and not runs(works):
         works *= 2
     while works - fails > 1:
         middle = (works + fails) // 2

@@ -40,7 +40,7 @@ long stub_frees(void) { return num_frees; }
 
 // Counts whole pages; 0 when there is no room.
 static int count_in(size_t size) {
-  if (used + size > limit_now()) { last_error = OUT_OF_MEMORY; return 0; }
+  if (used + size > limit_now()) return 0;
   used += size;
   if (used > peak) peak = used;
   num_mallocs++;
@@ -69,6 +69,7 @@ int cudaMalloc(void **out, size_t size) {
   } else if (fits) {
     used -= size;
   }
+  if (!ptr) last_error = OUT_OF_MEMORY;
   pthread_mutex_unlock(&mutex);
   return ptr ? 0 : OUT_OF_MEMORY;
 }
