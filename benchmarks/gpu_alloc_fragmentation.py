@@ -17,9 +17,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from devicetest.cuda_stub import StubUnavailableError, run_on_stub
 from gpu_alloc_decoder_traces import RECIPES, decoder_trace
 
+from devicetest.cuda_stub import StubUnavailableError, run_on_stub
 from gpu_alloc import AllocatorConfig, minimal_capacity, save_trace
 from gpu_alloc.trace import tune
 

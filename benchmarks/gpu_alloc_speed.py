@@ -14,7 +14,6 @@ import statistics
 import time
 
 from devicetest.cuda_stub import StubUnavailableError, run_on_stub
-
 from gpu_alloc import AddressSource, AllocatorConfig, TwoPoolAllocator
 from gpu_alloc.native import NativeAllocator
 

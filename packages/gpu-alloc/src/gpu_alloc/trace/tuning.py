@@ -39,9 +39,10 @@ class Tuned:
     """What `tune` found.
 
     name: of the candidate that won. capacity_bytes: the smallest device on which it runs the trace.
-    peak_live_bytes: the floor. num_source_calls: how often memory was taken from the device or given
-    back during the trace, each of which waits for the device. first_ratio, ratio: capacity over the peak of live bytes, on the
-    first part of the trace, which the choice has seen, and on all of it.
+    peak_live_bytes: the floor. num_source_calls: how often memory was taken from the device or
+    given back during the trace, each of which waits for the device. first_ratio, ratio: capacity
+    over the peak of live bytes, on the first part of the trace, which the choice has seen, and on
+    all of it.
     """
 
     name: str
