@@ -80,7 +80,7 @@ def main() -> None:
     worst, fewest = 0.0, arguments.layouts
     for family in arguments.families:
         with tempfile.TemporaryDirectory(prefix="moe-train-layouts-") as folder:
-            config = load_config(_write_job(Path(folder), family))
+            config = load_config(write_job(Path(folder), family))
             report = verify_layouts(
                 config, max_ranks=4, count=arguments.layouts, steps=arguments.steps, limit=1e-6
             )
@@ -95,7 +95,7 @@ def main() -> None:
     print(json.dumps({**figure, "low": worst, "high": worst}))
 
 
-def _write_job(folder: Path, family: str) -> Path:
+def write_job(folder: Path, family: str) -> Path:
     sizes = {**SIZES, "model_type": family, **FAMILIES[family]}
     (folder / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
     words = ["def", "return", "self", "value", "for", "in", "import", "é"]

@@ -38,7 +38,8 @@ LINES_ADDED = {
     # States on the nodes between checkpoints; checkpoints of a run in a store.
     # Muon, WSD and groups of parameters. The comparison of a job's layouts.
     # Saves beside training, at once or in pieces, and a moving average.
-    "moe-train": 10_700 + 230 + 150 + 300 + 380 + 460,
+    # Another layout while a job runs, by schedule and by request.
+    "moe-train": 10_700 + 230 + 150 + 300 + 380 + 460 + 390,
     # Recording of CuPy, torch and whole scripts, torch's snapshots read and written, memory that is
     # bound to streams block by block; the recorder came from moe-train. Explain, tune, compare,
     # plot and info, as functions and commands; settings in files. Reuse that waits for events.

@@ -204,6 +204,11 @@ def test_lists_of_random_tensors_are_within_some_elements_of_the_limit() -> None
         assert sent <= busiest_sender(pairs) + 4 * len(shapes), f"seed {seed}"
 
 
+def test_a_plan_of_no_tensors_moves_nothing() -> None:
+    plan = plan_reshard([], [])
+    assert plan.busiest_bytes == (0, 0) and plan.ranks == () and plan.hash
+
+
 def test_replicated_to_sharded_moves_nothing() -> None:
     mesh = ProcessMesh((2, 4), ("dp", "ep"))
     source = TensorSpec((64, 8), torch.float32, Spec.from_axes(mesh, {}))

@@ -21,6 +21,7 @@ from moe_train.commands import (
     INSPECT,
     OVERRIDE,
     PLAN,
+    RELAYOUT,
     TRAIN,
     VERIFY_LAYOUTS,
 )
@@ -29,7 +30,7 @@ from unified_ckpt import CheckpointError
 
 _EXIT_FAILED = 1
 _EXIT_USER_ERROR = 2
-_COMMANDS = (TRAIN, DATA, GENERATE, CHAT, EVAL, INSPECT, PLAN, VERIFY_LAYOUTS)
+_COMMANDS = (TRAIN, DATA, GENERATE, CHAT, EVAL, INSPECT, PLAN, RELAYOUT, VERIFY_LAYOUTS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

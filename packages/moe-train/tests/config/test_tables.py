@@ -1,5 +1,6 @@
 import dataclasses
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -7,9 +8,10 @@ import pytest
 from moe_train.config.data_tables import DataConfig
 from moe_train.config.model_tables import ModelConfig, MoeTable
 from moe_train.config.optimizer_tables import OptimizerConfig
-from moe_train.config.run_tables import LogConfig
+from moe_train.config.run_tables import CheckpointConfig, LogConfig
 from moe_train.config.tables import TABLES, Config, all_keys
 from moe_train.config.train_tables import ParallelConfig, TrainConfig
+from moe_train.errors import TrainValueError
 
 
 def train(**changes: object) -> TrainConfig:
@@ -170,3 +172,48 @@ def test_empty_corpus_and_missing_model_are_refused() -> None:
         DataConfig(corpus=())
     with pytest.raises(ValueError, match=r"set model\.config_file"):
         ModelConfig()
+
+
+def test_the_layout_follows_the_finished_steps() -> None:
+    made = ParallelConfig(ep=4, relayout=("10: pp=2 ep=2", "20: pp=2, dp=2"))
+    assert [made.at_step(step).axis_sizes for step in (0, 9, 10, 19, 20, 99)] == [
+        *[(1, 1, 4)] * 2,
+        *[(2, 1, 2)] * 2,
+        *[(2, 2, 1)] * 2,
+    ]
+    assert [made.next_change(step) for step in (0, 9, 10, 20)] == [10, 10, 20, None]
+    assert made.changed(15, (1, 4, 1)).at_step(16).axis_sizes == (1, 4, 1)
+    assert made.changed(15, (1, 4, 1)).at_step(20).axis_sizes == (2, 2, 1)
+    assert made.changed(10, (1, 4, 1)).at_step(10).axis_sizes == (1, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["10: pp=3"], "'10: pp=3' needs 3 ranks, but the job has 4"),
+        (["10: pp=4", "10: ep=4"], "'10: ep=4' does not come after step 10"),
+        (["0: pp=4"], "'0: pp=4' does not come after step 0"),
+        (["pp=4"], "'pp=4' is no change of layout"),
+        (["10: tp=4"], "'10: tp=4' is no change of layout"),
+        (["10: pp=2 pp=2"], "'10: pp=2 pp=2' is no change of layout"),
+        (["10:"], "'10:' is no change of layout"),
+    ],
+)
+def test_changes_of_layout_that_cannot_be_are_refused(changes: list[str], message: str) -> None:
+    with pytest.raises(TrainValueError, match=re.escape(message)):
+        ParallelConfig(ep=4, relayout=tuple(changes))
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "named"),
+    [
+        (CheckpointConfig(node_folder="/dev/shm/x"), r"checkpoint\.node_folder"),
+        (CheckpointConfig(save_mode="async"), r"checkpoint\.save_mode='async'"),
+    ],
+)
+def test_a_layout_cannot_change_where_states_are_kept_beside_training(
+    checkpoint: CheckpointConfig, named: str
+) -> None:
+    parallel = ParallelConfig(ep=2, relayout=("3: pp=2",))
+    with pytest.raises(TrainValueError, match=named):
+        config(parallel=parallel, checkpoint=checkpoint)

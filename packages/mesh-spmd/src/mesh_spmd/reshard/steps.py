@@ -169,7 +169,7 @@ def _deal_out(
     for i in order:
         shares[i] = _fill(sent, where[i], amounts[i], moves[i].dtype.itemsize)
     free = [i for i in order if where[i].shape[1] > 1]
-    if len(order) == 1 or len(free) * len(ranks) > SWEEP_NUMBERS:
+    if not free or len(order) == 1 or len(free) * len(ranks) > SWEEP_NUMBERS:
         return sent, shares
     for _ in range(SWEEPS):
         highest = int(sent.max())

@@ -102,6 +102,11 @@ class Checkpointer:
         if self.nodes is not None:
             self.nodes.close()
 
+    def take_over(self, other: "Checkpointer") -> None:
+        """Save and load from now on what `other` would, which must not be used any more."""
+        self.parameters, self.layouts = other.parameters, other.layouts
+        self.optimizer, self.files = other.optimizer, other.files
+
     def is_due(self, step: int) -> bool:
         """Whether to save after `step`. Collective."""
         return self.manager.decide(step).save

@@ -11,5 +11,6 @@ from moe_train.commands.inspect import INSPECT as INSPECT
 from moe_train.commands.options import OVERRIDE as OVERRIDE
 from moe_train.commands.options import Command as Command
 from moe_train.commands.plan import PLAN as PLAN
+from moe_train.commands.relayout import RELAYOUT as RELAYOUT
 from moe_train.commands.train import TRAIN as TRAIN
 from moe_train.commands.verify_layouts import VERIFY_LAYOUTS as VERIFY_LAYOUTS

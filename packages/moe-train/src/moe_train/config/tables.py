@@ -47,6 +47,11 @@ class Config:
         for name, table_type in TABLES.items():
             check_type(f"Config({name}=...)", getattr(self, name), table_type)
         self._check_sources()
+        if self.parallel.relayout and self.checkpoint.needs_one_layout:
+            raise TrainValueError(
+                f"the layout cannot change with {self.checkpoint.needs_one_layout}, which keeps "
+                "the state in one layout; take it out, or keep the layout"
+            )
         if "://" in self.train.output_dir and self.log.dir is None:
             raise TrainValueError(
                 f"train.output_dir is a {self.train.output_dir.partition(':')[0]}:// URL, where "

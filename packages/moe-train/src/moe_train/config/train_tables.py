@@ -3,7 +3,9 @@
 ParallelConfig(pp=2, ep=2)
 """
 
+import dataclasses
 import math
+import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -44,11 +46,64 @@ class ParallelConfig(Table):
         above=0,
         on_resume="free",
     )
+    relayout: tuple[str, ...] = key(
+        'layouts of later steps, as in "100: pp=2 ep=4": after so many steps the ranks, as many as '
+        "before, move weights, moments and master weights in memory; axes that are left out are 1",
+        default=(),
+        on_resume="free",
+    )
+
+    def _check(self) -> None:
+        last = 0
+        for text in self.relayout:
+            step, sizes = _parsed_relayout(text)
+            if math.prod(sizes.values()) != self.world_size:
+                raise TrainValueError(
+                    f"parallel.relayout: {text!r} needs {math.prod(sizes.values())} ranks, but the "
+                    f"job has {self.world_size}; the number of ranks stays the same"
+                )
+            if step <= last:
+                raise TrainValueError(
+                    f"parallel.relayout: {text!r} does not come after step {last}; list the "
+                    "changes in the order of their steps, the first one after step 1 or later"
+                )
+            last = step
 
     @property
     def world_size(self) -> int:
         """Number of processes: pp * dp * ep."""
         return self.pp * self.dp * self.ep
+
+    @property
+    def axis_sizes(self) -> tuple[int, int, int]:
+        """pp, dp and ep."""
+        return self.pp, self.dp, self.ep
+
+    def at_step(self, step: int) -> "ParallelConfig":
+        """The layout that `relayout` asks for once `step` steps are finished."""
+        sizes = [found for first, found in map(_parsed_relayout, self.relayout) if first <= step]
+        if not sizes:
+            return self
+        last = sizes[-1]
+        return dataclasses.replace(self, pp=last["pp"], dp=last["dp"], ep=last["ep"])
+
+    def changed(self, step: int, sizes: tuple[int, int, int]) -> "ParallelConfig":
+        """The same with one more change of layout, to pp, dp and ep after `step` steps.
+
+        Raises:
+            ValueError: the number of ranks would be another one.
+        """
+        text = "{}: pp={} dp={} ep={}".format(step, *sizes)
+        others = [(_parsed_relayout(other)[0], other) for other in self.relayout]
+        kept = [(first, other) for first, other in others if first != step]
+        return dataclasses.replace(
+            self, relayout=tuple(other for _, other in sorted([*kept, (step, text)]))
+        )
+
+    def next_change(self, step: int) -> int | None:
+        """After how many steps the layout changes next, once `step` are finished."""
+        later = (first for first, _ in map(_parsed_relayout, self.relayout) if first > step)
+        return next(later, None)
 
     def check_divides(self, *, num_hidden_layers: int | None, num_experts: int | None) -> None:
         """Hold a decoder's sizes against the layout; None is not looked at.
@@ -66,6 +121,18 @@ class ParallelConfig(Table):
                 f"parallel.ep={self.ep} ranks cannot share num_experts={num_experts} evenly; "
                 f"choose ep among {_divisors(num_experts)}"
             )
+
+
+def _parsed_relayout(text: str) -> tuple[int, dict[str, int]]:
+    """Of "100: pp=2 ep=4" the step, and the size of every axis."""
+    found = re.fullmatch(r"\s*(\d+)\s*:((?:[\s,]*(?:pp|dp|ep)=[1-9]\d*)+)\s*", text)
+    pairs = re.findall(r"(\w+)=(\d+)", found[2]) if found else []
+    if not found or len(dict(pairs)) < len(pairs):
+        raise TrainValueError(
+            f"parallel.relayout: {text!r} is no change of layout; write the finished steps and the "
+            'sizes of axes, each once, as in "100: pp=2 ep=4"'
+        )
+    return int(found[1]), {"pp": 1, "dp": 1, "ep": 1} | {a: int(size) for a, size in pairs}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

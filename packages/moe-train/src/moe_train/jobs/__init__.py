@@ -8,6 +8,7 @@ from moe_train.jobs.job import check as check
 from moe_train.jobs.job import has_begun as has_begun
 from moe_train.jobs.job import train as train
 from moe_train.jobs.plan import plan_report as plan_report
+from moe_train.jobs.relayout import request_relayout as request_relayout
 from moe_train.jobs.run_folder import run_folder as run_folder
 from moe_train.jobs.samples import audit_samples as audit_samples
 from moe_train.jobs.samples import write_samples as write_samples

@@ -4,6 +4,7 @@ source = check(config, resume)     # once, in the launching process; raises for 
 train(config, str(source or ""), context)                                          # on every rank
 """
 
+import dataclasses
 import logging
 import os
 from collections.abc import Sequence
@@ -34,11 +35,10 @@ from moe_train.training import (
     Reporter,
     TrainingLoop,
     build_training,
-    check_balancing,
+    check_layout,
     open_splits,
     read_model_config,
     rules_of_job,
-    training_schedule,
 )
 from unified_ckpt import CheckpointError, read_index
 from unified_ckpt.files.storage import Location, as_target
@@ -122,6 +122,8 @@ def check_model(config: Config, model: DecoderConfig) -> None:
             not fit the schedule or the family, or `train.trainable` or `param_groups` the names of
             the decoder.
     """
+    if config.parallel.relayout:
+        _check_relayout(config, model)
     check_sizes(
         config,
         ModelSizes(
@@ -130,10 +132,21 @@ def check_model(config: Config, model: DecoderConfig) -> None:
             max_position_embeddings=model.max_position_embeddings,
         ),
     )
-    check_balancing(config, model, training_schedule(config))
+    check_layout(config, model)
     if config.train.trainable:
         chosen_names("train.trainable", config.train.trainable, model)
     rules_of_job(config, model)
+
+
+def _check_relayout(config: Config, model: DecoderConfig) -> None:
+    """Check the decoder against every later layout."""
+    step = config.parallel.next_change(0)
+    while step is not None:
+        try:
+            check_layout(dataclasses.replace(config, parallel=config.parallel.at_step(step)), model)
+        except TrainValueError as error:
+            raise TrainValueError(f"parallel.relayout after step {step}: {error}") from error
+        step = config.parallel.next_change(step)
 
 
 def check_tokenizer(config: Config, model: DecoderConfig, tokenizer: TextTokenizer) -> None:
@@ -192,12 +205,13 @@ def train(config: Config, resume: str, context: RankContext) -> None:
                     logger.info("%s", line)
         loop = TrainingLoop.begin(config, training, reporter, state)
         loop.saver.open()
+        del training  # the loop alone holds it, and lets it go when the layout changes
         saved = loop.run(context)
     finally:
         checkpointer.close()
         if reporter is not None:
             reporter.close()
-    if parallel.rank == 0:
+    if is_first:
         _finish(config, saved)
     loop.saver.check()
     dist.barrier()

@@ -47,7 +47,7 @@ class JobLayout:
         return ", ".join(parts + ["recompute"] * (self.recompute is not None))
 
     def applied(self, config: Config) -> Config:
-        """The job under this layout, without states on nodes.
+        """The job under this layout alone, without states on nodes.
 
         Raises:
             ValueError: the batch does not divide.
@@ -57,6 +57,7 @@ class JobLayout:
         for name in ("parallel", "train"):
             table = getattr(config, name)
             own = {key: value for key, value in values.items() if hasattr(table, key)}
+            own |= {"relayout": ()} if name == "parallel" else {}
             tables[name] = dataclasses.replace(table, **own)
         checkpoint = dataclasses.replace(config.checkpoint, node_folder=None)
         return dataclasses.replace(config, checkpoint=checkpoint, **tables)

@@ -19,8 +19,8 @@ from moe_train.parallel import choose_device
 from moe_train.report import RunRecord
 from unified_ckpt.files.storage import Location
 
-_LOCK_FILE = "run.lock"
-_RESOLVED_FILE = "config.resolved.toml"
+LOCK_FILE = "run.lock"
+RESOLVED_FILE = "config.resolved.toml"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,9 +65,9 @@ def run_folder(
         f"{key}={folder} is in use by another moe-train; wait until that ends, or "
         "choose another folder"
     )
-    with claimed(folder / _LOCK_FILE, refusal):
+    with claimed(folder / LOCK_FILE, refusal):
         check_run_folders(config.local_folders, resuming=source is not None)
-        resolved = folder / _RESOLVED_FILE
+        resolved = folder / RESOLVED_FILE
         resolved.write_text(dump_toml(config), encoding="utf-8")
         record = RunRecord(folder, _facts(config, source, command))
         held = RunFolder(resolved=resolved, record=record)

@@ -82,6 +82,20 @@ def training_schedule(config: Config) -> Schedule:
     )
 
 
+def check_layout(config: Config, model: DecoderConfig) -> None:
+    """Check the decoder and the batch against the layout; pure.
+
+    Raises:
+        ValueError: layers, experts or sequences do not divide, or balancing does not fit the
+            schedule or the family.
+    """
+    config.parallel.check_divides(
+        num_hidden_layers=model.num_hidden_layers, num_experts=model.num_experts
+    )
+    config.check_batch()
+    check_balancing(config, model, training_schedule(config))
+
+
 def rules_of_job(config: Config, model: DecoderConfig) -> dict[str, UpdateRule]:
     """How each parameter of the decoder is updated if it is trained; pure.
 

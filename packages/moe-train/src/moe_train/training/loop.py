@@ -9,23 +9,28 @@ of `StepRunner`, which come out of one all-reduce.
     saved = loop.run(context)
 """
 
+import gc
 import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from moe_train.checkpoint import TrainerState
 from moe_train.config import Config
 from moe_train.data import Batch, Ledger
+from moe_train.errors import TrainValueError
 from moe_train.optim import LrSchedule
+from moe_train.parallel import AXES, Parallel, start
 from moe_train.rank import RankContext
 from moe_train.report import MetricsLog, ProgressLine
 from moe_train.training.batches import BatchPlan, SampleReader, validation_steps
-from moe_train.training.build import Training
+from moe_train.training.build import Training, check_layout
+from moe_train.training.layout_request import LayoutRequests
 from moe_train.training.loader import BatchLoader
 from moe_train.training.pace import Pace
+from moe_train.training.relayout import relaid_out
 from moe_train.training.saving import Saver
 from moe_train.training.spikes import SpikeGuard
 from moe_train.training.step import BadStepError, StepResult
@@ -59,9 +64,12 @@ class Reporter:
             logger.warning("warning: the end of %s is not written: %s", self.metrics.path, error)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TrainingLoop:
     """Runs steps until `max_steps` or until any rank is asked to stop.
+
+    Where `parallel.relayout` says so, the loop goes on with another `training`, which holds the
+    same state in another layout.
 
     Args:
         training: what the steps are made of.
@@ -70,6 +78,7 @@ class TrainingLoop:
         schedule: the learning rate of every step.
         guard: tells which loss is too high.
         saver: writes the checkpoints.
+        places: where this rank has stood in the layouts so far, by their pp, dp and ep.
     """
 
     config: Config
@@ -79,6 +88,7 @@ class TrainingLoop:
     schedule: LrSchedule
     guard: SpikeGuard
     saver: Saver
+    places: dict[tuple[int, int, int], Parallel] = field(default_factory=dict)
 
     @classmethod
     def begin(
@@ -133,8 +143,54 @@ class TrainingLoop:
         Raises:
             BadStepError: a step's update must not be applied; the state before it is saved.
         """
-        with self._loader() as loader:
-            return self._run(context, loader)
+        requests = self._requests
+        requests.forget()
+        while self.position.step < self.config.train.max_steps:
+            self._enter_layout()
+            with self._loader() as loader:
+                result = self._run(context, loader)
+            if result.stop_requested:
+                break
+            if result.relayout_requested:
+                self._plan_layout(requests.take())
+        self.saver.finish()
+        return self.saver.saved
+
+    @property
+    def _requests(self) -> LayoutRequests:
+        return LayoutRequests(self.config.log_folder, self.training.parallel.rank == 0)
+
+    def _plan_layout(self, sizes: tuple[int, int, int] | None) -> None:
+        """Make the next step begin in the layout that was asked for, if the job fits it."""
+        if sizes is None:
+            return
+        model = self.training.runner.stage.config
+        try:
+            parallel = self.config.parallel.changed(self.position.step, sizes)
+            check_layout(replace(self.config, parallel=parallel.at_step(self.position.step)), model)
+        except TrainValueError as error:
+            if self.training.parallel.rank == 0:
+                logger.warning("warning: the layout stays: %s", error)
+            return
+        self.config = replace(self.config, parallel=parallel)
+
+    def _enter_layout(self) -> None:
+        """Bring the state into the layout of the step that comes. Collective over all ranks."""
+        here, place = self.config.parallel, self.training.parallel
+        self.places.setdefault(here.axis_sizes, place)
+        wanted = here.at_step(self.position.step)
+        if wanted.axis_sizes == here.axis_sizes:
+            return
+        self.config = replace(self.config, parallel=wanted)
+        if wanted.axis_sizes not in self.places:
+            self.places[wanted.axis_sizes] = start(self.config)
+        updates = self.position.step - self.guard.skipped
+        parallel = self.places[wanted.axis_sizes]
+        self.training, moved = relaid_out(self.config, parallel, self.training, updates=updates)
+        gc.collect()  # modules and their parameters refer to each other
+        if parallel.rank == 0:
+            sizes = " ".join(f"{a}={n}" for a, n in zip(AXES, wanted.axis_sizes, strict=True))
+            logger.info("step %d begins in the layout %s; %s", self.position.step + 1, sizes, moved)
 
     def first_steps(self, count: int) -> Iterator[StepResult]:
         """The results of the next steps, at most `count`, without validation and checkpoints.
@@ -145,10 +201,11 @@ class TrainingLoop:
             for _ in range(min(count, self.config.train.max_steps - self.position.step)):
                 yield self._step(loader, stop=False)
 
-    def _run(self, context: RankContext, loader: BatchLoader) -> Path | Location | None:
-        train = self.config.train
-        stopping, pace = False, Pace(limit_s=60 * train.exit_duration_minutes)
-        while self.position.step < train.max_steps and not stopping:
+    def _run(self, context: RankContext, loader: BatchLoader) -> StepResult:
+        """Run steps until the layout changes or the run ends; return the figures of the last."""
+        train, pace = self.config.train, Pace(limit_s=60 * self.config.train.exit_duration_minutes)
+        until = self.config.parallel.next_change(self.position.step) or train.max_steps
+        while True:
             try:
                 is_over = pace.is_last(context.age_s, self.saver.longest_s)
                 with pace.step():
@@ -173,8 +230,8 @@ class TrainingLoop:
             if stopping and is_over and self.reporter is not None:
                 minutes = f"train.exit_duration_minutes={train.exit_duration_minutes:g}"
                 logger.info("%s ends the job after step %d; go on with --resume", minutes, step)
-        self.saver.finish()
-        return self.saver.saved
+            if stopping or last or step == until or result.relayout_requested:
+                return result
 
     def _step(self, loader: BatchLoader, *, stop: bool) -> StepResult:
         """One step; where the guard leaves out its update, its samples are used up all the same."""
@@ -188,6 +245,7 @@ class TrainingLoop:
             lr=lr,
             stop=stop,
             save=self.saver.is_late(),
+            relayout=self._requests.is_waiting(),
             max_loss=self.guard.max_loss,
             read=step.read,
         )

@@ -40,7 +40,8 @@ class StepResult:
     load balancing, router logits and multi-token prediction, coefficients included; they are not
     in `loss`. `load_LE`: routed rows per layer and expert (layers without experts are all zero;
     those of multi-token prediction come last). `stop_requested`: some rank was asked to stop;
-    `save_requested`: some rank asks for a checkpoint. `applied`: the weights were updated.
+    `save_requested`: some rank asks for a checkpoint; `relayout_requested`: for another layout.
+    `applied`: the weights were updated.
     `sample_check`: `check_value` of the sequences that the ranks have read.
     """
 
@@ -53,6 +54,7 @@ class StepResult:
     load_LE: list[list[int]]
     stop_requested: bool
     save_requested: bool = False
+    relayout_requested: bool = False
     applied: bool = False
     sample_check: int = 0
 
@@ -67,6 +69,7 @@ class _Sums(NamedTuple):
     mtp_loss: float
     stop_requests: float
     save_requests: float
+    relayout_requests: float
     predicted_tokens: float
     samples_read: float
     sample_hashes: float
@@ -101,6 +104,7 @@ class StepRunner:
         lr: float,
         stop: bool = False,
         save: bool = False,
+        relayout: bool = False,
         max_loss: float = math.inf,
         read: SamplesRead | None = None,
     ) -> StepResult:
@@ -111,6 +115,7 @@ class StepRunner:
             lr: learning rate of the update.
             stop: this rank was asked to stop after the step.
             save: this rank asks for a checkpoint after the step.
+            relayout: this rank asks for another layout after the step.
             max_loss: the same on every rank; above it the update is left out, as it is where no
                 token is predicted.
             read: which samples the batches hold; None when nobody keeps account of them.
@@ -128,7 +133,8 @@ class StepRunner:
         self.executor.step(*self._pipeline_arguments(batches, scale))
         self.gradients.reduce()
         read = read or SamplesRead(num_predicted=count_predictions(batches))
-        result = self._share(read, self.gradients.norm_squared(), stop, save)
+        asked = (stop, save, relayout)
+        result = self._share(read, self.gradients.norm_squared(), asked)
         if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
             raise NonFiniteLossError(
                 f"loss={result.loss} and gradient norm={result.grad_norm} are not finite; lower "
@@ -168,7 +174,7 @@ class StepRunner:
         with torch.no_grad():
             self.evaluator.step(*self._pipeline_arguments(batches, 1.0))
         read = SamplesRead(num_predicted=count_predictions(batches))
-        result = self._share(read, 0.0, False, False)
+        result = self._share(read, 0.0, (False, False, False))
         return result.loss, result.num_tokens
 
     def _pipeline_arguments(
@@ -183,8 +189,11 @@ class StepRunner:
             targets = [Target(b.labels.to(device), scale, b.input_ids.to(device)) for b in batches]
         return inputs, targets
 
-    def _share(self, read: SamplesRead, norm_squared: float, stop: bool, save: bool) -> StepResult:
-        """The figures of the step, summed over all ranks."""
+    def _share(
+        self, read: SamplesRead, norm_squared: float, asked: tuple[bool, bool, bool]
+    ) -> StepResult:
+        """The figures of the step, summed over all ranks, and what some rank has `asked` for."""
+        stop, save, relayout = asked
         config, record = self.stage.config, self.stage.take_record()
         is_first, is_last = self.parallel.is_first, self.parallel.is_last
         shape = (config.num_hidden_layers + len(config.mtp_layers), config.num_experts)
@@ -200,6 +209,7 @@ class StepRunner:
             mtp_loss=float(record.mtp_loss),
             stop_requests=float(stop),
             save_requests=float(save),
+            relayout_requests=float(relayout),
             predicted_tokens=read.num_predicted if is_last else 0,
             samples_read=read.num_samples if is_first else 0,
             sample_hashes=read.hash_sum if is_first else 0,
@@ -223,5 +233,6 @@ class StepRunner:
             load_LE=[[int(v) for v in row] for row in total[len(own) :].view(shape).tolist()],
             stop_requested=sums.stop_requests > 0,
             save_requested=sums.save_requests > 0,
+            relayout_requested=sums.relayout_requests > 0,
             sample_check=check_value(int(sums.samples_read), int(sums.sample_hashes)),
         )

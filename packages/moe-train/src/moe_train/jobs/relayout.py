@@ -1,0 +1,44 @@
+"""Asking a running job for another layout: what does not fit is refused before the job hears of it.
+
+request_relayout(Path("runs/job"), (2, 1, 4))     # pp, dp, ep
+"""
+
+import dataclasses
+from pathlib import Path
+
+from moe_train.cache import claimed
+from moe_train.config import load_config
+from moe_train.errors import TrainValueError
+from moe_train.jobs.job import check_model
+from moe_train.jobs.run_folder import LOCK_FILE, RESOLVED_FILE
+from moe_train.training import ask_layout, read_model_config
+
+
+def request_relayout(folder: Path, sizes: tuple[int, int, int]) -> str:
+    """Ask the job in a run's folder for a layout, given as pp, dp and ep; return what comes next.
+
+    Raises:
+        ValueError: no job runs there, or it does not fit the layout.
+    """
+    resolved = folder / RESOLVED_FILE
+    if not resolved.exists():
+        raise TrainValueError(
+            f"{folder} has no {RESOLVED_FILE}; name the run's folder: train.output_dir, or log.dir "
+            "where that is given"
+        )
+    config = load_config(resolved)
+    # After any step, since nobody knows which one the job has reached.
+    parallel = config.parallel.changed(1, sizes).at_step(1)
+    check_model(dataclasses.replace(config, parallel=parallel), read_model_config(config))
+    try:
+        with claimed(folder / LOCK_FILE, "held"):
+            raise TrainValueError(
+                f"no moe-train runs in {folder}; start the job with parallel.pp={sizes[0]} "
+                f"parallel.dp={sizes[1]} parallel.ep={sizes[2]} and --resume"
+            )
+    except BlockingIOError:  # by the job
+        ask_layout(folder, sizes)
+    return (
+        f"asked {folder} for pp={sizes[0]} dp={sizes[1]} ep={sizes[2]}: its log says when a step "
+        "begins in it, or why it stays as it is"
+    )

@@ -1,0 +1,68 @@
+"""A change of layout that somebody asks of a running job: a file that rank 0 looks for.
+
+`moe-train relayout` writes it into the run's folder; after the next step all ranks hear of it in
+the figures of the step, and then what it says.
+
+    ask_layout(Path("runs/job"), (2, 1, 4))     # pp, dp, ep; in another process
+"""
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from moe_train.cache import write_atomic
+from moe_train.parallel import AXES
+
+_FILE = "relayout.json"
+
+logger = logging.getLogger(__name__)
+
+
+def ask_layout(folder: Path, sizes: tuple[int, int, int]) -> None:
+    """Ask the job in `folder` for a layout, given as pp, dp and ep; the newest request counts."""
+    write_atomic(folder / _FILE, json.dumps(dict(zip(AXES, sizes, strict=True))))
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutRequests:
+    """The requests of one run; `is_first` on the rank that looks for them."""
+
+    folder: Path
+    is_first: bool
+
+    def is_waiting(self) -> bool:
+        """Whether there is one; only the first rank knows."""
+        return self.is_first and (self.folder / _FILE).exists()
+
+    def forget(self) -> None:
+        """Remove what was asked of an earlier job."""
+        if self.is_waiting():
+            (self.folder / _FILE).unlink(missing_ok=True)
+            logger.warning("warning: %s was asked of an earlier job; it is removed", _FILE)
+
+    def take(self) -> tuple[int, int, int] | None:
+        """Return what is asked for, and remove the file. Collective over all ranks.
+
+        None where the file says nothing that could be a layout; that is one line.
+        """
+        found: list[tuple[int, int, int] | None] = [self._read() if self.is_first else None]
+        dist.broadcast_object_list(found, src=0)
+        return found[0]
+
+    def _read(self) -> tuple[int, int, int] | None:
+        file = self.folder / _FILE
+        try:
+            text = file.read_text(encoding="utf-8")
+            file.unlink(missing_ok=True)
+            asked = json.loads(text)
+            pp, dp, ep = (asked[axis] for axis in AXES)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("warning: %s cannot be read: %r; the layout stays", file, error)
+            return None
+        if not all(type(size) is int and size > 0 for size in (pp, dp, ep)):
+            logger.warning("warning: %s says %s; the layout stays", file, text)
+            return None
+        return pp, dp, ep

@@ -1,0 +1,170 @@
+"""A job that changes its layout while it runs, against one that saves and resumes, and one that
+never changes."""
+
+import logging
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_train.config import Config
+from moe_train.data import prepare
+from moe_train.parallel import start
+from moe_train.rank import RankContext
+from moe_train.report import MetricsLog, ProgressLine
+from moe_train.report.metrics import read_metrics
+from moe_train.training import Reporter, TrainingLoop, ask_layout, build_training
+from ranktest import run_ranks
+
+Configure = Callable[..., Config]
+LAYOUTS = ["pp=1 dp=1 ep=2", "pp=1 dp=2 ep=1", "pp=2 dp=1 ep=1"]
+MODEL = {"tie_word_embeddings": True}  # the first and the last stage hold the embedding
+EACH = ["checkpoint.interval_steps=1", "checkpoint.save_total_limit=9"]
+
+
+class StepHook(RankContext):
+    """Calls a function when a step is finished."""
+
+    def __init__(self, hook: Callable[[int], None]) -> None:
+        super().__init__()
+        self.hook = hook
+
+    def __setattr__(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+        if name == "step" and hasattr(self, "hook"):
+            self.hook(int(value))  # type: ignore[call-overload]
+
+
+def overrides(layout: str) -> list[str]:
+    return [f"parallel.{pair}" for pair in layout.split()]
+
+
+def end_of(
+    config: Config,
+    source: Path | None = None,
+    hook: Callable[[int], None] | None = None,
+) -> list[dict[str, Tensor]]:
+    """Run the loop on every rank; what each holds in the end, by kind and name.
+
+    Args:
+        source: a checkpoint to go on from.
+        hook: called by rank 0 with each finished step.
+    """
+    prepare(config)
+    Path(config.train.output_dir).mkdir(exist_ok=True)
+
+    def on_rank(rank: int, _: int) -> dict[str, Tensor]:
+        training = build_training(config, start(config))
+        state = None if source is None else training.checkpointer.load(source)
+        if state is None:
+            torch.manual_seed(rank)  # what ranks keep to themselves must survive, too
+        context = RankContext() if hook is None or rank else StepHook(hook)
+        context.step = 0 if state is None else state.step
+        reporter = None
+        if rank == 0:
+            log = MetricsLog(config.log_folder, tensorboard=False, resume_step=context.step)
+            reporter = Reporter(log, ProgressLine(config.train.max_steps, "off"))
+        loop = TrainingLoop.begin(config, training, reporter, state)
+        del training
+        if rank == 0:
+            told = logging.FileHandler(Path(config.train.output_dir) / "said.log")
+            logging.getLogger("moe_train").addHandler(told)
+        loop.run(context)
+        runner = loop.training.runner
+        held = {f"weight {n}": t for n, t in runner.stage.state_dict().items()}
+        held |= {f"master {n}": t for n, t in runner.optimizer.master.items()}
+        for moment, tensors in runner.optimizer.moments().items():
+            held |= {f"{moment} {name}": tensor for name, tensor in tensors.items()}
+        loop.training.checkpointer.close()
+        if reporter is not None:
+            reporter.close()
+        return {**held, "random state": torch.get_rng_state()}
+
+    return run_ranks(on_rank, config.world_size, timeout_s=240)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        ["train.dtype=bfloat16", "train.master_weights=true"],
+        ["optimizer.name=muon", "train.gradient_accumulation_steps=2"],
+    ],
+)
+def test_a_change_of_layout_has_the_bits_of_saving_and_resuming(
+    configure: Configure, tmp_path: Path, numbers: list[str]
+) -> None:
+    seed = random.randrange(2**32)
+    chance = random.Random(seed)
+    layouts = chance.sample(LAYOUTS, 3)
+    steps = sorted(chance.sample(range(1, 5), 2))
+    case = f"seed {seed}: {layouts} from steps {steps}"
+    same = [*numbers, "checkpoint.interval_minutes=inf"]
+    changes = [f"{step}: {layout}" for step, layout in zip(steps, layouts[1:], strict=True)]
+    relayout = "parallel.relayout=[" + ", ".join(f'"{change}"' for change in changes) + "]"
+    in_memory = configure(*same, *overrides(layouts[0]), relayout, "train.max_steps=5", **MODEL)
+    found = end_of(in_memory)
+    source = None
+    for number, (layout, step) in enumerate(zip(layouts, [*steps, 5], strict=True)):
+        folder = tmp_path / f"files-{number}"
+        job = configure(
+            *same,
+            *EACH,
+            *overrides(layout),
+            f"train.output_dir={folder}",
+            "train.max_steps=5",
+            **MODEL,
+        )
+        expected = end_of(job, source)
+        source = folder / f"checkpoint-{step}"
+    assert_same(found, expected, case)
+
+
+def losses_of(config: Config) -> list[float]:
+    lines = read_metrics(config.log_folder / "metrics.jsonl")
+    return [float(str(line["loss"])) for line in lines if "loss" in line]
+
+
+def assert_same(
+    found: list[dict[str, Tensor]], expected: list[dict[str, Tensor]], case: str
+) -> None:
+    for rank, (here, there) in enumerate(zip(found, expected, strict=True)):
+        assert here.keys() == there.keys(), case
+        for name, tensor in here.items():
+            assert torch.equal(tensor, there[name]), f"{case}, rank {rank}: {name}"
+
+
+def test_a_running_job_changes_its_layout_when_it_is_asked_to(
+    configure: Configure, tmp_path: Path
+) -> None:
+    same = ["train.max_steps=5", "parallel.ep=2"]
+    folder = tmp_path / "asked"
+    folder.mkdir()
+    ask_layout(folder, (1, 1, 1))  # of a job that has ended: it is forgotten
+
+    def ask(step: int) -> None:
+        if step == 1:
+            ask_layout(folder, (2, 1, 1))  # heard of in step 2, done after it
+        if step == 3:
+            ask_layout(folder, (1, 1, 3))  # which is no layout for two ranks
+
+    found = end_of(configure(*same, f"train.output_dir={folder}"), hook=ask)
+    said = (folder / "said.log").read_text()
+    assert "relayout.json was asked of an earlier job; it is removed" in said
+    assert "the layout stays: parallel.relayout: '4: pp=1 dp=1 ep=3' needs 3 ranks" in said
+    assert not (folder / "relayout.json").exists()
+    scheduled = configure(*same, 'parallel.relayout=["2: pp=2"]')
+    assert_same(found, end_of(scheduled), "asked, and by schedule")
+    never = configure(*same, f"train.output_dir={tmp_path / 'never'}")
+    end_of(never)
+    assert losses_of(scheduled) == pytest.approx(losses_of(never), rel=1e-6)
+
+
+def test_a_resumed_job_begins_in_the_layout_of_its_step(configure: Configure) -> None:
+    relayout = 'parallel.relayout=["1: pp=2", "3: dp=2"]'
+    config = configure("parallel.ep=2", relayout, "train.max_steps=5", *EACH)
+    whole = end_of(config)
+    source = Path(config.train.output_dir) / "checkpoint-2"
+    assert_same(end_of(config, source), whole, "from step 2 on")
