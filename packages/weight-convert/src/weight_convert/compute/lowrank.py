@@ -2,8 +2,8 @@
 
     for chunk in add_low_rank(AddLowRank(scaling=2.0), (weight, a, b), torch.bfloat16, shape):
 
-Rounded as peft does: the product in float32, then to the weight's dtype, then added in it. The two
-factors are held, the weight is not.
+Rounded as peft does: all in float32 and once at the end, but of fused experts the product, too. The
+two factors are held, the weight is not.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,9 +31,11 @@ def add_low_rank(
         for begin, count in ranges(rows, height):
             band = weight.read((expert * rows + begin) * columns, count * columns)
             update = (left[begin : begin + count] @ right) * operation.scaling
-            changed = band.view(count, columns) + update.to(dtype)
+            if operation.num_experts:
+                update = update.to(dtype)
+            changed = band.view(count, columns).to(torch.float32) + update
             if magnitude:
-                norms = torch.linalg.norm(changed, dim=1).to(dtype)
+                norms = torch.linalg.norm(changed, dim=1)
                 changed = (magnitude[0].read(begin, count) / norms)[:, None] * changed
             yield changed.to(dtype)
 
