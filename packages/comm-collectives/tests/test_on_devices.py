@@ -18,7 +18,12 @@ import torch.distributed as dist
 import comm_collectives as cc
 from comm_collectives.errors import LostGradientWarning
 from devicetest import fake_cuda
+from devicetest.nccl import has_nccl_rules
 from ranktest import run_ranks
+
+pytestmark = pytest.mark.skipif(
+    not has_nccl_rules(), reason="this torch takes no process group written in Python"
+)
 
 
 def on_devices(folder: Path, program: Callable[[int], object], backend: str = "nccl") -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from devicetest import fake_cuda
+from devicetest.nccl import has_nccl_rules
 from moe_train.config import Config
 from moe_train.jobs.job import check, train
 from moe_train.rank import RankContext
@@ -21,6 +22,9 @@ from moe_train.report.metrics import read_metrics
 from ranktest import run_ranks
 from unified_ckpt.geometry import shard
 
+pytestmark = pytest.mark.skipif(
+    not has_nccl_rules(), reason="this torch takes no process group written in Python"
+)
 Configure = Callable[..., Config]
 STEPS = ("train.max_steps=3", "checkpoint.interval_steps=2", "optimizer.decay_steps=3")
 

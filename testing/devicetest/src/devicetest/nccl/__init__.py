@@ -9,5 +9,6 @@ deadlock raises within seconds and names who waits for whom. May import: machine
 
 from devicetest.nccl.exchange import NcclRuleError as NcclRuleError
 from devicetest.nccl.group import NcclRuleGroup as NcclRuleGroup
+from devicetest.nccl.registration import has_nccl_rules as has_nccl_rules
 from devicetest.nccl.registration import register_nccl_rules as register_nccl_rules
 from devicetest.nccl.rules import NcclRules as NcclRules

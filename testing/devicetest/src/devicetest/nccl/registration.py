@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
@@ -36,6 +37,15 @@ def _method(name: str) -> Callable[..., Any]:
 
 for _name in METHODS:
     setattr(NcclRuleGroup, _name, _method(_name))
+
+
+def has_nccl_rules() -> bool:
+    """Whether this torch takes process groups that are written in Python: 2.11 does not."""
+    try:
+        Backend(0, 1)
+    except TypeError:
+        return False
+    return True
 
 
 def register_nccl_rules(rules: NcclRules | None = None) -> None:
