@@ -73,4 +73,5 @@ def _with_own_handle(name: str) -> Callable[..., Any]:
 
 
 for _name in _CARRIED.split():
-    setattr(ShmGroup, _name, _with_own_handle(_name))
+    if hasattr(dist.ProcessGroup, _name):  # torch 2.11 lacks some, and makes no such group
+        setattr(ShmGroup, _name, _with_own_handle(_name))
