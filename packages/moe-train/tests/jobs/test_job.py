@@ -231,3 +231,16 @@ def test_a_job_that_starts_from_weights_counts_from_the_first_step(
     assert (first["step"], first["consumed_samples"]) == (1, 12)
     before = next(read_metrics(trained_run / "metrics.jsonl"))
     assert first["loss"] < before["loss"] - 0.01, "the same sequences, with trained weights"
+
+
+def test_auto_tells_in_one_line_that_four_ranks_of_a_machine_with_one_card_train_on_the_cpu(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    check(configure("train.device=auto", "parallel.dp=4", "train.global_batch_size=16"), "")
+    (told,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert told == (
+        "warning: train.device='auto' trains on the CPU: this machine has fewer CUDA devices (1) "
+        "than ranks; start fewer ranks to use them"
+    )

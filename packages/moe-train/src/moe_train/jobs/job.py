@@ -239,10 +239,11 @@ def _finish(config: Config, saved: Path | Location | None) -> None:
 def _say_device(config: Config) -> None:
     """Refuse a device that is not there; warn of cards that are not used."""
     device = choose_device(config.train.device, config.world_size)
-    if device.type == "cpu" and config.train.device == "auto" and torch.cuda.is_available():
+    falls_back = device.type == "cpu" and config.train.device == "auto"
+    if falls_back and torch.cuda.is_available() and rank_number() == 0:
         logger.warning(
-            "warning: train.device='auto' trains on the CPU: %d CUDA devices are fewer than the "
-            "ranks of this machine; start fewer ranks to use them",
+            "warning: train.device='auto' trains on the CPU: this machine has fewer CUDA devices "
+            "(%d) than ranks; start fewer ranks to use them",
             torch.cuda.device_count(),
         )
 
