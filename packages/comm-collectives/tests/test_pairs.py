@@ -117,8 +117,8 @@ RECEIVES: dict[str, Callable[[Place], object]] = {
     "recv_tensors": lambda at: cc.recv_tensors(src=at.peer),
     "drop_in.recv": lambda at: drop_in.recv(torch.empty(at.rows), src=at.peer, tag=1),
 }
-# What no stream takes whole: these wait for the other end.
-LARGE = 1 << 23
+# What no stream takes whole (a connection's buffers grow to 36 MiB): these wait for the other end.
+LARGE = 1 << 24
 TRANSFERS: dict[str, Callable[[Place], object]] = {
     **RECEIVES,
     "large send": lambda at: cc.send(torch.ones(LARGE), dst=at.peer),

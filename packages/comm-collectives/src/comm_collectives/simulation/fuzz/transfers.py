@@ -41,8 +41,8 @@ class _Edge(NamedTuple):
 
     def check(self, got: torch.Tensor, *, is_calm: bool) -> None:
         """Raise unless this came; among faults an earlier one from the same rank may."""
-        right = torch.equal(got, self.data) if is_calm else bool((got // 100 == self.src).all())
-        if not right or got.dtype != self.dtype:
+        right = got.dtype == self.dtype and torch.equal(got, self.data)
+        if not (right if is_calm else bool((got // 100 == self.src).all())):
             raise RuntimeError(f"{got} arrived as {self}")
 
 
