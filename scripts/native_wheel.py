@@ -19,9 +19,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "packages/gpu-alloc/src"))
 
-from gpu_alloc.native import build_library  # noqa: E402 - the path is set just above
+from gpu_alloc.native.build import LIBRARY_NAME, build_library  # noqa: E402 - the path is set above
 
-LIBRARY = "gpu_alloc/native/libgpu_alloc_core.so"
+LIBRARY = f"gpu_alloc/native/{LIBRARY_NAME}"
 
 
 def platform_tag() -> str:

@@ -22,7 +22,8 @@ from typing import final
 from gpu_alloc.errors import AllocError
 
 SOURCE = Path(__file__).with_name("core.cpp")
-LIBRARY_NAME = "libgpu_alloc_core.so"
+# Not `.so`, which Python would take for a module of its own.
+LIBRARY_NAME = "libgpu_alloc_core.so.1"
 _FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread")
 # A wheel's library meets other systems' C++ libraries, so it brings its own.
 _FLAGS_OF_WHEELS = ("-static-libstdc++", "-static-libgcc")
