@@ -61,7 +61,7 @@ LINES_ADDED = {
     # Tokens of padding that no expert sees. Transfers in one order, its proof for process groups
     # that keep one (NCCL), and a transport that leaves such a device alone; torch's builders.
     # Plans for unequal costs: a search among orders. Stages of torch wrapped in data parallelism.
-    "moe-pipeline": 150 + 600 + 200 + 100,
+    "moe-pipeline": 150 + 600 + 230 + 120,
     # A load has one identity, alone and over ranks; errors of the file system are named; files that
     # others put into a checkpoint are kept. Structures of nested states and types of values, names
     # across wrappers, tensors made of others, and no optimizer's state that is lost. Stores of
