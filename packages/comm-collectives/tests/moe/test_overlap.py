@@ -33,28 +33,27 @@ def _experts(scale: torch.Tensor, first: int):
     return run
 
 
-@pytest.mark.parametrize("num_chunks", [1, 2, 5])
-@pytest.mark.parametrize("counts", [(7, 4), (0, 3), (0, 0)])
-def test_chunks_equal_one_dispatch(num_chunks: int, counts: tuple[int, int]) -> None:
+def test_chunks_equal_one_dispatch() -> None:
+    def results(rank: int, world_size: int, count: int, num_chunks: int) -> tuple[Any, ...]:
+        """Those of so many chunks; of one plain dispatch for 0."""
+        x, idx, weights = _tokens(rank, count)
+        scale = torch.linspace(0.5, 2, _EXPERTS).double()[:, None].requires_grad_()
+        experts, group = _experts(scale, rank * _EXPERTS // world_size), dist.group.WORLD
+        if num_chunks:
+            moe = OverlappedMoe(num_experts=_EXPERTS, group=group, num_chunks=num_chunks)
+            out = moe(x, idx, weights, experts)
+        else:
+            sent = cc.dispatch(x, idx, weights, num_experts=_EXPERTS, group=group)
+            out = cc.combine(experts(sent), sent.handle)
+        out.square().sum().backward()
+        return out, x.grad, weights.grad, scale.grad
+
     def fn(rank: int, world_size: int) -> None:
-        found = []
-        for chunked in (True, False):
-            x, idx, weights = _tokens(rank, counts[rank])
-            scale = torch.linspace(0.5, 2, _EXPERTS).double()[:, None].requires_grad_()
-            experts = _experts(scale, rank * _EXPERTS // world_size)
-            if chunked:
-                moe = OverlappedMoe(
-                    num_experts=_EXPERTS, group=dist.group.WORLD, num_chunks=num_chunks
-                )
-                out = moe(x, idx, weights, experts)
-            else:
-                group = dist.group.WORLD
-                sent = cc.dispatch(x, idx, weights, num_experts=_EXPERTS, group=group)
-                out = cc.combine(experts(sent), sent.handle)
-            out.square().sum().backward()
-            found.append((out, x.grad, weights.grad, scale.grad))
-        for ours, plain in zip(*found, strict=True):
-            torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+        for counts in ((7, 4), (0, 3), (0, 0)):
+            plain = results(rank, world_size, counts[rank], 0)
+            for num_chunks in (1, 2, 5):
+                ours = results(rank, world_size, counts[rank], num_chunks)
+                torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
 
     run_ranks(fn, 2)
 
