@@ -60,6 +60,7 @@ ON_CPU = (
     (r"\n *@requires_nccl\(\)", ""),
     (r"with_comms\(init_rpc=False\)", 'with_comms(init_rpc=False, backend="gloo")'),
     (r"torch\.cuda\.device_count\(\)", "8"),
+    (r"current_accelerator\(\)", "current_accelerator(check_available=True)"),
     (r"device=dist\.get_rank\(\)", 'device="cpu"'),
     (r"\"cpu:gloo,cuda:nccl\"", '"gloo"'),
     (r"f\"cpu:gloo,\{self\.device_type\}:\{curr_backend\}\"", '"gloo"'),

@@ -4,8 +4,8 @@ They meet through a store that the first rank's trainer hosts. For each snapshot
 outcome, written once: `go` when all have arrived, or the failure of the first rank that said that
 it cannot come. So all ranks take a snapshot or none does. Saves run over the last gloo group where
 every saver still has it, else over a new one; a saver that was started anew joins at the next
-snapshot. No trainer takes part, but one whose saver dies between the two says so, since a group that
-is being formed waits for every member until its limit.
+snapshot. No trainer takes part, but one whose saver dies between the two says so, since a group
+that is being formed waits for every member until its limit.
 
     rendezvous = SaverRendezvous(store, rank=0, size=2, timeout_s=60)
     rendezvous.enter(1, note={})
