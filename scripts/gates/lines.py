@@ -53,8 +53,8 @@ LINES_ADDED = {
     # Fourteen families instead of one: rules that are read in both directions, specs as files of
     # users, formats found and explained, companions, unknown families, one file a command.
     # Tensors that are computed, in bounded memory: casts, transposes. fp8 and mxfp4 there and back,
-    # with kept scales. Runs that are resumed from a journal, and moves. Merges: eleven methods whose
-    # norms, ranks and draws are found in passes, so that no tensor is held; stacking of layers.
+    # with kept scales. Runs that are resumed from a journal, and moves. Merges: eleven methods
+    # whose norms, ranks and draws are found in passes, so that no tensor is held; stacked layers.
     # LoRA, rsLoRA and DoRA of peft's files. Directories of ranks: cuts from roles, rows woven from
     # short runs, joining; bytes on each rank.
     "weight-convert": 1_250 + 420 + 1_000 + 950 + 950 + 500 + 1_120,
