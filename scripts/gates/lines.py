@@ -39,7 +39,7 @@ LINES_ADDED = {
     # Muon, WSD and groups of parameters. The comparison of a job's layouts.
     # Saves beside training, at once or in pieces, and a moving average.
     # Another layout while a job runs, by schedule and by request.
-    "moe-train": 10_700 + 230 + 150 + 300 + 380 + 460 + 390,
+    "moe-train": 10_700 + 230 + 150 + 300 + 380 + 460 + 455,
     # Recording of CuPy, torch and whole scripts, torch's snapshots read and written, memory that is
     # bound to streams block by block; the recorder came from moe-train. Explain, tune, compare,
     # plot and info, as functions and commands; settings in files. Reuse that waits for events.
