@@ -25,6 +25,7 @@ from moe_train.errors import CheckpointNotSavedError
 from moe_train.training.beside import SavesBeside
 from moe_train.training.step import StepResult
 from unified_ckpt.files.storage import Location
+from unified_ckpt.run import SaveError
 
 logger = logging.getLogger(__name__)
 
@@ -134,16 +135,22 @@ class Saver:
         background = self.checkpointer.background
         return stall_s if background is None else background.take_stall()
 
-    def look(self, *, wait: bool = False, keep_older: bool = False) -> None:
+    def look(self, *, wait: bool = False) -> None:
         """Note what became of the saves beside training; nothing where there are none.
 
         Args:
             wait: for all that began; then every rank knows.
-            keep_older: remove no older checkpoint behind them.
 
         Raises:
             CheckpointNotSavedError: after the wait, where there is a `stop_reason`.
         """
+        self._note_outcomes(wait=wait)
+        if wait and self.stop_reason:
+            raise CheckpointNotSavedError(
+                f"{self.stop_reason}; the last checkpoint is {self.saved}"
+            )
+
+    def _note_outcomes(self, *, wait: bool, keep_older: bool = False) -> None:
         if self.beside is None:
             return
         for outcome in self.beside.outcomes(wait=wait, keep_older=keep_older):
@@ -151,10 +158,6 @@ class Saver:
                 self._note_failure(outcome.failure, told=not wait, kept=outcome.place is None)
             elif outcome.place is not None:
                 self.saved, self.failure = outcome.place, ""
-        if wait and self.stop_reason:
-            raise CheckpointNotSavedError(
-                f"{self.stop_reason}; the last checkpoint is {self.saved}"
-            )
 
     def _note_failure(self, failure: str, *, told: bool, kept: bool = False) -> None:
         """Note why a save failed, or with `kept` only that the moving average lacks a step."""
@@ -192,9 +195,12 @@ class Saver:
 
     def finish(self) -> None:
         """Free the states on the nodes, when the last one is saved in storage; end the savers."""
-        nodes = self.checkpointer.nodes
-        if self.checkpointer.background is not None:
-            self.checkpointer.background.close()
+        nodes, background = self.checkpointer.nodes, self.checkpointer.background
+        try:
+            if background is not None:
+                background.close()
+        except SaveError as error:  # a saver died when everything was written
+            logger.warning("warning: at the end of the run: %s", error)
         if nodes is not None and not self.failure:
             nodes.tier.clear()
 
@@ -207,7 +213,7 @@ class Saver:
         if state.step == self.first_step:
             return f"no step was finished since step {state.step}, so nothing is saved"
         try:
-            self.look(wait=True, keep_older=True)
+            self._note_outcomes(wait=True, keep_older=True)
             if self.saved is not None and self.saved.name == f"checkpoint-{state.step}":
                 return f"the state before it is {self.saved}"
             if self.beside is None:
@@ -222,7 +228,7 @@ class Saver:
         """Save through the savers, which keep the moving average, and wait; remove none."""
         self.failure = ""
         beside.begin(state, loss=math.nan)
-        self.look(wait=True, keep_older=True)
+        self._note_outcomes(wait=True, keep_older=True)
         if self.failure:
             raise CheckpointNotSavedError(self.failure)
 
