@@ -94,6 +94,9 @@ def seams(session: nox.Session) -> None:
     with_both = [f for room in ("cupy", "torch") for f in sorted((tests / room).glob("test_*.py"))]
     with_both += [tests / "cli/test_record.py", tests / "trace/test_torch_snapshot.py"]
     with_both.append(tests / "test_docstrings.py")
+    tests = ROOT / "packages/weight-convert/tests"  # alone it has no torch, which computing needs
+    for room in ("adapters", "compute", "merging", "quantization"):
+        with_both += sorted((tests / room).glob("test_*.py"))
     names = [str(f.relative_to(ROOT)) for f in with_both]
     _workspace_tests(session, "integration_tests/seams", *names)
 
@@ -216,7 +219,8 @@ def _lay_out_tests(package: Package, tree: Path) -> None:
     target = tree / "packages" / package.name
     ignored = shutil.ignore_patterns("src", "__pycache__", ".*cache")
     shutil.copytree(source, target, ignore=ignored)
-    shutil.copytree(ROOT / "examples", tree / "examples", dirs_exist_ok=True)
+    for folder in ("examples", "docs"):  # whose commands tests run
+        shutil.copytree(ROOT / folder, tree / folder, dirs_exist_ok=True)
     for file in ("pyproject.toml", "conftest.py", "scripts/check_install.py"):
         shutil.copy(ROOT / file, tree)
     (tree / "scripts").mkdir()  # where pyproject.toml says that tests find what they share

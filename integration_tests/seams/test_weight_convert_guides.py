@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from weight_convert.cli import main
 from weight_convert.merging import read_config
 
-GUIDES = Path(__file__).parents[2] / "docs" / "guides"
+GUIDES = Path(__file__).parents[2] / "docs"
 QUERY = "model.layers.0.self_attn.q_proj"
 
 

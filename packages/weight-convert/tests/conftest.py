@@ -4,10 +4,20 @@ import json
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+# What computes needs torch, without which the package alone is tested; nox -s seams runs these.
+NEED_TORCH = ("adapters", "compute", "merging", "quantization")
+collect_ignore = [] if find_spec("torch") else list(NEED_TORCH)
+
+
+def pytest_report_header() -> str:
+    return f"without torch, so not collected: {', '.join(collect_ignore)}" if collect_ignore else ""
+
 
 # (dtype, shape, bytes) by key
 Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]

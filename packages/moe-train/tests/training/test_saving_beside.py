@@ -68,7 +68,7 @@ def test_every_checkpoint_has_the_bits_of_one_that_training_waited_for(
         assert read_state(beside) == read_state(waited)
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     stalls = {line["step"]: line["save_stall_s"] for line in lines if "save_stall_s" in line}
-    assert list(stalls) == [1, 2, 3, 4] and all(stall > 0 for stall in stalls.values())
+    assert stalls.keys() >= {2, 3, 4} and all(stall > 0 for stall in stalls.values())
 
 
 def test_the_average_is_its_own_recurrence_and_outlives_a_resume_in_another_layout(
@@ -140,14 +140,14 @@ def test_a_killed_saver_costs_its_checkpoint_and_a_line_or_ends_the_run_where_th
         "parallel.dp=2",
         "checkpoint.save_mode=async",
         f"checkpoint.stop_on_save_error={str(stops).lower()}",
-        "train.max_steps=6",
+        "train.max_steps=8",
         *ALL,
     )
     check(config, "")
 
     def kill(rank: int, _: int) -> str:
         def hook(step: int) -> None:
-            if step == 2 and rank == 1:
+            if step == 4 and rank == 1:
                 os.kill(saver_pid(), signal.SIGKILL)
 
         try:
@@ -162,10 +162,10 @@ def test_a_killed_saver_costs_its_checkpoint_and_a_line_or_ends_the_run_where_th
     assert all(find_fault(tmp_path / "run" / name) is None for name in there)
     if stops:
         assert all("was not saved in " in error and "saver" in error for error in errors)
-        assert "checkpoint-6" not in there
+        assert "checkpoint-8" not in there
     else:
         assert errors == ["", ""]
-        assert "checkpoint-6" in there and "checkpoint-2" not in there
+        assert "checkpoint-8" in there and "checkpoint-4" not in there
 
 
 @pytest.mark.parametrize(

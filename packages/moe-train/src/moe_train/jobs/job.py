@@ -211,7 +211,7 @@ def train(config: Config, resume: str, context: RankContext) -> None:
         checkpointer.close()
         if reporter is not None:
             reporter.close()
-    if is_first:
+    if parallel.rank == 0:
         _finish(config, saved)
     loop.saver.check()
     dist.barrier()

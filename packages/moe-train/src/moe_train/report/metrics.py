@@ -9,7 +9,8 @@
     expert_load_max_over_mean                  the busiest expert over the mean, worst layer
     consumed_samples                           sequences read since the run began
     validation_loss, validation_perplexity     of the held-out text, at intervals
-    save_stall_s                               what training stood still for saves
+    save_stall_s                               the time since the line before that training stood
+                                               still for checkpoints
 
 Invariant: steps never go back; resuming at step N drops what a lost run wrote after N, and a line
 torn by a crash is dropped too.

@@ -225,8 +225,6 @@ class TrainingLoop:
                 if self.saver.is_due_on_nodes(step):
                     self.saver.save_on_nodes(self._state())
             self.saver.look()
-            if stall_s := self.saver.take_stall():
-                self._report({"save_stall_s": stall_s})
             if stopping and is_over and self.reporter is not None:
                 minutes = f"train.exit_duration_minutes={train.exit_duration_minutes:g}"
                 logger.info("%s ends the job after step %d; go on with --resume", minutes, step)
@@ -336,6 +334,8 @@ class TrainingLoop:
             merged["tokens_per_s"] = sequence_tokens / times["step_time_s"]
             merged["data_wait_fraction"] = times["data_time_s"] / times["step_time_s"]
             merged["consumed_samples"] = self.position.consumed_samples
+            if stall_s := self.saver.take_stall():
+                merged["save_stall_s"] = stall_s
         try:
             self.reporter.metrics.write(self.position.step, merged)
         except OSError as error:  # a full disk must not end what can still be trained

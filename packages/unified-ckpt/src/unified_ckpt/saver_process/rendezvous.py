@@ -30,7 +30,8 @@ _PREFIX = "unified-ckpt-savers"
 _KEPT_OUTCOMES = 64  # far more than snapshots can be under way
 _FIRST_PAUSE_S = 0.001  # between two looks at the store
 _LONGEST_PAUSE_S = 0.05
-_FORM_S = 60.0  # for connections between savers that were all there a moment ago
+# For connections between savers that were all there a moment ago, and more for each of them.
+_FORM_S, _FORM_EACH_S = 15.0, 0.05
 
 
 def host_store(*, timeout_s: float) -> TCPStore:
@@ -118,6 +119,7 @@ class SaverRendezvous:
             self._store.set(_ready(number, self._rank), "")
             for rank in range(self._size):
                 self._wait(number, _ready(number, rank), _lost(number))
+            form_s = _FORM_S + _FORM_EACH_S * self._size
             if self._has(_lost(number)):
                 raise SavePeerError(self._read(_lost(number)).decode())
             dist.init_process_group(
@@ -125,7 +127,7 @@ class SaverRendezvous:
                 store=PrefixStore(f"{_PREFIX}/group-{number}", self._store),
                 rank=self._rank,
                 world_size=self._size,
-                timeout=timedelta(seconds=min(self._timeout_s, _FORM_S)),
+                timeout=timedelta(seconds=min(self._timeout_s, form_s)),
             )
             set_default_timeout(timedelta(seconds=self._timeout_s))
         except (RuntimeError, ValueError) as error:
