@@ -61,7 +61,6 @@ class BackgroundSaves:
         settings: of the saver, with the moving average if one is kept.
         zero_cost: copy in pieces between the microbatches; False copies at once.
         num_microbatches: of a step.
-        average_steps: steps between updates of the average.
 
     Attributes:
         stall_s: what the trainer's thread has spent here since `take_stall`.
@@ -70,7 +69,6 @@ class BackgroundSaves:
     settings: AsyncSaverConfig
     zero_cost: bool
     num_microbatches: int
-    average_steps: int = 1
     stall_s: float = 0.0
     _opened: AsyncSaver | None = field(default=None, init=False)
     _chunks: ZeroCostSaver | None = field(default=None, init=False)
@@ -90,7 +88,6 @@ class BackgroundSaves:
             settings=AsyncSaverConfig(timeout_s=max(config.parallel.timeout_s, 600.0), ema=ema),
             zero_cost=asked.save_mode == "zero_cost",
             num_microbatches=config.train.gradient_accumulation_steps,
-            average_steps=asked.ema_interval_steps,
         )
 
     @property
