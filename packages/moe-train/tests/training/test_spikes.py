@@ -87,7 +87,7 @@ def run(config: Config, resume: str = "", first: int = 0) -> list[str | None]:
 
 def lines(folder: Path) -> dict[int, dict[str, object]]:
     found = read_metrics(folder / "metrics.jsonl")
-    timed = {"tokens_per_s", "step_time_s", "data_time_s", "data_wait_fraction"}
+    timed = {"tokens_per_s", "step_time_s", "save_stall_s", "data_time_s", "data_wait_fraction"}
     return {
         line["step"]: {k: v for k, v in line.items() if k not in timed}
         for line in found
