@@ -63,7 +63,7 @@ class BackgroundSaves:
         num_microbatches: of a step.
 
     Attributes:
-        stall_s: what the trainer's thread has spent here since `take_stall`.
+        stall_s: what the trainer's thread has spent in copies since `take_stall`, besides `begin`.
     """
 
     settings: AsyncSaverConfig
@@ -134,19 +134,18 @@ class BackgroundSaves:
         given: dict[str, Any] = {"files": files, "rank_files": rank_files}
         if self.averaged is not None:
             given["loss"] = loss
-        with self._stalling():
-            future: Future[Any] | str
-            try:
-                saver = self._saver()
-                if self._chunks is not None:
-                    future = self._chunks.begin_save(parts, checkpoint_id=place, **given)
-                elif place is not None:
-                    response = async_save(parts, checkpoint_id=place, saver=saver, **given)
-                    future = response.upload_completion
-                else:
-                    return
-            except SaveError as error:  # the savers of the other ranks know
-                future = str(error)
+        future: Future[Any] | str
+        try:
+            saver = self._saver()
+            if self._chunks is not None:
+                future = self._chunks.begin_save(parts, checkpoint_id=place, **given)
+            elif place is not None:
+                response = async_save(parts, checkpoint_id=place, saver=saver, **given)
+                future = response.upload_completion
+            else:
+                return
+        except SaveError as error:  # the savers of the other ranks know
+            future = str(error)
         self._begun.append(_Begun(step, place, future))
 
     def copy_piece(self) -> None:
@@ -176,7 +175,7 @@ class BackgroundSaves:
             yield first.step, first.place, first.failure(2 * self.settings.timeout_s)
 
     def take_stall(self) -> float:
-        """Seconds that the trainer's thread has spent here since the last call."""
+        """Seconds of `stall_s` since the last call."""
         stall_s, self.stall_s = self.stall_s, 0.0
         return stall_s
 

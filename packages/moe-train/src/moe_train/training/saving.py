@@ -112,7 +112,7 @@ class Saver:
                 raise
         taken_s = time.monotonic() - self._tried_s
         self.longest_s = max(self.longest_s, taken_s)
-        self._stall_s += taken_s if self.beside is None else 0.0
+        self._stall_s += taken_s
 
     @property
     def beside(self) -> SavesBeside | None:
@@ -123,7 +123,9 @@ class Saver:
     def update_average(self, step: int) -> None:
         """Take the weights after a step without a checkpoint into the moving average, if due."""
         if self.beside is not None and not math.isnan(self._loss):
+            started = time.monotonic()
             self.beside.update_average(step, self._loss)
+            self._stall_s += time.monotonic() - started
 
     @property
     def _stops(self) -> bool:
@@ -133,7 +135,7 @@ class Saver:
         """Seconds that training stood still for saves since the last call."""
         stall_s, self._stall_s = self._stall_s, 0.0
         background = self.checkpointer.background
-        return stall_s if background is None else background.take_stall()
+        return stall_s + (0.0 if background is None else background.take_stall())
 
     def look(self, *, wait: bool = False) -> None:
         """Note what became of the saves beside training; nothing where there are none.
