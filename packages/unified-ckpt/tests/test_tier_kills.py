@@ -87,7 +87,8 @@ def train_until_killed(
         node = NAMES[rank]
         with tier_of(memory, node) as tier:
             for step in range(1, 10_000):
-                (told / f"finished-{rank}").write_text(str(step))
+                (told / f"next-{rank}").write_text(str(step))
+                (told / f"next-{rank}").replace(told / f"finished-{rank}")  # never half
                 if step % TIER_STEPS:
                     continue
                 if step == 6 and node == victim:
