@@ -171,7 +171,7 @@ def test_payload_of_a_call_that_failed_is_sent_from_memory_of_its_own() -> None:
         frames = _frames(rank, world_size)
         _swap(frames, _Waiter(1), [b"connected"] * 2)
         data, waiter = bytearray(b"a" * length), _Waiter(2, limit_s=0.3 if rank == 0 else 30)
-        time.sleep(2.0 * rank)
+        time.sleep(2.0 * rank)  # so that rank 0 has left with most of its payload unsent
         cargo, room = Cargo(payloads=[memoryview(data)] * 2), bytearray(length)
         with pytest.raises(_LeftError):
             frames.offer(_SAME, step=1, cargo=cargo, waiter=waiter)
@@ -180,5 +180,27 @@ def test_payload_of_a_call_that_failed_is_sent_from_memory_of_its_own() -> None:
         data[:] = b"b" * length  # as a program may that has the error
         assert rank == 0 or room == b"a" * length
         assert _swap(frames, _Waiter(3), [b"new"] * 2) == [b"new"] * 2
+
+    run_ranks(fn, 2)
+
+
+def test_word_of_a_call_that_failed_outlives_the_failure_of_the_next() -> None:
+    """Rank 1 comes when rank 0 has left two calls, the first with its frame half sent."""
+    length = 30_000_000
+
+    def fn(rank: int, world_size: int) -> None:
+        frames = _frames(rank, world_size)
+        _swap(frames, _Waiter(1), [b"connected"] * 2)
+        told = []
+        time.sleep(2.0 * rank)
+        for number in (2, 3):
+            waiter = _Waiter(number, limit_s=0.3 if rank == 0 else 30)
+            data = [bytes([number]) * length] * 2
+            with pytest.raises(_LeftError) as error:
+                _swap(frames, waiter, data)
+            told.append(str(error.value))
+            frames.fail(number, "SomeError", "")
+        assert rank == 0 or all(f"0 left {n}" in text for n, text in zip((2, 3), told, strict=True))
+        assert _swap(frames, _Waiter(4), [b"new"] * 2) == [b"new"] * 2
 
     run_ranks(fn, 2)

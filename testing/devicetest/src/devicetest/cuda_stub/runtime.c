@@ -20,7 +20,7 @@ typedef struct { size_t size; } Physical;
 
 static size_t limit = 0, used = 0, peak = 0;
 static long num_mallocs = 0, num_frees = 0;
-static int last_error = 0;
+static __thread int last_error = 0; /* CUDA keeps one for each thread of the host */
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static Piece *pieces[BUCKETS];
 

@@ -98,6 +98,7 @@ class Frames:
                     part=b"" if parts is None else parts[peer],
                     payload=None if payload is None else (payload,),
                     apart=0 if apart is None else apart[peer],
+                    ends=True,
                 )
                 last = payload
             link.put(views)
@@ -109,8 +110,11 @@ class Frames:
 
         def missing() -> list[int]:
             for peer in list(empty):
-                left = empty[peer] = self._links[peer].receive(empty[peer])
-                if not len(left):
+                link = self._links[peer]
+                left = empty[peer] = link.receive(empty[peer])
+                if not len(left) and link.has_ended():
+                    if link.has_left and self._next(peer) is None and peer not in self._notices:
+                        continue  # word of that stands behind the frame
                     del empty[peer]
                     self._open.discard(peer)
             return list(empty)
@@ -212,6 +216,9 @@ class Frames:
             elif frame.number > self.settled:
                 if frame.kind != Kind.NOTICE:
                     return frame
+                held = self._notices.get(peer)
+                if held is not None and held.number > self.settled:
+                    return None  # this one is about a later call
                 self._notices[peer] = notices_of(frame, peer)
             link.take()
             link.drop()

@@ -1,8 +1,10 @@
 """Frames cut out of the stream from one peer, and queued for the one to it.
 
-    head: magic, kind, number of the call, step in it, bytes of part, bytes of payload, signature
+    head: magic, kind, number of the call, step in it, bytes of part, bytes of payload with two
+        flags (it travels elsewhere; an end follows it), signature
     part: what this rank alone is told, or a text
     payload: data, which is received straight where it belongs
+    end: one byte; whether the sender has left the call since the frame was begun
 
 Invariant: a frame that was begun is sent to its end, and one that was received in part is received
 to its end or skipped, whatever becomes of the call; so both ends stay in step.
@@ -27,6 +29,8 @@ _PREFIX = struct.Struct("<IIqqqq")
 _HEAD_BYTES = _PREFIX.size + SIGNATURE_BYTES
 STAGED_BYTES = 1 << 16
 _JOINED_BYTES = 1 << 14  # a payload so small is copied behind its head, and sent with it
+_STAYED = memoryview(b"\0")
+_APART, _ENDS = 1, 2  # flags of the size
 NO_SIGNATURE = bytes(SIGNATURE_BYTES)
 _EMPTY = memoryview(b"")
 
@@ -85,6 +89,7 @@ class Link:
         "_streams",
         "_view",
         "frame",
+        "has_left",
         "last",
         "queue",
     )
@@ -93,7 +98,8 @@ class Link:
         self._streams, self._peer = streams, peer
         self.frame: Frame | None = None  # the one at which the stream stands
         self.last: Frame | None = None  # the last first step that came
-        self._coming = 0  # bytes of its payload
+        self._coming = 0  # bytes of its payload, and of its end
+        self.has_left = False  # whether the peer left the call of the frame that was taken
         self._skipped = 0  # bytes that nobody wants
         self._staged, self._staged_bytes = bytearray(), staged_bytes  # once it is read from
         self._view = _EMPTY
@@ -175,9 +181,21 @@ class Link:
             into = into[got:]
         return into
 
+    def has_ended(self) -> bool:
+        """Whether the end behind a payload that was received is here; see `has_left` then."""
+        if self._coming:
+            if self._at == self._end and not self._fill():
+                return False
+            self.has_left = self._staged[self._at] != _STAYED[0]
+            self._at += 1
+            self._coming = 0
+        return True
+
     def take(self) -> bool:
         """Take the frame; whether payload follows, to be received or dropped."""
         self.frame = None
+        if self._coming:
+            self.has_left = False
         return self._coming > 0
 
     def drop(self) -> None:
@@ -186,14 +204,21 @@ class Link:
         self._coming = 0
 
     def abandon(self) -> None:
-        """Forget the frames that are queued, but a copy of what is left of the one that was begun.
+        """Forget the steps that are queued, but a copy of what is left of the one that was begun.
 
-        Whoever gave its memory leaves with an error now, and may free it.
+        Whoever gave its memory leaves with an error now, and may free it. The end of the copy says
+        that; word about earlier calls is kept.
         """
-        while len(self.queue) > self._has_begun:
-            self.queue.pop()
-        for views in self.queue:
-            views[:] = [memoryview(b"".join(views))]
+        begun = [self.queue.popleft()] if self._has_begun else []
+        for views in begun:
+            has_end = views[-1] is _STAYED or _has_end(views[-1].obj)
+            copied = bytearray().join(views)
+            if has_end:
+                copied[-1] = 1
+            views[:] = [memoryview(copied)]
+        words = (Kind.NOTICE, Kind.QUESTION)
+        kept = [views for views in self.queue if _PREFIX.unpack_from(views[0])[1] in words]
+        self.queue = deque([*begun, *kept])
 
     def _skip(self) -> None:
         staged = min(self._end - self._at, self._skipped)
@@ -214,8 +239,8 @@ class Link:
         at = self._at + _PREFIX.size
         end = at + SIGNATURE_BYTES
         self._at = end + length
-        size, is_apart = coded >> 1, coded & 1
-        self._coming = 0 if is_apart else size
+        size = coded >> 2
+        self._coming = 0 if coded & _APART else size + bool(coded & _ENDS)
         signature, part = bytes(self._view[at:end]), bytes(self._view[end : end + length])
         self.frame = Frame(kind, number, step, size, signature, part)
         if kind == Kind.STEP and step == 1:
@@ -258,15 +283,28 @@ def views_of(
     part: bytes = b"",
     payload: Sequence[memoryview] | None = None,
     apart: int = 0,
+    ends: bool = False,
 ) -> Sequence[memoryview]:
-    """Return a frame as bytes to send; `apart` announces a payload that travels elsewhere."""
+    """Return a frame as bytes to send; `apart` announces a payload that travels elsewhere.
+
+    With `ends` an end follows a payload that is not empty.
+    """
     size = apart if payload is None else sum(map(len, payload))
-    head = _PREFIX.pack(_MAGIC, kind, number, step, len(part), size << 1 | (payload is None))
+    flags = _APART if payload is None else _ENDS if ends and size else 0
+    head = _PREFIX.pack(_MAGIC, kind, number, step, len(part), size << 2 | flags)
+    if ends and payload is not None:
+        payload = (*payload, _STAYED)
     if payload is None or not size:
         return (memoryview(b"".join((head, signature, part))),)
     if size <= _JOINED_BYTES:
         return (memoryview(b"".join((head, signature, part, *payload))),)
     return (memoryview(b"".join((head, signature, part))), *payload)
+
+
+def _has_end(frame: object) -> bool:
+    """Whether this is a frame whose payload stands behind its head, with an end."""
+    is_whole = isinstance(frame, bytes) and len(frame) > _HEAD_BYTES
+    return is_whole and bool(_PREFIX.unpack_from(frame)[-1] & _ENDS)
 
 
 def notices_of(frame: Frame, peer: int) -> Notice:
