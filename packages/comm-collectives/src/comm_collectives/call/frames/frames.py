@@ -21,6 +21,7 @@ from comm_collectives.base.streams import Streams
 from comm_collectives.base.transport import Clock
 from comm_collectives.call.frames.link import (
     STAGED_BYTES,
+    STAYED,
     Frame,
     Kind,
     Link,
@@ -96,9 +97,8 @@ class Frames:
                     step,
                     signature=signature,
                     part=b"" if parts is None else parts[peer],
-                    payload=None if payload is None else (payload,),
+                    payload=None if payload is None else (payload, STAYED),
                     apart=0 if apart is None else apart[peer],
-                    ends=True,
                 )
                 last = payload
             link.put(views)

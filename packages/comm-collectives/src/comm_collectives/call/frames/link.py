@@ -29,7 +29,7 @@ _PREFIX = struct.Struct("<IIqqqq")
 _HEAD_BYTES = _PREFIX.size + SIGNATURE_BYTES
 STAGED_BYTES = 1 << 16
 _JOINED_BYTES = 1 << 14  # a payload so small is copied behind its head, and sent with it
-_STAYED = memoryview(b"\0")
+STAYED = memoryview(b"\0")  # the end of a payload; it has to be this object
 _APART, _ENDS = 1, 2  # flags of the size
 NO_SIGNATURE = bytes(SIGNATURE_BYTES)
 _EMPTY = memoryview(b"")
@@ -186,7 +186,7 @@ class Link:
         if self._coming:
             if self._at == self._end and not self._fill():
                 return False
-            self.has_left = self._staged[self._at] != _STAYED[0]
+            self.has_left = self._staged[self._at] != STAYED[0]
             self._at += 1
             self._coming = 0
         return True
@@ -211,7 +211,7 @@ class Link:
         """
         begun = [self.queue.popleft()] if self._has_begun else []
         for views in begun:
-            has_end = views[-1] is _STAYED or _has_end(views[-1].obj)
+            has_end = views[-1] is STAYED or _has_end(views[-1].obj)
             copied = bytearray().join(views)
             if has_end:
                 copied[-1] = 1
@@ -283,17 +283,17 @@ def views_of(
     part: bytes = b"",
     payload: Sequence[memoryview] | None = None,
     apart: int = 0,
-    ends: bool = False,
 ) -> Sequence[memoryview]:
     """Return a frame as bytes to send; `apart` announces a payload that travels elsewhere.
 
-    With `ends` an end follows a payload that is not empty.
+    A payload whose last piece is `STAYED` has an end, unless it is empty but for that.
     """
     size = apart if payload is None else sum(map(len, payload))
-    flags = _APART if payload is None else _ENDS if ends and size else 0
+    flags = _APART if payload is None else 0
+    if payload and payload[-1] is STAYED:
+        size -= 1
+        flags = _ENDS if size else 0
     head = _PREFIX.pack(_MAGIC, kind, number, step, len(part), size << 2 | flags)
-    if ends and payload is not None:
-        payload = (*payload, _STAYED)
     if payload is None or not size:
         return (memoryview(b"".join((head, signature, part))),)
     if size <= _JOINED_BYTES:
@@ -303,8 +303,9 @@ def views_of(
 
 def _has_end(frame: object) -> bool:
     """Whether this is a frame whose payload stands behind its head, with an end."""
-    is_whole = isinstance(frame, bytes) and len(frame) > _HEAD_BYTES
-    return is_whole and bool(_PREFIX.unpack_from(frame)[-1] & _ENDS)
+    if not isinstance(frame, bytes) or len(frame) < _HEAD_BYTES:
+        return False
+    return bool(_PREFIX.unpack_from(frame)[-1] & _ENDS)
 
 
 def notices_of(frame: Frame, peer: int) -> Notice:
