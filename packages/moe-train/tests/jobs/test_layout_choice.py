@@ -1,10 +1,10 @@
-import math
 from collections.abc import Callable
 
 import pytest
 
 from moe_train.config import Config
 from moe_train.jobs.job import check_model
+from moe_train.jobs.layout_choice import _VALUES as VALUES
 from moe_train.jobs.layout_choice import JobLayout, choose_layouts
 from moe_train.training import read_model_config
 
@@ -15,6 +15,10 @@ def chosen(config: Config, ranks: int = 4, count: int = 12) -> list[JobLayout]:
     return choose_layouts(config, read_model_config(config), max_ranks=ranks, count=count)
 
 
+def values_of(layouts: list[JobLayout], name: str) -> set[object]:
+    return {layout.values[name] for layout in layouts}
+
+
 def test_twelve_layouts_of_four_ranks_have_every_value_and_begin_with_one_rank(
     configure: Configure,
 ) -> None:
@@ -23,12 +27,12 @@ def test_twelve_layouts_of_four_ranks_have_every_value_and_begin_with_one_rank(
     assert len(set(layouts)) == len(set(map(str, layouts))) == 12
     assert str(layouts[0]) == "one rank, 1f1b, 2 microbatches"
     assert max(layout.world_size for layout in layouts) == 4
-    assert {layout.pp for layout in layouts} == {1, 2}, "two layers"
-    assert {layout.dp for layout in layouts} == {1, 2, 3, 4}
-    assert {layout.ep for layout in layouts} == {1, 2, 4}, "four experts"
-    assert len({layout.schedule for layout in layouts}) == 4
-    assert {layout.recompute for layout in layouts} == {None, "layers"}
-    assert {layout.gradient_accumulation_steps for layout in layouts} == {1, 2, 4}
+    assert values_of(layouts, "parallel.pp") == {1, 2}, "two layers"
+    assert values_of(layouts, "parallel.dp") == {1, 2, 3, 4}
+    assert values_of(layouts, "parallel.ep") == {1, 2, 4}, "four experts"
+    assert values_of(layouts, "train.gradient_accumulation_steps") == {1, 2, 4}
+    for name, values in VALUES.items():
+        assert values_of(layouts, name) == set(values), name
 
 
 def test_every_layout_fits_the_job_and_keeps_all_its_other_keys(configure: Configure) -> None:
@@ -36,9 +40,11 @@ def test_every_layout_fits_the_job_and_keeps_all_its_other_keys(configure: Confi
     for layout in chosen(config, ranks=6):
         job = layout.applied(config)
         check_model(job, read_model_config(job))
-        assert job.world_size == layout.world_size == math.prod((layout.pp, layout.dp, layout.ep))
-        assert job.train.recompute == layout.recompute and job.checkpoint.node_folder is None
-        assert (job.optimizer, job.data, job.moe) == (config.optimizer, config.data, config.moe)
+        assert job.world_size == layout.world_size <= 6 and job.checkpoint.node_folder is None
+        for name, value in layout.keys:
+            table, _, field = name.partition(".")
+            assert getattr(getattr(job, table), field) == value, name
+        assert (job.optimizer, job.data) == (config.optimizer, config.data)
         assert job.train.global_batch_size == config.train.global_batch_size
 
 
@@ -55,7 +61,8 @@ def test_every_layout_fits_the_job_and_keeps_all_its_other_keys(configure: Confi
 def test_microbatches_change_only_where_the_job_means_the_same(
     configure: Configure, overrides: list[str], changes: bool
 ) -> None:
-    counts = {layout.gradient_accumulation_steps for layout in chosen(configure(*overrides))}
+    layouts = chosen(configure(*overrides))
+    counts = values_of(layouts, "train.gradient_accumulation_steps")
     assert (counts != {2}) == changes
 
 
@@ -67,8 +74,8 @@ def test_a_balance_over_the_whole_step_goes_only_with_schedules_that_can(
     layouts = chosen(config, count=40)
     assert len(layouts) > 12
     for layout in layouts:
-        alone = layout.gradient_accumulation_steps == 1
-        assert alone or layout.schedule == "forward_then_backward"
+        alone = layout.values["train.gradient_accumulation_steps"] == 1
+        assert alone or layout.values["parallel.schedule"] == "forward_then_backward"
 
 
 def test_one_rank_has_layouts_too(configure: Configure) -> None:

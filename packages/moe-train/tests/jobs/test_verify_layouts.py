@@ -5,9 +5,9 @@ from moe_train.jobs.verify_layouts import LayoutReport, LayoutRun
 
 
 def run_of(losses: tuple[float, ...], norms: tuple[float, ...], dp: int = 1) -> LayoutRun:
-    layout = JobLayout(
-        pp=1, dp=dp, ep=1, schedule="1f1b", gradient_accumulation_steps=2, recompute=None
-    )
+    keys = (("parallel.pp", 1), ("parallel.dp", dp), ("parallel.ep", 1))
+    more = (("parallel.schedule", "1f1b"), ("train.gradient_accumulation_steps", 2))
+    layout = JobLayout(keys=keys + more)
     return LayoutRun(layout=layout, losses=losses, norms=norms)
 
 
