@@ -176,10 +176,10 @@ def resolved_dim(dim: int, ndim: int, axis: str) -> int:
 
 
 def _check_kind(placement: Placement) -> None:
-    # The exact type, because a subclass of Shard may cut its dim in another way.
+    # Exact types: a subclass may cut its dim, or reduce, in another way (torch's masked partials).
     if type(placement) in (Shard, Replicate):
         return
-    if not isinstance(placement, Partial):
+    if type(placement) is not Partial:
         raise MeshTypeError(
             f"{placement!r} is not supported as a placement; give Shard(dim), Replicate() or "
             "Partial(), whose shards are boxes"

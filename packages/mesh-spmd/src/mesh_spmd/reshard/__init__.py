@@ -4,6 +4,7 @@ May import: layout and mesh.
 """
 
 from mesh_spmd.reshard.caches import forget_plans as forget_plans
+from mesh_spmd.reshard.execute import Exchange as Exchange
 from mesh_spmd.reshard.execute import execute as execute
 from mesh_spmd.reshard.gradients import join_tensors as join_tensors
 from mesh_spmd.reshard.gradients import reshard_tensor as reshard_tensor
