@@ -86,6 +86,9 @@ for _package in PACKAGES:
     _register(_package)
 
 
+_KILLED_WHILE_COMPUTING = "test_a_killed_run_that_computes_goes_on_and_gives_the_same_files"
+
+
 @nox.session(venv_backend="none")
 def seams(session: nox.Session) -> None:
     """Tests in which two real packages meet, or one meets a library that it can do without."""
@@ -98,6 +101,7 @@ def seams(session: nox.Session) -> None:
     for room in ("adapters", "compute", "merging", "quantization"):
         with_both += sorted((tests / room).glob("test_*.py"))
     names = [str(f.relative_to(ROOT)) for f in with_both]
+    names.append(f"{tests.relative_to(ROOT)}/run/test_execution.py::{_KILLED_WHILE_COMPUTING}")
     _workspace_tests(session, "integration_tests/seams", *names)
 
 

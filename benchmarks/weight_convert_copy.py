@@ -1,6 +1,6 @@
 """What a conversion costs beyond copying the same bytes, and that its memory does not grow.
 
-Makes a random Qwen3-MoE checkpoint (1.2 GB; per-expert, bf16) without torch, then, interleaved:
+Makes a random Qwen3-MoE checkpoint (2.4 GB; per-expert, bf16) without torch, then, interleaved:
 
     fuse   `convert --to fused`        in a fresh process, durable (fsync) like any output of it
     split  `convert --to transformers` the inverse, of the fused files
@@ -9,9 +9,9 @@ Makes a random Qwen3-MoE checkpoint (1.2 GB; per-expert, bf16) without torch, th
 All three move the same bytes. The first round only warms up; each further one gives a ratio. The
 last lines are JSON, one a figure: wall of fuse and of split over wall of cp (median), and by how
 much the peak memory (VmHWM) of the converting process grows, at most, from a model of a quarter of
-the size to this one.
+the size to this one, and how large it is then.
 
-Works in shared memory when that has 6 GB to spare, where the disk hides nothing; name another place
+Works in shared memory when that has 9 GB to spare, where the disk hides nothing; name another place
 with --folder.
 
     python benchmarks/weight_convert_copy.py [--rounds 9] [--folder DIR]
@@ -102,9 +102,9 @@ def timed(job: Callable[[], object], output: Path) -> float:
     return wall_s
 
 
-def measure_memory(folder: Path, num_layers: int) -> list[float]:
-    """Return the growth of peak memory in MiB, for fusing and for splitting."""
-    growth = []
+def measure_memory(folder: Path, num_layers: int) -> tuple[list[float], list[float]]:
+    """Return the growth of peak memory and its end in MiB, for fusing and for splitting."""
+    growth, ends = [], []
     for to in ("fused", "transformers"):
         peaks = []
         for layers in (max(1, num_layers // 4), num_layers):
@@ -119,7 +119,8 @@ def measure_memory(folder: Path, num_layers: int) -> list[float]:
             shutil.rmtree(out)
         print(f"{to}: peak memory {peaks[0]:.1f} -> {peaks[1]:.1f} MiB")
         growth.append(peaks[1] - peaks[0])
-    return growth
+        ends.append(peaks[1])
+    return growth, ends
 
 
 def measure_time(folder: Path, num_layers: int, num_rounds: int) -> dict[str, list[float]]:
@@ -143,9 +144,9 @@ def measure_time(folder: Path, num_layers: int, num_rounds: int) -> dict[str, li
 
 
 def roomy_folder() -> Path | None:
-    """Return shared memory when it has 6 GB to spare, else None for the temporary folder."""
+    """Return shared memory when it has 9 GB to spare, else None for the temporary folder."""
     shared = Path("/dev/shm")
-    return shared if shared.is_dir() and shutil.disk_usage(shared).free > 6e9 else None
+    return shared if shared.is_dir() and shutil.disk_usage(shared).free > 9e9 else None
 
 
 def report(figure: str, value: float, values: list[float], unit: str) -> None:
@@ -163,13 +164,14 @@ def report(figure: str, value: float, values: list[float], unit: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--layers", type=int, default=8, help="144 MiB each")
+    parser.add_argument("--layers", type=int, default=16, help="144 MiB each")
     parser.add_argument("--folder", type=Path, default=roomy_folder(), help="where to work")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
-        growth = measure_memory(Path(name), args.layers)
+        growth, peaks = measure_memory(Path(name), args.layers)
         ratios = measure_time(Path(name), args.layers, args.rounds)
     report("memory_growth", max(growth), growth, "MiB")
+    report("memory_peak", max(peaks), peaks, "MiB")
     for job, values in ratios.items():
         report(f"{job}_vs_cp", statistics.median(values), values, "x")
 

@@ -2,8 +2,9 @@
 
 Runs the code of the package's test with large counts: half of the kills at a random byte of a tiny
 model, half from outside at a random time of one of 38 MB; some of either use their source up
-(`--move`). A kill counts as lost when the target was there too early, the resumed files differ from
-those of an uninterrupted run, more than a chunk was written twice, or anything else was left.
+(`--move`), and some of the former compute (`--dtype float32`). A kill counts as lost when the
+target was there too early, the resumed files differ from those of an uninterrupted run, more than a
+chunk (or a computed tensor) was written twice, or anything else was left.
 
     python benchmarks/weight_convert_kills.py --kills 50
 """
@@ -37,7 +38,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="weight-convert-kills-") as folder:
             try:
                 if seed % 2:
-                    kills.kill_and_resume(Path(folder), tiny, seed)
+                    dtype = "float32" if seed % 4 == 1 else None
+                    kills.kill_and_resume(Path(folder), tiny, seed, dtype=dtype)
                 else:
                     started_s = time.perf_counter()
                     large.write(Path(folder) / "timing", "fused")

@@ -17,11 +17,14 @@ from weight_convert.run import convert
 CHILD = """
 import os, signal, sys
 from weight_convert import ConversionOptions, convert
-src, dst, chunk, shard, left, move = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+src, dst, dtype = sys.argv[1:4]
+chunk, shard, left, move = map(int, sys.argv[4:])
 def count(done, total):
     if 0 <= left <= done: os.kill(os.getpid(), signal.SIGKILL)
 print("begun", flush=True)
-options = ConversionOptions(chunk_bytes=chunk, max_shard_bytes=shard, move=bool(move))
+options = ConversionOptions(
+    chunk_bytes=chunk, max_shard_bytes=shard, move=bool(move), dtype=dtype or None
+)
 convert(src, dst, to="fused", options=options, on_progress=count)
 """
 
@@ -29,7 +32,8 @@ convert(src, dst, to="fused", options=options, on_progress=count)
 def start(src: Path, dst: Path, options: ConversionOptions, left: int) -> subprocess.Popen[str]:
     """Begin a conversion that kills itself after `left` bytes; -1 leaves that to others."""
     numbers = (options.chunk_bytes, options.max_shard_bytes, left, int(options.move))
-    command = [sys.executable, "-c", CHILD, str(src), str(dst), *map(str, numbers)]
+    command = [sys.executable, "-c", CHILD, str(src), str(dst), options.dtype or ""]
+    command += map(str, numbers)
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
@@ -53,7 +57,9 @@ def resumed(src: Path, dst: Path, options: ConversionOptions) -> int:
     return 0 if published else before + report.copied_bytes - total
 
 
-def kill_and_resume(folder: Path, model: Any, seed: int, *, by_time_s: float = 0.0) -> int:
+def kill_and_resume(
+    folder: Path, model: Any, seed: int, *, by_time_s: float = 0.0, dtype: str | None = None
+) -> int:
     """One run that is killed at a random point and resumed; the bytes written twice.
 
     Args:
@@ -61,6 +67,7 @@ def kill_and_resume(folder: Path, model: Any, seed: int, *, by_time_s: float = 0
         model: the model to convert.
         seed: of the point, the sizes, and whether the source is moved.
         by_time_s: kill from outside, within this time; else at a number of bytes.
+        dtype: what to cast to; a tensor is then written again whole.
     """
     rng = random.Random(seed)
     src = model.write(folder / "src", "transformers", num_files=rng.randint(1, 3))
@@ -69,10 +76,12 @@ def kill_and_resume(folder: Path, model: Any, seed: int, *, by_time_s: float = 0
         chunk_bytes=rng.choice([256, 1000, 4096]) if by_time_s == 0.0 else 8 << 20,
         max_shard_bytes=shard,
         move=rng.random() < 0.5,
+        dtype=dtype,
     )
-    plain = convert(
-        src, folder / "plain", to="fused", options=ConversionOptions(max_shard_bytes=shard)
-    )
+    plain = convert(src, folder / "plain", to="fused", options=replace(options, move=False))
+    unit_bytes = options.chunk_bytes
+    if dtype is not None:
+        unit_bytes = max(unit_bytes, *(2 * len(data) for _, _, data in model.fused.values()))
     expected = content(folder / "plain")
     left = rng.randrange(plain.total_bytes) if by_time_s == 0.0 else -1
     dst = folder / "dst"
@@ -88,7 +97,7 @@ def kill_and_resume(folder: Path, model: Any, seed: int, *, by_time_s: float = 0
     twice = resumed(src, dst, options)
     assert content(dst) == expected
     assert src.exists() == (not options.move)
-    assert twice <= options.chunk_bytes, (twice, options)
+    assert twice <= unit_bytes, (twice, options)
     assert [name for name in os.listdir(folder) if name.startswith(".")] == []
     return twice
 
@@ -103,6 +112,19 @@ def test_a_killed_run_goes_on_and_gives_the_same_files(oracle: Any, tmp_path: Pa
         except BaseException as error:
             error.add_note(f"seed {seed}, model {model.seed}")
             raise
+
+
+def test_a_killed_run_that_computes_goes_on_and_gives_the_same_files(
+    oracle: Any, tmp_path: Path
+) -> None:
+    pytest.importorskip("torch")
+    seed = random.randrange(2**32)
+    model = oracle.make_model(num_layers=3)
+    try:
+        kill_and_resume(tmp_path, model, seed, dtype="float32")
+    except BaseException as error:
+        error.add_note(f"seed {seed}, model {model.seed}")
+        raise
 
 
 def killed(model: Any, folder: Path, *, move: bool) -> tuple[Path, Path, ConversionOptions]:

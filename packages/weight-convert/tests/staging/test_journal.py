@@ -13,10 +13,11 @@ def test_notes_are_read_again_and_a_torn_line_is_none(tmp_path: Path) -> None:
     with Journal.open(path, {"identity": "a"}, resume=False) as journal:
         journal.note(0, 7)
         journal.note(3, 0xFFFFFFFF)
+        journal.note(5, None)
     with path.open("ab") as file:
         file.write(b"4 0000")
     with Journal.open(path, {"identity": "a"}, resume=True) as journal:
-        assert journal.noted == {0: 7, 3: 0xFFFFFFFF}
+        assert journal.noted == {0: 7, 3: 0xFFFFFFFF, 5: None}
     with pytest.raises(WeightConvertError, match="is of another job"):
         Journal.open(path, {"identity": "b"}, resume=True)
     with Journal.open(path, {"identity": "b"}, resume=False) as journal:

@@ -48,7 +48,8 @@ class ConversionOptions(Record):
         source_format: the format of the source; None finds it by the names of its tensors.
         unknown: what becomes of a tensor that the family's spec does not name: "carry" keeps its
             name and bytes, "refuse" is an error.
-        chunk_bytes: the most that a run which goes on with a killed one writes again.
+        chunk_bytes: the most that a run which goes on with a killed one writes again, if that was
+            not at a computed tensor, which is made again whole.
         resume: go on with what a killed run to the same target left, and keep what is written
             when this one fails.
         move: use the source up: what is written is freed there, and the source is removed at the

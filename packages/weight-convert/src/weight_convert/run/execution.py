@@ -1,10 +1,11 @@
 """Carry out a plan inside a directory that is not published yet.
 
 Units are copied one after the other, inside the kernel; computed tensors, each a unit, come from
-`compute/` chunk by chunk, and only for them it and torch are imported. Another thread reads each
-unit back, notes its checksum in the journal and makes finished files durable, so a run that was
-killed goes on with the unit that it was at. With `move`, a unit's source is freed once the unit is
-durable and noted.
+`compute/` chunk by chunk, and only for them it and torch are imported. Another thread notes each
+unit in the journal and makes finished files durable, so a run that was killed goes on with the unit
+that it was at, after it has held what was noted against the source. What cannot be held against one
+later is read back and noted with a checksum: computed tensors, and units whose source is freed once
+they are durable and noted (`move`).
 
     execute(plan, source, folder, journal, options=ConversionOptions(), on_progress=None)
 """
@@ -28,6 +29,7 @@ from weight_convert.staging import (
     copy_bytes,
     free_range,
     fsync_path,
+    same_bytes,
 )
 
 Progress = Callable[[int, int], None]
@@ -148,12 +150,7 @@ def _write_weights(target: TargetFile, path: Path, number: int, work: _Work) -> 
     work.fds.add(fd)
     for unit in target.units(work.unit_bytes, len(work.plan.sources)):
         if not _is_written(unit, number, fd, path, work):
-            os.lseek(fd, unit.begin, os.SEEK_SET)
-            for size_bytes in _write_unit(unit, fd, work):
-                work.advance(size_bytes)
-            work.copied_bytes += unit.end - unit.begin
-            work.finish()  # so the other thread is one unit behind at most
-            work.after(_noting(unit, number, fd, work))
+            _write_unit(unit, number, fd, work)
         elif work.freed is not None:
             _free(unit, work)
         number += 1
@@ -172,7 +169,22 @@ def _ending(size_bytes: int, fd: int, work: _Work) -> Callable[[], None]:
     return end
 
 
-def _write_unit(unit: Unit, fd: int, work: _Work) -> Iterator[int]:
+def _write_unit(unit: Unit, number: int, fd: int, work: _Work) -> None:
+    """Write a unit and see to its note; a kill costs one computed tensor, or two copied units."""
+    is_copied = _is_copied(unit, work)
+    if not is_copied:
+        work.finish()
+    os.lseek(fd, unit.begin, os.SEEK_SET)
+    for size_bytes in _written_parts(unit, fd, work):
+        work.advance(size_bytes)
+    work.copied_bytes += unit.end - unit.begin
+    work.finish()  # so the other thread is one unit behind at most
+    work.after(_noting(unit, number, fd, work))
+    if not is_copied:
+        work.finish()
+
+
+def _written_parts(unit: Unit, fd: int, work: _Work) -> Iterator[int]:
     """Write a unit at the file's position; yield the bytes of each part of it."""
     _write_all(fd, memoryview(unit.header))
     yield len(unit.header)
@@ -225,10 +237,14 @@ def _tensor_chunks(plan: FilePlan) -> _TensorChunks | None:
 
 def _is_written(unit: Unit, number: int, fd: int, path: Path, work: _Work) -> bool:
     """Whether an earlier run wrote this unit and it still stands there."""
-    noted = work.journal.noted.get(number)
-    if noted is None:
+    if number not in work.journal.noted:
         return False
-    if checksum(fd, unit.begin, unit.end) == noted:
+    noted = work.journal.noted[number]
+    if noted is None:
+        is_same = _is_as_source(unit, fd, work)
+    else:
+        is_same = checksum(fd, unit.begin, unit.end) == noted
+    if is_same:
         work.advance(unit.end - unit.begin)
         return True
     if work.freed is not None:
@@ -239,8 +255,27 @@ def _is_written(unit: Unit, number: int, fd: int, path: Path, work: _Work) -> bo
     return False
 
 
+def _is_as_source(unit: Unit, fd: int, work: _Work) -> bool:
+    """Whether a unit that is copied still stands there as its source has it."""
+    return os.pread(fd, len(unit.header), unit.begin) == unit.header and all(
+        same_bytes(
+            (work.sources.fd(extent.file), fd),
+            (extent.source_offset, extent.target_offset),
+            extent.size_bytes,
+        )
+        for extent in unit.extents
+    )
+
+
+def _is_copied(unit: Unit, work: _Work) -> bool:
+    return all(extent.file < len(work.plan.sources) for extent in unit.extents)
+
+
 def _noting(unit: Unit, number: int, fd: int, work: _Work) -> Callable[[], None]:
     def note() -> None:
+        if work.freed is None and _is_copied(unit, work):
+            work.journal.note(number, None)
+            return
         found = checksum(fd, unit.begin, unit.end)
         if found is None:
             raise CorruptFileError("an output file became shorter while it was written")

@@ -67,6 +67,16 @@ def copy_buffered(source_fd: int, target_fd: int, *, offset: int, size_bytes: in
     return written
 
 
+def same_bytes(fds: tuple[int, int], offsets: tuple[int, int], size_bytes: int) -> bool:
+    """Whether two open files have the same bytes at two offsets; False where one is shorter."""
+    for begin in range(0, size_bytes, _BUFFER_BYTES):
+        count = min(_BUFFER_BYTES, size_bytes - begin)
+        a, b = (os.pread(fd, count, at + begin) for fd, at in zip(fds, offsets, strict=True))
+        if len(a) != count or a != b:
+            return False
+    return True
+
+
 def free_range(fd: int, offset: int, size_bytes: int) -> None:
     """Give the blocks of a range back to the file system; it reads as zeros, the size stays.
 

@@ -1,12 +1,14 @@
-"""What a run has written so far, piece by piece with a checksum, so that a killed run can go on.
+"""What a run has written so far, piece by piece, so that a killed run can go on.
 
-The first line says of which job the journal is; every further one names a piece and its CRC-32.
-Nothing here trusts what a file looks like: a piece counts as written when its bytes have the
-checksum that was noted, so neither a file cut short nor one that lost bytes with the power passes.
+The first line says of which job the journal is; every further one names a piece, with its CRC-32
+where nothing is left that it could be held against. Nothing here trusts what a file looks like: a
+piece counts as written when its bytes are those of its source, or have the checksum that was noted,
+so neither a file cut short nor one that lost bytes with the power passes. Comparing only where a
+run is resumed spares every other run from reading what it wrote.
 
     with Journal.open(path, {"job": "..."}, resume=True) as journal:
-        journal.noted.get(17)       # the checksum of piece 17, if a former run wrote it
-        journal.note(17, crc)
+        17 in journal.noted         # whether a former run wrote piece 17
+        journal.note(17, None)      # as its source
 
 Invariant: a line is written after the bytes that it speaks of; a torn last line is no line.
 """
@@ -27,7 +29,7 @@ _BUFFER_BYTES = 128 << 10
 class Journal:
     """An open journal; a context."""
 
-    def __init__(self, path: Path, job: Mapping[str, Any], noted: Mapping[int, int]) -> None:
+    def __init__(self, path: Path, job: Mapping[str, Any], noted: Mapping[int, int | None]) -> None:
         self.path = path
         self.job = job
         self.noted = noted
@@ -66,16 +68,16 @@ class Journal:
             )
         return cls(path, job, noted)
 
-    def note(self, piece: int, checksum: int) -> None:
-        """Note that a piece is written."""
-        os.write(self._fd, b"%d %08x\n" % (piece, checksum))
+    def note(self, piece: int, checksum: int | None) -> None:
+        """Note that a piece is written; without a checksum, its source stays and is compared."""
+        os.write(self._fd, b"%d %s\n" % (piece, b"-" if checksum is None else b"%08x" % checksum))
 
     def flush(self) -> None:
         """Make all notes durable."""
         os.fsync(self._fd)
 
 
-def read_journal(path: Path) -> tuple[Mapping[str, Any] | None, dict[int, int]]:
+def read_journal(path: Path) -> tuple[Mapping[str, Any] | None, dict[int, int | None]]:
     """The job and the checksums noted in a journal; None and nothing if there is none."""
     if not path.exists():
         return None, {}
@@ -84,10 +86,10 @@ def read_journal(path: Path) -> tuple[Mapping[str, Any] | None, dict[int, int]]:
         job = json.loads(first)
     except json.JSONDecodeError:
         return None, {}
-    noted: dict[int, int] = {}
+    noted: dict[int, int | None] = {}
     for line in lines:
         piece, _, checksum = line.partition(b" ")
-        noted[int(piece)] = int(checksum, 16)
+        noted[int(piece)] = None if checksum == b"-" else int(checksum, 16)
     return job, noted
 
 
