@@ -140,15 +140,18 @@ PROGRAMS: tuple[Program, ...] = (
 )
 
 
-@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
-def test_no_stream_races_and_no_wait_can_be_left_out(backend: str) -> None:
+@pytest.mark.parametrize(("backend", "is_bound"), [("nccl", False), ("cpu:gloo,cuda:nccl", True)])
+def test_no_stream_races_and_no_wait_can_be_left_out(backend: str, is_bound: bool) -> None:
+    """Groups that are bound to a device also move both directions of a pipeline at once."""
+
     def fn(rank: int, world_size: int) -> set[str]:
         needed: set[str] = set()
         every: set[str] = set()
         with fake_cuda(devices=2) as cuda:
             torch.cuda.set_device(rank)
             store = dist.FileStore(f"{folder}/store", 2)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=2)
+            device = torch.device("cuda", rank) if is_bound else None
+            dist.init_process_group(backend, store=store, rank=rank, world_size=2, device_id=device)
             for program in PROGRAMS:
                 seen: set[str] = set()
                 program()

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from devicetest.nccl import NcclRules, has_nccl_rules, register_nccl_rules
 from moe_pipeline.errors import ScheduleError, StageTransferError
-from moe_pipeline.executor.device_transfers import device_kinds
-from moe_pipeline.executor.execution_plan import stage_holders
+from moe_pipeline.executor.device_transfers import device_kinds, find_swaps
+from moe_pipeline.executor.execution_plan import ExecutionPlan, other_end, stage_holders
 from moe_pipeline.executor.options import ExecutorOptions
 from moe_pipeline.executor.pipeline_executor import PipelineExecutor
 from moe_pipeline.executor.stage_io import StageOutput
@@ -92,6 +92,9 @@ def groups_of(rules, count):
     made = [
         dist.new_group(backend="nccl_rules", pg_options=rules, timeout=limit) for _ in range(count)
     ]
+    for group in made:  # what a group of NCCL has that was made with a device_id
+        is_bound = rules.order == "communicator"
+        group.bound_device_id = torch.device("cuda", dist.get_rank()) if is_bound else None
     return made[0], made[-1] if count == 2 else None
 
 
@@ -125,6 +128,9 @@ def test_every_schedule_ends_with_right_gradients_under_nccls_rules(num_ranks):
                 found.append({i: g.tolist() for i, g in grads.items()})
             for group in filter(None, (forward, backward)):
                 assert group.issued and group.timed_waits == []
+                batches = [issued for issued in group.issued if " + " in issued]
+                # Of two groups each moves one direction of most schedules.
+                assert bool(batches) == (rules.order == "communicator"), (rules, count)
         return found
 
     ranks = run_ranks(fn, num_ranks, timeout_s=300)
@@ -136,6 +142,36 @@ def test_every_schedule_ends_with_right_gradients_under_nccls_rules(num_ranks):
                 totals[i] += torch.tensor(grad, dtype=torch.float64)
         for total, right in zip(totals, expected(schedule.num_stages), strict=True):
             assert torch.allclose(total, right, rtol=0, atol=1e-12), (name, number)
+
+
+@pytest.mark.parametrize("has_two", [False, True])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_both_ends_find_the_same_swaps_side_by_side_in_one_order(num_ranks, has_two):
+    for make in SCHEDULES.values():
+        schedule = make(num_ranks, 2 * num_ranks)
+        plans = [ExecutionPlan.of(schedule, rank) for rank in range(num_ranks)]
+        found = [find_swaps(plan, rank, has_two=has_two) for rank, plan in enumerate(plans)]
+        place = {action: i for row in schedule.ranks for i, action in enumerate(row)}
+        for swaps, plan in zip(found, plans, strict=True):
+            for action, partner in swaps.items():
+                peer = found[plan.edges[action].peer]
+                assert swaps[partner] == action
+                assert peer[other_end(action)] == other_end(partner)
+                distance = place[partner] - place[action]
+                assert abs(distance) == 1
+                assert place[other_end(partner)] - place[other_end(action)] == distance
+                if has_two:
+                    assert plan.edges[action].forward == plan.edges[partner].forward
+
+
+def test_every_steady_step_of_1f1b_swaps_on_one_group_and_none_on_two():
+    """Rank 0 of two sends microbatch 1 and 2 while it waits for gradients of those before."""
+    plan = ExecutionPlan.of(SCHEDULES["1f1b"](2, 4), 0)
+    one = find_swaps(plan, 0, has_two=False)
+    assert {str(action) for action in one} == {
+        *("0SEND_F1", "0RECV_B0", "0SEND_F2", "0RECV_B1", "0SEND_F3", "0RECV_B2")
+    }
+    assert find_swaps(plan, 0, has_two=True) == {}
 
 
 def test_failures_are_named_and_disorder_is_refused_under_nccls_rules():

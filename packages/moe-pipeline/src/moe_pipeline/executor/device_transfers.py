@@ -6,15 +6,19 @@ behind what the current stream has done, a receive on a stream of its own, where
 computation, and the current stream waits for a receive just before its first use.
 
 Invariant: transfers are queued where the schedule lists them, sends and receives alike, which is
-the order that `check(edges="pair_fifo" or "group_fifo")` has proved.
+the order that `check(edges="pair_fifo" or "group_fifo")` has proved. A send and a receive that both
+ends list next to each other are queued as one, so that neither direction waits for the other.
 
     apart = device_kinds(group)                              # frozenset({"cuda"})
-    sending = DeviceSend(handle, start_sends(tensors, peer, group), tensors)
-    tensors, works = Receiver(None).start(announced, peer, group)
+    moves = DeviceMoves(None, find_swaps(plan, rank, has_two=False))
+    moves.send(action, DeviceSend(handle, tensors), peer, group)
+    moves.receive(action, announced, peer, group)
+    tensors = moves.take(action)
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Literal, final
 
 import torch
@@ -25,8 +29,9 @@ from torch.distributed import ProcessGroup, Work
 from comm_collectives.p2p import SendHandle
 from moe_pipeline._torch_private import backend_by_device
 from moe_pipeline.errors import ScheduleError
+from moe_pipeline.executor.execution_plan import SENDS, ExecutionPlan, other_end
 from moe_pipeline.executor.stage_message import Announced
-from moe_pipeline.schedules.table import Schedule, check
+from moe_pipeline.schedules.table import Action, Schedule, check
 
 # Backends that move everything by way of the host, as comm_collectives does without their help.
 _ON_HOST = frozenset({"gloo", "mpi", "comm_shm"})
@@ -65,62 +70,146 @@ def check_order(
         )
 
 
-def start_sends(tensors: Sequence[Tensor], peer: int, group: ProcessGroup) -> list[Work]:
-    """Queue dense tensors for a peer, behind what the current stream has done."""
-    works = [dist.isend(tensor, group=group, group_dst=peer) for tensor in tensors]
-    return [work for work in works if work is not None]
+def find_swaps(plan: ExecutionPlan, rank: int, *, has_two: bool) -> dict[Action, Action]:
+    """Of each transfer of a rank that is queued together with another one, that other one.
+
+    A send and a receive of one peer on one communicator, which both ends list one after the other
+    in the same order: queued alone, the second would not begin before the first has ended. Both
+    ends find the same pairs.
+
+    Args:
+        has_two: whether gradients have a communicator of their own.
+    """
+    follower = {a: b for row in plan.schedule.ranks for a, b in pairwise(row)}
+    found: dict[Action, Action] = {}
+    for first, second in pairwise(plan.schedule.ranks[rank]):
+        if first in found or not {first, second} <= plan.edges.keys():
+            continue
+        ours, other = plan.edges[first], plan.edges[second]
+        meet = ours.peer == other.peer and (first.kind in SENDS) != (second.kind in SENDS)
+        share = not has_two or ours.forward == other.forward
+        if meet and share and follower.get(other_end(first)) == other_end(second):
+            found |= {first: second, second: first}
+    return found
 
 
 @final
 class DeviceSend:
     """A message under way, with the tensors that travel apart from it."""
 
-    def __init__(self, handle: SendHandle, works: list[Work], tensors: Sequence[Tensor]) -> None:
-        self._handle, self._works, self._tensors = handle, works, tensors
+    def __init__(self, handle: SendHandle, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tensors
+        self._handle = handle
+        self._works: list[Work] | None = None
+
+    def started(self, works: list[Work]) -> None:
+        """Take note of what moves the tensors."""
+        self._works = works
 
     def wait(self) -> None:
         """Wait for the message, and let the current stream wait for the tensors."""
         self._handle.wait()
-        for work in self._works:
+        for work in self._works or ():
             work.wait()  # without a limit, which would stop the host
-        self._works, self._tensors = [], ()
+        self._works, self.tensors = [], ()
 
     def is_done(self) -> bool:
         """Whether all of it has ended; stops nothing."""
-        return self._handle.is_done() and all(work.is_completed() for work in self._works)
+        if self._works is None or not self._handle.is_done():
+            return False
+        return all(work.is_completed() for work in self._works)
+
+
+# Dense tensors that come, with what moves them.
+_Coming = tuple[list[Tensor], list[Work]]
 
 
 @final
-class Receiver:
-    """Receives what was announced, on `device` or the current one of its type."""
+class DeviceMoves:
+    """Has a device move the tensors of one rank's transfers, on `device` or those of the group.
 
-    def __init__(self, device: torch.device | None) -> None:
-        self._device = device
+    Args:
+        swaps: by `find_swaps`; their first half waits for the second, which comes next.
+    """
+
+    def __init__(self, device: torch.device | None, swaps: Mapping[Action, Action]) -> None:
+        self._device, self._swaps = device, swaps
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._coming: dict[Action, _Coming] = {}
+        self._sending: DeviceSend | None = None  # of a swap whose receive comes next
+        self._announced: Sequence[Announced] | None = None  # of a swap whose send comes next
 
-    def start(
-        self, announced: Sequence[Announced], peer: int, group: ProcessGroup
-    ) -> tuple[list[Tensor], list[Work]]:
-        """Queue the receives; the tensors hold nothing until `finish`."""
-        tensors, works = [], []
-        for one in announced:
-            device = torch.device(one.kind)
-            if self._device is not None and self._device.type == one.kind:
-                device = self._device
-            with self._beside(device):
-                tensor = torch.empty(one.shape, dtype=one.dtype, device=device)
-                work = dist.irecv(tensor, group=group, group_src=peer)
-            tensors.append(tensor)
-            works += [] if work is None else [work]
-        return tensors, works
+    def begin(self) -> None:
+        """Forget what a step left."""
+        self._coming.clear()
+        self._sending = self._announced = None
 
-    def finish(self, tensors: Sequence[Tensor], works: Sequence[Work]) -> None:
-        """Let the current stream wait for them, and keep their memory until it is done."""
+    def send(self, action: Action, sending: DeviceSend, peer: int, group: ProcessGroup) -> None:
+        """Queue the tensors of a message, behind what the current stream has done."""
+        if action not in self._swaps:
+            works = [dist.isend(t, group=group, group_dst=peer) for t in sending.tensors]
+            sending.started([work for work in works if work is not None])
+        elif self._announced is None:
+            self._sending = sending
+        else:
+            announced, self._announced = self._announced, None
+            self._coming[self._swaps[action]] = self._swap(sending, announced, peer, group)
+
+    def receive(
+        self, action: Action, announced: Sequence[Announced], peer: int, group: ProcessGroup
+    ) -> None:
+        """Queue the receives of what a message announces."""
+        if action not in self._swaps:
+            self._coming[action] = self._receive(announced, peer, group)
+        elif self._sending is None:
+            self._announced = announced
+        else:
+            sending, self._sending = self._sending, None
+            self._coming[action] = self._swap(sending, announced, peer, group)
+
+    def take(self, action: Action) -> list[Tensor]:
+        """What came: the current stream waits for it, and its memory is kept until that is done."""
+        tensors, works = self._coming.pop(action)
         for work in works:
             work.wait()
         for tensor in tensors:
             if tensor.device.type == "cuda":
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return tensors
+
+    def _receive(self, announced: Sequence[Announced], peer: int, group: ProcessGroup) -> _Coming:
+        """On a stream of their own, where they wait for no computation."""
+        tensors, works = [], []
+        for one in announced:
+            with self._beside(self._place(one)):
+                tensor = self._empty(one)
+                work = dist.irecv(tensor, group=group, group_src=peer)
+            tensors.append(tensor)
+            works += [] if work is None else [work]
+        return tensors, works
+
+    def _swap(
+        self,
+        sending: DeviceSend,
+        announced: Sequence[Announced],
+        peer: int,
+        group: ProcessGroup,
+    ) -> _Coming:
+        """As one, on the current stream, which has what is sent."""
+        tensors = [self._empty(one) for one in announced]
+        calls = [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for t in sending.tensors]
+        calls += [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for t in tensors]
+        works = dist.batch_isend_irecv(calls) if calls else []
+        sending.started(works)
+        return tensors, works
+
+    def _place(self, one: Announced) -> torch.device:
+        if self._device is not None and self._device.type == one.kind:
+            return self._device
+        return torch.device(one.kind)
+
+    def _empty(self, one: Announced) -> Tensor:
+        return torch.empty(one.shape, dtype=one.dtype, device=self._place(one))
 
     def _beside(self, device: torch.device) -> "torch.cuda.StreamContext | nullcontext[None]":
         if device.type != "cuda":

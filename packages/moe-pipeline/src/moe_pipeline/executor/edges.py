@@ -25,7 +25,7 @@ from typing import Protocol, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
 
 from comm_collectives import (
     CollectiveTimeoutError,
@@ -35,7 +35,7 @@ from comm_collectives import (
     recv_tensors,
 )
 from comm_collectives.p2p import SendHandle, expect_tensors
-from moe_pipeline.executor.device_transfers import DeviceSend, Receiver, start_sends
+from moe_pipeline.executor.device_transfers import DeviceMoves, DeviceSend, find_swaps
 from moe_pipeline.executor.execution_plan import RECEIVES, Edge, ExecutionPlan, other_end
 from moe_pipeline.executor.stage_message import (
     FailureNotice,
@@ -158,6 +158,9 @@ class Transport:
     timeout_s: float | None
     forward_apart: frozenset[str] = frozenset()  # by `device_kinds`
     backward_apart: frozenset[str] = frozenset()
+    # Groups were made with a `device_id`. Others make the communicator of a batch at its first
+    # call, for which torch wants all ranks.
+    is_bound: bool = False
 
     def apart(self, edge: Edge) -> frozenset[str]:
         """The types of device whose tensors the backend of an edge moves itself."""
@@ -176,8 +179,9 @@ class GroupEdges:
         self._plan, self._rank, self._transport = plan, rank, transport
         self._global_ranks = dist.get_process_group_ranks(transport.forward)
         self._under_way: dict[Edge, deque[SendHandle | DeviceSend]] = {}
-        self._receiver = Receiver(transport.device)
-        self._coming: dict[Action, list[Work]] = {}  # on a device, until the message is taken
+        has_two = transport.backward is not transport.forward
+        swaps = find_swaps(plan, rank, has_two=has_two) if transport.is_bound else {}
+        self._moves = DeviceMoves(transport.device, swaps)
         self._sent: Counter[Edge] = Counter()
         self._expected: dict[Edge, deque[Action]] = {}
         self._arrived: dict[Action, StageMessage] = {}
@@ -191,7 +195,7 @@ class GroupEdges:
         self._expected = {edge: deque(row) for edge, row in self._plan.expected.items()}
         self._arrived.clear()
         self._posted.clear()
-        self._coming.clear()
+        self._moves.begin()
         for edge in self._expected:
             self._expect_next(self._transport.channel(edge))
 
@@ -212,9 +216,9 @@ class GroupEdges:
                 handles.append(handle)
                 self._settle(edge, _MAX_SENDS_UNDER_WAY)
                 return
-            handles.append(
-                DeviceSend(handle, start_sends(beside, edge.peer, channel.group), beside)
-            )
+            sending = DeviceSend(handle, beside)
+            handles.append(sending)
+            self._moves.send(action, sending, channel.peer, channel.group)
             while handles and handles[0].is_done():
                 handles.popleft().wait()
         except CommError as error:
@@ -230,10 +234,8 @@ class GroupEdges:
         channel = self._transport.channel(edge)
         if self._transport.apart(edge):
             self._await(action)
-            message = self._arrived[action]
-            came, works = self._receiver.start(message.announced, edge.peer, channel.group)
-            self._coming[action] = works
-            self._arrived[action] = message.with_announced(came)
+            announced = self._arrived[action].announced
+            self._moves.receive(action, announced, channel.peer, channel.group)
             return
         before = self._posted.get(channel)
         if before is not None:
@@ -247,15 +249,14 @@ class GroupEdges:
         channel = self._transport.channel(edge)
         if self._posted.get(channel) == action:
             del self._posted[channel]
+        message, device = self._arrived.pop(action), self._transport.device
+        if self._transport.apart(edge):
+            message = message.with_announced(self._moves.take(action))
         try:
-            works = self._coming.pop(action, None)
-            if works is not None:
-                self._receiver.finish(self._arrived[action].tensors, works)
             for ours, count in self._plan.delivered[action].items():
                 self._settle(ours, self._sent[ours] - count)
         except CommError as error:
             raise self._broken(str(action), edge.peer, error) from error
-        message, device = self._arrived.pop(action), self._transport.device
         if device is None:
             return message
         return replace(message, tensors=[t.to(device) for t in message.tensors])

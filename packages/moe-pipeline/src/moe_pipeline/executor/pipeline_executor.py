@@ -375,12 +375,13 @@ def _transport(
         timeout_s=options.timeout_s,
         forward_apart=device_kinds(forward),
         backward_apart=device_kinds(backward),
+        is_bound=any(group.bound_device_id is not None for group in (forward, backward)),
     )
     check_order(
         schedule,
         kinds=found.forward_apart | found.backward_apart,
         has_two=backward is not forward,
-        is_bound=any(group.bound_device_id is not None for group in (forward, backward)),
+        is_bound=found.is_bound,
     )
     return found
 
