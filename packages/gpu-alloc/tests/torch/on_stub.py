@@ -6,6 +6,7 @@ Prints one JSON object of facts; the tests of segments.py and replacement.py say
 """
 
 import contextlib
+import itertools
 import json
 import sys
 import threading
@@ -15,7 +16,8 @@ from typing import Any
 
 import torch
 
-from gpu_alloc import AllocatorConfig, AllocError, check_snapshot
+from gpu_alloc import AllocatorConfig, AllocError, OutOfMemoryError, check_snapshot
+from gpu_alloc.cupy import HostBackend, uninstall, use
 from gpu_alloc.torch import memory_stats, replace, segments
 
 MIB = 1 << 20
@@ -97,6 +99,35 @@ class Threads:
         return {"hung": hung, "failures": self.failures[:5], "rounds": self.done}
 
 
+def facts_of_sharing(share: Any) -> dict[str, Any]:
+    """CuPy's arrays beside torch's, in one arena or in torch's cache; {} without CuPy."""
+    try:
+        import cupy
+    except ModuleNotFoundError:
+        return {}
+    pool = use(CONFIG, backend=HostBackend(), share=share)
+    before = torch.cuda.mem_get_info()[0]
+    facts: dict[str, Any] = {"used_before": pool.used_bytes()}
+    tensors = [torch.empty(8 * MIB, dtype=torch.uint8, device="cuda") for _ in range(12)]
+    arrays = [cupy.ndarray((8 * MIB,), "u1") for _ in range(12)]
+    both = [(t.data_ptr(), 8 * MIB) for t in tensors] + [(a.data.ptr, a.nbytes) for a in arrays]
+    both.sort()
+    facts["overlap"] = [a for a, b in itertools.pairwise(both) if a[0] + a[1] > b[0]]
+    facts["used"] = pool.used_bytes() - facts["used_before"]
+    del tensors
+    later = [cupy.ndarray((8 * MIB,), "u1") for _ in range(12)]
+    facts["taken_from_the_device"] = before - torch.cuda.mem_get_info()[0]
+    try:
+        cupy.ndarray((4 << 30,), "u1")
+    except OutOfMemoryError as error:
+        facts["out_of_memory"] = isinstance(error, cupy.cuda.memory.OutOfMemoryError)
+    del arrays, later
+    facts["used_after"] = pool.used_bytes() - facts["used_before"]
+    uninstall()
+    facts["still_there"] = torch.empty(1000, device="cuda").data_ptr() != 0
+    return facts
+
+
 def facts_of_replacement(seconds: float) -> dict[str, Any]:
     arena = replace(CONFIG)
     tensor = torch.empty(1000, device="cuda")
@@ -125,6 +156,7 @@ def facts_of_replacement(seconds: float) -> dict[str, Any]:
         replace(AllocatorConfig())
     except AllocError as error:
         facts["other_settings"] = str(error)
+    facts["sharing"] = facts_of_sharing("arena")
     facts["threads"] = Threads(None, lambda: memory_stats(arena)).run(seconds)
     facts["problems"] = check_snapshot(arena.allocator(0).snapshot())
     return facts
@@ -132,7 +164,8 @@ def facts_of_replacement(seconds: float) -> dict[str, Any]:
 
 def facts_of_segments(seconds: float) -> dict[str, Any]:
     pool = segments(CONFIG)
-    facts: dict[str, Any] = {}
+    facts: dict[str, Any] = {"sharing": facts_of_sharing("torch")}
+    torch.cuda.empty_cache()
     with torch.cuda.use_mem_pool(pool):
         tensor = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
         facts["allocated"] = torch.cuda.memory_allocated()

@@ -37,7 +37,7 @@ def test_a_run_ends_alike_on_the_compiled_and_the_python_core(
         capacity = None if pages is None else max(pages, 0) * page
         compiled = requests.run(config, capacity)
         with monkeypatch.context() as patch:
-            patch.setattr(module, "_is_compiled", lambda: False)
+            patch.setattr(module, "is_compiled", lambda: False)
             assert requests.run(config, capacity) == compiled, f"seed {seed}, {pages} pages"
         failed += compiled[1] is not None
     assert failed >= 2, f"seed {seed}"

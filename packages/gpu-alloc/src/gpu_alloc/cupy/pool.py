@@ -1,40 +1,40 @@
-"""CuPy's memory served by `TwoPoolAllocator`, through CuPy's public `set_allocator`.
+"""CuPy's memory served by our allocator, through CuPy's public `set_allocator`.
 
-One allocator per device. A block belongs to the stream that was current when it was allocated and
-returns to that stream's free list whatever stream is current when it is freed, so reuse is ordered
-by the stream itself. As with CuPy's own pool, an array used on a second stream must be kept alive
-(or the streams synchronised) until that work is done. CuPy's memory hooks, which CuPy calls only
-for its own pool, are called here in the same order.
+One allocator per device: the compiled core, or the Python core where there is none. A block belongs
+to the stream that was current when it was allocated and returns to that stream's free list whatever
+stream is current when it is freed, so reuse is ordered by the stream itself. As with CuPy's own
+pool, an array used on a second stream must be kept alive (or the streams synchronised) until that
+work is done. CuPy's memory hooks, which CuPy calls only for its own pool, are called here in the
+same order; those of chunks only where the pool does not share memory with torch.
 
-Importing this module imports no cupy; `install` and `CupyPool` do. Invariant: a block is freed
-exactly once, when the last array on it dies, also during garbage collection inside an allocation
-and at interpreter exit.
+Importing this module imports no cupy; `CupyPool` does. Invariant: a block is freed exactly once,
+when the last array on it dies, also during garbage collection inside an allocation and at
+interpreter exit.
 
-    from gpu_alloc import AllocatorConfig
-    from gpu_alloc.cupy import install, uninstall
-
-    pool = install(AllocatorConfig(large_pool_pre_alloc_in_mb=1024))
-    ...                               # cupy arrays now live in the pool
+    pool = CupyPool(AllocatorConfig(large_pool_pre_alloc_in_mb=1024))
+    with cupy.cuda.using_allocator(pool.malloc):
+        ...
     print(pool.stats().reserved_peak_bytes)
-    uninstall()                       # arrays that are still alive stay valid
 """
 
-import os
 import sys
 import threading
-import warnings
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 from gpu_alloc.core import AllocatorConfig, OutOfMemoryError, Stats, TwoPoolAllocator
 from gpu_alloc.cupy.backend import CudaBackend, CupyBackend
-from gpu_alloc.errors import (
-    AllocError,
-    AllocValueError,
-    CudaVersionWarning,
-    check_kind,
+from gpu_alloc.cupy.sharing import (
+    PoolAllocator,
+    Share,
+    check_share,
+    own_allocator,
+    shared_allocator,
 )
+from gpu_alloc.cupy.versions import warn_of_cuda_versions
+from gpu_alloc.errors import AllocValueError, check_kind
+from gpu_alloc.native import NativeAllocator
 from gpu_alloc.sources import ChunkSource, import_cupy, round_up
 
 
@@ -76,7 +76,7 @@ class _Lease:
 
     __slots__ = ("_allocator", "_device_id", "_ptr", "_size")
 
-    def __init__(self, allocator: TwoPoolAllocator, device_id: int, ptr: int, size: int) -> None:
+    def __init__(self, allocator: PoolAllocator, device_id: int, ptr: int, size: int) -> None:
         self._allocator = allocator
         self._device_id = device_id
         self._ptr = ptr
@@ -111,18 +111,26 @@ class CupyPool:
 
     config: of each device's allocator; None means `AllocatorConfig.from_env()`.
     backend: None means CUDA. Methods without a device act on the current one, as CuPy's pool does.
+    share: "arena" takes blocks from the memory that `gpu_alloc.torch` serves torch from, under the
+        same settings; "torch" from torch's caching allocator, under torch's; None from neither.
     """
 
     def __init__(
-        self, config: AllocatorConfig | None = None, *, backend: CupyBackend | None = None
+        self,
+        config: AllocatorConfig | None = None,
+        *,
+        backend: CupyBackend | None = None,
+        share: Share = None,
     ) -> None:
+        check_share(share)
+        self._share = share
         self.config = AllocatorConfig.from_env() if config is None else config
         check_kind(self.config, AllocatorConfig, "config must be an AllocatorConfig")
         self._backend = CudaBackend() if backend is None else backend
-        self._allocators: dict[int, TwoPoolAllocator] = {}
+        self._allocators: dict[int, PoolAllocator] = {}
         self._lock = threading.Lock()
         self._memory = import_cupy().cuda.memory
-        _warn_of_cuda_versions()
+        warn_of_cuda_versions()
 
     def malloc(self, size: int) -> Any:
         """Allocate `size` bytes on the current device and stream; returns a
@@ -153,7 +161,7 @@ class CupyPool:
             )
         return pointer
 
-    def allocator(self, device_id: int | None = None) -> TwoPoolAllocator:
+    def allocator(self, device_id: int | None = None) -> PoolAllocator:
         """The allocator of a device (None: the current one), made at first use on that device."""
         device = self._backend.device_id() if device_id is None else device_id
         found = self._allocators.get(device)
@@ -161,10 +169,7 @@ class CupyPool:
             with self._lock:
                 found = self._allocators.get(device)
                 if found is None:
-                    source = _HookedSource(self._backend.source(device), device)
-                    found = self._allocators[device] = TwoPoolAllocator(
-                        source, self.config, events=self._backend.events(device)
-                    )
+                    found = self._allocators[device] = self._new_allocator(device)
         return found
 
     def stats(self) -> Stats:
@@ -187,8 +192,13 @@ class CupyPool:
         named in its own thread. Raises as `TwoPoolAllocator.record_stream` does.
         """
         memory = getattr(array, "data", array).mem
-        allocator = self.allocator(memory.device_id)
-        allocator.record_stream(int(memory.ptr), self._backend.name_of(stream))
+        name = self._backend.name_of(stream)
+        if self._share and name < 0:
+            raise AllocValueError(
+                "a per-thread default stream cannot be recorded in memory that is shared with "
+                "torch; use a stream of its own for the thread"
+            )
+        self.allocator(memory.device_id).record_stream(int(memory.ptr), name)
 
     def free_all_free(self) -> None:
         """As `free_all_blocks`, under the name that CuPy keeps for old programs."""
@@ -230,15 +240,24 @@ class CupyPool:
 
     def close(self) -> None:
         """Give idle memory back now, and the rest as the arrays that use it die; `malloc` then
-        raises.
+        raises. What is shared with torch stays open.
         """
         with self._lock:
             allocators = list(self._allocators.values())
         for allocator in allocators:
-            allocator.close()
+            if isinstance(allocator, NativeAllocator | TwoPoolAllocator) and not self._share:
+                allocator.close()
+            else:
+                allocator.release_idle()  # torch goes on with the rest
+
+    def _new_allocator(self, device: int) -> PoolAllocator:
+        if self._share:
+            return shared_allocator(self._share, self.config, device)
+        source = _HookedSource(self._backend.source(device), device)
+        return own_allocator(source, self.config, self._backend.events(device))
 
     def _allocate(
-        self, allocator: TwoPoolAllocator, device_id: int, size: int
+        self, allocator: PoolAllocator, device_id: int, size: int
     ) -> tuple[Any, int, int]:
         try:
             ptr, padded = allocator.malloc(size, self._backend.stream())
@@ -247,115 +266,6 @@ class CupyPool:
         lease = _Lease(allocator, device_id, ptr, padded) if ptr else None
         memory = self._memory.UnownedMemory(ptr, padded, lease, device_id)
         return self._memory.MemoryPointer(memory, 0), ptr, id(lease) if ptr else 0
-
-
-class _Installed(NamedTuple):
-    """What `install` set, and what it replaced, so that `uninstall` can put that back."""
-
-    pool: CupyPool
-    allocator: object
-    previous: object
-
-
-@final
-class _Installation:
-    """Whether a pool of this module is CuPy's allocator, of which a process has one."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.now: _Installed | None = None
-
-
-_INSTALLATION = _Installation()
-
-
-def install(
-    config: AllocatorConfig | None = None, *, backend: CupyBackend | None = None
-) -> CupyPool:
-    """Make a `CupyPool` CuPy's allocator for all threads, and return it.
-
-    On CUDA, what CuPy's default pool holds idle is given back to the driver first, so that the new
-    pool can have it. Raises AllocError when a pool of this module is installed already, and
-    ValueError (from CuPy) inside `cupy.cuda.using_allocator`.
-    """
-    with _INSTALLATION.lock:
-        if _INSTALLATION.now is not None:
-            raise AllocError("a gpu_alloc pool is installed already; call uninstall() first")
-        cupy = import_cupy()
-        pool = CupyPool(config, backend=backend)
-        if backend is None:
-            cupy.get_default_memory_pool().free_all_blocks()
-            pool.allocator()  # pre-allocates now, so that what does not fit fails here
-        now = _Installed(pool, pool.malloc, cupy.cuda.get_allocator())
-        cupy.cuda.set_allocator(now.allocator)
-        _INSTALLATION.now = now  # gate: module-state - CuPy has one allocator a process
-        return pool
-
-
-def use(
-    config: AllocatorConfig | str | os.PathLike[str] | None = None,
-    *,
-    backend: CupyBackend | None = None,
-) -> CupyPool:
-    """`install` with settings, or with the file of settings that `gpu-alloc tune` wrote.
-
-    Raises as `install` and `AllocatorConfig.from_toml` do.
-    """
-    if isinstance(config, (str, os.PathLike)):
-        config = AllocatorConfig.from_toml(config)
-    return install(config, backend=backend)
-
-
-def uninstall() -> None:
-    """Put the allocator back that `install` replaced, and close the pool.
-
-    Arrays made meanwhile stay valid; their memory returns to the driver as they die. Raises
-    AllocError when nothing is installed, or when someone set another allocator after `install`.
-    """
-    with _INSTALLATION.lock:
-        now = _INSTALLATION.now
-        if now is None:
-            raise AllocError("no gpu_alloc pool is installed; call install() first")
-        cuda = import_cupy().cuda
-        if cuda.get_allocator() is not now.allocator:
-            raise AllocError(
-                "CuPy's allocator was changed after install(); set it back to pool.malloc of the "
-                "installed pool before uninstall()"
-            )
-        cuda.set_allocator(now.previous)
-        _INSTALLATION.now = None  # gate: module-state - CuPy has one allocator a process
-        now.pool.close()
-
-
-def cuda_version_problem(cupy_version: int, torch_version: str | None) -> str | None:
-    """Why two CUDA builds do not go together, or None.
-
-    cupy_version: as CUDA counts, 12090 for 12.9. torch_version: `torch.version.cuda`, for example
-    "13.0"; None for a torch without CUDA.
-    """
-    cupy_major = cupy_version // 1000
-    torch_major = int(torch_version.split(".")[0]) if torch_version else cupy_major
-    if cupy_major == torch_major:
-        return None
-    return (
-        f"cupy is built for CUDA {cupy_major} but torch for CUDA {torch_major}; libraries of both "
-        f"majors in one process can fail at run time: pip install 'gpu-alloc[cuda{torch_major}]' "
-        "and remove the other cupy"
-    )
-
-
-def _warn_of_cuda_versions() -> None:
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        version = import_cupy().cuda.runtime.runtimeGetVersion()
-        problem = cuda_version_problem(version, torch.version.cuda)
-        if problem is not None:
-            _warn_once(problem)
-
-
-@cache
-def _warn_once(problem: str) -> None:
-    warnings.warn(problem, CudaVersionWarning, stacklevel=5)
 
 
 @cache

@@ -37,9 +37,10 @@ from gpu_alloc.errors import (
 )
 from gpu_alloc.events import TraceEvent
 from gpu_alloc.native.binding import CLOSED, Core, functions_of, native_library, settings_of
-from gpu_alloc.native.callbacks import Callbacks
+from gpu_alloc.native.callbacks import NOTHING_KEPT, Callbacks
 from gpu_alloc.sources import ChunkSource, StreamEvents, check_alignment, round_up
 
+_NEW_TUPLE = tuple.__new__
 _MOST_BYTES = 1 << 60  # beyond any device, so that sums of sizes stay whole numbers of C
 _POOL_FIELDS = (
     "allocated_bytes",
@@ -143,41 +144,29 @@ class NativeAllocator:
     def _bind(self, config: AllocatorConfig, core: Core) -> None:
         self.config = config
         self._align_mask = config.alignment_size - 1
+        self._padded = ~self._align_mask
+        self._kept = NOTHING_KEPT if self._callbacks is None else self._callbacks.kept
         self._marks: list[str] = []
         self._core = core
-        self._handle = core.handle
-        self._try_malloc: Callable[[int, int, int], int] = core.library.fast.ga_try_malloc
-        frees = core.library.waiting if config.free_idle_chunk else core.library.fast
-        self._free: Callable[[int, int], int] = frees.ga_free
+        self._try_malloc = core.library.fastest("try_malloc", core.handle)
+        self._free = core.library.fastest("free", core.handle)
+        if config.free_idle_chunk:  # it may call the source, which may wait for the device
+            self._free = self._free_waiting
 
     def malloc(self, nbytes: int, stream: int = 0) -> Allocation:
         """See `TwoPoolAllocator.malloc`."""
-        if type(nbytes) is int and 0 < nbytes <= _MOST_BYTES:
-            try:
-                ptr = self._try_malloc(self._handle, nbytes, stream)
-            except ctypes.ArgumentError:
-                ptr = 0
+        if type(nbytes) is int:
+            ptr = self._try_malloc(nbytes, stream)
             if ptr > 0:
-                return tuple.__new__(
-                    Allocation, (ptr, (nbytes + self._align_mask) & ~self._align_mask)
-                )
+                return _NEW_TUPLE(Allocation, (ptr, nbytes + self._align_mask & self._padded))
         return self._malloc_slowly(nbytes, stream)
 
     def free(self, ptr: int) -> None:
         """See `TwoPoolAllocator.free`."""
-        try:
-            failed = self._free(self._handle, ptr)
-        except ctypes.ArgumentError:
-            check_kind(ptr, int, "free takes the address that malloc returned")
-            failed = -1
-        if failed and ptr:
-            raise InvalidFreeError(
-                f"free of {ptr:#x}, which is not allocated here; it was freed before, or belongs "
-                "to another allocator"
-            )
-        callbacks = self._callbacks
-        if callbacks is not None and callbacks.kept.any:
-            callbacks.kept.raise_kept()
+        if self._free(ptr):
+            self._refuse_free(ptr)
+        if self._kept.any:
+            self._kept.raise_kept()
 
     def record_stream(self, ptr: int, stream: int) -> None:
         """See `TwoPoolAllocator.record_stream`."""
@@ -270,8 +259,22 @@ class NativeAllocator:
         return result
 
     def _raise_kept(self) -> None:
-        if self._callbacks is not None and self._callbacks.kept.any:
-            self._callbacks.kept.raise_kept()
+        if self._kept.any:
+            self._kept.raise_kept()
+
+    def _refuse_free(self, ptr: int) -> None:
+        check_kind(ptr, int, "free takes the address that malloc returned")
+        if ptr:
+            raise InvalidFreeError(
+                f"free of {ptr:#x}, which is not allocated here; it was freed before, or belongs "
+                "to another allocator"
+            )
+
+    def _free_waiting(self, ptr: int) -> int:
+        try:
+            return int(self._core.library.waiting.ga_free(self._core.handle, ptr))
+        except ctypes.ArgumentError:
+            return -1
 
     def _malloc_slowly(self, nbytes: int, stream: int) -> Allocation:
         try:

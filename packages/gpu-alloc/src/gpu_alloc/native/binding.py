@@ -1,6 +1,7 @@
 """The functions of core.cpp as Python calls them, and one core behind them.
 
-Two ways to call: `fast` keeps Python's lock, for functions that never wait; `waiting` lets it go.
+Three ways to call: `fast` keeps Python's lock, for functions that never wait; `waiting` lets it go;
+`fastest` makes a builtin of one of two functions, without ctypes in its way.
 
 Invariant: a call that finds another version of the library raises instead of guessing.
 """
@@ -16,7 +17,7 @@ from gpu_alloc.core import MIB, AllocatorConfig
 from gpu_alloc.errors import ReentrantMallocError
 from gpu_alloc.native.build import NativeUnavailableError, library_path
 
-_VERSION = 1
+_CORE_VERSION = 2
 CLOSED, REENTRANT = -1, -2
 NUM_STATS = 33
 NUM_FUNCTIONS = 10  # those of the struct `Functions` in core.cpp
@@ -43,8 +44,16 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ga_run": (_NUMBER, _POINTER, _NUMBERS, _NUMBER, _NUMBERS),
     "ga_last_failure": (_NUMBER, _POINTER, _NUMBERS, _NUMBER),
     "ga_serve": (_NUMBER, _NUMBERS, _POINTER),
+    "ga_python": (None, _POINTER),
     "ga_core_of": (_POINTER, ctypes.c_int),
 }
+
+
+# PyCFunction_NewEx, of Python's stable interface: what is called, `self`, the module's name.
+_NEW_BUILTIN = ctypes.PYFUNCTYPE(ctypes.py_object, _POINTER, ctypes.py_object, ctypes.c_void_p)(
+    ("PyCFunction_NewEx", ctypes.pythonapi)
+)
+_PYTHONS = ("PyLong_AsLongLong", "PyLong_FromLongLong", "PyErr_Occurred", "PyErr_Clear")
 
 
 @final
@@ -55,6 +64,12 @@ class Library:
     path: Path
     waiting: ctypes.CDLL
     fast: ctypes.PyDLL
+
+    def fastest(self, name: str, handle: int) -> Callable[..., int]:
+        """A function of a core as a builtin of Python's, which keeps Python's lock."""
+        definition = ctypes.addressof(ctypes.c_char.in_dll(self.waiting, f"ga_py_{name}"))
+        builtin: Callable[..., int] = _NEW_BUILTIN(definition, handle, None)
+        return builtin
 
     def address_of(self, name: str) -> int:
         """Where a function is, for callers that are not Python."""
@@ -74,9 +89,21 @@ def native_library() -> Library:
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
         library.ga_version.restype = _NUMBER
-    if loaded[0].ga_version() != _VERSION:
+    if loaded[0].ga_version() != _CORE_VERSION:
         raise NativeUnavailableError(f"{path} is of another version; delete it")
+    addresses = [ctypes.cast(getattr(ctypes.pythonapi, n), _POINTER).value for n in _PYTHONS]
+    loaded[0].ga_python((_POINTER * len(addresses))(*addresses))
     return Library(path=path, waiting=loaded[0], fast=loaded[1])
+
+
+@cache
+def is_compiled() -> bool:
+    """Whether there is a compiled core, or one can be made; the Python core decides alike."""
+    try:
+        native_library()
+    except NativeUnavailableError:
+        return False
+    return True
 
 
 def settings_of(

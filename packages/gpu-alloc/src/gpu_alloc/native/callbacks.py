@@ -48,6 +48,9 @@ class Kept:
             raise error
 
 
+NOTHING_KEPT = Kept()  # of a core that calls no Python
+
+
 @final
 class Callbacks:
     """The functions of one source and, where there are any, of its events.

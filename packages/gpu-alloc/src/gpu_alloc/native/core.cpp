@@ -29,6 +29,7 @@ namespace {
 constexpr i64 NONE = INT64_MIN;  // a stream that is none
 constexpr size_t KEPT_LISTS = 8;
 constexpr i64 FIRST_ADDRESS = i64(1) << 40;
+constexpr i64 MOST_BYTES = i64(1) << 60;  // beyond any device
 constexpr i64 INVENTED_ALIGNMENT = i64(1) << 21;
 enum Result : i64 { NO_ROOM = 0, CLOSED = -1, REENTRANT = -2 };
 
@@ -774,7 +775,7 @@ Core* core_of(int device) {
 #define GA extern "C" __attribute__((visibility("default")))
 
 // Raised with every change of what is called here; binding.py asks for the one that it knows.
-GA i64 ga_version() { return 1; }
+GA i64 ga_version() { return 2; }
 
 GA Core* ga_open(const i64* settings, const Functions* functions) {
   return new Core(settings, *functions);
@@ -938,6 +939,55 @@ GA i64 ga_last_failure(Core* core, i64* out, i64 room) {
   Held lock(*core, true);
   return lock.reentrant ? i64(REENTRANT) : copy_out(core->failure, out, room);
 }
+
+// Two functions once more, in the shape of CPython's METH_FASTCALL, because a call through ctypes
+// costs more than what is called. Objects are only handed on, to four functions of Python's that
+// ga_python is given, so that nothing here is compiled against a version of it. `self` is the core's
+// address as a Python number. They run with Python's lock held, as ga_try_malloc must.
+struct Python {
+  i64 (*as_number)(void*);
+  void* (*number)(i64);
+  void* (*has_error)();
+  void (*forget_error)();
+} python;
+
+// False, and no error, for an object that is no number of 64 bits.
+static bool read_number(void* object, i64& out) {
+  out = python.as_number(object);
+  if (out != -1 || !python.has_error()) return true;
+  python.forget_error();
+  return false;
+}
+
+static Core* core_of_self(void* self) { return reinterpret_cast<Core*>(python.as_number(self)); }
+
+// (size, stream) -> as ga_try_malloc; 0 also for what are no sizes or streams.
+static void* py_try_malloc(void* self, void* const* arguments, ptrdiff_t count) {
+  i64 size, stream;
+  bool fits = count == 2 && read_number(arguments[0], size) && read_number(arguments[1], stream);
+  fits = fits && size > 0 && size <= MOST_BYTES;
+  return python.number(fits ? ga_try_malloc(core_of_self(self), size, stream) : i64(NO_ROOM));
+}
+
+// (address) -> as ga_free; -2 for what is no number of 64 bits.
+static void* py_free(void* self, void* const* arguments, ptrdiff_t count) {
+  i64 ptr;
+  bool is_number = count == 1 && read_number(arguments[0], ptr);
+  return python.number(is_number ? ga_free(core_of_self(self), ptr) : i64(-2));
+}
+
+// A PyMethodDef, which lives as long as what is made of it: for ever.
+struct MethodDefinition {
+  const char* name;
+  void* (*function)(void*, void* const*, ptrdiff_t);
+  int flags;
+  const char* doc;
+};
+constexpr int METH_FASTCALL = 0x80;
+GA MethodDefinition ga_py_try_malloc = {"try_malloc", py_try_malloc, METH_FASTCALL, nullptr};
+GA MethodDefinition ga_py_free = {"free", py_free, METH_FASTCALL, nullptr};
+
+GA void ga_python(const Python* functions) { python = *functions; }
 
 // Serve torch from here on, with a core for each device. 0, or -1 when it is served otherwise.
 GA i64 ga_serve(const i64* settings, const Functions* functions) {

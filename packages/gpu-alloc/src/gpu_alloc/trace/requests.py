@@ -9,13 +9,12 @@ memory.
 
 from array import array
 from collections.abc import Container, Iterable
-from functools import cache
 from typing import final
 
 from gpu_alloc.core import AllocatorConfig, OomReport, OutOfMemoryError, Stats, TwoPoolAllocator
 from gpu_alloc.errors import TraceError, check_kind
 from gpu_alloc.events import TraceEvent
-from gpu_alloc.native import NativeAllocator, NativeUnavailableError, native_library
+from gpu_alloc.native import NativeAllocator, is_compiled
 from gpu_alloc.sources import AddressSource
 
 GRANULARITY_BYTES = 2 << 20
@@ -65,7 +64,7 @@ class Requests:
         """
         source = AddressSource(capacity_bytes, granularity_bytes=GRANULARITY_BYTES)
         try:
-            if self._numbers is not None and _is_compiled():
+            if self._numbers is not None and is_compiled():
                 return self._run_compiled(self._numbers, config, source)
             return self._run_in_python(config, source)
         except OutOfMemoryError as error:  # of the pre-allocation
@@ -119,12 +118,3 @@ def check_request(event: TraceEvent, index: int, live: Container[int]) -> None:
 
 def nothing_to_reclaim() -> None:
     """Replayed blocks belong to the trace, so collecting garbage could free none."""
-
-
-@cache
-def _is_compiled() -> bool:
-    try:
-        native_library()
-    except NativeUnavailableError:
-        return False  # the Python core decides alike
-    return True
