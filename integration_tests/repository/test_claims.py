@@ -155,6 +155,18 @@ def test_a_command_that_fails_is_no_measurement(root: Path, code: str, reason: s
     assert reason in outcome.reason
 
 
+@pytest.mark.parametrize(("status", "value"), [(0, 2), (3, 1), (0, 1)])
+def test_of_a_claim_that_does_not_hold_the_error_stream_is_kept(
+    root: Path, status: int, value: int
+) -> None:
+    line = json.dumps({"figure": CLAIM.figure, "value": value})
+    code = f"import sys\nprint('seed 7 lost', file=sys.stderr)\nprint('{line}')\nsys.exit({status})"
+    (root / "benchmarks" / "fast.py").write_text(code)
+    (outcome,) = measure([CLAIM], root=root, has_gpu=False)
+    assert ("seed 7 lost" in outcome.reason) == (outcome.verdict != HOLDS)
+    assert (outcome.verdict == HOLDS) == (status == 0 and value == 1)
+
+
 def test_results_say_what_was_measured_on_what(tmp_path: Path) -> None:
     file = tmp_path / "a-b.json"
     figure = {"value": 1.01, "low": 0.9, "high": 1.2, "n": 9.0}

@@ -1,7 +1,8 @@
 """Run the commands of claims and judge each figure against its limit.
 
 A command is run once, however many claims read from it. It counts as measured only when it exits
-with 0 and prints the figure: a JSON line for a benchmark, `N passed` for a test.
+with 0 and prints the figure: a JSON line for a benchmark, `N passed` for a test. Of a claim that
+does not hold, the end of what its command wrote to its error stream is kept: that names the seeds.
 """
 
 import json
@@ -12,7 +13,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from claims.ledger import Claim
@@ -22,6 +23,7 @@ FALLS_SHORT = "falls short"
 FAILED = "failed"
 NOT_HERE = "not measured here (GPU)"
 _LAST_LINES = 15
+_LAST_ERROR_LINES = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +47,12 @@ def measure(claims: Sequence[Claim], *, root: Path, has_gpu: bool) -> list[Outco
         if claim.command not in printed:
             print(f"claims: {claim.command}", flush=True)
             printed[claim.command] = _run(claim, root)
-        outcomes.append(
-            judge(claim, printed[claim.command].figures, printed[claim.command].failure)
-        )
+        ran = printed[claim.command]
+        outcome = judge(claim, ran.figures, ran.failure)
+        if outcome.verdict != HOLDS and ran.errors:
+            told = f"{outcome.reason}\nits error stream:\n{ran.errors}".lstrip()
+            outcome = replace(outcome, reason=told)
+        outcomes.append(outcome)
     return outcomes
 
 
@@ -85,6 +90,7 @@ def read_figures(output: str) -> dict[str, dict[str, float]]:
 class _Printed:
     figures: dict[str, dict[str, float]] = field(default_factory=dict)
     failure: str = ""
+    errors: str = ""
 
 
 def _run(claim: Claim, root: Path) -> _Printed:
@@ -98,15 +104,21 @@ def _run(claim: Claim, root: Path) -> _Printed:
             command,
             cwd=root,
             env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            capture_output=True,
             text=True,
             timeout=claim.timeout_s,
             check=False,
         )
-    except subprocess.TimeoutExpired:
-        return _Printed(failure=f"still running after {claim.timeout_s} s")
+    except subprocess.TimeoutExpired as error:
+        errors = (error.stderr or b"").decode(errors="replace")  # bytes, whatever was asked for
+        failure = f"still running after {claim.timeout_s} s"
+        return _Printed(failure=failure, errors=_tail(errors, _LAST_ERROR_LINES))
+    errors = _tail(done.stderr, _LAST_ERROR_LINES)
     if done.returncode != 0:
-        tail = "\n".join(done.stdout.splitlines()[-_LAST_LINES:])
-        return _Printed(failure=f"exit status {done.returncode}\n{tail}")
-    return _Printed(figures=read_figures(done.stdout))
+        failure = f"exit status {done.returncode}\n{_tail(done.stdout, _LAST_LINES)}"
+        return _Printed(failure=failure, errors=errors)
+    return _Printed(figures=read_figures(done.stdout), errors=errors)
+
+
+def _tail(text: str, lines: int) -> str:
+    return "\n".join(text.splitlines()[-lines:])

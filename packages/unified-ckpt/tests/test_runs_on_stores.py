@@ -36,6 +36,7 @@ from unified_ckpt.errors import (
 from unified_ckpt.files.storage import Fetched, LocalStore, Location, as_target
 from unified_ckpt.folders import check_steps_free, numbered_checkpoints
 from unified_ckpt.folders.in_store import remove_stored
+from unified_ckpt.plans.checkpoint import is_stored
 from unified_ckpt.saving.commit import Draft
 
 KINDS = ["file", "fsspec", "s3"]
@@ -55,7 +56,9 @@ def fill(place: object) -> float:
 
 def there(folder: Location) -> list[str]:
     """The names below a folder that are checkpoints or what is left of some."""
-    names = {key[len(folder.key) + 1 :].partition("/")[0] for key in folder.store.keys(folder.key)}
+    keys = [key[len(folder.key) + 1 :] for key in folder.store.keys(folder.key)]
+    names = {name for name, _, rest in (key.partition("/") for key in keys) if "data-" in rest}
+    names |= {key.partition("/")[0] for key in keys if is_stored(folder / key.partition("/")[0])}
     return sorted(name for name in names if "checkpoint-" in name)
 
 
@@ -286,3 +289,70 @@ def test_checkpoints_in_stores_are_compared_and_inspected(tmp_path: Path) -> Non
     assert list(diff_checkpoints(url, tmp_path / "b")) == []
     assert [each.name for each in diff_checkpoints(url, tmp_path / "c")] == ["w"]
     assert as_target("x", url).name == "a"
+
+
+class _Busy(LocalStore):
+    """A folder in which a job does something else before the first look at a manifest."""
+
+    def __init__(self, root: Path, *, before: Callable[[], object], number: int = 0) -> None:
+        super().__init__(root)
+        self._before, self._number, self._looks = before, number, 0
+
+    def _look(self, key: str) -> None:
+        if key.endswith("manifest.json"):
+            self._looks += 1
+            if self._looks == self._number + 1:
+                self._before()
+
+    def size(self, key: str) -> int | None:
+        self._look(key)
+        return super().size(key)
+
+    def fetch(self, key: str) -> Fetched | None:
+        self._look(key)
+        return super().fetch(key)
+
+
+def test_a_run_in_which_all_that_was_listed_is_rotated_away_is_listed_again(
+    tmp_path: Path,
+) -> None:
+    """Who looks is slow: of what it has listed, nothing is left when it asks for it."""
+    place = place_in(tmp_path)
+    options = ManagerOptions(save_total_limit=1, signals=())
+    with CheckpointManager(place, options) as manager:
+        manager.save(shards(1), 1)
+        manager.begin(2)  # is listed, and not there yet
+
+        def go_on() -> None:
+            for step in (2, 3):
+                manager.save(shards(step), step)
+
+        slow = Location(store=_Busy(tmp_path, before=go_on, number=1), key=place.key)
+        assert str(get_last_checkpoint(slow)) == str(place / "checkpoint-3")
+        assert get_last_checkpoint(place_in(tmp_path / "nothing")) is None
+
+
+def test_what_the_first_rank_has_checked_is_what_is_loaded(tmp_path: Path) -> None:
+    """Between the check of all bytes and the load, another checkpoint gets the name."""
+    place = place_in(tmp_path)
+    with CheckpointManager(place, QUIET) as manager:
+        for step in (1, 2):
+            manager.save(shards(step), step)
+
+    def replace() -> None:
+        save(shards(7), checkpoint_id=place / "checkpoint-2")
+        (damaged,) = (tmp_path / "run" / "checkpoint-2").glob("data-*/model.safetensors")
+        raw = bytearray(damaged.read_bytes())
+        raw[-1] ^= 1
+        damaged.write_bytes(raw)
+
+    # Looks at manifests: is it there, the check, is it still the same; then the load.
+    for number in range(3, 5):
+        busy = Location(store=_Busy(tmp_path, before=replace, number=number), key=place.key)
+        with (
+            CheckpointManager(busy, QUIET) as manager,
+            pytest.warns(DamagedCheckpointWarning, match="checkpoint-2 is passed over"),
+        ):
+            found = manager.resume(lambda folder: folder.name, verify="full")
+        assert found is not None and found[1] == "checkpoint-1"
+        save(shards(2), checkpoint_id=place / "checkpoint-2")

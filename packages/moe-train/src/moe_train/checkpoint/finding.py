@@ -9,7 +9,7 @@ from typing import overload
 
 from moe_train.errors import TrainValueError
 from unified_ckpt.files.storage import Location, as_target
-from unified_ckpt.folders import find_fault, numbered_checkpoints
+from unified_ckpt.folders import checked_checkpoints
 from unified_ckpt.plans.checkpoint import is_stored
 
 NOTHING_TO_RESUME = "--resume: {} holds no complete checkpoint; start without --resume, or name one"
@@ -50,11 +50,8 @@ def newest_checkpoint(folder: Path | Location) -> Path | Location | None:
     Raises:
         CheckpointError: the folder cannot be listed, or its store does not answer.
     """
-    for path in numbered_checkpoints(folder):
-        if isinstance(path, Location) and not is_stored(path):
-            continue  # of a save that did not end, or of a checkpoint that was removed
-        fault = find_fault(path)
-        if fault is None:
-            return path
-        logger.warning("warning: %s is passed over, an older one is looked for: %s", path, fault)
-    return None
+
+    def warn(line: str) -> None:
+        logger.warning("warning: %s", line)
+
+    return next((path for path, _ in checked_checkpoints(folder, passed_over=warn)), None)

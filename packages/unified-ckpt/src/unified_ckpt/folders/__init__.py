@@ -6,6 +6,7 @@ May import: saving, plans, files.
 from unified_ckpt.folders.folder import Depth as Depth
 from unified_ckpt.folders.folder import check_depth as check_depth
 from unified_ckpt.folders.folder import check_steps_free as check_steps_free
+from unified_ckpt.folders.folder import checked_checkpoints as checked_checkpoints
 from unified_ckpt.folders.folder import find_fault as find_fault
 from unified_ckpt.folders.folder import get_last_checkpoint as get_last_checkpoint
 from unified_ckpt.folders.folder import is_complete as is_complete

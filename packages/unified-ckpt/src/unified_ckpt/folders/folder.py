@@ -12,7 +12,7 @@ since an older checkpoint is not the newest one.
 import os
 import re
 import warnings
-from collections.abc import Collection, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
 from pathlib import Path
 from typing import Literal, overload
 
@@ -69,21 +69,26 @@ def find_fault(checkpoint: Path | str | Location, verify: Depth = "quick") -> st
     Raises:
         StoreError: the store does not answer.
     """
+    return _check(checkpoint, verify)[0]
 
-    def fault_of(opened: Checkpoint) -> str | None:
+
+def _check(checkpoint: Path | str | Location, verify: Depth) -> tuple[str | None, str]:
+    """Return the fault, and the identity of the checkpoint that was looked at."""
+
+    def look(opened: Checkpoint) -> tuple[str | None, str]:
         fault = _size_fault(opened)
         if fault is None and opened.manifest is not None:
             _check_small(opened, opened.manifest)
             if verify == "full":
                 fault = next((str(problem) for problem in verify_opened(opened).problems), None)
-        return fault
+        return fault, opened.identity
 
     try:
-        return read_checkpoint(checkpoint, fault_of)
+        return read_checkpoint(checkpoint, look)
     except StoreError:
         raise
     except (LoadError, OSError) as error:
-        return str(error)
+        return str(error), ""
 
 
 def _size_fault(checkpoint: Checkpoint) -> str | None:
@@ -138,19 +143,47 @@ def valid_checkpoints(
         CheckpointValueError: `verify` is neither `quick` nor `full`.
         StoreError: the store does not answer.
     """
+    for place, _ in checked_checkpoints(folder, verify=verify):
+        yield place
+
+
+def _warn(line: str) -> None:
+    warnings.warn(line, DamagedCheckpointWarning, stacklevel=5)
+
+
+def checked_checkpoints(
+    folder: Path | str | Location,
+    *,
+    verify: Depth = "quick",
+    passed_over: Callable[[str], None] = _warn,
+) -> Iterator[tuple[Path | Location, str]]:
+    """As `valid_checkpoints`, each with its identity (`Checkpoint.identity`) when it was checked.
+
+    A job that saves and rotates may remove all that was listed before it is looked at, so a folder
+    in which nothing is found is listed again, until it holds the same names twice.
+
+    Args:
+        folder, verify: as of `valid_checkpoints`.
+        passed_over: called with a line for each checkpoint that is damaged; warns if not given.
+
+    Raises:
+        CheckpointValueError, StoreError: as `valid_checkpoints`.
+    """
     check_depth(verify)
-    for path in numbered_checkpoints(as_target("folder", folder)):
-        if isinstance(path, Location) and not is_stored(path):
-            continue  # of a save that has not ended, or of a checkpoint that was removed
-        fault = find_fault(path, verify)
-        if fault is None:
-            yield path
-        elif _has_name(path):  # else it was removed meanwhile
-            warnings.warn(
-                f"{path} is passed over, an older checkpoint is looked for: {fault}",
-                DamagedCheckpointWarning,
-                stacklevel=3,
-            )
+    place, damaged = as_target("folder", folder), set[str]()
+    before, found = list[Path | Location](), False
+    while not found and (listed := numbered_checkpoints(place)) != before:
+        before = listed
+        for path in listed:
+            if path.name in damaged or (isinstance(path, Location) and not is_stored(path)):
+                continue  # of a save that has not ended, or of a checkpoint that was removed
+            fault, identity = _check(path, verify)
+            if fault is None:
+                found = True
+                yield path, identity
+            elif _has_name(path):  # else it was removed meanwhile
+                damaged.add(path.name)
+                passed_over(f"{path} is passed over, an older checkpoint is looked for: {fault}")
 
 
 def check_depth(verify: Depth) -> None:

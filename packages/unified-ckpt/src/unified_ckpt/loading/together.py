@@ -32,6 +32,7 @@ def read_together(
     checkpoint_id: Path | str | Location,
     read: Callable[[Checkpoint], _T],
     *,
+    identity: str | None = None,
     attempts: int = MOST_ATTEMPTS,
 ) -> _T:
     """Call `read` on every rank with the same checkpoint; collective over the agreement's group.
@@ -40,6 +41,7 @@ def read_together(
         agreement: the ranks.
         checkpoint_id: the directory, the same on every rank.
         read: reads from what it is given, or by name; the name leads to it all the while.
+        identity: of the only checkpoint that may be read (`Checkpoint.identity`); None for any.
         attempts: how often a checkpoint that was replaced meanwhile is taken as it is by then.
 
     Raises:
@@ -51,14 +53,17 @@ def read_together(
     """
     for _ in range(attempts - 1):
         try:
-            return _read_once(agreement, checkpoint_id, read)
+            return _read_once(agreement, checkpoint_id, read, identity)
         except ReplacedCheckpointError:
             continue
-    return _read_once(agreement, checkpoint_id, read)
+    return _read_once(agreement, checkpoint_id, read, identity)
 
 
 def _read_once(
-    agreement: Agreement, checkpoint_id: Path | str | Location, read: Callable[[Checkpoint], _T]
+    agreement: Agreement,
+    checkpoint_id: Path | str | Location,
+    read: Callable[[Checkpoint], _T],
+    wanted: str | None,
 ) -> _T:
     def open_here() -> tuple[Checkpoint, str]:
         opened = Checkpoint(checkpoint_id)
@@ -73,7 +78,8 @@ def _read_once(
                 raise checkpoint.replaced()
             return value
 
-    if len(set(agreement.gather("identity", identity))) > 1:
+    opened = set(agreement.gather("identity", identity))
+    if len(opened) > 1 or wanted not in (None, *opened):
         checkpoint.opened.close()
         raise checkpoint.replaced()  # on every rank
     return _on_all(agreement, "load", finish)

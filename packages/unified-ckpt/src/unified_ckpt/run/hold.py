@@ -165,7 +165,9 @@ class Lease:
         self, before: tuple[RunNote, Fetched] | None, now: tuple[RunNote, Fetched] | None
     ) -> None:
         holder = None if now is None else now[0].holder
-        if holder is not None and before is not None and holder == before[0].holder:
+        if holder is None or before is None or holder != before[0].holder:
+            return
+        if not _is_dead(holder):  # else it was its last request, which came late
             raise BlockingIOError(
                 f"another job manages {self._folder}: {holder}, which has just said that it is "
                 "alive; end it, or use another folder"

@@ -42,10 +42,10 @@ from unified_ckpt.files.storage import Location, as_target
 from unified_ckpt.folders import (
     Depth,
     check_depth,
+    checked_checkpoints,
     is_complete,
     numbered_checkpoints,
     rotate,
-    valid_checkpoints,
 )
 from unified_ckpt.folders.in_store import clean_stored
 from unified_ckpt.loading import read_together
@@ -298,8 +298,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         """
         if self.options.best_metric is None:
             return None
-        numbered = numbered_checkpoints(self.folder)
-        complete = {path.name: path for path in numbered if is_complete(path)}
+        complete = {p.name: p for p in numbered_checkpoints(self.folder) if is_complete(p)}
         metric = self.options.best_metric
         values = {name: read_metric(path, metric) for name, path in complete.items()}
         best = best_of(values, self.options.best_mode)
@@ -310,10 +309,10 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     ) -> tuple[Path | Location, _T] | None:
         """Load the newest valid checkpoint, falling back to older ones; collective.
 
-        All ranks load the same one. If `load_one` finds damage on any rank (it raises
-        `CorruptCheckpointError`, or an OSError for what cannot be read), all of them warn and try
-        the next older one; destinations that were filled are filled again. If the checkpoint is
-        replaced or removed while any rank loads it, all look for the newest one again.
+        All ranks load the one that the first rank has checked. If `load_one` finds damage on any
+        (it raises `CorruptCheckpointError`, or an OSError for what cannot be read), all warn and
+        try the next older one; destinations that were filled are filled again. If the checkpoint is
+        replaced or removed meanwhile, all look for the newest one again.
 
         Args:
             load_one: loads this rank's share from a directory (a `Path`) or a `Location`, for
@@ -333,25 +332,25 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         """
         check_depth(verify)
         agreement = self._agreement("resume")
-        candidates = valid_checkpoints(self.folder, verify=verify)
+        candidates = checked_checkpoints(self.folder, verify=verify)
         damaged: set[str] = set()
         replaced = 0
         while True:
             with agreement.phase("list") as phase:  # one at a time: a full check reads all bytes
                 found = next(candidates, None) if agreement.rank == 0 else None
-                phase.payload = None if found is None else found.name
+                phase.payload = None if found is None else [found[0].name, found[1]]
             if phase.results[0] is None:
                 return None
-            path = self.folder / phase.results[0]
+            path, identity = self.folder / phase.results[0][0], phase.results[0][1]
             if path.name in damaged:
                 continue
             try:
-                return path, _load_together(agreement, load_one, path)
+                return path, _load_together(agreement, load_one, path, identity)
             except ReplacedCheckpointError:
                 replaced += 1
                 if replaced == _MOST_REPLACED:
                     raise
-                candidates = valid_checkpoints(self.folder, verify=verify)
+                candidates = checked_checkpoints(self.folder, verify=verify)
             except CorruptCheckpointError as error:
                 damaged.add(path.name)
                 warnings.warn(
@@ -366,7 +365,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         All that `load_one` reads there, in any number of calls, is of one checkpoint. Raises, on
         every rank, as `resume`, also for damage and for a replacement: nothing stands in for it.
         """
-        return _load_together(self._agreement("load_named"), load_one, path)
+        return _load_together(self._agreement("load_named"), load_one, path, None)
 
     def close(self) -> None:
         """Release the folder and give the signals their former handlers back."""
@@ -389,11 +388,11 @@ def due_by_steps(step: int, save_steps: int | None) -> bool:
 
 
 def _load_together(
-    agreement: Agreement, load_one: Callable[[Any], _T], path: Path | Location
+    agreement: Agreement, load_one: Callable[[Any], _T], path: Path | Location, wanted: str | None
 ) -> _T:
     """Load on every rank from the same directory, which the name leads to all the while."""
     try:
-        return read_together(agreement, path, lambda _: load_one(path), attempts=1)
+        return read_together(agreement, path, lambda _: load_one(path), identity=wanted, attempts=1)
     except (CorruptCheckpointError, ReplacedCheckpointError):
         raise
     except (LoadError, CheckpointValueError) as error:

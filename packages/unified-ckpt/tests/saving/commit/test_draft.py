@@ -1,6 +1,8 @@
 """Commits in a store: of two saves one wins, lost answers are found out, leftovers go."""
 
-from collections.abc import Iterable, Sequence
+import os
+import signal
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,9 +10,10 @@ import pytest
 import torch
 
 from unified_ckpt import load, save
-from unified_ckpt.errors import CheckpointValueError, LeftoverFilesWarning, SaveError
-from unified_ckpt.files.storage import LocalStore, Location
+from unified_ckpt.errors import CheckpointValueError, LeftoverFilesWarning, LoadError, SaveError
+from unified_ckpt.files.storage import Fetched, LocalStore, Location
 from unified_ckpt.folders.in_store import remove_stored
+from unified_ckpt.plans.checkpoint import is_stored
 from unified_ckpt.saving.commit import Draft
 
 
@@ -34,6 +37,23 @@ class _SwapsBadly(LocalStore):
         if self.done:
             super().swap(key, data, old=old)
         raise ConnectionError("lost")
+
+
+class _SwapsLate(LocalStore):
+    """A folder whose swap is on its way when the client gives up."""
+
+    def swap(self, key: str, data: bytes, *, old: str | None) -> bool:
+        self.arrive = lambda: LocalStore.swap(self, key, data, old=old)
+        raise ConnectionError("lost")
+
+
+class _DiesInSwaps(LocalStore):
+    """A folder whose client is killed when a swap has written what it will rename."""
+
+    def fetch(self, key: str) -> Fetched | None:
+        if any("data-swap-" in name for name in self.keys("run")):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().fetch(key)
 
 
 @dataclass
@@ -136,7 +156,41 @@ def test_who_cleans_beside_a_save_that_runs_makes_it_fail_and_not_its_readers(
     assert Draft.clean(place)
     with pytest.raises(SaveError, match="another job has removed the files"):
         draft.commit({}, lambda: {})
-    assert place.store.keys(place.key) == []
+    assert not is_stored(place) and place.store.keys(place.key) == [f"{place.key}/manifest.json"]
+    save({"model": {"w": torch.ones(3)}}, checkpoint_id=place)
+    assert is_stored(place)
+
+
+def test_a_manifest_that_comes_after_its_save_was_cleaned_up_is_refused(tmp_path: Path) -> None:
+    """The save has sent it and was killed; the store brings it after a tombstone."""
+    place = place_in(tmp_path)
+    for _ in range(3):
+        draft = Draft.make(place)
+        fill(draft)
+        late = _SwapsLate(tmp_path)
+        draft.target = Location(store=late, key=place.key)
+        with pytest.raises(ConnectionError):
+            draft.commit({}, lambda: {})
+        assert Draft.clean(place)
+        assert not late.arrive() and not is_stored(place)
+    with pytest.raises(LoadError, match="no such checkpoint"):
+        load({"model": {"w": torch.ones(3)}}, checkpoint_id=place)
+    assert not save({"model": {"w": torch.ones(3)}}, checkpoint_id=place).replaced
+    assert {key.split("/")[2][:5] for key in place.store.keys(place.key)} == {"data-", "manif"}
+
+
+def test_a_save_that_was_killed_in_its_swap_leaves_its_name_free(tmp_path: Path) -> None:
+    place = place_in(tmp_path)
+    if not (pid := os.fork()):
+        dying = Location(store=_DiesInSwaps(tmp_path), key=place.key)
+        draft = Draft.make(dying)
+        fill(draft)
+        draft.commit({}, lambda: {})
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+    assert len(place.store.keys(place.key)) == 2  # a file of the save, and one of the swap
+    Draft.check_free(place)
+    assert Draft.clean(place) and len(place.store.keys(place.key)) == 1
 
 
 def test_who_cleans_a_moment_too_late_leaves_the_checkpoint_alone(tmp_path: Path) -> None:
@@ -144,10 +198,9 @@ def test_who_cleans_a_moment_too_late_leaves_the_checkpoint_alone(tmp_path: Path
     place = place_in(tmp_path)
 
     class Late(LocalStore):
-        def delete(self, keys: Sequence[str]) -> None:
-            if drafts:
-                drafts.pop().commit({}, lambda: {})
-            super().delete(keys)
+        def swap(self, key: str, data: bytes, *, old: str | None) -> bool:
+            drafts.pop().commit({}, lambda: {})
+            return super().swap(key, data, old=old)
 
     drafts = [Draft.make(place)]
     fill(drafts[0])

@@ -13,3 +13,5 @@ from unified_ckpt.files.format.manifest import check_sizes as check_sizes
 from unified_ckpt.files.format.manifest import encode_manifest as encode_manifest
 from unified_ckpt.files.format.manifest import read_manifest as read_manifest
 from unified_ckpt.files.format.tables import FileRecord as FileRecord
+from unified_ckpt.files.format.tombstone import is_tombstone as is_tombstone
+from unified_ckpt.files.format.tombstone import make_tombstone as make_tombstone

@@ -13,9 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from unified_ckpt.files import Buffer
-from unified_ckpt.files.storage.protocol import Fetched, part_bytes_for
-
-_HIDDEN = "data-swap-"  # what is left of it goes with the files of saves
+from unified_ckpt.files.storage.protocol import SWAP_PREFIX, Fetched, part_bytes_for
 
 
 class FsspecStore:
@@ -62,7 +60,7 @@ class FsspecStore:
         if (None if found is None else found.version) != old:
             return False
         parent, slash, _ = key.rpartition("/")
-        hidden = f"{parent}{slash}{_HIDDEN}{secrets.token_hex(8)}"
+        hidden = f"{parent}{slash}{SWAP_PREFIX}{secrets.token_hex(8)}"
         self.upload(hidden, [data], num_bytes=len(data))
         try:  # whole at any moment, also where a file shows while it is written
             with _as_os_errors(self._path(key)):

@@ -32,7 +32,7 @@ from unified_ckpt.files import (
     sync_folder,
     write_at,
 )
-from unified_ckpt.files.storage.protocol import Fetched
+from unified_ckpt.files.storage.protocol import SWAP_PREFIX, Fetched
 
 _HIDDEN, _LOCK = ".unified-ckpt-tmp-", ".unified-ckpt-lock-"
 
@@ -55,14 +55,14 @@ class LocalStore:
     def upload(self, key: str, buffers: Iterable[Buffer], *, num_bytes: int) -> None:
         """Write a file under a hidden name, then rename it."""
         path = self.root / key
-        hidden = self._write_hidden(path, buffers)
+        hidden = self._write_hidden(path, buffers, _HIDDEN)
         rename(hidden, path)
         sync_folder(path.parent)
 
     def swap(self, key: str, data: bytes, *, old: str | None) -> bool:
         """Replace a file if its contents have the version `old`."""
         path = self.root / key
-        hidden = self._write_hidden(path, [data])
+        hidden = self._write_hidden(path, [data], SWAP_PREFIX)
         try:
             with _locked(path):
                 found = self.fetch(key)
@@ -117,7 +117,7 @@ class LocalStore:
             names = os.listdir(self.root / prefix)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(name for name in names if not name.startswith((_HIDDEN, _LOCK)))
+        return sorted(name for name in names if not name.startswith((_HIDDEN, SWAP_PREFIX, _LOCK)))
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove files, and the folders that are empty then."""
@@ -128,9 +128,9 @@ class LocalStore:
                 _remove_if_empty(folder)
                 folder = folder.parent
 
-    def _write_hidden(self, path: Path, buffers: Iterable[Buffer]) -> Path:
+    def _write_hidden(self, path: Path, buffers: Iterable[Buffer], prefix: str) -> Path:
         make_folders(path.parent)
-        hidden = path.with_name(f"{_HIDDEN}{secrets.token_hex(8)}")
+        hidden = path.with_name(f"{prefix}{secrets.token_hex(8)}")
         try:
             with open_for_write(hidden) as fd:
                 start = 0

@@ -16,6 +16,9 @@ from unified_ckpt.files import Buffer
 
 # Of an upload, the least that S3 takes. What is uploaded from plain memory is sent from there.
 PART_BYTES = 5 * 1024 * 1024
+# Of what some stores write beside an object before they swap it. What is left of it by a process
+# that was killed goes with the files of saves, whose names begin alike.
+SWAP_PREFIX = "data-swap-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,6 +63,6 @@ def clean_stored(places: Iterable[Path | Location]) -> list[str]:
     for place in places:
         if isinstance(place, Location) and not is_stored(place):
             with as_load_errors(place):
-                Draft.clean(place)
-            gone.append(place.name)
+                if Draft.clean(place):
+                    gone.append(place.name)
     return gone

@@ -13,8 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 
 from unified_ckpt.errors import CorruptCheckpointError, LoadError, StoreError
-from unified_ckpt.files.format import MANIFEST_NAME, read_manifest
+from unified_ckpt.files.format import MANIFEST_NAME, is_tombstone, read_manifest
 from unified_ckpt.files.storage import PARTS_AT_ONCE, Fetched, Location, StoredFile
+
+_MOST_TOMBSTONE_BYTES = 128  # a larger object at a manifest's place is one, whole or damaged
 
 
 class StoredFolder(AbstractContextManager["StoredFolder"]):
@@ -29,7 +31,7 @@ class StoredFolder(AbstractContextManager["StoredFolder"]):
     def __init__(self, location: Location) -> None:
         self.path = location
         found = self._fetch()
-        if found is None:
+        if found is None or is_tombstone(found.data):
             raise LoadError(f"{location}: no such checkpoint; no save has completed it")
         self._found = found
         manifest = read_manifest(self)
@@ -105,7 +107,11 @@ def is_stored(location: Location) -> bool:
     """
     place = location / MANIFEST_NAME
     with as_load_errors(place):
-        return place.store.size(place.key) is not None
+        size = place.store.size(place.key)
+        if size is None or size > _MOST_TOMBSTONE_BYTES:
+            return size is not None
+        found = place.store.fetch(place.key)
+        return found is not None and not is_tombstone(found.data)
 
 
 @contextmanager

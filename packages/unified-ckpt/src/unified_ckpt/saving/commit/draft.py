@@ -1,19 +1,17 @@
 """The moment at which a checkpoint in a store exists: one small object, its manifest, is swapped.
 
 A save writes its files below a name of its own, `CHECKPOINT/data-TOKEN/`, which nobody reads; then
-`CHECKPOINT/manifest.json`, which names that folder. The manifest is written only if it is still the
-one that was there when the save began, so of two saves of one name at most one commits, and whoever
+`CHECKPOINT/manifest.json`, which names that folder. The manifest is written only if what stood
+there when the save began still does, so of two saves of one name at most one commits, and whoever
 reads a manifest finds all that it names. No lease and no clock is needed for that.
 
 What the new manifest does not name (the checkpoint that was replaced, what killed saves left) is
 listed before the commit and deleted after it: a save whose files are on that list began before the
 commit, so it cannot commit any more. Objects of others below the checkpoint's name stay.
 
-Under a name without a manifest nothing shows which files are those of a save that runs. Therefore
-each save writes a mark beside its files first, and after its manifest it looks whether the mark is
-still there. Who cleans (`Draft.clean`) deletes marks first, and then looks whether there is a
-manifest by now. So either the cleaner sees the manifest and leaves the files alone, or the save
-sees that its mark is gone and takes its manifest back; never does neither see the other.
+The same holds for who deletes what killed saves left under a name without a manifest
+(`Draft.clean`): the list first, then a tombstone in the manifest's place, then the files. A save
+that still runs, or a manifest that is still on its way though its save is dead, comes too late.
 
     draft = Draft.make(Location(store=store, key="run/checkpoint-10"))
     ...  # every rank writes objects below draft.folder
@@ -25,12 +23,16 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 
 from unified_ckpt.errors import CheckpointValueError, LeftoverFilesWarning, SaveError
-from unified_ckpt.files.format import MANIFEST_NAME, encode_manifest
-from unified_ckpt.files.storage import Location
+from unified_ckpt.files.format import (
+    MANIFEST_NAME,
+    encode_manifest,
+    is_tombstone,
+    make_tombstone,
+)
+from unified_ckpt.files.storage import Fetched, Location
 from unified_ckpt.saving.commit.writer import write_blobs
 
 _DATA = "data-"
-_MARK = ".draft"
 
 
 class Draft:
@@ -41,7 +43,7 @@ class Draft:
         folder: where the files go.
     """
 
-    def __init__(self, target: Location, *, old: str | None) -> None:
+    def __init__(self, target: Location, *, old: Fetched | None) -> None:
         self.target = target
         self.folder = target / f"{_DATA}{secrets.token_hex(8)}"
         self._old = old
@@ -54,12 +56,10 @@ class Draft:
         Raises:
             CheckpointValueError: there are objects of that name that are no checkpoint.
         """
-        found = target.store.fetch((target / MANIFEST_NAME).key)
-        if found is None:
+        found = target.store.fetch(_manifest_key(target))
+        if not _is_manifest(found):
             cls.check_free(target)
-        draft = cls(target, old=None if found is None else found.version)
-        target.store.upload(draft._mark, [_MARK.encode()], num_bytes=len(_MARK))
-        return draft
+        return cls(target, old=found)
 
     @staticmethod
     def check_free(target: Location) -> None:
@@ -68,7 +68,8 @@ class Draft:
         Raises:
             CheckpointValueError: there are some.
         """
-        others = [key for key in target.store.keys(target.key) if not _is_data(target, key)]
+        own = _manifest_key(target)  # a tombstone
+        others = [k for k in target.store.keys(target.key) if k != own and not _is_data(target, k)]
         if others:
             raise CheckpointValueError(
                 f"{target} holds {others[0]!r} and no {MANIFEST_NAME}, so it is not a "
@@ -77,18 +78,23 @@ class Draft:
 
     @staticmethod
     def clean(target: Location) -> bool:
-        """Delete what killed saves left under a name without a manifest; return whether any did.
+        """Delete what killed saves left under a name without a manifest.
 
         A save that runs there meanwhile fails, or has committed by then and keeps its files.
+
+        Returns:
+            Whether there is no manifest now.
         """
-        store, manifest = target.store, (target / MANIFEST_NAME).key
-        keys = [key for key in store.keys(target.key) if _is_data(target, key)]
-        folders = {key[len(target.key) + 1 :].partition("/")[0] for key in keys}
-        store.delete([(target / folder / _MARK).key for folder in sorted(folders)])
-        if store.size(manifest) is not None:
+        store, key = target.store, _manifest_key(target)
+        left = [k for k in store.keys(target.key) if _is_data(target, k)]
+        found = store.fetch(key)
+        if _is_manifest(found):
             return False
-        store.delete(keys)
-        return bool(keys)
+        if left:
+            if not _swap(target, make_tombstone(), found):
+                return not _is_manifest(store.fetch(key))
+            store.delete(left)
+        return True
 
     def commit(
         self, records: Mapping[str, bytes], keys: Callable[[], Mapping[str, Mapping[str, str]]]
@@ -99,50 +105,27 @@ class Draft:
             SaveError: another save of that name has committed meanwhile.
             OSError: the store did not answer, and whether it has the manifest is not known.
         """
-        store, key = self.target.store, self._manifest
+        store = self.target.store
         blobs = encode_manifest(records, keys, data=self.folder.name)
         raw = blobs.pop(MANIFEST_NAME)
         write_blobs(blobs, self.folder)
         done_with = [k for k in store.keys(self.target.key) if _is_data(self.target, k)]
         self._may_delete = False  # from now on the files may be those of the checkpoint
-        if not self._swap(key, raw):
+        if not _swap(self.target, raw, self._old):
             self._may_delete = True
-            raise SaveError(
-                f"{self.target}: another save has written a checkpoint of that name since this one "
-                "began; let only one job save there"
-            )
-        if self._old is None and store.size(self._mark) is None:
-            store.delete([key])
-            self._may_delete = True
-            raise SaveError(
-                f"{self.target}: another job has removed the files of this save while it ran, as "
-                "what a killed save left; let only one job save there"
-            )
+            raise SaveError(f"{self.target}: {self._lost_to()}; let only one job save there")
         old = [k for k in done_with if not k.startswith(f"{self.folder.key}/")]
-        self._delete(lambda: [*old, self._mark], "what the checkpoint before had written")
-        return self._old is not None
+        self._delete(lambda: old, "what the checkpoint before had written")
+        return _is_manifest(self._old)
 
-    @property
-    def _manifest(self) -> str:
-        return (self.target / MANIFEST_NAME).key
-
-    @property
-    def _mark(self) -> str:
-        return (self.folder / _MARK).key
-
-    def _swap(self, key: str, raw: bytes) -> bool:
-        """Swap the manifest; where no answer came, look whether it is there."""
-        store = self.target.store
-        try:
-            if store.swap(key, raw, old=self._old):
-                return True
-        except (ConnectionError, TimeoutError):
-            found = store.fetch(key)
-            if found is None or found.data != raw:
-                raise  # it may still be on its way
-            return True
-        found = store.fetch(key)  # the client may have asked twice, and the first time won
-        return found is not None and found.data == raw
+    def _lost_to(self) -> str:
+        found = self.target.store.fetch(_manifest_key(self.target))
+        if found is not None and not _is_manifest(found):
+            return (
+                "another job has removed the files of this save while it ran, as what a killed "
+                "save left"
+            )
+        return "another save has written or removed a checkpoint of that name since this one began"
 
     def close(self) -> None:
         """Delete what a save that failed has written; a save that could not tell keeps it."""
@@ -161,6 +144,29 @@ class Draft:
                 LeftoverFilesWarning,
                 stacklevel=3,
             )
+
+
+def _swap(target: Location, raw: bytes, old: Fetched | None) -> bool:
+    """Write in the manifest's place; where no answer came, look whether it is there."""
+    store, key = target.store, _manifest_key(target)
+    try:
+        if store.swap(key, raw, old=None if old is None else old.version):
+            return True
+    except (ConnectionError, TimeoutError):
+        found = store.fetch(key)
+        if found is None or found.data != raw:
+            raise  # it may still be on its way
+        return True
+    found = store.fetch(key)  # the client may have asked twice, and the first time won
+    return found is not None and found.data == raw
+
+
+def _is_manifest(found: Fetched | None) -> bool:
+    return found is not None and not is_tombstone(found.data)
+
+
+def _manifest_key(target: Location) -> str:
+    return (target / MANIFEST_NAME).key
 
 
 def _is_data(target: Location, key: str) -> bool:
