@@ -32,7 +32,8 @@ def test_twelve_layouts_of_four_ranks_have_every_value_and_begin_with_one_rank(
     assert values_of(layouts, "parallel.ep") == {1, 2, 4}, "four experts"
     assert values_of(layouts, "train.gradient_accumulation_steps") == {1, 2, 4}
     for name, values in VALUES.items():
-        assert values_of(layouts, name) == set(values), name
+        only = {False} if name == "moe.shared_expert_overlap" else set(values)
+        assert values_of(layouts, name) == only, name
 
 
 def test_every_layout_fits_the_job_and_keeps_all_its_other_keys(configure: Configure) -> None:
@@ -81,3 +82,21 @@ def test_a_balance_over_the_whole_step_goes_only_with_schedules_that_can(
 def test_one_rank_has_layouts_too(configure: Configure) -> None:
     layouts = chosen(configure(), ranks=1)
     assert len(layouts) >= 6 and {layout.world_size for layout in layouts} == {1}
+
+
+def test_values_that_contradict_each_other_are_in_different_layouts(configure: Configure) -> None:
+    shared = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 8}
+    layouts = chosen(configure(**shared), ranks=2)
+    names = ("moe.dispatch_chunks", "moe.shared_expert_overlap")
+    pairs = {tuple(layout.values[name] for name in names) for layout in layouts}
+    assert pairs == {(1, False), (1, True), (2, False)}
+
+
+def test_nodes_of_the_hierarchical_route_are_smaller_than_the_ep_axis(
+    configure: Configure,
+) -> None:
+    config = configure(num_experts=4)
+    for layout in chosen(config):
+        job, ep = layout.applied(config), layout.values["parallel.ep"]
+        is_hierarchical = job.moe.dispatch_route == "hierarchical"
+        assert job.moe.dispatch_ranks_per_node == (max(ep // 2, 1) if is_hierarchical else None)

@@ -26,7 +26,13 @@ LAYOUTS = {
     "dp2": ("parallel.dp=2",),
     "pp2 ep3": ("parallel.pp=2", "parallel.ep=3"),
     "pp2 forward then backward": ("parallel.pp=2", "parallel.schedule=forward_then_backward"),
-    "pp2 ep3 zb_1p": ("parallel.pp=2", "parallel.ep=3", "parallel.schedule=zb_1p"),
+    "pp2 ep3 zb_1p chunks dedup": (
+        "parallel.pp=2",
+        "parallel.ep=3",
+        "parallel.schedule=zb_1p",
+        "moe.dispatch_chunks=2",
+        "moe.dispatch_route=dedup",
+    ),
     "pp2 zb_2p recompute": (
         "parallel.pp=2",
         "parallel.schedule=zb_2p",

@@ -10,3 +10,4 @@ from moe_pipeline.layer.moe_layer import MoELayer as MoELayer
 from moe_pipeline.layer.moe_layer import MoEOutput as MoEOutput
 from moe_pipeline.layer.router_replay import record_routing as record_routing
 from moe_pipeline.layer.router_replay import replay_routing as replay_routing
+from moe_pipeline.layer.token_dispatch import DispatchOptions as DispatchOptions

@@ -22,13 +22,14 @@ Dims: T tokens of this rank (N of them without padding), R routed rows received,
 E experts of the layer, K choices.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
-from comm_collectives import MoeOptions, combine, dispatch
 from comm_collectives.moe import Dispatched
 from moe_pipeline._checks import check_type
 from moe_pipeline._torch_private import has_own_call
@@ -40,6 +41,7 @@ from moe_pipeline.layer.latent import latent_projections
 from moe_pipeline.layer.local_experts import Experts
 from moe_pipeline.layer.padding import check_token_idx, with_padding, without_padding
 from moe_pipeline.layer.shared_expert import SharedExpert, SharedExpertGate
+from moe_pipeline.layer.token_dispatch import TOGETHER, DispatchOptions, TokenExchange
 from moe_pipeline.recomputation import is_replaying, keep_plan, recorded, replayed_plan
 from moe_pipeline.router import BalanceTerms, TopKRouter, router_losses
 from moe_pipeline.routing_plan import Routed, RoutingPlan
@@ -87,10 +89,12 @@ class MoELayer(nn.Module):
         device: of the parameters.
         dtype: of the parameters.
         noise_key: which stream the router's input jitter comes from; give each layer its own.
+        dispatch: how tokens travel to the experts of other ranks.
 
     Raises:
         ValueError: `num_experts` is not divisible by the size of `groups.ep`, or
-            `moe_intermediate_size` by that of `groups.etp`.
+            `moe_intermediate_size` by that of `groups.etp`; or `dispatch` overlaps a shared expert
+            that is not there.
     """
 
     def __init__(
@@ -101,17 +105,30 @@ class MoELayer(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         noise_key: int = 0,
+        dispatch: DispatchOptions = TOGETHER,
     ) -> None:
         check_type("config", config, MoEConfig)
         check_type("groups", groups, MoEGroups)
+        check_type("dispatch", dispatch, DispatchOptions)
         super().__init__()
         if config.num_experts % groups.ep_size:
             raise MoEValueError(
                 f"ep axis has {groups.ep_size} ranks but num_experts={config.num_experts}; choose "
                 f"a divisor of {config.num_experts}"
             )
+        if dispatch.overlaps_shared_expert and config.shared_expert is None:
+            raise MoEValueError(
+                "dispatch.overlaps_shared_expert=True, but the layer has no shared expert; leave "
+                "it out, or give MoEConfig(shared_expert=...)"
+            )
         self.config = config
         self.groups = groups
+        self.exchange = TokenExchange(
+            options=dispatch,
+            num_experts=config.num_experts,
+            group=groups.ep,
+            timeout_s=groups.timeout_s,
+        )
         self.gate = TopKRouter(config, device=device, dtype=dtype, noise_key=noise_key)
         self.experts = Experts(
             config,
@@ -177,10 +194,7 @@ class MoELayer(nn.Module):
             groups=self.groups,
             training=self.training,
         )
-        hidden_TD = self._routed_experts(x_TD, routed.topk_weights_TK, shares.plan)
-        if self.shared_experts is not None:
-            scale_T1 = None if self.shared_expert_gate is None else self.shared_expert_gate(x_TD)
-            hidden_TD = hidden_TD + self.shared_experts(x_TD, scale_T1)
+        hidden_TD = self._all_experts(x_TD, routed.topk_weights_TK, shares.plan)
         hidden_TD = with_padding(hidden_TD, token_idx_N, num_places)
         # Last, so that a forward that fails has not counted.
         if self.training and not is_replaying():
@@ -219,35 +233,55 @@ class MoELayer(nn.Module):
         )
         return replace(routed, plan=replayed)
 
-    def _routed_experts(self, x_TD: Tensor, weights_TK: Tensor, plan: RoutingPlan) -> Tensor:
-        """Bring the tokens to their experts and the results back; keep the plan."""
+    def _all_experts(self, x_TD: Tensor, weights_TK: Tensor, plan: RoutingPlan) -> Tensor:
+        """What the chosen experts and the shared one return [T, D]; keeps the plan."""
         rows_TD = x_TD
         if self.fc1_latent_proj is not None:
             rows_TD = self.fc1_latent_proj(x_TD).to(x_TD.dtype)
         alone = self.groups.ep_size == 1 and self.groups.etp_size == 1
+        shared = None if self.shared_experts is None else partial(self._shared, x_TD)
         # What FSDP or `recompute_modules` adds to the experts acts on calls of the module alone.
-        if alone and not has_own_call(self.experts):
+        if alone and not has_own_call(self.experts) and not self.exchange.options.rounds_rows:
             # Nothing travels, and the experts save tokens instead of k rows for each.
             keep_plan(self, plan)
             out_TD = self.experts.forward_tokens(rows_TD, plan.topk_idx_TK, weights_TK)
+            shared_TD = None
         else:
-            out_TD = self._through_ranks(rows_TD, weights_TK, plan)
-        return out_TD if self.fc2_latent_proj is None else self.fc2_latent_proj(out_TD)
+            out_TD, shared_TD = self._through_ranks(rows_TD, weights_TK, plan, shared)
+        if self.fc2_latent_proj is not None:
+            out_TD = self.fc2_latent_proj(out_TD)
+        if shared is None:
+            return out_TD
+        return out_TD + (shared() if shared_TD is None else shared_TD)
 
-    def _through_ranks(self, rows_TD: Tensor, weights_TK: Tensor, plan: RoutingPlan) -> Tensor:
-        """Exchange rows with the ranks that share the experts; the plan gets their permutation."""
-        timeout_s = self.groups.timeout_s
-        dispatched = dispatch(
-            rows_TD,
-            plan.topk_idx_TK,
-            weights_TK,
-            num_experts=self.config.num_experts,
-            group=self.groups.ep,
-            options=MoeOptions(timeout_s=timeout_s, reuse=plan.handle),
+    def _shared(self, x_TD: Tensor) -> Tensor:
+        """The shared expert's part [T, D]."""
+        scale_T1 = None if self.shared_expert_gate is None else self.shared_expert_gate(x_TD)
+        return self.shared_experts(x_TD, scale_T1)  # type: ignore[misc,no-any-return]  # is there
+
+    def _through_ranks(
+        self,
+        rows_TD: Tensor,
+        weights_TK: Tensor,
+        plan: RoutingPlan,
+        shared: Callable[[], Tensor] | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Exchange rows with the ranks that share the experts; the plan gets their permutation.
+
+        The second part is what `shared` returned, if it ran meanwhile.
+        """
+        exchange, routed = self.exchange, (rows_TD, plan.topk_idx_TK, weights_TK)
+        # The plan is kept ahead of what the experts record: a recompute takes both in this order.
+        if exchange.in_chunks:
+            keep_plan(self, plan)
+            return exchange.chunk_by_chunk(routed, self._apply_experts), None
+        return exchange.all_at_once(
+            routed,
+            self._apply_experts,
+            reuse=plan.handle,
+            keep=lambda handle: keep_plan(self, replace(plan, handle=handle)),
+            beside=shared if exchange.options.overlaps_shared_expert else None,
         )
-        # Ahead of what the experts record: a recompute takes both in this order.
-        keep_plan(self, replace(plan, handle=dispatched.handle))
-        return combine(self._apply_experts(dispatched), dispatched.handle, timeout_s=timeout_s)
 
     def _apply_experts(self, dispatched: Dispatched) -> Tensor:
         """The local experts' weighted results [R, D], with the slices of the etp group summed."""

@@ -85,12 +85,18 @@ class KeyInfo:
         return f"{self.table}.{self.name}"
 
 
+_KEYS: dict[tuple[type[Any], str | None], tuple[KeyInfo, ...]] = {}
+
+
 def keys_of(table_type: type[Any], place: str | None = None) -> tuple[KeyInfo, ...]:
     """The keys of a table's dataclass, in the order of declaration.
 
     Args:
         place: the table's name in the file; None: that of the class.
     """
+    found = _KEYS.get((table_type, place))
+    if found is not None:  # every table that is made asks
+        return found
     hints = get_type_hints(table_type)
     infos = []
     for item in dataclasses.fields(table_type):
@@ -110,7 +116,7 @@ def keys_of(table_type: type[Any], place: str | None = None) -> tuple[KeyInfo, .
                 **item.metadata,
             )
         )
-    return tuple(infos)
+    return _KEYS.setdefault((table_type, place), tuple(infos))
 
 
 def _is_of_kind(value: object, kind: type) -> bool:

@@ -48,7 +48,7 @@ class ModelConfig(Table):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeTable(Table):
-    """Balancing and capacity of the experts; routers compute in fp32 whatever train.dtype is."""
+    """Balancing, capacity and ways to the experts; routers compute in fp32 in any train.dtype."""
 
     table: ClassVar[str] = "moe"
     aux_loss_scope: Literal["microbatch", "sequence", "global_batch"] = key(
@@ -91,3 +91,56 @@ class MoeTable(Table):
     expert_bias_update_rate: float = key(
         "how far the expert bias moves in a step", default=1e-3, above=0, on_resume="asked"
     )
+    dispatch_route: Literal["flat", "dedup", "hierarchical"] = key(
+        "how rows travel between ep ranks: one for each chosen expert; one for each token and "
+        "rank; or one for each token and node, which hands it on",
+        default="flat",
+        on_resume="free",
+    )
+    dispatch_ranks_per_node: int | None = key(
+        'consecutive ep ranks that make a node of dispatch_route="hierarchical"; absent: those of '
+        "one machine",
+        unit="ranks",
+        default=None,
+        minimum=1,
+        on_resume="free",
+    )
+    dispatch_payload: Literal["full", "float8_e4m3", "int8"] = key(
+        "as what rows travel to the experts: as they are, or in a byte for each element and a "
+        "scale for each 128 of them; one rank alone rounds the same",
+        default="full",
+        on_resume="asked",
+    )
+    dispatch_quantize_backward: bool = key(
+        "gradients of rows travel in dispatch_payload too", default=False, on_resume="asked"
+    )
+    dispatch_chunks: int = key(
+        "into how many parts a rank's tokens are cut, of which one travels while the experts of "
+        "another compute; 1: all at once",
+        default=1,
+        minimum=1,
+        on_resume="free",
+    )
+    shared_expert_overlap: bool = key(
+        "compute the shared expert while the tokens are on their way to the others",
+        default=False,
+        on_resume="free",
+    )
+
+    def _check(self) -> None:
+        if self.dispatch_ranks_per_node is not None and self.dispatch_route != "hierarchical":
+            raise TrainValueError(
+                f"moe.dispatch_ranks_per_node={self.dispatch_ranks_per_node} is for "
+                f'moe.dispatch_route="hierarchical", not "{self.dispatch_route}"; leave it out'
+            )
+        if self.dispatch_quantize_backward and self.dispatch_payload == "full":
+            raise TrainValueError(
+                'moe.dispatch_quantize_backward=true needs moe.dispatch_payload="float8_e4m3" or '
+                '"int8", not "full"; choose one, or leave it out'
+            )
+        if self.dispatch_chunks > 1 and self.shared_expert_overlap:
+            raise TrainValueError(
+                f"moe.dispatch_chunks={self.dispatch_chunks} hides the way of some tokens behind "
+                "the experts of others, moe.shared_expert_overlap=true behind the shared expert; "
+                "choose one of them"
+            )

@@ -28,8 +28,14 @@ _SCHEDULE = "parallel.schedule"
 _VALUES: dict[str, tuple[Any, ...]] = {
     _SCHEDULE: ("1f1b", "forward_then_backward", "zb_1p", "zb_2p"),
     "train.recompute": (None, "layers"),
+    "moe.dispatch_route": ("flat", "dedup", "hierarchical"),
+    "moe.dispatch_chunks": (1, 2),
+    "moe.shared_expert_overlap": (False, True),
+    "model.experts_implementation": ("auto", "loop"),
 }
-"""What is tried of each key, beside the job's own value, which comes first."""
+"""What is tried of each key, the default first; a job's own value is tried before all others."""
+
+_CHOSEN_LAST = tuple(name for name in _VALUES if name != _SCHEDULE)
 
 _Keys = dict[str, Any]
 _Pair = frozenset[tuple[str, Any]]
@@ -58,7 +64,15 @@ class JobLayout:
         count = values.pop(_MICROBATCHES)
         parts = [axes or "one rank", str(values.pop(_SCHEDULE))]
         parts.append(f"{count} microbatch{'es' * (count > 1)}")
-        return ", ".join(parts + [f"{name}={value}" for name, value in values.items() if value])
+        return ", ".join(parts + [f"{k}={v}" for k, v in values.items() if v != _VALUES[k][0]])
+
+    @property
+    def _ranks_per_node(self) -> int | None:
+        """Nodes of the hierarchical route: at least two, so that rows are handed on."""
+        values, ep = self.values, self.values["parallel.ep"]
+        if values.get("moe.dispatch_route") != "hierarchical":
+            return None
+        return max((n for n in range(1, ep) if ep % n == 0), default=1)
 
     def applied(self, config: Config) -> Config:
         """The job under this layout alone, without states on nodes.
@@ -68,6 +82,7 @@ class JobLayout:
         """
         tables: dict[str, dict[str, Any]] = {"checkpoint": {"node_folder": None}}
         tables["parallel"] = {"relayout": ()}
+        tables["moe"] = {"dispatch_ranks_per_node": self._ranks_per_node}
         for name, value in self.keys:
             table, _, field = name.partition(".")
             tables.setdefault(table, {})[field] = value
@@ -87,10 +102,13 @@ def choose_layouts(
     every pair. The number of microbatches changes only where the job means the same with another.
     """
     bases = [keys for keys in _bases(config, model, max_ranks) if _fits(keys, config, model)]
+    if not bases:
+        return []
+    tried = _Tried.of(bases[0], config, model)
     chosen: list[JobLayout] = []
     seen: set[_Pair] = set()
     while len(chosen) < count:
-        layouts = (_extended(keys, config, seen, new=bool(chosen)) for keys in bases)
+        layouts = (tried.extended(keys, seen) if chosen else keys for keys in bases)
         left = sorted(layouts, key=lambda keys: -len(_pairs(keys) - seen))
         alone = [keys for keys in left if _num_ranks(keys) == 1]
         best = next(
@@ -114,31 +132,46 @@ def _bases(config: Config, model: DecoderConfig, max_ranks: int) -> Iterator[_Ke
     sizes = [s for s in product(range(1, max_ranks + 1), repeat=3) if math.prod(s) <= max_ranks]
     for axes, count, how in product(sizes, counts, _own_first(_SCHEDULE, config)):
         keys: _Keys = dict(zip(_AXES, axes, strict=True)) | {_SCHEDULE: how, _MICROBATCHES: count}
-        yield keys | {name: _own(name, config) for name in _VALUES if name != _SCHEDULE}
+        yield keys | {name: _own_first(name, config)[0] for name in _CHOSEN_LAST}
 
 
-def _extended(base: _Keys, config: Config, seen: set[_Pair], *, new: bool) -> _Keys:
-    """The base with the values of the other keys that bring the most pairs; without `new` as is."""
-    keys = dict(base)
-    for name in _VALUES if new else ():
-        if name != _SCHEDULE:
-            others = [item for item in keys.items() if item[0] != name]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tried:
+    """What is tried of the keys that are chosen last, and which values contradict each other."""
+
+    values: Mapping[str, list[Any]]
+    contradictions: frozenset[_Pair]
+
+    @classmethod
+    def of(cls, base: _Keys, config: Config, model: DecoderConfig) -> "_Tried":
+        """The values that the job takes at all, found by asking it."""
+        values: dict[str, list[Any]] = {}
+        for name in _CHOSEN_LAST:
+            own, *others = _own_first(name, config)
+            values[name] = [own, *(v for v in others if _fits(base | {name: v}, config, model))]
+        items = [(name, value) for name, found in values.items() for value in found]
+        pairs = ((one, other) for one, other in combinations(items, 2) if one[0] != other[0])
+        apart = (pair for pair in pairs if not _fits(base | dict(pair), config, model))
+        return cls(values=values, contradictions=frozenset(map(frozenset, apart)))
+
+    def extended(self, base: _Keys, seen: set[_Pair]) -> _Keys:
+        """The base with the values of the other keys that bring the most pairs."""
+        keys = {name: value for name, value in base.items() if name not in self.values}
+        for name, values in self.values.items():
+            allowed = {
+                value: {frozenset(((name, value), other)) for other in keys.items()}
+                for value in values
+            }
             keys[name] = max(
-                _own_first(name, config),
-                key=lambda value, name=name, others=others: sum(  # type: ignore[misc]
-                    frozenset(((name, value), other)) not in seen for other in others
-                ),
+                (v for v, pairs in allowed.items() if not pairs & self.contradictions),
+                key=lambda value, allowed=allowed: len(allowed[value] - seen),  # type: ignore[misc]
             )
-    return keys
-
-
-def _own(name: str, config: Config) -> Any:
-    table, _, field = name.partition(".")
-    return getattr(getattr(config, table), field)
+        return keys
 
 
 def _own_first(name: str, config: Config) -> list[Any]:
-    own = _own(name, config)
+    table, _, field = name.partition(".")
+    own = getattr(getattr(config, table), field)
     return [own, *(value for value in _VALUES[name] if value != own)]
 
 

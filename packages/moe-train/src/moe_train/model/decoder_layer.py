@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_pipeline import MoEConfig, MoEGroups, MoELayer
-from moe_pipeline.layer import MoEOutput
+from moe_pipeline.layer import DispatchOptions, MoEOutput
 from moe_pipeline.ops import counter_key
 from moe_train.model.config import DecoderConfig
 from moe_train.model.kv_cache import KeyValueCache
@@ -22,6 +22,8 @@ from moe_train.model.layers import Attention, AttentionContext, DenseMLP
 from moe_train.model.mla import LatentAttention, MLAOptions
 from moe_train.model.norm import RMSNorm
 from moe_train.model.token_numbers import ROUTER
+
+_TOGETHER = DispatchOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,7 @@ class LayerOptions:
         z_loss_coef: of the router's z-loss.
         capacity_factor, drop_policy: how many tokens an expert takes (None: all), and which.
         bias_update_rate: how far an expert bias moves in a step, where the family has one.
+        dispatch: how tokens travel to the experts.
         experts_implementation: of `moe_pipeline.ExpertsOptions`.
         seed: of dropout and of the router's jitter.
         device, dtype: of the parameters.
@@ -48,6 +51,7 @@ class LayerOptions:
     capacity_factor: float | None = None
     drop_policy: str = "probs"
     bias_update_rate: float = 0.001
+    dispatch: DispatchOptions = _TOGETHER
     experts_implementation: str = "auto"
     seed: int = 0
     device: torch.device | None = None
@@ -73,7 +77,14 @@ class DecoderLayer(nn.Module):
             groups = MoEGroups(ep=options.ep_group, tokens=options.token_group)
             moe = moe_config(config, options)
             noise_key = counter_key(options.seed, layer, ROUTER)
-            self.mlp = MoELayer(moe, groups=groups, device=device, dtype=dtype, noise_key=noise_key)
+            self.mlp = MoELayer(
+                moe,
+                groups=groups,
+                device=device,
+                dtype=dtype,
+                noise_key=noise_key,
+                dispatch=options.dispatch,
+            )
         else:
             self.mlp = DenseMLP(size, config.intermediate_size, device, dtype)
         self.input_layernorm = RMSNorm(size, eps, device, dtype)

@@ -46,6 +46,7 @@ from moe_train.optim import (
 from moe_train.parallel import Parallel
 from moe_train.tokenization import vocabulary_rows
 from moe_train.training.balancing import aux_loss_coef, check_balancing
+from moe_train.training.dispatching import dispatch_options
 from moe_train.training.sources import Corpus, open_corpus
 from moe_train.training.step import StepRunner
 from unified_ckpt import ManagerOptions
@@ -86,14 +87,15 @@ def check_layout(config: Config, model: DecoderConfig) -> None:
     """Check the decoder and the batch against the layout; pure.
 
     Raises:
-        ValueError: layers, experts or sequences do not divide, or balancing does not fit the
-            schedule or the family.
+        ValueError: layers, experts or sequences do not divide, balancing does not fit the schedule
+            or the family, or the ways of tokens do not fit the layout or the decoder.
     """
     config.parallel.check_divides(
         num_hidden_layers=model.num_hidden_layers, num_experts=model.num_experts
     )
     config.check_batch()
     check_balancing(config, model, training_schedule(config))
+    dispatch_options(config, model)
 
 
 def rules_of_job(config: Config, model: DecoderConfig) -> dict[str, UpdateRule]:
@@ -128,6 +130,7 @@ def build_stage(config: Config, model: DecoderConfig, parallel: Parallel) -> Dec
         bias_update_rate=config.moe.expert_bias_update_rate,
         mtp_loss_coef=config.train.mtp_loss_coef,
         loss_chunk_tokens=config.train.loss_chunk_tokens,
+        dispatch=dispatch_options(config, model),
         experts_implementation=config.model.experts_implementation,
         recompute=config.train.recompute is not None,
         seed=config.train.seed,
