@@ -39,7 +39,8 @@ LINES_ADDED = {
     # Muon, WSD and groups of parameters. The comparison of a job's layouts.
     # Saves beside training, at once or in pieces, and a moving average.
     # Another layout while a job runs, by schedule and by request.
-    "moe-train": 10_700 + 230 + 150 + 300 + 380 + 460 + 455,
+    # The libraries' depth as keys: ways of tokens, forms of recompute, formats of numbers.
+    "moe-train": 10_700 + 230 + 150 + 300 + 380 + 460 + 455 + 600,
     # Recording of CuPy, torch and whole scripts, torch's snapshots read and written, memory that is
     # bound to streams block by block; the recorder came from moe-train. Explain, tune, compare,
     # plot and info, as functions and commands; settings in files. Reuse that waits for events.
@@ -65,7 +66,8 @@ LINES_ADDED = {
     # Tokens of padding that no expert sees. Transfers in one order, its proof for process groups
     # that keep one (NCCL), and a transport that leaves such a device alone; torch's builders.
     # Plans for unequal costs: a search among orders. Stages of torch wrapped in data parallelism.
-    "moe-pipeline": 150 + 600 + 230 + 120,
+    # Ways of tokens to their experts: routes, payloads, chunks, the shared expert meanwhile.
+    "moe-pipeline": 150 + 600 + 230 + 120 + 170,
     # A load has one identity, alone and over ranks; errors of the file system are named; files that
     # others put into a checkpoint are kept. Structures of nested states and types of values, names
     # across wrappers, tensors made of others, and no optimizer's state that is lost. Stores of
