@@ -6,3 +6,4 @@ May import: outputs, operations, files, staging.
 """
 
 from weight_convert.compute.chunks import tensor_chunks as tensor_chunks
+from weight_convert.compute.reading import TensorReader as TensorReader

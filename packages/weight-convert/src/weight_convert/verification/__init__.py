@@ -2,9 +2,10 @@
 
 A room of its own: it reads what the others write, and writes nothing.
 
-May import: plan, cutting, outputs, operations, specs, files, staging.
+May import: loading, plan, cutting, outputs, operations, specs, files, staging.
 """
 
+from weight_convert.verification.comparison import LEVELS as LEVELS
 from weight_convert.verification.comparison import VerifyReport as VerifyReport
 from weight_convert.verification.comparison import verify as verify
 from weight_convert.verification.explanation import Explanation as Explanation

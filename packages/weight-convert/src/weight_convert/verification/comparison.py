@@ -1,27 +1,33 @@
-"""Prove that two model directories hold the same tensors, bit for bit, in any formats and files.
+"""Prove that two model directories hold the same tensors, in any formats and files.
 
 Directories of one format are compared tensor by tensor as they stand. Of two formats, each side is
-read by its own format's rules as tensors in memory. Bytes are compared, never numbers: NaN, -0.0
-and every bit count.
+read by its own format's rules as tensors in memory. Bytes are compared, and never numbers: NaN,
+-0.0 and every bit count. At level "values", numbers are compared where float dtypes differ, and
+transformers loads both sides as a second opinion, since a wrong rule may agree with itself.
 
     verify("Qwen3-30B-A3B", "fused").equal      # True
 
 Invariant: every byte of either directory is compared once, or stands in a difference.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from weight_convert._checks import Record, check_kind
 from weight_convert.errors import UnknownFamilyError, WeightConvertError
 from weight_convert.files import Catalog, read_catalog
+from weight_convert.loading import Opinion, numbers_differ, second_opinion
+from weight_convert.operations import FLOATS
 from weight_convert.outputs import PlannedTensor, natural_key
 from weight_convert.plan import detect_format, in_memory, spec_of
 from weight_convert.specs import FamilySpec
 from weight_convert.staging import OpenFiles
 
+Level = Literal["headers", "bytes", "values", "logits"]
+LEVELS: tuple[Level, ...] = ("headers", "bytes", "values", "logits")
 _BLOCK_BYTES = 256 << 10
+_LOGIT_LIMIT = 1e-5  # of the greatest logit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,16 +47,18 @@ class VerifyReport(Record):
         num_tensors: tensors found on either side, as stored, or in memory where formats differ.
         compared_bytes: tensor bytes that were read and compared on each side.
         differences: what differs, in natural key order; empty when the directories hold the same.
+        opinion: what transformers said of both, at levels "values" and "logits".
     """
 
     formats: tuple[str, ...]
     num_tensors: int
     compared_bytes: int
     differences: tuple[Difference, ...]
+    opinion: Opinion | None = None
 
     @property
     def equal(self) -> bool:
-        """Whether keys, dtypes, shapes and all bytes are the same."""
+        """Whether keys, dtypes, shapes and all bytes are the same, or values and logits."""
         return not self.differences
 
 
@@ -59,28 +67,73 @@ def verify(
     b: Path | str,
     *,
     spec: FamilySpec | None = None,
-    level: Literal["headers", "bytes"] = "bytes",
+    level: Level = "bytes",
 ) -> VerifyReport:
-    """Compare the tensors of two model directories bit for bit; the formats may differ.
+    """Compare the tensors of two model directories; the formats may differ.
 
     Args:
         a: a model directory.
         b: another one.
         spec: the family of both; None takes it from the `config.json` of either directory. Where
             neither names a known family, the tensors are compared as they stand.
-        level: "headers" compares names, dtypes and shapes and reads no tensor; "bytes" all of it.
+        level: "headers" compares names, dtypes and shapes and reads no tensor; "bytes" all of it;
+            "values" numbers where float dtypes differ, and all that transformers loads of either
+            side (it holds both models in memory); "logits" those of one sequence, too, to 1e-5 of
+            the greatest. Directories of different quantisation are compared by transformers alone.
 
     Returns:
         What was compared and what differs. Only tensors count: metadata and other files do not.
 
     Raises:
         IncompleteExpertsError: the formats differ and one directory lacks experts.
-        WeightConvertError: a directory is damaged, has no weights, or is of another family.
+        WeightConvertError: a directory is damaged, has no weights, or is of another family;
+            transformers is not installed, or cannot load a directory.
     """
     check_kind(spec, (FamilySpec, type(None)), "spec must be a FamilySpec or None")
-    if level not in ("headers", "bytes"):
-        raise WeightConvertError(f"level={level!r}; expected 'headers' or 'bytes'")
+    if level not in LEVELS:
+        raise WeightConvertError(f"level={level!r}; expected one of {', '.join(LEVELS)}")
     catalogs = (read_catalog(a), read_catalog(b))
+    if level in ("headers", "bytes"):
+        return _compare(catalogs, spec, level)
+    return _with_opinion(catalogs, spec, level)
+
+
+def _with_opinion(
+    catalogs: tuple[Catalog, Catalog], spec: FamilySpec | None, level: Level
+) -> VerifyReport:
+    """The comparison by numbers, and what transformers says."""
+    kinds = [side.config.get("quantization_config") for side in catalogs]
+    opinion = second_opinion(
+        catalogs[0].directory,
+        catalogs[1].directory,
+        logits=level == "logits",
+        quantised=kinds != [None, None],
+    )
+    if kinds[0] == kinds[1]:
+        report = _compare(catalogs, spec, level)
+    else:
+        report = VerifyReport(
+            formats=(),
+            num_tensors=opinion.num_tensors,
+            compared_bytes=0,
+            differences=tuple(
+                Difference(key=key, detail="quantised otherwise, and transformers does not load it")
+                for key in opinion.not_loaded
+            ),
+        )
+    said = [Difference(key=key, detail=detail) for key, detail in opinion.differences.items()]
+    if opinion.max_logit_difference is not None and opinion.largest_logit is not None:
+        limit = _LOGIT_LIMIT * opinion.largest_logit
+        if not opinion.max_logit_difference <= limit:
+            detail = f"differ by {opinion.max_logit_difference:.3g}, more than {limit:.3g}"
+            said.append(Difference(key="logits", detail=detail))
+    return replace(report, differences=report.differences + tuple(said), opinion=opinion)
+
+
+def _compare(
+    catalogs: tuple[Catalog, Catalog], spec: FamilySpec | None, level: Level
+) -> VerifyReport:
+    """The comparison by names and bytes, or numbers."""
     formats, sides = _readings(catalogs, spec)
     left, right = ({tensor.key: tensor for tensor in side} for side in sides)
     keys = sorted(left.keys() | right.keys(), key=natural_key)
@@ -88,9 +141,11 @@ def verify(
     compared_bytes = 0
     with _open(catalogs[0]) as files_a, _open(catalogs[1]) as files_b:
         for key in keys:
-            detail = _headers_differ(left.get(key), right.get(key))
-            if detail is None and level == "bytes":
-                detail = _bytes_differ(left[key], right[key], files_a, files_b)
+            detail = _headers_differ(left.get(key), right.get(key), level)
+            if detail is None and level != "headers":
+                is_one_dtype = left[key].dtype == right[key].dtype
+                compare = _bytes_differ if is_one_dtype else numbers_differ
+                detail = compare(left[key], right[key], files_a, files_b)
                 compared_bytes += left[key].size_bytes
             if detail is not None:
                 differences.append(Difference(key=key, detail=detail))
@@ -138,11 +193,12 @@ def _open(catalog: Catalog) -> OpenFiles:
     return OpenFiles([catalog.directory / name for name in catalog.files])
 
 
-def _headers_differ(a: PlannedTensor | None, b: PlannedTensor | None) -> str | None:
-    """Return how presence, dtype or shape differ; None when they agree."""
+def _headers_differ(a: PlannedTensor | None, b: PlannedTensor | None, level: Level) -> str | None:
+    """Return how presence, dtype or shape differ; None when they agree, or float dtypes may not."""
     if a is None or b is None:
         return f"only in the {'second' if a is None else 'first'} directory"
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
+    are_numbers = level in ("values", "logits") and {a.dtype, b.dtype} <= FLOATS
+    if a.shape != b.shape or (a.dtype != b.dtype and not are_numbers):
         return f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}"
     return None
 
