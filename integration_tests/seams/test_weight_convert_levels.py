@@ -121,7 +121,7 @@ def test_parameters_that_transformers_makes_up_are_an_error(tmp_path: Path) -> N
     tensors = load_file(a / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, a / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(WeightConvertError, match="of the right shape for 1 .*norm"):
+    with pytest.raises(WeightConvertError, match=r"of the right shape for 1 .*norm"):
         verify(a, a, level="values")
 
 

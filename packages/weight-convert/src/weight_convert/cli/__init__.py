@@ -1,6 +1,6 @@
 """The command `weight-convert`, one file a command.
 
-May import: adapters, merging, quantization, splitting, cutting, run, verification, plan,
+May import: loading, adapters, merging, quantization, splitting, cutting, run, verification, plan,
 specs, files.
 """
 
