@@ -99,7 +99,7 @@ def decoder_trace(recipe: Recipe, *, seed: int, steps: int) -> list[TraceEvent]:
         layers=range(recipe.layers),
         first=True,
         last=True,
-        recompute=recipe.recompute,
+        recompute="layers" if recipe.recompute else None,
         dtype=recipe.dtype,
     )
     with _numbers_drawn(rng), FakeTensorMode(), TraceRecorder() as recorder:

@@ -76,6 +76,8 @@ def test_batch_that_does_not_divide_names_the_numbers_and_a_remedy() -> None:
         ({"output_dir": ""}, "train.output_dir is empty; give a value"),
         ({"dtype": "float16"}, 'train.dtype must be one of "float32", "bfloat16", got'),
         ({"master_weights": True}, "train.master_weights=true has no use"),
+        ({"recompute_keep": ("attention",)}, 'is for train.recompute="selective"; set that'),
+        ({"recompute": "selective", "recompute_keep": ()}, "train.recompute_keep=[] keeps"),
         ({"gradient_accumulation_steps": 3}, "choose 6 or 9"),
     ],
 )

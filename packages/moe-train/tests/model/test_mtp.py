@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from moe_pipeline import MoEConfig, MoELayer, chunked_cross_entropy
 from moe_pipeline.layer import MoEOutput
 from moe_train.model.documents import read_documents
+from moe_train.model.layer_recompute import Form, LayerRecompute
 from moe_train.model.layers import AttentionContext
 from moe_train.model.mla import LatentAttention, MLAOptions
 from moe_train.model.mtp import MTPLayer, MTPTokens, SharedWeights, mtp_loss, stored_name
@@ -114,9 +115,9 @@ def brute_force(
 
 
 @pytest.mark.parametrize("depths", [1, 2, 4])
-@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("form", [None, "layers", "outputs"])
 def test_loss_and_gradients_are_those_of_the_papers_equations(
-    seed: int, depths: int, recomputed: bool
+    seed: int, depths: int, form: Form | None
 ) -> None:
     layers = layers_of(depths)
     hidden, shared, tokens = random_inputs()
@@ -125,7 +126,7 @@ def test_loss_and_gradients_are_those_of_the_papers_equations(
     expected = brute_force(layers, hidden, shared, tokens)
     wanted = torch.autograd.grad(expected, leaves, allow_unused=True)
     context = context_of(POSITIONS)
-    out = mtp_loss(layers, hidden, tokens, shared, context, recomputed=recomputed)
+    out = mtp_loss(layers, hidden, tokens, shared, context, recompute=LayerRecompute(form=form))
     torch.testing.assert_close(out.loss, expected, rtol=1e-12, atol=1e-12)
     out.loss.backward()
     for leaf, gradient in zip(leaves, wanted, strict=True):

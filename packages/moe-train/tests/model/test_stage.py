@@ -6,6 +6,7 @@ import torch
 from moe_train.layout.parameters import single_rank_layouts, stage_tensors, stored_tensors
 from moe_train.model.config import DecoderConfig
 from moe_train.model.init import initialise
+from moe_train.model.layer_recompute import Form
 from moe_train.model.stage import EMBEDDING, DecoderStage, StageOptions, Target, stage_layers
 
 
@@ -183,14 +184,15 @@ def padded_rows(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, torc
     return made[0], made[1], made[2]
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
-def test_padding_changes_neither_losses_nor_gradients_nor_loads(recomputed: bool) -> None:
+@pytest.mark.parametrize("form", [None, "layers", "selective", "outputs"])
+def test_padding_changes_neither_losses_nor_gradients_nor_loads(form: Form | None) -> None:
     config = config_of(
         model_type="glm4_moe", n_routed_experts=4, first_k_dense_replace=1, n_shared_experts=1
     ).with_mtp_layers(2)
     results = []
     for rows in ([[3, 5], [9], [1, 2]], [[9, 1, 2], [5, 3]], [[5], [2], [9], [], [1], [3]]):
-        stage = make_stage(config, range(4), z_loss_coef=0.1, recompute=recomputed).double()
+        keeps = {"recompute": form, "recompute_keep": ("matrix_products",)}
+        stage = make_stage(config, range(4), z_loss_coef=0.1, **keeps).double()
         tokens, labels, positions = padded_rows(rows)
         loss = stage(tokens, positions, target=Target(labels, 0.1, tokens)).loss
         assert loss is not None

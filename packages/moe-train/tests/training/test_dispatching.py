@@ -23,8 +23,12 @@ SHARED = {
 WAYS = {
     "direct": (),
     "nodes of two": ("moe.dispatch_route=hierarchical", "moe.dispatch_ranks_per_node=2"),
-    "one node, recompute": ("moe.dispatch_route=hierarchical", "train.recompute=layers"),
-    "shared expert beside": ("moe.shared_expert_overlap=true", "moe.dispatch_route=dedup"),
+    "one node, selective": ("moe.dispatch_route=hierarchical", "train.recompute=selective"),
+    "shared expert beside, outputs again": (
+        "moe.shared_expert_overlap=true",
+        "moe.dispatch_route=dedup",
+        "train.recompute=outputs",
+    ),
     "chunks, recompute": ("moe.dispatch_chunks=3", "train.recompute=layers"),
 }
 

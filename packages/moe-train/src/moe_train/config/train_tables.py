@@ -135,6 +135,9 @@ def _parsed_relayout(text: str) -> tuple[int, dict[str, int]]:
     return int(found[1]), {"pp": 1, "dp": 1, "ep": 1} | {a: int(size) for a, size in pairs}
 
 
+_KEPT = ("matrix_products", "attention")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig(Table):
     """How long, on what and with which batches the job trains."""
@@ -178,9 +181,22 @@ class TrainConfig(Table):
         default=False,
         on_resume="free",
     )
-    recompute: Literal["layers"] | None = key(
-        "what the backward computes again instead of keeping it, with the same routing",
+    recompute: Literal["layers", "selective", "outputs"] | None = key(
+        "what the backward computes again instead of keeping it, with the same routing: whole "
+        "layers; layers without the operations of recompute_keep; or the outputs of norms and "
+        "activations alone",
         default=None,
+        on_resume="free",
+    )
+    recompute_keep: tuple[str, ...] = key(
+        'operations whose results recompute="selective" keeps: matrix_products, attention, or '
+        'names of torch such as "aten.mm.default"',
+        default=_KEPT,
+        on_resume="free",
+    )
+    offload_activations: bool = key(
+        "what forwards keep for their backward waits in the host's memory (CUDA only)",
+        default=False,
         on_resume="free",
     )
     loss_chunk_tokens: int | None = key(
@@ -271,6 +287,16 @@ class TrainConfig(Table):
             raise TrainValueError(
                 'train.master_weights=true has no use with train.dtype="float32"; '
                 'set train.dtype="bfloat16" or leave master_weights out'
+            )
+        if self.recompute_keep != _KEPT and self.recompute != "selective":
+            raise TrainValueError(
+                f"train.recompute_keep={list(self.recompute_keep)} "
+                'is for train.recompute="selective"; set that, or leave it out'
+            )
+        if self.recompute == "selective" and not self.recompute_keep:
+            raise TrainValueError(
+                "train.recompute_keep=[] keeps nothing, which is "
+                'train.recompute="layers"; set that, or name operations'
             )
         if self.global_batch_size % self.gradient_accumulation_steps:
             raise TrainValueError(batch_message(self, "", self.gradient_accumulation_steps))

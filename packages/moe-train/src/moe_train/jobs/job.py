@@ -239,6 +239,11 @@ def _finish(config: Config, saved: Path | Location | None) -> None:
 def _say_device(config: Config) -> None:
     """Refuse a device that is not there; warn of cards that are not used."""
     device = choose_device(config.train.device, config.world_size)
+    if config.train.offload_activations and device.type == "cpu" and rank_number() == 0:
+        logger.warning(
+            "warning: train.offload_activations=true does nothing on the CPU, whose activations "
+            "are in the host's memory already"
+        )
     falls_back = device.type == "cpu" and config.train.device == "auto"
     if falls_back and torch.cuda.is_available() and rank_number() == 0:
         logger.warning(

@@ -27,7 +27,7 @@ _SCHEDULE = "parallel.schedule"
 
 _VALUES: dict[str, tuple[Any, ...]] = {
     _SCHEDULE: ("1f1b", "forward_then_backward", "zb_1p", "zb_2p"),
-    "train.recompute": (None, "layers"),
+    "train.recompute": (None, "layers", "selective", "outputs"),
     "moe.dispatch_route": ("flat", "dedup", "hierarchical"),
     "moe.dispatch_chunks": (1, 2),
     "moe.shared_expert_overlap": (False, True),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from moe_pipeline import MoEConfig, MoEGroups, MoELayer
 from moe_pipeline.layer import DispatchOptions, MoEOutput
 from moe_pipeline.ops import counter_key
+from moe_pipeline.recomputation import discarded
 from moe_train.model.config import DecoderConfig
 from moe_train.model.kv_cache import KeyValueCache
 from moe_train.model.layers import Attention, AttentionContext, DenseMLP
@@ -94,8 +95,8 @@ class DecoderLayer(nn.Module):
         self, x_BSd: Tensor, context: AttentionContext, cache: KeyValueCache | None
     ) -> tuple[Tensor, MoEOutput | None]:
         """Return the new hidden states, and what the experts reported if the layer has any."""
-        x_BSd = x_BSd + self.self_attn(self.input_layernorm(x_BSd), context, cache)
-        normed_BSd = self.post_attention_layernorm(x_BSd)
+        x_BSd = x_BSd + self.self_attn(discarded(self.input_layernorm, x_BSd), context, cache)
+        normed_BSd = discarded(self.post_attention_layernorm, x_BSd)
         if isinstance(self.mlp, DenseMLP):
             return x_BSd + self.mlp(normed_BSd), None
         routed = self.mlp(

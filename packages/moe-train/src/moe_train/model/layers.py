@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_pipeline.ops import counter_key, dropout
+from moe_pipeline.recomputation import discarded
 from moe_train.errors import TrainValueError
 from moe_train.model.documents import read_documents, token_places
 from moe_train.model.kv_cache import KeyValueCache
@@ -295,5 +296,10 @@ class DenseMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape and dtype as `x`."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        hidden = discarded(_gated_silu, self.gate_proj(x), self.up_proj(x))
+        out: Tensor = self.down_proj(hidden)
         return out
+
+
+def _gated_silu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up

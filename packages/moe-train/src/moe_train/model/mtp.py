@@ -38,10 +38,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_pipeline import recompute
 from moe_pipeline.layer import MoEOutput
 from moe_train.errors import TrainValueError
 from moe_train.labels import IGNORED_LABEL
+from moe_train.model.layer_recompute import KEEP_ALL, LayerRecompute
 from moe_train.model.layers import AttentionContext
 from moe_train.model.loss import head_loss
 from moe_train.model.norm import RMSNorm
@@ -155,7 +155,7 @@ def mtp_loss(
     context: AttentionContext,
     *,
     token_loss: Callable[[Tensor, Tensor, Tensor], Tensor] = head_loss,
-    recomputed: bool = False,
+    recompute: LayerRecompute = KEEP_ALL,
 ) -> MTPOutput:
     """The loss of all depths; its gradient reaches the main model, the embedding and the head.
 
@@ -169,7 +169,7 @@ def mtp_loss(
         context: of the main model's layers.
         token_loss: `(hidden_Td, head_Vd, labels_T)` to a sum of cross entropies without the labels
             of -100, as `head_loss`.
-        recomputed: keep each depth's inputs only and compute the rest again in backward.
+        recompute: what each depth keeps for its backward.
 
     Raises:
         ValueError: no layers.
@@ -182,10 +182,7 @@ def mtp_loss(
     for depth, layer in enumerate(layers, start=1):
         ahead_BS, labels_BS = tokens.at_depth(depth)
         embedded_BSd = F.embedding(ahead_BS, shared.embedding_Vd)
-        if recomputed:
-            hidden_BSd, routed = recompute(layer, hidden_BSd, embedded_BSd, context)
-        else:
-            hidden_BSd, routed = layer(hidden_BSd, embedded_BSd, context)
+        hidden_BSd, routed = recompute(layer, hidden_BSd, embedded_BSd, context)
         losses.append(token_loss(hidden_BSd.flatten(0, 1), shared.head_Vd, labels_BS.flatten()))
         reports.append(routed)
     return MTPOutput(torch.stack(losses).mean(), reports)

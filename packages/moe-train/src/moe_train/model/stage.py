@@ -19,13 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_pipeline import MoEGroups, StageOutput, chunked_cross_entropy, recompute
+from moe_pipeline import MoEGroups, StageOutput, chunked_cross_entropy
 from moe_pipeline.layer import MoEOutput
+from moe_pipeline.recomputation import ActivationOffload
 from moe_train.errors import TrainTypeError, TrainValueError
 from moe_train.model.balance import DeferredBalance
 from moe_train.model.config import DecoderConfig
 from moe_train.model.decoder_layer import DecoderLayer, LayerOptions, moe_config
 from moe_train.model.kv_cache import KeyValueCache
+from moe_train.model.layer_recompute import KEEP_ALL, Form, LayerRecompute, kept_operations
 from moe_train.model.layers import AttentionContext, attention_contexts
 from moe_train.model.loss import head_loss
 from moe_train.model.mtp import MTPLayer, MTPTokens, SharedWeights, mtp_loss
@@ -46,7 +48,9 @@ class StageOptions(LayerOptions):
         num_microbatches: microbatches of a step; the auxiliary loss is their mean.
         mtp_loss_coef: weight of the multi-token prediction loss, where the decoder has its layers;
             0: they are kept as they are, without gradients.
-        recompute: in training, keep each layer's input only and compute the rest again.
+        recompute, recompute_keep: what layers keep for their backward in training; the second
+            names operations (`moe_train.model.layer_recompute`).
+        offload_activations: what is kept waits in the host's memory; only on CUDA.
         loss_chunk_tokens: tokens whose logits are there at a time; None: all of a microbatch.
     """
 
@@ -57,7 +61,15 @@ class StageOptions(LayerOptions):
     num_data_ranks: int = 1
     num_microbatches: int = 1
     mtp_loss_coef: float = 0.3
-    recompute: bool = False
+    recompute: Form | None = None
+    recompute_keep: tuple[str, ...] = ()
+    offload_activations: bool = False
+
+    @staticmethod
+    def check_kept(names: Sequence[str]) -> None:
+        """Refuse names of no operation (ValueError)."""
+        kept_operations(names)
+
     loss_chunk_tokens: int | None = None
 
 
@@ -138,6 +150,12 @@ class DecoderStage(nn.Module):
             num_data_ranks=options.num_data_ranks,
         )
         self._deferred, self._deferred_mtp = self._balance(), self._balance()
+        self._layer_recompute = LayerRecompute(
+            form=options.recompute, keep=kept_operations(options.recompute_keep)
+        )
+        self._offload: ActivationOffload | None = None
+        if options.offload_activations:
+            self._offload = ActivationOffload(self.parameters())
 
     def begin_step(self, step: int) -> None:
         """Number the tokens of the microbatches that follow as those of this step of training.
@@ -159,6 +177,12 @@ class DecoderStage(nn.Module):
                 a position of -1 is padding.
             target: a `Target` on the last stage, otherwise None.
         """
+        if self._offload is None or not torch.is_grad_enabled():
+            return self._forward(inputs, target)
+        with self._offload:
+            return self._forward(inputs, target)
+
+    def _forward(self, inputs: Sequence[Tensor], target: object | None) -> StageOutput:
         x_BSd = self._embedded(inputs[0])
         contexts = self._contexts(inputs[1], x_BSd.dtype, None)
         hidden_BSd, aux_loss = self._through_layers(x_BSd, contexts, None)
@@ -202,8 +226,8 @@ class DecoderStage(nn.Module):
         reports: dict[int, MoEOutput | None] = {}
         for number in self.options.layers:
             layer, context = self.model.layers[str(number)], contexts[self.config.window(number)]
-            if self._recomputes:
-                x_BSd, reports[number] = recompute(layer, x_BSd, context, None)
+            if cache is None:
+                x_BSd, reports[number] = self._recompute(layer, x_BSd, context, None)
             else:
                 x_BSd, reports[number] = layer(x_BSd, context, cache)
         return x_BSd, self._router_loss(reports, self._deferred)
@@ -220,8 +244,9 @@ class DecoderStage(nn.Module):
         return self.lm_head.weight
 
     @property
-    def _recomputes(self) -> bool:
-        return self.options.recompute and self.training and torch.is_grad_enabled()
+    def _recompute(self) -> LayerRecompute:
+        has_backward = self.training and torch.is_grad_enabled()
+        return self._layer_recompute if has_backward else KEEP_ALL
 
     def _contexts(
         self, position_ids_BS: Tensor, dtype: torch.dtype, cache: KeyValueCache | None
@@ -263,7 +288,7 @@ class DecoderStage(nn.Module):
             SharedWeights(self.model.embed_tokens.weight, self.head),
             context,
             token_loss=self._token_loss,
-            recomputed=self._recomputes,
+            recompute=self._recompute,
         )
         loss = self.options.mtp_loss_coef * target.scale * out.loss
         self.record.mtp_loss += loss.detach()

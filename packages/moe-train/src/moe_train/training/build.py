@@ -96,6 +96,7 @@ def check_layout(config: Config, model: DecoderConfig) -> None:
     config.check_batch()
     check_balancing(config, model, training_schedule(config))
     dispatch_options(config, model)
+    StageOptions.check_kept(config.train.recompute_keep)
 
 
 def rules_of_job(config: Config, model: DecoderConfig) -> dict[str, UpdateRule]:
@@ -132,7 +133,9 @@ def build_stage(config: Config, model: DecoderConfig, parallel: Parallel) -> Dec
         loss_chunk_tokens=config.train.loss_chunk_tokens,
         dispatch=dispatch_options(config, model),
         experts_implementation=config.model.experts_implementation,
-        recompute=config.train.recompute is not None,
+        recompute=config.train.recompute,
+        recompute_keep=config.train.recompute_keep,
+        offload_activations=config.train.offload_activations,
         seed=config.train.seed,
         device=parallel.device,
         dtype=getattr(torch, config.train.dtype),
