@@ -78,6 +78,30 @@ def group_timeout_s(group: dist.ProcessGroup) -> float:
     return float(timedelta.total_seconds(limit))
 
 
+def completion_of(work: Any) -> Callable[[], bool]:
+    """Return what tells whether something has ended on a device, without asking the device.
+
+    NCCL's watchdog fills this future. An event that a thread asks for ends the capture of a graph,
+    and a work kept for `is_completed`, of backends without such a future, keeps its tensors.
+    """
+    try:
+        done: Callable[[], bool] = work.get_future_result().done
+    except (AttributeError, NotImplementedError, RuntimeError):
+        done = work.is_completed
+    return done
+
+
+def abort_devices(group: dist.ProcessGroup) -> None:
+    """Let everything that the devices' backends of a group have been given come to an end.
+
+    Raises:
+        RuntimeError: a backend cannot do so.
+    """
+    for device in group._device_types:
+        if device.type != "cpu":
+            group._get_backend(device).abort()
+
+
 def backward_pass_id() -> int:
     """Return the number of the backward pass that runs on this thread; -1 outside of one."""
     return torch._C._current_graph_task_id()

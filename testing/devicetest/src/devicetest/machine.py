@@ -124,8 +124,8 @@ class Stream:
         return True
 
     def is_capturing(self) -> bool:
-        """False: there are no graphs."""
-        return False
+        """Whether this thread's stream is being captured."""
+        return self._machine.is_capturing()
 
     def __enter__(self) -> "Stream":
         self._machine.stack().append(self)
@@ -272,8 +272,32 @@ class Machine:
             for stream in self._default:
                 _merge(self.host_clock(), stream.clock)
 
+    @contextlib.contextmanager
+    def capture(self, steps: list[Callable[[], object]]) -> Iterator[None]:
+        """Keep what this thread's device does inside, to be done again; see `graphs`."""
+        self._here.steps = steps
+        yield
+        self._here.steps = None
+
+    def is_capturing(self) -> bool:
+        """Whether this thread's stream is being captured."""
+        return getattr(self._here, "steps", None) is not None
+
+    def keep(self, step: Callable[[], object]) -> None:
+        """Keep something that the device does for a graph, if one is being captured."""
+        if self.is_capturing():
+            self._here.steps.append(step)
+
     def note_sync(self, kind: str) -> None:
-        """Remember what stops the host."""
+        """Remember what stops the host.
+
+        Raises:
+            RuntimeError: a graph is being captured, which it would end.
+        """
+        if self.is_capturing():
+            raise RuntimeError(
+                f"CUDA error: operation not permitted when stream is capturing: {kind}, {where()}"
+            )
         self.syncs.append(Sync(kind, where()))
 
     def count(self, name: str) -> None:

@@ -6,24 +6,31 @@ with fake_cuda() as cuda:
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 
+from devicetest.graphs import Graph, graph_block
 from devicetest.machine import DeviceGenerator, Event, Machine, Stream
 from devicetest.nccl.registration import in_place_of_nccl
 from devicetest.tensors import DeviceMode, DeviceTensor, to_device, to_host
 
 
 @contextlib.contextmanager
-def fake_cuda(*, devices: int = 1, unchecked: Sequence[tuple[Any, str]] = ()) -> Iterator[Machine]:
+def fake_cuda(
+    *,
+    devices: int = 1,
+    unchecked: Sequence[tuple[Any, str]] = (),
+    nccl: Mapping[str, Any] | None = None,
+) -> Iterator[Machine]:
     """Make `torch.cuda` have that many devices in this process, threads begun inside too.
 
     Args:
         unchecked: (module, name) of functions that refuse tensors of a subclass; they are not
             called for those of the fake devices, which are plain ones to the code under test.
+        nccl: fields of `NcclRules` for the groups made inside.
     """
     machine = Machine(devices=devices)
     with contextlib.ExitStack() as stack:
@@ -32,7 +39,7 @@ def fake_cuda(*, devices: int = 1, unchecked: Sequence[tuple[Any, str]] = ()) ->
         for owner, names in _replacements(machine):
             for name, value in names.items():
                 stack.enter_context(mock.patch.object(owner, name, value, create=True))
-        stack.enter_context(in_place_of_nccl(machine=machine))
+        stack.enter_context(in_place_of_nccl(machine=machine, **(nccl or {})))
         stack.enter_context(_swapped_parameters())
         stack.enter_context(DeviceMode(machine))
         yield machine
@@ -55,7 +62,9 @@ def _replacements(machine: Machine) -> list[tuple[Any, dict[str, Any]]]:
         "max_memory_allocated": lambda device=None: machine.peak[machine.index_of(device)],
         "reset_peak_memory_stats": lambda device=None: _reset_peak(machine, device),
         "empty_cache": lambda: None,
-        "is_current_stream_capturing": lambda: False,
+        "is_current_stream_capturing": machine.is_capturing,
+        "CUDAGraph": _maker(lambda *_, **__: Graph(machine), Graph),
+        "graph": graph_block(machine),
         "Stream": _maker(machine.stream, Stream),
         "Event": _maker(lambda **options: _event(machine, **options), Event),
         "current_stream": machine.current_stream,

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -279,6 +280,7 @@ def _run_on_device(
     with machine.drawing(index) if draws else nullcontext():
         out = func(*inner_args, **inner_kwargs)
     fresh = not any(each.alias_info for each in func._schema.returns)
+    machine.keep(partial(_again, func, inner_args, inner_kwargs, out if fresh else None))
 
     def wrap(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or isinstance(value, DeviceTensor):
@@ -291,6 +293,15 @@ def _run_on_device(
     if fresh:
         return wrapped
     return return_and_correct_aliasing(func, args, kwargs, wrapped)
+
+
+def _again(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+    """Do a captured operation again: into what it made, or in place."""
+    made = func(*args, **kwargs)
+    if out is not None:
+        for old, new in zip(tree_leaves(out), tree_leaves(made), strict=True):
+            if isinstance(old, torch.Tensor):
+                _fill(old, new)
 
 
 def _uses(schema: Any, args: Any, kwargs: dict[str, Any]) -> Iterable[tuple[DeviceTensor, bool]]:

@@ -1,5 +1,7 @@
 """Groups of NCCL's rules in real processes: right values, planted order faults named."""
 
+import signal
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -195,3 +197,29 @@ def test_a_rank_that_is_gone_is_named_on_those_that_wait_for_it() -> None:
     first, gone, _ = collect_ranks(fn, 3)
     assert not gone.ok
     assert "rank 1 is gone" in str(first.value) or "has ended" in str(first.value)
+
+
+def test_a_watchdog_says_nothing_and_kills_at_the_limit() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        register_nccl_rules(NcclRules(watchdog=True))
+        group = dist.new_group(backend="nccl_rules", timeout=timedelta(seconds=2))
+        if rank == 0:  # the other rank does something else
+            dist.all_reduce(torch.zeros(3), group=group)
+        elif rank == 1:
+            dist.broadcast(torch.zeros(3), 0, group=group)
+
+    *killed, alive = collect_ranks(fn, 3)
+    assert [each.exitcode for each in killed] == [-signal.SIGABRT] * 2 and alive.ok
+
+
+def test_an_aborted_communicator_lets_go_of_who_waits_and_takes_no_more_calls() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        register_nccl_rules(NcclRules(watchdog=True))
+        group = dist.new_group(backend="nccl_rules", timeout=timedelta(seconds=60))
+        if rank == 0:
+            threading.Timer(0.3, group._get_backend(torch.device("cuda")).abort).start()
+            dist.all_reduce(torch.zeros(3), group=group)
+            with pytest.raises(NcclRuleError, match="aborted"):
+                dist.all_reduce(torch.zeros(3), group=group)
+
+    run_ranks(fn, 2)

@@ -18,8 +18,9 @@ import torch
 
 from comm_collectives.base.transport import Pending, classify, wait_for
 from comm_collectives.call.agreement import FLAGS, Comparison, compare
+from comm_collectives.call.devices import Launches, is_captured, refuse_captured
 from comm_collectives.call.failures import Report, describe_absent, first_failure
-from comm_collectives.call.frames import Cargo, Frame, Frames, Notice, memory_at
+from comm_collectives.call.frames import Cargo, Frame, Frames, Notice, memory_of_each
 from comm_collectives.call.groups import GroupState, check_timeout
 from comm_collectives.call.opening import open_frames
 from comm_collectives.call.pairs import Lane, Question
@@ -87,7 +88,7 @@ class Call:
         self.compares_site = compares_site
         self.site = current_site() if site is None else site
         self.number = state.next_call()
-        self.step = 0
+        self.step = self.transfers = 0  # exchanges so far, and those of the device
         self.is_noted = False  # in the history
         self.failure: Report | None = None
 
@@ -150,11 +151,14 @@ class Call:
             CollectiveTimeoutError, PeerFailedError: a rank did not come.
         """
         refused, rank = refused or self.refused, self.state.rank
+        refuse_captured(self.name)
+        if self.state.launches is not None:
+            self.state.launches.check()
         if sent is None or refused is not None:
             sent, cargo = None, Cargo(parts=parts, apart=sizes)
         else:
             sizes = [flat.numel() for flat in sent]
-            payloads = _memory_of_each(sent)
+            payloads = memory_of_each(sent)
             cargo = Cargo(parts=parts, payloads=payloads)
         if self.state.size == 1:
             self.go_alone(refused)
@@ -165,7 +169,7 @@ class Call:
                 theirs, flags = self._offer(frames, status, cargo, refused)
                 agreed = self._agreed(theirs, flags, parts, sizes)
                 targets = self._targets(agreed, place)
-                frames.receive(_memory_of_each(targets) if targets else None, self)
+                frames.receive(memory_of_each(targets) if targets else None, self)
         if sent is not None and targets and targets[rank].data_ptr() != sent[rank].data_ptr():
             targets[rank].copy_(sent[rank])
         return agreed
@@ -207,21 +211,25 @@ class Call:
     def run(self, start: Callable[[], Pending | None]) -> None:
         """Start a transfer on a device and let what follows wait for it.
 
-        Without a limit the wait is only ordered on the stream, as torch does it. A backward, which
-        has told nobody of itself yet, meets the others first if calls are compared at all.
+        Without a limit the wait is only ordered on the stream. A backward, which has told nobody of
+        itself yet, meets the others first if calls are compared at all.
 
         Raises:
             CommError: the transfer failed; the subclass says how.
         """
-        if self.is_backward and not self.step and self.state.policy.every:
+        launches, place = Launches.of_call(self.state, self), (self.number, self.transfers)
+        if self.is_backward and not self.step and self.state.policy.every and not is_captured():
             self.meet()
         try:
             if self.state.lane is not None and self.state.transport.has_one_order:
                 self.state.lane.launch_held(self.limit_s)
-            work = start()
-            if work is not None:
+            works = [start()] if launches is None else launches.run(self, lambda: [start()], place)
+            for work in filter(None, works):
                 # A wait that runs into its limit aborts an NCCL communicator: only one.
                 wait_for(work, self.timeout_s)
+            if launches is not None:
+                launches.check()
+                self.transfers += 1
         except RuntimeError as error:
             # The backend may still write into the buffers of a transfer that was given up.
             self.state.given_up.append(start)
@@ -243,6 +251,9 @@ class Call:
         if self.state.moves_on_host:
             return True
         history = self.state.history
+        if is_captured():
+            history.compares_next = True  # the first one outside of the graph
+            return False
         # While a backward is owed (on every rank alike), a peer may be waiting in it.
         owes = len(self.state.pending) > 0
         meets = self.number % every == 0 or history.compares_next or owes
@@ -304,6 +315,10 @@ class Call:
     def describe(self) -> str:
         """Say what the call is, for the other ranks' errors."""
         return self._whole_head(0).describe()
+
+    def word(self) -> int:
+        """Return what is the same on all ranks that make the same call."""
+        return self._whole_head(0).fingerprint(0)
 
     def _agreed(
         self,
@@ -383,13 +398,3 @@ class Call:
             f"{error}; the first failure was a {first.problem} of rank {first.rank} in "
             f"{first.name} call {first.number}"
         )
-
-
-def _memory_of_each(flats: Sequence[torch.Tensor]) -> list[memoryview]:
-    """The bytes of flat uint8 tensors, of which neighbours are often one and the same."""
-    memory: list[memoryview] = []
-    last = None
-    for flat in flats:
-        memory.append(memory[-1] if flat is last else memory_at(flat.data_ptr(), flat.numel()))
-        last = flat
-    return memory

@@ -22,6 +22,7 @@ from comm_collectives._torch_private import graph_break
 from comm_collectives.base import check_dense
 from comm_collectives.call import Call, Checks, Refusal
 from comm_collectives.call.autograd import Back, attach
+from comm_collectives.call.devices import refuse_captured
 from comm_collectives.call.groups import Group, GroupState, group_state
 from comm_collectives.call.handles import Handle, launch, turn
 from comm_collectives.call.signature import Argument, Status
@@ -199,6 +200,7 @@ def _dispatch(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, spec: DispatchSpec
 ) -> Dispatched:
     options, state = spec.options, spec.state
+    refuse_captured("dispatch", "its host reads how many rows go to each expert")
     with Checks() as checks:
         check_dense(x, "x")
         layout = spec.layout(x.shape, x.dtype, x.device, topk_idx, topk_weights)

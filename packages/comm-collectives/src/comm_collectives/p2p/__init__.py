@@ -3,6 +3,8 @@
 May import: base, call, collectives.
 """
 
+from comm_collectives.p2p.devices import Pending as Pending
+from comm_collectives.p2p.devices import launch_transfers as launch_transfers
 from comm_collectives.p2p.send_recv import recv as recv
 from comm_collectives.p2p.send_recv import send as send
 from comm_collectives.p2p.tensors import SendHandle as SendHandle

@@ -24,9 +24,9 @@ from typing import Literal, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
 
-from comm_collectives.p2p import SendHandle
+from comm_collectives.p2p import Pending, SendHandle, launch_transfers
 from moe_pipeline._torch_private import backend_by_device
 from moe_pipeline.errors import ScheduleError
 from moe_pipeline.executor.execution_plan import SENDS, ExecutionPlan, other_end
@@ -100,9 +100,9 @@ class DeviceSend:
     def __init__(self, handle: SendHandle, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
         self._handle = handle
-        self._works: list[Work] | None = None
+        self._works: list[Pending] | None = None
 
-    def started(self, works: list[Work]) -> None:
+    def started(self, works: list[Pending]) -> None:
         """Take note of what moves the tensors."""
         self._works = works
 
@@ -121,7 +121,7 @@ class DeviceSend:
 
 
 # Dense tensors that come, with what moves them.
-_Coming = tuple[list[Tensor], list[Work]]
+_Coming = tuple[list[Tensor], list[Pending]]
 
 
 @final
@@ -147,8 +147,12 @@ class DeviceMoves:
     def send(self, action: Action, sending: DeviceSend, peer: int, group: ProcessGroup) -> None:
         """Queue the tensors of a message, behind what the current stream has done."""
         if action not in self._swaps:
-            works = [dist.isend(t, group=group, group_dst=peer) for t in sending.tensors]
-            sending.started([work for work in works if work is not None])
+            tensors = sending.tensors
+
+            def start() -> list[Pending | None]:
+                return [dist.isend(t, group=group, group_dst=peer) for t in tensors]
+
+            sending.started(launch_transfers(start, "send to", peer, group))
         elif self._announced is None:
             self._sending = sending
         else:
@@ -179,14 +183,17 @@ class DeviceMoves:
 
     def _receive(self, announced: Sequence[Announced], peer: int, group: ProcessGroup) -> _Coming:
         """On a stream of their own, where they wait for no computation."""
-        tensors, works = [], []
-        for one in announced:
-            with self._beside(self._place(one)):
-                tensor = self._empty(one)
-                work = dist.irecv(tensor, group=group, group_src=peer)
-            tensors.append(tensor)
-            works += [] if work is None else [work]
-        return tensors, works
+        tensors: list[Tensor] = []
+
+        def start() -> list[Pending | None]:
+            works: list[Pending | None] = []
+            for one in announced:
+                with self._beside(self._place(one)):
+                    tensors.append(self._empty(one))
+                    works.append(dist.irecv(tensors[-1], group=group, group_src=peer))
+            return works
+
+        return tensors, launch_transfers(start, "recv from", peer, group)
 
     def _swap(
         self,
@@ -199,7 +206,9 @@ class DeviceMoves:
         tensors = [self._empty(one) for one in announced]
         calls = [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for t in sending.tensors]
         calls += [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for t in tensors]
-        works = dist.batch_isend_irecv(calls) if calls else []
+        works = launch_transfers(
+            lambda: dist.batch_isend_irecv(calls) if calls else [], "swap with", peer, group
+        )
         sending.started(works)
         return tensors, works
 

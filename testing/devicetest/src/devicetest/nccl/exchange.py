@@ -41,6 +41,7 @@ class Pending:
         self._exchange, self.number, self.label = exchange, number, label
         self.ended = threading.Event()
         self.error = ""
+        self.is_aborted = False
 
     def wait(self, limit_s: float | None) -> None:
         """Wait for the end.
@@ -57,6 +58,11 @@ class Pending:
         if self.error:
             raise NcclRuleError(self.error)
 
+    def abort(self) -> None:
+        """Let who waits go on; what was to be filled is garbage."""
+        self.is_aborted = True
+        self.ended.set()
+
 
 class Exchange:
     """One rank's way to the referee. Calls of several threads are queued one after the other."""
@@ -67,6 +73,7 @@ class Exchange:
         self._sending = threading.Lock()
         self._pending: dict[int, tuple[Pending, Callable[[dict[int, list[bytes]]], None]]] = {}
         self._broken = ""
+        self._is_silent = False
         self._connection: Connection = Client(address, "AF_UNIX")
         self._connection.send((rank, os.getpid()))
         threading.Thread(target=self._listen, name="nccl rules: answers", daemon=True).start()
@@ -94,6 +101,7 @@ class Exchange:
                 device=device,
             )
             pending = Pending(self, number, f"rank {self.rank}: {item}")
+            self._is_silent |= comm.is_silent
             self._pending[number] = (pending, fill)
             self._send(("post", item))
         if self._broken:
@@ -114,14 +122,16 @@ class Exchange:
             try:
                 what, value, brought = self._connection.recv()
             except (EOFError, OSError):
-                self._break("the process that holds the referee of NCCL's rules has ended")
+                if not self._is_silent:
+                    self._break("the process that holds the referee of NCCL's rules has ended")
                 return
             if what == "fault":
                 self._break(value)
                 continue
             pending, fill = self._pending.pop(value)
-            fill(brought)
-            pending.ended.set()
+            if not pending.is_aborted:
+                fill(brought)
+                pending.ended.set()
 
     def _break(self, text: str) -> None:
         self._broken = text
@@ -209,6 +219,8 @@ class _Court:
                 now = time.monotonic()
                 if self._looked or self._referee.fault:
                     continue
+                if any(item.comm.is_silent for item in self._referee.items()):
+                    continue
                 if now - max(self._last.values(), default=now) < _QUIET_S:
                     continue
                 waiting = {
@@ -228,6 +240,8 @@ class _Court:
         while any(self._processes[rank] != own for rank in list(self._ways)):
             if time.monotonic() > until or self._referee.fault:
                 break
+            if any(item.comm.is_silent for item in self._referee.items()):
+                break  # these never end
             time.sleep(0.02)
         with contextlib.suppress(OSError):
             self._listener.close()  # which removes its address

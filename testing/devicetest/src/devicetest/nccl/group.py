@@ -22,6 +22,7 @@ from devicetest.nccl.arithmetic import SUPPORTED_DTYPES, SUPPORTED_OPS
 from devicetest.nccl.exchange import Exchange, NcclRuleError, join
 from devicetest.nccl.referee import Comm, Part
 from devicetest.nccl.rules import BUFFERS, NcclRules
+from devicetest.nccl.watchdog import Watchdog
 from devicetest.nccl.work import RuleWork, Shelf
 from devicetest.tensors import DeviceTensor
 
@@ -51,7 +52,7 @@ class _Backend(Backend):
 
     def __init__(self, group: "NcclRuleGroup") -> None:
         super().__init__(group.rank(), group.size())
-        self._limit_s = 0.0
+        self._limit_s, self._abort = 0.0, group.abort
 
     @property
     def options(self) -> Any:
@@ -61,6 +62,10 @@ class _Backend(Backend):
     def getBackendName(self) -> str:
         """Return the name of the backend; torch asks."""
         return BACKEND_NAME
+
+    def abort(self) -> None:
+        """Let all that waits for the group's device go on, with garbage."""
+        self._abort()
 
 
 class NcclRuleGroup(dist.ProcessGroup):
@@ -98,7 +103,14 @@ class NcclRuleGroup(dist.ProcessGroup):
         if self._me == 0:
             options.store.set("devicetest/comm", uuid.uuid4().hex)
         name = options.store.get("devicetest/comm").decode()
-        self._comm = Comm(name=name, ranks=ranks, buffer_bytes=BUFFERS[rules.buffering])
+        self._comm = Comm(
+            name=name,
+            ranks=ranks,
+            buffer_bytes=BUFFERS[rules.buffering],
+            is_silent=rules.watchdog,
+        )
+        self._is_aborted = False
+        self._watchdog = Watchdog(self._limit_s, kills=rules.watchdog)
 
     # ------------------------------------------------------------------ what torch asks
 
@@ -150,7 +162,11 @@ class NcclRuleGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Nothing is to be given back."""
 
-    abort = shutdown
+    def abort(self) -> None:
+        """Let all that waits for the device go on, with garbage; calls are refused from now on."""
+        self._is_aborted = True
+        for pending in self._watchdog.stop():
+            pending.abort()
 
     # ------------------------------------------------------------------ transfers
 
@@ -252,6 +268,8 @@ class NcclRuleGroup(dist.ProcessGroup):
 
     def _launch(self, calls: list[_Call], lane: str) -> RuleWork:
         place = where()
+        if self._is_aborted:
+            raise NcclRuleError(f"NCCL communicator was aborted on rank {self._me} ({place})")
         self.issued.append(f"{' + '.join(str(call.part) for call in calls)} at {place}")
         fills = [[plain(tensor).detach() for tensor in call.fills] for call in calls]
         before_wait, shelf, device = self._order_streams(calls, lane)
@@ -270,8 +288,10 @@ class NcclRuleGroup(dist.ProcessGroup):
             device=device,
             fill=fill,
         )
+        self._watchdog.add(pending)
         results = [tensor for call in calls for tensor in (call.fills or call.reads)]
-        work = RuleWork(pending, limit_s=self._limit_s, results=results, before_wait=before_wait)
+        limit_s = None if self.rules.watchdog else self._limit_s
+        work = RuleWork(pending, limit_s=limit_s, results=results, before_wait=before_wait)
         if shelf is not None:
             work.keep(shelf)
         return work

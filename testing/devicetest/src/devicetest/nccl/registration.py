@@ -29,8 +29,14 @@ def _method(name: str) -> Callable[..., Any]:
         # A barrier is NCCL's wherever the group has it.
         if name != "barrier" and group.is_for_host(args):
             return getattr(group.host, name)(*args, **options)
-        group.note_options((*args, *options.values()))
-        return METHODS[name](group, *args, **options)
+
+        def run() -> Any:
+            group.note_options((*args, *options.values()))
+            return METHODS[name](group, *args, **options)
+
+        if group.rules.machine is not None:
+            group.rules.machine.keep(lambda: run().wait())
+        return run()
 
     return call
 

@@ -25,6 +25,9 @@ class NcclRules:
         any_device: take tensors of the CPU too, for tests of the order alone.
         host: tensors of the CPU go over gloo, as in a group of "cpu:gloo,cuda:nccl".
         machine: the fake devices, where there are some.
+        watchdog: nobody names a deadlock, a dead rank or collectives that differ: what never ends
+            is waited for, until the group's limit has passed and the process is killed, as torch's
+            watchdog does it.
     """
 
     buffering: str = "none"
@@ -32,6 +35,7 @@ class NcclRules:
     any_device: bool = True
     host: bool = False
     machine: Machine | None = None
+    watchdog: bool = False
 
     def __post_init__(self) -> None:
         if self.buffering not in BUFFERS:

@@ -7,6 +7,7 @@ work.wait()
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, final
 
 import torch
@@ -45,7 +46,7 @@ class RuleWork(dist.Work):
         self,
         pending: Pending,
         *,
-        limit_s: float,
+        limit_s: float | None,
         results: list[torch.Tensor],
         before_wait: Callable[[bool], None],
     ) -> None:
@@ -72,7 +73,7 @@ class RuleWork(dist.Work):
         """
         limit_s = timeout.total_seconds()
         self._before_wait(limit_s > 0)
-        self._pending.wait(limit_s if limit_s > 0 else self._limit_s)
+        self._pending.wait(limit_s if limit_s > 0 else self._limit_s)  # None: for ever
         if self._shelf is not None:
             self._shelf.clear()
         return True
@@ -94,6 +95,10 @@ class RuleWork(dist.Work):
     def exception(self) -> Any:
         """Return what went wrong, None if nothing."""
         return RuntimeError(self._pending.error) if self._pending.error else None
+
+    def get_future_result(self) -> Any:
+        """Return a future that says whether it has ended, as NCCL's watchdog fills one."""
+        return SimpleNamespace(done=self._pending.ended.is_set)
 
     def result(self) -> list[torch.Tensor]:
         """Return the tensors that it fills."""

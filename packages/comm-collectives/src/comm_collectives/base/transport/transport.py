@@ -17,7 +17,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from comm_collectives._torch_private import Store, group_timeout_s, raw_torch
+from comm_collectives._torch_private import Store, abort_devices, group_timeout_s, raw_torch
 from comm_collectives.base.transport.clock import SYSTEM_CLOCK, Clock
 from comm_collectives.errors import CollectiveTimeoutError, CommError, PeerFailedError
 
@@ -70,6 +70,10 @@ class Transport(ABC):
     def store(self) -> Store | None:
         """Return where ranks leave reports of failures; None means the default group's store."""
         return None
+
+    def abort(self) -> None:
+        """Let what the group's device waits for come to an end, for good: its data is garbage."""
+        abort_devices(self.group)
 
     @raw_torch
     def exchange(

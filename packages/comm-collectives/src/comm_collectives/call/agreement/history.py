@@ -22,12 +22,13 @@ _ENTRY = struct.Struct("<2q")
 class History:
     """The rolling hash of a group's calls on this rank, and the last 64 of them.
 
-    `compares_next` says that the next call is compared, on every rank, whatever its number.
+    `compares_next` says that the next call is compared, on every rank, whatever its number: as the
+    first is, in which a device's backend finds its peers and would wait for them in silence.
     """
 
     def __init__(self) -> None:
         self.rolling = 0
-        self.compares_next = False
+        self.compares_next = True
         self._last: deque[tuple[int, int, CallSignature]] = deque(maxlen=_KEPT_CALLS)
 
     def add(self, number: int, head: CallSignature) -> None:

@@ -324,3 +324,13 @@ def memory_at(address: int, length: int) -> memoryview:
     if not length:
         return _EMPTY
     return memoryview((ctypes.c_char * length).from_address(address)).cast("B")
+
+
+def memory_of_each(flats: Sequence[torch.Tensor]) -> list[memoryview]:
+    """Return the bytes of flat uint8 tensors, of which neighbours are often one and the same."""
+    memory: list[memoryview] = []
+    last = None
+    for flat in flats:
+        memory.append(memory[-1] if flat is last else memory_at(flat.data_ptr(), flat.numel()))
+        last = flat
+    return memory

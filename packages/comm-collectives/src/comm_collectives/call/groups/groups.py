@@ -79,6 +79,7 @@ class GroupState(Ordered):
         self.pending = PendingBackwards()  # that this rank owes
         self.history = History()  # the calls since the last comparison, where not all are compared
         self.lane: Any = None  # a pairs.Lane, made on top of this: what two ranks send each other
+        self.launches: Any = None  # a devices.Launches, made on top of this
         # Opens streams for ranks that are no processes, and start no threads of their own either.
         self.opener: Callable[[str], Streams] | None = None
         self.hire: Callable[[], Any] | None = None  # likewise, what runs jobs as a handles.Worker

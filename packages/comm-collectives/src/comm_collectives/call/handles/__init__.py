@@ -1,6 +1,6 @@
 """Calls that run beside the program: a handle to wait on, a thread for each group.
 
-May import: base, signature, groups.
+May import: base, signature, devices, groups.
 """
 
 from comm_collectives.call.handles.caught import Caught as Caught

@@ -21,6 +21,7 @@ import torch
 
 from comm_collectives._torch_private import graph_break
 from comm_collectives.base import is_dense
+from comm_collectives.call.devices import refuse_captured
 from comm_collectives.call.groups import Group, GroupState, Ordered
 from comm_collectives.call.handles.walk import replace_tensors, tensors_in
 from comm_collectives.call.handles.watch import Watch
@@ -193,6 +194,8 @@ def launch(
     Returns:
         What `run` returns, or with `async_op` a Handle that does.
     """
+    if async_op:
+        refuse_captured(name, "async_op=True runs it on another thread", "leave async_op out")
     worker = state.worker
     if not async_op and (worker is None or worker.is_here() or not worker.is_busy):
         with state.lock:

@@ -1,6 +1,6 @@
 """Messages between two ranks of a group, over streams of their own beside those of its calls.
 
-May import: base, call, frames, groups, handles, signature.
+May import: base, call, devices, frames, groups, handles, signature.
 """
 
 from comm_collectives.call.pairs.lane import ANY_RANK as ANY_RANK

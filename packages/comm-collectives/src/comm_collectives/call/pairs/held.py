@@ -6,7 +6,7 @@ gives the order: it queues its sends as they are made and its receives as it rea
 and tells the peer of the latter (`Word.GRANTED`). The higher rank queues what it reads of in that
 stream, receives and sends alike.
 
-    held = HeldSends(transport, peer, holds=rank > peer)
+    held = HeldSends(transport, peer, holds=rank > peer, launch=launch)
     works = held.send(tensors, key=0, place=3, number=7)     # empty until it is granted
     held.grant(0, 3)
 """
@@ -19,6 +19,10 @@ from typing import final
 import torch
 
 from comm_collectives.base.transport import Pending, Transport
+from comm_collectives.call.devices import Start
+
+# Gives the device transfers, says what they are and with which rank, and has them looked after.
+Launch = Callable[[str, int, Start], list[Pending]]
 
 
 @final
@@ -39,8 +43,9 @@ class _Refused:
 class HeldSends:
     """What this rank sends to a peer from a device; `holds`: only when that says so."""
 
-    def __init__(self, transport: Transport, peer: int, *, holds: bool) -> None:
+    def __init__(self, transport: Transport, peer: int, *, holds: bool, launch: Launch) -> None:
         self._transport, self._peer, self._holds = transport, peer, holds
+        self._launch = launch
         self._held: dict[tuple[int, int], tuple[int, Callable[[], None]]] = {}
 
     def __len__(self) -> int:
@@ -58,10 +63,14 @@ class HeldSends:
         Returns the transfers under way; those that are held come to the list then.
         """
         works: list[Pending] = []
+        peer = self._peer
 
         def launch() -> None:
-            started = [self._transport.send(x, self._peer) for x in tensors]
-            works.extend(work for work in started if work is not None)
+            works.extend(
+                self._launch(
+                    "send to", peer, lambda: [self._transport.send(x, peer) for x in tensors]
+                )
+            )
 
         if not tensors or not self._holds:
             launch()

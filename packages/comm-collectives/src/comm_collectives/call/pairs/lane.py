@@ -23,8 +23,11 @@ from weakref import ref
 
 import torch
 
+from comm_collectives.base.transport import Pending
+from comm_collectives.call.devices import Start, launch_transfers, refuse_captured
 from comm_collectives.call.groups import GroupState
 from comm_collectives.call.handles import Awaiting, Worker
+from comm_collectives.call.pairs.held import Launch
 from comm_collectives.call.pairs.pair import Message, Pair, Ticket, Word
 from comm_collectives.call.pairs.questions import Question, Questions
 from comm_collectives.call.pairs.transfer import SendHandle, Transfer
@@ -48,7 +51,9 @@ class Lane:
         self._clock, self._hire = state.transport.clock, state.hire
         self.changed = self._clock.condition()
         others = [rank for rank in range(state.size) if rank != state.rank]
-        self.pairs = {r: Pair(streams, r, state.transport, self.changed) for r in others}
+        self.pairs = {
+            r: Pair(streams, r, state.transport, self.changed, _launcher(state)) for r in others
+        }
         self.questions = Questions(self.pairs)
         self._workers: dict[tuple[int, str], Worker] = {}
         # A queue that a finaliser may put into.
@@ -84,6 +89,7 @@ class Lane:
         Raises:
             CommError: the peer cannot be reached.
         """
+        refuse_captured(name)
         # What lies on the host travels there, beside whatever backend the group has.
         devices, pair = [x.device for x in tensors], self.pairs[dst]
         kinds = ["cpu" if on.type == "cpu" else state.transport_type(on) for on in devices]
@@ -113,6 +119,7 @@ class Lane:
         awaiting: Awaiting | None = None,
     ) -> tuple[Ticket, Transfer]:
         """Ask for the next message of a key from a rank, or from any."""
+        refuse_captured(name)
         pairs, ticket = self._pairs_of(src), Ticket(key)
         with self.changed:
             place = pairs[0].place_of_next(key)
@@ -325,6 +332,17 @@ class Lane:
             why = self.deny(transfer.peer, question, 0, own, transfer.awaiting)
             if why is not None:
                 raise MismatchError(f"{own}: {why}")
+
+
+def _launcher(state: GroupState) -> Launch:
+    """What starts transfers of a group's device, which does not keep the group alive."""
+    of = ref(state)
+
+    def launch(what: str, peer: int, start: Start) -> list[Pending]:
+        state = of()
+        return [] if state is None else launch_transfers(state, what, peer, start)
+
+    return launch
 
 
 def _placed(transfer: Transfer) -> str:

@@ -21,7 +21,7 @@ from comm_collectives.base import as_bytes, dense, from_bytes, num_bytes
 from comm_collectives.base.streams import Streams
 from comm_collectives.base.transport import Pending, TransferHeader, Transport
 from comm_collectives.call.frames import Frame, Link, memory_of
-from comm_collectives.call.pairs.held import HeldSends
+from comm_collectives.call.pairs.held import HeldSends, Launch
 from comm_collectives.errors import MismatchError
 
 _KEPT_WORDS = 64
@@ -81,17 +81,26 @@ class Said:
 
 @final
 class Pair:
-    """See the module. `changed` is the lane's, under which messages are handed over."""
+    """See the module. `changed` is the lane's, under which messages are handed over.
+
+    `launch` starts what a device moves.
+    """
 
     def __init__(
-        self, streams: Streams, peer: int, transport: Transport, changed: Condition
+        self,
+        streams: Streams,
+        peer: int,
+        transport: Transport,
+        changed: Condition,
+        launch: Launch,
     ) -> None:
         self.peer, self.is_reading, self.is_expecting = peer, False, False
         # Questions to the peer so far, the one that is open, and those of the peer that are over.
         self.asked = self.open = self.over = 0
-        self.held = HeldSends(transport, peer, holds=streams.rank > peer)
+        self.held = HeldSends(transport, peer, holds=streams.rank > peer, launch=launch)
         self._grants = streams.rank < peer
         self._streams, self._transport, self._changed = streams, transport, changed
+        self._launch = launch
         self._link = Link(streams, peer)
         self.sending = transport.clock.lock()
         self.sent: Counter[int] = Counter()  # messages by key
@@ -257,10 +266,12 @@ class Pair:
             elif flat.numel():
                 apart.append(flat)
         with self.sending:  # so that the peer hears of this rank's transfers in their order
-            started = [self._transport.recv(flat, self.peer) for flat in apart]
+            recv = self._transport.recv
+            self._works = self._launch(
+                "recv from", self.peer, lambda: [recv(flat, self.peer) for flat in apart]
+            )
             if apart and self._grants:
                 self._queue(Word.GRANTED, frame.number, frame.step, part=b"", payload=None, kept=())
-        self._works = [work for work in started if work is not None]
 
     def _end(self) -> None:
         if self._header is None:
