@@ -7,7 +7,7 @@ import pytest
 
 from moe_train.config.data_tables import DataConfig
 from moe_train.config.model_tables import ModelConfig, MoeTable
-from moe_train.config.optimizer_tables import OptimizerConfig
+from moe_train.config.optimizer_tables import OptimizerConfig, ParamGroupConfig
 from moe_train.config.run_tables import CheckpointConfig, LogConfig
 from moe_train.config.tables import TABLES, Config, all_keys
 from moe_train.config.train_tables import ParallelConfig, TrainConfig
@@ -76,6 +76,11 @@ def test_batch_that_does_not_divide_names_the_numbers_and_a_remedy() -> None:
         ({"output_dir": ""}, "train.output_dir is empty; give a value"),
         ({"dtype": "float16"}, 'train.dtype must be one of "float32", "bfloat16", got'),
         ({"master_weights": True}, "train.master_weights=true has no use"),
+        ({"stochastic_rounding": True}, 'weights without copies, not for train.dtype="float32"'),
+        (
+            {"stochastic_rounding": True, "dtype": "bfloat16", "master_weights": True},
+            "train.master_weights=true; choose one of them",
+        ),
         ({"recompute_keep": ("attention",)}, 'is for train.recompute="selective"; set that'),
         ({"recompute": "selective", "recompute_keep": ()}, "train.recompute_keep=[] keeps"),
         ({"gradient_accumulation_steps": 3}, "choose 6 or 9"),
@@ -219,3 +224,13 @@ def test_a_layout_cannot_change_where_states_are_kept_beside_training(
     parallel = ParallelConfig(ep=2, relayout=("3: pp=2",))
     with pytest.raises(TrainValueError, match=named):
         config(parallel=parallel, checkpoint=checkpoint)
+
+
+def test_stochastic_rounding_is_refused_where_muon_updates_something() -> None:
+    low = train(dtype="bfloat16", stochastic_rounding=True)
+    group = ParamGroupConfig(name="some", parameters=("*",), algorithm="muon")
+    assert config(train=low).train.stochastic_rounding
+    with pytest.raises(ValueError, match="is for AdamW, and muon updates some parameters"):
+        config(train=low, param_groups=(group,))
+    with pytest.raises(ValueError, match="is for AdamW"):
+        config(train=low, optimizer=OptimizerConfig(lr=1e-3, name="muon"))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_train.optim.grads import GradientStore, ParameterGroup, clip_coefficient
+from moe_train.optim.grads import GradientStore, ParameterGroup, clip_coefficient, slices_of
 from ranktest import run_ranks
 
 DTYPES = {"weight": torch.float32, "low": torch.bfloat16, "bias": torch.float32}
@@ -182,3 +182,33 @@ def test_one_rank_that_is_not_finite_makes_the_norm_of_all_not_finite() -> None:
         return store.norm_squared()
 
     assert run_ranks(run, 2) == [math.inf, math.inf]
+
+
+def test_sums_over_ranks_are_taken_in_the_asked_format_and_stored_in_the_gradients_own() -> None:
+    low = torch.tensor([1.0, 0.3, 3.0]).bfloat16()
+    high = torch.tensor([1 + 2**-9, 2.0, -1.0])
+
+    def run(rank: int, _: int) -> object:
+        found = []
+        for dtype, reduced in ((low, torch.float32), (high, torch.bfloat16), (high, None)):
+            parameter = nn.Parameter(torch.zeros_like(dtype))
+            parameter.grad = dtype.clone()
+            group = ParameterGroup(parameters=[parameter], reduce_group=dist.group.WORLD)
+            store = GradientStore([group], fp32_accumulation=False, reduce_dtype=reduced)
+            store.reduce()
+            found.append(store.of(parameter))
+        return found
+
+    for in_wide, in_narrow, in_own in run_ranks(run, 3):  # type: ignore[misc]
+        assert torch.equal(in_wide, (3 * low.float()).bfloat16())
+        rounded = high.bfloat16()
+        assert in_narrow.dtype == torch.float32
+        assert torch.equal(in_narrow, (rounded + rounded + rounded).float())
+        assert torch.equal(in_own, high + high + high)
+
+
+@pytest.mark.parametrize("sizes", [[], [1], [3, 3, 3], [9, 1, 1, 1], [1, 1, 1, 9]])
+def test_slices_hold_every_gradient_once_and_few_at_a_time(sizes: list[int]) -> None:
+    parts = [sizes[part] for part in slices_of(sizes, 4)]
+    assert [size for part in parts for size in part] == sizes
+    assert all(sum(part[:-1]) < 4 for part in parts)

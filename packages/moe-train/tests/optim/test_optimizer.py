@@ -11,6 +11,7 @@ from moe_train.config.tables import Config
 from moe_train.config.train_tables import TrainConfig
 from moe_train.optim.grads import GradientStore, ParameterGroup, clip_coefficient
 from moe_train.optim.optimizer import Optimizer
+from moe_train.optim.rounding import StochasticRounding
 from moe_train.optim.update_rules import update_rules
 from ranktest import run_ranks
 
@@ -251,3 +252,34 @@ def test_groups_that_cannot_be_are_refused_by_name() -> None:
         update_rules(shapes, job_of(config, fast), names)
     with pytest.raises(ValueError, match=r"norm.weight is matched by .*fast\] and .*slow\]"):
         update_rules(shapes, job_of(config, fast, slow), names)
+
+
+def test_weights_that_are_rounded_by_chance_are_updated_in_fp32_and_keep_small_updates(
+    seed: int,
+) -> None:
+    weight = nn.Parameter(torch.full((64, 64), 1.0, dtype=torch.bfloat16))
+    exact = nn.Parameter(torch.full((64, 64), 1.0))
+    config = OptimizerConfig(lr=1e-4, weight_decay=0.0)
+    rules = update_rules({"w": weight.shape}, job_of(config), {})
+    rounding = StochasticRounding(seed=seed % 1000, first_rows={})
+    optimizer = Optimizer({"w": weight}, rules, config, master_weights=False, rounding=rounding)
+    reference = torch.optim.AdamW([exact], lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    assert {m: t["w"].dtype for m, t in optimizer.moments().items()} == {
+        "exp_avg": torch.float32,
+        "exp_avg_sq": torch.float32,
+    }
+    store = store_of(weight)
+    for _ in range(20):
+        store.clear()
+        weight.grad = torch.ones_like(weight)
+        exact.grad = torch.ones_like(exact)
+        optimizer.step(store, 1e-4)
+        reference.step()
+    assert optimizer.updated()["w"].data_ptr() == weight.data_ptr()
+    torch.testing.assert_close(
+        optimizer.moments()["exp_avg"]["w"], reference.state[exact]["exp_avg"]
+    )
+    # Each update is a twentieth of half the distance to the number below: rounded to the nearest,
+    # none of them would be seen. The mean of 4,096 weights is within 5 standard deviations.
+    moved = 1.0 - weight.detach().double().mean().item()
+    assert moved == pytest.approx(1.0 - exact.detach().double().mean().item(), abs=5 * 2.8e-3 / 64)

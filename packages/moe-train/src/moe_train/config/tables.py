@@ -47,6 +47,14 @@ class Config:
         for name, table_type in TABLES.items():
             check_type(f"Config({name}=...)", getattr(self, name), table_type)
         self._check_sources()
+        if self.train.stochastic_rounding and "muon" in (
+            self.optimizer.name,
+            *(group.algorithm for group in self.param_groups),
+        ):
+            raise TrainValueError(
+                "train.stochastic_rounding=true is for AdamW, and muon updates some parameters; "
+                "use train.master_weights=true, or AdamW alone"
+            )
         if self.parallel.relayout and self.checkpoint.needs_one_layout:
             raise TrainValueError(
                 f"the layout cannot change with {self.checkpoint.needs_one_layout}, which keeps "

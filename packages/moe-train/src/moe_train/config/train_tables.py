@@ -176,6 +176,18 @@ class TrainConfig(Table):
         default=False,
         on_resume="free",
     )
+    stochastic_rounding: bool = key(
+        "update bfloat16 weights in float32 and round them up or down by chance, so that small "
+        "updates are not lost; without master weights, moments are float32 (AdamW only)",
+        default=False,
+        on_resume="free",
+    )
+    grad_reduce_dtype: Literal["float32", "bfloat16"] | None = key(
+        "number format in which gradients are summed over ranks; absent: that in which they are "
+        "summed over microbatches (float32 with master_weights, else train.dtype)",
+        default=None,
+        on_resume="free",
+    )
     gradient_accumulation_fusion: bool = key(
         "from the second microbatch on add weight gradients in place, to save time and memory",
         default=False,
@@ -287,6 +299,12 @@ class TrainConfig(Table):
             raise TrainValueError(
                 'train.master_weights=true has no use with train.dtype="float32"; '
                 'set train.dtype="bfloat16" or leave master_weights out'
+            )
+        if self.stochastic_rounding and (self.master_weights or self.dtype == "float32"):
+            raise TrainValueError(
+                "train.stochastic_rounding=true is for bfloat16 weights without copies, not for "
+                f'train.dtype="{self.dtype}" with train.master_weights='
+                f"{str(self.master_weights).lower()}; choose one of them"
             )
         if self.recompute_keep != _KEPT and self.recompute != "selective":
             raise TrainValueError(

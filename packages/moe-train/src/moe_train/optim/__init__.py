@@ -9,5 +9,6 @@ from moe_train.optim.grads import clip_coefficient as clip_coefficient
 from moe_train.optim.lr_schedule import LrSchedule as LrSchedule
 from moe_train.optim.optimizer import MUON_MOMENT as MUON_MOMENT
 from moe_train.optim.optimizer import Optimizer as Optimizer
+from moe_train.optim.rounding import StochasticRounding as StochasticRounding
 from moe_train.optim.update_rules import UpdateRule as UpdateRule
 from moe_train.optim.update_rules import update_rules as update_rules

@@ -49,10 +49,21 @@ class GradientStore:
 
     With fp32 accumulation a hook adds each microbatch's gradient to an fp32 buffer and frees the
     low-precision one at once; otherwise autograd's own accumulation into `.grad` is used.
+
+    Args:
+        groups: every parameter once.
+        fp32_accumulation: see above.
+        reduce_dtype: in which sums over ranks are taken and travel; None: that of the gradients.
     """
 
-    def __init__(self, groups: Sequence[ParameterGroup], *, fp32_accumulation: bool) -> None:
-        self._groups = groups
+    def __init__(
+        self,
+        groups: Sequence[ParameterGroup],
+        *,
+        fp32_accumulation: bool,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._groups, self._reduce_dtype = groups, reduce_dtype
         self._parameters = [p for group in groups for p in group.parameters]
         self._buffers: dict[nn.Parameter, Tensor] = {}
         for parameter in self._parameters if fp32_accumulation else ():
@@ -83,11 +94,24 @@ class GradientStore:
     def reduce(self) -> None:
         """Sum every gradient over its group's ranks. Collective over each group."""
         for group in self._groups:
+            if group.num_holders == 1:
+                continue
             gradients = [self.of(parameter) for parameter in group.parameters]
-            if group.tied is not None:
-                group.tied.reduce_gradients(gradients)
-            elif group.num_holders > 1:
-                reduce_in_buckets(gradients, group=group.reduce_group, bucket_bytes=_BUCKET_BYTES)
+            if self._reduce_dtype is None:
+                self._reduce(group, gradients)
+            else:  # few at a time, since they are copied
+                for part in slices_of([g.numel() for g in gradients]):
+                    self._reduce(group, gradients[part])
+
+    def _reduce(self, group: ParameterGroup, gradients: Sequence[Tensor]) -> None:
+        sums = [g.to(self._reduce_dtype or g.dtype) for g in gradients]
+        if group.tied is not None:
+            group.tied.reduce_gradients(sums)
+        else:
+            reduce_in_buckets(sums, group=group.reduce_group, bucket_bytes=_BUCKET_BYTES)
+        for gradient, found in zip(gradients, sums, strict=True):
+            if found is not gradient:
+                gradient.copy_(found)
 
     def norm_squared(self) -> float:
         """This rank's share of the squared global norm, after `reduce`.
@@ -105,6 +129,17 @@ class GradientStore:
         """Multiply every gradient in place."""
         for parameter in self._parameters:
             self.of(parameter).mul_(coefficient)
+
+
+def slices_of(sizes: Sequence[int], limit: int = 1 << 24) -> list[slice]:
+    """Neighbours of together at least `limit`, but for the last ones."""
+    found, start, total = [], 0, 0
+    for end, size in enumerate(sizes, start=1):
+        total += size
+        if total >= limit or end == len(sizes):
+            found.append(slice(start, end))
+            start, total = end, 0
+    return found
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

@@ -8,14 +8,15 @@ parameter, and that Muon sees matrices: of a fused expert tensor each expert's g
     optimizer.step(gradients, lr=3e-4)
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from moe_train.config import OptimizerConfig
-from moe_train.optim.grads import GradientStore
+from moe_train.optim.grads import GradientStore, slices_of
+from moe_train.optim.rounding import StochasticRounding
 from moe_train.optim.update_rules import UpdateRule
 
 MUON_MOMENT = "momentum_buffer"
@@ -31,6 +32,7 @@ class Optimizer:
         rules: of each of them.
         config: betas, eps, momentum.
         master_weights: keep an fp32 copy of every parameter, update it, and round it back.
+        rounding: of bfloat16 parameters without such copies, updated in fp32; of no use for Muon.
     """
 
     def __init__(
@@ -40,19 +42,24 @@ class Optimizer:
         config: OptimizerConfig,
         *,
         master_weights: bool,
+        rounding: StochasticRounding | None = None,
     ) -> None:
+        self._rounding, self._num_updates = rounding, 0
         self._parameters, self._rules = dict(parameters), dict(rules)
         self.late: dict[str, int] = {}
         self.master: dict[str, Tensor] = {}
         if master_weights:
             self.master = {n: p.detach().float().clone() for n, p in parameters.items()}
         updated = self.master or {name: p.data for name, p in parameters.items()}
+        if rounding is not None:  # filled for the time of an update
+            updated = {n: p.new_empty(0, dtype=torch.float32) for n, p in parameters.items()}
         self._updated = {name: nn.Parameter(t, requires_grad=True) for name, t in updated.items()}
         # Made here and not on the first step, so that there is always a state to save or load.
         self._moments: dict[str, dict[str, Tensor]] = {}
         for name, tensor in self._updated.items():
             for moment in _MOMENTS[rules[name].algorithm]:
-                self._moments.setdefault(moment, {})[name] = torch.zeros_like(tensor.data)
+                zeros = torch.zeros_like(parameters[name].data, dtype=tensor.dtype)
+                self._moments.setdefault(moment, {})[name] = zeros
         self._torch: list[torch.optim.Optimizer] = []
         self._matrices = {
             name: [nn.Parameter(matrix) for matrix in _matrices(name, tensor.data)]
@@ -108,8 +115,25 @@ class Optimizer:
 
     def step(self, gradients: GradientStore, lr: float) -> None:
         """Apply one update with learning rate `lr`."""
-        for name, tensor in self._updated.items():
-            gradient = gradients.of(self._parameters[name])
+        self._num_updates += 1
+        for names in self._parts():
+            self._step(names, gradients, lr)
+        for name, master in self.master.items():
+            self._parameters[name].data.copy_(master)
+
+    def _parts(self) -> list[list[str]]:
+        """Parameters that are updated together: all, or few enough for exact copies beside."""
+        names = list(self._updated)
+        if self._rounding is None:
+            return [names]
+        return [names[part] for part in slices_of([self._parameters[n].numel() for n in names])]
+
+    def _step(self, names: Sequence[str], gradients: GradientStore, lr: float) -> None:
+        for name in names:
+            tensor, parameter = self._updated[name], self._parameters[name]
+            gradient = gradients.of(parameter)
+            if self._rounding is not None:
+                tensor.data, gradient = parameter.data.float(), gradient.float()
             if name not in self._matrices:
                 tensor.grad = gradient
                 continue
@@ -122,12 +146,19 @@ class Optimizer:
             optimizer.step()
         for tensor in chain(self._updated.values(), *self._matrices.values()):
             tensor.grad = None
-        for name, master in self.master.items():
-            self._parameters[name].data.copy_(master)
+        if self._rounding is not None:
+            self._round(names, self._rounding)
+
+    def _round(self, names: Sequence[str], rounding: StochasticRounding) -> None:
+        """Store exact weights in the parameters, and let go of them."""
+        for name in names:
+            exact = self._updated[name]
+            rounding.write(name, exact.data, self._parameters[name].data, update=self._num_updates)
+            exact.data = exact.data.new_empty(0)
 
     def updated(self) -> dict[str, Tensor]:
         """Parameter name -> the tensor that updates change: its master weights or itself."""
-        return {name: tensor.data for name, tensor in self._updated.items()}
+        return self.master or {name: p.data for name, p in self._parameters.items()}
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
         """Moment name -> parameter name -> tensor shaped as the parameter; views, not copies."""
@@ -139,7 +170,7 @@ class Optimizer:
         Args:
             late: name -> updates before the parameter was trained, kept as `self.late`.
         """
-        self.late = dict(late or {})
+        self.late, self._num_updates = dict(late or {}), step
         for optimizer in self._torch:
             for name, tensor in self._updated.items():
                 if "step" in optimizer.state.get(tensor, {}):

@@ -40,6 +40,7 @@ from moe_train.optim import (
     GradientStore,
     Optimizer,
     ParameterGroup,
+    StochasticRounding,
     UpdateRule,
     update_rules,
 )
@@ -184,7 +185,13 @@ def build_runner(
         )
     stored.write_back()
     rules, masters = rules_of_job(config, model), config.train.master_weights
-    optimizer = Optimizer(parameters, rules, config.optimizer, master_weights=masters)
+    optimizer = Optimizer(
+        parameters,
+        rules,
+        config.optimizer,
+        master_weights=masters,
+        rounding=_rounding(config, parameters, parallel),
+    )
     microbatches = config.train.gradient_accumulation_steps
     train_schedule = training_schedule(config)
     check_balancing(config, model, train_schedule)
@@ -201,6 +208,7 @@ def build_runner(
         gradients=GradientStore(
             parameter_groups(parameters, parallel, has_copy=shares_embedding(model, stage.options)),
             fp32_accumulation=masters and config.train.dtype != "float32",
+            reduce_dtype=_reduce_dtype(config),
         ),
         optimizer=optimizer,
         max_grad_norm=config.optimizer.max_grad_norm,
@@ -219,6 +227,21 @@ def build_runner(
         background=background,
     )
     return runner, checkpointer
+
+
+def _rounding(
+    config: Config, parameters: Mapping[str, nn.Parameter], parallel: Parallel
+) -> StochasticRounding | None:
+    if not config.train.stochastic_rounding:
+        return None
+    ep = parallel.mesh.coordinate(parallel.rank)["ep"]
+    first = {name: ep * p.shape[0] for name, p in parameters.items() if is_expert(name)}
+    return StochasticRounding(seed=config.train.seed, first_rows=first)
+
+
+def _reduce_dtype(config: Config) -> torch.dtype | None:
+    asked = config.train.grad_reduce_dtype
+    return None if asked is None else getattr(torch, asked)
 
 
 def _manager_options(config: Config) -> ManagerOptions:
