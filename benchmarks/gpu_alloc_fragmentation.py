@@ -6,7 +6,7 @@ Six traces of moe-train's decoders (gpu_alloc_decoder_traces: fake tensors, unev
 that vary, recompute on and off) from fresh seeds. For each policy the smallest device on which a
 trace runs is found by bisection. torch's allocator is torch's own, native and with expandable
 segments, on devicetest's stub of CUDA. The tuner chooses on the first 40% of a trace and is scored
-on all of it.
+on all of it. "virtual memory" is our policy with pages mapped behind its places.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from gpu_alloc import AllocatorConfig, minimal_capacity, save_trace
 from gpu_alloc.trace import tune
 
 PROGRAM = __file__.replace("gpu_alloc_fragmentation", "gpu_alloc_torch_on_stub")
+VIRTUAL = AllocatorConfig(use_virtual_memory=True)
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
@@ -47,7 +48,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     steps = parser.parse_args().steps
     seed = random.SystemRandom().randrange(1 << 30)
-    rows: dict[str, list[float]] = {"default": [], "tuned": []}
+    rows: dict[str, list[float]] = {"default": [], "tuned": [], "virtual memory": []}
     live, paths = [], []
     with tempfile.TemporaryDirectory() as folder:
         for number, (name, recipe) in enumerate(RECIPES.items()):
@@ -56,6 +57,7 @@ def main() -> None:
             live.append(tuned.peak_live_bytes)
             rows["tuned"].append(tuned.ratio)
             rows["default"].append(minimal_capacity(trace, AllocatorConfig()) / live[-1])
+            rows["virtual memory"].append(minimal_capacity(trace, VIRTUAL) / live[-1])
             paths.append(str(Path(folder) / f"{number}.jsonl"))
             save_trace(trace, paths[-1])
             print(f"{name}: {len(trace)} events, seed {seed + number}, {tuned.name}", flush=True)
@@ -68,12 +70,14 @@ def main() -> None:
     for row, values in rows.items():
         print(f"{row:<28}" + "".join(f"{value:>8.3f}" for value in values))
     report("gpu_alloc_tuned_over_live", rows["tuned"])
+    report("gpu_alloc_virtual_over_live", rows["virtual memory"])
     if "torch" in rows:
         pairs = zip(rows["tuned"], rows["torch"], strict=True)
         over = [ours / theirs for ours, theirs in pairs]
         report("gpu_alloc_tuned_over_torch", over)
-        pairs = zip(rows["tuned"], rows["torch, expandable segments"], strict=True)
-        report("gpu_alloc_tuned_over_expandable", [ours - theirs for ours, theirs in pairs])
+        for row, name in (("tuned", "tuned"), ("virtual memory", "virtual")):
+            pairs = zip(rows[row], rows["torch, expandable segments"], strict=True)
+            report(f"gpu_alloc_{name}_over_expandable", [ours - theirs for ours, theirs in pairs])
         print(f"median of tuned over torch: {statistics.median(over):.3f}")
 
 

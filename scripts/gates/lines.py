@@ -47,8 +47,9 @@ LINES_ADDED = {
     # plot and info, as functions and commands; settings in files. Reuse that waits for events.
     # The compiled core as Python sees it: building, binding, callbacks, the allocator on it; torch
     # served from it in two ways, with its statistics; traces as numbers that it runs.
-    # CuPy on the compiled core, on torch's memory and in torch's cache.
-    "gpu-alloc": 1_130 + 1_170 + 230 + 900 + 290,
+    # CuPy on the compiled core, on torch's memory and in torch's cache. Pages mapped behind address
+    # space: two sources, page tables, the driver's functions.
+    "gpu-alloc": 1_130 + 1_170 + 230 + 900 + 290 + 430,
     # Ragged, flat and ordered layouts, partial values; plans that move tensors between any two
     # layouts with the fewest bytes, and their execution. Single ranks and few ranks in plain
     # numbers (a tenth of DTensor's planner); layouts of state dicts, and their command.

@@ -19,6 +19,7 @@ def test_text_form_round_trips():
         free_idle_chunk=True,
         free_when_no_cache_hit=True,
         memory_limit_in_mb=100,
+        use_virtual_memory=True,
     )
     assert all(
         getattr(config, field.name) != field.default for field in dataclasses.fields(config)

@@ -1,11 +1,12 @@
 """What real torch does on our memory, run in a process on devicetest's stub of CUDA.
 
-    python on_stub.py replace|segments SECONDS
+    python on_stub.py replace|segments|pages SECONDS
 
 Prints one JSON object of facts; the tests of segments.py and replacement.py say what they must be.
 """
 
 import contextlib
+import ctypes
 import itertools
 import json
 import sys
@@ -162,6 +163,34 @@ def facts_of_replacement(seconds: float) -> dict[str, Any]:
     return facts
 
 
+def facts_of_pages(seconds: float) -> dict[str, Any]:
+    """torch on address space with pages behind it, on a device of 1 GiB."""
+    stub = ctypes.CDLL(None)
+    stub.stub_used.restype = ctypes.c_size_t
+    before = stub.stub_used()
+    arena = replace(AllocatorConfig(use_virtual_memory=True))
+    tensors = [torch.empty(100 * MIB, dtype=torch.uint8, device="cuda") for _ in range(8)]
+    facts: dict[str, Any] = {"used_by_8": stub.stub_used() - before}
+    del tensors[::2]
+    large = torch.empty(500 * MIB, dtype=torch.uint8, device="cuda")
+    starts = sorted((t.data_ptr(), t.numel()) for t in [*tensors, large])
+    facts["overlap"] = [a for a, b in itertools.pairwise(starts) if a[0] + a[1] > b[0]]
+    facts["used_with_large"] = stub.stub_used() - before
+    facts["reserved"] = memory_stats(arena)["reserved_bytes.all.current"]
+    try:
+        torch.empty(700 * MIB, dtype=torch.uint8, device="cuda")
+    except RuntimeError as error:
+        facts["out_of_memory"] = str(error)
+    facts["threads"] = Threads(None, lambda: memory_stats(arena)).run(seconds)
+    del tensors, large
+    torch.cuda.empty_cache()
+    held = memory_stats(arena)
+    facts["held"] = [held["allocated_bytes.all.current"], held["reserved_bytes.all.current"]]
+    facts["used_at_the_end"] = stub.stub_used() - before
+    facts["problems"] = check_snapshot(arena.allocator(0).snapshot())
+    return facts
+
+
 def facts_of_segments(seconds: float) -> dict[str, Any]:
     pool = segments(CONFIG)
     facts: dict[str, Any] = {"sharing": facts_of_sharing("torch")}
@@ -188,5 +217,5 @@ def facts_of_segments(seconds: float) -> dict[str, Any]:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     sys.setswitchinterval(1e-4)
-    of = {"replace": facts_of_replacement, "segments": facts_of_segments}
+    of = {"replace": facts_of_replacement, "segments": facts_of_segments, "pages": facts_of_pages}
     print(json.dumps(of[sys.argv[1]](float(sys.argv[2]))))

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 Facts = Callable[[str], dict[str, Any]]
+MIB = 1 << 20
 
 
 def test_every_tensor_lies_in_our_memory(facts_on_stub: Facts) -> None:
@@ -33,3 +34,21 @@ def test_threads_allocate_free_read_and_run_backwards_without_a_hang(facts_on_st
     assert facts["threads"]["failures"] == []
     assert min(facts["threads"]["rounds"].values()) > 0
     assert facts["problems"] == []
+
+
+def test_pages_of_freed_tensors_serve_a_larger_one(facts_on_stub: Facts) -> None:
+    facts = facts_on_stub("pages")
+    assert facts["used_by_8"] == 800 * MIB
+    assert facts["overlap"] == []
+    assert facts["used_with_large"] == facts["reserved"] <= 1024 * MIB
+    assert "bad_alloc" in facts["out_of_memory"]
+
+
+def test_pages_are_given_back_and_threads_go_on(facts_on_stub: Facts) -> None:
+    facts = facts_on_stub("pages")
+    assert facts["threads"]["hung"] == []
+    assert facts["threads"]["failures"] == []
+    assert facts["problems"] == []
+    allocated, reserved = facts["held"]
+    assert allocated <= MIB, "what backward passes keep"
+    assert facts["used_at_the_end"] == reserved <= 4 * MIB

@@ -82,7 +82,8 @@ class Block:
 @final
 class Chunk:
     """One piece of memory from the source; `num_live` of its blocks are in use, and `number` of
-    its policy's chunks were taken before it.
+    its policy's chunks were taken before it. `reserved_bytes` of it are
+    counted as having memory behind them.
     """
 
     __slots__ = (
@@ -92,12 +93,19 @@ class Chunk:
         "pool_index",
         "pre_allocated",
         "ptr",
+        "reserved_bytes",
         "shift",
         "size",
     )
 
     def __init__(
-        self, *, ptr: int, size: int, pool_index: int, pre_allocated: bool, number: int = 0
+        self,
+        *,
+        ptr: int,
+        size: int,
+        pool_index: int,
+        pre_allocated: bool,
+        number: int = 0,
     ) -> None:
         self.number = number
         # Added to an address it makes a place, by which free lists order: the chunk's number, then
@@ -105,6 +113,7 @@ class Chunk:
         self.shift = (number << _OFFSET_BITS) - ptr
         self.ptr = ptr
         self.size = size
+        self.reserved_bytes = 0
         self.pool_index = pool_index
         self.pre_allocated = pre_allocated
         self.num_live = 0

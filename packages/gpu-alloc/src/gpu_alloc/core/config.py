@@ -16,7 +16,8 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import final
 
-from gpu_alloc.errors import ConfigError, IgnoredSettingWarning, check_kind
+from gpu_alloc.errors import AllocValueError, ConfigError, IgnoredSettingWarning, check_kind
+from gpu_alloc.sources import ChunkSource, PagedSource
 
 ENV_VARIABLE = "GPU_ALLOC_CONF"
 MIB = 1 << 20
@@ -44,6 +45,8 @@ class AllocatorConfig:
     free_idle_chunk: give a chunk back to the source as soon as its last block is freed.
     free_when_no_cache_hit: give idle chunks back before a pool grows.
     memory_limit_in_mb: hard limit on what both pools take from the source together; 0 is no limit.
+    use_virtual_memory: reserve addresses once and map pages of 2 MiB behind them as they are needed
+        (`PagedSource`); there are then no chunk sizes and no pre-allocation.
 
     Raises ConfigError (a ValueError) naming the key, the value and what is expected. Warns
     (IgnoredSettingWarning) of settings of a pool that there is not.
@@ -59,6 +62,7 @@ class AllocatorConfig:
     free_idle_chunk: bool = False
     free_when_no_cache_hit: bool = False
     memory_limit_in_mb: int = 0
+    use_virtual_memory: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -90,6 +94,14 @@ class AllocatorConfig:
         if self.small_pool_size_in_mb:
             return self.large_pool_auto_growth_chunk_size_in_mb * MIB
         return self.auto_growth_chunk_size_in_mb * MIB
+
+    def check_source(self, source: ChunkSource) -> None:
+        """Raise AllocValueError unless a source maps pages just when these settings do."""
+        if self.use_virtual_memory != isinstance(source, PagedSource):
+            raise AllocValueError(
+                f"use_virtual_memory is {self.use_virtual_memory} and the source a "
+                f"{type(source).__name__}; a PagedSource needs it to be True, and others False"
+            )
 
     @classmethod
     def parse(cls, text: str, base: "AllocatorConfig | None" = None) -> "AllocatorConfig":
@@ -165,14 +177,24 @@ _OF_TWO_POOLS = (
     "large_pool_auto_growth_chunk_size_in_mb",
     "small_pool_pre_alloc_in_mb",
 )
-_BOOL_NAMES = frozenset(("free_idle_chunk", "free_when_no_cache_hit"))
+_OF_CHUNKS = (
+    "auto_growth_chunk_size_in_mb",
+    "large_pool_pre_alloc_in_mb",
+    "free_idle_chunk",
+    "free_when_no_cache_hit",
+)
+_BOOL_NAMES = frozenset(("free_idle_chunk", "free_when_no_cache_hit", "use_virtual_memory"))
 _NAMES = tuple(field.name for field in fields(AllocatorConfig))
 
 
 def _warn_of_ignored(config: AllocatorConfig) -> None:
     """Paddle's one-pool mode drops these settings without a word; a setting is dropped with one."""
-    if config.small_pool_size_in_mb:
-        names: tuple[str, ...] = ("auto_growth_chunk_size_in_mb",)
+    names: tuple[str, ...]
+    if config.use_virtual_memory:
+        names = _OF_CHUNKS + _OF_TWO_POOLS
+        reason = "is of chunks, and use_virtual_memory maps pages; set one of the two only"
+    elif config.small_pool_size_in_mb:
+        names = ("auto_growth_chunk_size_in_mb",)
         reason = "is of one-pool mode, but there are two; set it to 0, or small_pool_size_in_mb"
     else:
         names = _OF_TWO_POOLS

@@ -7,6 +7,9 @@ the limit refuses, these are tried in order: give idle chunks back and grow agai
 request instead of a whole chunk, borrow a free block of the other pool and, when the caller says
 that nothing else is left, give idle pre-allocated chunks back.
 
+On a source that maps pages, chunks are address space: a place is found as ever, and pages without
+memory under it are mapped; when memory is short, the pages of free blocks are unmapped first.
+
 Invariant: the bytes taken from the source never exceed the limit in force when they were taken. No
 locking: the allocator that owns a policy serialises the calls.
 
@@ -16,14 +19,16 @@ locking: the allocator that owns a policy serialises the calls.
 1024
 """
 
+from dataclasses import replace
 from typing import final
 
 from gpu_alloc.core.block import Block, Chunk
 from gpu_alloc.core.config import MIB, AllocatorConfig
 from gpu_alloc.core.oom import OomReport, OutOfMemoryError
+from gpu_alloc.core.pages import Pages
 from gpu_alloc.core.pool import Pool
-from gpu_alloc.core.stats import Stats
-from gpu_alloc.sources import ChunkSource, check_alignment, round_up
+from gpu_alloc.core.stats import PoolStats, Stats
+from gpu_alloc.sources import ChunkSource, PagedSource, check_alignment, round_up
 
 
 @final
@@ -36,8 +41,10 @@ class TwoPoolPolicy:
 
     def __init__(self, source: ChunkSource, config: AllocatorConfig) -> None:
         check_alignment(config.alignment_size, source)
+        config.check_source(source)
         self._config = config
         self._source = source
+        self._pages = Pages(source) if isinstance(source, PagedSource) else None
         self._align_mask = config.alignment_size - 1
         self._small_limit_bytes = config.small_pool_size_in_mb * MIB
         self.small = Pool(
@@ -51,6 +58,8 @@ class TwoPoolPolicy:
         self._reserved_peak_bytes = 0
         self._allocated_peak_bytes = 0
         self._requested_peak_bytes = 0
+        if self._pages is not None:
+            return
         if config.small_pool_size_in_mb:
             self._pre_allocate(self.small, config.small_pool_pre_alloc_in_mb * MIB)
         self._pre_allocate(self.large, config.large_pool_pre_alloc_in_mb * MIB)
@@ -64,6 +73,9 @@ class TwoPoolPolicy:
             block = self._find_room(pool, size, stream, last_resort=last_resort)
             if block is None:
                 return None
+        if self._pages is not None and not self._back(block, self._pages):
+            self.pools[block.chunk.pool_index].put_back(block)
+            return None
         self.pools[block.chunk.pool_index].count_use(block, requested)
         small, large = self.pools
         allocated = small.allocated_bytes + large.allocated_bytes
@@ -79,7 +91,9 @@ class TwoPoolPolicy:
         chunk = block.chunk
         pool = self.pools[chunk.pool_index]
         pool.give(block)
-        drop = drop_idle or (self._config.free_idle_chunk and not chunk.pre_allocated)
+        drop = drop_idle or (
+            self._config.free_idle_chunk and not chunk.pre_allocated and self._pages is None
+        )
         if drop and chunk.is_idle():
             self._release(pool, chunk)
 
@@ -87,6 +101,8 @@ class TwoPoolPolicy:
         """Give the idle chunks of all streams, or of one, back to the source; returns their
         bytes.
         """
+        if self._pages is not None:
+            return self._release_pages(self._pages, include_pre_allocated, stream)
         released = 0
         for pool in self.pools:
             for chunk in pool.idle_chunks(
@@ -99,12 +115,12 @@ class TwoPoolPolicy:
     def stats(self) -> Stats:
         """The counters now."""
         return Stats(
-            small=self.small.stats(),
-            large=self.large.stats(),
+            small=self._stats_of(self.small),
+            large=self._stats_of(self.large),
             allocated_peak_bytes=self._allocated_peak_bytes,
             requested_peak_bytes=self._requested_peak_bytes,
             reserved_peak_bytes=self._reserved_peak_bytes,
-            num_source_calls=self._num_source_calls,
+            num_source_calls=self._num_source_calls + (self._pages.num_calls if self._pages else 0),
         )
 
     def reset_peaks(self) -> None:
@@ -118,6 +134,12 @@ class TwoPoolPolicy:
     def report(self, requested: int, stream: int, *, pool: Pool | None = None) -> OomReport:
         """The numbers behind a request that `take` refused."""
         size = self._padded(requested)
+        usable = sum(each.free_bytes(stream) for each in self.pools)
+        largest = max(each.largest_free_bytes(stream) for each in self.pools)
+        if self._pages is not None:  # of addresses there are always enough
+            usable = min(
+                usable, self._reserved_bytes() - sum(p.allocated_bytes for p in self.pools)
+            )
         return OomReport(
             requested_bytes=requested,
             padded_bytes=size,
@@ -125,8 +147,8 @@ class TwoPoolPolicy:
             stream=stream,
             stats=self.stats(),
             limit_bytes=self.limit_bytes,
-            usable_bytes=sum(each.free_bytes(stream) for each in self.pools),
-            largest_usable_bytes=max(each.largest_free_bytes(stream) for each in self.pools),
+            usable_bytes=usable,
+            largest_usable_bytes=min(largest, usable),
         )
 
     def _padded(self, requested: int) -> int:
@@ -142,6 +164,9 @@ class TwoPoolPolicy:
         """The order of the module's docstring, after the home pool's free list had nothing."""
         granularity = self._source.granularity_bytes
         exact = round_up(size, granularity)
+        if isinstance(self._source, PagedSource):
+            self._grow(pool, max(exact, self._source.range_bytes))
+            return pool.take(size, stream)
         chunk = max(exact, round_up(pool.chunk_bytes, granularity))
         if self._config.free_when_no_cache_hit:
             self.release_idle(include_pre_allocated=False)
@@ -158,17 +183,59 @@ class TwoPoolPolicy:
         return block
 
     def _grow(self, pool: Pool, size: int, *, pre_allocated: bool = False) -> bool:
-        reserved = self._reserved_bytes() + size
-        if self.limit_bytes and reserved > self.limit_bytes:
+        is_paged = self._pages is not None
+        reserved = self._reserved_bytes() + (0 if is_paged else size)
+        if not is_paged and self.limit_bytes and reserved > self.limit_bytes:
             return False
         self._num_source_calls += 1
         ptr = self._source.acquire(size)
         if ptr is None:
             return False
-        pool.add_chunk(ptr=ptr, size=size, pre_allocated=pre_allocated, number=self._num_chunks)
+        chunk = pool.add_chunk(
+            ptr=ptr,
+            size=size,
+            pre_allocated=pre_allocated,
+            number=self._num_chunks,
+            is_paged=is_paged,
+        )
+        if self._pages is not None:
+            self._pages.add(chunk)
         self._num_chunks += 1
         self._reserved_peak_bytes = max(self._reserved_peak_bytes, reserved)
         return True
+
+    def _back(self, block: Block, pages: Pages) -> bool:
+        """Have memory behind a block, at the cost of free ones where it is short."""
+        for is_short in (False, True):
+            if is_short and not self._release_pages(pages, False, None):
+                return False
+            missing = pages.num_missing(block) * self._source.granularity_bytes
+            reserved = self._reserved_bytes() + missing
+            if missing and self.limit_bytes and reserved > self.limit_bytes:
+                continue
+            if pages.map(block):
+                self.pools[block.chunk.pool_index].count_reserved(block.chunk, missing)
+                self._reserved_peak_bytes = max(self._reserved_peak_bytes, reserved)
+                return True
+        return False
+
+    def _release_pages(self, pages: Pages, include_ranges: bool, stream: int | None) -> int:
+        """Unmap what only free blocks touch, and give idle ranges of addresses back."""
+        released = 0
+        for pool in self.pools:
+            for chunk in list(pool.chunks.values()):
+                found = pages.unmap_free(chunk, stream)
+                pool.count_reserved(chunk, -found)
+                released += found
+                if include_ranges and stream is None and chunk.is_idle():
+                    self._release(pool, chunk)
+        return released
+
+    def _stats_of(self, pool: Pool) -> PoolStats:
+        stats = pool.stats()
+        if self._pages is None:
+            return stats
+        return replace(stats, largest_free_bytes=min(stats.largest_free_bytes, stats.free_bytes))
 
     def _pre_allocate(self, pool: Pool, size: int) -> None:
         size = round_up(size, self._source.granularity_bytes)
@@ -178,6 +245,9 @@ class TwoPoolPolicy:
             raise OutOfMemoryError(report)
 
     def _release(self, pool: Pool, chunk: Chunk) -> None:
+        if self._pages is not None:
+            pool.count_reserved(chunk, -self._pages.unmap_free(chunk))
+            self._pages.drop(chunk)
         pool.remove_chunk(chunk)
         self._num_source_calls += 1
         self._source.release(chunk.ptr, chunk.size)

@@ -47,10 +47,13 @@ class Pool:
         self.requested_peak_bytes = 0
         self.reserved_peak_bytes = 0
 
-    def add_chunk(self, *, ptr: int, size: int, pre_allocated: bool, number: int) -> Chunk:
+    def add_chunk(
+        self, *, ptr: int, size: int, pre_allocated: bool, number: int, is_paged: bool = False
+    ) -> Chunk:
         """Take over `size` bytes at `ptr`, which belong to no stream until one uses them.
 
-        number: rises from chunk to chunk, also over the pools of a policy.
+        number: rises from chunk to chunk, also over the pools of a policy. is_paged: no memory is
+        behind them until `count_reserved` says so.
         """
         chunk = Chunk(
             ptr=ptr,
@@ -61,9 +64,14 @@ class Pool:
         )
         self.chunks[ptr] = chunk
         self._add_unused(None, chunk.first)
-        self.reserved_bytes += size
-        self.reserved_peak_bytes = max(self.reserved_peak_bytes, self.reserved_bytes)
+        self.count_reserved(chunk, 0 if is_paged else size)
         return chunk
+
+    def count_reserved(self, chunk: Chunk, num_bytes: int) -> None:
+        """Count bytes of a chunk that got memory, or with a negative number lost it."""
+        chunk.reserved_bytes += num_bytes
+        self.reserved_bytes += num_bytes
+        self.reserved_peak_bytes = max(self.reserved_peak_bytes, self.reserved_bytes)
 
     def remove_chunk(self, chunk: Chunk) -> None:
         """Forget an idle chunk."""
@@ -73,7 +81,7 @@ class Pool:
         if chunk.first.stream is None:
             self._remove_unused(None, chunk.first)
         del self.chunks[chunk.ptr]
-        self.reserved_bytes -= chunk.size
+        self.reserved_bytes -= chunk.reserved_bytes
 
     def take(self, size: int, stream: int) -> Block | None:
         """Best fit of `size` bytes (a multiple of the alignment) among the places free for
@@ -115,6 +123,10 @@ class Pool:
         self.num_live -= 1
         self.allocated_bytes -= block.size
         self.requested_bytes -= block.requested
+        self.put_back(block)
+
+    def put_back(self, block: Block) -> None:
+        """`give` of a block that was not counted yet."""
         block.is_free = True
         block.requested = 0
         block.chunk.num_live -= 1

@@ -86,6 +86,7 @@ class NativeAllocator:
         config = AllocatorConfig.from_env() if config is None else config
         check_kind(config, AllocatorConfig, "config must be an AllocatorConfig")
         check_alignment(config.alignment_size, source)
+        config.check_source(source)
         callbacks = Callbacks(source, events)
         self._callbacks: Callbacks | None = callbacks
         settings = settings_of(config, granularity_bytes=source.granularity_bytes)

@@ -16,11 +16,12 @@ from typing import Any, final
 from gpu_alloc.core import MIB, AllocatorConfig
 from gpu_alloc.errors import ReentrantMallocError
 from gpu_alloc.native.build import NativeUnavailableError, library_path
+from gpu_alloc.sources import PagedSource
 
-_CORE_VERSION = 2
+_CORE_VERSION = 3
 CLOSED, REENTRANT = -1, -2
 NUM_STATS = 33
-NUM_FUNCTIONS = 10  # those of the struct `Functions` in core.cpp
+NUM_FUNCTIONS = 12  # those of the struct `Functions` in core.cpp
 
 _NUMBER, _POINTER, _NUMBERS = ctypes.c_int64, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int64)
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -43,6 +44,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ga_stop_recording": (_NUMBER, _POINTER, _NUMBERS, _NUMBER),
     "ga_run": (_NUMBER, _POINTER, _NUMBERS, _NUMBER, _NUMBERS),
     "ga_last_failure": (_NUMBER, _POINTER, _NUMBERS, _NUMBER),
+    "ga_driver": (None, _POINTER),
     "ga_serve": (_NUMBER, _NUMBERS, _POINTER),
     "ga_python": (None, _POINTER),
     "ga_core_of": (_POINTER, ctypes.c_int),
@@ -107,7 +109,10 @@ def is_compiled() -> bool:
 
 
 def settings_of(
-    config: AllocatorConfig, *, granularity_bytes: int, capacity_bytes: int | None = None
+    config: AllocatorConfig,
+    *,
+    granularity_bytes: int,
+    capacity_bytes: int | None = None,
 ) -> "ctypes.Array[ctypes.c_int64]":
     """The settings in the order of core.cpp; a capacity is for invented addresses only."""
     two_pools = config.small_pool_size_in_mb > 0
@@ -123,6 +128,7 @@ def settings_of(
         config.memory_limit_in_mb * MIB,
         granularity_bytes,
         -1 if capacity_bytes is None else capacity_bytes,
+        PagedSource.range_bytes if config.use_virtual_memory else 0,
     )
     return (ctypes.c_int64 * len(values))(*values)
 

@@ -13,11 +13,13 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, final
 
-from gpu_alloc.sources import ChunkSource, StreamEvents
+from gpu_alloc.sources import ChunkSource, PagedSource, StreamEvents
 
 _OUT_OF_MEMORY, _NOT_READY, _FAILED = 2, 600, 999  # cudaError_t
 
 _INT, _POINTER = ctypes.c_int, ctypes.c_void_p
+_OF_PAGES = ctypes.CFUNCTYPE(_INT, _POINTER, ctypes.c_size_t)
+_PLACE_OF_MAP = 10  # in the struct `Functions`
 _TO_POINTER, _TO_INT = ctypes.POINTER(_POINTER), ctypes.POINTER(_INT)
 
 
@@ -77,8 +79,14 @@ class Callbacks:
                 (self._is_capturing, (_POINTER, _TO_INT)),
                 (self._device_wait, ()),
             ]
-        self._functions = [ctypes.CFUNCTYPE(_INT, *shape)(f) for f, shape in shapes]
+        self._functions: list[Any] = [ctypes.CFUNCTYPE(_INT, *shape)(f) for f, shape in shapes]
         self.pointers = [ctypes.cast(f, _POINTER).value for f in self._functions]
+        if isinstance(source, PagedSource):
+            self._pages = source
+            paged = [_OF_PAGES(self._map), _OF_PAGES(self._unmap)]
+            self._functions += paged
+            self.pointers += [None] * (_PLACE_OF_MAP - len(self.pointers))
+            self.pointers += [ctypes.cast(f, _POINTER).value for f in paged]
 
     def _acquire(self, out: Any, size_bytes: int) -> int:
         with self.kept:
@@ -93,6 +101,17 @@ class Callbacks:
     def _release(self, ptr: int) -> int:
         with self.kept:
             self._source.release(ptr, self._sizes.pop(ptr))
+            return 0
+        return _FAILED
+
+    def _map(self, ptr: int, size_bytes: int) -> int:
+        with self.kept:
+            return 0 if self._pages.map(ptr, size_bytes) else _OUT_OF_MEMORY
+        return _FAILED
+
+    def _unmap(self, ptr: int, size_bytes: int) -> int:
+        with self.kept:
+            self._pages.unmap(ptr, size_bytes)
             return 0
         return _FAILED
 

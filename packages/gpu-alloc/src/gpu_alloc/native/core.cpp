@@ -1,18 +1,20 @@
 // The policy of core/ once more, for speed and for callers that may not wait for Python.
 //
 // Integers and function pointers only: no CUDA headers, no torch, no Python. Memory comes through
-// two function pointers in the shape of cudaMalloc and cudaFree, events through six more in the
-// shape of CUDA's. Decisions are those of core/*.py, address by address; tests hold both together.
+// two function pointers in the shape of cudaMalloc and cudaFree, or as address space with two more
+// that map and unmap pages; events through others in the shape of CUDA's. Decisions are those of core/*.py, address by address; tests hold both together.
 //
 // Locks: `mutex` is held while memory is placed and around calls of the source, as the lock of
 // core/allocator.py is. `table` guards the live pointers and the queue of frees for a few
 // instructions, so that a free never waits. A thread that comes back from a callback of the source
 // is told so (REENTRANT) instead of waiting for itself.
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <deque>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -30,7 +32,7 @@ constexpr i64 NONE = INT64_MIN;  // a stream that is none
 constexpr size_t KEPT_LISTS = 8;
 constexpr i64 FIRST_ADDRESS = i64(1) << 40;
 constexpr i64 MOST_BYTES = i64(1) << 60;  // beyond any device
-constexpr i64 INVENTED_ALIGNMENT = i64(1) << 21;
+constexpr i64 PAGE = i64(1) << 21;  // of physical memory
 enum Result : i64 { NO_ROOM = 0, CLOSED = -1, REENTRANT = -2 };
 
 i64 round_up(i64 size, i64 multiple) { return (size + multiple - 1) / multiple * multiple; }
@@ -53,8 +55,10 @@ struct Chunk {
   i64 ptr, size, number;
   int pool;
   bool pre_allocated;
+  i64 reserved;  // bytes with memory behind them
   i64 num_live = 0;
   Block* first = nullptr;
+  std::vector<char> mapped = {};  // of each page, where pages are mapped
 };
 
 // A free block, or one together with the unused memory before it.
@@ -153,12 +157,18 @@ struct Pool {
 
   Pool() { unused[NONE] = std::make_unique<FreeList>(); }
 
-  void add_chunk(i64 ptr, i64 size, bool pre_allocated, i64 number) {
-    auto* chunk = new Chunk{ptr, size, number, index, pre_allocated};
+  void add_chunk(i64 ptr, i64 size, bool pre_allocated, i64 number, bool is_paged) {
+    auto* chunk = new Chunk{ptr, size, number, index, pre_allocated, 0};
+    if (is_paged) chunk->mapped.resize(size_t(size / PAGE));
     chunk->first = new Block(ptr, size, chunk, NONE);
     chunks[number] = chunk;
     add_unused(NONE, chunk->first);
-    counters.reserved += size;
+    count_reserved(chunk, is_paged ? 0 : size);
+  }
+
+  void count_reserved(Chunk* chunk, i64 bytes) {
+    chunk->reserved += bytes;
+    counters.reserved += bytes;
     if (counters.reserved > counters.reserved_peak) counters.reserved_peak = counters.reserved;
   }
 
@@ -166,7 +176,7 @@ struct Pool {
     for (Block* b = chunk->first; b; b = b->next) pull(b);
     if (chunk->first->stream == NONE) remove_unused(NONE, chunk->first);
     chunks.erase(chunk->number);
-    counters.reserved -= chunk->size;
+    counters.reserved -= chunk->reserved;
     forget(chunk);
   }
 
@@ -179,7 +189,8 @@ struct Pool {
     delete chunk;
   }
 
-  Block* take(i64 size, i64 stream) {
+  // The smallest place of at least `size` that `stream` may have; null when there is none.
+  const Place* find(i64 size, i64 stream) const {
     const Place* best = nullptr;
     auto own = places.find(stream);
     if (own != places.end()) best = own->second->find(size);
@@ -188,6 +199,11 @@ struct Pool {
       const Place* other = list->find(size);
       if (other && (!best || *other < *best)) best = other;
     }
+    return best;
+  }
+
+  Block* take(i64 size, i64 stream) {
+    const Place* best = find(size, stream);
     if (!best) return nullptr;
     Block* found = best->block;
     Block* block = found->stream == NONE ? cut_unused(found, size, stream) : cut_place(found, size);
@@ -209,6 +225,11 @@ struct Pool {
     counters.live--;
     counters.allocated -= block->size;
     counters.requested -= block->requested;
+    put_back(block);
+  }
+
+  // `give` of a block that was not counted yet.
+  void put_back(Block* block) {
     block->is_free = true;
     block->requested = 0;
     block->chunk->num_live--;
@@ -346,7 +367,9 @@ struct Pool {
 // The order of settings in `ga_open`; native/binding.py has the same.
 enum Setting {
   ALIGNMENT, SMALL_LIMIT, SMALL_CHUNK, LARGE_CHUNK, SMALL_PRE_ALLOC, LARGE_PRE_ALLOC,
-  FREE_IDLE, FREE_WHEN_NO_HIT, LIMIT, GRANULARITY, CAPACITY, NUM_SETTINGS
+  FREE_IDLE, FREE_WHEN_NO_HIT, LIMIT, GRANULARITY, CAPACITY,
+  RANGE,  // above 0: chunks are so much address space, and pages are mapped
+  NUM_SETTINGS
 };
 
 struct Functions {  // null: there are none; without `acquire` addresses are invented
@@ -360,6 +383,8 @@ struct Functions {  // null: there are none; without `acquire` addresses are inv
   int (*is_capturing)(void*, int*);
   int (*device_wait)();
   int (*forget_error)();  // what a call that failed leaves behind, for the next one to find
+  int (*map)(void*, size_t);
+  int (*unmap)(void*, size_t);
 };
 
 constexpr unsigned EVENT_WITHOUT_TIMING = 2;
@@ -407,6 +432,7 @@ class Core {
 
   // 0, or which pool's pre-allocation had no room: 1 small, 2 large.
   int pre_allocate() {
+    if (set[RANGE]) return 0;
     for (int i = 0; i < 2; i++) {
       i64 size = round_up(set[i ? LARGE_PRE_ALLOC : SMALL_PRE_ALLOC], set[GRANULARITY]);
       if (size && !grow(pools[i], size, true)) return i + 1;
@@ -419,6 +445,10 @@ class Core {
     Pool& pool = home(size);
     Block* block = pool.take(size, stream);
     if (!block) block = find_room(pool, size, stream, last_resort);
+    if (block && set[RANGE] && !back(block)) {
+      pools[block->chunk->pool].put_back(block);
+      return nullptr;
+    }
     if (block) count_use(block, requested);
     return block;
   }
@@ -444,7 +474,15 @@ class Core {
       if (set[FREE_IDLE]) return NO_ROOM;
       drain();
     }
-    Block* block = home(padded(requested)).take(padded(requested), stream);
+    Pool& pool = home(padded(requested));
+    i64 size = padded(requested);
+    if (set[RANGE]) {
+      const Place* place = pool.find(size, stream);
+      if (!place) return NO_ROOM;
+      i64 end = place->offset + place->size;  // where the block is cut
+      if (num_missing(place->block->chunk, end - size, end)) return NO_ROOM;
+    }
+    Block* block = pool.take(size, stream);
     if (block) count_use(block, requested);
     return hand_out(block);
   }
@@ -462,6 +500,7 @@ class Core {
 
   i64 release_idle(bool include_pre_allocated, i64 stream) {
     i64 released = 0;
+    if (set[RANGE]) return release_pages(include_pre_allocated, stream);
     for (Pool& pool : pools)
       for (Chunk* chunk : pool.idle_chunks(include_pre_allocated, stream)) {
         released += chunk->size;
@@ -568,9 +607,15 @@ class Core {
         if (list.largest_bytes() > largest_usable) largest_usable = list.largest_bytes();
       });
       const Counters& c = pool.counters;
+      if (set[RANGE] && largest > c.reserved - c.allocated) largest = c.reserved - c.allocated;
       for (i64 value : {c.allocated, c.allocated_peak, c.requested, c.requested_peak, c.reserved,
                         c.reserved_peak, largest, c.live, num_free, i64(pool.chunks.size())})
         *out++ = value;
+    }
+    if (set[RANGE]) {  // of addresses there are always enough
+      i64 held = reserved() - pools[0].counters.allocated - pools[1].counters.allocated;
+      if (usable > held) usable = held;
+      if (largest_usable > usable) largest_usable = usable;
     }
     for (i64 value : {allocated_peak, requested_peak, reserved_peak, num_source_calls, num_mallocs,
                       num_frees, malloced_bytes, freed_bytes, num_retries, num_ooms, waiting_bytes(),
@@ -634,6 +679,10 @@ class Core {
   // The order of core/policy.py, after the home pool's free list had nothing.
   Block* find_room(Pool& pool, i64 size, i64 stream, bool last_resort) {
     i64 exact = round_up(size, set[GRANULARITY]);
+    if (set[RANGE]) {
+      grow(pool, exact > set[RANGE] ? exact : set[RANGE], false);
+      return pool.take(size, stream);
+    }
     i64 chunk = round_up(pool.chunk_bytes, set[GRANULARITY]);
     if (chunk < exact) chunk = exact;
     if (set[FREE_WHEN_NO_HIT]) release_idle(false, NONE);
@@ -650,12 +699,13 @@ class Core {
   }
 
   bool grow(Pool& pool, i64 size, bool pre_allocated) {
-    i64 total = reserved() + size;
-    if (limit_bytes && total > limit_bytes) return false;
+    bool is_paged = set[RANGE] > 0;
+    i64 total = reserved() + (is_paged ? 0 : size);
+    if (!is_paged && limit_bytes && total > limit_bytes) return false;
     num_source_calls++;
     i64 ptr = acquire(size);
     if (!ptr) return false;
-    pool.add_chunk(ptr, size, pre_allocated, num_chunks++);
+    pool.add_chunk(ptr, size, pre_allocated, num_chunks++, is_paged);
     if (total > reserved_peak) reserved_peak = total;
     return true;
   }
@@ -665,12 +715,128 @@ class Core {
       void* ptr = nullptr;
       return failed(fns.acquire(&ptr, size_t(size))) ? 0 : i64(intptr_t(ptr));
     }
-    if (set[CAPACITY] >= 0 && used_bytes + size > set[CAPACITY]) return 0;
+    bool counts = !set[RANGE];
+    if (counts && set[CAPACITY] >= 0 && used_bytes + size > set[CAPACITY]) return 0;
     i64 ptr = next_address;
-    i64 alignment = set[GRANULARITY] > INVENTED_ALIGNMENT ? set[GRANULARITY] : INVENTED_ALIGNMENT;
+    i64 alignment = set[GRANULARITY] > PAGE ? set[GRANULARITY] : PAGE;
     next_address += round_up(size, alignment);
-    used_bytes += size;
+    if (counts) used_bytes += size;
     return ptr;
+  }
+
+  // core/pages.py: pages, and runs of them, are counted from the start of their chunk.
+  static i64 pages_to(i64 offset) { return (offset + PAGE - 1) / PAGE; }
+
+  // How many of the pages that hold bytes from `start` to `end` of a chunk are not mapped.
+  static i64 num_missing(const Chunk* chunk, i64 start, i64 end) {
+    auto first = chunk->mapped.begin();
+    return std::count(first + start / PAGE, first + pages_to(end), char(0));
+  }
+
+  // Calls `action` with each longest run of pages that are mapped, or are not; stops when told.
+  template <typename F>
+  static bool each_run(const Chunk* chunk, bool mapped, i64 page, i64 end, F action) {
+    while (page < end) {
+      if (bool(chunk->mapped[size_t(page)]) != mapped) {
+        page++;
+        continue;
+      }
+      i64 stop = page;
+      while (stop < end && bool(chunk->mapped[size_t(stop)]) == mapped) stop++;
+      if (!action(page, stop)) return false;
+      page = stop;
+    }
+    return true;
+  }
+
+  bool map_pages(Chunk* chunk, i64 first, i64 end) {
+    num_source_calls++;
+    i64 size = (end - first) * PAGE;
+    if (fns.map) {
+      void* ptr = reinterpret_cast<void*>(intptr_t(chunk->ptr + first * PAGE));
+      if (failed(fns.map(ptr, size_t(size)))) return false;
+    } else {
+      if (set[CAPACITY] >= 0 && used_bytes + size > set[CAPACITY]) return false;
+      used_bytes += size;
+    }
+    std::fill(chunk->mapped.begin() + first, chunk->mapped.begin() + end, char(1));
+    return true;
+  }
+
+  void unmap_pages(Chunk* chunk, i64 first, i64 end) {
+    num_source_calls++;
+    i64 size = (end - first) * PAGE;
+    if (fns.unmap) fns.unmap(reinterpret_cast<void*>(intptr_t(chunk->ptr + first * PAGE)), size_t(size));
+    else used_bytes -= size;
+    std::fill(chunk->mapped.begin() + first, chunk->mapped.begin() + end, char(0));
+  }
+
+  // Maps what is missing under a block, or nothing of it.
+  bool map_under(Block* block) {
+    std::vector<std::pair<i64, i64>> done;
+    i64 start = block->ptr - block->chunk->ptr, stop = pages_to(start + block->size);
+    bool all = each_run(block->chunk, false, start / PAGE, stop, [&](i64 a, i64 b) {
+      if (!map_pages(block->chunk, a, b)) return false;
+      done.push_back({a, b});
+      return true;
+    });
+    if (!all)
+      for (auto& [first, end] : done) unmap_pages(block->chunk, first, end);
+    return all;
+  }
+
+  i64 unmap_free(Chunk* chunk, i64 stream) {
+    i64 pages = 0;
+    auto unmap_between = [&](i64 start, i64 stop) {
+      i64 first = pages_to(start - chunk->ptr), end = (stop - chunk->ptr) / PAGE;
+      each_run(chunk, true, first, end, [&](i64 a, i64 b) {
+        unmap_pages(chunk, a, b);
+        pages += b - a;
+        return true;
+      });
+    };
+    i64 start = -1;
+    for (Block* b = chunk->first; b; b = b->next) {
+      if (b->is_free && (stream == NONE || b->stream == stream || b->stream == NONE)) {
+        if (start < 0) start = b->ptr;
+      } else if (start >= 0) {
+        unmap_between(start, b->ptr);
+        start = -1;
+      }
+    }
+    if (start >= 0) unmap_between(start, chunk->ptr + chunk->size);
+    return pages * PAGE;
+  }
+
+  // Has memory behind a block, at the cost of free ones where it is short.
+  bool back(Block* block) {
+    for (bool is_short : {false, true}) {
+      if (is_short && !release_pages(false, NONE)) return false;
+      i64 start = block->ptr - block->chunk->ptr;
+      i64 missing = num_missing(block->chunk, start, start + block->size) * PAGE;
+      i64 total = reserved() + missing;
+      if (missing && limit_bytes && total > limit_bytes) continue;
+      if (!map_under(block)) continue;
+      pools[block->chunk->pool].count_reserved(block->chunk, missing);
+      if (total > reserved_peak) reserved_peak = total;
+      return true;
+    }
+    return false;
+  }
+
+  i64 release_pages(bool include_ranges, i64 stream) {
+    i64 released = 0;
+    for (Pool& pool : pools) {
+      std::vector<Chunk*> chunks;
+      for (auto& [number, chunk] : pool.chunks) chunks.push_back(chunk);
+      for (Chunk* chunk : chunks) {
+        i64 found = unmap_free(chunk, stream);
+        pool.count_reserved(chunk, -found);
+        released += found;
+        if (include_ranges && stream == NONE && !chunk->num_live) release(pool, chunk);
+      }
+    }
+    return released;
   }
 
   bool failed(int status) const {
@@ -679,11 +845,12 @@ class Core {
   }
 
   void release(Pool& pool, Chunk* chunk) {
+    if (set[RANGE]) pool.count_reserved(chunk, -unmap_free(chunk, NONE));
     i64 ptr = chunk->ptr, size = chunk->size;
     pool.remove_chunk(chunk);
     num_source_calls++;
     if (fns.acquire) fns.release(reinterpret_cast<void*>(intptr_t(ptr)));
-    else used_bytes -= size;
+    else if (!set[RANGE]) used_bytes -= size;
   }
 
   void give(Block* block) {
@@ -695,7 +862,7 @@ class Core {
     Chunk* chunk = block->chunk;
     Pool& pool = pools[chunk->pool];
     pool.give(block);
-    bool drop = closed || (set[FREE_IDLE] && !chunk->pre_allocated);
+    bool drop = closed || (set[FREE_IDLE] && !chunk->pre_allocated && !set[RANGE]);
     if (drop && !chunk->num_live) release(pool, chunk);
   }
 
@@ -720,6 +887,71 @@ class Core {
     return nullptr;
   }
 };
+
+// The driver's virtual memory, as functions for the places `acquire`, `release`, `map` and `unmap`.
+// A page is one piece of memory, since no part of a mapping can be taken away.
+struct Driver {
+  int (*address_reserve)(uint64_t*, size_t, size_t, uint64_t, uint64_t);
+  int (*address_free)(uint64_t, size_t);
+  int (*create)(uint64_t*, size_t, const void*, uint64_t);
+  int (*release)(uint64_t);
+  int (*map)(uint64_t, size_t, size_t, uint64_t, uint64_t);
+  int (*set_access)(uint64_t, size_t, const void*, size_t);
+  int (*unmap)(uint64_t, size_t);
+  int (*get_device)(int*);  // of the runtime, as the next two
+  int (*set_device)(int);
+  int (*device_wait)();
+} driver;
+
+struct AllocationProperties {  // CUmemAllocationProp
+  int type = 1, handle_types = 0, location = 1, device;  // pinned memory on a device
+  void* metadata = nullptr;
+  unsigned char flags[8] = {};
+};
+struct AccessDescription {  // CUmemAccessDesc
+  int location = 1, device, flags = 3;  // to be read and written
+};
+
+struct Range {
+  uint64_t ptr;
+  size_t size;
+  int device;
+  std::unordered_map<uint64_t, uint64_t> handles;  // by page
+};
+std::map<uint64_t, Range> ranges;
+std::mutex ranges_mutex;
+
+// The range that holds an address that was reserved here; the mutex is held.
+Range& range_of(uint64_t ptr) { return std::prev(ranges.upper_bound(ptr))->second; }
+
+int driver_unmap(Range& range, uint64_t ptr, size_t size) {
+  int status = 0;
+  for (uint64_t page = ptr; page < ptr + size; page += PAGE) {
+    auto found = range.handles.find(page);
+    if (found == range.handles.end()) continue;
+    if (int each = driver.unmap(page, PAGE)) status = each;
+    driver.release(found->second);
+    range.handles.erase(found);
+  }
+  return status;
+}
+
+int driver_map(Range& range, uint64_t ptr, size_t size) {
+  AllocationProperties properties;
+  properties.device = range.device;
+  for (uint64_t page = ptr; page < ptr + size; page += PAGE) {
+    uint64_t handle = 0;
+    if (int status = driver.create(&handle, PAGE, &properties, 0)) return status;
+    if (int status = driver.map(page, PAGE, 0, handle, 0)) {
+      driver.release(handle);
+      return status;
+    }
+    range.handles[page] = handle;
+  }
+  AccessDescription access;
+  access.device = range.device;
+  return driver.set_access(ptr, size, &access, 1);
+}
 
 // Holds a core's mutex and says whose it is.
 class Held {
@@ -775,7 +1007,7 @@ Core* core_of(int device) {
 #define GA extern "C" __attribute__((visibility("default")))
 
 // Raised with every change of what is called here; binding.py asks for the one that it knows.
-GA i64 ga_version() { return 2; }
+GA i64 ga_version() { return 3; }
 
 GA Core* ga_open(const i64* settings, const Functions* functions) {
   return new Core(settings, *functions);
@@ -988,6 +1220,50 @@ GA MethodDefinition ga_py_try_malloc = {"try_malloc", py_try_malloc, METH_FASTCA
 GA MethodDefinition ga_py_free = {"free", py_free, METH_FASTCALL, nullptr};
 
 GA void ga_python(const Python* functions) { python = *functions; }
+
+GA void ga_driver(const Driver* functions) { driver = *functions; }
+
+// Addresses for the current device.
+GA int ga_driver_reserve(void** out, size_t size) {
+  Range range{0, size, 0, {}};
+  if (int status = driver.get_device(&range.device)) return status;
+  if (int status = driver.address_reserve(&range.ptr, size, 0, 0, 0)) return status;
+  std::lock_guard<std::mutex> guard(ranges_mutex);
+  *out = reinterpret_cast<void*>(range.ptr);
+  ranges[range.ptr] = std::move(range);
+  return 0;
+}
+
+GA int ga_driver_free(void* ptr) {
+  std::lock_guard<std::mutex> guard(ranges_mutex);
+  auto found = ranges.find(reinterpret_cast<uint64_t>(ptr));
+  int status = driver.address_free(found->second.ptr, found->second.size);
+  ranges.erase(found);
+  return status;
+}
+
+// All of it, or nothing.
+GA int ga_driver_map(void* ptr, size_t size) {
+  std::lock_guard<std::mutex> guard(ranges_mutex);
+  uint64_t start = reinterpret_cast<uint64_t>(ptr);
+  Range& range = range_of(start);
+  int status = driver_map(range, start, size);
+  if (status) driver_unmap(range, start, size);
+  return status;
+}
+
+// Once the device has done all its work, which cuMemUnmap does not wait for.
+GA int ga_driver_unmap(void* ptr, size_t size) {
+  std::lock_guard<std::mutex> guard(ranges_mutex);
+  uint64_t start = reinterpret_cast<uint64_t>(ptr);
+  Range& range = range_of(start);
+  int current = 0;
+  if (int status = driver.get_device(&current)) return status;
+  if (current != range.device) driver.set_device(range.device);
+  int status = driver.device_wait();
+  if (current != range.device) driver.set_device(current);
+  return status ? status : driver_unmap(range, start, size);
+}
 
 // Serve torch from here on, with a core for each device. 0, or -1 when it is served otherwise.
 GA i64 ga_serve(const i64* settings, const Functions* functions) {

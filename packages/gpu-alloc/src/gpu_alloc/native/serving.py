@@ -5,6 +5,7 @@ torch calls the symbols; Python looks at the same cores here. Nothing of it need
 Invariant: a process has one arena, with one set of settings; asking for another is an error.
 """
 
+import ctypes
 from collections.abc import Sequence
 
 from gpu_alloc.core import AllocatorConfig
@@ -13,16 +14,30 @@ from gpu_alloc.native.allocator import NativeAllocator
 from gpu_alloc.native.binding import Core, functions_of, native_library, settings_of
 
 _PAGE_BYTES = 2 << 20
+_IN_PAGES = ("reserve", "free", "map", "unmap")  # in place of cudaMalloc and cudaFree, and beside
 
 
 class Arena:
-    """The cores that were set up with `config`, made on each device when it is first asked."""
+    """The cores that were set up with `config`, made on each device when it is first asked.
 
-    def __init__(self, config: AllocatorConfig, pointers: Sequence[int | None]) -> None:
+    pointers: the addresses of CUDA's functions in the order of core.cpp. driver: those of its
+    struct `Driver`, needed with `use_virtual_memory`.
+    """
+
+    def __init__(
+        self,
+        config: AllocatorConfig,
+        pointers: Sequence[int | None],
+        driver: Sequence[int | None] = (),
+    ) -> None:
         check_kind(config, AllocatorConfig, "config must be an AllocatorConfig")
         self.config = config
         self._library = native_library()
         settings = settings_of(config, granularity_bytes=_PAGE_BYTES)
+        if config.use_virtual_memory:
+            self._library.waiting.ga_driver((ctypes.c_void_p * len(driver))(*driver))
+            reserve, free, *of_pages = (self.symbol(f"ga_driver_{name}") for name in _IN_PAGES)
+            pointers = [reserve, free, *pointers[2:], *of_pages]
         if self._library.waiting.ga_serve(settings, functions_of(pointers)):
             raise AllocError(
                 "torch is served by gpu_alloc with other settings already; a process has one "

@@ -11,4 +11,7 @@ from gpu_alloc.sources.cuda import CudaEvents as CudaEvents
 from gpu_alloc.sources.cuda import CudaSource as CudaSource
 from gpu_alloc.sources.cuda import import_cupy as import_cupy
 from gpu_alloc.sources.host import HostSource as HostSource
+from gpu_alloc.sources.paged import PagedAddressSource as PagedAddressSource
+from gpu_alloc.sources.paged import PagedHostSource as PagedHostSource
+from gpu_alloc.sources.paged import PagedSource as PagedSource
 from gpu_alloc.sources.stream_events import StreamEvents as StreamEvents

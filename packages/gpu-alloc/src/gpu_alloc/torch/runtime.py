@@ -26,14 +26,34 @@ _NAMES = (
 )
 
 
+# The order of the struct `Driver` there: the driver's, then the runtime's.
+_DRIVERS_NAMES = (
+    "cuMemAddressReserve",
+    "cuMemAddressFree",
+    "cuMemCreate",
+    "cuMemRelease",
+    "cuMemMap",
+    "cuMemSetAccess",
+    "cuMemUnmap",
+)
+_OF_DEVICES = ("cudaGetDevice", "cudaSetDevice", "cudaDeviceSynchronize")
+_FIRST_WITH_THEM = 10_020  # CUDA 10.2
+
+
 def open_arena(config: AllocatorConfig | None) -> Arena:
     """The process's arena over CUDA's memory. Raises AllocError when it has other settings, or
     torch has no CUDA.
     """
-    return Arena(AllocatorConfig.from_env() if config is None else config, _runtime_functions())
+    settings = AllocatorConfig.from_env() if config is None else config
+    runtime = _runtime()
+    pointers = [_address(runtime, name) for name in _NAMES]
+    if not settings.use_virtual_memory:
+        return Arena(settings, pointers)
+    driver = [_drivers_function(runtime, name) for name in _DRIVERS_NAMES]
+    return Arena(settings, pointers, driver + [_address(runtime, name) for name in _OF_DEVICES])
 
 
-def _runtime_functions() -> list[int | None]:
+def _runtime() -> ctypes.CDLL:
     version = torch.version.cuda
     if version is None:
         raise AllocError("this torch is built without CUDA; install one with it")
@@ -43,7 +63,30 @@ def _runtime_functions() -> list[int | None]:
     for library in (None, name):
         try:
             loaded = ctypes.CDLL(library)
-            return [ctypes.cast(getattr(loaded, n), ctypes.c_void_p).value for n in _NAMES]
+            for needed in _NAMES:
+                getattr(loaded, needed)
+            return loaded
         except (AttributeError, OSError):
             continue
     raise AllocError(f"{name}, the CUDA runtime that torch is built for, cannot be loaded")
+
+
+def _address(runtime: ctypes.CDLL, name: str) -> int | None:
+    return ctypes.cast(getattr(runtime, name), ctypes.c_void_p).value
+
+
+def _drivers_function(runtime: ctypes.CDLL, name: str) -> int:
+    found, status = ctypes.c_void_p(), ctypes.c_int()
+    failed = runtime.cudaGetDriverEntryPointByVersion(
+        name.encode(),
+        ctypes.byref(found),
+        _FIRST_WITH_THEM,
+        ctypes.c_ulonglong(),
+        ctypes.byref(status),
+    )
+    if failed or status.value or not found.value:
+        raise AllocError(
+            f"the CUDA driver has no {name} (error {failed}, {status.value}); set "
+            "use_virtual_memory to False"
+        )
+    return found.value

@@ -15,7 +15,7 @@ from gpu_alloc.core import AllocatorConfig, OomReport, OutOfMemoryError, Stats, 
 from gpu_alloc.errors import TraceError, check_kind
 from gpu_alloc.events import TraceEvent
 from gpu_alloc.native import NativeAllocator, is_compiled
-from gpu_alloc.sources import AddressSource
+from gpu_alloc.sources import AddressSource, PagedAddressSource
 
 GRANULARITY_BYTES = 2 << 20
 _MOST = 1 << 60  # beyond which a size or a stream is left to Python's integers
@@ -62,7 +62,11 @@ class Requests:
         """Run on so many bytes of invented addresses: how many events were done, the report of the
         one that found no memory, and the counters at the end.
         """
-        source = AddressSource(capacity_bytes, granularity_bytes=GRANULARITY_BYTES)
+        source: AddressSource | PagedAddressSource
+        if config.use_virtual_memory:
+            source = PagedAddressSource(capacity_bytes)
+        else:
+            source = AddressSource(capacity_bytes, granularity_bytes=GRANULARITY_BYTES)
         try:
             if self._numbers is not None and is_compiled():
                 return self._run_compiled(self._numbers, config, source)
@@ -71,7 +75,10 @@ class Requests:
             return 0, error.report, error.report.stats
 
     def _run_compiled(
-        self, numbers: "array[int]", config: AllocatorConfig, source: AddressSource
+        self,
+        numbers: "array[int]",
+        config: AllocatorConfig,
+        source: AddressSource | PagedAddressSource,
     ) -> tuple[int, OomReport | None, Stats]:
         allocator = NativeAllocator.on_invented_addresses(
             config,
@@ -83,7 +90,7 @@ class Requests:
         return self._num_done(done), report, allocator.stats()
 
     def _run_in_python(
-        self, config: AllocatorConfig, source: AddressSource
+        self, config: AllocatorConfig, source: AddressSource | PagedAddressSource
     ) -> tuple[int, OomReport | None, Stats]:
         allocator = TwoPoolAllocator(source, config, on_exhausted=nothing_to_reclaim)
         ptrs = [0] * self.num_blocks
