@@ -5,6 +5,7 @@ random weights with twelve experts and no square expert.
 """
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,79 +19,7 @@ from weight_convert.specs import family_names
 transformers = pytest.importorskip("transformers", reason="the oracle needs transformers")
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, FP8Experts  # noqa: E402
 
-SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 40,
-    "intermediate_size": 24,
-}
-LATENT = {
-    "q_lora_rank": 12,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-    "num_key_value_heads": 4,
-}
-GROUPED = {
-    "n_routed_experts": 12,
-    "moe_intermediate_size": 20,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "deepseek_v2": GROUPED | LATENT | {"n_shared_experts": 2},
-    "deepseek_v3": GROUPED | LATENT | {"n_shared_experts": 1},
-    "dots1": GROUPED | {"n_shared_experts": 1},
-    "ernie4_5_moe": {
-        "moe_num_experts": 12,
-        "moe_intermediate_size": 20,
-        "moe_num_shared_experts": 2,
-        "moe_layer_start_index": 1,
-        "moe_k": 2,
-    },
-    "glm4_moe": GROUPED
-    | {"n_shared_experts": 1, "head_dim": 8, "use_qk_norm": True, "attention_bias": True},
-    "gpt_oss": {"num_local_experts": 12, "head_dim": 8},
-    "granitemoe": {"num_local_experts": 12},
-    "jamba": {
-        "num_experts": 12,
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "expert_layer_period": 2,
-        "expert_layer_offset": 1,
-        "use_mamba_kernels": False,
-        "mamba_d_state": 4,
-        "mamba_dt_rank": 3,
-    },
-    "minimax_m2": {"num_local_experts": 12, "head_dim": 8},
-    "mixtral": {"num_local_experts": 12},
-    "olmoe": {"num_experts": 12},
-    "phimoe": {"num_local_experts": 12},
-    "qwen2_moe": {
-        "num_experts": 12,
-        "moe_intermediate_size": 20,
-        "shared_expert_intermediate_size": 28,
-        "mlp_only_layers": [0],
-    },
-    "qwen3_moe": {
-        "num_experts": 12,
-        "moe_intermediate_size": 20,
-        "head_dim": 8,
-        "mlp_only_layers": [0],
-    },
-}
-
-
-def make_model(model_type: str) -> tuple[int, Any]:
-    seed = random.randrange(2**32)
-    torch.manual_seed(seed)
-    config = transformers.AutoConfig.for_model(model_type, **(SIZES | CONFIGS[model_type]))
-    return seed, transformers.AutoModelForCausalLM.from_config(config).eval()
+MakeModel = Callable[[str], tuple[int, Any]]
 
 
 def same_files(a: Path, b: Path) -> bool:
@@ -105,13 +34,13 @@ def logits(model: Any) -> torch.Tensor:
         return model(input_ids=torch.arange(10)[None]).logits
 
 
-def test_the_table_has_every_family() -> None:
-    assert sorted(CONFIGS) == list(family_names())
+def test_the_table_has_every_family(tiny_configs: dict[str, dict[str, Any]]) -> None:
+    assert sorted(tiny_configs) == list(family_names())
 
 
-@pytest.mark.parametrize("model_type", CONFIGS)
+@pytest.mark.parametrize("model_type", family_names())
 def test_files_of_both_formats_are_those_that_transformers_writes(
-    model_type: str, tmp_path: Path
+    model_type: str, make_model: MakeModel, tmp_path: Path
 ) -> None:
     seed, model = make_model(model_type)
     for limit, max_shard_bytes in (("40KB", 40_000), ("1GB", 10**9)):
@@ -129,9 +58,9 @@ def test_files_of_both_formats_are_those_that_transformers_writes(
         assert verify(folder / "disk", folder / "fused").equal
 
 
-@pytest.mark.parametrize("model_type", CONFIGS)
+@pytest.mark.parametrize("model_type", family_names())
 def test_transformers_loads_both_formats_with_the_same_values_and_logits(
-    model_type: str, tmp_path: Path
+    model_type: str, make_model: MakeModel, tmp_path: Path
 ) -> None:
     seed, model = make_model(model_type)
     model.save_pretrained(tmp_path / "disk")
@@ -149,9 +78,9 @@ def test_transformers_loads_both_formats_with_the_same_values_and_logits(
         torch.testing.assert_close(logits(loaded.eval()), logits(model), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("model_type", CONFIGS)
+@pytest.mark.parametrize("model_type", family_names())
 def test_stored_views_are_the_boxes_that_transformers_writes(
-    model_type: str, tmp_path: Path
+    model_type: str, make_model: MakeModel, tmp_path: Path
 ) -> None:
     seed, model = make_model(model_type)
     model.save_pretrained(tmp_path)
@@ -167,7 +96,9 @@ def test_stored_views_are_the_boxes_that_transformers_writes(
     assert saved == {}
 
 
-def test_layers_of_multi_token_prediction_and_unknown_tensors_come_back(tmp_path: Path) -> None:
+def test_layers_of_multi_token_prediction_and_unknown_tensors_come_back(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
     _, model = make_model("deepseek_v3")
     model.save_pretrained(tmp_path / "a")
     path = tmp_path / "a" / "model.safetensors"
@@ -195,10 +126,12 @@ def fp8_of(weight: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor
     return codes.reshape(weight.shape), scales
 
 
-def test_scales_of_fp8_experts_are_fused_as_transformers_holds_them(tmp_path: Path) -> None:
+def test_scales_of_fp8_experts_are_fused_as_transformers_holds_them(
+    tiny_configs: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
     torch.manual_seed(seed := random.randrange(2**32))
     config = transformers.Qwen3MoeConfig(
-        **(SIZES | CONFIGS["qwen3_moe"] | {"hidden_size": 64, "moe_intermediate_size": 32})
+        **(tiny_configs["qwen3_moe"] | {"hidden_size": 64, "moe_intermediate_size": 32})
     )
     model = transformers.Qwen3MoeForCausalLM(config)
     model.config.quantization_config = {

@@ -4,7 +4,7 @@ import os
 from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from weight_convert.errors import WeightConvertTypeError
 
@@ -39,6 +39,6 @@ def _kinds_of_fields(record: type) -> tuple[tuple[str, tuple[type, ...]], ...]:
 def _kinds(hint: Any) -> tuple[type, ...]:
     """The classes of an annotation: `Mapping[str, int] | None` is Mapping or None."""
     origin = get_origin(hint)
-    if origin is UnionType:
+    if origin in (UnionType, Union):
         return tuple(kind for part in get_args(hint) for kind in _kinds(part))
     return (str,) if origin is Literal else (origin or hint,)

@@ -72,10 +72,8 @@ def test_other_files_are_carried_and_the_exceptions_are_named(oracle: Any, tmp_p
 
 
 def test_a_folder_without_weights_says_what_it_holds(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(
-        WeightConvertError, match=r"neither model\.safetensors nor .*it holds: pyto"
-    ):
+    (tmp_path / "weights.gguf").touch()
+    with pytest.raises(WeightConvertError, match=r"\(model\.safetensors, .*it holds: weights"):
         read_catalog(tmp_path)
     with pytest.raises(WeightConvertError, match="is not a directory"):
         read_catalog(tmp_path / "absent")

@@ -168,7 +168,7 @@ def test_buffers_are_no_parameters_of_the_index(oracle: Any, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"to": "per-expert"}, "has no format 'per-expert'; it has transformers, fused"),
+        ({"to": "per-expert"}, "has no format 'per-expert'; it has transformers, megatron"),
         ({"to": "fused", "source_format": "bin"}, "has no format 'bin'"),
         ({"to": "fused", "unknown": "drop"}, "unknown='drop'; expected"),
         ({"to": "fused", "max_shard_bytes": 0}, "max_shard_bytes=0; expected at least 1"),

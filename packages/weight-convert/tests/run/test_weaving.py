@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weight_convert.outputs import Computed, Piece, PlannedTensor, Weave
+from weight_convert.outputs import Computed, PlannedTensor, Weave
+from weight_convert.outputs.tensors import Piece
 from weight_convert.run import weaving
 from weight_convert.staging import OpenFiles
 

@@ -79,5 +79,5 @@ def test_a_fused_name_with_another_shape_is_an_error(shape: tuple[int, ...]) -> 
 
 
 def test_an_unknown_format_names_those_that_there_are() -> None:
-    with pytest.raises(WeightConvertError, match="no format 'bin'; it has transformers, fused"):
-        SPEC.format("bin")
+    with pytest.raises(WeightConvertError, match="no format 'gguf'; it has transformers, megatron"):
+        SPEC.format("gguf")

@@ -11,10 +11,13 @@ def test_every_family_names_each_tensor_of_its_rules() -> None:
         spec = get_spec(name)
         assert spec.model_type == name
         assert spec.formats["fused"].rules == ()
-        known = Matcher([Side(names=(key,), groups=()) for key in spec.tensors])
+        sides = [Side(names=(key,), groups=()) for key in spec.tensors]
+        known = Matcher(sides, spec.companions)
         targets = {key for f in spec.formats.values() for r in f.rules for key in r.target.names}
         for key in {*targets, *spec.experts, spec.router}:
-            assert known.find(key.replace("{layer}", "model.layers.0")) is not None, (name, key)
+            assert (
+                known.find(key.replace("{layer}", "model.layers.0").replace("{n}", "0")) is not None
+            ), (name, key)
 
 
 def test_an_unknown_family_names_the_nearest() -> None:

@@ -3,6 +3,7 @@
 import argparse
 import time
 
+from weight_convert._kinds import FILES
 from weight_convert.cli.arguments import add_family, family_given, parse_size
 from weight_convert.cli.reporting import print_output, progress_line
 from weight_convert.plan import ConversionOptions
@@ -46,6 +47,11 @@ def add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="bfloat16, float16 or float32 for all parameters (needs torch; default: as they are)",
     )
     parser.add_argument(
+        "--files",
+        choices=FILES,
+        help="kind of weight files; dcp: torch's distributed checkpoints (default: the format's)",
+    )
+    parser.add_argument(
         "--dry-run", action="store_true", help="print the exact output sizes, write nothing"
     )
     parser.add_argument(
@@ -78,6 +84,7 @@ def _run_convert(args: argparse.Namespace) -> int:
             resume=args.resume,
             move=args.move,
             dtype=args.dtype,
+            files=args.files,
         ),
         dry_run=args.dry_run,
         on_progress=progress_line(),

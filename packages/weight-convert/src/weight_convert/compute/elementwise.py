@@ -14,10 +14,11 @@ import torch
 
 from weight_convert.compute.reading import TensorReader
 from weight_convert.errors import WeightConvertError
-from weight_convert.operations import Operation
+from weight_convert.operations import Operation, Transpose
 
 CHUNK_ELEMENTS = 1 << 20
 _BAND_BYTES = 24 << 20
+_PART_BYTES = 512  # of a row, from which on a part of it is read alone
 _NARROW = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -55,17 +56,24 @@ def rounded(values: torch.Tensor, dtype: torch.dtype, key: str) -> torch.Tensor:
 
 
 def transpose(
-    _: Operation, inputs: Sequence[TensorReader], dtype: torch.dtype, shape: tuple[int, ...]
+    operation: Transpose, inputs: Sequence[TensorReader], dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Iterator[torch.Tensor]:
-    """One input with its last two dims exchanged."""
+    """One input with its last two dims exchanged, or some rows of that."""
     (source,) = inputs
-    *outer, columns, rows = shape
+    *outer, width, rows = shape
+    first, columns = operation.first_row, source.num_columns
+    reads_parts = width < columns and width * source.dtype.itemsize >= _PART_BYTES
 
     def source_rows(begin: int, count: int) -> torch.Tensor:
-        block = source.read(begin * columns, count * columns).view(count, columns)
+        if reads_parts:
+            starts = (row * columns + first for row in range(begin, begin + count))
+            block = torch.cat([source.read(start, width) for start in starts]).view(count, width)
+        else:
+            block = source.read(begin * columns, count * columns).view(count, columns)
+            block = block[:, first : first + width]
         return rounded(block, dtype, source.key)
 
-    yield from transposed_bands(source_rows, (prod(outer), rows, columns), dtype)
+    yield from transposed_bands(source_rows, (prod(outer), rows, width), dtype)
 
 
 def transposed_bands(

@@ -2,7 +2,7 @@
 
 A room of its own, since it knows files and nothing of families.
 
-May import: nothing but checks and errors.
+May import: pickles.
 """
 
 from weight_convert.files.catalog import CONFIG_NAME as CONFIG_NAME

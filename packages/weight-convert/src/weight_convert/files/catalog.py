@@ -18,13 +18,20 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from weight_convert._checks import Record, checked_path
+from weight_convert._entries import TensorEntry
+from weight_convert._kinds import INDEX_NAMES, SINGLE_NAMES, FileKind
 from weight_convert.errors import CorruptFileError, WeightConvertError
-from weight_convert.files.header import TensorEntry, read_header
+from weight_convert.files.header import read_header
+from weight_convert.pickles import METADATA_NAME, read_dcp, read_paddle_file, read_torch_file
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 CONFIG_NAME = "config.json"
-_WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5"})
+DEEPSEEK_NAME = "model0-mp1.safetensors"  # of DeepSeek's own inference code, on one rank
+_NO_MODEL = "no tensor of a model"
+_WEIGHT_SUFFIXES = frozenset(
+    {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".pdparams", ".distcp"}
+)
 # Checksums of the source's files, which would be false for the output.
 _STALE_NAMES = frozenset({"manifest.json"})
 # What resumes a run belongs to the source's tensors; beside others it would resume nothing.
@@ -36,9 +43,15 @@ _TRAINING_STATE = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceTensor(TensorEntry):
-    """One stored tensor of a directory; `file` indexes `Catalog.files`."""
+    """One stored tensor of a directory.
+
+    Attributes:
+        file: indexes `Catalog.files`.
+        ranges: (file, offset, bytes) of its parts in order, where it lies in several.
+    """
 
     file: int
+    ranges: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +68,8 @@ class Catalog(Record):
 
     Attributes:
         directory: the directory.
-        files: names of its weight files.
+        kind: of its weight files.
+        files: their names.
         tensors: every stored tensor by key.
         metadata: the union of the weight files' free-form metadata.
         index_metadata: the index's `metadata`; None without an index.
@@ -65,6 +79,7 @@ class Catalog(Record):
     """
 
     directory: Path
+    kind: FileKind
     files: tuple[str, ...]
     tensors: Mapping[str, SourceTensor]
     metadata: Mapping[str, str]
@@ -84,21 +99,92 @@ def read_catalog(directory: Path | str) -> Catalog:
             the file lacks; a tensor stored twice.
     """
     directory = _checked_directory(directory)
-    index = _read_index(directory)
-    files = tuple(sorted(set(index["weight_map"].values()))) if index else (SINGLE_NAME,)
-    tensors, metadata = _read_tensors(directory, files)
-    if index is not None:
-        _check_index(directory, index["weight_map"], tensors, files)
-    carried, left_out = _other_files(directory, frozenset({*files, INDEX_NAME}))
+    kind = _kind_of(directory)
+    weights = _read_distributed(directory) if kind == "dcp" else _read_files(directory, kind)
+    ignored = frozenset({*weights.files, INDEX_NAMES.get(kind, METADATA_NAME)})
+    carried, left_out = _other_files(directory, ignored)
     return Catalog(
         directory=directory,
+        kind=kind,
+        files=weights.files,
+        tensors=weights.tensors,
+        metadata=weights.metadata,
+        index_metadata=weights.index_metadata,
+        config=_read_json_object(directory / CONFIG_NAME, required=False),
+        carried=carried,
+        left_out=left_out + weights.left_out,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Weights:
+    """What the weight files of a directory hold."""
+
+    files: tuple[str, ...]
+    tensors: Mapping[str, SourceTensor]
+    metadata: Mapping[str, str]
+    index_metadata: Mapping[str, Any] | None
+    left_out: tuple[LeftOut, ...]
+
+
+def _kind_of(directory: Path) -> FileKind:
+    """The kind of weight files of a directory: safetensors where there are several kinds."""
+    for kind, single in SINGLE_NAMES.items():
+        if (directory / single).exists() or (directory / INDEX_NAMES[kind]).exists():
+            return kind
+    if (directory / METADATA_NAME).is_file():
+        return "dcp"
+    if (directory / DEEPSEEK_NAME).exists():
+        return "safetensors"
+    found = sorted(entry.name for entry in directory.iterdir())[:8]
+    known = ", ".join((*SINGLE_NAMES.values(), DEEPSEEK_NAME))
+    raise WeightConvertError(
+        f"{directory} has no weights that are read here ({known}, the index of several such files, "
+        f"or {METADATA_NAME} of torch's distributed checkpoints); it holds: "
+        f"{', '.join(found) or 'nothing'}"
+    )
+
+
+def _read_files(directory: Path, kind: FileKind) -> _Weights:
+    index = _read_index(directory, kind)
+    single = SINGLE_NAMES[kind]
+    if kind == "safetensors" and index is None and not (directory / single).exists():
+        single = DEEPSEEK_NAME
+    files = tuple(sorted(set(index["weight_map"].values()))) if index else (single,)
+    tensors, metadata, left_out = _read_tensors(directory, files, kind)
+    if index is not None:
+        _check_index(directory / INDEX_NAMES[kind], index["weight_map"], tensors, files)
+    return _Weights(
         files=files,
         tensors=tensors,
         metadata=metadata,
         index_metadata=None if index is None else index["metadata"],
-        config=_read_json_object(directory / CONFIG_NAME, required=False),
-        carried=carried,
         left_out=left_out,
+    )
+
+
+def _read_distributed(directory: Path) -> _Weights:
+    placed, files, others = read_dcp(directory)
+    tensors = {}
+    for tensor in placed:
+        ranges = tuple((files.index(name), at, n) for name, at, n in tensor.ranges)
+        file, offset, _ = ranges[0] if ranges else (0, 0, 0)
+        tensors[tensor.key] = SourceTensor(
+            key=tensor.key,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            file=file,
+            offset_bytes=offset,
+            size_bytes=sum(n for _, _, n in ranges),
+            ranges=ranges if len(ranges) > 1 else (),
+        )
+    left_out = (
+        (LeftOut(name=f"{len(others)} entries of {METADATA_NAME}", reason=_NO_MODEL),)
+        if others
+        else ()
+    )
+    return _Weights(
+        files=files, tensors=tensors, metadata={}, index_metadata=None, left_out=left_out
     )
 
 
@@ -117,6 +203,7 @@ def read_frame(directory: Path | str, ignored: frozenset[str]) -> Catalog:
     carried, left_out = _other_files(directory, ignored)
     return Catalog(
         directory=directory,
+        kind="safetensors",
         files=(),
         tensors={},
         metadata={},
@@ -148,16 +235,10 @@ def _read_json_object(path: Path, *, required: bool) -> dict[str, Any]:
     return value
 
 
-def _read_index(directory: Path) -> dict[str, Any] | None:
+def _read_index(directory: Path, kind: FileKind) -> dict[str, Any] | None:
     """Return the checked index (`metadata` always present), or None for a single-file model."""
-    path, single = directory / INDEX_NAME, directory / SINGLE_NAME
+    path, single = directory / INDEX_NAMES[kind], directory / SINGLE_NAMES[kind]
     if not path.exists():
-        if not single.exists():
-            found = sorted(entry.name for entry in directory.iterdir())[:8]
-            raise WeightConvertError(
-                f"{directory} has neither {SINGLE_NAME} nor {INDEX_NAME}; it holds: "
-                f"{', '.join(found) or 'nothing'}"
-            )
         return None
     index = _read_json_object(path, required=True)
     weight_map = index.get("weight_map")
@@ -167,26 +248,28 @@ def _read_index(directory: Path) -> dict[str, Any] | None:
     for key, name in weight_map.items():
         if not isinstance(name, str) or PurePosixPath(name).name != name:
             raise CorruptFileError(f"{path}: {key} is said to be in {name!r}, not a file name")
-    if single.exists() and SINGLE_NAME not in weight_map.values():
+    if single.exists() and single.name not in weight_map.values():
         raise WeightConvertError(
-            f"{directory} has two sets of weights, {SINGLE_NAME} and the files of {INDEX_NAME}; "
+            f"{directory} has two sets of weights, {single.name} and the files of {path.name}; "
             f"remove one of them"
         )
     return index
 
 
 def _read_tensors(
-    directory: Path, files: Sequence[str]
-) -> tuple[dict[str, SourceTensor], dict[str, str]]:
-    """Read every header; return all tensors by key and the union of the files' metadata."""
+    directory: Path, files: Sequence[str], kind: FileKind
+) -> tuple[dict[str, SourceTensor], dict[str, str], tuple[LeftOut, ...]]:
+    """Read every file; return all tensors by key, the union of metadata, and what is no tensor."""
     tensors: dict[str, SourceTensor] = {}
     metadata: dict[str, str] = {}
+    left_out: list[LeftOut] = []
     for number, name in enumerate(files):
         path = directory / name
         if not path.is_file():
-            raise CorruptFileError(f"{path} is missing, although {INDEX_NAME} names it")
-        header = read_header(path)
-        for entry in header.tensors:
+            raise CorruptFileError(f"{path} is missing, although {INDEX_NAMES[kind]} names it")
+        entries, of_file, skipped = _read_file(path, kind)
+        left_out += [LeftOut(name=f"{key} of {name}", reason=_NO_MODEL) for key in skipped]
+        for entry in entries:
             if entry.key in tensors:
                 other = files[tensors[entry.key].file]
                 raise CorruptFileError(
@@ -201,17 +284,28 @@ def _read_tensors(
                 offset_bytes=entry.offset_bytes,
                 size_bytes=entry.size_bytes,
             )
-        for key, value in header.metadata.items():
+        for key, value in of_file.items():
             if metadata.setdefault(key, value) != value:
                 raise WeightConvertError(
                     f"{path}: metadata {key!r} is {value!r}, but {metadata[key]!r} in another "
                     f"file; output files hold tensors of both, so neither can be carried"
                 )
-    return tensors, metadata
+    return tensors, metadata, tuple(left_out)
+
+
+def _read_file(
+    path: Path, kind: FileKind
+) -> tuple[Sequence[TensorEntry], Mapping[str, str], Sequence[str]]:
+    """Tensors and metadata of one file, and the names of what is no tensor."""
+    if kind == "safetensors":
+        header = read_header(path)
+        return header.tensors, header.metadata, ()
+    entries, skipped = read_torch_file(path) if kind == "bin" else read_paddle_file(path)
+    return entries, {}, skipped
 
 
 def _check_index(
-    directory: Path,
+    path: Path,
     weight_map: Mapping[str, str],
     tensors: Mapping[str, SourceTensor],
     files: Sequence[str],
@@ -221,7 +315,7 @@ def _check_index(
         found = tensors.get(key)
         if found is None or files[found.file] != name:
             where = "no file has it" if found is None else f"it is in {files[found.file]}"
-            raise CorruptFileError(f"{directory / INDEX_NAME} says {key} is in {name}, but {where}")
+            raise CorruptFileError(f"{path} says {key} is in {name}, but {where}")
 
 
 def _other_files(

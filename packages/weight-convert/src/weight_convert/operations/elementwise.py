@@ -15,4 +15,11 @@ class Cast(Operation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transpose(Operation):
-    """One input with its last two dims exchanged, in the dtype of the result."""
+    """One input with its last two dims exchanged, in the dtype of the result.
+
+    Attributes:
+        first_row, num_rows: which rows of the result; all of them where `num_rows` is -1.
+    """
+
+    first_row: int = 0
+    num_rows: int = -1

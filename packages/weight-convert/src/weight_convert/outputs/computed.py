@@ -8,14 +8,18 @@ where it would copy a range. So planning, dealing to files and dry runs need no 
     tensor = work.add(Cast(), (source,), key="norm.weight", dtype="F32", shape=(8,))
     work.all[0].inputs     # (source,)
 
+A transposed tensor may be cut before it is written: `settled` then replaces what was cut by
+transposes of parts of its source.
+
 Invariant: an extent reads a computed tensor whole; its inputs are ranges of real files.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from weight_convert.errors import WeightConvertError
 from weight_convert.files import tensor_size_bytes
-from weight_convert.operations import Operation
+from weight_convert.operations import Cast, Operation, Transpose
 from weight_convert.outputs.tensors import NO_ORDER, Order, Piece, PlannedTensor
 
 
@@ -54,3 +58,87 @@ class Computations:
         )
         piece = Piece(file=file, offset_bytes=0, size_bytes=tensor_size_bytes(dtype, shape))
         return PlannedTensor(key=key, dtype=dtype, shape=shape, pieces=(piece,), order=order)
+
+    def is_computed(self, tensor: PlannedTensor) -> bool:
+        """Whether a part of it is computed."""
+        return any(piece.file >= self.num_sources for piece in tensor.pieces)
+
+    def transposed(self, tensor: PlannedTensor) -> PlannedTensor:
+        """The tensor with its last two dims exchanged; one with fewer dims as it is.
+
+        Raises:
+            WeightConvertError: it is made of parts that are transposed themselves.
+        """
+        if len(tensor.shape) < 2:
+            return tensor
+        if self.is_computed(tensor):
+            piece = tensor.pieces[0]
+            former = self.all[piece.file - self.num_sources]
+            whole_bytes = tensor_size_bytes(former.dtype, former.shape)
+            if former.operation != Transpose() or tensor.pieces != (
+                Piece(file=piece.file, offset_bytes=0, size_bytes=whole_bytes),
+            ):
+                raise WeightConvertError(_TWICE.format(tensor.key))
+            return replace(former.inputs[0], key=tensor.key, order=tensor.order)
+        *outer, rows, columns = tensor.shape
+        return self.add(
+            Transpose(),
+            (tensor,),
+            key=tensor.key,
+            dtype=tensor.dtype,
+            shape=(*outer, columns, rows),
+            order=tensor.order,
+        )
+
+    def cast(self, tensor: PlannedTensor, dtype: str) -> PlannedTensor:
+        """The tensor in another dtype."""
+        if not self.is_computed(tensor):
+            return self.add(
+                Cast(),
+                (tensor,),
+                key=tensor.key,
+                dtype=dtype,
+                shape=tensor.shape,
+                order=tensor.order,
+            )
+        pieces: list[Piece] = []
+        for piece in self.settled(tensor).pieces:
+            made = self.all[piece.file - self.num_sources]
+            again = self.add(
+                made.operation, made.inputs, key=made.key, dtype=dtype, shape=made.shape
+            )
+            pieces += again.pieces
+        return replace(tensor, dtype=dtype).made_of(pieces)
+
+    def settled(self, tensor: PlannedTensor) -> PlannedTensor:
+        """The tensor with every computed piece whole, as extents read them.
+
+        Raises:
+            WeightConvertError: a piece that is no rows of a transposed matrix.
+        """
+        if not self.is_computed(tensor):
+            return tensor
+        pieces: list[Piece] = []
+        for piece in tensor.pieces:
+            pieces.append(piece if piece.file < self.num_sources else self._whole(piece))
+        return tensor.made_of(pieces)
+
+    def _whole(self, piece: Piece) -> Piece:
+        made = self.all[piece.file - self.num_sources]
+        if piece.size_bytes == tensor_size_bytes(made.dtype, made.shape):
+            return piece
+        row_bytes = tensor_size_bytes(made.dtype, made.shape[-1:])
+        first, inside = divmod(piece.offset_bytes, max(row_bytes, 1))
+        count, rest = divmod(piece.size_bytes, max(row_bytes, 1))
+        if made.operation != Transpose() or len(made.shape) != 2 or inside or rest:
+            raise WeightConvertError(_TWICE.format(made.key))
+        operation = Transpose(first_row=first, num_rows=count)
+        shape = (count, made.shape[1])
+        part = self.add(operation, made.inputs, key=made.key, dtype=made.dtype, shape=shape)
+        return part.pieces[0]
+
+
+_TWICE = (
+    "{}: this way between two formats would compute it twice; convert into the format fused first, "
+    "and that into the other one"
+)

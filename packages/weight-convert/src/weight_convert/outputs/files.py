@@ -65,6 +65,7 @@ def deal_to_files(
     metadata: Mapping[str, str],
     index_metadata: Mapping[str, Any],
     num_buffer_elements: int = 0,
+    single_name: str = "",
 ) -> tuple[tuple[TargetFile, ...], bytes | None]:
     """The weight files that hold `tensors`, which stand in their order, and their index.
 
@@ -74,16 +75,17 @@ def deal_to_files(
         metadata: of each file.
         index_metadata: what the index states beside the sizes.
         num_buffer_elements: elements that are no parameters.
+        single_name: the one file that all tensors stand in, whatever the limit; "" for none.
     """
-    shards = _deal(tensors, max_shard_bytes)
+    shards = [list(tensors)] if single_name else shards_of(tensors, max_shard_bytes)
     targets = tuple(
-        lay_out(_file_name(number, len(shards)), shard, metadata)
+        lay_out(single_name or _file_name(number, len(shards)), shard, metadata)
         for number, shard in enumerate(shards, start=1)
     )
-    return targets, _index(targets, tensors, index_metadata, num_buffer_elements)
+    return targets, index_of(targets, tensors, index_metadata, num_buffer_elements)
 
 
-def _deal(tensors: Sequence[PlannedTensor], max_shard_bytes: int) -> list[list[PlannedTensor]]:
+def shards_of(tensors: Sequence[PlannedTensor], max_shard_bytes: int) -> list[list[PlannedTensor]]:
     """Deal tensors to files in order, oversized ones alone (the rule named above)."""
     shards: list[list[PlannedTensor]] = []
     current: list[PlannedTensor] = []
@@ -147,7 +149,7 @@ def lay_out(name: str, tensors: Sequence[PlannedTensor], metadata: Mapping[str, 
     return TargetFile(name=name, header=header, extents=tuple(extents), keys=keys, size_bytes=end)
 
 
-def _index(
+def index_of(
     targets: Sequence[TargetFile],
     tensors: Sequence[PlannedTensor],
     metadata: Mapping[str, Any],

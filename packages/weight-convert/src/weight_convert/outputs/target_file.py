@@ -24,6 +24,15 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sum:
+    """The CRC-32 of bytes `begin` to `end` of a file, which is written at each of `places`."""
+
+    begin: int
+    end: int
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
     """Bytes `begin` to `end` of a target file: of its header first, then of the extents.
 
@@ -41,13 +50,17 @@ class Unit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetFile:
-    """One weight file of the output: its first bytes, then extents in rising target order."""
+    """One weight file of the output: its first bytes, then extents in rising target order.
+
+    When all of it is written, `sums` are put in.
+    """
 
     name: str
     header: bytes
     extents: tuple[Extent, ...]
     keys: tuple[str, ...]
     size_bytes: int
+    sums: tuple[Sum, ...] = ()
 
     def units(self, unit_bytes: int, num_sources: int) -> Iterator[Unit]:
         """The units of the file, each of at most `unit_bytes`, or one computed tensor.

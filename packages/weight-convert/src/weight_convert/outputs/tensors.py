@@ -8,9 +8,10 @@ Invariant: the pieces, in order, are all bytes of the tensor.
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 
 from weight_convert.errors import CorruptFileError
 from weight_convert.files import SourceTensor
@@ -50,16 +51,20 @@ class PlannedTensor:
     @classmethod
     def of(cls, tensor: SourceTensor) -> "PlannedTensor":
         """A source tensor as it is, without a place among the others."""
-        piece = Piece(
-            file=tensor.file, offset_bytes=tensor.offset_bytes, size_bytes=tensor.size_bytes
-        )
+        ranges = tensor.ranges or ((tensor.file, tensor.offset_bytes, tensor.size_bytes),)
+        pieces = tuple(Piece(file=f, offset_bytes=at, size_bytes=n) for f, at, n in ranges)
         return cls(
             key=tensor.key,
             dtype=tensor.dtype,
             shape=tensor.shape,
-            pieces=(piece,),
+            pieces=pieces,
             order=NO_ORDER,
+            ends=ends_of(pieces),
         )
+
+    def made_of(self, pieces: Sequence[Piece]) -> "PlannedTensor":
+        """The tensor with these pieces as its bytes."""
+        return replace(self, pieces=tuple(pieces), ends=ends_of(pieces))
 
     def behind(self, num_files: int) -> "PlannedTensor":
         """The tensor where its directory's files stand behind `num_files` others."""
@@ -95,6 +100,12 @@ class PlannedTensor:
                     raise CorruptFileError(f"the file of {self.key} became shorter meanwhile")
                 yield part
                 offset += len(part)
+
+
+def ends_of(pieces: Sequence[Piece]) -> tuple[int, ...]:
+    """For each piece, the bytes up to its end; empty for one piece."""
+    ends = tuple(accumulate(piece.size_bytes for piece in pieces))
+    return ends if len(ends) > 1 else ()
 
 
 @lru_cache(maxsize=1024)  # the experts of a projection share one key object: time and memory

@@ -12,7 +12,10 @@ from weight_convert.operations import Operation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weave(Operation):
-    """`num_rows` rows, each made of `runs` in order; behind the last one, `zero_bytes` zeros."""
+    """`num_rows` rows, each made of `runs` in order; behind the last one, `zero_bytes` zeros.
+
+    Before all of them stand the bytes `begins_with`, such as those between the tensors of a file.
+    """
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Run:
@@ -26,3 +29,4 @@ class Weave(Operation):
     num_rows: int
     runs: tuple[Run, ...]
     zero_bytes: int = 0
+    begins_with: bytes = b""

@@ -14,4 +14,5 @@ from weight_convert.plan.conversion_plan import plan_conversion as plan_conversi
 from weight_convert.plan.detection import detect_format as detect_format
 from weight_convert.plan.detection import spec_of as spec_of
 from weight_convert.plan.detection import stored_roles as stored_roles
+from weight_convert.plan.regroup import copied_in_memory as copied_in_memory
 from weight_convert.plan.regroup import in_memory as in_memory

@@ -7,7 +7,7 @@ from weight_convert.files import Catalog
 from weight_convert.outputs import PlannedTensor
 from weight_convert.plan.completeness import check_complete
 from weight_convert.plan.detection import detect_format, spec_of
-from weight_convert.plan.regroup import as_stored, in_memory
+from weight_convert.plan.regroup import as_stored, copied_in_memory
 
 
 def in_format_of(catalog: Catalog, other: Catalog) -> dict[str, PlannedTensor]:
@@ -16,12 +16,14 @@ def in_format_of(catalog: Catalog, other: Catalog) -> dict[str, PlannedTensor]:
     Raises:
         UnknownFamilyError: their names differ, and `config.json` names no known family.
         IncompleteExpertsError: experts are missing.
+        WeightConvertError: values would have to be computed.
     """
     if catalog.tensors.keys() != other.tensors.keys() and "model_type" in other.config:
         family = spec_of(other, None)
         formats = detect_format(catalog, family), detect_format(other, family)
         if formats[0] != formats[1]:
-            memory = in_memory(catalog, family, formats[0])
+            memory = copied_in_memory(catalog, family, formats[0])
             check_complete(catalog, family, memory)
-            return {tensor.key: tensor for tensor in as_stored(memory, family, formats[1])}
+            stored = as_stored(memory, family, formats[1], config=catalog.config)
+            return {tensor.key: tensor for tensor in stored}
     return {key: PlannedTensor.of(tensor) for key, tensor in catalog.tensors.items()}

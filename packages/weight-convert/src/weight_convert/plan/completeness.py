@@ -95,6 +95,21 @@ def check_alike(tensors: Iterable[_Sized]) -> None:
             )
 
 
+def check_packed(
+    rule: Rule, members: Mapping[tuple[int, int], _Sized], sizes: Mapping[str, int]
+) -> None:
+    """Raise unless the parts of a packed tensor have its other dims, its dtype and their rows."""
+    (_, number), first = next(iter(members.items()))
+    back = rule.inverse()
+    for (_, part), tensor in members.items():
+        expected = back.shape(sizes, part) if len(members) > 1 else tensor.shape
+        if (tensor.shape, tensor.dtype) != (expected, first.dtype):
+            raise IncompleteExpertsError(
+                f"{tensor.key} is {tensor.dtype} {list(tensor.shape)}; expected {first.dtype} "
+                f"{list(expected)}, by the heads of config.json and {rule.source.names[number]}"
+            )
+
+
 def check_complete(catalog: Catalog, spec: FamilySpec, tensors: Sequence[_Sized]) -> None:
     """Raise unless the tensors in memory are a whole MoE model's.
 

@@ -20,19 +20,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 from weight_convert._checks import Record, check_kind
+from weight_convert._kinds import FILES, FileKind
 from weight_convert.errors import IncompleteExpertsError, WeightConvertError
 from weight_convert.files import Catalog
-from weight_convert.operations import FLOATS, Cast, stored_dtype
+from weight_convert.operations import FLOATS, stored_dtype
 from weight_convert.outputs import (
     Computations,
     FilePlan,
+    Frame,
     PlannedTensor,
-    deal_to_files,
+    deal_to_kind,
     with_config,
 )
 from weight_convert.plan.completeness import check_complete, unmapped_keys
 from weight_convert.plan.detection import detect_format, spec_of
 from weight_convert.plan.regroup import as_stored, by_modules, in_memory
+from weight_convert.plan.standard_config import standard_config
 from weight_convert.specs import FamilySpec, Matcher, Side
 
 DEFAULT_MAX_SHARD_BYTES = 50_000_000_000  # the default of transformers 5
@@ -56,6 +59,8 @@ class ConversionOptions(Record):
             end, so that little more than one copy is ever on disk. Interrupted, it must be resumed.
         dtype: "bfloat16", "float16" or "float32" for all parameters of these and of float64, and
             for `config.json`; buffers and other dtypes stay. None changes nothing. Needs torch.
+        files: the kind of weight files: "safetensors", torch's "bin", Paddle's "pdparams", or "dcp"
+            for a distributed checkpoint of torch; None for that of the format.
     """
 
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
@@ -65,6 +70,7 @@ class ConversionOptions(Record):
     resume: bool = False
     move: bool = False
     dtype: str | None = None
+    files: FileKind | None = None
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -74,6 +80,8 @@ class ConversionOptions(Record):
                 raise WeightConvertError(f"{name}={getattr(self, name)}; expected at least 1")
         if self.unknown not in ("carry", "refuse"):
             raise WeightConvertError(f"unknown={self.unknown!r}; expected 'carry' or 'refuse'")
+        if self.files is not None and self.files not in FILES:
+            raise WeightConvertError(f"files={self.files!r}; expected one of {', '.join(FILES)}")
         if self.dtype is not None:
             stored_dtype(self.dtype)
 
@@ -122,33 +130,31 @@ def plan_conversion(
     check_arguments(spec, options)
     family = spec_of(catalog, spec)
     family.format(to)
+    _check_move(catalog, options)
     source = options.source_format or detect_format(catalog, family)
-    memory = in_memory(catalog, family, source)
+    work = Computations(num_sources=len(catalog.files))
+    memory = in_memory(catalog, family, source, work)
     check_complete(catalog, family, memory)
     unknown = _unknown_keys(family, source, memory, options)
     if family.format(to).order == "modules":
         memory = by_modules(memory, family)
-    tensors = sorted(as_stored(memory, family, to), key=lambda tensor: tensor.order)
-    work = Computations(num_sources=len(catalog.files))
+    stored = as_stored(memory, family, to, work, catalog.config)
+    tensors = sorted(stored, key=lambda tensor: tensor.order)
     num_regrouped = sum(tensor.key not in catalog.tensors for tensor in tensors)
-    carried, written = with_config(catalog, {})
+    changes = standard_config(catalog, family, memory) if _is_foreign(catalog, source) else {}
     if options.dtype is not None:
         tensors = _in_dtype(tensors, family, options.dtype, work)
-        carried, written = with_config(catalog, {"dtype": options.dtype})
-    targets, index = deal_to_files(
-        tensors,
-        max_shard_bytes=options.max_shard_bytes,
-        metadata=catalog.metadata,
-        index_metadata=catalog.index_metadata or {},
-        num_buffer_elements=_buffers(family, memory),
-    )
+        changes["dtype"] = options.dtype
+    carried, written = with_config(catalog, changes)
+    frame = _frame(catalog, source, options, _buffers(family, memory), family.format(to).file_name)
+    files = deal_to_kind(options.files or family.format(to).files, tensors, work, frame)
     return ConversionPlan(
         sources=catalog.files,
         computed=tuple(work.all),
-        targets=targets,
-        index=index,
+        targets=files.targets,
+        index=files.index,
         carried=carried,
-        written=written,
+        written=written + files.written,
         data_bytes=sum(tensor.size_bytes for tensor in tensors),
         source_format=source,
         target_format=to,
@@ -158,10 +164,42 @@ def plan_conversion(
     )
 
 
+def _is_foreign(catalog: Catalog, source: str) -> bool:
+    """Whether another program than transformers may have written `config.json`."""
+    return catalog.kind == "pdparams" or source not in ("fused", "transformers")
+
+
+def _frame(
+    catalog: Catalog, source: str, options: ConversionOptions, num_buffers: int, file_name: str
+) -> Frame:
+    return Frame(
+        max_shard_bytes=options.max_shard_bytes,
+        metadata=catalog.metadata or _metadata(catalog, source),
+        index_metadata=catalog.index_metadata or {},
+        num_buffer_elements=num_buffers,
+        single_name=file_name,
+    )
+
+
+def _metadata(catalog: Catalog, source: str) -> dict[str, str]:
+    """What transformers wants a safetensors file to say, where no such file was the source."""
+    is_own = catalog.kind == "safetensors" and not _is_foreign(catalog, source)
+    return {} if is_own else {"format": "pt"}
+
+
 def check_arguments(spec: FamilySpec | None, options: ConversionOptions) -> None:
     """Raise WeightConvertError unless they are as `plan_conversion` describes them."""
     check_kind(spec, (FamilySpec, type(None)), "spec must be a FamilySpec; get_spec returns one")
     check_kind(options, ConversionOptions, "options must be ConversionOptions")
+
+
+def _check_move(catalog: Catalog, options: ConversionOptions) -> None:
+    """Raise where a source cannot be used up: tensors may share bytes there."""
+    if options.move and catalog.kind != "safetensors":
+        raise WeightConvertError(
+            f"{catalog.directory} holds {catalog.kind} files, whose tensors may share bytes; "
+            f"convert them without moving"
+        )
 
 
 def _unknown_keys(
@@ -197,7 +235,7 @@ def _in_dtype(
     stored = stored_dtype(dtype)
     buffers = _matcher_of_buffers(spec)
     return [
-        work.add(Cast(), (t,), key=t.key, dtype=stored, shape=t.shape, order=t.order)
+        work.cast(t, stored)
         if t.dtype in FLOATS and t.dtype != stored and buffers.find(t.key) is None
         else t
         for t in tensors

@@ -38,9 +38,16 @@ def spec_of(catalog: Catalog, spec: FamilySpec | None) -> FamilySpec:
 
 
 def detect_format(catalog: Catalog, spec: FamilySpec) -> str:
-    """The format whose rules name most of a directory's tensors; `fused` where none does."""
+    """The format whose rules name most of a directory's tensors; `fused` where none does.
+
+    A format that is written as `.pdparams` counts for those alone: its names may be the same as
+    another's, while its matrices are transposed. Name the format where such tensors stand in
+    other files.
+    """
     counts: Counter[str] = Counter({"fused": 0})
     for name, form in spec.formats.items():
+        if (form.files == "pdparams") != (catalog.kind == "pdparams"):
+            continue
         matcher = Matcher([rule.source for rule in form.rules], spec.companions)
         counts[name] += sum(matcher.find(key) is not None for key in catalog.tensors)
     return counts.most_common(1)[0][0]

@@ -12,38 +12,94 @@ Invariant: the pieces of the returned tensors cover every byte of every source t
 once, and a tensor that no rule names keeps its key, dtype, shape and bytes.
 """
 
+import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from weight_convert.errors import IncompleteExpertsError
+from weight_convert.errors import IncompleteExpertsError, WeightConvertError
 from weight_convert.files import Catalog, tensor_size_bytes
-from weight_convert.outputs import Piece, PlannedTensor, natural_key
-from weight_convert.plan.completeness import check_alike, check_numbers, expected_experts
+from weight_convert.outputs import Computations, PlannedTensor, natural_key
+from weight_convert.plan.completeness import (
+    check_alike,
+    check_numbers,
+    check_packed,
+    expected_experts,
+)
 from weight_convert.specs import FamilySpec, Matcher, Rule, Side, fill
 
 
-def in_memory(catalog: Catalog, spec: FamilySpec, source: str) -> list[PlannedTensor]:
+def in_memory(
+    catalog: Catalog, spec: FamilySpec, source: str, work: Computations | None = None
+) -> list[PlannedTensor]:
     """The tensors in memory of a directory in the format `source`.
+
+    Args:
+        catalog: the directory.
+        spec: its family.
+        source: one of the family's formats.
+        work: where tensors that must be computed are noted, as those that files hold transposed;
+            None for who needs nothing but dtypes and shapes.
 
     Raises:
         IncompleteExpertsError: members of a tensor are missing, doubled or of different shapes.
+        WeightConvertError: `config.json` lacks what tells packed tensors apart.
     """
     tensors = (PlannedTensor.of(tensor) for tensor in catalog.tensors.values())
     count, why = expected_experts(catalog, spec)
-    made = _apply(tensors, spec.format(source).rules, spec.companions, count, why)
+    rules = [rule.with_config(catalog.config) for rule in spec.format(source).rules]
+    work = work if work is not None else Computations(num_sources=len(catalog.files))
+    made = _apply(tensors, rules, _Frame(spec.companions, work, False, count, why))
     return [replace(tensor, order=(natural_key(tensor.key), 0, 0)) for tensor in made]
 
 
+def copied_in_memory(catalog: Catalog, spec: FamilySpec, source: str) -> list[PlannedTensor]:
+    """The same for who only copies bytes.
+
+    Raises:
+        WeightConvertError: a tensor would have to be computed.
+    """
+    work = Computations(num_sources=len(catalog.files))
+    tensors = in_memory(catalog, spec, source, work)
+    if work.all:
+        raise WeightConvertError(
+            f"{catalog.directory} is in the format {source}, whose matrices stand transposed; "
+            f"convert it into the format fused first, and use that"
+        )
+    return tensors
+
+
 def as_stored(
-    tensors: Iterable[PlannedTensor], spec: FamilySpec, target: str
+    tensors: Sequence[PlannedTensor],
+    spec: FamilySpec,
+    target: str,
+    work: Computations | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> list[PlannedTensor]:
     """The stored tensors of the format `target`, from those in memory.
 
+    Args:
+        tensors: those in memory.
+        spec: the family.
+        target: one of its formats.
+        work: where tensors that must be computed are noted; None for who only copies.
+        config: `config.json`.
+
     Raises:
         IncompleteExpertsError: a tensor has not the shape that a rule needs, or has both forms.
+        WeightConvertError: `config.json` lacks what tells packed tensors apart.
     """
-    return _apply(tensors, spec.format(target).inverse(), spec.companions, 0, "")
+    rules = [rule.with_config(config or {}) for rule in spec.format(target).inverse()]
+    copies = work is None
+    work = work if work is not None else Computations(num_sources=sys.maxsize)
+    made = _apply(tensors, rules, _Frame(spec.companions, work, True, 0, ""))
+    if copies and work.all:
+        raise WeightConvertError(
+            f"the matrices of the format {target} stand transposed; convert that directory into "
+            f"the format fused first, and use that"
+        )
+    return [work.settled(tensor) for tensor in made]
 
 
 def by_modules(tensors: Sequence[PlannedTensor], spec: FamilySpec) -> list[PlannedTensor]:
@@ -67,17 +123,34 @@ def by_modules(tensors: Sequence[PlannedTensor], spec: FamilySpec) -> list[Plann
     return [replace(tensor, order=(place(tensor), 0, 0)) for tensor in tensors]
 
 
-_Group = tuple[int, tuple[tuple[str, str], ...], str]
+_Places = tuple[tuple[str, str], ...]
+_Group = tuple[int, _Places, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """What all rules of one way share.
+
+    Attributes:
+        companions: suffixes.
+        work: computed tensors.
+        is_storing: whether the way is from memory to files.
+        num_experts, why: how many experts are expected and who says so, on the way to memory.
+    """
+
+    companions: tuple[str, ...]
+    work: Computations
+    is_storing: bool
+    num_experts: int
+    why: str
 
 
 def _apply(
-    tensors: Iterable[PlannedTensor],
-    rules: Sequence[Rule],
-    companions: tuple[str, ...],
-    num_experts: int,
-    why: str,
+    tensors: Iterable[PlannedTensor], rules: Sequence[Rule], frame: _Frame
 ) -> list[PlannedTensor]:
-    matcher = Matcher([rule.source for rule in rules], companions)
+    tensors = list(tensors)
+    sides = [rule.source for rule in rules]
+    matcher = Matcher(sides, frame.companions, _allowance(rules, tensors, frame))
     found: dict[_Group, dict[tuple[int, int], PlannedTensor]] = defaultdict(dict)
     made: list[PlannedTensor] = []
     for tensor in tensors:
@@ -89,15 +162,31 @@ def _apply(
             _join(members, (member.expert, member.part), tensor)
     for (side, places, suffix), members in found.items():
         rule = rules[side]
+        if rule.transposed and not frame.is_storing:
+            members = {place: frame.work.transposed(one) for place, one in members.items()}
+        results: Iterable[PlannedTensor]
         if rule.is_rename:
-            key = fill(rule.target.names[0], places) + suffix
-            made.append(replace(members[0, 0], key=key))
-            continue
-        name = fill(rule.source.names[0], places) + suffix
-        check_numbers(rule, name, members, num_experts, why)
-        check_alike(members.values())
-        made += _made(rule, places, suffix, members)
+            results = [replace(members[0, 0], key=fill(rule.target.names[0], places) + suffix)]
+        else:
+            name = fill(rule.source.names[0], places) + suffix
+            check_numbers(rule, name, members, frame.num_experts, frame.why)
+            if not rule.is_packed:
+                check_alike(members.values())
+            results = _made(rule, places, suffix, members)
+        if rule.transposed and frame.is_storing:
+            results = [frame.work.transposed(one) for one in results]
+        made += results
     return _unique(made)
+
+
+def _allowance(
+    rules: Sequence[Rule], tensors: Sequence[PlannedTensor], frame: _Frame
+) -> Callable[[int, _Places], bool] | None:
+    """Says of a rule and its places whether the tensor beside which it stands is there."""
+    if not frame.is_storing or not any(rule.beside for rule in rules):
+        return None
+    keys = {tensor.key for tensor in tensors}
+    return lambda side, places: not rules[side].beside or fill(rules[side].beside, places) in keys
 
 
 def _join(
@@ -112,28 +201,34 @@ def _join(
 
 def _made(
     rule: Rule,
-    places: tuple[tuple[str, str], ...],
+    places: _Places,
     suffix: str,
     members: Mapping[tuple[int, int], PlannedTensor],
 ) -> Iterator[PlannedTensor]:
     """The tensors of a rule's target from all of its source."""
-    first = next(iter(members.values()))
-    sizes = rule.sizes(first.shape, 1 + max(expert for expert, _ in members))
-    shape = rule.target.shape(sizes)
+    (_, number), first = next(iter(members.items()))
+    sizes = rule.sizes(first.shape, 1 + max(expert for expert, _ in members), number)
+    if rule.is_packed:
+        check_packed(rule, members, sizes)
     for expert, part in rule.targets(sizes):
         key = fill(rule.target.names[part], places, expert) + suffix
-        pieces: list[Piece] = []
-        for run in rule.runs(expert, part, sizes):
-            member = members[run.expert, run.part]
-            begin = _bytes(member, run.offset)
-            pieces += member.cut(begin, _bytes(member, run.offset + run.length) - begin)
-        yield PlannedTensor(
+        made = PlannedTensor(
             key=key,
             dtype=first.dtype,
-            shape=shape,
-            pieces=tuple(pieces),
+            shape=rule.shape(sizes, part),
+            pieces=(),
             order=(first.order[0], part, expert),
-            ends=_ends(pieces),
+        )
+        spans = ((members[run.expert, run.part], run) for run in rule.runs(expert, part, sizes))
+        yield made.made_of(
+            [
+                piece
+                for tensor, run in spans
+                for piece in tensor.cut(
+                    _bytes(tensor, run.offset),
+                    _bytes(tensor, run.offset + run.length) - _bytes(tensor, run.offset),
+                )
+            ]
         )
 
 
@@ -142,14 +237,6 @@ def _bytes(tensor: PlannedTensor, num_elements: int) -> int:
         return tensor_size_bytes(tensor.dtype, (num_elements,))
     except ValueError as error:
         raise IncompleteExpertsError(f"{tensor.key} cannot be split: {error}") from error
-
-
-def _ends(pieces: Sequence[Piece]) -> tuple[int, ...]:
-    ends, end = [], 0
-    for piece in pieces:
-        end += piece.size_bytes
-        ends.append(end)
-    return tuple(ends) if len(ends) > 1 else ()
 
 
 def _unique(tensors: Iterable[PlannedTensor]) -> list[PlannedTensor]:

@@ -21,6 +21,7 @@ from weight_convert.errors import CorruptFileError, WeightConvertError
 from weight_convert.files import INDEX_NAME
 from weight_convert.outputs import Computed, FilePlan, TargetFile, Unit, Weave
 from weight_convert.plan import ConversionOptions
+from weight_convert.run.sums import put_sums
 from weight_convert.run.weaving import woven
 from weight_convert.staging import (
     Journal,
@@ -154,14 +155,15 @@ def _write_weights(target: TargetFile, path: Path, number: int, work: _Work) -> 
         elif work.freed is not None:
             _free(unit, work)
         number += 1
-    work.after(_ending(target.size_bytes, fd, work))
+    work.after(_ending(target, fd, work))
     return number
 
 
-def _ending(size_bytes: int, fd: int, work: _Work) -> Callable[[], None]:
+def _ending(target: TargetFile, fd: int, work: _Work) -> Callable[[], None]:
     def end() -> None:
-        if os.fstat(fd).st_size > size_bytes:
-            os.ftruncate(fd, size_bytes)
+        if os.fstat(fd).st_size > target.size_bytes:
+            os.ftruncate(fd, target.size_bytes)
+        put_sums(fd, target)
         os.fsync(fd)
         work.fds.remove(fd)
         os.close(fd)

@@ -18,9 +18,10 @@ from weight_convert.files import Catalog, LeftOut
 from weight_convert.outputs import (
     Computations,
     FilePlan,
+    Frame,
     PlannedTensor,
     TargetFile,
-    deal_to_files,
+    deal_to_kind,
     with_config,
 )
 from weight_convert.plan import ConversionOptions
@@ -133,20 +134,21 @@ def write_output(
 def _plan(catalog: Catalog, output: Output, options: OutputOptions) -> FilePlan:
     stated = dict(catalog.index_metadata or {})
     stated.pop("total_parameters", None)
-    targets, index = deal_to_files(
-        sorted(output.tensors, key=lambda tensor: tensor.order),
+    frame = Frame(
         max_shard_bytes=options.max_shard_bytes,
         metadata=catalog.metadata,
         index_metadata=stated,
         num_buffer_elements=output.num_buffer_elements,
     )
+    ordered = sorted(output.tensors, key=lambda tensor: tensor.order)
+    files = deal_to_kind("safetensors", ordered, output.work, frame)
     carried, written = with_config(catalog, output.config)
     gone = {item.name for item in output.not_carried}
     return FilePlan(
         sources=output.sources,
         computed=tuple(output.work.all),
-        targets=targets + output.aside,
-        index=index,
+        targets=files.targets + output.aside,
+        index=files.index,
         carried=tuple(entry for entry in carried if entry[0] not in gone),
         written=written,
         data_bytes=sum(tensor.size_bytes for tensor in output.tensors),

@@ -17,6 +17,8 @@ def woven(weave: Weave, computed: Computed, files: OpenFiles) -> Iterator[memory
     Raises:
         CorruptFileError: a file became shorter meanwhile.
     """
+    if weave.begins_with:
+        yield memoryview(weave.begins_with)
     widest = max((run.stride_bytes for run in weave.runs), default=1)
     step = max(1, _BLOCK_BYTES // max(widest, 1))
     for row in range(0, weave.num_rows, step):

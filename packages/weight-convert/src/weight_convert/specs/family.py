@@ -19,6 +19,7 @@ from functools import cache
 from typing import Literal
 
 from weight_convert._checks import Record, check_kind
+from weight_convert._kinds import FileKind
 from weight_convert.errors import WeightConvertError
 from weight_convert.specs.matching import Matcher, fill
 from weight_convert.specs.rules import EXPERT, PART, Rule, Side
@@ -68,6 +69,8 @@ class Format(Record):
         rules: each from stored tensors to memory.
         order: in which order tensors are dealt to files: "names", as transformers does where it
             renames tensors, or "modules", that of the spec's list.
+        files: the kind of files in which the format is written.
+        file_name: of the one file in which all tensors stand; "" for the usual names.
         proof: the project's code that reads such files and the test that runs it; a format
             without one is experimental.
     """
@@ -75,7 +78,9 @@ class Format(Record):
     name: str
     rules: tuple[Rule, ...]
     order: Literal["names", "modules"]
+    files: FileKind
     proof: str
+    file_name: str = ""
 
     def inverse(self) -> tuple[Rule, ...]:
         """The rules from memory to stored tensors."""
@@ -143,6 +148,8 @@ class FamilySpec(Record):
         if member is None:
             return (_whole(name, shape),)
         rule = rules[member.side]
+        if rule.transposed or rule.is_packed:
+            raise WeightConvertError(f"{name} is stored transposed or packed, as no box")
         if rule.is_rename:
             stored = fill(rule.source.names[0], member.places)
             return (_whole(stored + member.suffix, shape),)

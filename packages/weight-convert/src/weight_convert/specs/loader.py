@@ -8,17 +8,21 @@ files in `families/` are the examples. A mistake is named by file and key.
 """
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from weight_convert._checks import check_kind, checked_path
+from weight_convert._kinds import FILES, FileKind
 from weight_convert.errors import UnknownFamilyError, WeightConvertError
 from weight_convert.specs.family import FUSED, ROLES, FamilySpec, Format, TensorNote
+from weight_convert.specs.packed import PackedRule
 from weight_convert.specs.rules import Rule
 
+_FORMAT_TEXTS = ("proof", "order", "files", "file_name", "extends")
 _FOLDER = Path(__file__).parent / "families"
 
 
@@ -26,6 +30,7 @@ _MEMORY = Format(
     name=FUSED,
     rules=(),
     order="modules",
+    files="safetensors",
     proof="names as in memory: transformers' save_pretrained(save_original_format=False)",
 )
 
@@ -96,7 +101,7 @@ class _Reader:
         formats = self._mapping(table.get("formats", {}), "formats")
         if FUSED in formats:
             raise WeightConvertError(f"{self._path}: {FUSED!r} is memory's own format")
-        read = {name: self._format(name, value) for name, value in formats.items()}
+        read = self._formats(formats)
         return FamilySpec(
             model_type=self._text(table["model_type"], "model_type"),
             architecture=self._text(table["architecture"], "architecture"),
@@ -108,28 +113,98 @@ class _Reader:
             formats=read | {FUSED: _MEMORY},
         )
 
-    def _format(self, name: str, table: Any) -> Format:
+    def _formats(self, tables: Mapping[str, Any]) -> dict[str, Format]:
+        formats: dict[str, Format] = {}
+        for name, table in tables.items():
+            formats[name] = self._format(name, table, formats)
+        return formats
+
+    def _format(self, name: str, table: Any, former: Mapping[str, Format]) -> Format:
         where = f"formats.{name}"
-        self._check_keys(self._mapping(table, where), where, (), ("proof", "order", "rules"))
+        more = (*_FORMAT_TEXTS, "companions", "names", "transposed", "rules")
+        self._check_keys(self._mapping(table, where), where, (), more)
         rules = table.get("rules", [])
         self._expect(rules, lambda value: isinstance(value, list), f"{where}.rules", "a list")
+        own = [self._rule(rule, f"{where}.rules[{n}]") for n, rule in enumerate(rules)]
+        for key, transposed in (("names", False), ("transposed", True)):
+            names = self._mapping(table.get(key, {}), f"{where}.{key}")
+            own += [
+                self._renamed(f"{where}.{key}", stored, memory, transposed)
+                for stored, memory in names.items()
+            ]
+        own += self._of_companions(own, table.get("companions", {}), f"{where}.companions")
+        base = table.get("extends")
+        self._expect(
+            base, lambda value: value is None or value in former, where, "extends a format above"
+        )
+        made = {name for rule in own for name in rule.target.names}
+        rest = former[base].rules if base is not None else ()
+        own += [rule for rule in rest if not made & set(rule.target.names)]
         return Format(
             name=name,
-            rules=tuple(
-                self._rule(rule, f"{where}.rules[{number}]") for number, rule in enumerate(rules)
-            ),
+            rules=tuple(own),
             order=self._order(table.get("order", "names"), f"{where}.order"),
+            files=self._files(table.get("files", FILES[0]), f"{where}.files"),
             proof=self._text(table.get("proof", ""), f"{where}.proof"),
+            file_name=self._text(table.get("file_name", ""), f"{where}.file_name"),
         )
 
+    def _of_companions(self, rules: Sequence[Rule], table: Any, where: str) -> list[Rule]:
+        """The rules of companions whose stored names end otherwise."""
+        made: list[Rule] = []
+        for suffix, ends in self._mapping(table, where).items():
+            self._expect(
+                self._texts(ends, where), lambda ends: len(ends) == 2, where, "two endings"
+            )
+            old, new = ends
+            for rule in rules:
+                if all(name.endswith(old) for name in rule.source.names):
+                    stored = tuple(name.removesuffix(old) + new for name in rule.source.names)
+                    memory = tuple(name + suffix for name in rule.target.names)
+                    source = replace(rule.source, names=stored)
+                    target = replace(rule.target, names=memory)
+                    made.append(replace(rule, source=source, target=target))
+        return made
+
     def _rule(self, table: Any, where: str) -> Rule:
-        self._check_keys(self._mapping(table, where), where, ("stored", "memory"), ("dims",))
+        more = ("dims", "sizes", "transposed", "beside", "groups", "parts")
+        self._check_keys(self._mapping(table, where), where, ("stored", "memory"), more)
         stored, memory = (self._texts(table[key], f"{where}.{key}") for key in ("stored", "memory"))
-        dims = self._text(table.get("dims", ""), f"{where}.dims")
+        if "groups" in table:
+            return self._packed(table, where, stored, memory)
         try:
-            return Rule.parse(stored=stored, memory=memory, dims=dims)
+            return Rule.parse(
+                stored=stored,
+                memory=memory,
+                dims=self._text(table.get("dims", ""), f"{where}.dims"),
+                sizes_of=self._mapping(table.get("sizes", {}), f"{where}.sizes"),
+                transposed=bool(table.get("transposed", False)),
+                beside=self._text(table.get("beside", ""), f"{where}.beside"),
+            )
         except WeightConvertError as error:
             raise WeightConvertError(f"{self._path}: {where}: {error}") from error
+
+    def _packed(
+        self, table: Mapping[str, Any], where: str, stored: Sequence[str], memory: Sequence[str]
+    ) -> Rule:
+        groups = self._text(table["groups"], f"{where}.groups")
+        parts = self._texts(table.get("parts", []), f"{where}.parts")
+        try:
+            return PackedRule.of(stored=stored[0], memory=memory, groups=groups, parts=parts)
+        except (WeightConvertError, IndexError) as error:
+            raise WeightConvertError(f"{self._path}: {where}: {error}") from error
+
+    def _renamed(self, where: str, stored: str, memory: Any, transposed: bool) -> Rule:
+        try:
+            return Rule.parse(
+                stored=[stored], memory=[self._text(memory, where)], transposed=transposed
+            )
+        except WeightConvertError as error:
+            raise WeightConvertError(f"{self._path}: {where}: {error}") from error
+
+    def _files(self, value: Any, where: str) -> FileKind:
+        self._expect(value, lambda found: found in FILES, where, f"one of {', '.join(FILES)}")
+        return next(kind for kind in FILES if kind == value)
 
     def _order(self, value: Any, where: str) -> Literal["names", "modules"]:
         self._expect(value, lambda found: found in ("names", "modules"), where, "names or modules")

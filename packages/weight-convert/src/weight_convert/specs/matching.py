@@ -8,7 +8,7 @@ one match for each tensor: names that differ in numbers alone are compared with 
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -21,6 +21,9 @@ _PLACE_PATTERNS = {
     "{n}": r"(?P<n>0|[1-9]\d{0,17})",
     "{expert}": r"(?P<expert>0|[1-9]\d{0,17})",
 }
+
+
+Places = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,22 +40,35 @@ class Member:
     side: int
     part: int
     expert: int
-    places: tuple[tuple[str, str], ...]
+    places: Places
     suffix: str
 
 
 @dataclass(slots=True)
 class Matcher:
-    """Finds members of sides; `companions` are suffixes with which each name may stand too."""
+    """Finds members of sides.
+
+    Attributes:
+        sides: in the order in which they are tried.
+        companions: suffixes with which each name may stand too; a side that has the whole name
+            comes first.
+        allows: says of a side and what its places stand for whether it may be taken.
+    """
 
     sides: Sequence[Side]
     companions: tuple[str, ...] = ()
+    allows: Callable[[int, Places], bool] | None = None
     _candidates: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
     def find(self, key: str) -> Member | None:
         """The first member that has this name; None if no side has it."""
+        found = self._find(key, "")
         suffix = next((end for end in self.companions if key.endswith(end)), "")
-        name = key.removesuffix(suffix) if suffix else key
+        if found is None and suffix:
+            found = self._find(key.removesuffix(suffix), suffix)
+        return found
+
+    def _find(self, name: str, suffix: str) -> Member | None:
         skeleton = _NUMBER.sub("0", name)
         if skeleton not in self._candidates:
             self._candidates[skeleton] = tuple(
@@ -67,6 +83,8 @@ class Matcher:
                 found = match.groupdict()
                 expert = int(found.pop(EXPERT, 0))
                 places = tuple(found.items())
+                if self.allows is not None and not self.allows(number, places):
+                    continue
                 return Member(side=number, part=part, expert=expert, places=places, suffix=suffix)
         return None
 

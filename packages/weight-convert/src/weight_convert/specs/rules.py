@@ -13,14 +13,16 @@ are one notation, and the inverse is the rule with its sides exchanged.
     rule.inverse().source.names     # ("{layer}.experts.gate_up_proj",)
 
 Invariant: every axis of one side is an axis of the other, and the last one is the same, so that
-each side is made of byte ranges of the other. Without `dims` a rule renames one tensor.
+each side is made of byte ranges of the other. Without `dims` a rule renames one tensor. Where files
+hold matrices with their two dims exchanged, that is said beside (`transposed`), and comes first.
 """
 
 import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from weight_convert._checks import Record
 from weight_convert.errors import IncompleteExpertsError, WeightConvertError
@@ -93,10 +95,20 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule(Record):
-    """The tensors of `target` are made of those of `source`, byte range by byte range."""
+    """The tensors of `target` are made of those of `source`, byte range by byte range.
+
+    Attributes:
+        source, target: the sides; of a rule of a spec, stored and in memory.
+        sizes_of: sizes of axes that no shape tells, such as those of length 1.
+        transposed: whether stored matrices stand with their last two dims exchanged.
+        beside: a tensor in memory; where it is absent, the way from memory passes this rule by.
+    """
 
     source: Side
     target: Side
+    sizes_of: Mapping[str, int] = field(default_factory=dict)
+    transposed: bool = False
+    beside: str = ""
 
     def __post_init__(self) -> None:
         """Refuse what could not be read in both directions."""
@@ -112,12 +124,22 @@ class Rule(Record):
             )
 
     @classmethod
-    def parse(cls, *, stored: Sequence[str], memory: Sequence[str], dims: str = "") -> "Rule":
+    def parse(
+        cls,
+        *,
+        stored: Sequence[str],
+        memory: Sequence[str],
+        dims: str = "",
+        sizes_of: Mapping[str, int] | None = None,
+        transposed: bool = False,
+        beside: str = "",
+    ) -> "Rule":
         """A rule that reads stored tensors into memory.
 
         Args:
             stored, memory: names on each side, in the order of `part`.
             dims: `stored dims -> memory dims`; axes in brackets share a dim.
+            sizes_of, transposed, beside: see the class.
 
         Raises:
             WeightConvertError: it could not be read in both directions.
@@ -128,6 +150,9 @@ class Rule(Record):
         return cls(
             source=Side(names=tuple(stored), groups=halves[0]),
             target=Side(names=tuple(memory), groups=halves[1]),
+            sizes_of=sizes_of or {},
+            transposed=transposed,
+            beside=beside,
         )
 
     @property
@@ -135,17 +160,30 @@ class Rule(Record):
         """Whether it changes a name alone."""
         return not self.source.groups and not self.target.groups
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether parts of different heights alternate in one tensor; see `PackedRule`."""
+        return False
+
     def inverse(self) -> "Rule":
         """The rule that undoes this one."""
-        return Rule(source=self.target, target=self.source)
+        return replace(self, source=self.target, target=self.source)
 
-    def sizes(self, shape: Sequence[int], num_experts: int) -> dict[str, int]:
-        """The sizes of all axes, from the shape of the source's tensors.
+    def with_config(self, config: Mapping[str, Any]) -> "Rule":
+        """The rule where a `config.json` is known; see `PackedRule`."""
+        return self
+
+    def shape(self, sizes: Mapping[str, int], part: int) -> tuple[int, ...]:
+        """The shape of the target's tensor `part`."""
+        return self.target.shape(sizes)
+
+    def sizes(self, shape: Sequence[int], num_experts: int, part: int = 0) -> dict[str, int]:
+        """The sizes of all axes, from the shape of the source's tensor `part`.
 
         Raises:
             IncompleteExpertsError: the shape is not as `dims` says.
         """
-        known = {PART: max(len(self.source.names), len(self.target.names))}
+        known = {PART: max(len(self.source.names), len(self.target.names)), **self.sizes_of}
         if EXPERT in self.source.chosen_by:
             known[EXPERT] = num_experts
         sizes = self.source.sizes(shape, known)

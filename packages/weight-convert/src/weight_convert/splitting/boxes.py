@@ -10,7 +10,6 @@ columns, would be millions of ranges, and become one `Weave`.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 
 from weight_convert.cutting import DimCut
 from weight_convert.files import tensor_size_bytes
@@ -104,8 +103,7 @@ def _woven(
                 run.offset_bytes + row * run.stride_bytes, run.size_bytes
             )
         ]
-        ends = tuple(accumulate(piece.size_bytes for piece in pieces))
-        return replace(like, pieces=tuple(pieces), ends=ends if len(ends) > 1 else ())
+        return like.made_of(pieces)
     return work.add(
         Weave(num_rows=rows if runs else 0, runs=tuple(runs), zero_bytes=zero_bytes),
         inputs,

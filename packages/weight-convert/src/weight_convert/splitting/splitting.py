@@ -18,16 +18,17 @@ from weight_convert.files import INDEX_NAME, SINGLE_NAME, Catalog, read_catalog
 from weight_convert.outputs import (
     Computations,
     FilePlan,
+    Frame,
     PlannedTensor,
     TargetFile,
-    deal_to_files,
+    deal_to_kind,
     lay_out,
 )
 from weight_convert.plan import (
     ConversionOptions,
     check_complete,
+    copied_in_memory,
     detect_format,
-    in_memory,
     spec_of,
 )
 from weight_convert.run import OutputOptions, Progress, Report, begin, carry_out
@@ -76,7 +77,7 @@ def split(
     catalog = read_catalog(source)
     family = spec_of(catalog, spec)
     source_format = detect_format(catalog, family)
-    tensors = in_memory(catalog, family, source_format)
+    tensors = copied_in_memory(catalog, family, source_format)
     check_complete(catalog, family, tensors)
     model = ModelCuts.of(
         {tensor.key: tensor.shape for tensor in tensors}, family, catalog.config, layout
@@ -134,12 +135,11 @@ def _plan(
             for tensor in ordered
             if model.is_on(places["pp"], tensor.key)
         ]
-        files, index = deal_to_files(
-            mine,
-            max_shard_bytes=options.max_shard_bytes,
-            metadata=catalog.metadata,
-            index_metadata={},
+        frame = Frame(
+            max_shard_bytes=options.max_shard_bytes, metadata=catalog.metadata, index_metadata={}
         )
+        made = deal_to_kind("safetensors", mine, work, frame)
+        files, index = made.targets, made.index
         if not mine:  # more ranks than layers: a file without tensors, so that loaders find one
             files, index = (lay_out(SINGLE_NAME, (), catalog.metadata),), None
         folder = rank_folder(rank)
