@@ -23,7 +23,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from moe_pipeline import family_of
 from ranktest import run_ranks
-from weight_convert import ConversionOptions, convert, get_spec, inspect, read_catalog
+from weight_convert import ConversionOptions, convert, get_spec, inspect, read_catalog, verify
 from weight_convert.specs import family_names
 
 transformers = pytest.importorskip("transformers", reason="the oracle needs transformers")
@@ -224,6 +224,7 @@ def assert_comes_back(source: Path, made: Path, seed: int, unknown: int = 0) -> 
     back = made.with_name(f"{made.name}-back")
     report = convert(made, back, to="transformers")
     assert len(report.unknown_keys) == unknown, seed
+    assert verify(source, made).equal and verify(made, back).equal, seed
     for name in ("model.safetensors", "config.json"):
         assert (back / name).read_bytes() == (source / name).read_bytes(), (name, seed)
 

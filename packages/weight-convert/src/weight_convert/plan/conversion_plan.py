@@ -200,6 +200,11 @@ def _check_move(catalog: Catalog, options: ConversionOptions) -> None:
             f"{catalog.directory} holds {catalog.kind} files, whose tensors may share bytes; "
             f"convert them without moving"
         )
+    if options.move and options.files in ("bin", "dcp"):
+        raise WeightConvertError(
+            f"files of the kind {options.files} hold checksums that are put in at the end, so that "
+            f"an interrupted move could not tell what is written; convert without moving"
+        )
 
 
 def _unknown_keys(

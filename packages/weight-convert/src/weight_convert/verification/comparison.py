@@ -10,6 +10,7 @@ transformers loads both sides as a second opinion, since a wrong rule may agree 
 Invariant: every byte of either directory is compared once, or stands in a difference.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -19,10 +20,11 @@ from weight_convert.errors import UnknownFamilyError, WeightConvertError
 from weight_convert.files import Catalog, read_catalog
 from weight_convert.loading import Opinion, numbers_differ, second_opinion
 from weight_convert.operations import FLOATS
-from weight_convert.outputs import PlannedTensor, natural_key
+from weight_convert.outputs import Computations, PlannedTensor, natural_key
 from weight_convert.plan import detect_format, in_memory, spec_of
 from weight_convert.specs import FamilySpec
 from weight_convert.staging import OpenFiles
+from weight_convert.verification.blocks import ReadSide, blocks
 
 Level = Literal["headers", "bytes", "values", "logits"]
 LEVELS: tuple[Level, ...] = ("headers", "bytes", "values", "logits")
@@ -134,18 +136,22 @@ def _compare(
     catalogs: tuple[Catalog, Catalog], spec: FamilySpec | None, level: Level
 ) -> VerifyReport:
     """The comparison by names and bytes, or numbers."""
-    formats, sides = _readings(catalogs, spec)
+    works = [Computations(num_sources=len(side.files)) for side in catalogs]
+    formats, sides = _readings(catalogs, spec, works)
     left, right = ({tensor.key: tensor for tensor in side} for side in sides)
     keys = sorted(left.keys() | right.keys(), key=natural_key)
     differences: list[Difference] = []
     compared_bytes = 0
     with _open(catalogs[0]) as files_a, _open(catalogs[1]) as files_b:
+        read = [ReadSide(files=f, work=w) for f, w in zip((files_a, files_b), works, strict=True)]
         for key in keys:
             detail = _headers_differ(left.get(key), right.get(key), level)
             if detail is None and level != "headers":
-                is_one_dtype = left[key].dtype == right[key].dtype
-                compare = _bytes_differ if is_one_dtype else numbers_differ
-                detail = compare(left[key], right[key], files_a, files_b)
+                if left[key].dtype == right[key].dtype:
+                    detail = _bytes_differ(left[key], right[key], read[0], read[1])
+                else:
+                    _refuse_computed((left[key], works[0]), (right[key], works[1]))
+                    detail = numbers_differ(left[key], right[key], files_a, files_b)
                 compared_bytes += left[key].size_bytes
             if detail is not None:
                 differences.append(Difference(key=key, detail=detail))
@@ -157,12 +163,23 @@ def _compare(
     )
 
 
+def _refuse_computed(*sides: tuple[PlannedTensor, Computations]) -> None:
+    """Raise where numbers of unlike dtypes would be compared, and one is made of others."""
+    for tensor, work in sides:
+        if work.is_computed(tensor):
+            raise WeightConvertError(
+                f"{tensor.key} stands transposed in one of the formats and has unlike dtypes; "
+                f"convert that directory into the format fused first, and compare that"
+            )
+
+
 def _readings(
-    catalogs: tuple[Catalog, Catalog], spec: FamilySpec | None
+    catalogs: tuple[Catalog, Catalog], spec: FamilySpec | None, works: Sequence[Computations]
 ) -> tuple[tuple[str, ...], list[list[PlannedTensor]]]:
     """The formats and tensors to compare: in memory where both formats are known and differ."""
     as_they_stand = [[PlannedTensor.of(t) for t in side.tensors.values()] for side in catalogs]
-    if catalogs[0].tensors.keys() == catalogs[1].tensors.keys():
+    are_transposed = (catalogs[0].kind == "pdparams") != (catalogs[1].kind == "pdparams")
+    if catalogs[0].tensors.keys() == catalogs[1].tensors.keys() and not are_transposed:
         if spec is not None:
             for side in catalogs:
                 spec_of(side, spec)
@@ -175,7 +192,8 @@ def _readings(
     if formats[0] == formats[1]:
         return formats, as_they_stand
     return formats, [
-        in_memory(side, family, name) for side, name in zip(catalogs, formats, strict=True)
+        in_memory(side, family, name, work)
+        for side, name, work in zip(catalogs, formats, works, strict=True)
     ]
 
 
@@ -203,20 +221,15 @@ def _headers_differ(a: PlannedTensor | None, b: PlannedTensor | None, level: Lev
     return None
 
 
-def _bytes_differ(
-    a: PlannedTensor, b: PlannedTensor, files_a: OpenFiles, files_b: OpenFiles
-) -> str | None:
+def _bytes_differ(a: PlannedTensor, b: PlannedTensor, in_a: ReadSide, in_b: ReadSide) -> str | None:
     """Return where the bytes of two tensors of one size first differ; None when they are equal."""
-    size_bytes = a.size_bytes
-    for offset in range(0, size_bytes, _BLOCK_BYTES):
-        length = min(_BLOCK_BYTES, size_bytes - offset)
-        block_a, block_b = (
-            b"".join(tensor.read(offset, length, files))
-            for tensor, files in ((a, files_a), (b, files_b))
-        )
+    offset = 0
+    pairs = zip(blocks(a, in_a, _BLOCK_BYTES), blocks(b, in_b, _BLOCK_BYTES), strict=True)
+    for block_a, block_b in pairs:
         if block_a != block_b:
             first = next(
                 i for i, pair in enumerate(zip(block_a, block_b, strict=True)) if len(set(pair)) > 1
             )
-            return f"bytes differ from byte {offset + first} of {size_bytes} on"
+            return f"bytes differ from byte {offset + first} of {a.size_bytes} on"
+        offset += len(block_a)
     return None
