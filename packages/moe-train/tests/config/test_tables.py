@@ -226,6 +226,15 @@ def test_a_layout_cannot_change_where_states_are_kept_beside_training(
         config(parallel=parallel, checkpoint=checkpoint)
 
 
+def test_fp8_experts_are_refused_in_other_formats_and_with_an_implementation() -> None:
+    fp8 = ModelConfig(config_file="config.json", experts_fp8=True)
+    assert config(model=fp8, train=train(dtype="bfloat16")).model.experts_fp8
+    with pytest.raises(ValueError, match='float32"; set train'):
+        config(model=fp8)
+    with pytest.raises(ValueError, match=r'its own, not model\.experts_implementation="loop"'):
+        dataclasses.replace(fp8, experts_implementation="loop")
+
+
 def test_stochastic_rounding_is_refused_where_muon_updates_something() -> None:
     low = train(dtype="bfloat16", stochastic_rounding=True)
     group = ParamGroupConfig(name="some", parameters=("*",), algorithm="muon")

@@ -246,11 +246,13 @@ def test_auto_tells_in_one_line_that_four_ranks_of_a_machine_with_one_card_train
     )
 
 
-def test_activations_that_cannot_leave_the_cpu_are_a_line(
+def test_what_the_cpu_cannot_do_is_refused_and_what_it_need_not_is_a_line(
     configure: Configure, caplog: pytest.LogCaptureFixture
 ) -> None:
     check(configure("train.offload_activations=true"), "")
     told = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert [line for line in told if "offload_activations=true does nothing on the CPU" in line]
+    with pytest.raises(ValueError, match="experts_fp8=true needs CUDA devices"):
+        check(configure("model.experts_fp8=true", "train.dtype=bfloat16"), "")
     with pytest.raises(ValueError, match=r"recompute_keep names 'mm', which is no operation"):
         check(configure("train.recompute=selective", 'train.recompute_keep=["mm"]'), "")

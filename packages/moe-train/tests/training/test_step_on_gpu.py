@@ -71,3 +71,21 @@ def test_bfloat16_with_master_weights_trains_on_cuda(tmp_path: Path) -> None:
     cpu = losses(tmp_path, "cpu")
     low = losses(tmp_path, "cuda", "train.dtype=bfloat16", "train.master_weights=true")
     assert low == pytest.approx(cpu, abs=0.05)
+
+
+@pytest.mark.gpu(needs="storages that know their device")
+@pytest.mark.usefixtures("one_rank")
+def test_activations_on_the_host_change_no_loss_on_cuda(tmp_path: Path) -> None:
+    here = losses(tmp_path, "cuda")
+    for form in ("", "train.recompute=selective", "train.recompute=outputs"):
+        overrides = ("train.offload_activations=true", *([form] if form else []))
+        assert losses(tmp_path, "cuda", *overrides) == pytest.approx(here, rel=1e-5), form
+
+
+@pytest.mark.gpu(needs="fp8 products of a device")
+@pytest.mark.usefixtures("one_rank")
+def test_experts_in_fp8_train_on_cuda(tmp_path: Path) -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("fp8 products need compute capability 9.0")
+    low = losses(tmp_path, "cuda", "train.dtype=bfloat16", "model.experts_fp8=true")
+    assert low == pytest.approx(losses(tmp_path, "cpu"), abs=0.1)

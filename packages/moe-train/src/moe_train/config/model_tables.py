@@ -33,6 +33,13 @@ class ModelConfig(Table):
         on_resume="free",
     )
 
+    experts_fp8: bool = key(
+        "products of the experts' forward take fp8 operands, one scale for each row (CUDA, compute "
+        'capability 9.0 or more, train.dtype="bfloat16")',
+        default=False,
+        on_resume="asked",
+    )
+
     @property
     def source(self) -> str:
         """Where the model is described: `init_from` if it is given, else `config_file`."""
@@ -43,6 +50,12 @@ class ModelConfig(Table):
             raise TrainValueError(
                 "[model] names no model; set model.config_file to a config.json, or "
                 "model.init_from to a folder that holds one"
+            )
+        if self.experts_fp8 and self.experts_implementation != "auto":
+            raise TrainValueError(
+                "model.experts_fp8=true has an implementation of its own, not "
+                f'model.experts_implementation="{self.experts_implementation}"; leave one of them '
+                "out"
             )
 
 

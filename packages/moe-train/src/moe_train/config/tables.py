@@ -47,6 +47,11 @@ class Config:
         for name, table_type in TABLES.items():
             check_type(f"Config({name}=...)", getattr(self, name), table_type)
         self._check_sources()
+        if self.model.experts_fp8 and self.train.dtype != "bfloat16":
+            raise TrainValueError(
+                "model.experts_fp8=true rounds bfloat16 rows and weights, not those of "
+                f'train.dtype="{self.train.dtype}"; set train.dtype="bfloat16"'
+            )
         if self.train.stochastic_rounding and "muon" in (
             self.optimizer.name,
             *(group.algorithm for group in self.param_groups),

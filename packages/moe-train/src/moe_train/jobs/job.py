@@ -239,6 +239,11 @@ def _finish(config: Config, saved: Path | Location | None) -> None:
 def _say_device(config: Config) -> None:
     """Refuse a device that is not there; warn of cards that are not used."""
     device = choose_device(config.train.device, config.world_size)
+    if config.model.experts_fp8 and device.type == "cpu":
+        raise TrainValueError(
+            "model.experts_fp8=true needs CUDA devices of compute capability 9.0 or more, and the "
+            "job runs on the CPU; leave it out"
+        )
     if config.train.offload_activations and device.type == "cpu" and rank_number() == 0:
         logger.warning(
             "warning: train.offload_activations=true does nothing on the CPU, whose activations "

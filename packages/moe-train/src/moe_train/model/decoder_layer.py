@@ -39,7 +39,7 @@ class LayerOptions:
         capacity_factor, drop_policy: how many tokens an expert takes (None: all), and which.
         bias_update_rate: how far an expert bias moves in a step, where the family has one.
         dispatch: how tokens travel to the experts.
-        experts_implementation: of `moe_pipeline.ExpertsOptions`.
+        experts_implementation, experts_fp8: of `moe_pipeline.ExpertsOptions`.
         seed: of dropout and of the router's jitter.
         device, dtype: of the parameters.
     """
@@ -54,6 +54,7 @@ class LayerOptions:
     bias_update_rate: float = 0.001
     dispatch: DispatchOptions = _TOGETHER
     experts_implementation: str = "auto"
+    experts_fp8: bool = False
     seed: int = 0
     device: torch.device | None = None
     dtype: torch.dtype = torch.float32
@@ -122,7 +123,11 @@ def moe_config(config: DecoderConfig, options: LayerOptions) -> MoEConfig:
         moe_token_drop_policy=options.drop_policy,
         moe_router_bias_update_rate=options.bias_update_rate,
     )
-    experts = replace(moe.experts, experts_implementation=options.experts_implementation)
+    experts = replace(
+        moe.experts,
+        experts_implementation=options.experts_implementation,
+        fp8=options.experts_fp8,
+    )
     return replace(moe, router=router, losses=losses, experts=experts)
 
 

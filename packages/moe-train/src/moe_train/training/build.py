@@ -19,6 +19,7 @@ from moe_train.checkpoint import BackgroundSaves, Checkpointer, NodeStates, chec
 from moe_train.config import Config
 from moe_train.data import prepare
 from moe_train.layout import (
+    StoredTensors,
     chosen_names,
     decoder_shapes,
     is_expert,
@@ -134,6 +135,7 @@ def build_stage(config: Config, model: DecoderConfig, parallel: Parallel) -> Dec
         loss_chunk_tokens=config.train.loss_chunk_tokens,
         dispatch=dispatch_options(config, model),
         experts_implementation=config.model.experts_implementation,
+        experts_fp8=config.model.experts_fp8,
         recompute=config.train.recompute,
         recompute_keep=config.train.recompute_keep,
         offload_activations=config.train.offload_activations,
@@ -174,22 +176,12 @@ def build_runner(
     layouts = parameter_layouts(stage, model, parallel.stage_mesh)
     parameters = {name: p for name, p in stage.named_parameters() if p.requires_grad}
     tensors = stage_tensors(stage)
-    stored = stored_tensors(layouts, tensors, parallel.rank)
-    for shard in stored.shards:
-        initialise(
-            shard.key,
-            shard.tensor,
-            seed=config.train.seed,
-            std=model.initializer_range,
-            first=shard.box.offset[0] if shard.box.offset else 0,
-        )
-    stored.write_back()
-    rules, masters = rules_of_job(config, model), config.train.master_weights
+    _initialise(config, model, stored_tensors(layouts, tensors, parallel.rank))
     optimizer = Optimizer(
         parameters,
-        rules,
+        rules_of_job(config, model),
         config.optimizer,
-        master_weights=masters,
+        master_weights=config.train.master_weights,
         rounding=_rounding(config, parameters, parallel),
     )
     microbatches = config.train.gradient_accumulation_steps
@@ -205,10 +197,9 @@ def build_runner(
         evaluator=_executor(
             config, stage, forward_only(parallel.num_stages, microbatches), parallel
         ),
-        gradients=GradientStore(
+        gradients=_gradients(
+            config,
             parameter_groups(parameters, parallel, has_copy=shares_embedding(model, stage.options)),
-            fp32_accumulation=masters and config.train.dtype != "float32",
-            reduce_dtype=_reduce_dtype(config),
         ),
         optimizer=optimizer,
         max_grad_norm=config.optimizer.max_grad_norm,
@@ -229,6 +220,19 @@ def build_runner(
     return runner, checkpointer
 
 
+def _initialise(config: Config, model: DecoderConfig, stored: StoredTensors) -> None:
+    """Random weights that depend on a tensor's name and place alone."""
+    for shard in stored.shards:
+        initialise(
+            shard.key,
+            shard.tensor,
+            seed=config.train.seed,
+            std=model.initializer_range,
+            first=shard.box.offset[0] if shard.box.offset else 0,
+        )
+    stored.write_back()
+
+
 def _rounding(
     config: Config, parameters: Mapping[str, nn.Parameter], parallel: Parallel
 ) -> StochasticRounding | None:
@@ -239,9 +243,14 @@ def _rounding(
     return StochasticRounding(seed=config.train.seed, first_rows=first)
 
 
-def _reduce_dtype(config: Config) -> torch.dtype | None:
-    asked = config.train.grad_reduce_dtype
-    return None if asked is None else getattr(torch, asked)
+def _gradients(config: Config, groups: list[ParameterGroup]) -> GradientStore:
+    train = config.train
+    asked = train.grad_reduce_dtype
+    return GradientStore(
+        groups,
+        fp32_accumulation=train.master_weights and train.dtype != "float32",
+        reduce_dtype=None if asked is None else getattr(torch, asked),
+    )
 
 
 def _manager_options(config: Config) -> ManagerOptions:
