@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,14 +15,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from moe_train.checkpoint import read_state
+from moe_train.checkpoint import BackgroundSaves, read_state
 from moe_train.config import OWN_TOML, Config
 from moe_train.errors import CheckpointNotSavedError
 from moe_train.jobs.job import check, train
 from moe_train.rank import RankContext
 from moe_train.report.metrics import read_metrics
 from ranktest import run_ranks
-from unified_ckpt import diff_checkpoints
+from unified_ckpt import AsyncSaverConfig, diff_checkpoints
 from unified_ckpt.folders import find_fault
 
 Configure = Callable[..., Config]
@@ -193,3 +194,22 @@ def test_an_average_that_cannot_be_kept_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         configure(*changes)
+
+
+def test_removals_are_made_beside_training_one_after_another() -> None:
+    background = BackgroundSaves(settings=AsyncSaverConfig(), zero_cost=False, num_microbatches=1)
+    go_on, done = threading.Event(), []
+
+    def first() -> None:
+        go_on.wait(START_S)
+        done.append("first")
+
+    background.remove(first)
+    background.remove(lambda: done.append("second"))
+    assert list(background.outcomes()) == [] and done == []
+    go_on.set()
+    background.close()
+    assert done == ["first", "second"]
+    background.remove(lambda: done[3])  # what fails is not swallowed
+    with pytest.raises(IndexError):
+        background.finish_removals()

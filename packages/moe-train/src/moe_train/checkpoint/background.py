@@ -15,8 +15,8 @@ may depend on it before `outcomes(wait=True)`.
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,8 @@ class BackgroundSaves:
     _opened: AsyncSaver | None = field(default=None, init=False)
     _chunks: ZeroCostSaver | None = field(default=None, init=False)
     _begun: list[_Begun] = field(default_factory=list, init=False)
+    _thread: ThreadPoolExecutor | None = field(default=None, init=False)
+    _removals: list[Future[None]] = field(default_factory=list, init=False)
 
     @classmethod
     def of(cls, config: Config) -> "BackgroundSaves | None":
@@ -174,6 +176,19 @@ class BackgroundSaves:
             first = self._begun.pop(0)
             yield first.step, first.place, first.failure(2 * self.settings.timeout_s)
 
+    def remove(self, work: Callable[[], None]) -> None:
+        """Let a thread do what deletes files, which takes as long as a copy; one after another."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="moe-train-removals")
+        while self._removals and self._removals[0].done():
+            self._removals.pop(0).result()
+        self._removals.append(self._thread.submit(work))
+
+    def finish_removals(self) -> None:
+        """Wait for the end of what `remove` was given."""
+        while self._removals:
+            self._removals.pop(0).result()
+
     def take_stall(self) -> float:
         """Seconds of `stall_s` since the last call."""
         stall_s, self.stall_s = self.stall_s, 0.0
@@ -185,6 +200,10 @@ class BackgroundSaves:
         Raises:
             SaveError: it had died.
         """
+        self.finish_removals()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
         if self._opened is not None:
             with contextlib.closing(self._opened):
                 if self._chunks is not None:

@@ -10,7 +10,7 @@ reads and writes, for weights and for everything shaped alike.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
@@ -18,9 +18,20 @@ from mesh_spmd import Box, ProcessMesh, Spec, choose_placements, local_box
 from moe_train.errors import TrainValueError
 from moe_train.layout.stored_form import StoredForm, stored_form
 from moe_train.model import DecoderConfig
+from unified_ckpt import Box as StoredBox
 from unified_ckpt import Shard
 
 _EXPERTS = ".mlp.experts."
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A part of what a rank holds that is a box of one stored tensor."""
+
+    key: str
+    slices: tuple[slice, ...]
+    shape: tuple[int, ...] | None  # None: that of the slices
+    box: StoredBox
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +46,16 @@ class ParameterLayout:
     global_shape: tuple[int, ...]
     spec: Spec
     form: StoredForm
+    _held: dict[int, tuple[tuple[int, ...], tuple[_Cut, ...]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def held(self, rank: int) -> tuple[tuple[int, ...], tuple[_Cut, ...]]:
+        """The shape of a rank's part, and its boxes of stored tensors; worked out once."""
+        if rank not in self._held:
+            shape = local_box(self.global_shape, self.spec, rank).shape
+            self._held[rank] = shape, tuple(_cuts(self, rank))
+        return self._held[rank]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,37 +139,36 @@ def stored_tensors(
     rearranged = []
     for name, given in tensors.items():
         layout, tensor = layouts[name], given.detach()
-        _check_box(layout, tensor, rank)
+        held_shape, cuts = layout.held(rank)
+        if tensor.shape != held_shape:
+            raise TrainValueError(
+                f"{name}: rank {rank} holds {tuple(tensor.shape)}, its layout says {held_shape}"
+            )
         stored = layout.form.to_stored(tensor)
         if stored.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
             rearranged.append((tensor, stored, layout))
-        shards.extend(_boxes(layout, stored, rank, suffix))
+        for cut in cuts:
+            local = stored[cut.slices]
+            local = local if cut.shape is None else local.reshape(cut.shape)
+            shards.append(Shard(key=cut.key + suffix, tensor=local, box=cut.box))
     return StoredTensors(shards=shards, rearranged=rearranged)
 
 
-def _check_box(layout: ParameterLayout, tensor: Tensor, rank: int) -> None:
-    held = local_box(layout.global_shape, layout.spec, rank)
-    if tuple(tensor.shape) != held.shape:
-        raise TrainValueError(
-            f"{layout.name}: rank {rank} holds {tuple(tensor.shape)}, its layout says {held.shape}"
-        )
-
-
-def _boxes(layout: ParameterLayout, stored: Tensor, rank: int, suffix: str) -> Iterator[Shard]:
+def _cuts(layout: ParameterLayout, rank: int) -> Iterator[_Cut]:
     """The boxes of stored tensors that lie in this rank's part, which has the stored layout."""
     held = local_box(layout.form.shape, layout.spec, rank)
     for view in layout.form.views:
         part = _overlap(held, Box(view.offset, view.shape))
         if part is None:
             continue
-        inside_held = Box(_difference(part.offset, held.offset), part.shape)
-        local = stored[inside_held.slices()]
         dropped = len(view.shape) - len(view.stored_shape)
-        yield Shard.of(
-            view.key + suffix,
-            local.reshape(part.shape[dropped:]) if dropped else local,
-            global_shape=tuple(view.stored_shape),
-            offset=_difference(part.offset, view.offset)[dropped:],
+        shape = part.shape[dropped:]
+        offset = _difference(part.offset, view.offset)[dropped:]
+        yield _Cut(
+            key=view.key,
+            slices=Box(_difference(part.offset, held.offset), part.shape).slices(),
+            shape=shape if dropped else None,
+            box=StoredBox(tuple(view.stored_shape), offset, shape),
         )
 
 

@@ -8,6 +8,7 @@ for outcome in beside.outcomes():        # of the saves that have ended on this 
 """
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from moe_train.checkpoint import BackgroundSaves, Checkpointer, TrainerState
@@ -91,10 +92,10 @@ class SavesBeside:
     def outcomes(self, *, wait: bool = False, keep_older: bool = False) -> list[SaveOutcome]:
         """What became of the saves that have ended; not collective.
 
-        The first rank removes older checkpoints behind those that are committed.
+        A thread of the first rank removes older checkpoints behind those that are committed.
 
         Args:
-            wait: for all that began.
+            wait: for all that began, and for removals.
             keep_older: remove none.
         """
         own, told = self.checkpointer, []
@@ -107,5 +108,7 @@ class SavesBeside:
             line = own.failure_line(place.name, failure) if failure else ""
             told.append(SaveOutcome(step, own.folder / place.name, line))
             if not failure and not keep_older:
-                own.remove_older(step)
+                self.background.remove(partial(own.remove_older, step))
+        if wait:
+            self.background.finish_removals()
         return told
