@@ -206,7 +206,7 @@ def save_steps(rank: int, kind: str, place: str, folder: Path, seed: int, group:
         if step == 1:
             (folder / "begun").touch()
             if rank in victims:
-                kill_after(os.getpid(), rng.uniform(0.0, 1.0))
+                kill_after(os.getpid(), rng.uniform(0.0, 0.6))
         if (folder / "ended").exists() and rank not in victims:
             return
 
@@ -216,7 +216,7 @@ def read_on(kind: str, place: str, folder: Path, seed: int) -> dict[str, int]:
     counts = {"whole": 0, "named error": 0}
     warnings.simplefilter("error", DamagedCheckpointWarning)
     target, last = place_of(kind, place, seed), 0.0
-    until = time.monotonic() + 1.5
+    until = time.monotonic() + 0.9
     while time.monotonic() < until or not (folder / "begun").exists():
         try:
             found = get_last_checkpoint(target.parent) if "run" in kind else target
