@@ -24,6 +24,7 @@ from gates.repeats import check_repeats
 from gates.rooms import check_rooms
 from gates.source import Problem, read_sources
 from gates.tracked import check_tracked, tracked_files
+from gates.unreached import UNREACHED, check_unreached
 from gates.wheels import check_wheels
 from gates.words import GLOSSARY, check_spellings, check_words
 from workspace import ROOT, Package, read_packages
@@ -53,6 +54,7 @@ def run(root: Path, packages: tuple[Package, ...]) -> Found:
         "pages": check_pages(packages, root=root),
         "habits": check_habits(sources),
         "repeats": check_repeats(sources),
+        "unreached": check_unreached(sources, stubs, names=(root / UNREACHED).read_text()),
         "lines": check_lines(packages, root=root),
         "tracked files": check_tracked(tracked_files(root), root=root),
         "claims ledger": check_ledger(root),
