@@ -45,6 +45,35 @@ class CallingSource(ChunkSource):
         self.inner.release(ptr, size_bytes)
 
 
+class LateSource(CallingSource):
+    """Runs its callback in the `late`-th call of `acquire` only; the device has 8 MiB."""
+
+    def __init__(self, late: int) -> None:
+        super().__init__()
+        self.inner = AddressSource(8 * MIB)
+        self.late, self.num_calls = late, 0
+
+    def acquire(self, size_bytes: int) -> int | None:
+        self.num_calls += 1
+        if self.num_calls == self.late:
+            return super().acquire(size_bytes)
+        return self.inner.acquire(size_bytes)
+
+
+def test_what_a_finalizer_frees_inside_the_last_attempt_is_used() -> None:
+    source = LateSource(0)
+    allocator = TwoPoolAllocator(source, AllocatorConfig(), on_exhausted=lambda: None)
+    allocator.malloc(8 * MIB)
+    with pytest.raises(OutOfMemoryError):
+        allocator.malloc(8 * MIB)
+    for late in range(2, source.num_calls + 1):  # whichever call of the source it is
+        source_of_late = LateSource(late)
+        other = TwoPoolAllocator(source_of_late, AllocatorConfig(), on_exhausted=lambda: None)
+        held = other.malloc(8 * MIB)
+        source_of_late.callback = lambda a=other, ptr=held.ptr: a.free(ptr)
+        assert other.malloc(8 * MIB).ptr, late
+
+
 def test_zero_bytes_need_no_memory_and_no_free() -> None:
     allocator = TwoPoolAllocator(AddressSource(0), AllocatorConfig())
     allocation = allocator.malloc(0)

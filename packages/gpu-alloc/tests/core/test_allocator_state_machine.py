@@ -9,6 +9,7 @@ The compiled core does all of it beside the Python core: `Both` compares each re
 counter and snapshot. `benchmarks/gpu_alloc_sound.py` runs the same with 10^6 operations.
 """
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -45,18 +46,22 @@ SIZES = st.one_of(
     st.integers(MIB, 9 * MIB),
 )
 
+_SETTINGS: dict[str, list[Any]] = {
+    "small_pool_size_in_mb": [1, 1, 2],
+    "small_pool_auto_growth_chunk_size_in_mb": [0, 1, 2, 6],
+    "large_pool_auto_growth_chunk_size_in_mb": [0, 3, 8],
+    "small_pool_pre_alloc_in_mb": [0, 0, 2],
+    "large_pool_pre_alloc_in_mb": [0, 0, 4],
+    "alignment_size": [1, 64, 512],
+    "free_idle_chunk": [False, True],
+    "free_when_no_cache_hit": [False, True],
+    "memory_limit_in_mb": [0, 0, 7, 20],
+}
+_PAGES = [512, 4096, 2 * MIB]
 CONFIGS = st.builds(
-    AllocatorConfig,
-    small_pool_size_in_mb=st.sampled_from([1, 1, 2]),
-    small_pool_auto_growth_chunk_size_in_mb=st.sampled_from([0, 1, 2, 6]),
-    large_pool_auto_growth_chunk_size_in_mb=st.sampled_from([0, 3, 8]),
-    small_pool_pre_alloc_in_mb=st.sampled_from([0, 0, 2]),
-    large_pool_pre_alloc_in_mb=st.sampled_from([0, 0, 4]),
-    alignment_size=st.sampled_from([1, 64, 512]),
-    free_idle_chunk=st.booleans(),
-    free_when_no_cache_hit=st.booleans(),
-    memory_limit_in_mb=st.sampled_from([0, 0, 7, 20]),
+    AllocatorConfig, **{name: st.sampled_from(values) for name, values in _SETTINGS.items()}
 )
+PICKS = st.integers(0, 1 << 20)
 
 
 def _fits(snapshot: Snapshot, pool: str, stream: int, size: int) -> list[tuple[int, int]]:
@@ -199,7 +204,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     @initialize(
         config=CONFIGS,
         capacity_mb=st.integers(0, 40),
-        page_bytes=st.sampled_from([512, 4096, 2 * MIB]),
+        page_bytes=st.sampled_from(_PAGES),
     )
     def make(self, config: AllocatorConfig, capacity_mb: int, page_bytes: int) -> None:
         where = (capacity_mb * MIB, page_bytes)
@@ -254,27 +259,30 @@ class AllocatorMachine(RuleBasedStateMachine):
         limit = self.both.call("__getattribute__", "limit_bytes")
         assert need > (address.capacity_bytes or 0) or (limit and need > limit)
 
-    @rule(data=st.data())
-    def free(self, data: Any) -> None:
+    def _picked(self, pick: int) -> int:
+        return sorted(self.live)[pick % len(self.live)]
+
+    @rule(pick=PICKS)
+    def free(self, pick: int) -> None:
         if self.live:
-            ptr = data.draw(st.sampled_from(sorted(self.live)))
+            ptr = self._picked(pick)
             del self.live[ptr]
             self.leaving.add(ptr)
             self.both.call("free", ptr)
 
-    @rule(data=st.data())
-    def free_in_a_finalizer(self, data: Any) -> None:
+    @rule(pick=PICKS)
+    def free_in_a_finalizer(self, pick: int) -> None:
         """The next time that the source is asked for something."""
         if self.live:
-            ptr = data.draw(st.sampled_from(sorted(self.live)))
+            ptr = self._picked(pick)
             del self.live[ptr]
             self.leaving.add(ptr)
             self.both.each(lambda world: world.finalize(ptr))
 
-    @rule(data=st.data(), stream=STREAMS)
-    def use_on_another_stream(self, data: Any, stream: int) -> None:
+    @rule(pick=PICKS, stream=STREAMS)
+    def use_on_another_stream(self, pick: int, stream: int) -> None:
         if self.live:
-            ptr = data.draw(st.sampled_from(sorted(self.live)))
+            ptr = self._picked(pick)
             self.both.call("record_stream", ptr, stream)
 
     @rule(stream=STREAMS)
@@ -332,13 +340,52 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 def run_machine(machine: type[AllocatorMachine], *, examples: int, steps: int) -> None:
-    """Also run by benchmarks/gpu_alloc_sound.py, with more of them."""
     run_state_machine_as_test(
         machine,
         settings=settings(
             max_examples=examples, stateful_step_count=steps, deadline=None, database=None
         ),
     )
+
+
+def _drawn(rng: random.Random) -> tuple[str, dict[str, Any]]:
+    """A rule of the machine, and what to call it with."""
+    action = rng.random()
+    pick, stream = rng.randrange(1 << 20), rng.randrange(3)
+    sizes = [rng.randrange(3001), rng.randrange(2 * MIB), rng.choice([MIB - 1, MIB, MIB + 1])]
+    if action < 0.4:
+        return "malloc", {"size": rng.choice([*sizes, rng.randrange(9 * MIB)]), "stream": stream}
+    if action < 0.7:
+        return "free", {"pick": pick}
+    rules: list[tuple[str, dict[str, Any]]] = [
+        ("free_in_a_finalizer", {"pick": pick}),
+        ("use_on_another_stream", {"pick": pick, "stream": stream}),
+        ("finish_the_work_of_a_stream", {"stream": stream}),
+        ("capture", {"stream": rng.choice([None, None, 1])}),
+        ("release_idle", {"include": pick % 2 == 0, "stream": rng.choice([None, None, 0, 1])}),
+        ("set_limit", {"limit_mb": rng.choice([0, 5, 30])}),
+        ("reset_peaks", {}),
+        ("record_a_trace", {"record": pick % 2 == 0}),
+    ]
+    return rng.choice(rules)
+
+
+def run_drawn(machine: type[AllocatorMachine], seed: int, steps: int) -> None:
+    """The machine's rules in a random order, without hypothesis, which costs more than they do:
+    for benchmarks/gpu_alloc_sound.py.
+    """
+    rng = random.Random(seed)
+    config = {name: rng.choice(values) for name, values in _SETTINGS.items()}
+    now = machine()
+    capacity_mb, page_bytes = rng.randrange(41), rng.choice(_PAGES)
+    now.make(AllocatorConfig(**config), capacity_mb, page_bytes)
+    for step in range(steps):
+        name, arguments = _drawn(rng)
+        try:
+            getattr(now, name)(**arguments)
+            now.memory_is_sound()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}, step {step}, {name}: {error}") from error
 
 
 def test_random_operations_keep_memory_sound() -> None:
@@ -355,3 +402,6 @@ def test_the_compiled_core_decides_as_the_python_core_at_every_operation() -> No
     except NativeUnavailableError as error:
         pytest.skip(f"no compiled core: {error}")
     run_machine(BothCoresMachine, examples=40, steps=40)
+    seed = random.SystemRandom().randrange(1 << 30)
+    for number in range(20):
+        run_drawn(BothCoresMachine, seed + number, 50)

@@ -50,7 +50,13 @@ class PretendedEvents(StreamEvents):
 def _allocator(capacity_mb: int, **config: int) -> tuple[TwoPoolAllocator, PretendedEvents]:
     events = PretendedEvents()
     source = AddressSource(capacity_mb * MIB)
-    return TwoPoolAllocator(source, AllocatorConfig(**config), events=events), events
+    allocator = TwoPoolAllocator(
+        source,
+        AllocatorConfig(**config),
+        events=events,
+        on_exhausted=lambda: None,  # garbage of the whole test run is large, and none is ours
+    )
+    return allocator, events
 
 
 def test_a_block_is_reused_only_when_the_other_streams_work_is_done() -> None:
@@ -127,6 +133,18 @@ def test_a_trace_frees_a_block_when_it_can_be_used_again() -> None:
     trace = allocator.stop_recording()
     assert [event.action for event in trace] == ["alloc", "alloc", "free", "alloc"]
     assert replay(trace, AllocatorConfig()).peak_live_bytes == 8 * MIB
+
+
+def test_a_trace_has_nothing_of_a_block_that_was_freed_before_it_and_waits() -> None:
+    allocator, events = _allocator(64)
+    allocator.start_recording()
+    block = allocator.malloc(4 * MIB, stream=1)
+    allocator.record_stream(block.ptr, 2)
+    allocator.free(block.ptr)
+    allocator.start_recording()
+    events.finished[2] = 1
+    allocator.malloc(4 * MIB, stream=1)
+    assert [event.action for event in allocator.stop_recording()] == ["alloc"]
 
 
 def test_wrong_calls_are_refused() -> None:

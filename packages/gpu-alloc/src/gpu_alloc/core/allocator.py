@@ -116,9 +116,9 @@ class TwoPoolAllocator:
             allocation = self._try_malloc(requested, stream, last_resort=False)
         if allocation is None:
             self._on_exhausted()
-            if self._deferred is not None:
-                self._exclusively(lambda: self._reap(wait=True))
-            allocation = self._try_malloc(requested, stream, last_resort=True)
+            allocation = self._last_attempt(requested, stream)
+        while allocation is None and self._pending:  # what finalizers freed inside that attempt
+            allocation = self._last_attempt(requested, stream)
         if allocation is None:
             raise OutOfMemoryError(self._exclusively(lambda: self._fail(requested, stream)))
         return allocation
@@ -291,6 +291,11 @@ class TwoPoolAllocator:
             finally:
                 self._busy = False
 
+    def _last_attempt(self, requested: int, stream: int) -> Allocation | None:
+        if self._deferred is not None:
+            self._exclusively(lambda: self._reap(wait=True))
+        return self._try_malloc(requested, stream, last_resort=True)
+
     def _fail(self, requested: int, stream: int) -> OomReport:
         """The report of a request that found no room. In a trace it is taken and given back at
         once, so that a replay makes the request too.
@@ -308,15 +313,18 @@ class TwoPoolAllocator:
 
     def _drain(self) -> None:
         pending = self._pending
-        while pending:
-            block = pending.popleft()
-            users = self._users.pop(block.serial, None) if self._users else None
-            if users and self._deferred is not None:
-                self._deferred.add(block, frozenset(users))
-            else:
-                self._give(block)
-        if self._deferred:
-            self._reap()
+        while True:
+            while pending:
+                block = pending.popleft()
+                users = self._users.pop(block.serial, None) if self._users else None
+                if users and self._deferred is not None:
+                    self._deferred.add(block, frozenset(users))
+                else:
+                    self._give(block)
+            if self._deferred:
+                self._reap()
+            if not pending:  # else a finalizer freed more while a chunk was given back
+                return
 
     def _reap(self, *, everything: bool = False, wait: bool = False) -> None:
         """Take back deferred blocks whose events are done."""

@@ -45,9 +45,10 @@ struct Block {
   i64 ptr, size;
   Chunk* chunk;
   i64 stream;  // NONE until a stream uses it
-  bool is_free = true, recorded = false;
+  bool is_free = true;
   Block *prev = nullptr, *next = nullptr;
   i64 requested = 0, serial = 0;
+  i64 recorded = 0;  // the number of the trace that has it
   std::vector<i64> users;  // other streams that use it, sorted
 };
 
@@ -419,6 +420,7 @@ class Core {
   i64 num_mallocs = 0, num_frees = 0, malloced_bytes = 0, freed_bytes = 0, num_retries = 0, num_ooms = 0;
   i64 serial = 0, used_bytes = 0, next_address = FIRST_ADDRESS;
   bool closed = false, recording = false;
+  i64 num_traces = 0;
   std::vector<i64> events;  // of the trace, 6 numbers each
   std::deque<Block*> unrecorded;
   std::deque<Waiting> waiting;
@@ -510,19 +512,21 @@ class Core {
   }
 
   void drain() {
-    while (has_pending.load(std::memory_order_relaxed)) {
-      draining.clear();
-      {
-        std::lock_guard<std::mutex> guard(table);
-        draining.swap(pending);
-        has_pending.store(false, std::memory_order_relaxed);
+    do {
+      while (has_pending.load(std::memory_order_relaxed)) {
+        draining.clear();
+        {
+          std::lock_guard<std::mutex> guard(table);
+          draining.swap(pending);
+          has_pending.store(false, std::memory_order_relaxed);
+        }
+        for (Block* block : draining) {
+          if (!block->users.empty() && fns.event_record) unrecorded.push_back(block);
+          else give(block);
+        }
       }
-      for (Block* block : draining) {
-        if (!block->users.empty() && fns.event_record) unrecorded.push_back(block);
-        else give(block);
-      }
-    }
-    if (has_deferred()) reap(false, false);
+      if (has_deferred()) reap(false, false);
+    } while (has_pending.load(std::memory_order_relaxed));  // freed while a chunk was given back
   }
 
   // core/deferred.py: give back what no other stream uses any more.
@@ -567,9 +571,11 @@ class Core {
 
   i64 last_attempt(i64 size, i64 stream) {
     num_retries++;
-    drain();
-    reap(false, true);
-    if (i64 ptr = place(size, stream, true)) return ptr;
+    do {
+      drain();
+      reap(false, true);
+      if (i64 ptr = place(size, stream, true)) return ptr;
+    } while (has_pending.load(std::memory_order_relaxed));  // freed by finalizers inside of it
     num_ooms++;
     failure.assign({size, stream, limit_bytes});
     failure.resize(failure.size() + NUM_STATS);
@@ -647,6 +653,7 @@ class Core {
   void start_recording() {
     events.clear();
     recording = true;
+    num_traces++;  // a block of the last one may still wait for an event
     std::map<i64, Block*> ordered;
     std::lock_guard<std::mutex> guard(table);
     for (auto& [ptr, block] : live) ordered[block->serial] = block;
@@ -663,7 +670,7 @@ class Core {
   }
 
   void record_malloc(Block* b) {
-    b->recorded = true;
+    b->recorded = num_traces;
     note(0, b->serial, b->requested, b->stream, b->chunk->number, b->ptr - b->chunk->ptr);
   }
 
@@ -854,8 +861,8 @@ class Core {
   }
 
   void give(Block* block) {
-    if (recording && block->recorded) note(1, block->serial, 0, 0, -1, 0);
-    block->recorded = false;
+    if (recording && block->recorded == num_traces) note(1, block->serial, 0, 0, -1, 0);
+    block->recorded = 0;
     block->users.clear();
     num_frees++;
     freed_bytes += block->size;
