@@ -222,16 +222,16 @@ def test_a_resume_takes_an_older_checkpoint_when_the_newest_cannot_be_read_at_lo
     saved(configure(), random_batches)
     run = tmp_path / "run"
     shutil.copytree(run / "checkpoint-2", run / "checkpoint-3")
-    choose = manager.valid_checkpoints
+    choose = manager.checked_checkpoints
 
-    def chosen(*args: Path, **kwargs: str) -> Iterator[Path]:
-        for path in choose(*args, **kwargs):
+    def chosen(*args: Path, **kwargs: str) -> Iterator[tuple[Path, str]]:
+        for path, identity in choose(*args, **kwargs):
             if path.name == "checkpoint-3":
                 (path / name).unlink()
                 (path / name).symlink_to(name)
-            yield path
+            yield path, identity
 
-    monkeypatch.setattr(manager, "valid_checkpoints", chosen)
+    monkeypatch.setattr(manager, "checked_checkpoints", chosen)
 
     def resume(*_: int) -> tuple[int, list[str]]:
         config = configure()
