@@ -56,10 +56,12 @@ def fill(place: object) -> float:
 
 def there(folder: Location) -> list[str]:
     """The names below a folder that are checkpoints or what is left of some."""
-    keys = [key[len(folder.key) + 1 :] for key in folder.store.keys(folder.key)]
-    names = {name for name, _, rest in (key.partition("/") for key in keys) if "data-" in rest}
-    names |= {key.partition("/")[0] for key in keys if is_stored(folder / key.partition("/")[0])}
-    return sorted(name for name in names if "checkpoint-" in name)
+    left: dict[str, list[str]] = {}
+    for key in folder.store.keys(folder.key):
+        name, _, rest = key[len(folder.key) + 1 :].partition("/")
+        left.setdefault(name, []).append(rest)
+    left.pop("unified_ckpt_run.json", None)
+    return sorted(n for n, files in left.items() if is_stored(folder / n) or len(files) > 1)
 
 
 def place_in(path: Path) -> Location:

@@ -9,6 +9,7 @@ which also rotates, and the reader loads the newest checkpoint. The same with la
 `benchmarks/unified_ckpt_storage_kills.py`.
 """
 
+import math
 import os
 import random
 import subprocess
@@ -216,8 +217,10 @@ def read_on(kind: str, place: str, folder: Path, seed: int) -> dict[str, int]:
     counts = {"whole": 0, "named error": 0}
     warnings.simplefilter("error", DamagedCheckpointWarning)
     target, last = place_of(kind, place, seed), 0.0
-    until = time.monotonic() + 0.9
-    while time.monotonic() < until or not (folder / "begun").exists():
+    until = math.inf
+    while (now := time.monotonic()) < until + (0 if counts["whole"] else 10):
+        if until == math.inf and (folder / "begun").exists():
+            until = now + 0.9
         try:
             found = get_last_checkpoint(target.parent) if "run" in kind else target
             if found is None:
