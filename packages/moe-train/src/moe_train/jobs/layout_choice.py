@@ -1,7 +1,7 @@
 """Which layouts of a job are compared with each other: as unlike as few can be; pure.
 
 for layout in choose_layouts(config, model, max_ranks=4, count=12):
-    print(layout)                    # pp=2 ep=2, 1f1b, 4 microbatches, train.recompute=layers
+    print(layout)                    # pp=2 ep=2, 1f1b, 4 microbatches, recompute=layers
     run(layout.applied(config))
 
 A new key that keeps the mathematics gets its values in `_VALUES`, or in `_values` where they depend
@@ -64,7 +64,9 @@ class JobLayout:
         count = values.pop(_MICROBATCHES)
         parts = [axes or "one rank", str(values.pop(_SCHEDULE))]
         parts.append(f"{count} microbatch{'es' * (count > 1)}")
-        return ", ".join(parts + [f"{k}={v}" for k, v in values.items() if v != _VALUES[k][0]])
+        return ", ".join(
+            parts + [f"{k.partition('.')[2]}={v}" for k, v in values.items() if v != _VALUES[k][0]]
+        )
 
     @property
     def _ranks_per_node(self) -> int | None:
