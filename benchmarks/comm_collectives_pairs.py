@@ -7,21 +7,38 @@ skipped steps; every transfer between two ranks against every call, and receives
 A cell is right if every rank raises MismatchError with ranks, call number, file and line within
 2 s, and the group works afterwards. Runs the code of the package's test.
 
-    python benchmarks/comm_collectives_pairs.py [--sample 100] [--ranks 2 3 4] [--transfers]
+All cells are run in parts. What a part came to is kept in `results/comm-collectives-pairs.json`,
+with the hash of the package's source and of its test in git: parts of another source count for
+nothing. So a run that was cut short goes on where it was, and the figure of all cells is printed
+once all parts are there.
+
+    python benchmarks/comm_collectives_pairs.py                    # the parts that are missing
+    python benchmarks/comm_collectives_pairs.py --part 3/8         # this one
+    python benchmarks/comm_collectives_pairs.py --sample 100 [--ranks 2 3 4] [--transfers]
 """
 
 import argparse
 import json
 import random
+import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
 
 from loading import load_test
 
 WITHIN_S = 2.0
 TRIPLES = 200
+PARTS = 8
+AT_ONCE = 3  # groups in transfers, which do little but wait for half a second
+ROOT = Path(__file__).resolve().parents[1]
+LEDGER = ROOT / "benchmarks" / "results" / "comm-collectives-pairs.json"
+SOURCES = ("packages/comm-collectives/src", "packages/comm-collectives/tests/test_pairs.py")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,13 +49,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="cells whose name holds this text")
     parser.add_argument("--transfers", action="store_true", help="only cells with a transfer")
     parser.add_argument("--places", nargs="+", default=None, help="'one host', 'across hosts'")
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--part", default=None, help="I/N: every N-th cell, from the I-th")
     arguments = parser.parse_args(argv)
-    tests = load_test("comm-collectives", "test_pairs")
-    chance = random.Random(arguments.seed)
-    print(f"seed {arguments.seed}")
-    kinds: Counter[str] = Counter()
-    total = 0
+    chosen = [arguments.sample, arguments.only, arguments.transfers, arguments.places]
+    if any(chosen) or arguments.ranks != [2, 3, 4] or arguments.seed is not None:
+        if arguments.part is not None:
+            parser.error("--part is of all cells; leave the other options out")
+        seed = time.time_ns() % 1_000_000 if arguments.seed is None else arguments.seed
+        print(f"seed {seed}")
+        report(*run(configurations(arguments, seed)))
+        return 0
+    part, _, parts = (arguments.part or f"0/{PARTS}").partition("/")
+    try:
+        run_parts(arguments, int(part), int(parts))
+    except ValueError as error:
+        parser.error(str(error))
+    return 0
+
+
+def configurations(
+    arguments: argparse.Namespace, seed: int
+) -> Iterator[tuple[int, str, list[Any]]]:
+    """Number of ranks, place and cells of each run; the same for the same seed."""
+    tests, chance = load_test("comm-collectives", "test_pairs"), random.Random(seed)
     for size in arguments.ranks:
         for place in arguments.places or (tests.ONE_HOST, tests.ACROSS_HOSTS):
             cells = tests.pairs(size) + tests.transfers(size)
@@ -47,23 +81,99 @@ def main(argv: Sequence[str] | None = None) -> int:
             cells += tests.triples(size, min(TRIPLES, len(cells) // 5), chance) + tests.ways(size)
             if arguments.transfers:
                 cells = tests.transfers(size)
-            cells = [cell for cell in cells if arguments.only in cell.name]
-            here: Counter[str] = Counter()
+            yield size, place, [cell for cell in cells if arguments.only in cell.name]
+
+
+def run(cells_of: Iterator[tuple[int, str, list[Any]]]) -> tuple[int, Counter[str]]:
+    """Run cells and print what ended badly; return how many there were, and the kinds of faults."""
+    transfers = load_test("comm-collectives", "test_pairs").TRANSFERS.keys()
+    kinds: Counter[str] = Counter()
+    total = 0
+    with ProcessPoolExecutor(AT_ONCE, mp_context=get_context("spawn")) as pool:
+        for size, place, cells in cells_of:
             started = time.monotonic()
-            for cell, problem in tests.run_cells(cells, place, within_s=WITHIN_S):
-                if problem:
-                    here[problem.partition(":")[0]] += 1
-                    print(f"{size} ranks, {place}: {cell.name}\n    {problem[:600]}", flush=True)
-            bad = ", ".join(f"{n} {kind}" for kind, n in here.most_common()) or "none"
+            plain = [(cell.calls, cell.rows) for cell in cells]  # for other processes
+            moving = [one for one in plain if transfers & set(one[0])]
+            bad = bad_of([one for one in plain if not transfers & set(one[0])], place)
+            shares = [moving[i::AT_ONCE] for i in range(min(AT_ONCE, len(moving)))]
+            for found in pool.map(bad_of, shares, [place] * len(shares)):
+                bad += found
+            for name, problem in bad:
+                print(f"{size} ranks, {place}: {name}\n    {problem[:600]}", flush=True)
+            here = Counter(problem.partition(":")[0] for _, problem in bad)
+            told = ", ".join(f"{n} {kind}" for kind, n in here.most_common()) or "none"
             took = f"{time.monotonic() - started:.0f} s"
-            print(f"== {size} ranks, {place}: {len(cells)} cells, bad: {bad} ({took})", flush=True)
+            print(f"== {size} ranks, {place}: {len(cells)} cells, bad: {told} ({took})", flush=True)
             kinds += here
             total += len(cells)
-    bad_cells = sum(kinds.values())
+    return total, kinds
+
+
+def bad_of(plain: Sequence[tuple[tuple[str, ...], int]], place: str) -> list[tuple[str, str]]:
+    """Run cells of one number of ranks; return the names of those that ended badly, and how."""
+    tests = load_test("comm-collectives", "test_pairs")
+    cells = [tests.Cell(calls, rows) for calls, rows in plain]
+    ended = tests.run_cells(cells, place, within_s=WITHIN_S)
+    return [(cell.name, problem) for cell, problem in ended if problem]
+
+
+def run_parts(arguments: argparse.Namespace, part: int, parts: int) -> None:
+    """Run one part, or (0) all that are missing, and keep what they came to.
+
+    Raises:
+        ValueError: there is no such part, or the source is not that of a commit.
+    """
+    if not 0 <= part <= parts or parts < 1:
+        raise ValueError(f"--part {part}/{parts}: give I/N with 1 <= I <= N")
+    ledger = {"source": source(), "parts": parts, "done": {}}
+    if LEDGER.exists():
+        kept = json.loads(LEDGER.read_text(encoding="utf-8"))
+        if (kept["source"], kept["parts"]) == (ledger["source"], parts):
+            ledger = kept
+    wanted = [part] if part else [i for i in range(1, parts + 1) if str(i) not in ledger["done"]]
+    for number in wanted:
+        started = time.monotonic()
+        cells_of = (
+            (size, place, cells[number - 1 :: parts])
+            for size, place, cells in configurations(arguments, parts)
+        )
+        total, kinds = run(cells_of)
+        took_s = round(time.monotonic() - started)
+        ledger["done"][str(number)] = {"cells": total, "bad": dict(kinds), "seconds": took_s}
+        LEDGER.write_text(json.dumps(ledger, indent=2) + "\n", encoding="utf-8")
+        print(f"== part {number}/{parts}: {total} cells in {took_s} s", flush=True)
+    done = ledger["done"].values()
+    if len(done) < parts:
+        print(f"{len(done)} of {parts} parts of this source are there")
+        return
+    report(sum(one["cells"] for one in done), sum((Counter(one["bad"]) for one in done), Counter()))
+
+
+def source() -> str:
+    """Return the hashes in git of what decides how cells end.
+
+    Raises:
+        ValueError: it has changes that are in no commit, or there is no git.
+    """
+
+    def git(*command: str) -> str:
+        told = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True)
+        if told.returncode:
+            raise ValueError(f"parts are kept by commit, and git failed: {told.stderr.strip()}")
+        return told.stdout.strip()
+
+    changed = git("status", "--porcelain", "--", *SOURCES)
+    if changed:
+        raise ValueError(f"commit these changes first, since parts are kept by commit:\n{changed}")
+    return " ".join(git("rev-parse", f"HEAD:{path}") for path in SOURCES)
+
+
+def report(total: int, kinds: Counter[str]) -> None:
+    """Print the counts."""
     for kind, count in kinds.items():
         print(json.dumps({"figure": f"pairs_{kind}", "value": count, "unit": "cells", "n": total}))
-    print(json.dumps({"figure": "pairs_bad", "value": bad_cells, "unit": "cells", "n": total}))
-    return 0
+    bad = sum(kinds.values())
+    print(json.dumps({"figure": "pairs_bad", "value": bad, "unit": "cells", "n": total}))
 
 
 if __name__ == "__main__":

@@ -158,8 +158,7 @@ class Call:
             sent, cargo = None, Cargo(parts=parts, apart=sizes)
         else:
             sizes = [flat.numel() for flat in sent]
-            payloads = memory_of_each(sent)
-            cargo = Cargo(parts=parts, payloads=payloads)
+            cargo = Cargo(parts=parts, payloads=memory_of_each(sent, sizes))
         if self.state.size == 1:
             self.go_alone(refused)
             agreed = self._agreed({}, status, parts, sizes)
@@ -169,7 +168,7 @@ class Call:
                 theirs, flags = self._offer(frames, status, cargo, refused)
                 agreed = self._agreed(theirs, flags, parts, sizes)
                 targets = self._targets(agreed, place)
-                frames.receive(memory_of_each(targets) if targets else None, self)
+                frames.receive(memory_of_each(targets, agreed.sizes) if targets else None, self)
         if sent is not None and targets and targets[rank].data_ptr() != sent[rank].data_ptr():
             targets[rank].copy_(sent[rank])
         return agreed
@@ -339,11 +338,12 @@ class Call:
     def _targets(self, agreed: Agreed, place: Place | None) -> Sequence[torch.Tensor]:
         """The memory to which the data of all ranks goes, none for `meet`."""
         targets = () if place is None else place(agreed)
-        for r, target in enumerate(targets):
-            if target.numel() != agreed.sizes[r]:
+        expected = [target.numel() for target in targets]
+        for r in range(len(expected) if expected != agreed.sizes else 0):
+            if expected[r] != agreed.sizes[r]:
                 raise MismatchError(
                     f"{self}: rank {self.state.ranks[r]} has {agreed.sizes[r]} bytes for this "
-                    f"rank, which expects {target.numel()} (at {self.site.text})"
+                    f"rank, which expects {expected[r]} (at {self.site.text})"
                 )
         return targets
 

@@ -186,16 +186,18 @@ def _reduce_pieces_on_host(
     pieces, parts = flat.split(splits), whole.split(splits)
     factor = None
     with state.scratch.lease(flat.device) as lease:
-        rows = list(lease.take((state.size, splits[state.rank]), x.dtype))
+        table = lease.take((state.size, splits[state.rank]), x.dtype)
+        sizes = [n * x.dtype.itemsize for n in splits]
+        sent = as_bytes(flat).split(sizes)
+        rows, got = list(table), list(as_bytes(table).split([sizes[state.rank]] * state.size))
         # What is this rank's own is read where it is.
-        rows[state.rank] = pieces[state.rank]
-        sent, got = [as_bytes(piece) for piece in pieces], [as_bytes(row) for row in rows]
+        rows[state.rank], got[state.rank] = pieces[state.rank], sent[state.rank]
         flags = call.exchange(sent, lambda _: got, status=flags).flags
         reduce_into(parts[state.rank], rows, op)
         if flags & Status.WANTS_GRAD and op not in NO_FACTOR:
             factor = return_pieces(call, gradient_factors(torch.stack(rows), op), splits)
             factor = factor.view(x.shape).to(x.device)
-    shown = [as_bytes(part) for part in parts]
+    shown = as_bytes(whole).split(sizes)
     call.exchange([shown[state.rank]] * state.size, lambda _: shown)
     return flags, whole.view(x.shape).to(x.device), factor
 

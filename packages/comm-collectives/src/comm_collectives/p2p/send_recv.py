@@ -28,6 +28,7 @@ from comm_collectives.call.groups import Group, GroupState
 from comm_collectives.call.handles import CallLater, CallNow, Handle, launch_on, put_in_graph
 from comm_collectives.call.pairs import Lane, Transfer
 from comm_collectives.collectives import Device, checked_device
+from comm_collectives.errors import MismatchError
 from comm_collectives.p2p.tensors import lane_to
 
 
@@ -126,7 +127,8 @@ def recv(
 
     Raises:
         ValueError: `src` is not another rank of the group, or the device is unknown.
-        MismatchError: a list came, or `src` waits for this rank in its turn (on both).
+        MismatchError: a list came (here only; it is taken), or `src` waits for this rank in its
+            turn (on both).
         CollectiveTimeoutError: nothing came in time.
         PeerFailedError: the peer is gone.
     """
@@ -139,11 +141,10 @@ def recv(
     def run() -> torch.Tensor:
         message = lane.take(ticket, transfer)
         if len(message.tensors) != 1:
-            raise lane.refuse(
-                message,
-                transfer,
-                f"a list of {len(message.tensors)} tensors arrived; take what isend_tensors sends "
-                "with recv_tensors",
+            # The sender's part has ended well: whether it still listens is a matter of time.
+            raise MismatchError(
+                f"{transfer}: a list of {len(message.tensors)} tensors arrived; take what "
+                "isend_tensors sends with recv_tensors"
             )
         y = message.tensors[0] if device is None else message.tensors[0].to(device)
         if not message.flags & WANTS_GRADIENT:

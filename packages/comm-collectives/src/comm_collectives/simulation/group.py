@@ -19,7 +19,7 @@ from comm_collectives.simulation.world import World
 
 # Ranks answer for dropped graphs in their own next call; a thread outside would not be simulated.
 _NO_RESPONDER = threading.Thread(name="simulated ranks have none")
-_STAGED_BYTES = 1 << 10  # for each of the ranks' ranks
+_STAGED_BYTES = 1 << 9  # for each of the ranks' ranks
 
 
 @final

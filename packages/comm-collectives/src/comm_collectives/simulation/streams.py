@@ -10,7 +10,7 @@ from comm_collectives.base.streams import Streams
 from comm_collectives.simulation.world import World
 
 _SLOW = 0.75  # of the waits end when all have sent something, which costs fewer switches
-_BREAKS = 0.3  # of the rounds of sends are interrupted somewhere
+_BREAKS = 0.3  # of the rounds of sends are interrupted somewhere, between two bytes
 
 
 @final
@@ -24,33 +24,45 @@ class SimStreams(Streams):
         self.rank, self.size = index, len(ranks)
         self._pipes = pipes = world.pipes(ranks, lane)
         self._world, self._ranks = world, ranks
-        self._ended = pipes.ended[index]
+        self._ended, self._capacity, self._signals = (
+            pipes.ended[index],
+            pipes.capacity,
+            pipes.signals,
+        )
         self._incoming = pipes.under_way[index]
         self._outgoing = [incoming[index] for incoming in pipes.under_way]
         self._may_be_slow = lane == "calls"  # or several tasks of a rank wait here
         self._place = self.size  # of the last send in its round
-        self._break_at = 0  # the place behind which others go first
+        self._break_at = 0  # the place in whose message others go first
+        self._is_broken = False  # the last send, whose rest comes next
         self._reached: int | None = None  # how many peers the last round of this rank reaches
         self._cut: int | None = None  # the peer to which the next message is cut short
 
     def send_some(self, peer: int, data: memoryview) -> int:
         """See Streams."""
         place = (peer - self.rank) % self.size
-        if place <= self._place:
+        goes_on = self._is_broken and place == self._place
+        if place <= self._place and not goes_on:
             self._begin()
-        self._place = place
+        self._place, breaks = place, place == self._break_at and not goes_on
+        self._is_broken = breaks and len(data) > 1
+        if self._is_broken:
+            data = data[: 1 + int(self._world.scheduler.draw() * (len(data) - 1))]
         sent = len(data)
         if peer not in self._ended:
             pipe = self._outgoing[peer]
-            sent = min(sent, self._pipes.capacity - len(pipe))
+            room = self._capacity - len(pipe)
+            if sent > room:
+                sent, data = room, data[:room]
             is_cut = sent > 0 and self._cut == self._ranks[peer]
-            pipe += data[: sent // 2 if is_cut else sent]
+            pipe += data[: sent // 2] if is_cut else data
             if is_cut:
                 self._pipes.end(self.rank, peer)
-            self._wake(peer, at_once=is_cut)
-        if place == self._reached:
+            if self._signals[peer].waiters:
+                self._wake(peer, at_once=is_cut)
+        if place == self._reached and not self._is_broken:
             self._world.die(self._ranks[self.rank])
-        if place == self._break_at:
+        if breaks:
             self._world.scheduler.give_way()
         return sent
 
@@ -60,15 +72,16 @@ class SimStreams(Streams):
         there = len(pipe)
         if not there:
             return 0
-        got = min(len(into), there)
-        if got == there:
+        got = len(into)
+        if got >= there:
+            got = there
             into[:got] = pipe
             pipe.clear()
         else:
-            into[:got] = pipe[:got]
+            into[:] = pipe[:got]
             del pipe[:got]
-        if there == self._pipes.capacity:
-            self._world.scheduler.fire(self._pipes.signals[peer])
+        if there == self._capacity:
+            self._world.scheduler.fire(self._signals[peer])
         return got
 
     def ready(self) -> Collection[int]:
@@ -79,7 +92,7 @@ class SimStreams(Streams):
         """See Streams."""
         pipes, scheduler, rank = self._pipes, self._world.scheduler, self.rank
         has_come = any(self._incoming[peer] for peer in receiving)
-        has_room = any(len(self._outgoing[peer]) < pipes.capacity for peer in sending)
+        has_room = any(len(self._outgoing[peer]) < self._capacity for peer in sending)
         if not (has_come or has_room):
             # A rank that is not scheduled at once finds everybody's bytes together.
             is_slow = self._may_be_slow and not sending and scheduler.draw() < _SLOW
@@ -106,10 +119,8 @@ class SimStreams(Streams):
         self._break_at = int(self._world.scheduler.draw() * self.size / _BREAKS)
 
     def _wake(self, peer: int, *, at_once: bool) -> None:
-        """Let a peer go on that waits, if this is what it waits for."""
-        signal = self._pipes.signals[peer]
-        if signal.waiters:
-            awaited = self._pipes.awaited[peer]
-            awaited.discard(self.rank)
-            if at_once or not awaited:
-                self._world.scheduler.fire(signal)
+        """Let a peer that waits go on, if this is what it waits for."""
+        awaited = self._pipes.awaited[peer]
+        awaited.discard(self.rank)
+        if at_once or not awaited:
+            self._world.scheduler.fire(self._signals[peer])

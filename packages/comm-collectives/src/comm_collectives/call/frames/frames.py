@@ -135,8 +135,9 @@ class Frames:
 
     def tell(self, text: bytes, waiter: Waiter) -> dict[int, bytes]:
         """Exchange texts after the heads were found to differ. Collective."""
+        views = views_of(Kind.TEXT, waiter.number, 0, part=text)
         for link in self._links.values():
-            link.send(Kind.TEXT, waiter.number, 0, part=text)
+            link.put(views)
         told = self._gather(Kind.TEXT, waiter)
         self.receive(None, waiter)
         return {peer: frame.part for peer, frame in told.items()}
@@ -145,10 +146,10 @@ class Frames:
         """Leave a call by an error, and let the others know. Not collective."""
         self.drop()
         self.settle(number)
+        views = views_of(Kind.NOTICE, number, 0, part=f"{kind}\n{text}".encode())
         for link in self._links.values():
             link.abandon()
-            link.send(Kind.NOTICE, number, 0, part=f"{kind}\n{text}".encode())
-            link.flush()
+            link.put(views)
 
     def asked(self) -> dict[int, bytes]:
         """Return for what peers wait elsewhere, as far as they have said so. Never waits."""

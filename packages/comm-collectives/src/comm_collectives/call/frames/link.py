@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from typing import NamedTuple, final
 
 import torch
@@ -29,6 +30,7 @@ _PREFIX = struct.Struct("<IIqqqq")
 _HEAD_BYTES = _PREFIX.size + SIGNATURE_BYTES
 STAGED_BYTES = 1 << 16
 _JOINED_BYTES = 1 << 14  # a payload so small is copied behind its head, and sent with it
+_KNOWN = 64  # heads that are kept
 STAYED = memoryview(b"\0")  # the end of a payload; it has to be this object
 _APART, _ENDS = 1, 2  # flags of the size
 NO_SIGNATURE = bytes(SIGNATURE_BYTES)
@@ -157,13 +159,16 @@ class Link:
 
     def look(self) -> Frame | None:
         """Return the frame at which the stream stands, once its head and part are here."""
-        while self.frame is None:
+        if self.frame is not None:
+            return self.frame
+        while True:
             if self._skipped:
                 self._skip()
             is_there = self._end - self._at >= _HEAD_BYTES and not self._skipped
-            if not (is_there and self._parse()) and not self._fill():
-                break
-        return self.frame
+            if is_there and self._parse():
+                return self.frame
+            if not self._fill():
+                return None
 
     def receive(self, into: memoryview) -> memoryview:
         """Receive payload of the frame that was taken; return what of `into` is still empty."""
@@ -173,7 +178,7 @@ class Link:
             self._at += staged
             self._coming -= staged
             into = into[staged:]
-        while len(into):
+        while into:
             got = self._streams.recv_some(self._peer, into)
             if not got:
                 break
@@ -226,25 +231,23 @@ class Link:
         self._skipped -= staged
 
     def _parse(self) -> bool:
-        have = self._end - self._at
-        magic, kind, number, step, length, coded = _PREFIX.unpack_from(self._staged, self._at)
-        if magic != _MAGIC:
+        at = self._at
+        read = _read_head(bytes(self._view[at : at + _HEAD_BYTES]))
+        if read is None:
             raise CommError(
                 f"rank {self._peer} of the group sent what this package did not; use one version "
                 "of it on every rank"
             )
-        if have < _HEAD_BYTES + length:
-            self._make_room(_HEAD_BYTES + length)
-            return False
-        at = self._at + _PREFIX.size
-        end = at + SIGNATURE_BYTES
-        self._at = end + length
-        size = coded >> 2
-        self._coming = 0 if coded & _APART else size + bool(coded & _ENDS)
-        signature, part = bytes(self._view[at:end]), bytes(self._view[end : end + length])
-        self.frame = Frame(kind, number, step, size, signature, part)
-        if kind == Kind.STEP and step == 1:
-            self.last = self.frame
+        frame, length, coming = read
+        at += _HEAD_BYTES
+        if length:
+            if self._end - at < length:
+                self._make_room(_HEAD_BYTES + length)
+                return False
+            frame = Frame(*frame[:-1], bytes(self._view[at : at + length]))
+        self._at, self._coming, self.frame = at + length, coming, frame
+        if frame.kind == Kind.STEP and frame.step == 1:
+            self.last = frame
         return True
 
     def _fill(self) -> bool:
@@ -272,6 +275,18 @@ class Link:
     def _renew(self, size: int) -> None:
         self._staged = bytearray(size)
         self._view = memoryview(self._staged)
+
+
+@lru_cache(_KNOWN)
+def _read_head(head: bytes) -> tuple[Frame, int, int] | None:
+    """Return a frame without its part, and the bytes of that and of what follows.
+
+    None if this package did not write it. Peers often send one and the same.
+    """
+    magic, kind, number, step, length, coded = _PREFIX.unpack_from(head)
+    coming = 0 if coded & _APART else (coded >> 2) + bool(coded & _ENDS)
+    frame = Frame(kind, number, step, coded >> 2, head[_PREFIX.size :], b"")
+    return (frame, length, coming) if magic == _MAGIC else None
 
 
 def views_of(
@@ -326,11 +341,19 @@ def memory_at(address: int, length: int) -> memoryview:
     return memoryview((ctypes.c_char * length).from_address(address)).cast("B")
 
 
-def memory_of_each(flats: Sequence[torch.Tensor]) -> list[memoryview]:
-    """Return the bytes of flat uint8 tensors, of which neighbours are often one and the same."""
-    memory: list[memoryview] = []
-    last = None
-    for flat in flats:
-        memory.append(memory[-1] if flat is last else memory_at(flat.data_ptr(), flat.numel()))
-        last = flat
-    return memory
+def memory_of_each(flats: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[memoryview]:
+    """Return the bytes of flat uint8 tensors: often one and the same, or pieces of one."""
+    if len(set(map(id, flats))) == 1:
+        return [memory_at(flats[0].data_ptr(), sizes[0])] * len(flats)
+    addresses = [flat.data_ptr() for flat in flats]  # 0 of empty ones
+    start = end = next(filter(None, addresses), 0)
+    for address, size in zip(addresses, sizes, strict=True):
+        if size and address != end:
+            return list(map(memory_at, addresses, sizes))
+        end += size
+    whole, at = memory_at(start, end - start), 0
+    pieces = []
+    for size in sizes:
+        pieces.append(whole[at : at + size])
+        at += size
+    return pieces

@@ -159,11 +159,6 @@ class Lane:
             raise transfer.explain(error) from error
         return ticket.message
 
-    def refuse(self, message: Message, transfer: Transfer, why: str) -> MismatchError:
-        """Return the error for a message of no use, of which its sender hears too."""
-        self.questions.refuse(message.source, transfer.key, message.place, why)
-        return MismatchError(f"{transfer}: {why}")
-
     def deny(
         self, peer: int, question: Question, number: int, own: str, awaiting: Awaiting | None
     ) -> str | None:

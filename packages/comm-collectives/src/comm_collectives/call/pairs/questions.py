@@ -24,8 +24,10 @@ from comm_collectives.call.handles import Awaiting
 from comm_collectives.call.pairs.pair import Pair, Said, Word
 from comm_collectives.call.pairs.transfer import Transfer
 from comm_collectives.errors import CommError, MismatchError
+from comm_collectives.units import POLL_S
 
 _HEAD = struct.Struct("<?qqq")  # is it a send, key and place of the message, its own number
+_LOOKS = 20
 _CROSSED = "the two ranks wait for each other"
 
 
@@ -161,15 +163,11 @@ class Questions:
         number, _, text = said.text.partition("\n")
         return Question(False, said.key, said.place, (Waits(peer, int(number), -1, text),))
 
-    def refuse(self, peer: int, key: int, place: int, why: str) -> None:
-        """Tell a peer that a message of its is of no use here."""
-        self._pairs[peer].say(Word.REFUSED, key, place, json.dumps((0, 0, 0, (), why)))
-
     def heed(self, said: Said, transfer: Transfer, text: str) -> MismatchError | None:
         """Return the error for word that a transfer comes to nothing; None if it is out of date."""
         pair = self._pairs[transfer.peer]
         number, asked, answered, circle, why = json.loads(said.text)
-        if answered not in (0, pair.open):
+        if answered != pair.open:
             return None  # of an earlier wait for the same message
         self._tell(circle, why)  # before the next line, since in a circle of two this is that peer
         pair.over = max(pair.over, asked)  # the peer has left what it asked for until then
@@ -216,10 +214,20 @@ def _circle(own: Waits, question: Question) -> tuple[Waits, ...]:
 
 def _leave_call(state: GroupState, number: int, error: CommError) -> None:
     """Count a call of the peers as one that failed here too, and say so to all of them."""
-    if number and state.lock.acquire(blocking=False):
-        try:
-            state.last_call = max(state.last_call, number)
-            state.failed_calls.append(number)
-            state.reach().fail(number, type(error).__name__, str(error))
-        finally:
-            state.lock.release()
+    if not number:
+        return
+    changes, known = state.transport.clock.condition(), state.last_call
+    for _ in range(_LOOKS):
+        if state.lock.acquire(blocking=False):
+            try:
+                if state.last_call == known:
+                    state.last_call = max(known, number)
+                    state.failed_calls.append(number)
+                    state.reach().fail(number, type(error).__name__, str(error))
+            finally:
+                state.lock.release()
+            return
+        if state.last_call >= number:
+            return  # another thread of this rank is in that call, and hears of it there
+        with changes:  # the lock is held for a moment by who answers for dropped graphs
+            changes.wait(POLL_S)
