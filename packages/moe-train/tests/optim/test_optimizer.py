@@ -1,4 +1,6 @@
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -283,3 +285,46 @@ def test_weights_that_are_rounded_by_chance_are_updated_in_fp32_and_keep_small_u
     # none of them would be seen. The mean of 4,096 weights is within 5 standard deviations.
     moved = 1.0 - weight.detach().double().mean().item()
     assert moved == pytest.approx(1.0 - exact.detach().double().mean().item(), abs=5 * 2.8e-3 / 64)
+
+
+WITHOUT_COMPILER = """
+import sys, torch
+from moe_train.config.optimizer_tables import OptimizerConfig
+from moe_train.model import DecoderConfig, DecoderStage
+from moe_train.optim.grads import GradientStore, ParameterGroup
+from moe_train.optim.optimizer import Optimizer
+from moe_train.optim.update_rules import UpdateRule
+config = DecoderConfig.from_dict({sizes!r})
+assert all(p.is_meta for p in DecoderStage.without_memory(config).parameters())
+names = {{"a": "adamw", "b": "muon"}}
+parameters = {{name: torch.nn.Parameter(torch.ones(3, 2)) for name in names}}
+rules = {{n: UpdateRule(algorithm=a, lr_ratio=1.0, weight_decay=0.1) for n, a in names.items()}}
+optimizer = Optimizer(parameters, rules, OptimizerConfig(lr=0.1), master_weights=False)
+for parameter in parameters.values():
+    parameter.grad = torch.ones(3, 2)
+group = ParameterGroup(parameters=tuple(parameters.values()), reduce_group=None)
+optimizer.step(GradientStore([group], fp32_accumulation=False), 0.1)
+assert all((p < 1).all() for p in parameters.values())
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_neither_shapes_nor_updates_import_torchs_compiler() -> None:
+    """Which takes seconds of the start of each process of a job."""
+    sizes = {
+        "model_type": "qwen3_moe",
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 4,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 4,
+        "intermediate_size": 8,
+        "max_position_embeddings": 16,
+    }
+    code = WITHOUT_COMPILER.format(sizes=sizes)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "False\n", done.stderr

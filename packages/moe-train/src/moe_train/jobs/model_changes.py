@@ -12,12 +12,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from moe_train.config import KeyChange
 from moe_train.errors import MoeTrainError
 from moe_train.layout import ParameterLayout, single_rank_layouts
-from moe_train.model import DecoderConfig, DecoderStage, StageOptions
+from moe_train.model import DecoderConfig, DecoderStage
 
 _WRITTEN_BY_SAVES = {"architectures", "dtype", "torch_dtype", "transformers_version"}
 _OF_RANDOM_WEIGHTS = {"initializer_range"}  # which a resumed run has not
@@ -46,9 +44,7 @@ def model_changes(old: DecoderConfig, new: DecoderConfig) -> list[KeyChange]:
 
 def whole_layouts(model: DecoderConfig) -> dict[str, ParameterLayout]:
     """The layout of every tensor of the decoder on one rank, made without memory."""
-    layers = range(model.num_hidden_layers)
-    options = StageOptions(layers=layers, first=True, last=True, device=torch.device("meta"))
-    return single_rank_layouts(DecoderStage(model, options), model)
+    return single_rank_layouts(DecoderStage.without_memory(model), model)
 
 
 def _stored_shapes(model: DecoderConfig) -> Shapes:

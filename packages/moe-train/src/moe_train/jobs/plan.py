@@ -20,7 +20,7 @@ from moe_train.errors import MoeTrainError, check_type
 from moe_train.jobs.job import check_model
 from moe_train.launch import run_local
 from moe_train.layout import is_expert
-from moe_train.model import DecoderConfig, DecoderStage, StageOptions
+from moe_train.model import DecoderConfig, DecoderStage
 from moe_train.parallel import Parallel, start
 from moe_train.training import build_runner, read_model_config
 
@@ -38,10 +38,8 @@ class ParameterCount:
 
 def count_parameters(model: DecoderConfig) -> ParameterCount:
     """Count the parameters of a decoder without memory; those of multi-token prediction too."""
-    layers = range(model.num_hidden_layers)
-    options = StageOptions(layers=layers, first=True, last=True, device=torch.device("meta"))
     total = idle = 0
-    for name, parameter in DecoderStage(model, options).named_parameters():
+    for name, parameter in DecoderStage.without_memory(model).named_parameters():
         total += parameter.numel()
         if is_expert(name):
             used = model.moe.num_experts_per_tok

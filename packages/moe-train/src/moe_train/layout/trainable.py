@@ -16,11 +16,9 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import translate
 
-import torch
-
 from moe_train.errors import TrainValueError
 from moe_train.layout.parameters import single_rank_layouts
-from moe_train.model import EMBEDDING, DecoderConfig, DecoderStage, StageOptions
+from moe_train.model import EMBEDDING, DecoderConfig, DecoderStage
 
 _HEAD = "lm_head.weight"
 
@@ -50,19 +48,14 @@ def chosen_names(key: str, patterns: Sequence[str], config: DecoderConfig) -> fr
 
 def decoder_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """The name and shape of every parameter of the whole decoder; nothing is allocated."""
-    return {name: tuple(p.shape) for name, p in _whole_decoder(config).named_parameters()}
-
-
-def _whole_decoder(config: DecoderConfig) -> DecoderStage:
-    options = StageOptions(
-        layers=range(config.num_hidden_layers), first=True, last=True, device=torch.device("meta")
-    )
-    return DecoderStage(config, options)
+    return {
+        name: tuple(p.shape) for name, p in DecoderStage.without_memory(config).named_parameters()
+    }
 
 
 def _keys_by_parameter(config: DecoderConfig) -> dict[str, tuple[str, ...]]:
     """Each parameter's name in the decoder -> the keys under which it is stored."""
-    stage = _whole_decoder(config)
+    stage = DecoderStage.without_memory(config)
     layouts = single_rank_layouts(stage, config)
     names = [name for name, _ in stage.named_parameters()]
     return {name: tuple(view.key for view in layouts[name].form.views) for name in names}

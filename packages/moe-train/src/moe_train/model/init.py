@@ -6,10 +6,41 @@ matter.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+_DRAWS = (
+    Tensor.normal_,
+    Tensor.uniform_,
+    nn.init.normal_,
+    nn.init.uniform_,
+    nn.init.kaiming_uniform_,
+)
+
+
+class Undrawn(TorchFunctionMode):
+    """While it stands, no module fills its parameters; a context.
+
+    Random numbers without memory (`device="meta"`) are Python in torch, which imports its compiler
+    for them: seconds of every start.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Leave a tensor as it is where it would be filled."""
+        named = kwargs or {}
+        if func in _DRAWS:
+            return args[0] if args else named["tensor"]
+        return func(*args, **named)
 
 
 def initialise(key: str, tensor: Tensor, *, seed: int, std: float, first: int = 0) -> None:

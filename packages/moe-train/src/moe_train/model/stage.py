@@ -26,6 +26,7 @@ from moe_train.errors import TrainTypeError, TrainValueError
 from moe_train.model.balance import DeferredBalance
 from moe_train.model.config import DecoderConfig
 from moe_train.model.decoder_layer import DecoderLayer, LayerOptions, moe_config
+from moe_train.model.init import Undrawn
 from moe_train.model.kv_cache import KeyValueCache
 from moe_train.model.layer_recompute import KEEP_ALL, Form, LayerRecompute, kept_operations
 from moe_train.model.layers import AttentionContext, attention_contexts
@@ -156,6 +157,14 @@ class DecoderStage(nn.Module):
         self._offload: ActivationOffload | None = None
         if options.offload_activations:
             self._offload = ActivationOffload(self.parameters())
+
+    @classmethod
+    def without_memory(cls, config: DecoderConfig) -> "DecoderStage":
+        """All layers as one stage whose tensors have names and shapes alone."""
+        layers = range(config.num_hidden_layers)
+        options = StageOptions(layers=layers, first=True, last=True, device=torch.device("meta"))
+        with Undrawn():
+            return cls(config, options)
 
     def begin_step(self, step: int) -> None:
         """Number the tokens of the microbatches that follow as those of this step of training.

@@ -8,8 +8,10 @@ parameter, and that Muon sees matrices: of a fused expert tensor each expert's g
     optimizer.step(gradients, lr=3e-4)
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from inspect import unwrap
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,19 @@ from moe_train.optim.update_rules import UpdateRule
 MUON_MOMENT = "momentum_buffer"
 """The moment of what Muon updates; the others are AdamW's."""
 _MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": (MUON_MOMENT,)}
+
+
+def _eager(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+    """An optimizer of torch without its breaks for torch.compile.
+
+    Those import the compiler when an optimizer is made, seconds of the start of every rank.
+    """
+    step: Callable[..., Any] = unwrap(kind.step)
+    own = {"add_param_group": unwrap(kind.add_param_group), "step": torch.no_grad()(step)}
+    return type(kind.__name__, (kind,), own)
+
+
+_AdamW, _Muon = _eager(torch.optim.AdamW), _eager(torch.optim.Muon)
 
 
 class Optimizer:
@@ -77,7 +92,7 @@ class Optimizer:
                 groups.setdefault((rule.lr_ratio, rule.weight_decay), []).append(tensor)
         if not groups:
             return
-        adamw = torch.optim.AdamW(
+        adamw = _AdamW(
             [{"params": p, "lr_ratio": r, "weight_decay": w} for (r, w), p in groups.items()],
             lr=config.lr,
             betas=(config.beta1, config.beta2),
@@ -104,7 +119,7 @@ class Optimizer:
         if not groups:
             return
         # Updates as large as AdamW's (arXiv 2502.16982), so that one learning rate serves both.
-        muon = torch.optim.Muon(
+        muon = _Muon(
             groups, lr=config.lr, momentum=config.muon_momentum, adjust_lr_fn="match_rms_adamw"
         )
         for name, matrices in self._matrices.items():
