@@ -4,6 +4,8 @@ Two ranks on devices of devicetest, with `nccl` alone and beside gloo; each prog
 warm up and once to be counted. A wait that is not in the table fails with file and line; one that
 has gone asks to write the table anew:
 `python integration_tests/seams/test_host_waits.py`.
+How often a call's ranks meet over the host is counted as well, and stands in the same table; what
+of both concerns the calls of comm-collectives stands in its README.
 """
 
 import os
@@ -14,11 +16,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import comm_collectives as cc
+from comm_collectives.call.frames import Frames
 from comm_collectives.moe import OverlappedMoe
 from devicetest import Machine, fake_cuda
 from moe_pipeline import MoEConfig, MoELayer
@@ -34,7 +38,11 @@ from moe_train.training import build_runner, read_model_config
 from ranktest import run_ranks
 from unified_ckpt.geometry import shard
 
-TABLE = Path(__file__).parents[2] / "testing" / "devicetest" / "host_waits.toml"
+ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "testing" / "devicetest" / "host_waits.toml"
+README = ROOT / "packages" / "comm-collectives" / "README.md"
+MARKS = "<!-- costs-on-nccl:begin -->\n", "<!-- costs-on-nccl:end -->"
+OF_CALLS = 11  # programs of the table, the first ones, that are calls of comm-collectives
 BACKENDS = ("nccl", "cpu:gloo,cuda:nccl")
 MODEL = """{"model_type": "qwen3_moe", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2,
 "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4,
@@ -46,6 +54,7 @@ optimizer.lr = 1e-3
 data.sequence_length = 16
 """
 Waits = dict[str, list[str]]  # the lines that wait, by program
+Costs = tuple[Waits, dict[str, int]]  # and how often the ranks meet over the host
 Program = Callable[[], Any]
 
 
@@ -154,38 +163,57 @@ def programs(rank: int, folder: Path) -> Iterator[tuple[str, Program]]:
     yield from steps(folder)
 
 
-def count(cuda: Machine, program: Program) -> list[str]:
-    """Run a program twice; return where the second run waited."""
+def count(cuda: Machine, program: Program) -> tuple[list[str], int]:
+    """Run a program twice; return where the second run waited, and how often the ranks met."""
     program()
     torch.cuda.synchronize()
     cuda.syncs.clear()
-    program()
-    return [f"{sync.where}: {sync.kind}" for sync in cuda.syncs]
+    counted = mock.patch.object(Frames, "offer", autospec=True, side_effect=Frames.offer)
+    with counted as offers:
+        program()
+    return [f"{sync.where}: {sync.kind}" for sync in cuda.syncs], offers.call_count
 
 
-def measure() -> Waits:
+def measure() -> Costs:
     """The waits of each program on the rank that has more of them, alike on both backends."""
 
-    def fn(rank: int, world_size: int) -> Waits:
+    def fn(rank: int, world_size: int) -> Costs:
         os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
         found: Waits = {}
+        met: dict[str, int] = {}
         for backend in BACKENDS:
             with fake_cuda(devices=2, unchecked=[(shard, "_check_tensor")]) as cuda:
                 torch.cuda.set_device(rank)
                 store = dist.FileStore(f"{folder}/{BACKENDS.index(backend)}", 2)
                 dist.init_process_group(backend, store=store, rank=rank, world_size=2)
                 for program, run in programs(rank, Path(folder)):
-                    waits = count(cuda, run)
+                    waits, met[program] = count(cuda, run)
                     assert without_lines(found.setdefault(program, waits)) == without_lines(waits)
                 cuda.check()
                 dist.destroy_process_group()
-        return found
+        return found, met
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(MODEL)
         (Path(folder) / "job.toml").write_text(JOB)
         ranks: list[Any] = run_ranks(fn, 2, init=False, timeout_s=300)
-    return {name: max((waits[name] for waits in ranks), key=len) for name in ranks[0]}
+    names = list(ranks[0][0])
+    waits = {name: max((waits[name] for waits, _ in ranks), key=len) for name in names}
+    return waits, {name: max(met[name] for _, met in ranks) for name in names[:OF_CALLS]}
+
+
+def cost_lines(table: dict[str, Any]) -> str:
+    """The table of the README."""
+    rows = ["| call | waits of the host for the device | meetings over the host |", "|---|---|---|"]
+    for name, met in table["meetings"].items():
+        waits = sum(int(wait.split(" x ")[0]) for wait in table["waits"][name])
+        rows.append(f"| {name} | {waits} | {met} |")
+    return "\n".join(rows) + "\n"
+
+
+def shown() -> str:
+    """The same as it stands there."""
+    return README.read_text().split(MARKS[0])[1].split(MARKS[1])[0]
 
 
 def without_lines(waits: list[str]) -> list[str]:
@@ -195,14 +223,17 @@ def without_lines(waits: list[str]) -> list[str]:
 
 
 def test_what_stops_the_host_is_what_the_table_says() -> None:
-    table, problems = tomllib.loads(TABLE.read_text())["waits"], []
-    measured = measure()
+    whole, problems = tomllib.loads(TABLE.read_text()), []
+    table = whole["waits"]
+    measured, met = measure()
     for name in sorted({*table, *measured}):
         waits = measured.get(name, [])
         if without_lines(waits) != table.get(name):
             new = "\n    ".join(sorted(set(waits))) or "nothing"
             was = "\n    ".join(table.get(name, ["not in the table"])) or "nothing"
             problems.append(f"{name}: waits at\n    {new}\n  the table has\n    {was}")
+    if met != whole["meetings"]:
+        problems.append(f"meetings over the host: {met}; the table has {whole['meetings']}")
     how = f"if all of it is meant, write the table anew: python {Path(__file__).name}"
     assert not problems, "\n".join([*problems, how])
 
@@ -212,10 +243,18 @@ def test_no_message_of_an_executor_stops_the_host() -> None:
     assert table["PipelineExecutor.step, 1f1b, 4 microbatches"] == []
 
 
+def test_the_readme_of_comm_collectives_has_what_the_table_says_of_its_calls() -> None:
+    assert shown() == cost_lines(tomllib.loads(TABLE.read_text())), "python test_host_waits.py"
+
+
 if __name__ == "__main__":
     rows = [f"# Written by integration_tests/seams/{Path(__file__).name}, which says of what."]
     rows += ["", "[waits]"]
-    for program, waits in measure().items():
+    measured, met = measure()
+    for program, waits in measured.items():
         told = "".join(f'    "{wait}",\n' for wait in without_lines(waits))
         rows.append(f'"{program}" = [\n{told}]' if told else f'"{program}" = []')
+    rows += ["", "[meetings]", *(f'"{name}" = {number}' for name, number in met.items())]
     TABLE.write_text("\n".join(rows) + "\n")
+    head, tail = README.read_text().split(MARKS[0] + shown())
+    README.write_text(head + MARKS[0] + cost_lines(tomllib.loads(TABLE.read_text())) + tail)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from devicetest.nccl import NcclRules, has_nccl_rules, register_nccl_rules
 from moe_pipeline.errors import ScheduleError, StageTransferError
-from moe_pipeline.executor.device_transfers import device_kinds, find_swaps
+from moe_pipeline.executor.device_transfers import check_order, device_kinds, find_swaps
 from moe_pipeline.executor.execution_plan import ExecutionPlan, other_end, stage_holders
 from moe_pipeline.executor.options import ExecutorOptions
 from moe_pipeline.executor.pipeline_executor import PipelineExecutor
@@ -196,3 +196,12 @@ def test_failures_are_named_and_disorder_is_refused_under_nccls_rules():
 
     told = run_ranks(fn, 2)
     assert told[0].endswith("failed: rank 1 (stage 1) failed in 1F2: KeyError: 'mine'")
+
+
+def test_pipelines_are_refused_where_a_device_has_one_queue(monkeypatch):
+    schedule, kinds = SCHEDULES["1f1b"](2, 4), frozenset({"cuda"})
+    check_order(schedule, kinds=kinds, has_two=True, is_bound=True)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    check_order(schedule, kinds=frozenset(), has_two=True, is_bound=True)
+    with pytest.raises(ScheduleError, match="1f1b can hang under CUDA_DEVICE_MAX_CONNECTIONS=1"):
+        check_order(schedule, kinds=kinds, has_two=True, is_bound=True)

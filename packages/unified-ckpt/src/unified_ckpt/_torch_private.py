@@ -18,6 +18,7 @@ __all__ = [
     "PrefixStore",
     "Store",
     "TCPStore",
+    "group_limit_s",
     "is_traceable_wrapper_subclass",
     "set_default_timeout",
     "shared_store",
@@ -39,6 +40,14 @@ def shared_store() -> Store | None:
     while isinstance(inner, PrefixStore):
         inner = inner.underlying_store
     return None if isinstance(inner, FileStore) else store
+
+
+def group_limit_s(group: dist.ProcessGroup | None, device: torch.device) -> float:
+    """Return the limit of a group's backend for a device in seconds, inf if it has none."""
+    resolved = group or dist.distributed_c10d._get_default_group()
+    options = getattr(resolved._get_backend(device), "options", None)
+    limit = getattr(options, "_timeout", None)
+    return float("inf") if limit is None else float(limit.total_seconds())
 
 
 def set_default_timeout(timeout: timedelta) -> None:

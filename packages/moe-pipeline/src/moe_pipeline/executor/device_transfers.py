@@ -16,6 +16,7 @@ ends list next to each other are queued as one, so that neither direction waits 
     tensors = moves.take(action)
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
@@ -59,6 +60,12 @@ def check_order(
     """
     if not kinds:
         return
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise ScheduleError(
+            f"schedule {schedule.name} can hang under CUDA_DEVICE_MAX_CONNECTIONS=1, where a "
+            "receive that waits holds up all that its device is given; leave the variable out, or "
+            "set it to 2 or more"
+        )
     communicators = 2 if has_two else 1
     edges: Literal["pair_fifo", "group_fifo"] = "group_fifo" if is_bound else "pair_fifo"
     problems = check(schedule, edges=edges, communicators=communicators)

@@ -72,6 +72,7 @@ class Exchange:
         self._numbers = itertools.count()
         self._sending = threading.Lock()
         self._pending: dict[int, tuple[Pending, Callable[[dict[int, list[bytes]]], None]]] = {}
+        self.issued: list[str] = []  # calls of this process, of all groups
         self._broken = ""
         self._is_silent = False
         self._connection: Connection = Client(address, "AF_UNIX")

@@ -108,6 +108,7 @@ class NcclRuleGroup(dist.ProcessGroup):
             ranks=ranks,
             buffer_bytes=BUFFERS[rules.buffering],
             is_silent=rules.watchdog,
+            queue="device" if rules.order == "device" else "",
         )
         self._is_aborted = False
         self._watchdog = Watchdog(self._limit_s, kills=rules.watchdog)
@@ -158,6 +159,10 @@ class NcclRuleGroup(dist.ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the group's limit."""
         self._limit_s = self._backend._limit_s = timeout.total_seconds()
+
+    def launches(self) -> list[str]:
+        """Return the ranks and the name of the group of each call of this process, in order."""
+        return list(self._exchange.issued)
 
     def shutdown(self) -> None:
         """Nothing is to be given back."""
@@ -270,6 +275,7 @@ class NcclRuleGroup(dist.ProcessGroup):
         place = where()
         if self._is_aborted:
             raise NcclRuleError(f"NCCL communicator was aborted on rank {self._me} ({place})")
+        self._exchange.issued.append(f"{self._comm.ranks} {self._name}")
         self.issued.append(f"{' + '.join(str(call.part) for call in calls)} at {place}")
         fills = [[plain(tensor).detach() for tensor in call.fills] for call in calls]
         before_wait, shelf, device = self._order_streams(calls, lane)
@@ -291,7 +297,14 @@ class NcclRuleGroup(dist.ProcessGroup):
         self._watchdog.add(pending)
         results = [tensor for call in calls for tensor in (call.fills or call.reads)]
         limit_s = None if self.rules.watchdog else self._limit_s
-        work = RuleWork(pending, limit_s=limit_s, results=results, before_wait=before_wait)
+        work = RuleWork(
+            pending,
+            limit_s=limit_s,
+            results=results,
+            before_wait=before_wait,
+            # As torch, which aborts the communicator before it raises; else a test may wait again.
+            expired=self.abort if self.rules.watchdog else lambda: None,
+        )
         if shelf is not None:
             work.keep(shelf)
         return work

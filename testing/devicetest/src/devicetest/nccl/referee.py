@@ -24,13 +24,19 @@ Channel = tuple[str, str, int, int]  # communicator, lane, sender, receiver
 class Comm:
     """A communicator as a rank sees it: its name, its ranks in the world, what it may keep.
 
-    `is_silent`: what is wrong is not told, it never ends.
+    `is_silent`: what is wrong is not told, it never ends. `queue`: the line in which its calls wait
+    with those of others; "" is one of its own.
     """
 
     name: str
     ranks: tuple[int, ...]
     buffer_bytes: float
     is_silent: bool = False
+    queue: str = ""
+
+    def line(self, lane: str) -> tuple[str, str]:
+        """The line in which a call of a lane waits."""
+        return (self.queue, "") if self.queue else (self.name, lane)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +129,7 @@ class Referee:
                     "NCCL refuses two ranks on one device (Duplicate GPU detected)"
                 )
                 return
-        queue = self._queues[item.comm.name, item.lane, item.rank]
+        queue = self._queues[(*item.comm.line(item.lane), item.rank)]
         queue.append(item)
         if len(queue) == 1:
             self._launch(item)
@@ -215,7 +221,7 @@ class Referee:
         if len(item.brought) < len(item.parts):
             return
         self.done.append(item)
-        queue = self._queues[item.comm.name, item.lane, item.rank]
+        queue = self._queues[(*item.comm.line(item.lane), item.rank)]
         queue.popleft()
         if queue:
             self._launch(queue[0])

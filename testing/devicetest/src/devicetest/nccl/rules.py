@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from devicetest.machine import Machine
 
 BUFFERS = {"none": 0.0, "small": 4096.0, "full": math.inf}
-ORDERS = ("pair", "communicator")
+ORDERS = ("pair", "communicator", "device")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,9 @@ class NcclRules:
             in a buffer; "full": no send waits.
         order: "pair": single transfers of two ranks have an order of their own, as in a group
             without `device_id`; "communicator": all calls of the group have one order, as in a
-            group with `device_id`. Batches and collectives are in the group's order in both.
+            group with `device_id`; "device": all calls of a rank have one order, whatever their
+            group, as under CUDA_DEVICE_MAX_CONNECTIONS=1. Batches and collectives are in the
+            group's order in all of them.
         any_device: take tensors of the CPU too, for tests of the order alone.
         host: tensors of the CPU go over gloo, as in a group of "cpu:gloo,cuda:nccl".
         machine: the fake devices, where there are some.

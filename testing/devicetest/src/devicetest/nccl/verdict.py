@@ -39,7 +39,7 @@ class _Table:
                     self._seat_collective(item, index, (name, number))
         last: dict[tuple[str, str, int], Item] = {}
         for item in self.items:
-            key = (item.comm.name, item.lane, item.rank)
+            key = (*item.comm.line(item.lane), item.rank)
             if key in last:
                 self.before[item.number] = last[key]
                 self._seat(item)

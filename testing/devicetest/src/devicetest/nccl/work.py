@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from devicetest.machine import Machine, Stream
-from devicetest.nccl.exchange import Pending
+from devicetest.nccl.exchange import NcclRuleError, Pending
 
 
 @final
@@ -49,15 +49,17 @@ class RuleWork(dist.Work):
         limit_s: float | None,
         results: list[torch.Tensor],
         before_wait: Callable[[bool], None],
+        expired: Callable[[], None],
     ) -> None:
         """Wrap a pending call.
 
         Args:
             before_wait: told at each wait whether it has a limit.
+            expired: told of a wait whose limit has passed.
         """
         super().__init__()
         self._pending, self._limit_s, self._results = pending, limit_s, results
-        self._before_wait = before_wait
+        self._before_wait, self._expired = before_wait, expired
         self._shelf: Shelf | None = None
 
     def keep(self, shelf: Shelf) -> None:
@@ -73,7 +75,11 @@ class RuleWork(dist.Work):
         """
         limit_s = timeout.total_seconds()
         self._before_wait(limit_s > 0)
-        self._pending.wait(limit_s if limit_s > 0 else self._limit_s)  # None: for ever
+        try:
+            self._pending.wait(limit_s if limit_s > 0 else self._limit_s)  # None: for ever
+        except NcclRuleError:
+            self._expired()
+            raise
         if self._shelf is not None:
             self._shelf.clear()
         return True

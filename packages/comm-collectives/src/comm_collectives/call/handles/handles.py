@@ -2,7 +2,7 @@
 
 Calls of a group keep their order, so a synchronous one waits its turn there. On CUDA the thread
 works on a stream of its own: it starts after what the caller's stream had queued, and `wait` orders
-the caller's stream behind it.
+the caller's stream behind it. If devices have one queue, the program waits until it has queued it.
 
     handle = all_reduce(x, async_op=True)
     y = other_work()
@@ -21,8 +21,9 @@ import torch
 
 from comm_collectives._torch_private import graph_break
 from comm_collectives.base import is_dense
-from comm_collectives.call.devices import refuse_captured
+from comm_collectives.call.devices import has_one_queue, refuse_captured
 from comm_collectives.call.groups import Group, GroupState, Ordered
+from comm_collectives.call.handles.caught import Caught
 from comm_collectives.call.handles.walk import replace_tensors, tensors_in
 from comm_collectives.call.handles.watch import Watch
 from comm_collectives.call.handles.worker import Worker
@@ -247,7 +248,11 @@ def _submit(
             stream.record_event(done)
             return result
 
-    return worker.submit(on_device), done
+    future = worker.submit(on_device)
+    if has_one_queue():
+        with Caught(passing=(KeyboardInterrupt,)):  # the handle raises it
+            future.result()
+    return future, done
 
 
 def _run_apart(run: Callable[[], T], grad: bool) -> tuple[T, DeferredGraph]:

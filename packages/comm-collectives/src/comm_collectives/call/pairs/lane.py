@@ -24,7 +24,12 @@ from weakref import ref
 import torch
 
 from comm_collectives.base.transport import Pending
-from comm_collectives.call.devices import Start, launch_transfers, refuse_captured
+from comm_collectives.call.devices import (
+    Start,
+    launch_transfers,
+    refuse_captured,
+    refuse_in_one_queue,
+)
 from comm_collectives.call.groups import GroupState
 from comm_collectives.call.handles import Awaiting, Worker
 from comm_collectives.call.pairs.held import Launch
@@ -93,6 +98,8 @@ class Lane:
         # What lies on the host travels there, beside whatever backend the group has.
         devices, pair = [x.device for x in tensors], self.pairs[dst]
         kinds = ["cpu" if on.type == "cpu" else state.transport_type(on) for on in devices]
+        if any(kind != "cpu" for kind in kinds):
+            refuse_in_one_queue(name)
         place, number, works = pair.send(tensors, kinds, key, flags)
         if not pair.is_sent(number):
             self.later(int)

@@ -23,11 +23,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from unified_ckpt._torch_private import shared_store
+from unified_ckpt._torch_private import group_limit_s, shared_store
 from unified_ckpt.errors import SaveArgumentError, SaveError, SavePeerError
 from unified_ckpt.geometry.tensors import byte_view
 
 _LATE_MARKS_S = 1.0
+_SHARE_OF_LIMIT = 0.75
 _ROUND_BYTES = 16 * 1024 * 1024  # of all ranks together in one exchange
 _USER_MISTAKES = (ValueError, TypeError)
 _Flags = TypeVar("_Flags", bound=Flag)
@@ -47,6 +48,11 @@ class Agreement:
         self._timeout_s = timeout_s
         self.subject = subject
         if dist.is_available() and dist.is_initialized():
+            device = _collective_device(group)
+            if device.type != "cpu":
+                # At its own limit a device's backend ends the process, and nobody is named.
+                limit_s = _SHARE_OF_LIMIT * group_limit_s(group, device)
+                self._timeout_s = min(timeout_s, limit_s)
             self._ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
             self.rank = dist.get_rank(group)
         else:
