@@ -17,6 +17,7 @@ from moe_train.commands import (
     CHAT,
     DATA,
     EVAL,
+    EXPORT,
     GENERATE,
     INSPECT,
     OVERRIDE,
@@ -30,7 +31,7 @@ from unified_ckpt import CheckpointError
 
 _EXIT_FAILED = 1
 _EXIT_USER_ERROR = 2
-_COMMANDS = (TRAIN, DATA, GENERATE, CHAT, EVAL, INSPECT, PLAN, RELAYOUT, VERIFY_LAYOUTS)
+_COMMANDS = (TRAIN, DATA, GENERATE, CHAT, EVAL, INSPECT, EXPORT, PLAN, RELAYOUT, VERIFY_LAYOUTS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -146,7 +146,7 @@ def _read_sizes(config: Config) -> ModelSizes:
 
 _WANTED = {
     "model.config_file": "config.json as transformers writes it",
-    "model.init_from": "folder that transformers' save_pretrained wrote",
+    "model.init_from": "folder with config.json and weights, in a format that weight-convert knows",
 }
 
 

@@ -6,6 +6,7 @@ May import: all rooms below, the jobs late, so that `--help` answers without imp
 from moe_train.commands.chat import CHAT as CHAT
 from moe_train.commands.data import DATA as DATA
 from moe_train.commands.evaluate import EVAL as EVAL
+from moe_train.commands.export import EXPORT as EXPORT
 from moe_train.commands.generate import GENERATE as GENERATE
 from moe_train.commands.inspect import INSPECT as INSPECT
 from moe_train.commands.options import OVERRIDE as OVERRIDE

@@ -22,7 +22,8 @@ class ModelConfig(Table):
         on_resume="compared",
     )
     init_from: str | None = key(
-        "folder of a transformers checkpoint to start from; absent: random weights",
+        "folder of a checkpoint to start from, in any format of its family that weight-convert "
+        "knows; absent: random weights",
         default=None,
         unit=PATH,
         on_resume="compared",

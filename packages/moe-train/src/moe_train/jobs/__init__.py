@@ -1,8 +1,9 @@
 """What the commands that train and inspect run, checked before any rank starts.
 
-May import: every other room, parallel and errors; gpu_alloc, unified_ckpt.
+May import: every other room, parallel and errors; gpu_alloc, unified_ckpt, weight_convert.
 """
 
+from moe_train.jobs.export import export_weights as export_weights
 from moe_train.jobs.inspect import describe_checkpoint as describe_checkpoint
 from moe_train.jobs.job import check as check
 from moe_train.jobs.job import has_begun as has_begun

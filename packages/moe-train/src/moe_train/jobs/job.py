@@ -23,6 +23,7 @@ from moe_train.early_checks import (
     check_sizes,
 )
 from moe_train.errors import TrainValueError
+from moe_train.init_source import readable_weights
 from moe_train.jobs.resume import describe_resume, refuse_changes
 from moe_train.jobs.space import check_space
 from moe_train.layout import chosen_names
@@ -195,7 +196,8 @@ def train(config: Config, resume: str, context: RankContext) -> None:
             context.step = state.step
         elif config.model.init_from is not None:
             with phase(f"loading the weights of {config.model.init_from}", shown=is_first):
-                checkpointer.load_weights(Path(config.model.init_from))
+                source = Path(config.model.init_from)
+                checkpointer.load_weights(readable_weights(source, config.data.cache_dir))
         if parallel.rank == 0:
             logger.info("step %d begins; the first one takes longer", context.step + 1)
             reporter = _reporter(config, context.step)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from moe_train.cache import write_atomic
 from moe_train.config import load_config
+from moe_train.init_source import readable_weights
 from moe_train.parallel import start
 from moe_train.rank import RankContext, num_cores
 from moe_train.training import TrainingLoop, build_training
@@ -29,7 +30,8 @@ def run(argv: list[str], context: RankContext) -> None:
     torch.set_num_threads(max(1, num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     training = build_training(config, start(config))
     if config.model.init_from is not None:
-        training.checkpointer.load_weights(Path(config.model.init_from))
+        source = Path(config.model.init_from)
+        training.checkpointer.load_weights(readable_weights(source, config.data.cache_dir))
     loop = TrainingLoop.begin(config, training, None)
     losses, norms = [], []
     for result in loop.first_steps(int(steps)):

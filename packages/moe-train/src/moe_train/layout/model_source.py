@@ -12,6 +12,7 @@ from pathlib import Path
 from moe_train.model import DecoderConfig
 from unified_ckpt import CheckpointError, read_index
 from unified_ckpt.files.storage import Location
+from weight_convert import WeightConvertError, read_catalog
 
 
 def read_decoder(source: Path, weights: Path | Location | None = None) -> DecoderConfig:
@@ -33,8 +34,12 @@ def read_decoder(source: Path, weights: Path | Location | None = None) -> Decode
     try:
         keys = read_index(weights or source, "model").keys()
     except CheckpointError:
-        # A folder without readable weights: loading them will say what is wrong.
-        return config
-    present = [f"model.layers.{n}.eh_proj.weight" in keys for n in config.mtp_layers]
+        try:  # in another format, whose names end alike
+            keys = read_catalog(source).tensors.keys()
+        except WeightConvertError:
+            # A folder without readable weights: loading them will say what is wrong.
+            return config
+    ends = [f"layers.{n}.eh_proj.weight" for n in config.mtp_layers]
+    present = [any(key.endswith(end) for key in keys) for end in ends]
     count = len(list(takewhile(bool, present)))
     return config if count == len(present) else config.with_mtp_layers(count)

@@ -5,6 +5,7 @@ Everything is decided here, from headers alone, so that a dry run is exact.
 May import: outputs, operations, specs, files.
 """
 
+from weight_convert._kinds import FileKind as FileKind
 from weight_convert.plan.alignment import in_format_of as in_format_of
 from weight_convert.plan.completeness import check_complete as check_complete
 from weight_convert.plan.conversion_plan import ConversionOptions as ConversionOptions

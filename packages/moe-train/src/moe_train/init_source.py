@@ -1,0 +1,70 @@
+"""Weights to begin with in any format that weight-convert knows, as the folder that is loaded.
+
+What transformers wrote is loaded where it stands. Other files and formats (`.bin`, `.pdparams`, a
+distributed checkpoint; fused, Megatron-Core's, DeepSeek's, Paddle's) are converted once, bit for
+bit, into the cache, from which every later job of this machine starts.
+
+    folder = readable_weights(Path("Qwen3-30B-A3B-megatron"), cache_dir=None)
+"""
+
+import hashlib
+import logging
+from pathlib import Path
+
+from moe_train.cache import default_cache_dir, locked
+from moe_train.errors import TrainValueError
+from weight_convert import WeightConvertError, convert, read_catalog
+from weight_convert.files import Catalog
+from weight_convert.plan import detect_format, spec_of
+from weight_convert.specs import Matcher, Side
+
+_LOADED = "transformers"
+
+logger = logging.getLogger(__name__)
+
+
+def readable_weights(source: Path, cache_dir: str | None) -> Path:
+    """The folder to load: `source`, or what it is in transformers' format.
+
+    Every rank calls it; one of each machine converts, the others wait.
+
+    Args:
+        source: `model.init_from`.
+        cache_dir: `data.cache_dir`; None for the default.
+
+    Raises:
+        ValueError: the weights are incomplete, or of another family than `config.json` says.
+    """
+    try:
+        catalog = read_catalog(source)
+        spec = spec_of(catalog, None)
+    except WeightConvertError:
+        return source  # a damaged or unknown folder: the loader says what is wrong with it
+    form = detect_format(catalog, spec)
+    fused = Matcher([Side(names=(name,), groups=()) for name in spec.experts])
+    is_fused = bool(spec.formats[_LOADED].rules) and any(map(fused.find, catalog.tensors))
+    if catalog.kind == "safetensors" and (form == _LOADED or (form == "fused" and not is_fused)):
+        return source
+    cache = Path(cache_dir or default_cache_dir())
+    name = _identity(catalog)
+    target = cache / "weights" / name
+    with locked(cache / "locks" / f"{name}.lock"):
+        if not target.is_dir():
+            logger.info(
+                "%s is in the format %s (%s files); it is converted once, into %s",
+                *(source, form, catalog.kind, target),
+            )
+            try:
+                convert(source, target, to=_LOADED)
+            except WeightConvertError as error:
+                raise TrainValueError(f"model.init_from={source}: {error}") from error
+    return target
+
+
+def _identity(catalog: Catalog) -> str:
+    """What tells these files from all others: names, sizes and times."""
+    digest = hashlib.sha256(str(catalog.directory.resolve()).encode())
+    for name in (*catalog.files, "config.json"):
+        state = (catalog.directory / name).stat()
+        digest.update(f"{name} {state.st_size} {state.st_mtime_ns};".encode())
+    return digest.hexdigest()[:20]
