@@ -50,10 +50,8 @@ def readable_weights(source: Path, cache_dir: str | None) -> Path:
     target = cache / "weights" / name
     with locked(cache / "locks" / f"{name}.lock"):
         if not target.is_dir():
-            logger.info(
-                "%s is in the format %s (%s files); it is converted once, into %s",
-                *(source, form, catalog.kind, target),
-            )
+            what = f"in the format {form} ({catalog.kind} files)"
+            logger.info("%s is %s; it is converted once, into %s", source, what, target)
             try:
                 convert(source, target, to=_LOADED)
             except WeightConvertError as error:

@@ -32,10 +32,10 @@ def read_decoder(source: Path, weights: Path | Location | None = None) -> Decode
     if not config.mtp_layers or not source.is_dir():
         return config
     try:
-        keys = read_index(weights or source, "model").keys()
+        keys = set(read_index(weights or source, "model"))
     except CheckpointError:
         try:  # in another format, whose names end alike
-            keys = read_catalog(source).tensors.keys()
+            keys = set(read_catalog(source).tensors)
         except WeightConvertError:
             # A folder without readable weights: loading them will say what is wrong.
             return config
