@@ -1,4 +1,4 @@
-"""The commands and files of the guides about LoRA and merges, run as they stand."""
+"""The commands and files of the guides, run as they stand."""
 
 import json
 import re
@@ -46,8 +46,42 @@ def write_model_and_adapter(folder: Path) -> torch.Tensor:
     return tensors[f"{QUERY}.weight"] + 2 * parts["lora_B"] @ parts["lora_A"]
 
 
-def test_the_guides_have_the_same_commands() -> None:
-    assert commands("merge-lora.md") == commands("merge-lora.zh.md") and commands("merge-lora.md")
+@pytest.mark.parametrize("guide", ["merge-lora", "weight-convert"])
+def test_the_guides_have_the_same_commands(guide: str) -> None:
+    assert commands(f"{guide}.md") == commands(f"{guide}.zh.md") and commands(f"{guide}.md")
+
+
+def write_whole_model(folder: Path) -> None:
+    layer, shapes = "model.layers.0.", {"model.embed_tokens.weight": (9, 6)}
+    for name, shape in (("q", (16, 6)), ("k", (8, 6)), ("v", (8, 6)), ("o", (6, 16))):
+        shapes[f"{layer}self_attn.{name}_proj.weight"] = shape
+    for name in ("self_attn.q_norm", "self_attn.k_norm"):
+        shapes[f"{layer}{name}.weight"] = (4,)
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        shapes[f"{layer}{name}.weight"] = (6,)
+    shapes |= {f"{layer}mlp.gate.weight": (12, 6), "model.norm.weight": (6,)}
+    for expert in range(12):
+        for part, shape in (("gate", (5, 6)), ("up", (5, 6)), ("down", (6, 5))):
+            shapes[f"{layer}mlp.experts.{expert}.{part}_proj.weight"] = shape
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    (folder / "Qwen3-30B-A3B").mkdir()
+    save_file(tensors, folder / "Qwen3-30B-A3B" / "model.safetensors", metadata={"format": "pt"})
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    config = {"model_type": "qwen3_moe", "num_experts": 12, **heads}
+    (folder / "Qwen3-30B-A3B" / "config.json").write_text(json.dumps(config))
+
+
+def test_the_commands_of_the_guide_convert_split_and_describe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_whole_model(tmp_path)
+    for command in commands("weight-convert.md"):
+        arguments, _, into = " ".join(command).partition(" > ")
+        assert main(arguments.split()) == 0, command
+        told = capsys.readouterr().out
+        if into:
+            (tmp_path / into).write_text(told)
 
 
 def test_the_commands_of_the_guide_merge_an_adapter(

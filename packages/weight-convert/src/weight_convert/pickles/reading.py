@@ -130,7 +130,7 @@ class _Machine:
 
     def blob(self, form: str) -> None:
         size, begin = self.number(form), self.file.tell()
-        if size > self.end - begin:
+        if not 0 <= size <= self.end - begin:
             raise CorruptFileError(
                 f"{self.path}: {size} bytes are said to stand at byte {begin}, and "
                 f"{self.end - begin} do; copy it again"
