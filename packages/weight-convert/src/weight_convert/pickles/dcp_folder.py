@@ -135,9 +135,12 @@ def _places(path: Path, stored: Mapping[Any, Any]) -> dict[str, list[_Place]]:
     places: dict[str, list[_Place]] = {}
     for index, info in stored.items():
         key, offset, where = _state(index).get("fqn"), _state(index).get("offset"), _state(info)
-        name, begin = where.get("relative_path"), where.get("offset")
-        if not isinstance(name, str) or PurePosixPath(name).name != name or type(begin) is not int:
+        name, numbers = where.get("relative_path"), (where.get("offset"), where.get("length"))
+        if not isinstance(name, str) or PurePosixPath(name).name != name:
             raise CorruptFileError(f"{path}: {key} is said to be in {name!r}, not a file name")
+        begin, size_bytes = (n if type(n) is int and 0 <= n < 2**62 else -1 for n in numbers)
+        if min(begin, size_bytes) < 0:
+            raise CorruptFileError(f"{path}: {key} is said to be at {numbers}")
         if where.get("transform_descriptors"):
             raise WeightConvertError(f"{path}: {key} is compressed; save without extensions")
         places.setdefault(str(key), []).append(
@@ -145,7 +148,7 @@ def _places(path: Path, stored: Mapping[Any, Any]) -> dict[str, list[_Place]]:
                 offset=() if offset is None else _sizes(offset),
                 file=name,
                 begin=begin,
-                size_bytes=where.get("length", 0),
+                size_bytes=size_bytes,
             )
         )
     return places
@@ -155,7 +158,8 @@ def _tensor(
     directory: Path, key: Any, name: str, described: Any, found: Sequence[_Place]
 ) -> PlacedTensor:
     fields = _state(described)
-    properties = described.state["properties"].state
+    told = fields.get("properties")
+    properties = told.state if isinstance(told, Call) else None
     dtype = properties[0] if isinstance(properties, tuple) and properties else None
     stored = dtype_of(dtype.name) if isinstance(dtype, Named) else None
     shape = _sizes(fields.get("size"))
@@ -164,12 +168,16 @@ def _tensor(
     sizes = {
         _sizes(_state(chunk).get("offsets")): _sizes(_state(chunk).get("sizes"))
         for chunk in fields["chunks"]
+        if isinstance(fields["chunks"], list)
     }
     boxes = []
     for place in found:
+        if not (directory / place.file).is_file():
+            raise CorruptFileError(f"{directory / place.file} is missing, and {key} is in it")
         (entry,), _ = read_torch_file(directory / place.file, place.begin, place.size_bytes)
         box_shape = sizes.get(place.offset)
-        if (entry.dtype, entry.shape) != (stored, box_shape):
+        fits = box_shape is not None and len(shape) == len(box_shape) == len(place.offset)
+        if not fits or (entry.dtype, entry.shape) != (stored, box_shape):
             raise CorruptFileError(
                 f"{directory / place.file}: {key} has {entry.dtype} {list(entry.shape)} at "
                 f"{place.offset}, but {METADATA_NAME} says {stored} {box_shape}"

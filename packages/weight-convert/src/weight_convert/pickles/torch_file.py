@@ -92,7 +92,7 @@ def read_torch_file(
             window = _Window(file, begin, end)
             with zipfile.ZipFile(window) as archive:
                 return _read(path, file, begin, end, archive)
-        except (zipfile.BadZipFile, NotImplementedError, struct.error) as error:
+        except (zipfile.BadZipFile, NotImplementedError, struct.error, UnicodeError) as error:
             raise CorruptFileError(
                 f"{path} is no file that torch.save of torch 1.6 or newer wrote ({error}); load it "
                 f"with torch and save it again, or copy it again"
@@ -117,8 +117,8 @@ class _Window(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = 0) -> int:
         base = (0, self._at, self._end - self._begin)[whence]
-        if base + offset < 0:
-            raise zipfile.BadZipFile("a place before its begin")
+        if not 0 <= base + offset <= 2**62:
+            raise zipfile.BadZipFile("a place outside of it")
         self._at = base + offset
         return self._at
 
@@ -135,6 +135,8 @@ def _read(
 ) -> tuple[list[TensorEntry], list[str]]:
     places = {}
     for entry in archive.infolist():
+        if not 0 <= entry.header_offset <= end - begin - _LOCAL_HEADER.size:
+            raise CorruptFileError(f"{path}: {entry.filename} lies outside")
         file.seek(begin + entry.header_offset)
         magic, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
         at = begin + entry.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
@@ -176,7 +178,8 @@ def _torch_entry(
         raise CorruptFileError(f"{path}: {key} is made by {call.name}, which is no plain tensor")
     storage, offset, shape, stride = call.args[:4]
     dtype, at, size = _storage(path, key, storage, call.args[6:], places)
-    if not _are_counts(shape) or not _are_counts(stride) or not _are_counts((offset,)):
+    are_counts = all(map(_are_counts, (shape, stride, (offset,))))
+    if not are_counts or len(shape) != len(stride):
         raise CorruptFileError(f"{path}: {key} has shape {shape}, strides {stride} at {offset}")
     expected = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     is_plain = all(n == 1 or a == b for n, a, b in zip(shape, stride, expected, strict=True))
