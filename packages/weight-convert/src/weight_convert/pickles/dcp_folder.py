@@ -165,10 +165,9 @@ def _tensor(
     shape = _sizes(fields.get("size"))
     if stored is None:
         raise CorruptFileError(f"{directory / METADATA_NAME}: {key} has the dtype {dtype}")
+    chunks = fields["chunks"] if isinstance(fields["chunks"], list) else []
     sizes = {
-        _sizes(_state(chunk).get("offsets")): _sizes(_state(chunk).get("sizes"))
-        for chunk in fields["chunks"]
-        if isinstance(fields["chunks"], list)
+        _sizes(_state(chunk).get("offsets")): _sizes(_state(chunk).get("sizes")) for chunk in chunks
     }
     boxes = []
     for place in found:

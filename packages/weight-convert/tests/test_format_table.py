@@ -8,14 +8,14 @@ from pathlib import Path
 from weight_convert.specs import family_names, get_spec
 from weight_convert.specs.family import Format
 
-PAGE = Path(__file__).parents[4] / "docs" / "weight-convert-formats.md"
+PAGE = Path(__file__).parents[3] / "docs" / "weight-convert-formats.md"
 HEAD = """# Families and formats of weight-convert
 
-Written by `python packages/weight-convert/tests/specs/test_table.py` from the specs. A number stands
-for the proof below: whose code, or whose published list of keys, shows that the files are right, and
-the test that runs it. `experimental` is a format without one, which `weight-convert convert` says.
-Every format of a family leads to every other one, in any kind of files: safetensors, torch's `.bin`,
-Paddle's `.pdparams`, distributed checkpoints of torch.
+Written by `python packages/weight-convert/tests/test_format_table.py` from the specs. A number
+stands for the proof below: whose code, or whose published list of keys, shows that the files are
+right, and the test that runs it. `experimental` is a format without one, which `weight-convert
+convert` says. Every format of a family leads to every other one, in any kind of files: safetensors,
+torch's `.bin`, Paddle's `.pdparams`, distributed checkpoints of torch.
 
 """
 
