@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import comm_collectives as cc
 import devicetest
+from comm_collectives.call import devices
 from comm_collectives.moe import OverlappedMoe
 from devicetest import DeviceTensor, Machine, fake_cuda
 from devicetest.machine import Stream
@@ -29,7 +30,8 @@ from moe_pipeline.schedules.generators.catalog import SCHEDULES
 from ranktest import run_ranks
 
 Program = Callable[[], object]
-HIDDEN = (*(os.path.dirname(str(module.__file__)) for module in (torch, devicetest)), __file__)
+PASSED_ON = (torch, devicetest, devices)  # their waits are those of who calls them
+HIDDEN = (*(os.path.dirname(str(module.__file__)) for module in PASSED_ON), __file__)
 # torch keeps what is sent, and nobody writes to it: this wait is there for its errors.
 IN_VAIN = {"device_transfers.py wait"}
 
