@@ -5,7 +5,7 @@ Random models of Mixtral, Qwen3-MoE, DeepSeek-V3 (latent attention, shared exper
 loss on. Each layout trains for 20 steps; the figure is the largest relative difference of a loss or
 of a gradient norm before clipping to those of one rank.
 
-    python benchmarks/moe_train_layouts.py                     # 4 families, 12 layouts each
+    python benchmarks/moe_train_layouts.py                     # 4 families, 20 layouts each
     python benchmarks/moe_train_layouts.py --layouts 3 --steps 3 --families mixtral
 """
 
@@ -74,7 +74,7 @@ device = "cpu"
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=list(FAMILIES))
-    parser.add_argument("--layouts", type=int, default=12)
+    parser.add_argument("--layouts", type=int, default=20)
     parser.add_argument("--steps", type=int, default=20)
     arguments = parser.parse_args()
     worst, fewest = 0.0, arguments.layouts

@@ -42,7 +42,8 @@ LINES_ADDED = {
     # Another layout while a job runs, by schedule and by request.
     # The libraries' depth as keys: ways of tokens, forms of recompute, formats of numbers.
     # Weights in any format of a family to begin with, and to write.
-    "moe-train": 10_700 + 230 + 150 + 300 + 380 + 460 + 455 + 600 + 200,
+    # Pipelines: stages on a rank, planned schedules, layers split by work, a step as a picture.
+    "moe-train": 10_700 + 230 + 150 + 300 + 380 + 460 + 455 + 600 + 200 + 520,
     # Recording of CuPy, torch and whole scripts, torch's snapshots read and written, memory that is
     # bound to streams block by block; the recorder came from moe-train. Explain, tune, compare,
     # plot and info, as functions and commands; settings in files. Reuse that waits for events.
@@ -71,7 +72,9 @@ LINES_ADDED = {
     # that keep one (NCCL), and a transport that leaves such a device alone; torch's builders.
     # Plans for unequal costs: a search among orders. Stages of torch wrapped in data parallelism.
     # Ways of tokens to their experts: routes, payloads, chunks, the shared expert meanwhile.
-    "moe-pipeline": 150 + 600 + 230 + 120 + 170,
+    # What two ranks send each other as one batch; when computations of a run were, beside the
+    # simulator's times, and how long stages take.
+    "moe-pipeline": 150 + 600 + 230 + 120 + 170 + 290,
     # A load has one identity, alone and over ranks; errors of the file system are named; files that
     # others put into a checkpoint are kept. Structures of nested states and types of values, names
     # across wrappers, tensors made of others, and no optimizer's state that is lost. Stores of

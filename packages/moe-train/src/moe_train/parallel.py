@@ -23,17 +23,21 @@ AXES = ("pp", "dp", "ep")
 class Parallel:
     """This rank's place in the mesh and the groups it talks in.
 
-    `data_rank` counts the ranks that hold other tokens of the same microbatch, from 0 to
-    `num_data_ranks` - 1. Pipeline transfers have one group per direction, so that a transfer
-    forwards never queues behind one backwards. `embedding_group` holds all ranks of the first and
-    of the last stage, where they are two and this rank is on one of them: they may share an
-    embedding.
+    `stage` is this rank's place in the pipeline, of `num_stages`; `stages` are the numbers of the
+    stages that it holds, which are several where a rank has several, and `has_last` says whether
+    the last of all is among them. `data_rank` counts the ranks that hold other tokens of the
+    same microbatch, from 0 to `num_data_ranks` - 1. Pipeline transfers have one group per
+    direction, so that a transfer forwards never queues behind one backwards. `embedding_group`
+    holds all ranks of the first and of the last stage, where these are on two ranks and this is
+    one of them: they may share an embedding.
     """
 
     mesh: ProcessMesh
     rank: int
     stage: int
     num_stages: int
+    stages: tuple[int, ...]
+    has_last: bool
     data_rank: int
     num_data_ranks: int
     device: torch.device
@@ -57,7 +61,7 @@ class Parallel:
     @property
     def is_last(self) -> bool:
         """Whether this rank holds the head and needs labels."""
-        return self.stage == self.num_stages - 1
+        return self.has_last
 
 
 def make_mesh(config: ParallelConfig) -> ProcessMesh:
@@ -137,12 +141,15 @@ def join(config: ParallelConfig, wanted_device: str) -> Parallel:
     at = mesh.coordinate(rank)
     pipelined = config.pp > 1
     groups = [own_group(ranks, rank, timeout) for ranks in mesh.groups("pp") if pipelined]
-    ends = [r for r in range(mesh.size) if mesh.coordinate(r)["pp"] in (0, config.pp - 1)]
+    last = next(r for r in range(config.pp) if config.num_stages - 1 in config.stages_of(r))
+    ends = [r for r in range(mesh.size) if mesh.coordinate(r)["pp"] in (0, last)]
     return Parallel(
         mesh=mesh,
         rank=rank,
         stage=at["pp"],
         num_stages=config.pp,
+        stages=config.stages_of(at["pp"]),
+        has_last=at["pp"] == last,
         data_rank=at["dp"] * config.ep + at["ep"],
         num_data_ranks=config.dp * config.ep,
         device=device,
@@ -151,7 +158,7 @@ def join(config: ParallelConfig, wanted_device: str) -> Parallel:
         data_group=axis_group(device_mesh, "dp", "ep"),
         forward_group=axis_group(device_mesh, "pp") if pipelined else None,
         backward_group=next(filter(None, groups), None),
-        embedding_group=own_group(ends, rank, timeout) if pipelined else None,
+        embedding_group=own_group(ends, rank, timeout) if last else None,
     )
 
 

@@ -58,7 +58,7 @@ def test_a_damaged_newer_checkpoint_is_one_line_of_the_log(
 
 def tensors_of(runner: StepRunner) -> dict[str, Tensor]:
     """Weights, master weights and moments under names that tell them apart."""
-    held = {f"weight {n}": t for n, t in runner.stage.state_dict().items()}
+    held = {f"weight {n}": t for n, t in runner.stages.state_dict().items()}
     held |= {f"master {n}": t for n, t in runner.optimizer.master.items()}
     for moment, tensors in runner.optimizer.moments().items():
         held |= {f"{moment} {n}": t for n, t in tensors.items()}

@@ -17,7 +17,8 @@ from moe_train.data.packing import Batch
 from moe_train.model.stage import Target
 from moe_train.parallel import start
 from moe_train.training.balancing import aux_loss_coef, check_balancing
-from moe_train.training.build import build_runner, build_stage, read_model_config, training_schedule
+from moe_train.training.build import build_runner, build_stages, read_model_config
+from moe_train.training.pipeline import unmeasured_schedule
 from moe_train.training.step import StepResult
 from ranktest import run_ranks
 
@@ -123,7 +124,7 @@ def train(config: Config, steps: int, *, first: int = 0, resume: Path | None = N
         checkpointer.save(state)
         biases = [
             tensor.clone()
-            for name, tensor in runner.stage.named_buffers()
+            for name, tensor in runner.stages.named_buffers()
             if name.endswith("e_score_correction_bias")
         ]
         return Trained(results, torch.stack(biases) if biases else None)
@@ -132,7 +133,7 @@ def train(config: Config, steps: int, *, first: int = 0, resume: Path | None = N
 
 
 def check(config: Config) -> None:
-    check_balancing(config, read_model_config(config), training_schedule(config))
+    check_balancing(config, read_model_config(config), unmeasured_schedule(config))
 
 
 def imbalance(steps: list[StepResult]) -> float:
@@ -206,7 +207,7 @@ def test_a_step_whose_update_is_left_out_moves_no_bias_then_or_later(tmp_path: P
                 limit = 0.0 if step == 7 else math.inf
                 told = runner.train(batches_of(config, step, 0, 1), lr=1e-2, max_loss=limit)
                 assert told.applied == (step != 7)
-            held.append({name: t.clone() for name, t in runner.stage.state_dict().items()})
+            held.append({name: t.clone() for name, t in runner.stages.state_dict().items()})
         return held
 
     ((plain, skipped),) = run_ranks(run, 1)  # type: ignore[misc]
@@ -263,7 +264,7 @@ def test_chunked_loss_keeps_no_logits_for_the_backward(tmp_path: Path) -> None:
 
     def saved_shapes(config: Config) -> set[tuple[int, ...]]:
         parallel = start(config)
-        stage = build_stage(config, read_model_config(config), parallel)
+        stage = build_stages(config, read_model_config(config), parallel).by_number[0]
         (batch,) = batches_of(config, 0, 0, 1)
         shapes: set[tuple[int, ...]] = set()
         with torch.autograd.graph.saved_tensors_hooks(
@@ -280,23 +281,21 @@ def test_chunked_loss_keeps_no_logits_for_the_backward(tmp_path: Path) -> None:
 def test_multi_token_prediction_is_the_same_over_pipeline_stages_and_left_out_at_0(
     tmp_path: Path,
 ) -> None:
-    model = DEEPSEEK | {"num_nextn_predict_layers": 1}
+    """Also where the last stage is on the first one's rank, or has fewer layers than others."""
+    model = DEEPSEEK | {"num_nextn_predict_layers": 1, "num_hidden_layers": 4}
     one = train(job(tmp_path, model, "train.gradient_accumulation_steps=2"), 4)
-    two = train(
-        job(
-            tmp_path,
-            model,
-            "train.gradient_accumulation_steps=2",
-            "parallel.pp=2",
-            "train.output_dir=b",
-        ),
-        4,
-    )
-    assert_alike(one, two, rtol=2e-5)
-    assert len(one.steps[0].load_LE) == 3 and sum(one.steps[0].load_LE[2]) > 0
+    layouts = {
+        "loop": ("parallel.pp=2",),
+        "v": ("parallel.pp=2", "parallel.schedule=zbv"),
+        "cost": ("parallel.pp=3", "parallel.layer_split=cost"),
+    }
+    for name, layout in layouts.items():
+        parts = ("train.gradient_accumulation_steps=2", f"train.output_dir={name}", *layout)
+        assert_alike(one, train(job(tmp_path, model, *parts), 4), rtol=2e-5)
+    assert len(one.steps[0].load_LE) == 5 and sum(one.steps[0].load_LE[4]) > 0
     assert one.steps[-1].mtp_loss < one.steps[0].mtp_loss
     without = train(job(tmp_path, model, "train.mtp_loss_coef=0", "train.output_dir=c"), 1)
-    assert without.steps[0].mtp_loss == 0 and len(without.steps[0].load_LE) == 2
+    assert without.steps[0].mtp_loss == 0 and len(without.steps[0].load_LE) == 4
     assert without.steps[0].loss == pytest.approx(one.steps[0].loss, rel=1e-6)
 
 

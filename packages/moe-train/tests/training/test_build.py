@@ -17,12 +17,12 @@ from moe_train.layout import is_expert
 from moe_train.parallel import start
 from moe_train.training.build import (
     build_runner,
-    build_stage,
+    build_stages,
     build_training,
     parameter_groups,
     read_model_config,
-    training_schedule,
 )
+from moe_train.training.pipeline import unmeasured_schedule
 from ranktest import run_ranks
 
 Configure = Callable[..., Config]
@@ -35,7 +35,7 @@ def initial_weights(config: Config) -> list[tuple[dict[str, Tensor], int]]:
     def run(rank: int, _: int) -> object:
         parallel = start(config)
         runner, _checkpointer = build_runner(config, read_model_config(config), parallel, {})
-        return dict(runner.stage.state_dict()), parallel.mesh.coordinate(rank)["ep"]
+        return dict(runner.stages.state_dict()), parallel.mesh.coordinate(rank)["ep"]
 
     return run_ranks(run, config.world_size)  # type: ignore[return-value]
 
@@ -81,7 +81,7 @@ def test_each_parameter_is_reduced_once_over_the_ranks_that_hold_it(
 
     def run(*_: int) -> object:
         parallel = start(config)
-        stage = build_stage(config, read_model_config(config), parallel)
+        stage = build_stages(config, read_model_config(config), parallel)
         parameters = dict(stage.named_parameters())
         names = {parameter: name for name, parameter in parameters.items()}
         return [
@@ -111,7 +111,7 @@ def test_the_schedule_is_the_named_one_for_the_stages_and_microbatches(
     config = configure(
         "parallel.pp=2", "train.gradient_accumulation_steps=6", f"parallel.schedule={name}"
     )
-    assert training_schedule(config) == make(2, 6)
+    assert unmeasured_schedule(config) == make(2, 6)
 
 
 def test_only_ends_of_the_pipeline_read_tokens_and_only_rank_0_writes_files(

@@ -334,7 +334,7 @@ def test_the_validation_loss_is_the_plain_mean_over_the_first_sequences(
 
     def plain(*_: int) -> float:
         one = configure(*base)
-        stage = build_training(one, start(one)).runner.stage.eval()
+        stage = build_training(one, start(one)).runner.stages.by_number[0].eval()
         _, split = open_splits(one, prepare(one))
         assert split.num_sequences > 17
         batch = split.batch(range(17))

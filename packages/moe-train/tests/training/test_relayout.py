@@ -74,7 +74,7 @@ def end_of(
             logging.getLogger("moe_train").addHandler(told)
         loop.run(context)
         runner = loop.training.runner
-        held = {f"weight {n}": t for n, t in runner.stage.state_dict().items()}
+        held = {f"weight {n}": t for n, t in runner.stages.state_dict().items()}
         held |= {f"master {n}": t for n, t in runner.optimizer.master.items()}
         for moment, tensors in runner.optimizer.moments().items():
             held |= {f"{moment} {name}": tensor for name, tensor in tensors.items()}

@@ -14,8 +14,8 @@ from moe_train.data import Batch
 from moe_train.layout import is_expert
 from moe_train.model import DecoderStage, Target, decays
 from moe_train.parallel import start
-from moe_train.training.build import build_runner, build_stage, read_model_config
-from moe_train.training.step import StepResult, StepRunner
+from moe_train.training.build import build_runner, build_stages, read_model_config
+from moe_train.training.step import Asked, StepResult, StepRunner
 from ranktest import collect_ranks, run_ranks
 
 Configure = Callable[..., Config]
@@ -59,7 +59,7 @@ def trained(
             runner.train(batches(config, step, at.data_rank, at.num_data_ranks), lr=LR)
             for step in range(steps)
         ]
-        held = {n: p for n, p in runner.stage.named_parameters() if p.requires_grad}
+        held = {n: p for n, p in runner.stages.named_parameters() if p.requires_grad}
         for name, master in runner.optimizer.master.items():
             assert torch.equal(held[name], master.to(held[name].dtype)), name
         return results, {**held, **runner.optimizer.master}, at.mesh.coordinate(rank)["ep"]
@@ -96,9 +96,9 @@ def plainly_trained(
 
     def run(*_: int) -> object:
         model = read_model_config(config)
-        stage = build_stage(config, model, start(config))
+        stage = build_stages(config, model, start(config)).by_number[0]
         # The weights that a job begins with.
-        stage.load_state_dict(runner_of(config).stage.state_dict())
+        stage.load_state_dict(runner_of(config).stages.state_dict())
         held = {n: p for n, p in stage.named_parameters() if p.requires_grad}
         master = {n: nn.Parameter(p.detach().float().clone()) for n, p in held.items()}
         settings = config.optimizer
@@ -170,6 +170,32 @@ def test_steps_of_every_layout_are_those_of_plain_torch(
     compare(configure(*LAYOUTS[layout]), random_batches, expected, 1e-6)
 
 
+# Several stages on a rank, or layers that do not divide; all of four layers and four microbatches.
+PIPELINES = {
+    "interleaved_1f1b": ("parallel.pp=2", "parallel.dp=2"),
+    "interleaved_zero_bubble": ("parallel.pp=2", "parallel.ep=2"),
+    "interleaved_forward_then_backward": ("parallel.pp=2", "parallel.layer_split=cost"),
+    "looped_bfs": ("parallel.pp=1", "parallel.stages_per_rank=4"),
+    "zbv": ("parallel.pp=2", "parallel.ep=2", "train.gradient_accumulation_fusion=true"),
+    "v_half": ("parallel.pp=2", "train.recompute=layers"),
+    "v_min": ("parallel.pp=2",),
+    "dualpipe_v": ("parallel.pp=2", "parallel.dp=2"),
+    "auto": ("parallel.pp=2", "parallel.ep=2", "parallel.memory_limit_mib=4"),
+    "1f1b": ("parallel.pp=3", "parallel.layer_split=cost"),
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_schedule_with_several_stages_on_a_rank_trains_as_plain_torch(
+    configure: Configure, random_batches: Batches, tied: bool
+) -> None:
+    model: dict[str, Any] = {"num_hidden_layers": 4, "tie_word_embeddings": tied}
+    expected = plainly_trained(configure(**model), random_batches)
+    for name in ("interleaved_1f1b", "zbv") if tied else PIPELINES:
+        parts = ("train.gradient_accumulation_steps=4", f"parallel.schedule={name}")
+        compare(configure(*parts, *PIPELINES[name], **model), random_batches, expected, 1e-6)
+
+
 def test_without_a_limit_of_the_norm_nothing_is_clipped(
     configure: Configure, random_batches: Batches
 ) -> None:
@@ -227,7 +253,7 @@ def test_frozen_parameters_stay_bit_equal_and_the_rest_trains_as_by_plain_torch(
         runner.train(batches := random_batches(config, 0, at.data_rank, at.num_data_ranks), lr=LR)
         runner.train(batches, lr=LR)
         after = state_of(runner)
-        named = dict(runner.stage.named_parameters())
+        named = dict(runner.stages.named_parameters())
         kept = {name for name, p in named.items() if not p.requires_grad}
         assert all(torch.equal(before[name], after[name]) for name in kept)
         assert all(named[name].grad is None for name in kept)
@@ -272,7 +298,7 @@ def test_dropout_and_jitter_are_the_same_in_every_layout_and_in_recompute(
             found = []
             for step in (1, 2):
                 batches = random_batches(config, 0, at.data_rank, at.num_data_ranks)
-                runner.stage.begin_step(step)
+                runner.stages.begin_step(step)
                 found.append(runner.train(batches, lr=1e-9).loss)
             return [*found, runner.evaluate(batches)[0]]
 
@@ -338,11 +364,11 @@ def test_one_ranks_request_to_stop_reaches_every_rank_and_the_step_is_done(
     def run(rank: int, _: int) -> object:
         runner = runner_of(config)
         at = runner.parallel
-        before = [p.detach().clone() for p in runner.stage.parameters()]
+        before = [p.detach().clone() for p in runner.stages.parameters()]
         batches = random_batches(config, 0, at.data_rank, at.num_data_ranks)
-        stopped = runner.train(batches, lr=LR, stop=rank == asked).stop_requested
+        stopped = runner.train(batches, lr=LR, asked=Asked(stop=rank == asked)).stop_requested
         moved = [
-            not torch.equal(p, b) for p, b in zip(runner.stage.parameters(), before, strict=True)
+            not torch.equal(p, b) for p, b in zip(runner.stages.parameters(), before, strict=True)
         ]
         again = runner.train(batches, lr=LR).stop_requested
         return stopped, any(moved), again
@@ -352,7 +378,7 @@ def test_one_ranks_request_to_stop_reaches_every_rank_and_the_step_is_done(
 
 def state_of(runner: StepRunner) -> dict[str, Tensor]:
     """Copies of weights, buffers and moments."""
-    held = dict(runner.stage.state_dict())
+    held = dict(runner.stages.state_dict())
     for moment, tensors in runner.optimizer.moments().items():
         held |= {f"{name}/{moment}": tensor for name, tensor in tensors.items()}
     return {name: tensor.detach().clone() for name, tensor in held.items()}
@@ -375,7 +401,7 @@ def test_a_loss_that_is_not_a_number_stops_every_rank_before_the_update(
         batches = random_batches(config, 0, at.data_rank, at.num_data_ranks)
         runner.train(batches, lr=LR)
         if rank == poisoned:
-            weights = dict(runner.stage.named_parameters())
+            weights = dict(runner.stages.named_parameters())
             name = next(name for name in weights if name.endswith("q_norm.weight"))
             weights[name].data[0] = math.nan
         before = state_of(runner)
@@ -404,7 +430,7 @@ def test_an_evaluation_is_the_sum_of_plain_cross_entropies(
 ) -> None:
     def plain(*_: int) -> object:
         config = configure()
-        stage = runner_of(config).stage.eval()
+        stage = runner_of(config).stages.by_number[0].eval()
         with torch.no_grad():
             return sum(part.item() for part in plain_losses(stage, random_batches(config, 5), 1))
 

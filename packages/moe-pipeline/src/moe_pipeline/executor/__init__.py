@@ -3,7 +3,6 @@
 May import: schedules, weight_grad, comm_collectives.
 """
 
-from moe_pipeline.errors import StageTransferError as StageTransferError
 from moe_pipeline.executor.execution_plan import stage_holders as stage_holders
 from moe_pipeline.executor.groups import TiedParameters as TiedParameters
 from moe_pipeline.executor.groups import token_scale as token_scale
@@ -15,3 +14,4 @@ from moe_pipeline.executor.pytrees import map_tensors as map_tensors
 from moe_pipeline.executor.shapes import TensorShape as TensorShape
 from moe_pipeline.executor.shapes import infer_shapes as infer_shapes
 from moe_pipeline.executor.stage_io import StageOutput as StageOutput
+from moe_pipeline.executor.time_track import TimeTrack as TimeTrack

@@ -19,20 +19,15 @@ that every rank has something to wait for.
 import threading
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol, final
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from comm_collectives import (
     CollectiveTimeoutError,
     CommError,
     PeerFailedError,
-    isend_tensors,
-    recv_tensors,
 )
 from comm_collectives.p2p import SendHandle, expect_tensors
 from moe_pipeline.executor.device_transfers import DeviceMoves, DeviceSend, find_swaps
@@ -44,6 +39,7 @@ from moe_pipeline.executor.stage_message import (
     pack_notice,
     unpack,
 )
+from moe_pipeline.executor.transport import Channel, Transport
 from moe_pipeline.schedules.table import Action
 
 # Sends of an edge that its receiver has not taken. Holds their tensors' memory down; any number
@@ -130,45 +126,6 @@ class LocalEdges:
     def name(self, rank: int) -> str:
         """The rank of the schedule."""
         return f"rank {rank}"
-
-
-@dataclass(frozen=True, slots=True)
-class Channel:
-    """A peer and a group over which it is reached; edges of both directions may share it."""
-
-    peer: int
-    group: ProcessGroup
-
-    def send(self, packed: list[Tensor], limit_s: float | None) -> SendHandle:
-        """Start to send a message."""
-        return isend_tensors(packed, dst=self.peer, group=self.group, timeout_s=limit_s)
-
-    def receive(self, limit_s: float | None) -> list[Tensor]:
-        """Receive the next message, where it travelled."""
-        return recv_tensors(src=self.peer, group=self.group, timeout_s=limit_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transport:
-    """Over which groups messages travel, where they arrive, and how long that may take."""
-
-    forward: ProcessGroup
-    backward: ProcessGroup
-    device: torch.device | None
-    timeout_s: float | None
-    forward_apart: frozenset[str] = frozenset()  # by `device_kinds`
-    backward_apart: frozenset[str] = frozenset()
-    # Groups were made with a `device_id`. Others make the communicator of a batch at its first
-    # call, for which torch wants all ranks.
-    is_bound: bool = False
-
-    def apart(self, edge: Edge) -> frozenset[str]:
-        """The types of device whose tensors the backend of an edge moves itself."""
-        return self.forward_apart if edge.forward else self.backward_apart
-
-    def channel(self, edge: Edge) -> Channel:
-        """The peer and group of an edge."""
-        return Channel(edge.peer, self.forward if edge.forward else self.backward)
 
 
 @final

@@ -22,21 +22,21 @@ from contextlib import nullcontext
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_pipeline._checks import check_type
 from moe_pipeline.errors import MoETypeError, MoEValueError, StageTransferError
-from moe_pipeline.executor.device_transfers import check_order, device_kinds
-from moe_pipeline.executor.edges import EdgeBrokenError, Edges, GroupEdges, LocalEdges, Transport
+from moe_pipeline.executor.edges import EdgeBrokenError, Edges, GroupEdges, LocalEdges
 from moe_pipeline.executor.execution_plan import ExecutionPlan, MicrobatchKey
 from moe_pipeline.executor.memory_track import MemoryTrack
 from moe_pipeline.executor.microbatch_state import MicrobatchState
 from moe_pipeline.executor.options import ExecutorOptions
 from moe_pipeline.executor.stage_io import Stage, StageOutput, gate_inputs, gate_output
 from moe_pipeline.executor.stage_message import activations, gradients
-from moe_pipeline.schedules.table import Action, Kind, Schedule
+from moe_pipeline.executor.time_track import TimeTrack
+from moe_pipeline.executor.transport import transport_of
+from moe_pipeline.schedules.table import COMPUTE, Action, Kind, Schedule
 from moe_pipeline.weight_grad import InPlaceAccumulation, WeightGradStore, split_backward
 
 _OPTIONS = ExecutorOptions()
@@ -93,11 +93,7 @@ class PipelineExecutor:
         elif len(schedule.ranks) == 1:
             self._edges = LocalEdges()
         else:
-            forward = _group("forward_group", forward_group, len(schedule.ranks), rank)
-            backward = forward
-            if backward_group is not None:
-                backward = _group("backward_group", backward_group, len(schedule.ranks), rank)
-            transport = _transport(schedule, forward, backward, options)
+            transport = transport_of(schedule, rank, (forward_group, backward_group), options)
             self._edges = GroupEdges(self._plan, rank, transport)
         self._failure = ""
         self._do: dict[Kind, Callable[[_Step, MicrobatchState, Action], None]] = {
@@ -117,6 +113,7 @@ class PipelineExecutor:
         targets: Sequence[object] | None = None,
         *,
         track: MemoryTrack | None = None,
+        times: TimeTrack | None = None,
     ) -> list[Tensor | None]:
         """Run all microbatches; gradients add up in the parameters' `.grad`.
 
@@ -129,6 +126,7 @@ class PipelineExecutor:
             targets: one object for each microbatch, given to every stage of this rank; None: each
                 is None.
             track: records the activation bytes of this step.
+            times: records when each computation of this step runs.
 
         Returns:
             For each microbatch the sum of the losses that this rank's stages returned, detached,
@@ -147,7 +145,7 @@ class PipelineExecutor:
                 "new process groups and a new executor"
             )
         self._edges.begin()
-        step = _Step({}, track)
+        step = _Step({}, track, times)
         self._guard(lambda: self._fill(step, inputs, targets), self._keys[0], "the inputs")
         at = dict.fromkeys(self._plan.rows, 0)
         moved = True
@@ -211,7 +209,9 @@ class PipelineExecutor:
         if state.awaited is not None:
             awaited = state.awaited
             self._guard(lambda: self._take(state, awaited), key, awaited)
-        self._guard(lambda: self._do[action.kind](step, state, action), key, action)
+        timed = step.times if action.kind in COMPUTE else None
+        with nullcontext() if timed is None else timed.around(action):
+            self._guard(lambda: self._do[action.kind](step, state, action), key, action)
         if step.track is not None:
             step.track.after(action)
 
@@ -332,13 +332,16 @@ class PipelineExecutor:
 
 @final
 class _Step:
-    """The states of a step, and what records its memory."""
+    """The states of a step, and what records its memory and times."""
 
     def __init__(
-        self, states: dict[MicrobatchKey, MicrobatchState], track: MemoryTrack | None
+        self,
+        states: dict[MicrobatchKey, MicrobatchState],
+        track: MemoryTrack | None,
+        times: TimeTrack | None,
     ) -> None:
         self.states = states
-        self.track = track
+        self.track, self.times = track, times
         self._first_store: WeightGradStore | None = None
 
     def new_store(self, accumulation: InPlaceAccumulation | None) -> WeightGradStore:
@@ -362,38 +365,3 @@ def _check_stages(stages: Mapping[int, Stage], plan: ExecutionPlan, rank: int | 
             f"{who} stages {wanted} of schedule {plan.schedule.name}, but stages {sorted(stages)} "
             "are given; give exactly those, by number"
         )
-
-
-def _transport(
-    schedule: Schedule, forward: ProcessGroup, backward: ProcessGroup, options: ExecutorOptions
-) -> Transport:
-    """How messages travel on groups that suit the schedule."""
-    found = Transport(
-        forward=forward,
-        backward=backward,
-        device=None if options.device is None else torch.device(options.device),
-        timeout_s=options.timeout_s,
-        forward_apart=device_kinds(forward),
-        backward_apart=device_kinds(backward),
-        is_bound=any(group.bound_device_id is not None for group in (forward, backward)),
-    )
-    check_order(
-        schedule,
-        kinds=found.forward_apart | found.backward_apart,
-        has_two=backward is not forward,
-        is_bound=found.is_bound,
-    )
-    return found
-
-
-def _group(name: str, group: ProcessGroup | None, num_ranks: int, rank: int) -> ProcessGroup:
-    found = dist.group.WORLD if group is None else group
-    if found is None:
-        raise MoEValueError(f"{name}=None is the default group, which does not exist; give one")
-    size, at = dist.get_world_size(found), dist.get_rank(found)
-    if size != num_ranks or at != rank:
-        raise MoEValueError(
-            f"{name} has {size} ranks and this is rank {at} of it; the schedule has {num_ranks} "
-            f"ranks and rank={rank}; give its ranks, in order"
-        )
-    return found

@@ -49,13 +49,8 @@ from moe_pipeline.schedules.table import (
     simulate,
 )
 
-_NAMED: tuple[Callable[[int, int], Schedule], ...] = (
-    zbv,
-    v_half,
-    v_min,
-    dualpipe_v,
-    interleaved_1f1b,
-)
+_Generator = Callable[[int, int], Schedule]
+_FOLDED: tuple[_Generator, ...] = (zbv, v_half, v_min, dualpipe_v)
 # Computations that all tried blocks, policies and orders may have together: about 0.2 s each.
 _BLOCK_WORK = 12_000
 _POLICY_WORK = 30_000
@@ -65,6 +60,8 @@ _ORDER_WORK = 900_000
 _STARTS = 4
 _BACK = (0.5, 0.0)
 _BACK_IF_SMALL = (2.0, 1.0, 4.0)
+# Where orders are few enough to find the best one, it is worth looking at this many times as many.
+_FEW, _MORE_WORK = 24, 4
 # Tries after which the search starts again from another policy.
 _PATIENCE = 120
 # Up to so many forwards it pays to move single ones.
@@ -76,6 +73,8 @@ def plan(
     num_ranks: int,
     num_microbatches: int,
     memory_cap_bytes: int,
+    *,
+    folded: bool = False,
 ) -> Schedule:
     """A schedule with the shortest makespan found whose activations fit in the cap.
 
@@ -86,6 +85,7 @@ def plan(
         num_microbatches: of a step.
         memory_cap_bytes: the most that the activations on any rank may take, as `simulate` counts
             them (`peak_bytes`).
+        folded: stages lie in a V, also where a named schedule with them in a loop is faster.
 
     Returns:
         The schedule, with its sends and receives; `simulate` tells its makespan.
@@ -111,7 +111,7 @@ def plan(
         memory_cap_bytes=memory_cap_bytes,
     )
     best = _Best(task)
-    best.try_named()
+    best.try_named(_FOLDED if folded else (*_FOLDED, interleaved_1f1b))
     best.try_blocks()
     best.try_policies()
     best.try_orders()
@@ -158,8 +158,8 @@ class _Best:
         )
         return add_transfers(compute_only, self._task.costs)
 
-    def try_named(self) -> None:
-        for generate in _NAMED:
+    def try_named(self, generators: Iterable[_Generator]) -> None:
+        for generate in generators:
             if not self._optimal:
                 self._keep_faster(generate(self._task.num_ranks, self._task.num_microbatches))
 
@@ -193,16 +193,16 @@ class _Best:
     def try_orders(self) -> None:
         task = self._task
         starts = [s for _, s in sorted(self._starts, key=lambda start: start[0])[:_STARTS]]
-        steps_back = (
-            _BACK_IF_SMALL if 2 * task.num_ranks * task.num_microbatches <= _SMALL else _BACK
-        )
+        forwards = 2 * task.num_ranks * task.num_microbatches
+        steps_back = _BACK_IF_SMALL if forwards <= _SMALL else _BACK
+        work = _ORDER_WORK * (_MORE_WORK if forwards <= _FEW else 1)
         searches = list(product(steps_back, starts))
         for number, (back, start) in enumerate(searches):
             if self._optimal:
                 return
             search = OrderSearch(start, task.costs, memory_cap_bytes=task.memory_cap_bytes)
             found = search.run(
-                tries=_ORDER_WORK // self._size // len(searches),
+                tries=work // self._size // len(searches),
                 threshold=back / (6 * task.num_microbatches),
                 seed=number,
             )

@@ -10,7 +10,7 @@ from moe_train.errors import TrainValueError
 def _add(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     parser.add_argument("--ranks", type=int, default=4, help="processes of the largest layout (4)")
-    parser.add_argument("--layouts", type=int, default=12, help="layouts at most (12)")
+    parser.add_argument("--layouts", type=int, default=20, help="layouts at most (20)")
     parser.add_argument("--steps", type=int, default=20, help="steps of each layout (20)")
     parser.add_argument(
         "--limit",

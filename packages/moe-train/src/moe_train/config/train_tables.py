@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from moe_train.config.keys import PATH, Table, key
+from moe_train.config.pipelines import stages_needed, stages_of_rank
 from moe_train.errors import TrainValueError
 
 
@@ -33,10 +34,46 @@ class ParallelConfig(Table):
         minimum=1,
         on_resume="free",
     )
-    schedule: Literal["1f1b", "forward_then_backward", "zb_1p", "zb_2p"] = key(
-        "order in which a pipeline stage runs its microbatches; zb_1p and zb_2p fill the bubble "
-        "with weight gradients, in the memory of 1f1b and in up to twice that",
+    schedule: Literal[
+        "1f1b",
+        "forward_then_backward",
+        "zb_1p",
+        "zb_2p",
+        "interleaved_1f1b",
+        "interleaved_forward_then_backward",
+        "interleaved_zero_bubble",
+        "looped_bfs",
+        "zbv",
+        "v_half",
+        "v_min",
+        "dualpipe_v",
+        "auto",
+    ] = key(
+        "order in which a rank runs its microbatches; zb_1p and zb_2p fill the bubble with weight "
+        "gradients, in the memory of 1f1b and in up to twice that; looped_bfs and interleaved_* "
+        "have several stages on each rank, zbv, v_half, v_min and dualpipe_v two in a V; auto: "
+        "planned when the job starts, from what the stages are measured to take",
         default="1f1b",
+        on_resume="free",
+    )
+    stages_per_rank: int | None = key(
+        "pipeline stages on each rank; without it as few as the schedule needs, 1 or 2",
+        unit="stages",
+        default=None,
+        minimum=1,
+        on_resume="free",
+    )
+    layer_split: Literal["equal", "cost"] = key(
+        "how layers are divided among stages: equal numbers, or so that the dearest stage, with "
+        "head and multi-token prediction counted, has as little work as can be",
+        default="equal",
+        on_resume="free",
+    )
+    memory_limit_mib: float | None = key(
+        "the most that activations may take on a rank; what auto plans within",
+        unit="MiB",
+        default=None,
+        above=0,
         on_resume="free",
     )
     timeout_s: float = key(
@@ -54,6 +91,21 @@ class ParallelConfig(Table):
     )
 
     def _check(self) -> None:
+        least, most = stages_needed(self.schedule)
+        if self.per_rank < least or (most is not None and self.per_rank > most):
+            needed = (
+                f"{least} stages or more" if most is None else f"{least} stage{'s'[: least - 1]}"
+            )
+            raise TrainValueError(
+                f"parallel.stages_per_rank={self.per_rank} does not fit "
+                f'parallel.schedule="{self.schedule}", which has {needed} on a rank; leave the key '
+                "out, or choose another schedule"
+            )
+        if self.memory_limit_mib is not None and self.schedule != "auto":
+            raise TrainValueError(
+                f"parallel.memory_limit_mib={self.memory_limit_mib:g} is only kept by "
+                f'parallel.schedule="auto", got "{self.schedule}"; leave it out, or plan with auto'
+            )
         last = 0
         for text in self.relayout:
             step, sizes = _parsed_relayout(text)
@@ -73,6 +125,21 @@ class ParallelConfig(Table):
     def world_size(self) -> int:
         """Number of processes: pp * dp * ep."""
         return self.pp * self.dp * self.ep
+
+    @property
+    def per_rank(self) -> int:
+        """Pipeline stages on each rank."""
+        least = stages_needed(self.schedule)[0]
+        return least if self.stages_per_rank is None else self.stages_per_rank
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline, over all ranks."""
+        return self.pp * self.per_rank
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages on a rank of the pipeline, 0 to pp - 1."""
+        return stages_of_rank(self.schedule, pp=self.pp, per_rank=self.per_rank, rank=rank)
 
     @property
     def axis_sizes(self) -> tuple[int, int, int]:
@@ -111,15 +178,27 @@ class ParallelConfig(Table):
         Raises:
             ValueError: layers or experts do not divide; with the numbers that would.
         """
-        if num_hidden_layers is not None and num_hidden_layers % self.pp:
-            raise TrainValueError(
-                f"num_hidden_layers={num_hidden_layers} is not divisible by parallel.pp={self.pp} "
-                f"stages; choose pp among {_divisors(num_hidden_layers)}"
-            )
+        if num_hidden_layers is not None:
+            self._check_layers(num_hidden_layers)
         if num_experts is not None and num_experts % self.ep:
             raise TrainValueError(
                 f"parallel.ep={self.ep} ranks cannot share num_experts={num_experts} evenly; "
                 f"choose ep among {_divisors(num_experts)}"
+            )
+
+    def _check_layers(self, num_layers: int) -> None:
+        each = f" x {self.per_rank} on a rank" if self.per_rank > 1 else ""
+        if self.layer_split == "cost" and num_layers < self.num_stages:
+            raise TrainValueError(
+                f"num_hidden_layers={num_layers} are fewer than parallel.pp={self.pp}{each} "
+                "stages; choose fewer"
+            )
+        if self.layer_split == "equal" and num_layers % self.num_stages:
+            each_rank = num_layers // self.per_rank if num_layers % self.per_rank == 0 else 0
+            among = f"choose pp among {_divisors(each_rank)}" if each_rank else "have fewer of them"
+            raise TrainValueError(
+                f"num_hidden_layers={num_layers} is not divisible by parallel.pp={self.pp}{each} "
+                f'stages; {among}, or in training set parallel.layer_split="cost"'
             )
 
 

@@ -23,10 +23,25 @@ from moe_train.training import aux_loss_coef
 
 _AXES = ("parallel.pp", "parallel.dp", "parallel.ep")
 _MICROBATCHES = "train.gradient_accumulation_steps"
-_SCHEDULE = "parallel.schedule"
+_SCHEDULE, _SPLIT = "parallel.schedule", "parallel.layer_split"
 
 _VALUES: dict[str, tuple[Any, ...]] = {
-    _SCHEDULE: ("1f1b", "forward_then_backward", "zb_1p", "zb_2p"),
+    _SCHEDULE: (
+        "1f1b",
+        "forward_then_backward",
+        "zb_1p",
+        "zb_2p",
+        "interleaved_1f1b",
+        "interleaved_forward_then_backward",
+        "interleaved_zero_bubble",
+        "looped_bfs",
+        "zbv",
+        "v_half",
+        "v_min",
+        "dualpipe_v",
+        "auto",
+    ),
+    _SPLIT: ("equal", "cost"),
     "train.recompute": (None, "layers", "selective", "outputs"),
     "moe.dispatch_route": ("flat", "dedup", "hierarchical"),
     "moe.dispatch_chunks": (1, 2),
@@ -35,7 +50,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
 }
 """What is tried of each key, the default first; a job's own value is tried before all others."""
 
-_CHOSEN_LAST = tuple(name for name in _VALUES if name != _SCHEDULE)
+_CHOSEN_LAST = tuple(name for name in _VALUES if name not in (_SCHEDULE, _SPLIT))
 
 _Keys = dict[str, Any]
 _Pair = frozenset[tuple[str, Any]]
@@ -85,6 +100,8 @@ class JobLayout:
         tables: dict[str, dict[str, Any]] = {"checkpoint": {"node_folder": None}}
         tables["parallel"] = {"relayout": ()}
         tables["moe"] = {"dispatch_ranks_per_node": self._ranks_per_node}
+        if self.values[_SCHEDULE] != config.parallel.schedule:  # what only the job's own keeps
+            tables["parallel"] |= {"stages_per_rank": None, "memory_limit_mib": None}
         for name, value in self.keys:
             table, _, field = name.partition(".")
             tables.setdefault(table, {})[field] = value
@@ -103,7 +120,10 @@ def choose_layouts(
     Each next one brings the most pairs of values that none before had, so that few layouts have
     every pair. The number of microbatches changes only where the job means the same with another.
     """
-    bases = [keys for keys in _bases(config, model, max_ranks) if _fits(keys, config, model)]
+    bases = []
+    for keys in _bases(config, model, max_ranks):
+        uneven = keys | {_SPLIT: "cost"}
+        bases += [fit for fit in (keys, uneven) if _fits(fit, config, model)][:1]
     if not bases:
         return []
     tried = _Tried.of(bases[0], config, model)
@@ -129,11 +149,14 @@ def choose_layouts(
 
 
 def _bases(config: Config, model: DecoderConfig, max_ranks: int) -> Iterator[_Keys]:
-    """The axes, microbatches and schedules; all other keys as the job has them."""
+    """The axes, microbatches and, of pipelines, schedules; all other keys as the job has them."""
     counts = _microbatch_counts(config, model)
     sizes = [s for s in product(range(1, max_ranks + 1), repeat=3) if math.prod(s) <= max_ranks]
     for axes, count, how in product(sizes, counts, _own_first(_SCHEDULE, config)):
+        if axes[0] == 1 and how != config.parallel.schedule:
+            continue  # a rank alone has nobody to wait for
         keys: _Keys = dict(zip(_AXES, axes, strict=True)) | {_SCHEDULE: how, _MICROBATCHES: count}
+        keys[_SPLIT] = config.parallel.layer_split
         yield keys | {name: _own_first(name, config)[0] for name in _CHOSEN_LAST}
 
 

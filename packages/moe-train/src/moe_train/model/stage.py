@@ -110,7 +110,7 @@ class _Body(nn.Module):
         super().__init__()
         device, dtype = options.device, options.dtype
         size, eps = config.hidden_size, config.rms_norm_eps
-        if options.first or (options.last and shares_embedding(config, options)):
+        if options.first or (options.last and shares_embedding(config, options.mtp_loss_coef)):
             self.embed_tokens = nn.Embedding(config.vocab_size, size, device=device, dtype=dtype)
         layers: dict[str, nn.Module] = {
             str(layer): DecoderLayer(config, layer, options) for layer in options.layers
@@ -361,9 +361,9 @@ class DecoderStage(nn.Module):
         )
 
 
-def shares_embedding(config: DecoderConfig, options: StageOptions) -> bool:
-    """Whether the last stage uses the embedding; it then holds a copy."""
-    predicts_further = config.num_nextn_predict_layers > 0 and options.mtp_loss_coef > 0
+def shares_embedding(config: DecoderConfig, mtp_loss_coef: float) -> bool:
+    """Whether the last stage uses the embedding; on another rank than the first it has a copy."""
+    predicts_further = config.num_nextn_predict_layers > 0 and mtp_loss_coef > 0
     return config.tie_word_embeddings or predicts_further
 
 

@@ -5,7 +5,7 @@ gradients, moe-pipeline drives the stage, unified-ckpt and weight-convert (throu
 and write it. gpu-alloc replays what this allocates, in `plan`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from torch import nn
 
 from moe_pipeline import PipelineExecutor, Schedule
 from moe_pipeline.executor import ExecutorOptions, TiedParameters
-from moe_pipeline.schedules import SCHEDULES, forward_only
 from moe_train.checkpoint import BackgroundSaves, Checkpointer, NodeStates, checkpoint_files
 from moe_train.config import Config
 from moe_train.data import prepare
@@ -32,10 +31,10 @@ from moe_train.model import (
     EMBEDDING,
     DecoderConfig,
     DecoderStage,
+    RankStages,
     StageOptions,
     initialise,
     shares_embedding,
-    stage_layers,
 )
 from moe_train.optim import (
     GradientStore,
@@ -49,6 +48,12 @@ from moe_train.parallel import Parallel
 from moe_train.tokenization import vocabulary_rows
 from moe_train.training.balancing import aux_loss_coef, check_balancing
 from moe_train.training.dispatching import dispatch_options
+from moe_train.training.pipeline import (
+    forwards_of,
+    layers_of_stages,
+    training_schedule,
+    unmeasured_schedule,
+)
 from moe_train.training.sources import Corpus, open_corpus
 from moe_train.training.step import StepRunner
 from unified_ckpt import ManagerOptions
@@ -78,13 +83,6 @@ def read_model_config(config: Config) -> DecoderConfig:
     return model.with_mtp_layers(0) if leaves_out else model
 
 
-def training_schedule(config: Config) -> Schedule:
-    """What the pipeline's ranks do in a step; pure."""
-    return SCHEDULES[config.parallel.schedule](
-        config.parallel.pp, config.train.gradient_accumulation_steps
-    )
-
-
 def check_layout(config: Config, model: DecoderConfig) -> None:
     """Check the decoder and the batch against the layout; pure.
 
@@ -96,7 +94,7 @@ def check_layout(config: Config, model: DecoderConfig) -> None:
         num_hidden_layers=model.num_hidden_layers, num_experts=model.num_experts
     )
     config.check_batch()
-    check_balancing(config, model, training_schedule(config))
+    check_balancing(config, model, unmeasured_schedule(config))
     dispatch_options(config, model)
     StageOptions.check_kept(config.train.recompute_keep)
 
@@ -114,12 +112,34 @@ def rules_of_job(config: Config, model: DecoderConfig) -> dict[str, UpdateRule]:
     return update_rules(decoder_shapes(model), config, names)
 
 
-def build_stage(config: Config, model: DecoderConfig, parallel: Parallel) -> DecoderStage:
+def build_stages(config: Config, model: DecoderConfig, parallel: Parallel) -> RankStages:
     """This rank's part of the decoder; what `train.trainable` leaves out is frozen."""
-    options = StageOptions(
-        layers=stage_layers(model.num_hidden_layers, parallel.num_stages, parallel.stage),
-        first=parallel.is_first,
-        last=parallel.is_last,
+    layers = layers_of_stages(config, model)
+    stages = RankStages(
+        model,
+        {
+            number: DecoderStage(model, _stage_options(config, model, parallel, number, layers))
+            for number in parallel.stages
+        },
+    )
+    if config.train.trainable:
+        names = chosen_names("train.trainable", config.train.trainable, model)
+        for name, parameter in stages.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and name in names)
+    return stages
+
+
+def _stage_options(
+    config: Config,
+    model: DecoderConfig,
+    parallel: Parallel,
+    number: int,
+    layers: Sequence[range],
+) -> StageOptions:
+    return StageOptions(
+        layers=layers[number],
+        first=number == 0,
+        last=number == len(layers) - 1,
         data_rank=parallel.data_rank,
         num_data_ranks=parallel.num_data_ranks,
         ep_group=parallel.ep_group if config.parallel.ep > 1 else None,
@@ -143,12 +163,6 @@ def build_stage(config: Config, model: DecoderConfig, parallel: Parallel) -> Dec
         device=parallel.device,
         dtype=getattr(torch, config.train.dtype),
     )
-    stage = DecoderStage(model, options)
-    if config.train.trainable:
-        names = chosen_names("train.trainable", config.train.trainable, model)
-        for name, parameter in stage.named_parameters():
-            parameter.requires_grad_(parameter.requires_grad and name in names)
-    return stage
 
 
 def build_training(config: Config, parallel: Parallel) -> Training:
@@ -172,10 +186,10 @@ def build_runner(
     Args:
         files: what rank 0 writes beside the weights.
     """
-    stage = build_stage(config, model, parallel)
-    layouts = parameter_layouts(stage, model, parallel.stage_mesh)
-    parameters = {name: p for name, p in stage.named_parameters() if p.requires_grad}
-    tensors = stage_tensors(stage)
+    stages = build_stages(config, model, parallel)
+    layouts = parameter_layouts(stages, model, parallel.stage_mesh)
+    parameters = {name: p for name, p in stages.named_parameters() if p.requires_grad}
+    tensors = stage_tensors(stages)
     _initialise(config, model, stored_tensors(layouts, tensors, parallel.rank))
     optimizer = Optimizer(
         parameters,
@@ -184,22 +198,21 @@ def build_runner(
         master_weights=config.train.master_weights,
         rounding=_rounding(config, parameters, parallel),
     )
-    microbatches = config.train.gradient_accumulation_steps
-    train_schedule = training_schedule(config)
-    check_balancing(config, model, train_schedule)
+    has_copy = shares_embedding(model, config.train.mtp_loss_coef)
+    schedule = training_schedule(config, stages, parallel)
+    check_balancing(config, model, schedule)
     background = BackgroundSaves.of(config)
     if background is not None:
-        stage.register_forward_pre_hook(lambda *_: background.copy_piece())
+        for stage in stages.by_number.values():
+            stage.register_forward_pre_hook(lambda *_: background.copy_piece())
     runner = StepRunner(
         parallel=parallel,
-        stage=stage,
-        executor=_executor(config, stage, train_schedule, parallel),
-        evaluator=_executor(
-            config, stage, forward_only(parallel.num_stages, microbatches), parallel
-        ),
+        stages=stages,
+        executor=_executor(config, stages, schedule, parallel),
+        evaluator=_executor(config, stages, forwards_of(schedule), parallel),
         gradients=_gradients(
             config,
-            parameter_groups(parameters, parallel, has_copy=shares_embedding(model, stage.options)),
+            parameter_groups(parameters, parallel, has_copy=has_copy),
         ),
         optimizer=optimizer,
         max_grad_norm=config.optimizer.max_grad_norm,
@@ -293,10 +306,10 @@ def parameter_groups(
 
 
 def _executor(
-    config: Config, stage: DecoderStage, schedule: Schedule, parallel: Parallel
+    config: Config, stages: RankStages, schedule: Schedule, parallel: Parallel
 ) -> PipelineExecutor:
     return PipelineExecutor(
-        {parallel.stage: stage},
+        stages.by_number,
         schedule,
         rank=parallel.stage,
         forward_group=parallel.forward_group,

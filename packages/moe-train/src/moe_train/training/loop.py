@@ -33,7 +33,8 @@ from moe_train.training.pace import Pace
 from moe_train.training.relayout import relaid_out
 from moe_train.training.saving import Saver
 from moe_train.training.spikes import SpikeGuard
-from moe_train.training.step import BadStepError, StepResult
+from moe_train.training.step import Asked, BadStepError, StepResult
+from moe_train.training.timeline import TIMED_STEP, TIMELINE_FILE, Timeline
 from unified_ckpt.files.storage import Location
 
 logger = logging.getLogger(__name__)
@@ -164,7 +165,7 @@ class TrainingLoop:
         """Make the next step begin in the layout that was asked for, if the job fits it."""
         if sizes is None:
             return
-        model = self.training.runner.stage.config
+        model = self.training.runner.stages.config
         try:
             parallel = self.config.parallel.changed(self.position.step, sizes)
             check_layout(replace(self.config, parallel=parallel.at_step(self.position.step)), model)
@@ -210,7 +211,7 @@ class TrainingLoop:
                 is_over = pace.is_last(context.age_s, self.saver.longest_s)
                 with pace.step():
                     stop = context.stop_requested or is_over or bool(self.saver.stop_reason)
-                    result = self._step(loader, stop=stop)
+                    result = self._step(loader, stop=stop, timeline=self._timeline())
             except BadStepError as error:
                 raise type(error)(f"{error}; {self._save_before_error()}") from error
             step = context.step = self.position.step
@@ -231,21 +232,22 @@ class TrainingLoop:
             if stopping or last or step == until or result.relayout_requested:
                 return result
 
-    def _step(self, loader: BatchLoader, *, stop: bool) -> StepResult:
+    def _step(
+        self, loader: BatchLoader, *, stop: bool, timeline: Timeline | None = None
+    ) -> StepResult:
         """One step; where the guard leaves out its update, its samples are used up all the same."""
         started = time.perf_counter()
         step = loader.load(self.position.consumed_samples)
         loaded = time.perf_counter()
         lr = self.schedule.rate(self.position.step + 1)
-        self.training.runner.stage.begin_step(self.position.step + 1)
+        self.training.runner.stages.begin_step(self.position.step + 1)
         result = self.training.runner.train(
             step.batches,
             lr=lr,
-            stop=stop,
-            save=self.saver.is_late(),
-            relayout=self._requests.is_waiting(),
+            asked=Asked(stop, self.saver.is_late(), self._requests.is_waiting()),
             max_loss=self.guard.max_loss,
             read=step.read,
+            times=None if timeline is None else timeline.times,
         )
         self.guard.note(result, self.position.step + 1)
         self._advance(result)
@@ -253,8 +255,17 @@ class TrainingLoop:
         figures = step_metrics(result)
         if self.guard.skipped:
             figures["skipped_steps"] = self.guard.skipped
+        if timeline is not None:
+            runner, path = self.training.runner, self.config.log_folder / TIMELINE_FILE
+            figures |= timeline.finish(runner.executor.schedule, path)
         self._report(figures, lr=lr, data_time_s=loaded - started, step_time_s=elapsed_s)
         return result
+
+    def _timeline(self) -> Timeline | None:
+        """What times the step that comes, if it is the one that is drawn."""
+        parallel = self.training.parallel
+        is_drawn = self.position.step - self.saver.first_step == TIMED_STEP - 1
+        return Timeline(parallel) if is_drawn and parallel.num_stages > 1 else None
 
     def _save_before_error(self) -> str:
         if not self.training.runner.has_finite_weights():

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from comm_collectives import all_reduce
 from moe_pipeline import PipelineExecutor
-from moe_pipeline.executor import token_scale
+from moe_pipeline.executor import TimeTrack, token_scale
 from moe_pipeline.router import TopKRouter, update_expert_bias
 from moe_train.data import Batch, check_value
 from moe_train.errors import MoeTrainError
-from moe_train.model import DecoderStage, Target
+from moe_train.model import RankStages, Target
 from moe_train.optim import GradientStore, Optimizer, clip_coefficient
 from moe_train.parallel import Parallel
 from moe_train.training.batches import SamplesRead, count_predictions
@@ -59,6 +59,17 @@ class StepResult:
     sample_check: int = 0
 
 
+class Asked(NamedTuple):
+    """What this rank asks for after a step: to stop, a checkpoint, another layout."""
+
+    stop: bool = False
+    save: bool = False
+    relayout: bool = False
+
+
+_NOTHING = Asked()
+
+
 class _Sums(NamedTuple):
     """What is summed over all ranks after a step, besides the loads of the experts."""
 
@@ -88,7 +99,7 @@ class StepRunner:
     """
 
     parallel: Parallel
-    stage: DecoderStage
+    stages: RankStages
     executor: PipelineExecutor
     evaluator: PipelineExecutor
     gradients: GradientStore
@@ -102,38 +113,35 @@ class StepRunner:
         batches: Sequence[Batch],
         *,
         lr: float,
-        stop: bool = False,
-        save: bool = False,
-        relayout: bool = False,
+        asked: Asked = _NOTHING,
         max_loss: float = math.inf,
         read: SamplesRead | None = None,
+        times: TimeTrack | None = None,
     ) -> StepResult:
         """Forward, backward and update on this rank's microbatches.
 
         Args:
             batches: one per microbatch; empty on stages that need no tokens.
             lr: learning rate of the update.
-            stop: this rank was asked to stop after the step.
-            save: this rank asks for a checkpoint after the step.
-            relayout: this rank asks for another layout after the step.
+            asked: what this rank asks for after the step.
             max_loss: the same on every rank; above it the update is left out, as it is where no
                 token is predicted.
             read: which samples the batches hold; None when nobody keeps account of them.
+            times: records when the stages compute.
 
         Raises:
             NonFiniteLossError: on every rank, before the update.
             MoeTrainError: the first and the last stage have read different samples.
         """
         self.gradients.clear()
-        self.stage.train()
+        self.stages.train()
         scale = 1.0
         if self.parallel.is_last:
             labels = [batch.labels.to(self.parallel.device) for batch in batches]
             scale = token_scale(labels, group=self.parallel.data_group)
-        self.executor.step(*self._pipeline_arguments(batches, scale))
+        self.executor.step(*self._pipeline_arguments(batches, scale), times=times)
         self.gradients.reduce()
         read = read or SamplesRead(num_predicted=count_predictions(batches))
-        asked = (stop, save, relayout)
         result = self._share(read, self.gradients.norm_squared(), asked)
         if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
             raise NonFiniteLossError(
@@ -164,17 +172,17 @@ class StepRunner:
 
     def _biased_routers(self) -> list[TopKRouter]:
         """The routers whose bias follows their load; not those that are frozen."""
-        modules = self.stage.modules() if self.updates_expert_bias else ()
+        modules = self.stages.modules() if self.updates_expert_bias else ()
         routers = (module for module in modules if isinstance(module, TopKRouter))
         return [router for router in routers if router.weight.requires_grad]
 
     def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:
         """Sum of cross entropies over the global batch, and how many tokens were predicted."""
-        self.stage.eval()
+        self.stages.eval()
         with torch.no_grad():
             self.evaluator.step(*self._pipeline_arguments(batches, 1.0))
         read = SamplesRead(num_predicted=count_predictions(batches))
-        result = self._share(read, 0.0, (False, False, False))
+        result = self._share(read, 0.0, _NOTHING)
         return result.loss, result.num_tokens
 
     def _pipeline_arguments(
@@ -189,12 +197,9 @@ class StepRunner:
             targets = [Target(b.labels.to(device), scale, b.input_ids.to(device)) for b in batches]
         return inputs, targets
 
-    def _share(
-        self, read: SamplesRead, norm_squared: float, asked: tuple[bool, bool, bool]
-    ) -> StepResult:
+    def _share(self, read: SamplesRead, norm_squared: float, asked: Asked) -> StepResult:
         """The figures of the step, summed over all ranks, and what some rank has `asked` for."""
-        stop, save, relayout = asked
-        config, record = self.stage.config, self.stage.take_record()
+        config, record = self.stages.config, self.stages.take_record()
         is_first, is_last = self.parallel.is_first, self.parallel.is_last
         shape = (config.num_hidden_layers + len(config.mtp_layers), config.num_experts)
         load_LE = torch.zeros(shape, dtype=torch.float64, device=self.parallel.device)
@@ -207,9 +212,9 @@ class StepRunner:
             aux_loss=float(record.aux_loss),
             z_loss=float(record.z_loss),
             mtp_loss=float(record.mtp_loss),
-            stop_requests=float(stop),
-            save_requests=float(save),
-            relayout_requests=float(relayout),
+            stop_requests=float(asked.stop),
+            save_requests=float(asked.save),
+            relayout_requests=float(asked.relayout),
             predicted_tokens=read.num_predicted if is_last else 0,
             samples_read=read.num_samples if is_first else 0,
             sample_hashes=read.hash_sum if is_first else 0,

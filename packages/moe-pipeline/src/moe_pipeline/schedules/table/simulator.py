@@ -8,9 +8,10 @@ work, for the time that `StageCosts` gives them.
     assert simulate(one_f_one_b(8, 16)).makespan_s == 3 * (16 + 7)
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import final
 
 from moe_pipeline._checks import check_type
@@ -62,6 +63,45 @@ class Simulation:
         """
         pairs = zip(self.spans, self.busy_s, strict=True)
         return tuple(s[-1].end_s - s[0].start_s - busy if s else 0.0 for s, busy in pairs)
+
+    @staticmethod
+    def measured(rows: Sequence[Sequence[Span]]) -> "Simulation":
+        """What a run was measured to take, in the same terms; memory is left out.
+
+        Args:
+            rows: of each rank its computations with their times on one clock, whatever its zero.
+        """
+        begin = min((span.start_s for row in rows for span in row), default=0.0)
+        spans = tuple(
+            tuple(Span(s.action, s.start_s - begin, s.end_s - begin) for s in row) for row in rows
+        )
+        return Simulation(
+            spans=spans,
+            makespan_s=max((span.end_s for row in spans for span in row), default=0.0),
+            busy_s=tuple(map(_busy, spans)),
+            peak_bytes=(),
+            stage_peak_bytes=(),
+        )
+
+    def costs(self) -> tuple[StageCosts, ...]:
+        """The median times of each stage's computations; a whole backward counts as I."""
+        took: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+        for row in self.spans:
+            for span in row:
+                took[span.action.stage, span.action.kind].append(span.end_s - span.start_s)
+        medians = {key: median(seconds) for key, seconds in took.items()}
+
+        def sum_of(stage: int, *kinds: Kind) -> float:
+            return sum(medians.get((stage, kind), 0.0) for kind in kinds)
+
+        return tuple(
+            StageCosts(
+                forward_s=sum_of(stage, Kind.FORWARD),
+                input_gradient_s=sum_of(stage, *_GRADIENTS),
+                weight_gradient_s=sum_of(stage, Kind.WEIGHT_GRADIENT),
+            )
+            for stage in sorted({stage for stage, _ in took})
+        )
 
 
 def simulate(

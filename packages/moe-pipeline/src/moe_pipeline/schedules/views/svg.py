@@ -23,9 +23,18 @@ _LEGIBLE = 14
 
 
 def to_svg(
-    schedule: Schedule, costs: StageCosts | Sequence[StageCosts] | None = None, *, width: int = 1200
+    schedule: Schedule,
+    costs: StageCosts | Sequence[StageCosts] | None = None,
+    *,
+    width: int = 1200,
+    found: Simulation | None = None,
+    note: str = "",
 ) -> str:
     """The timeline of `simulate(schedule, costs)`, `width` pixels wide.
+
+    Args:
+        found: the times of a run instead, by `Simulation.measured`.
+        note: ends the title.
 
     Colours tell kinds apart, shades the stages of a rank; the numbers are microbatches, and each
     bar has a tooltip with the action and its times.
@@ -36,14 +45,14 @@ def to_svg(
     """
     if width < 200:
         raise MoEValueError(f"width must be at least 200, got {width}")
-    found = simulate(schedule, costs)
+    found = simulate(schedule, costs) if found is None else found
     scale = (width - _LEFT - 10) / found.makespan_s if found.makespan_s else 0.0
     height = _TOP + _LANE * len(found.spans) + 10
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         'font-family="sans-serif" font-size="11">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="8" y="18">{escape(_title(schedule, found))}</text>',
+        f'<text x="8" y="18">{escape(_title(schedule, found) + note)}</text>',
     ]
     for rank, row in enumerate(found.spans):
         y = _TOP + _LANE * rank
@@ -55,10 +64,10 @@ def to_svg(
 
 
 def _title(schedule: Schedule, found: Simulation) -> str:
+    peak = f", peak {max(found.peak_bytes)} bytes" if found.peak_bytes else ""
     return (
         f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_microbatches} microbatches, "
-        f"makespan {found.makespan_s:g}, idle {100 * found.bubble:.1f} %, "
-        f"peak {max(found.peak_bytes, default=0)} bytes"
+        f"makespan {found.makespan_s:g}, idle {100 * found.bubble:.1f} %{peak}"
     )
 
 

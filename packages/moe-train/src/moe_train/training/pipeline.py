@@ -1,0 +1,154 @@
+"""What the ranks of a pipeline hold and do: layers of each stage, and the schedule of a step.
+
+A schedule with a name follows from the configuration alone. `auto` is planned from what each stage
+is measured to take on this machine, under `parallel.memory_limit_mib`; the ranks share what they
+have measured, so that all find the same plan.
+
+    layers = layers_of_stages(config, model)
+    schedule = training_schedule(config, stages, parallel)
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from moe_pipeline import Schedule
+from moe_pipeline.executor import measure_costs
+from moe_pipeline.schedules import (
+    SCHEDULES,
+    Kind,
+    StageCosts,
+    add_transfers,
+    interleaved_1f1b,
+    interleaved_forward_then_backward,
+    interleaved_zero_bubble,
+    looped_bfs,
+    plan,
+)
+from moe_train.config import Config
+from moe_train.errors import TrainValueError
+from moe_train.model import (
+    DecoderConfig,
+    DecoderStage,
+    RankStages,
+    Target,
+    stage_layers,
+)
+from moe_train.parallel import Parallel
+from moe_train.training.layer_split import layer_work, split_layers
+
+_ROUNDS = 2  # of a measurement; the shortest counts
+_LOOPED = {
+    "interleaved_1f1b": interleaved_1f1b,
+    "interleaved_forward_then_backward": interleaved_forward_then_backward,
+    "interleaved_zero_bubble": interleaved_zero_bubble,
+    "looped_bfs": looped_bfs,
+}
+
+
+def layers_of_stages(config: Config, model: DecoderConfig) -> list[range]:
+    """The layers of every stage of the pipeline; pure."""
+    count = config.parallel.num_stages
+    if config.parallel.layer_split == "cost":
+        return split_layers(layer_work(model, config.data.sequence_length), count)
+    return [stage_layers(model.num_hidden_layers, count, stage) for stage in range(count)]
+
+
+def unmeasured_schedule(config: Config) -> Schedule:
+    """The schedule with its name, or for `auto` one like it; pure."""
+    name, pp = config.parallel.schedule, config.parallel.pp
+    count = config.train.gradient_accumulation_steps
+    if name == "auto":
+        return plan(StageCosts(), pp, count, 2 * count, folded=True)
+    if name in _LOOPED:
+        return _LOOPED[name](pp, count, stages_per_rank=config.parallel.per_rank)
+    return SCHEDULES[name](pp, count)
+
+
+def training_schedule(config: Config, stages: RankStages, parallel: Parallel) -> Schedule:
+    """What the pipeline's ranks do in a step. For `auto` collective over all ranks.
+
+    Raises:
+        ValueError: one microbatch does not fit in `parallel.memory_limit_mib`.
+    """
+    if config.parallel.schedule != "auto":
+        return unmeasured_schedule(config)
+    costs = _shared_costs(config, stages, parallel)
+    pp, count = config.parallel.pp, config.train.gradient_accumulation_steps
+    pairs = [costs[rank].activation_bytes + costs[-1 - rank].activation_bytes for rank in range(pp)]
+    limit = config.parallel.memory_limit_mib
+    cap = count * max(pairs) if limit is None else int(limit * 2**20)
+    if cap < max(pairs):
+        raise TrainValueError(
+            f"parallel.memory_limit_mib={limit:g}, but the activations of one microbatch take "
+            f"{max(pairs) / 2**20:.1f} MiB on a rank; raise it, use train.recompute, more "
+            "microbatches (train.gradient_accumulation_steps), or more ranks"
+        )
+    return replace(plan(costs, pp, count, cap, folded=True), name="auto")
+
+
+def forwards_of(schedule: Schedule) -> Schedule:
+    """The forwards of a schedule, on the same ranks: evaluation."""
+    rows = [[action for action in row if action.kind is Kind.FORWARD] for row in schedule.ranks]
+    return add_transfers(
+        Schedule(
+            name=f"forwards of {schedule.name}",
+            num_stages=schedule.num_stages,
+            num_microbatches=schedule.num_microbatches,
+            ranks=tuple(map(tuple, rows)),
+            has_backward=False,
+        )
+    )
+
+
+def _shared_costs(config: Config, stages: RankStages, parallel: Parallel) -> list[StageCosts]:
+    """Of every stage what the slowest of its ranks, and the fullest, has measured. Collective."""
+    cards = [parallel.device] if parallel.device.type == "cuda" else []
+    with torch.random.fork_rng(cards):
+        own = {
+            number: _measured(config, stage, parallel) for number, stage in stages.by_number.items()
+        }
+    stages.take_record()
+    for name, buffer in stages.named_buffers():
+        if name.endswith(".tokens_per_expert"):
+            buffer.zero_()
+    told: list[dict[int, StageCosts] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, own)
+    found: dict[int, list[StageCosts]] = {}
+    for costs in filter(None, told):
+        for number, cost in costs.items():
+            found.setdefault(number, []).append(cost)
+    return [_worst(found[number]) for number in sorted(found)]
+
+
+def _measured(config: Config, stage: DecoderStage, parallel: Parallel) -> StageCosts:
+    """Of one stage, on a microbatch of random tokens. Collective over the ranks of the stage."""
+    count = config.train.gradient_accumulation_steps
+    rows = config.train.global_batch_size // (count * parallel.num_data_ranks)
+    shape = (rows, config.data.sequence_length)
+    tokens = torch.randint(0, stage.config.vocab_size, shape, device=parallel.device)
+    positions = torch.arange(shape[1], device=parallel.device).expand(shape).contiguous()
+    first = tokens
+    if not stage.options.first:
+        size, dtype = stage.config.hidden_size, stage.options.dtype
+        first = torch.randn(*shape, size, device=parallel.device, dtype=dtype)
+    return measure_costs(
+        stage.train(),
+        (first, positions),
+        target=Target(tokens, 1.0 / tokens.numel(), tokens) if stage.options.last else None,
+        is_first=stage.options.first,
+        split=True,
+        rounds=_ROUNDS,
+    )
+
+
+def _worst(costs: list[StageCosts]) -> StageCosts:
+    """The longest times and the most bytes."""
+    return StageCosts(
+        forward_s=max(cost.forward_s for cost in costs),
+        input_gradient_s=max(cost.input_gradient_s for cost in costs),
+        weight_gradient_s=max(cost.weight_gradient_s for cost in costs),
+        activation_bytes=max(cost.activation_bytes for cost in costs),
+        weight_gradient_bytes=max(cost.left_for_weights for cost in costs),
+    )
