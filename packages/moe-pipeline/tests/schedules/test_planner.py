@@ -182,8 +182,8 @@ def times_of(state):
 
 
 def tiny_case(random):
-    """Unequal costs of 2 ranks with 2 to 4 microbatches, or 3 with 2: (costs, p, m, cap)."""
-    p, m = random.choice([(2, 2), (2, 3), (2, 4), (3, 2)])
+    """Unequal costs of 2 ranks with 2 to 4 microbatches, or 3 with 2 or 3: (costs, p, m, cap)."""
+    p, m = random.choice([(2, 2), (2, 3), (2, 4), (3, 2), (3, 3)])
     costs = [
         StageCosts(
             forward_s=random.randint(5, 20),

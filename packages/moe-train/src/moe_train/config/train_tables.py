@@ -19,7 +19,13 @@ class ParallelConfig(Table):
     """How the job is spread over processes; their number is pp * dp * ep."""
 
     table: ClassVar[str] = "parallel"
-    pp: int = key("pipeline stages", unit="ranks", default=1, minimum=1, on_resume="free")
+    pp: int = key(
+        "ranks of the pipeline, each with one stage or more",
+        unit="ranks",
+        default=1,
+        minimum=1,
+        on_resume="free",
+    )
     dp: int = key(
         "data-parallel replicas of the experts",
         unit="ranks",

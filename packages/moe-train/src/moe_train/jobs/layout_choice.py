@@ -13,9 +13,9 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations, product
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
-from moe_train.config import Config
+from moe_train.config import Config, ParallelConfig
 from moe_train.errors import MoeTrainError
 from moe_train.jobs.job import check_model
 from moe_train.model import DecoderConfig
@@ -26,21 +26,7 @@ _MICROBATCHES = "train.gradient_accumulation_steps"
 _SCHEDULE, _SPLIT = "parallel.schedule", "parallel.layer_split"
 
 _VALUES: dict[str, tuple[Any, ...]] = {
-    _SCHEDULE: (
-        "1f1b",
-        "forward_then_backward",
-        "zb_1p",
-        "zb_2p",
-        "interleaved_1f1b",
-        "interleaved_forward_then_backward",
-        "interleaved_zero_bubble",
-        "looped_bfs",
-        "zbv",
-        "v_half",
-        "v_min",
-        "dualpipe_v",
-        "auto",
-    ),
+    _SCHEDULE: get_args(get_type_hints(ParallelConfig)["schedule"]),
     _SPLIT: ("equal", "cost"),
     "train.recompute": (None, "layers", "selective", "outputs"),
     "moe.dispatch_route": ("flat", "dedup", "hierarchical"),

@@ -9,10 +9,9 @@ from moe_train.model.init import decays as decays
 from moe_train.model.init import initialise as initialise
 from moe_train.model.kv_cache import KeyValueCache as KeyValueCache
 from moe_train.model.mtp import stored_name as stored_name
-from moe_train.model.rank_stages import RankStages as RankStages
 from moe_train.model.stage import EMBEDDING as EMBEDDING
 from moe_train.model.stage import DecoderStage as DecoderStage
 from moe_train.model.stage import StageOptions as StageOptions
+from moe_train.model.stage import StageRecord as StageRecord
 from moe_train.model.stage import Target as Target
-from moe_train.model.stage import shares_embedding as shares_embedding
 from moe_train.model.stage import stage_layers as stage_layers

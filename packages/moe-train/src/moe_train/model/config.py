@@ -190,6 +190,15 @@ class DecoderConfig:
         first = self.num_hidden_layers
         return range(first, first + self.num_nextn_predict_layers)
 
+    def shares_embedding(self, mtp_loss_coef: float) -> bool:
+        """Whether the last stage uses the embedding; on another rank than the first it has a copy.
+
+        Args:
+            mtp_loss_coef: of multi-token prediction, which embeds tokens; 0: not trained.
+        """
+        predicts_further = self.num_nextn_predict_layers > 0 and mtp_loss_coef > 0
+        return self.tie_word_embeddings or predicts_further
+
     @property
     def is_random(self) -> bool:
         """Whether training draws random numbers: dropout, or jitter of the routers' input."""

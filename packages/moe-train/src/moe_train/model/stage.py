@@ -110,7 +110,7 @@ class _Body(nn.Module):
         super().__init__()
         device, dtype = options.device, options.dtype
         size, eps = config.hidden_size, config.rms_norm_eps
-        if options.first or (options.last and shares_embedding(config, options.mtp_loss_coef)):
+        if options.first or (options.last and config.shares_embedding(options.mtp_loss_coef)):
             self.embed_tokens = nn.Embedding(config.vocab_size, size, device=device, dtype=dtype)
         layers: dict[str, nn.Module] = {
             str(layer): DecoderLayer(config, layer, options) for layer in options.layers
@@ -359,12 +359,6 @@ class DecoderStage(nn.Module):
         return StageRecord(
             loss=zero, aux_loss=zero.clone(), z_loss=zero.clone(), mtp_loss=zero.clone(), load_E={}
         )
-
-
-def shares_embedding(config: DecoderConfig, mtp_loss_coef: float) -> bool:
-    """Whether the last stage uses the embedding; on another rank than the first it has a copy."""
-    predicts_further = config.num_nextn_predict_layers > 0 and mtp_loss_coef > 0
-    return config.tie_word_embeddings or predicts_further
 
 
 def stage_layers(num_layers: int, num_stages: int, stage: int) -> range:

@@ -31,10 +31,8 @@ from moe_train.model import (
     EMBEDDING,
     DecoderConfig,
     DecoderStage,
-    RankStages,
     StageOptions,
     initialise,
-    shares_embedding,
 )
 from moe_train.optim import (
     GradientStore,
@@ -54,6 +52,7 @@ from moe_train.training.pipeline import (
     training_schedule,
     unmeasured_schedule,
 )
+from moe_train.training.rank_stages import RankStages
 from moe_train.training.sources import Corpus, open_corpus
 from moe_train.training.step import StepRunner
 from unified_ckpt import ManagerOptions
@@ -198,7 +197,7 @@ def build_runner(
         master_weights=config.train.master_weights,
         rounding=_rounding(config, parameters, parallel),
     )
-    has_copy = shares_embedding(model, config.train.mtp_loss_coef)
+    has_copy = model.shares_embedding(config.train.mtp_loss_coef)
     schedule = training_schedule(config, stages, parallel)
     check_balancing(config, model, schedule)
     background = BackgroundSaves.of(config)

@@ -31,12 +31,12 @@ from moe_train.errors import TrainValueError
 from moe_train.model import (
     DecoderConfig,
     DecoderStage,
-    RankStages,
     Target,
     stage_layers,
 )
 from moe_train.parallel import Parallel
 from moe_train.training.layer_split import layer_work, split_layers
+from moe_train.training.rank_stages import RankStages
 
 _ROUNDS = 2  # of a measurement; the shortest counts
 _LOOPED = {

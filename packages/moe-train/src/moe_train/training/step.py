@@ -18,10 +18,11 @@ from moe_pipeline.executor import TimeTrack, token_scale
 from moe_pipeline.router import TopKRouter, update_expert_bias
 from moe_train.data import Batch, check_value
 from moe_train.errors import MoeTrainError
-from moe_train.model import RankStages, Target
+from moe_train.model import Target
 from moe_train.optim import GradientStore, Optimizer, clip_coefficient
 from moe_train.parallel import Parallel
 from moe_train.training.batches import SamplesRead, count_predictions
+from moe_train.training.rank_stages import RankStages
 
 
 class BadStepError(MoeTrainError):

@@ -13,8 +13,7 @@ from typing import Self
 
 from torch import nn
 
-from moe_train.model.config import DecoderConfig
-from moe_train.model.stage import DecoderStage, StageRecord
+from moe_train.model import DecoderConfig, DecoderStage, StageRecord
 
 
 class RankStages(nn.Module):

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from moe_train.model import DecoderConfig, DecoderStage, RankStages, StageOptions
-from moe_train.model.stage import EMBEDDING
+from moe_train.model import EMBEDDING, DecoderConfig, DecoderStage, StageOptions
+from moe_train.training.rank_stages import RankStages
 
 SIZES = {
     "model_type": "mixtral",
