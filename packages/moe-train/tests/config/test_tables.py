@@ -8,9 +8,10 @@ import pytest
 from moe_train.config.data_tables import DataConfig
 from moe_train.config.model_tables import ModelConfig, MoeTable
 from moe_train.config.optimizer_tables import OptimizerConfig, ParamGroupConfig
+from moe_train.config.parallel_table import ParallelConfig
 from moe_train.config.run_tables import CheckpointConfig, LogConfig
 from moe_train.config.tables import TABLES, Config, all_keys
-from moe_train.config.train_tables import ParallelConfig, TrainConfig
+from moe_train.config.train_tables import TrainConfig
 from moe_train.errors import TrainValueError
 
 

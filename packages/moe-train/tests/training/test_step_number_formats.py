@@ -29,7 +29,7 @@ def trained(config: Config, random_batches: Batches) -> tuple[list[float], dict[
         batches = random_batches(config, step, at.data_rank, at.num_data_ranks)
         result = runner.train(batches, lr=0.003)
         figures += [result.loss, result.grad_norm]
-    return figures, {n: p.detach() for n, p in runner.stage.named_parameters()}
+    return figures, {n: p.detach() for n, p in runner.stages.named_parameters()}
 
 
 @pytest.fixture

@@ -16,8 +16,9 @@ from moe_train.config.data_tables import DataConfig, SourceConfig, TokenizerConf
 from moe_train.config.keys import KeyInfo, Table, keys_of
 from moe_train.config.model_tables import ModelConfig, MoeTable
 from moe_train.config.optimizer_tables import OptimizerConfig, ParamGroupConfig
+from moe_train.config.parallel_table import ParallelConfig
 from moe_train.config.run_tables import CheckpointConfig, LogConfig
-from moe_train.config.train_tables import ParallelConfig, TrainConfig, batch_message
+from moe_train.config.train_tables import TrainConfig, batch_message
 from moe_train.errors import TrainValueError, check_type
 
 
