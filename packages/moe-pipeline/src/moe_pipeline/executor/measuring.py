@@ -5,7 +5,7 @@ schedule = plan([costs] * 8, num_ranks=4, num_microbatches=16, memory_cap_bytes=
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
@@ -54,17 +54,20 @@ def measure_costs(
     parameters = list(stage.parameters()) if isinstance(stage, nn.Module) else []
     before = [parameter.grad for parameter in parameters]
     times, costs = [], StageCosts()
+
+    def give() -> tuple[Any, ...]:
+        return tuple(inputs) if is_first else _own(inputs)
+
     try:
         with torch.random.fork_rng(), torch.enable_grad():
             for turn in range(1 + rounds):
                 for parameter in parameters:
                     parameter.grad = None  # autograd would add to it in place
                 state = MicrobatchState(store=WeightGradStore() if split else None)
-                given = tuple(inputs) if is_first else _own(inputs)
                 if turn:
-                    times.append(_timed(stage, given, target, state))
+                    times.append(_timed(stage, give(), target, state))
                 else:
-                    costs = _counted(stage, given, target, state)
+                    costs = _counted(stage, give, target, state)
     finally:
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
@@ -75,13 +78,15 @@ def measure_costs(
 
 
 def _counted(
-    stage: Stage, inputs: tuple[Any, ...], target: object | None, state: MicrobatchState
+    stage: Stage,
+    give: Callable[[], tuple[Any, ...]],
+    target: object | None,
+    state: MicrobatchState,
 ) -> StageCosts:
-    """The bytes that a microbatch keeps."""
+    """The bytes that a microbatch keeps, of inputs that nobody else does."""
     track = MemoryTrack()
     with track.forward((0, 0)):
-        _forward(stage, inputs, target, state)
-    del inputs
+        _forward(stage, give(), target, state)
     track.after(Action(0, Kind.FORWARD, 0))
     with nullcontext() if state.store is None else state.store.deferring():
         state.run_backward()
