@@ -98,7 +98,7 @@ def seams(session: nox.Session) -> None:
     with_both += [tests / "cli/test_record.py", tests / "trace/test_torch_snapshot.py"]
     with_both.append(tests / "test_docstrings.py")
     tests = ROOT / "packages/weight-convert/tests"  # alone it has no torch, which computing needs
-    for room in ("adapters", "compute", "loading", "merging", "quantization"):
+    for room in ("adapters", "compute", "opinions", "merging", "quantization"):
         with_both += sorted((tests / room).glob("test_*.py"))
     names = [str(f.relative_to(ROOT)) for f in with_both]
     names.append(f"{tests.relative_to(ROOT)}/run/test_execution.py::{_KILLED_WHILE_COMPUTING}")

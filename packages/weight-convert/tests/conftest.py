@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 # What computes needs torch, without which the package alone is tested; nox -s seams runs these.
-NEED_TORCH = ("adapters", "compute", "loading/test_numbers.py", "merging", "quantization")
+NEED_TORCH = ("adapters", "compute", "opinions/test_numbers.py", "merging", "quantization")
 collect_ignore = [] if find_spec("torch") else list(NEED_TORCH)
 
 

@@ -1,6 +1,6 @@
 """The command `weight-convert`, one file a command.
 
-May import: loading, adapters, merging, quantization, splitting, cutting, run, verification, plan,
+May import: opinions, adapters, merging, quantization, splitting, cutting, run, verification, plan,
 specs, files.
 """
 

@@ -3,7 +3,7 @@
 import argparse
 
 from weight_convert.cli.arguments import add_family, family_given
-from weight_convert.loading import Opinion
+from weight_convert.opinions import Opinion
 from weight_convert.verification import LEVELS, verify
 
 _SHOWN_DIFFERENCES = 20

@@ -2,7 +2,7 @@
 
 A room of its own: it reads what the others write, and writes nothing.
 
-May import: loading, plan, cutting, outputs, operations, specs, files, staging.
+May import: opinions, plan, cutting, outputs, operations, specs, files, staging.
 """
 
 from weight_convert.verification.comparison import LEVELS as LEVELS

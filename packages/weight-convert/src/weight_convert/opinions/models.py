@@ -18,8 +18,8 @@ import transformers
 from transformers.utils import logging
 
 from weight_convert.errors import WeightConvertError
-from weight_convert.loading.numbers import unequal
-from weight_convert.loading.opinion import Opinion
+from weight_convert.opinions.numbers import unequal
+from weight_convert.opinions.opinion import Opinion
 
 _NUM_TOKENS = 16
 _SCALES = ("_scale_inv", "_scales")

@@ -5,6 +5,6 @@ A room of its own, since no rule of this package has a say in it. Importing it i
 May import: compute, outputs, staging.
 """
 
-from weight_convert.loading.opinion import Opinion as Opinion
-from weight_convert.loading.opinion import numbers_differ as numbers_differ
-from weight_convert.loading.opinion import second_opinion as second_opinion
+from weight_convert.opinions.opinion import Opinion as Opinion
+from weight_convert.opinions.opinion import numbers_differ as numbers_differ
+from weight_convert.opinions.opinion import second_opinion as second_opinion

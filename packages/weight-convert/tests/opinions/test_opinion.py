@@ -5,7 +5,7 @@ import pytest
 
 from weight_convert import verify
 from weight_convert.errors import WeightConvertError
-from weight_convert.loading.opinion import second_opinion
+from weight_convert.opinions.opinion import second_opinion
 
 
 @pytest.mark.skipif(find_spec("transformers") is not None, reason="transformers is here")

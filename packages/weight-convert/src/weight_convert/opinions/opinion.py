@@ -66,7 +66,7 @@ def numbers_differ(
 
 def _needing(module: str, extra: str) -> ModuleType:
     try:
-        return import_module(f"weight_convert.loading.{module}")
+        return import_module(f"weight_convert.opinions.{module}")
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "transformers"):
             raise

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from weight_convert import read_catalog
-from weight_convert.loading.numbers import first_number, unequal
+from weight_convert.opinions.numbers import first_number, unequal
 from weight_convert.outputs import PlannedTensor
 from weight_convert.staging import OpenFiles
 
