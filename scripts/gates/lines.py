@@ -64,10 +64,9 @@ LINES_ADDED = {
     # whose norms, ranks and draws are found in passes, so that no tensor is held; stacked layers.
     # LoRA, rsLoRA and DoRA of peft's files. Directories of ranks: cuts from roles, rows woven from
     # short runs, joining; bytes on each rank.
-    # Comparisons by values and logits through transformers; reflinks, a limit of memory; a dense
-    # model made MoE, and a LoRA taken from two models.
+    # Comparisons by values and logits through transformers.
     # Formats of other programs: packed and transposed tensors, pickles read and written as data.
-    "weight-convert": 1_250 + 420 + 1_000 + 950 + 950 + 500 + 1_120 + 600 + 2_150,
+    "weight-convert": 1_250 + 420 + 1_000 + 950 + 950 + 500 + 1_120 + 400 + 2_150,
     # Tokens of padding that no expert sees. Transfers in one order, its proof for process groups
     # that keep one (NCCL), and a transport that leaves such a device alone; torch's builders.
     # Plans for unequal costs: a search among orders. Stages of torch wrapped in data parallelism.
