@@ -5,7 +5,7 @@ machine runs four of them at a time, under four schedules. The trainer times a s
 `schedule.svg`; the simulator is given the times that the stages took. The figure is the largest
 relative difference of the two idle shares.
 
-    python benchmarks/moe_train_bubble.py                          # about a minute
+    python benchmarks/moe_train_bubble.py                          # about two minutes
     python benchmarks/moe_train_bubble.py --sleep-ms 5 --schedules zbv
 """
 
@@ -113,7 +113,7 @@ def bubbles(schedule: str, seconds: float) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--schedules", nargs="*", default=list(SCHEDULES))
-    parser.add_argument("--sleep-ms", type=float, default=30.0)
+    parser.add_argument("--sleep-ms", type=float, default=100.0)
     arguments = parser.parse_args()
     apart = []
     for schedule in arguments.schedules:

@@ -23,7 +23,8 @@ REFUSED = {
     "layers": (
         ["parallel.pp=3"],
         {},
-        "num_hidden_layers=2 is not divisible by parallel.pp=3 stages; choose pp among 1, 2",
+        "num_hidden_layers=2 is not divisible by parallel.pp=3 stages; choose pp among 1, 2, or in "
+        'training set parallel.layer_split="cost"',
     ),
     "experts": (
         ["parallel.ep=4", "train.global_batch_size=16"],
