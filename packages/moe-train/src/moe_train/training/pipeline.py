@@ -56,14 +56,12 @@ def layers_of_stages(config: Config, model: DecoderConfig) -> list[range]:
 
 
 def unmeasured_schedule(config: Config) -> Schedule:
-    """The schedule with its name, or for `auto` one like it; pure."""
+    """The schedule with its name, or for `auto` one on the same ranks; pure."""
     name, pp = config.parallel.schedule, config.parallel.pp
     count = config.train.gradient_accumulation_steps
-    if name == "auto":
-        return plan(StageCosts(), pp, count, 2 * count, folded=True)
     if name in _LOOPED:
         return _LOOPED[name](pp, count, stages_per_rank=config.parallel.per_rank)
-    return SCHEDULES[name](pp, count)
+    return SCHEDULES["zbv" if name == "auto" else name](pp, count)
 
 
 def training_schedule(config: Config, stages: RankStages, parallel: Parallel) -> Schedule:
