@@ -27,7 +27,7 @@ def test_the_commands_of_the_guide_run(
     title: str,
 ) -> None:
     text = (DOCS / guide).read_text(encoding="utf-8").partition(f"## {title}\n")[2]
-    block = re.search(r"```\n(.*?)```", text, re.DOTALL)
+    block = re.search(r"```bash\n(.*?)```", text, re.DOTALL)
     assert block is not None
     monkeypatch.chdir(tmp_path)
     model.write(Path("Qwen3-30B-A3B"), "transformers", num_files=2)

@@ -10,6 +10,7 @@ is bounded by `timeout_s` and by the group's own timeout, whichever is shorter.
 """
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -45,14 +46,8 @@ class Agreement:
 
     def __init__(self, group: dist.ProcessGroup | None, *, timeout_s: float, subject: str) -> None:
         self._group = group
-        self._timeout_s = timeout_s
         self.subject = subject
         if dist.is_available() and dist.is_initialized():
-            device = _collective_device(group)
-            if device.type != "cpu":
-                # At its own limit a device's backend ends the process, and nobody is named.
-                limit_s = _SHARE_OF_LIMIT * group_limit_s(group, device)
-                self._timeout_s = min(timeout_s, limit_s)
             self._ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
             self.rank = dist.get_rank(group)
         else:
@@ -60,6 +55,16 @@ class Agreement:
             self.rank = 0
         if self.rank < 0:
             raise SaveArgumentError(f"{subject}: this process is not in the group given")
+        self._timeout_s = min(timeout_s, self._limit_s())
+
+    def _limit_s(self) -> float:
+        """How long to wait where the group's own limit ends the process, and names nobody."""
+        if not dist.is_available() or not dist.is_initialized():
+            return math.inf
+        device = _collective_device(self._group)
+        if device.type == "cpu":
+            return math.inf
+        return _SHARE_OF_LIMIT * group_limit_s(self._group, device)
 
     @property
     def size(self) -> int:
