@@ -54,7 +54,10 @@ def test_models_that_are_not_there_are_named_by_their_key(
     (tmp_path / "empty").mkdir()
     for value, message in (
         ("model.init_from=/no/where", "model.init_from=/no/where does not exist"),
-        (f"model.init_from={tmp_path}/empty", "holds no config.json; name a folder with config.json and w"),
+        (
+            f"model.init_from={tmp_path}/empty",
+            "holds no config.json; name a folder with config.json",
+        ),
         ("model.config_file=/no/where.json", "model.config_file=/no/where.json does not exist"),
     ):
         with pytest.raises(FileNotFoundError, match=message):
