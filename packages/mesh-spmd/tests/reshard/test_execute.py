@@ -185,7 +185,7 @@ def assert_holds(
         expected = part_of(value, tensor, ranks[0])
         # All addends are small whole numbers, so that only averages are rounded.
         tolerance = 1e-12 if "Partial(avg)" in case else 0.0
-        torch.testing.assert_close(held, expected, rtol=tolerance, atol=0.0, msg=case)
+        torch.testing.assert_close(held, expected, rtol=tolerance, atol=tolerance, msg=case)
 
 
 def check_case(seed: int, kinds: Sequence[str], topology: Topology | None = None) -> None:

@@ -83,7 +83,8 @@ def _load(directory: Path, dtype: torch.dtype | str) -> tuple[Any, set[str]]:
     if made_up:
         raise WeightConvertError(
             f"transformers {transformers.__version__} finds no weights of the right shape for "
-            f"{len(made_up)} parameters in {directory}, for example {made_up[0]}"
+            f"{len(made_up)} parameters in {directory}, for example {made_up[0]}; compare at "
+            "level bytes, or convert it to format transformers or fused"
         )
     left_out = set(info["unexpected_keys"])
     scales = sorted(key for key in left_out if key.endswith(_SCALES))
