@@ -103,10 +103,9 @@ def test_train_generate_and_inspect(
     )
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "run"
-    assert {"checkpoint-4", "checkpoint-6", "metrics.jsonl", "loss.png", "expert_load.png"} <= {
-        path.name for path in folder.iterdir()
-    }
-    assert "checkpoint-6" in done.stdout
+    made = ["metrics.jsonl", "loss.png", "expert_load.png", "schedule.svg", "checkpoint-6"]
+    assert {"checkpoint-4", *made} <= {path.name for path in folder.iterdir()}
+    assert done.stdout.splitlines()[-6:] == ["results:", *(f"  {folder / name}" for name in made)]
     checkpoint = str(folder / "checkpoint-6")
     assert main(["generate", "--checkpoint", checkpoint, "--prompt", "def ", "--seed", "1"]) == 0
     assert capfd.readouterr().out.startswith("def ")

@@ -33,6 +33,7 @@ from moe_train.rank import RankContext, rank_number
 from moe_train.report import MetricsLog, ProgressLine, phase, write_plots
 from moe_train.tokenization import TextTokenizer, describe_choice
 from moe_train.training import (
+    TIMELINE_FILE,
     Reporter,
     TrainingLoop,
     build_training,
@@ -233,9 +234,11 @@ def _finish(config: Config, saved: Path | Location | None) -> None:
             written += write_plots(folder / "metrics.jsonl", folder)
         except OSError as error:
             logger.warning("warning: the plots are not written: %s", error)
+    if (folder / TIMELINE_FILE).exists():
+        written.append(folder / TIMELINE_FILE)
     if saved is not None:
         written.append(saved)
-    print("results:", *(f"\n  {path}" for path in written), flush=True)
+    print("results:", *(f"  {path}" for path in written), sep="\n", flush=True)
 
 
 def _say_device(config: Config) -> None:

@@ -15,3 +15,4 @@ from moe_train.training.layout_request import ask_layout as ask_layout
 from moe_train.training.loop import Reporter as Reporter
 from moe_train.training.loop import TrainingLoop as TrainingLoop
 from moe_train.training.sources import open_splits as open_splits
+from moe_train.training.timeline import TIMELINE_FILE as TIMELINE_FILE
