@@ -7,10 +7,10 @@ skipped steps; every transfer between two ranks against every call, and receives
 A cell is right if every rank raises MismatchError with ranks, call number, file and line within
 2 s, and the group works afterwards. Runs the code of the package's test.
 
-All cells are run in parts. What a part came to is kept in `results/comm-collectives-pairs.json`,
-with the hash of the package's source and of its test in git: parts of another source count for
-nothing. So a run that was cut short goes on where it was, and the figure of all cells is printed
-once all parts are there.
+All cells are run in parts. What a part came to is kept in `results/ledgers/`, with a hash of what
+decides how cells end: the test and the package's source but the simulator. Parts of another source
+count for nothing, which is said. So a run that was cut short goes on where it was, parts may run at
+once, and the figure of all cells is printed once all parts are there.
 
     python benchmarks/comm_collectives_pairs.py                    # the parts that are missing
     python benchmarks/comm_collectives_pairs.py --part 3/8         # this one
@@ -20,25 +20,23 @@ once all parts are there.
 import argparse
 import json
 import random
-import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
+from ledgers import LEDGERS, ROOT, Ledger, source_of
 from loading import load_test
 
 WITHIN_S = 2.0
 TRIPLES = 200
 PARTS = 8
 AT_ONCE = 3  # groups in transfers, which do little but wait for half a second
-ROOT = Path(__file__).resolve().parents[1]
-LEDGER = ROOT / "benchmarks" / "results" / "comm-collectives-pairs.json"
 SOURCES = ("packages/comm-collectives/src", "packages/comm-collectives/tests/test_pairs.py")
+FILE = LEDGERS / "comm-collectives-pairs.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -125,12 +123,8 @@ def run_parts(arguments: argparse.Namespace, part: int, parts: int) -> None:
     """
     if not 0 <= part <= parts or parts < 1:
         raise ValueError(f"--part {part}/{parts}: give I/N with 1 <= I <= N")
-    ledger = {"source": source(), "parts": parts, "done": {}}
-    if LEDGER.exists():
-        kept = json.loads(LEDGER.read_text(encoding="utf-8"))
-        if (kept["source"], kept["parts"]) == (ledger["source"], parts):
-            ledger = kept
-    wanted = [part] if part else [i for i in range(1, parts + 1) if str(i) not in ledger["done"]]
+    ledger = Ledger(FILE, source())
+    wanted = [part] if part else missing(ledger, parts)
     for number in wanted:
         started = time.monotonic()
         cells_of = (
@@ -139,33 +133,36 @@ def run_parts(arguments: argparse.Namespace, part: int, parts: int) -> None:
         )
         total, kinds = run(cells_of)
         took_s = round(time.monotonic() - started)
-        ledger["done"][str(number)] = {"cells": total, "bad": dict(kinds), "seconds": took_s}
-        LEDGER.write_text(json.dumps(ledger, indent=2) + "\n", encoding="utf-8")
+        if source() != ledger.source:
+            raise ValueError(f"the source has changed while part {number}/{parts} ran; run it anew")
+        ledger.keep(f"{number}/{parts}", {"cells": total, "bad": dict(kinds), "seconds": took_s})
         print(f"== part {number}/{parts}: {total} cells in {took_s} s", flush=True)
-    done = ledger["done"].values()
-    if len(done) < parts:
-        print(f"{len(done)} of {parts} parts of this source are there")
-        return
-    report(sum(one["cells"] for one in done), sum((Counter(one["bad"]) for one in done), Counter()))
+    if not missing(ledger, parts):
+        done = [ledger.of_today()[f"{i}/{parts}"] for i in range(1, parts + 1)]
+        kinds = sum((Counter(one["bad"]) for one in done), Counter())
+        report(sum(one["cells"] for one in done), kinds)
+
+
+def missing(ledger: Ledger, parts: int) -> list[int]:
+    """The parts that are not there, which is said with those that are of another source."""
+    known, today = ledger.entries(), ledger.of_today()
+    lacks = [i for i in range(1, parts + 1) if f"{i}/{parts}" not in today]
+    other = [i for i in lacks if f"{i}/{parts}" in known]
+    if other:
+        print(f"of another source, so these parts count for nothing: {told(other)}", flush=True)
+    if lacks:
+        print(f"missing of {parts} parts: {told(lacks)}", flush=True)
+    return lacks
+
+
+def told(numbers: Sequence[int]) -> str:
+    """The numbers, for people."""
+    return ", ".join(map(str, numbers))
 
 
 def source() -> str:
-    """Return the hashes in git of what decides how cells end.
-
-    Raises:
-        ValueError: it has changes that are in no commit, or there is no git.
-    """
-
-    def git(*command: str) -> str:
-        told = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True)
-        if told.returncode:
-            raise ValueError(f"parts are kept by commit, and git failed: {told.stderr.strip()}")
-        return told.stdout.strip()
-
-    changed = git("status", "--porcelain", "--", *SOURCES)
-    if changed:
-        raise ValueError(f"commit these changes first, since parts are kept by commit:\n{changed}")
-    return " ".join(git("rev-parse", f"HEAD:{path}") for path in SOURCES)
+    """Return the hash of what decides how cells end. Raises ValueError as `source_of` does."""
+    return source_of(ROOT, *SOURCES, without=["simulation"])
 
 
 def report(total: int, kinds: Counter[str]) -> None:

@@ -1,0 +1,94 @@
+"""Counts that take hours gather in ledgers: by source, from several processes, part by part."""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import comm_collectives_pairs as pairs
+from ledgers import Ledger, source_of
+
+ADDS = """
+import sys
+from pathlib import Path
+from ledgers import Ledger
+for i in range(20):
+    Ledger(Path(sys.argv[1]), "now").keep(f"{sys.argv[2]} {i}", {"n": i})
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A repository with a source and a simulator."""
+    for name in ("src/a.py", "src/simulation/b.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x = 1\n")
+    _git(tmp_path, "init", "-q")
+    _commit(tmp_path)
+    return tmp_path
+
+
+def _git(root: Path, *command: str) -> None:
+    subprocess.run(
+        ["git", "-c", "user.name=a", "-c", "user.email=a@b", *command], cwd=root, check=True
+    )
+
+
+def _commit(root: Path) -> None:
+    _git(root, "add", "-A")
+    _git(root, "commit", "-q", "-m", "x")
+
+
+def test_source_is_what_is_committed_of_the_files_that_count(root: Path) -> None:
+    first = source_of(root, "src", without=["simulation"])
+    (root / "src/simulation/b.py").write_text("x = 2\n")
+    assert source_of(root, "src", without=["simulation"]) == first
+    with pytest.raises(ValueError, match=r"(?s)commit these first.*simulation/b\.py"):
+        source_of(root, "src")
+    (root / "src/a.py").write_text("x = 2\n")
+    with pytest.raises(ValueError, match=r"(?s)commit these first.*src/a\.py"):
+        source_of(root, "src", without=["simulation"])
+    _commit(root)
+    assert source_of(root, "src", without=["simulation"]) != first
+
+
+def test_source_without_git_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not a git repository"):
+        source_of(tmp_path, "src")
+
+
+def test_parts_of_another_source_count_for_nothing_and_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, now = (Ledger(tmp_path / "a" / "l.json", source) for source in ("before", "now"))
+    assert pairs.missing(now, 3) == [1, 2, 3]
+    for part in ("1/3", "2/3", "3/4"):
+        before.keep(part, {"cells": 5})
+    now.keep("1/3", {"cells": 6})
+    capsys.readouterr()
+    assert pairs.missing(now, 3) == [2, 3]
+    said = capsys.readouterr().out
+    assert "of another source, so these parts count for nothing: 2\n" in said
+    assert "missing of 3 parts: 2, 3\n" in said
+    assert now.of_today() == {"1/3": {"cells": 6, "source": "now"}}
+    assert set(now.entries()) == {"1/3", "2/3", "3/4"}
+
+
+def test_several_processes_add_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "l.json"
+
+    def add(name: str) -> None:
+        command = [sys.executable, "-c", ADDS, str(file), name]
+        subprocess.run(command, check=True, cwd=Path(pairs.__file__).parent)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(add, "abc"))
+    assert len(Ledger(file, "now").of_today()) == 60
+
+
+def test_ledgers_of_the_repository_stand_apart_from_results() -> None:
+    """Every JSON file beside them is read as results of claims."""
+    assert pairs.FILE.parent.name == "ledgers" and pairs.FILE.parents[1].name == "results"
