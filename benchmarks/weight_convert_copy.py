@@ -77,9 +77,12 @@ def write_model(folder: Path, num_layers: int) -> None:
 
 
 def convert(src: Path, dst: Path, to: str) -> int:
-    """Convert in a fresh process; return its peak memory in KiB."""
+    """Convert in a fresh process, with compiled modules, as installed; return its peak in KiB."""
     command = [sys.executable, "-c", CONVERT, str(src), str(dst), to]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    env = dict(os.environ, PYTHONPYCACHEPREFIX=str(src.parent / "compiled"))
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=env)
+    return int(done.stdout)
 
 
 def copy(src: Path, dst: Path) -> None:

@@ -5,40 +5,46 @@ from pathlib import Path
 import pytest
 
 from weight_convert.errors import CorruptFileError
-from weight_convert.staging.copying import OpenFiles, copy_buffered, copy_bytes
+from weight_convert.staging.copying import OpenFiles, Pipe, copy_buffered
 
 
 def opened(source: Path, target: Path) -> tuple[int, int]:
     return os.open(source, os.O_RDONLY), os.open(target, os.O_WRONLY | os.O_CREAT)
 
 
-@pytest.mark.parametrize("sendfile", [True, False])
+@pytest.mark.parametrize("refused", ["nothing", "file to pipe", "pipe to file", "no splice"])
 def test_a_range_is_appended_at_the_position_of_the_target(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sendfile: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
-    if not sendfile:
+    splice = os.splice
 
-        def refuse(*_: int) -> int:
-            raise OSError(errno.ENOTSOCK, "as macOS answers between two files")
+    def some(a: int, b: int, count: int, offset_src: int | None = None) -> int:
+        if (refused == "file to pipe") == (offset_src is not None):
+            raise OSError(errno.EINVAL, "as file systems answer that cannot splice")
+        return splice(a, b, count, offset_src=offset_src)
 
-        monkeypatch.setattr(os, "sendfile", refuse)
-    content = os.urandom(700_001)
+    if refused == "no splice":  # as on macOS
+        monkeypatch.delattr(os, "splice")
+    elif refused != "nothing":
+        monkeypatch.setattr(os, "splice", some)
+    content = os.urandom(1_700_001)
     (tmp_path / "a").write_bytes(content)
     a, b = opened(tmp_path / "a", tmp_path / "b")
     os.write(b, b"head")
-    copy_bytes(a, b, offset=3, size_bytes=600_000, name="a")
-    copy_bytes(a, b, offset=0, size_bytes=0, name="a")
-    copy_bytes(a, b, offset=700_000, size_bytes=1, name="a")
+    with Pipe() as pipe:
+        pipe.copy(a, b, offset=3, size_bytes=1_600_000, name="a")
+        pipe.copy(a, b, offset=0, size_bytes=0, name="a")
+        pipe.copy(a, b, offset=1_700_000, size_bytes=1, name="a")
     os.close(a)
     os.close(b)
-    assert (tmp_path / "b").read_bytes() == b"head" + content[3:600_003] + content[-1:]
+    assert (tmp_path / "b").read_bytes() == b"head" + content[3:1_600_003] + content[-1:]
 
 
 def test_a_source_that_ends_early_is_an_error_not_a_short_copy(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"abc")
     a, b = opened(tmp_path / "a", tmp_path / "b")
-    with pytest.raises(CorruptFileError, match=r"a ended at byte 3 .* expected 2 more"):
-        copy_bytes(a, b, offset=1, size_bytes=4, name="a")
+    with Pipe() as pipe, pytest.raises(CorruptFileError, match=r"byte 3 .* expected 2 more"):
+        pipe.copy(a, b, offset=1, size_bytes=4, name="a")
     os.close(a)
     os.close(b)
 
@@ -49,8 +55,9 @@ def test_other_failures_of_the_system_pass_through(tmp_path: Path) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     with pytest.raises(OSError, match="No space left"):
         copy_buffered(a, full, offset=0, size_bytes=3)
-    with pytest.raises(OSError, match=r"Bad file descriptor|No space left"):
-        copy_bytes(a, a, offset=0, size_bytes=3, name="a")
+    for target, message in ((full, "No space left"), (a, "Bad file descriptor")):
+        with Pipe() as pipe, pytest.raises(OSError, match=message):
+            pipe.copy(a, target, offset=0, size_bytes=3, name="a")
     os.close(a)
     os.close(full)
 

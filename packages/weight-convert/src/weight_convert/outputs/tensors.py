@@ -83,7 +83,10 @@ class PlannedTensor:
             piece = self.pieces[number]
             skip = begin - (self.ends[number - 1] if number else 0)
             length = min(size_bytes, piece.size_bytes - skip)
-            yield Piece(file=piece.file, offset_bytes=piece.offset_bytes + skip, size_bytes=length)
+            if length < piece.size_bytes:  # most are whole, and need no new object
+                at = piece.offset_bytes + skip
+                piece = Piece(file=piece.file, offset_bytes=at, size_bytes=length)
+            yield piece
             begin, size_bytes, number = begin + length, size_bytes - length, number + 1
 
     def read(self, begin: int, size_bytes: int, files: OpenFiles) -> Iterator[bytes]:

@@ -45,11 +45,13 @@ def detect_format(catalog: Catalog, spec: FamilySpec) -> str:
     other files.
     """
     counts: Counter[str] = Counter({"fused": 0})
+    skeletons = Matcher.skeletons(catalog.tensors)
     for name, form in spec.formats.items():
         if (form.files == "pdparams") != (catalog.kind == "pdparams"):
             continue
         matcher = Matcher([rule.source for rule in form.rules], spec.companions)
-        counts[name] += sum(matcher.find(key) is not None for key in catalog.tensors)
+        found = (number for key, number in skeletons.items() if matcher.find(key) is not None)
+        counts[name] += sum(found)
     return counts.most_common(1)[0][0]
 
 

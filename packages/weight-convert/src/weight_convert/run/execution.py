@@ -26,11 +26,12 @@ from weight_convert.run.weaving import woven
 from weight_convert.staging import (
     Journal,
     OpenFiles,
+    Pipe,
     checksum,
-    copy_bytes,
     free_range,
     fsync_path,
     same_bytes,
+    write_all,
 )
 
 Progress = Callable[[int, int], None]
@@ -46,6 +47,7 @@ class _Work:
     """
 
     sources: OpenFiles
+    pipe: Pipe
     freed: OpenFiles | None
     plan: FilePlan
     tensor_chunks: _TensorChunks | None
@@ -104,11 +106,13 @@ def execute(
     paths = [source / name for name in plan.sources]
     with (
         OpenFiles(paths) as sources,
+        Pipe() as pipe,
         OpenFiles(paths, flags=os.O_RDWR) as freed,
         ThreadPoolExecutor(max_workers=1) as checker,
     ):
         work = _Work(
             sources=sources,
+            pipe=pipe,
             freed=freed if options.move else None,
             plan=plan,
             tensor_chunks=_tensor_chunks(plan),
@@ -133,7 +137,7 @@ def _write_files(plan: FilePlan, source: Path, folder: Path, work: _Work) -> Non
     for target in plan.targets:
         number = _write_weights(target, folder / target.name, number, work)
     for name, size_bytes in plan.carried:
-        _copy_file(source / name, folder / name, size_bytes)
+        _copy_file(source / name, folder / name, size_bytes, work.pipe)
         work.after(_syncing(folder / name))
         work.advance(size_bytes)
     index = () if plan.index is None else ((INDEX_NAME, plan.index),)
@@ -188,12 +192,12 @@ def _write_unit(unit: Unit, number: int, fd: int, work: _Work) -> None:
 
 def _written_parts(unit: Unit, fd: int, work: _Work) -> Iterator[int]:
     """Write a unit at the file's position; yield the bytes of each part of it."""
-    _write_all(fd, memoryview(unit.header))
+    write_all(fd, unit.header)
     yield len(unit.header)
     num_sources = len(work.plan.sources)
     for extent in unit.extents:
         if extent.file < num_sources:
-            copy_bytes(
+            work.pipe.copy(
                 work.sources.fd(extent.file),
                 fd,
                 offset=extent.source_offset,
@@ -204,14 +208,8 @@ def _written_parts(unit: Unit, fd: int, work: _Work) -> Iterator[int]:
         elif work.tensor_chunks is not None:
             computed = work.plan.computed[extent.file - num_sources]
             for chunk in work.tensor_chunks(computed, work.sources):
-                _write_all(fd, chunk)
+                write_all(fd, chunk)
                 yield len(chunk)
-
-
-def _write_all(fd: int, rest: memoryview) -> None:
-    """Write all of it, in as many system calls as it takes."""
-    while rest:
-        rest = rest[os.write(fd, rest) :]
 
 
 def _tensor_chunks(plan: FilePlan) -> _TensorChunks | None:
@@ -303,7 +301,7 @@ def _syncing(path: Path) -> Callable[[], None]:
     return lambda: fsync_path(path)
 
 
-def _copy_file(source: Path, target: Path, size_bytes: int) -> None:
+def _copy_file(source: Path, target: Path, size_bytes: int, pipe: Pipe) -> None:
     """Copy a whole file that had `size_bytes` when the conversion was planned."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with source.open("rb") as read, target.open("wb", buffering=0) as write:
@@ -312,4 +310,4 @@ def _copy_file(source: Path, target: Path, size_bytes: int) -> None:
             raise CorruptFileError(
                 f"{source} had {size_bytes} bytes and now has {found}; it was changed meanwhile"
             )
-        copy_bytes(read.fileno(), write.fileno(), offset=0, size_bytes=size_bytes, name=str(source))
+        pipe.copy(read.fileno(), write.fileno(), offset=0, size_bytes=size_bytes, name=str(source))

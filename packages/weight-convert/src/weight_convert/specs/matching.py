@@ -8,7 +8,8 @@ one match for each tensor: names that differ in numbers alone are compared with 
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -67,6 +68,11 @@ class Matcher:
         if found is None and suffix:
             found = self._find(key.removesuffix(suffix), suffix)
         return found
+
+    @staticmethod
+    def skeletons(keys: Iterable[str]) -> Counter[str]:
+        """How many names are the same but for their numbers, each kind with 0 in their places."""
+        return Counter(_NUMBER.sub("0", key) for key in keys)
 
     def _find(self, name: str, suffix: str) -> Member | None:
         skeleton = _NUMBER.sub("0", name)

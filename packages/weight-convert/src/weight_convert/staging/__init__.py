@@ -6,9 +6,10 @@ May import: nothing but checks and errors.
 """
 
 from weight_convert.staging.copying import OpenFiles as OpenFiles
-from weight_convert.staging.copying import copy_bytes as copy_bytes
+from weight_convert.staging.copying import Pipe as Pipe
 from weight_convert.staging.copying import free_range as free_range
 from weight_convert.staging.copying import same_bytes as same_bytes
+from weight_convert.staging.copying import write_all as write_all
 from weight_convert.staging.directory import fsync_path as fsync_path
 from weight_convert.staging.directory import hidden_sibling as hidden_sibling
 from weight_convert.staging.directory import refuse_existing as refuse_existing
