@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from weight_convert.cli import main
+from weight_convert.files import read_catalog
 
 
 def test_help_imports_neither_torch_nor_safetensors() -> None:
@@ -47,6 +48,19 @@ def test_there_and_back_on_the_command_line(
     assert "format      transformers" in shown
     assert "MoE layers  1, 12 experts each" in shown
     assert "problem     none" in shown
+
+
+def test_the_last_line_counts_the_tensors_that_are_transposed(
+    oracle: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    src = oracle.make_model().write(tmp_path / "src", "transformers")
+    assert main(["convert", str(src), str(tmp_path / "dst"), "--to", "paddle"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    before, after = (read_catalog(folder).tensors for folder in (src, tmp_path / "dst"))
+    num_transposed = sum(after[key].shape != tensor.shape for key, tensor in before.items())
+    assert 0 < num_transposed < len(after)  # no dims are alike
+    assert f"0 of {len(after)} tensors regrouped, {num_transposed} computed or trans" in last
 
 
 def test_what_already_has_the_form_is_said_so(

@@ -91,8 +91,10 @@ def _run_convert(args: argparse.Namespace) -> int:
     )
     print_output(report)
     regrouped = f"{report.num_regrouped:,} of {report.num_tensors:,} tensors regrouped"
-    if report.num_regrouped == 0:
+    if report.num_regrouped == report.num_computed == 0:
         regrouped = f"the tensors already were as in {args.to}"
+    if report.num_computed:
+        regrouped += f", {report.num_computed:,} computed or transposed"
     if args.resume and not report.dry_run:
         print(f"{report.copied_bytes:>16,}  bytes of weight files written by this run")
     if report.dry_run:

@@ -63,6 +63,10 @@ class Computations:
         """Whether a part of it is computed."""
         return any(piece.file >= self.num_sources for piece in tensor.pieces)
 
+    def count(self, tensors: Iterable[PlannedTensor]) -> int:
+        """How many of these tensors are computed; steps on the way to one do not count."""
+        return sum(map(self.is_computed, tensors))
+
     def transposed(self, tensor: PlannedTensor) -> PlannedTensor:
         """The tensor with its last two dims exchanged; one with fewer dims as it is.
 

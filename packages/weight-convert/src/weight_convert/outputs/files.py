@@ -40,6 +40,7 @@ class FilePlan(Record):
         carried: (name, bytes) of the files to copy unchanged from the source directory.
         written: (name, content) of other files, such as a `config.json` that changes.
         data_bytes: bytes of all tensors.
+        num_computed: tensors of the output that hold computed bytes.
     """
 
     sources: tuple[str, ...]
@@ -49,6 +50,7 @@ class FilePlan(Record):
     carried: tuple[tuple[str, int], ...]
     written: tuple[tuple[str, bytes], ...] = ()
     data_bytes: int
+    num_computed: int = 0
 
     def output_files(self) -> tuple[tuple[str, int], ...]:
         """Return (name, bytes) of every file that the output will hold."""

@@ -156,6 +156,7 @@ def plan_conversion(
         carried=carried,
         written=written + files.written,
         data_bytes=sum(tensor.size_bytes for tensor in tensors),
+        num_computed=work.count(tensors),
         source_format=source,
         target_format=to,
         is_experimental=not family.format(to).proof,

@@ -122,7 +122,7 @@ def write_output(
         copied_bytes=sum(file.size_bytes for file in plan.targets),
         left_out=catalog.left_out + output.not_carried,
         unknown_keys=(),
-        num_computed=len(plan.computed),
+        num_computed=plan.num_computed,
         removed_keys=tuple(output.removed),
         removed_bytes=sum(output.removed.values()),
     )
@@ -152,4 +152,5 @@ def _plan(catalog: Catalog, output: Output, options: OutputOptions) -> FilePlan:
         carried=tuple(entry for entry in carried if entry[0] not in gone),
         written=written,
         data_bytes=sum(tensor.size_bytes for tensor in output.tensors),
+        num_computed=output.work.count(output.tensors),
     )

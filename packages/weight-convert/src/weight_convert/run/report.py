@@ -29,7 +29,7 @@ class Report(Record):
             went on with what another had written.
         left_out: files and folders of the source that are not in the output, with the reason.
         unknown_keys: tensors that the family's spec does not name, carried as they are.
-        num_computed: tensors of the output whose values were computed.
+        num_computed: tensors of the output that hold computed, or transposed, bytes.
         removed_keys: tensors of the source that were left out on demand.
         removed_bytes: bytes of these.
     """

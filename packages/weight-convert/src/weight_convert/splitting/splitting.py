@@ -109,7 +109,7 @@ def _report(
         copied_bytes=sum(file.size_bytes for file in plan.targets),
         left_out=catalog.left_out,
         unknown_keys=model.unknown_keys,
-        num_computed=len(plan.computed),
+        num_computed=plan.num_computed,
     )
 
 
@@ -121,6 +121,7 @@ def _plan(
 ) -> FilePlan:
     work = Computations(num_sources=len(catalog.files))
     targets: list[TargetFile] = []
+    num_computed = 0
     record = SplitRecord(
         layout=model.layout,
         model_type=model.model_type,
@@ -135,6 +136,7 @@ def _plan(
             for tensor in ordered
             if model.is_on(places["pp"], tensor.key)
         ]
+        num_computed += work.count(mine)
         frame = Frame(
             max_shard_bytes=options.max_shard_bytes, metadata=catalog.metadata, index_metadata={}
         )
@@ -154,4 +156,5 @@ def _plan(
         carried=catalog.carried,
         written=tuple(written),
         data_bytes=sum(target.size_bytes - len(target.header) for target in targets),
+        num_computed=num_computed,
     )
