@@ -8,54 +8,133 @@ swapped calls, messages cut short and ranks without data. It is right if all sur
 finish with the bits of an oracle that does not communicate, or all raise the same class of
 CommError.
 
+Runs of 10,000 gather over days in `results/ledgers/`, each with its seed and a hash of the source
+that it ran: a simulation that is stuck once in a hundred thousand schedules is found by many runs.
+
     python benchmarks/comm_collectives_fuzz.py [schedules] [seed]
+    python benchmarks/comm_collectives_fuzz.py --runs 3     # three more runs for the ledger
+    python benchmarks/comm_collectives_fuzz.py --gathered   # only count those that are there
 """
 
+import argparse
 import json
 import multiprocessing
 import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from ledgers import LEDGERS, ROOT, Ledger, source_of
+
+from comm_collectives.simulation import SimulationStuckError
 from comm_collectives.simulation.fuzz import FuzzReport, fuzz
 
 SCHEDULES, PROCESSES = 10_000, 2
+FILE = LEDGERS / "comm-collectives-fuzz.json"
 
 
-def work(process: int, num_schedules: int, seed: int) -> FuzzReport:
-    """Run one share, on a core of its own where there are enough."""
+@dataclass(frozen=True)
+class Run:
+    """What the schedules from one seed came to; `stuck` has the stacks of shares that ended so."""
+
+    seed: int
+    reports: Sequence[FuzzReport]
+    stuck: Sequence[str]
+    minutes: float
+
+    @property
+    def ran(self) -> int:
+        return sum(report.num_schedules for report in self.reports)
+
+    @property
+    def right(self) -> int:
+        return sum(report.num_right for report in self.reports)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run schedules once, or as often as wanted for the ledger, and print the counts as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("schedules", type=int, nargs="?", default=SCHEDULES)
+    parser.add_argument("seed", type=int, nargs="?", default=None)
+    parser.add_argument("--runs", type=int, default=0, help="so many runs more for the ledger")
+    parser.add_argument("--gathered", action="store_true", help="count the runs of the ledger")
+    arguments = parser.parse_args(argv)
+    if arguments.runs:
+        add_runs(arguments.runs, arguments.schedules)
+    if arguments.runs or arguments.gathered:
+        entries = Ledger(FILE, "").entries().values()
+        report("fuzz_runs_in_a_row", in_a_row(entries), "runs", len(entries))
+        return 0
+    done = run(arguments.schedules, arguments.seed)
+    endings = sum((report.endings for report in done.reports), Counter())
+    report("fuzz_schedules_right", done.right, "schedules", done.ran)
+    report("fuzz_schedules_finished", endings["finished"], "schedules", done.ran)
+    if done.ran:
+        minutes = round(done.minutes * SCHEDULES / done.ran, 2)
+        report("fuzz_minutes", minutes, "min per 10,000", done.ran)
+    return 0
+
+
+def add_runs(runs: int, schedules: int) -> None:
+    """Run as often, and keep what each run came to.
+
+    Raises:
+        ValueError: the package's source is not that of a commit.
+    """
+    for _ in range(runs):
+        source = source_of(ROOT, "packages/comm-collectives/src")
+        done = run(schedules, None)
+        entry = {"right": done.right, "schedules": schedules, "stuck": list(done.stuck)}
+        Ledger(FILE, source).keep(f"{int(time.time())} seed {done.seed}", entry)
+
+
+def in_a_row(entries: Collection[dict[str, Any]]) -> int:
+    """How many of the last runs, the latest last, were whole, not stuck and all right."""
+    count = 0
+    for entry in entries:
+        good = entry["right"] == entry["schedules"] >= SCHEDULES and not entry["stuck"]
+        count = count + 1 if good else 0
+    return count
+
+
+def run(schedules: int, seed: int | None) -> Run:
+    """Run schedules in two processes, and print what they came to."""
+    seed = time.time_ns() % 1_000_000_000 if seed is None else seed
+    share = schedules // PROCESSES
+    print(f"{share * PROCESSES} schedules from seed {seed}", flush=True)
+    started = time.monotonic()
+    with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:
+        ended = pool.starmap(work, [(i, share, seed + i * share) for i in range(PROCESSES)])
+    for one in ended:
+        print(one, flush=True)
+    return Run(
+        seed,
+        [one for one in ended if isinstance(one, FuzzReport)],
+        [one for one in ended if isinstance(one, str)],
+        (time.monotonic() - started) / 60,
+    )
+
+
+def work(process: int, num_schedules: int, seed: int) -> FuzzReport | str:
+    """Run one share, on a core of its own where there are enough; text if it was stuck."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) >= PROCESSES:
         os.sched_setaffinity(0, {cores[process]})
     # Who wakes another thread goes on until it waits: half of the switches between threads.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    return fuzz(num_schedules, seed=seed)
+    try:
+        return fuzz(num_schedules, seed=seed)
+    except SimulationStuckError as error:
+        return f"stuck: {error}"
 
 
-def main() -> None:
-    schedules = int(sys.argv[1]) if len(sys.argv) > 1 else SCHEDULES
-    seed = int(sys.argv[2]) if len(sys.argv) > 2 else time.time_ns() % 1_000_000_000
-    share = schedules // PROCESSES
-    print(f"{share * PROCESSES} schedules from seed {seed}")
-    started = time.monotonic()
-    with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:
-        shares = [(i, share, seed + i * share) for i in range(PROCESSES)]
-        reports = pool.starmap(work, shares)
-    minutes = (time.monotonic() - started) / 60
-    for report in reports:
-        print(report)
-    ran = sum(report.num_schedules for report in reports)
-    right = sum(report.num_right for report in reports)
-    endings = sum((report.endings for report in reports), Counter())
-    figures = (
-        ("fuzz_schedules_right", right, "schedules"),
-        ("fuzz_schedules_finished", endings["finished"], "schedules"),
-        ("fuzz_minutes", round(minutes * SCHEDULES / ran, 2), "min per 10,000"),
-    )
-    for figure, value, unit in figures:
-        print(json.dumps({"figure": figure, "value": value, "unit": unit, "n": ran}))
+def report(figure: str, value: float, unit: str, n: int) -> None:
+    """Print a figure."""
+    print(json.dumps({"figure": figure, "value": value, "unit": unit, "n": n}))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

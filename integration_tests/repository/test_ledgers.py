@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import comm_collectives_fuzz as fuzz
 import comm_collectives_pairs as pairs
 from ledgers import Ledger, source_of
 
@@ -89,6 +90,19 @@ def test_several_processes_add_at_once(tmp_path: Path) -> None:
     assert len(Ledger(file, "now").of_today()) == 60
 
 
+def test_runs_count_from_the_last_that_was_stuck_or_wrong_or_short() -> None:
+    good = {"schedules": fuzz.SCHEDULES, "right": fuzz.SCHEDULES, "stuck": []}
+    assert fuzz.in_a_row([]) == 0
+    assert fuzz.in_a_row([good] * 3) == 3
+    for bad in (
+        {"stuck": ["stuck: rank 3 was busy"]},
+        {"right": fuzz.SCHEDULES - 1},
+        {"schedules": 100, "right": 100},
+    ):
+        assert fuzz.in_a_row([good, good | bad, good, good]) == 2
+
+
 def test_ledgers_of_the_repository_stand_apart_from_results() -> None:
     """Every JSON file beside them is read as results of claims."""
-    assert pairs.FILE.parent.name == "ledgers" and pairs.FILE.parents[1].name == "results"
+    for file in (pairs.FILE, fuzz.FILE):
+        assert file.parent.name == "ledgers" and file.parents[1].name == "results"
