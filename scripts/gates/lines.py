@@ -43,7 +43,8 @@ LINES_ADDED = {
     # The libraries' depth as keys: ways of tokens, forms of recompute, formats of numbers.
     # Weights in any format of a family to begin with, and to write.
     # Pipelines: stages on a rank, planned schedules, layers split by work, a step as a picture.
-    "moe-train": 10_700 + 230 + 150 + 300 + 380 + 460 + 455 + 600 + 200 + 610,
+    # Choices of experts in files.
+    "moe-train": 10_700 + 230 + 150 + 300 + 380 + 460 + 455 + 600 + 200 + 610 + 200,
     # Recording of CuPy, torch and whole scripts, torch's snapshots read and written, memory that is
     # bound to streams block by block; the recorder came from moe-train. Explain, tune, compare,
     # plot and info, as functions and commands; settings in files. Reuse that waits for events.

@@ -45,6 +45,12 @@ def check_early(config: Config, *, resuming: bool) -> None:
     check_sizes(config, _read_sizes(config))
     if config.tokenizer.file is not None and not Path(config.tokenizer.file).exists():
         raise MissingFileError(f"tokenizer.file={config.tokenizer.file} does not exist")
+    replay = config.moe.replay_routing
+    if replay is not None and not any(Path(replay).glob("step-*")):
+        raise MissingFileError(
+            f"moe.replay_routing={replay} holds no step-*; name a folder that a run with "
+            "moe.record_routing has written"
+        )
     for source in config.all_sources:
         for entry in source.corpus:
             if entry != PYTHON_STDLIB:

@@ -140,8 +140,27 @@ class MoeTable(Table):
         default=False,
         on_resume="free",
     )
+    record_routing: str | None = key(
+        "folder that gets the experts that the tokens of every step choose, for replay_routing; "
+        "2 bytes for each choice and layer; absent: none",
+        default=None,
+        unit=PATH,
+        on_resume="free",
+    )
+    replay_routing: str | None = key(
+        "folder that a run with record_routing has written: tokens go to the experts that they "
+        "chose there, in any layout and format of numbers; absent: they choose",
+        default=None,
+        unit=PATH,
+        on_resume="asked",
+    )
 
     def _check(self) -> None:
+        if self.record_routing is not None and self.record_routing == self.replay_routing:
+            raise TrainValueError(
+                f"moe.record_routing and moe.replay_routing are both {self.record_routing}, which "
+                "would be overwritten; name two folders, or leave one out"
+            )
         if self.dispatch_ranks_per_node is not None and self.dispatch_route != "hierarchical":
             raise TrainValueError(
                 f"moe.dispatch_ranks_per_node={self.dispatch_ranks_per_node} is for "

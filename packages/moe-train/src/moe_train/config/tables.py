@@ -80,7 +80,11 @@ class Config:
     @property
     def local_folders(self) -> dict[str, Path]:
         """The directories that the run writes to, by the key that names each."""
-        keys = {"train.output_dir": self.train.output_dir, "log.dir": self.log.dir}
+        keys = {
+            "train.output_dir": self.train.output_dir,
+            "log.dir": self.log.dir,
+            "moe.record_routing": self.moe.record_routing,
+        }
         return {name: Path(text) for name, text in keys.items() if text and "://" not in text}
 
     def check_batch(self) -> None:

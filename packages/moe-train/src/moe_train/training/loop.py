@@ -14,6 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from moe_train.training.layout_request import LayoutRequests
 from moe_train.training.loader import BatchLoader
 from moe_train.training.pace import Pace
 from moe_train.training.relayout import relaid_out
+from moe_train.training.routing_files import RoutingFiles
 from moe_train.training.saving import Saver
 from moe_train.training.spikes import SpikeGuard
 from moe_train.training.step import Asked, BadStepError, StepResult
@@ -241,14 +243,15 @@ class TrainingLoop:
         loaded = time.perf_counter()
         lr = self.schedule.rate(self.position.step + 1)
         self.training.runner.stages.begin_step(self.position.step + 1)
-        result = self.training.runner.train(
-            step.batches,
-            lr=lr,
-            asked=Asked(stop, self.saver.is_late(), self._requests.is_waiting()),
-            max_loss=self.guard.max_loss,
-            read=step.read,
-            times=None if timeline is None else timeline.times,
-        )
+        with self._routing():
+            result = self.training.runner.train(
+                step.batches,
+                lr=lr,
+                asked=Asked(stop, self.saver.is_late(), self._requests.is_waiting()),
+                max_loss=self.guard.max_loss,
+                read=step.read,
+                times=None if timeline is None else timeline.times,
+            )
         self.guard.note(result, self.position.step + 1)
         self._advance(result)
         elapsed_s = time.perf_counter() - started
@@ -260,6 +263,13 @@ class TrainingLoop:
             figures |= timeline.finish(runner.executor.schedule, path)
         self._report(figures, lr=lr, data_time_s=loaded - started, step_time_s=elapsed_s)
         return result
+
+    def _routing(self) -> AbstractContextManager[None]:
+        """Keeps the choices of experts of the step that comes, or gives it those of another run."""
+        training, position = self.training, self.position
+        files = RoutingFiles.of(self.config, training.corpus.data, training.parallel)
+        samples = self.plan.samples(position.consumed_samples)
+        return files.step(position.step + 1, training.runner.stages, samples)
 
     def _timeline(self) -> Timeline | None:
         """What times the step that comes, if it is the one that is drawn."""
