@@ -37,6 +37,9 @@ def main() -> None:
         results = list(report.results)
         slowest = worst(results)
         figure(f"shm_worst_speed_vs_gloo{suffix}", slowest.speedup, slowest)
+        exchanges = [r for r in results if r.case.collective == "all_to_all_single"]
+        slowest = worst([r for r in exchanges if r.case.num_bytes <= 1 << 16])
+        figure(f"shm_all_to_all_speed_vs_gloo_to_64kib{suffix}", slowest.speedup, slowest)
         reductions = [r for r in results if r.case.collective == "all_reduce"]
         slowest = worst([r for r in reductions if r.case.num_bytes >= 1 << 20])
         figure(f"shm_all_reduce_speed_vs_gloo_from_1mib{suffix}", slowest.speedup, slowest)
