@@ -9,8 +9,8 @@ finish with the bits of an oracle that does not communicate, or all raise the sa
 CommError.
 
 Runs gather over days in `results/ledgers/`, each with its seed and a hash of the source that it
-ran, since a simulation that is stuck once in a hundred thousand schedules is found by many runs. All
-schedules count since the last run that was stuck or not right, those of an older source as well.
+ran, since a simulation that is stuck once in a hundred thousand schedules is found by many runs.
+All schedules count since the last run that was stuck or not right, those of older sources as well.
 
     python benchmarks/comm_collectives_fuzz.py [schedules] [seed]
     python benchmarks/comm_collectives_fuzz.py --runs 3     # three more runs, kept in the ledger
@@ -85,6 +85,7 @@ def add_runs(runs: int, schedules: int) -> None:
     Raises:
         ValueError: the package's source is not that of a commit.
     """
+    schedules -= schedules % PROCESSES
     for _ in range(runs):
         source = source_of(ROOT, "packages/comm-collectives/src")
         done = run(schedules, None)
