@@ -3,8 +3,10 @@
 import os
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
 from ranktest import collect_ranks, run_ranks
 from unified_ckpt import get_last_checkpoint, load, save
@@ -71,6 +73,47 @@ def test_any_protocol_of_fsspec_is_named_by_a_url_that_says_so(tmp_path: Path) -
     assert (tmp_path / "run" / "checkpoint-1" / "manifest.json").is_file()
     with pytest.raises(CheckpointValueError, match="fsspec cannot open it"):
         as_target("x", "fsspec+nothing://host/run")
+
+
+class LossyFileSystem(MemoryFileSystem):  # type: ignore[misc]
+    """Loses the connection at every second call that reads a range, asks for a size or deletes.
+
+    The exchange of a manifest is tried once (`Retrying.swap`), and begins with a whole file.
+    """
+
+    protocol = "lossy"
+    calls = 0
+    lost = 0
+
+    def _work(self) -> None:
+        type(self).calls += 1
+        if self.calls % 2:
+            type(self).lost += 1
+            raise ConnectionResetError(f"connection lost at call {self.calls}")
+
+    def cat_file(self, *args: object, **options: object) -> bytes:
+        if "start" in options:
+            self._work()
+        return bytes(super().cat_file(*args, **options))
+
+    def info(self, *args: object, **options: object) -> object:
+        self._work()
+        return super().info(*args, **options)
+
+    def rm_file(self, *args: object, **options: object) -> None:
+        self._work()
+        super().rm_file(*args, **options)
+
+
+def test_lost_connections_of_a_file_system_that_does_not_try_again_are_made_again() -> None:
+    fsspec.register_implementation("lossy", LossyFileSystem, clobber=True)
+    url = "fsspec+lossy://disk/run/checkpoint-1"
+    for number in (1.0, 2.0):
+        save({"model": {"w": torch.full((6,), number)}}, checkpoint_id=url)
+        again = {"model": {"w": torch.zeros(6)}}
+        load(again, checkpoint_id=url)
+        assert again["model"]["w"].tolist() == [number] * 6
+    assert LossyFileSystem.lost >= 8
 
 
 def test_no_message_of_a_client_shows_the_credentials(bucket: str) -> None:

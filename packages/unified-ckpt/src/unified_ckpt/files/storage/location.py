@@ -16,6 +16,7 @@ from unified_ckpt.errors import CheckpointValueError, as_path, is_url
 from unified_ckpt.files.storage.fsspec_store import FsspecStore
 from unified_ckpt.files.storage.local import LocalStore
 from unified_ckpt.files.storage.protocol import ObjectStore
+from unified_ckpt.files.storage.retrying import Retrying
 
 _BUCKETS = {"s3", "s3a", "gs", "az", "abfs", "abfss"}
 _CLIENT = "unified_ckpt.files.storage.obstore_client"
@@ -111,10 +112,13 @@ def _bucket(url: str) -> ObjectStore:
 
 
 def _filesystem(url: str, key: str) -> ObjectStore:
-    """Return fsspec's file system of a URL, with the root to which the key is relative."""
+    """Return fsspec's file system of a URL, with the root to which the key is relative.
+
+    Lost connections are made again, which not every such file system does by itself.
+    """
     try:
         core = import_module("fsspec.core")
         filesystem, path = core.url_to_fs(f"{url.removeprefix(_FSSPEC)}/{key}")
     except (ImportError, ValueError, OSError) as error:
         raise CheckpointValueError(f"{url}: fsspec cannot open it: {error}") from error
-    return FsspecStore(filesystem, str(path).removesuffix(key), url=url)
+    return Retrying(FsspecStore(filesystem, str(path).removesuffix(key), url=url))
