@@ -1,5 +1,6 @@
 """A job of four ranks that changes its layout in memory at ten random steps.
 
+Every third layout, the first one included, has other numbers of experts on each rank.
 Its end is compared with that of a job that saves and resumes in the same layouts, bit for bit, and
 its losses with those of a job that never changes, in float32.
 
@@ -23,6 +24,7 @@ from moe_train_layouts import write_job
 from moe_train.config import Config, load_config
 
 LAYOUTS = ["pp=4", "dp=4", "ep=4", "pp=2 dp=2", "pp=2 ep=2", "dp=2 ep=2"]
+RAGGED = ["ep=4 experts=1,3,0,4", "pp=2 ep=2 experts=6,2", "dp=2 ep=2 experts=3,5"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,19 +37,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     chance = random.Random(arguments.seed)
     steps = sorted(chance.sample(range(1, arguments.steps), arguments.changes))
     layouts = [chance.choice(LAYOUTS)]
-    for _ in steps:
-        layouts.append(chance.choice([one for one in LAYOUTS if one != layouts[-1]]))
+    for number, _ in enumerate(steps):
+        kinds = RAGGED if number % 3 == 0 else LAYOUTS
+        layouts.append(chance.choice([one for one in kinds if one != layouts[-1]]))
     print(f"seed {arguments.seed}: {layouts} from steps {steps}", file=sys.stderr)
     tests = load_test("moe-train", "training/test_relayout")
     with tempfile.TemporaryDirectory(prefix="moe-train-relayout-") as folder:
         job = write_job(Path(folder), "qwen3_moe")
 
         def configured(name: str, layout: str, *more: str) -> Config:
-            axes = [f"parallel.{pair}" for pair in layout.split()]
             return load_config(
                 job,
                 [
-                    *axes,
+                    *tests.overrides(layout),
                     f"train.max_steps={arguments.steps}",
                     f"train.output_dir={Path(folder) / name}",
                     "train.gradient_accumulation_steps=4",

@@ -19,8 +19,10 @@ class MoEGroups:
     """Who shares what; None means that this rank has all of it.
 
     Attributes:
-        ep: ranks over which the experts are split, in equal contiguous blocks by rank in the group;
-            each brings its own tokens. May span any part of dp x tp.
+        ep: ranks over which the experts are split, in contiguous blocks by rank in the group; each
+            brings its own tokens. May span any part of dp x tp.
+        ep_parts: experts of each rank of ep, in its order, such as (3, 1, 4); a rank may have none.
+            None: all have as many. The same on every rank.
         etp: ranks that hold slices of the same experts (expert tensor parallelism); each brings its
             own tokens.
         tokens: all ranks that hold tokens of the same global microbatch (dp, ep, cp, sequence
@@ -31,10 +33,11 @@ class MoEGroups:
     Raises:
         TypeError: a group that this rank is not in.
         ValueError: ep and etp share a rank besides this one; or ep, etp or sequence has a rank that
-            `tokens` lacks.
+            `tokens` lacks; or `ep_parts` has not a number for each rank of ep.
     """
 
     ep: ProcessGroup | None = None
+    ep_parts: tuple[int, ...] | None = None
     etp: ProcessGroup | None = None
     tokens: ProcessGroup | None = None
     sequence: ProcessGroup | None = None
@@ -59,6 +62,39 @@ class MoEGroups:
                     "brings tokens of the same microbatch, so give a groups.tokens that contains "
                     "them all"
                 )
+        self._check_parts()
+
+    def local_experts(self, num_experts: int) -> int:
+        """How many of a layer's experts this rank holds.
+
+        Raises:
+            ValueError: they do not divide by the ranks of ep, or are not the sum of `ep_parts`.
+        """
+        if self.ep_parts is None:
+            if num_experts % self.ep_size:
+                raise MoEValueError(
+                    f"ep axis has {self.ep_size} ranks but num_experts={num_experts}; choose a "
+                    f"divisor of {num_experts}, or say by ep_parts how many each rank holds"
+                )
+            return num_experts // self.ep_size
+        if sum(self.ep_parts) != num_experts:
+            raise MoEValueError(
+                f"groups.ep_parts={self.ep_parts} are {sum(self.ep_parts)} experts, but "
+                f"num_experts={num_experts}; each expert is on one rank of ep"
+            )
+        return self.ep_parts[0 if self.ep is None else dist.get_rank(self.ep)]
+
+    def _check_parts(self) -> None:
+        parts = self.ep_parts
+        if parts is None:
+            return
+        if not isinstance(parts, tuple) or not all(type(n) is int for n in parts):
+            raise MoETypeError(f"groups.ep_parts is {parts!r}; give a tuple of integers, or None")
+        if len(parts) != self.ep_size or min(parts) < 0:
+            raise MoEValueError(
+                f"groups.ep_parts={parts} for {self.ep_size} ranks of ep; give the number of "
+                "experts of each rank, 0 or more"
+            )
 
     @property
     def ep_size(self) -> int:

@@ -1,5 +1,6 @@
 """Every way of the tokens gives what the direct one gives: hidden states, gradients, counters."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from moe_pipeline.layer.token_dispatch import TOGETHER, DispatchOptions
 from moe_pipeline.recomputation import recompute
 from ranktest import run_ranks
 
+SEED = random.randrange(2**32)
 CONFIG = MoEConfig(
     hidden_size=12,
     moe_intermediate_size=5,
@@ -43,7 +45,10 @@ def run_once(groups, dispatch, tokens, *, again, config=CONFIG):
             first = 8 if is_expert else weight.shape[0]
             draw = torch.Generator().manual_seed(number)
             whole = 0.4 * torch.randn(first, *weight.shape[1:], dtype=torch.float64, generator=draw)
-            at = dist.get_rank(groups.ep) * len(weight) if is_expert and groups.ep else 0
+            at = 0
+            if is_expert and groups.ep:
+                rank = dist.get_rank(groups.ep)
+                at = sum(groups.ep_parts[:rank]) if groups.ep_parts else rank * len(weight)
             weight.copy_(whole[at : at + len(weight)])
     x = torch.randn(
         tokens, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(tokens)
@@ -55,6 +60,14 @@ def run_once(groups, dispatch, tokens, *, again, config=CONFIG):
     return found | {name: p.grad for name, p in layer.named_parameters()}
 
 
+def whole_experts(found):
+    """What a rank found, with the gradients of all ranks' experts."""
+    told = [None] * dist.get_world_size()
+    own = {name: grad for name, grad in found.items() if name.startswith("experts.")}
+    dist.all_gather_object(told, own)
+    return found | {name: torch.cat([each[name] for each in told]) for name in own}
+
+
 def test_every_way_gives_the_numbers_of_the_direct_one_also_in_a_recompute() -> None:
     def run(rank, _):
         groups = MoEGroups(ep=dist.group.WORLD, tokens=dist.group.WORLD)
@@ -64,8 +77,34 @@ def test_every_way_gives_the_numbers_of_the_direct_one_also_in_a_recompute() -> 
                 got = run_once(groups, way, rank * 2, again=again)
                 for key, value in want.items():
                     assert_close(got[key], value, msg=lambda m, n=name, k=key: f"{n}, {k}: {m}")
+        want, chance = whole_experts(want), random.Random(SEED)
+        some_parts = [random_parts(chance, 8, 4), *[(3, 0, 4, 1)] * len(WAYS)]
+        for parts, (name, way) in zip(
+            some_parts, [("direct", TOGETHER), *WAYS.items()], strict=True
+        ):
+            uneven = replace(groups, ep_parts=parts)
+            found = whole_experts(run_once(uneven, way, rank * 2, again=True))
+            for key, value in want.items():
+                case = f"seed {SEED}, {parts}, {name}, {key}"
+                assert_close(found[key], value, msg=lambda m, c=case: f"{c}: {m}")
 
-    run_ranks(run, 4, timeout_s=120)
+    run_ranks(run, 4, timeout_s=240)
+
+
+def random_parts(chance: random.Random, total: int, ranks: int) -> tuple[int, ...]:
+    cuts = sorted(chance.choices(range(total + 1), k=ranks - 1))
+    ends = zip([0, *cuts], [*cuts, total], strict=True)
+    return tuple(end - first for first, end in ends)
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"ep_parts=\(3, 4\) for 1 ranks of ep"):
+        MoEGroups(ep_parts=(3, 4))
+    with pytest.raises(TypeError, match=r"give a tuple of integers"):
+        MoEGroups(ep_parts=[8])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"ep_parts=\(7,\) are 7 experts, but num_experts=8"):
+        MoELayer(CONFIG, groups=MoEGroups(ep_parts=(7,)))
+    MoELayer(CONFIG, groups=MoEGroups(ep_parts=(8,)))
 
 
 def test_a_rounded_payload_gives_one_rank_what_it_gives_many() -> None:

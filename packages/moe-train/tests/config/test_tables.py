@@ -244,3 +244,35 @@ def test_stochastic_rounding_is_refused_where_muon_updates_something() -> None:
         config(train=low, param_groups=(group,))
     with pytest.raises(ValueError, match="is for AdamW"):
         config(train=low, optimizer=OptimizerConfig(lr=1e-3, name="muon"))
+
+
+def test_experts_lie_as_the_keys_say() -> None:
+    made = ParallelConfig(ep=2, expert_parts=("3,5", "7: 8,0"))
+    assert made.parts_by_layer([1, 7]) == {1: (3, 5), 7: (8, 0)}
+    assert ParallelConfig(ep=2, expert_parts=("7: 8,0",)).parts_by_layer([1, 7]) == {7: (8, 0)}
+    changes = ("2: ep=2, experts=1,7", "4: dp=2", "6: experts=load ep=2", "8: experts=1,7,ep=2")
+    made = ParallelConfig(ep=2, expert_parts=("3,5",), relayout=changes)
+    found = [made.at_step(step).parts_by_layer([0]) for step in (0, 2, 4, 6, 8)]
+    assert found == [{0: (3, 5)}, {0: (1, 7)}, {}, {}, {0: (1, 7)}]
+    assert [made.is_by_load(step) for step in (5, 6, 7, 8)] == [False, True, True, False]
+    asked = made.changed(5, (1, 1, 2), "4,4")
+    assert asked.at_step(5).parts_by_layer([0]) == {0: (4, 4)}
+    assert [asked.last_change(step) for step in (1, 4, 5, 6)] == [0, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"expert_parts": ("3,5,1",)}, "'3,5,1' has parts for 3 ranks, but ep=2"),
+        ({"expert_parts": ("3;5",)}, "'3;5' are no parts"),
+        ({"expert_parts": ("load",)}, "'load' are no parts"),
+        ({"expert_parts": ("3,5", "4,4")}, "says twice what every layer has"),
+        ({"expert_parts": ("1: 3,5", "1: 4,4")}, "says twice what layer 1 has"),
+        ({"relayout": ("4: ep=2 experts=3",)}, "has parts for 1 ranks, but ep=2"),
+        ({"relayout": ("4: ep=2 experts=loads",)}, "is no change of layout"),
+        ({"relayout": ("4: ep=2 experts=",)}, "is no change of layout"),
+    ],
+)
+def test_parts_that_cannot_be_are_refused(keys: dict[str, tuple[str, ...]], message: str) -> None:
+    with pytest.raises(TrainValueError, match=re.escape(message)):
+        ParallelConfig(ep=2, **keys)  # type: ignore[arg-type]

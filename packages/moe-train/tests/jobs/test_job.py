@@ -29,7 +29,8 @@ REFUSED = {
     "experts": (
         ["parallel.ep=4", "train.global_batch_size=16"],
         {},
-        "parallel.ep=4 ranks cannot share num_experts=6 evenly; choose ep among 1, 2, 3, 6",
+        "parallel.ep=4 ranks cannot share num_experts=6 evenly; choose ep among 1, 2, 3, 6, or "
+        "in training give uneven parts by parallel.expert_parts",
     ),
     "positions": (
         ["data.sequence_length=65"],

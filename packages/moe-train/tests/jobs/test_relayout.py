@@ -27,6 +27,8 @@ def run(configure: Configure) -> Path:
 def test_a_running_job_is_asked_and_others_are_not(run: Path) -> None:
     with pytest.raises(ValueError, match=r"no moe-train runs in .*parallel.pp=2 .*--resume"):
         request_relayout(run, (2, 1, 1))
+    with pytest.raises(ValueError, match=r"parallel.ep=2 parallel.expert_parts='\[\"1,5\"\]' and"):
+        request_relayout(run, (1, 1, 2), "1,5")
     with pytest.raises(ValueError, match=r"has no config\.resolved\.toml"):
         request_relayout(run.parent, (2, 1, 1))
     assert not (run / "relayout.json").exists()
@@ -47,4 +49,22 @@ def test_every_layout_of_a_schedule_is_checked_before_the_job_begins(configure: 
         "parallel.dp=4", "train.global_batch_size=16", 'parallel.relayout=["2: ep=4"]'
     )
     with pytest.raises(ValueError, match=r"parallel\.relayout after step 2: parallel\.ep=4 ranks"):
+        check_model(config, read_model_config(config))
+
+
+def test_experts_that_do_not_fit_are_refused(configure: Configure, run: Path) -> None:
+    for experts, message in (
+        ("1,2", "'1,2' are 3 experts, but num_experts=6"),
+        ("6", "has parts for 1 ranks, but ep=2"),
+        ("many", "is no change of layout"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            request_relayout(run, (1, 1, 2), experts)
+    with claimed(run / "run.lock", "in use"):
+        for experts in ("1,5", "load"):
+            assert f"experts={experts}" in request_relayout(run, (1, 1, 2), experts)
+    config = configure("parallel.dp=2", 'parallel.relayout=["2: ep=2 experts=load"]')
+    check_model(config, read_model_config(config))
+    config = configure("parallel.ep=2", 'parallel.expert_parts=["9: 1,5"]')
+    with pytest.raises(ValueError, match="names layer 9, which has no experts; those that have"):
         check_model(config, read_model_config(config))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_train.checkpoint import read_state
 from moe_train.config import Config
 from moe_train.data import prepare
 from moe_train.parallel import start
@@ -39,7 +40,10 @@ class StepHook(RankContext):
 
 
 def overrides(layout: str) -> list[str]:
-    return [f"parallel.{pair}" for pair in layout.split()]
+    pairs = dict(pair.split("=") for pair in layout.split())
+    parts = [f'"{pairs.pop("experts")}"'] if "experts" in pairs else []
+    axes = [f"parallel.{axis}={size}" for axis, size in pairs.items()]
+    return [*axes, f"parallel.expert_parts=[{', '.join(parts)}]"]
 
 
 def end_of(
@@ -98,7 +102,9 @@ def test_a_change_of_layout_has_the_bits_of_saving_and_resuming(
 ) -> None:
     seed = random.randrange(2**32)
     chance = random.Random(seed)
-    layouts = chance.sample(LAYOUTS, 3)
+    first = chance.randrange(7)  # of six experts; a rank may have none
+    layouts = [*chance.sample(LAYOUTS, 2), f"pp=1 dp=1 ep=2 experts={first},{6 - first}"]
+    chance.shuffle(layouts)
     steps = sorted(chance.sample(range(1, 5), 2))
     case = f"seed {seed}: {layouts} from steps {steps}"
     same = [*numbers, "checkpoint.interval_minutes=inf"]
@@ -163,8 +169,16 @@ def test_a_running_job_changes_its_layout_when_it_is_asked_to(
 
 
 def test_a_resumed_job_begins_in_the_layout_of_its_step(configure: Configure) -> None:
-    relayout = 'parallel.relayout=["1: pp=2", "3: dp=2"]'
+    relayout = 'parallel.relayout=["1: pp=2", "3: ep=2 experts=load"]'
     config = configure("parallel.ep=2", relayout, "train.max_steps=5", *EACH)
     whole = end_of(config)
-    source = Path(config.train.output_dir) / "checkpoint-2"
-    assert_same(end_of(config, source), whole, "from step 2 on")
+    folder = Path(config.train.output_dir)
+    states = [read_state(folder / f"checkpoint-{step}") for step in range(1, 6)]
+    assert [bool(state.expert_parts) for state in states] == [False] * 3 + [True] * 2
+    for step in (2, 4):  # before and after experts were moved by the rows that they had got
+        assert_same(end_of(config, folder / f"checkpoint-{step}"), whole, f"from step {step} on")
+        last = read_state(folder / "checkpoint-5")
+        assert (last.expert_parts, last.expert_rows) == (
+            states[4].expert_parts,
+            states[4].expert_rows,
+        )

@@ -95,6 +95,7 @@ IMPLEMENTATIONS: dict[str, ExpertsFunction] = {
 def choose_implementation(weights: ExpertWeights, options: ExpertsOptions) -> str:
     """The implementation that `options` name, or for `auto`, by device, dtype and sizes:
 
+    - no experts on this rank: `fused`, since the backward of `grouped_mm` refuses empty weights.
     - option `fp8`: `moe_pipeline.experts.fp8`, which refuses what it cannot take.
     - CUDA in bf16, in sizes that `grouped_mm` takes: `grouped_mm`, one kernel for all experts.
     - Everything else, and whatever has an `accumulation`: `fused`. On a CPU it measured faster than
@@ -102,6 +103,8 @@ def choose_implementation(weights: ExpertWeights, options: ExpertsOptions) -> st
 
     Not measured on CUDA by this package's benchmarks yet.
     """
+    if not weights.down_EDH.shape[0]:
+        return "fused"
     if options.fp8:
         return "fp8"
     if options.experts_implementation != "auto":

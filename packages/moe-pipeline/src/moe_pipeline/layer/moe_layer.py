@@ -92,9 +92,9 @@ class MoELayer(nn.Module):
         dispatch: how tokens travel to the experts of other ranks.
 
     Raises:
-        ValueError: `num_experts` is not divisible by the size of `groups.ep`, or
-            `moe_intermediate_size` by that of `groups.etp`; or `dispatch` overlaps a shared expert
-            that is not there.
+        ValueError: `num_experts` is not divisible by the size of `groups.ep`, nor the sum of its
+            parts, or `moe_intermediate_size` not divisible by the size of `groups.etp`; or
+            `dispatch` overlaps a shared expert that is not there.
     """
 
     def __init__(
@@ -111,11 +111,7 @@ class MoELayer(nn.Module):
         check_type("groups", groups, MoEGroups)
         check_type("dispatch", dispatch, DispatchOptions)
         super().__init__()
-        if config.num_experts % groups.ep_size:
-            raise MoEValueError(
-                f"ep axis has {groups.ep_size} ranks but num_experts={config.num_experts}; choose "
-                f"a divisor of {config.num_experts}"
-            )
+        num_local_experts = groups.local_experts(config.num_experts)
         if dispatch.overlaps_shared_expert and config.shared_expert is None:
             raise MoEValueError(
                 "dispatch.overlaps_shared_expert=True, but the layer has no shared expert; leave "
@@ -126,13 +122,15 @@ class MoELayer(nn.Module):
         self.exchange = TokenExchange(
             options=dispatch,
             num_experts=config.num_experts,
+            parts=groups.ep_parts,
+            num_local_experts=num_local_experts,
             group=groups.ep,
             timeout_s=groups.timeout_s,
         )
         self.gate = TopKRouter(config, device=device, dtype=dtype, noise_key=noise_key)
         self.experts = Experts(
             config,
-            num_local_experts=config.num_experts // groups.ep_size,
+            num_local_experts=num_local_experts,
             etp_rank=groups.etp_rank,
             etp_size=groups.etp_size,
             device=device,

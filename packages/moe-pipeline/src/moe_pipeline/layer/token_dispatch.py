@@ -11,7 +11,7 @@ Dims: T tokens of this rank, R routed rows received, D wide, K choices.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -20,6 +20,7 @@ from comm_collectives import MoeOptions, combine, dispatch
 from comm_collectives.moe import Dispatched, DispatchHandle, OverlappedMoe, dispatch_async
 from moe_pipeline._checks import check_count, check_type
 from moe_pipeline.errors import MoEValueError
+from moe_pipeline.layer.expert_slots import ExpertSlots
 
 _DIRECT = MoeOptions()
 
@@ -75,14 +76,23 @@ class TokenExchange:
     Attributes:
         options: how rows travel.
         num_experts: of the layer.
+        parts: experts of each rank of the group; None: as many on each.
+        num_local_experts: of this rank.
         group: ranks that share them; None: this one has all.
         timeout_s: limit of each exchange; None: that of the group.
     """
 
     options: DispatchOptions
     num_experts: int
+    parts: tuple[int, ...] | None
+    num_local_experts: int
     group: ProcessGroup | None
     timeout_s: float | None
+    _slots: ExpertSlots | None = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        slots = None if self.parts is None else ExpertSlots.of(self.parts)
+        object.__setattr__(self, "_slots", slots)
 
     @property
     def in_chunks(self) -> bool:
@@ -107,30 +117,49 @@ class TokenExchange:
             keep: called with the dispatch's handle before the experts run.
             beside: computed while rows are on their way.
         """
-        rows_TD, topk_idx_TK, weights_TK = routed
+        rows_TD, topk_idx_TK, weights_TK = self._numbered(routed)
         options = replace(self.options.transport, timeout_s=self.timeout_s, reuse=reuse)
         send = dispatch if beside is None else dispatch_async
         sent = send(
             rows_TD,
             topk_idx_TK,
             weights_TK,
-            num_experts=self.num_experts,
+            num_experts=self._num_numbers,
             group=self.group,
             options=options,
         )
         out = None if beside is None else beside()
         dispatched = sent if isinstance(sent, Dispatched) else sent.wait()
         keep(dispatched.handle)
-        return combine(experts(dispatched), dispatched.handle, timeout_s=self.timeout_s), out
+        rows = experts(self._of_local(dispatched))
+        return combine(rows, dispatched.handle, timeout_s=self.timeout_s), out
 
     def chunk_by_chunk(
         self, routed: tuple[Tensor, Tensor, Tensor], experts: Callable[[Dispatched], Tensor]
     ) -> Tensor:
         """The same sums [T, D], the ways of some rows beside the experts of others. Collective."""
         overlapped = OverlappedMoe(
-            num_experts=self.num_experts,
+            num_experts=self._num_numbers,
             group=self.group,
             num_chunks=self.options.num_chunks,
             options=replace(self.options.transport, timeout_s=self.timeout_s),
         )
-        return overlapped(*routed, experts)
+        return overlapped(*self._numbered(routed), lambda rows: experts(self._of_local(rows)))
+
+    @property
+    def _num_numbers(self) -> int:
+        return self.num_experts if self._slots is None else self._slots.total
+
+    def _numbered(self, routed: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows, choices and weights, with experts as the exchange numbers them."""
+        if self._slots is None:
+            return routed
+        rows_TD, topk_idx_TK, weights_TK = routed
+        return rows_TD, self._slots.numbers(topk_idx_TK), weights_TK
+
+    def _of_local(self, dispatched: Dispatched) -> Dispatched:
+        """What has come, with the counts of the experts that are there."""
+        if self._slots is None:
+            return dispatched
+        counts = dispatched.num_tokens_per_expert[: self.num_local_experts]
+        return replace(dispatched, num_tokens_per_expert=counts)

@@ -22,8 +22,8 @@ from unified_ckpt import CheckpointError, load_files
 from unified_ckpt.files.storage import Location
 from unified_ckpt.run import CorruptCheckpointError, ReplacedCheckpointError, StoreError
 
-STATE_VERSION = 2
-"""1 had no `version`, no schedule and no losses."""
+STATE_VERSION = 3
+"""1 had no `version`, no schedule and no losses; 2 nothing about the experts' places and rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +39,8 @@ class TrainerState:
         recent_losses: of the last steps, oldest first, for the guard against spikes.
         best_validation_loss: the lowest so far; None: none yet, or not known.
         skips_in_row: steps at the end of the run whose updates were left out.
+        expert_parts: where the experts lie, as in `parallel.expert_parts`; none: in equal parts.
+        expert_rows: routed rows of each layer and expert since the layout changed last.
         ledger: which samples each step has used; a file of its own in a checkpoint.
         version: of the file that it was read from.
     """
@@ -53,6 +55,8 @@ class TrainerState:
     skips_in_row: int = 0
     recent_losses: tuple[float, ...] = ()
     best_validation_loss: float | None = None
+    expert_parts: tuple[str, ...] = ()
+    expert_rows: tuple[tuple[int, ...], ...] = ()
     ledger: Ledger = field(default_factory=Ledger, compare=False)
     version: int = STATE_VERSION
 
@@ -134,6 +138,8 @@ _READ: Mapping[str, Callable[[Any], Any]] = {
     "data_fingerprint": str,
     "schedule": _schedule,
     "recent_losses": _numbers,
+    "expert_parts": lambda texts: tuple(map(str, texts)),
+    "expert_rows": lambda rows: tuple(tuple(map(int, row)) for row in rows),
     "best_validation_loss": lambda value: None if value is None else float(value),
 }
 """How fields that are no integers are read."""

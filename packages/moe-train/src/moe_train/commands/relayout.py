@@ -14,13 +14,24 @@ def _add_relayout(parser: argparse.ArgumentParser) -> None:
         ("ep", "ranks that share the experts of a layer"),
     ):
         parser.add_argument(f"--{axis}", type=int, default=1, metavar="N", help=f"{meaning}; 1")
+    parser.add_argument(
+        "--experts",
+        default="",
+        metavar="PARTS",
+        help="experts of each rank along ep, as in 3,5; or load: by the tokens that they have got "
+        "since the layout changed; equal parts",
+    )
 
 
 def _relayout(arguments: argparse.Namespace) -> int:
-    """Change pp, dp and ep of a running job after its next step, in memory; ranks stay as many."""
+    """Change pp, dp, ep and the experts' places of a running job in memory, after its next step.
+
+    The ranks stay as many.
+    """
     from moe_train.jobs import request_relayout
 
-    print(request_relayout(arguments.folder, (arguments.pp, arguments.dp, arguments.ep)))
+    sizes = (arguments.pp, arguments.dp, arguments.ep)
+    print(request_relayout(arguments.folder, sizes, arguments.experts))
     return 0
 
 

@@ -5,11 +5,12 @@ ParallelConfig(pp=2, ep=2)
 
 import dataclasses
 import math
-import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from moe_train.config.keys import Table, key
+from moe_train.config.layout_changes import BY_LOAD, LayoutChange, check_parts, parsed_parts
 from moe_train.config.pipelines import stages_needed, stages_of_rank
 from moe_train.errors import TrainValueError
 
@@ -89,9 +90,17 @@ class ParallelConfig(Table):
         above=0,
         on_resume="free",
     )
+    expert_parts: tuple[str, ...] = key(
+        'experts of each rank along ep, as in "3,5" for every layer or "7: 3,5" for layer 7; '
+        "layers without parts have equal ones",
+        default=(),
+        on_resume="free",
+    )
     relayout: tuple[str, ...] = key(
         'layouts of later steps, as in "100: pp=2 ep=4": after so many steps the ranks, as many as '
-        "before, move weights, moments and master weights in memory; axes that are left out are 1",
+        "before, move weights, moments and master weights in memory; axes that are left out are 1; "
+        "experts=3,5 gives the ranks along ep uneven experts, experts=load as the tokens of the "
+        "steps before were spread",
         default=(),
         on_resume="free",
     )
@@ -112,20 +121,30 @@ class ParallelConfig(Table):
                 f"parallel.memory_limit_mib={self.memory_limit_mib:g} is only kept by "
                 f'parallel.schedule="auto", got "{self.schedule}"; leave it out, or plan with auto'
             )
+        for parts, text in zip(
+            parsed_parts(self.expert_parts).values(), self.expert_parts, strict=True
+        ):
+            check_parts("parallel.expert_parts", text, parts, self.ep)
+        self._check_changes()
+
+    def _check_changes(self) -> None:
         last = 0
-        for text in self.relayout:
-            step, sizes = _parsed_relayout(text)
-            if math.prod(sizes.values()) != self.world_size:
+        for text, change in zip(self.relayout, self._changes, strict=True):
+            if math.prod(change.sizes.values()) != self.world_size:
                 raise TrainValueError(
-                    f"parallel.relayout: {text!r} needs {math.prod(sizes.values())} ranks, but the "
-                    f"job has {self.world_size}; the number of ranks stays the same"
+                    f"parallel.relayout: {text!r} needs {math.prod(change.sizes.values())} ranks, "
+                    f"but the job has {self.world_size}; the number of ranks stays the same"
                 )
-            if step <= last:
+            if change.step <= last:
                 raise TrainValueError(
                     f"parallel.relayout: {text!r} does not come after step {last}; list the "
                     "changes in the order of their steps, the first one after step 1 or later"
                 )
-            last = step
+            last = change.step
+
+    @property
+    def _changes(self) -> list[LayoutChange]:
+        return [LayoutChange.parsed(text) for text in self.relayout]
 
     @property
     def world_size(self) -> int:
@@ -153,30 +172,67 @@ class ParallelConfig(Table):
         return self.pp, self.dp, self.ep
 
     def at_step(self, step: int) -> "ParallelConfig":
-        """The layout that `relayout` asks for once `step` steps are finished."""
-        sizes = [found for first, found in map(_parsed_relayout, self.relayout) if first <= step]
-        if not sizes:
-            return self
-        last = sizes[-1]
-        return dataclasses.replace(self, pp=last["pp"], dp=last["dp"], ep=last["ep"])
+        """The layout that `relayout` asks for once `step` steps are finished.
 
-    def changed(self, step: int, sizes: tuple[int, int, int]) -> "ParallelConfig":
+        Parts that are to follow the load (`is_by_load`) are equal ones here.
+        """
+        change = self._last_change(step)
+        if change is None:
+            return self
+        parts = (",".join(map(str, change.parts)),) if change.parts else ()
+        pp, dp, ep = change.sizes.values()
+        return dataclasses.replace(self, pp=pp, dp=dp, ep=ep, expert_parts=parts)
+
+    def is_by_load(self, step: int) -> bool:
+        """Whether experts are to lie as the load wants it once `step` steps are finished."""
+        change = self._last_change(step)
+        return change is not None and change.experts == BY_LOAD
+
+    def last_change(self, step: int) -> int:
+        """After how many steps the layout has changed last, once `step` are finished; or 0."""
+        change = self._last_change(step)
+        return 0 if change is None else change.step
+
+    def _last_change(self, step: int) -> LayoutChange | None:
+        before = [change for change in self._changes if change.step <= step]
+        return before[-1] if before else None
+
+    def changed(
+        self, step: int, sizes: tuple[int, int, int], experts: str = ""
+    ) -> "ParallelConfig":
         """The same with one more change of layout, to pp, dp and ep after `step` steps.
 
+        Args:
+            experts: their parts, as in `relayout`: "3,5" or "load"; "" for equal ones.
+
         Raises:
-            ValueError: the number of ranks would be another one.
+            ValueError: the number of ranks would be another one, or the parts do not fit.
         """
         text = "{}: pp={} dp={} ep={}".format(step, *sizes)
-        others = [(_parsed_relayout(other)[0], other) for other in self.relayout]
-        kept = [(first, other) for first, other in others if first != step]
+        text += f" experts={experts}" if experts else ""
+        kept = [
+            (change.step, other)
+            for change, other in zip(self._changes, self.relayout, strict=True)
+            if change.step != step
+        ]
         return dataclasses.replace(
             self, relayout=tuple(other for _, other in sorted([*kept, (step, text)]))
         )
 
     def next_change(self, step: int) -> int | None:
         """After how many steps the layout changes next, once `step` are finished."""
-        later = (first for first, _ in map(_parsed_relayout, self.relayout) if first > step)
-        return next(later, None)
+        return next((change.step for change in self._changes if change.step > step), None)
+
+    def parts_by_layer(self, layers: Iterable[int]) -> dict[int, tuple[int, ...]]:
+        """The experts of each rank along ep, of those layers that do not have equal parts."""
+        parts = parsed_parts(self.expert_parts)
+        wanted = {layer: parts.get(layer, parts.get(None)) for layer in layers}
+        return {layer: found for layer, found in wanted.items() if found is not None}
+
+    @property
+    def layers_with_parts(self) -> set[int]:
+        """The layers that `expert_parts` names."""
+        return {layer for layer in parsed_parts(self.expert_parts) if layer is not None}
 
     def check_divides(self, *, num_hidden_layers: int | None, num_experts: int | None) -> None:
         """Hold a decoder's sizes against the layout; None is not looked at.
@@ -186,10 +242,22 @@ class ParallelConfig(Table):
         """
         if num_hidden_layers is not None:
             self._check_layers(num_hidden_layers)
-        if num_experts is not None and num_experts % self.ep:
+        if num_experts is not None:
+            self._check_experts(num_experts)
+
+    def _check_experts(self, num_experts: int) -> None:
+        parts = parsed_parts(self.expert_parts)
+        for text, given in zip(self.expert_parts, parts.values(), strict=True):
+            if sum(given) != num_experts:
+                raise TrainValueError(
+                    f"parallel.expert_parts: {text!r} are {sum(given)} experts, but "
+                    f"num_experts={num_experts}; each expert is on one rank along ep"
+                )
+        if num_experts % self.ep and None not in parts:
             raise TrainValueError(
                 f"parallel.ep={self.ep} ranks cannot share num_experts={num_experts} evenly; "
-                f"choose ep among {_divisors(num_experts)}"
+                f"choose ep among {_divisors(num_experts)}, or in training give uneven parts by "
+                "parallel.expert_parts"
             )
 
     def _check_layers(self, num_layers: int) -> None:
@@ -206,18 +274,6 @@ class ParallelConfig(Table):
                 f"num_hidden_layers={num_layers} is not divisible by parallel.pp={self.pp}{each} "
                 f'stages; {among}, or in training set parallel.layer_split="cost"'
             )
-
-
-def _parsed_relayout(text: str) -> tuple[int, dict[str, int]]:
-    """Of "100: pp=2 ep=4" the step, and the size of every axis."""
-    found = re.fullmatch(r"\s*(\d+)\s*:((?:[\s,]*(?:pp|dp|ep)=[1-9]\d*)+)\s*", text)
-    pairs = re.findall(r"(\w+)=(\d+)", found[2]) if found else []
-    if not found or len(dict(pairs)) < len(pairs):
-        raise TrainValueError(
-            f"parallel.relayout: {text!r} is no change of layout; write the finished steps and the "
-            'sizes of axes, each once, as in "100: pp=2 ep=4"'
-        )
-    return int(found[1]), {"pp": 1, "dp": 1, "ep": 1} | {a: int(size) for a, size in pairs}
 
 
 def _divisors(number: int) -> str:

@@ -4,7 +4,6 @@ source = check(config, resume)     # once, in the launching process; raises for 
 train(config, str(source or ""), context)                                          # on every rank
 """
 
-import dataclasses
 import logging
 import os
 from collections.abc import Sequence
@@ -124,8 +123,6 @@ def check_model(config: Config, model: DecoderConfig) -> None:
             not fit the schedule or the family, or `train.trainable` or `param_groups` the names of
             the decoder.
     """
-    if config.parallel.relayout:
-        _check_relayout(config, model)
     check_sizes(
         config,
         ModelSizes(
@@ -138,17 +135,6 @@ def check_model(config: Config, model: DecoderConfig) -> None:
     if config.train.trainable:
         chosen_names("train.trainable", config.train.trainable, model)
     rules_of_job(config, model)
-
-
-def _check_relayout(config: Config, model: DecoderConfig) -> None:
-    """Check the decoder against every later layout."""
-    step = config.parallel.next_change(0)
-    while step is not None:
-        try:
-            check_layout(dataclasses.replace(config, parallel=config.parallel.at_step(step)), model)
-        except TrainValueError as error:
-            raise TrainValueError(f"parallel.relayout after step {step}: {error}") from error
-        step = config.parallel.next_change(step)
 
 
 def check_tokenizer(config: Config, model: DecoderConfig, tokenizer: TextTokenizer) -> None:

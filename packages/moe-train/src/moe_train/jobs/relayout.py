@@ -1,6 +1,6 @@
 """Asking a running job for another layout: what does not fit is refused before the job hears of it.
 
-request_relayout(Path("runs/job"), (2, 1, 4))     # pp, dp, ep
+request_relayout(Path("runs/job"), (2, 1, 4), "load")     # pp, dp, ep; experts by their load
 """
 
 import dataclasses
@@ -14,8 +14,12 @@ from moe_train.jobs.run_folder import LOCK_FILE, RESOLVED_FILE
 from moe_train.training import ask_layout, read_model_config
 
 
-def request_relayout(folder: Path, sizes: tuple[int, int, int]) -> str:
-    """Ask the job in a run's folder for a layout, given as pp, dp and ep; return what comes next.
+def request_relayout(folder: Path, sizes: tuple[int, int, int], experts: str = "") -> str:
+    """Ask the job in a run's folder for a layout; return what comes next.
+
+    Args:
+        sizes: pp, dp and ep.
+        experts: those of each rank along ep, as in "3,5", or "load"; "" for equal parts.
 
     Raises:
         ValueError: no job runs there, or it does not fit the layout.
@@ -28,17 +32,19 @@ def request_relayout(folder: Path, sizes: tuple[int, int, int]) -> str:
         )
     config = load_config(resolved)
     # After any step, since nobody knows which one the job has reached.
-    parallel = config.parallel.changed(1, sizes).at_step(1)
-    check_model(dataclasses.replace(config, parallel=parallel), read_model_config(config))
+    asked, model = config.parallel.changed(1, sizes, experts), read_model_config(config)
+    check_model(dataclasses.replace(config, parallel=asked), model)
     try:
         with claimed(folder / LOCK_FILE, "held"):
+            parts = f" parallel.expert_parts='[\"{experts}\"]'" if "," in experts else ""
             raise TrainValueError(
                 f"no moe-train runs in {folder}; start the job with parallel.pp={sizes[0]} "
-                f"parallel.dp={sizes[1]} parallel.ep={sizes[2]} and --resume"
+                f"parallel.dp={sizes[1]} parallel.ep={sizes[2]}{parts} and --resume"
             )
     except BlockingIOError:  # by the job
-        ask_layout(folder, sizes)
+        ask_layout(folder, sizes, experts)
+    parts = f" experts={experts}" if experts else ""
     return (
-        f"asked {folder} for pp={sizes[0]} dp={sizes[1]} ep={sizes[2]}: its log says when a step "
-        "begins in it, or why it stays as it is"
+        f"asked {folder} for pp={sizes[0]} dp={sizes[1]} ep={sizes[2]}{parts}: its log says when a "
+        "step begins in it, or why it stays as it is"
     )

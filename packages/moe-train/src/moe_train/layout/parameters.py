@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard as DimShard
 
 from mesh_spmd import Box, ProcessMesh, Spec, choose_placements, local_box
 from moe_train.errors import TrainValueError
@@ -49,6 +50,10 @@ class ParameterLayout:
     _held: dict[int, tuple[tuple[int, ...], tuple[_Cut, ...]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+
+    def first_row(self, rank: int) -> int:
+        """Where a rank's part begins along dim 0, as for experts the number of its first one."""
+        return local_box(self.global_shape, self.spec, rank).offset[0]
 
     def held(self, rank: int) -> tuple[tuple[int, ...], tuple[_Cut, ...]]:
         """The shape of a rank's part, and its boxes of stored tensors; worked out once."""
@@ -88,7 +93,10 @@ def stage_tensors(stage: nn.Module) -> dict[str, Tensor]:
 
 
 def parameter_layouts(
-    stage: nn.Module, config: DecoderConfig, stage_mesh: ProcessMesh
+    stage: nn.Module,
+    config: DecoderConfig,
+    stage_mesh: ProcessMesh,
+    expert_parts: Mapping[int, tuple[int, ...]] | None = None,
 ) -> dict[str, ParameterLayout]:
     """The layout of every tensor of a pipeline stage, in the order of its state dict.
 
@@ -97,22 +105,34 @@ def parameter_layouts(
     Args:
         stage: the module with this rank's shards.
         stage_mesh: the ("dp", "ep") mesh of the ranks of this stage.
+        expert_parts: experts of each rank along ep, for layers that do not have equal parts.
     """
     layouts = {}
     for name, tensor in stage_tensors(stage).items():
-        shape = tuple(tensor.shape)
-        wanted: Mapping[str, int] = {}
+        shape, spec = tuple(tensor.shape), Spec.from_axes(stage_mesh, {})
         if is_expert(name):
             shape = (config.num_experts, *shape[1:])
-            wanted = {"ep": 0}
-        placements = choose_placements(shape, stage_mesh, shard=wanted, strict=True)
+            spec = _spec_of_experts(shape, stage_mesh, (expert_parts or {}).get(_layer_of(name)))
         layouts[name] = ParameterLayout(
             name=name,
             global_shape=shape,
-            spec=Spec(stage_mesh, placements),
+            spec=spec,
             form=stored_form(config.model_type, name, shape),
         )
     return layouts
+
+
+def _layer_of(name: str) -> int:
+    """The number of the layer that a parameter of a layer belongs to."""
+    return int(name.partition(".layers.")[2].partition(".")[0])
+
+
+def _spec_of_experts(
+    shape: tuple[int, ...], stage_mesh: ProcessMesh, parts: tuple[int, ...] | None
+) -> Spec:
+    if parts is not None:
+        return Spec.from_axes(stage_mesh, {"ep": DimShard(0)}, sizes={"ep": parts})
+    return Spec(stage_mesh, choose_placements(shape, stage_mesh, shard={"ep": 0}, strict=True))
 
 
 def single_rank_layouts(stage: nn.Module, config: DecoderConfig) -> dict[str, ParameterLayout]:

@@ -7,7 +7,8 @@ nothing here asks for the family.
     x_BSd, routed = layer(x_BSd, context, None)
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ class LayerOptions:
 
     Args:
         ep_group: ranks that share the experts; None when this rank holds all of them.
+        expert_parts: experts of each rank of it, for layers that do not have equal parts.
         token_group: ranks that hold other tokens of the same microbatch (auxiliary loss).
         aux_loss_coef, aux_loss_scope: of the load-balancing loss.
         z_loss_coef: of the router's z-loss.
@@ -45,6 +47,7 @@ class LayerOptions:
     """
 
     ep_group: dist.ProcessGroup | None = None
+    expert_parts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     token_group: dist.ProcessGroup | None = None
     aux_loss_coef: float = 0.0
     aux_loss_scope: str = "microbatch"
@@ -76,7 +79,11 @@ class DecoderLayer(nn.Module):
         self.self_attn = _attention(config, layer, options)
         self.mlp: MoELayer | DenseMLP
         if config.is_sparse(layer):
-            groups = MoEGroups(ep=options.ep_group, tokens=options.token_group)
+            groups = MoEGroups(
+                ep=options.ep_group,
+                ep_parts=options.expert_parts.get(layer),
+                tokens=options.token_group,
+            )
             moe = moe_config(config, options)
             noise_key = counter_key(options.seed, layer, ROUTER)
             self.mlp = MoELayer(

@@ -5,8 +5,8 @@ gradients, moe-pipeline drives the stage, unified-ckpt and weight-convert (throu
 and write it. gpu-alloc replays what this allocates, in `plan`.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,7 +17,9 @@ from moe_pipeline.executor import ExecutorOptions, TiedParameters
 from moe_train.checkpoint import BackgroundSaves, Checkpointer, NodeStates, checkpoint_files
 from moe_train.config import Config
 from moe_train.data import prepare
+from moe_train.errors import TrainValueError
 from moe_train.layout import (
+    ParameterLayout,
     StoredTensors,
     chosen_names,
     decoder_shapes,
@@ -44,8 +46,13 @@ from moe_train.optim import (
 )
 from moe_train.parallel import Parallel
 from moe_train.tokenization import vocabulary_rows
-from moe_train.training.balancing import aux_loss_coef, check_balancing
-from moe_train.training.dispatching import dispatch_options
+from moe_train.training.experts import (
+    ExpertLoads,
+    aux_loss_coef,
+    check_balancing,
+    dispatch_options,
+    expert_parts,
+)
 from moe_train.training.pipeline import (
     forwards_of,
     layers_of_stages,
@@ -83,15 +90,31 @@ def read_model_config(config: Config) -> DecoderConfig:
 
 
 def check_layout(config: Config, model: DecoderConfig) -> None:
-    """Check the decoder and the batch against the layout; pure.
+    """Check the decoder and the batch against the layout, and against every later one; pure.
 
     Raises:
-        ValueError: layers, experts or sequences do not divide, balancing does not fit the schedule
-            or the family, or the ways of tokens do not fit the layout or the decoder.
+        ValueError: layers, experts or sequences do not divide, parts are of a layer without
+            experts, balancing does not fit the schedule or the family, or the ways of tokens do not
+            fit the layout or the decoder.
     """
+    _check_one_layout(config, model)
+    asked, step = config.parallel, config.parallel.next_change(0)
+    while step is not None:
+        parallel = asked.at_step(step)
+        if asked.is_by_load(step):
+            parallel = ExpertLoads().balanced(parallel, model)
+        try:
+            _check_one_layout(replace(config, parallel=parallel), model)
+        except TrainValueError as error:
+            raise TrainValueError(f"parallel.relayout after step {step}: {error}") from error
+        step = asked.next_change(step)
+
+
+def _check_one_layout(config: Config, model: DecoderConfig) -> None:
     config.parallel.check_divides(
         num_hidden_layers=model.num_hidden_layers, num_experts=model.num_experts
     )
+    expert_parts(config, model)
     config.check_batch()
     check_balancing(config, model, unmeasured_schedule(config))
     dispatch_options(config, model)
@@ -142,6 +165,7 @@ def _stage_options(
         data_rank=parallel.data_rank,
         num_data_ranks=parallel.num_data_ranks,
         ep_group=parallel.ep_group if config.parallel.ep > 1 else None,
+        expert_parts=expert_parts(config, model),
         token_group=parallel.data_group if parallel.num_data_ranks > 1 else None,
         num_microbatches=config.train.gradient_accumulation_steps,
         aux_loss_coef=aux_loss_coef(config, model),
@@ -186,7 +210,8 @@ def build_runner(
         files: what rank 0 writes beside the weights.
     """
     stages = build_stages(config, model, parallel)
-    layouts = parameter_layouts(stages, model, parallel.stage_mesh)
+    parts = expert_parts(config, model)
+    layouts = parameter_layouts(stages, model, parallel.stage_mesh, parts)
     parameters = {name: p for name, p in stages.named_parameters() if p.requires_grad}
     tensors = stage_tensors(stages)
     _initialise(config, model, stored_tensors(layouts, tensors, parallel.rank))
@@ -195,7 +220,7 @@ def build_runner(
         rules_of_job(config, model),
         config.optimizer,
         master_weights=config.train.master_weights,
-        rounding=_rounding(config, parameters, parallel),
+        rounding=_rounding(config, parameters, layouts, parallel.rank),
     )
     has_copy = model.shares_embedding(config.train.mtp_loss_coef)
     schedule = training_schedule(config, stages, parallel)
@@ -246,12 +271,14 @@ def _initialise(config: Config, model: DecoderConfig, stored: StoredTensors) -> 
 
 
 def _rounding(
-    config: Config, parameters: Mapping[str, nn.Parameter], parallel: Parallel
+    config: Config,
+    parameters: Iterable[str],
+    layouts: Mapping[str, ParameterLayout],
+    rank: int,
 ) -> StochasticRounding | None:
     if not config.train.stochastic_rounding:
         return None
-    ep = parallel.mesh.coordinate(parallel.rank)["ep"]
-    first = {name: ep * p.shape[0] for name, p in parameters.items() if is_expert(name)}
+    first = {name: layouts[name].first_row(rank) for name in parameters if is_expert(name)}
     return StochasticRounding(seed=config.train.seed, first_rows=first)
 
 

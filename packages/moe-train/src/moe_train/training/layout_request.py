@@ -3,7 +3,7 @@
 `moe-train relayout` writes it into the run's folder; after the next step all ranks hear of it in
 the figures of the step, and then what it says.
 
-    ask_layout(Path("runs/job"), (2, 1, 4))     # pp, dp, ep; in another process
+    ask_layout(Path("runs/job"), (2, 1, 4), "load")     # pp, dp, ep, experts; in another process
 """
 
 import json
@@ -21,9 +21,15 @@ _FILE = "relayout.json"
 logger = logging.getLogger(__name__)
 
 
-def ask_layout(folder: Path, sizes: tuple[int, int, int]) -> None:
-    """Ask the job in `folder` for a layout, given as pp, dp and ep; the newest request counts."""
-    write_atomic(folder / _FILE, json.dumps(dict(zip(AXES, sizes, strict=True))))
+def ask_layout(folder: Path, sizes: tuple[int, int, int], experts: str = "") -> None:
+    """Ask the job in `folder` for a layout; the newest request counts.
+
+    Args:
+        sizes: pp, dp and ep.
+        experts: their parts along ep, as in `parallel.relayout`; "" for equal ones.
+    """
+    asked = {**dict(zip(AXES, sizes, strict=True)), "experts": experts}
+    write_atomic(folder / _FILE, json.dumps(asked))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,26 +49,30 @@ class LayoutRequests:
             (self.folder / _FILE).unlink(missing_ok=True)
             logger.warning("warning: %s was asked of an earlier job; it is removed", _FILE)
 
-    def take(self) -> tuple[int, int, int] | None:
-        """Return what is asked for, and remove the file. Collective over all ranks.
+    def take(self) -> tuple[tuple[int, int, int], str] | None:
+        """Return the sizes and the experts that are asked for, and remove the file. Collective.
 
         None where the file says nothing that could be a layout; that is one line.
         """
-        found: list[tuple[int, int, int] | None] = [self._read() if self.is_first else None]
+        found: list[tuple[tuple[int, int, int], str] | None] = [
+            self._read() if self.is_first else None
+        ]
         dist.broadcast_object_list(found, src=0)
         return found[0]
 
-    def _read(self) -> tuple[int, int, int] | None:
+    def _read(self) -> tuple[tuple[int, int, int], str] | None:
         file = self.folder / _FILE
         try:
             text = file.read_text(encoding="utf-8")
             file.unlink(missing_ok=True)
             asked = json.loads(text)
             pp, dp, ep = (asked[axis] for axis in AXES)
+            experts = asked.get("experts", "")
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.warning("warning: %s cannot be read: %r; the layout stays", file, error)
             return None
-        if not all(type(size) is int and size > 0 for size in (pp, dp, ep)):
+        sizes_fit = all(type(size) is int and size > 0 for size in (pp, dp, ep))
+        if not sizes_fit or not isinstance(experts, str):
             logger.warning("warning: %s says %s; the layout stays", file, text)
             return None
-        return pp, dp, ep
+        return (pp, dp, ep), experts

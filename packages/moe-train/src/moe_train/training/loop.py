@@ -23,11 +23,12 @@ from moe_train.config import Config
 from moe_train.data import Batch, Ledger
 from moe_train.errors import TrainValueError
 from moe_train.optim import LrSchedule
-from moe_train.parallel import AXES, Parallel, start
+from moe_train.parallel import Parallel, start
 from moe_train.rank import RankContext
 from moe_train.report import MetricsLog, ProgressLine
 from moe_train.training.batches import BatchPlan, SampleReader, validation_steps
 from moe_train.training.build import Training, check_layout
+from moe_train.training.layout_in_force import LayoutInForce, described
 from moe_train.training.layout_request import LayoutRequests
 from moe_train.training.loader import BatchLoader
 from moe_train.training.pace import Pace
@@ -81,6 +82,7 @@ class TrainingLoop:
         schedule: the learning rate of every step.
         guard: tells which loss is too high.
         saver: writes the checkpoints.
+        in_force: the layout of the steps, and the loads of the experts in it.
         places: where this rank has stood in the layouts so far, by their pp, dp and ep.
     """
 
@@ -91,6 +93,7 @@ class TrainingLoop:
     schedule: LrSchedule
     guard: SpikeGuard
     saver: Saver
+    in_force: LayoutInForce = field(default_factory=LayoutInForce)
     places: dict[tuple[int, int, int], Parallel] = field(default_factory=dict)
 
     @classmethod
@@ -122,7 +125,8 @@ class TrainingLoop:
             first_step=position.step,
             best_validation_loss=None if state is None else state.best_validation_loss,
         )
-        return cls(config, training, reporter, position, schedule, guard, saver)
+        in_force = LayoutInForce.of(config.parallel, state)
+        return cls(config, training, reporter, position, schedule, guard, saver, in_force)
 
     @property
     def plan(self) -> BatchPlan:
@@ -163,14 +167,14 @@ class TrainingLoop:
     def _requests(self) -> LayoutRequests:
         return LayoutRequests(self.config.log_folder, self.training.parallel.rank == 0)
 
-    def _plan_layout(self, sizes: tuple[int, int, int] | None) -> None:
+    def _plan_layout(self, asked: tuple[tuple[int, int, int], str] | None) -> None:
         """Make the next step begin in the layout that was asked for, if the job fits it."""
-        if sizes is None:
+        if asked is None:
             return
         model = self.training.runner.stages.config
         try:
-            parallel = self.config.parallel.changed(self.position.step, sizes)
-            check_layout(replace(self.config, parallel=parallel.at_step(self.position.step)), model)
+            parallel = self.config.parallel.changed(self.position.step, *asked)
+            check_layout(replace(self.config, parallel=parallel), model)
         except TrainValueError as error:
             if self.training.parallel.rank == 0:
                 logger.warning("warning: the layout stays: %s", error)
@@ -179,21 +183,23 @@ class TrainingLoop:
 
     def _enter_layout(self) -> None:
         """Bring the state into the layout of the step that comes. Collective over all ranks."""
-        here, place = self.config.parallel, self.training.parallel
-        self.places.setdefault(here.axis_sizes, place)
-        wanted = here.at_step(self.position.step)
-        if wanted.axis_sizes == here.axis_sizes:
+        here, step = self.config.parallel, self.position.step
+        self.places.setdefault(here.axis_sizes, self.training.parallel)
+        wanted = self.in_force.wanted(here, step, self.training.runner.stages.config)
+        imbalance = self.in_force.loads.imbalance(here), self.in_force.loads.imbalance(wanted)
+        self.in_force.enter(wanted, step)
+        if wanted == here:
             return
         self.config = replace(self.config, parallel=wanted)
         if wanted.axis_sizes not in self.places:
             self.places[wanted.axis_sizes] = start(self.config)
-        updates = self.position.step - self.guard.skipped
         parallel = self.places[wanted.axis_sizes]
+        updates = step - self.guard.skipped
         self.training, moved = relaid_out(self.config, parallel, self.training, updates=updates)
         gc.collect()  # modules and their parameters refer to each other
         if parallel.rank == 0:
-            sizes = " ".join(f"{a}={n}" for a, n in zip(AXES, wanted.axis_sizes, strict=True))
-            logger.info("step %d begins in the layout %s; %s", self.position.step + 1, sizes, moved)
+            told = described(wanted, imbalance)
+            logger.info("step %d begins in the layout %s; %s", step + 1, told, moved)
 
     def first_steps(self, count: int) -> Iterator[StepResult]:
         """The results of the next steps, at most `count`, without validation and checkpoints.
@@ -253,6 +259,7 @@ class TrainingLoop:
                 times=None if timeline is None else timeline.times,
             )
         self.guard.note(result, self.position.step + 1)
+        self.in_force.loads.add(result.load_LE)
         self._advance(result)
         elapsed_s = time.perf_counter() - started
         figures = step_metrics(result)
@@ -341,6 +348,8 @@ class TrainingLoop:
             skips_in_row=self.guard.skips_in_row,
             recent_losses=tuple(self.guard.losses),
             best_validation_loss=self.saver.best_validation_loss,
+            expert_parts=self.in_force.parts,
+            expert_rows=tuple(map(tuple, self.in_force.loads.rows_LE)),
             ledger=self.position.ledger,
         )
 

@@ -8,7 +8,7 @@ from moe_train.config import Config
 from moe_train.data import Batch
 from moe_train.parallel import start
 from moe_train.training.build import build_runner, check_layout, read_model_config
-from moe_train.training.dispatching import dispatch_options
+from moe_train.training.experts.dispatching import dispatch_options
 from ranktest import run_ranks
 
 Configure = Callable[..., Config]
