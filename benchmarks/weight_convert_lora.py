@@ -4,7 +4,8 @@
 
 Random Qwen3-MoE models of 12 experts, in float32 and bfloat16; LoRA, rsLoRA and DoRA of attention,
 ranks and alphas by pattern, and LoRA and rsLoRA of fused experts. peft's `merge_and_unload` is the
-oracle. The figure counts tensors that differ in a single bit.
+oracle. The figure counts tensors that differ in a single bit. Then an adapter is extracted from
+each model and its merged one, which peft loads and merges to the same bits as weight-convert.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from weight_convert import convert, lora
+from weight_convert.adapters import extract_lora
 
 
 def make_model(folder: Path, dtype: torch.dtype) -> None:
@@ -63,13 +65,33 @@ def merged_by_peft(model: Path, adapter: Path, dtype: torch.dtype) -> dict[str, 
     return dict(tuned.merge_and_unload().state_dict())
 
 
+def loaded_by_peft(model: Path, adapter: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Merge an adapter of a directory by peft."""
+    import peft
+    import transformers
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    return dict(peft.PeftModel.from_pretrained(base, adapter).merge_and_unload().state_dict())
+
+
 def count_differing(folder: Path, dtype: torch.dtype) -> tuple[int, int]:
-    """(tensors, of them differing) of one random model and adapter."""
+    """(tensors, of them differing) of one random model, an adapter, and one extracted again."""
     make_model(folder / "model", dtype)
     expected = merged_by_peft(folder / "model", folder / "lora", dtype)
     convert(folder / "model", folder / "fused", to="fused")
     lora(folder / "fused", folder / "lora", folder / "merged")
-    found = load_file(folder / "merged" / "model.safetensors")
+    extract_lora(folder / "fused", folder / "merged", folder / "extracted", rank=5)
+    lora(folder / "fused", folder / "extracted", folder / "again")
+    first = differing_tensors(folder / "merged", expected)
+    again = differing_tensors(
+        folder / "again", loaded_by_peft(folder / "model", folder / "extracted", dtype)
+    )
+    return first[0] + again[0], first[1] + again[1]
+
+
+def differing_tensors(folder: Path, expected: dict[str, torch.Tensor]) -> tuple[int, int]:
+    """(tensors, of them differing from what was expected) of a model's one file."""
+    found = load_file(folder / "model.safetensors")
     missing = found.keys() ^ expected.keys()
     differing = sum(
         found[key].dtype != expected[key].dtype or not torch.equal(found[key], expected[key])

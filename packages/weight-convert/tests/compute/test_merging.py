@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from weight_convert.compute import merging
-from weight_convert.operations import METHODS, Combine
+from weight_convert.operations import Combine
 
 SHAPES = [(6, 7), (11,), (2, 3, 5), (1,)]
 
@@ -124,7 +124,7 @@ def reference(operation, base, models):
 
 @pytest.mark.parametrize(
     "method",
-    sorted(name for name in METHODS if METHODS[name] and name != "model_stock"),
+    sorted(name for name in Combine.METHODS if Combine.METHODS[name] and name != "model_stock"),
 )
 @pytest.mark.parametrize("normalize", [False, True])
 def test_methods_with_a_base_are_their_reference(compute, chunk, method, normalize) -> None:

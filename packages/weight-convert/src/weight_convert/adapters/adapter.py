@@ -21,7 +21,7 @@ from weight_convert.files import SourceTensor, read_header
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 _PART = re.compile(
     r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|"
     r"lora_magnitude_vector)(\.weight)?"
@@ -104,7 +104,7 @@ def read_adapter(directory: Path | str) -> Adapter:
             offset_bytes=entry.offset_bytes,
             size_bytes=entry.size_bytes,
         )
-        name = entry.key.removeprefix(_PREFIX)
+        name = entry.key.removeprefix(PREFIX)
         match = _PART.fullmatch(name)
         if match is None:
             replaced[name.replace(".modules_to_save.", ".")] = tensor

@@ -110,8 +110,8 @@ def _target(
                 f"the adapter of {module} is for [{out}, {into}], but {weight.key} has shape "
                 f"{list(weight.shape)}; it was trained on another model"
             )
-        return _checked(weight), 0, is_transposed
-    is_transposed = _are_transposed(catalog)
+        return checked_weight(weight), 0, is_transposed
+    is_transposed = are_transposed(catalog)
     while module.endswith(_INNER):
         module = module.removesuffix(_INNER)
     shape = (into, out) if is_transposed else (out, into)
@@ -134,16 +134,17 @@ def _target(
             f"the {tensor.shape[0]} experts of {tensor.key}, or is DoRA, which fused experts have "
             f"not"
         )
-    return _checked(tensor), tensor.shape[0], is_transposed
+    return checked_weight(tensor), tensor.shape[0], is_transposed
 
 
-def _are_transposed(catalog: Catalog) -> bool:
+def are_transposed(catalog: Catalog) -> bool:
     """Whether fused experts have their inputs as rows: by the family's spec, not by shapes."""
     family = spec_of(catalog, None)
     return family.tensors[family.experts[0]].dims[1] == "hidden"
 
 
-def _checked(weight: SourceTensor) -> SourceTensor:
+def checked_weight(weight: SourceTensor) -> SourceTensor:
+    """The weight, unless it holds codes."""
     if weight.dtype not in FLOATS:
         raise WeightConvertError(f"{weight.key} is {weight.dtype}; dequantise the model first")
     return weight

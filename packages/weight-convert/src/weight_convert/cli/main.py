@@ -9,6 +9,7 @@
     weight-convert quantize plain again
     weight-convert merge ties.toml merged
     weight-convert lora Qwen3-30B-A3B my-lora merged
+    weight-convert lora Qwen3-30B-A3B my-finetuned my-lora --extract 16
 
 Exit status: 0 done (equal, explained), 1 the directories differ or a tensor is not explained, 2 an
 error, 130 interrupted.

@@ -20,6 +20,7 @@ from weight_convert.operations import (
     AddLowRank,
     Cast,
     Combine,
+    Factorise,
     FromBlocks,
     FromMx,
     Operation,
@@ -35,6 +36,7 @@ _Kernel = Callable[
 ]
 _KERNELS: Mapping[type[Operation], _Kernel] = {
     AddLowRank: lowrank.add_low_rank,
+    Factorise: lowrank.factorise,
     Cast: elementwise.cast,
     Transpose: elementwise.transpose,
     Combine: merging.combine,

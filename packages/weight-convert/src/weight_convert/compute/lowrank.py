@@ -1,4 +1,4 @@
-"""LoRA and DoRA put into a weight, a band of rows at a time.
+"""LoRA and DoRA put into a weight, a band of rows at a time, or found in what two differ in.
 
     for chunk in add_low_rank(AddLowRank(scaling=2.0), (weight, a, b), torch.bfloat16, shape):
 
@@ -12,7 +12,7 @@ import torch
 
 from weight_convert.compute.elementwise import CHUNK_ELEMENTS, ranges
 from weight_convert.compute.reading import TensorReader
-from weight_convert.operations import AddLowRank
+from weight_convert.operations import AddLowRank, Factorise
 
 
 def add_low_rank(
@@ -50,3 +50,23 @@ def _factors(
     if operation.num_experts:
         outgoing = outgoing.view(len(outgoing), rank, operation.num_experts)[..., expert]
     return (incoming.T, outgoing.T) if operation.is_transposed else (outgoing, incoming)
+
+
+def factorise(
+    operation: Factorise, inputs: Sequence[TensorReader], _: torch.dtype, __: tuple[int, ...]
+) -> Iterator[torch.Tensor]:
+    """A and then B of each expert's change; one change is held, and all of B."""
+    before, after = inputs
+    rows, columns = after.shape[-2:]
+    size = rows * columns
+    outgoing: list[torch.Tensor] = []
+    for expert in range(operation.num_experts or 1):
+        old, new = (one.read(expert * size, size).to(torch.float32) for one in (before, after))
+        change = (new - old).view(rows, columns)
+        left, values, right = torch.linalg.svd(
+            change.T if operation.is_transposed else change, full_matrices=False
+        )
+        root = values[: operation.rank].sqrt()
+        yield root[:, None] * right[: operation.rank]
+        outgoing.append(left[:, : operation.rank] * root)
+    yield torch.stack(outgoing, dim=-1) if operation.num_experts else outgoing[0]

@@ -24,7 +24,7 @@ from typing import Any
 
 from weight_convert._checks import Record, checked_path
 from weight_convert.errors import WeightConvertError
-from weight_convert.operations import METHODS, stored_dtype
+from weight_convert.operations import Combine, stored_dtype
 
 PASSTHROUGH = "passthrough"
 Amount = float | tuple[float, ...] | Mapping[str, float]
@@ -105,11 +105,11 @@ class MergeConfig(Record):
 
     def __post_init__(self) -> None:
         """Check the values."""
-        if self.method not in (*METHODS, PASSTHROUGH):
-            known = ", ".join((*METHODS, PASSTHROUGH))
+        if self.method not in (*Combine.METHODS, PASSTHROUGH):
+            known = ", ".join((*Combine.METHODS, PASSTHROUGH))
             raise WeightConvertError(f"method={self.method!r}; expected one of {known}")
         _check_amount(self.t, "t")
-        needs_base = METHODS.get(self.method, False)
+        needs_base = Combine.METHODS.get(self.method, False)
         if needs_base != (self.base is not None):
             wanted = "needs a base" if needs_base else "takes no base"
             raise WeightConvertError(f"{self.method} {wanted}; got base={self.base!r}")

@@ -20,7 +20,7 @@ from weight_convert.errors import WeightConvertError
 from weight_convert.files import Catalog, read_catalog
 from weight_convert.merging.config import PASSTHROUGH, MergeConfig, amount_at
 from weight_convert.merging.stacking import stacked
-from weight_convert.operations import FLOATS, METHODS, Combine, stored_dtype
+from weight_convert.operations import FLOATS, Combine, stored_dtype
 from weight_convert.outputs import Computations, PlannedTensor, natural_key
 from weight_convert.plan import in_format_of
 from weight_convert.run import Output, OutputOptions, Progress, Report, write_output
@@ -184,7 +184,7 @@ def _operation(config: MergeConfig, key: str, place: float) -> Combine:
     return Combine(
         method=config.method,
         weights=weights,
-        densities=densities if METHODS[config.method] else (),
+        densities=densities if Combine.METHODS[config.method] else (),
         scale=config.scale,
         normalize=config.normalizes,
         gamma=config.gamma,

@@ -10,7 +10,7 @@ from weight_convert.operations.dtypes import stored_dtype as stored_dtype
 from weight_convert.operations.elementwise import Cast as Cast
 from weight_convert.operations.elementwise import Transpose as Transpose
 from weight_convert.operations.lowrank import AddLowRank as AddLowRank
-from weight_convert.operations.merging import METHODS as METHODS
+from weight_convert.operations.lowrank import Factorise as Factorise
 from weight_convert.operations.merging import Combine as Combine
 from weight_convert.operations.operation import Operation as Operation
 from weight_convert.operations.quantized import FromBlocks as FromBlocks

@@ -1,4 +1,4 @@
-"""The operation that adds a product of two small matrices to a weight, as LoRA trains it.
+"""Products of two small matrices, as LoRA trains them: put into a weight, or found in a change.
 
 AddLowRank(scaling=2.0)
 """
@@ -20,5 +20,19 @@ class AddLowRank(Operation):
     """
 
     scaling: float
+    num_experts: int = 0
+    is_transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factorise(Operation):
+    """Both factors of what two weights differ in, A and then B, flat; the inputs are old and new.
+
+    Attributes:
+        rank: of the product, the nearest one in least squares.
+        num_experts, is_transposed: as of `AddLowRank`, whose order of experts the factors have.
+    """
+
+    rank: int
     num_experts: int = 0
     is_transposed: bool = False

@@ -5,23 +5,9 @@ Combine(method="linear", weights=(0.5, 0.5))
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from weight_convert.operations.operation import Operation
-
-# Whether a method sums differences of the models from a base.
-METHODS: Mapping[str, bool] = {
-    "linear": False,
-    "slerp": False,
-    "task_arithmetic": True,
-    "ties": True,
-    "dare_linear": True,
-    "dare_ties": True,
-    "breadcrumbs": True,
-    "breadcrumbs_ties": True,
-    "della_linear": True,
-    "della": True,
-    "model_stock": True,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +24,21 @@ class Combine(Operation):
         epsilon: by how much `della` keeps the largest of a row more often, and the smallest less.
         seed: of what is drawn at random, for this tensor.
     """
+
+    # Whether a method sums differences of the models from a base.
+    METHODS: ClassVar[Mapping[str, bool]] = {
+        "linear": False,
+        "slerp": False,
+        "task_arithmetic": True,
+        "ties": True,
+        "dare_linear": True,
+        "dare_ties": True,
+        "breadcrumbs": True,
+        "breadcrumbs_ties": True,
+        "della_linear": True,
+        "della": True,
+        "model_stock": True,
+    }
 
     method: str
     weights: tuple[float, ...]
