@@ -6,7 +6,8 @@ Six traces of moe-train's decoders (gpu_alloc_decoder_traces: fake tensors, unev
 that vary, recompute on and off) from fresh seeds. For each policy the smallest device on which a
 trace runs is found by bisection. torch's allocator is torch's own, native and with expandable
 segments, on devicetest's stub of CUDA. The tuner chooses on the first 40% of a trace and is scored
-on all of it. "virtual memory" is our policy with pages mapped behind its places.
+on all of it. "virtual memory" is our policy with pages mapped behind its places; "planned" is that
+with the plan of step 1 followed in the steps after it, whose lengths and routing differ.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from pathlib import Path
 from gpu_alloc_decoder_traces import RECIPES, decoder_trace
 
 from devicetest.cuda_stub import StubUnavailableError, run_on_stub
-from gpu_alloc import AllocatorConfig, minimal_capacity, save_trace
+from gpu_alloc import AllocatorConfig, minimal_capacity, plan_step, save_trace
 from gpu_alloc.trace import tune
 
 PROGRAM = __file__.replace("gpu_alloc_fragmentation", "gpu_alloc_torch_on_stub")
@@ -48,7 +49,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     steps = parser.parse_args().steps
     seed = random.SystemRandom().randrange(1 << 30)
-    rows: dict[str, list[float]] = {"default": [], "tuned": [], "virtual memory": []}
+    rows: dict[str, list[float]] = {"default": [], "tuned": [], "virtual memory": [], "planned": []}
     live, paths = [], []
     with tempfile.TemporaryDirectory() as folder:
         for number, (name, recipe) in enumerate(RECIPES.items()):
@@ -58,6 +59,8 @@ def main() -> None:
             rows["tuned"].append(tuned.ratio)
             rows["default"].append(minimal_capacity(trace, AllocatorConfig()) / live[-1])
             rows["virtual memory"].append(minimal_capacity(trace, VIRTUAL) / live[-1])
+            plan = plan_step(trace, "step 1")
+            rows["planned"].append(minimal_capacity(trace, VIRTUAL, plan=plan) / live[-1])
             paths.append(str(Path(folder) / f"{number}.jsonl"))
             save_trace(trace, paths[-1])
             print(f"{name}: {len(trace)} events, seed {seed + number}, {tuned.name}", flush=True)
@@ -71,11 +74,16 @@ def main() -> None:
         print(f"{row:<28}" + "".join(f"{value:>8.3f}" for value in values))
     report("gpu_alloc_tuned_over_live", rows["tuned"])
     report("gpu_alloc_virtual_over_live", rows["virtual memory"])
+    report("gpu_alloc_planned_over_live", rows["planned"])
     if "torch" in rows:
         pairs = zip(rows["tuned"], rows["torch"], strict=True)
         over = [ours / theirs for ours, theirs in pairs]
         report("gpu_alloc_tuned_over_torch", over)
-        for row, name in (("tuned", "tuned"), ("virtual memory", "virtual")):
+        for row, name in (
+            ("tuned", "tuned"),
+            ("virtual memory", "virtual"),
+            ("planned", "planned"),
+        ):
             pairs = zip(rows[row], rows["torch, expandable segments"], strict=True)
             report(f"gpu_alloc_{name}_over_expandable", [ours - theirs for ours, theirs in pairs])
         print(f"median of tuned over torch: {statistics.median(over):.3f}")

@@ -53,7 +53,8 @@ LINES_ADDED = {
     # served from it in two ways, with its statistics; traces as numbers that it runs.
     # CuPy on the compiled core, on torch's memory and in torch's cache. Pages mapped behind address
     # space: two sources, page tables, the driver's functions.
-    "gpu-alloc": 1_130 + 1_170 + 230 + 900 + 290 + 430,
+    # Lifetime plans: packed from a recorded step, followed by both cores, replayed, as a command.
+    "gpu-alloc": 1_130 + 1_170 + 230 + 900 + 290 + 430 + 700,
     # Ragged, flat and ordered layouts, partial values; plans that move tensors between any two
     # layouts with the fewest bytes, and their execution. Single ranks and few ranks in plain
     # numbers (a tenth of DTensor's planner); layouts of state dicts, and their command.

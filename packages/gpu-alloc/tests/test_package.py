@@ -58,7 +58,7 @@ def test_arguments_of_a_wrong_type_are_named_by_an_error_of_the_package(config: 
         },
         not_called=["ChunkSource"],  # a base class, whose constructor takes nothing
     )
-    assert called == 12
+    assert called == 14
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from gpu_alloc.errors import AllocError as AllocError
 from gpu_alloc.errors import ConfigError as ConfigError
 from gpu_alloc.errors import InvalidFreeError as InvalidFreeError
 from gpu_alloc.events import TraceEvent as TraceEvent
+from gpu_alloc.plan import LifetimePlan as LifetimePlan
+from gpu_alloc.plan import plan_step as plan_step
 from gpu_alloc.sources import AddressSource as AddressSource
 from gpu_alloc.sources import ChunkSource as ChunkSource
 from gpu_alloc.sources import HostSource as HostSource

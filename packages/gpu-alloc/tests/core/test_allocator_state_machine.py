@@ -34,7 +34,9 @@ from gpu_alloc import (
     TwoPoolAllocator,
     check_snapshot,
 )
+from gpu_alloc.errors import AllocValueError
 from gpu_alloc.native import NativeAllocator, NativeUnavailableError, native_library
+from gpu_alloc.plan import LifetimePlan
 from gpu_alloc.sources import StreamEvents
 
 MIB = 1 << 20
@@ -77,6 +79,23 @@ def _fits(snapshot: Snapshot, pool: str, stream: int, size: int) -> list[tuple[i
                 run_ptr = run_size = 0
         found.append((run_size, run_ptr))
     return [(run_size, ptr) for run_size, ptr in found if run_size >= max(size, 1)]
+
+
+def drawn_plan(seed: int, alignment: int) -> LifetimePlan:
+    """Places of up to three streams, which overlap within each at random."""
+    rng = random.Random(seed)
+    places, first = [], 0
+    for stream in rng.sample(range(3), rng.randrange(1, 4)):
+        end = first
+        for _ in range(rng.randrange(1, 6)):
+            size = rng.choice([alignment, 4096, MIB, rng.randrange(1, 4 * MIB)])
+            size = -(-size // alignment) * alignment
+            offset = first + rng.choice([0, rng.randrange(2 * MIB)]) // alignment * alignment
+            places += [(size, stream, offset)] * rng.randrange(1, 3)
+            end = max(end, offset + size)
+        first = end
+    rng.shuffle(places)
+    return LifetimePlan(places=tuple(places), alignment_size=alignment)
 
 
 class Finalizing(ChunkSource):
@@ -172,7 +191,8 @@ class Both:
         ]
         for other in found[1:]:
             if isinstance(found[0], AllocError):
-                assert (type(other), str(other)) == (type(found[0]), str(found[0]))
+                expected = (type(found[0]), str(found[0]))
+                assert (type(other), str(other)) == expected, f"{other!r}, expected {found[0]!r}"
             else:
                 assert other == found[0], name
         if isinstance(found[0], AllocError):
@@ -215,7 +235,45 @@ class AllocatorMachine(RuleBasedStateMachine):
             self.config = AllocatorConfig()
             self.both = Both(list(self.kinds), self.config, *where)
         self.live: dict[int, tuple[int, int, int]] = {}  # ptr -> size, padded size, stream
+        self.plan: LifetimePlan | None = None
+        self.served: dict[tuple[int, int], int] = {}  # since the step began
         self.leaving: set[int] = set()  # freed, and perhaps in use by a stream or a finalizer
+
+    @rule(pick=PICKS, stops=st.sampled_from([False, False, True]))
+    def follow(self, pick: int, stops: bool) -> None:
+        plan = None if stops else drawn_plan(pick, self.config.alignment_size)
+        try:
+            self.both.call("follow", plan)
+        except AllocValueError:
+            assert self.plan is not None
+            return
+        except OutOfMemoryError:
+            plan = None
+        self.plan, self.served = plan, {}
+
+    @rule()
+    def begin_step(self) -> None:
+        self.both.call("begin_step")
+        self.served = {}
+
+    @rule(pick=PICKS)
+    def malloc_as_planned(self, pick: int) -> None:
+        if self.plan is not None:
+            size, stream, _ = self.plan.places[pick % len(self.plan.places)]
+            self.malloc(size, stream)
+
+    def _planned(self, snapshot: Snapshot, padded: int, stream: int) -> tuple[int, bool] | None:
+        """Where the plan has the next such request, and whether nothing is there."""
+        ranges = [chunk for chunk in snapshot.chunks if chunk.pool == "planned"]
+        if not ranges or self.plan is None:
+            return None
+        offsets = [o for size, owner, o in self.plan.places if (size, owner) == (padded, stream)]
+        number = self.served.get((padded, stream), 0)
+        if number >= len(offsets):
+            return None
+        ptr = ranges[0].ptr + offsets[number]
+        used = [b for b in ranges[0].blocks if not b.is_free]
+        return ptr, all(b.ptr + b.size <= ptr or ptr + padded <= b.ptr for b in used)
 
     @rule(size=SIZES, stream=STREAMS)
     def malloc(self, size: int, stream: int) -> None:
@@ -225,11 +283,14 @@ class AllocatorMachine(RuleBasedStateMachine):
         home = "small" if padded <= self.config.small_pool_size_in_mb * MIB else "large"
         fits = _fits(before, home, stream, padded)
         held = self.both.address.used_bytes
+        planned = self._planned(before, padded, stream)
+        follows, placed, _ = self.both.call("plan_use")
         try:
             ptr, given = self.both.call("malloc", size, stream)
         except OutOfMemoryError:
             assert size > 0
             assert not fits
+            assert planned is None or not planned[1]
             self._check_that_nothing_fits(stream, padded)
             return
         if size == 0:
@@ -239,7 +300,13 @@ class AllocatorMachine(RuleBasedStateMachine):
         limit = self.both.call("__getattribute__", "limit_bytes")
         used = self.both.address.used_bytes
         assert not limit or used <= max(held, limit), "grew beyond the limit"
-        if fits:
+        if follows:
+            self.served[padded, stream] = self.served.get((padded, stream), 0) + 1
+        if self.both.call("plan_use").num_planned > placed:
+            assert planned is not None and planned[0] == ptr, "not where it was planned"
+        elif planned is not None and planned[1]:
+            raise AssertionError("not where it was planned, though the place was free")
+        elif fits:
             best_size, best_ptr = min(fits)
             assert best_ptr <= ptr
             assert ptr + padded == best_ptr + best_size, "not the best fit"
@@ -248,7 +315,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     def _check_that_nothing_fits(self, stream: int, padded: int) -> None:
         after = self.both.snapshot()
-        for pool in ("small", "large"):
+        for pool in ("small", "large", "planned"):
             assert not _fits(after, pool, stream, padded)
         assert all(any(not block.is_free for block in chunk.blocks) for chunk in after.chunks), (
             "idle memory was kept"
@@ -365,6 +432,9 @@ def _drawn(rng: random.Random) -> tuple[str, dict[str, Any]]:
         ("release_idle", {"include": pick % 2 == 0, "stream": rng.choice([None, None, 0, 1])}),
         ("set_limit", {"limit_mb": rng.choice([0, 5, 30])}),
         ("reset_peaks", {}),
+        ("follow", {"pick": pick, "stops": pick % 3 == 0}),
+        ("begin_step", {}),
+        *[("malloc_as_planned", {"pick": pick})] * 6,
         ("record_a_trace", {"record": pick % 2 == 0}),
     ]
     return rng.choice(rules)

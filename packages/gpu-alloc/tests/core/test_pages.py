@@ -8,6 +8,7 @@ import pytest
 from gpu_alloc import (
     AddressSource,
     AllocatorConfig,
+    LifetimePlan,
     OutOfMemoryError,
     TraceEvent,
     TwoPoolAllocator,
@@ -67,11 +68,43 @@ class World:
         self.source = Recorded(capacity_bytes)
         self.allocator = kind(self.source, CONFIG, on_exhausted=lambda: None)
 
+    def follow(self, plan: LifetimePlan | None) -> str:
+        try:
+            self.allocator.follow(plan)
+        except AllocValueError as error:
+            return str(error)
+        return ""
+
     def malloc(self, size: int, stream: int) -> tuple[int, int] | str:
         try:
             return tuple(self.allocator.malloc(size, stream))
         except OutOfMemoryError as error:
             return str(error)
+
+
+def follow_a_plan(rng: random.Random, worlds: list[World], seed: int) -> None:
+    size = rng.choice([PAGE, 9 * MIB, 3 * MIB])
+    places = tuple((size, s, s * 32 * MIB + rng.randrange(4) * MIB) for s in (0, 0, 1, 2))
+    plan = rng.choice([LifetimePlan(places=places, alignment_size=512), None])
+    said = [w.follow(plan) for w in worlds]
+    assert all(each == said[0] for each in said), seed
+    for w in worlds:
+        w.allocator.begin_step()
+
+
+def change(rng: random.Random, worlds: list[World], seed: int) -> None:
+    """Follow a plan, set a limit, or give idle memory back."""
+    action = rng.random()
+    if action < 0.2:
+        follow_a_plan(rng, worlds, seed)
+    elif action < 0.5:
+        limit = rng.choice([0, 0, 12 * MIB])
+        for w in worlds:
+            w.allocator.set_limit(limit)
+    else:
+        options = {"include_pre_allocated": rng.random() < 0.3, "stream": rng.choice([None, 1])}
+        released = [w.allocator.release_idle(**options) for w in worlds]
+        assert all(r == released[0] for r in released), seed
 
 
 def random_operations(seed: int, num_operations: int) -> int:
@@ -101,14 +134,8 @@ def random_operations(seed: int, num_operations: int) -> int:
             del live[ptr]
             for w in worlds:
                 w.allocator.free(ptr)
-        elif action < 0.97:
-            limit = rng.choice([0, 0, 12 * MIB])
-            for w in worlds:
-                w.allocator.set_limit(limit)
         else:
-            options = {"include_pre_allocated": rng.random() < 0.3, "stream": rng.choice([None, 1])}
-            released = [w.allocator.release_idle(**options) for w in worlds]
-            assert all(r == released[0] for r in released), seed
+            change(rng, worlds, seed)
         check_worlds(worlds, live, seed)
     for w in worlds:
         for ptr in live:

@@ -74,7 +74,7 @@ def test_a_run_places_as_the_calls_do_and_stops_where_memory_ends() -> None:
     found = NativeAllocator.on_invented_addresses(
         config, capacity_bytes=8 * MIB, granularity_bytes=2 * MIB
     )
-    assert found.run(rows, 4) == 4
+    assert found.run(rows, (ctypes.c_int64 * 4)()) == 4
     expected = TwoPoolAllocator(AddressSource(8 * MIB), config)
     first = expected.malloc(3 * MIB)
     expected.malloc(1000, 7)

@@ -3,7 +3,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gpu_alloc import AllocatorConfig, TraceEvent
+from gpu_alloc import AllocatorConfig, TraceEvent, plan_step
 from gpu_alloc.native import NativeUnavailableError, native_library
 from gpu_alloc.trace import requests as module
 from gpu_alloc.trace.requests import Requests
@@ -19,17 +19,20 @@ Traces = Callable[..., list[TraceEvent]]
         AllocatorConfig(large_pool_pre_alloc_in_mb=40, small_pool_pre_alloc_in_mb=2),
         AllocatorConfig(small_pool_size_in_mb=0, free_when_no_cache_hit=True),
         AllocatorConfig(free_idle_chunk=True, memory_limit_in_mb=60),
+        AllocatorConfig(use_virtual_memory=True),
     ],
 )
+@pytest.mark.parametrize("planned", [False, True])
 def test_a_run_ends_alike_on_the_compiled_and_the_python_core(
-    config: AllocatorConfig, moe_trace: Traces, monkeypatch: pytest.MonkeyPatch
+    config: AllocatorConfig, planned: bool, moe_trace: Traces, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     try:
         native_library()
     except NativeUnavailableError as error:
         pytest.skip(f"no compiled core: {error}")
     seed = random.SystemRandom().randrange(1 << 30)
-    requests = Requests(moe_trace(seed, steps=2))
+    trace = moe_trace(seed, steps=2)
+    requests = Requests(trace, plan_step(trace, "step 0") if planned else None)
     page = 2 * MIB
     least = requests.peak_live_bytes // page
     failed = 0

@@ -14,6 +14,7 @@ from gpu_alloc.cli.compare import add_compare
 from gpu_alloc.cli.config import add_config
 from gpu_alloc.cli.explain import add_explain
 from gpu_alloc.cli.info import add_info
+from gpu_alloc.cli.plan import add_plan
 from gpu_alloc.cli.plot import add_plot
 from gpu_alloc.cli.record import add_record
 from gpu_alloc.cli.replay import add_replay
@@ -27,6 +28,7 @@ _COMMANDS = (
     add_explain,
     add_tune,
     add_compare,
+    add_plan,
     add_plot,
     add_replay,
     add_sizes,

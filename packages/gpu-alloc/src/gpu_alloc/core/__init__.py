@@ -1,6 +1,6 @@
 """Where a request is placed: two pools of best fit over one source, safe for threads.
 
-May import: sources.
+May import: sources, plan.
 """
 
 from gpu_alloc.core.allocator import Allocation as Allocation

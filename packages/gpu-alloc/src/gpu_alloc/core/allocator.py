@@ -40,6 +40,7 @@ from gpu_alloc.errors import (
     check_kind,
 )
 from gpu_alloc.events import TraceEvent
+from gpu_alloc.plan import LifetimePlan, PlanUse
 from gpu_alloc.sources import ChunkSource, StreamEvents
 
 _T = TypeVar("_T")
@@ -253,6 +254,36 @@ class TwoPoolAllocator:
 
         return self._exclusively(stop)
 
+    def follow(self, plan: LifetimePlan | None) -> None:
+        """Place requests as `plan` says where they come as it has them; None: no longer.
+
+        Its range of memory is taken now. Call `begin_step` where the recorded step began. Raises
+        AllocValueError while blocks of the plan before are in use, or for another alignment, and
+        OutOfMemoryError, following none, when there is no room.
+        """
+
+        def follow() -> None:
+            has_room = self._policy.follow(plan)
+            while not has_room and self._pending:  # what finalizers freed meanwhile
+                self._drain()
+                has_room = self._policy.follow(plan)
+            if not has_room and plan is not None:
+                policy, waiting = self._policy, self._waiting_bytes()
+                raise OutOfMemoryError(
+                    policy.report(plan.size_bytes, 0, pool=policy.large, waiting_bytes=waiting)
+                )
+
+        self._exclusively(follow)
+
+    def begin_step(self) -> None:
+        """Say that the program is where the step that was planned began."""
+        self._exclusively(self._policy.begin_step)
+
+    def plan_use(self) -> PlanUse:
+        """How many requests went where the plan that is followed said, and how many elsewhere."""
+        counted = self._policy.num_planned, self._policy.num_unplanned
+        return PlanUse(self._policy.large.planned is not None, *counted)
+
     def _exclusively(self, action: Callable[[], _T]) -> _T:
         with self._lock:
             if self._busy:
@@ -306,10 +337,10 @@ class TwoPoolAllocator:
                 action="alloc", block_id=self._serial, size_bytes=requested, stream=stream
             )
             self._events += [taken, replace(taken, action="free", size_bytes=0)]
-        report = self._policy.report(requested, stream)
-        if self._deferred:
-            return replace(report, waiting_bytes=self._deferred.waiting_bytes)
-        return report
+        return self._policy.report(requested, stream, waiting_bytes=self._waiting_bytes())
+
+    def _waiting_bytes(self) -> int:
+        return self._deferred.waiting_bytes if self._deferred else 0
 
     def _drain(self) -> None:
         pending = self._pending

@@ -4,8 +4,11 @@ Small requests go to one pool and large ones to the other, so small blocks canno
 chunks that large ones need. The policy is that of Paddle's two-pool AutoGrowthBestFitAllocator:
 true best fit in the free list of the request's stream, else growth by a chunk. When the source or
 the limit refuses, these are tried in order: give idle chunks back and grow again, grow by the exact
-request instead of a whole chunk, borrow a free block of the other pool and, when the caller says
-that nothing else is left, give idle pre-allocated chunks back.
+request instead of a whole chunk, borrow a free block of the other pool, take one that a plan keeps
+and, when the caller says that nothing else is left, give idle pre-allocated chunks back.
+
+While a plan is followed (`core/planned.py`), a request that it has takes its place in the plan's
+range, and only others come this way. The range belongs to the large pool and is pre-allocated.
 
 On a source that maps pages, chunks are address space: a place is found as ever, and pages without
 memory under it are mapped; when memory is short, the pages of free blocks are unmapped first.
@@ -28,6 +31,7 @@ from gpu_alloc.core.oom import OomReport, OutOfMemoryError
 from gpu_alloc.core.pages import Pages
 from gpu_alloc.core.pool import Pool
 from gpu_alloc.core.stats import PoolStats, Stats
+from gpu_alloc.plan import LifetimePlan, check_in_use, check_plan
 from gpu_alloc.sources import ChunkSource, PagedSource, check_alignment, round_up
 
 
@@ -55,6 +59,7 @@ class TwoPoolPolicy:
         self.limit_bytes = config.memory_limit_in_mb * MIB
         self._num_source_calls = 0
         self._num_chunks = 0
+        self.num_planned = self.num_unplanned = 0
         self._reserved_peak_bytes = 0
         self._allocated_peak_bytes = 0
         self._requested_peak_bytes = 0
@@ -67,15 +72,21 @@ class TwoPoolPolicy:
     def take(self, *, requested: int, stream: int, last_resort: bool) -> Block | None:
         """Place `requested` bytes or return None; `last_resort` may use up the pre-allocation."""
         size = self._padded(requested)
-        pool = self._home(size)
-        block = pool.take(size, stream)
+        planned = self.large.planned
+        block = None if planned is None else self._backed(planned.take(size, stream))
+        is_planned = block is not None
         if block is None:
-            block = self._find_room(pool, size, stream, last_resort=last_resort)
+            pool = self._home(size)
+            block = pool.take(size, stream)
+            if block is None:
+                block = self._find_room(pool, size, stream, last_resort=last_resort)
+            block = self._backed(block)
             if block is None:
                 return None
-        if self._pages is not None and not self._back(block, self._pages):
-            self.pools[block.chunk.pool_index].put_back(block)
-            return None
+        if planned is not None:
+            planned.advance(size, stream)
+            self.num_planned += is_planned
+            self.num_unplanned += not is_planned
         self.pools[block.chunk.pool_index].count_use(block, requested)
         small, large = self.pools
         allocated = small.allocated_bytes + large.allocated_bytes
@@ -85,6 +96,31 @@ class TwoPoolPolicy:
         if total_requested > self._requested_peak_bytes:
             self._requested_peak_bytes = total_requested
         return block
+
+    def follow(self, plan: LifetimePlan | None) -> bool:
+        """Keep a range of memory for a plan, in place of that of the plan before; None: for none.
+
+        False, and none is followed, when there is no room for the range. Raises AllocValueError
+        while blocks of the plan before are in use, or for another alignment.
+        """
+        check_plan(plan, self._config.alignment_size)
+        if self.large.planned is not None:
+            chunk = self.large.planned.chunk
+            check_in_use(chunk.num_live)
+            self._release(self.large, chunk)
+        self.num_planned = self.num_unplanned = 0
+        if plan is None:
+            return True
+        size = round_up(plan.size_bytes, self._source.granularity_bytes)
+        if self._grow(self.large, size, pre_allocated=True, plan=plan):
+            return True
+        self.release_idle(include_pre_allocated=False)
+        return self._grow(self.large, size, pre_allocated=True, plan=plan)
+
+    def begin_step(self) -> None:
+        """The requests of the plan begin again."""
+        if self.large.planned is not None:
+            self.large.planned.begin()
 
     def give(self, block: Block, *, drop_idle: bool) -> None:
         """Take a block back, and with `drop_idle` release its chunk when nothing in it is used."""
@@ -131,7 +167,9 @@ class TwoPoolPolicy:
         self._allocated_peak_bytes = sum(pool.allocated_bytes for pool in self.pools)
         self._requested_peak_bytes = sum(pool.requested_bytes for pool in self.pools)
 
-    def report(self, requested: int, stream: int, *, pool: Pool | None = None) -> OomReport:
+    def report(
+        self, requested: int, stream: int, *, pool: Pool | None = None, waiting_bytes: int = 0
+    ) -> OomReport:
         """The numbers behind a request that `take` refused."""
         size = self._padded(requested)
         usable = sum(each.free_bytes(stream) for each in self.pools)
@@ -149,6 +187,7 @@ class TwoPoolPolicy:
             limit_bytes=self.limit_bytes,
             usable_bytes=usable,
             largest_usable_bytes=min(largest, usable),
+            waiting_bytes=waiting_bytes,
         )
 
     def _padded(self, requested: int) -> int:
@@ -177,12 +216,21 @@ class TwoPoolPolicy:
             return pool.take(size, stream)
         other = self.small if pool is self.large else self.large
         block = other.take(size, stream)
+        if block is None and self.large.planned is not None:
+            block = self.large.planned.take_gap(size, stream)
         if block is None and last_resort and self.release_idle(include_pre_allocated=True):
             self._grow(pool, exact)
             block = pool.take(size, stream)
         return block
 
-    def _grow(self, pool: Pool, size: int, *, pre_allocated: bool = False) -> bool:
+    def _grow(
+        self,
+        pool: Pool,
+        size: int,
+        *,
+        pre_allocated: bool = False,
+        plan: LifetimePlan | None = None,
+    ) -> bool:
         is_paged = self._pages is not None
         reserved = self._reserved_bytes() + (0 if is_paged else size)
         if not is_paged and self.limit_bytes and reserved > self.limit_bytes:
@@ -197,12 +245,20 @@ class TwoPoolPolicy:
             pre_allocated=pre_allocated,
             number=self._num_chunks,
             is_paged=is_paged,
+            plan=plan,
         )
         if self._pages is not None:
             self._pages.add(chunk)
         self._num_chunks += 1
         self._reserved_peak_bytes = max(self._reserved_peak_bytes, reserved)
         return True
+
+    def _backed(self, block: Block | None) -> Block | None:
+        """A block with memory behind it; None, and the block is free again, without."""
+        if block is None or self._pages is None or self._back(block, self._pages):
+            return block
+        self.pools[block.chunk.pool_index].put_back(block)
+        return None
 
     def _back(self, block: Block, pages: Pages) -> bool:
         """Have memory behind a block, at the cost of free ones where it is short."""

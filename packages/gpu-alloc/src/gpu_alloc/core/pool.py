@@ -21,7 +21,9 @@ from typing import final
 
 from gpu_alloc.core.block import Block, Chunk
 from gpu_alloc.core.free_list import FreeList
+from gpu_alloc.core.planned import PlannedRange
 from gpu_alloc.core.stats import PoolStats
+from gpu_alloc.plan import LifetimePlan
 
 _KEPT_LISTS = 8
 
@@ -35,6 +37,7 @@ class Pool:
         self.index = index
         self.chunk_bytes = chunk_bytes
         self.chunks: dict[int, Chunk] = {}
+        self.planned: PlannedRange | None = None  # one of the chunks, which free lists leave out
         self._places: dict[int, FreeList] = {}  # of each stream
         # Unused starts of chunks: under None those that join with no free block behind them, under
         # a stream those that are also the beginning of a place of that stream.
@@ -48,12 +51,19 @@ class Pool:
         self.reserved_peak_bytes = 0
 
     def add_chunk(
-        self, *, ptr: int, size: int, pre_allocated: bool, number: int, is_paged: bool = False
+        self,
+        *,
+        ptr: int,
+        size: int,
+        pre_allocated: bool,
+        number: int,
+        is_paged: bool = False,
+        plan: LifetimePlan | None = None,
     ) -> Chunk:
         """Take over `size` bytes at `ptr`, which belong to no stream until one uses them.
 
         number: rises from chunk to chunk, also over the pools of a policy. is_paged: no memory is
-        behind them until `count_reserved` says so.
+        behind them until `count_reserved` says so. plan: what the bytes are kept for.
         """
         chunk = Chunk(
             ptr=ptr,
@@ -63,7 +73,10 @@ class Pool:
             number=number,
         )
         self.chunks[ptr] = chunk
-        self._add_unused(None, chunk.first)
+        if plan is None:
+            self._add_unused(None, chunk.first)
+        else:
+            self.planned = PlannedRange(chunk, plan)
         self.count_reserved(chunk, 0 if is_paged else size)
         return chunk
 
@@ -75,11 +88,14 @@ class Pool:
 
     def remove_chunk(self, chunk: Chunk) -> None:
         """Forget an idle chunk."""
-        for block in chunk.blocks():
-            if block.stream is not None:
-                self._pull(block)
-        if chunk.first.stream is None:
-            self._remove_unused(None, chunk.first)
+        if self.planned is not None and chunk is self.planned.chunk:
+            self.planned = None
+        else:
+            for block in chunk.blocks():
+                if block.stream is not None:
+                    self._pull(block)
+            if chunk.first.stream is None:
+                self._remove_unused(None, chunk.first)
         del self.chunks[chunk.ptr]
         self.reserved_bytes -= chunk.reserved_bytes
 
@@ -127,6 +143,9 @@ class Pool:
 
     def put_back(self, block: Block) -> None:
         """`give` of a block that was not counted yet."""
+        if self.planned is not None and block.chunk is self.planned.chunk:
+            self.planned.put_back(block)
+            return
         block.is_free = True
         block.requested = 0
         block.chunk.num_live -= 1
@@ -156,11 +175,13 @@ class Pool:
 
     def free_bytes(self, stream: int) -> int:
         """Bytes of this pool's free blocks that `stream` may use."""
-        return sum(places.total_bytes for places in self._free_for(stream))
+        unplanned = sum(places.total_bytes for places in self._free_for(stream))
+        return unplanned + sum(self._gaps(stream))
 
     def largest_free_bytes(self, stream: int) -> int:
         """Largest request that this pool can serve for `stream` without growing."""
-        return max((places.largest_bytes() for places in self._free_for(stream)), default=0)
+        unplanned = max((places.largest_bytes() for places in self._free_for(stream)), default=0)
+        return max(unplanned, *self._gaps(stream), 0)
 
     def free_entries(self) -> Iterator[tuple[int | None, int, int]]:
         """(stream, address, size) of every place as the free lists hold it; None: for any."""
@@ -172,6 +193,7 @@ class Pool:
 
     def stats(self) -> PoolStats:
         """The counters now."""
+        gaps = self._gaps(None)
         return PoolStats(
             allocated_bytes=self.allocated_bytes,
             allocated_peak_bytes=self.allocated_peak_bytes,
@@ -182,9 +204,12 @@ class Pool:
             largest_free_bytes=max(
                 self._unused[None].largest_bytes(),
                 max((places.largest_bytes() for places in self._places.values()), default=0),
+                max(gaps, default=0),
             ),
             num_live_blocks=self.num_live,
-            num_free_blocks=len(self._unused[None]) + sum(map(len, self._places.values())),
+            num_free_blocks=len(self._unused[None])
+            + sum(map(len, self._places.values()))
+            + len(gaps),
             num_chunks=len(self.chunks),
         )
 
@@ -200,6 +225,11 @@ class Pool:
         for owner, unused in self._unused.items():
             if owner != stream:
                 yield unused
+
+    def _gaps(self, stream: int | None) -> list[int]:
+        """Sizes of the free blocks between those of a plan; None: of all streams."""
+        free = () if self.planned is None else self.planned.free_blocks()
+        return [block.size for block in free if stream is None or block.stream == stream]
 
     def _put(self, block: Block) -> None:
         """List a free block of a stream, as one place with the unused memory before it."""

@@ -92,7 +92,8 @@ class Snapshot:
         return cls(alignment_size=alignment_size, chunks=tuple(chunks), free_entries=entries)
 
 
-_POOLS = ("small", "large")
+_PLANNED = "planned"  # the range of the plan that is followed
+_POOLS = ("small", "large", _PLANNED)
 _NO_STREAM = -(2**63)
 
 
@@ -117,6 +118,9 @@ def take_snapshot(pools: Iterable[Pool], alignment_size: int) -> Snapshot:
     entries: list[tuple[str, int | None, int, int]] = []
     for pool in pools:
         entries.extend((pool.name, *entry) for entry in pool.free_entries())
+        planned = None if pool.planned is None else pool.planned.chunk
+        for block in () if pool.planned is None else pool.planned.free_blocks():
+            entries.append((_PLANNED, block.stream, block.ptr, block.size))
         for chunk in pool.chunks.values():
             views = tuple(
                 BlockView(
@@ -130,7 +134,7 @@ def take_snapshot(pools: Iterable[Pool], alignment_size: int) -> Snapshot:
             )
             chunks.append(
                 ChunkView(
-                    pool=pool.name,
+                    pool=_PLANNED if chunk is planned else pool.name,
                     ptr=chunk.ptr,
                     size=chunk.size,
                     pre_allocated=chunk.pre_allocated,

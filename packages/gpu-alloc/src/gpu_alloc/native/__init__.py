@@ -1,6 +1,6 @@
 """The policy of core/ as compiled code, for speed and for callers that may not wait for Python.
 
-May import: core, sources.
+May import: core, sources, plan.
 """
 
 from gpu_alloc.native.allocator import NativeAllocator as NativeAllocator

@@ -36,8 +36,16 @@ from gpu_alloc.errors import (
     check_kind,
 )
 from gpu_alloc.events import TraceEvent
-from gpu_alloc.native.binding import CLOSED, Core, functions_of, native_library, settings_of
+from gpu_alloc.native.binding import (
+    CLOSED,
+    NO_MEMORY,
+    Core,
+    functions_of,
+    native_library,
+    settings_of,
+)
 from gpu_alloc.native.callbacks import NOTHING_KEPT, Callbacks
+from gpu_alloc.plan import LifetimePlan, PlanUse, check_in_use, check_plan
 from gpu_alloc.sources import ChunkSource, StreamEvents, check_alignment, round_up
 
 _NEW_TUPLE = tuple.__new__
@@ -231,13 +239,29 @@ class NativeAllocator:
         rows = zip(*[iter(numbers)] * 6, strict=True)
         return [self._event(*row) for row in rows]
 
-    def run(self, rows: "array[int]", num_blocks: int) -> int:
-        """Do what `rows` say, four numbers each: 0 for a malloc and 1 for a free, the number of the
-        block from 0, bytes, stream. Returns the index of the row that ran out of memory, or how
-        many rows there are.
+    def follow(self, plan: LifetimePlan | None) -> None:
+        """See `TwoPoolAllocator.follow`."""
+        check_plan(plan, self.config.alignment_size)
+        found = self._core.follow(plan)
+        self._raise_kept()
+        if found == NO_MEMORY and plan is not None:
+            raise OutOfMemoryError(self._report(plan.size_bytes, 0, pool="large"))
+        check_in_use(found)
+
+    def begin_step(self) -> None:
+        """See `TwoPoolAllocator.begin_step`."""
+        self._call("ga_begin_step")
+
+    def plan_use(self) -> PlanUse:
+        """See `TwoPoolAllocator.plan_use`."""
+        return self._core.plan_use()
+
+    def run(self, rows: "array[int]", ptrs: "ctypes.Array[ctypes.c_int64]") -> int:
+        """Do what `rows` say, four numbers each: 0 for a malloc, 1 for a free and 2 for a step that
+        begins, the number of the block from 0, bytes, stream; `ptrs` keeps the blocks' addresses.
+        Returns the index of the row that ran out of memory, or how many rows there are.
         """
         num_rows = len(rows) // 4
-        ptrs = (ctypes.c_int64 * max(num_blocks, 1))()
         kind = ctypes.c_int64 * max(len(rows), 1)
         given = kind.from_buffer(rows) if len(rows) else kind()
         return self._call("ga_run", given, num_rows, ptrs)  # type: ignore[arg-type]

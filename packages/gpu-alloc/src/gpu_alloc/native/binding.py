@@ -16,10 +16,11 @@ from typing import Any, final
 from gpu_alloc.core import MIB, AllocatorConfig
 from gpu_alloc.errors import ReentrantMallocError
 from gpu_alloc.native.build import NativeUnavailableError, library_path
+from gpu_alloc.plan import LifetimePlan, PlanUse
 from gpu_alloc.sources import PagedSource
 
-_CORE_VERSION = 3
-CLOSED, REENTRANT = -1, -2
+_CORE_VERSION = 4
+CLOSED, REENTRANT, NO_MEMORY = -1, -2, -3
 NUM_STATS = 33
 NUM_FUNCTIONS = 12  # those of the struct `Functions` in core.cpp
 
@@ -33,6 +34,9 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ga_free": (_NUMBER, _POINTER, _NUMBER),
     "ga_record_stream": (_NUMBER, _POINTER, _NUMBER, _NUMBER),
     "ga_release_idle": (_NUMBER, _POINTER, ctypes.c_int, ctypes.c_int, _NUMBER),
+    "ga_follow": (_NUMBER, _POINTER, _NUMBERS, _NUMBER, _NUMBER),
+    "ga_begin_step": (_NUMBER, _POINTER),
+    "ga_plan_use": (_NUMBER, _POINTER, _NUMBERS),
     "ga_close": (_NUMBER, _POINTER),
     "ga_limit": (_NUMBER, _POINTER),
     "ga_set_limit": (None, _POINTER, _NUMBER),
@@ -165,6 +169,26 @@ class Core:
         out = (ctypes.c_int64 * NUM_STATS)()
         self.call("ga_stats", stream, out)  # type: ignore[arg-type]  # an array is a pointer
         return list(out)
+
+    def follow(self, plan: LifetimePlan | None) -> int:
+        """Follow a plan, or none. 0, or how many blocks of the plan before are in use, or
+        NO_MEMORY.
+        """
+        numbers: list[int] = []
+        if plan is not None:
+            for stream, start in plan.streams():
+                numbers += 0, stream, start
+            for place in plan.places:
+                numbers += place
+        rows = (ctypes.c_int64 * len(numbers))(*numbers)
+        size_bytes = 0 if plan is None else plan.size_bytes
+        return self.call("ga_follow", rows, len(numbers), size_bytes)  # type: ignore[arg-type]
+
+    def plan_use(self) -> PlanUse:
+        """See `TwoPoolAllocator.plan_use`."""
+        out = (ctypes.c_int64 * 3)()
+        self.call("ga_plan_use", out)  # type: ignore[arg-type]
+        return PlanUse(bool(out[0]), out[1], out[2])
 
     def rows(self, name: str) -> list[int]:
         """What a function writes that says how much room it needs."""

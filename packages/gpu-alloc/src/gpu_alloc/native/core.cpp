@@ -33,7 +33,7 @@ constexpr size_t KEPT_LISTS = 8;
 constexpr i64 FIRST_ADDRESS = i64(1) << 40;
 constexpr i64 MOST_BYTES = i64(1) << 60;  // beyond any device
 constexpr i64 PAGE = i64(1) << 21;  // of physical memory
-enum Result : i64 { NO_ROOM = 0, CLOSED = -1, REENTRANT = -2 };
+enum Result : i64 { NO_ROOM = 0, CLOSED = -1, REENTRANT = -2, NO_MEMORY = -3 };
 
 i64 round_up(i64 size, i64 multiple) { return (size + multiple - 1) / multiple * multiple; }
 
@@ -61,6 +61,25 @@ struct Chunk {
   Block* first = nullptr;
   std::vector<char> mapped = {};  // of each page, where pages are mapped
 };
+
+// Keeps the last `size` bytes of a block in a new one.
+Block* split(Block* block, i64 size) {
+  auto* tail = new Block(block->ptr + block->size - size, size, block->chunk, block->stream);
+  block->size -= size;
+  tail->prev = block;
+  tail->next = block->next;
+  if (tail->next) tail->next->prev = tail;
+  block->next = tail;
+  return tail;
+}
+
+void absorb_next(Block* block) {
+  Block* absorbed = block->next;
+  block->size += absorbed->size;
+  block->next = absorbed->next;
+  if (block->next) block->next->prev = block;
+  delete absorbed;
+}
 
 // A free block, or one together with the unused memory before it.
 struct Place {
@@ -142,6 +161,96 @@ class FreeList {
   uint64_t summary_ = 0;
 };
 
+// core/planned.py: a chunk that is cut as a plan says. A plan is three numbers a row: size, stream,
+// offset of a place, or 0, stream and first byte of a stream's part, by rising address.
+struct Planned {
+  struct Places {
+    std::vector<i64> offsets;
+    size_t next = 0;
+  };
+  Chunk* chunk;
+  std::map<i64, Block*> blocks;  // by address
+  std::map<std::pair<i64, i64>, Places> places;  // by size and stream
+
+  Planned(Chunk* chunk, const std::vector<i64>& rows) : chunk(chunk) {
+    Block* block = chunk->first;
+    for (size_t i = 0; i < rows.size(); i += 3) {
+      if (rows[i]) {
+        places[{rows[i], rows[i + 1]}].offsets.push_back(rows[i + 2]);
+        continue;
+      }
+      if (rows[i + 2]) block = split(block, chunk->size - rows[i + 2]);
+      block->stream = rows[i + 1];
+      blocks[block->ptr] = block;
+    }
+  }
+
+  void begin() {
+    for (auto& each : places) each.second.next = 0;
+  }
+
+  void advance(i64 size, i64 stream) {
+    auto found = places.find({size, stream});
+    if (found != places.end()) found->second.next++;
+  }
+
+  // Where the next such request goes, if the plan has one and the place is free; 0 otherwise.
+  i64 find(i64 size, i64 stream) const {
+    auto found = places.find({size, stream});
+    if (found == places.end() || found->second.next >= found->second.offsets.size()) return 0;
+    i64 ptr = chunk->ptr + found->second.offsets[found->second.next];
+    Block* block = std::prev(blocks.upper_bound(ptr))->second;
+    return block->is_free && ptr + size <= block->ptr + block->size ? ptr : 0;
+  }
+
+  Block* take(i64 size, i64 stream) {
+    i64 ptr = find(size, stream);
+    return ptr ? cut(ptr, size) : nullptr;
+  }
+
+  Block* take_gap(i64 size, i64 stream) {
+    Block* best = nullptr;
+    for (auto& [ptr, b] : blocks)
+      if (b->is_free && b->stream == stream && b->size >= size && (!best || b->size < best->size))
+        best = b;
+    return best ? cut(best->ptr, size) : nullptr;
+  }
+
+  void put_back(Block* block) {
+    block->is_free = true;
+    block->requested = 0;
+    chunk->num_live--;
+    if (joins(block, block->next)) absorb_next(block);
+    if (joins(block->prev, block)) absorb_next(block->prev);
+  }
+
+ private:
+  static bool joins(Block* first, Block* second) {
+    return first && second && first->is_free && second->is_free && first->stream == second->stream;
+  }
+
+  Block* cut(i64 ptr, i64 size) {
+    Block* found = std::prev(blocks.upper_bound(ptr))->second;
+    i64 end = found->ptr + found->size;
+    if (ptr + size < end) {
+      Block* tail = split(found, end - ptr - size);
+      blocks[tail->ptr] = tail;
+    }
+    if (found->ptr < ptr) {
+      found = split(found, size);
+      blocks[found->ptr] = found;
+    }
+    found->is_free = false;
+    chunk->num_live++;
+    return found;
+  }
+
+  void absorb_next(Block* block) {
+    blocks.erase(block->next->ptr);
+    ::absorb_next(block);
+  }
+};
+
 struct Counters {
   i64 live = 0, allocated = 0, requested = 0, reserved = 0;
   i64 allocated_peak = 0, requested_peak = 0, reserved_peak = 0;
@@ -153,17 +262,20 @@ struct Pool {
   i64 chunk_bytes = 0;
   Counters counters;
   std::map<i64, Chunk*> chunks;  // by number: the oldest first
+  std::unique_ptr<Planned> planned;  // one of the chunks, which free lists leave out
   std::unordered_map<i64, std::unique_ptr<FreeList>> places;
   std::map<i64, std::unique_ptr<FreeList>> unused;  // under NONE those that join with no block
 
   Pool() { unused[NONE] = std::make_unique<FreeList>(); }
 
-  void add_chunk(i64 ptr, i64 size, bool pre_allocated, i64 number, bool is_paged) {
+  void add_chunk(i64 ptr, i64 size, bool pre_allocated, i64 number, bool is_paged,
+                 const std::vector<i64>& plan) {
     auto* chunk = new Chunk{ptr, size, number, index, pre_allocated, 0};
     if (is_paged) chunk->mapped.resize(size_t(size / PAGE));
     chunk->first = new Block(ptr, size, chunk, NONE);
     chunks[number] = chunk;
-    add_unused(NONE, chunk->first);
+    if (plan.empty()) add_unused(NONE, chunk->first);
+    else planned = std::make_unique<Planned>(chunk, plan);
     count_reserved(chunk, is_paged ? 0 : size);
   }
 
@@ -174,8 +286,12 @@ struct Pool {
   }
 
   void remove_chunk(Chunk* chunk) {
-    for (Block* b = chunk->first; b; b = b->next) pull(b);
-    if (chunk->first->stream == NONE) remove_unused(NONE, chunk->first);
+    if (planned && chunk == planned->chunk) {
+      planned.reset();
+    } else {
+      for (Block* b = chunk->first; b; b = b->next) pull(b);
+      if (chunk->first->stream == NONE) remove_unused(NONE, chunk->first);
+    }
     chunks.erase(chunk->number);
     counters.reserved -= chunk->reserved;
     forget(chunk);
@@ -231,6 +347,7 @@ struct Pool {
 
   // `give` of a block that was not counted yet.
   void put_back(Block* block) {
+    if (planned && block->chunk == planned->chunk) return planned->put_back(block);
     block->is_free = true;
     block->requested = 0;
     block->chunk->num_live--;
@@ -305,24 +422,6 @@ struct Pool {
 
   void add_unused(i64 stream, Block* b) { unused[stream]->add(place_of(b, b->size, b)); }
   void remove_unused(i64 stream, Block* b) { unused[stream]->remove(place_of(b, b->size, b)); }
-
-  static Block* split(Block* block, i64 size) {
-    auto* tail = new Block(block->ptr + block->size - size, size, block->chunk, block->stream);
-    block->size -= size;
-    tail->prev = block;
-    tail->next = block->next;
-    if (tail->next) tail->next->prev = tail;
-    block->next = tail;
-    return tail;
-  }
-
-  static void absorb_next(Block* block) {
-    Block* absorbed = block->next;
-    block->size += absorbed->size;
-    block->next = absorbed->next;
-    if (block->next) block->next->prev = block;
-    delete absorbed;
-  }
 
   Block* cut_place(Block* block, i64 size) {
     pull(block);
@@ -419,6 +518,7 @@ class Core {
   i64 reserved_peak = 0, allocated_peak = 0, requested_peak = 0;
   i64 num_mallocs = 0, num_frees = 0, malloced_bytes = 0, freed_bytes = 0, num_retries = 0, num_ooms = 0;
   i64 serial = 0, used_bytes = 0, next_address = FIRST_ADDRESS;
+  i64 num_planned = 0, num_unplanned = 0;
   bool closed = false, recording = false;
   i64 num_traces = 0;
   std::vector<i64> events;  // of the trace, 6 numbers each
@@ -444,15 +544,46 @@ class Core {
 
   Block* take(i64 requested, i64 stream, bool last_resort) {
     i64 size = padded(requested);
-    Pool& pool = home(size);
-    Block* block = pool.take(size, stream);
-    if (!block) block = find_room(pool, size, stream, last_resort);
-    if (block && set[RANGE] && !back(block)) {
-      pools[block->chunk->pool].put_back(block);
-      return nullptr;
+    bool follows = pools[1].planned != nullptr;
+    Block* block = follows ? backed(pools[1].planned->take(size, stream)) : nullptr;
+    bool is_planned = block;
+    if (!block) {
+      Pool& pool = home(size);
+      block = pool.take(size, stream);
+      if (!block) block = find_room(pool, size, stream, last_resort);
+      block = backed(block);
     }
+    if (block && follows) advance(size, stream, is_planned);
     if (block) count_use(block, requested);
     return block;
+  }
+
+  void advance(i64 size, i64 stream, bool is_planned) {
+    if (pools[1].planned) pools[1].planned->advance(size, stream);
+    (is_planned ? num_planned : num_unplanned)++;
+  }
+
+  // 0, or how many blocks of the plan before are in use, or NO_MEMORY for the range of this one.
+  i64 follow(const std::vector<i64>& plan, i64 size) {
+    if (pools[1].planned) {
+      Chunk* chunk = pools[1].planned->chunk;
+      if (chunk->num_live) return chunk->num_live;
+      release(pools[1], chunk);
+    }
+    num_planned = num_unplanned = 0;
+    if (plan.empty()) return 0;
+    size = round_up(size, set[GRANULARITY]);
+    for (;;) {
+      if (grow(pools[1], size, true, plan)) return 0;
+      release_idle(false, NONE);
+      if (grow(pools[1], size, true, plan)) return 0;
+      if (!has_pending.load(std::memory_order_relaxed)) return NO_MEMORY;
+      drain();  // freed by finalizers inside of it
+    }
+  }
+
+  void begin_step() {
+    if (pools[1].planned) pools[1].planned->begin();
   }
 
   void count_use(Block* block, i64 requested) {
@@ -478,6 +609,15 @@ class Core {
     }
     Pool& pool = home(padded(requested));
     i64 size = padded(requested);
+    Planned* planned = pools[1].planned.get();
+    if (i64 ptr = planned ? planned->find(size, stream) : 0) {
+      i64 start = ptr - planned->chunk->ptr;
+      if (set[RANGE] && num_missing(planned->chunk, start, start + size)) return NO_ROOM;
+      Block* block = planned->take(size, stream);
+      advance(size, stream, true);
+      count_use(block, requested);
+      return hand_out(block);
+    }
     if (set[RANGE]) {
       const Place* place = pool.find(size, stream);
       if (!place) return NO_ROOM;
@@ -485,6 +625,7 @@ class Core {
       if (num_missing(place->block->chunk, end - size, end)) return NO_ROOM;
     }
     Block* block = pool.take(size, stream);
+    if (block && planned) advance(size, stream, false);
     if (block) count_use(block, requested);
     return hand_out(block);
   }
@@ -612,6 +753,15 @@ class Core {
         usable += list.total_bytes;
         if (list.largest_bytes() > largest_usable) largest_usable = list.largest_bytes();
       });
+      if (pool.planned)
+        for (auto& [ptr, b] : pool.planned->blocks) {
+          if (!b->is_free) continue;
+          num_free++;
+          if (b->size > largest) largest = b->size;
+          if (b->stream != stream) continue;
+          usable += b->size;
+          if (b->size > largest_usable) largest_usable = b->size;
+        }
       const Counters& c = pool.counters;
       if (set[RANGE] && largest > c.reserved - c.allocated) largest = c.reserved - c.allocated;
       for (i64 value : {c.allocated, c.allocated_peak, c.requested, c.requested_peak, c.reserved,
@@ -633,7 +783,8 @@ class Core {
     std::vector<i64> rows{i64(pools[0].chunks.size() + pools[1].chunks.size())};
     for (const Pool& pool : pools)
       for (auto& [number, chunk] : pool.chunks) {
-        rows.insert(rows.end(), {pool.index, chunk->ptr, chunk->size, chunk->pre_allocated, 0});
+        bool is_planned = pool.planned && chunk == pool.planned->chunk;
+        rows.insert(rows.end(), {is_planned ? 2 : pool.index, chunk->ptr, chunk->size, chunk->pre_allocated, 0});
         size_t count_at = rows.size() - 1;
         for (Block* b = chunk->first; b; b = b->next, rows[count_at]++)
           rows.insert(rows.end(), {b->stream, b->ptr, b->size, b->requested, b->is_free});
@@ -646,6 +797,9 @@ class Core {
       };
       for (auto& [stream, list] : pool.places) write(stream, *list);
       for (auto& [stream, list] : pool.unused) write(NONE, *list);
+      if (pool.planned)
+        for (auto& [ptr, b] : pool.planned->blocks)
+          if (b->is_free) rows.insert(rows.end(), {2, b->stream, b->ptr, b->size});
     }
     return rows;
   }
@@ -698,6 +852,7 @@ class Core {
     if ((released && grow(pool, chunk, false)) || grow(pool, exact, false))
       return pool.take(size, stream);
     Block* block = pools[1 - pool.index].take(size, stream);
+    if (!block && pools[1].planned) block = pools[1].planned->take_gap(size, stream);
     if (!block && last_resort && release_idle(true, NONE)) {
       grow(pool, exact, false);
       block = pool.take(size, stream);
@@ -705,14 +860,14 @@ class Core {
     return block;
   }
 
-  bool grow(Pool& pool, i64 size, bool pre_allocated) {
+  bool grow(Pool& pool, i64 size, bool pre_allocated, const std::vector<i64>& plan = {}) {
     bool is_paged = set[RANGE] > 0;
     i64 total = reserved() + (is_paged ? 0 : size);
     if (!is_paged && limit_bytes && total > limit_bytes) return false;
     num_source_calls++;
     i64 ptr = acquire(size);
     if (!ptr) return false;
-    pool.add_chunk(ptr, size, pre_allocated, num_chunks++, is_paged);
+    pool.add_chunk(ptr, size, pre_allocated, num_chunks++, is_paged, plan);
     if (total > reserved_peak) reserved_peak = total;
     return true;
   }
@@ -813,6 +968,13 @@ class Core {
     }
     if (start >= 0) unmap_between(start, chunk->ptr + chunk->size);
     return pages * PAGE;
+  }
+
+  // A block with memory behind it; null, and the block is free again, without.
+  Block* backed(Block* block) {
+    if (!block || !set[RANGE] || back(block)) return block;
+    pools[block->chunk->pool].put_back(block);
+    return nullptr;
   }
 
   // Has memory behind a block, at the cost of free ones where it is short.
@@ -1014,7 +1176,7 @@ Core* core_of(int device) {
 #define GA extern "C" __attribute__((visibility("default")))
 
 // Raised with every change of what is called here; binding.py asks for the one that it knows.
-GA i64 ga_version() { return 3; }
+GA i64 ga_version() { return 4; }
 
 GA Core* ga_open(const i64* settings, const Functions* functions) {
   return new Core(settings, *functions);
@@ -1078,6 +1240,33 @@ GA i64 ga_release_idle(Core* core, int include_pre_allocated, int of_stream, i64
   if (lock.reentrant) return REENTRANT;
   core->drain();
   return core->release_idle(include_pre_allocated, of_stream ? stream : NONE);
+}
+
+// Three numbers a row of a plan (struct Planned), of so many bytes; no rows: follow none. 0, or how
+// many blocks of the plan before are in use, or NO_MEMORY.
+GA i64 ga_follow(Core* core, const i64* rows, i64 count, i64 size) {
+  Held lock(*core, true);
+  if (lock.reentrant) return REENTRANT;
+  core->drain();
+  return core->follow(std::vector<i64>(rows, rows + count), size);
+}
+
+GA i64 ga_begin_step(Core* core) {
+  Held lock(*core, true);
+  if (lock.reentrant) return REENTRANT;
+  core->drain();
+  core->begin_step();
+  return 0;
+}
+
+// Whether there is a range for the plan, and how many requests it placed and did not.
+GA i64 ga_plan_use(Core* core, i64* out) {
+  Held lock(*core, true);
+  if (lock.reentrant) return REENTRANT;
+  out[0] = core->pools[1].planned != nullptr;
+  out[1] = core->num_planned;
+  out[2] = core->num_unplanned;
+  return 0;
 }
 
 GA i64 ga_close(Core* core) {
@@ -1154,11 +1343,15 @@ GA i64 ga_stop_recording(Core* core, i64* out, i64 room) {
   return count;
 }
 
-// Rows of (0 malloc or 1 free, dense number of the block, size, stream); `ptrs` has room for each
+// Rows of (0 malloc, 1 free or 2 beginning of a step, dense number of the block, size, stream); `ptrs` has room for each
 // block. The index of the request that failed, or `num_rows`.
 GA i64 ga_run(Core* core, const i64* rows, i64 num_rows, i64* ptrs) {
   for (i64 i = 0; i < num_rows; i++) {
     const i64* row = rows + 4 * i;
+    if (row[0] == 2) {
+      ga_begin_step(core);
+      continue;
+    }
     i64& ptr = ptrs[row[1]];
     if (row[0]) {
       if (ptr) ga_free(core, ptr);

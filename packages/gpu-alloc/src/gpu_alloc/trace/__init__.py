@@ -1,6 +1,6 @@
 """What is done with a recorded trace, on any machine: replay, explain, tune, compare, plot.
 
-May import: core, native, sources.
+May import: core, native, sources, plan.
 """
 
 from gpu_alloc.trace.comparing import compare as compare

@@ -16,6 +16,7 @@ from typing import final
 from gpu_alloc.core import AllocatorConfig, OomReport, Stats, TwoPoolAllocator
 from gpu_alloc.errors import AllocValueError, check_kind
 from gpu_alloc.events import TraceEvent
+from gpu_alloc.plan import LifetimePlan
 from gpu_alloc.trace.requests import GRANULARITY_BYTES, Requests, check_request
 
 
@@ -39,15 +40,19 @@ class ReplayResult:
 
 
 def replay(
-    trace: Iterable[TraceEvent], config: AllocatorConfig, capacity_bytes: int | None = None
+    trace: Iterable[TraceEvent],
+    config: AllocatorConfig,
+    capacity_bytes: int | None = None,
+    plan: LifetimePlan | None = None,
 ) -> ReplayResult:
     """Run `trace` on `capacity_bytes` of invented addresses (None: no limit) to its end or failure.
 
-    Memory is granted in whole 2 MiB pages, as a GPU does. Raises TraceError naming the event for a
+    Memory is granted in whole 2 MiB pages, as a GPU does. plan: followed from the start, a step
+    beginning at each mark that is the like of its own. Raises TraceError naming the event for a
     block that is allocated twice or freed without being allocated, and AllocValueError for a
     negative capacity.
     """
-    return replay_requests(Requests(trace), config, capacity_bytes)
+    return replay_requests(Requests(trace, plan), config, capacity_bytes)
 
 
 def replay_requests(
@@ -69,20 +74,21 @@ def minimal_capacity(
     config: AllocatorConfig,
     *,
     resolution_bytes: int = GRANULARITY_BYTES,
+    plan: LifetimePlan | None = None,
 ) -> int:
     """Smallest capacity, to `resolution_bytes`, on which `trace` replays to its end, found by
     bisection.
 
-    The search assumes that more memory never hurts; where a policy breaks that, the result is a
-    capacity that works and of which the next lower step fails. Raises AllocValueError for a
-    resolution below 1, TraceError as `replay` does.
+    plan: see `replay`. The search assumes that more memory never hurts; where a policy breaks that,
+    the result is a capacity that works and of which the next lower step fails. Raises
+    AllocValueError for a resolution below 1, TraceError as `replay` does.
     """
     check_kind(resolution_bytes, int, "resolution_bytes must be a whole number")
     if resolution_bytes < 1:
         raise AllocValueError(
             f"resolution_bytes={resolution_bytes} is below 1; use for example {GRANULARITY_BYTES}"
         )
-    requests = Requests(trace)
+    requests = Requests(trace, plan)
     unlimited = replay_requests(requests, config)
     if unlimited.oom is not None:
         raise AllocValueError(

@@ -7,6 +7,7 @@ Invariant: the requests contradict each other nowhere, so that a run ends at its
 memory.
 """
 
+import ctypes
 from array import array
 from collections.abc import Container, Iterable
 from typing import final
@@ -15,6 +16,7 @@ from gpu_alloc.core import AllocatorConfig, OomReport, OutOfMemoryError, Stats, 
 from gpu_alloc.errors import TraceError, check_kind
 from gpu_alloc.events import TraceEvent
 from gpu_alloc.native import NativeAllocator, is_compiled
+from gpu_alloc.plan import END_OF_STEP, LifetimePlan, is_step_mark
 from gpu_alloc.sources import AddressSource, PagedAddressSource
 
 GRANULARITY_BYTES = 2 << 20
@@ -26,12 +28,17 @@ class Requests:
     """The requests of a trace. Raises TraceError naming the event for a block that is allocated
     twice or freed without being allocated.
 
-    peak_live_bytes: most bytes requested and not yet freed at a time.
+    plan: what runs follow, if anything: from the end of the step that it was made of, or from the
+    start of another trace. peak_live_bytes: most bytes requested and not yet freed at
+    a time.
     """
 
-    def __init__(self, trace: Iterable[TraceEvent]) -> None:
+    def __init__(self, trace: Iterable[TraceEvent], plan: LifetimePlan | None = None) -> None:
         check_kind(trace, Iterable, "trace must be a sequence of TraceEvents")
-        self._rows: list[int] = []  # 0 or 1 for a malloc or free, number of the block, size, stream
+        # 0, 1, 2 for a malloc, a free, a step that begins; number of the block, size, stream
+        self._rows: list[int] = []
+        self._plan = plan
+        self._follow_at = 0  # the row before which the plan is first followed
         self._indices: list[int] = []  # of the row's event in the trace
         self.num_events = 0
         self.num_blocks = 0
@@ -50,7 +57,12 @@ class Requests:
                 block, size_bytes = live.pop(event.block_id)
                 live_bytes -= size_bytes
                 self._rows += 1, block, 0, 0
-            if event.action != "mark":
+            is_step = plan is not None and is_step_mark(event, plan.step)
+            if is_step:
+                self._rows += 2, 0, 0, 0
+            elif plan is not None and event.note == END_OF_STEP + plan.step:
+                self._follow_at = len(self._indices)
+            if event.action != "mark" or is_step:
                 self._indices.append(self.num_events)
             self.num_events += 1
         self._is_small = all(abs(number) < _MOST for number in self._rows)
@@ -71,7 +83,7 @@ class Requests:
             if self._numbers is not None and is_compiled():
                 return self._run_compiled(self._numbers, config, source)
             return self._run_in_python(config, source)
-        except OutOfMemoryError as error:  # of the pre-allocation
+        except OutOfMemoryError as error:  # of the pre-allocation or the plan
             return 0, error.report, error.report.stats
 
     def _run_compiled(
@@ -85,7 +97,15 @@ class Requests:
             capacity_bytes=source.capacity_bytes,
             granularity_bytes=source.granularity_bytes,
         )
-        done = allocator.run(numbers, self.num_blocks)
+        ptrs = (ctypes.c_int64 * max(self.num_blocks, 1))()
+        parts = [numbers]
+        if self._plan is not None:
+            first = 4 * self._follow_at
+            parts = [numbers[:first], numbers[first:]]
+        done = allocator.run(parts[0], ptrs)
+        if self._plan is not None and done == self._follow_at:
+            allocator.follow(self._plan)
+            done += allocator.run(parts[1], ptrs)
         report = allocator.last_report() if done < len(self._indices) else None
         return self._num_done(done), report, allocator.stats()
 
@@ -95,9 +115,11 @@ class Requests:
         allocator = TwoPoolAllocator(source, config, on_exhausted=nothing_to_reclaim)
         ptrs = [0] * self.num_blocks
         rows = zip(*[iter(self._rows)] * 4, strict=True)
-        for done, (is_free, block, size, stream) in enumerate(rows):
-            if is_free:
-                allocator.free(ptrs[block])
+        for done, (action, block, size, stream) in enumerate(rows):
+            if self._plan is not None and done == self._follow_at:
+                allocator.follow(self._plan)
+            if action:
+                allocator.free(ptrs[block]) if action == 1 else allocator.begin_step()
                 continue
             try:
                 ptrs[block] = allocator.malloc(size, stream).ptr

@@ -264,7 +264,7 @@ def _segments(snapshot: Snapshot) -> Iterator[dict[str, Any]]:
             "address": chunk.ptr,
             "total_size": chunk.size,
             "stream": 0,
-            "segment_type": chunk.pool,
+            "segment_type": "small" if chunk.pool == "small" else "large",
             "segment_pool_id": (0, 0),
             "is_expandable": False,
             "allocated_size": sum(block.size for block in used),
