@@ -6,13 +6,14 @@ import sys
 
 import pytest
 
+from comm_collectives.checking.misuse.table import MISUSES
 from comm_collectives.cli import main
 
 
 def _run(*args: str) -> subprocess.CompletedProcess[str]:
     code = "import sys; from comm_collectives.cli import main; sys.exit(main())"
     return subprocess.run(
-        [sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=900
     )
 
 
@@ -36,15 +37,19 @@ def test_the_package_runs_as_a_module() -> None:
 
 
 def test_check_finds_this_machine_right() -> None:
-    done = _run("check", "--world-size", "2", "--json")
+    """Every cell and every mistake on two ranks; on four they are run where they are made."""
+    done = _run("check", "--world-size", "2", "--wire", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     report = json.loads(done.stdout)
     assert report["num_ranks"] == 2
     assert report["problems"] == report["missed_canaries"] == []
-    assert len(report["outcomes"]) > 3000
-    assert all(outcome["verdict"] == outcome["expected"] for outcome in report["outcomes"])
-    assert sum("mistake" in outcome for outcome in report["outcomes"]) > 26
+    outcomes = report["outcomes"]
+    bad = [outcome for outcome in outcomes if outcome["verdict"] != outcome["expected"]]
+    assert bad == []
+    mistakes = sum("mistake" in outcome for outcome in outcomes)
+    assert mistakes == 2 * (len(MISUSES) + 1)  # here and over the wire
+    assert len(outcomes) - mistakes > 4000 + 600
 
 
 @pytest.mark.parametrize("size", ["0", "1"])

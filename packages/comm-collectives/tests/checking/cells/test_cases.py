@@ -1,4 +1,7 @@
-"""The matrix on real ranks, two and four: which cells there are, and how each of them ends."""
+"""The matrix on four real ranks: which cells there are, and how each of them ends.
+
+On two ranks the command `check` is run, see `test_cli`.
+"""
 
 import pytest
 import torch
@@ -20,22 +23,18 @@ from comm_collectives.checking.results.results import (
 from comm_collectives.checking.table import total
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_every_cell_ends_as_it_must_on_every_rank(
-    num_ranks: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    outcomes = check_cells(num_ranks, HERE)
+def test_every_cell_ends_as_it_must_on_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes = check_cells(4, HERE)
     with capsys.disabled():
-        print(f"\n{num_ranks} ranks: {total('comm_collectives', outcomes)}")
+        print(f"\n4 ranks: {total('comm_collectives', outcomes)}")
     bad = [outcome for outcome in outcomes if not outcome.is_good]
     assert [f"{outcome.order.what}: {outcome.verdict}: {outcome.detail}" for outcome in bad] == []
     assert [outcome.order.what for outcome in outcomes] == [*canaries(), *all_cases()]
     assert len(outcomes) > 4000
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_cells_end_as_they_must_over_the_wire(num_ranks: int) -> None:
-    outcomes = check_cells(num_ranks, WIRE, FEW_DTYPES if num_ranks == 2 else FEW_DTYPES[-2:])
+def test_cells_end_as_they_must_over_the_wire() -> None:
+    outcomes = check_cells(4, WIRE, FEW_DTYPES[-2:])
     bad = [outcome for outcome in outcomes if not outcome.is_good]
     assert [f"{outcome.order.what}: {outcome.verdict}: {outcome.detail}" for outcome in bad] == []
     assert len(outcomes) > 600
