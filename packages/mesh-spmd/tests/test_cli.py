@@ -125,6 +125,9 @@ def test_plan_prints_bytes_of_each_rank_beside_the_limit(
     assert [row["received"] for row in rows] == [0, 32, 32, 0]
     assert main(["plan", "ep=2", "ep=2/ep=0", "--shape", "4", "--dtype", "real"]) == 2
     assert "--dtype got 'real'" in capsys.readouterr().err
+    for source, message in (("ep/ep=0", "'ep/ep=0' got 'ep'"), ("ep=2/0", "'ep=2/0' got '0'")):
+        assert main(["plan", source, "ep=2/ep=0", "--shape", "4"]) == 2
+        assert f"the layout {message}; write name=number" in capsys.readouterr().err
 
 
 def test_layout_shows_a_state_dict_from_headers_alone(

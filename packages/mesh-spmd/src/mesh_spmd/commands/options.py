@@ -40,11 +40,11 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", required=True, help="sizes of the whole tensor, as in 60,512")
 
 
-def parse_mesh(text: str) -> ProcessMesh:
-    """Return the mesh of `pp=2,ep=4`."""
+def parse_mesh(text: str, *, option: str = "--mesh") -> ProcessMesh:
+    """Return the mesh of `pp=2,ep=4`; `option` is named in errors."""
     from mesh_spmd.mesh import ProcessMesh
 
-    axes = parse_pairs(text, option="--mesh")
+    axes = parse_pairs(text, option=option)
     return ProcessMesh(tuple(axes.values()), tuple(axes))
 
 

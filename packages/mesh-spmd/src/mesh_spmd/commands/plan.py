@@ -60,8 +60,10 @@ def _tensor(text: str, shape: str, dtype: str) -> TensorSpec:
     from mesh_spmd.layout import Spec, TensorSpec
 
     mesh, _, shards = text.partition("/")
-    wanted = parse_pairs(shards, option="a layout")
-    spec = Spec.from_axes(parse_mesh(mesh), {axis: Shard(dim) for axis, dim in wanted.items()})
+    option = f"the layout {text!r}"
+    wanted = parse_pairs(shards, option=option)
+    cut = {axis: Shard(dim) for axis, dim in wanted.items()}
+    spec = Spec.from_axes(parse_mesh(mesh, option=option), cut)
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype):
         raise MeshValueError(f"--dtype got {dtype!r}; give a dtype of torch, as in float32")
