@@ -1,7 +1,8 @@
 """torch's own tests of DCP with our reader and writer in the place of torch's: none may be lost.
 
-torch's wheels do not hold these tests, so they come from a checkout of its source, of the version
-that is installed, or from a folder with `test/distributed/checkpoint` of it. Every test runs twice,
+torch's wheels do not hold these tests, so they come from a checkout of its source, or from a folder
+with `test/distributed/checkpoint` of it; of which version they are is the caller's choice, and what
+does not run with the installed torch's own classes counts for nothing. Every test runs twice,
 on CPU and gloo: as it is, and with torch's readers and writers of files, of fsspec and of Hugging
 Face folders meaning ours. Where a test names GPUs, its text is changed in memory, for both alike
 (`ON_CPU`). Tests that torch's own classes do not pass here (those that need devices) count for
@@ -29,8 +30,9 @@ from typing import Any
 
 FOLDER = Path("test/distributed/checkpoint")
 # Of readers, writers and planners as a user meets them. Not test_hf_storage and test_checkpoint:
-# those call torch's classes by their inner methods, or bring readers and writers of their own; and
-# not e2e/test_fsdp_ep, which saves nothing.
+# those call torch's classes by their inner methods, or bring readers and writers of their own; not
+# test_compatibility and test_format_utils, which are about the bytes of torch's own files; and not
+# e2e/test_fsdp_ep, which saves nothing.
 MODULES = (
     "test_file_system_checkpoint",
     "test_file_system_checkpoint_cpu",
@@ -47,6 +49,8 @@ MODULES = (
     "e2e/test_pipeline",
     "e2e/test_e2e_save_and_load",
     "e2e/test_fine_tuning",
+    "fsdp/test_fsdp_dsd",
+    "test_planner",
 )
 # Counts for nothing, and is named: it opens the one file of torch's writer by its name, which is
 # `model.safetensors` in ours, as in transformers.

@@ -12,7 +12,7 @@ import torch
 from devicetest import Machine, fake_cuda
 from unified_ckpt import AsyncSaver, Shard, async_save, load, save
 from unified_ckpt.background.offloader import Offloader
-from unified_ckpt.errors import CorruptCheckpointError, SaveError
+from unified_ckpt.errors import CorruptCheckpointError, SaveError, UnpinnedMemoryWarning
 from unified_ckpt.geometry import shard
 from unified_ckpt.snapshots.shared_memory import SharedMemory
 from unified_ckpt.snapshots.staging import StagingLayout
@@ -53,7 +53,9 @@ def waits(cuda: Machine) -> Counter[str]:
 
 
 def check_clean(cuda: Machine) -> None:
+    """No race, and no wait for an event keeps a core busy: all that the host waits for block."""
     assert cuda.races == [] and cuda.problems == []
+    assert [sync for sync in cuda.syncs if "spinning" in sync.kind] == []
 
 
 def test_a_save_waits_for_blocks_only_and_a_load_for_nothing(tmp_path: Path) -> None:
@@ -107,6 +109,23 @@ def test_damage_is_found_on_the_way_to_a_device(tmp_path: Path) -> None:
         check_clean(cuda)
 
 
+def test_without_page_locks_states_are_right_and_no_error_is_left_behind(tmp_path: Path) -> None:
+    with fake_devices(2) as cuda:
+        tensors = state("cuda:1")
+        want = on_host(tensors)
+        cuda.fail_page_locks = 304
+        with pytest.warns(UnpinnedMemoryWarning, match="slower"):
+            save({"model": tensors}, checkpoint_id=tmp_path / "c")
+        for tensor in tensors.values():
+            tensor.zero_()
+        with pytest.warns(UnpinnedMemoryWarning, match="slower"):
+            load({"model": tensors}, checkpoint_id=tmp_path / "c")
+        for device in ("cuda:0", "cuda:1"):  # an error that was left would be this launch's
+            assert torch.ones(1, device=device).tolist() == [1]
+        check_clean(cuda)
+        check_equal(tensors, want)
+
+
 def test_a_failed_write_leaves_no_copy_under_way(tmp_path: Path) -> None:
     with fake_devices() as cuda:
         w = torch.ones(20_000_000, device="cuda")
@@ -147,8 +166,9 @@ def test_a_snapshot_is_the_step_boundary_and_stops_the_host_nowhere() -> None:
         check_clean(cuda)
 
 
-def test_an_asynchronous_save_of_a_module_and_its_optimizer_on_a_device(tmp_path: Path) -> None:
-    with fake_devices() as cuda, AsyncSaver() as saver:
+def test_an_asynchronous_save_of_a_module_its_optimizer_and_a_second_device(tmp_path: Path) -> None:
+    with fake_devices(2) as cuda, AsyncSaver() as saver:
+        there = torch.arange(700.0).to("cuda:1")
         model = torch.nn.Sequential(*(torch.nn.Linear(30, 30, device="cuda") for _ in range(20)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         model(torch.ones(2, 30, device="cuda")).sum().backward()
@@ -157,11 +177,14 @@ def test_an_asynchronous_save_of_a_module_and_its_optimizer_on_a_device(tmp_path
         moment = optimizer.state[model[3].weight]["exp_avg"].cpu().clone()
         cuda.forget()
         response = async_save(
-            {"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / "c", saver=saver
+            {"model": model, "optimizer": optimizer, "other": {"there": there}},
+            checkpoint_id=tmp_path / "c",
+            saver=saver,
         )
         stopping = [sync for sync in cuda.syncs if "cuda_copies.py" not in sync.where]
         assert stopping == []
         optimizer.step()
+        there.zero_()
         response.upload_completion.result(timeout=60)
         check_clean(cuda)
         found = {"model": {"3.weight": torch.zeros(30, 30)}}
@@ -169,6 +192,8 @@ def test_an_asynchronous_save_of_a_module_and_its_optimizer_on_a_device(tmp_path
         assert torch.equal(found["model"]["3.weight"], weight)
         back = {"3.weight/moment1": torch.zeros(30, 30)}
         load({"optimizer": back}, checkpoint_id=tmp_path / "c", strict=False)
+        load({"other": {"there": there}}, checkpoint_id=tmp_path / "c")
+        assert torch.equal(there.cpu(), torch.arange(700.0))
         assert torch.equal(back["3.weight/moment1"], moment)
 
 
