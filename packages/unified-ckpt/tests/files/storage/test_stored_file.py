@@ -2,9 +2,12 @@
 
 import os
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import pytest
 
 from unified_ckpt.files.storage import READ_BYTES, LocalStore, Location, StoredFile
 
@@ -30,16 +33,24 @@ class _Counting(LocalStore):
         return found
 
 
-def stored(folder: Path, whole: bytes) -> tuple[StoredFile, _Counting]:
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
+
+
+def stored(folder: Path, whole: bytes, pool: ThreadPoolExecutor) -> tuple[StoredFile, _Counting]:
     store = _Counting(folder)
     store.upload("file", [whole], num_bytes=len(whole))
     place = Location(store=store, key="file")
-    return StoredFile(location=place, pool=ThreadPoolExecutor(2)), store
+    return StoredFile(location=place, pool=pool), store
 
 
-def test_buffers_are_filled_in_parts_of_which_two_are_under_way(tmp_path: Path) -> None:
+def test_buffers_are_filled_in_parts_of_which_two_are_under_way(
+    tmp_path: Path, pool: ThreadPoolExecutor
+) -> None:
     whole = os.urandom(3 * READ_BYTES + 1000)
-    file, store = stored(tmp_path, whole)
+    file, store = stored(tmp_path, whole, pool)
     buffers = [bytearray(n) for n in (5, 0, 2 * READ_BYTES, 700, READ_BYTES)]
     wanted = sum(map(len, buffers))
     assert file.read_at([memoryview(b) for b in buffers], 100) == wanted
@@ -47,15 +58,19 @@ def test_buffers_are_filled_in_parts_of_which_two_are_under_way(tmp_path: Path) 
     assert max(store.sizes) <= READ_BYTES and store.most <= 2
 
 
-def test_a_read_over_the_end_says_how_much_there_was(tmp_path: Path) -> None:
-    file, _ = stored(tmp_path, bytes(100))
+def test_a_read_over_the_end_says_how_much_there_was(
+    tmp_path: Path, pool: ThreadPoolExecutor
+) -> None:
+    file, _ = stored(tmp_path, bytes(100), pool)
     assert file.read_at([memoryview(bytearray(60)), memoryview(bytearray(60))], 0) == 100
     assert file.num_bytes() == 100
 
 
-def test_runs_that_lie_close_together_come_in_one_request(tmp_path: Path) -> None:
+def test_runs_that_lie_close_together_come_in_one_request(
+    tmp_path: Path, pool: ThreadPoolExecutor
+) -> None:
     whole = os.urandom(4 * READ_BYTES)
-    file, store = stored(tmp_path, whole)
+    file, store = stored(tmp_path, whole, pool)
     starts = [1000 * i for i in range(200)] + [2 * READ_BYTES + 1000 * i for i in range(200)]
     buffer = bytearray(16 * len(starts))
     assert file.read_runs(memoryview(buffer), starts, 16) == len(buffer)
@@ -63,10 +78,12 @@ def test_runs_that_lie_close_together_come_in_one_request(tmp_path: Path) -> Non
     assert len(store.sizes) == 2
 
 
-def test_runs_longer_than_a_part_are_read_in_parts(tmp_path: Path) -> None:
+def test_runs_longer_than_a_part_are_read_in_parts(
+    tmp_path: Path, pool: ThreadPoolExecutor
+) -> None:
     run = READ_BYTES + 10
     whole = os.urandom(3 * run)
-    file, store = stored(tmp_path, whole)
+    file, store = stored(tmp_path, whole, pool)
     buffer = bytearray(2 * run)
     assert file.read_runs(memoryview(buffer), [0, 2 * run], run) == 2 * run
     assert buffer == whole[:run] + whole[2 * run :] and max(store.sizes) <= READ_BYTES
