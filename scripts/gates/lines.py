@@ -45,7 +45,8 @@ LINES_ADDED = {
     # Pipelines: stages on a rank, planned schedules, layers split by work, a step as a picture.
     # Choices of experts in files.
     # Uneven experts: as keys, by the rows that experts have got, in what a checkpoint says.
-    "moe-train": 10_700 + 230 + 150 + 300 + 380 + 460 + 455 + 600 + 200 + 610 + 200 + 480,
+    # Whose failure was the job's first.
+    "moe-train": 10_700 + 230 + 150 + 300 + 380 + 460 + 455 + 600 + 200 + 610 + 200 + 480 + 20,
     # Recording of CuPy, torch and whole scripts, torch's snapshots read and written, memory that is
     # bound to streams block by block; the recorder came from moe-train. Explain, tune, compare,
     # plot and info, as functions and commands; settings in files. Reuse that waits for events.
@@ -78,7 +79,8 @@ LINES_ADDED = {
     # What two ranks send each other as one batch; when computations of a run were, beside the
     # simulator's times, and how long stages take.
     # Ranks with uneven numbers of experts.
-    "moe-pipeline": 150 + 600 + 230 + 120 + 170 + 300 + 110,
+    # What the host finds is told before the limit of a device.
+    "moe-pipeline": 150 + 600 + 230 + 120 + 170 + 300 + 110 + 20,
     # A load has one identity, alone and over ranks; errors of the file system are named; files that
     # others put into a checkpoint are kept. Structures of nested states and types of values, names
     # across wrappers, tensors made of others, and no optimizer's state that is lost. Stores of
@@ -91,7 +93,8 @@ LINES_ADDED = {
     # Resharding from and to stores. Savers told of one that dies while all connect. Tombstones
     # against manifests that come late; what the first rank has checked is what ranks load.
     # Agreements that end before a device's own limit.
-    "unified-ckpt": 600 + 1_500 + 1_200 + 1_250 + 600 + 1_700 + 700 + 80 + 80 + 70 + 20,
+    # Signs of life of those who wait, by which the dead and the stopped are told from the slow.
+    "unified-ckpt": 600 + 1_500 + 1_200 + 1_250 + 600 + 1_700 + 700 + 80 + 80 + 70 + 20 + 115,
 }
 
 # Why comm-collectives has 15,500 lines outside checking/ and simulation/, where 10,500 were asked

@@ -55,12 +55,16 @@ def test_coordinates_and_groups_are_those_of_a_row_major_mesh(
     configure: Configure, sizes: tuple[int, int, int]
 ) -> None:
     config = layout(configure, *sizes)
+    limit = timedelta(seconds=config.parallel.timeout_s)
 
     def run(rank: int, _: int) -> object:
         parallel = start(config)
         members, totals = {}, {}
         for name in GROUPS:
             group = getattr(parallel, name)
+            assert (
+                group is None or group._get_backend(torch.device("cpu")).options._timeout == limit
+            )
             members[name] = group and dist.get_process_group_ranks(group)
             if group is not None:
                 total = torch.tensor(10.0**rank)

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from mesh_spmd import ProcessMesh, axis_group
+from mesh_spmd import ProcessMesh
 from moe_train.config import Config, ParallelConfig
 from moe_train.errors import TrainValueError
 
@@ -136,11 +136,15 @@ def join(config: ParallelConfig, wanted_device: str) -> Parallel:
             f"the job has {dist.get_world_size()} ranks but parallel.{sizes} needs {mesh.size}; "
             f"start {mesh.size} ranks or change the sizes"
         )
-    device_mesh = mesh.to_device_mesh(device.type)
     rank = dist.get_rank()
     at = mesh.coordinate(rank)
     pipelined = config.pp > 1
-    groups = [own_group(ranks, rank, timeout) for ranks in mesh.groups("pp") if pipelined]
+
+    def along(*axes: str) -> dist.ProcessGroup:
+        # Not those of a DeviceMesh, whose limit is torch's own: ten minutes, or thirty.
+        groups = [own_group(ranks, rank, timeout) for ranks in mesh.groups(*axes)]
+        return next(filter(None, groups))
+
     last = next(r for r in range(config.pp) if config.num_stages - 1 in config.stages_of(r))
     ends = [r for r in range(mesh.size) if mesh.coordinate(r)["pp"] in (0, last)]
     return Parallel(
@@ -153,11 +157,11 @@ def join(config: ParallelConfig, wanted_device: str) -> Parallel:
         data_rank=at["dp"] * config.ep + at["ep"],
         num_data_ranks=config.dp * config.ep,
         device=device,
-        ep_group=axis_group(device_mesh, "ep"),
-        dp_group=axis_group(device_mesh, "dp"),
-        data_group=axis_group(device_mesh, "dp", "ep"),
-        forward_group=axis_group(device_mesh, "pp") if pipelined else None,
-        backward_group=next(filter(None, groups), None),
+        ep_group=along("ep"),
+        dp_group=along("dp"),
+        data_group=along("dp", "ep"),
+        forward_group=along("pp") if pipelined else None,
+        backward_group=along("pp") if pipelined else None,
         embedding_group=own_group(ends, rank, timeout) if last else None,
     )
 

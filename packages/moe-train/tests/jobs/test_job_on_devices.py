@@ -1,12 +1,20 @@
 """A whole job on devices of devicetest, under NCCL's rules: train, save, resume, save.
 
 Ranks of two stages with two expert ranks each have the losses of one process on the CPU. Every
-thread means the right device, nothing of the CPU is given to NCCL, and no two streams race.
+thread means the right device, nothing of the CPU is given to NCCL, and no two streams race. A rank
+that is killed or stopped is named by all others, before torch's watchdog would kill them.
 """
 
+import json
 import os
+import signal
 import socket
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -16,10 +24,11 @@ import torch.distributed as dist
 from devicetest import fake_cuda
 from devicetest.nccl import has_nccl_rules
 from moe_train.config import Config
+from moe_train.jobs import rank_job
 from moe_train.jobs.job import check, train
 from moe_train.rank import RankContext
 from moe_train.report.metrics import read_metrics
-from ranktest import run_ranks
+from ranktest import collect_ranks, run_ranks
 from unified_ckpt.geometry import shard
 
 pytestmark = pytest.mark.skipif(
@@ -31,6 +40,18 @@ STEPS = ("train.max_steps=3", "checkpoint.interval_steps=2", "optimizer.decay_st
 
 def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
+
+
+def as_launched(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """The environment of a rank of this machine."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
 def free_port() -> int:
@@ -52,16 +73,9 @@ def test_a_job_on_devices_saves_and_resumes_to_the_losses_of_the_cpu(
     ports = [free_port(), free_port()]  # a store of its own for each run
 
     def fn(rank: int, world_size: int) -> None:
-        os.environ |= {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-        }
         with fake_cuda(devices=4, unchecked=[(shard, "_check_tensor")]) as cuda:
             for config, resume, port in ((short, "", ports[0]), (whole, "latest", ports[1])):
-                os.environ["MASTER_PORT"] = str(port)
+                os.environ |= as_launched(rank, world_size, port)
                 if given:
                     torch.cuda.set_device(rank)
                     store = dist.FileStore(str(tmp_path / f"store{resume}"), world_size)
@@ -72,3 +86,125 @@ def test_a_job_on_devices_saves_and_resumes_to_the_losses_of_the_cpu(
     run_ranks(fn, 4, init=False, timeout_s=120)
     assert len(losses(tmp_path / "run")) == 3
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), abs=1e-5)
+
+
+LIMIT_S = 24.0
+LAYOUT = ("parallel.pp=2", "parallel.ep=2", f"parallel.timeout_s={LIMIT_S}", "train.device=cuda")
+ENDLESS = ("train.max_steps=100000", "optimizer.decay_steps=100000")
+LAUNCHER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from test_job_on_devices import run_struck
+
+
+def run(argv, context):
+    run_struck(Path(argv[0]), argv[1:], context)
+
+
+if __name__ == "__main__":
+    from moe_train.errors import RankFailedError
+    from moe_train.launch.local import run_local
+    try:
+        run_local(4, "a_struck_job", sys.argv[1:])
+    except RankFailedError as error:
+        print(error)
+"""
+
+
+def run_struck(folder: Path, argv: list[str], context: RankContext) -> None:
+    """A rank of a job on devices of devicetest, whose rank 3 stops when there is a loss."""
+    with fake_cuda(devices=4, unchecked=[(shard, "_check_tensor")], nccl={"watchdog": True}):
+        if os.environ["RANK"] == "3":
+            strike(folder, signal.SIGSTOP)
+        rank_job.run(argv, context)
+
+
+def strike(folder: Path, fault: signal.Signals) -> None:
+    """Kill or stop this process once the job in `folder` has a loss."""
+
+    def when_begun() -> None:
+        while not (folder / "run/metrics.jsonl").exists() or not losses(folder / "run"):
+            time.sleep(0.05)
+        (folder / "struck").write_text(str(os.getpid()))
+        os.kill(os.getpid(), fault)
+
+    threading.Thread(target=when_begun, daemon=True).start()
+
+
+def struck_job(
+    configure: Configure, folder: Path, fault: signal.Signals, given: str
+) -> list[tuple[str, float]]:
+    """Strike rank 3 of 4: what each of the others raises, and how long after that."""
+    config = configure(*ENDLESS, *LAYOUT, f"train.output_dir={folder}/run")
+    port = free_port()
+
+    def host() -> None:
+        """As torchrun has it, the store does not end with a rank; nor does a stopped one."""
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        while len(list(folder.glob("told-*"))) < 3:
+            time.sleep(0.05)
+        if fault == signal.SIGSTOP:
+            os.kill(int((folder / "struck").read_text()), signal.SIGKILL)
+        del store
+
+    def fn(rank: int, _: int) -> None:
+        if rank == 4:
+            return host()
+        os.environ |= as_launched(rank, 4, port) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+        with fake_cuda(devices=4, unchecked=[(shard, "_check_tensor")], nccl={"watchdog": True}):
+            torch.cuda.set_device(rank)
+            if given:
+                limit = timedelta(seconds=LIMIT_S)
+                dist.init_process_group(given, rank=rank, world_size=4, timeout=limit)
+            if rank == 3:
+                strike(folder, fault)
+            with pytest.raises(RuntimeError) as error:
+                train(config, "", RankContext())
+            seconds = time.time() - (folder / "struck").stat().st_mtime
+            text = "\n".join([str(error.value), *getattr(error.value, "__notes__", [])])
+            (folder / f"part-{rank}").write_text(json.dumps([text, seconds]))
+            (folder / f"part-{rank}").rename(folder / f"told-{rank}")
+            os._exit(1)  # at once, as a rank ends that fails
+
+    collect_ranks(fn, 5, init=False, timeout_s=300)
+    return [json.loads(told.read_text()) for told in folder.glob("told-*")]
+
+
+def check_told(told: list[tuple[str, float]]) -> None:
+    """All but rank 3 live to tell, in time, and name it."""
+    assert len(told) == 3, told
+    assert all("rank 3" in text or "ranks [3]" in text for text, _ in told), told
+    assert all(seconds < LIMIT_S for _, seconds in told), told
+
+
+@pytest.mark.parametrize("given", ["nccl", ""])
+def test_a_rank_that_is_killed_in_a_job_is_named_by_all_others(
+    configure: Configure, tmp_path: Path, given: str
+) -> None:
+    check(configure(*ENDLESS), "")
+    check_told(struck_job(configure, tmp_path, signal.SIGKILL, given))
+
+
+def test_a_rank_that_is_stopped_in_a_job_is_named_by_all_others_and_the_jobs_report(
+    configure: Configure, tmp_path: Path
+) -> None:
+    """Beside each other: ranks with `nccl` alone, and a launched job with a backend for hosts."""
+    check(configure(*ENDLESS), "")
+    folder = tmp_path / "launched"
+    folder.mkdir()
+    launcher = folder / "a_struck_job.py"
+    launcher.write_text(LAUNCHER.format(tests=str(Path(__file__).parent)))
+    job = [str(tmp_path / "job.toml"), "", *ENDLESS, *LAYOUT, f"train.output_dir={folder}/run"]
+    launched = subprocess.Popen(
+        [sys.executable, str(launcher), str(folder), *job],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(folder)},
+    )
+    check_told(struck_job(configure, tmp_path, signal.SIGSTOP, "nccl"))
+    report, _ = launched.communicate(timeout=300)
+    first, *_, last = report.splitlines()
+    assert first.startswith("rank") and not first.startswith("rank 3"), report
+    assert "rank 3" in report.split("then rank")[0] or "ranks [3]" in report.split("then rank")[0]
+    assert last.startswith("then ranks 3 killed") or ", 3 killed" in last, report

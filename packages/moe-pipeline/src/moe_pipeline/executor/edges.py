@@ -45,8 +45,6 @@ from moe_pipeline.schedules.table import Action
 # Sends of an edge that its receiver has not taken. Holds their tensors' memory down; any number
 # from 1 is free of deadlock for a schedule that passes check(send_buffers=1).
 _MAX_SENDS_UNDER_WAY = 4
-# How long a rank that failed waits for its peers to learn why, before its error ends its process.
-_GRACE_S = 5.0
 
 
 @final
@@ -244,7 +242,7 @@ class GroupEdges:
 
     def give_up(self, cause: str, *, observed: bool) -> str:
         """Tell all peers and hear them out, for some seconds at most."""
-        limit_s = min(_GRACE_S, self._transport.timeout_s or _GRACE_S)
+        limit_s = self._transport.grace_s
         deadline = time.monotonic() + limit_s
         heard: list[str] = []
         edges = {*self._plan.targets, *self._plan.expected}

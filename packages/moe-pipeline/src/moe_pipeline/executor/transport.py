@@ -19,6 +19,9 @@ from moe_pipeline.executor.execution_plan import Edge
 from moe_pipeline.executor.options import ExecutorOptions
 from moe_pipeline.schedules.table import Schedule
 
+_LATEST_S = 10.0  # before the limit of a device, at most
+_GRACE_S = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class Channel:
@@ -54,6 +57,13 @@ class Transport:
         """The types of device whose tensors the backend of an edge moves itself."""
         return self.forward_apart if edge.forward else self.backward_apart
 
+    @property
+    def grace_s(self) -> float:
+        """How long a rank that fails tells its peers why, and hears them out."""
+        limit_s = self.timeout_s or _GRACE_S
+        is_on_devices = self.forward_apart or self.backward_apart
+        return min(_GRACE_S, limit_s / 4 if is_on_devices else limit_s)
+
     def channel(self, edge: Edge) -> Channel:
         """The peer and group of an edge."""
         return Channel(edge.peer, self.forward if edge.forward else self.backward)
@@ -78,22 +88,31 @@ def transport_of(
     backward = forward
     if groups[1] is not None:
         backward = _group("backward_group", groups[1], len(schedule.ranks), rank)
+    on_devices = device_kinds(forward) | device_kinds(backward)
     found = Transport(
         forward=forward,
         backward=backward,
         device=None if options.device is None else torch.device(options.device),
-        timeout_s=options.timeout_s,
+        timeout_s=_host_limit_s(options.timeout_s) if on_devices else options.timeout_s,
         forward_apart=device_kinds(forward),
         backward_apart=device_kinds(backward),
         is_bound=any(group.bound_device_id is not None for group in (forward, backward)),
     )
     check_order(
         schedule,
-        kinds=found.forward_apart | found.backward_apart,
+        kinds=on_devices,
         has_two=backward is not forward,
         is_bound=found.is_bound,
     )
     return found
+
+
+def _host_limit_s(limit_s: float | None) -> float | None:
+    """How long a host waits, so that what it finds is told before the limit ends a device's wait.
+
+    At the limit of its group a rank whose device waits is killed by torch's watchdog.
+    """
+    return None if limit_s is None else limit_s - min(_LATEST_S, limit_s / 4)
 
 
 def _group(name: str, group: ProcessGroup | None, num_ranks: int, rank: int) -> ProcessGroup:

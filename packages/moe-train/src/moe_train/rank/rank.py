@@ -106,7 +106,7 @@ def run_rank(module: str, argv: Sequence[str], context: RankContext) -> None:
         import_module(module).run(list(argv), context)
     # Whatever a job raises must reach the person who started it, with rank and step.
     except Exception as error:
-        summary = f"{type(error).__name__}: {error}"
+        summary = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
         is_told = isinstance(error, MoeTrainError)  # a message for people, no defect to look into
         raised = RankError(
             rank=rank_number(),

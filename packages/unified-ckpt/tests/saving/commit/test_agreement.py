@@ -145,6 +145,41 @@ def test_a_peer_that_is_killed_is_named_at_once(tmp_path: Path) -> None:
     assert outcomes[2].ok or "the store that knows" in str(outcomes[2].error), outcomes
 
 
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_peer_that_is_struck_after_it_has_arrived_is_named_by_all_others(
+    tmp_path: Path, fault: signal.Signals
+) -> None:
+    """A broken connection is seen by its neighbours alone; a third rank waits for these."""
+
+    def fn(rank: int, world_size: int) -> str:
+        if rank == 4:  # it hosts the store, and ends a process that has stopped
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            (tmp_path / "new").write_text(str(store.port))
+            (tmp_path / "new").rename(tmp_path / "port")
+            for number in range(3):
+                wait_for(tmp_path / f"told-{number}")
+            os.kill(int((tmp_path / "struck").read_text()), signal.SIGKILL)
+            return ""
+        wait_for(tmp_path / "port")
+        store = dist.TCPStore("127.0.0.1", int((tmp_path / "port").read_text()), is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
+        agreement = make(timeout_s=8.0)
+        if rank == 3:
+            (tmp_path / "struck").write_text(str(os.getpid()))
+            agreement._gather_texts = lambda *_, **__: os.kill(os.getpid(), fault)  # type: ignore[method-assign,assignment,func-returns-value,return-value]
+        if rank == 1:
+            time.sleep(1.0)
+        with pytest.raises(SavePeerError) as caught:
+            agreement.gather("p", None)
+        (tmp_path / f"told-{rank}").touch()
+        return str(caught.value)
+
+    told = [outcome.value for outcome in collect_ranks(fn, 5, timeout_s=90, init=False)[:3]]
+    assert all("ranks [3] had arrived, and have died or stopped" in str(text) for text in told), (
+        told
+    )
+
+
 def test_a_save_that_all_ranks_agreed_on_does_not_fail_when_the_stores_host_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,10 +11,8 @@ is bounded by `timeout_s` and by the group's own timeout, whichever is shorter.
 
 import json
 import math
-import time
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import timedelta
 from enum import Flag
 from functools import reduce
 from operator import or_
@@ -27,8 +25,8 @@ import torch.distributed as dist
 from unified_ckpt._torch_private import group_limit_s, shared_store
 from unified_ckpt.errors import SaveArgumentError, SaveError, SavePeerError
 from unified_ckpt.geometry.tensors import byte_view
+from unified_ckpt.saving.commit.signs import Signs
 
-_LATE_MARKS_S = 1.0
 _SHARE_OF_LIMIT = 0.75
 _ROUND_BYTES = 16 * 1024 * 1024  # of all ranks together in one exchange
 _USER_MISTAKES = (ValueError, TypeError)
@@ -58,13 +56,11 @@ class Agreement:
         self._timeout_s = min(timeout_s, self._limit_s())
 
     def _limit_s(self) -> float:
-        """How long to wait where the group's own limit ends the process, and names nobody."""
+        """How long to wait where a device's own limit ends the process, and names nobody."""
         if not dist.is_available() or not dist.is_initialized():
             return math.inf
-        device = _collective_device(self._group)
-        if device.type == "cpu":
-            return math.inf
-        return _SHARE_OF_LIMIT * group_limit_s(self._group, device)
+        limits_s = [group_limit_s(self._group, device) for device in _own_devices(self._group)]
+        return _SHARE_OF_LIMIT * min(limits_s, default=math.inf)
 
     @property
     def size(self) -> int:
@@ -132,9 +128,9 @@ class Agreement:
         try:
             work = dist.all_reduce(raised, dist.ReduceOp.MAX, group=self._group, async_op=True)
             if work is not None:
-                work.wait(timedelta(seconds=self._timeout_s))
+                self._signs().wait(work, self._timeout_s)
         except RuntimeError as error:
-            raise SavePeerError(self._lost(name, error, late_marks=True)) from error
+            raise SavePeerError(self._lost(name, error)) from error
         found = (kind for kind, on in zip(kinds, raised.tolist(), strict=True) if on)
         return reduce(or_, found, type(flags)(0))
 
@@ -157,13 +153,8 @@ class Agreement:
     def _mark(self, name: str, rank: int) -> str:
         return f"unified-ckpt/{'-'.join(map(str, self._ranks))}/{name}/{rank}"
 
-    def _lost(self, name: str, error: RuntimeError, *, late_marks: bool = False) -> str:
-        """Describe a gather that failed, naming the ranks that never came to it.
-
-        With `late_marks` those who wait in vain say so only now.
-        """
-        if late_marks:
-            self._mark_late(name)
+    def _lost(self, name: str, error: RuntimeError) -> str:
+        """Describe a wait that failed, naming the ranks that gave no sign of life."""
         return (
             f"rank {self.global_rank_here}, {self.subject}: waiting in {name!r} for ranks "
             f"{self._ranks} failed: {self._absent(name)} (limit {self._timeout_s:g} s). A rank "
@@ -171,30 +162,35 @@ class Agreement:
             f"Cause: {error}"
         )
 
-    def _mark_late(self, name: str) -> None:
-        with suppress(RuntimeError):  # the store is gone; `_absent` says so
-            store = shared_store()
-            if store is not None:
-                store.set(self._mark(name, self.rank), "here")
-                time.sleep(_LATE_MARKS_S)  # the others' waits end within moments of this one's
-
     def _absent(self, name: str) -> str:
         try:
             store = shared_store()
             if store is None:
                 return "a peer did not arrive (which one, a FileStore cannot tell)"
-            absent = [r for r in range(self.size) if not store.check([self._mark(name, r)])]
+            silent = self._signs().find_silent()
+            absent = [r for r in silent if not store.check([self._mark(name, r)])]
         except RuntimeError:
             return "the store that knows who arrived is gone as well"
-        if not absent:
-            return "all had arrived, so one died or lost its connection while exchanging"
-        return f"ranks {[self._ranks[r] for r in absent]} did not arrive"
+        if not silent:
+            return "all ranks live, so the connection between two of them broke"
+        told = [
+            f"ranks {[self._ranks[r] for r in named]} {what}"
+            for named, what in (
+                (absent, "did not arrive"),
+                (sorted({*silent} - {*absent}), "had arrived, and have died or stopped since"),
+            )
+            if named
+        ]
+        return " and ".join(told)
+
+    def _signs(self) -> Signs:
+        return Signs(shared_store(), ranks=self._ranks, rank=self.rank, about=self.subject)
 
     def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
         work = dist.all_gather(gathered, tensor, group=self._group, async_op=True)
         if work is not None:
-            work.wait(timedelta(seconds=self._timeout_s))
+            self._signs().wait(work, self._timeout_s)
         return gathered
 
 
@@ -258,5 +254,11 @@ def _collective_device(group: dist.ProcessGroup | None) -> torch.device:
     config = str(dist.get_backend_config(group))
     if "cpu:" in config or "gloo" in config or "mpi" in config:
         return torch.device("cpu")
-    kind = config.partition(":")[0]
-    return torch.device(kind, torch.get_device_module(kind).current_device())
+    return next(iter(_own_devices(group)))
+
+
+def _own_devices(group: dist.ProcessGroup | None) -> list[torch.device]:
+    """The devices that have a backend of their own, such as NCCL."""
+    pairs = [pair.partition(":") for pair in str(dist.get_backend_config(group)).split(",")]
+    kinds = [kind for kind, _, name in pairs if kind != "cpu" and name not in {"gloo", "mpi"}]
+    return [torch.device(kind, torch.get_device_module(kind).current_device()) for kind in kinds]
