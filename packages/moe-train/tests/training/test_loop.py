@@ -189,6 +189,12 @@ def test_a_checkpoint_says_where_the_run_stands(configure: Configure) -> None:
     config = configure("train.max_steps=2", "train.seed=5")
     (ran,) = run_loop(config)
     assert ran.saved is not None
+
+    def loads_of(layer: int) -> tuple[int, ...]:
+        name = f"expert_load/{layer}"
+        each = [line[name] for line in metrics(config) if name in line]
+        return tuple(map(sum, zip(*each, strict=True)))  # type: ignore[call-overload]
+
     assert read_state(ran.saved) == TrainerState(
         step=2,
         consumed_samples=24,
@@ -197,6 +203,7 @@ def test_a_checkpoint_says_where_the_run_stands(configure: Configure) -> None:
         seed=5,
         schedule=LrSchedule.of(config.optimizer, 2),
         best_validation_loss=metrics(config)[-1]["validation_loss"],  # type: ignore[arg-type]
+        expert_rows=tuple(map(loads_of, range(2))),
     )
 
 
