@@ -15,6 +15,8 @@ def test_all_ranks_take_what_the_first_one_finds_and_no_rank_takes_nonsense(tmp_
         found: list[object] = []
         for text in [
             '{"pp": 2, "dp": 1, "ep": 4}',
+            '{"pp": 1, "dp": 1, "ep": 2, "experts": "3,5"}',
+            '{"pp": 1, "dp": 1, "ep": 2, "experts": 3}',
             "{",
             '{"pp": 2}',
             '{"pp": 0, "dp": 1, "ep": 1}',
@@ -26,7 +28,7 @@ def test_all_ranks_take_what_the_first_one_finds_and_no_rank_takes_nonsense(tmp_
             assert not requests.is_waiting()
         return found
 
-    assert run_ranks(fn, 2) == [[(2, 1, 4), None, None, None]] * 2
+    assert run_ranks(fn, 2) == [[((2, 1, 4), ""), ((1, 1, 2), "3,5"), None, None, None, None]] * 2
 
 
 def test_a_request_is_seen_by_the_first_rank_and_forgotten_with_a_line(
