@@ -15,12 +15,11 @@ LIBRARY = {
     "def load(): pass\nKINDS = (1,)\n",
     "lib/extra.py": "from lib.room import load\ndef unused(): load()\n",
 }
-NAMES = '[lib]\nreached = ["save", "room.load", "room.KINDS"]\nunreached = ["room.other"]\n'
 
 
-def found(parse: Parse, **trainer: str) -> str:
+def found(parse: Parse, names: str = "", **trainer: str) -> str:
     files = {f"moe_train/{name}.py": text for name, text in trainer.items()}
-    return as_text(check_unreached(parse(LIBRARY | files), [], names=NAMES))
+    return as_text(check_unreached(parse(LIBRARY | files), [], names=names))
 
 
 USES = (
@@ -29,6 +28,7 @@ USES = (
     "import lib.room as room\nclass Run:\n    def go(self): room.save(); room.load()\n",
     "def run():\n    from lib.room import save, load\n    save(load)\n",
     "from lib import room\nTABLE = {'a': room.save, 'b': room.load}\n",
+    "def run(): return [import_module('lib').save, import_module('lib.room').load]\n",
 )
 
 
@@ -39,11 +39,26 @@ def test_a_name_is_reached_by_every_form_of_use_and_through_others(parse: Parse,
 
 def test_a_name_that_only_its_own_library_uses_is_found(parse: Parse) -> None:
     report = found(parse, job="from lib import save\ndef run(): save()\n")
-    assert "`lib.room.load` of packages/lib/ was reached by moe-train and is not" in report
+    assert "`lib.room.load` is reached neither by moe-train nor by a command" in report
     assert "save" not in report and "KINDS" not in report
     assert "`lib.save`" in found(parse, job="from lib import save\n"), "imported and not used"
 
 
-def test_names_that_are_gone_are_not_looked_at(parse: Parse) -> None:
-    names = '[lib]\nreached = ["gone", "room.gone", "nowhere.gone"]\nunreached = []\n'
-    assert check_unreached(parse(LIBRARY), [], names=names) == []
+@pytest.mark.parametrize("module", ["lib/cli", "lib/__main__", "lib/commands/one", "other/cli"])
+def test_the_command_of_the_own_package_is_a_user(parse: Parse, module: str) -> None:
+    uses = "from lib import save\nfrom lib.room import load\ndef main(): save(); load()\n"
+    files = LIBRARY | {f"{module}.py": uses, "moe_train/job.py": "def run(): pass\n"}
+    report = as_text(check_unreached(parse(files), [], names=""))
+    assert ("`lib.room.load`" in report) == (module == "other/cli")
+
+
+def test_a_list_says_for_whom_names_are_and_holds_no_other_names(parse: Parse) -> None:
+    one = "from lib import save\ndef run(): save()\n"
+    assert found(parse, '"for notebooks" = ["lib.room.load"]', job=one) == ""
+    report = found(parse, '"for notebooks" = ["lib.room.load", "lib.save", "lib.gone"]', job=one)
+    assert "`lib.save` is listed as reached by nobody (for notebooks), but it is" in report
+    assert "`lib.gone` is listed" in report and "room.load" not in report
+    twice = '"for notebooks" = ["lib.room.load"]\n"for others" = ["lib.room.load"]'
+    assert "a name is listed twice" in found(parse, twice, job=one)
+    many = "\n".join(f'"for number {n}" = []' for n in range(16))
+    assert "16 groups of names without a user; at most 15" in found(parse, many, job=USES[0])

@@ -1,24 +1,26 @@
-"""Public names of the libraries that the trainer does not reach: a list that must not grow.
+"""Public names of the libraries that no trainer and no command reaches, and for whom they are.
 
-A library without a user is not proved. `unreached.toml` has every public name (of faces and doors)
-of the day on which this gate began: those that moe-train reached, and those that it did not. A name
-that was reached has to stay so; one that is reached at last is moved by hand. Names that are newer,
-or gone, are not looked at.
+A library without a user is not proved. Every public name (of faces and doors) is reached by
+moe-train, or by the command line of its own package, or stands in `unreached.toml` under the words
+that say for whom else it is: at most 15 such groups. A name there that is reached, or that is gone,
+has to leave the list.
 
-Reached is what some definition of moe_train uses, what that one's own body uses, and so on, by name
-and by import: more than what a key reaches in a test, so the true list is longer, never shorter.
+Reached is what some definition of moe_train, or of the command, uses, what that one's own body
+uses, and so on, by name and by import: more than what a key reaches in a test.
 """
 
 import ast
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from gates.imports import exported
 from gates.source import Problem, Source
 
 UNREACHED = Path("scripts", "gates", "unreached.toml")
+MOST_GROUPS = 15
 _TRAINER = "moe_train"
+_COMMANDS = ("cli", "commands", "__main__")
 _DEEPEST = 12  # doors that hand on a name of doors
 _Definition = tuple[str, str]  # module and name
 _TopLevel = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
@@ -27,22 +29,40 @@ _TopLevel = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign |
 def check_unreached(
     sources: Sequence[Source], stubs: Sequence[Source], *, names: str
 ) -> list[Problem]:
-    """Names that moe-train reached once and does not any more; `names` is the text of the list."""
-    graph = _Graph(sources, stubs)
-    reached = graph.reached_from(_TRAINER)
-    listed = tomllib.loads(names)
-    return [
-        Problem(
-            path=UNREACHED.as_posix(),
-            line=1,
-            message=f"`{package}.{name}` of packages/{package.replace('_', '-')}/ was reached by "
-            "moe-train and is not any more; let a key of the trainer use it, take it out of the "
-            "library, or move it to `unreached` with a reason",
-        )
-        for package, lists in listed.items()
-        for name in lists["reached"]
-        if (found := graph.public(package, name)) is not None and found not in reached
+    """Public names without a user, and entries of the list that are none; `names` is its text."""
+    groups = tomllib.loads(names)
+    listed = {name: whom for whom, names_of in groups.items() for name in names_of}
+    found = unreached(sources, stubs)
+    problems = [
+        f"`{name}` is reached neither by moe-train nor by a command; let a key of the trainer use "
+        "it, keep it out of faces and doors, or list it under the words that say for whom it is"
+        for name in sorted(found - listed.keys())
     ]
+    problems += [
+        f"`{name}` is listed as reached by nobody ({whom}), but it is reached, or is no public "
+        "name any more; take it out of the list"
+        for name, whom in listed.items()
+        if name not in found
+    ]
+    if len(groups) > MOST_GROUPS:
+        problems.append(f"{len(groups)} groups of names without a user; at most {MOST_GROUPS}")
+    if len(listed) < sum(len(names_of) for names_of in groups.values()):
+        problems.append("a name is listed twice")
+    return [Problem(path=UNREACHED.as_posix(), line=1, message=text) for text in problems]
+
+
+def unreached(sources: Sequence[Source], stubs: Sequence[Source]) -> set[str]:
+    """Public names, each by its shortest path, that neither the trainer nor a command reaches."""
+    graph = _Graph(sources, stubs)
+    trained = graph.reached_from(lambda module: module.split(".")[0] == _TRAINER)
+    found: set[str] = set()
+    for package in sorted({source.module.split(".")[0] for source in sources} - {_TRAINER}):
+        commands = {f"{package}.{name}" for name in _COMMANDS}
+        reached = trained | graph.reached_from(
+            lambda module, its=commands: ".".join(module.split(".")[:2]) in its
+        )
+        found |= {name for name, meaning in graph.public_names(package) if meaning not in reached}
+    return found
 
 
 class _Graph:
@@ -63,19 +83,24 @@ class _Graph:
             self._imported.setdefault(stub.module, {}).update(_imports(stub))
             self._doors[stub.module] = exported(stub.tree)
 
-    def public(self, package: str, name: str) -> _Definition | None:
-        """What a door's or the face's name means; None where it is gone, or a module."""
-        room, _, last = f"{package}.{name}".rpartition(".")
-        if last not in self._doors.get(room, ()):
-            return None
-        found = self._meaning(room, last)
-        return found if found is not None and found[1] else None
+    def public_names(self, package: str) -> Iterator[tuple[str, _Definition]]:
+        """What the package's face and doors offer, each thing under its shortest name."""
+        paths: dict[_Definition, str] = {}
+        for door in sorted(d for d in self._doors if d.split(".")[0] == package):
+            for last in sorted(self._doors[door]):
+                found = self._meaning(door, last)
+                if found is None or not found[1]:  # gone, or a module
+                    continue
+                path = f"{door}.{last}"
+                if found not in paths or path.count(".") < paths[found].count("."):
+                    paths[found] = path
+        return ((path, found) for found, path in paths.items())
 
-    def reached_from(self, package: str) -> set[_Definition]:
-        """Every definition that those of the package use, directly or by others."""
+    def reached_from(self, is_user: Callable[[str], bool]) -> set[_Definition]:
+        """Every definition that those of the modules use, directly or by others."""
         seen: set[_Definition] = set()
         entered: set[str] = set()
-        modules = [m for m in self._definitions if m.split(".")[0] == package]
+        modules = [m for m in self._definitions if is_user(m)]
         left = [(module, name) for module in modules for name in self._definitions[module]]
         while left:
             module, name = found = left.pop()
@@ -110,6 +135,8 @@ class _Graph:
             parts.insert(0, value.attr)
             value = value.value
         found = self._meaning(module, value.id) if isinstance(value, ast.Name) else None
+        if isinstance(value, ast.Call) and ast.unparse(value.func) == "import_module":
+            found = ast.unparse(value.args[0]).strip("'"), ""
         while found is not None and not found[1] and parts:
             found = self._meaning(found[0], parts.pop(0))
         return found
