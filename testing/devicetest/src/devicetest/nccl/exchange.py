@@ -1,6 +1,6 @@
 """The ranks' processes and their one referee: sockets, waits, and who is gone.
 
-The first rank that asks holds the referee in its process; where it listens stands in the store.
+The first rank that asks, or one that is named, holds the referee; its place stands in the store.
 What never ends is looked for when all is quiet, so that a rank is told within seconds.
 
     exchange = join(store, rank)
@@ -253,16 +253,17 @@ _joined: dict[tuple[int, str, int], Exchange] = {}
 _joining = threading.Lock()
 
 
-def join(store: Any, rank: int) -> Exchange:
-    """Return this rank's exchange in the world of a store; the first call of all holds the referee.
+def join(store: Any, rank: int, *, holder: int | None = None) -> Exchange:
+    """Return this rank's exchange in the world of a store.
 
     Args:
         store: any store of the world; prefixes are taken off.
         rank: in the world.
+        holder: the rank whose process holds the referee; None: of the first call of all.
     """
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    if store.add(f"{_KEY}/holder", 1) == 1:
+    if holder in (None, rank) and store.add(f"{_KEY}/holder", 1) == 1:
         store.set(f"{_KEY}/address", _Court().address)
     address = store.get(f"{_KEY}/address").decode()
     with _joining:

@@ -94,7 +94,9 @@ class NcclRuleGroup(dist.ProcessGroup):
         self._batch: list[_Call] | None = None
         self._streams: dict[tuple[str, int], Any] = {}
         self._here = threading.local()
-        self._exchange: Exchange = join(options.store, ranks[self._me])
+        # Where ranks are to die, the referee must not die with just any of them.
+        holder = ranks[0] if rules.watchdog else None
+        self._exchange: Exchange = join(options.store, ranks[self._me], holder=holder)
         self.host: Any = None
         if rules.host:
             self.host = dist.ProcessGroupGloo(
