@@ -11,7 +11,7 @@ uses, and so on, by name and by import: more than what a key reaches in a test.
 
 import ast
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from gates.imports import exported
@@ -54,13 +54,13 @@ def check_unreached(
 def unreached(sources: Sequence[Source], stubs: Sequence[Source]) -> set[str]:
     """Public names, each by its shortest path, that neither the trainer nor a command reaches."""
     graph = _Graph(sources, stubs)
-    trained = graph.reached_from(lambda module: module.split(".")[0] == _TRAINER)
+    modules = [source.module for source in sources]
+    trained = graph.reached_from(m for m in modules if m.split(".")[0] == _TRAINER)
     found: set[str] = set()
-    for package in sorted({source.module.split(".")[0] for source in sources} - {_TRAINER}):
+    for package in sorted({module.split(".")[0] for module in modules} - {_TRAINER}):
         commands = {f"{package}.{name}" for name in _COMMANDS}
-        reached = trained | graph.reached_from(
-            lambda module, its=commands: ".".join(module.split(".")[:2]) in its
-        )
+        its = (m for m in modules if ".".join(m.split(".")[:2]) in commands)
+        reached = trained | graph.reached_from(its)
         found |= {name for name, meaning in graph.public_names(package) if meaning not in reached}
     return found
 
@@ -96,11 +96,10 @@ class _Graph:
                     paths[found] = path
         return ((path, found) for found, path in paths.items())
 
-    def reached_from(self, is_user: Callable[[str], bool]) -> set[_Definition]:
+    def reached_from(self, modules: Iterable[str]) -> set[_Definition]:
         """Every definition that those of the modules use, directly or by others."""
         seen: set[_Definition] = set()
         entered: set[str] = set()
-        modules = [m for m in self._definitions if is_user(m)]
         left = [(module, name) for module in modules for name in self._definitions[module]]
         while left:
             module, name = found = left.pop()
