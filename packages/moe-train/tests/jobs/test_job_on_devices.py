@@ -2,8 +2,8 @@
 
 Ranks of two stages with two expert ranks each have the losses of one process on the CPU. Every
 thread means the right device, nothing of the CPU is given to NCCL, and no two streams race. A rank
-that is killed is named by all others, and one that is stopped ends them all, before torch's watchdog
-would kill them.
+that is killed is named by all others, and one that is stopped ends them all, before torch's
+watchdog would kill them.
 """
 
 import os
