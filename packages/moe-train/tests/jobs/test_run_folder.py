@@ -6,6 +6,7 @@ import pytest
 
 from moe_train.config import Config, load_config
 from moe_train.jobs.run_folder import run_folder
+from moe_train.training import LayoutRequests
 
 
 def reasons(folder: Path) -> list[str]:
@@ -35,6 +36,18 @@ def test_the_folder_gets_the_job_and_the_story_of_each_start(
     entry = json.loads((tmp_path / "run" / "run.json").read_text())["starts"][0]
     assert (entry["device"], entry["resumed_from"]) == ("cpu", None)
     assert entry["layout"] == {"pp": 1, "dp": 1, "ep": 2}
+
+
+def test_a_layout_asked_of_an_earlier_job_is_forgotten_and_one_asked_while_ranks_start_is_not(
+    configure: Callable[..., Config], tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    requests = LayoutRequests(tmp_path / "run")
+    requests.ask((1, 2, 1))
+    with run_folder(configure(), None, command=""):
+        assert not requests.is_waiting()
+        requests.ask((1, 1, 2))
+        assert requests.is_waiting()
 
 
 def test_a_second_job_is_refused_by_name_and_changes_nothing(

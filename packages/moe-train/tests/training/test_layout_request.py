@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_train.training.layout_request import LayoutRequests, ask_layout
+from moe_train.training.layout_request import LayoutRequests
 from ranktest import run_ranks
 
 
@@ -34,7 +34,7 @@ def test_all_ranks_take_what_the_first_one_finds_and_no_rank_takes_nonsense(tmp_
 def test_a_request_is_seen_by_the_first_rank_and_forgotten_with_a_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ask_layout(tmp_path, (1, 2, 1))
+    LayoutRequests(tmp_path).ask((1, 2, 1))
     first, other = LayoutRequests(tmp_path, True), LayoutRequests(tmp_path, False)
     assert first.is_waiting() and not other.is_waiting()
     other.forget()

@@ -11,7 +11,7 @@ from moe_train.config import load_config
 from moe_train.errors import TrainValueError
 from moe_train.jobs.job import check_model
 from moe_train.jobs.run_folder import LOCK_FILE, RESOLVED_FILE
-from moe_train.training import ask_layout, read_model_config
+from moe_train.training import LayoutRequests, read_model_config
 
 
 def request_relayout(folder: Path, sizes: tuple[int, int, int], experts: str = "") -> str:
@@ -42,7 +42,7 @@ def request_relayout(folder: Path, sizes: tuple[int, int, int], experts: str = "
                 f"parallel.dp={sizes[1]} parallel.ep={sizes[2]}{parts} and --resume"
             )
     except BlockingIOError:  # by the job
-        ask_layout(folder, sizes, experts)
+        LayoutRequests(folder).ask(sizes, experts)
     parts = f" experts={experts}" if experts else ""
     return (
         f"asked {folder} for pp={sizes[0]} dp={sizes[1]} ep={sizes[2]}{parts}: its log says when a "

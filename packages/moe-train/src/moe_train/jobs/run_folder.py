@@ -17,6 +17,7 @@ from moe_train.config import Config, dump_toml
 from moe_train.early_checks import check_run_folders
 from moe_train.parallel import choose_device
 from moe_train.report import RunRecord
+from moe_train.training import LayoutRequests
 from unified_ckpt.files.storage import Location
 
 LOCK_FILE = "run.lock"
@@ -67,6 +68,8 @@ def run_folder(
     )
     with claimed(folder / LOCK_FILE, refusal):
         check_run_folders(config.local_folders, resuming=source is not None)
+        # Before the file by which others find the job: what is asked from now on is asked of it.
+        LayoutRequests(folder).forget()
         resolved = folder / RESOLVED_FILE
         resolved.write_text(dump_toml(config), encoding="utf-8")
         record = RunRecord(folder, _facts(config, source, command))

@@ -11,7 +11,7 @@ from moe_train.training.build import check_layout as check_layout
 from moe_train.training.build import read_model_config as read_model_config
 from moe_train.training.build import rules_of_job as rules_of_job
 from moe_train.training.experts import aux_loss_coef as aux_loss_coef
-from moe_train.training.layout_request import ask_layout as ask_layout
+from moe_train.training.layout_request import LayoutRequests as LayoutRequests
 from moe_train.training.loop import Reporter as Reporter
 from moe_train.training.loop import TrainingLoop as TrainingLoop
 from moe_train.training.sources import open_splits as open_splits

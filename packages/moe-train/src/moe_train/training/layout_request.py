@@ -3,7 +3,7 @@
 `moe-train relayout` writes it into the run's folder; after the next step all ranks hear of it in
 the figures of the step, and then what it says.
 
-    ask_layout(Path("runs/job"), (2, 1, 4), "load")     # pp, dp, ep, experts; in another process
+    LayoutRequests(Path("runs/job")).ask((2, 1, 4), "load")     # pp, dp, ep, experts
 """
 
 import json
@@ -21,23 +21,22 @@ _FILE = "relayout.json"
 logger = logging.getLogger(__name__)
 
 
-def ask_layout(folder: Path, sizes: tuple[int, int, int], experts: str = "") -> None:
-    """Ask the job in `folder` for a layout; the newest request counts.
-
-    Args:
-        sizes: pp, dp and ep.
-        experts: their parts along ep, as in `parallel.relayout`; "" for equal ones.
-    """
-    asked = {**dict(zip(AXES, sizes, strict=True)), "experts": experts}
-    write_atomic(folder / _FILE, json.dumps(asked))
-
-
 @dataclass(frozen=True, slots=True)
 class LayoutRequests:
-    """The requests of one run; `is_first` on the rank that looks for them."""
+    """The requests of one run; `is_first` in the process that looks for them."""
 
     folder: Path
-    is_first: bool
+    is_first: bool = True
+
+    def ask(self, sizes: tuple[int, int, int], experts: str = "") -> None:
+        """Ask the job in the folder for a layout, from any process; the newest request counts.
+
+        Args:
+            sizes: pp, dp and ep.
+            experts: their parts along ep, as in `parallel.relayout`; "" for equal ones.
+        """
+        asked = {**dict(zip(AXES, sizes, strict=True)), "experts": experts}
+        write_atomic(self.folder / _FILE, json.dumps(asked))
 
     def is_waiting(self) -> bool:
         """Whether there is one; only the first rank knows."""

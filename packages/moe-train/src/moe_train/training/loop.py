@@ -151,7 +151,6 @@ class TrainingLoop:
             BadStepError: a step's update must not be applied; the state before it is saved.
         """
         requests = self._requests
-        requests.forget()
         while self.position.step < self.config.train.max_steps:
             self._enter_layout()
             with self._loader() as loader:
