@@ -27,7 +27,7 @@ __all__ = [
 
 
 def shared_store() -> Store | None:
-    """Return the store that `init_process_group` made; None if it is a `FileStore`.
+    """Return the store that `init_process_group` made; None for a `FileStore`, or less than one.
 
     A rank that is killed while it appends to a FileStore leaves half a record, on which every later
     call of its peers spins forever.
@@ -39,7 +39,8 @@ def shared_store() -> Store | None:
     inner = store
     while isinstance(inner, PrefixStore):
         inner = inner.underlying_store
-    return None if isinstance(inner, FileStore) else store
+    is_fit = not isinstance(inner, FileStore) and inner.has_extended_api()  # type: ignore[attr-defined]
+    return store if is_fit else None
 
 
 def group_limit_s(group: dist.ProcessGroup | None, device: torch.device) -> float:

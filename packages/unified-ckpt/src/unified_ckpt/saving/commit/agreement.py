@@ -12,9 +12,8 @@ is bounded by `timeout_s` and by the group's own timeout, whichever is shorter.
 import json
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from enum import Flag
-from functools import reduce
+from functools import cached_property, reduce
 from operator import or_
 from types import TracebackType
 from typing import Any, TypeVar
@@ -103,17 +102,10 @@ class Agreement:
         if self.size == 1:
             return [text]
         try:
-            # The mark lets peers that wait in vain say who is missing; it goes when all have met.
-            store = shared_store()
-            if store is not None:
-                store.set(self._mark(name, self.rank), "here")
-            texts = self._gather_texts(text, keep=keep)
-            if store is not None:
-                with suppress(RuntimeError):  # all have met, so whoever hosts the store may end
-                    store.delete_key(self._mark(name, self.rank))
+            with self._signs.marked():  # so that peers that wait in vain can say who is missing
+                return self._gather_texts(text, keep=keep)
         except RuntimeError as error:
-            raise SavePeerError(self._lost(name, error)) from error
-        return texts
+            raise SavePeerError(self._lost(name, error, "did not arrive")) from error
 
     def any_of(self, name: str, flags: _Flags) -> _Flags:
         """Return the flags that any rank has raised; collective over the group.
@@ -128,16 +120,19 @@ class Agreement:
         try:
             work = dist.all_reduce(raised, dist.ReduceOp.MAX, group=self._group, async_op=True)
             if work is not None:
-                self._signs().wait(work, self._timeout_s)
+                self._signs.wait(work, self._timeout_s)
         except RuntimeError as error:
-            raise SavePeerError(self._lost(name, error)) from error
+            absent = "did not arrive, or died or went on as soon as they had"
+            raise SavePeerError(self._lost(name, error, absent)) from error
         found = (kind for kind, on in zip(kinds, raised.tolist(), strict=True) if on)
         return reduce(or_, found, type(flags)(0))
 
     def _gather_texts(self, text: bytes, *, keep: bool) -> list[bytes]:
         device = _collective_device(self._group)
-        sizes = self._all_gather(torch.tensor([len(text)], dtype=torch.int64, device=device))
-        lengths = [int(n) for n in sizes]
+        here = torch.tensor([len(text), self._signs.number], dtype=torch.int64, device=device)
+        pairs = [there.tolist() for there in self._all_gather(here)]
+        lengths = [length for length, _ in pairs]
+        self._signs.number = max(number for _, number in pairs)
         longest, step = max(lengths), max(1, _ROUND_BYTES // self.size)
         texts = [bytearray() for _ in lengths]
         for begin in range(0, longest, step):
@@ -150,39 +145,33 @@ class Agreement:
                     texts[rank] += byte_view(got.cpu())[: lengths[rank] - begin]
         return [bytes(text) for text in texts]
 
-    def _mark(self, name: str, rank: int) -> str:
-        return f"unified-ckpt/{'-'.join(map(str, self._ranks))}/{name}/{rank}"
-
-    def _lost(self, name: str, error: RuntimeError) -> str:
+    def _lost(self, name: str, error: RuntimeError, absent: str) -> str:
         """Describe a wait that failed, naming the ranks that gave no sign of life."""
         return (
             f"rank {self.global_rank_here}, {self.subject}: waiting in {name!r} for ranks "
-            f"{self._ranks} failed: {self._absent(name)} (limit {self._timeout_s:g} s). A rank "
+            f"{self._ranks} failed: {self._found(absent)} (limit {self._timeout_s:g} s). A rank "
             "that does not arrive died, is stuck or is slower than that; see its own messages. "
             f"Cause: {error}"
         )
 
-    def _absent(self, name: str) -> str:
+    def _found(self, absent: str) -> str:
         try:
-            store = shared_store()
-            if store is None:
+            if shared_store() is None:
                 return "a peer did not arrive (which one, a FileStore cannot tell)"
-            silent = self._signs().find_silent()
-            absent = [r for r in silent if not store.check([self._mark(name, r)])]
+            silent = self._signs.find_silent()
         except RuntimeError:
             return "the store that knows who arrived is gone as well"
-        if not silent:
-            return "all ranks live, so the connection between two of them broke"
         told = [
             f"ranks {[self._ranks[r] for r in named]} {what}"
             for named, what in (
-                (absent, "did not arrive"),
-                (sorted({*silent} - {*absent}), "had arrived, and have died or stopped since"),
+                (silent.absent, absent),
+                (silent.arrived, "had arrived, and have died or stopped since"),
             )
             if named
         ]
-        return " and ".join(told)
+        return " and ".join(told) or "all ranks live, so the connection between two of them broke"
 
+    @cached_property
     def _signs(self) -> Signs:
         return Signs(shared_store(), ranks=self._ranks, rank=self.rank, about=self.subject)
 
@@ -190,7 +179,7 @@ class Agreement:
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
         work = dist.all_gather(gathered, tensor, group=self._group, async_op=True)
         if work is not None:
-            self._signs().wait(work, self._timeout_s)
+            self._signs.wait(work, self._timeout_s)
         return gathered
 
 
