@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gpu_alloc import AllocatorConfig, AllocError, TraceEvent, minimal_capacity, replay
-from gpu_alloc.trace import tune
+from gpu_alloc.trace import tune, tuning
 
 MIB = 1 << 20
 Traces = Callable[..., list[TraceEvent]]
@@ -20,6 +20,23 @@ def test_what_is_tuned_was_replayed_and_is_no_worse_than_the_defaults(moe_trace:
     assert result.peak_live_bytes == tuned.peak_live_bytes
     assert tuned.capacity_bytes == pytest.approx(tuned.ratio * tuned.peak_live_bytes)
     assert tuned.capacity_bytes <= minimal_capacity(trace, AllocatorConfig()), f"seed {seed}"
+
+
+def test_the_defaults_are_measured_though_they_begin_badly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that fill no pages, where a slab is best; then a block that grows beside one that
+    stays, where a slab leaves a hole and growth by the request gives the old chunk back.
+    """
+    monkeypatch.setattr(tuning, "_FINALISTS", 1)
+    trace = [
+        TraceEvent(action="alloc", block_id=number, size_bytes=2 * MIB + 512)
+        for number in range(12)
+    ]
+    for step in range(6):
+        for number, size in ((100, (200 + 20 * step) * MIB), (200 + step, 3 * MIB)):
+            trace.append(TraceEvent(action="alloc", block_id=number, size_bytes=size))
+        trace.append(TraceEvent(action="free", block_id=100))
+    tuned = tune(trace)
+    assert tuned.capacity_bytes <= minimal_capacity(trace, AllocatorConfig())
 
 
 def test_settings_survive_their_file(tmp_path: Path, moe_trace: Traces) -> None:

@@ -88,7 +88,13 @@ def minimal_capacity(
         raise AllocValueError(
             f"resolution_bytes={resolution_bytes} is below 1; use for example {GRANULARITY_BYTES}"
         )
-    requests = Requests(trace, plan)
+    return least_capacity(Requests(trace, plan), config, resolution_bytes=resolution_bytes)
+
+
+def least_capacity(
+    requests: Requests, config: AllocatorConfig, *, resolution_bytes: int = GRANULARITY_BYTES
+) -> int:
+    """As `minimal_capacity`, of a trace that was read before."""
     unlimited = replay_requests(requests, config)
     if unlimited.oom is not None:
         raise AllocValueError(

@@ -2,9 +2,11 @@
 
 A candidate is a way to make settings for a device of a given size, since a slab is as large as the
 device lets it be. Candidates are ranked on the first part of a trace; the best are then measured on
-all of it, so that the figure counts steps that the choice has not seen.
+all of it, so that the figure counts steps that the choice has not seen. The default settings are
+always measured.
 
-Invariant: what is returned was replayed: `config` runs the whole trace on `capacity_bytes`.
+Invariant: what is returned was replayed: `config` runs the whole trace on `capacity_bytes`, which
+is no more than `minimal_capacity` of the default settings, if they keep to the calls there.
 
 >>> step = [TraceEvent(action="alloc", block_id=1, size_bytes=3 << 20)]
 >>> tune(step).capacity_bytes >> 20
@@ -22,6 +24,7 @@ from gpu_alloc.core import MIB, AllocatorConfig
 from gpu_alloc.errors import AllocValueError, check_kind
 from gpu_alloc.events import TraceEvent
 from gpu_alloc.sources import round_up
+from gpu_alloc.trace.replaying import least_capacity
 from gpu_alloc.trace.requests import GRANULARITY_BYTES, Requests
 
 _FINALISTS = 12
@@ -29,6 +32,7 @@ _FEW_CALLS = 100  # of the source, which any trace may make
 _LARGEST = 64  # times the peak of live bytes: what fails there fails everywhere
 _CHUNKS_MB = (20, 64, 256)
 _SMALL_MB = (1, 4, 16, 64, 256)
+_DEFAULT = "growth by the request"
 
 Candidate = Callable[[int], AllocatorConfig]  # settings for a device of so many MiB
 
@@ -73,7 +77,7 @@ class Tuned:
 def candidates(requests: Requests) -> Mapping[str, Candidate]:
     """What is tried for a trace, by name."""
     found: dict[str, Candidate] = {
-        "growth by the request": partial(_of_size, AllocatorConfig()),
+        _DEFAULT: partial(_of_size, AllocatorConfig()),
         "one pool, growth by the request": partial(
             _of_size, AllocatorConfig(small_pool_size_in_mb=0)
         ),
@@ -153,8 +157,11 @@ def tune(
         if size is not None:
             ranked.append((size, name, candidate))
     ranked.sort(key=lambda entry: entry[0])
-    won: tuple[int, int, str, Candidate] | None = None
-    for size_first, name, candidate in ranked[:_FINALISTS]:
+    finalists = ranked[:_FINALISTS]
+    # What did badly at the beginning may do best in the end; the defaults are what a user has.
+    finalists += [entry for entry in ranked[_FINALISTS:] if entry[1] == _DEFAULT]
+    won = _defaults(requests, finalists, calls_per_event)
+    for size_first, name, candidate in finalists:
         limits = _Limits(calls_per_event, won[0] if won else None)
         size = smallest_device(requests, candidate, limits)
         if size is not None and (won is None or size < won[0]):
@@ -174,6 +181,26 @@ def tune(
     )
 
 
+def _defaults(
+    requests: Requests, finalists: Sequence[tuple[int, str, Candidate]], calls_per_event: float
+) -> tuple[int, int, str, Candidate] | None:
+    """The default settings on the device that `minimal_capacity` names, if they keep to the calls.
+
+    More memory may hurt, so that a search that begins elsewhere can end on a larger one.
+    """
+    for size_first, name, candidate in finalists:
+        if name == _DEFAULT:
+            size = least_capacity(requests, AllocatorConfig())
+            calls = requests.run(AllocatorConfig(), size)[2].num_source_calls
+            if calls <= _most_calls(requests, calls_per_event):
+                return size, size_first, name, candidate
+    return None
+
+
+def _most_calls(requests: Requests, calls_per_event: float) -> int:
+    return int(calls_per_event * requests.num_events) + _FEW_CALLS
+
+
 class _Limits(NamedTuple):
     """Of what a candidate may need: calls of the source for each event, bytes (None: any)."""
 
@@ -185,7 +212,7 @@ def smallest_device(requests: Requests, candidate: Candidate, limits: _Limits) -
     """Smallest device, in bytes, on which a candidate runs the requests; None when it is above
     what is allowed.
     """
-    calls = int(limits.calls_per_event * requests.num_events) + _FEW_CALLS
+    calls = _most_calls(requests, limits.calls_per_event)
 
     def runs(pages: int) -> bool:
         size = pages * GRANULARITY_BYTES
