@@ -1,6 +1,7 @@
 """One task at a time, in a seeded order, in virtual time."""
 
 import threading
+import time
 
 import pytest
 
@@ -115,6 +116,43 @@ def test_use_outside_of_a_simulation_is_refused(threads: Threads) -> None:
     scheduler = Scheduler(seed=1, threads=threads)
     with pytest.raises(SimulationStuckError, match="outside of `simulate`"):
         scheduler.sleep(1.0)
+
+
+def test_a_run_that_is_only_slow_is_not_stuck(threads: Threads) -> None:
+    scheduler = Scheduler(seed=1, threads=threads)
+
+    def slow() -> None:
+        for _ in range(8):
+            time.sleep(0.05)  # as on a machine that has other work
+            scheduler.sleep(1.0)
+
+    for _ in range(2):
+        scheduler.spawn(slow)
+    started_s = time.monotonic()
+    scheduler.run(limit_s=0.2)
+    assert time.monotonic() - started_s > 0.8
+
+
+def test_a_task_that_keeps_the_baton_is_stuck(threads: Threads) -> None:
+    scheduler, ended = Scheduler(seed=1, threads=threads), threading.Event()
+    scheduler.spawn(lambda: print(ended.wait(60)), "the one that waits elsewhere")
+    with pytest.raises(SimulationStuckError, match=r"elsewhere was busy .* without passing"):
+        scheduler.run(limit_s=0.2)
+    ended.set()
+
+
+def test_tasks_that_pass_the_baton_for_ever_are_stuck(threads: Threads) -> None:
+    scheduler, is_over = Scheduler(seed=1, threads=threads), threading.Event()
+
+    def pass_on() -> None:
+        while not is_over.is_set():
+            scheduler.give_way()
+
+    for _ in range(2):
+        scheduler.spawn(pass_on)
+    with pytest.raises(SimulationStuckError, match=r"0.3 s of CPU time, in which the ranks"):
+        scheduler.run(limit_s=0.3)
+    is_over.set()
 
 
 def test_threads_are_used_again_and_end(threads: Threads) -> None:
