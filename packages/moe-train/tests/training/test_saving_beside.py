@@ -57,7 +57,9 @@ def saver_pid() -> int:
 def test_every_checkpoint_has_the_bits_of_one_that_training_waited_for(
     configure: Configure, tmp_path: Path, mode: str
 ) -> None:
+    """A change of the layout comes while the second checkpoint is on its way."""
     masters = ("train.dtype=bfloat16", "train.master_weights=true", "parallel.pp=2", *ALL)
+    masters += ('parallel.relayout=["2: ep=2"]',)
     run(configure(*masters, f"train.output_dir={tmp_path / 'sync'}"), 2)
     run(configure(*masters, f"checkpoint.save_mode={mode}"), 2)
     for step in (1, 2, 3, 4):
@@ -72,15 +74,17 @@ def test_every_checkpoint_has_the_bits_of_one_that_training_waited_for(
     assert stalls.keys() >= {2, 3, 4} and all(stall > 0 for stall in stalls.values())
 
 
-def test_the_average_is_its_own_recurrence_and_outlives_a_resume_in_another_layout(
+def test_the_average_is_its_own_recurrence_and_outlives_changes_of_the_layout_and_a_resume(
     configure: Configure, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked = ("checkpoint.save_mode=zero_cost", f"checkpoint.ema_decay={DECAY}", *ALL)
-    run(configure("parallel.ep=2", "train.max_steps=3", *asked), 2)
-    run(configure("parallel.pp=2", "train.max_steps=5", *asked), 2, resume="latest")
+    first = configure("parallel.ep=2", "train.max_steps=3", 'parallel.relayout=["2: dp=2"]', *asked)
+    run(first, 2)
+    then = ("parallel.pp=2", "train.max_steps=6", 'parallel.relayout=["4: ep=2 experts=1,5"]')
+    run(configure(*then, *asked), 2, resume="latest")
     folder = tmp_path / "run"
     average: dict[str, torch.Tensor] = {}
-    for step in range(1, 6):
+    for step in range(1, 7):
         weights = part(folder / f"checkpoint-{step}", "model")
         for key, weight in weights.items():
             old = average.setdefault(key, weight)
@@ -185,11 +189,15 @@ def test_a_killed_saver_costs_its_checkpoint_and_a_line_or_ends_the_run_where_th
             ),
             "hold no moving average",
         ),
+        (
+            ("checkpoint.node_folder=/dev/shm", 'parallel.relayout=["2: dp=1"]'),
+            "the layout cannot change with checkpoint.node_folder",
+        ),
         (("checkpoint.save_mode=later",), 'must be one of "sync", "async", "zero_cost"'),
         (("checkpoint.ema_decay=1",), "is too large"),
     ],
 )
-def test_an_average_that_cannot_be_kept_is_refused(
+def test_what_cannot_be_kept_beside_training_is_refused(
     configure: Configure, changes: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

@@ -116,6 +116,37 @@ class BackgroundSaves:
         self.open(parts)
         self._saver().load_ema(source)
 
+    def read_average(self, shards: Sequence[Shard]) -> None:
+        """Copy the moving average, with all snapshots so far in it, into shards of its boxes.
+
+        Raises:
+            SaveError: the saver process does not come to an end with what it has.
+        """
+        self.finish_copy()
+        average = {(each.key, each.box): each.tensor for each in self._saver().average()}
+        for shard in shards:
+            shard.tensor.copy_(average[shard.key, shard.box])
+
+    def take_over(self, other: "BackgroundSaves", parts: Parts, average: Sequence[Shard]) -> None:
+        """Go on with the saver and the saves of `other`, for a state in another layout.
+
+        What it writes goes on; `other` must not be used any more.
+
+        Args:
+            parts: the state.
+            average: what `read_average` of all ranks has given, in the boxes of the state.
+
+        Raises:
+            SaveError: there is not enough memory for the state.
+        """
+        other.finish_copy()
+        self.stall_s, self._begun, self._removals = other.stall_s, other._begun, other._removals
+        self._opened, self._chunks, self._thread = other._opened, other._chunks, other._thread
+        if self._opened is not None:
+            if self.averaged is not None:
+                self._opened.move_average(parts, average)
+            self.open(parts)
+
     def begin(
         self,
         parts: Parts,

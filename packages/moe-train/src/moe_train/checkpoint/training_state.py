@@ -102,10 +102,41 @@ class Checkpointer:
         if self.nodes is not None:
             self.nodes.close()
 
-    def take_over(self, other: "Checkpointer") -> None:
-        """Save and load from now on what `other` would, which must not be used any more."""
+    def take_over(self, other: "Checkpointer", average: Mapping[str, Tensor]) -> None:
+        """Save and load from now on what `other` would, which must not be used any more.
+
+        Args:
+            average: the moving average where one is kept, as `other` lays it out.
+
+        Raises:
+            SaveError: this rank has no memory for saves beside training.
+        """
         self.parameters, self.layouts = other.parameters, other.layouts
         self.optimizer, self.files = other.optimizer, other.files
+        if self.background is not None and other.background is not None:
+            shards = self._stored(average).shards
+            other.background.take_over(self.background, self.parts(), shards)
+            self.background = other.background
+
+    def room_for_average(self) -> dict[str, Tensor]:
+        """Memory for the moving average of this rank's weights, fp32 where they are floating."""
+        part = None if self.background is None else self.background.averaged
+        if part is None:
+            return {}
+        averaged = self.parameters if part == "model" else self.optimizer.master
+        return {
+            name: torch.empty_like(t, dtype=torch.float32 if t.is_floating_point() else t.dtype)
+            for name, t in averaged.items()
+        }
+
+    def read_average(self) -> dict[str, Tensor]:
+        """The moving average as it is after all saves so far, name -> tensor; none: empty."""
+        average = self.room_for_average()
+        if self.background is not None and average:
+            stored = self._stored(average)
+            self.background.read_average(stored.shards)
+            stored.write_back()
+        return average
 
     def is_due(self, step: int) -> bool:
         """Whether to save after `step`. Collective."""

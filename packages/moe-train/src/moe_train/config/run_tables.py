@@ -86,13 +86,6 @@ class CheckpointConfig(Table):
         on_resume="free",
     )
 
-    @property
-    def needs_one_layout(self) -> str:
-        """The key under which a job cannot change its layout; empty where it can."""
-        if self.node_folder is not None:
-            return "checkpoint.node_folder"
-        return "" if self.save_mode == "sync" else f"checkpoint.save_mode={self.save_mode!r}"
-
     def _check(self) -> None:
         if self.ema_decay is None:
             return

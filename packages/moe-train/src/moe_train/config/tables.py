@@ -61,10 +61,10 @@ class Config:
                 "train.stochastic_rounding=true is for AdamW, and muon updates some parameters; "
                 "use train.master_weights=true, or AdamW alone"
             )
-        if self.parallel.relayout and self.checkpoint.needs_one_layout:
+        if self.parallel.relayout and self.checkpoint.node_folder is not None:
             raise TrainValueError(
-                f"the layout cannot change with {self.checkpoint.needs_one_layout}, which keeps "
-                "the state in one layout; take it out, or keep the layout"
+                "the layout cannot change with checkpoint.node_folder, which keeps the state in "
+                "one layout; take it out, or keep the layout"
             )
         if "://" in self.train.output_dir and self.log.dir is None:
             raise TrainValueError(

@@ -23,7 +23,7 @@ from moe_train.errors import MoeTrainError
 from moe_train.parallel import Parallel
 from moe_train.training.build import Training, build_training
 
-_WEIGHTS, _MASTERS = "weights", "master weights"
+_WEIGHTS, _MASTERS, _AVERAGE = "weights", "master weights", "moving average"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,15 +52,16 @@ def relaid_out(
 
     Raises:
         MoeTrainError: the layouts have not the same tensors.
+        SaveError: this rank has no memory for saves beside training.
     """
     started = time.perf_counter()
     checkpointer = training.checkpointer
-    held = _tensors(training)
+    held = _tensors(training) | {_AVERAGE: checkpointer.read_average()}
     before = _stages(training, held)
     cards = [parallel.device] if parallel.device.type == "cuda" else []
     with torch.random.fork_rng(cards):  # weights are drawn, and then overwritten
         made = build_training(config, parallel)
-    room = _tensors(made)
+    room = _tensors(made) | {_AVERAGE: made.checkpointer.room_for_average()}
     after = _stages(made, room)
     most_bytes = 0
     # A stage may have none of a kind, such as moments of Muon; its ranks take part all the same.
@@ -70,7 +71,7 @@ def relaid_out(
     optimizer = made.runner.optimizer
     late = {name: count for stage in before for name, count in stage.late.items()}
     optimizer.set_step(updates, {n: late[n] for n in optimizer.updated() if n in late})
-    checkpointer.take_over(made.checkpointer)
+    checkpointer.take_over(made.checkpointer, room[_AVERAGE])
     seconds = time.perf_counter() - started
     moved = f"the busiest rank has received {most_bytes:,} bytes, in {seconds:.1f} s"
     return replace(made, checkpointer=checkpointer), moved

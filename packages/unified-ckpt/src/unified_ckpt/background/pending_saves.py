@@ -61,6 +61,7 @@ class SaveQueue:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)  # of the replays
         self._open: dict[int, PendingSave] = {}
         self._submitted: set[int] = set()
         self._running: set[int] = set()
@@ -143,7 +144,14 @@ class SaveQueue:
     def replayed(self, number: int) -> PendingSave | None:
         """Strike a pending save that was replayed."""
         with self._lock:
-            return self._replays.pop(number, None)
+            pending = self._replays.pop(number, None)
+            self._changed.notify_all()
+            return pending
+
+    def wait_replayed(self, timeout_s: float) -> bool:
+        """Wait until a saver process has replayed all that it must; False if it has not in time."""
+        with self._lock:
+            return self._changed.wait_for(lambda: not self._replays, timeout_s)
 
     def take_replays(self) -> list[PendingSave]:
         """Strike all pending_saves that were to be replayed, and return them."""

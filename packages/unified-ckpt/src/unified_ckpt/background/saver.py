@@ -10,6 +10,8 @@ An error of the background shows in the save's `upload_completion`, and once mor
     with AsyncSaver() as saver:  # collective
         saver.prepare(state)  # staging memory is there before the first save
         async_save(state, checkpoint_id="run/checkpoint-10", saver=saver)
+
+Length: two threads take the steps of one save here, each of which relies on the others' order.
 """
 
 import atexit
@@ -136,6 +138,34 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         self._forget_replays()
         load({EMA_PART: self._ema.shards()}, checkpoint_id=checkpoint_id)
         self._ema.restore(load_files(checkpoint_id, EMA_FILE))
+
+    def average(self) -> list[Shard]:
+        """Return the moving average itself, with every snapshot handed over in it; none: empty.
+
+        Raises:
+            SaveError: a snapshot was not taken in within twice `timeout_s`.
+        """
+        limit_s = 2 * self.config.timeout_s
+        late = wait_futures(self._queue.expected(), timeout=limit_s).not_done
+        self._restart_if_dead()
+        if late or not self._queue.wait_replayed(limit_s):
+            raise SaveError(f"{self._who}: the average lacks snapshots after {limit_s:g} s")
+        return [] if self._ema is None else self._ema.shards()
+
+    def move_average(self, state_dict: StateDict, average: Sequence[Shard]) -> None:
+        """Go on in another layout of the same ranks, with the average in its boxes; not collective.
+
+        Args:
+            state_dict: as of later saves.
+            average: what `average` had on all ranks, in the boxes that `state_dict` has here.
+
+        Raises:
+            SaveArgumentError: the boxes of `average` are others.
+        """
+        _, parts = SnapshotRequest.of(state_dict, checkpoint_id=None)
+        if self._ema is not None:
+            former, self._ema = self._ema, self._ema.moved(StagingLayout.of(parts), average)
+            former.memory.close()
 
     def reserve(
         self,

@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -227,6 +228,8 @@ def test_savers_keep_the_average_across_kill_and_reshard(tmp_path: Path) -> None
         for step in range(15, 20):
             for key, tensor in weights(step, dtype).items():
                 tensors[key].copy_(tensor)
+            if step == 18:
+                state = move_to_pieces(saver, tensors)
             async_save(state, checkpoint_id=tmp_path / "checkpoint-2", saver=saver)
     want = replay(config, [*done, *range(15, 20)], dtype)
     assert_average(tmp_path / "checkpoint-2", want)
@@ -239,6 +242,20 @@ def test_savers_keep_the_average_across_kill_and_reshard(tmp_path: Path) -> None
     del saver
     gc.collect()
     assert open_averages() == before
+
+
+def move_to_pieces(
+    saver: AsyncSaver, tensors: dict[str, torch.Tensor]
+) -> dict[str, Sequence[Shard]]:
+    """Let a saver with a snapshot under way go on with the average in the pieces of two ranks."""
+    pieces = [*cut(tensors, 0, 2), *(shard for shard in cut(tensors, 1, 2) if shard.key != "s")]
+    whole = {shard.key: shard.tensor.clone() for shard in saver.average()}
+    assert {tensor.dtype for tensor in whole.values()} == {torch.float32}
+    with pytest.raises(SaveArgumentError, match=r"average of \['v', 'w'\] is not in the boxes"):
+        saver.move_average({"model": pieces}, cut(whole, 0, 1))
+    moved = [*cut(whole, 0, 2), *cut(whole, 1, 2)]
+    saver.move_average({"model": pieces}, moved)
+    return {"model": pieces}
 
 
 def open_averages() -> int:

@@ -18,7 +18,7 @@ snapshot becomes the average as it is. Dtypes that are not floating keep their n
 import ctypes
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -149,6 +149,31 @@ class EmaMemory:
     def state(self) -> bytes:
         """Return what stands beside the average in a checkpoint."""
         return json.dumps({"num_updates": self.num_updates, **self.config.to_json()}).encode()
+
+    def moved(self, layout: StagingLayout, average: Sequence[Shard]) -> "EmaMemory":
+        """Return memory for snapshots of another layout that goes on with this average.
+
+        Args:
+            layout: holds the source part in other boxes.
+            average: what `shards` has, in these boxes and of any float dtype; it is copied.
+
+        Raises:
+            SaveArgumentError: the boxes are not those of the layout.
+        """
+        new = EmaMemory.allocate(self.config, layout)
+        given = {(shard.key, shard.box): shard.tensor for shard in average}
+        room = {(shard.key, shard.box): shard.tensor for shard in new.shards()}
+        if given.keys() != room.keys():
+            new.memory.close()
+            odd = sorted({key for key, _ in given.keys() ^ room.keys()})
+            raise SaveArgumentError(
+                f"the moving average of {odd[:5]} is not in the boxes that part "
+                f"{self.config.source!r} has now; give it as the state dict holds that part"
+            )
+        for name, tensor in room.items():
+            tensor.copy_(given[name])
+        new._commit(self.num_updates, 0)
+        return new
 
     def restore(self, state: bytes) -> None:
         """Take over the number of updates after the shards have been loaded."""
