@@ -134,3 +134,53 @@ def test_parts_grow_with_objects_that_would_have_too_many() -> None:
     assert part_bytes_for(10) == PART_BYTES
     huge = 2 * 10_000 * PART_BYTES + 1
     assert -(-huge // part_bytes_for(huge)) <= 10_000
+
+
+class LosesSwaps(LocalStore):
+    """Answers to the first swaps are lost; of a swap another one comes in between."""
+
+    def __init__(self, root: Path, lost: list[str]) -> None:
+        super().__init__(root)
+        self.lost = lost
+
+    def swap(self, key: str, data: bytes, *, old: str | None) -> bool:
+        how = self.lost.pop(0) if self.lost else "none"
+        if how == "before":
+            raise ConnectionError("lost on its way there")
+        won = super().swap(key, data, old=old)
+        if how == "none":
+            return won
+        if how == "replaced":
+            found = self.fetch(key)
+            assert found is not None and super().swap(key, b"of another job", old=found.version)
+        raise TimeoutError("lost on its way back")
+
+
+@pytest.mark.parametrize(
+    ("lost", "won", "left"),
+    [
+        (["before", "before"], True, b"new"),
+        (["after"], True, b"new"),
+        (["before", "after", "before"], True, b"new"),
+        (["replaced"], False, b"of another job"),
+    ],
+)
+def test_a_swap_whose_answer_was_lost_is_made_again_and_won_once(
+    tmp_path: Path, lost: list[str], won: bool, left: bytes
+) -> None:
+    for old in (None, b"old"):
+        key = f"manifest-{old}"
+        plain = LocalStore(tmp_path)
+        version = None
+        if old is not None:
+            assert plain.swap(key, old, old=None)
+            found = plain.fetch(key)
+            assert found is not None
+            version = found.version
+        assert Retrying(LosesSwaps(tmp_path, [*lost])).swap(key, b"new", old=version) is won
+        found = plain.fetch(key)
+        assert found is not None and found.data == left
+    always = Retrying(LosesSwaps(tmp_path, ["before"] * 9), attempts=3)
+    with pytest.raises(ConnectionError):
+        always.swap("never", b"new", old=None)
+    assert plain.fetch("never") is None

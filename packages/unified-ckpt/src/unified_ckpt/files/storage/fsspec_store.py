@@ -6,10 +6,11 @@ checkpoint at the same moment are not told apart. One after the other they are.
     location = Location(store=FsspecStore(fsspec.filesystem("memory")), key="run/checkpoint-10")
 """
 
+import errno
 import hashlib
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from unified_ckpt.files import Buffer
@@ -65,6 +66,10 @@ class FsspecStore:
         try:  # whole at any moment, also where a file shows while it is written
             with _as_os_errors(self._path(key)):
                 self._fs.mv(self._path(hidden), self._path(key))
+        except (ConnectionError, TimeoutError):  # it may be done all the same
+            with suppress(OSError):
+                self.delete([hidden])
+            raise
         except OSError:  # it cannot replace a file by another
             self.upload(key, [data], num_bytes=len(data))
             self.delete([hidden])
@@ -137,5 +142,7 @@ def _as_os_errors(path: str) -> Iterator[None]:
         yield
     except (OSError, MemoryError):
         raise
+    except NotImplementedError as error:
+        raise OSError(errno.ENOTSUP, f"its file system cannot do that: {error}", path) from error
     except Exception as error:
         raise ConnectionError(f"{path}: {type(error).__name__}: {error}") from error

@@ -6,6 +6,7 @@ store = Retrying(FsspecStore(fs, "bucket"), attempts=5)
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import TypeVar
 
 from unified_ckpt.files import Buffer
@@ -19,8 +20,8 @@ _FIRST_PAUSE_S = 0.05
 class Retrying:
     """A store whose lost connections are made again.
 
-    An upload of more than one buffer is tried once: the buffers are gone. `swap` is tried once,
-    because only its caller knows what a repetition would mean.
+    An upload of more than one buffer is tried once: the buffers are gone. A swap that is made again
+    fails on what the one before has written, whose answer was lost; so it is looked for.
 
     Attributes:
         store: the store.
@@ -45,8 +46,17 @@ class Retrying:
             self.store.upload(key, buffers, num_bytes=num_bytes)
 
     def swap(self, key: str, data: bytes, *, old: str | None) -> bool:
-        """As the store's, tried once."""
-        return self.store.swap(key, data, old=old)
+        """As the store's; won as well by an earlier attempt whose answer was lost."""
+        attempts = count()
+
+        def attempt() -> bool:
+            is_first = next(attempts) == 0
+            if self.store.swap(key, data, old=old):
+                return True
+            found = None if is_first else self.store.fetch(key)
+            return found is not None and found.data == data
+
+        return self._call(attempt)
 
     def fetch(self, key: str) -> Fetched | None:
         """As the store's."""
