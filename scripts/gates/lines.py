@@ -34,7 +34,8 @@ LINES_ADDED = {
     # threads of a rank.
     # Who holds up a device (NCCL): what hosts tell each other of it, verdicts, aborts; CUDA graphs.
     # Frames that peers send alike are read once; frames in the simulator break between two bytes.
-    "comm-collectives": 1_100 - 2_000 + 250 + 320 + 210 + 700 + 90,
+    # What the hosts of silent devices wait for, and who does not answer, in the others' errors.
+    "comm-collectives": 1_100 - 2_000 + 250 + 320 + 210 + 700 + 90 + 25,
     # Data people have (readers, chat, mixtures, packing, ledger), tokenizers of checkpoints, fine-
     # tuning, evaluation, generation and chat on several ranks, and what may change on resume.
     # States on the nodes between checkpoints; checkpoints of a run in a store.
@@ -46,9 +47,9 @@ LINES_ADDED = {
     # Pipelines: stages on a rank, planned schedules, layers split by work, a step as a picture.
     # Choices of experts in files.
     # Uneven experts: as keys, by the rows that experts have got, in what a checkpoint says.
-    # Whose failure was the job's first.
+    # Whose failure was the job's first, and which ranks give no sign of life.
     # Saves beside training, and the average, over changes of the layout.
-    "moe-train": 10_700 + 230 + 150 + 300 + 380 + 460 + 455 + 600 + 200 + 610 + 200 + 480 + 20 + 60,
+    "moe-train": 10_700 + 230 + 150 + 300 + 380 + 460 + 455 + 600 + 200 + 610 + 200 + 480 + 180,
     # Recording of CuPy, torch and whole scripts, torch's snapshots read and written, memory that is
     # bound to streams block by block; the recorder came from moe-train. Explain, tune, compare,
     # plot and info, as functions and commands; settings in files. Reuse that waits for events.

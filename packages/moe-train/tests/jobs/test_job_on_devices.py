@@ -2,12 +2,10 @@
 
 Ranks of two stages with two expert ranks each have the losses of one process on the CPU. Every
 thread means the right device, nothing of the CPU is given to NCCL, and no two streams race. A rank
-that is killed is named by all others, and one that is stopped ends them all, before torch's
-watchdog would kill them.
+that is killed or stopped is named by all others, before torch's watchdog would kill them.
 """
 
 import os
-import re
 import signal
 import socket
 import threading
@@ -153,12 +151,11 @@ def test_a_rank_that_is_killed_in_a_job_is_named_by_all_others(
     check_told(struck_job(configure, tmp_path, signal.SIGKILL, given))
 
 
-def test_a_rank_that_is_stopped_in_a_job_ends_all_others_and_is_named(
+def test_a_rank_that_is_stopped_in_a_job_is_named_by_all_others(
     configure: Configure, tmp_path: Path
 ) -> None:
-    """A rank that waits for one that waits for the stopped one may give up first, and name that."""
+    """Also by a rank that waits for one that waits for it, and gives up first."""
     check(configure(*ENDLESS), "")
     told = struck_job(configure, tmp_path, signal.SIGSTOP, "nccl")
-    assert len(told) == 3, told
-    assert any("rank 3" in text or "ranks [3]" in text for text in told), told
-    assert all(re.search(r"ranks? \[?[0-3]", text) for text in told), told
+    check_told(told)
+    assert all("no sign of life from rank 3 for" in text for text in told), told

@@ -76,13 +76,14 @@ def settle(
         # All ranks leave their calls, and have the next one under the same number.
         state.last_call = max(head.number for head in words.values())
         frames.settle(state.last_call)
+        # A rank that stays in its call is about to meet for it again: so have all others meet.
+        history.compares_next = True
         if not awaited or set(stands) != {Standing.FAILED}:
             raise error from refused
         # The others count this failure, for which the program of this rank has had its own error.
         state.failed_calls.append(call.number)
     history.clear()
-    # A rank that takes part is about to meet for its own call: so have all others meet.
-    history.compares_next = True
+    history.compares_next = True  # as above: a rank that takes part is in a call of its own
     if number is not None and number == own:
         return comparison
     if number is not None:

@@ -36,10 +36,6 @@ def killed(x: torch.Tensor, groups: list[dist.ProcessGroup]) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def stopped(x: torch.Tensor, groups: list[dist.ProcessGroup]) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 def absent(x: torch.Tensor, groups: list[dist.ProcessGroup]) -> None:
     time.sleep(0.9 * LIMIT_S)
 
@@ -74,7 +70,6 @@ def told(call: Callable[[], object]) -> Told:
     ("fault", "kind", "words"),
     [
         (killed, "PeerFailedError", "rank 2 has ended"),
-        (stopped, "CollectiveTimeoutError", "rank 2 (its process does not answer"),
         (absent, "CollectiveTimeoutError", "rank 2 (last in call 3"),
         (differing, "MismatchError", "op=max"),
     ],
@@ -86,7 +81,7 @@ def test_who_holds_up_a_device_is_named_before_the_watchdog_kills(
     words: str,
 ) -> None:
     def fn(rank: int, world_size: int) -> list[Told]:
-        with on_silent_device(rank, tmp_path, 3, LIMIT_S) as store:
+        with on_silent_device(rank, tmp_path, 3, LIMIT_S):
             groups = [dist.new_group(timeout=timedelta(seconds=LIMIT_S)) for _ in range(2)]
             x = torch.ones(4, device="cuda")
             for _ in range(3):
@@ -100,8 +95,6 @@ def test_who_holds_up_a_device_is_named_before_the_watchdog_kills(
             found = [told(lambda: cc.all_reduce(x, group=groups[0])), told(handle.wait)]
             for group in groups:  # they are over, and say so again
                 assert told(lambda group=group: cc.all_reduce(x, group=group))[0] == kind
-            if rank == 0 and fault is stopped:
-                os.kill(int(store.get(f"process {CULPRIT}")), signal.SIGKILL)
             return found
 
     ranks = collect_ranks(fn, 3, init=False, timeout_s=120)
@@ -127,3 +120,30 @@ def test_a_transfer_whose_peer_dies_ends_with_its_name(tmp_path: Path) -> None:
     name, text = survivor.value  # type: ignore[misc]
     assert name == "PeerFailedError" and "rank 1 has ended" in text
     assert "send to rank 1, at devices/test_launches.py" in text
+
+
+def test_a_stopped_rank_is_named_by_who_waits_for_one_that_waits_for_it(tmp_path: Path) -> None:
+    def fn(rank: int, world_size: int) -> Told | None:
+        with on_silent_device(rank, tmp_path, 3, LIMIT_S) as store:
+            limit = timedelta(seconds=LIMIT_S)
+            groups = [dist.new_group([i, i + 1], timeout=limit) for i in range(2)]
+            x = torch.ones(4, device="cuda")
+            for _ in range(3):
+                for i in (rank - 1, rank):
+                    if 0 <= i < 2:
+                        cc.all_reduce(x, group=groups[i])
+            if rank == CULPRIT:
+                os.kill(os.getpid(), signal.SIGSTOP)
+                return None
+            # Rank 1 is on its way to rank 0, and does not come.
+            found = told(lambda: cc.all_reduce(x, group=groups[rank]))
+            if rank == 0:
+                os.kill(int(store.get(f"process {CULPRIT}")), signal.SIGKILL)
+            return found
+
+    ranks = collect_ranks(fn, 3, init=False, timeout_s=60)
+    kind, text = ranks[0].value  # type: ignore[misc]
+    assert kind == "CollectiveTimeoutError" and "did not arrive: rank 1 (last in call 3" in text
+    assert "in group (1, 2), where no process of rank 2 answers" in text
+    kind, text = ranks[1].value  # type: ignore[misc]
+    assert kind == "CollectiveTimeoutError" and "rank 2 (its process does not answer" in text

@@ -26,7 +26,7 @@ LATER = View(queued=(9, 0), is_known=True, stuck=Stuck(place=(9, 0), word=2, tex
             set(),
             True,
             CollectiveTimeoutError,
-            "did not arrive: rank 6 (last in call 5, and for broadcast(...) in group (4, 6))",
+            "did not arrive: rank 6 (last in call 5, and waits for broadcast(...) in group (4, 6))",
         ),
         (
             {1: View(), 2: COME},

@@ -25,6 +25,7 @@ from moe_train.errors import TrainValueError
 from moe_train.init_source import readable_weights
 from moe_train.jobs.first_failure import naming_first_failure
 from moe_train.jobs.resume import describe_resume, refuse_changes
+from moe_train.jobs.signs_of_life import SignsOfLife
 from moe_train.jobs.space import check_space
 from moe_train.layout import chosen_names
 from moe_train.model import DecoderConfig
@@ -165,14 +166,15 @@ def train(config: Config, resume: str, context: RankContext) -> None:
         resume: "", "latest", or a checkpoint's folder or URL.
         context: asked after every step; any rank's request stops all of them with a checkpoint.
     """
-    with naming_first_failure():
-        _train(config, resume, context)
+    with naming_first_failure() as alive:
+        _train(config, resume, context, alive)
 
 
-def _train(config: Config, resume: str, context: RankContext) -> None:
+def _train(config: Config, resume: str, context: RankContext, alive: SignsOfLife) -> None:
     is_first = rank_number() == 0
     with phase(f"joining {config.world_size} ranks", shown=is_first and config.world_size > 1):
         parallel = start(config)
+    alive.begin()
     with phase("building the model and opening the corpus", shown=is_first):
         training = build_training(config, parallel)
     checkpointer, state = training.checkpointer, None

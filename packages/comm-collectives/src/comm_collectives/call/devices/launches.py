@@ -29,6 +29,7 @@ from comm_collectives.errors import ERROR_NAMED, CommError
 
 _TICK_S = 0.25
 _SLOW_S = 1.0  # from when on a device is said to wait
+_HOLDS_S = 3.0  # for how long an answer is believed
 _LATEST_S = 10.0  # how long before the limit, at most, the error is raised
 _LOG = logging.getLogger("comm_collectives")
 _MAKING = threading.Lock()
@@ -89,6 +90,9 @@ class Launches:
         self._gone_since_s: dict[int, float] = {}
         self._told: dict[str, Any] = {}
         self._has_asked: _Launch | None = None
+        self._silent: list[int] = []  # who did not answer
+        self._asked_s = 0.0  # what others wait for may have changed since
+        self._ask_every_s = max(_HOLDS_S, self._limit_s / 8)
         self.failure: Verdict | None = None
         _WATCHED.add(self)
         name = f"comm_collectives {self._name}: devices"
@@ -152,24 +156,31 @@ class Launches:
         with self._lock:
             self._open = [launch for launch in self._open if not launch.has_ended()]
             oldest = self._open[0] if self._open else None
-        stuck, age_s = None, 0.0
+        stuck, age_s, now_s = None, 0.0, time.monotonic()
         if oldest is not None:
-            age_s = time.monotonic() - oldest.began_s
+            age_s = now_s - oldest.began_s
             stuck = oldest.stuck() if age_s > _SLOW_S else None
-        self._tell(stuck, asks=stuck is not None and oldest is not self._has_asked)
+        is_new = oldest is not self._has_asked or now_s - self._asked_s > self._ask_every_s
+        self._tell(stuck, asks=stuck is not None and is_new)
+        if is_new:
+            self._asked_s = now_s
         for peer, said in self._reports.pump(_TICK_S):
             self._hear(peer, said)
         if stuck is None or oldest is None or self.failure is not None:
-            self._has_asked = None
+            self._has_asked, self._silent = None, []
             return
         self._has_asked = oldest
+        has_waited = now_s - self._asked_s >= _SLOW_S  # they had time to answer
+        if has_waited:
+            self._silent = [peer for peer, view in self._views.items() if not view.is_known]
         if oldest.has_ended():
             return
+        is_late = age_s > self._limit_s - min(_LATEST_S, self._limit_s / 4)
         found = find_culprit(
             stuck,
             views=self._views,
             gone=self._gone(),
-            is_late=age_s > self._limit_s - min(_LATEST_S, self._limit_s / 4),
+            is_late=is_late and has_waited,
             ranks=self._ranks,
             limit_s=self._limit_s,
         )
@@ -178,12 +189,25 @@ class Launches:
             self._fail(kind, f"rank {self._ranks[self._own]}: {stuck.text} {text}")
 
     def waits_for(self) -> str:
-        """Say what the device has not ended, "" if nothing for long."""
+        """Say for what the device, or the host, has waited for long, and for whom; "" if not."""
+        now_s = time.monotonic()
         with self._lock:
             oldest = next((each for each in self._open if not each.has_ended()), None)
-        if oldest is None or time.monotonic() - oldest.began_s < _SLOW_S:
+        if oldest is None or now_s - oldest.began_s < _SLOW_S:
+            return self._host_waits_for()
+        text = f"{oldest.maker.describe()} in group {self._ranks}"
+        names = ", ".join(f"rank {self._ranks[p]}" for p in self._silent if p in oldest.peers)
+        return f"{text}, where no process of {names} answers" if names else text
+
+    def _host_waits_for(self) -> str:
+        state = self._state()
+        frames = None if state is None else state.frames
+        if state is None or frames is None or not frames.late:
             return ""
-        return f"{oldest.maker.describe()} in group {self._ranks}"
+        if state.transport.clock.now_s() - frames.waits_since_s < _SLOW_S:
+            return ""
+        late = ", ".join(f"rank {self._ranks[peer]}" for peer in frames.late)
+        return f"{late} in call {state.last_call} of group {self._ranks} on the host"
 
     def _tell(self, stuck: Stuck | None, *, asks: bool) -> None:
         """Tell the others what is new here, and ask them for the same if this device waits."""

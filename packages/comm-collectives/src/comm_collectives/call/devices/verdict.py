@@ -117,7 +117,7 @@ def _where(view: View) -> str:
     place = f"last in call {view.queued[0]}" if view.queued[0] else "no call on its device yet"
     if view.stuck is not None:
         place += f", its device waits for {view.stuck.text}"
-    return f"{place}, and for {view.elsewhere}" if view.elsewhere else place
+    return f"{place}, and waits for {view.elsewhere}" if view.elsewhere else place
 
 
 def _names(peers: Sequence[int], ranks: Sequence[int]) -> str:

@@ -76,6 +76,8 @@ class Frames:
         self._questions: dict[int, bytes] = {}
         self._open: set[int] = set()  # peers whose payload of this step was not received yet
         self.settled = 0
+        self.late: Sequence[int] = ()  # the peers for which a call waits, or waited last
+        self.waits_since_s = 0.0  # on the group's clock
 
     def offer(
         self, signature: bytes, *, step: int, cargo: Cargo, waiter: Waiter
@@ -132,6 +134,7 @@ class Frames:
         for peer in self._open:
             self._links[peer].drop()
         self._open.clear()
+        self.late = ()
 
     def tell(self, text: bytes, waiter: Waiter) -> dict[int, bytes]:
         """Exchange texts after the heads were found to differ. Collective."""
@@ -239,7 +242,7 @@ class Frames:
         """Move bytes until nothing is missing (and, with `sends_all`, all is sent)."""
         deadline_s = 0.0
         while True:
-            waits = missing()
+            self.late = waits = missing()
             sends = [p for p, link in self._links.items() if link.queue and not link.flush()]
             if not waits and not (sends and sends_all):
                 return
@@ -252,7 +255,7 @@ class Frames:
                 continue
             now_s = self._clock.now_s()
             if not deadline_s:
-                deadline_s = now_s + waiter.limit_s
+                deadline_s, self.waits_since_s = now_s + waiter.limit_s, now_s
             if now_s >= deadline_s:
                 raise waiter.not_all_here(waits or sends, ())
             for peer in self._questions.keys() & waits:
