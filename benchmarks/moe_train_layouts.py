@@ -3,9 +3,12 @@
 Random models of Mixtral, Qwen3-MoE, DeepSeek-V3 (latent attention, shared experts) and GPT-OSS
 (sinks, windows, transposed experts), documents of unequal length with padding, and the balancing
 loss on. Each layout trains for 20 steps; the figure is the largest relative difference of a loss or
-of a gradient norm before clipping to those of one rank.
+of a gradient norm before clipping to those of one rank. Keys that change the numbers are compared
+with one rank under the same key, on DeepSeek-V3: the second figure is the largest difference over
+the limit that the table gives for it.
 
     python benchmarks/moe_train_layouts.py                     # 4 families, 20 layouts each
+    python benchmarks/moe_train_layouts.py --keys              # bf16, capacity, payloads, Muon, ...
     python benchmarks/moe_train_layouts.py --layouts 3 --steps 3 --families mixtral
 """
 
@@ -18,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_train.config import load_config
-from moe_train.jobs import verify_layouts
+from moe_train.jobs import verify_keys, verify_layouts
 
 SIZES: dict[str, Any] = {
     "vocab_size": 320,
@@ -76,7 +79,10 @@ def main() -> None:
     parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=list(FAMILIES))
     parser.add_argument("--layouts", type=int, default=20)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--keys", action="store_true", help="only keys that change the numbers")
     arguments = parser.parse_args()
+    if arguments.keys:
+        return print_keys(arguments.steps)
     worst, fewest = 0.0, arguments.layouts
     for family in arguments.families:
         with tempfile.TemporaryDirectory(prefix="moe-train-layouts-") as folder:
@@ -92,6 +98,21 @@ def main() -> None:
         sys.exit(f"fewer than {arguments.layouts} layouts fit")
     count = len(arguments.families) * fewest
     figure = {"figure": "moe_train_layouts_apart", "value": worst, "unit": "x", "n": count}
+    print(json.dumps({**figure, "low": worst, "high": worst}))
+
+
+def print_keys(steps: int) -> None:
+    with tempfile.TemporaryDirectory(prefix="moe-train-keys-") as folder:
+        config = load_config(write_job(Path(folder), "deepseek_v3"))
+        reports = verify_keys(config, max_ranks=4, steps=steps, limit=1e-6)
+    print("\n".join(report.text for report in reports))
+    ran = [report for report in reports if not report.not_run]
+    worst = max(
+        found / limit
+        for report in ran
+        for found, limit in zip(report.apart, report.limits, strict=True)
+    )
+    figure = {"figure": "moe_train_keys_over_limit", "value": worst, "unit": "x", "n": len(ran)}
     print(json.dumps({**figure, "low": worst, "high": worst}))
 
 

@@ -129,3 +129,52 @@ def test_mistakes_are_refused_before_anything_is_sent() -> None:
             reducer.__enter__()
 
     run_ranks(fn, 1)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_buffers_that_several_backwards_fill_are_reduced_when_said_to_be_complete(
+    dtype: torch.dtype | None,
+) -> None:
+    def fn(rank: int, world_size: int) -> tuple[list[int], dict[str, torch.Tensor]]:
+        held = {name: nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)) for name in "abc"}
+        sums = {p: torch.zeros(3) for p in held.values()}
+        reducer = overlap_gradients(
+            held.values(), op="sum", bucket_bytes=1, gradient_of=sums.__getitem__, dtype=dtype
+        )
+        started = []
+        for _ in range(2):  # a reducer is for every step
+            for buffer in sums.values():
+                buffer.zero_()
+            with reducer:
+                for backward in (1, 2):
+                    for number, buffer in enumerate(sums.values()):
+                        buffer.add_((rank + 1) * (number + 1) * backward / 3)
+                reducer.ready(held["b"])
+                started.append(reducer.num_started)  # c goes first
+                reducer.ready(held["c"])
+                started.append(reducer.num_started)
+            started.append(reducer.num_started)
+            assert all(p.grad is None for p in held.values())
+        return started, {name: sums[p] for name, p in held.items()}
+
+    for started, sums in run_ranks(fn, 2):
+        assert started == [0, 2, 3] * 2
+        for number, found in enumerate(sums.values(), start=1):
+            sent = [torch.full((3,), (rank + 1.0) * number) for rank in (0, 1)]
+            expected = sum(t.to(dtype or torch.float32) for t in sent).float()
+            torch.testing.assert_close(found, expected)
+
+
+def test_what_is_complete_is_only_said_inside_the_block_and_of_gradients_kept_elsewhere() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        weight = nn.Parameter(torch.zeros(2))
+        with pytest.raises(ValueError, match="observed as it comes"):
+            overlap_gradients([weight]).ready(weight)
+        told = overlap_gradients([weight], op="sum", gradient_of=lambda p: torch.ones(2))
+        with pytest.raises(ValueError, match="not reduced outside the block"):
+            told.ready(weight)
+        with pytest.raises(ValueError, match="once a block"), told:
+            told.ready(weight)
+            told.ready(weight)
+
+    run_ranks(fn, 1)

@@ -29,7 +29,9 @@ class Parallel:
     same microbatch, from 0 to `num_data_ranks` - 1. Pipeline transfers have one group per
     direction, so that a transfer forwards never queues behind one backwards. `embedding_group`
     holds all ranks of the first and of the last stage, where these are on two ranks and this is
-    one of them: they may share an embedding.
+    one of them: they may share an embedding. `dense_reduce_group` and `expert_reduce_group` sum
+    gradients: the ranks of `data_group` and `dp_group`, and groups of their own where that runs
+    beside a backward, which makes calls in the others.
     """
 
     mesh: ProcessMesh
@@ -44,6 +46,8 @@ class Parallel:
     ep_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
     data_group: dist.ProcessGroup
+    dense_reduce_group: dist.ProcessGroup
+    expert_reduce_group: dist.ProcessGroup
     forward_group: dist.ProcessGroup | None
     backward_group: dist.ProcessGroup | None
     embedding_group: dist.ProcessGroup | None
@@ -145,6 +149,8 @@ def join(config: ParallelConfig, wanted_device: str) -> Parallel:
         groups = [own_group(ranks, rank, timeout) for ranks in mesh.groups(*axes)]
         return next(filter(None, groups))
 
+    dp_group, data_group = along("dp"), along("dp", "ep")
+    overlaps = config.overlap_grad_reduce
     last = next(r for r in range(config.pp) if config.num_stages - 1 in config.stages_of(r))
     ends = [r for r in range(mesh.size) if mesh.coordinate(r)["pp"] in (0, last)]
     return Parallel(
@@ -158,8 +164,10 @@ def join(config: ParallelConfig, wanted_device: str) -> Parallel:
         num_data_ranks=config.dp * config.ep,
         device=device,
         ep_group=along("ep"),
-        dp_group=along("dp"),
-        data_group=along("dp", "ep"),
+        dp_group=dp_group,
+        data_group=data_group,
+        dense_reduce_group=along("dp", "ep") if overlaps else data_group,
+        expert_reduce_group=along("dp") if overlaps else dp_group,
         forward_group=along("pp") if pipelined else None,
         backward_group=along("pp") if pipelined else None,
         embedding_group=own_group(ends, rank, timeout) if last else None,

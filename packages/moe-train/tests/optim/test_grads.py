@@ -10,7 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_train.optim.grads import GradientStore, ParameterGroup, clip_coefficient, slices_of
+from moe_pipeline.schedules import Action
+from moe_train.optim import grads
+from moe_train.optim.grads import (
+    GradientStore,
+    LastComputations,
+    ParameterGroup,
+    clip_coefficient,
+    slices_of,
+)
 from ranktest import run_ranks
 
 DTYPES = {"weight": torch.float32, "low": torch.bfloat16, "bias": torch.float32}
@@ -82,7 +90,8 @@ def grads_of_ranks(
         store.clear()
         for m in range(MICROBATCHES):
             (dense_loss(dense, rank, m) + expert_loss(mine, number, replica, m)).backward()
-        store.reduce()
+        with store.reducing():
+            pass
         held = {**dense, f"expert {number}": mine}
         reduced = {name: store.of(parameter).clone() for name, parameter in held.items()}
         share = store.norm_squared()
@@ -150,7 +159,8 @@ def test_a_rank_whose_tokens_miss_a_parameter_takes_part_with_zeros(
         store.clear()
         if rank == 1:
             (reached * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
-        store.reduce()
+        with store.reducing():
+            pass
         return store.of(reached).tolist(), store.of(missed).tolist(), store.norm_squared()
 
     for reached, missed, share in run_ranks(run, 3):  # type: ignore[misc]
@@ -167,7 +177,8 @@ def test_a_cleared_store_holds_nothing_of_the_step_before(fp32_accumulation: boo
         store.clear()
         for _ in range(2):
             (factor * weight).sum().backward()
-        store.reduce()
+        with store.reducing():
+            pass
         assert store.of(weight).tolist() == [2 * factor] * 3
 
 
@@ -178,7 +189,8 @@ def test_one_rank_that_is_not_finite_makes_the_norm_of_all_not_finite() -> None:
         store = GradientStore([group], fp32_accumulation=False)
         store.clear()
         (weight * (math.inf if rank == 1 else 1.0)).sum().backward()
-        store.reduce()
+        with store.reducing():
+            pass
         return store.norm_squared()
 
     assert run_ranks(run, 2) == [math.inf, math.inf]
@@ -195,7 +207,8 @@ def test_sums_over_ranks_are_taken_in_the_asked_format_and_stored_in_the_gradien
             parameter.grad = dtype.clone()
             group = ParameterGroup(parameters=[parameter], reduce_group=dist.group.WORLD)
             store = GradientStore([group], fp32_accumulation=False, reduce_dtype=reduced)
-            store.reduce()
+            with store.reducing():
+                pass
             found.append(store.of(parameter))
         return found
 
@@ -212,3 +225,67 @@ def test_slices_hold_every_gradient_once_and_few_at_a_time(sizes: list[int]) -> 
     parts = [sizes[part] for part in slices_of(sizes, 4)]
     assert [size for part in parts for size in part] == sizes
     assert all(sum(part[:-1]) < 4 for part in parts)
+
+
+# What a rank with two stages does, of which the second also uses the first one's embedding.
+ROWS = {
+    "backwards": ("0F0", "1F0", "1B0", "0F1", "0B0", "1F1", "1B1", "0B1"),
+    "weights last": ("0F0", "1F0", "0F1", "1F1", "1I0", "0I0", "1I1", "0I1", "0W1", "1W0", "1W1"),
+}
+
+
+@pytest.mark.parametrize("fp32_accumulation", [False, True])
+@pytest.mark.parametrize("row", ROWS)
+def test_gradients_leave_when_the_last_computation_of_their_stages_has_made_them(
+    monkeypatch: pytest.MonkeyPatch, row: str, fp32_accumulation: bool
+) -> None:
+    monkeypatch.setattr(grads, "_BUCKET_BYTES", 1)
+    actions = [Action.parse(text) for text in ROWS[row]]
+
+    def run(rank: int, _: int) -> object:
+        names = ("shared", "of 0", "norm of 0", "of 1", "never")
+        held = {name: nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)) for name in names}
+        stages = {"shared": {0, 1}, "of 1": {1}, "never": {1}}
+        store = GradientStore(
+            [ParameterGroup(parameters=list(held.values()), reduce_group=dist.group.WORLD)],
+            fp32_accumulation=fp32_accumulation,
+            overlap=LastComputations(
+                row=actions,
+                stages_of={p: frozenset(stages.get(name, {0})) for name, p in held.items()},
+            ),
+        )
+        # By kind and stage what gets a gradient; norms get theirs with those of the inputs.
+        made = {
+            "B1": ("of 1", "shared"),
+            "B0": ("of 0", "norm of 0", "shared"),
+            "I1": ("shared",),
+            "I0": ("norm of 0",),
+            "W1": ("of 1",),
+            "W0": ("of 0", "shared"),
+        }
+        found = []
+        for _ in range(2):
+            store.clear()
+            started, numbers = [], dict.fromkeys(names, 0)
+            with store.reducing() as around:
+                assert around is not None
+                for action in actions:
+                    with around(action):
+                        for name in made.get(f"{action.kind}{action.stage}", ()):
+                            (held[name] * (rank + 1)).sum().backward()
+                            numbers[name] += 1
+                            started.append(store.num_overlapped)
+                    started.append(store.num_overlapped)
+            assert {n: store.of(p).tolist() for n, p in held.items()} == {
+                name: [3.0 * count] * 2 for name, count in numbers.items()
+            }
+            found.append(started)
+        return found
+
+    # Buckets leave in one order: never, of 1, norm of 0, of 0, shared.
+    wanted = {
+        "backwards": [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 4, 5, 5],
+        "weights last": [0] * 11 + [0, 0, 0] + [0, 0, 0, 0] + [5],
+    }[row]
+    for first, second in run_ranks(run, 2):
+        assert first == second == wanted

@@ -172,14 +172,18 @@ def test_steps_of_every_layout_are_those_of_plain_torch(
 
 # Several stages on a rank, or layers that do not divide; all of four layers and four microbatches.
 PIPELINES = {
-    "interleaved_1f1b": ("parallel.pp=2", "parallel.dp=2"),
-    "interleaved_zero_bubble": ("parallel.pp=2", "parallel.ep=2"),
+    "interleaved_1f1b": ("parallel.pp=2", "parallel.dp=2", "parallel.overlap_grad_reduce=true"),
+    "interleaved_zero_bubble": (
+        "parallel.pp=2",
+        "parallel.ep=2",
+        "train.gradient_accumulation_fusion=true",
+    ),
     "interleaved_forward_then_backward": ("parallel.pp=2", "parallel.layer_split=cost"),
     "looped_bfs": ("parallel.pp=1", "parallel.stages_per_rank=4"),
-    "zbv": ("parallel.pp=2", "parallel.ep=2", "train.gradient_accumulation_fusion=true"),
+    "zbv": ("parallel.pp=2", "parallel.ep=2", "parallel.overlap_grad_reduce=true"),
     "v_half": ("parallel.pp=2", "train.recompute=layers"),
     "v_min": ("parallel.pp=2",),
-    "dualpipe_v": ("parallel.pp=2", "parallel.dp=2"),
+    "dualpipe_v": ("parallel.pp=2", "parallel.dp=2", "parallel.overlap_grad_reduce=true"),
     "auto": ("parallel.pp=2", "parallel.ep=2", "parallel.memory_limit_mib=4"),
     "1f1b": ("parallel.pp=3", "parallel.layer_split=cost"),
 }

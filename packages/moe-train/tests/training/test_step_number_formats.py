@@ -70,14 +70,17 @@ def test_gradients_are_summed_over_ranks_in_the_asked_format(
 ) -> None:
     low = "train.grad_reduce_dtype=bfloat16"
     (((exact, _), (low_exact, _)),) = on_ranks(configure(), configure(*MASTERS))
-    (first, as_asked, narrow, masters), *_ = on_ranks(
+    beside = "parallel.overlap_grad_reduce=true"
+    (first, as_asked, narrow, masters, overlapped), *_ = on_ranks(
         configure("parallel.dp=2"),
         configure("parallel.dp=2", "train.grad_reduce_dtype=float32"),
         configure("parallel.dp=2", low),
         configure("parallel.dp=2", *MASTERS, low),
+        configure("parallel.dp=2", *MASTERS, low, beside),
     )
     assert as_asked[0] == first[0], "float32 is what float32 gradients are summed in anyway"
     assert first[0] == pytest.approx(exact, rel=1e-5)
     assert narrow[0] != first[0]
     assert narrow[0] == pytest.approx(exact, rel=0.01)
     assert masters[0] == pytest.approx(low_exact, rel=0.02)
+    assert overlapped[0] == masters[0], "beside the backward the same sums are taken"

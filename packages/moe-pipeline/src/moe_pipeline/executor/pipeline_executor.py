@@ -18,7 +18,7 @@ saves its inputs and so keeps them until the backward.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import torch
@@ -114,6 +114,7 @@ class PipelineExecutor:
         *,
         track: MemoryTrack | None = None,
         times: TimeTrack | None = None,
+        around: Callable[[Action], AbstractContextManager[object]] | None = None,
     ) -> list[Tensor | None]:
         """Run all microbatches; gradients add up in the parameters' `.grad`.
 
@@ -127,6 +128,8 @@ class PipelineExecutor:
                 is None.
             track: records the activation bytes of this step.
             times: records when each computation of this step runs.
+            around: makes a context that each computation of this step runs in. What it raises is an
+                error of that computation.
 
         Returns:
             For each microbatch the sum of the losses that this rank's stages returned, detached,
@@ -145,7 +148,7 @@ class PipelineExecutor:
                 "new process groups and a new executor"
             )
         self._edges.begin()
-        step = _Step({}, track, times)
+        step = _Step({}, track, times, around)
         self._guard(lambda: self._fill(step, inputs, targets), self._keys[0], "the inputs")
         at = dict.fromkeys(self._plan.rows, 0)
         moved = True
@@ -211,9 +214,14 @@ class PipelineExecutor:
             self._guard(lambda: self._take(state, awaited), key, awaited)
         timed = step.times if action.kind in COMPUTE else None
         with nullcontext() if timed is None else timed.around(action):
-            self._guard(lambda: self._do[action.kind](step, state, action), key, action)
+            self._guard(lambda: self._run(step, state, action), key, action)
         if step.track is not None:
             step.track.after(action)
+
+    def _run(self, step: "_Step", state: MicrobatchState, action: Action) -> None:
+        inside = step.around if action.kind in COMPUTE else None
+        with nullcontext() if inside is None else inside(action):
+            self._do[action.kind](step, state, action)
 
     def _guard(self, do: Callable[[], None], key: MicrobatchKey, what: object) -> None:
         """Do it; if that fails, tell all ranks before raising here."""
@@ -332,16 +340,17 @@ class PipelineExecutor:
 
 @final
 class _Step:
-    """The states of a step, and what records its memory and times."""
+    """The states of a step, what records its memory and times, and what it runs in."""
 
     def __init__(
         self,
         states: dict[MicrobatchKey, MicrobatchState],
         track: MemoryTrack | None,
         times: TimeTrack | None,
+        around: Callable[[Action], AbstractContextManager[object]] | None,
     ) -> None:
         self.states = states
-        self.track, self.times = track, times
+        self.track, self.times, self.around = track, times, around
         self._first_store: WeightGradStore | None = None
 
     def new_store(self, accumulation: InPlaceAccumulation | None) -> WeightGradStore:

@@ -18,6 +18,12 @@ def _add(parser: argparse.ArgumentParser) -> None:
         default=1e-6,
         help="relative difference of losses and gradient norms that is still the same (1e-6)",
     )
+    parser.add_argument(
+        "--keys",
+        action="store_true",
+        help="instead: keys that change the numbers, such as bfloat16, capacity or fp8 payloads, "
+        "each in unlike layouts against one rank under the same key",
+    )
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -26,8 +32,14 @@ def _verify(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) < 1:
             raise TrainValueError(f"--{name} {getattr(arguments, name)}: expected 1 or more")
     config = load_config(arguments.config, arguments.overrides)
-    from moe_train.jobs import verify_layouts
+    from moe_train.jobs import verify_keys, verify_layouts
 
+    if arguments.keys:
+        reports = verify_keys(
+            config, max_ranks=arguments.ranks, steps=arguments.steps, limit=arguments.limit
+        )
+        print("\n".join(report.text for report in reports))
+        return 0 if all(report.holds for report in reports) else 1
     report = verify_layouts(
         config,
         max_ranks=arguments.ranks,

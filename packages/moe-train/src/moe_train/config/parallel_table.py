@@ -83,6 +83,12 @@ class ParallelConfig(Table):
         above=0,
         on_resume="free",
     )
+    overlap_grad_reduce: bool = key(
+        "sum gradients over ranks while the backward of the step's last microbatch still makes "
+        "others; takes a copy of the gradients and groups of ranks of its own",
+        default=False,
+        on_resume="free",
+    )
     timeout_s: float = key(
         "longest wait of a rank for another one before the job fails",
         unit="seconds",

@@ -61,6 +61,11 @@ class Config:
                 "train.stochastic_rounding=true is for AdamW, and muon updates some parameters; "
                 "use train.master_weights=true, or AdamW alone"
             )
+        if self.parallel.overlap_grad_reduce and self.train.gradient_accumulation_fusion:
+            raise TrainValueError(
+                "train.gradient_accumulation_fusion=true adds gradients where nobody sees them "
+                "come, which parallel.overlap_grad_reduce=true waits for; take one of them out"
+            )
         if self.parallel.relayout and self.checkpoint.node_folder is not None:
             raise TrainValueError(
                 "the layout cannot change with checkpoint.node_folder, which keeps the state in "

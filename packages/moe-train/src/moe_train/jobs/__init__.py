@@ -13,4 +13,5 @@ from moe_train.jobs.relayout import request_relayout as request_relayout
 from moe_train.jobs.run_folder import run_folder as run_folder
 from moe_train.jobs.samples import audit_samples as audit_samples
 from moe_train.jobs.samples import write_samples as write_samples
+from moe_train.jobs.verify_keys import verify_keys as verify_keys
 from moe_train.jobs.verify_layouts import verify_layouts as verify_layouts

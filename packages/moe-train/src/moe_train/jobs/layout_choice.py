@@ -28,11 +28,14 @@ _SCHEDULE, _SPLIT = "parallel.schedule", "parallel.layer_split"
 _VALUES: dict[str, tuple[Any, ...]] = {
     _SCHEDULE: get_args(get_type_hints(ParallelConfig)["schedule"]),
     _SPLIT: ("equal", "cost"),
+    "parallel.overlap_grad_reduce": (False, True),
     "train.recompute": (None, "layers", "selective", "outputs"),
+    "train.gradient_accumulation_fusion": (False, True),
+    "train.loss_chunk_tokens": (None, 24),
     "moe.dispatch_route": ("flat", "dedup", "hierarchical"),
     "moe.dispatch_chunks": (1, 2),
     "moe.shared_expert_overlap": (False, True),
-    "model.experts_implementation": ("auto", "loop"),
+    "model.experts_implementation": ("auto", "loop", "grouped_mm", "fused"),
 }
 """What is tried of each key, the default first; a job's own value is tried before all others."""
 

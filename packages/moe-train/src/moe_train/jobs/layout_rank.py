@@ -1,44 +1,64 @@
-"""The module that `moe-train verify-layouts` runs on each rank: the first steps of a job.
+"""The module that `moe-train verify-layouts` runs on each rank: the first steps of several jobs.
 
-run(["job.toml", "figures.json", "20"], context)
+run(["jobs.json", "20"], context)       # jobs.json: [["job.toml", "figures.json"], ...]
 """
 
 import json
 import os
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from moe_train.cache import write_atomic
-from moe_train.config import load_config
+from moe_train.config import Config, load_config
 from moe_train.init_source import readable_weights
-from moe_train.parallel import start
+from moe_train.parallel import Parallel, start
 from moe_train.rank import RankContext, num_cores
 from moe_train.training import TrainingLoop, build_training
 
 
 def run(argv: list[str], context: RankContext) -> None:
-    """Train for some steps; rank 0 writes their figures. Collective over all ranks.
+    """Train each job for some steps; rank 0 writes their figures. Collective over all ranks.
 
     Args:
-        argv: the path of a config, where the figures go, and how many steps.
+        argv: the path of a list of configs, each with the path where its figures go, and how many
+            steps. All have as many ranks.
         context: told the finished steps; a request to stop is ignored, since they are short.
     """
-    config_file, figures, steps = argv
-    config = load_config(Path(config_file))
+    listed, steps = argv
     torch.set_num_threads(max(1, num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    training = build_training(config, start(config))
+    for job, figures in json.loads(Path(listed).read_bytes()):
+        config = load_config(Path(job))
+        parallel = start(config)
+        found = _first_steps(config, parallel, int(steps), context)
+        dist.barrier()
+        if parallel.rank == 0:
+            write_atomic(Path(figures), json.dumps(found))
+        _end_groups(parallel)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _first_steps(
+    config: Config, parallel: Parallel, steps: int, context: RankContext
+) -> dict[str, list[float]]:
+    training = build_training(config, parallel)
     if config.model.init_from is not None:
         source = Path(config.model.init_from)
         training.checkpointer.load_weights(readable_weights(source, config.data.cache_dir))
     loop = TrainingLoop.begin(config, training, None)
     losses, norms = [], []
-    for result in loop.first_steps(int(steps)):
+    for result in loop.first_steps(steps):
         context.step = loop.position.step
         losses.append(result.loss)
         norms.append(result.grad_norm)
-    if training.parallel.rank == 0:
-        write_atomic(Path(figures), json.dumps({"loss": losses, "norm": norms}))
-    dist.barrier()
-    dist.destroy_process_group()
+    return {"loss": losses, "norm": norms}
+
+
+def _end_groups(parallel: Parallel) -> None:
+    """End the groups that one layout has made; those of the next one are new."""
+    values = (getattr(parallel, field.name) for field in fields(parallel))
+    for group in {value for value in values if isinstance(value, dist.ProcessGroup)}:
+        dist.destroy_process_group(group)

@@ -22,6 +22,7 @@ from moe_train.errors import MoeTrainError, TrainValueError, check_type
 from moe_train.jobs.job import check_model, check_tokenizer
 from moe_train.jobs.layout_choice import JobLayout, choose_layouts
 from moe_train.launch import run_local
+from moe_train.model import DecoderConfig
 from moe_train.training import read_model_config
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,24 @@ def verify_layouts(
         ValueError: fewer than two layouts fit the job, or the job itself does not.
         MoeTrainError: a rank failed, or the runs were stopped.
     """
+    config, model = checked_job(config, steps)
+    layouts = choose_layouts(config, model, max_ranks=max_ranks, count=count)
+    if len(layouts) < 2:
+        raise TrainValueError(
+            f"{len(layouts)} layouts of at most {max_ranks} ranks fit this job, two are needed; "
+            "raise --ranks, or choose a train.global_batch_size with more divisors"
+        )
+    return LayoutReport(
+        runs=run_layouts([(layout, config) for layout in layouts], steps), limit=limit
+    )
+
+
+def checked_job(config: Config, steps: int) -> tuple[Config, DecoderConfig]:
+    """The job in float32, and its decoder; what needs preparing is prepared.
+
+    Raises:
+        ValueError: the job does not fit.
+    """
     check_type("config", config, Config)
     if config.train.dtype != "float32":
         logger.info("train.dtype=%s: compared in float32 instead", config.train.dtype)
@@ -96,28 +115,44 @@ def verify_layouts(
     model = read_model_config(config)
     check_model(config, model)
     check_tokenizer(config, model, prepare(config).tokenizer)
-    layouts = choose_layouts(config, model, max_ranks=max_ranks, count=count)
-    if len(layouts) < 2:
-        raise TrainValueError(
-            f"{len(layouts)} layouts of at most {max_ranks} ranks fit this job, two are needed; "
-            "raise --ranks, or choose a train.global_batch_size with more divisors"
-        )
-    runs = []
-    with tempfile.TemporaryDirectory(prefix="moe-train-layouts-") as folder:
-        for number, layout in enumerate(layouts, start=1):
-            logger.info("layout %d of %d: %s", number, len(layouts), layout)
-            runs.append(_run(layout, layout.applied(config), Path(folder), steps))
-    return LayoutReport(runs=tuple(runs), limit=limit)
+    return config, model
 
 
-def _run(layout: JobLayout, config: Config, folder: Path, steps: int) -> LayoutRun:
-    toml, figures = folder / "job.toml", folder / "figures.json"
-    toml.write_text(dump_toml(config), encoding="utf-8")
-    argv = [str(toml), str(figures), str(steps)]
-    if run_local(config.world_size, "moe_train.jobs.layout_rank", argv) is not None:
+def run_layouts(jobs: Sequence[tuple[JobLayout, Config]], steps: int) -> tuple[LayoutRun, ...]:
+    """Run the first steps of each job under its layout; those with as many ranks in one launch.
+
+    Raises:
+        MoeTrainError: a rank failed, or the runs were stopped.
+    """
+    sizes = sorted({layout.world_size for layout, _ in jobs})
+    with tempfile.TemporaryDirectory(prefix="moe-train-layouts-") as name:
+        folder = Path(name)
+        for number, (layout, config) in enumerate(jobs):
+            text = dump_toml(layout.applied(config))
+            (folder / f"{number}.toml").write_text(text, encoding="utf-8")
+        for size in sizes:
+            _launch(folder, size, jobs, steps)
+        found = [json.loads((folder / f"{n}.json").read_bytes()) for n in range(len(jobs))]
+    return tuple(
+        LayoutRun(layout=layout, losses=tuple(values["loss"]), norms=tuple(values["norm"]))
+        for (layout, _), values in zip(jobs, found, strict=True)
+    )
+
+
+def _launch(folder: Path, size: int, jobs: Sequence[tuple[JobLayout, Config]], steps: int) -> None:
+    numbers = [n for n, (layout, _) in enumerate(jobs) if layout.world_size == size]
+    logger.info("%d of %d layouts have %d ranks", len(numbers), len(jobs), size)
+    listed = [(str(folder / f"{n}.toml"), str(folder / f"{n}.json")) for n in numbers]
+    (folder / "jobs.json").write_text(json.dumps(listed), encoding="utf-8")
+    argv = [str(folder / "jobs.json"), str(steps)]
+    try:
+        stopped = run_local(size, "moe_train.jobs.layout_rank", argv)
+    except MoeTrainError:
+        left = [n for n in numbers if not (folder / f"{n}.json").exists()]
+        logger.error("failed under the layout %s", jobs[left[0]][0] if left else "that came last")
+        raise
+    if stopped is not None:
         raise MoeTrainError("stopped before every layout had run")
-    values = json.loads(figures.read_bytes())
-    return LayoutRun(layout=layout, losses=tuple(values["loss"]), norms=tuple(values["norm"]))
 
 
 def _apart(values: Sequence[float], others: Sequence[float]) -> float:

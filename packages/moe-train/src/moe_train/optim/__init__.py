@@ -4,6 +4,7 @@ May import: config, model, errors; comm_collectives, moe_pipeline.
 """
 
 from moe_train.optim.grads import GradientStore as GradientStore
+from moe_train.optim.grads import LastComputations as LastComputations
 from moe_train.optim.grads import ParameterGroup as ParameterGroup
 from moe_train.optim.grads import clip_coefficient as clip_coefficient
 from moe_train.optim.lr_schedule import LrSchedule as LrSchedule

@@ -5,13 +5,14 @@ dense parameters over dp x ep, experts over dp, an embedding that two stages hol
 loss is already divided by the tokens of the whole batch, so sums are all that is needed.
 
     store = GradientStore(groups, fp32_accumulation=False)
-    ...backward...
-    store.reduce()
+    with store.reducing() as around:
+        executor.step(inputs, targets, around=around)
     square = store.norm_squared()        # this rank's share; the sum over all ranks is the norm^2
     store.scale(coefficient)
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 
 from comm_collectives import reduce_in_buckets
 from moe_pipeline.executor import TiedParameters
+from moe_pipeline.schedules import Action
+from moe_train.optim.grad_overlap import OverlappedReduction
 
 _BUCKET_BYTES = 64 * 2**20
 
@@ -43,6 +46,24 @@ class ParameterGroup:
         """How many ranks hold each of the parameters."""
         return 1 if self.reduce_group is None else self.reduce_group.size()
 
+    @property
+    def is_overlapped(self) -> bool:
+        """Whether the gradients can be summed beside the backward, if that is asked for."""
+        return self.num_holders > 1 and self.tied is None and bool(self.parameters)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastComputations:
+    """What says when the gradients of a step are complete, for sums beside the backward.
+
+    Args:
+        row: what this rank does in a step.
+        stages_of: the stages of this rank that use a parameter.
+    """
+
+    row: Sequence[Action]
+    stages_of: Mapping[nn.Parameter, frozenset[int]]
+
 
 class GradientStore:
     """The gradients of this rank's parameters, in fp32 when `fp32_accumulation` is set.
@@ -54,6 +75,8 @@ class GradientStore:
         groups: every parameter once.
         fp32_accumulation: see above.
         reduce_dtype: in which sums over ranks are taken and travel; None: that of the gradients.
+        overlap: sum while the last backwards of a step run, in groups that they do not use; tied
+            parameters are summed afterwards.
     """
 
     def __init__(
@@ -62,18 +85,44 @@ class GradientStore:
         *,
         fp32_accumulation: bool,
         reduce_dtype: torch.dtype | None = None,
+        overlap: LastComputations | None = None,
     ) -> None:
         self._groups, self._reduce_dtype = groups, reduce_dtype
         self._parameters = [p for group in groups for p in group.parameters]
         self._buffers: dict[nn.Parameter, Tensor] = {}
         for parameter in self._parameters if fp32_accumulation else ():
             self._buffers[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
-            parameter.register_post_accumulate_grad_hook(self._accumulate)
+        self._beside = None if overlap is None else self._overlapped(overlap)
+        for parameter in self._parameters if fp32_accumulation or self._beside else ():
+            parameter.register_post_accumulate_grad_hook(self._arrived)
 
-    def _accumulate(self, parameter: Tensor) -> None:
-        if parameter.grad is not None and isinstance(parameter, nn.Parameter):
+    def _overlapped(self, overlap: LastComputations) -> OverlappedReduction | None:
+        chosen = [
+            (group.parameters, group.reduce_group)
+            for group in self._groups
+            if group.reduce_group is not None and group.is_overlapped
+        ]
+        if not chosen:
+            return None
+        beside = OverlappedReduction(
+            chosen,
+            of=self.of,
+            stages_of=overlap.stages_of,
+            row=overlap.row,
+            dtype=self._reduce_dtype,
+            bucket_bytes=_BUCKET_BYTES,
+        )
+        self.clear()  # of zeros that said in which dtype gradients travel
+        return beside
+
+    def _arrived(self, parameter: Tensor) -> None:
+        if parameter.grad is None or not isinstance(parameter, nn.Parameter):
+            return
+        if parameter in self._buffers:
             self._buffers[parameter].add_(parameter.grad)
             parameter.grad = None
+        if self._beside is not None:
+            self._beside.arrived(parameter)
 
     def of(self, parameter: nn.Parameter) -> Tensor:
         """The gradient of `parameter`; zeros when no microbatch reached it."""
@@ -91,10 +140,26 @@ class GradientStore:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def reduce(self) -> None:
-        """Sum every gradient over its group's ranks. Collective over each group."""
+    @property
+    def num_overlapped(self) -> int:
+        """Buckets of the last step that left while it computed, or at its end; 0: none do."""
+        return 0 if self._beside is None else self._beside.num_started
+
+    @contextmanager
+    def reducing(
+        self,
+    ) -> Iterator[Callable[[Action], AbstractContextManager[object]] | None]:
+        """Around the computations of a step: sum every gradient over its group's ranks.
+
+        Collective over each group. Gives what each computation is to run in, or None.
+        """
+        if self._beside is None:
+            yield None
+        else:
+            with self._beside as beside:
+                yield beside.around
         for group in self._groups:
-            if group.num_holders == 1:
+            if group.num_holders == 1 or (self._beside is not None and group.is_overlapped):
                 continue
             gradients = [self.of(parameter) for parameter in group.parameters]
             if self._reduce_dtype is None:

@@ -38,6 +38,7 @@ from moe_train.model import (
 )
 from moe_train.optim import (
     GradientStore,
+    LastComputations,
     Optimizer,
     ParameterGroup,
     StochasticRounding,
@@ -237,6 +238,9 @@ def build_runner(
         gradients=_gradients(
             config,
             parameter_groups(parameters, parallel, has_copy=has_copy),
+            LastComputations(
+                row=schedule.ranks[parallel.stage], stages_of=stages.numbers_of_parameters()
+            ),
         ),
         optimizer=optimizer,
         max_grad_norm=config.optimizer.max_grad_norm,
@@ -282,13 +286,16 @@ def _rounding(
     return StochasticRounding(seed=config.train.seed, first_rows=first)
 
 
-def _gradients(config: Config, groups: list[ParameterGroup]) -> GradientStore:
+def _gradients(
+    config: Config, groups: list[ParameterGroup], last: LastComputations
+) -> GradientStore:
     train = config.train
     asked = train.grad_reduce_dtype
     return GradientStore(
         groups,
         fp32_accumulation=train.master_weights and train.dtype != "float32",
         reduce_dtype=None if asked is None else getattr(torch, asked),
+        overlap=last if config.parallel.overlap_grad_reduce else None,
     )
 
 
@@ -322,8 +329,8 @@ def parameter_groups(
     experts = [p for name, p in parameters.items() if is_expert(name)]
     dense = [p for name, p in parameters.items() if name not in names and not is_expert(name)]
     groups = [
-        ParameterGroup(parameters=dense, reduce_group=parallel.data_group),
-        ParameterGroup(parameters=experts, reduce_group=parallel.dp_group),
+        ParameterGroup(parameters=dense, reduce_group=parallel.dense_reduce_group),
+        ParameterGroup(parameters=experts, reduce_group=parallel.expert_reduce_group),
     ]
     if ends is not None and copied:
         tied = TiedParameters(copied, group=ends)

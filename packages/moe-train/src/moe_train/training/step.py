@@ -140,8 +140,9 @@ class StepRunner:
         if self.parallel.is_last:
             labels = [batch.labels.to(self.parallel.device) for batch in batches]
             scale = token_scale(labels, group=self.parallel.data_group)
-        self.executor.step(*self._pipeline_arguments(batches, scale), times=times)
-        self.gradients.reduce()
+        arguments = self._pipeline_arguments(batches, scale)
+        with self.gradients.reducing() as around:
+            self.executor.step(*arguments, times=times, around=around)
         read = read or SamplesRead(num_predicted=count_predictions(batches))
         result = self._share(read, self.gradients.norm_squared(), asked)
         if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
