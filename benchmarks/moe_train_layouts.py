@@ -27,7 +27,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 32,
     "intermediate_size": 24,
-    "moe_intermediate_size": 12,
+    "moe_intermediate_size": 16,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,

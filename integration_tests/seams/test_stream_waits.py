@@ -20,7 +20,7 @@ import torch.distributed as dist
 import comm_collectives as cc
 import devicetest
 from comm_collectives.call import devices
-from comm_collectives.moe import OverlappedMoe
+from comm_collectives.moe import MoeOptions, OverlappedMoe
 from devicetest import DeviceTensor, Machine, fake_cuda
 from devicetest.machine import Stream
 from moe_pipeline.executor import StageOutput
@@ -92,11 +92,11 @@ def gradients() -> None:
         parameter.grad.add_(1)
 
 
-def chunks() -> None:
+def chunks(options: MoeOptions | None = None) -> None:
     x = torch.ones(8, 4, device="cuda", requires_grad=True)
     idx = torch.tensor([[0, 3], [1, 2]] * 4, device="cuda")
     weights = torch.full((8, 2), 0.5, device="cuda")
-    overlapped = OverlappedMoe(num_experts=4)
+    overlapped = OverlappedMoe(num_experts=4, options=options or MoeOptions())
     overlapped(x, idx, weights, lambda sent: sent.x * 2).sum().backward()
 
 
@@ -137,6 +137,7 @@ PROGRAMS: tuple[Program, ...] = (
     dropped,
     gradients,
     chunks,
+    lambda: chunks(MoeOptions(route="dedup")),
     lambda: pipeline("1f1b"),
     lambda: pipeline("zbv"),
 )

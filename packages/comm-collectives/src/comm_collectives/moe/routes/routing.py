@@ -16,7 +16,7 @@ them, W ranks, P peers, X items of the sender, U rows sent, V rows received.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar, final
 
 import torch
@@ -306,6 +306,18 @@ class Hop:
             self._sums = source.bags(), shared
         return self._sums
 
+    def kept(self) -> Iterator[torch.Tensor | None]:
+        """The indexes that later movements use."""
+        yield self._row_N
+        if self.source is not None:
+            yield from (self.source.item_U, self.source.row_N)
+        if self.arriving is not None:
+            yield from (self.arriving.placing.local_N, self.arriving.placing.padding)
+        for bags in self._sums or ():
+            yield from () if bags is None else (bags.slots, bags.offsets)
+        for planned in self._messages.values():
+            yield from planned[1:]
+
     def _by_rank(self, messages: Messages) -> list[int]:
         rows_W = [0] * self._state.size
         for peer, number in zip(self._peers, messages.rows_P, strict=True):
@@ -335,6 +347,7 @@ class HopRouting(Routing):
         x_RD = x_RD if form.codec is None else form.decode(x_RD)
         if placing.padding is not None:
             x_RD.index_fill_(0, placing.padding, 0)
+        self._keep(x_RD.device)
         return (x_RD, *carried[1:])
 
     def to_tokens(self, sent: Carried, leg: Leg) -> Carried:
@@ -344,7 +357,22 @@ class HopRouting(Routing):
         with self._state.scratch.lease(rows.device) as lease:
             for i, hop in enumerate(reversed(self._hops)):
                 carried = hop.back(carried, leg, form, lease, is_summed=i > 0)
+        self._keep(rows.device)
         return (carried[0], *map(self._choices.unsorted_weights, carried[1:]))
+
+    def _keep(self, device: torch.device) -> None:
+        """Have the memory of indexes last until this stream has used them.
+
+        An asynchronous dispatch makes them on the group's stream, its backward uses them on another
+        one, and neither stream knows when the other one ends.
+        """
+        if device.type == "cpu":
+            return
+        stream = torch.accelerator.current_stream()
+        for hop in self._hops:
+            for index in hop.kept():
+                if index is not None:
+                    index.record_stream(stream)
 
 
 def known(value: _T | None) -> _T:

@@ -43,13 +43,12 @@ def plan_source(item_N: torch.Tensor, num_items: int, choices_P: Sequence[int]) 
     rows_P, wanted = wanted_PX.sum(1).tolist(), wanted_PX.view(-1)
     running_N = (wanted.cumsum(0) - 1).index_select(0, key_N)
     item_U = wanted.nonzero().view(-1).remainder(max(1, num_items))
-    running_U = torch.arange(item_U.numel(), device=item_N.device)
     first_N = repeat_each([starts(rows_P)], choices_P, item_N.device)[0]
     return Source(
         rows_P=rows_P,
         item_U=item_U,
         row_N=(running_N - first_N).to(torch.int32),
-        bags=lambda: bags_of(item_U, running_U, num_items),
+        bags=lambda: bags_of(item_U, torch.arange(len(item_U), device=item_U.device), num_items),
     )
 
 
