@@ -35,7 +35,8 @@ LINES_ADDED = {
     # Who holds up a device (NCCL): what hosts tell each other of it, verdicts, aborts; CUDA graphs.
     # Frames that peers send alike are read once; frames in the simulator break between two bytes.
     # What the hosts of silent devices wait for, and who does not answer, in the others' errors.
-    "comm-collectives": 1_100 - 2_000 + 250 + 320 + 210 + 700 + 90 + 25,
+    # Gradients summed elsewhere, reduced beside the backward; indexes kept for other streams.
+    "comm-collectives": 1_100 - 2_000 + 250 + 320 + 210 + 700 + 90 + 25 + 80,
     # Data people have (readers, chat, mixtures, packing, ledger), tokenizers of checkpoints, fine-
     # tuning, evaluation, generation and chat on several ranks, and what may change on resume.
     # States on the nodes between checkpoints; checkpoints of a run in a store.
@@ -49,7 +50,8 @@ LINES_ADDED = {
     # Uneven experts: as keys, by the rows that experts have got, in what a checkpoint says.
     # Whose failure was the job's first, and which ranks give no sign of life.
     # Saves beside training, and the average, over changes of the layout.
-    "moe-train": 10_700 + 230 + 150 + 300 + 380 + 460 + 455 + 600 + 200 + 610 + 200 + 480 + 180,
+    # Sums beside the backward; keys that change numbers, compared; DeepEP as a key.
+    "moe-train": 14_085 + 200 + 480 + 180 + 620,
     # Recording of CuPy, torch and whole scripts, torch's snapshots read and written, memory that is
     # bound to streams block by block; the recorder came from moe-train. Explain, tune, compare,
     # plot and info, as functions and commands; settings in files. Reuse that waits for events.
@@ -82,8 +84,8 @@ LINES_ADDED = {
     # What two ranks send each other as one batch; when computations of a run were, beside the
     # simulator's times, and how long stages take.
     # Ranks with uneven numbers of experts.
-    # What the host finds is told before the limit of a device.
-    "moe-pipeline": 150 + 600 + 230 + 120 + 170 + 300 + 110 + 20,
+    # What the host finds is told before the limit of a device. What a computation runs in.
+    "moe-pipeline": 150 + 600 + 230 + 120 + 170 + 300 + 110 + 20 + 20,
     # A load has one identity, alone and over ranks; errors of the file system are named; files that
     # others put into a checkpoint are kept. Structures of nested states and types of values, names
     # across wrappers, tensors made of others, and no optimizer's state that is lost. Stores of

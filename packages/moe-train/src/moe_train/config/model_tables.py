@@ -111,6 +111,12 @@ class MoeTable(Table):
         default="flat",
         on_resume="free",
     )
+    dispatch_backend: Literal["torch", "deepep"] = key(
+        "what moves rows between ep ranks: torch's process groups, or DeepEP's kernels, which have "
+        'a route of their own (package deep_ep; CUDA, train.dtype="bfloat16")',
+        default="torch",
+        on_resume="free",
+    )
     dispatch_ranks_per_node: int | None = key(
         'consecutive ep ranks that make a node of dispatch_route="hierarchical"; absent: those of '
         "one machine",
@@ -165,6 +171,14 @@ class MoeTable(Table):
             raise TrainValueError(
                 f"moe.dispatch_ranks_per_node={self.dispatch_ranks_per_node} is for "
                 f'moe.dispatch_route="hierarchical", not "{self.dispatch_route}"; leave it out'
+            )
+        if self.dispatch_backend == "deepep" and (
+            self.dispatch_route != "flat" or self.dispatch_payload != "full"
+        ):
+            raise TrainValueError(
+                'moe.dispatch_backend="deepep" de-duplicates by itself and moves rows as they are, '
+                f'not moe.dispatch_route="{self.dispatch_route}" with moe.dispatch_payload='
+                f'"{self.dispatch_payload}"; leave these out'
             )
         if self.dispatch_quantize_backward and self.dispatch_payload == "full":
             raise TrainValueError(

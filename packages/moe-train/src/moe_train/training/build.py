@@ -5,7 +5,7 @@ gradients, moe-pipeline drives the stage, unified-ckpt and weight-convert (throu
 and write it. gpu-alloc replays what this allocates, in `plan`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -51,6 +51,7 @@ from moe_train.training.experts import (
     ExpertLoads,
     aux_loss_coef,
     check_balancing,
+    check_products,
     dispatch_options,
     expert_parts,
 )
@@ -119,6 +120,7 @@ def _check_one_layout(config: Config, model: DecoderConfig) -> None:
     config.check_batch()
     check_balancing(config, model, unmeasured_schedule(config))
     dispatch_options(config, model)
+    check_products(config, model)
     StageOptions.check_kept(config.train.recompute_keep)
 
 
@@ -138,10 +140,19 @@ def rules_of_job(config: Config, model: DecoderConfig) -> dict[str, UpdateRule]:
 def build_stages(config: Config, model: DecoderConfig, parallel: Parallel) -> RankStages:
     """This rank's part of the decoder; what `train.trainable` leaves out is frozen."""
     layers = layers_of_stages(config, model)
+    common = _stage_options(config, model, parallel)
     stages = RankStages(
         model,
         {
-            number: DecoderStage(model, _stage_options(config, model, parallel, number, layers))
+            number: DecoderStage(
+                model,
+                replace(
+                    common,
+                    layers=layers[number],
+                    first=number == 0,
+                    last=number == len(layers) - 1,
+                ),
+            )
             for number in parallel.stages
         },
     )
@@ -152,17 +163,12 @@ def build_stages(config: Config, model: DecoderConfig, parallel: Parallel) -> Ra
     return stages
 
 
-def _stage_options(
-    config: Config,
-    model: DecoderConfig,
-    parallel: Parallel,
-    number: int,
-    layers: Sequence[range],
-) -> StageOptions:
+def _stage_options(config: Config, model: DecoderConfig, parallel: Parallel) -> StageOptions:
+    """What all stages of this rank have in common."""
     return StageOptions(
-        layers=layers[number],
-        first=number == 0,
-        last=number == len(layers) - 1,
+        layers=range(0),
+        first=False,
+        last=False,
         data_rank=parallel.data_rank,
         num_data_ranks=parallel.num_data_ranks,
         ep_group=parallel.ep_group if config.parallel.ep > 1 else None,
@@ -177,7 +183,7 @@ def _stage_options(
         bias_update_rate=config.moe.expert_bias_update_rate,
         mtp_loss_coef=config.train.mtp_loss_coef,
         loss_chunk_tokens=config.train.loss_chunk_tokens,
-        dispatch=dispatch_options(config, model),
+        dispatch=dispatch_options(config, model, parallel.ep_group),
         experts_implementation=config.model.experts_implementation,
         experts_fp8=config.model.experts_fp8,
         recompute=config.train.recompute,

@@ -1,13 +1,19 @@
 """The keys of `[moe]` that say how tokens travel, in real steps."""
 
+import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
+import torch
 
+from comm_collectives.moe.deepep import DeepEpBackend
 from moe_train.config import Config
 from moe_train.data import Batch
 from moe_train.parallel import start
 from moe_train.training.build import build_runner, check_layout, read_model_config
+from moe_train.training.experts import dispatching
 from moe_train.training.experts.dispatching import dispatch_options
 from ranktest import run_ranks
 
@@ -80,6 +86,10 @@ def test_a_payload_of_bytes_rounds_on_one_rank_as_on_many_and_in_the_backward_if
         (["moe.dispatch_ranks_per_node=2"], 'is for moe.dispatch_route="hierarchical"'),
         (["moe.dispatch_quantize_backward=true"], 'needs moe.dispatch_payload="float8_e4m3"'),
         (["moe.dispatch_chunks=2", "moe.shared_expert_overlap=true"], "choose one of them"),
+        (
+            ["moe.dispatch_backend=deepep", "moe.dispatch_route=dedup"],
+            'de-duplicates by itself .* not moe.dispatch_route="dedup"',
+        ),
         (["moe.dispatch_chunks=0"], "must be at least 1"),
     ],
 )
@@ -102,6 +112,83 @@ def test_what_the_decoder_or_the_layout_lacks_is_refused_before_ranks_start(
     config = configure("parallel.ep=3", *nodes)
     with pytest.raises(ValueError, match=r"=2 does not divide parallel.ep=3; choose among 1, 3"):
         check_layout(config, read_model_config(config))
+
+
+def test_deepep_is_refused_before_ranks_start_where_it_is_not_installed_or_cannot_run(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(message: str, *keys: str, **model: int) -> None:
+        config = configure("moe.dispatch_backend=deepep", *keys, **model)
+        with pytest.raises(ValueError, match=message):
+            check_layout(config, read_model_config(config))
+
+    refused(r"needs the package deep_ep, which is not installed; build it from github\.com")
+    monkeypatch.setattr(dispatching, "find_spec", lambda name: name == "deep_ep")
+    refused("this machine mean the CPU")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    refused('train.device="cpu"', "train.device=cpu")
+    refused('not those of train.dtype="float32"', "train.device=cuda")
+    low = ("train.device=cuda", "train.dtype=bfloat16")
+    refused("rows in multiples of 8, but hidden_size=36", *low, hidden_size=36)
+    job = configure("moe.dispatch_backend=deepep", *low)
+    check_layout(job, read_model_config(job))
+
+
+class _Hint:
+    """DeepEP's Config, by the two sizes that it tells of a buffer."""
+
+    def __init__(self, nvlink: int, rdma: int) -> None:
+        self.nvlink, self.rdma = nvlink, rdma
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        return self.nvlink * hidden_bytes * num_ranks
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        return self.rdma * hidden_bytes * num_ranks
+
+
+class _Buffer:
+    """`deep_ep.Buffer` as far as it is made."""
+
+    def __init__(self, group: object, num_nvl_bytes: int, num_rdma_bytes: int) -> None:
+        self.group, self.sizes = group, (num_nvl_bytes, num_rdma_bytes)
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> _Hint:
+        return _Hint(5, 0)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> _Hint:
+        return _Hint(3, 2)
+
+
+def test_deepep_gets_a_buffer_of_the_size_that_it_asks_for_on_ranks_that_share_experts(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("deep_ep")
+    module.__spec__ = ModuleSpec("deep_ep", loader=None)
+    module.__dict__["Buffer"] = _Buffer
+    monkeypatch.setitem(sys.modules, "deep_ep", module)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    made = []
+    monkeypatch.setattr(
+        dispatching, "DeepEpBackend", lambda buffer: made.append(buffer) or DeepEpBackend(buffer)
+    )
+    keys = ("moe.dispatch_backend=deepep", "train.device=cuda", "train.dtype=bfloat16")
+
+    class Group:
+        def size(self) -> int:
+            return 2
+
+    alone, shared = configure(*keys), configure(*keys, "parallel.ep=2")
+    model = read_model_config(alone)
+    assert dispatch_options(alone, model, Group()).transport.backend == "torch"  # type: ignore[arg-type]
+    assert dispatch_options(shared, model).transport.backend == "torch" and not made
+    options = dispatch_options(shared, model, Group())  # type: ignore[arg-type]
+    assert isinstance(options.transport.backend, DeepEpBackend)
+    (buffer,) = made
+    row = 2 * model.hidden_size
+    assert buffer.sizes == (5 * row * 2, 2 * row * 2) and isinstance(buffer.group, Group)
 
 
 def test_nodes_of_the_route_are_those_of_the_machines(

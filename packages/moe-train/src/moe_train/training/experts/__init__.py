@@ -9,3 +9,4 @@ from moe_train.training.experts.balancing import check_balancing as check_balanc
 from moe_train.training.experts.dispatching import dispatch_options as dispatch_options
 from moe_train.training.experts.loads import ExpertLoads as ExpertLoads
 from moe_train.training.experts.loads import expert_parts as expert_parts
+from moe_train.training.experts.products import check_products as check_products
