@@ -106,8 +106,8 @@ def choose_layouts(
 ) -> list[JobLayout]:
     """Up to `count` layouts of at most `max_ranks`; one rank alone, as the job is, comes first.
 
-    Each next one brings the most pairs of values that none before had, so that few layouts have
-    every pair. The number of microbatches changes only where the job means the same with another.
+    Each next one brings the most values that none before had, and of those that bring as many the
+    most pairs of them, so that few layouts have every value and every pair. The number of microbatches changes only where the job means the same with another.
     """
     bases = []
     for keys in _bases(config, model, max_ranks):
@@ -120,7 +120,7 @@ def choose_layouts(
     seen: set[_Pair] = set()
     while len(chosen) < count:
         layouts = (tried.extended(keys, seen) if chosen else keys for keys in bases)
-        left = sorted(layouts, key=lambda keys: -len(_pairs(keys) - seen))
+        left = sorted(layouts, key=lambda keys: _brings(keys, seen), reverse=True)
         alone = [keys for keys in left if _num_ranks(keys) == 1]
         best = next(
             (
@@ -212,6 +212,12 @@ def _fits(keys: _Keys, config: Config, model: DecoderConfig) -> bool:
     except MoeTrainError:
         return False
     return True
+
+
+def _brings(keys: _Keys, seen: set[_Pair]) -> tuple[int, int]:
+    """How many values, and pairs of them, are in no layout so far."""
+    values = {item for pair in seen for item in pair}
+    return len(set(keys.items()) - values), len(_pairs(keys) - seen)
 
 
 def _pairs(keys: _Keys) -> set[_Pair]:
