@@ -6,13 +6,21 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from weight_convert.errors import WeightConvertTypeError
+from weight_convert.errors import WeightConvertError, WeightConvertTypeError
 
 
 def check_kind(value: object, kind: type | tuple[type, ...], rule: str) -> None:
     """Raise WeightConvertTypeError with the `rule` that is broken unless `value` is a `kind`."""
     if not isinstance(value, kind):
         raise WeightConvertTypeError(f"{rule}, got the {type(value).__name__} {value!r}")
+
+
+def check_sizes(record: object, *names: str) -> None:
+    """Raise WeightConvertError unless each of these fields is 1 or more, or None."""
+    for name in names:
+        value = getattr(record, name)
+        if value is not None and value < 1:
+            raise WeightConvertError(f"{name}={value}; expected at least 1")
 
 
 def checked_path(path: str | os.PathLike[str]) -> Path:

@@ -37,7 +37,8 @@ def test_there_and_back_on_the_command_line(
     assert not (tmp_path / "b").exists()
     assert main(["convert", a, b, "--to", "fused"]) == 0
     wet = capsys.readouterr().out
-    assert dry.splitlines()[:-1] == wet.splitlines()[:-1]
+    told = [line for line in dry.splitlines() if "bytes of memory at the peak" not in line]
+    assert len(told) == len(dry.splitlines()) - 1 and told[:-1] == wet.splitlines()[:-1]
     assert "2 of 12 tensors regrouped" in wet
     assert main(["convert", b, c, "--to", "transformers", "--max-shard-size", "1KB"]) == 0
     assert oracle.read_folder(tmp_path / "c") == model.per_expert, model.seed

@@ -20,7 +20,7 @@ from weight_convert.errors import WeightConvertError
 from weight_convert.files import Catalog, read_catalog
 from weight_convert.operations import Factorise
 from weight_convert.outputs import Computations, FilePlan, PlannedTensor, lay_out, natural_key
-from weight_convert.plan import ConversionOptions, spec_of, stored_roles
+from weight_convert.plan import spec_of, stored_roles
 from weight_convert.run import OutputOptions, Progress, Report, begin, carry_out
 from weight_convert.staging import OpenFiles
 
@@ -63,7 +63,7 @@ def extract_lora(
     options = options if options is not None else OutputOptions()
     _check_arguments(rank, options)
     before, after = read_catalog(base), read_catalog(tuned)
-    how = ConversionOptions(resume=options.resume)
+    how = options.of_job
     if not options.dry_run:
         former = begin(before.directory, target, how)
         if isinstance(former, Report):
@@ -85,8 +85,6 @@ def extract_lora(
         unknown_keys=(),
         num_computed=plan.num_computed,
     )
-    if options.dry_run:
-        return report
     return carry_out(plan, report, before.directory, how, on_progress)
 
 

@@ -5,7 +5,7 @@ import time
 
 from weight_convert._kinds import FILES
 from weight_convert.cli.arguments import add_family, family_given, parse_size
-from weight_convert.cli.reporting import print_output, progress_line
+from weight_convert.cli.reporting import add_memory, print_output, progress_line
 from weight_convert.plan import ConversionOptions
 from weight_convert.run import convert
 
@@ -66,6 +66,7 @@ def add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="use SRC up: free what is written, so that little more than one copy is on disk; "
         "SRC is removed at the end",
     )
+    add_memory(parser)
     add_family(parser)
     parser.set_defaults(run=_run_convert)
 
@@ -85,6 +86,7 @@ def _run_convert(args: argparse.Namespace) -> int:
             move=args.move,
             dtype=args.dtype,
             files=args.files,
+            max_memory_bytes=args.max_memory,
         ),
         dry_run=args.dry_run,
         on_progress=progress_line(),

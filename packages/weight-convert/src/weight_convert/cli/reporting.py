@@ -33,12 +33,27 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="print the exact output sizes, write nothing"
     )
+    add_memory(parser)
+
+
+def add_memory(parser: argparse.ArgumentParser) -> None:
+    """Add `--max-memory`."""
+    parser.add_argument(
+        "--max-memory",
+        type=parse_size,
+        metavar="SIZE",
+        help="limit on the resident memory of this process, such as 500MiB: what is computed is "
+        "cut smaller (default: what is fastest)",
+    )
 
 
 def output_options(args: argparse.Namespace) -> OutputOptions:
     """The options that `add_output` added."""
     return OutputOptions(
-        max_shard_bytes=args.max_shard_size, resume=args.resume, dry_run=args.dry_run
+        max_shard_bytes=args.max_shard_size,
+        resume=args.resume,
+        dry_run=args.dry_run,
+        max_memory_bytes=args.max_memory,
     )
 
 
@@ -57,6 +72,10 @@ def print_output(report: Report) -> None:
     for name, size_bytes in report.files:
         print(f"{size_bytes:>16,}  {name}")
     print(f"{report.total_bytes:>16,}  bytes in {len(report.files)} files")
+    if report.dry_run and report.peak_memory_bytes is None:
+        print("peak memory unknown: computing needs torch, pip install 'weight-convert[compute]'")
+    elif report.dry_run:
+        print(f"{report.peak_memory_bytes:>16,}  bytes of memory at the peak, imports included")
     for item in report.left_out:
         print(f"left out: {item.name} ({item.reason})")
     if report.removed_keys:

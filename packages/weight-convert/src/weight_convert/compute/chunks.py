@@ -32,7 +32,7 @@ from weight_convert.outputs import Computed
 from weight_convert.staging import OpenFiles
 
 _Kernel = Callable[
-    [Any, Sequence[TensorReader], torch.dtype, tuple[int, ...]], Iterator[torch.Tensor]
+    [Any, Sequence[TensorReader], torch.dtype, tuple[int, ...], int], Iterator[torch.Tensor]
 ]
 _KERNELS: Mapping[type[Operation], _Kernel] = {
     AddLowRank: lowrank.add_low_rank,
@@ -47,12 +47,15 @@ _KERNELS: Mapping[type[Operation], _Kernel] = {
 }
 
 
-def tensor_chunks(computed: Computed, files: OpenFiles) -> Iterator[memoryview]:
+def tensor_chunks(
+    computed: Computed, files: OpenFiles, most: int = 1 << 62
+) -> Iterator[memoryview]:
     """Yield the bytes of a tensor in order.
 
     Args:
         computed: what to compute; its inputs are ranges of `files`.
         files: the source's weight files.
+        most: limit on the elements of a chunk, where rows are no longer.
 
     Raises:
         WeightConvertError: a dtype that torch does not compute with, or a result that does not fit.
@@ -63,7 +66,7 @@ def tensor_chunks(computed: Computed, files: OpenFiles) -> Iterator[memoryview]:
     inputs = tuple(TensorReader(tensor, files) for tensor in computed.inputs)
     left = tensor_size_bytes(computed.dtype, computed.shape)
     with torch.no_grad():
-        for values in kernel(computed.operation, inputs, dtype, computed.shape):
+        for values in kernel(computed.operation, inputs, dtype, computed.shape, most):
             flat = values.to(dtype).contiguous()
             left -= flat.numel() * flat.element_size()
             yield bytes_of(flat)

@@ -18,6 +18,7 @@ from weight_convert.operations import Operation, Transpose
 
 CHUNK_ELEMENTS = 1 << 20
 _BAND_BYTES = 24 << 20
+_BAND_BYTES_EACH = 24  # for each element of a chunk, where memory is limited
 _PART_BYTES = 512  # of a row, from which on a part of it is read alone
 _NARROW = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -29,11 +30,15 @@ def ranges(count: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 def cast(
-    _: Operation, inputs: Sequence[TensorReader], dtype: torch.dtype, shape: tuple[int, ...]
+    _: Operation,
+    inputs: Sequence[TensorReader],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    most: int,
 ) -> Iterator[torch.Tensor]:
     """The elements of one input in another dtype."""
     (source,) = inputs
-    for begin, length in ranges(prod(shape), CHUNK_ELEMENTS):
+    for begin, length in ranges(prod(shape), min(CHUNK_ELEMENTS, most)):
         yield rounded(source.read(begin, length), dtype, source.key)
 
 
@@ -56,7 +61,11 @@ def rounded(values: torch.Tensor, dtype: torch.dtype, key: str) -> torch.Tensor:
 
 
 def transpose(
-    operation: Transpose, inputs: Sequence[TensorReader], dtype: torch.dtype, shape: tuple[int, ...]
+    operation: Transpose,
+    inputs: Sequence[TensorReader],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    most: int,
 ) -> Iterator[torch.Tensor]:
     """One input with its last two dims exchanged, or some rows of that."""
     (source,) = inputs
@@ -73,14 +82,15 @@ def transpose(
             block = block[:, first : first + width]
         return rounded(block, dtype, source.key)
 
-    yield from transposed_bands(source_rows, (prod(outer), rows, width), dtype)
+    yield from transposed_bands(source_rows, (prod(outer), rows, width), dtype, most)
 
 
 def transposed_bands(
     rows_of: Callable[[int, int], torch.Tensor],
     shape: tuple[int, int, int],
     dtype: torch.dtype,
-    most: int | None = None,
+    most: int,
+    widest: int | None = None,
 ) -> Iterator[torch.Tensor]:
     """Bands [some columns, rows] of matrices [rows, columns] that are transposed.
 
@@ -88,15 +98,18 @@ def transposed_bands(
         rows_of: gives `count` whole rows from `begin` on, counted over all matrices.
         shape: matrices, rows and columns.
         dtype: of the rows.
-        most: limit on the columns of a band; None for what memory allows.
+        most: limit on the elements of a block of whole rows.
+        widest: limit on the columns of a band; None for what memory allows.
     """
     matrices, rows, columns = shape
-    width = max(1, _BAND_BYTES // max(1, rows * dtype.itemsize))
-    width = width if most is None else min(width, most)
-    height = max(1, CHUNK_ELEMENTS // max(1, columns))
+    band_bytes = min(_BAND_BYTES, most * _BAND_BYTES_EACH)
+    width = max(1, band_bytes // max(1, rows * dtype.itemsize))
+    width = width if widest is None else min(width, widest)
+    height = max(1, min(CHUNK_ELEMENTS, most) // max(1, columns))
+    memory = torch.empty(min(width, columns) * rows, dtype=dtype)  # of all bands, one at a time
     for matrix in range(matrices):
         for left, length in ranges(columns, width):
-            band = torch.empty(length, rows, dtype=dtype)
+            band = memory[: length * rows].view(length, rows)
             for top, count in ranges(rows, height):
                 block = rows_of(matrix * rows + top, count)
                 band[:, top : top + count] = block[:, left : left + length].t()

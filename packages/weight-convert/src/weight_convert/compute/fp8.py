@@ -26,11 +26,12 @@ def from_blocks(
     inputs: Sequence[TensorReader],
     dtype: torch.dtype,
     shape: tuple[int, ...],
+    most: int,
 ) -> Iterator[torch.Tensor]:
     """Codes x scales."""
     codes, scales = inputs
     rows_of_scales = _rows_of_scales(scales, operation.block[1], shape)
-    for block_row, begin, count in _bands(shape, operation.block[0]):
+    for block_row, begin, count in _bands(shape, operation.block[0], most):
         band = codes.read(begin * shape[-1], count * shape[-1]).view(count, shape[-1])
         yield decoded(band, rows_of_scales[block_row], dtype)
 
@@ -40,6 +41,7 @@ def to_blocks(
     inputs: Sequence[TensorReader],
     dtype: torch.dtype,
     shape: tuple[int, ...],
+    most: int,
 ) -> Iterator[torch.Tensor]:
     """Codes or scales of a weight.
 
@@ -50,12 +52,12 @@ def to_blocks(
     block = operation.block
     if operation.part == "scales":
         for block_row in range(prod(shape[:-1])):
-            yield (_LARGEST / _largest(weight, block, block_row)).reciprocal()
+            yield (_LARGEST / _largest(weight, block, block_row, most)).reciprocal()
         return
     columns = shape[-1]
     rows = _rows_of_scales(given[0], block[1], shape) if given else None
     current, factors = -1, torch.empty(0)
-    for block_row, begin, count in _bands(shape, block[0]):
+    for block_row, begin, count in _bands(shape, block[0], most):
         band = weight.read(begin * columns, count * columns).view(count, columns)
         if rows is not None:
             former = [codes.read(begin * columns, count * columns) for codes in given[1:]]
@@ -63,7 +65,9 @@ def to_blocks(
             continue
         if block_row != current:
             current = block_row
-            factors = _spread(_LARGEST / _largest(weight, block, block_row), block[1], columns)
+            factors = _spread(
+                _LARGEST / _largest(weight, block, block_row, most), block[1], columns
+            )
         yield encoded(band, factors).view(dtype)
 
 
@@ -112,10 +116,10 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
     return values.contiguous().view(torch.int16 if values.dtype.itemsize == 2 else torch.int32)
 
 
-def _bands(shape: Sequence[int], height: int) -> Iterator[tuple[int, int, int]]:
+def _bands(shape: Sequence[int], height: int, limit: int) -> Iterator[tuple[int, int, int]]:
     """(number of the row of blocks, first row, rows) of parts of rows of blocks."""
     *outer, rows, columns = shape
-    most = max(1, CHUNK_ELEMENTS // max(1, columns))
+    most = max(1, min(CHUNK_ELEMENTS, limit) // max(1, columns))
     number = 0
     for matrix in range(prod(outer)):
         for top in range(0, rows, height):
@@ -144,7 +148,9 @@ def _spread(values: torch.Tensor, width: int, columns: int) -> torch.Tensor:
     return values.repeat_interleave(width)[:columns]
 
 
-def _largest(weight: TensorReader, block: tuple[int, int], block_row: int) -> torch.Tensor:
+def _largest(
+    weight: TensorReader, block: tuple[int, int], block_row: int, limit: int
+) -> torch.Tensor:
     """The largest magnitude of each block of a row of blocks; 448 where all is 0."""
     *_, rows, columns = weight.shape
     height, width = block
@@ -153,7 +159,7 @@ def _largest(weight: TensorReader, block: tuple[int, int], block_row: int) -> to
     top, bottom = row * height, min((row + 1) * height, rows)
     groups = -(-columns // width)
     result = torch.zeros(groups)
-    most = max(1, CHUNK_ELEMENTS // max(1, columns))
+    most = max(1, min(CHUNK_ELEMENTS, limit) // max(1, columns))
     for begin in range(top, bottom, most):
         count = min(most, bottom - begin)
         band = weight.read((matrix * rows + begin) * columns, count * columns)

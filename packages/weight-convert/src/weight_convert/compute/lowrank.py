@@ -20,12 +20,13 @@ def add_low_rank(
     inputs: Sequence[TensorReader],
     dtype: torch.dtype,
     shape: tuple[int, ...],
+    most: int,
 ) -> Iterator[torch.Tensor]:
     """A weight plus its update."""
     weight, a, b, *magnitude = inputs
     rows, columns = shape[-2:]
     outgoing = b.whole().to(torch.float32)
-    height = max(1, CHUNK_ELEMENTS // max(1, columns))
+    height = max(1, min(CHUNK_ELEMENTS, most) // max(1, columns))
     for expert in range(operation.num_experts or 1):
         left, right = _factors(operation, a, outgoing, expert)
         for begin, count in ranges(rows, height):
@@ -53,7 +54,11 @@ def _factors(
 
 
 def factorise(
-    operation: Factorise, inputs: Sequence[TensorReader], _: torch.dtype, __: tuple[int, ...]
+    operation: Factorise,
+    inputs: Sequence[TensorReader],
+    _: torch.dtype,
+    __: tuple[int, ...],
+    ___: int,
 ) -> Iterator[torch.Tensor]:
     """A and then B of each expert's change; one change is held, and all of B."""
     before, after = inputs

@@ -31,16 +31,18 @@ def combine(
     inputs: Sequence[TensorReader],
     dtype: torch.dtype,
     shape: tuple[int, ...],
+    most: int,
 ) -> Iterator[torch.Tensor]:
     """One weight of several."""
+    step = min(CHUNK_ELEMENTS, most)
     if operation.method == "linear":
-        chunks = _weighted(inputs, _shares(operation))
+        chunks = _weighted(inputs, _shares(operation), step)
     elif operation.method == "slerp":
-        chunks = _weighted(inputs, _on_arc(inputs, operation.weights[1]))
+        chunks = _weighted(inputs, _on_arc(inputs, operation.weights[1], step), step)
     elif operation.method == "model_stock":
-        chunks = _weighted(inputs, _stock(inputs))
+        chunks = _weighted(inputs, _stock(inputs, step), step)
     else:
-        chunks = _with_differences(operation, inputs)
+        chunks = _with_differences(operation, inputs, step)
     for values in chunks:
         yield rounded(values, dtype, inputs[0].key)
 
@@ -50,35 +52,39 @@ def _shares(operation: Combine) -> tuple[float, ...]:
     return tuple(weight / total for weight in operation.weights)
 
 
-def _chunks(inputs: Sequence[TensorReader]) -> Iterator[list[torch.Tensor]]:
+def _chunks(inputs: Sequence[TensorReader], step: int) -> Iterator[list[torch.Tensor]]:
     """The same range of all inputs, in float32."""
-    for begin, count in ranges(inputs[0].num_elements, CHUNK_ELEMENTS):
+    for begin, count in ranges(inputs[0].num_elements, step):
         yield [source.read(begin, count).to(torch.float32) for source in inputs]
 
 
-def _weighted(inputs: Sequence[TensorReader], weights: Sequence[float]) -> Iterator[torch.Tensor]:
-    for begin, count in ranges(inputs[0].num_elements, CHUNK_ELEMENTS):
-        total = torch.zeros(count)
+def _weighted(
+    inputs: Sequence[TensorReader], weights: Sequence[float], step: int
+) -> Iterator[torch.Tensor]:
+    """The weighted sum; both buffers serve all chunks, since fresh memory costs page faults."""
+    held = min(step, inputs[0].num_elements)
+    sums, terms = torch.empty(held), torch.empty(held)
+    for begin, count in ranges(inputs[0].num_elements, step):
+        total, term = sums[:count].zero_(), terms[:count]
         for source, weight in zip(inputs, weights, strict=True):
-            values = source.read(begin, count).to(torch.float32)
-            total.add_(values.mul_(weight))
+            total.add_(term.copy_(source.read_over(begin, count)).mul_(weight))
         yield total
 
 
-def _products(inputs: Sequence[TensorReader], base: bool) -> torch.Tensor:
+def _products(inputs: Sequence[TensorReader], base: bool, step: int) -> torch.Tensor:
     """Inner products of all pairs of inputs, or of their differences from the first one."""
     size = len(inputs) - base
     products = torch.zeros(size, size, dtype=torch.float64)
-    for first, *values in _chunks(inputs):
+    for first, *values in _chunks(inputs, step):
         rows = torch.stack([value - first for value in values] if base else [first, *values])
         wide = rows.to(torch.float64)
         products += wide @ wide.T
     return products
 
 
-def _on_arc(inputs: Sequence[TensorReader], t: float) -> tuple[float, float]:
+def _on_arc(inputs: Sequence[TensorReader], t: float, step: int) -> tuple[float, float]:
     """The weights of two tensors at `t` of the way between their directions."""
-    products = _products(inputs, base=False)
+    products = _products(inputs, base=False, step=step)
     norms = products.diag().sqrt()
     both = float(norms[0] * norms[1])
     cosine = float(products[0, 1]) / both if both > 0 else 1.0
@@ -88,9 +94,9 @@ def _on_arc(inputs: Sequence[TensorReader], t: float) -> tuple[float, float]:
     return math.sin((1 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)
 
 
-def _stock(inputs: Sequence[TensorReader]) -> tuple[float, ...]:
+def _stock(inputs: Sequence[TensorReader], step: int) -> tuple[float, ...]:
     """Weights of the base and of the models by the mean cosine between the models' differences."""
-    products = _products(inputs, base=True)
+    products = _products(inputs, base=True, step=step)
     number = len(products)
     norms = products.diag().sqrt()
     pairs = [(i, j) for i in range(number) for j in range(i)]
@@ -105,13 +111,15 @@ def _stock(inputs: Sequence[TensorReader]) -> tuple[float, ...]:
     return (1 - share, *(share / number for _ in range(number)))
 
 
-def _with_differences(operation: Combine, inputs: Sequence[TensorReader]) -> Iterator[torch.Tensor]:
+def _with_differences(
+    operation: Combine, inputs: Sequence[TensorReader], step: int
+) -> Iterator[torch.Tensor]:
     """The base plus what is left of each model's difference from it."""
     base, *models = inputs
-    masks = [_mask(operation, number, base, model) for number, model in enumerate(models)]
+    masks = [_mask(operation, number, (base, model), step) for number, model in enumerate(models)]
     weights = operation.weights
     total_weight = math.fsum(weights)
-    for begin, count in _row_ranges(operation, base):
+    for begin, count in _row_ranges(operation, base, step):
         first = base.read(begin, count).to(torch.float32)
         parts = [
             mask.thin(model.read(begin, count).to(torch.float32) - first).mul_(weight)
@@ -140,12 +148,12 @@ def _elected(
     return change
 
 
-def _row_ranges(operation: Combine, base: TensorReader) -> Iterator[tuple[int, int]]:
+def _row_ranges(operation: Combine, base: TensorReader, step: int) -> Iterator[tuple[int, int]]:
     """Chunks; whole rows for `della`, which ranks the differences of a row."""
     if not operation.method.startswith("della"):
-        return ranges(base.num_elements, CHUNK_ELEMENTS)
+        return ranges(base.num_elements, step)
     columns = max(1, base.num_columns)
-    return ranges(base.num_elements, max(1, CHUNK_ELEMENTS // columns) * columns)
+    return ranges(base.num_elements, max(1, step // columns) * columns)
 
 
 class _Mask:
@@ -203,7 +211,10 @@ class _DrawnByRank(_Drawn):
         return (self._density - self._epsilon + 2 * self._epsilon * share).view(-1)
 
 
-def _mask(operation: Combine, number: int, base: TensorReader, model: TensorReader) -> _Mask:
+def _mask(
+    operation: Combine, number: int, pair: tuple[TensorReader, TensorReader], step: int
+) -> _Mask:
+    base, _ = pair
     method, density = operation.method, operation.densities[number]
     if method.startswith("dare"):
         return _Drawn(density, operation.seed + number)
@@ -218,7 +229,7 @@ def _mask(operation: Combine, number: int, base: TensorReader, model: TensorRead
     top = max(0, min(top, total - kept))
 
     def differences() -> Iterator[torch.Tensor]:
-        for first, values in _chunks((base, model)):
+        for first, values in _chunks(pair, step):
             yield values - first
 
     return _Ranked(find_rank(differences, top), find_rank(differences, top + kept))

@@ -27,7 +27,11 @@ _LARGEST_EXPONENT = 2  # of 6.0
 
 
 def from_mx(
-    _: Operation, inputs: Sequence[TensorReader], dtype: torch.dtype, shape: tuple[int, ...]
+    _: Operation,
+    inputs: Sequence[TensorReader],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    most: int,
 ) -> Iterator[torch.Tensor]:
     """Blocks x scales, transposed."""
     blocks, scales = inputs
@@ -39,11 +43,15 @@ def from_mx(
         exponents = scales.read(begin * groups, count * groups)
         return decoded(codes.view(-1, GROUP // 2), exponents).view(count, columns).to(dtype)
 
-    yield from transposed_bands(stored_rows, (prod(outer), rows, columns), dtype)
+    yield from transposed_bands(stored_rows, (prod(outer), rows, columns), dtype, most)
 
 
 def to_mx(
-    operation: ToMx, inputs: Sequence[TensorReader], dtype: torch.dtype, shape: tuple[int, ...]
+    operation: ToMx,
+    inputs: Sequence[TensorReader],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    most: int,
 ) -> Iterator[torch.Tensor]:
     """Blocks or scales of a weight [..., columns, rows].
 
@@ -52,7 +60,7 @@ def to_mx(
     """
     weight, *given = inputs
     done = 0
-    for band in _bands(weight):
+    for band in _bands(weight, most):
         values = band.reshape(-1, GROUP).to(torch.float32)
         exponents = given[0].read(done, len(values)) if given else exponents_of(values)
         lost = ~values.isfinite()
@@ -93,12 +101,12 @@ def exponents_of(values: torch.Tensor) -> torch.Tensor:
     return torch.where(largest > 0, shared.clamp(0, 254), 0).to(torch.uint8)
 
 
-def _bands(weight: TensorReader) -> Iterator[torch.Tensor]:
+def _bands(weight: TensorReader, most: int) -> Iterator[torch.Tensor]:
     """Bands of the transposed weight."""
     *outer, columns, rows = weight.shape
 
     def weight_rows(begin: int, count: int) -> torch.Tensor:
         return weight.read(begin * rows, count * rows).view(count, rows)
 
-    step = max(1, CHUNK_ELEMENTS // max(1, columns))
-    yield from transposed_bands(weight_rows, (prod(outer), columns, rows), weight.dtype, step)
+    step = max(1, min(CHUNK_ELEMENTS, most) // max(1, columns))
+    yield from transposed_bands(weight_rows, (prod(outer), columns, rows), weight.dtype, most, step)

@@ -60,6 +60,7 @@ class TensorReader:
         self.dtype = torch_dtype(tensor.dtype, tensor.key)
         self._tensor = tensor
         self._files = files
+        self._memory = bytearray()
 
     @property
     def num_columns(self) -> int:
@@ -72,13 +73,26 @@ class TensorReader:
             return torch.empty(0, dtype=self.dtype)
         size = tensor_size_bytes(self._tensor.dtype, (1,))
         memory = bytearray(count * size)
-        rest = memoryview(memory)
-        for piece in self._tensor.cut(begin * size, count * size):
+        self._fill(memoryview(memory), begin * size)
+        return torch.frombuffer(memory, dtype=self.dtype)
+
+    def read_over(self, begin: int, count: int) -> torch.Tensor:
+        """The same in memory of this reader: valid until it is asked again."""
+        if not count:
+            return torch.empty(0, dtype=self.dtype)
+        size_bytes = count * self.dtype.itemsize
+        if len(self._memory) < size_bytes:
+            self._memory = bytearray(size_bytes)
+        self._fill(memoryview(self._memory)[:size_bytes], begin * self.dtype.itemsize)
+        return torch.frombuffer(self._memory, dtype=self.dtype, count=count)
+
+    def _fill(self, rest: memoryview, begin: int) -> None:
+        """Read the bytes from `begin` on until `rest` is full."""
+        for piece in self._tensor.cut(begin, len(rest)):
             _read_into(
                 self._files.fd(piece.file), rest[: piece.size_bytes], piece.offset_bytes, self.key
             )
             rest = rest[piece.size_bytes :]
-        return torch.frombuffer(memory, dtype=self.dtype)
 
     def whole(self) -> torch.Tensor:
         """All of a tensor that is known to be small, such as block scales."""

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from weight_convert._checks import Record, check_kind
+from weight_convert._checks import Record, check_kind, check_sizes
 from weight_convert._kinds import FILES, FileKind
 from weight_convert.errors import IncompleteExpertsError, WeightConvertError
 from weight_convert.files import Catalog
@@ -59,6 +59,8 @@ class ConversionOptions(Record):
             end, so that little more than one copy is ever on disk. Interrupted, it must be resumed.
         dtype: "bfloat16", "float16" or "float32" for all parameters of these and of float64, and
             for `config.json`; buffers and other dtypes stay. None changes nothing. Needs torch.
+        max_memory_bytes: limit on the resident memory of this process, imports included: what is
+            computed is cut into smaller chunks; None for what is fastest.
         files: the kind of weight files: "safetensors", torch's "bin", Paddle's "pdparams", or "dcp"
             for a distributed checkpoint of torch; None for that of the format.
     """
@@ -71,13 +73,12 @@ class ConversionOptions(Record):
     move: bool = False
     dtype: str | None = None
     files: FileKind | None = None
+    max_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         """Check the values."""
         Record.__post_init__(self)  # a dataclass with slots cannot use super()
-        for name in ("max_shard_bytes", "chunk_bytes"):
-            if getattr(self, name) < 1:
-                raise WeightConvertError(f"{name}={getattr(self, name)}; expected at least 1")
+        check_sizes(self, "max_shard_bytes", "chunk_bytes", "max_memory_bytes")
         if self.unknown not in ("carry", "refuse"):
             raise WeightConvertError(f"unknown={self.unknown!r}; expected 'carry' or 'refuse'")
         if self.files is not None and self.files not in FILES:

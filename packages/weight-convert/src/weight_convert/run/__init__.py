@@ -2,7 +2,7 @@
 
 A room of its own: the only one that writes.
 
-May import: plan, outputs, specs, files, staging.
+May import: plan, outputs, operations, specs, files, staging.
 """
 
 from weight_convert.run.conversion import convert as convert

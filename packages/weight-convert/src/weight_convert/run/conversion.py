@@ -70,7 +70,7 @@ def convert(
     catalog = read_catalog(place)
     plan = plan_conversion(catalog, spec, to=to, options=options)
     report = _report(target, catalog, plan, dry_run)
-    return report if dry_run else carry_out(plan, report, source, options, on_progress)
+    return carry_out(plan, report, source, options, on_progress)
 
 
 def _report(target: Path, catalog: Catalog, plan: ConversionPlan, dry_run: bool) -> Report:

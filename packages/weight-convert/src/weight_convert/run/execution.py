@@ -21,6 +21,7 @@ from weight_convert.errors import CorruptFileError, WeightConvertError
 from weight_convert.files import INDEX_NAME
 from weight_convert.outputs import Computed, FilePlan, TargetFile, Unit, Weave
 from weight_convert.plan import ConversionOptions
+from weight_convert.run.memory import Memory
 from weight_convert.run.sums import put_sums
 from weight_convert.run.weaving import woven
 from weight_convert.staging import (
@@ -35,7 +36,7 @@ from weight_convert.staging import (
 )
 
 Progress = Callable[[int, int], None]
-_TensorChunks = Callable[[Computed, OpenFiles], Iterator[memoryview]]
+_TensorChunks = Callable[[Computed, OpenFiles, int], Iterator[memoryview]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,6 +51,7 @@ class _Work:
     pipe: Pipe
     freed: OpenFiles | None
     plan: FilePlan
+    memory: Memory
     tensor_chunks: _TensorChunks | None
     unit_bytes: int
     journal: Journal
@@ -82,6 +84,7 @@ def execute(
     source: Path,
     folder: Path,
     journal: Journal,
+    memory: Memory,
     *,
     options: ConversionOptions,
     on_progress: Progress | None,
@@ -93,6 +96,7 @@ def execute(
         source: directory of the source's files.
         folder: where to write; what an earlier run noted in the journal stays.
         journal: of this job.
+        memory: how much may be computed at once.
         options: of these, `chunk_bytes`, and `move`, which frees what was copied in the source.
         on_progress: called with (bytes done, bytes in all).
 
@@ -115,6 +119,7 @@ def execute(
             pipe=pipe,
             freed=freed if options.move else None,
             plan=plan,
+            memory=memory,
             tensor_chunks=_tensor_chunks(plan),
             unit_bytes=max(options.chunk_bytes // 2, 1),  # one is copied while another is checked
             journal=journal,
@@ -207,7 +212,8 @@ def _written_parts(unit: Unit, fd: int, work: _Work) -> Iterator[int]:
             yield extent.size_bytes
         elif work.tensor_chunks is not None:
             computed = work.plan.computed[extent.file - num_sources]
-            for chunk in work.tensor_chunks(computed, work.sources):
+            most = work.memory.elements(computed)
+            for chunk in work.tensor_chunks(computed, work.sources, most):
                 write_all(fd, chunk)
                 yield len(chunk)
 
@@ -227,10 +233,10 @@ def _tensor_chunks(plan: FilePlan) -> _TensorChunks | None:
                 "computing tensors needs torch: pip install 'weight-convert[compute]'"
             ) from error
 
-    def chunks_of(computed: Computed, files: OpenFiles) -> Iterator[memoryview]:
+    def chunks_of(computed: Computed, files: OpenFiles, most: int) -> Iterator[memoryview]:
         if isinstance(computed.operation, Weave):
             return woven(computed.operation, computed, files)
-        return iter(()) if chunks is None else chunks(computed, files)
+        return iter(()) if chunks is None else chunks(computed, files, most)
 
     return chunks_of
 

@@ -19,6 +19,7 @@ from weight_convert.files import LeftOut
 from weight_convert.outputs import FilePlan
 from weight_convert.plan import ConversionOptions
 from weight_convert.run.execution import Progress, execute
+from weight_convert.run.memory import Memory
 from weight_convert.run.moving import check_movable, hide_source, place_of, remove_source
 from weight_convert.run.report import Report
 from weight_convert.staging import (
@@ -53,13 +54,18 @@ def carry_out(
     options: ConversionOptions,
     on_progress: Progress | None,
 ) -> Report:
-    """Write the output, publish it, and say what was written.
+    """Write the output, publish it, and say what was written; of a dry run, what would be.
 
     Raises:
         TargetExistsError: the target exists or is being written.
-        WeightConvertError: not enough free space, or a source that cannot be moved.
+        WeightConvertError: not enough free space, too low a limit on memory, or a source that
+            cannot be moved.
         OSError: reading or writing failed.
     """
+    memory = Memory.of(plan, options.max_memory_bytes)
+    report = replace(report, peak_memory_bytes=memory.peak_bytes)
+    if report.dry_run:
+        return report
     target, journal_path = report.dst, hidden_sibling(report.dst, "journal")
     goes_on = options.resume and journal_path.exists()
     place = place_of(source, read_journal(journal_path)[0] if goes_on else None)
@@ -83,7 +89,9 @@ def carry_out(
             journal.flush()
             fsync_path(journal.path.parent)
             place = hide_source(source, place)
-        copied = execute(plan, place, folder, journal, options=options, on_progress=on_progress)
+        copied = execute(
+            plan, place, folder, journal, memory, options=options, on_progress=on_progress
+        )
     _end(job, source, target)
     return replace(report, copied_bytes=copied)
 

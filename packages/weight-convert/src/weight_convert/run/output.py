@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weight_convert._checks import Record, check_kind, checked_path
-from weight_convert.errors import WeightConvertError
+from weight_convert._checks import Record, check_kind, check_sizes, checked_path
 from weight_convert.files import Catalog, LeftOut
 from weight_convert.outputs import (
     Computations,
@@ -39,17 +38,23 @@ class OutputOptions(Record):
         resume: go on with what a killed run to the same target left, and keep what is written
             when this one fails.
         dry_run: read and report, but write nothing; the target may exist.
+        max_memory_bytes: as of `ConversionOptions`.
     """
 
     max_shard_bytes: int = ConversionOptions().max_shard_bytes
     resume: bool = False
     dry_run: bool = False
+    max_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         """Check the values."""
         Record.__post_init__(self)  # a dataclass with slots cannot use super()
-        if self.max_shard_bytes < 1:
-            raise WeightConvertError(f"max_shard_bytes={self.max_shard_bytes}; expected at least 1")
+        check_sizes(self, "max_shard_bytes", "max_memory_bytes")
+
+    @property
+    def of_job(self) -> ConversionOptions:
+        """What the engine has to know of these."""
+        return ConversionOptions(resume=self.resume, max_memory_bytes=self.max_memory_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +107,7 @@ def write_output(
     target = checked_path(dst)
     options = options if options is not None else OutputOptions()
     check_kind(options, OutputOptions, "options must be OutputOptions")
-    written = ConversionOptions(resume=options.resume)
+    written = options.of_job
     if not options.dry_run:
         former = begin(catalog.directory, target, written)
         if isinstance(former, Report):
@@ -126,8 +131,6 @@ def write_output(
         removed_keys=tuple(output.removed),
         removed_bytes=sum(output.removed.values()),
     )
-    if options.dry_run:
-        return report
     return carry_out(plan, report, catalog.directory, written, on_progress)
 
 

@@ -32,6 +32,8 @@ class Report(Record):
         num_computed: tensors of the output that hold computed, or transposed, bytes.
         removed_keys: tensors of the source that were left out on demand.
         removed_bytes: bytes of these.
+        peak_memory_bytes: what this process has resident at its peak, imports included, as the plan
+            predicts it; None where torch, which computing needs, is absent.
     """
 
     dst: Path
@@ -50,6 +52,7 @@ class Report(Record):
     num_computed: int = 0
     removed_keys: tuple[str, ...] = ()
     removed_bytes: int = 0
+    peak_memory_bytes: int | None = None
 
     @property
     def total_bytes(self) -> int:

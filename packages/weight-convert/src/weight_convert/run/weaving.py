@@ -9,6 +9,7 @@ from weight_convert.outputs import Computed, PlannedTensor, Weave
 from weight_convert.staging import OpenFiles
 
 _BLOCK_BYTES = 1 << 20
+_MOST_ROWS = 1 << 13  # each is an object meanwhile
 
 
 def woven(weave: Weave, computed: Computed, files: OpenFiles) -> Iterator[memoryview]:
@@ -20,7 +21,7 @@ def woven(weave: Weave, computed: Computed, files: OpenFiles) -> Iterator[memory
     if weave.begins_with:
         yield memoryview(weave.begins_with)
     widest = max((run.stride_bytes for run in weave.runs), default=1)
-    step = max(1, _BLOCK_BYTES // max(widest, 1))
+    step = min(max(1, _BLOCK_BYTES // max(widest, 1)), _MOST_ROWS)
     for row in range(0, weave.num_rows, step):
         if step > 1:
             yield _rows(weave, computed, files, row, min(step, weave.num_rows - row))

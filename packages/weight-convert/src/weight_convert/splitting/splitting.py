@@ -25,7 +25,6 @@ from weight_convert.outputs import (
     lay_out,
 )
 from weight_convert.plan import (
-    ConversionOptions,
     check_complete,
     copied_in_memory,
     detect_format,
@@ -69,7 +68,7 @@ def split(
     source, target = checked_path(src), checked_path(dst)
     options = options if options is not None else OutputOptions()
     check_kind(options, OutputOptions, "options must be OutputOptions")
-    how = ConversionOptions(resume=options.resume)
+    how = options.of_job
     if not options.dry_run:
         former = begin(source, target, how)
         if isinstance(former, Report):
@@ -84,7 +83,7 @@ def split(
     )
     plan = _plan(catalog, tensors, model, options)
     report = _report(target, catalog, plan, model, source_format, options.dry_run)
-    return report if options.dry_run else carry_out(plan, report, source, how, on_progress)
+    return carry_out(plan, report, source, how, on_progress)
 
 
 def _report(
