@@ -17,6 +17,7 @@ from moe_train.config.renames import FORMER_VALUES, RENAMED_KEYS
 from moe_train.generation import load_model
 from moe_train.inference.generate import generate_text
 from moe_train.jobs import describe_checkpoint, job
+from weight_convert import convert
 
 LAYOUTS = {
     "one": (),
@@ -83,27 +84,37 @@ def test_the_checkpoint_holds_what_inference_needs(
     assert generate_text(folder, text, max_new_tokens=8, temperature=0, top_k=0, seed=0) == text
 
 
-def test_a_transformers_checkpoint_starts_training_directly(
-    configure: Callable[..., Config], tmp_path: Path, train: Callable[..., None]
+def test_checkpoints_of_transformers_and_of_other_programs_start_training_directly(
+    configure: Callable[..., Config],
+    tmp_path: Path,
+    train: Callable[..., None],
+    losses: Callable[[Path], dict[int, float]],
 ) -> None:
     first = configure("train.max_steps=1")
     train(first)
     again = tmp_path / "again"
     for of_kind in (AutoModelForCausalLM, AutoTokenizer):
         of_kind.from_pretrained(tmp_path / "run" / "checkpoint-1").save_pretrained(again)
-    config = configure(
-        f"model.init_from={again}",
-        "train.max_steps=1",
-        f"train.output_dir={tmp_path / 'second'}",
-        "optimizer.lr=1e-30",
-        "parallel.pp=2",
-    )
-    train(config)
+    convert(again, tmp_path / "foreign", to="megatron")
     before = AutoModelForCausalLM.from_pretrained(again).state_dict()
-    after = AutoModelForCausalLM.from_pretrained(tmp_path / "second" / "checkpoint-1").state_dict()
-    assert before.keys() == after.keys()
-    for key, tensor in before.items():
-        assert torch.equal(tensor, after[key]), key
+    found = []
+    for start, degrees in ((again, "parallel.pp=2"), (tmp_path / "foreign", "parallel.pp=1")):
+        out = tmp_path / f"from-{start.name}"
+        train(
+            configure(
+                f"model.init_from={start}",
+                "train.max_steps=1",
+                f"train.output_dir={out}",
+                "optimizer.lr=1e-30",
+                degrees,
+            )
+        )
+        after = AutoModelForCausalLM.from_pretrained(out / "checkpoint-1").state_dict()
+        assert before.keys() == after.keys()
+        for key, tensor in before.items():
+            assert torch.equal(tensor, after[key]), key
+        found.append(losses(out)[1])
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
 def former_toml(config: Config) -> str:

@@ -64,7 +64,7 @@ class _Need:
 
     def at(self, computed: Computed, elements: int) -> int:
         """Bytes with chunks of so many elements."""
-        rows, columns = (1, *computed.shape)[-2:]
+        rows, columns = (1, 1, *computed.shape)[-2:]
         matrix = tensor_size_bytes(computed.dtype, (rows, columns))
         held = min(max(elements, self.row), max(prod(computed.shape), 1))
         return self.whole + self.each * held + min(self.band * elements, matrix)
