@@ -17,7 +17,21 @@ if [[ -n $installed && $installed != --installed ]]; then
   exit 2
 fi
 
-"$python" scripts/check_gpu.py
+gpu_test_files() {
+  grep -rlE --include='test_*.py' 'mark\.gpu\b' "$1" | sort
+}
+
+if ! "$python" scripts/check_gpu.py; then
+  {
+    echo "gpu_check: nothing was run and no figure was taken; not run are the tests marked gpu in"
+    for folder in packages/*/ testing/ integration_tests/; do
+      gpu_test_files "$folder" || true
+    done | sed 's/^/  /'
+    echo "gpu_check: and the claims"
+    "$python" scripts/run_claims.py --gpu --list | sed 's/^/  /'
+  } >&2
+  exit 1
+fi
 
 if [[ $installed == --installed ]]; then
   names=()
@@ -44,7 +58,7 @@ trap 'rm -rf "$reports"' EXIT
 status=0
 sessions=()
 for folder in packages/*/ testing/ integration_tests/; do
-  mapfile -t files < <(grep -rlE --include='test_*.py' 'mark\.gpu\b' "$folder")
+  mapfile -t files < <(gpu_test_files "$folder")
   [[ ${#files[@]} -gt 0 ]] || continue
   session=gpu-$(basename "$folder")
   sessions+=("$session")

@@ -4,6 +4,7 @@ python scripts/run_claims.py                        # every claim that this mach
 python scripts/run_claims.py comm-collectives       # the claims of one package
 python scripts/run_claims.py --only ID [ID ...]     # some claims
 python scripts/run_claims.py --gpu                  # the GPU claims, into gpu-<card>.json
+python scripts/run_claims.py --gpu --list           # or only name them
 python scripts/run_claims.py --write-readmes        # copy the results into the pages
 python scripts/run_claims.py --check-readmes        # or only say which are out of date
 """
@@ -32,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not chosen and not arguments.gpu:
         print("claims: no claim matches; see benchmarks/claims.toml", file=sys.stderr)
         return 2
+    if arguments.list:
+        print(*(f"{claim.package}: {claim.id}" for claim in chosen), sep="\n")
+        return 0
     outcomes = measure(chosen, root=ROOT, has_gpu=gpu_name() is not None)
     _record(outcomes, arguments.gpu_tests)
     print(table(outcomes))
@@ -62,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("packages", nargs="*", help="names of packages; all when none is given")
     parser.add_argument("--only", nargs="+", default=[], metavar="ID", help="ids of claims")
     parser.add_argument("--gpu", action="store_true", help="the GPU claims alone")
+    parser.add_argument("--list", action="store_true", help="name the claims, measure nothing")
     parser.add_argument(
         "--gpu-tests", type=Path, metavar="FILE", help="report of the GPU tests, to be kept as well"
     )

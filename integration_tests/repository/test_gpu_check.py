@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from workspace import ROOT
+from claims.ledger import read_ledger
+from workspace import ROOT, gpu_test_files
 
 SCRIPT = ROOT / "scripts" / "gpu_check.sh"
 
@@ -21,10 +22,15 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def test_without_a_gpu_it_says_so_and_fails() -> None:
+def test_without_a_gpu_it_says_so_names_all_that_was_not_run_and_fails() -> None:
     done = run()
-    assert done.returncode != 0
+    assert done.returncode == 1 and not done.stdout
     assert "sees no CUDA device" in done.stderr or "is not a CUDA build" in done.stderr
+    named = {line.strip() for line in done.stderr.splitlines() if line.startswith("  ")}
+    files = {file.relative_to(ROOT).as_posix() for file in gpu_test_files(ROOT)}
+    claims = {f"{c.package}: {c.id}" for c in read_ledger(ROOT) if c.gpu}
+    assert len(files) > 20 and len(claims) > 5
+    assert files | claims <= named
 
 
 def test_an_unknown_argument_is_refused() -> None:

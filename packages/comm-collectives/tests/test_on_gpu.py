@@ -1,7 +1,13 @@
-"""CUDA tensors: alone, over gloo (staged on the host) and over nccl with one rank.
+"""CUDA tensors: alone, over gloo (staged on the host), over nccl with one rank, and with two.
 
 Everything runs in forked ranks, so that the parent never initialises CUDA.
 """
+
+import os
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +17,8 @@ import comm_collectives as cc
 from comm_collectives.base.wire import as_bytes
 from comm_collectives.call.calls import Call
 from comm_collectives.call.groups.groups import group_state
-from ranktest import run_ranks
+from comm_collectives.errors import CommValueError, PeerFailedError
+from ranktest import Outcome, collect_ranks, run_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -202,3 +209,86 @@ def test_quantised_dispatch_on_cuda_equals_the_host() -> None:
             torch.testing.assert_close(rows[0], rows[1], rtol=0, atol=0)
 
     run_ranks(fn, 2)
+
+
+def over_nccl(folder: Path, program: Callable[[int], object]) -> list[Outcome]:
+    """Run a program on two ranks, each with a card of its own."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("two cards are needed")
+
+    def fn(rank: int, world_size: int) -> object:
+        torch.cuda.set_device(rank)
+        store = dist.FileStore(str(folder / "store"), 2)
+        limit = timedelta(seconds=60)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=2, timeout=limit)
+        return program(rank)
+
+    return collect_ranks(fn, 2, init=False, timeout_s=120)
+
+
+def test_calls_in_a_cuda_graph_are_replayed_or_refused_by_name(tmp_path: Path) -> None:
+    def program(rank: int) -> None:
+        x = torch.ones(4, 2, device="cuda")
+        splits = [1, 3] if rank == 0 else [3, 1]
+
+        def step() -> tuple[torch.Tensor, torch.Tensor]:
+            rows = cc.all_to_all(x * (rank + 1), input_splits=splits, output_splits=splits)
+            return cc.all_reduce(x * (rank + 1)), rows
+
+        step()  # NCCL makes its communicator outside of a graph
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            total, rows = step()
+        for value in (2.0, 5.0):
+            x.fill_(value)
+            graph.replay()
+            assert total.unique().tolist() == [3 * value]
+            assert rows[:, 0].tolist() == [value] * splits[0] + [2 * value] * splits[1]
+        told = pytest.raises(CommValueError, match="all_gather cannot be captured")
+        with told, torch.cuda.graph(torch.cuda.CUDAGraph()):
+            cc.all_gather(x)
+        assert cc.all_reduce(torch.ones(3, device="cuda")).tolist() == [2] * 3
+
+    for outcome in over_nccl(tmp_path, program):
+        assert outcome.ok, outcome.error
+
+
+@pytest.mark.gpu(needs="silence of NCCL here; call/devices/test_launches.py has it")
+def test_a_communicator_whose_peer_died_is_aborted_and_names_it(tmp_path: Path) -> None:
+    def program(rank: int) -> str:
+        x = torch.ones(1000, device="cuda")
+        for _ in range(3):
+            cc.all_reduce(x)
+        torch.cuda.synchronize()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(PeerFailedError) as error:
+            while True:  # NCCL itself waits until torch's watchdog ends the process
+                cc.all_reduce(x)
+                torch.cuda.synchronize()
+        text = str(error.value)
+        with pytest.raises(PeerFailedError):
+            cc.all_reduce(x)
+        return text
+
+    survivor, _ = over_nccl(tmp_path, program)
+    assert survivor.ok, survivor.error
+    assert "rank 1 has ended" in str(survivor.value)
+
+
+@pytest.mark.gpu(needs="tensors that a compiler traces")
+def test_a_compiled_function_goes_around_calls_on_a_device(tmp_path: Path) -> None:
+    def program(rank: int) -> None:
+        @torch.compile(backend="eager")
+        def step(x: torch.Tensor) -> torch.Tensor:
+            return cc.all_reduce(x * 2) + 1
+
+        x = torch.full((3,), 1.0 + rank, device="cuda", requires_grad=True)
+        y = step(x)
+        y.sum().backward()
+        assert y.tolist() == [7] * 3
+        assert x.grad is not None and x.grad.tolist() == [4] * 3
+
+    for outcome in over_nccl(tmp_path, program):
+        assert outcome.ok, outcome.error

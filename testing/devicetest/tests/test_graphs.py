@@ -25,6 +25,9 @@ def test_a_replay_does_what_was_captured_again_and_a_wait_of_the_host_ends_a_cap
         assert y.tolist() == [3] * 4
         graph.replay()
         assert y.tolist() == [7] * 4 and z.tolist() == [14, 14]
+        with pytest.raises(ValueError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            raise ValueError("of the program")
+        assert not torch.cuda.is_current_stream_capturing()
         cuda.check()
 
 

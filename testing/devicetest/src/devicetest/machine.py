@@ -276,8 +276,10 @@ class Machine:
     def capture(self, steps: list[Callable[[], object]]) -> Iterator[None]:
         """Keep what this thread's device does inside, to be done again; see `graphs`."""
         self._here.steps = steps
-        yield
-        self._here.steps = None
+        try:
+            yield
+        finally:
+            self._here.steps = None
 
     def is_capturing(self) -> bool:
         """Whether this thread's stream is being captured."""
