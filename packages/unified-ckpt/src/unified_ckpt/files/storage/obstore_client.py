@@ -31,11 +31,18 @@ from obstore.store import from_url
 
 from unified_ckpt.errors import CheckpointValueError
 from unified_ckpt.files import Buffer
-from unified_ckpt.files.storage.protocol import PART_BYTES, Fetched, part_bytes_for
+from unified_ckpt.files.storage.protocol import (
+    PART_BYTES,
+    Fetched,
+    StagedBuffers,
+    part_bytes_for,
+)
 
 _MAX_RETRIES = 6
 _RETRY_LIMIT_S = 120.0
-_PARTS_AT_ONCE = 4  # they are views of what is given, so they cost no memory of their own
+# Parts on their way at once: of what lies there already, so that they cost no memory (with 4, where
+# obstore's default is 12, an upload takes a third longer); and of what is staged for them.
+_PARTS_AT_ONCE, _STAGED_AT_ONCE = 12, 4
 _SECRETS = re.compile(r"(?i)\b(sig|signature|token|secret|key|credential)[\w-]*=[^&\s\"]+")
 
 
@@ -70,17 +77,18 @@ class ObstoreClient:
         return self._url
 
     def upload(self, key: str, buffers: Iterable[Buffer], *, num_bytes: int) -> None:
-        """Put an object, in parts (of which four are on their way) if it is larger than one."""
+        """Put an object, in parts if it is larger than one."""
         with self._errors(key):
             if num_bytes <= PART_BYTES:
                 obstore.put(self._store, key, b"".join(buffers), use_multipart=False)
             else:
+                is_staged = isinstance(buffers, StagedBuffers)
                 obstore.put(
                     self._store,
                     key,
                     map(memoryview, buffers),
                     chunk_size=part_bytes_for(num_bytes),
-                    max_concurrency=_PARTS_AT_ONCE,
+                    max_concurrency=_STAGED_AT_ONCE if is_staged else _PARTS_AT_ONCE,
                 )
 
     def swap(self, key: str, data: bytes, *, old: str | None) -> bool:

@@ -8,7 +8,7 @@ old (what is asked for by its key is as it is), and no object is written by two 
     store.swap("run/checkpoint-10/manifest.json", manifest, old=None)
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +27,16 @@ class Fetched:
 
     data: bytes
     version: str
+
+
+@dataclass(frozen=True, slots=True)
+class StagedBuffers:
+    """Buffers that take memory as long as they are held; of others stores may hold more at once."""
+
+    buffers: Iterable[Buffer]
+
+    def __iter__(self) -> Iterator[Buffer]:
+        return iter(self.buffers)
 
 
 class ObjectStore(Protocol):

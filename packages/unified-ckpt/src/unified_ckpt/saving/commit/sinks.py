@@ -21,7 +21,7 @@ from unified_ckpt.files import (
     sync_file,
     write_at,
 )
-from unified_ckpt.files.storage import Location
+from unified_ckpt.files.storage import Location, StagedBuffers
 
 
 class Sink(Protocol):
@@ -35,9 +35,15 @@ class Sink(Protocol):
         """Write what this rank has of a file, durably: (first byte, bytes) pairs in that order."""
 
 
-def sink_of(folder: Path | Location) -> Sink:
-    """Return the sink for a folder or a location."""
-    return _LocationSink(folder) if isinstance(folder, Location) else _FolderSink(folder)
+def sink_of(folder: Path | Location, *, is_staged: bool = True) -> Sink:
+    """Return the sink for a folder or a location.
+
+    Args:
+        is_staged: whether buffers take memory as long as they are held.
+    """
+    if isinstance(folder, Location):
+        return _LocationSink(folder, is_staged)
+    return _FolderSink(folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +70,14 @@ class _LocationSink:
     """One upload a file; a store that keeps fewer bytes than it took is found out at once."""
 
     location: Location
+    is_staged: bool
     in_chunks: bool = True
 
     def write(self, name: str, runs: Iterable[tuple[int, Buffer]], *, num_bytes: int) -> None:
         where = self.location / name
-        where.store.upload(where.key, _in_order(runs), num_bytes=num_bytes)
+        buffers = _in_order(runs)
+        given = StagedBuffers(buffers) if self.is_staged else buffers
+        where.store.upload(where.key, given, num_bytes=num_bytes)
         size = where.store.size(where.key)
         if size != num_bytes:
             raise SaveError(f"{where}: {num_bytes} bytes were written, but the store has {size}")

@@ -35,6 +35,8 @@ from unified_ckpt.geometry.tensors import (
 from unified_ckpt.plans import FilePlan, Piece, SavePlan
 from unified_ckpt.saving.commit.sinks import Sink, sink_of
 
+_SENT_BYTES = 5 * CHUNK_BYTES  # at a time to a store, as large as the parts of its objects
+
 
 def write_share(
     plan: SavePlan, parts: Mapping[str, Sequence[Shard]], *, rank: int, folder: Path | Location
@@ -50,7 +52,13 @@ def write_share(
         def bytes_of(file: FilePlan, piece: Piece) -> memoryview:
             return _piece_bytes(piece, parts[file.part][piece.shard_index])
 
-        return write_pieces(plan, bytes_of, rank=rank, folder=folder)
+        is_staged = not all(
+            _is_view(piece, parts[file.part][piece.shard_index])
+            for file in plan.files_of(rank)
+            for piece in file.pieces
+            if piece.rank == rank
+        )
+        return write_pieces(plan, bytes_of, rank=rank, folder=folder, is_staged=is_staged)
     mine = (
         _piece_box(piece, parts[file.part][piece.shard_index])
         for file in plan.files_of(rank)
@@ -68,12 +76,14 @@ def write_pieces(
     *,
     rank: int | None,
     folder: Path | Location,
+    is_staged: bool = True,
 ) -> dict[str, bytes]:
     """As `write_share`, with a function that makes a piece's row-major bytes when it is written.
 
     It is called once for each piece of this rank, or with None of all ranks, in the plan's order.
+    If not `is_staged`, the bytes lie in memory that is there anyway.
     """
-    sink = sink_of(folder)
+    sink = sink_of(folder, is_staged=is_staged)
     files = plan.files if rank is None else plan.files_of(rank)
     with Checksums() as sums:
         pending = [_write_file(file, bytes_of, rank, sink, sums) for file in files]
@@ -150,18 +160,21 @@ def _write_file(
 
 
 def _chunks(start: int, buffer: memoryview, sums: list[int]) -> Iterator[tuple[int, Buffer]]:
-    """Yield a contiguous piece in chunks, each summed while the processor's cache has it."""
-    for begin in range(0, len(buffer), CHUNK_BYTES):
-        chunk = buffer[begin : begin + CHUNK_BYTES]
-        sums.append(crc32(chunk))
-        yield start + begin, chunk
+    """Yield a contiguous piece in parts, each summed just before."""
+    for begin in range(0, len(buffer), _SENT_BYTES):
+        part = buffer[begin : begin + _SENT_BYTES]
+        sums += crc_of_chunks(part)
+        yield start + begin, part
 
 
 def _piece_bytes(piece: Piece, shard: Shard) -> memoryview:
-    tensor = shard.tensor
-    if piece.shape == shard.box.local_shape and is_plain_memory(tensor):
-        return byte_view(tensor)  # by far the most; the rest of this function costs more
+    if _is_view(piece, shard):
+        return byte_view(shard.tensor)  # by far the most; the rest of this function costs more
     return byte_view(bits_of(contiguous_on_cpu(_piece_box(piece, shard))))
+
+
+def _is_view(piece: Piece, shard: Shard) -> bool:
+    return piece.shape == shard.box.local_shape and is_plain_memory(shard.tensor)
 
 
 def _piece_box(piece: Piece, shard: Shard) -> torch.Tensor:
