@@ -36,6 +36,14 @@ def test_every_file_that_the_architecture_names_is_there() -> None:
     assert missing == []
 
 
+def test_every_test_that_devicetest_names_for_a_finding_is_there() -> None:
+    text = (ROOT / "testing/devicetest/README.md").read_text()
+    named = re.findall(r"`([\w./-]+\.py)::(test_\w+)`", text)
+    missing = [n for n in named if f"def {n[1]}(" not in (ROOT / n[0]).read_text()]
+    assert len(named) == 6
+    assert missing == []
+
+
 @pytest.mark.parametrize("file", TEXTS, ids=lambda f: f.relative_to(ROOT).as_posix())
 def test_every_relative_link_leads_somewhere(file: Path) -> None:
     text = re.sub(r"```.*?```", "", file.read_text(), flags=re.DOTALL)

@@ -1,3 +1,4 @@
+import ast
 import json
 import os
 import subprocess
@@ -77,6 +78,52 @@ def test_each_package_has_a_process_of_its_own_and_what_was_not_run_is_named(
     packages = [{"/".join(file.split("/")[:2]) for file in files} for _, files in started]
     assert all(len(names) == 1 for names in packages[:-1])
     assert "test_x.py::test_y: two cards are needed" in done.stdout
+
+
+FORKS = {"run_ranks", "collect_ranks"}
+
+
+def forking(source: str) -> dict[str, bool]:
+    """The tests of a file that are marked gpu: whether each starts ranks, itself or by a helper."""
+    tree = ast.parse(source)
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    whole = any("mark.gpu" in ast.unparse(n) for n in tree.body if isinstance(n, ast.Assign))
+
+    def forks(name: str, seen: frozenset[str]) -> bool:
+        used = {n.id for n in ast.walk(functions[name]) if isinstance(n, ast.Name)}
+        further = used & functions.keys() - seen
+        return bool(used & FORKS) or any(forks(each, seen | {each}) for each in further)
+
+    def is_marked(node: ast.FunctionDef) -> bool:
+        return whole or any("mark.gpu" in ast.unparse(each) for each in node.decorator_list)
+
+    tests = {n: f for n, f in functions.items() if n.startswith("test_") and is_marked(f)}
+    return {name: forks(name, frozenset({name})) for name in tests}
+
+
+def test_no_process_of_gpu_tests_uses_cuda_and_forks_ranks_that_use_it() -> None:
+    """CUDA cannot be used in a process whose parent used it; each package has one process."""
+    kinds: dict[str, dict[bool, list[str]]] = {}
+    for file in gpu_test_files(ROOT):
+        package = file.relative_to(ROOT).parts[1]
+        for test, forks in forking(file.read_text()).items():
+            kinds.setdefault(package, {}).setdefault(forks, []).append(f"{file.name}::{test}")
+    assert len(kinds) >= 5
+    assert True in kinds["comm-collectives"] and False in kinds["moe-pipeline"]
+    assert {package: found for package, found in kinds.items() if len(found) > 1} == {}
+
+
+def test_a_test_that_forks_by_a_helper_is_known() -> None:
+    source = """
+@pytest.mark.gpu
+def test_a(): helper(1)
+def helper(x): return inner(x)
+def inner(x): run_ranks(fn, 2)
+@pytest.mark.gpu(needs="x")
+def test_b(): torch.ones(1, device="cuda")
+def test_c(): run_ranks(fn, 2)
+"""
+    assert forking(source) == {"test_a": True, "test_b": False}
 
 
 @pytest.mark.gpu(needs="driver")
