@@ -51,7 +51,8 @@ LINES_ADDED = {
     # Whose failure was the job's first, and which ranks give no sign of life.
     # Saves beside training, and the average, over changes of the layout.
     # Sums beside the backward; keys that change numbers, compared; DeepEP as a key.
-    "moe-train": 14_085 + 200 + 480 + 180 + 620,
+    # Moments and master weights that ranks share out.
+    "moe-train": 14_085 + 200 + 480 + 180 + 620 + 330,
     # Recording of CuPy, torch and whole scripts, torch's snapshots read and written, memory that is
     # bound to streams block by block; the recorder came from moe-train. Explain, tune, compare,
     # plot and info, as functions and commands; settings in files. Reuse that waits for events.

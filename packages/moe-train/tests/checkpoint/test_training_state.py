@@ -174,6 +174,24 @@ def test_weights_alone_are_cast_and_leave_the_moments_at_zero(
             assert torch.equal(tensor, exact if kind == "master" else exact.bfloat16()), name
 
 
+def test_new_rows_of_vocabulary_are_the_same_means_where_master_weights_are_shared_out(
+    configure: Configure, random_batches: Batches, tmp_path: Path
+) -> None:
+    saved(configure(), random_batches)
+    source = tmp_path / "run" / "checkpoint-2"
+    sizes = ("parallel.dp=3", "parallel.sharding=1")  # 331 rows on three ranks
+    ((whole, _, _),) = loaded(configure(*LOW, vocab_size=331), lambda c: c.load_weights(source))
+    ranks = loaded(configure(*LOW, *sizes, vocab_size=331), lambda c: c.load_weights(source))
+    for name, expected in whole.items():
+        parts = [held[name] for held, _, _ in ranks]
+        if name.startswith("weight "):
+            assert all(torch.equal(part, expected) for part in parts), name
+        else:
+            assert torch.equal(torch.cat(parts), expected), name
+    for matrix in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert bool(whole[f"master {matrix}"][-1].any())
+
+
 DTYPES = {
     "float32": (),
     "bfloat16": ("train.dtype=bfloat16",),

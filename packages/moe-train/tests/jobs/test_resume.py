@@ -288,7 +288,7 @@ def test_every_key_says_whether_it_may_change() -> None:
     assert set(answers.values()) <= {"free", "compared", "asked", "never"}
     for table in ("parallel", "log", "checkpoint"):
         assert {answers[n] for n in answers if n.startswith(f"{table}.")} == {"free"}
-    ways = {"route", "ranks_per_node", "chunks"}  # of tokens, which change no number
+    ways = {"route", "ranks_per_node", "chunks", "backend"}  # of tokens, which change no number
     free = {f"moe.dispatch_{way}" for way in ways}
     free |= {"moe.shared_expert_overlap", "moe.record_routing"}
     of_moe = {name for name in answers if name.startswith("moe.")}

@@ -19,10 +19,10 @@ from moe_train.training.build import (
     build_runner,
     build_stages,
     build_training,
-    parameter_groups,
     read_model_config,
 )
 from moe_train.training.pipeline import unmeasured_schedule
+from moe_train.training.updates import parameter_groups
 from ranktest import run_ranks
 
 Configure = Callable[..., Config]

@@ -93,7 +93,7 @@ def end_of(
 @pytest.mark.parametrize(
     "numbers",
     [
-        ["train.dtype=bfloat16", "train.master_weights=true"],
+        ["train.dtype=bfloat16", "train.master_weights=true", "parallel.sharding=1"],
         ["optimizer.name=muon", "train.gradient_accumulation_steps=2"],
     ],
 )

@@ -15,23 +15,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
 from moe_train.checkpoint.background import BackgroundSaves
 from moe_train.checkpoint.finding import NOTHING_TO_RESUME
+from moe_train.checkpoint.former_random_state import restore_former_random_state
 from moe_train.checkpoint.node_states import NodeStates
 from moe_train.checkpoint.parts import has_part, read_part, tensor_keys
+from moe_train.checkpoint.rank_tensors import RankTensors
 from moe_train.checkpoint.samples import SAMPLES_FILE, read_ledger
 from moe_train.checkpoint.trainer_state import TrainerState, may_lack_moments, read_state
 from moe_train.config import STATE_FILE
 from moe_train.errors import CheckpointNotSavedError, TrainValueError
 from moe_train.layout import (
     ParameterLayout,
-    StoredTensors,
-    fill_new_rows,
-    first_rows,
     stored_tensors,
 )
 from moe_train.optim import MUON_MOMENT, Optimizer
@@ -41,7 +39,6 @@ from unified_ckpt import (
     ManagerOptions,
     Shard,
     load,
-    load_files,
     random_state_files,
     read_index,
     restore_random_state,
@@ -71,6 +68,7 @@ class Checkpointer:
         folder: where checkpoints `checkpoint-N` go, a directory or a location in a store.
         rank: of this process in the job.
         parameters: name -> this rank's parameter or buffer, with `layouts` of the same names.
+        layouts_of_updates: how moments and master weights lie.
         files: what a transformers checkpoint holds beside weights; written by rank 0.
         options: when to save, and how many checkpoints to keep.
         nodes: states on the nodes between checkpoints; None for none.
@@ -81,6 +79,7 @@ class Checkpointer:
     rank: int
     parameters: Mapping[str, Tensor]
     layouts: Mapping[str, ParameterLayout]
+    layouts_of_updates: Mapping[str, ParameterLayout]
     optimizer: Optimizer
     files: Mapping[str, bytes]
     options: ManagerOptions
@@ -112,9 +111,10 @@ class Checkpointer:
             SaveError: this rank has no memory for saves beside training.
         """
         self.parameters, self.layouts = other.parameters, other.layouts
+        self.layouts_of_updates = other.layouts_of_updates
         self.optimizer, self.files = other.optimizer, other.files
         if self.background is not None and other.background is not None:
-            shards = self._stored(average).shards
+            shards = stored_tensors(self.layouts_of_average, average, self.rank).shards
             other.background.take_over(self.background, self.parts(), shards)
             self.background = other.background
 
@@ -133,10 +133,16 @@ class Checkpointer:
         """The moving average as it is after all saves so far, name -> tensor; none: empty."""
         average = self.room_for_average()
         if self.background is not None and average:
-            stored = self._stored(average)
+            stored = stored_tensors(self.layouts_of_average, average, self.rank)
             self.background.read_average(stored.shards)
             stored.write_back()
         return average
+
+    @property
+    def layouts_of_average(self) -> Mapping[str, ParameterLayout]:
+        """How the moving average lies, where one is kept."""
+        part = None if self.background is None else self.background.averaged
+        return self.layouts if part == "model" else self.layouts_of_updates
 
     def is_due(self, step: int) -> bool:
         """Whether to save after `step`. Collective."""
@@ -216,15 +222,16 @@ class Checkpointer:
         """What a checkpoint holds of this rank's tensors."""
         parts = {"model": self.part("model"), "optimizer": _counts(self.optimizer.late)}
         for moment, tensors in self.optimizer.moments().items():
-            parts["optimizer"] += self._stored(tensors, f"/{moment}").shards
+            parts["optimizer"] += self._mine.updates(tensors, f"/{moment}").shards
         if self.optimizer.master:
             parts["master_weights"] = self.part("master_weights")
         return parts
 
     def part(self, part: str) -> list[Shard]:
         """The weights, as they are or their fp32 copies."""
-        tensors = self.parameters if part == "model" else self.optimizer.master
-        return self._stored(tensors).shards
+        if part == "model":
+            return self._mine.weights(self.parameters).shards
+        return self._mine.updates(self.optimizer.master).shards
 
     def remove_older(self, step: int) -> None:
         """Keep the newest checkpoints; the first rank does it, and failing is one line."""
@@ -287,7 +294,7 @@ class Checkpointer:
         updates = state.step - state.skipped_steps
         self.optimizer.set_step(updates, self._load_moments(source, updates))
         if not restore_random_state(source, self.rank):
-            _restore_former_random_state(source, self.rank)
+            restore_former_random_state(source, self.rank)
         self._load_average(source, state.step)
         return state
 
@@ -311,34 +318,31 @@ class Checkpointer:
     def load_weights(self, source: Path) -> None:
         """Start from the weights of a transformers checkpoint, converted to this run's dtype.
 
-        Rows of vocabulary that it does not have become the mean of those that it has.
+        Rows of vocabulary that it does not have become the mean of those that it has. Collective.
 
         Raises:
             ValueError: a file is damaged, it has more rows than the model, or a tensor does not
                 fit; the message names it.
         """
-        masters = self.optimizer.master
         try:
-            for tensors in (self.parameters, masters):
-                layouts, rows = first_rows(self.layouts, tensors, source)
-                read_part(source, "model", [stored_tensors(layouts, rows, self.rank)], cast=True)
-                fill_new_rows(tensors, source)
+            self._mine.load_first(source, self.optimizer.master)
         except CheckpointError as error:
             raise TrainValueError(f"model.init_from={source}: {error}") from error
-        for name, master in masters.items():
-            self.parameters[name].copy_(master)
+        if self.optimizer.master:
+            self.optimizer.show()
 
     def _load_weights(self, source: Path | Location) -> None:
         """Fill the parameters, and what is in fp32 with the most exact copy there is."""
-        read_part(source, "model", [self._stored(self.parameters)], cast=True)
+        read_part(source, "model", [self._mine.weights(self.parameters)], cast=True)
         masters = self.optimizer.master
         fp32 = {n: t for n, t in self.parameters.items() if t.dtype == torch.float32}
         exact = self._held(masters or fp32, source, "master_weights")
         if exact:
-            read_part(source, "master_weights", [self._stored(exact)], cast=True)
+            stored = self._mine.updates(exact) if masters else self._mine.weights(exact)
+            read_part(source, "master_weights", [stored], cast=True)
         others = {name: tensor for name, tensor in masters.items() if name not in exact}
         if others:
-            read_part(source, "model", [self._stored(others)], cast=True)
+            read_part(source, "model", [self._mine.updates(others)], cast=True)
 
     def _load_moments(self, source: Path | Location, updates: int) -> dict[str, int]:
         """Fill the moments; those of parameters that were frozen before, or that another
@@ -354,7 +358,7 @@ class Checkpointer:
             if may_lack or moment == MUON_MOMENT:
                 held = self._held(tensors, source, "optimizer", f"/{moment}")
             if held:
-                read_part(source, "optimizer", [self._stored(held, f"/{moment}")], cast=True)
+                read_part(source, "optimizer", [self._mine.updates(held, f"/{moment}")], cast=True)
             if moment != MUON_MOMENT:  # which corrects no bias, so that nothing counts its steps
                 late |= dict.fromkeys(tensors.keys() - held.keys(), updates)
         keys = read_index(source, "optimizer").keys() if has_part(source, "optimizer") else ()
@@ -372,8 +376,14 @@ class Checkpointer:
         views = {name: self.layouts[name].form.views for name in tensors}
         return {n: t for n, t in tensors.items() if any(v.key + suffix in keys for v in views[n])}
 
-    def _stored(self, tensors: Mapping[str, Tensor], suffix: str = "") -> StoredTensors:
-        return stored_tensors(self.layouts, tensors, self.rank, suffix)
+    @property
+    def _mine(self) -> RankTensors:
+        return RankTensors(
+            rank=self.rank,
+            parameters=self.parameters,
+            layouts=self.layouts,
+            layouts_of_updates=self.layouts_of_updates,
+        )
 
 
 def _state_files(state: TrainerState) -> dict[str, bytes]:
@@ -386,13 +396,3 @@ def _counts(counts: Mapping[str, int]) -> list[Shard]:
         Shard.of(name + _FIRST_UPDATE, torch.tensor([count]), global_shape=(1,), offset=(0,))
         for name, count in counts.items()
     ]
-
-
-def _restore_former_random_state(source: Path | Location, rank: int) -> None:
-    """Set torch's generators from the file that checkpoints had before `random_state_files`."""
-    former = source / f"rng-rank-{rank:05d}.safetensors"
-    if isinstance(former, Path) and former.exists():
-        states = safetensors.torch.load(load_files(source, former.name))
-        torch.set_rng_state(states["cpu"])
-        if "cuda" in states and torch.cuda.is_available():
-            torch.cuda.set_rng_state(states["cuda"])

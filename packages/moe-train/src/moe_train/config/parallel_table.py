@@ -41,6 +41,15 @@ class ParallelConfig(Table):
         minimum=1,
         on_resume="free",
     )
+    sharding: int = key(
+        "what is shared out among ranks that hold the same parameters: nothing (0), or moments and "
+        "master weights (1), of which each rank keeps and updates those of its own rows",
+        unit="level",
+        default=0,
+        minimum=0,
+        maximum=1,
+        on_resume="free",
+    )
     schedule: Literal[
         "1f1b",
         "forward_then_backward",

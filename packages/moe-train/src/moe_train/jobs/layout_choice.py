@@ -29,6 +29,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     _SCHEDULE: get_args(get_type_hints(ParallelConfig)["schedule"]),
     _SPLIT: ("equal", "cost"),
     "parallel.overlap_grad_reduce": (False, True),
+    "parallel.sharding": (0, 1),
     "train.recompute": (None, "layers", "selective", "outputs"),
     "train.gradient_accumulation_fusion": (False, True),
     "train.loss_chunk_tokens": (None, 24),
@@ -107,7 +108,8 @@ def choose_layouts(
     """Up to `count` layouts of at most `max_ranks`; one rank alone, as the job is, comes first.
 
     Each next one brings the most values that none before had, and of those that bring as many the
-    most pairs of them, so that few layouts have every value and every pair. The number of microbatches changes only where the job means the same with another.
+    most pairs of them, so that few layouts have every value and every pair. The number of
+    microbatches changes only where the job means the same with another.
     """
     bases = []
     for keys in _bases(config, model, max_ranks):

@@ -10,7 +10,7 @@ reads and writes, for weights and for everything shaped alike.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard as DimShard
@@ -54,6 +54,18 @@ class ParameterLayout:
     def first_row(self, rank: int) -> int:
         """Where a rank's part begins along dim 0, as for experts the number of its first one."""
         return local_box(self.global_shape, self.spec, rank).offset[0]
+
+    def shared_out(self) -> "ParameterLayout":
+        """How what is kept for updates lies where rows are shared out.
+
+        Rows that several ranks of the stage hold are cut once more, along dp and ep, so that each
+        is updated by one rank.
+        """
+        return replace(self, spec=_cut_finer(self.spec))
+
+    def num_rows(self, rank: int) -> int:
+        """How many indices of dim 0 a rank has."""
+        return local_box(self.global_shape, self.spec, rank).shape[0]
 
     def held(self, rank: int) -> tuple[tuple[int, ...], tuple[_Cut, ...]]:
         """The shape of a rank's part, and its boxes of stored tensors; worked out once."""
@@ -120,6 +132,12 @@ def parameter_layouts(
             form=stored_form(config.model_type, name, shape),
         )
     return layouts
+
+
+def _cut_finer(spec: Spec) -> Spec:
+    cut = [axis for axis in spec.mesh.axis_names if spec.placement(axis) == DimShard(0)]
+    every = dict.fromkeys(spec.mesh.axis_names, DimShard(0))
+    return Spec.from_axes(spec.mesh, every, order=cut, sizes=dict(spec.sizes))
 
 
 def _layer_of(name: str) -> int:

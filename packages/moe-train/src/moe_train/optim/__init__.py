@@ -11,5 +11,6 @@ from moe_train.optim.lr_schedule import LrSchedule as LrSchedule
 from moe_train.optim.optimizer import MUON_MOMENT as MUON_MOMENT
 from moe_train.optim.optimizer import Optimizer as Optimizer
 from moe_train.optim.rounding import StochasticRounding as StochasticRounding
+from moe_train.optim.shares import RowShares as RowShares
 from moe_train.optim.update_rules import UpdateRule as UpdateRule
 from moe_train.optim.update_rules import update_rules as update_rules

@@ -23,6 +23,8 @@ from comm_collectives import reduce_in_buckets
 from moe_pipeline.executor import TiedParameters
 from moe_pipeline.schedules import Action
 from moe_train.optim.grad_overlap import OverlappedReduction
+from moe_train.optim.shares import RowShares
+from moe_train.optim.slices import slices_of
 
 _BUCKET_BYTES = 64 * 2**20
 
@@ -35,16 +37,24 @@ class ParameterGroup:
         parameters: in the same order on every rank of `reduce_group`.
         reduce_group: ranks that hold the same parameters; None when there is only this one.
         tied: of the embedding that two stages hold, over the same ranks.
+        shares: who updates which rows, where the ranks share that out; those of `reduce_group`, or
+            of a tied embedding the ranks of this stage.
     """
 
     parameters: Sequence[nn.Parameter]
     reduce_group: dist.ProcessGroup | None
     tied: TiedParameters | None = None
+    shares: RowShares | None = None
 
     @property
     def num_holders(self) -> int:
         """How many ranks hold each of the parameters."""
         return 1 if self.reduce_group is None else self.reduce_group.size()
+
+    @property
+    def num_updating(self) -> int:
+        """How many ranks update each row."""
+        return self.num_holders // (1 if self.shares is None else self.shares.num_ranks)
 
     @property
     def is_overlapped(self) -> bool:
@@ -90,6 +100,7 @@ class GradientStore:
         self._groups, self._reduce_dtype = groups, reduce_dtype
         self._parameters = [p for group in groups for p in group.parameters]
         self._buffers: dict[nn.Parameter, Tensor] = {}
+        self._own: dict[nn.Parameter, Tensor] = {}
         for parameter in self._parameters if fp32_accumulation else ():
             self._buffers[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
         self._beside = None if overlap is None else self._overlapped(overlap)
@@ -125,7 +136,12 @@ class GradientStore:
             self._beside.arrived(parameter)
 
     def of(self, parameter: nn.Parameter) -> Tensor:
-        """The gradient of `parameter`; zeros when no microbatch reached it."""
+        """The gradient of `parameter`; zeros when no microbatch reached it.
+
+        After `reduce` that of this rank's rows, where rows are shared out.
+        """
+        if parameter in self._own:
+            return self._own[parameter]
         if parameter in self._buffers:
             return self._buffers[parameter]
         if parameter.grad is None:
@@ -135,6 +151,7 @@ class GradientStore:
 
     def clear(self) -> None:
         """Forget all gradients, before a step."""
+        self._own.clear()
         for buffer in self._buffers.values():
             buffer.zero_()
         for parameter in self._parameters:
@@ -159,14 +176,37 @@ class GradientStore:
             with self._beside as beside:
                 yield beside.around
         for group in self._groups:
-            if group.num_holders == 1 or (self._beside is not None and group.is_overlapped):
+            is_summed = self._beside is not None and group.is_overlapped
+            if group.num_holders > 1:
+                self._finish(group, is_summed=is_summed)
+
+    def _finish(self, group: ParameterGroup, *, is_summed: bool) -> None:
+        """Sum what is not yet, and keep this rank's rows where they are shared out."""
+        shares, parts = group.shares, [slice(None)]
+        if shares is not None or self._reduce_dtype is not None:  # few at a time: they are copied
+            parts = slices_of([parameter.numel() for parameter in group.parameters])
+        for part in parts:
+            parameters = group.parameters[part]
+            if shares is not None and group.tied is None and not is_summed:
+                self._reduce_shares(shares, parameters)
                 continue
-            gradients = [self.of(parameter) for parameter in group.parameters]
-            if self._reduce_dtype is None:
-                self._reduce(group, gradients)
-            else:  # few at a time, since they are copied
-                for part in slices_of([g.numel() for g in gradients]):
-                    self._reduce(group, gradients[part])
+            if not is_summed:
+                self._reduce(group, [self.of(parameter) for parameter in parameters])
+            if shares is not None:
+                for parameter in parameters:
+                    self._keep(parameter, self.of(parameter)[shares.own(parameter)].clone())
+
+    def _reduce_shares(self, shares: RowShares, parameters: Sequence[nn.Parameter]) -> None:
+        gradients = [self.of(parameter) for parameter in parameters]
+        sums = [g.to(self._reduce_dtype or g.dtype) for g in gradients]
+        found = shares.reduce_scatter(parameters, sums)
+        for parameter, gradient, own in zip(parameters, gradients, found, strict=True):
+            self._keep(parameter, own.to(gradient.dtype))
+
+    def _keep(self, parameter: nn.Parameter, own: Tensor) -> None:
+        """From now on what this rank updates of a gradient stands for the whole of it."""
+        self._own[parameter] = own
+        parameter.grad = None
 
     def _reduce(self, group: ParameterGroup, gradients: Sequence[Tensor]) -> None:
         sums = [g.to(self._reduce_dtype or g.dtype) for g in gradients]
@@ -187,24 +227,13 @@ class GradientStore:
         for group in self._groups:
             grads = [self.of(parameter) for parameter in group.parameters]
             if grads:
-                total += float(nn.utils.get_total_norm(grads).double() ** 2) / group.num_holders
+                total += float(nn.utils.get_total_norm(grads).double() ** 2) / group.num_updating
         return total
 
     def scale(self, coefficient: float) -> None:
         """Multiply every gradient in place."""
         for parameter in self._parameters:
             self.of(parameter).mul_(coefficient)
-
-
-def slices_of(sizes: Sequence[int], limit: int = 1 << 24) -> list[slice]:
-    """Neighbours of together at least `limit`, but for the last ones."""
-    found, start, total = [], 0, 0
-    for end, size in enumerate(sizes, start=1):
-        total += size
-        if total >= limit or end == len(sizes):
-            found.append(slice(start, end))
-            start, total = end, 0
-    return found
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from moe_train.config import OptimizerConfig
-from moe_train.optim.grads import GradientStore, slices_of
+from moe_train.optim.grads import GradientStore
 from moe_train.optim.rounding import StochasticRounding
+from moe_train.optim.shares import RowShares
+from moe_train.optim.slices import slices_of
 from moe_train.optim.update_rules import UpdateRule
 
 MUON_MOMENT = "momentum_buffer"
@@ -48,6 +50,7 @@ class Optimizer:
         config: betas, eps, momentum.
         master_weights: keep an fp32 copy of every parameter, update it, and round it back.
         rounding: of bfloat16 parameters without such copies, updated in fp32; of no use for Muon.
+        shares: of parameters whose rows are shared out; a step is then collective over their ranks.
     """
 
     def __init__(
@@ -58,22 +61,29 @@ class Optimizer:
         *,
         master_weights: bool,
         rounding: StochasticRounding | None = None,
+        shares: Sequence[RowShares] = (),
     ) -> None:
         self._rounding, self._num_updates = rounding, 0
-        self._parameters, self._rules = dict(parameters), dict(rules)
+        self._shares, self._rules = tuple(shares), dict(rules)
+        own = {p: share.own(p) for share in shares for p in share.parameters}
+        # What this rank updates: views of the parameters.
+        self._held = {
+            name: p.data[own[p]] if p in own else p.data for name, p in parameters.items()
+        }
+        self._parameters = dict(parameters)
         self.late: dict[str, int] = {}
         self.master: dict[str, Tensor] = {}
         if master_weights:
-            self.master = {n: p.detach().float().clone() for n, p in parameters.items()}
-        updated = self.master or {name: p.data for name, p in parameters.items()}
+            self.master = {n: t.float().clone() for n, t in self._held.items()}
+        updated = self.master or self._held
         if rounding is not None:  # filled for the time of an update
-            updated = {n: p.new_empty(0, dtype=torch.float32) for n, p in parameters.items()}
+            updated = {n: t.new_empty(0, dtype=torch.float32) for n, t in self._held.items()}
         self._updated = {name: nn.Parameter(t, requires_grad=True) for name, t in updated.items()}
         # Made here and not on the first step, so that there is always a state to save or load.
         self._moments: dict[str, dict[str, Tensor]] = {}
         for name, tensor in self._updated.items():
             for moment in _MOMENTS[rules[name].algorithm]:
-                zeros = torch.zeros_like(parameters[name].data, dtype=tensor.dtype)
+                zeros = torch.zeros_like(self._held[name], dtype=tensor.dtype)
                 self._moments.setdefault(moment, {})[name] = zeros
         self._torch: list[torch.optim.Optimizer] = []
         self._matrices = {
@@ -129,26 +139,31 @@ class Optimizer:
         self._torch.append(muon)
 
     def step(self, gradients: GradientStore, lr: float) -> None:
-        """Apply one update with learning rate `lr`."""
+        """Apply one update with learning rate `lr`; collective where rows are shared out."""
         self._num_updates += 1
         for names in self._parts():
             self._step(names, gradients, lr)
+        self.show()
+
+    def show(self) -> None:
+        """Bring master weights into the parameters, and every rank's rows to all. Collective."""
         for name, master in self.master.items():
-            self._parameters[name].data.copy_(master)
+            self._held[name].copy_(master)
+        for share in self._shares:
+            share.all_gather()
 
     def _parts(self) -> list[list[str]]:
         """Parameters that are updated together: all, or few enough for exact copies beside."""
         names = list(self._updated)
         if self._rounding is None:
             return [names]
-        return [names[part] for part in slices_of([self._parameters[n].numel() for n in names])]
+        return [names[part] for part in slices_of([self._held[n].numel() for n in names])]
 
     def _step(self, names: Sequence[str], gradients: GradientStore, lr: float) -> None:
         for name in names:
-            tensor, parameter = self._updated[name], self._parameters[name]
-            gradient = gradients.of(parameter)
+            tensor, gradient = self._updated[name], gradients.of(self._parameters[name])
             if self._rounding is not None:
-                tensor.data, gradient = parameter.data.float(), gradient.float()
+                tensor.data, gradient = self._held[name].float(), gradient.float()
             if name not in self._matrices:
                 tensor.grad = gradient
                 continue
@@ -168,15 +183,15 @@ class Optimizer:
         """Store exact weights in the parameters, and let go of them."""
         for name in names:
             exact = self._updated[name]
-            rounding.write(name, exact.data, self._parameters[name].data, update=self._num_updates)
+            rounding.write(name, exact.data, self._held[name], update=self._num_updates)
             exact.data = exact.data.new_empty(0)
 
     def updated(self) -> dict[str, Tensor]:
-        """Parameter name -> the tensor that updates change: its master weights or itself."""
-        return self.master or {name: p.data for name, p in self._parameters.items()}
+        """Parameter name -> what updates change, this rank's rows: master weights or itself."""
+        return self.master or dict(self._held)
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        """Moment name -> parameter name -> tensor shaped as the parameter; views, not copies."""
+        """Moment name -> parameter name -> tensor shaped as `updated`; views, not copies."""
         return {moment: dict(tensors) for moment, tensors in self._moments.items()}
 
     def set_step(self, step: int, late: Mapping[str, int] | None = None) -> None:

@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from moe_pipeline import PipelineExecutor, Schedule
-from moe_pipeline.executor import ExecutorOptions, TiedParameters
+from moe_pipeline.executor import ExecutorOptions
 from moe_train.checkpoint import BackgroundSaves, Checkpointer, NodeStates, checkpoint_files
 from moe_train.config import Config
 from moe_train.data import prepare
@@ -23,14 +22,12 @@ from moe_train.layout import (
     StoredTensors,
     chosen_names,
     decoder_shapes,
-    is_expert,
     parameter_layouts,
     read_decoder,
     stage_tensors,
     stored_tensors,
 )
 from moe_train.model import (
-    EMBEDDING,
     DecoderConfig,
     DecoderStage,
     StageOptions,
@@ -64,6 +61,7 @@ from moe_train.training.pipeline import (
 from moe_train.training.rank_stages import RankStages
 from moe_train.training.sources import Corpus, open_corpus
 from moe_train.training.step import StepRunner
+from moe_train.training.updates import layouts_shared_out, parameter_groups
 from unified_ckpt import ManagerOptions
 from unified_ckpt.files.storage import as_target
 
@@ -219,17 +217,22 @@ def build_runner(
     stages = build_stages(config, model, parallel)
     parts = expert_parts(config, model)
     layouts = parameter_layouts(stages, model, parallel.stage_mesh, parts)
+    rules = rules_of_job(config, model)
+    finer = layouts_shared_out(layouts, rules) if config.parallel.sharding else {}
+    of_updates = layouts | finer
     parameters = {name: p for name, p in stages.named_parameters() if p.requires_grad}
     tensors = stage_tensors(stages)
     _initialise(config, model, stored_tensors(layouts, tensors, parallel.rank))
+    has_copy = model.shares_embedding(config.train.mtp_loss_coef)
+    groups = parameter_groups(parameters, parallel, has_copy=has_copy, shared_out=finer)
     optimizer = Optimizer(
         parameters,
-        rules_of_job(config, model),
+        rules,
         config.optimizer,
         master_weights=config.train.master_weights,
-        rounding=_rounding(config, parameters, layouts, parallel.rank),
+        rounding=_rounding(config, parameters, of_updates, parallel.rank),
+        shares=[group.shares for group in groups if group.shares is not None],
     )
-    has_copy = model.shares_embedding(config.train.mtp_loss_coef)
     schedule = training_schedule(config, stages, parallel)
     check_balancing(config, model, schedule)
     background = BackgroundSaves.of(config)
@@ -241,13 +244,7 @@ def build_runner(
         stages=stages,
         executor=_executor(config, stages, schedule, parallel),
         evaluator=_executor(config, stages, forwards_of(schedule), parallel),
-        gradients=_gradients(
-            config,
-            parameter_groups(parameters, parallel, has_copy=has_copy),
-            LastComputations(
-                row=schedule.ranks[parallel.stage], stages_of=stages.numbers_of_parameters()
-            ),
-        ),
+        gradients=_gradients(config, groups, _last_computations(schedule, stages, parallel)),
         optimizer=optimizer,
         max_grad_norm=config.optimizer.max_grad_norm,
         updates_expert_bias=config.moe.update_expert_bias,
@@ -258,6 +255,7 @@ def build_runner(
         rank=parallel.rank,
         parameters=tensors,
         layouts=layouts,
+        layouts_of_updates=of_updates,
         optimizer=optimizer,
         files=files,
         options=_manager_options(config),
@@ -288,7 +286,7 @@ def _rounding(
 ) -> StochasticRounding | None:
     if not config.train.stochastic_rounding:
         return None
-    first = {name: layouts[name].first_row(rank) for name in parameters if is_expert(name)}
+    first = {name: layouts[name].first_row(rank) for name in parameters}
     return StochasticRounding(seed=config.train.seed, first_rows=first)
 
 
@@ -305,6 +303,13 @@ def _gradients(
     )
 
 
+def _last_computations(
+    schedule: Schedule, stages: RankStages, parallel: Parallel
+) -> LastComputations:
+    row = schedule.ranks[parallel.stage]
+    return LastComputations(row=row, stages_of=stages.numbers_of_parameters())
+
+
 def _manager_options(config: Config) -> ManagerOptions:
     asked = config.checkpoint
     return ManagerOptions(
@@ -314,34 +319,6 @@ def _manager_options(config: Config) -> ManagerOptions:
         signals=(),
         timeout_s=max(config.parallel.timeout_s, 600.0),
     )
-
-
-def parameter_groups(
-    parameters: dict[str, nn.Parameter], parallel: Parallel, *, has_copy: bool
-) -> list[ParameterGroup]:
-    """Which ranks sum the gradients of which parameters; the same groups on every rank of a stage.
-
-    Collective over the ranks of the first and last stage, which compare a shared embedding.
-
-    Dense parameters are reduced over dp x ep, experts over their own data parallel ranks, and an
-    embedding that the first and the last stage hold over the ranks of both.
-
-    Args:
-        has_copy: the last stage uses the embedding.
-    """
-    ends = parallel.embedding_group if has_copy else None
-    names = {EMBEDDING} if ends is not None else set()
-    copied = [p for name, p in parameters.items() if name in names]
-    experts = [p for name, p in parameters.items() if is_expert(name)]
-    dense = [p for name, p in parameters.items() if name not in names and not is_expert(name)]
-    groups = [
-        ParameterGroup(parameters=dense, reduce_group=parallel.dense_reduce_group),
-        ParameterGroup(parameters=experts, reduce_group=parallel.expert_reduce_group),
-    ]
-    if ends is not None and copied:
-        tied = TiedParameters(copied, group=ends)
-        groups.append(ParameterGroup(parameters=copied, reduce_group=ends, tied=tied))
-    return groups
 
 
 def _executor(

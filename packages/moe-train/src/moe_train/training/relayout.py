@@ -86,13 +86,16 @@ def _tensors(training: Training) -> dict[str, dict[str, Tensor]]:
 
 def _stages(training: Training, held: Mapping[str, Mapping[str, Tensor]]) -> list[_Stage]:
     """What every stage holds, told by one rank of each. Collective over all ranks."""
-    layouts, parallel = training.checkpointer.layouts, training.parallel
+    checkpointer, parallel = training.checkpointer, training.parallel
+    layouts = {_WEIGHTS: checkpointer.layouts, _AVERAGE: checkpointer.layouts_of_average}
+
+    def lies(kind: str, name: str, tensor: Tensor) -> TensorSpec:
+        layout = layouts.get(kind, checkpointer.layouts_of_updates)[name]
+        return TensorSpec(layout.global_shape, tensor.dtype, layout.spec)
+
     own = _Stage(
         tensors={
-            kind: {
-                name: TensorSpec(layouts[name].global_shape, tensor.dtype, layouts[name].spec)
-                for name, tensor in tensors.items()
-            }
+            kind: {name: lies(kind, name, tensor) for name, tensor in tensors.items()}
             for kind, tensors in held.items()
         },
         late=dict(training.runner.optimizer.late),

@@ -1,0 +1,95 @@
+"""Optimizer states that are shared out: each row of a parameter is updated by one of its holders.
+
+Every rank that holds a parameter would keep the same moments and master weights. Here each keeps
+those of its own rows alone: sums of gradients go to the rank of the row (one reduce-scatter), the
+ranks update their rows, and show them to each other (one all-gather); arXiv 1910.02054, "P_os".
+
+Invariant: a row's sum is taken in the order of the ranks, as without shares, so that the same rows
+get the same bits.
+
+    shares = RowShares(group, {weight: (3, 3, 2)})       # rows of each rank of the group
+    (own,) = shares.reduce_scatter([weight.grad])        # of this rank's rows
+    ...                                                  # update weight[shares.own(weight)]
+    shares.all_gather()
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from comm_collectives import all_gather, reduce_scatter
+from moe_train.optim.slices import slices_of
+
+
+class RowShares:
+    """Rows of parameters, and the rank of the group that updates them.
+
+    Args:
+        group: ranks that hold the same parameters.
+        rows: parameter -> how many rows (of dim 0) each rank of the group has, in the order of the
+            ranks; the same on all of them, zeros allowed.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, rows: Mapping[nn.Parameter, tuple[int, ...]]
+    ) -> None:
+        self._group, self._rows, self._rank = group, dict(rows), group.rank()
+        self._parts = slices_of([p.numel() for p in self._rows])
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that share the rows out."""
+        return self._group.size()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All of them, in the order that all ranks have."""
+        return list(self._rows)
+
+    def own(self, parameter: nn.Parameter) -> slice:
+        """This rank's rows."""
+        first = sum(self._rows[parameter][: self._rank])
+        return slice(first, first + self._rows[parameter][self._rank])
+
+    def reduce_scatter(
+        self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Sum gradients over the ranks; return those of this rank's rows. Collective.
+
+        Args:
+            gradients: of the parameters, one dtype.
+        """
+        pieces = [
+            list(gradient.split(self._rows[parameter]))
+            for parameter, gradient in zip(parameters, gradients, strict=True)
+        ]
+        by_rank = [[p[rank].reshape(-1) for p in pieces] for rank in range(self._group.size())]
+        flat = torch.cat([piece for own in by_rank for piece in own])
+        sizes = [sum(piece.numel() for piece in own) for own in by_rank]
+        found = reduce_scatter(flat, splits=sizes, group=self._group)
+        shapes = [piece[self._rank].shape for piece in pieces]
+        return [f.view(s) for f, s in zip(_cut(found, shapes), shapes, strict=True)]
+
+    @torch.no_grad()
+    def all_gather(self) -> None:
+        """Bring every rank's rows of the parameters to all ranks, in place. Collective."""
+        parameters = self.parameters
+        for part in self._parts:
+            self._all_gather(parameters[part])
+
+    def _all_gather(self, parameters: Sequence[nn.Parameter]) -> None:
+        own = torch.cat([p.data[self.own(p)].reshape(-1) for p in parameters])
+        found = all_gather(own, group=self._group)
+        for rank in range(self._group.size()):
+            rows = [p.data.split(self._rows[p])[rank] for p in parameters]
+            count = sum(r.numel() for r in rows)
+            told, found = found[:count], found[count:]
+            if rank != self._rank:
+                for mine, piece in zip(rows, _cut(told, [r.shape for r in rows]), strict=True):
+                    mine.copy_(piece.view(mine.shape))
+
+
+def _cut(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    return list(flat.split([shape.numel() for shape in shapes])) if shapes else []

@@ -1,0 +1,7 @@
+"""Which ranks sum gradients, and which of them update what.
+
+May import: config, layout, model, optim, parallel, errors; moe_pipeline.
+"""
+
+from moe_train.training.updates.groups import layouts_shared_out as layouts_shared_out
+from moe_train.training.updates.groups import parameter_groups as parameter_groups

@@ -1,0 +1,90 @@
+"""Who sums the gradients of which parameters, and who updates which of their rows.
+
+finer = layouts_shared_out(layouts, rules)               # with parallel.sharding = 1
+groups = parameter_groups(parameters, parallel, has_copy=False, shared_out=finer)
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch.distributed as dist
+from torch import nn
+
+from moe_pipeline.executor import TiedParameters
+from moe_train.layout import ParameterLayout, is_expert
+from moe_train.model import EMBEDDING
+from moe_train.optim import ParameterGroup, RowShares, UpdateRule
+from moe_train.parallel import Parallel
+
+
+def layouts_shared_out(
+    layouts: Mapping[str, ParameterLayout], rules: Mapping[str, UpdateRule]
+) -> dict[str, ParameterLayout]:
+    """How that lies which ranks keep for updates of what they share out; pure.
+
+    Muon needs whole matrices, so of what it updates only experts are shared out, one by one.
+    """
+    return {
+        name: layout.shared_out()
+        for name, layout in layouts.items()
+        if name in rules and (is_expert(name) or rules[name].algorithm != "muon")
+    }
+
+
+def parameter_groups(
+    parameters: dict[str, nn.Parameter],
+    parallel: Parallel,
+    *,
+    has_copy: bool,
+    shared_out: Mapping[str, ParameterLayout] = MappingProxyType({}),
+) -> list[ParameterGroup]:
+    """Which ranks sum the gradients of which parameters; the same groups on every rank of a stage.
+
+    Collective over the ranks of the first and last stage, which compare a shared embedding.
+
+    Dense parameters are reduced over dp x ep, experts over their own data parallel ranks, and an
+    embedding that the first and the last stage hold over the ranks of both.
+
+    Args:
+        has_copy: the last stage uses the embedding.
+        shared_out: how that lies which is kept for the updates of what ranks share out.
+    """
+    ends = parallel.embedding_group if has_copy else None
+    names = {EMBEDDING} if ends is not None else set()
+    copied = {name: p for name, p in parameters.items() if name in names}
+    experts = {name: p for name, p in parameters.items() if is_expert(name)}
+    dense = {name: p for name, p in parameters.items() if name not in names | experts.keys()}
+    summed = [(dense, parallel.dense_reduce_group), (experts, parallel.expert_reduce_group)]
+    groups = [
+        ParameterGroup(
+            parameters=[p for name, p in held.items() if (name in shared_out) == is_shared],
+            reduce_group=group,
+            shares=_shares(held, group, shared_out) if is_shared else None,
+        )
+        for held, group in summed
+        for is_shared in (False, True)
+    ]
+    if ends is not None and copied:
+        shares = _shares(copied, parallel.data_group, shared_out)
+        tied = TiedParameters(list(copied.values()), group=ends)
+        groups.append(
+            ParameterGroup(
+                parameters=list(copied.values()), reduce_group=ends, tied=tied, shares=shares
+            )
+        )
+    return groups
+
+
+def _shares(
+    parameters: Mapping[str, nn.Parameter],
+    group: dist.ProcessGroup,
+    shared_out: Mapping[str, ParameterLayout],
+) -> RowShares | None:
+    """Who of the group updates which rows; None where there is nothing to share out."""
+    ranks = dist.get_process_group_ranks(group)
+    rows = {
+        parameter: tuple(shared_out[name].num_rows(rank) for rank in ranks)
+        for name, parameter in parameters.items()
+        if name in shared_out
+    }
+    return RowShares(group, rows) if rows and len(ranks) > 1 else None
