@@ -37,6 +37,13 @@ def write_model_and_adapter(folder: Path) -> torch.Tensor:
     save_file(tensors, folder / "Qwen3-30B-A3B" / "model.safetensors", metadata={"format": "pt"})
     config = {"model_type": "qwen3_moe", "num_experts": 2}
     (folder / "Qwen3-30B-A3B" / "config.json").write_text(json.dumps(config))
+    (folder / "Qwen3-8B").mkdir()
+    dense = {
+        f"model.layers.0.mlp.{part}_proj.weight": torch.randn(shape)
+        for part, shape in (("gate", (3, 4)), ("up", (3, 4)), ("down", (4, 3)))
+    }
+    save_file(dense, folder / "Qwen3-8B" / "model.safetensors", metadata={"format": "pt"})
+    (folder / "Qwen3-8B" / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     (folder / "my-lora").mkdir()
     parts = {"lora_A": torch.randn(2, 4), "lora_B": torch.randn(6, 2)}
     named = {f"base_model.model.{QUERY}.{name}.weight": part for name, part in parts.items()}

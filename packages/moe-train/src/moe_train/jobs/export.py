@@ -14,7 +14,7 @@ from moe_train.errors import TrainValueError
 from unified_ckpt.files.storage import as_target
 from unified_ckpt.tools import export_model
 from weight_convert import ConversionOptions, WeightConvertError, convert
-from weight_convert.plan import FileKind
+from weight_convert.run import FileKind
 
 
 def export_weights(

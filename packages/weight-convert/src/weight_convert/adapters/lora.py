@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from weight_convert._dtypes import FLOATS
 from weight_convert.adapters.adapter import Adapter, Factors, read_adapter
 from weight_convert.errors import WeightConvertError
 from weight_convert.files import Catalog, SourceTensor, read_catalog
-from weight_convert.operations import FLOATS, AddLowRank
+from weight_convert.operations import AddLowRank
 from weight_convert.outputs import Computations, PlannedTensor, natural_key
 from weight_convert.plan import spec_of
 from weight_convert.run import Output, OutputOptions, Progress, Report, write_output

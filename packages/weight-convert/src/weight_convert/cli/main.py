@@ -10,6 +10,7 @@
     weight-convert merge ties.toml merged
     weight-convert lora Qwen3-30B-A3B my-lora merged
     weight-convert lora Qwen3-30B-A3B my-finetuned my-lora --extract 16
+    weight-convert upcycle Qwen3-8B Qwen3-8B-MoE --experts 8 --top-k 2
 
 Exit status: 0 done (equal, explained), 1 the directories differ or a tensor is not explained, 2 an
 error, 130 interrupted.
@@ -27,6 +28,7 @@ from weight_convert.cli.merge import add_merge
 from weight_convert.cli.quantize import add_dequantize, add_quantize
 from weight_convert.cli.specs import add_specs
 from weight_convert.cli.split import add_join, add_split
+from weight_convert.cli.upcycle import add_upcycle
 from weight_convert.cli.verify import add_verify
 from weight_convert.errors import WeightConvertError
 
@@ -39,6 +41,7 @@ _COMMANDS = (
     add_dequantize,
     add_merge,
     add_lora,
+    add_upcycle,
     add_split,
     add_join,
 )

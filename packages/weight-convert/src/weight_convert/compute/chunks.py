@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from weight_convert.compute import elementwise, fp8, lowrank, merging, mx
+from weight_convert.compute import drawing, elementwise, fp8, lowrank, merging, mx
 from weight_convert.compute.reading import TensorReader, bytes_of, torch_dtype
 from weight_convert.errors import WeightConvertError
 from weight_convert.files import tensor_size_bytes
@@ -20,6 +20,7 @@ from weight_convert.operations import (
     AddLowRank,
     Cast,
     Combine,
+    DrawRows,
     Factorise,
     FromBlocks,
     FromMx,
@@ -40,6 +41,7 @@ _KERNELS: Mapping[type[Operation], _Kernel] = {
     Cast: elementwise.cast,
     Transpose: elementwise.transpose,
     Combine: merging.combine,
+    DrawRows: drawing.draw_rows,
     FromBlocks: fp8.from_blocks,
     ToBlocks: fp8.to_blocks,
     FromMx: mx.from_mx,

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from weight_convert._checks import Record, checked_path
+from weight_convert._dtypes import stored_dtype
 from weight_convert.errors import WeightConvertError
-from weight_convert.operations import Combine, stored_dtype
+from weight_convert.operations import Combine
 
 PASSTHROUGH = "passthrough"
 Amount = float | tuple[float, ...] | Mapping[str, float]

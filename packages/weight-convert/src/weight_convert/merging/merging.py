@@ -16,11 +16,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from weight_convert._checks import check_kind
+from weight_convert._dtypes import FLOATS, stored_dtype
 from weight_convert.errors import WeightConvertError
 from weight_convert.files import Catalog, read_catalog
 from weight_convert.merging.config import PASSTHROUGH, MergeConfig, amount_at
 from weight_convert.merging.stacking import stacked
-from weight_convert.operations import FLOATS, Combine, stored_dtype
+from weight_convert.operations import Combine
 from weight_convert.outputs import Computations, PlannedTensor, natural_key
 from weight_convert.plan import in_format_of
 from weight_convert.run import Output, OutputOptions, Progress, Report, write_output

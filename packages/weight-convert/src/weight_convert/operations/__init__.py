@@ -5,8 +5,6 @@ A room of its own, so that jobs are planned, and dry runs made, without torch.
 May import: nothing but checks and errors.
 """
 
-from weight_convert.operations.dtypes import FLOATS as FLOATS
-from weight_convert.operations.dtypes import stored_dtype as stored_dtype
 from weight_convert.operations.elementwise import Cast as Cast
 from weight_convert.operations.elementwise import Transpose as Transpose
 from weight_convert.operations.lowrank import AddLowRank as AddLowRank
@@ -17,3 +15,4 @@ from weight_convert.operations.quantized import FromBlocks as FromBlocks
 from weight_convert.operations.quantized import FromMx as FromMx
 from weight_convert.operations.quantized import ToBlocks as ToBlocks
 from weight_convert.operations.quantized import ToMx as ToMx
+from weight_convert.operations.random import DrawRows as DrawRows

@@ -5,7 +5,6 @@ Everything is decided here, from headers alone, so that a dry run is exact.
 May import: outputs, operations, specs, files.
 """
 
-from weight_convert._kinds import FileKind as FileKind
 from weight_convert.plan.alignment import in_format_of as in_format_of
 from weight_convert.plan.completeness import check_complete as check_complete
 from weight_convert.plan.conversion_plan import ConversionOptions as ConversionOptions
@@ -15,5 +14,6 @@ from weight_convert.plan.conversion_plan import plan_conversion as plan_conversi
 from weight_convert.plan.detection import detect_format as detect_format
 from weight_convert.plan.detection import spec_of as spec_of
 from weight_convert.plan.detection import stored_roles as stored_roles
+from weight_convert.plan.regroup import as_stored as as_stored
 from weight_convert.plan.regroup import copied_in_memory as copied_in_memory
 from weight_convert.plan.regroup import in_memory as in_memory

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from weight_convert._checks import Record, check_kind, check_sizes
+from weight_convert._dtypes import FLOATS, stored_dtype
 from weight_convert._kinds import FILES, FileKind
 from weight_convert.errors import IncompleteExpertsError, WeightConvertError
 from weight_convert.files import Catalog
-from weight_convert.operations import FLOATS, stored_dtype
 from weight_convert.outputs import (
     Computations,
     FilePlan,

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from weight_convert._dtypes import stored_dtype
 from weight_convert.files import Catalog
-from weight_convert.operations import stored_dtype
 from weight_convert.outputs import PlannedTensor
 from weight_convert.specs import FamilySpec
 

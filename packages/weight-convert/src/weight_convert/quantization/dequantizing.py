@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from weight_convert._dtypes import stored_dtype
 from weight_convert.errors import IncompleteExpertsError, WeightConvertError
 from weight_convert.files import CONFIG_NAME, Catalog, LeftOut, SourceTensor, read_catalog
-from weight_convert.operations import stored_dtype
 from weight_convert.outputs import Computations, PlannedTensor, natural_key
 from weight_convert.quantization.kept import KEPT_NAME, is_safe, kept_file
 from weight_convert.quantization.methods import Method, method_of

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from weight_convert._checks import check_kind
+from weight_convert._dtypes import FLOATS
 from weight_convert.errors import IncompleteExpertsError, WeightConvertError
 from weight_convert.files import Catalog, LeftOut, SourceTensor, read_catalog
-from weight_convert.operations import FLOATS
 from weight_convert.outputs import Computations, PlannedTensor, natural_key
 from weight_convert.plan import spec_of, stored_roles
 from weight_convert.quantization.kept import KEPT_NAME, Kept, read_kept

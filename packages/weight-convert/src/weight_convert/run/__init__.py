@@ -5,6 +5,7 @@ A room of its own: the only one that writes.
 May import: plan, outputs, operations, specs, files, staging.
 """
 
+from weight_convert._kinds import FileKind as FileKind
 from weight_convert.run.conversion import convert as convert
 from weight_convert.run.execution import Progress as Progress
 from weight_convert.run.job import begin as begin

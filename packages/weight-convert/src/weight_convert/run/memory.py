@@ -24,6 +24,7 @@ from weight_convert.operations import (
     AddLowRank,
     Cast,
     Combine,
+    DrawRows,
     Factorise,
     FromBlocks,
     FromMx,
@@ -201,6 +202,10 @@ def _factorise(_: Operation, computed: Computed) -> _Need:
     return _Need(whole=_LIBRARIES + 4 * (6 * rows * columns + 2 * prod(computed.shape)))
 
 
+def _draw_rows(_: Operation, computed: Computed) -> _Need:
+    return _Need(whole=12 * computed.shape[-1])
+
+
 def _weave(_: Operation, computed: Computed) -> _Need:
     return _Need(whole=4 * min(1 << 20, tensor_size_bytes(computed.dtype, computed.shape)))
 
@@ -209,6 +214,7 @@ _NEEDS: Mapping[type[Operation], Callable[[Any, Computed], _Need]] = {
     AddLowRank: _add_low_rank,
     Cast: _cast,
     Combine: _combine,
+    DrawRows: _draw_rows,
     Factorise: _factorise,
     FromBlocks: _from_blocks,
     FromMx: _mx,

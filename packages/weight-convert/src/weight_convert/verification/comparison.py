@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Literal
 
 from weight_convert._checks import Record, check_kind
+from weight_convert._dtypes import FLOATS
 from weight_convert.errors import UnknownFamilyError, WeightConvertError
 from weight_convert.files import Catalog, read_catalog
-from weight_convert.operations import FLOATS
 from weight_convert.opinions import Opinion, numbers_differ, second_opinion
 from weight_convert.outputs import Computations, PlannedTensor, natural_key
 from weight_convert.plan import detect_format, in_memory, spec_of

@@ -12,9 +12,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 from weight_convert._checks import Record
+from weight_convert._dtypes import stored_dtype
 from weight_convert.cutting import ModelCuts, SplitLayout
 from weight_convert.files import Catalog, tensor_size_bytes
-from weight_convert.operations import stored_dtype
 from weight_convert.outputs import natural_key
 from weight_convert.plan import detect_format, in_memory, spec_of
 from weight_convert.specs import FamilySpec, Matcher, Side
