@@ -40,7 +40,7 @@ def family_for(config: Mapping[str, Any]) -> str:
         WeightConvertError: the model has what that family has not.
     """
     named = config.get("model_type")
-    if named not in _FAMILIES:
+    if not isinstance(named, str) or named not in _FAMILIES:
         raise UnknownFamilyError(
             f"config.json is of model_type {named!r}; known dense families: {', '.join(_FAMILIES)}"
         )
