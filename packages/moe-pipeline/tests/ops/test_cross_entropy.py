@@ -160,7 +160,9 @@ def test_autocast_takes_the_product_in_its_dtype_and_the_loss_in_fp32(seed):
 
 def peak_bytes(function):
     """The most bytes that torch's allocator held at one time for what `function` made."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    cpu = [ProfilerActivity.CPU]
+    # Without acc_events torch 2.11 warns that it may forget events.
+    with profile(activities=cpu, profile_memory=True, acc_events=True) as profiler:
         function()
     events = profiler.profiler.kineto_results.events()
     changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
