@@ -72,6 +72,8 @@ def _devices(request: pytest.FixtureRequest) -> Iterator["Machine | None"]:
         (import_module(m), name) for m, name in _SUBCLASS_CHECKS if find_spec(m.split(".")[0])
     ]
     with fake_cuda(devices=2, unchecked=checks) as machine:
+        gc.collect()
+        gc.freeze()  # what is collected after each test is what tests have made, not torch
         yield machine
 
 
