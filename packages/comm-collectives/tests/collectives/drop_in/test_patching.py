@@ -35,7 +35,10 @@ def test_every_function_of_torch_that_sends_is_replaced_with_its_arguments() -> 
         for name in names:
             if name in ours_of:
                 theirs = list(inspect.signature(before[name]).parameters)
-                assert list(inspect.signature(ours_of[name]).parameters) == theirs, name
+                got = list(inspect.signature(ours_of[name]).parameters)
+                if name == "barrier" and "timeout" not in theirs:
+                    got.remove("timeout")  # which torch 2.11 has not yet
+                assert got == theirs, name
     assert all(getattr(dist, name) is before[name] for name in names)
 
 
