@@ -21,7 +21,7 @@ from moe_train.training.build import (
     build_training,
     read_model_config,
 )
-from moe_train.training.pipeline import unmeasured_schedule
+from moe_train.training.pipelines import unmeasured_schedule
 from moe_train.training.updates import parameter_groups
 from ranktest import run_ranks
 

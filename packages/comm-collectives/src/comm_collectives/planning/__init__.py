@@ -11,4 +11,5 @@ from comm_collectives.planning.planner import bytes_for_routing as bytes_for_rou
 from comm_collectives.planning.planner import plan_dispatch as plan_dispatch
 from comm_collectives.planning.topology import topology_preset as topology_preset
 from comm_collectives.planning.wire_bytes import count_routing as count_routing
+from comm_collectives.planning.workload import Payload as Payload
 from comm_collectives.planning.workload import Workload as Workload

@@ -108,7 +108,7 @@ def choose_layouts(
     """Up to `count` layouts of at most `max_ranks`; one rank alone, as the job is, comes first.
 
     Each next one brings the most values that none before had, and of those that bring as many the
-    most pairs of them, so that few layouts have every value and every pair. The number of
+    most pairs of them, so that few layouts have every value and many pairs. The number of
     microbatches changes only where the job means the same with another.
     """
     bases = []

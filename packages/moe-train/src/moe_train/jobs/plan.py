@@ -23,6 +23,7 @@ from moe_train.layout import is_expert
 from moe_train.model import DecoderConfig, DecoderStage
 from moe_train.parallel import Parallel, start
 from moe_train.training import build_runner, read_model_config
+from moe_train.training.pipelines import traffic_table
 
 _MIB = 2**20
 _STEPS = 2  # the second one allocates what stays after the first
@@ -83,6 +84,7 @@ def plan_report(config: Config, *, traces: Path | None = None) -> str:
                 f"rank {rank:<7}{live / _MIB:>12.1f}{reserved / _MIB:>16.1f}"
                 f"{reserved / max(live, 1):>8.2f}"
             )
+    lines += traffic_table(config, model)
     return "\n".join(lines)
 
 

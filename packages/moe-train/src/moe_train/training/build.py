@@ -52,7 +52,7 @@ from moe_train.training.experts import (
     dispatch_options,
     expert_parts,
 )
-from moe_train.training.pipeline import (
+from moe_train.training.pipelines import (
     forwards_of,
     layers_of_stages,
     training_schedule,

@@ -18,7 +18,7 @@ from moe_train.model.stage import Target
 from moe_train.parallel import start
 from moe_train.training.build import build_runner, build_stages, read_model_config
 from moe_train.training.experts.balancing import aux_loss_coef, check_balancing
-from moe_train.training.pipeline import unmeasured_schedule
+from moe_train.training.pipelines import unmeasured_schedule
 from moe_train.training.step import StepResult
 from ranktest import run_ranks
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_train.model import DecoderConfig, DecoderStage, StageOptions
-from moe_train.training.pipeline import LayerWork, layer_work, split_layers
+from moe_train.training.pipelines.pipeline import LayerWork, layer_work, split_layers
 
 SIZES = {
     "model_type": "mixtral",

@@ -1,0 +1,262 @@
+"""How many bytes ranks send each other in a step, and in a change of the layout; pure.
+
+Rows of tokens are those of comm-collectives' plan for even routing, activations those of the
+schedule's transfers, gradients and changes of the layout those of mesh-spmd's plans. Headers, sizes
+and what calls compare are not counted.
+
+    for traffic in step_traffic(config, model):
+        print(traffic.kind, traffic.busiest_bytes, traffic.total_bytes)
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch.distributed.tensor import Partial, Replicate
+
+from comm_collectives.planning import Payload, Workload, plan_dispatch, topology_preset
+from mesh_spmd import ProcessMesh, Spec, TensorSpec, plan_reshard
+from moe_pipeline.schedules import Kind
+from moe_train.config import Config
+from moe_train.layout import chosen_names, parameter_layouts
+from moe_train.model import EMBEDDING, DecoderConfig, DecoderStage
+from moe_train.parallel import AXES, make_mesh
+from moe_train.training.experts import expert_parts
+from moe_train.training.pipelines.pipeline import layers_of_stages, unmeasured_schedule
+
+_POSITION_BYTES = torch.int64.itemsize  # of each token, beside its activations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Bytes of one kind: what the busiest rank sends, and all ranks together.
+
+    `unknown`: why there are no numbers; "" where there are.
+    """
+
+    kind: str
+    busiest_bytes: int = 0
+    total_bytes: int = 0
+    unknown: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    config: Config
+    model: DecoderConfig
+    mesh: ProcessMesh
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.config.train.dtype)
+        return found
+
+    @property
+    def tokens(self) -> int:
+        """Of a rank, in a microbatch."""
+        train, parallel = self.config.train, self.config.parallel
+        ranks = train.gradient_accumulation_steps * parallel.dp * parallel.ep
+        return train.global_batch_size // ranks * self.config.data.sequence_length
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        train = self.config.train
+        if train.grad_reduce_dtype is not None:
+            asked: torch.dtype = getattr(torch, train.grad_reduce_dtype)
+            return asked
+        return torch.float32 if train.master_weights else self.dtype
+
+    def stage_of_layer(self) -> dict[int, int]:
+        """The pipeline rank of each layer."""
+        parallel, layers = self.config.parallel, layers_of_stages(self.config, self.model)
+        rank_of = {s: rank for rank in range(parallel.pp) for s in parallel.stages_of(rank)}
+        found = {layer: rank_of[s] for s, held in enumerate(layers) for layer in held}
+        return found | dict.fromkeys(self.model.mtp_layers, rank_of[len(layers) - 1])
+
+
+def step_traffic(config: Config, model: DecoderConfig) -> list[Traffic]:
+    """What the ranks of a job send in a step, by kind, and then in each change of its layout."""
+    job = _Job(config=config, model=model, mesh=make_mesh(config.parallel))
+    return [_dispatch(job), _pipeline(job), _gradients(job), *_relayouts(job)]
+
+
+def traffic_table(config: Config, model: DecoderConfig) -> list[str]:
+    """The same in lines for people."""
+    lines = [f"{'MiB sent':<26}{'busiest rank':>14}{'all ranks':>14}"]
+    for traffic in step_traffic(config, model):
+        busiest, total = traffic.busiest_bytes / 2**20, traffic.total_bytes / 2**20
+        told = f"{busiest:>14.2f}{total:>14.2f}" if not traffic.unknown else f"  {traffic.unknown}"
+        each = "" if traffic.kind.startswith("relayout") else ", a step"
+        lines.append(f"{traffic.kind + each:<26}{told}")
+    return lines
+
+
+def _dispatch(job: _Job) -> Traffic:
+    """Rows to the experts and back, in forward and backward."""
+    kind, parallel, moe = "dispatch", job.config.parallel, job.config.moe
+    if parallel.ep == 1:
+        return Traffic(kind=kind)
+    if parallel.expert_parts or moe.dispatch_backend != "torch":
+        why = "uneven experts" if parallel.expert_parts else "DeepEP's own"
+        return Traffic(kind=kind, unknown=f"not planned for {why}")
+    if job.config.train.recompute in ("layers", "selective"):
+        return Traffic(kind=kind, unknown="not planned for recomputed dispatches")
+    node = moe.dispatch_ranks_per_node if moe.dispatch_route == "hierarchical" else None
+    per_node = parallel.ep if node is None else node
+    topology = topology_preset("h800-deepep", nodes=parallel.ep // per_node, gpus_per_node=per_node)
+    workload = Workload(
+        num_experts=job.model.num_experts,
+        topk=job.model.moe.num_experts_per_tok,
+        hidden_size=job.model.moe.moe_latent_size or job.model.hidden_size,
+        tokens_per_rank=job.tokens,
+        dtype=job.config.train.dtype,
+    )
+    payload: Payload = (
+        "full" if moe.dispatch_payload == "full" else "float8_e4m3"
+    )  # int8 has as many bytes
+    plan = plan_dispatch(workload, topology, payloads=[payload])
+    routes = {variant.route: variant for variant in plan.variants}
+    chosen = routes.get(moe.dispatch_route, routes["dedup"])  # hierarchical on one node is that
+    each = sum(m.total("intra_bytes") + m.total("inter_bytes") for m in chosen.movements)
+    sparse = [r for layer, r in job.stage_of_layer().items() if job.model.is_sparse(layer)]
+    count = job.config.train.gradient_accumulation_steps
+    most = max((sparse.count(rank) for rank in set(sparse)), default=0)
+    ranks = parallel.dp * parallel.ep
+    return Traffic(
+        kind=kind, busiest_bytes=most * count * each, total_bytes=len(sparse) * count * each * ranks
+    )
+
+
+def _pipeline(job: _Job) -> Traffic:
+    """Activations and their gradients between stages."""
+    if job.config.parallel.pp == 1:
+        return Traffic(kind="pipeline")
+    activation = job.tokens * job.model.hidden_size * job.dtype.itemsize
+    sizes = {
+        Kind.SEND_FORWARD: activation + job.tokens * _POSITION_BYTES,
+        Kind.SEND_BACKWARD: activation,
+    }
+    rows = unmeasured_schedule(job.config).ranks
+    sent = [sum(sizes.get(action.kind, 0) for action in row) for row in rows]
+    ranks = job.config.parallel.dp * job.config.parallel.ep
+    return Traffic(kind="pipeline", busiest_bytes=max(sent), total_bytes=sum(sent) * ranks)
+
+
+def _gradients(job: _Job) -> Traffic:
+    """Sums over the ranks that hold a parameter, along each axis on which it is not cut."""
+    sent = dict.fromkeys(job.mesh.ranks, 0)
+    trained = _trained(job)
+    for held in _specs(job, job.gradient_dtype):
+        due = [_due(spec) for name, spec in held.items() if name in trained]
+        wanted = [spec for name, spec in held.items() if name in trained]
+        moving = [pair for pair in zip(due, wanted, strict=True) if pair[0].partials]
+        if moving:
+            plan = plan_reshard([source for source, _ in moving], [t for _, t in moving])
+            _add(sent, plan.sent_bytes)
+    return _summed("gradients", sent)
+
+
+def _due(wanted: TensorSpec) -> TensorSpec:
+    """The same tensor as a backward leaves it: each replica has a part of the sum."""
+    spec = wanted.boxes
+    placements = tuple(
+        Partial() if isinstance(placement, Replicate) and size > 1 else placement
+        for placement, size in zip(spec.placements, spec.mesh.shape, strict=True)
+    )
+    due = Spec(spec.mesh, placements, spec.order, spec.sizes)
+    return TensorSpec(wanted.shape, wanted.dtype, due)
+
+
+def _relayouts(job: _Job) -> Iterator[Traffic]:
+    """Weights, moments and master weights that change their ranks."""
+    asked, before = job.config.parallel, job
+    step = asked.next_change(0)
+    while step is not None:
+        kind = f"relayout after step {step}"
+        if asked.is_by_load(step) or job.config.optimizer.name == "muon":
+            yield Traffic(
+                kind=kind, unknown="it depends on the load of experts, or on Muon's moments"
+            )
+            return
+        config = replace(job.config, parallel=asked.at_step(step))
+        after = _Job(config=config, model=job.model, mesh=make_mesh(config.parallel))
+        sent = dict.fromkeys(job.mesh.ranks, 0)
+        for dtype, names in _state(job):
+            lies: dict[str, TensorSpec] = {}
+            for held in reversed(_specs(before, dtype)):
+                lies |= held
+            wanted = [
+                (lies[n], spec)
+                for held in _specs(after, dtype)
+                for n, spec in held.items()
+                if n in names
+            ]
+            plan = plan_reshard([source for source, _ in wanted], [spec for _, spec in wanted])
+            _add(sent, plan.sent_bytes)
+        yield _summed(kind, sent)
+        before, step = after, asked.next_change(step)
+
+
+def _state(job: _Job) -> Iterator[tuple[torch.dtype, set[str]]]:
+    """What is kept between steps: a format of numbers, and of which parameters."""
+    yield job.dtype, _names(job)
+    masters = job.config.train.master_weights
+    exact = torch.float32 if masters or job.config.train.stochastic_rounding else job.dtype
+    for _ in range(2 + masters):
+        yield exact, _trained(job)
+
+
+def _specs(job: _Job, dtype: torch.dtype) -> list[dict[str, TensorSpec]]:
+    """By parameter where it lies on the ranks of each pipeline stage that holds some.
+
+    An embedding that two stages share is one of the first, whose mesh is then that of both.
+    """
+    config, model = job.config, job.model
+    of_layer, decoder = job.stage_of_layer(), DecoderStage.without_memory(model)
+    parts, last = expert_parts(config, model), _last_rank(config)
+    found = []
+    for rank in range(config.parallel.pp):
+        mesh = job.mesh.submesh("dp", "ep", of={"pp": rank})
+        layouts = parameter_layouts(decoder, model, mesh, parts)
+        names = [n for n in _names(job) if _rank_of(n, of_layer, last) == rank]
+        found.append(
+            {n: TensorSpec(layouts[n].global_shape, dtype, layouts[n].spec) for n in names}
+        )
+    if last and model.shares_embedding(config.train.mtp_loss_coef):
+        ranks = [r for r in job.mesh.ranks if job.mesh.coordinate(r)["pp"] in (0, last)]
+        both = ProcessMesh((2, config.parallel.dp, config.parallel.ep), AXES, ranks=ranks)
+        shape = found[0][EMBEDDING].shape
+        found[0][EMBEDDING] = TensorSpec(shape, dtype, Spec.from_axes(both, {}))
+    return found
+
+
+def _last_rank(config: Config) -> int:
+    """The pipeline rank that has the last stage."""
+    parallel = config.parallel
+    return next(r for r in range(parallel.pp) if parallel.num_stages - 1 in parallel.stages_of(r))
+
+
+def _rank_of(name: str, of_layer: Mapping[int, int], last: int) -> int:
+    """The pipeline rank of a parameter."""
+    if ".layers." in name:
+        return of_layer[int(name.partition(".layers.")[2].partition(".")[0])]
+    return 0 if name == EMBEDDING else last
+
+
+def _names(job: _Job) -> set[str]:
+    return {name for name, _ in DecoderStage.without_memory(job.model).named_parameters()}
+
+
+def _trained(job: _Job) -> set[str]:
+    asked = job.config.train.trainable
+    names = _names(job)
+    return names & chosen_names("train.trainable", asked, job.model) if asked else names
+
+
+def _add(total: dict[int, int], sent: Mapping[int, int]) -> None:
+    for rank, count in sent.items():
+        total[rank] += count
+
+
+def _summed(kind: str, sent: Mapping[int, int]) -> Traffic:
+    return Traffic(kind=kind, busiest_bytes=max(sent.values()), total_bytes=sum(sent.values()))
