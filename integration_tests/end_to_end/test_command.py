@@ -114,6 +114,8 @@ def test_train_generate_and_inspect(
     planned = run("plan", tmp_path / "job.toml", *FOUR_RANKS, "--traces", tmp_path / "traces")
     assert planned.returncode == 0, planned.stderr
     assert planned.stdout.count("rank ") >= 4
+    kinds = ("dispatch, a step", "pipeline, a step", "gradients, a step")
+    assert all(kind in planned.stdout for kind in kinds)
     traces = [load_trace(path) for path in sorted((tmp_path / "traces").glob("rank-*.jsonl"))]
     assert len(traces) == 4
     assert all(summarize(trace).phase.startswith("step ") for trace in traces)

@@ -50,9 +50,9 @@ LINES_ADDED = {
     # Uneven experts: as keys, by the rows that experts have got, in what a checkpoint says.
     # Whose failure was the job's first, and which ranks give no sign of life.
     # Saves beside training, and the average, over changes of the layout.
-    # Sums beside the backward; keys that change numbers, compared; DeepEP as a key.
+    # Sums beside the backward; keys that change numbers, compared; DeepEP as a key; bytes planned.
     # Moments and master weights that ranks share out.
-    "moe-train": 14_085 + 200 + 480 + 180 + 620 + 330,
+    "moe-train": 14_085 + 200 + 480 + 180 + 620 + 330 + 280,
     # Recording of CuPy, torch and whole scripts, torch's snapshots read and written, memory that is
     # bound to streams block by block; the recorder came from moe-train. Explain, tune, compare,
     # plot and info, as functions and commands; settings in files. Reuse that waits for events.

@@ -53,12 +53,12 @@ from moe_train.training.experts import (
     expert_parts,
 )
 from moe_train.training.pipelines import (
+    RankStages,
     forwards_of,
     layers_of_stages,
     training_schedule,
     unmeasured_schedule,
 )
-from moe_train.training.rank_stages import RankStages
 from moe_train.training.sources import Corpus, open_corpus
 from moe_train.training.step import StepRunner
 from moe_train.training.updates import layouts_shared_out, parameter_groups

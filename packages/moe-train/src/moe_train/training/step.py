@@ -22,7 +22,7 @@ from moe_train.model import Target
 from moe_train.optim import GradientStore, Optimizer, clip_coefficient
 from moe_train.parallel import Parallel
 from moe_train.training.batches import SamplesRead, count_predictions
-from moe_train.training.rank_stages import RankStages
+from moe_train.training.pipelines import RankStages
 
 
 class BadStepError(MoeTrainError):

@@ -43,7 +43,7 @@ from moe_train.model import (
     stage_layers,
 )
 from moe_train.parallel import Parallel
-from moe_train.training.rank_stages import RankStages
+from moe_train.training.pipelines.rank_stages import RankStages
 
 _ROUNDS = 2  # of a measurement; the shortest counts
 _LOOPED = {

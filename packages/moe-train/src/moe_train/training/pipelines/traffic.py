@@ -152,7 +152,7 @@ def _gradients(job: _Job) -> Traffic:
         moving = [pair for pair in zip(due, wanted, strict=True) if pair[0].partials]
         if moving:
             plan = plan_reshard([source for source, _ in moving], [t for _, t in moving])
-            _add(sent, plan.sent_bytes)
+            _count(sent, plan.sent_bytes)
     return _summed("gradients", sent)
 
 
@@ -192,7 +192,7 @@ def _relayouts(job: _Job) -> Iterator[Traffic]:
                 if n in names
             ]
             plan = plan_reshard([source for source, _ in wanted], [spec for _, spec in wanted])
-            _add(sent, plan.sent_bytes)
+            _count(sent, plan.sent_bytes)
         yield _summed(kind, sent)
         before, step = after, asked.next_change(step)
 
@@ -253,7 +253,7 @@ def _trained(job: _Job) -> set[str]:
     return names & chosen_names("train.trainable", asked, job.model) if asked else names
 
 
-def _add(total: dict[int, int], sent: Mapping[int, int]) -> None:
+def _count(total: dict[int, int], sent: Mapping[int, int]) -> None:
     for rank, count in sent.items():
         total[rank] += count
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from moe_train.model import EMBEDDING, DecoderConfig, DecoderStage, StageOptions
-from moe_train.training.rank_stages import RankStages
+from moe_train.training.pipelines.rank_stages import RankStages
 
 SIZES = {
     "model_type": "mixtral",
