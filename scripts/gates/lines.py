@@ -36,7 +36,8 @@ LINES_ADDED = {
     # Frames that peers send alike are read once; frames in the simulator break between two bytes.
     # What the hosts of silent devices wait for, and who does not answer, in the others' errors.
     # Gradients summed elsewhere, reduced beside the backward; indexes kept for other streams.
-    "comm-collectives": 1_100 - 2_000 + 250 + 320 + 210 + 700 + 90 + 25 + 80,
+    # One rank without the others.
+    "comm-collectives": 1_100 - 2_000 + 250 + 320 + 210 + 700 + 90 + 25 + 80 + 75,
     # Data people have (readers, chat, mixtures, packing, ledger), tokenizers of checkpoints, fine-
     # tuning, evaluation, generation and chat on several ranks, and what may change on resume.
     # States on the nodes between checkpoints; checkpoints of a run in a store.
@@ -52,7 +53,8 @@ LINES_ADDED = {
     # Saves beside training, and the average, over changes of the layout.
     # Sums beside the backward; keys that change numbers, compared; DeepEP as a key; bytes planned.
     # Moments and master weights that ranks share out.
-    "moe-train": 14_085 + 200 + 480 + 180 + 620 + 330 + 280,
+    # Memory forecast of each rank alone.
+    "moe-train": 14_085 + 200 + 480 + 180 + 620 + 330 + 280 + 130,
     # Recording of CuPy, torch and whole scripts, torch's snapshots read and written, memory that is
     # bound to streams block by block; the recorder came from moe-train. Explain, tune, compare,
     # plot and info, as functions and commands; settings in files. Reuse that waits for events.
@@ -61,7 +63,8 @@ LINES_ADDED = {
     # CuPy on the compiled core, on torch's memory and in torch's cache. Pages mapped behind address
     # space: two sources, page tables, the driver's functions.
     # Lifetime plans: packed from a recorded step, followed by both cores, replayed, as a command.
-    "gpu-alloc": 1_130 + 1_170 + 230 + 900 + 290 + 430 + 700,
+    # A torch program on shapes; its peak by kind, and what torch's rules reserve for it.
+    "gpu-alloc": 1_130 + 1_170 + 230 + 900 + 290 + 430 + 700 + 400,
     # Ragged, flat and ordered layouts, partial values; plans that move tensors between any two
     # layouts with the fewest bytes, and their execution. Single ranks and few ranks in plain
     # numbers (a tenth of DTensor's planner); layouts of state dicts, and their command.
@@ -87,7 +90,8 @@ LINES_ADDED = {
     # simulator's times, and how long stages take.
     # Ranks with uneven numbers of experts.
     # What the host finds is told before the limit of a device. What a computation runs in.
-    "moe-pipeline": 150 + 600 + 230 + 120 + 170 + 300 + 110 + 20 + 20,
+    # One rank of a pipeline without its neighbours.
+    "moe-pipeline": 150 + 600 + 230 + 120 + 170 + 300 + 110 + 20 + 20 + 115,
     # A load has one identity, alone and over ranks; errors of the file system are named; files that
     # others put into a checkpoint are kept. Structures of nested states and types of values, names
     # across wrappers, tensors made of others, and no optimizer's state that is lost. Stores of

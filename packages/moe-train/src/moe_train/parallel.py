@@ -31,7 +31,8 @@ class Parallel:
     holds all ranks of the first and of the last stage, where these are on two ranks and this is
     one of them: they may share an embedding. `dense_reduce_group` and `expert_reduce_group` sum
     gradients: the ranks of `data_group` and `dp_group`, and groups of their own where that runs
-    beside a backward, which makes calls in the others.
+    beside a backward, which makes calls in the others. `is_alone`: the other ranks do not exist,
+    and this one is built to learn its memory: without weights, its neighbours answered for.
     """
 
     mesh: ProcessMesh
@@ -51,6 +52,7 @@ class Parallel:
     forward_group: dist.ProcessGroup | None
     backward_group: dist.ProcessGroup | None
     embedding_group: dist.ProcessGroup | None
+    is_alone: bool = False
 
     @property
     def stage_mesh(self) -> ProcessMesh:

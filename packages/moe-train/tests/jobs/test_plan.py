@@ -1,11 +1,13 @@
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gpu_alloc import AllocatorConfig, load_trace, replay
+from gpu_alloc import AllocatorConfig, load_trace
+from gpu_alloc.torch import forecast
 from moe_train.config import Config
-from moe_train.jobs.plan import count_parameters, plan_report, record_rank, trace_file
+from moe_train.jobs.plan import count_parameters, plan_report, trace_file
 from moe_train.model import DecoderStage, StageOptions
 from moe_train.training import read_model_config
 from ranktest import run_ranks
@@ -29,23 +31,52 @@ def test_parameters_are_counted_without_building_the_decoder(
     assert both.active == both.total == counted.active - 4 * model.hidden_size
 
 
-def test_the_trace_of_a_rank_holds_weights_gradients_and_moments(
+def _in_a_process(work: Callable[[], object]) -> Any:
+    """Fake tensors start threads of autograd, after which this process could fork no ranks."""
+    return run_ranks(lambda *_: work(), 1, init=False, timeout_s=300)[0]
+
+
+def test_the_plan_of_one_rank_holds_weights_gradients_and_moments(
     configure: Configure, tmp_path: Path
 ) -> None:
-    def peaks(*overrides: str) -> list[int]:
-        config = configure(*overrides)
-        folder = tmp_path / f"{config.world_size}"
-        folder.mkdir()
-        run_ranks(lambda *_: record_rank(config, folder), config.world_size)
-        traces = [load_trace(trace_file(folder, rank)) for rank in range(config.world_size)]
-        return [replay(trace, AllocatorConfig()).peak_live_bytes for trace in traces]
-
-    total = count_parameters(read_model_config(configure())).total
-    (one,) = peaks()
-    assert one > 4 * 4 * total
-    first, last = peaks("parallel.pp=2")
-    assert max(first, last) < one < first + last + 4 * 4 * total
+    config = configure("parallel.pp=2", "parallel.ep=2")
+    folder = tmp_path / "traces"
+    report = _in_a_process(lambda: plan_report(config, traces=folder, ranks=[3]))
+    header, row, assumed = report.splitlines()[2:5]
+    assert row.startswith("rank 3 ")
+    assert "tokens choose experts evenly" in assumed
+    trace = load_trace(trace_file(folder, 3))
+    found = forecast(trace, "gpu-alloc", AllocatorConfig())
+    parts = found.peak_by_category
+    # Each of two stages has one layer, each rank half of its experts.
+    stage = DecoderStage(
+        read_model_config(config), StageOptions(layers=range(1), first=True, last=True)
+    )
+    assert parts["parameters"] <= 4 * sum(p.numel() for p in stage.parameters())
+    assert parts["optimizer"] > 2 * parts["parameters"], "two moments, and the steps"
+    assert parts["gradients"] <= parts["parameters"]
+    assert parts["dispatch buffers"] > 0
+    assert sum(parts.values()) == found.peak_bytes
+    columns = row.split()
+    assert columns[2] == f"{found.peak_bytes / 2**20:.1f}", header
     assert not (tmp_path / "run").exists(), "a plan writes nothing of a run"
+
+
+def test_a_job_is_planned_that_no_memory_of_this_machine_could_hold(configure: Configure) -> None:
+    config = configure(
+        "parallel.pp=2", "parallel.ep=8", "train.global_batch_size=16", "train.dtype='bfloat16'",
+        hidden_size=8192, moe_intermediate_size=8192, num_experts=64,
+    )  # fmt: skip
+    report = _in_a_process(lambda: plan_report(config, ranks=[13]))
+    peak_gib = float(report.splitlines()[3].split()[2]) / 1024
+    expert_gib = 8 * 3 * 8192**2 * 2 / 2**30
+    assert peak_gib > 4 * expert_gib, "weights, gradients and two moments of 8 experts"
+
+
+@pytest.mark.parametrize("rank", [-1, 4])
+def test_a_rank_that_is_none_is_refused(configure: Configure, rank: int) -> None:
+    with pytest.raises(ValueError, match=f"rank {rank} is none of the job's 2; give 0 to 1"):
+        plan_report(configure("parallel.pp=2"), ranks=[rank])
 
 
 def test_a_layout_that_does_not_fit_is_refused_before_any_rank_starts(

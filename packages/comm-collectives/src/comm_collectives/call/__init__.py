@@ -3,8 +3,8 @@
 May import: base.
 """
 
+from comm_collectives.call.agreed import Agreed as Agreed
 from comm_collectives.call.calls import BACKWARD_OF as BACKWARD_OF
-from comm_collectives.call.calls import Agreed as Agreed
 from comm_collectives.call.calls import Call as Call
 from comm_collectives.call.calls import Refusal as Refusal
 from comm_collectives.call.checks import Checks as Checks

@@ -11,12 +11,12 @@ the others in the same call.
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import final
 
 import torch
 
 from comm_collectives.base.transport import Pending, classify, wait_for
+from comm_collectives.call.agreed import Agreed, Place, exchange_alone
 from comm_collectives.call.agreement import FLAGS, Comparison, compare
 from comm_collectives.call.devices import Launches, is_captured, refuse_captured
 from comm_collectives.call.failures import Report, describe_absent, first_failure
@@ -45,16 +45,6 @@ from comm_collectives.errors import (
 BACKWARD_OF = " (backward)"  # ends the name of a call that is the backward of another
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Agreed:
-    """What the heads of a step told."""
-
-    flags: int  # those of all ranks or-ed
-    parts: list[bytes]  # by rank, what it told this one
-    sizes: list[int]  # by rank, the bytes of data that it has for this one
-
-
-Place = Callable[[Agreed], Sequence[torch.Tensor]]
 Refusal = ValueError | TypeError | None
 
 
@@ -154,6 +144,14 @@ class Call:
         refuse_captured(self.name)
         if self.state.launches is not None:
             self.state.launches.check()
+        if self.state.is_alone:
+            self.go_alone(refused)
+            ours = Agreed(
+                flags=status,
+                parts=list(parts or [b""] * self.state.size),
+                sizes=list(sizes or [0] * self.state.size),
+            )
+            return exchange_alone(rank, sent, place, ours)
         if sent is None or refused is not None:
             sent, cargo = None, Cargo(parts=parts, apart=sizes)
         else:

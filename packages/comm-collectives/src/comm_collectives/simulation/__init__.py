@@ -3,6 +3,7 @@
 May import: base, call.
 """
 
+from comm_collectives.simulation.alone import stand_alone as stand_alone
 from comm_collectives.simulation.run import Outcome as Outcome
 from comm_collectives.simulation.run import SimRank as SimRank
 from comm_collectives.simulation.run import SimulationResult as SimulationResult

@@ -14,7 +14,7 @@ from gpu_alloc.core import Allocation, OomReport, OutOfMemoryError, PoolStats, S
 from gpu_alloc.errors import AllocValueError
 from gpu_alloc.torch._torch_private import torch
 
-_UNIT_BYTES = 512  # torch rounds requests up to this
+UNIT_BYTES = 512  # torch rounds requests up to this
 _SMALL_BYTES = 1 << 20  # and serves up to this from its small pool
 
 
@@ -38,7 +38,7 @@ class TorchCache:
             )
         if nbytes == 0:
             return Allocation(0, 0)
-        padded = -(-nbytes // _UNIT_BYTES) * _UNIT_BYTES
+        padded = -(-nbytes // UNIT_BYTES) * UNIT_BYTES
         try:
             ptr = torch.cuda.caching_allocator_alloc(nbytes, self._device, stream)
         except torch.OutOfMemoryError:

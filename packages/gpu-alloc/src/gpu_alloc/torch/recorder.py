@@ -14,11 +14,14 @@ Invariant: each storage of a trace is allocated once and freed at most once.
     replay(recorder.events, AllocatorConfig())
 """
 
+import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
+from types import FrameType
 from typing import Any, Self, final
 
 from gpu_alloc.errors import AllocValueError
@@ -31,12 +34,21 @@ class TraceRecorder:
     """A context that keeps what torch allocates in this thread and in its backward passes.
 
     device: a device or type of device, such as "cuda"; None records all, as one memory.
+    labels: by the name of a module or package, what is noted of the allocations that it, or what it
+        calls, makes: {"torch.optim": "optimizer"}. Of several the one that is called last counts.
     `events` is the trace so far. A recorder is entered once.
     """
 
-    def __init__(self, *, device: str | torch.device | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        device: str | torch.device | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> None:
         self._device = None if device is None else torch.device(device)
         self._live: dict[int, weakref.finalize[Any, torch.UntypedStorage]] = {}
+        self._labels = dict(labels or {})
+        self._places: dict[int, int] = {}  # of each live storage's allocation in the trace
         self._blocks = count()
         self._mode = OutputsMode(self._saw)
         self._lock = threading.RLock()  # a finalizer may run in the thread that holds it
@@ -63,6 +75,18 @@ class TraceRecorder:
         """Put a name into the trace, such as that of a step."""
         self.events.append(TraceEvent(action="mark", note=name))
 
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Record storages that were made unseen, by another thread or library, as made now."""
+        self._saw(tensors)
+
+    def label(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Note of live tensors what they are, whoever made them; those of before are left out."""
+        with self._lock:
+            for tensor in tensors:
+                place = self._places.get(storage_id(tensor))
+                if place is not None:
+                    self.events[place] = replace(self.events[place], note=name)
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Mark where a phase begins and, also when it raises, where it ends (`end of <name>`)."""
@@ -85,8 +109,15 @@ class TraceRecorder:
                 return
             block = next(self._blocks)
             stream = _stream_of(tensor)
+            self._places[key] = len(self.events)
             self.events.append(
-                TraceEvent(action="alloc", block_id=block, size_bytes=size_bytes, stream=stream)
+                TraceEvent(
+                    action="alloc",
+                    block_id=block,
+                    size_bytes=size_bytes,
+                    stream=stream,
+                    note=_label(self._labels) if self._labels else "",
+                )
             )
             self._live[key] = weakref.finalize(storage, self._freed, key, block, size_bytes)
             self._live[key].atexit = False
@@ -94,7 +125,21 @@ class TraceRecorder:
     def _freed(self, key: int, block: int, size_bytes: int) -> None:
         with self._lock:
             if self._live.pop(key, None) is not None:
+                self._places.pop(key, None)
                 self.events.append(TraceEvent(action="free", block_id=block, size_bytes=size_bytes))
+
+
+def _label(labels: Mapping[str, str]) -> str:
+    """The label of the innermost function whose module has one."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        while module:
+            if module in labels:
+                return labels[module]
+            module = module.rpartition(".")[0]
+        frame = frame.f_back
+    return ""
 
 
 def _is_on(device: torch.device, wanted: torch.device) -> bool:

@@ -44,7 +44,7 @@ from moe_pipeline.schedules.table import Action
 
 # Sends of an edge that its receiver has not taken. Holds their tensors' memory down; any number
 # from 1 is free of deadlock for a schedule that passes check(send_buffers=1).
-_MAX_SENDS_UNDER_WAY = 4
+MAX_SENDS_UNDER_WAY = 4
 
 
 @final
@@ -169,7 +169,7 @@ class GroupEdges:
             self._sent[edge] += 1
             if not apart:
                 handles.append(handle)
-                self._settle(edge, _MAX_SENDS_UNDER_WAY)
+                self._settle(edge, MAX_SENDS_UNDER_WAY)
                 return
             sending = DeviceSend(handle, beside)
             handles.append(sending)

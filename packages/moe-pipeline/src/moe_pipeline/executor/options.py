@@ -3,7 +3,9 @@
 PipelineExecutor(stages, schedule, options=ExecutorOptions(timeout_s=60.0))
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,6 +24,9 @@ class ExecutorOptions:
         gradient_accumulation_fusion: from the second microbatch on, the products of linear layers
             and experts are added in place to the `grad` of their weight. Weights with hooks, or in
             DDP, are left alone (`moe_pipeline.weight_grad.accumulation`).
+        alone: with a rank: its neighbours do not exist, groups are not used, and this returns what
+            a stage passes to the next one, for memory to be measured in one process, also on fake
+            tensors.
 
     Raises:
         ValueError: a limit that is not positive, or a device that torch does not know.
@@ -31,6 +36,7 @@ class ExecutorOptions:
     device: torch.device | str | None = None
     timeout_s: float | None = None
     gradient_accumulation_fusion: bool = False
+    alone: Callable[[], tuple[Any, ...]] | None = None
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None:

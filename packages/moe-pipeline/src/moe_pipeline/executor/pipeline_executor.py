@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 
 from moe_pipeline._checks import check_type
 from moe_pipeline.errors import MoETypeError, MoEValueError, StageTransferError
+from moe_pipeline.executor.alone_edges import AloneEdges
 from moe_pipeline.executor.edges import EdgeBrokenError, Edges, GroupEdges, LocalEdges
 from moe_pipeline.executor.execution_plan import ExecutionPlan, MicrobatchKey
 from moe_pipeline.executor.memory_track import MemoryTrack
@@ -92,6 +93,8 @@ class PipelineExecutor:
             self._edges = LocalEdges()
         elif len(schedule.ranks) == 1:
             self._edges = LocalEdges()
+        elif options.alone is not None:
+            self._edges = AloneEdges(self._plan, options.alone)
         else:
             transport = transport_of(schedule, rank, (forward_group, backward_group), options)
             self._edges = GroupEdges(self._plan, rank, transport)

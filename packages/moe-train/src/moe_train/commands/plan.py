@@ -12,12 +12,19 @@ def _plan(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     from moe_train.jobs import plan_report
 
-    print(plan_report(config, traces=arguments.traces))
+    print(plan_report(config, traces=arguments.traces, ranks=arguments.rank))
     return 0
 
 
 def _add(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
+    parser.add_argument(
+        "--rank",
+        type=int,
+        action="append",
+        metavar="RANK",
+        help="only this rank, again for more; else all",
+    )
     parser.add_argument(
         "--traces",
         type=Path,

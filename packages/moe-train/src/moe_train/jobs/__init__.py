@@ -1,6 +1,7 @@
 """What the commands that train and inspect run, checked before any rank starts.
 
-May import: every other room, parallel and errors; gpu_alloc, unified_ckpt, weight_convert.
+May import: every other room, parallel and errors; comm_collectives, gpu_alloc, unified_ckpt,
+weight_convert.
 """
 
 from moe_train.jobs.export import export_weights as export_weights

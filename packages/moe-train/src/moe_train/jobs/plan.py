@@ -1,32 +1,32 @@
 """What a job will need, before it is run: `moe-train plan`.
 
-Every rank of the real layout is built and runs two steps on random tokens while its allocations are
-recorded; gpu-alloc then replays each rank's trace through its two-pool policy. The peak of live
-bytes is what the job needs; the peak of reserved bytes is what the allocator takes for it.
+Ranks are built and trained for two steps one after another in this process, on tensors without
+memory (`rank_alone.py`). The peak of live bytes is what a rank needs; what an allocator reserves is
+found by running the rank's trace through its rules.
 """
 
-import tempfile
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from gpu_alloc import AllocatorConfig, load_trace, replay, save_trace
-from gpu_alloc.torch import TraceRecorder
-from moe_train.config import Config, dump_toml
-from moe_train.data import Batch
-from moe_train.errors import MoeTrainError, check_type
+from gpu_alloc import TraceEvent, save_trace
+from gpu_alloc.torch import forecast
+from moe_train.config import Config
+from moe_train.errors import TrainValueError, check_type
 from moe_train.jobs.job import check_model
-from moe_train.launch import run_local
+from moe_train.jobs.rank_alone import record_alone
 from moe_train.layout import is_expert
 from moe_train.model import DecoderConfig, DecoderStage
-from moe_train.parallel import Parallel, start
-from moe_train.training import build_runner, read_model_config
+from moe_train.training import read_model_config
 from moe_train.training.pipelines import traffic_table
 
 _MIB = 2**20
-_STEPS = 2  # the second one allocates what stays after the first
+_CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "dispatch buffers")
+_ALLOCATORS = ("torch", "torch-expandable", "gpu-alloc")
+_ASSUMED = (
+    "assumed: tokens choose experts evenly, all sequences are full, and operators are those of the "
+    "CPU; not counted: the driver's context, libraries' workspaces, NCCL's buffers"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,82 +48,56 @@ def count_parameters(model: DecoderConfig) -> ParameterCount:
     return ParameterCount(total=total, active=total - idle)
 
 
-def plan_report(config: Config, *, traces: Path | None = None) -> str:
-    """Run every rank for two steps and describe parameters and memory.
+def plan_report(
+    config: Config, *, traces: Path | None = None, ranks: Sequence[int] | None = None
+) -> str:
+    """Train ranks for two steps without memory, and describe parameters and memory.
 
     traces: a folder that keeps each rank's trace, for `gpu-alloc explain` and `tune`; None keeps
         none.
+    ranks: which; None: all of the job.
 
     Raises:
-        ValueError: the layout does not fit the model.
-        MoeTrainError: a rank failed.
+        ValueError: the layout does not fit the model, or a rank is none of the job.
+        MoeTrainError: this process is a rank of a job.
     """
     check_type("config", config, Config)
     model = read_model_config(config)
     check_model(config, model)
+    chosen = range(config.world_size) if ranks is None else ranks
+    if strange := [rank for rank in chosen if not 0 <= rank < config.world_size]:
+        raise TrainValueError(
+            f"rank {strange[0]} is none of the job's {config.world_size}; give 0 to "
+            f"{config.world_size - 1}"
+        )
     count = count_parameters(model)
     lines = [
         f"parameters  {count.total:,} ({count.active:,} active for a token)",
         f"ranks       {config.world_size} = pp {config.parallel.pp} x dp {config.parallel.dp} "
         f"x ep {config.parallel.ep}, {config.parallel.schedule}",
-        f"{'MiB':<12}{'live peak':>12}{'reserved peak':>16}{'ratio':>8}",
+        _row("MiB", "peak", *_CATEGORIES, *(f"by {name}" for name in _ALLOCATORS)),
     ]
-    settings = AllocatorConfig.from_env()
-    with ExitStack() as stack:
-        folder = str(traces) if traces is not None else stack.enter_context(_scratch())
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        toml = Path(folder) / "plan.toml"
-        toml.write_text(dump_toml(config), encoding="utf-8")
-        argv = [str(toml), folder]
-        if run_local(config.world_size, "moe_train.jobs.plan_rank", argv) is not None:
-            raise MoeTrainError("the plan was stopped before every rank had run its steps")
-        for rank in range(config.world_size):
-            result = replay(load_trace(trace_file(Path(folder), rank)), settings)
-            live, reserved = result.peak_live_bytes, result.peak_reserved_bytes
-            lines.append(
-                f"rank {rank:<7}{live / _MIB:>12.1f}{reserved / _MIB:>16.1f}"
-                f"{reserved / max(live, 1):>8.2f}"
-            )
-    lines += traffic_table(config, model)
-    return "\n".join(lines)
+    for rank in chosen:
+        trace = record_alone(config, rank).events
+        if traces is not None:
+            traces.mkdir(parents=True, exist_ok=True)
+            save_trace(trace, trace_file(traces, rank))
+        lines.append(_describe(rank, trace))
+    return "\n".join([*lines, _ASSUMED, *traffic_table(config, model)])
 
 
-def _scratch() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="moe-train-plan-")
+def _describe(rank: int, trace: Sequence[TraceEvent]) -> str:
+    found = [forecast(trace, allocator) for allocator in _ALLOCATORS]
+    parts = found[0].peak_by_category
+    sizes = [found[0].peak_bytes, *(parts.get(name, 0) for name in _CATEGORIES)]
+    sizes += [each.reserved_bytes for each in found]
+    return _row(f"rank {rank}", *(f"{size / _MIB:.1f}" for size in sizes))
 
 
-def record_rank(config: Config, folder: Path) -> int:
-    """Run two steps of this rank on random tokens and write its trace; return 2. Collective."""
-    parallel = start(config)
-    model = read_model_config(config)
-    with TraceRecorder() as recorder:
-        with recorder.phase("build"):
-            runner, _ = build_runner(config, model, parallel, {})
-        for step in range(_STEPS):
-            with recorder.phase(f"step {step}"):
-                runner.train(
-                    _random_batches(config, model.vocab_size, parallel), lr=config.optimizer.lr
-                )
-    save_trace(recorder.events, trace_file(folder, parallel.rank))
-    return _STEPS
+def _row(name: str, *columns: str) -> str:
+    return f"{name:<12}" + "".join(f"{column:>20}" for column in columns)
 
 
 def trace_file(folder: Path, rank: int) -> Path:
     """Where a rank's trace goes."""
     return folder / f"rank-{rank:05d}.jsonl"
-
-
-def _random_batches(config: Config, vocab_size: int, parallel: Parallel) -> list[Batch]:
-    if not (parallel.is_first or parallel.is_last):
-        return []
-    count = config.train.gradient_accumulation_steps
-    rows = config.train.global_batch_size // (count * parallel.num_data_ranks)
-    length = config.data.sequence_length
-    generator = torch.Generator().manual_seed(config.train.seed + parallel.data_rank)
-    batches = []
-    for _ in range(count):
-        tokens = torch.randint(0, vocab_size, (rows, length + 1), generator=generator)
-        positions = torch.arange(length).expand(rows, length)
-        ids, labels = tokens[:, :-1], tokens[:, 1:]
-        batches.append(Batch(input_ids=ids, labels=labels, position_ids=positions))
-    return batches

@@ -149,6 +149,11 @@ class GradientStore:
             parameter.grad = torch.zeros_like(parameter)
         return parameter.grad
 
+    def held(self) -> list[Tensor]:
+        """The gradients that exist, without making any."""
+        grads = [p.grad for p in self._parameters if p.grad is not None]
+        return [*self._buffers.values(), *self._own.values(), *grads]
+
     def clear(self) -> None:
         """Forget all gradients, before a step."""
         self._own.clear()

@@ -7,9 +7,11 @@ and write it. gpu-alloc replays what this allocates, in `plan`.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from moe_pipeline import PipelineExecutor, Schedule
 from moe_pipeline.executor import ExecutorOptions
@@ -222,7 +224,8 @@ def build_runner(
     of_updates = layouts | finer
     parameters = {name: p for name, p in stages.named_parameters() if p.requires_grad}
     tensors = stage_tensors(stages)
-    _initialise(config, model, stored_tensors(layouts, tensors, parallel.rank))
+    if not parallel.is_alone:
+        _initialise(config, model, stored_tensors(layouts, tensors, parallel.rank))
     has_copy = model.shares_embedding(config.train.mtp_loss_coef)
     groups = parameter_groups(parameters, parallel, has_copy=has_copy, shared_out=finer)
     optimizer = Optimizer(
@@ -334,5 +337,22 @@ def _executor(
             device=parallel.device,
             timeout_s=config.parallel.timeout_s,
             gradient_accumulation_fusion=config.train.gradient_accumulation_fusion,
+            alone=partial(_passed, config, stages, parallel) if parallel.is_alone else None,
         ),
     )
+
+
+def _passed(config: Config, stages: RankStages, parallel: Parallel) -> tuple[Tensor, Tensor]:
+    """What a stage gives the next one for a microbatch of whole sequences; nothing is computed."""
+    rows = config.train.global_batch_size // (
+        config.train.gradient_accumulation_steps * parallel.num_data_ranks
+    )
+    shape = (rows, config.data.sequence_length)
+    hidden = torch.empty(
+        (*shape, stages.config.hidden_size),
+        dtype=getattr(torch, config.train.dtype),
+        device=parallel.device,
+        requires_grad=True,
+    )
+    positions = torch.arange(shape[1], device=parallel.device)
+    return hidden, positions.expand(shape).contiguous()

@@ -118,6 +118,7 @@ class StepRunner:
         max_loss: float = math.inf,
         read: SamplesRead | None = None,
         times: TimeTrack | None = None,
+        accumulated: Callable[[], None] | None = None,
     ) -> StepResult:
         """Forward, backward and update on this rank's microbatches.
 
@@ -129,6 +130,7 @@ class StepRunner:
                 token is predicted.
             read: which samples the batches hold; None when nobody keeps account of them.
             times: records when the stages compute.
+            accumulated: called when the gradients of this rank are whole.
 
         Raises:
             NonFiniteLossError: on every rank, before the update.
@@ -143,6 +145,8 @@ class StepRunner:
         arguments = self._pipeline_arguments(batches, scale)
         with self.gradients.reducing() as around:
             self.executor.step(*arguments, times=times, around=around)
+            if accumulated is not None:
+                accumulated()
         read = read or SamplesRead(num_predicted=count_predictions(batches))
         result = self._share(read, self.gradients.norm_squared(), asked)
         if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):

@@ -73,6 +73,7 @@ class GroupState(Ordered):
         self.transport = transport
         self.backend_of = backend_of
         self.scratch = ScratchPool()
+        self.is_alone = False  # the other ranks do not exist; see `simulation.stand_alone`
         self.openings = 0  # how often frames were opened
         self.asks_for_memory = False  # the ranks have yet to find out if they share memory
         self.policy = AgreementPolicy()

@@ -1,0 +1,37 @@
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from comm_collectives import all_gather, all_reduce, combine, dispatch
+from comm_collectives.simulation import stand_alone
+from ranktest import run_ranks
+
+
+def _alone(*_: int) -> tuple[object, ...]:
+    dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=4)
+    stand_alone()
+    x = torch.randn(12, 8, requires_grad=True)
+    chosen = (torch.arange(12).view(-1, 1) + torch.arange(2)) % 8
+    weights = torch.rand(12, 2)
+    sent = dispatch(x, chosen, weights, num_experts=8, group=dist.group.WORLD)
+    back = combine(sent.x * 2, sent.handle)
+    back.sum().backward()
+    shapes = sent.x.shape, sent.num_tokens_per_expert, back.shape, x.grad.shape
+    gathered, summed = all_gather(torch.ones(3)), all_reduce(torch.ones(7))
+    return (*shapes, gathered.shape, summed.shape)
+
+
+def test_one_rank_gets_what_three_others_like_it_would_send() -> None:
+    def beside(rank: int, _: int) -> object:
+        chosen = (torch.arange(12).view(-1, 1) + torch.arange(2)) % 8
+        sent = dispatch(
+            torch.randn(12, 8), chosen, torch.rand(12, 2), num_experts=8, group=dist.group.WORLD
+        )
+        return sent.x.shape, sent.num_tokens_per_expert
+
+    real = run_ranks(beside, 4)[2]
+    rows, counts, back, gradient, gathered, summed = run_ranks(_alone, 1, init=False)[0]
+    assert (rows, counts) == real
+    assert back == gradient == (12, 8)
+    assert tuple(gathered) == tuple(torch.cat([torch.ones(3)] * 4).shape) or gathered[0] == 4
+    assert summed == (7,)
