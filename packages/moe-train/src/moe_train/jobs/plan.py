@@ -8,6 +8,7 @@ found by running the rank's trace through its rules.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from gpu_alloc import TraceEvent, save_trace
 from gpu_alloc.torch import forecast
@@ -22,7 +23,11 @@ from moe_train.training.pipelines import traffic_table
 
 _MIB = 2**20
 _CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "dispatch buffers")
-_ALLOCATORS = ("torch", "torch-expandable", "gpu-alloc")
+_ALLOCATORS: tuple[Literal["torch", "torch-expandable", "gpu-alloc"], ...] = (
+    "torch",
+    "torch-expandable",
+    "gpu-alloc",
+)
 _ASSUMED = (
     "assumed: tokens choose experts evenly, all sequences are full, and operators are those of the "
     "CPU; not counted: the driver's context, libraries' workspaces, NCCL's buffers"
@@ -82,11 +87,11 @@ def plan_report(
         if traces is not None:
             traces.mkdir(parents=True, exist_ok=True)
             save_trace(trace, trace_file(traces, rank))
-        lines.append(_describe(rank, trace))
+        lines.append(_row_of_rank(rank, trace))
     return "\n".join([*lines, _ASSUMED, *traffic_table(config, model)])
 
 
-def _describe(rank: int, trace: Sequence[TraceEvent]) -> str:
+def _row_of_rank(rank: int, trace: Sequence[TraceEvent]) -> str:
     found = [forecast(trace, allocator) for allocator in _ALLOCATORS]
     parts = found[0].peak_by_category
     sizes = [found[0].peak_bytes, *(parts.get(name, 0) for name in _CATEGORIES)]
