@@ -6,8 +6,8 @@ differ, that race, mix devices or fail; the second says how many of them have no
 
 Not run: train.stochastic_rounding and train.recompute="outputs", which give tensors other memory
 (`.data =`, a storage of no bytes), as the fixture's tensors do not; train.offload_activations,
-model.experts_fp8 and moe.dispatch_backend="deepep", which need a card; keys of latent attention's
-families (moe.update_expert_bias, moe.shared_expert_overlap), whose attention the fixture stops.
+model.experts_fp8 and moe.dispatch_backend="deepep", which need a card. Not tried yet: keys of
+latent attention's families (moe.update_expert_bias, moe.shared_expert_overlap).
 
     python benchmarks/moe_train_devices.py
 """

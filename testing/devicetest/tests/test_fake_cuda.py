@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
 from devicetest import Machine, fake_cuda
 from devicetest.nccl import NcclRuleError
@@ -170,6 +171,22 @@ def test_gradients_follow_a_move_back_to_the_device_from_which_it_came() -> None
         low = torch.ones(2, 2, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         (low @ low).float().sum().backward()  # the engine casts the gradient
         assert low.grad is not None and low.grad.is_cuda and low.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("width", [8, 6])
+def test_causal_attention_has_its_mask_on_the_device(width: int) -> None:
+    shapes = [(1, 2, 5, 8), (1, 2, 5, 8), (1, 2, 5, width)]  # of latent attention: narrow values
+    host = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    with fake_cuda():
+        mine = [x.detach().cuda().requires_grad_() for x in host]
+        y = functional.scaled_dot_product_attention(*mine, is_causal=True)
+        y.square().sum().backward()
+        found = [x.cpu() for x in (y.detach(), *(x.grad for x in mine if x.grad is not None))]
+    expected = functional.scaled_dot_product_attention(*host, is_causal=True)
+    expected.square().sum().backward()
+    wanted = [expected.detach(), *(x.grad for x in host if x.grad is not None)]
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_a_group_of_nccl_takes_device_tensors_alone_and_orders_streams_by_wait() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.nn import functional
 
 from devicetest.graphs import Graph, graph_block
 from devicetest.machine import DeviceGenerator, Event, Machine, Stream
@@ -112,7 +113,32 @@ def _replacements(machine: Machine) -> list[tuple[Any, dict[str, Any]]]:
         (torch.Tensor, tensor),
         (torch, makers),
         (threading.Thread, {"run": run_in_mode}),
+        (functional, {"scaled_dot_product_attention": _attention}),
     ]
+
+
+_plain_attention = functional.scaled_dot_product_attention
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **given: Any,
+) -> torch.Tensor:
+    """Attention whose mask is made on the device where torch's own code would make it on the CPU.
+
+    With values as wide as keys there is a kernel that needs none.
+    """
+    is_wide = value.shape[-1] != key.shape[-1]
+    if is_causal and is_wide and isinstance(query, DeviceTensor):
+        shape = (query.shape[-2], key.shape[-2])
+        attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
+        is_causal = False
+    return _plain_attention(query, key, value, attn_mask, dropout_p, is_causal, **given)
 
 
 def _but_devices(check: Callable[..., Any]) -> Callable[..., Any]:
