@@ -62,6 +62,20 @@ def test_the_plan_of_one_rank_holds_weights_gradients_and_moments(
     assert not (tmp_path / "run").exists(), "a plan writes nothing of a run"
 
 
+def test_the_plan_of_a_rank_has_a_share_of_the_moments_where_they_are_shared_out(
+    configure: Configure, tmp_path: Path
+) -> None:
+    def moments(sharding: int) -> int:
+        config = configure("parallel.dp=3", f"parallel.sharding={sharding}")
+        folder = tmp_path / str(sharding)
+        plan_report(config, traces=folder, ranks=[1])
+        found = forecast(load_trace(trace_file(folder, 1)), "torch")
+        return found.peak_by_category["optimizer"]
+
+    whole, share = _in_a_process(lambda: (moments(0), moments(1)))
+    assert share == pytest.approx(whole / 3, rel=0.05)
+
+
 def test_a_job_is_planned_that_no_memory_of_this_machine_could_hold(configure: Configure) -> None:
     config = configure(
         "parallel.pp=2", "parallel.ep=8", "train.global_batch_size=16", "train.dtype='bfloat16'",

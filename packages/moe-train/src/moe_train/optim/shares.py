@@ -69,8 +69,10 @@ class RowShares:
         flat = torch.cat([piece for own in by_rank for piece in own])
         sizes = [sum(piece.numel() for piece in own) for own in by_rank]
         found = reduce_scatter(flat, splits=sizes, group=self._group)
-        shapes = [piece[self._rank].shape for piece in pieces]
-        return [f.view(s) for f, s in zip(_cut(found, shapes), shapes, strict=True)]
+        own = [piece[self._rank] for piece in pieces]
+        sums = zip(own, _cut(found, [piece.shape for piece in own]), strict=True)
+        # Of the gradients' kind: a plan's have no memory, and sums that mean nothing.
+        return [torch.empty_like(piece).copy_(f.view(piece.shape)) for piece, f in sums]
 
     @torch.no_grad()
     def all_gather(self) -> None:
