@@ -55,15 +55,17 @@ def parameter_groups(
     experts = {name: p for name, p in parameters.items() if is_expert(name)}
     dense = {name: p for name, p in parameters.items() if name not in names | experts.keys()}
     summed = [(dense, parallel.dense_reduce_group), (experts, parallel.expert_reduce_group)]
-    groups = [
-        ParameterGroup(
-            parameters=[p for name, p in held.items() if (name in shared_out) == is_shared],
-            reduce_group=group,
-            shares=_shares(held, group, shared_out) if is_shared else None,
-        )
-        for held, group in summed
-        for is_shared in (False, True)
-    ]
+    groups = []
+    for held, group in summed:
+        for is_shared in (False, True):
+            chosen = {n: p for n, p in held.items() if (n in shared_out) == is_shared}
+            if chosen:  # an empty group would still be compared at each step
+                shares = _shares(chosen, group, shared_out)
+                groups.append(
+                    ParameterGroup(
+                        parameters=list(chosen.values()), reduce_group=group, shares=shares
+                    )
+                )
     if ends is not None and copied:
         shares = _shares(copied, parallel.data_group, shared_out)
         tied = TiedParameters(list(copied.values()), group=ends)
