@@ -8,9 +8,10 @@ the corpus is checked when it is made. Every field carries its help text and uni
     config.parallel.pp, config.world_size
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from moe_train.config.data_tables import DataConfig, SourceConfig, TokenizerConfig
 from moe_train.config.keys import KeyInfo, Table, keys_of
@@ -123,6 +124,24 @@ class Config:
         """Every table of the job, in the order of the file; those with a NAME come last."""
         yield from (getattr(self, table) for table in TABLES)
         yield from (table for name in NAMED_TABLES for table in getattr(self, name))
+
+    def with_keys(self, keys: Mapping[str, object]) -> "Config":
+        """The job with other values of keys; keys of one table are checked together.
+
+        Args:
+            keys: full name, such as "parallel.pp", -> value.
+
+        Raises:
+            ValueError: a value is out of range, or contradicts others.
+        """
+        values: dict[str, dict[str, Any]] = {}
+        for full_name, value in keys.items():
+            table, _, name = full_name.partition(".")
+            values.setdefault(table, {})[name] = value
+        changed: dict[str, Any] = {
+            table: replace(getattr(self, table), **own) for table, own in values.items()
+        }
+        return replace(self, **changed)
 
     def _check_sources(self) -> None:
         for place, table_type in NAMED_TABLES.items():

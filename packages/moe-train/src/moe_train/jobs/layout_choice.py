@@ -8,7 +8,6 @@ A new key that keeps the mathematics gets its values in `_VALUES`, or in `_value
 on the axes; every value then stands in some layout.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -87,19 +86,14 @@ class JobLayout:
         Raises:
             ValueError: the batch does not divide.
         """
-        tables: dict[str, dict[str, Any]] = {"checkpoint": {"node_folder": None}}
-        tables["parallel"] = {"relayout": ()}
-        tables["moe"] = {"dispatch_ranks_per_node": self._ranks_per_node}
-        if self.values[_SCHEDULE] != config.parallel.schedule:  # what only the job's own keeps
-            tables["parallel"] |= {"stages_per_rank": None, "memory_limit_mib": None}
-        for name, value in self.keys:
-            table, _, field = name.partition(".")
-            tables.setdefault(table, {})[field] = value
-        changed: dict[str, Any] = {
-            name: dataclasses.replace(getattr(config, name), **values)
-            for name, values in tables.items()
+        keys: _Keys = {
+            "checkpoint.node_folder": None,
+            "parallel.relayout": (),
+            "moe.dispatch_ranks_per_node": self._ranks_per_node,
         }
-        return dataclasses.replace(config, **changed)
+        if self.values[_SCHEDULE] != config.parallel.schedule:  # what only the job's own keeps
+            keys |= {"parallel.stages_per_rank": None, "parallel.memory_limit_mib": None}
+        return config.with_keys(keys | dict(self.keys))
 
 
 def choose_layouts(

@@ -8,7 +8,6 @@ since sums in another order then round to another number now and then.
         print(report.text); report.holds
 """
 
-import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -50,15 +49,7 @@ class KeyCheck:
         Raises:
             ValueError: they contradict the job's others.
         """
-        tables: dict[str, dict[str, Any]] = {}
-        for name, value in self.keys.items():
-            table, _, field = name.partition(".")
-            tables.setdefault(table, {})[field] = value
-        changed: dict[str, Any] = {
-            name: dataclasses.replace(getattr(config, name), **values)
-            for name, values in tables.items()
-        }
-        return dataclasses.replace(config, **changed)
+        return config.with_keys(self.keys)
 
 
 # bfloat16 keeps 8 bits: a loss is a mean over tokens, of which few are rounded the other way; a
