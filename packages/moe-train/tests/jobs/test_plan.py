@@ -76,6 +76,18 @@ def test_the_plan_of_a_rank_has_a_share_of_the_moments_where_they_are_shared_out
     assert share == pytest.approx(whole / 3, rel=0.05)
 
 
+def test_a_plan_says_what_it_does_not_follow(configure: Configure) -> None:
+    config = configure(
+        "parallel.pp=2", "parallel.schedule=auto", "parallel.overlap_grad_reduce=true",
+        num_hidden_layers=4,
+    )  # fmt: skip
+    lines = _in_a_process(lambda: plan_report(config, ranks=[0])).splitlines()
+    assert any(line.startswith("planned without parallel.overlap_grad_reduce") for line in lines)
+    assert any(line.startswith('planned as parallel.schedule="zbv"') for line in lines)
+    plain = _in_a_process(lambda: plan_report(configure("parallel.dp=2"), ranks=[0]))
+    assert "\nplanned " not in plain
+
+
 def test_a_job_is_planned_that_no_memory_of_this_machine_could_hold(configure: Configure) -> None:
     config = configure(
         "parallel.pp=2", "parallel.ep=8", "train.global_batch_size=16", "train.dtype='bfloat16'",

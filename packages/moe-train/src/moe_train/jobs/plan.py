@@ -15,7 +15,7 @@ from gpu_alloc.torch import forecast
 from moe_train.config import Config
 from moe_train.errors import TrainValueError, check_type
 from moe_train.jobs.job import check_model
-from moe_train.jobs.rank_alone import record_alone
+from moe_train.jobs.rank_alone import planned_otherwise, record_alone
 from moe_train.layout import is_expert
 from moe_train.model import DecoderConfig, DecoderStage
 from moe_train.training import read_model_config
@@ -88,7 +88,7 @@ def plan_report(
             traces.mkdir(parents=True, exist_ok=True)
             save_trace(trace, trace_file(traces, rank))
         lines.append(_row_of_rank(rank, trace))
-    return "\n".join([*lines, _ASSUMED, *traffic_table(config, model)])
+    return "\n".join([*lines, _ASSUMED, *planned_otherwise(config), *traffic_table(config, model)])
 
 
 def _row_of_rank(rank: int, trace: Sequence[TraceEvent]) -> str:

@@ -79,10 +79,18 @@ def random_batches(config: Config, vocab_size: int, parallel: Parallel) -> list[
     return batches
 
 
+def planned_otherwise(config: Config) -> list[str]:
+    """Lines about keys that a rank alone does not follow: what threads or times decide."""
+    lines = []
+    if config.parallel.overlap_grad_reduce:
+        lines.append("planned without parallel.overlap_grad_reduce, whose buckets need memory too")
+    if config.parallel.schedule == "auto":
+        lines.append('planned as parallel.schedule="zbv": what auto makes follows measured times')
+    return lines
+
+
 def _on_host(config: Config) -> Config:
-    """The same job on the host's operators, without threads; "auto" needs times, so it is planned
-    as what it falls back to.
-    """
+    """The same job on the host's operators, but for `planned_otherwise`."""
     parallel = replace(config.parallel, overlap_grad_reduce=False)
     if parallel.schedule == "auto":
         parallel = replace(parallel, schedule="zbv")
