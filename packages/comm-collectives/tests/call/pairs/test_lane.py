@@ -176,6 +176,30 @@ def test_a_send_that_came_to_nothing_does_not_hide_the_next_wait_for_each_other(
     assert max(run_ranks(fn, 2, timeout_s=60)) < 10  # its limit is 60 s
 
 
+def test_a_refused_send_fails_though_the_peer_read_it_away_at_that_moment() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        if rank == 1:
+            with pytest.raises(MismatchError, match="wait for each other"):
+                cc.all_gather(torch.ones(2))
+            assert cc.recv(src=0).item() == 5  # reads the large message as well, for nobody
+            return
+        pair = Lane.of(group_state(None)).pairs[1]
+        flush_once = pair.flush
+
+        def flush() -> bool:  # as where the peer reads while this rank gets no time to
+            until_s = time.monotonic() + 1
+            while not flush_once() and time.monotonic() < until_s:
+                time.sleep(1e-3)
+            return flush_once()
+
+        pair.flush = flush  # type: ignore[method-assign]
+        with pytest.raises(MismatchError, match="wait for each other"):
+            cc.send(torch.ones(_LARGE), dst=1)
+        cc.send(torch.tensor(5), dst=1)
+
+    run_ranks(fn, 2, timeout_s=60)
+
+
 def test_ranks_without_part_in_a_transfer_hear_that_both_left_the_call() -> None:
     def fn(rank: int, world_size: int) -> float:
         cc.all_reduce(torch.ones(2))

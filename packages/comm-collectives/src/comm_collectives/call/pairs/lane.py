@@ -43,6 +43,7 @@ _LOOK_S = 0.25  # how often a waiting rank looks whether its peer is still there
 _FIRST_TICK_S, _LONGEST_TICK_S = 5e-4, 4e-3  # between two looks of the helper
 _OPENING = threading.Lock()
 _PATIENCE_S = 0.5  # before a waiting rank asks its peer whether that waits for it in turn
+_LOOKS = 20
 _PRESS_S = 0.1  # how often one looks that has asked for what its peer waits
 ANY_RANK = -1
 
@@ -111,7 +112,6 @@ class Lane:
             self._wait(lambda: pair.is_sent(number), transfer)
             if pair.is_lost(number):
                 raise transfer.lost()
-            self._heed(transfer)
 
         return SendHandle(transfer, works, finish, lambda: pair.is_sent(number), tensors)
 
@@ -289,17 +289,32 @@ class Lane:
                 look_s = _PRESS_S if has_asked else _LOOK_S
                 self._read(pairs, is_done, min(look_s, start_s + limit_s - now_s))
                 if is_done():
-                    return
+                    break
                 self._check_peer(transfer, is_done, pairs)
                 self._heed(transfer)
                 now_s = self._clock.now_s()
                 if now_s - start_s >= _PATIENCE_S and self._may_ask(transfer):
                     has_asked = True
                     self.questions.ask(transfer, _placed(transfer))
+            if has_asked and transfer.src == transfer.state.rank:
+                self._hear_out(transfer)
         finally:
             if has_asked:
                 self.questions.take_back(transfer)
                 self.later(int)
+
+    def _hear_out(self, transfer: Transfer) -> None:
+        """Raise if the peer refused a message and then read it away, which made room to send it.
+
+        What it said left it before it read, so it has come.
+        """
+        pair = self.pairs[transfer.peer]
+        for _ in range(_LOOKS):  # until no other thread is about to read it
+            if self._read(
+                [pair], lambda: pair.has_refused(transfer.key, transfer.place), _FIRST_TICK_S
+            ):
+                break
+        self._heed(transfer)
 
     def _may_ask(self, transfer: Transfer) -> bool:
         """Whether this rank waits for one peer and does nothing else."""

@@ -159,6 +159,10 @@ class Pair:
         """Whether the peer was gone before a frame was sent."""
         return self._lost_from is not None and number >= self._lost_from
 
+    def has_refused(self, key: int, place: int) -> bool:
+        """Whether the peer has said that a message is of no use to it."""
+        return (Word.REFUSED, key, place) in ((one.word, one.key, one.place) for one in self.said)
+
     def post(self, ticket: Ticket) -> None:
         """Ask for the next message of the ticket's key; call with `changed` held."""
         waiting = self._arrived.get(ticket.key)
