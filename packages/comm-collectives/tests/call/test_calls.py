@@ -13,7 +13,7 @@ import torch.distributed as dist
 import comm_collectives as cc
 from comm_collectives.call.groups.groups import group_state
 from comm_collectives.moe.options import MoeOptions
-from ranktest import collect_ranks, run_ranks
+from ranktest import collect_ranks, mark, run_ranks, until_marked
 
 _LIMIT_S = 0.5
 _SECONDS = 8.0  # limit + enquiry, with room for a busy machine
@@ -58,9 +58,12 @@ def test_rank_that_never_calls_is_named(name: str, place: str) -> None:
             _across_hosts()
         cc.all_reduce(torch.ones(1))
         if rank == 2:
-            time.sleep(_LIMIT_S + 2.5)  # past the limit and the enquiry of the others
+            for other in (0, 1):
+                until_marked(f"rank {other} gave up")
             return None
-        return _failure(_calls(torch.ones(3, 2))[name])
+        outcome = _failure(_calls(torch.ones(3, 2))[name])
+        mark(f"rank {rank} gave up")
+        return outcome
 
     for rank, outcome in enumerate(run_ranks(fn, 3, timeout_s=30)[:2]):
         kind, text, elapsed_s = outcome
@@ -181,9 +184,11 @@ def test_failure_in_backward_is_named() -> None:
         x = torch.ones(2, 2, requires_grad=True)
         y = cc.all_to_all(x, timeout_s=_LIMIT_S)
         if rank == 1:
-            time.sleep(_LIMIT_S + 2.5)  # past the limit and the enquiry of the others
+            until_marked("gave up")
             return y.shape
-        return _failure(lambda: y.sum().backward())
+        outcome = _failure(lambda: y.sum().backward())
+        mark("gave up")
+        return outcome
 
     kind, text, _ = run_ranks(fn, 2, timeout_s=30)[0]
     assert kind == "CollectiveTimeoutError"
@@ -194,13 +199,14 @@ def test_failure_in_backward_is_named() -> None:
 def test_rank_in_another_call_is_said_to_be_there() -> None:
     def fn(rank: int, world_size: int) -> object:
         pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
-        if rank == 0:
-            time.sleep(0.3)
-            return _failure(lambda: cc.all_reduce(torch.ones(1), group=pairs[0], timeout_s=0.5))
-        if rank == 1:
-            return _failure(lambda: cc.all_reduce(torch.ones(1), group=pairs[1], timeout_s=0.5))
-        time.sleep(4)
-        return None
+        if rank == 2:
+            for other in (0, 1):
+                until_marked(f"rank {other} gave up")
+            return None
+        time.sleep(0.3 * (1 - rank))
+        outcome = _failure(lambda: cc.all_reduce(torch.ones(1), group=pairs[rank], timeout_s=0.5))
+        mark(f"rank {rank} gave up")
+        return outcome
 
     outcomes = run_ranks(fn, 3, timeout_s=30)
     assert "of group (0, 1)" in outcomes[0][1]
@@ -211,12 +217,13 @@ def test_rank_in_another_call_is_said_to_be_there() -> None:
 def test_rank_that_waits_since_long_counts_as_arrived() -> None:
     def fn(rank: int, world_size: int) -> object:
         cc.all_reduce(torch.ones(1))
-        if rank == 1:
-            return _failure(lambda: cc.all_reduce(torch.ones(1), timeout_s=4))
-        if rank == 0:
-            time.sleep(1.3)
-            return _failure(lambda: cc.all_reduce(torch.ones(1), timeout_s=0.5))
-        time.sleep(7)
+        if rank < 2:
+            time.sleep(1.3 * (1 - rank))
+            outcome = _failure(lambda: cc.all_reduce(torch.ones(1), timeout_s=[0.5, 4][rank]))
+            mark(f"rank {rank} gave up")
+            return outcome
+        for other in (0, 1):
+            until_marked(f"rank {other} gave up")
         return None
 
     _, text, _ = run_ranks(fn, 3, timeout_s=40)[0]
@@ -228,8 +235,9 @@ def test_rank_that_comes_after_the_others_gave_up_is_told_so() -> None:
     def fn(rank: int, world_size: int) -> object:
         cc.all_reduce(torch.ones(1))
         if rank == 1:
-            time.sleep(4)  # far behind the other's limit, also on a busy machine
+            until_marked("gave up")
         outcome = _failure(lambda: cc.all_reduce(torch.ones(1), timeout_s=_LIMIT_S))
+        mark("gave up")
         return [*outcome, cc.all_to_all(torch.full((2,), rank)).tolist()]
 
     first, second = run_ranks(fn, 2, timeout_s=30)

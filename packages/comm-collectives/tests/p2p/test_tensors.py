@@ -11,7 +11,7 @@ import torch.distributed as dist
 import comm_collectives as cc
 from comm_collectives.errors import CollectiveTimeoutError, PeerFailedError
 from comm_collectives.p2p import expect_tensors
-from ranktest import collect_ranks, run_ranks
+from ranktest import collect_ranks, mark, run_ranks, until_marked
 
 _LISTS = [
     [torch.arange(6.0).view(2, 3)],
@@ -87,10 +87,11 @@ def test_ranks_are_those_of_the_group() -> None:
 def test_receiver_names_a_sender_that_does_not_send() -> None:
     def fn(rank: int, world_size: int) -> str:
         if rank == 0:
-            time.sleep(2)
+            until_marked("gave up")
             return ""
         with pytest.raises(CollectiveTimeoutError) as caught:
             cc.recv_tensors(src=0, timeout_s=0.5)
+        mark("gave up")
         return str(caught.value)
 
     text = str(run_ranks(fn, 2)[1])
@@ -126,10 +127,11 @@ def test_dead_peer_is_named_by_both_directions() -> None:
 def test_what_comes_after_a_limit_is_received_by_the_next_call() -> None:
     def fn(rank: int, world_size: int) -> list[int]:
         if rank == 1:
-            time.sleep(1)
+            until_marked("the receiver gave up")
             handle = cc.isend_tensors([torch.full((1 << 22,), 5)], dst=0, timeout_s=0.01)
             with pytest.raises(CollectiveTimeoutError):
-                handle.wait()  # 32 MiB take longer
+                handle.wait()
+            mark("the sender gave up")
             last = cc.isend_tensors([torch.tensor(6)], dst=0)
             last.wait()
             handle.wait()  # done meanwhile
@@ -137,7 +139,8 @@ def test_what_comes_after_a_limit_is_received_by_the_next_call() -> None:
         for _ in range(2):
             with pytest.raises(CollectiveTimeoutError, match="transfer 1 from rank 1"):
                 cc.recv_tensors(src=1, timeout_s=0.1)
-        time.sleep(1.5)
+        mark("the receiver gave up")
+        until_marked("the sender gave up")
         return [int(cc.recv_tensors(src=1)[0].view(-1)[-1]) for _ in range(2)]
 
     assert run_ranks(fn, 2)[0] == [5, 6]
@@ -151,8 +154,9 @@ def test_send_without_a_receiver_is_noticed_when_waited_for() -> None:
             handle = cc.isend_tensors([torch.ones(1 << 22)], dst=1, timeout_s=0.5)
             with pytest.raises(CollectiveTimeoutError, match="rank 1 did not do its part"):
                 handle.wait()
+            mark("gave up")
         else:
-            time.sleep(1.5)
+            until_marked("gave up")
 
     run_ranks(fn, 2)
 

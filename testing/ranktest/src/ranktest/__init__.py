@@ -14,6 +14,7 @@ on one thread because OpenMP's pool does not survive a fork. Keep the parent fre
 """
 
 from ranktest.hosts import can_leave_shared_memory, leave_shared_memory
+from ranktest.marks import mark, until_marked
 from ranktest.ranks import Outcome, RanksFailedError, collect_ranks, run_ranks
 
 __all__ = [
@@ -22,5 +23,7 @@ __all__ = [
     "can_leave_shared_memory",
     "collect_ranks",
     "leave_shared_memory",
+    "mark",
     "run_ranks",
+    "until_marked",
 ]

@@ -20,6 +20,8 @@ from multiprocessing.context import ForkProcess
 import torch
 import torch.distributed as dist
 
+from ranktest.marks import open_marks
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -75,9 +77,7 @@ def collect_ranks(
     with tempfile.TemporaryDirectory(prefix="ranktest-") as folder:
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
-            job = _Job(
-                fn, rank, world_size, os.path.join(folder, "store") if init else None, timeout_s
-            )
+            job = _Job(fn, rank, world_size, folder=folder, init=init, timeout_s=timeout_s)
             process = context.Process(target=_child, args=(job, sender), daemon=True)
             with warnings.catch_warnings():
                 # Python >= 3.12 warns that the parent has threads; the children use one only.
@@ -100,7 +100,8 @@ class _Job:
     fn: Callable[[int, int], object]
     rank: int
     world_size: int
-    store_path: str | None
+    folder: str
+    init: bool
     timeout_s: float
 
 
@@ -141,9 +142,11 @@ def _child(job: _Job, sender: Connection) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     gc.freeze()  # what the parent made is no garbage here; walking it would copy its pages
     torch.set_num_threads(1)
+    open_marks(job.folder)
     try:
-        if job.store_path is not None:
-            store = dist.FileStore(job.store_path, job.world_size)  # type: ignore[attr-defined]
+        if job.init:
+            path = os.path.join(job.folder, "store")
+            store = dist.FileStore(path, job.world_size)  # type: ignore[attr-defined]
             timeout = timedelta(seconds=job.timeout_s)
             dist.init_process_group(
                 "gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout

@@ -12,7 +12,7 @@ from comm_collectives.base.streams.sockets import SocketStreams
 from comm_collectives.base.transport.clock import SYSTEM_CLOCK
 from comm_collectives.call.frames.frames import Cargo, Frames
 from comm_collectives.call.frames.link import SIGNATURE_BYTES, Notice
-from ranktest import run_ranks
+from ranktest import mark, run_ranks, until_marked
 
 _SAME = bytes(SIGNATURE_BYTES)
 
@@ -87,10 +87,12 @@ def test_peer_that_left_the_call_is_told_of_though_it_left_long_before() -> None
     def fn(rank: int, world_size: int) -> str:
         frames = _frames(rank, world_size)
         _swap(frames, _Waiter(1), [b"connected"] * 2)
-        time.sleep(1.0 * rank)
+        if rank == 1:
+            until_marked("left")
         with pytest.raises(_LeftError) as caught:
             _swap(frames, _Waiter(2, limit_s=0.2), [b"old"] * 2)
         frames.fail(2, "SomeError", f"of rank {rank}")
+        mark("left")
         assert _swap(frames, _Waiter(3), [b"new"] * 2) == [b"new"] * 2
         return str(caught.value)
 
@@ -171,12 +173,14 @@ def test_payload_of_a_call_that_failed_is_sent_from_memory_of_its_own() -> None:
         frames = _frames(rank, world_size)
         _swap(frames, _Waiter(1), [b"connected"] * 2)
         data, waiter = bytearray(b"a" * length), _Waiter(2, limit_s=0.3 if rank == 0 else 30)
-        time.sleep(2.0 * rank)  # so that rank 0 has left with most of its payload unsent
+        if rank == 1:
+            until_marked("left")  # so that rank 0 has left with most of its payload unsent
         cargo, room = Cargo(payloads=[memoryview(data)] * 2), bytearray(length)
         with pytest.raises(_LeftError):
             frames.offer(_SAME, step=1, cargo=cargo, waiter=waiter)
             frames.receive([memoryview(room)] * 2, waiter)
         frames.fail(2, "SomeError", "")
+        mark("left")
         data[:] = b"b" * length  # as a program may that has the error
         assert rank == 0 or room == b"a" * length
         assert _swap(frames, _Waiter(3), [b"new"] * 2) == [b"new"] * 2
@@ -192,7 +196,8 @@ def test_word_of_a_call_that_failed_outlives_the_failure_of_the_next() -> None:
         frames = _frames(rank, world_size)
         _swap(frames, _Waiter(1), [b"connected"] * 2)
         told = []
-        time.sleep(2.0 * rank)
+        if rank == 1:
+            until_marked("left two")
         for number in (2, 3):
             waiter = _Waiter(number, limit_s=0.3 if rank == 0 else 30)
             data = [bytes([number]) * length] * 2
@@ -200,6 +205,7 @@ def test_word_of_a_call_that_failed_outlives_the_failure_of_the_next() -> None:
                 _swap(frames, waiter, data)
             told.append(str(error.value))
             frames.fail(number, "SomeError", "")
+        mark("left two")
         assert rank == 0 or all(f"0 left {n}" in text for n, text in zip((2, 3), told, strict=True))
         assert _swap(frames, _Waiter(4), [b"new"] * 2) == [b"new"] * 2
 
