@@ -1,8 +1,9 @@
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from comm_collectives import all_gather, all_reduce, combine, dispatch
+from comm_collectives import all_gather, all_reduce, combine, dispatch, reduce_scatter
 from comm_collectives.simulation import stand_alone
 from ranktest import run_ranks
 
@@ -35,3 +36,17 @@ def test_one_rank_gets_what_three_others_like_it_would_send() -> None:
     assert back == gradient == (12, 8)
     assert tuple(gathered) == tuple(torch.cat([torch.ones(3)] * 4).shape) or gathered[0] == 4
     assert summed == (7,)
+
+
+def test_asynchronous_calls_of_a_rank_alone_allocate_on_its_own_thread() -> None:
+    def fn(*_: int) -> bool:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+        stand_alone()
+        with FakeTensorMode():  # of this thread
+            handles = [reduce_scatter(torch.ones(4 * i), async_op=True) for i in (1, 2, 3)]
+        found = all_reduce(torch.ones(5), async_op=True)
+        shapes = [handle.wait().shape for handle in handles]
+        assert [tuple(shape) for shape in shapes] == [(1,), (2,), (3,)]
+        return found.is_done()
+
+    assert run_ranks(fn, 1, init=False) == [True]

@@ -152,7 +152,7 @@ def join(config: ParallelConfig, wanted_device: str) -> Parallel:
         return next(filter(None, groups))
 
     dp_group, data_group = along("dp"), along("dp", "ep")
-    overlaps = config.overlap_grad_reduce
+    overlaps = config.overlap_grad_reduce or config.sharding > 1
     last = next(r for r in range(config.pp) if config.num_stages - 1 in config.stages_of(r))
     ends = [r for r in range(mesh.size) if mesh.coordinate(r)["pp"] in (0, last)]
     return Parallel(

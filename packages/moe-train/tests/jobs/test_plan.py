@@ -62,18 +62,21 @@ def test_the_plan_of_one_rank_holds_weights_gradients_and_moments(
     assert not (tmp_path / "run").exists(), "a plan writes nothing of a run"
 
 
-def test_the_plan_of_a_rank_has_a_share_of_the_moments_where_they_are_shared_out(
+def test_the_plan_of_a_rank_has_its_share_of_moments_and_gradients(
     configure: Configure, tmp_path: Path
 ) -> None:
-    def moments(sharding: int) -> int:
+    def peaks(sharding: int) -> dict[str, int]:
         config = configure("parallel.dp=3", f"parallel.sharding={sharding}")
         folder = tmp_path / str(sharding)
         plan_report(config, traces=folder, ranks=[1])
-        found = forecast(load_trace(trace_file(folder, 1)), "torch")
-        return found.peak_by_category["optimizer"]
+        return forecast(load_trace(trace_file(folder, 1)), "torch").peak_by_category
 
-    whole, share = _in_a_process(lambda: (moments(0), moments(1)))
-    assert share == pytest.approx(whole / 3, rel=0.05)
+    whole, moments, gradients = _in_a_process(lambda: [peaks(level) for level in (0, 1, 2)])
+    third = pytest.approx(whole["optimizer"] / 3, rel=0.05)
+    assert moments["optimizer"] == third
+    assert gradients["optimizer"] == third
+    assert sum(gradients.values()) < sum(moments.values()) < sum(whole.values())
+    assert gradients["gradients"] == pytest.approx(whole["parameters"] / 3, rel=0.05)
 
 
 def test_a_plan_says_what_it_does_not_follow(configure: Configure) -> None:

@@ -111,7 +111,21 @@ def test_shared_out_states_give_the_bits_of_whole_ones_in_a_share_of_the_memory(
                 assert torch.equal(tensor, expected[name]), f"{first} to {then}: {name}"
 
 
+def test_a_job_with_shared_out_gradients_resumes_in_its_own_bits(
+    configure: Configure, tmp_path: Path
+) -> None:
+    def job(name: str) -> Config:
+        axes = ["parallel.dp=2", "parallel.ep=2", "parallel.sharding=2"]
+        return configure(*axes, *LOW, *SAVES, f"train.output_dir={tmp_path / name}")
+
+    weights, kept = end_of(job("whole"))
+    again, kept_again = end_of(job("resumed"), tmp_path / "whole" / "checkpoint-2")
+    for found, expected in zip([*again, *kept_again], [*weights, *kept], strict=True):
+        for name, tensor in found.items():
+            assert torch.equal(tensor, expected[name]), name
+
+
 def test_layouts_that_are_compared_have_shared_out_states(configure: Configure) -> None:
     config = configure()
     layouts = choose_layouts(config, read_model_config(config), max_ranks=4, count=12)
-    assert {layout.values.get("parallel.sharding") for layout in layouts} >= {0, 1}
+    assert {layout.values.get("parallel.sharding") for layout in layouts} >= {0, 1, 2}

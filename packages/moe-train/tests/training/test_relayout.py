@@ -94,7 +94,7 @@ def end_of(
     "numbers",
     [
         ["train.dtype=bfloat16", "train.master_weights=true", "parallel.sharding=1"],
-        ["optimizer.name=muon", "train.gradient_accumulation_steps=2"],
+        ["optimizer.name=muon", "train.gradient_accumulation_steps=2", "parallel.sharding=2"],
     ],
 )
 def test_a_change_of_layout_has_the_bits_of_saving_and_resuming(

@@ -42,12 +42,13 @@ class ParallelConfig(Table):
         on_resume="free",
     )
     sharding: int = key(
-        "what is shared out among ranks that hold the same parameters: nothing (0), or moments and "
-        "master weights (1), of which each rank keeps and updates those of its own rows",
+        "what is shared out among ranks that hold the same parameters: nothing (0), moments and "
+        "master weights (1), of which each rank keeps and updates those of its own rows, or their "
+        "gradients as well (2), summed after each microbatch, layer by layer",
         unit="level",
         default=0,
         minimum=0,
-        maximum=1,
+        maximum=2,
         on_resume="free",
     )
     schedule: Literal[

@@ -3,6 +3,7 @@
 May import: config, model, errors; comm_collectives, moe_pipeline.
 """
 
+from moe_train.optim.grad_shares import StageBlocks as StageBlocks
 from moe_train.optim.grads import GradientStore as GradientStore
 from moe_train.optim.grads import LastComputations as LastComputations
 from moe_train.optim.grads import ParameterGroup as ParameterGroup

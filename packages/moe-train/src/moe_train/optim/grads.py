@@ -12,8 +12,10 @@ loss is already divided by the tokens of the whole batch, so sums are all that i
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from comm_collectives import reduce_in_buckets
 from moe_pipeline.executor import TiedParameters
 from moe_pipeline.schedules import Action
 from moe_train.optim.grad_overlap import OverlappedReduction
+from moe_train.optim.grad_shares import GradientShares, StageBlocks
 from moe_train.optim.shares import RowShares
 from moe_train.optim.slices import slices_of
 
@@ -39,12 +42,14 @@ class ParameterGroup:
         tied: of the embedding that two stages hold, over the same ranks.
         shares: who updates which rows, where the ranks share that out; those of `reduce_group`, or
             of a tied embedding the ranks of this stage.
+        shares_gradients: sums of gradients are kept by rows as well, from the first microbatch on.
     """
 
     parameters: Sequence[nn.Parameter]
     reduce_group: dist.ProcessGroup | None
     tied: TiedParameters | None = None
     shares: RowShares | None = None
+    shares_gradients: bool = False
 
     @property
     def num_holders(self) -> int:
@@ -59,7 +64,13 @@ class ParameterGroup:
     @property
     def is_overlapped(self) -> bool:
         """Whether the gradients can be summed beside the backward, if that is asked for."""
-        return self.num_holders > 1 and self.tied is None and bool(self.parameters)
+        is_whole = self.tied is None and not self.is_by_rows
+        return self.num_holders > 1 and is_whole and bool(self.parameters)
+
+    @property
+    def is_by_rows(self) -> bool:
+        """Whether gradients are shared out; those of a tied embedding are summed whole."""
+        return self.shares_gradients and self.shares is not None and self.tied is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +98,7 @@ class GradientStore:
         reduce_dtype: in which sums over ranks are taken and travel; None: that of the gradients.
         overlap: sum while the last backwards of a step run, in groups that they do not use; tied
             parameters are summed afterwards.
+        stages: of this rank, by number; for groups whose gradients are shared out.
     """
 
     def __init__(
@@ -96,15 +108,23 @@ class GradientStore:
         fp32_accumulation: bool,
         reduce_dtype: torch.dtype | None = None,
         overlap: LastComputations | None = None,
+        stages: Mapping[int, StageBlocks] = MappingProxyType({}),
     ) -> None:
         self._groups, self._reduce_dtype = groups, reduce_dtype
         self._parameters = [p for group in groups for p in group.parameters]
         self._buffers: dict[nn.Parameter, Tensor] = {}
         self._own: dict[nn.Parameter, Tensor] = {}
-        for parameter in self._parameters if fp32_accumulation else ():
+        by_rows = [g.shares for g in groups if g.shares is not None and g.is_by_rows]
+        self._shared: GradientShares | None = None
+        if by_rows:
+            self._shared = GradientShares(
+                by_rows, stages, fp32=fp32_accumulation, dtype=reduce_dtype
+            )
+        whole = [p for group in groups if not group.is_by_rows for p in group.parameters]
+        for parameter in whole if fp32_accumulation else ():
             self._buffers[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
         self._beside = None if overlap is None else self._overlapped(overlap)
-        for parameter in self._parameters if fp32_accumulation or self._beside else ():
+        for parameter in whole if fp32_accumulation or self._beside else ():
             parameter.register_post_accumulate_grad_hook(self._arrived)
 
     def _overlapped(self, overlap: LastComputations) -> OverlappedReduction | None:
@@ -152,13 +172,17 @@ class GradientStore:
     def held(self) -> list[Tensor]:
         """The gradients that exist, without making any."""
         grads = [p.grad for p in self._parameters if p.grad is not None]
-        return [*self._buffers.values(), *self._own.values(), *grads]
+        sums = {} if self._shared is None else self._shared.sums
+        own = {id(tensor): tensor for tensor in (*self._own.values(), *sums.values())}
+        return [*self._buffers.values(), *own.values(), *grads]
 
     def clear(self) -> None:
         """Forget all gradients, before a step."""
         self._own.clear()
         for buffer in self._buffers.values():
             buffer.zero_()
+        if self._shared is not None:
+            self._shared.clear()
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -175,14 +199,14 @@ class GradientStore:
 
         Collective over each group. Gives what each computation is to run in, or None.
         """
-        if self._beside is None:
-            yield None
-        else:
-            with self._beside as beside:
-                yield beside.around
+        with nullcontext() if self._beside is None else self._beside:
+            arounds = [each.around for each in (self._beside, self._shared) if each is not None]
+            yield partial(_within, arounds) if arounds else None
+        if self._shared is not None:
+            self._own |= self._shared.sums
         for group in self._groups:
             is_summed = self._beside is not None and group.is_overlapped
-            if group.num_holders > 1:
+            if group.num_holders > 1 and not group.is_by_rows:
                 self._finish(group, is_summed=is_summed)
 
     def _finish(self, group: ParameterGroup, *, is_summed: bool) -> None:
@@ -239,6 +263,16 @@ class GradientStore:
         """Multiply every gradient in place."""
         for parameter in self._parameters:
             self.of(parameter).mul_(coefficient)
+
+
+@contextmanager
+def _within(
+    arounds: Sequence[Callable[[Action], AbstractContextManager[object]]], action: Action
+) -> Iterator[None]:
+    with ExitStack() as opened:
+        for around in arounds:
+            opened.enter_context(around(action))
+        yield
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

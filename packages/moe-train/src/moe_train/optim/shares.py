@@ -13,7 +13,7 @@ get the same bits.
     shares.all_gather()
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,12 @@ class RowShares:
         Args:
             gradients: of the parameters, one dtype.
         """
+        return self.start_reduce_scatter(parameters, gradients)()
+
+    def start_reduce_scatter(
+        self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]
+    ) -> Callable[[], list[Tensor]]:
+        """As `reduce_scatter`, but return what waits for the sums; the gradients may be freed."""
         pieces = [
             list(gradient.split(self._rows[parameter]))
             for parameter, gradient in zip(parameters, gradients, strict=True)
@@ -68,11 +74,16 @@ class RowShares:
         by_rank = [[p[rank].reshape(-1) for p in pieces] for rank in range(self._group.size())]
         flat = torch.cat([piece for own in by_rank for piece in own])
         sizes = [sum(piece.numel() for piece in own) for own in by_rank]
-        found = reduce_scatter(flat, splits=sizes, group=self._group)
-        own = [piece[self._rank] for piece in pieces]
-        sums = zip(own, _cut(found, [piece.shape for piece in own]), strict=True)
+        shapes = [piece[self._rank].shape for piece in pieces]
         # Of the gradients' kind: a plan's have no memory, and sums that mean nothing.
-        return [torch.empty_like(piece).copy_(f.view(piece.shape)) for piece, f in sums]
+        empty = [gradient.new_empty(0) for gradient in gradients]
+        under_way = reduce_scatter(flat, splits=sizes, group=self._group, async_op=True)
+
+        def found() -> list[Tensor]:
+            own = zip(empty, _cut(under_way.wait(), shapes), shapes, strict=True)
+            return [e.new_empty(shape).copy_(piece.view(shape)) for e, piece, shape in own]
+
+        return found
 
     @torch.no_grad()
     def all_gather(self) -> None:

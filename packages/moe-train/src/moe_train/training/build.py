@@ -63,7 +63,7 @@ from moe_train.training.pipelines import (
 )
 from moe_train.training.sources import Corpus, open_corpus
 from moe_train.training.step import StepRunner
-from moe_train.training.updates import layouts_shared_out, parameter_groups
+from moe_train.training.updates import layouts_shared_out, parameter_groups, stage_blocks
 from unified_ckpt import ManagerOptions
 from unified_ckpt.files.storage import as_target
 
@@ -227,7 +227,13 @@ def build_runner(
     if not parallel.is_alone:
         _initialise(config, model, stored_tensors(layouts, tensors, parallel.rank))
     has_copy = model.shares_embedding(config.train.mtp_loss_coef)
-    groups = parameter_groups(parameters, parallel, has_copy=has_copy, shared_out=finer)
+    groups = parameter_groups(
+        parameters,
+        parallel,
+        has_copy=has_copy,
+        shared_out=finer,
+        shares_gradients=config.parallel.sharding > 1,
+    )
     optimizer = Optimizer(
         parameters,
         rules,
@@ -247,7 +253,7 @@ def build_runner(
         stages=stages,
         executor=_executor(config, stages, schedule, parallel),
         evaluator=_executor(config, stages, forwards_of(schedule), parallel),
-        gradients=_gradients(config, groups, _last_computations(schedule, stages, parallel)),
+        gradients=_gradients(config, groups, schedule, stages, parallel),
         optimizer=optimizer,
         max_grad_norm=config.optimizer.max_grad_norm,
         updates_expert_bias=config.moe.update_expert_bias,
@@ -294,23 +300,24 @@ def _rounding(
 
 
 def _gradients(
-    config: Config, groups: list[ParameterGroup], last: LastComputations
+    config: Config,
+    groups: list[ParameterGroup],
+    schedule: Schedule,
+    stages: RankStages,
+    parallel: Parallel,
 ) -> GradientStore:
     train = config.train
     asked = train.grad_reduce_dtype
+    last = LastComputations(
+        row=schedule.ranks[parallel.stage], stages_of=stages.numbers_of_parameters()
+    )
     return GradientStore(
         groups,
         fp32_accumulation=train.master_weights and train.dtype != "float32",
         reduce_dtype=None if asked is None else getattr(torch, asked),
         overlap=last if config.parallel.overlap_grad_reduce else None,
+        stages=stage_blocks(stages),
     )
-
-
-def _last_computations(
-    schedule: Schedule, stages: RankStages, parallel: Parallel
-) -> LastComputations:
-    row = schedule.ranks[parallel.stage]
-    return LastComputations(row=row, stages_of=stages.numbers_of_parameters())
 
 
 def _manager_options(config: Config) -> ManagerOptions:

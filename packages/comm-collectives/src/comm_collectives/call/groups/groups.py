@@ -40,6 +40,7 @@ class Ordered:
         self.frames: Frames | None = None  # of calls on the host; None before the first one
         self.worker: Any = None  # a handles.Worker, which is made on top of this
         self.last_call = 0
+        self.is_alone = False  # the other ranks do not exist; see `simulation.stand_alone`
 
     def next_call(self) -> int:
         """Number of the collective that starts now (from 1)."""
@@ -73,7 +74,6 @@ class GroupState(Ordered):
         self.transport = transport
         self.backend_of = backend_of
         self.scratch = ScratchPool()
-        self.is_alone = False  # the other ranks do not exist; see `simulation.stand_alone`
         self.openings = 0  # how often frames were opened
         self.asks_for_memory = False  # the ranks have yet to find out if they share memory
         self.policy = AgreementPolicy()

@@ -234,6 +234,10 @@ def _submit(
         with use_site(site), state.lock:
             return _run_apart(run, grad)
 
+    if state.is_alone:  # nobody to wait for; what it allocates is this thread's
+        done_here: Future[tuple[T, DeferredGraph]] = Future()
+        done_here.set_result(on_host())
+        return done_here, None
     if device is None:
         return worker.submit(on_host), None
     stream = worker.stream(device)

@@ -1,7 +1,8 @@
 """Which ranks sum gradients, and which of them update what.
 
-May import: config, layout, model, optim, parallel, errors; moe_pipeline.
+May import: config, layout, model, optim, parallel, training.pipelines, errors; moe_pipeline.
 """
 
 from moe_train.training.updates.groups import layouts_shared_out as layouts_shared_out
 from moe_train.training.updates.groups import parameter_groups as parameter_groups
+from moe_train.training.updates.groups import stage_blocks as stage_blocks

@@ -2,6 +2,7 @@
 
 finer = layouts_shared_out(layouts, rules)               # with parallel.sharding = 1
 groups = parameter_groups(parameters, parallel, has_copy=False, shared_out=finer)
+blocks = stage_blocks(stages)                            # with parallel.sharding = 2
 """
 
 from collections.abc import Mapping
@@ -12,9 +13,10 @@ from torch import nn
 
 from moe_pipeline.executor import TiedParameters
 from moe_train.layout import ParameterLayout, is_expert
-from moe_train.model import EMBEDDING
-from moe_train.optim import ParameterGroup, RowShares, UpdateRule
+from moe_train.model import EMBEDDING, DecoderStage
+from moe_train.optim import ParameterGroup, RowShares, StageBlocks, UpdateRule
 from moe_train.parallel import Parallel
+from moe_train.training.pipelines import RankStages
 
 
 def layouts_shared_out(
@@ -37,6 +39,7 @@ def parameter_groups(
     *,
     has_copy: bool,
     shared_out: Mapping[str, ParameterLayout] = MappingProxyType({}),
+    shares_gradients: bool = False,
 ) -> list[ParameterGroup]:
     """Which ranks sum the gradients of which parameters; the same groups on every rank of a stage.
 
@@ -48,6 +51,7 @@ def parameter_groups(
     Args:
         has_copy: the last stage uses the embedding.
         shared_out: how that lies which is kept for the updates of what ranks share out.
+        shares_gradients: of these the gradients are shared out as well.
     """
     ends = parallel.embedding_group if has_copy else None
     names = {EMBEDDING} if ends is not None else set()
@@ -63,7 +67,10 @@ def parameter_groups(
                 shares = _shares(chosen, group, shared_out)
                 groups.append(
                     ParameterGroup(
-                        parameters=list(chosen.values()), reduce_group=group, shares=shares
+                        parameters=list(chosen.values()),
+                        reduce_group=group,
+                        shares=shares,
+                        shares_gradients=shares_gradients,
                     )
                 )
     if ends is not None and copied:
@@ -75,6 +82,27 @@ def parameter_groups(
             )
         )
     return groups
+
+
+def stage_blocks(stages: RankStages) -> dict[int, StageBlocks]:
+    """Of each stage of this rank its parameters, its layers, and its head where nothing shares it.
+
+    Those of multi-token prediction belong to no block.
+    """
+    return {
+        number: StageBlocks(parameters=list(stage.parameters()), blocks=_blocks(stage))
+        for number, stage in stages.by_number.items()
+    }
+
+
+def _blocks(stage: DecoderStage) -> list[tuple[nn.Module, list[nn.Parameter]]]:
+    layers = [stage.model.layers[str(number)] for number in stage.options.layers]
+    found = [(layer, list(layer.parameters())) for layer in layers]
+    config = stage.config
+    if stage.options.last and not (config.tie_word_embeddings or config.mtp_layers):
+        norm: nn.Module = stage.model.norm
+        found.append((norm, [*norm.parameters(), *stage.lm_head.parameters()]))
+    return found
 
 
 def _shares(
