@@ -34,7 +34,7 @@ from comm_collectives.call.groups import GroupState
 from comm_collectives.call.handles import Awaiting, Worker
 from comm_collectives.call.pairs.held import Launch
 from comm_collectives.call.pairs.pair import Message, Pair, Ticket, Word
-from comm_collectives.call.pairs.questions import Question, Questions
+from comm_collectives.call.pairs.questions import LOOKS, Question, Questions
 from comm_collectives.call.pairs.transfer import SendHandle, Transfer
 from comm_collectives.call.signature import current_site
 from comm_collectives.errors import CollectiveTimeoutError, CommError, MismatchError
@@ -43,7 +43,6 @@ _LOOK_S = 0.25  # how often a waiting rank looks whether its peer is still there
 _FIRST_TICK_S, _LONGEST_TICK_S = 5e-4, 4e-3  # between two looks of the helper
 _OPENING = threading.Lock()
 _PATIENCE_S = 0.5  # before a waiting rank asks its peer whether that waits for it in turn
-_LOOKS = 20
 _PRESS_S = 0.1  # how often one looks that has asked for what its peer waits
 ANY_RANK = -1
 
@@ -309,7 +308,7 @@ class Lane:
         What it said left it before it read, so it has come.
         """
         pair = self.pairs[transfer.peer]
-        for _ in range(_LOOKS):  # until no other thread is about to read it
+        for _ in range(LOOKS):  # until no other thread is about to read it
             if self._read(
                 [pair], lambda: pair.has_refused(transfer.key, transfer.place), _FIRST_TICK_S
             ):

@@ -27,7 +27,7 @@ from comm_collectives.errors import CommError, MismatchError
 from comm_collectives.units import POLL_S
 
 _HEAD = struct.Struct("<?qqq")  # is it a send, key and place of the message, its own number
-_LOOKS = 20
+LOOKS = 20
 _CROSSED = "the two ranks wait for each other"
 
 
@@ -217,7 +217,7 @@ def _leave_call(state: GroupState, number: int, error: CommError) -> None:
     if not number:
         return
     changes, known = state.transport.clock.condition(), state.last_call
-    for _ in range(_LOOKS):
+    for _ in range(LOOKS):
         if state.lock.acquire(blocking=False):
             try:
                 if state.last_call == known:
