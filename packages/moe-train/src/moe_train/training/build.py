@@ -226,11 +226,10 @@ def build_runner(
     tensors = stage_tensors(stages)
     if not parallel.is_alone:
         _initialise(config, model, stored_tensors(layouts, tensors, parallel.rank))
-    has_copy = model.shares_embedding(config.train.mtp_loss_coef)
     groups = parameter_groups(
         parameters,
         parallel,
-        has_copy=has_copy,
+        has_copy=model.shares_embedding(config.train.mtp_loss_coef),
         shared_out=finer,
         shares_gradients=config.parallel.sharding > 1,
     )
@@ -244,10 +243,7 @@ def build_runner(
     )
     schedule = training_schedule(config, stages, parallel)
     check_balancing(config, model, schedule)
-    background = BackgroundSaves.of(config)
-    if background is not None:
-        for stage in stages.by_number.values():
-            stage.register_forward_pre_hook(lambda *_: background.copy_piece())
+    background = _background(config, stages)
     runner = StepRunner(
         parallel=parallel,
         stages=stages,
@@ -272,6 +268,15 @@ def build_runner(
         background=background,
     )
     return runner, checkpointer
+
+
+def _background(config: Config, stages: RankStages) -> BackgroundSaves | None:
+    """What saves beside training, a piece before each forward."""
+    background = BackgroundSaves.of(config)
+    if background is not None:
+        for stage in stages.by_number.values():
+            stage.register_forward_pre_hook(lambda *_: background.copy_piece())
+    return background
 
 
 def _initialise(config: Config, model: DecoderConfig, stored: StoredTensors) -> None:
