@@ -5,7 +5,7 @@ is the loss of its neighbour; what the user has to know is what came first. A ra
 or killed says nothing: it is known by the signs of life that it does not give.
 
     with naming_first_failure() as alive:
-        alive.begin()                      # when there are process groups
+        alive.begin(limit_s=120.0)         # when there are process groups
         train_all_steps()
 """
 

@@ -174,7 +174,7 @@ def _train(config: Config, resume: str, context: RankContext, alive: SignsOfLife
     is_first = rank_number() == 0
     with phase(f"joining {config.world_size} ranks", shown=is_first and config.world_size > 1):
         parallel = start(config)
-    alive.begin()
+    alive.begin(limit_s=config.parallel.timeout_s)
     with phase("building the model and opening the corpus", shown=is_first):
         training = build_training(config, parallel)
     checkpointer, state = training.checkpointer, None
