@@ -254,3 +254,15 @@ def test_a_helper_thread_that_means_device_zero_is_found() -> None:
         assert len(cuda.problems) == 1 and "thread 'helper'" in cuda.problems[0]
         assert cuda.problems[0].startswith("test_fake_cuda.py")
         cuda.forget()
+
+
+def test_a_device_has_so_much_memory_and_what_is_freed_can_be_had_again() -> None:
+    with fake_cuda(devices=2) as cuda:
+        x = torch.zeros(1000, device="cuda:1")
+        cuda.memory_bytes = 6000
+        assert torch.cuda.mem_get_info(1) == (2000, 6000)
+        with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 4000 bytes\. GPU 1"):
+            x + 1
+        torch.zeros(1000, device="cuda:0")
+        del x
+        torch.zeros(1500, device="cuda:1")

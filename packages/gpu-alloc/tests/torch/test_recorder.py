@@ -140,3 +140,41 @@ def test_gpu_streams_are_recorded() -> None:
             torch.ones(8, device="cuda")
     streams = [event.stream for event in recorder.events if event.action == "alloc"]
     assert streams == [torch.cuda.default_stream().cuda_stream, stream.cuda_stream]
+
+
+def test_what_is_over_is_forgotten_and_what_lives_stays_labelled_and_is_freed_later() -> None:
+    with TraceRecorder() as recorder:
+        kept = torch.zeros(1000)
+        for number in range(4):
+            with recorder.phase(f"step {number}"):
+                held = torch.zeros(100)
+                del held
+        inside = torch.zeros(500)
+        before = list(recorder.events)
+        recorder.forget("step 9")
+        assert recorder.events == before, "there is no such mark"
+        recorder.forget("step 2")
+        recorder.label("kept", [kept])
+        recorder.label("inside", [inside])
+        recorder.mark("end")
+        del kept
+        gc.collect()
+    sizes = [(e.action, e.size_bytes, e.note) for e in recorder.events]
+    step = [("mark", 0, "step {}"), ("alloc", 400, ""), ("free", 400, ""), ("mark", 0, "end of {}")]
+    steps = [(a, size, note.format("step 3" if "end" in note else 3)) for a, size, note in step]
+    assert sizes[0] == ("alloc", 4000, "kept")
+    assert [s[2] for s in sizes if s[0] == "mark"] == [
+        "step 2", "end of step 2", "step 3", "end of step 3", "end",
+    ]  # fmt: skip
+    assert sizes[5:9] == steps
+    assert sizes[9:] == [("alloc", 2000, "inside"), ("mark", 0, "end"), ("free", 4000, "")]
+    replay(recorder.events, AllocatorConfig())
+
+
+def test_a_request_that_failed_is_made_by_replays() -> None:
+    with TraceRecorder() as recorder:
+        held = torch.zeros(1 << 20)
+        recorder.failed(8 << 20)
+        del held
+    found = replay(recorder.events, AllocatorConfig(), 10 << 20)
+    assert found.oom is not None and found.oom.requested_bytes == 8 << 20

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpu_alloc import AllocatorConfig, ConfigError
 from moe_train.config import PYTHON_STDLIB, Config
 from moe_train.errors import MissingFileError, TrainValueError
 
@@ -55,7 +56,35 @@ def check_early(config: Config, *, resuming: bool) -> None:
         for entry in source.corpus:
             if entry != PYTHON_STDLIB:
                 corpus_matches(entry)
+    allocator_settings(config)
     check_run_folders(config.local_folders, resuming=resuming)
+
+
+def allocator_settings(config: Config) -> AllocatorConfig:
+    """The settings with which gpu-alloc serves the job, or would.
+
+    Raises:
+        FileNotFoundError: `memory.settings_file` does not exist.
+        ValueError: the settings are none; names the key.
+    """
+    memory = config.memory
+    try:
+        if memory.settings is not None:
+            return AllocatorConfig.parse(memory.settings)
+        if memory.settings_file is not None:
+            return AllocatorConfig.from_toml(memory.settings_file)
+        return AllocatorConfig.from_env()
+    except FileNotFoundError as error:
+        raise MissingFileError(
+            f"memory.settings_file={memory.settings_file} does not exist; write it with "
+            "`gpu-alloc tune TRACE -o FILE`"
+        ) from error
+    except ConfigError as error:
+        key = "" if memory.settings is None else "memory.settings: "
+        key = key if memory.settings_file is None else "memory.settings_file: "
+        raise TrainValueError(f"{key}{error}") from error
+    except OSError as error:
+        raise TrainValueError(f"memory.settings_file: {error}") from error
 
 
 def corpus_matches(entry: str) -> list[Path]:

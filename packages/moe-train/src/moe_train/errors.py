@@ -36,6 +36,10 @@ class RankFailedError(MoeTrainError):
     """A rank of a launched job ended with an error; the message names the rank and the cause."""
 
 
+class RankOutOfMemoryError(MoeTrainError, MemoryError):
+    """A rank found no memory; the message says which rank, in which phase of which step."""
+
+
 class StoppedUnsavedError(MoeTrainError):
     """A job was stopped before it could save; `signal_number` is the signal that did it."""
 

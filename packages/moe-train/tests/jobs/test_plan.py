@@ -7,9 +7,10 @@ import pytest
 from gpu_alloc import AllocatorConfig, load_trace
 from gpu_alloc.torch import forecast
 from moe_train.config import Config
-from moe_train.jobs.plan import count_parameters, plan_report, trace_file
+from moe_train.jobs.plan import count_parameters, plan_report
 from moe_train.model import DecoderStage, StageOptions
 from moe_train.training import read_model_config
+from moe_train.training.memory import trace_file
 from ranktest import run_ranks
 
 Configure = Callable[..., Config]

@@ -20,9 +20,9 @@ from moe_train.rank import watch_stop_signals
 from moe_train.report import MetricsLog, ProgressLine
 from moe_train.report.metrics import read_metrics
 from moe_train.training.build import build_training
-from moe_train.training.loop import Position, Reporter, TrainingLoop, step_metrics
+from moe_train.training.loop import Position, Reporter, TrainingLoop
 from moe_train.training.sources import open_splits
-from moe_train.training.step import StepResult
+from moe_train.training.step import StepResult, step_metrics
 from ranktest import run_ranks
 
 Configure = Callable[..., Config]

@@ -167,6 +167,7 @@ class Machine:
         problems: other mistakes, one line each.
         counts: operations and copies by name.
         fail_page_locks: error code with which pinning fails; 0 lets it work.
+        memory_bytes: of each device; what needs more raises torch's OutOfMemoryError.
     """
 
     def __init__(self, *, devices: int) -> None:
@@ -175,6 +176,7 @@ class Machine:
         self.syncs: list[Sync] = []
         self.counts: dict[str, int] = {}
         self.fail_page_locks = 0
+        self.memory_bytes = 1 << 40
         self.numbers = itertools.count(1)
         self.num_devices = devices
         self.allocated = [0] * devices
@@ -342,10 +344,19 @@ class Machine:
     # ------------------------------------------------------------------ memory
 
     def born(self, inner: torch.Tensor, index: int) -> None:
-        """Take note of new device memory."""
+        """Take note of new device memory.
+
+        Raises:
+            torch.OutOfMemoryError: the device has not so much.
+        """
         storage, key = inner.untyped_storage(), _key(inner)
         if key in self._memories:
             return
+        if self.allocated[index] + storage.nbytes() > self.memory_bytes:
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {storage.nbytes()} bytes. GPU {index} has "
+                f"a total capacity of {self.memory_bytes} bytes"
+            )
         stream = self.current_stream(index)
         memory = DeviceMemory(index, storage.nbytes(), stream)
         memory.write = Access(stream.id, stream.clock.get(stream.id, 0), where())

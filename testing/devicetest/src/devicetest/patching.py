@@ -74,7 +74,10 @@ def _replacements(machine: Machine) -> list[tuple[Any, dict[str, Any]]]:
         "default_generators": machine.generators,
         "is_bf16_supported": lambda *_: True,
         "_sleep": lambda cycles: machine.count("sleep"),
-        "mem_get_info": lambda device=None: (1 << 40, 1 << 40),
+        "mem_get_info": lambda device=None: (
+            machine.memory_bytes - machine.allocated[machine.index_of(device)],
+            machine.memory_bytes,
+        ),
     }
     tensor = {
         "to": _make_to(machine, torch.Tensor.to),

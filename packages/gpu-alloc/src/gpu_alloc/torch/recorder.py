@@ -73,7 +73,40 @@ class TraceRecorder:
 
     def mark(self, name: str) -> None:
         """Put a name into the trace, such as that of a step."""
-        self.events.append(TraceEvent(action="mark", note=name))
+        with self._lock:
+            self.events.append(TraceEvent(action="mark", note=name))
+
+    def failed(self, size_bytes: int, stream: int = 0) -> None:
+        """Note a request that found no memory, as taken and given back, so that replays make it."""
+        with self._lock:
+            block = next(self._blocks)
+            self.events += (
+                TraceEvent(action="alloc", block_id=block, size_bytes=size_bytes, stream=stream),
+                TraceEvent(action="free", block_id=block, size_bytes=size_bytes),
+            )
+
+    def forget(self, until: str) -> None:
+        """Drop what came before the last mark of this name and is over: marks, and storages that
+        were freed. Storages that live on stay, so that a long program can be recorded.
+
+        Without such a mark nothing is dropped.
+        """
+        with self._lock:
+            marks = (e.action == "mark" and e.note == until for e in reversed(self.events))
+            behind = next((n for n, is_it in enumerate(marks, start=1) if is_it), None)
+            if behind is None:
+                return
+            before = self.events[: len(self.events) - behind]
+            freed = {event.block_id for event in before if event.action == "free"}
+            kept = [n for n, e in enumerate(before) if e.action == "alloc"]
+            kept = [n for n in kept if before[n].block_id not in freed]
+            now = {old: new for new, old in enumerate(kept)}
+            shorter = len(before) - len(kept)
+            self._places = {
+                key: now[old] if old < len(before) else old - shorter
+                for key, old in self._places.items()
+            }
+            self.events[: len(before)] = [before[n] for n in kept]
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Record storages that were made unseen, by another thread or library, as made now."""

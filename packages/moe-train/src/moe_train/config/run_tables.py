@@ -1,4 +1,4 @@
-"""The tables that say what a run leaves behind: checkpoints and reports.
+"""The tables that say what a run leaves behind, and whose memory it runs in.
 
 CheckpointConfig(interval_steps=100)
 """
@@ -131,4 +131,48 @@ class LogConfig(Table):
             raise TrainValueError(
                 f"log.dir is a {self.dir.partition(':')[0]}:// URL, but metrics are appended to "
                 "and a lock is held there; name a directory"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryConfig(Table):
+    """Who serves the memory of CUDA devices, and whether it is recorded."""
+
+    table: ClassVar[str] = "memory"
+    allocator: Literal["torch", "gpu-alloc"] = key(
+        "who serves the tensors of CUDA devices: torch's caching allocator, or gpu-alloc in its "
+        "place (gpu_alloc.torch.replace)",
+        default="torch",
+        on_resume="free",
+    )
+    settings: str | None = key(
+        "gpu-alloc's settings as in GPU_ALLOC_CONF, key:value,key:value; absent: those of "
+        "settings_file, else of that variable",
+        default=None,
+        on_resume="free",
+    )
+    settings_file: str | None = key(
+        "file with gpu-alloc's settings, as `gpu-alloc tune -o` writes it",
+        unit=PATH,
+        default=None,
+        on_resume="free",
+    )
+    record: bool = key(
+        "record what each rank allocates, for `gpu-alloc explain` and `tune`: of the building and "
+        "of the last three steps, in the folder memory beside the metrics. Steps take longer",
+        default=False,
+        on_resume="free",
+    )
+
+    def _check(self) -> None:
+        given = {"settings": self.settings, "settings_file": self.settings_file}
+        names = [name for name, value in given.items() if value is not None]
+        if len(names) == 2:
+            raise TrainValueError(
+                "memory.settings and memory.settings_file are both given; leave out one of them"
+            )
+        if names and self.allocator != "gpu-alloc":
+            raise TrainValueError(
+                f'memory.{names[0]} is for memory.allocator="gpu-alloc", not for '
+                f'"{self.allocator}"; set that, or leave it out'
             )

@@ -18,7 +18,7 @@ from moe_train.config.keys import KeyInfo, Table, keys_of
 from moe_train.config.model_tables import ModelConfig, MoeTable
 from moe_train.config.optimizer_tables import OptimizerConfig, ParamGroupConfig
 from moe_train.config.parallel_table import ParallelConfig
-from moe_train.config.run_tables import CheckpointConfig, LogConfig
+from moe_train.config.run_tables import CheckpointConfig, LogConfig, MemoryConfig
 from moe_train.config.train_tables import TrainConfig, batch_message
 from moe_train.errors import TrainValueError, check_type
 
@@ -44,6 +44,7 @@ class Config:
     param_groups: tuple[ParamGroupConfig, ...] = ()
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
 
     def __post_init__(self) -> None:
         for name, table_type in TABLES.items():
@@ -177,6 +178,7 @@ TABLES: dict[str, type[Table]] = {
         OptimizerConfig,
         CheckpointConfig,
         LogConfig,
+        MemoryConfig,
     )
 }
 """The tables of the file, by name, in the order in which they are written."""

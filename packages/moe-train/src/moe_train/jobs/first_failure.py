@@ -20,7 +20,14 @@ from moe_train.jobs.signs_of_life import SignsOfLife, answer_of
 _KEY = "moe_train/first failure"
 # What a rank may raise that has lost another one, be it by torch or by one of our libraries.
 _OF_OTHERS = (RuntimeError, ConnectionError, TimeoutError)
-_OWN = (ValueError, TypeError, NotImplementedError, RecursionError, torch.OutOfMemoryError)
+_OWN = (
+    ValueError,
+    TypeError,
+    NotImplementedError,
+    RecursionError,
+    MemoryError,
+    torch.OutOfMemoryError,
+)
 
 
 @contextmanager

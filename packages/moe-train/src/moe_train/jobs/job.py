@@ -6,13 +6,14 @@ train(config, str(source or ""), context)                                       
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from moe_train.checkpoint import find_checkpoint, read_state
+from moe_train.checkpoint import Checkpointer, TrainerState, find_checkpoint, read_state
 from moe_train.config import Config, KeyChange
 from moe_train.data import PreparedCorpus, prepare
 from moe_train.early_checks import (
@@ -43,6 +44,7 @@ from moe_train.training import (
     read_model_config,
     rules_of_job,
 )
+from moe_train.training.memory import RankMemory
 from unified_ckpt import CheckpointError, read_index
 from unified_ckpt.files.storage import Location, as_target
 from unified_ckpt.folders import check_steps_free, numbered_checkpoints
@@ -166,33 +168,28 @@ def train(config: Config, resume: str, context: RankContext) -> None:
         resume: "", "latest", or a checkpoint's folder or URL.
         context: asked after every step; any rank's request stops all of them with a checkpoint.
     """
-    with naming_first_failure() as alive:
-        _train(config, resume, context, alive)
+    device = choose_device(config.train.device)
+    with naming_first_failure() as alive, RankMemory.begin(config, device) as memory:
+        _train(config, resume, context, alive, memory)
 
 
-def _train(config: Config, resume: str, context: RankContext, alive: SignsOfLife) -> None:
+def _train(
+    config: Config, resume: str, context: RankContext, alive: SignsOfLife, memory: RankMemory
+) -> None:
     is_first = rank_number() == 0
     with phase(f"joining {config.world_size} ranks", shown=is_first and config.world_size > 1):
         parallel = start(config)
+    memory.rank = parallel.rank
     alive.begin(limit_s=config.parallel.timeout_s)
-    with phase("building the model and opening the corpus", shown=is_first):
+    with _busy("building the model and opening the corpus", is_first, memory):
         training = build_training(config, parallel)
-    checkpointer, state = training.checkpointer, None
+    memory.label("parameters", training.runner.stages.parameters())
+    checkpointer = training.checkpointer
     reporter: Reporter | None = None
     try:
-        if resume:
-            latest = resume == "latest"
-            with phase(f"loading the checkpoint {resume}", shown=is_first):
-                state = (
-                    checkpointer.resume()
-                    if latest
-                    else checkpointer.load(as_target("--resume", resume))
-                )
+        state = _loaded(config, resume, checkpointer, memory)
+        if state is not None:
             context.step = state.step
-        elif config.model.init_from is not None:
-            with phase(f"loading the weights of {config.model.init_from}", shown=is_first):
-                source = Path(config.model.init_from)
-                checkpointer.load_weights(readable_weights(source, config.data.cache_dir))
         if parallel.rank == 0:
             logger.info("step %d begins; the first one takes longer", context.step + 1)
             reporter = _reporter(config, context.step)
@@ -200,7 +197,7 @@ def _train(config: Config, resume: str, context: RankContext, alive: SignsOfLife
             for line in checkpointer.nodes.goal():
                 if parallel.rank == 0:
                     logger.info("%s", line)
-        loop = TrainingLoop.begin(config, training, reporter, state)
+        loop = TrainingLoop.begin(config, training, reporter, state, memory=memory)
         loop.saver.open()
         del training  # the loop alone holds it, and lets it go when the layout changes
         saved = loop.run(context)
@@ -213,6 +210,32 @@ def _train(config: Config, resume: str, context: RankContext, alive: SignsOfLife
     loop.saver.check()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _loaded(
+    config: Config, resume: str, checkpointer: Checkpointer, memory: RankMemory
+) -> TrainerState | None:
+    """The state of the checkpoint that is resumed, whose weights are loaded, or those of a model
+    that the job begins with. Collective over all ranks.
+    """
+    is_first = rank_number() == 0
+    if resume:
+        with _busy(f"loading the checkpoint {resume}", is_first, memory):
+            if resume == "latest":
+                return checkpointer.resume()
+            return checkpointer.load(as_target("--resume", resume))
+    if config.model.init_from is not None:
+        with _busy(f"loading the weights of {config.model.init_from}", is_first, memory):
+            source = Path(config.model.init_from)
+            checkpointer.load_weights(readable_weights(source, config.data.cache_dir))
+    return None
+
+
+@contextmanager
+def _busy(text: str, is_first: bool, memory: RankMemory) -> Iterator[None]:
+    """What is said on the first rank, and named where it ends in an out-of-memory."""
+    with phase(text, shown=is_first), memory.phase(text):
+        yield
 
 
 def _reporter(config: Config, step: int) -> Reporter:
@@ -238,6 +261,11 @@ def _finish(config: Config, saved: Path | Location | None) -> None:
 def _say_device(config: Config) -> None:
     """Refuse a device that is not there; warn of cards that are not used."""
     device = choose_device(config.train.device, config.world_size)
+    if config.memory.allocator == "gpu-alloc" and device.type == "cpu":
+        raise TrainValueError(
+            'memory.allocator="gpu-alloc" serves CUDA devices, and the job runs on the CPU; leave '
+            "it out"
+        )
     if config.model.experts_fp8 and device.type == "cpu":
         raise TrainValueError(
             "model.experts_fp8=true needs CUDA devices of compute capability 9.0 or more, and the "

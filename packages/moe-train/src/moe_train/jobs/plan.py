@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from gpu_alloc import TraceEvent, save_trace
+from gpu_alloc import AllocatorConfig, TraceEvent, save_trace
 from gpu_alloc.torch import forecast
 from moe_train.config import Config
+from moe_train.early_checks import allocator_settings
 from moe_train.errors import TrainValueError, check_type
 from moe_train.jobs.job import check_model
 from moe_train.jobs.rank_alone import planned_otherwise, record_alone
 from moe_train.layout import is_expert
 from moe_train.model import DecoderConfig, DecoderStage
 from moe_train.training import read_model_config
+from moe_train.training.memory import trace_file
 from moe_train.training.pipelines import traffic_table
 
 _MIB = 2**20
@@ -75,7 +77,7 @@ def plan_report(
             f"rank {strange[0]} is none of the job's {config.world_size}; give 0 to "
             f"{config.world_size - 1}"
         )
-    count = count_parameters(model)
+    count, settings = count_parameters(model), allocator_settings(config)
     lines = [
         f"parameters  {count.total:,} ({count.active:,} active for a token)",
         f"ranks       {config.world_size} = pp {config.parallel.pp} x dp {config.parallel.dp} "
@@ -87,12 +89,13 @@ def plan_report(
         if traces is not None:
             traces.mkdir(parents=True, exist_ok=True)
             save_trace(trace, trace_file(traces, rank))
-        lines.append(_row_of_rank(rank, trace))
+        lines.append(_row_of_rank(rank, trace, settings))
     return "\n".join([*lines, _ASSUMED, *planned_otherwise(config), *traffic_table(config, model)])
 
 
-def _row_of_rank(rank: int, trace: Sequence[TraceEvent]) -> str:
-    found = [forecast(trace, allocator) for allocator in _ALLOCATORS]
+def _row_of_rank(rank: int, trace: Sequence[TraceEvent], settings: AllocatorConfig) -> str:
+    of = {"gpu-alloc": settings}
+    found = [forecast(trace, allocator, of.get(allocator)) for allocator in _ALLOCATORS]
     parts = found[0].peak_by_category
     sizes = [found[0].peak_bytes, *(parts.get(name, 0) for name in _CATEGORIES)]
     sizes += [each.reserved_bytes for each in found]
@@ -101,8 +104,3 @@ def _row_of_rank(rank: int, trace: Sequence[TraceEvent]) -> str:
 
 def _row(name: str, *columns: str) -> str:
     return f"{name:<12}" + "".join(f"{column:>20}" for column in columns)
-
-
-def trace_file(folder: Path, rank: int) -> Path:
-    """Where a rank's trace goes."""
-    return folder / f"rank-{rank:05d}.jsonl"

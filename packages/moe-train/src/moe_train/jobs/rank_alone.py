@@ -24,9 +24,9 @@ from moe_train.errors import MoeTrainError
 from moe_train.jobs._torch_private import fake_store
 from moe_train.parallel import Parallel, start
 from moe_train.training import build_runner, read_model_config
+from moe_train.training.memory import LABELS, RankMemory
 
 STEPS = 2  # the second one allocates what stays after the first
-LABELS = {"comm_collectives.moe": "dispatch buffers", "moe_train.optim.optimizer": "optimizer"}
 
 
 def record_alone(config: Config, rank: int) -> TraceRecorder:
@@ -45,20 +45,15 @@ def record_steps(config: Config, parallel: Parallel) -> TraceRecorder:
     """Build this rank and train it on random tokens. Collective, unless it is alone."""
     model = read_model_config(config)
     with TraceRecorder(labels=LABELS) as recorder:
-        with recorder.phase("build"):
+        memory = RankMemory(rank=parallel.rank, recorder=recorder)
+        with memory.phase("build"):
             runner, _ = build_runner(config, model, parallel, {})
-        parameters = list(runner.stages.parameters())
-        recorder.label("parameters", parameters)
-        gradients = runner.gradients
-        recorder.label("gradients", gradients.held())
+        memory.label("parameters", runner.stages.parameters())
+        memory.label("gradients", runner.gradients.held())
         for step in range(STEPS):
-            with recorder.phase(f"step {step}"):
+            with memory.step(step):
                 batches = random_batches(config, model.vocab_size, parallel)
-                runner.train(
-                    batches,
-                    lr=config.optimizer.lr,
-                    accumulated=lambda: recorder.label("gradients", gradients.held()),
-                )
+                runner.train(batches, lr=config.optimizer.lr, memory=memory)
     return recorder
 
 

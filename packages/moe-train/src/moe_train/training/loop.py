@@ -31,12 +31,13 @@ from moe_train.training.build import Training, check_layout
 from moe_train.training.layout_in_force import LayoutInForce, described
 from moe_train.training.layout_request import LayoutRequests
 from moe_train.training.loader import BatchLoader
+from moe_train.training.memory import RankMemory
 from moe_train.training.pace import Pace
 from moe_train.training.relayout import relaid_out
 from moe_train.training.routing_files import RoutingFiles
 from moe_train.training.saving import Saver
 from moe_train.training.spikes import SpikeGuard
-from moe_train.training.step import Asked, BadStepError, StepResult
+from moe_train.training.step import Asked, BadStepError, StepResult, step_metrics
 from moe_train.training.timeline import TIMED_STEP, TIMELINE_FILE, Timeline
 from unified_ckpt.files.storage import Location
 
@@ -83,6 +84,7 @@ class TrainingLoop:
         guard: tells which loss is too high.
         saver: writes the checkpoints.
         in_force: the layout of the steps, and the loads of the experts in it.
+        memory: told what this rank is busy with.
         places: where this rank has stood in the layouts so far, by their pp, dp and ep.
     """
 
@@ -94,6 +96,7 @@ class TrainingLoop:
     guard: SpikeGuard
     saver: Saver
     in_force: LayoutInForce = field(default_factory=LayoutInForce)
+    memory: RankMemory = field(default_factory=RankMemory)
     places: dict[tuple[int, int, int], Parallel] = field(default_factory=dict)
 
     @classmethod
@@ -103,8 +106,10 @@ class TrainingLoop:
         training: Training,
         reporter: Reporter | None,
         state: TrainerState | None = None,
+        *,
+        memory: RankMemory | None = None,
     ) -> "TrainingLoop":
-        """The loop of a new run, or of one that goes on from `state`.
+        """The loop of a new run, or of one that goes on from `state`; `memory` as of the class.
 
         Raises:
             ValueError: the learning rate cannot go on as the job asks.
@@ -126,7 +131,17 @@ class TrainingLoop:
             best_validation_loss=None if state is None else state.best_validation_loss,
         )
         in_force = LayoutInForce.of(config.parallel, state)
-        return cls(config, training, reporter, position, schedule, guard, saver, in_force)
+        return cls(
+            config=config,
+            training=training,
+            reporter=reporter,
+            position=position,
+            schedule=schedule,
+            guard=guard,
+            saver=saver,
+            in_force=in_force,
+            memory=memory or RankMemory(rank=training.parallel.rank),
+        )
 
     @property
     def plan(self) -> BatchPlan:
@@ -194,7 +209,9 @@ class TrainingLoop:
             self.places[wanted.axis_sizes] = start(self.config)
         parallel = self.places[wanted.axis_sizes]
         updates = step - self.guard.skipped
-        self.training, moved = relaid_out(self.config, parallel, self.training, updates=updates)
+        with self.memory.phase("new layout"):
+            self.training, moved = relaid_out(self.config, parallel, self.training, updates=updates)
+            self.memory.label("parameters", self.training.runner.stages.parameters())
         gc.collect()  # modules and their parameters refer to each other
         if parallel.rank == 0:
             told = described(wanted, imbalance)
@@ -225,9 +242,11 @@ class TrainingLoop:
             last = step == train.max_steps
             stopping = result.stop_requested
             if not stopping and (last or _due(step, train.validation_interval_steps)):
-                self.saver.note_validation(step, self._validate())
+                with self.memory.phase("validation"):
+                    self.saver.note_validation(step, self._validate())
             if self.saver.is_due(step, result) or stopping or last:
-                self.saver.save(self._state(), at_end=stopping or last)
+                with self.memory.phase("checkpoint"):
+                    self.saver.save(self._state(), at_end=stopping or last)
             else:
                 self.saver.update_average(step)
                 if self.saver.is_due_on_nodes(step):
@@ -248,7 +267,7 @@ class TrainingLoop:
         loaded = time.perf_counter()
         lr = self.schedule.rate(self.position.step + 1)
         self.training.runner.stages.begin_step(self.position.step + 1)
-        with self._routing():
+        with self._routing(), self.memory.step(self.position.step + 1):
             result = self.training.runner.train(
                 step.batches,
                 lr=lr,
@@ -256,6 +275,7 @@ class TrainingLoop:
                 max_loss=self.guard.max_loss,
                 read=step.read,
                 times=None if timeline is None else timeline.times,
+                memory=self.memory,
             )
         self.guard.note(result, self.position.step + 1)
         self.in_force.loads.add(result.load_LE)
@@ -374,22 +394,3 @@ class TrainingLoop:
 
 def _due(step: int, interval_steps: int) -> bool:
     return step % interval_steps == 0
-
-
-def step_metrics(result: StepResult) -> dict[str, object]:
-    """The figures of a step under the names of the metrics files."""
-    values: dict[str, object] = {
-        "loss": result.loss,
-        "aux_loss": result.aux_loss,
-        "grad_norm": result.grad_norm,
-    }
-    optional = {"z_loss": result.z_loss, "mtp_loss": result.mtp_loss}
-    values |= {name: value for name, value in optional.items() if value}
-    worst = 0.0
-    for layer, load_E in enumerate(result.load_LE):
-        total = sum(load_E)
-        if total:
-            values[f"expert_load/{layer}"] = load_E
-            worst = max(worst, max(load_E) * len(load_E) / total)
-    values["expert_load_max_over_mean"] = worst
-    return values

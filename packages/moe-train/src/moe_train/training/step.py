@@ -22,6 +22,7 @@ from moe_train.model import Target
 from moe_train.optim import GradientStore, Optimizer, clip_coefficient
 from moe_train.parallel import Parallel
 from moe_train.training.batches import SamplesRead, count_predictions
+from moe_train.training.memory import RankMemory
 from moe_train.training.pipelines import RankStages
 
 
@@ -118,7 +119,7 @@ class StepRunner:
         max_loss: float = math.inf,
         read: SamplesRead | None = None,
         times: TimeTrack | None = None,
-        accumulated: Callable[[], None] | None = None,
+        memory: RankMemory | None = None,
     ) -> StepResult:
         """Forward, backward and update on this rank's microbatches.
 
@@ -126,16 +127,17 @@ class StepRunner:
             batches: one per microbatch; empty on stages that need no tokens.
             lr: learning rate of the update.
             asked: what this rank asks for after the step.
-            max_loss: the same on every rank; above it the update is left out, as it is where no
-                token is predicted.
+            max_loss: equal on all ranks; above it, or without predicted tokens, nothing is updated.
             read: which samples the batches hold; None when nobody keeps account of them.
             times: records when the stages compute.
-            accumulated: called when the gradients of this rank are whole.
+            memory: told what the step is busy with; None when nobody asks.
 
         Raises:
             NonFiniteLossError: on every rank, before the update.
             MoeTrainError: the first and the last stage have read different samples.
+            RankOutOfMemoryError: this rank has no memory left; what it was busy with is named.
         """
+        memory = memory or RankMemory(rank=self.parallel.rank)
         self.gradients.clear()
         self.stages.train()
         scale = 1.0
@@ -143,10 +145,9 @@ class StepRunner:
             labels = [batch.labels.to(self.parallel.device) for batch in batches]
             scale = token_scale(labels, group=self.parallel.data_group)
         arguments = self._pipeline_arguments(batches, scale)
-        with self.gradients.reducing() as around:
-            self.executor.step(*arguments, times=times, around=around)
-            if accumulated is not None:
-                accumulated()
+        with memory.phase("gradients"), self.gradients.reducing() as around:
+            self.executor.step(*arguments, times=times, around=memory.around(around))
+            memory.label("gradients", self.gradients.held())
         read = read or SamplesRead(num_predicted=count_predictions(batches))
         result = self._share(read, self.gradients.norm_squared(), asked)
         if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
@@ -159,11 +160,12 @@ class StepRunner:
                 router.tokens_per_expert.zero_()  # what they counted moves no bias
             return result
         coefficient = clip_coefficient(result.grad_norm, self.max_grad_norm)
-        if coefficient < 1.0:
-            self.gradients.scale(coefficient)
-        if self.before_update is not None:
-            self.before_update()
-        self.optimizer.step(self.gradients, lr)
+        with memory.phase("optimizer"):
+            if coefficient < 1.0:
+                self.gradients.scale(coefficient)
+            if self.before_update is not None:
+                self.before_update()
+            self.optimizer.step(self.gradients, lr)
         if self.updates_expert_bias:
             # Routers have counted global microbatches, so every rank moves its copies alike.
             update_expert_bias(self._biased_routers())
@@ -247,3 +249,22 @@ class StepRunner:
             relayout_requested=sums.relayout_requests > 0,
             sample_check=check_value(int(sums.samples_read), int(sums.sample_hashes)),
         )
+
+
+def step_metrics(result: StepResult) -> dict[str, object]:
+    """The figures of a step under the names of the metrics files."""
+    values: dict[str, object] = {
+        "loss": result.loss,
+        "aux_loss": result.aux_loss,
+        "grad_norm": result.grad_norm,
+    }
+    optional = {"z_loss": result.z_loss, "mtp_loss": result.mtp_loss}
+    values |= {name: value for name, value in optional.items() if value}
+    worst = 0.0
+    for layer, load_E in enumerate(result.load_LE):
+        total = sum(load_E)
+        if total:
+            values[f"expert_load/{layer}"] = load_E
+            worst = max(worst, max(load_E) * len(load_E) / total)
+    values["expert_load_max_over_mean"] = worst
+    return values
