@@ -9,7 +9,15 @@ import pytest
 
 cupy = pytest.importorskip("cupy", reason="the CuPy adapter needs the extra cuda12 or cuda13")
 
-from gpu_alloc import AddressSource, TraceEvent, TwoPoolAllocator  # noqa: E402
+from gpu_alloc import (  # noqa: E402
+    AddressSource,
+    AllocatorConfig,
+    AllocError,
+    TraceEvent,
+    TwoPoolAllocator,
+    check_snapshot,
+    plan_step,
+)
 from gpu_alloc.cupy import HostBackend, TraceHook, uninstall, use  # noqa: E402
 from gpu_alloc.trace import tune  # noqa: E402
 
@@ -77,3 +85,74 @@ def test_a_program_recorded_and_tuned_runs_as_replayed(tmp_path: Path) -> None:
             replayed.free(live.pop(event.block_id))
     assert _placements(recorded) == _placements(replayed.stop_recording()), f"seed {seed}"
     assert len(recorded) == len(hook.events) == len(again.events)
+
+
+def _step(sizes: list[int], backend: HostBackend) -> None:
+    """Arrays of these sizes on two streams, kept and dropped as a forward and a backward do."""
+    kept: list[Any] = []
+    for number, size in enumerate(sizes):
+        backend.current_stream = 7 * (number % 2)
+        array = cupy.ndarray((size,), dtype="u1")
+        view = backend.source_of_host.view(array.data.ptr, size)
+        view[:] = bytes([number]) * size
+        kept.append((number, array, view))
+    for number, array, view in reversed(kept):
+        assert view == bytes([number]) * array.nbytes, "nothing else was placed there"
+        view.release()
+    backend.current_stream = 0
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_the_plan_of_a_recorded_step_serves_the_steps_after_it(
+    tmp_path: Path, as_file: bool
+) -> None:
+    backend = HostBackend()
+    sizes = [(3 + n % 5) << 20 for n in range(12)]
+    use(backend=backend)
+    with TraceHook(backend=backend) as hook:
+        for number in range(2):
+            hook.mark(f"step {number}")
+            _step(sizes, backend)
+            hook.mark(f"end of step {number}")
+    uninstall()
+    plan = plan_step(hook.events, "step 1")
+    plan.save(tmp_path / "plan.json")
+    pool = use(backend=backend, plan=tmp_path / "plan.json" if as_file else plan)
+    for _ in range(3):
+        pool.begin_step()
+        _step(sizes, backend)
+    assert pool.plan_use() == (True, 3 * len(sizes), 0)
+    assert pool.total_bytes() == plan.size_bytes, "and no chunk beside it"
+    # A step that differs: what the plan has not is placed as without one.
+    pool.begin_step()
+    _step([*sizes[:4], 9 << 20, *sizes[5:], 20 << 20], backend)
+    followed = pool.plan_use()
+    assert followed.is_following and followed.num_unplanned >= 2
+    assert followed.num_planned > 3 * len(sizes) + 4
+    assert check_snapshot(pool.allocator().snapshot()) == []
+    uninstall()
+    assert backend.source_of_host.used_bytes == 0
+
+
+def test_a_plan_that_finds_no_room_or_does_not_fit_the_settings_is_refused() -> None:
+    events = [
+        TraceEvent(action="alloc", block_id=1, size_bytes=8 << 20),
+        TraceEvent(action="free", block_id=1, size_bytes=8 << 20),
+    ]
+    plan = plan_step(events)
+    with pytest.raises(AllocError, match="the plan is aligned to 512, the settings to 256"):
+        use(AllocatorConfig(alignment_size=256), backend=HostBackend(), plan=plan)
+    with pytest.raises(AllocError, match="torch's caching allocator follows no plan; give share="):
+        use(backend=HostBackend(), share="torch", plan=plan)
+    pool = use(backend=HostBackend(4 << 20), plan=plan)
+    try:
+        with pytest.raises(cupy.cuda.memory.OutOfMemoryError, match=r"out of memory: 8\.00 MiB"):
+            pool.malloc(1000)
+    finally:
+        uninstall()
+    pool = use(backend=HostBackend())
+    try:
+        with pytest.raises(AllocError, match=r"follows no plan; give it one: use\(plan=...\)"):
+            pool.begin_step()
+    finally:
+        uninstall()

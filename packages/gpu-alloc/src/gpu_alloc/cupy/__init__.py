@@ -1,6 +1,6 @@
 """CuPy's arrays in our pool, and a recorder of CuPy's own. Imports cupy on first use.
 
-May import: core, native, sources, trace; gpu_alloc.torch when asked to share with it.
+May import: core, native, plan, sources, trace; gpu_alloc.torch when asked to share with it.
 """
 
 from gpu_alloc.cupy.backend import CudaBackend as CudaBackend

@@ -17,6 +17,7 @@ from gpu_alloc.cupy.backend import CupyBackend
 from gpu_alloc.cupy.pool import CupyPool
 from gpu_alloc.cupy.sharing import Share
 from gpu_alloc.errors import AllocError
+from gpu_alloc.plan import LifetimePlan
 from gpu_alloc.sources import import_cupy
 
 
@@ -45,10 +46,11 @@ def install(
     *,
     backend: CupyBackend | None = None,
     share: Share = None,
+    plan: LifetimePlan | None = None,
 ) -> CupyPool:
     """Make a `CupyPool` CuPy's allocator for all threads, and return it.
 
-    share: as of `CupyPool`. On CUDA, what CuPy's default pool holds idle is given back to the
+    share, plan: as of `CupyPool`. On CUDA, what CuPy's default pool holds idle is given back to the
     driver first, so that the new pool can have it. Raises AllocError when a pool of this module is
     installed already, and ValueError (from CuPy) inside `cupy.cuda.using_allocator`.
     """
@@ -56,7 +58,7 @@ def install(
         if _INSTALLATION.now is not None:
             raise AllocError("a gpu_alloc pool is installed already; call uninstall() first")
         cupy = import_cupy()
-        pool = CupyPool(config, backend=backend, share=share)
+        pool = CupyPool(config, backend=backend, share=share, plan=plan)
         if backend is None:
             cupy.get_default_memory_pool().free_all_blocks()
             pool.allocator()  # pre-allocates now, so that what does not fit fails here
@@ -71,14 +73,18 @@ def use(
     *,
     backend: CupyBackend | None = None,
     share: Share = None,
+    plan: LifetimePlan | str | os.PathLike[str] | None = None,
 ) -> CupyPool:
     """`install` with settings, or with the file of settings that `gpu-alloc tune` wrote.
 
-    Raises as `install` and `AllocatorConfig.from_toml` do.
+    plan: as of `CupyPool`, or the file that `gpu-alloc plan` wrote. Raises as `install`,
+    `AllocatorConfig.from_toml` and `LifetimePlan.load` do.
     """
     if isinstance(config, (str, os.PathLike)):
         config = AllocatorConfig.from_toml(config)
-    return install(config, backend=backend, share=share)
+    if isinstance(plan, (str, os.PathLike)):
+        plan = LifetimePlan.load(plan)
+    return install(config, backend=backend, share=share, plan=plan)
 
 
 def uninstall() -> None:

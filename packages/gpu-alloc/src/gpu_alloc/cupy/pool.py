@@ -35,6 +35,7 @@ from gpu_alloc.cupy.sharing import (
 from gpu_alloc.cupy.versions import warn_of_cuda_versions
 from gpu_alloc.errors import AllocValueError, check_kind
 from gpu_alloc.native import NativeAllocator
+from gpu_alloc.plan import LifetimePlan, PlanUse, check_plan
 from gpu_alloc.sources import ChunkSource, import_cupy, round_up
 
 
@@ -111,6 +112,8 @@ class CupyPool:
 
     config: of each device's allocator; None means `AllocatorConfig.from_env()`.
     backend: None means CUDA. Methods without a device act on the current one, as CuPy's pool does.
+    plan: a `LifetimePlan` of a recorded step, that each device's allocator follows; say by
+        `begin_step` where the steps begin. None: none.
     share: "arena" takes blocks from the memory that `gpu_alloc.torch` serves torch from, under the
         same settings; "torch" from torch's caching allocator, under torch's; None from neither.
     """
@@ -121,11 +124,18 @@ class CupyPool:
         *,
         backend: CupyBackend | None = None,
         share: Share = None,
+        plan: LifetimePlan | None = None,
     ) -> None:
         check_share(share)
         self._share = share
         self.config = AllocatorConfig.from_env() if config is None else config
         check_kind(self.config, AllocatorConfig, "config must be an AllocatorConfig")
+        check_plan(plan, self.config.alignment_size)
+        if plan is not None and share == "torch":
+            raise AllocValueError(
+                "torch's caching allocator follows no plan; give share='arena', or no share"
+            )
+        self._plan = plan
         self._backend = CudaBackend() if backend is None else backend
         self._allocators: dict[int, PoolAllocator] = {}
         self._lock = threading.Lock()
@@ -171,6 +181,26 @@ class CupyPool:
                 if found is None:
                     found = self._allocators[device] = self._new_allocator(device)
         return found
+
+    def begin_step(self) -> None:
+        """Say that the program is where the step that was planned began, on the current device.
+
+        Raises AllocValueError when the pool has no plan.
+        """
+        self._planned().begin_step()
+
+    def plan_use(self) -> PlanUse:
+        """How many requests of the current device went where the plan said, and how many elsewhere.
+
+        Raises AllocValueError when the pool has no plan.
+        """
+        return self._planned().plan_use()
+
+    def _planned(self) -> NativeAllocator | TwoPoolAllocator:
+        allocator = self.allocator()
+        if self._plan is None or not isinstance(allocator, NativeAllocator | TwoPoolAllocator):
+            raise AllocValueError("the pool follows no plan; give it one: use(plan=...)")
+        return allocator
 
     def stats(self) -> Stats:
         """Counters of the current device's allocator."""
@@ -251,10 +281,18 @@ class CupyPool:
                 allocator.release_idle()  # torch goes on with the rest
 
     def _new_allocator(self, device: int) -> PoolAllocator:
+        made: PoolAllocator
         if self._share:
-            return shared_allocator(self._share, self.config, device)
-        source = _HookedSource(self._backend.source(device), device)
-        return own_allocator(source, self.config, self._backend.events(device))
+            made = shared_allocator(self._share, self.config, device)
+        else:
+            source = _HookedSource(self._backend.source(device), device)
+            made = own_allocator(source, self.config, self._backend.events(device))
+        if self._plan is not None and isinstance(made, NativeAllocator | TwoPoolAllocator):
+            try:
+                made.follow(self._plan)
+            except OutOfMemoryError as error:
+                raise _cupy_oom_class()(error.report) from None
+        return made
 
     def _allocate(
         self, allocator: PoolAllocator, device_id: int, size: int
