@@ -28,7 +28,7 @@ from mesh_spmd import (
     execute,
     plan_reshard,
 )
-from mesh_spmd.reshard.execute import _Place, run_step
+from mesh_spmd.reshard.execute import Place, run_steps
 from ranktest import run_ranks
 
 SIZES = [0, 1, 2, 3, 5, 7, 8, 12, 13]
@@ -49,7 +49,6 @@ class Lockstep:
         self.barrier = threading.Barrier(len(self.ranks))
         self.board: dict[tuple[int, int], torch.Tensor] = {}
         self.sent = dict.fromkeys(ranks, 0)
-        self.largest = dict.fromkeys(ranks, 0)
 
     def of(self, rank: int) -> Callable[..., None]:
         def between(
@@ -60,7 +59,6 @@ class Lockstep:
                 assert peer != rank or part.numel() == 0, "a rank sends to itself"
                 self.board[rank, peer] = part
                 self.sent[rank] += part.numel()
-            self.largest[rank] = max(self.largest[rank], given.numel() + output.numel())
             self.barrier.wait(60)
             parts = [self.board[peer, rank] for peer in self.ranks]
             assert [p.numel() for p in parts] == list(splits[0]), "the two ends disagree"
@@ -79,12 +77,9 @@ def run_in_threads(
     errors: list[BaseException] = []
 
     def work(rank: int) -> None:
-        held: Sequence[torch.Tensor | None] = locals_of[rank]
-        place = _Place(rank=rank, peers=tuple(ranks), device=torch.device("cpu"))
+        place = Place(rank=rank, peers=tuple(ranks), device=torch.device("cpu"))
         try:
-            for step in plan.steps:
-                held = run_step(step, held, place, lockstep.of(rank))
-            found[rank] = list(held)
+            found[rank] = list(run_steps(plan, locals_of[rank], place, lockstep.of(rank)))
         except BaseException as error:  # noqa: BLE001 - raised again by the main thread
             errors.append(error)
             lockstep.barrier.abort()
@@ -203,7 +198,8 @@ def check_case(seed: int, kinds: Sequence[str], topology: Topology | None = None
         a, b = (TensorSpec(shape, torch.float64, spec) for spec in ends)
         sources.append(a)
         targets.append(b)
-    plan = plan_reshard(sources, targets, topology)
+    few = chance.choice([2**25, chance.randint(1, 500)])
+    plan = plan_reshard(sources, targets, topology, buffer_bytes=few)
     made = [local_parts(chance, tensor, ranks) for tensor in sources]
     given = {rank: [parts[rank] for _, parts in made] for rank in ranks}
     found, lockstep = run_in_threads(plan, given, ranks)
@@ -214,9 +210,6 @@ def check_case(seed: int, kinds: Sequence[str], topology: Topology | None = None
     assert {r: n for r, n in lockstep.sent.items() if n} == {
         r: n for r, n in plan.sent_bytes.items() if n
     }
-    for rank, peak in plan.peak_bytes.items():
-        # Rounds cut each message by itself, so that one of them may have an element more of each.
-        assert lockstep.largest[rank] <= peak + 8 * 2 * world * len(sources), f"seed {seed}"
 
 
 def test_every_rank_ends_with_its_part_of_the_whole() -> None:

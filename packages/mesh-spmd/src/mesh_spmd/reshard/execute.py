@@ -9,9 +9,8 @@ sent is read from the local tensors once and written into the results once; noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,17 +19,31 @@ from torch.distributed import ProcessGroup
 
 from mesh_spmd._checks import check_kind
 from mesh_spmd.errors import MeshStateError, MeshTypeError, MeshValueError
-from mesh_spmd.layout import FlatSpec, TensorSpec
-from mesh_spmd.reshard.messages import Piece, copy_of, receives_of, sends_of
+from mesh_spmd.layout import TensorSpec
+from mesh_spmd.reshard.messages import Piece
 from mesh_spmd.reshard.plan import Plan
 from mesh_spmd.reshard.reductions import identity_of, reduced
 from mesh_spmd.reshard.regions import region_views
 from mesh_spmd.reshard.steps import Step
+from mesh_spmd.reshard.turns import (
+    AddendBox,
+    Turn,
+    addend_box,
+    addend_boxes,
+    addend_bytes,
+    buffer_bytes_of,
+    buffers_of,
+    is_addend,
+    rests,
+    schedule_of,
+)
 
 Exchange = Callable[..., Any]
 """Called as torch's all_to_all_single: output, input, both lists of splits, and the group."""
 
 Locals = Sequence[torch.Tensor | None]
+Between = Callable[[torch.Tensor, torch.Tensor, Sequence[Sequence[int]]], None]
+"""An exchange among the ranks of a place: output, input, and both lists of splits in bytes."""
 
 
 def execute(
@@ -84,15 +97,12 @@ def execute(
 
     device = next((t.device for t in held if t is not None), _device_of(group))
     with torch.no_grad():
-        for step in plan.steps:
-            held = run_step(
-                step, held, _Place(rank=rank, peers=tuple(peers), device=device), between
-            )
+        held = run_steps(plan, held, Place(rank=rank, peers=tuple(peers), device=device), between)
     return held[0] if plan.single else list(held)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
+class Place:
     """Where a step runs: the global rank, the ranks of the group in its order, and the device."""
 
     rank: int
@@ -100,54 +110,63 @@ class _Place:
     device: torch.device
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class _Schedule:
-    """One rank's pieces of a step: by peer what it sends and receives, and its local copies."""
+def run_steps(plan: Plan, held: Locals, place: Place, between: Between) -> Locals:
+    """Carry out a plan by any exchange; return this rank's target tensors."""
+    # One buffer for all exchanges: a new one would stand beside the last, which the threads of a
+    # backend may hold for a while.
+    num_bytes = buffer_bytes_of(plan.steps, place.rank)
+    buffer = torch.empty(num_bytes, dtype=torch.uint8, device=place.device)
+    for number, step in enumerate(plan.steps):
+        held = _run_step(step, held, place, (between, buffer), later=number > 0)
+    return held
 
-    sends: dict[int, list[Piece]]
-    receives: dict[int, list[Piece]]
-    copies: list[Piece]
 
-
-def run_step(
-    step: Step,
-    held: Locals,
-    place: _Place,
-    between: Callable[[torch.Tensor, torch.Tensor, Sequence[Sequence[int]]], None],
+def _run_step(
+    step: Step, held: Locals, place: Place, wire: tuple[Between, torch.Tensor], *, later: bool
 ) -> Locals:
-    """Carry out one exchange; return this rank's target tensors."""
-    schedule = _schedule(step, place.rank)
-    sources = [
-        t.contiguous() if t is not None and isinstance(tensor.spec, FlatSpec) else t
-        for t, tensor in zip(held, step.sources, strict=True)
+    """Carry out one step by a `wire`: an exchange, and the buffer for it.
+
+    What lies as before is handed on in a `later` step, and copied in the first one.
+    """
+    between, buffer = wire
+    rank = place.rank
+    schedule, sizes = schedule_of(step, rank), buffers_of(step, rank)
+    addends, packed, output = buffer[: sum(sizes)].split(list(sizes))
+    kept = [later and rests(step, number) for number in range(len(step.targets))]
+    results = [
+        held[number] if kept[number] else _fresh(step, number, place)
+        for number in range(len(step.targets))
     ]
-    results = [_fresh(step, i, place) for i in range(len(step.targets))]
     for piece in schedule.copies:
-        pairs = zip(
-            _read(step, piece, sources, place.rank),
-            _write(step, piece, results, place.rank),
-            strict=True,
+        if not kept[step.moves[piece.move].link.target]:
+            _copy(step, piece, (held, results), rank)
+    for number, turn in enumerate(schedule.turns):
+        values = _addends(step, schedule.turns, number, addends)
+        for piece in turn.copies:
+            _move(_place_of(step, piece, values, number), _read(step, piece, held, rank))
+        outgoing, incoming = (
+            [side.get(peer, []) for peer in place.peers] for side in (turn.outgoing, turn.incoming)
         )
-        for source, target in pairs:
-            target.copy_(source)
-    for turn in range(step.rounds if any(step.sent) else 0):
-        outgoing = [_cut(schedule.sends.get(peer, []), turn, step.rounds) for peer in place.peers]
-        incoming = [
-            _cut(schedule.receives.get(peer, []), turn, step.rounds) for peer in place.peers
-        ]
         splits = [[_num_bytes(step, pieces) for pieces in side] for side in (incoming, outgoing)]
-        output, packed = (
-            torch.empty(sum(sizes), dtype=torch.uint8, device=place.device) for sizes in splits
-        )
-        _pack(step, [p for pieces in outgoing for p in pieces], sources, packed, place.rank)
-        between(output, packed, splits)
-        _unpack(step, [p for pieces in incoming for p in pieces], results, output, place.rank)
-    return [
-        found
-        if found is None or not reduction.kinds or _filler(step, i, place.rank) is not None
-        else reduced(found, reduction)
-        for i, (found, reduction) in enumerate(zip(results, step.reductions, strict=True))
-    ]
+        arriving, leaving = output[: sum(splits[0])], packed[: sum(splits[1])]
+        for here, piece in _on_the_wire(step, leaving, outgoing):
+            _move(here, _read(step, piece, held, rank))
+        if any(step.sent):  # known to every rank
+            between(arriving, leaving, splits)
+        for here, piece in _on_the_wire(step, arriving, incoming):
+            if is_addend(step, piece):
+                _place_of(step, piece, values, number).copy_(here)
+            else:
+                _move(here, _write(step, piece, results, rank), into_views=True)
+        _reduce_all(step, values, results, rank)
+    return results
+
+
+def _copy(step: Step, piece: Piece, ends: tuple[Locals, Locals], rank: int) -> None:
+    """Copy what a rank holds already, from its sources to its results."""
+    sources, targets = _read(step, piece, ends[0], rank), _write(step, piece, ends[1], rank)
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
 
 
 def checked_locals(tensors: Sequence[TensorSpec], given: Locals, rank: int) -> Locals:
@@ -181,33 +200,15 @@ def checked_locals(tensors: Sequence[TensorSpec], given: Locals, rank: int) -> L
     ]
 
 
-@lru_cache(maxsize=8)
-def _schedule(step: Step, rank: int) -> _Schedule:
-    sends: dict[int, list[Piece]] = {}
-    receives: dict[int, list[Piece]] = {}
-    copies: list[Piece] = []
-    for number, (move, shares) in enumerate(zip(step.moves, step.shares, strict=True)):
-        for piece in sends_of(move, number, shares, rank):
-            sends.setdefault(piece.peer, []).append(piece)
-        for piece in receives_of(move, number, shares, rank):
-            receives.setdefault(piece.peer, []).append(piece)
-        copies += copy_of(move, number, rank)
-    # A pair may have several pieces of a move; both ends take them in the order of its elements.
-    for pieces in (*sends.values(), *receives.values()):
-        pieces.sort(key=lambda p: (p.move, p.offset, p.begin))
-    return _Schedule(sends=sends, receives=receives, copies=copies)
-
-
-def _fresh(step: Step, number: int, place: _Place) -> torch.Tensor | None:
-    """Room for a target, and for each addend where it is reduced; filled where nothing arrives."""
-    target, reduction = step.targets[number], step.reductions[number]
+def _fresh(step: Step, number: int, place: Place) -> torch.Tensor | None:
+    """Room for a target; filled where nothing arrives."""
+    target = step.targets[number]
     if target.mesh.position(place.rank) is None:
         return None
     shape = target.local_shape(place.rank)
     value = _filler(step, number, place.rank)
     if value is not None:
         return torch.full(shape, value, dtype=target.dtype, device=place.device)
-    shape = (reduction.num_addends, *shape) if reduction.kinds else shape
     return torch.empty(shape, dtype=target.dtype, device=place.device)
 
 
@@ -231,65 +232,80 @@ def _write(step: Step, piece: Piece, results: Locals, rank: int) -> list[torch.T
     result = results[number]
     if result is None:
         raise MeshStateError(f"rank {rank} has no room for target {number}")
-    local = result if not step.reductions[number].kinds else result[move.addend]
-    return region_views(local, step.targets[number], rank, piece, move.target.shift)
-
-
-def _cut(pieces: list[Piece], turn: int, rounds: int) -> list[Piece]:
-    """The parts of the pieces that travel in one of several rounds."""
-    if rounds == 1:
-        return pieces
-    return [
-        Piece(
-            peer=p.peer,
-            move=p.move,
-            offset=p.offset,
-            shape=p.shape,
-            begin=p.begin + (p.end - p.begin) * turn // rounds,
-            end=p.begin + (p.end - p.begin) * (turn + 1) // rounds,
-        )
-        for p in pieces
-    ]
+    return region_views(result, step.targets[number], rank, piece, move.target.shift)
 
 
 def _num_bytes(step: Step, pieces: list[Piece]) -> int:
     return sum((p.end - p.begin) * step.moves[p.move].dtype.itemsize for p in pieces)
 
 
-def _pack(
-    step: Step, pieces: list[Piece], sources: Locals, packed: torch.Tensor, rank: int
-) -> None:
+def _on_the_wire(
+    step: Step, buffer: torch.Tensor, by_peer: Sequence[list[Piece]]
+) -> Iterator[tuple[torch.Tensor, Piece]]:
+    """Each piece with its bytes in a buffer, peer after peer."""
     begin = 0
-    for piece in pieces:
-        dtype = step.moves[piece.move].dtype
-        count = piece.end - piece.begin
-        here = packed[begin : begin + count * dtype.itemsize]
-        begin += here.numel()
-        # Bytes of an odd number before this message may leave it where its dtype cannot stand.
-        straight = here.storage_offset() % dtype.itemsize == 0
-        flat = here.view(dtype) if straight else torch.empty(count, dtype=dtype, device=here.device)
-        at = 0
-        for view in _read(step, piece, sources, rank):
-            flat[at : at + view.numel()].view(view.shape).copy_(view)
-            at += view.numel()
-        if not straight:
-            here.copy_(flat.view(torch.uint8))
+    for pieces in by_peer:
+        for piece in pieces:
+            end = begin + _num_bytes(step, [piece])
+            yield buffer[begin:end], piece
+            begin = end
 
 
-def _unpack(
-    step: Step, pieces: list[Piece], results: Locals, output: torch.Tensor, rank: int
-) -> None:
+def _move(wire: torch.Tensor, views: list[torch.Tensor], *, into_views: bool = False) -> None:
+    """Copy the elements of views, one after the other, to bytes, or the other way."""
     begin = 0
-    for piece in pieces:
-        dtype = step.moves[piece.move].dtype
-        here = output[begin : begin + (piece.end - piece.begin) * dtype.itemsize]
+    for view in views:
+        size = view.dtype.itemsize
+        here = wire[begin : begin + view.numel() * size]
         begin += here.numel()
-        straight = here.storage_offset() % dtype.itemsize == 0
-        flat = (here if straight else here.clone()).view(dtype)
-        at = 0
-        for view in _write(step, piece, results, rank):
-            view.copy_(flat[at : at + view.numel()].view(view.shape))
-            at += view.numel()
+        if here.storage_offset() % size == 0:
+            here = here.view(view.dtype).view(view.shape)
+        else:
+            # An odd number of bytes before it: its dtype cannot stand here, its bytes can.
+            view = view.unsqueeze(-1).view(torch.uint8)
+            here = here.view(view.shape)
+        if into_views:
+            view.copy_(here)
+        else:
+            here.copy_(view)
+
+
+def _addends(
+    step: Step, turns: Sequence[Turn], number: int, buffer: torch.Tensor
+) -> dict[AddendBox, torch.Tensor]:
+    """Room for the addends of a turn: bytes of each box, one addend after the other."""
+    found, begin = {}, 0
+    for box in addend_boxes(step, turns, number):
+        end = begin + addend_bytes(step, box)
+        found[box] = buffer[begin:end]
+        begin = end
+    return found
+
+
+def _place_of(
+    step: Step, piece: Piece, values: dict[AddendBox, torch.Tensor], turn: int
+) -> torch.Tensor:
+    """Where the bytes of a piece of an addend belong."""
+    box, move = addend_box(step, piece, turn), step.moves[piece.move]
+    first = move.addend * (box.end - box.begin) + piece.begin - box.begin
+    size = move.dtype.itemsize
+    return values[box][first * size : (first + piece.end - piece.begin) * size]
+
+
+def _reduce_all(
+    step: Step, values: dict[AddendBox, torch.Tensor], results: Locals, rank: int
+) -> None:
+    """Write the value of all addends of each box into its target."""
+    for box, stacked in values.items():
+        target, result = step.targets[box.target], results[box.target]
+        if result is None:
+            raise MeshStateError(f"rank {rank} has no room for target {box.target}")
+        reduction = step.reductions[box.target]
+        value = reduced(stacked.view(target.dtype).view(reduction.num_addends, -1), reduction)
+        begin = 0
+        for view in region_views(result, target, rank, box, box.shift):
+            view.copy_(value[begin : begin + view.numel()].view(view.shape))
+            begin += view.numel()
 
 
 def _device_of(group: ProcessGroup | None) -> torch.device:

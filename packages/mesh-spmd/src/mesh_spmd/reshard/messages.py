@@ -25,7 +25,8 @@ from mesh_spmd.reshard.tilings import Meeting, Tile, overlap
 class Piece:
     """Elements `begin` to `end` of a box, in row-major order, as one message or one local copy.
 
-    `peer` is the other rank; `move` numbers the moves of the step.
+    `peer` is the other rank; `move` numbers the moves of the step. `whole` is the range that the
+    receiver gets of this box, from one holder or from several.
     """
 
     peer: int
@@ -34,6 +35,7 @@ class Piece:
     shape: tuple[int, ...]
     begin: int
     end: int
+    whole: tuple[int, int]
 
 
 def sends_of(move: Move, number: int, shares: Shares, rank: int) -> list[Piece]:
@@ -144,4 +146,5 @@ def _piece(found: Meeting, peer: int, move: int, run: tuple[int, int]) -> Piece:
         shape=found.shape,
         begin=found.begin + run[0],
         end=found.begin + run[1],
+        whole=(found.begin, found.end),
     )

@@ -22,8 +22,9 @@ from mesh_spmd.layout import TensorSpec
 from mesh_spmd.reshard.messages import Piece, copy_of, receives_of, sends_of
 from mesh_spmd.reshard.moves import Link
 from mesh_spmd.reshard.staged import stages
-from mesh_spmd.reshard.steps import Step, make_step
+from mesh_spmd.reshard.steps import BUFFER_BYTES, Step, make_step
 from mesh_spmd.reshard.topology import Topology
+from mesh_spmd.reshard.turns import buffer_bytes_of, local_bytes, result_bytes
 
 
 @final
@@ -77,13 +78,27 @@ class Plan:
         )
 
     @property
+    def block_bytes(self) -> dict[int, int]:
+        """The bytes of each rank's parts of the source and target tensors together."""
+        tensors = (*self.sources, *self.targets)
+        return {rank: sum(local_bytes(t, rank) for t in tensors) for rank in self.ranks}
+
+    @property
     def peak_bytes(self) -> dict[int, int]:
-        """The most bytes of buffers that each rank needs beside source and target tensors."""
-        peak = dict.fromkeys(self.ranks, 0)
-        for step in self.steps:
-            for rank, out, into in zip(step.ranks, step.sent, step.received, strict=True):
-                peak[rank] = max(peak[rank], -(-(out + into) // step.rounds))
-        return peak
+        """The most bytes that `execute` allocates at one time, by rank, beside the source tensors.
+
+        They are the target tensors and, where there are several steps, those between; and buffers,
+        at most as many bytes as `buffer_bytes` of `plan_reshard` says, or the source and target
+        blocks if these are less, and an element for each message.
+        """
+        return {rank: self._peak(rank) for rank in self.ranks}
+
+    def _peak(self, rank: int) -> int:
+        peak = before = 0
+        for number, step in enumerate(self.steps):
+            peak = max(peak, before + result_bytes(step, rank, later=number > 0))
+            before = sum(local_bytes(target, rank) for target in step.targets)
+        return peak + buffer_bytes_of(self.steps, rank)
 
     @property
     def hash(self) -> str:
@@ -126,6 +141,8 @@ def plan_reshard(
     source: TensorSpec | Sequence[TensorSpec],
     target: TensorSpec | Sequence[TensorSpec],
     topology: Topology | None = None,
+    *,
+    buffer_bytes: int = BUFFER_BYTES,
 ) -> Plan:
     """Return how tensors get from one layout to another. Not collective; no device is needed.
 
@@ -137,12 +154,18 @@ def plan_reshard(
         target: the tensor after, or as many; of the same shapes and dtypes.
         topology: makes the plan choose between one direct exchange and several with fewer
             messages, by what they cost; without it, the busiest rank's bytes decide.
+        buffer_bytes: what the buffers of a rank may take, beside source and target tensors; the
+            exchange is cut into so many rounds. They never take more than both blocks.
 
     Raises:
         MeshTypeError: something else than TensorSpec is given, or a reduction does not exist for a
             dtype.
-        MeshValueError: the numbers of tensors differ, or a shape or a dtype does.
+        MeshValueError: the numbers of tensors differ, or a shape or a dtype does; or `buffer_bytes`
+            is below 1.
     """
+    check_kind(buffer_bytes, int, "buffer_bytes must be a number of bytes")
+    if buffer_bytes < 1:
+        raise MeshValueError(f"buffer_bytes is {buffer_bytes}; give a number of bytes above zero")
     single = isinstance(source, TensorSpec)
     before = [source] if isinstance(source, TensorSpec) else checked_tensors(source, "source")
     after = [target] if isinstance(target, TensorSpec) else checked_tensors(target, "target")
@@ -161,7 +184,7 @@ def plan_reshard(
             )
     columns = _columns(before, after, topology)
     links = [Link(source=i, target=i) for i in range(len(before))]
-    steps = [make_step(a, b, links) for a, b in pairwise(columns)]
+    steps = [make_step(a, b, links, buffer_bytes) for a, b in pairwise(columns)]
     return Plan(steps=tuple(steps), single=single)
 
 

@@ -14,9 +14,11 @@ from mesh_spmd.reshard.moves import Reduction
 
 
 def reduced(addends: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    """Return the value of `addends`, which are stacked along a first dim in row-major order."""
-    shape = addends.shape[1:]
-    values = addends.reshape((*reduction.sizes, *shape))
+    """Return the value of `addends`, stacked along a first dim in row-major order; overwrites them.
+
+    The value is a view of the addends, so that nothing is allocated.
+    """
+    values = addends.view((*reduction.sizes, *addends.shape[1:]))
     for axis in reversed(range(len(reduction.sizes))):
         values = _along(values, axis, reduction.kinds[axis])
     return values
@@ -38,7 +40,6 @@ def identity_of(target: TensorSpec, rank: int, *, kept: tuple[str, ...]) -> int 
 
 def _along(values: torch.Tensor, axis: int, kind: str) -> torch.Tensor:
     result, *others = values.unbind(axis)
-    result = result.clone()
     for other in others:
         if kind in ("sum", "avg"):
             result += other
@@ -54,4 +55,4 @@ def _along(values: torch.Tensor, axis: int, kind: str) -> torch.Tensor:
             result &= other
         else:
             raise MeshValueError(f"no reduction is known for Partial({kind!r})")
-    return result / values.shape[axis] if kind == "avg" else result
+    return result.div_(values.shape[axis]) if kind == "avg" else result

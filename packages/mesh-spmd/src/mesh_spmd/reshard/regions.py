@@ -14,6 +14,7 @@ import torch
 
 from mesh_spmd.layout import FlatSpec, TensorSpec
 from mesh_spmd.reshard.messages import Piece
+from mesh_spmd.reshard.turns import AddendBox
 
 Sizes = tuple[int, ...]
 
@@ -40,12 +41,12 @@ def range_boxes(shape: Sizes, begin: int, end: int) -> Iterator[tuple[Sizes, Siz
 
 
 def region_views(
-    local: torch.Tensor, tensor: TensorSpec, rank: int, piece: Piece, shift: Sizes
+    local: torch.Tensor, tensor: TensorSpec, rank: int, piece: Piece | AddendBox, shift: Sizes
 ) -> list[torch.Tensor]:
     """Return views of `rank`'s local tensor whose elements, in order, are those of the piece.
 
     Args:
-        local: of `tensor.local_shape(rank)`; contiguous where the layout is flat.
+        local: of `tensor.local_shape(rank)`, any strides.
         tensor: what it is a part of.
         rank: the rank that holds it.
         piece: a box and a range of its elements, in coordinates in which the tensor begins at
@@ -60,8 +61,9 @@ def region_views(
     places = [([s + o for s, o in zip(starts, offset, strict=True)], n) for offset, n in parts]
     if isinstance(tensor.spec, FlatSpec):
         begin, _ = tensor.flat_range(rank)
-        strides = [math.prod(box.shape[d + 1 :]) for d in range(len(box.shape))]
-        base = local.storage_offset() - begin
+        step = local.stride(0)
+        strides = [math.prod(box.shape[d + 1 :]) * step for d in range(len(box.shape))]
+        base = local.storage_offset() - begin * step
         return [
             local.as_strided(n, strides, base + sum(map(operator.mul, at, strides)))
             for at, n in places

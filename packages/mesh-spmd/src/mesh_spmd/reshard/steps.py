@@ -21,6 +21,8 @@ from mesh_spmd.reshard.few_ranks import MOST_RANKS, totals_of
 from mesh_spmd.reshard.moves import Link, Move, Reduction, Shares, Side, moves_of
 from mesh_spmd.reshard.senders import water_fill
 
+BUFFER_BYTES = 2**25
+"""What a rank's buffers hold at most unless a plan is told otherwise; bandwidth needs no more."""
 SWEEPS = 4
 SWEEP_NUMBERS = 2_000_000  # beyond so many shares one pass has to do
 
@@ -62,12 +64,19 @@ class Step:
 
 
 def make_step(
-    sources: Sequence[TensorSpec], targets: Sequence[TensorSpec], links: Iterable[Link]
+    sources: Sequence[TensorSpec],
+    targets: Sequence[TensorSpec],
+    links: Iterable[Link],
+    buffer_bytes: int = BUFFER_BYTES,
 ) -> Step:
-    """Return the direct exchange of all links, senders balanced over replicas."""
+    """Return the direct exchange of all links, senders balanced over replicas.
+
+    It has so many rounds that no rank's buffers hold more than `buffer_bytes`, nor more than its
+    source and target blocks.
+    """
     links = list(links)
     if len(links) == 1 and _is_small(sources[0], targets[0], links[0]):
-        return _small_step(sources[0], targets[0], links[0])
+        return _small_step(sources[0], targets[0], links[0], buffer_bytes)
     moves: list[Move] = []
     reductions = [Reduction()] * len(targets)
     for link in links:
@@ -77,7 +86,7 @@ def make_step(
     # Wide elements first: then each message begins at a multiple of its element's size.
     moves.sort(key=lambda move: -move.dtype.itemsize)
     ranks = _all_ranks(tuple(dict.fromkeys(t.mesh for t in (*sources, *targets))))
-    received, blocks = torch.zeros(2, len(ranks), dtype=torch.int64)
+    received, blocks, addends = torch.zeros(3, len(ranks), dtype=torch.int64)
     amounts = []
     ends: set[tuple[str, int]] = set()
     for move in moves:
@@ -88,6 +97,9 @@ def make_step(
                 _add_block(blocks, (sources if end == "source" else targets)[number], ranks)
         index = _index_in(ranks, move.target.spec.mesh)
         received.index_add_(0, index, missing * move.dtype.itemsize)
+        if reductions[move.link.target].kinds:
+            wanted = move.target.cells.numel
+            addends.index_add_(0, index, wanted * move.dtype.itemsize)
         amounts.append(due)
     sent, shares = _deal_out(moves, amounts, ranks)
     return Step(
@@ -99,7 +111,7 @@ def make_step(
         ranks=ranks,
         sent=sent.tolist(),
         received=received.tolist(),
-        rounds=1 if any(r.kinds for r in reductions) else _num_rounds(sent + received, blocks),
+        rounds=_num_rounds(sent + received + addends, blocks, buffer_bytes),
     )
 
 
@@ -118,7 +130,7 @@ def _is_small(source: TensorSpec, target: TensorSpec, link: Link) -> bool:
     )
 
 
-def _small_step(source: TensorSpec, target: TensorSpec, link: Link) -> Step:
+def _small_step(source: TensorSpec, target: TensorSpec, link: Link, buffer_bytes: int) -> Step:
     """As make_step, in plain numbers: an even cut of what is due is the least for all senders."""
     zeros = (0,) * len(source.shape)
     move = Move(
@@ -139,10 +151,11 @@ def _small_step(source: TensorSpec, target: TensorSpec, link: Link) -> Step:
         for position, share in zip(holders, row, strict=True):
             sent[position] = share * size
     received = [missing * size for missing in found.missing]
-    # Buffers hold no more than the source and the target block, as in _num_rounds.
+    # As in _num_rounds.
     moved = [out + into for out, into in zip(sent, received, strict=True)]
     room = [
-        (held + wanted) * size or 1 for held, wanted in zip(found.held, found.wanted, strict=True)
+        min((held + wanted) * size, buffer_bytes) or 1
+        for held, wanted in zip(found.held, found.wanted, strict=True)
     ]
     rounds = max([-(-moving // space) for moving, space in zip(moved, room, strict=True)])
     return Step(
@@ -191,12 +204,12 @@ def _fill(
     return shares
 
 
-def _num_rounds(moved: torch.Tensor, blocks: torch.Tensor) -> int:
-    """How many exchanges keep buffers within the source and target `blocks`."""
+def _num_rounds(moved: torch.Tensor, blocks: torch.Tensor, buffer_bytes: int) -> int:
+    """How many exchanges keep buffers within `buffer_bytes`, and the source and target `blocks`."""
     busy = moved > 0
     if not bool(busy.any()):
         return 1
-    return int((-(-moved[busy] // blocks[busy].clamp(min=1))).max())
+    return int((-(-moved[busy] // blocks[busy].clamp(min=1, max=buffer_bytes))).max())
 
 
 def _add_block(blocks: torch.Tensor, tensor: TensorSpec, ranks: tuple[int, ...]) -> None:
