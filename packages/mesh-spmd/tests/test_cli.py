@@ -107,29 +107,6 @@ def test_help_does_not_import_torch(arguments: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
 
 
-def test_plan_prints_bytes_of_each_rank_beside_the_limit(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    line = "plan dp=2,ep=2/ep=0 dp=1,ep=4/ep=0 --shape 8,4 --dtype float32"
-    out = run(capsys, line).splitlines()
-    assert out[0].split() == ["rank", "received", "limit", "sent", "buffers"]
-    # Ranks 0 to 3 hold halves 0, 1, 0, 1 and want quarters 0 to 3: 1 and 2 lack theirs.
-    assert [row.split()[:3] for row in out[1:5]] == [
-        ["0", "0", "0"],
-        ["1", "32", "32"],
-        ["2", "32", "32"],
-        ["3", "0", "0"],
-    ]
-    assert out[6].startswith("busiest rank: 32 bytes received, 16 sent; 64 bytes in all")
-    rows = [json.loads(row) for row in run(capsys, line + " --json").splitlines()]
-    assert [row["received"] for row in rows] == [0, 32, 32, 0]
-    assert main(["plan", "ep=2", "ep=2/ep=0", "--shape", "4", "--dtype", "real"]) == 2
-    assert "--dtype got 'real'" in capsys.readouterr().err
-    for source, message in (("ep/ep=0", "'ep/ep=0' got 'ep'"), ("ep=2/0", "'ep=2/0' got '0'")):
-        assert main(["plan", source, "ep=2/ep=0", "--shape", "4"]) == 2
-        assert f"the layout {message}; write name=number" in capsys.readouterr().err
-
-
 def test_layout_shows_a_state_dict_from_headers_alone(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -4,6 +4,8 @@
     mesh-spmd groups --mesh pp=2,dp=2,ep=2 --axes dp,ep
     mesh-spmd place --mesh dp=2,ep=4 --shape 60,512 --shard dp=0,ep=0
     mesh-spmd plan dp=2,ep=8/ep=0 dp=1,ep=16/ep=0 --shape 64,1024,512
+    mesh-spmd plan dp=2,ep=4/ep=0:20+0+4+40 dp=2,ep=4/ep=0/flat=dp --shape 64,1024,512
+    mesh-spmd plan --tensors tensors.toml
     mesh-spmd layout checkpoint-100 --mesh dp=2,ep=8 --rule '*.experts.*:ep=0' --rule '*:'
 
 torch is imported by the commands and not by `--help`.

@@ -1,32 +1,67 @@
-"""`mesh-spmd plan`: what a change of layout moves, and the limit beside it."""
+"""`mesh-spmd plan`: what a change of layout moves and allocates, and the limits beside it."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 from typing import TYPE_CHECKING
 
-from mesh_spmd.commands.options import (
-    Command,
-    add_shape,
-    parse_mesh,
-    parse_pairs,
-    parse_shape,
-    show_table,
-)
-from mesh_spmd.errors import MeshValueError
+from mesh_spmd.commands.layouts import SYNTAX, parse_layout
+from mesh_spmd.commands.options import Command, parse_integer, parse_shape, show_table
+from mesh_spmd.commands.shapes import Entry, read_entries, shape_of
+from mesh_spmd.errors import MeshSpmdError, MeshValueError
 
 if TYPE_CHECKING:
+    import torch
+
     from mesh_spmd.layout import TensorSpec
+    from mesh_spmd.reshard import Plan, Topology
+
+_STORED = {  # safetensors' names of dtypes
+    **{"BOOL": "bool", "U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64"},
+    **{"I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64", "C64": "complex64"},
+    **{"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"},
+    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"},
+}
+_EPILOG = f"""{SYNTAX}
+a file of tensors, TOML or JSON, moves them in one plan; what it leaves out, the command line gives:
+  [experts]
+  shape = [64, 1024, 512]
+  dtype = "bfloat16"                # or as in safetensors, BF16
+  [moments]
+  shape = [64, 1024, 512]
+  dtype = "float32"
+  source = "dp=2,ep=8/ep=0/flat=dp"
+  target = "dp=1,ep=16/ep=0/flat=dp"
+
+columns, in bytes:
+  received, sent   from and to other ranks
+  limit            what the rank is to hold and does not yet; no plan can bring it less
+  blocks           its parts of the sources and targets together
+  peak             what execute allocates at one time beside the sources: targets and buffers
+"""
 
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
-    layout = "mesh, and shards behind a slash, as in dp=2,ep=8/ep=0"
-    parser.add_argument("source", help=f"the layout before: {layout}")
-    parser.add_argument("target", help="the layout after")
-    add_shape(parser)
-    parser.add_argument("--dtype", default="bfloat16", help="torch's name of the dtype")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    parser.add_argument("source", nargs="?", help="the layout before, as in dp=2,ep=8/ep=0")
+    parser.add_argument("target", nargs="?", help="the layout after")
+    parser.add_argument("--shape", help="sizes of the whole tensor, as in 60,512")
+    parser.add_argument("--dtype", help="dtype of the tensor: bfloat16 (default), float32, BF16")
+    parser.add_argument(
+        "--tensors",
+        metavar="FILE",
+        help="many tensors instead of one: TOML or JSON, a safetensors file or a folder of them "
+        "(headers are read, no data)",
+    )
+    parser.add_argument(
+        "--buffer-bytes", help="what a rank's buffers may take, in bytes (33554432)"
+    )
+    parser.add_argument(
+        "--ranks-per-node",
+        help="choose between one exchange and several by a model of nodes of so many ranks",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -34,57 +69,134 @@ def run_plan(arguments: argparse.Namespace) -> str:
     """Return the table of bytes by rank, or a line of JSON for each rank."""
     from mesh_spmd.reshard import plan_reshard
 
-    source, target = (
-        _tensor(text, arguments.shape, arguments.dtype)
-        for text in (arguments.source, arguments.target)
-    )
-    plan = plan_reshard(source, target)
-    received, sent, peak = plan.received_bytes, plan.sent_bytes, plan.peak_bytes
-    rows = [(r, received[r], _lacking(source, target, r), sent[r], peak[r]) for r in plan.ranks]
-    header = ["rank", "received", "limit", "sent", "buffers"]
+    if (arguments.tensors is None) == (arguments.shape is None):
+        raise MeshValueError("give one of --shape (one tensor) and --tensors (a file of them)")
+    pairs = _from_file(arguments) if arguments.tensors is not None else [_from_line(arguments)]
+    sources, targets = [a for a, _ in pairs], [b for _, b in pairs]
+    limit = {} if arguments.buffer_bytes is None else {"buffer_bytes": _count(arguments)}
+    plan = plan_reshard(sources, targets, _topology(arguments.ranks_per_node), **limit)
+    columns = {
+        "received": plan.received_bytes,
+        "limit": _lacking(plan),
+        "sent": plan.sent_bytes,
+        "blocks": plan.block_bytes,
+        "peak": plan.peak_bytes,
+    }
+    rows = [(r, *(column and column[r] for column in columns.values())) for r in plan.ranks]
+    header = ["rank", *columns]
     if arguments.json:
         return "\n".join(json.dumps(dict(zip(header, row, strict=True))) for row in rows)
-    busiest = plan.busiest_bytes
-    summary = (
+    cells = [["-" if number is None else f"{number:,}" for number in row] for row in rows]
+    return show_table(header, cells) + "\n\n" + _summary(plan)
+
+
+def _summary(plan: Plan) -> str:
+    busiest, rounds = plan.busiest_bytes, [step.rounds for step in plan.steps]
+    lines = [
+        f"{len(plan.sources)} tensor(s) in {len(plan.steps)} step(s) of "
+        f"{' + '.join(map(str, rounds))} exchange(s)",
         f"busiest rank: {busiest[0]:,} bytes received, {busiest[1]:,} sent; "
-        f"{sum(received.values()):,} bytes in all; {plan.steps[0].rounds} exchange(s)"
+        f"{sum(plan.received_bytes.values()):,} bytes in all",
+    ]
+    if _lacking(plan) is None:
+        lines.append("no limit is shown, since values are partial or go through several steps")
+    return "\n".join([*lines, f"plan {plan.hash}"])
+
+
+def _from_line(arguments: argparse.Namespace) -> tuple[TensorSpec, TensorSpec]:
+    for name in ("source", "target"):
+        if getattr(arguments, name) is None:
+            raise MeshValueError(f"the {name} layout is missing; give two, as in ep=8/ep=0 ep=4")
+    dtype = _dtype(arguments.dtype or "bfloat16", where="--dtype")
+    shape = parse_shape(arguments.shape)
+    return _pair(shape, dtype, (arguments.source, arguments.target))
+
+
+def _from_file(arguments: argparse.Namespace) -> list[tuple[TensorSpec, TensorSpec]]:
+    """The tensors of a file; layouts and a dtype that it leaves out are those of the line."""
+    found = []
+    for where, fields in read_entries(arguments.tensors).values():
+        unknown = sorted(fields.keys() - {"shape", "dtype", "source", "target", "data_offsets"})
+        if unknown:
+            raise MeshValueError(
+                f"{where} has {', '.join(unknown)}; it may have shape, dtype, source and target"
+            )
+        layouts = []
+        for name in ("source", "target"):
+            text = fields.get(name, getattr(arguments, name))
+            if not isinstance(text, str):
+                raise MeshValueError(
+                    f"{where} has no {name} layout ({text!r}); give it there, as in "
+                    f'{name} = "ep=8/ep=0", or for all tensors on the command line'
+                )
+            layouts.append(text)
+        dtype = fields.get("dtype", arguments.dtype or "bfloat16")
+        try:
+            pair = _pair(
+                shape_of(Entry(where, fields)), _dtype(dtype, where="dtype"), tuple(layouts)
+            )
+        except MeshSpmdError as error:
+            text = str(error)
+            raise type(error)(text if text.startswith(where) else f"{where}: {text}") from error
+        found.append(pair)
+    return found
+
+
+def _pair(
+    shape: tuple[int, ...], dtype: torch.dtype, layouts: tuple[str, ...]
+) -> tuple[TensorSpec, TensorSpec]:
+    from mesh_spmd.layout import TensorSpec
+
+    source, target = (
+        TensorSpec(shape, dtype, parse_layout(text, what=what))
+        for text, what in zip(layouts, ("source", "target"), strict=True)
     )
-    cells = [[f"{number:,}" for number in row] for row in rows]
-    return show_table(header, cells) + "\n\n" + summary + f"\nplan {plan.hash}"
+    return source, target
 
 
-def _tensor(text: str, shape: str, dtype: str) -> TensorSpec:
+def _dtype(name: object, *, where: str) -> torch.dtype:
     import torch
-    from torch.distributed.tensor import Shard
 
-    from mesh_spmd.layout import Spec, TensorSpec
-
-    mesh, _, shards = text.partition("/")
-    option = f"the layout {text!r}"
-    wanted = parse_pairs(shards, option=option)
-    cut = {axis: Shard(dim) for axis, dim in wanted.items()}
-    spec = Spec.from_axes(parse_mesh(mesh, option=option), cut)
-    kind = getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype):
-        raise MeshValueError(f"--dtype got {dtype!r}; give a dtype of torch, as in float32")
-    return TensorSpec(parse_shape(shape), kind, spec)
+    found = getattr(torch, _STORED.get(name, name), None) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype):
+        raise MeshValueError(
+            f"{where} got {name!r}; give a dtype of torch, as in float32, or of safetensors, F32"
+        )
+    return found
 
 
-def _lacking(source: TensorSpec, target: TensorSpec, rank: int) -> int:
-    """Bytes that a rank is to hold and does not: no plan can bring it less."""
-    if target.mesh.position(rank) is None:
-        return 0
-    wanted = target.box(rank)
-    held = 0
-    if source.mesh.position(rank) is not None:
-        pairs = zip(wanted.slices(), source.box(rank).slices(), strict=True)
-        held = math.prod(max(0, min(a.stop, b.stop) - max(a.start, b.start)) for a, b in pairs)
-    return (wanted.numel - held) * target.dtype.itemsize
+def _count(arguments: argparse.Namespace) -> int:
+    return parse_integer(arguments.buffer_bytes, option="--buffer-bytes")
+
+
+def _topology(ranks_per_node: str | None) -> Topology | None:
+    from mesh_spmd.reshard import Topology
+
+    if ranks_per_node is None:
+        return None
+    return Topology(ranks_per_node=parse_integer(ranks_per_node, option="--ranks-per-node"))
+
+
+def _lacking(plan: Plan) -> dict[int, int] | None:
+    """Bytes that each rank is to hold and does not; None where reductions make that no limit."""
+    if len(plan.steps) > 1 or any(t.partials for t in (*plan.sources, *plan.targets)):
+        return None
+    lacking = dict.fromkeys(plan.ranks, 0)
+    for rank in plan.ranks:
+        for tensor in plan.targets:
+            if tensor.mesh.position(rank) is not None:
+                begin, end = tensor.flat_range(rank)
+                lacking[rank] += (end - begin) * tensor.dtype.itemsize
+        moves = plan.steps[0].moves
+        lacking[rank] -= sum(
+            (p.end - p.begin) * moves[p.move].dtype.itemsize for p in plan.copies(rank)
+        )
+    return lacking
 
 
 PLAN = Command(
     name="plan",
-    text="print what a change of layout moves, and the limit beside it",
+    text="print what a change of layout moves and allocates, and the limits beside it",
     add=_plan_options,
     run=run_plan,
 )

@@ -1,12 +1,14 @@
-"""Names, dtypes and shapes of stored tensors, from headers alone; no data is read.
+"""Names, dtypes and shapes of tensors, from safetensors headers alone or from a list in a file.
 
 read_shapes("checkpoint-100")["model.norm.weight"]    # StoredShape("BF16", (512,), 1024)
+read_entries("tensors.toml")["model.norm.weight"]     # {"dtype": "BF16", "shape": [512], ...}
 """
 
 from __future__ import annotations
 
 import json
 import math
+import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +31,23 @@ class StoredShape(NamedTuple):
 
 
 def read_shapes(source: str) -> dict[str, StoredShape]:
-    """Return the tensors of a safetensors file, of a folder of them, or of a list in JSON.
+    """Return the tensors of a safetensors file, of a folder of them, or of a list in JSON or TOML.
+
+    Raises:
+        MeshValueError: there is nothing, it is damaged, or two files have a tensor of one name.
+    """
+    return {name: _stored_shape(entry) for name, entry in read_entries(source).items()}
+
+
+class Entry(NamedTuple):
+    """What a file says of one tensor, and where: the file and the name, for errors."""
+
+    where: str
+    fields: dict[str, object]
+
+
+def read_entries(source: str) -> dict[str, Entry]:
+    """Return what files say of each tensor; every entry is a table, and nothing more is checked.
 
     Raises:
         MeshValueError: there is nothing, it is damaged, or two files have a tensor of one name.
@@ -38,24 +56,32 @@ def read_shapes(source: str) -> dict[str, StoredShape]:
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files:
         raise MeshValueError(f"{source} has no *.safetensors; give a file or a folder of them")
-    found: dict[str, StoredShape] = {}
+    found: dict[str, Entry] = {}
     for file in files:
-        try:
-            table = _header(file) if file.suffix == ".safetensors" else file.read_bytes()
-            entries = json.loads(table)
-        except (OSError, ValueError, RecursionError) as error:
-            raise MeshValueError(f"{file} cannot be read: {error}") from error
-        if not isinstance(entries, dict):
-            raise MeshValueError(f"{file} must hold a JSON object of tensors")
-        for name, entry in entries.items():
+        for name, fields in _table(file).items():
             if name == "__metadata__":
                 continue
             if name in found:
                 raise MeshValueError(f"{file} has {name}, which another file has too")
-            found[name] = _stored_shape(f"{file}: {name}", entry)
+            if not isinstance(fields, dict):
+                raise MeshValueError(
+                    f'{file}: {name} must be {{"dtype": ..., "shape": [...]}}, got {fields!r}'
+                )
+            found[name] = Entry(f"{file}: {name}", fields)
     if not found:
         raise MeshValueError(f"{source} holds no tensor")
     return found
+
+
+def _table(file: Path) -> dict[str, object]:
+    try:
+        text = _header(file) if file.suffix == ".safetensors" else file.read_bytes()
+        table = tomllib.loads(text.decode()) if file.suffix == ".toml" else json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise MeshValueError(f"{file} cannot be read: {error}") from error
+    if not isinstance(table, dict):
+        raise MeshValueError(f"{file} must hold a JSON object of tensors")
+    return table
 
 
 def _header(file: Path) -> bytes:
@@ -66,12 +92,24 @@ def _header(file: Path) -> bytes:
         return opened.read(size)
 
 
-def _stored_shape(where: str, entry: object) -> StoredShape:
-    if not isinstance(entry, dict) or not {"dtype", "shape"} <= entry.keys():
-        raise MeshValueError(f'{where} must be {{"dtype": ..., "shape": [...]}}, got {entry!r}')
-    dtype, shape = entry["dtype"], entry["shape"]
+def _stored_shape(entry: Entry) -> StoredShape:
+    where, fields = entry
+    if not {"dtype", "shape"} <= fields.keys():
+        raise MeshValueError(f'{where} must be {{"dtype": ..., "shape": [...]}}, got {fields!r}')
+    dtype = fields["dtype"]
     if not isinstance(dtype, str) or dtype not in _BITS:
         raise MeshValueError(f"{where} has dtype {dtype!r}; expected one of {', '.join(_BITS)}")
+    shape = shape_of(entry)
+    return StoredShape(dtype, shape, math.prod(shape) * _BITS[dtype] // 8)
+
+
+def shape_of(entry: Entry) -> tuple[int, ...]:
+    """Return the shape that an entry gives.
+
+    Raises:
+        MeshValueError: it gives none, or it is no list of sizes.
+    """
+    shape = entry.fields.get("shape")
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-        raise MeshValueError(f"{where} has shape {shape!r}; expected a list of sizes")
-    return StoredShape(dtype, tuple(shape), math.prod(shape) * _BITS[dtype] // 8)
+        raise MeshValueError(f"{entry.where} has shape {shape!r}; expected a list of sizes")
+    return tuple(shape)

@@ -9,6 +9,7 @@ from mesh_spmd.layout.boxes import dim_bounds as dim_bounds
 from mesh_spmd.layout.boxes import local_box as local_box
 from mesh_spmd.layout.choice import choose_placements as choose_placements
 from mesh_spmd.layout.flat import FlatSpec as FlatSpec
+from mesh_spmd.layout.spec import PARTIAL_KINDS as PARTIAL_KINDS
 from mesh_spmd.layout.spec import Spec as Spec
 from mesh_spmd.layout.state import TensorLayout as TensorLayout
 from mesh_spmd.layout.state import choose_layouts as choose_layouts
