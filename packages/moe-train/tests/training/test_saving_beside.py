@@ -21,6 +21,7 @@ from moe_train.errors import CheckpointNotSavedError
 from moe_train.jobs.job import check, train
 from moe_train.rank import RankContext
 from moe_train.report.metrics import read_metrics
+from moe_train.training.beside import SavesBeside
 from ranktest import run_ranks
 from unified_ckpt import AsyncSaverConfig, diff_checkpoints
 from unified_ckpt.folders import find_fault
@@ -214,6 +215,7 @@ def test_removals_are_made_beside_training_one_after_another() -> None:
 
     background.remove(first)
     background.remove(lambda: done.append("second"))
+    background.start_removals()
     assert list(background.outcomes()) == [] and done == []
     go_on.set()
     background.close()
@@ -221,3 +223,14 @@ def test_removals_are_made_beside_training_one_after_another() -> None:
     background.remove(lambda: done[3])  # what fails is not swallowed
     with pytest.raises(IndexError):
         background.finish_removals()
+
+
+def test_no_removal_begins_before_a_copy_but_behind_it(tmp_path: Path) -> None:
+    background = BackgroundSaves(settings=AsyncSaverConfig(), zero_cost=False, num_microbatches=1)
+    beside, begun = SavesBeside(None, background), threading.Event()  # type: ignore[arg-type]
+    background.remove(begun.set)
+    beside.outcomes(copies_next=True)
+    assert not begun.wait(0.2)
+    beside.outcomes()
+    assert begun.wait(START_S)
+    background.close()

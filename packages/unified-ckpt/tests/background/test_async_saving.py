@@ -28,6 +28,7 @@ from unified_ckpt.background.saver import AsyncSaver
 from unified_ckpt.errors import CheckpointValueError, SaveArgumentError, SaveError
 from unified_ckpt.files.storage import FsspecStore, Location
 from unified_ckpt.options import SaveOptions
+from unified_ckpt.snapshots import SharedMemory, StagingLayout
 
 ROWS, COLUMNS = 40, 1000
 
@@ -147,6 +148,25 @@ def test_a_growing_state_gets_larger_staging(saver: AsyncSaver, tmp_path: Path) 
         response = async_save(parts, checkpoint_id=tmp_path / f"checkpoint-{number}", saver=saver)
         response.upload_completion.result(timeout=20)
         assert value_of(tmp_path / f"checkpoint-{number}") == number
+
+
+def test_the_first_save_after_prepare_makes_neither_memory_nor_views(
+    saver: AsyncSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, files = shards(0, 1, 3.0), {"tokenizer.json": b"t" * (32 << 20)}
+    made: list[str] = []
+    allocate, views = SharedMemory.allocate, StagingLayout.views
+    monkeypatch.setattr(
+        SharedMemory, "allocate", lambda *a, **k: made.append("memory") or allocate(*a, **k)
+    )
+    monkeypatch.setattr(StagingLayout, "views", lambda *a: made.append("views") or views(*a))
+    saver.prepare(parts, files=files)
+    assert set(made) == {"memory", "views"}
+    made.clear()
+    for number in range(2):  # as many as there are buffers
+        async_save(parts, checkpoint_id=tmp_path / f"c-{number}", saver=saver, files=files)
+    assert made == []
+    saver.wait()
 
 
 def test_an_error_of_the_background_shows_in_the_future_and_not_again(

@@ -102,3 +102,15 @@ def test_the_pool_is_bounded_and_waits() -> None:
     assert larger.memory.num_bytes >= 50_000
     with pytest.raises(ValueError, match=r"num_buffers=0; a pool needs at least 1"):
         StagingPool(0)
+
+
+def test_a_request_that_grows_by_less_than_the_room_gets_the_same_memory() -> None:
+    pool = StagingPool(1, room_bytes=8192)
+    pool.prepare(10_000)
+    used = []
+    for num_bytes in (10_000, 14_000, 18_000):
+        used.append(pool.acquire(num_bytes, timeout_s=1.0))
+        pool.release(used[-1])
+    assert used[0] is used[1] is used[2]
+    larger = pool.acquire(30_000, timeout_s=1.0)
+    assert larger is not used[0] and larger.memory.num_bytes >= 38_000

@@ -74,6 +74,7 @@ class BackgroundSaves:
     _chunks: ZeroCostSaver | None = field(default=None, init=False)
     _begun: list[_Begun] = field(default_factory=list, init=False)
     _thread: ThreadPoolExecutor | None = field(default=None, init=False)
+    _to_remove: list[Callable[[], None]] = field(default_factory=list, init=False)
     _removals: list[Future[None]] = field(default_factory=list, init=False)
 
     @classmethod
@@ -97,15 +98,18 @@ class BackgroundSaves:
         """The part of which a moving average is kept; None for none."""
         return None if self.settings.ema is None else self.settings.ema.source
 
-    def open(self, parts: Parts) -> None:
+    def open(self, parts: Parts, files: Mapping[str, bytes] | None = None) -> None:
         """Start the saver process and make room for such a state. Collective the first time.
+
+        Args:
+            parts, files: as of later saves; without files there is room for small ones.
 
         Raises:
             SaveError: some rank could not start it, or has not enough memory.
         """
-        self._saver().prepare(parts)
+        self._saver().prepare(parts, files=files)
         if self._chunks is not None:
-            self._chunks.prepare(parts)
+            self._chunks.prepare(parts, files=files)
 
     def load_average(self, parts: Parts, source: Place) -> None:
         """Go on with the moving average of a checkpoint, saved under any layout.
@@ -141,6 +145,7 @@ class BackgroundSaves:
         """
         other.finish_copy()
         self.stall_s, self._begun, self._removals = other.stall_s, other._begun, other._removals
+        self._to_remove = other._to_remove
         self._opened, self._chunks, self._thread = other._opened, other._chunks, other._thread
         if self._opened is not None:
             if self.averaged is not None:
@@ -208,15 +213,21 @@ class BackgroundSaves:
             yield first.step, first.place, first.failure(2 * self.settings.timeout_s)
 
     def remove(self, work: Callable[[], None]) -> None:
-        """Let a thread do what deletes files, which takes as long as a copy; one after another."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="moe-train-removals")
+        """Note what deletes files, which takes as long as a copy; see `start_removals`."""
+        self._to_remove.append(work)
+
+    def start_removals(self) -> None:
+        """Let a thread delete what was noted, one after another; not while a copy is under way."""
         while self._removals and self._removals[0].done():
             self._removals.pop(0).result()
-        self._removals.append(self._thread.submit(work))
+        while self._to_remove:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="moe-train-removals")
+            self._removals.append(self._thread.submit(self._to_remove.pop(0)))
 
     def finish_removals(self) -> None:
-        """Wait for the end of what `remove` was given."""
+        """Delete what was noted, and wait for the end of it."""
+        self.start_removals()
         while self._removals:
             self._removals.pop(0).result()
 

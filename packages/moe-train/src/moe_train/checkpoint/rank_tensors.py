@@ -5,7 +5,7 @@ mine.updates(moments, "/exp_avg").shards         # what to save, or to load into
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
@@ -20,9 +20,20 @@ from moe_train.layout import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """The stored form of tensors at these addresses; its views keep that memory from being freed.
+
+    So tensors of the same names that begin there are the same memory.
+    """
+
+    addresses: Mapping[str, int]
+    stored: StoredTensors
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTensors:
-    """Where this rank's tensors lie.
+    """Where this rank's tensors lie; views of them are made once, not for every save.
 
     Args:
         parameters: name -> this rank's parameter or buffer.
@@ -34,14 +45,31 @@ class RankTensors:
     parameters: Mapping[str, Tensor]
     layouts: Mapping[str, ParameterLayout]
     layouts_of_updates: Mapping[str, ParameterLayout]
+    _made: dict[str, _Made] = field(default_factory=dict, init=False, repr=False)
 
     def weights(self, tensors: Mapping[str, Tensor]) -> StoredTensors:
         """The stored form of parameters and buffers."""
-        return stored_tensors(self.layouts, tensors, self.rank)
+        return self._stored("", self.layouts, tensors, "")
 
     def updates(self, tensors: Mapping[str, Tensor], suffix: str = "") -> StoredTensors:
         """The stored form of moments or master weights, under keys that end with `suffix`."""
-        return stored_tensors(self.layouts_of_updates, tensors, self.rank, suffix)
+        return self._stored(f"updates{suffix}", self.layouts_of_updates, tensors, suffix)
+
+    def _stored(
+        self,
+        kind: str,
+        layouts: Mapping[str, ParameterLayout],
+        tensors: Mapping[str, Tensor],
+        suffix: str,
+    ) -> StoredTensors:
+        addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+        made = self._made.get(kind)
+        if made is not None and made.addresses == addresses:
+            return made.stored
+        stored = stored_tensors(layouts, tensors, self.rank, suffix)
+        if not stored.rearranged:  # copies would be of old values
+            self._made[kind] = _Made(addresses, stored)
+        return stored
 
     def load_first(self, source: Path, masters: Mapping[str, Tensor]) -> None:
         """Fill the parameters and master weights from a transformers checkpoint.

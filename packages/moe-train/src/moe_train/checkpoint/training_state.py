@@ -28,10 +28,7 @@ from moe_train.checkpoint.samples import SAMPLES_FILE, read_ledger
 from moe_train.checkpoint.trainer_state import TrainerState, may_lack_moments, read_state
 from moe_train.config import STATE_FILE
 from moe_train.errors import CheckpointNotSavedError, TrainValueError
-from moe_train.layout import (
-    ParameterLayout,
-    stored_tensors,
-)
+from moe_train.layout import ParameterLayout, stored_tensors
 from moe_train.optim import MUON_MOMENT, Optimizer
 from unified_ckpt import (
     CheckpointError,
@@ -86,6 +83,7 @@ class Checkpointer:
     nodes: NodeStates | None = None
     background: BackgroundSaves | None = None
     _opened: CheckpointManager | None = field(default=None, init=False)
+    _placed: RankTensors | None = field(default=None, init=False)
 
     @property
     def manager(self) -> CheckpointManager:
@@ -110,7 +108,7 @@ class Checkpointer:
         Raises:
             SaveError: this rank has no memory for saves beside training.
         """
-        self.parameters, self.layouts = other.parameters, other.layouts
+        self.parameters, self.layouts, self._placed = other.parameters, other.layouts, None
         self.layouts_of_updates = other.layouts_of_updates
         self.optimizer, self.files = other.optimizer, other.files
         if self.background is not None and other.background is not None:
@@ -378,12 +376,14 @@ class Checkpointer:
 
     @property
     def _mine(self) -> RankTensors:
-        return RankTensors(
-            rank=self.rank,
-            parameters=self.parameters,
-            layouts=self.layouts,
-            layouts_of_updates=self.layouts_of_updates,
-        )
+        if self._placed is None:
+            self._placed = RankTensors(
+                rank=self.rank,
+                parameters=self.parameters,
+                layouts=self.layouts,
+                layouts_of_updates=self.layouts_of_updates,
+            )
+        return self._placed
 
 
 def _state_files(state: TrainerState) -> dict[str, bytes]:

@@ -44,7 +44,7 @@ class SavesBeside:
             CheckpointNotSavedError: some rank could not.
         """
         try:
-            self.background.open(self.checkpointer.parts())
+            self.background.open(self.checkpointer.parts(), self.checkpointer.files)
         except SaveError as error:
             raise CheckpointNotSavedError(
                 "checkpoint.save_mode needs a process and memory beside training, and one of them "
@@ -89,7 +89,9 @@ class SavesBeside:
             parts = {part: self.checkpointer.part(part)}
             self.background.begin(parts, None, step=step, loss=loss)
 
-    def outcomes(self, *, wait: bool = False, keep_older: bool = False) -> list[SaveOutcome]:
+    def outcomes(
+        self, *, wait: bool = False, keep_older: bool = False, copies_next: bool = False
+    ) -> list[SaveOutcome]:
         """What became of the saves that have ended; not collective.
 
         A thread of the first rank removes older checkpoints behind those that are committed.
@@ -97,6 +99,7 @@ class SavesBeside:
         Args:
             wait: for all that began, and for removals.
             keep_older: remove none.
+            copies_next: the next call does; so far none is removed, which would slow a copy down.
         """
         own, told = self.checkpointer, []
         for step, place, failure in self.background.outcomes(wait=wait):
@@ -111,4 +114,6 @@ class SavesBeside:
                 self.background.remove(partial(own.remove_older, step))
         if wait:
             self.background.finish_removals()
+        elif not copies_next:
+            self.background.start_removals()
         return told

@@ -103,7 +103,8 @@ class Saver:
                 self.saved = self.checkpointer.save(state, validation_loss=loss)
                 self.failure = ""
             else:
-                self.look()  # a failure that nobody has seen would fail this save as well
+                # A failure that nobody has seen would fail this save as well.
+                self._note_outcomes(copies_next=True)
                 self.beside.begin(state, loss=self._loss, validation_loss=loss)
                 self.look(wait=at_end)
         except CheckpointNotSavedError as error:
@@ -152,10 +153,14 @@ class Saver:
                 f"{self.stop_reason}; the last checkpoint is {self.saved}"
             )
 
-    def _note_outcomes(self, *, wait: bool, keep_older: bool = False) -> None:
+    def _note_outcomes(
+        self, *, wait: bool = False, keep_older: bool = False, copies_next: bool = False
+    ) -> None:
         if self.beside is None:
             return
-        for outcome in self.beside.outcomes(wait=wait, keep_older=keep_older):
+        for outcome in self.beside.outcomes(
+            wait=wait, keep_older=keep_older, copies_next=copies_next
+        ):
             if outcome.failure:
                 self._note_failure(outcome.failure, told=not wait, kept=outcome.place is None)
             elif outcome.place is not None:

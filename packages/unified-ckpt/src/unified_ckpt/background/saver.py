@@ -34,7 +34,7 @@ from unified_ckpt.background.process import SaverProcess, open_store
 from unified_ckpt.errors import SaveArgumentError, SaveError, check_type
 from unified_ckpt.files.storage import Location
 from unified_ckpt.geometry import Shard
-from unified_ckpt.geometry.tensors import byte_view
+from unified_ckpt.geometry.tensors import byte_view, collector_paused
 from unified_ckpt.loading import load
 from unified_ckpt.options import SaveOptions
 from unified_ckpt.plans.checkpoint import load_files
@@ -51,7 +51,7 @@ from unified_ckpt.snapshots.average import EMA_FILE, EMA_PART, EmaMemory, averag
 from unified_ckpt.state import StateDict
 
 _COPY_CHUNKS = 64  # each taken by the calling thread or one more
-_TAIL_BYTES = 1 << 20  # room beside the tensors for files of the usual size
+_ROOM_BYTES = 1 << 20  # of a buffer, for values and files that grow from save to save
 
 
 class AsyncSaver(AbstractContextManager["AsyncSaver"]):
@@ -77,7 +77,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         self._queue = SaveQueue()
         self._layout = StagingLayout((), (), 0)
         self._layout_json = b""
-        self._pool = StagingPool(self.config.num_buffers)
+        self._pool = StagingPool(self.config.num_buffers, room_bytes=_ROOM_BYTES)
         self.offloader = Offloader(_COPY_CHUNKS)  # of saves that copy all at once
         self._ema: EmaMemory | None = None
         self._closed = False
@@ -108,19 +108,28 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         return 0 if self._ema is None else self._ema.num_updates
 
     def prepare(
-        self, state_dict: StateDict, *, options: SaveOptions | None = None
+        self,
+        state_dict: StateDict,
+        *,
+        files: Mapping[str, bytes] | None = None,
+        options: SaveOptions | None = None,
     ) -> StagingLayout:
         """Allocate and touch memory for such a state, so that the first save waits for nothing.
+
+        Args:
+            state_dict, files, options: as of later saves; files of less than 1 MiB may be left out.
 
         Raises:
             SaveError: there is not enough memory; the message gives the sizes.
         """
         self._check_open()
-        request, parts = SnapshotRequest.of(state_dict, checkpoint_id=None, options=options)
+        request, parts = SnapshotRequest.of(
+            state_dict, checkpoint_id=None, files=files, options=options
+        )
         layout = self._layout_of(parts)
         self.offloader.plan(tensors_of(parts), layout)
         encoded = encode_request(request, self._layout_json, base=layout.num_bytes)
-        self._pool.prepare(encoded.num_bytes + _TAIL_BYTES)
+        self._pool.prepare(encoded.num_bytes, layout)
         return layout
 
     def load_ema(self, checkpoint_id: Path | str | Location) -> None:
@@ -167,6 +176,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
             former, self._ema = self._ema, self._ema.moved(StagingLayout.of(parts), average)
             former.memory.close()
 
+    @collector_paused()
     def reserve(
         self,
         state_dict: StateDict,

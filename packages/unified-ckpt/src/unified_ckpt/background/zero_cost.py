@@ -69,14 +69,23 @@ class ZeroCostSaver:
         self._versions: list[tuple[str, torch.Tensor, int]] = []
         self._hooks: list[RemovableHandle] = []
 
-    def prepare(self, state_dict: StateDict, *, options: SaveOptions | None = None) -> None:
+    def prepare(
+        self,
+        state_dict: StateDict,
+        *,
+        files: Mapping[str, bytes] | None = None,
+        options: SaveOptions | None = None,
+    ) -> None:
         """Allocate staging memory and plan, so that the first save costs what later ones cost.
+
+        The arguments are those of `AsyncSaver.prepare`.
 
         Raises:
             SaveError: there is not enough memory.
         """
         _, parts = SnapshotRequest.of(state_dict, checkpoint_id=None, options=options)
-        self._offloader.plan(tensors_of(parts), self._saver.prepare(state_dict, options=options))
+        layout = self._saver.prepare(state_dict, files=files, options=options)
+        self._offloader.plan(tensors_of(parts), layout)
 
     def attach(
         self, optimizer: torch.optim.Optimizer, module: torch.nn.Module | None = None

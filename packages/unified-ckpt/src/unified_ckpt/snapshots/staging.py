@@ -155,12 +155,15 @@ class StagingPool:
 
     Args:
         num_buffers: how many snapshots can wait or be written at a time.
+        room_bytes: of every buffer beside what was asked for, since what stands there may grow
+            from one snapshot to the next, and new memory costs more than the copy.
     """
 
-    def __init__(self, num_buffers: int) -> None:
+    def __init__(self, num_buffers: int, *, room_bytes: int = 0) -> None:
         if num_buffers < 1:
             raise CheckpointValueError(f"num_buffers={num_buffers}; a pool needs at least 1")
         self._num_buffers = num_buffers
+        self._room_bytes = room_bytes
         self._free: list[StagingBuffer] = []
         self._num_used = 0
         self._pins = False
@@ -174,8 +177,8 @@ class StagingPool:
             for buffer in self._free:
                 buffer.memory.pin()
 
-    def prepare(self, num_bytes: int) -> None:
-        """Make every free buffer at least that large."""
+    def prepare(self, num_bytes: int, layout: StagingLayout | None = None) -> None:
+        """Make every free buffer at least that large, with the views of that layout if any."""
         with self._changed:
             fitting = [b for b in self._free if b.memory.num_bytes >= num_bytes]
             for buffer in self._free:
@@ -183,13 +186,17 @@ class StagingPool:
                     buffer.memory.close()
             self._free = fitting
             missing = self._num_buffers - self._num_used - len(fitting)
+            size = num_bytes + self._room_bytes
             if missing > 0:
-                check_memory(missing * num_bytes, purpose=f"staging in {missing} buffers")
+                check_memory(missing * size, purpose=f"staging in {missing} buffers")
             for _ in range(missing):
-                memory = SharedMemory.allocate(num_bytes, purpose="staging")
+                memory = SharedMemory.allocate(size, purpose="staging")
                 if self._pins:
                     memory.pin()
                 self._free.append(StagingBuffer(memory))
+            if layout is not None:
+                for buffer in self._free:
+                    buffer.views(layout)
 
     def acquire(self, num_bytes: int, *, timeout_s: float) -> StagingBuffer:
         """Return a free buffer of at least that size; waits while all are in use."""
