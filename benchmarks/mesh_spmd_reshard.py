@@ -31,7 +31,7 @@ from torch.distributed.tensor import _redistribute as redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from mesh_spmd import ProcessMesh, Spec, TensorSpec, execute, plan_reshard
-from mesh_spmd.reshard import forget_plans
+from mesh_spmd.reshard.caches import forget_plans
 from ranktest import run_ranks
 
 ROUNDS = 3

@@ -44,6 +44,12 @@ def test_a_name_that_only_its_own_library_uses_is_found(parse: Parse) -> None:
     assert "`lib.save`" in found(parse, job="from lib import save\n"), "imported and not used"
 
 
+def test_a_module_that_is_run_by_its_name_reaches_what_it_uses(parse: Parse) -> None:
+    job = "from lib import save\ndef run(): save('-m', 'lib.{}')\n"
+    assert found(parse, job=job.format("extra")) == ""
+    assert "`lib.room.load`" in found(parse, job=job.format("room.part.load"))
+
+
 @pytest.mark.parametrize("module", ["lib/cli", "lib/__main__", "lib/commands/one", "other/cli"])
 def test_the_command_of_the_own_package_is_a_user(parse: Parse, module: str) -> None:
     uses = "from lib import save\nfrom lib.room import load\ndef main(): save(); load()\n"

@@ -6,7 +6,8 @@ that say for whom else it is: at most 15 such groups. A name there that is reach
 has to leave the list.
 
 Reached is what some definition of moe_train, or of the command, uses, what that one's own body
-uses, and so on, by name and by import: more than what a key reaches in a test.
+uses, and so on, by name, by import and by the name of a module that is run: more than what a key
+reaches in a test.
 """
 
 import ast
@@ -120,6 +121,9 @@ class _Graph:
                 found = self._meaning(module, node.id)
             elif isinstance(node, ast.Attribute):
                 found = self._dotted(module, node)
+            elif isinstance(node, ast.Constant) and node.value in self._definitions:
+                module_run = str(node.value)  # `python -m` of it
+                yield from ((module_run, name) for name in self._definitions[module_run])
             elif isinstance(node, ast.ImportFrom):
                 meanings = (self._meaning(node.module or "", alias.name) for alias in node.names)
                 yield from (meaning for meaning in meanings if meaning is not None and meaning[1])

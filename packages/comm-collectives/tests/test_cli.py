@@ -58,3 +58,10 @@ def test_too_small_a_world_ends_with_status_two(
 ) -> None:
     assert main(["check", "--world-size", size]) == 2
     assert f"--world-size: world size {size} must be at least 2" in capsys.readouterr().err
+
+
+def test_fuzz_says_how_schedules_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fuzz", "--schedules", "2", "--seed", "11"]) == 0
+    assert "2 of 2 schedules from seed 11" in capsys.readouterr().out
+    assert main(["fuzz", "--schedules", "0"]) == 2
+    assert "--schedules: num_schedules=0" in capsys.readouterr().err

@@ -69,7 +69,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_plan_arguments(plan)
     plan.set_defaults(run=run_plan)
+    _add_fuzz(commands)
     return parser
+
+
+def _add_fuzz(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    fuzz = commands.add_parser(
+        "fuzz",
+        help="run random programs under random faults on simulated ranks",
+        description="Simulate ranks in this process, with delays, kills, reordered and truncated "
+        "calls, and print each schedule that ends wrong, made short. Exit status 1 if one does.",
+    )
+    fuzz.add_argument("--schedules", type=int, default=100, help="how many (default: 100)")
+    fuzz.add_argument("--seed", type=int, default=0, help="of the first one (default: 0)")
+    fuzz.set_defaults(run=_fuzz)
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -100,6 +113,18 @@ def _check(args: argparse.Namespace) -> int:
         return 1
     print(to_json(report) if args.json else format_table(report))
     return 1 if report.problems or report.missed_canaries else 0
+
+
+def _fuzz(args: argparse.Namespace) -> int:
+    from comm_collectives.simulation.fuzz import fuzz
+
+    try:
+        report = fuzz(args.schedules, seed=args.seed)
+    except ValueError as error:
+        print(f"comm-collectives: --schedules: {error}", file=sys.stderr)
+        return 2
+    print(report)
+    return 1 if report.violations else 0
 
 
 def _bench(args: argparse.Namespace) -> int:

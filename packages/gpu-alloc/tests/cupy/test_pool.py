@@ -25,13 +25,8 @@ from gpu_alloc import (  # noqa: E402 - cupy decides whether the file is run at 
     OutOfMemoryError,
     check_snapshot,
 )
-from gpu_alloc.cupy import (  # noqa: E402
-    CupyBackend,
-    CupyPool,
-    cuda_version_problem,
-    install,
-    uninstall,
-)
+from gpu_alloc.cupy import CupyBackend, CupyPool, install, uninstall  # noqa: E402
+from gpu_alloc.cupy.versions import cuda_version_problem  # noqa: E402
 from gpu_alloc.errors import CudaVersionWarning  # noqa: E402
 from gpu_alloc.sources import StreamEvents  # noqa: E402
 

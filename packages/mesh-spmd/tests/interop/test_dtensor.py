@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from mesh_spmd import FlatSpec, MeshTypeError, MeshValueError, ProcessMesh, Spec, TensorSpec
-from mesh_spmd.interop import from_dtensor, redistribute, tensor_spec_of, to_dtensor
+from mesh_spmd.interop.dtensor import from_dtensor, redistribute, tensor_spec_of, to_dtensor
 from ranktest import run_ranks
 
 SQUARE = ProcessMesh((2, 2), ("dp", "tp"))

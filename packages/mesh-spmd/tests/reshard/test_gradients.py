@@ -14,7 +14,7 @@ from mesh_spmd import (
     reshard_tensor,
     split_tensor,
 )
-from mesh_spmd.reshard import plan_join, plan_split
+from mesh_spmd.reshard.parts import plan_join, plan_split
 from ranktest import run_ranks
 
 WHOLE = ProcessMesh((2, 2), ("pp", "ep"))  # of 5 ranks; rank 4 is outside

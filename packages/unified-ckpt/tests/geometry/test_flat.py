@@ -7,7 +7,7 @@ import torch
 
 from ranktest import run_ranks
 from unified_ckpt import Box, Shard, load, save
-from unified_ckpt.geometry.flat import flat_boxes, flat_buffer_ranges
+from unified_ckpt.geometry.flat import flat_boxes
 from unified_ckpt.geometry.regions import check_tiling
 from unified_ckpt.geometry.tensors.memory import narrow_box
 
@@ -57,26 +57,6 @@ def test_an_empty_flat_range_still_names_its_tensor() -> None:
     assert [tuple(b.tensor.shape) for b in empty.boxes()] == [(0, 3)]
     scalar = Shard(key="s", tensor=torch.zeros(0), box=Box((), (), (), (0, 0)))
     assert scalar.boxes() == []
-
-
-def test_a_flat_buffer_is_cut_into_equal_parts_with_aligned_parameters() -> None:
-    seed = random.randrange(2**32)
-    rng = random.Random(seed)
-    for _ in range(50):
-        numels = [rng.choice([0, 1, 7, 12, 40]) for _ in range(rng.randint(1, 6))]
-        num_ranks, align = rng.randint(1, 5), rng.choice([1, 4, 8])
-        per_rank = [
-            flat_buffer_ranges(numels, num_ranks=num_ranks, rank=rank, align=align)
-            for rank in range(num_ranks)
-        ]
-        for number, numel in enumerate(numels):
-            held = [i for ranges in per_rank for i in range(*ranges[number])]
-            assert held == list(range(numel)), seed
-    # By hand: 3 -> aligned to 4, 6 -> 8; 12 elements, two parts of 8 after padding to 16.
-    assert flat_buffer_ranges([3, 6], num_ranks=2, rank=0, align=4) == [(0, 3), (0, 4)]
-    assert flat_buffer_ranges([3, 6], num_ranks=2, rank=1, align=4) == [(0, 0), (4, 6)]
-    with pytest.raises(ValueError, match="rank 2 of num_ranks=2"):
-        flat_buffer_ranges([1], num_ranks=2, rank=2)
 
 
 DTYPES = [

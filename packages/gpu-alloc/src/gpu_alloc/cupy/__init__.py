@@ -11,4 +11,3 @@ from gpu_alloc.cupy.installation import install as install
 from gpu_alloc.cupy.installation import uninstall as uninstall
 from gpu_alloc.cupy.installation import use as use
 from gpu_alloc.cupy.pool import CupyPool as CupyPool
-from gpu_alloc.cupy.versions import cuda_version_problem as cuda_version_problem

@@ -5,5 +5,4 @@ May import: reshard, layout, mesh.
 
 from mesh_spmd.interop.dtensor import from_dtensor as from_dtensor
 from mesh_spmd.interop.dtensor import redistribute as redistribute
-from mesh_spmd.interop.dtensor import tensor_spec_of as tensor_spec_of
 from mesh_spmd.interop.dtensor import to_dtensor as to_dtensor

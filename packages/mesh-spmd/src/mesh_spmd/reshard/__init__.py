@@ -3,15 +3,12 @@
 May import: layout and mesh.
 """
 
-from mesh_spmd.reshard.caches import forget_plans as forget_plans
 from mesh_spmd.reshard.execute import Exchange as Exchange
 from mesh_spmd.reshard.execute import execute as execute
 from mesh_spmd.reshard.gradients import join_tensors as join_tensors
 from mesh_spmd.reshard.gradients import reshard_tensor as reshard_tensor
 from mesh_spmd.reshard.gradients import split_tensor as split_tensor
 from mesh_spmd.reshard.messages import Piece as Piece
-from mesh_spmd.reshard.parts import plan_join as plan_join
-from mesh_spmd.reshard.parts import plan_split as plan_split
 from mesh_spmd.reshard.plan import Plan as Plan
 from mesh_spmd.reshard.plan import plan_reshard as plan_reshard
 from mesh_spmd.reshard.topology import Topology as Topology

@@ -11,7 +11,6 @@ from moe_pipeline.executor.memory_track import MemoryTrack as MemoryTrack
 from moe_pipeline.executor.options import ExecutorOptions as ExecutorOptions
 from moe_pipeline.executor.pipeline_executor import PipelineExecutor as PipelineExecutor
 from moe_pipeline.executor.pytrees import map_tensors as map_tensors
-from moe_pipeline.executor.shapes import TensorShape as TensorShape
 from moe_pipeline.executor.shapes import infer_shapes as infer_shapes
 from moe_pipeline.executor.stage_io import StageOutput as StageOutput
 from moe_pipeline.executor.time_track import TimeTrack as TimeTrack

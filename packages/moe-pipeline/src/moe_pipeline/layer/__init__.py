@@ -3,7 +3,6 @@
 May import: experts, recomputation, router, weight_grad, comm_collectives.
 """
 
-from moe_pipeline.layer.folding import ExpertAxes as ExpertAxes
 from moe_pipeline.layer.folding import fold_experts as fold_experts
 from moe_pipeline.layer.local_experts import Experts as Experts
 from moe_pipeline.layer.moe_layer import MoELayer as MoELayer

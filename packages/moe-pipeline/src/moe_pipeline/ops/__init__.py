@@ -7,5 +7,4 @@ from moe_pipeline.ops.cross_entropy import chunked_cross_entropy as chunked_cros
 from moe_pipeline.ops.dropout import dropout as dropout
 from moe_pipeline.ops.dropout import dropout_add as dropout_add
 from moe_pipeline.ops.rng import counter_key as counter_key
-from moe_pipeline.ops.rng import counter_normal as counter_normal
 from moe_pipeline.ops.rng import counter_uniform as counter_uniform

@@ -5,7 +5,6 @@ May import: geometry/tensors.
 
 from unified_ckpt.geometry.box import Box as Box
 from unified_ckpt.geometry.box import chunk_range as chunk_range
-from unified_ckpt.geometry.flat import flat_buffer_ranges as flat_buffer_ranges
 from unified_ckpt.geometry.flat import round_up as round_up
 from unified_ckpt.geometry.regions import Region as Region
 from unified_ckpt.geometry.regions import Shape as Shape

@@ -8,7 +8,6 @@ range. So a flat shard is planned, checked, written and read like any other.
 """
 
 import math
-from collections.abc import Sequence
 
 from unified_ckpt.errors import CheckpointValueError
 from unified_ckpt.geometry.regions import Shape
@@ -50,36 +49,3 @@ def _row(shape: Shape, row: int, begin: int, end: int) -> list[tuple[Shape, Shap
 def round_up(value: int, unit: int) -> int:
     """Return the least multiple of `unit` that is at least `value`."""
     return value + -value % unit
-
-
-def flat_buffer_ranges(
-    numels: Sequence[int], *, num_ranks: int, rank: int, align: int = 1
-) -> list[tuple[int, int]]:
-    """Return which elements of every parameter lie in a rank's part of one flat buffer.
-
-    The parameters stand one after the other, each at a multiple of `align` elements; the buffer is
-    padded to a multiple of `num_ranks * align` and cut into equal parts (stage 1 with split
-    parameters in Paddle, flat parameters in FSDP). Padding belongs to no parameter.
-
-    Args:
-        numels: elements of each parameter, in the buffer's order.
-
-    Returns:
-        One (begin, end) per parameter, (0, 0) where the rank holds nothing of it.
-    """
-    if num_ranks < 1 or not 0 <= rank < num_ranks or align < 1:
-        raise CheckpointValueError(
-            f"rank {rank} of num_ranks={num_ranks} with align={align}; "
-            "expected 0 <= rank < num_ranks and align >= 1"
-        )
-    starts, position = [], 0
-    for numel in numels:
-        starts.append(position)
-        position += round_up(numel, align)
-    part = round_up(position, num_ranks * align) // num_ranks
-    low, high = rank * part, (rank + 1) * part
-    ranges = []
-    for start, numel in zip(starts, numels, strict=True):
-        begin, end = max(low - start, 0), min(high - start, numel)
-        ranges.append((begin, end) if begin < end else (0, 0))
-    return ranges

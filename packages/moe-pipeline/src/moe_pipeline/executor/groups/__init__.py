@@ -3,8 +3,6 @@
 May import: comm_collectives.
 """
 
-from moe_pipeline.executor.groups.pipeline_groups import PipelineGroups as PipelineGroups
-from moe_pipeline.executor.groups.pipeline_groups import connect_pairs as connect_pairs
 from moe_pipeline.executor.groups.pipeline_groups import (
     make_pipeline_groups as make_pipeline_groups,
 )

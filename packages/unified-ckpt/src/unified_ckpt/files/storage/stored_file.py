@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from unified_ckpt.files.storage.location import Location
 
-# Of one request; a client may hold them twice while they come. Four times this and what a client
-# takes at its first read (0.7 MiB) stay below two parts of 8 MiB.
-READ_BYTES = 7 * 512 * 1024
+# Of one request. A client holds it twice while it comes, and 4 MiB besides (connections, arenas of
+# its threads); with that two of them stay below two parts of 8 MiB.
+READ_BYTES = 3 * 1024 * 1024
 PARTS_AT_ONCE = 2
 _GAP_BYTES = 512 * 1024  # less than what comes in the time of one more request
 
