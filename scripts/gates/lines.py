@@ -52,10 +52,10 @@ LINES_ADDED = {
     # Whose failure was the job's first, and which ranks give no sign of life.
     # Saves beside training, and the average, over changes of the layout.
     # Sums beside the backward; keys that change numbers, compared; DeepEP as a key; bytes planned.
-    # Moments, master weights and gradients that ranks share out.
+    # Moments, master weights, gradients and parameters that ranks share out.
     # Memory forecast of each rank alone. Signs of life of thousands of ranks.
     # Who serves a rank's memory, its record, and what is told when there is none left.
-    "moe-train": 14_085 + 200 + 480 + 180 + 620 + 330 + 280 + 130 + 265 + 95 + 420,
+    "moe-train": 14_085 + 200 + 480 + 180 + 620 + 330 + 280 + 130 + 420 + 95 + 420,
     # Recording of CuPy, torch and whole scripts, torch's snapshots read and written, memory that is
     # bound to streams block by block; the recorder came from moe-train. Explain, tune, compare,
     # plot and info, as functions and commands; settings in files. Reuse that waits for events.

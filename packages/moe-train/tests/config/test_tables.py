@@ -238,6 +238,13 @@ def test_stochastic_rounding_is_refused_where_muon_updates_something() -> None:
         config(train=low, optimizer=OptimizerConfig(lr=1e-3, name="muon"))
 
 
+def test_parameters_that_come_and_go_are_refused_beside_offloaded_activations() -> None:
+    offloaded = train(offload_activations=True)
+    assert config(parallel=ParallelConfig(sharding=2), train=offloaded).parallel.sharding == 2
+    with pytest.raises(ValueError, match=r"offload_activations=true cannot tell .*sharding=2"):
+        config(parallel=ParallelConfig(sharding=3), train=offloaded)
+
+
 def test_experts_lie_as_the_keys_say() -> None:
     made = ParallelConfig(ep=2, expert_parts=("3,5", "7: 8,0"))
     assert made.parts_by_layer([1, 7]) == {1: (3, 5), 7: (8, 0)}

@@ -88,6 +88,9 @@ def test_a_plan_says_what_it_does_not_follow(configure: Configure) -> None:
     lines = _in_a_process(lambda: plan_report(config, ranks=[0])).splitlines()
     assert any(line.startswith("planned without parallel.overlap_grad_reduce") for line in lines)
     assert any(line.startswith('planned as parallel.schedule="zbv"') for line in lines)
+    config = configure("parallel.dp=2", "parallel.sharding=3")
+    lines = _in_a_process(lambda: plan_report(config, ranks=[0])).splitlines()
+    assert any(line.startswith("planned as parallel.sharding=2") for line in lines)
     plain = _in_a_process(lambda: plan_report(configure("parallel.dp=2"), ranks=[0]))
     assert "\nplanned " not in plain
 

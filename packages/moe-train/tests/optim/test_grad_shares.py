@@ -30,15 +30,23 @@ def gradients_of(config: Config) -> list[dict[str, Any]]:
         training = build_training(config, start(config))
         runner, stages = training.runner, training.runner.stages
         named = {n: p for n, p in stages.named_parameters() if p.requires_grad}
-        most = 0
-        started = RowShares.start_reduce_scatter
+        most = {"gradients": 0, "parameters": 0}
+        started, gathered = RowShares.start_reduce_scatter, RowShares.all_gather
 
-        def watched(*args: Any) -> object:
-            nonlocal most
-            most = max(most, sum(p.grad.nbytes for p in named.values() if p.grad is not None))
+        def parameter_bytes() -> int:
+            return sum(p.untyped_storage().nbytes() for p in named.values())
+
+        def sums_start(*args: Any) -> object:
+            gradients = sum(p.grad.nbytes for p in named.values() if p.grad is not None)
+            most["gradients"] = max(most["gradients"], gradients)
             return started(*args)
 
-        RowShares.start_reduce_scatter = watched  # type: ignore[method-assign, assignment]
+        def rows_come(*args: Any) -> None:
+            gathered(*args)
+            most["parameters"] = max(most["parameters"], parameter_bytes())
+
+        RowShares.start_reduce_scatter = sums_start  # type: ignore[method-assign, assignment]
+        RowShares.all_gather = rows_come  # type: ignore[method-assign]
         batches = random_batches(config, stages.config.vocab_size, training.parallel)
         result = runner.train(batches, lr=1e-9)
         held = {id(t): t.nbytes for t in runner.gradients.held()}
@@ -48,6 +56,7 @@ def gradients_of(config: Config) -> list[dict[str, Any]]:
             "norm": result.grad_norm,
             "held": sum(held.values()),
             "most": most,
+            "parameters held": parameter_bytes(),
             "whole": sum(p.nbytes for p in named.values()),
         }
 
@@ -77,27 +86,39 @@ BALANCED = [
     "moe.z_loss_coef=0.01",
     "parallel.schedule=forward_then_backward",
 ]
+ZB_1P = ["parallel.schedule=zb_1p", "train.gradient_accumulation_fusion=true"]
 LAYERS = {"num_hidden_layers": 4}
 
 
 @pytest.mark.parametrize(
-    ("keys", "model", "held", "most"),
+    ("keys", "model", "held", "most", "whole"),
     [
         # Experts along dp, dense rows along dp x ep; the embedding, a layer and the head are parts.
-        (["parallel.dp=2", "parallel.ep=2"], {}, 0.36, 0.29),
-        (["parallel.dp=2", "train.recompute=layers", *BALANCED], {}, 0.51, 0.28),
-        (["parallel.dp=2", "train.recompute=outputs", "moe.dispatch_chunks=2"], {}, 0.51, 0.28),
-        (["parallel.dp=3", "train.recompute=selective"], GPT_OSS, 0.36, 0.35),
+        (["parallel.dp=2", "parallel.ep=2"], {}, 0.36, 0.29, 0),
+        (["parallel.dp=2", "train.recompute=layers", *BALANCED], {}, 0.51, 0.28, 0),
+        (["parallel.dp=2", "train.recompute=outputs", "moe.dispatch_chunks=2"], {}, 0.51, 0.28, 0),
+        (["parallel.dp=3", "train.recompute=selective"], GPT_OSS, 0.36, 0.35, 0),
         # Layers for multi-token prediction use embedding and head again.
-        (["parallel.dp=2", "train.mtp_loss_coef=0.3"], DEEPSEEK, 0.52, 0.75),
+        (["parallel.dp=2", "train.mtp_loss_coef=0.3"], DEEPSEEK, 0.52, 0.92, 0),
         # The embedding that both stages hold is summed whole; weights get gradients of their own.
-        (["parallel.pp=2", "parallel.dp=2", "parallel.schedule=zb_1p"], TIED, 0.51, 1.0),
-        (["parallel.pp=2", "parallel.dp=2", "parallel.schedule=zbv"], LAYERS, 0.51, 0.61),
-        (["parallel.dp=2", "optimizer.name=muon"], {}, 0.58, 0.37),  # dense matrices stay whole
+        (["parallel.pp=2", "parallel.dp=2", *ZB_1P], TIED, 0.51, 1.0, 0.45),
+        (["parallel.pp=2", "parallel.dp=2", "parallel.schedule=zbv"], LAYERS, 0.51, 0.61, 0),
+        (
+            ["parallel.dp=2", "optimizer.name=muon"],
+            {},
+            0.58,
+            0.37,
+            0.15,
+        ),  # dense matrices stay whole
     ],
 )
 def test_shared_out_gradients_are_the_rows_of_whole_ones(
-    configure: Configure, keys: list[str], model: dict[str, object], held: float, most: float
+    configure: Configure,
+    keys: list[str],
+    model: dict[str, object],
+    held: float,
+    most: float,
+    whole: float,
 ) -> None:
     rows = gradients_of(configure(*keys, "parallel.sharding=1", **model))
     shared = gradients_of(configure(*keys, "parallel.sharding=2", **model))
@@ -107,7 +128,14 @@ def test_shared_out_gradients_are_the_rows_of_whole_ones(
             torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-8, msg=name)
         assert found["norm"] == pytest.approx(expected["norm"], rel=1e-6)
         assert found["held"] <= held * found["whole"]
-        assert found["most"] <= most * found["whole"]
+        assert found["most"]["gradients"] <= most * found["whole"]
+    # Parameters that are shared out, too, change no bit.
+    third = gradients_of(configure(*keys, "parallel.sharding=3", **model))
+    for found, expected in zip(third, shared, strict=True):
+        for name, gradient in found["gradients"].items():
+            assert torch.equal(gradient, expected["gradients"][name]), name
+        assert found["parameters held"] <= whole * found["whole"]
+        assert found["most"]["parameters"] <= most * found["whole"]
 
 
 def test_a_gradient_that_comes_after_that_of_its_layers_input_is_an_error_and_not_lost() -> None:
@@ -115,9 +143,10 @@ def test_a_gradient_that_comes_after_that_of_its_layers_input_is_an_error_and_no
         group = dist.group.WORLD
         assert group is not None
         layer = nn.Linear(2, 2, bias=False)
+        weights = list(layer.parameters())
         shares = GradientShares(
             [RowShares(group, {layer.weight: (1, 1)})],
-            {0: StageBlocks(parameters=[layer.weight], blocks=[(layer, [layer.weight])])},
+            {0: StageBlocks(module=layer, parameters=weights, blocks=[(layer, weights)])},
             fp32=False,
             dtype=None,
         )

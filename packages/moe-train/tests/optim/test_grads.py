@@ -14,8 +14,8 @@ from moe_pipeline.schedules import Action
 from moe_train.optim import grads
 from moe_train.optim.grads import (
     GradientStore,
-    LastComputations,
     ParameterGroup,
+    StageBlocks,
     clip_coefficient,
     slices_of,
 )
@@ -249,10 +249,15 @@ def test_gradients_leave_when_the_last_computation_of_their_stages_has_made_them
         store = GradientStore(
             [ParameterGroup(parameters=list(held.values()), reduce_group=dist.group.WORLD)],
             fp32_accumulation=fp32_accumulation,
-            overlap=LastComputations(
-                row=actions,
-                stages_of={p: frozenset(stages.get(name, {0})) for name, p in held.items()},
-            ),
+            overlap=actions,
+            stages={
+                number: StageBlocks(
+                    module=nn.Module(),
+                    parameters=[p for n, p in held.items() if number in stages.get(n, {0})],
+                    blocks=[],
+                )
+                for number in (0, 1)
+            },
         )
         # By kind and stage what gets a gradient; norms get theirs with those of the inputs.
         made = {

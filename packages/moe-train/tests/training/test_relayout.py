@@ -78,7 +78,7 @@ def end_of(
             logging.getLogger("moe_train").addHandler(told)
         loop.run(context)
         runner = loop.training.runner
-        held = {f"weight {n}": t for n, t in runner.stages.state_dict().items()}
+        held = {f"weight {n}": t for n, t in loop.training.checkpointer.parameters.items()}
         held |= {f"master {n}": t for n, t in runner.optimizer.master.items()}
         for moment, tensors in runner.optimizer.moments().items():
             held |= {f"{moment} {name}": tensor for name, tensor in tensors.items()}
@@ -93,7 +93,7 @@ def end_of(
 @pytest.mark.parametrize(
     "numbers",
     [
-        ["train.dtype=bfloat16", "train.master_weights=true", "parallel.sharding=1"],
+        ["train.dtype=bfloat16", "train.master_weights=true", "parallel.sharding=3"],
         ["optimizer.name=muon", "train.gradient_accumulation_steps=2", "parallel.sharding=2"],
     ],
 )

@@ -238,15 +238,15 @@ TRAINABLE = {
 
 
 @pytest.mark.parametrize("frozen", TRAINABLE)
-@pytest.mark.parametrize("layout", ["one rank", "pp2 ep3", "pp2 dp2 fused recompute"])
+@pytest.mark.parametrize("layout", ["one rank", "pp2 ep3", "pp2 dp2 fused recompute shared"])
 def test_frozen_parameters_stay_bit_equal_and_the_rest_trains_as_by_plain_torch(
     configure: Configure, random_batches: Batches, layout: str, frozen: str
 ) -> None:
     tied = {"tie_word_embeddings": frozen == "embedding"}
     trainable = f"train.trainable={list(TRAINABLE[frozen])}".replace("'", '"')
     more = ("parallel.pp=2", "parallel.dp=2", "train.gradient_accumulation_fusion=true")
-    overrides = LAYOUTS.get(layout, (*more, "train.recompute=layers"))
-    config = configure(*overrides, trainable, **tied)
+    more = (*more, "train.recompute=layers", "parallel.sharding=2")
+    config = configure(*LAYOUTS.get(layout, more), trainable, **tied)
     compare(
         config, random_batches, plainly_trained(configure(trainable, **tied), random_batches), 1e-6
     )

@@ -14,8 +14,8 @@ from moe_train.checkpoint.parts import read_part
 from moe_train.layout import (
     ParameterLayout,
     StoredTensors,
-    fill_new_rows,
-    first_rows,
+    has_new_rows,
+    load_first_rows,
     stored_tensors,
 )
 
@@ -74,25 +74,22 @@ class RankTensors:
     def load_first(self, source: Path, masters: Mapping[str, Tensor]) -> None:
         """Fill the parameters and master weights from a transformers checkpoint.
 
-        Rows of vocabulary that it does not have become the mean of those that it has; master
-        weights are whole for a moment then.
+        Rows of vocabulary that it does not have become the mean of those that it has; embedding and
+        head are whole for a moment then.
         """
-        self._load_rows(self.parameters, source)
-        stored = first_rows(self.layouts, self.parameters, source)[0]
-        grown = {n for n in masters if stored[n].global_shape != self.layouts[n].global_shape}
-        whole = {name: self.parameters[name].float() for name in grown}
-        if whole:
-            self._load_rows(whole, source)
-        others = {name: master for name, master in masters.items() if name not in grown}
+        grown = {n for n in self.parameters if has_new_rows(self.layouts[n], source)}
+        others = {n: t for n, t in self.parameters.items() if n not in grown}
+        read_part(source, "model", [self.weights(others)], cast=True)
+        others = {n: t for n, t in masters.items() if n not in grown}
         if others:
             read_part(source, "model", [self.updates(others)], cast=True)
-        for name in grown:
-            first = self.layouts_of_updates[name].first_row(self.rank)
-            first -= self.layouts[name].first_row(self.rank)
-            masters[name].copy_(whole[name][first : first + len(masters[name])])
+        for name in sorted(grown):
+            self._load_grown(self.parameters[name], self.layouts[name], source)
+            if name in masters:
+                self._load_grown(masters[name], self.layouts_of_updates[name], source)
 
-    def _load_rows(self, tensors: Mapping[str, Tensor], source: Path) -> None:
-        """Fill whole parameters, or what is shaped as they are."""
-        layouts, rows = first_rows(self.layouts, tensors, source)
-        read_part(source, "model", [stored_tensors(layouts, rows, self.rank)], cast=True)
-        fill_new_rows(tensors, source)
+    def _load_grown(self, tensor: Tensor, layout: ParameterLayout, source: Path) -> None:
+        def load(stored: StoredTensors) -> None:
+            read_part(source, "model", [stored], cast=True)
+
+        load_first_rows(layout, tensor, source, rank=self.rank, load=load)

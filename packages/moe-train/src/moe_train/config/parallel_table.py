@@ -43,12 +43,13 @@ class ParallelConfig(Table):
     )
     sharding: int = key(
         "what is shared out among ranks that hold the same parameters: nothing (0), moments and "
-        "master weights (1), of which each rank keeps and updates those of its own rows, or their "
-        "gradients as well (2), summed after each microbatch, layer by layer",
+        "master weights (1), of which each rank keeps and updates those of its own rows, their "
+        "gradients as well (2), summed after each microbatch, layer by layer, or the parameters "
+        "too (3), which are whole only while a layer is computed",
         unit="level",
         default=0,
         minimum=0,
-        maximum=2,
+        maximum=3,
         on_resume="free",
     )
     schedule: Literal[

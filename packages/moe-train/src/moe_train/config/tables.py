@@ -68,6 +68,11 @@ class Config:
                 "train.gradient_accumulation_fusion=true adds gradients where nobody sees them "
                 "come, which parallel.overlap_grad_reduce=true waits for; take one of them out"
             )
+        if self.parallel.sharding > 2 and self.train.offload_activations:
+            raise TrainValueError(
+                "train.offload_activations=true cannot tell parameters that come and go, as with "
+                "parallel.sharding=3, from activations; use parallel.sharding=2, or take it out"
+            )
         if self.parallel.relayout and self.checkpoint.node_folder is not None:
             raise TrainValueError(
                 "the layout cannot change with checkpoint.node_folder, which keeps the state in "

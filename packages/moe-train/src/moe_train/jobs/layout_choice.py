@@ -28,7 +28,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     _SCHEDULE: get_args(get_type_hints(ParallelConfig)["schedule"]),
     _SPLIT: ("equal", "cost"),
     "parallel.overlap_grad_reduce": (False, True),
-    "parallel.sharding": (0, 1, 2),
+    "parallel.sharding": (0, 1, 2, 3),
     "train.recompute": (None, "layers", "selective", "outputs"),
     "train.gradient_accumulation_fusion": (False, True),
     "train.loss_chunk_tokens": (None, 24),

@@ -79,6 +79,8 @@ def planned_otherwise(config: Config) -> list[str]:
     lines = []
     if config.parallel.overlap_grad_reduce:
         lines.append("planned without parallel.overlap_grad_reduce, whose buckets need memory too")
+    if config.parallel.sharding > 2:
+        lines.append("planned as parallel.sharding=2: whole parameters are counted all the time")
     if config.parallel.schedule == "auto":
         lines.append('planned as parallel.schedule="zbv": what auto makes follows measured times')
     return lines
@@ -86,7 +88,8 @@ def planned_otherwise(config: Config) -> list[str]:
 
 def _on_host(config: Config) -> Config:
     """The same job on the host's operators, but for `planned_otherwise`."""
-    parallel = replace(config.parallel, overlap_grad_reduce=False)
+    sharding = min(config.parallel.sharding, 2)
+    parallel = replace(config.parallel, overlap_grad_reduce=False, sharding=sharding)
     if parallel.schedule == "auto":
         parallel = replace(parallel, schedule="zbv")
     return replace(config, parallel=parallel, train=replace(config.train, device="cpu"))

@@ -13,5 +13,5 @@ from moe_train.layout.parameters import stage_tensors as stage_tensors
 from moe_train.layout.parameters import stored_tensors as stored_tensors
 from moe_train.layout.trainable import chosen_names as chosen_names
 from moe_train.layout.trainable import decoder_shapes as decoder_shapes
-from moe_train.layout.vocabulary import fill_new_rows as fill_new_rows
-from moe_train.layout.vocabulary import first_rows as first_rows
+from moe_train.layout.vocabulary import has_new_rows as has_new_rows
+from moe_train.layout.vocabulary import load_first_rows as load_first_rows

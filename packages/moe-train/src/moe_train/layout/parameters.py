@@ -63,6 +63,10 @@ class ParameterLayout:
         """
         return replace(self, spec=_cut_finer(self.spec))
 
+    def whole(self) -> "ParameterLayout":
+        """As where every rank of the stage holds all of it."""
+        return replace(self, spec=Spec.from_axes(self.spec.mesh, {}))
+
     def num_rows(self, rank: int) -> int:
         """How many indices of dim 0 a rank has."""
         return local_box(self.global_shape, self.spec, rank).shape[0]

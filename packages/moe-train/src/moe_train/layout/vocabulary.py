@@ -3,11 +3,11 @@
 Invariant: the rows of the checkpoint keep their place and value; every rank fills the others alike,
 with the mean of those, so that copies of the embedding stay equal.
 
-    fewer = first_rows(layouts, tensors, source)      # load into these
-    fill_new_rows(tensors, source)
+    if has_new_rows(layout, source):
+        load_first_rows(layout, tensor, source, rank=0, load=load)
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_train.errors import TrainValueError
-from moe_train.layout.parameters import ParameterLayout
+from moe_train.layout.parameters import ParameterLayout, StoredTensors, stored_tensors
 from moe_train.layout.stored_form import plain_form
 from moe_train.model import EMBEDDING
 from unified_ckpt import read_index
@@ -23,35 +23,47 @@ from unified_ckpt import read_index
 _BY_TOKEN = frozenset({EMBEDDING, "lm_head.weight"})
 
 
-def first_rows(
-    layouts: Mapping[str, ParameterLayout], tensors: Mapping[str, Tensor], source: Path
-) -> tuple[dict[str, ParameterLayout], dict[str, Tensor]]:
-    """Layouts and tensors as of the vocabulary of `source`; these tensors share the given's memory.
+def has_new_rows(layout: ParameterLayout, source: Path) -> bool:
+    """Whether the model has rows of vocabulary in this parameter that `source` does not have.
 
     Raises:
-        ValueError: the tensors have fewer rows.
+        ValueError: it has fewer rows.
     """
-    rows = _rows_of(source)
-    new_layouts, new_tensors = dict(layouts), dict(tensors)
-    for name in _BY_TOKEN & tensors.keys():
-        if rows > tensors[name].shape[0]:
-            raise TrainValueError(
-                f"{name} has {tensors[name].shape[0]} rows and its checkpoint {rows}; a vocabulary "
-                "is not made smaller, since tokens would lose their embeddings"
-            )
-        shape = (rows, *layouts[name].global_shape[1:])
-        new_layouts[name] = replace(layouts[name], global_shape=shape, form=plain_form(name, shape))
-        new_tensors[name] = tensors[name][:rows]
-    return new_layouts, new_tensors
+    rows, name = layout.global_shape[0] if layout.global_shape else 0, layout.name
+    if name not in _BY_TOKEN:
+        return False
+    stored = _rows_of(source)
+    if stored > rows:
+        raise TrainValueError(
+            f"{name} has {rows} rows and its checkpoint {stored}; a vocabulary is not made "
+            "smaller, since tokens would lose their embeddings"
+        )
+    return stored < rows
 
 
 @torch.no_grad()
-def fill_new_rows(tensors: Mapping[str, Tensor], source: Path) -> None:
-    """Give the rows that `source` does not have the mean of those that it has, taken in fp32."""
-    rows = _rows_of(source)
-    for name in _BY_TOKEN & tensors.keys():
-        weight = tensors[name]
-        weight[rows:] = weight[:rows].float().mean(0).to(weight.dtype)
+def load_first_rows(
+    layout: ParameterLayout,
+    tensor: Tensor,
+    source: Path,
+    *,
+    rank: int,
+    load: Callable[[StoredTensors], None],
+) -> None:
+    """Fill this rank's rows of a parameter from fewer rows; all of them are held for a moment.
+
+    The rows that `source` does not have become the mean of those that it has, taken in fp32.
+
+    Args:
+        load: fills what it is given from `source`.
+    """
+    rows, whole = _rows_of(source), tensor.new_empty(layout.global_shape)
+    shape = (rows, *layout.global_shape[1:])
+    fewer = replace(layout.whole(), global_shape=shape, form=plain_form(layout.name, shape))
+    load(stored_tensors({layout.name: fewer}, {layout.name: whole[:rows]}, rank))
+    whole[rows:] = whole[:rows].float().mean(0).to(whole.dtype)
+    first = layout.first_row(rank)
+    tensor.copy_(whole[first : first + len(tensor)])
 
 
 def _rows_of(source: Path) -> int:

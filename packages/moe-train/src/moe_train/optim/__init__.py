@@ -3,15 +3,15 @@
 May import: config, model, errors; comm_collectives, moe_pipeline.
 """
 
-from moe_train.optim.grad_shares import StageBlocks as StageBlocks
 from moe_train.optim.grads import GradientStore as GradientStore
-from moe_train.optim.grads import LastComputations as LastComputations
 from moe_train.optim.grads import ParameterGroup as ParameterGroup
 from moe_train.optim.grads import clip_coefficient as clip_coefficient
 from moe_train.optim.lr_schedule import LrSchedule as LrSchedule
 from moe_train.optim.optimizer import MUON_MOMENT as MUON_MOMENT
 from moe_train.optim.optimizer import Optimizer as Optimizer
+from moe_train.optim.param_shares import ParameterShares as ParameterShares
 from moe_train.optim.rounding import StochasticRounding as StochasticRounding
 from moe_train.optim.shares import RowShares as RowShares
+from moe_train.optim.stage_blocks import StageBlocks as StageBlocks
 from moe_train.optim.update_rules import UpdateRule as UpdateRule
 from moe_train.optim.update_rules import update_rules as update_rules

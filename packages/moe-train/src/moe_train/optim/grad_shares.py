@@ -16,7 +16,6 @@ whether or not a parameter got a gradient (that of an expert without tokens coun
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import final
 
@@ -26,31 +25,9 @@ from torch import Tensor, nn
 from moe_pipeline.schedules import Action, Kind
 from moe_train.errors import MoeTrainError
 from moe_train.optim.shares import RowShares
+from moe_train.optim.stage_blocks import Part, StageBlocks, parts_of
 
 _GIVES_ALL = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageBlocks:
-    """One stage of this rank.
-
-    Args:
-        parameters: of the whole stage, in the same order on every rank of the stage.
-        blocks: modules of the stage, each called with a tensor first through which alone gradients
-            go on to what lies before it; and the parameters that are used behind that tensor, and
-            before that of the next block.
-    """
-
-    parameters: Sequence[nn.Parameter]
-    blocks: Sequence[tuple[nn.Module, Sequence[nn.Parameter]]]
-
-
-@final
-@dataclass(eq=False)
-class _Part:
-    """Parameters whose gradients are summed together, by who shares out their rows."""
-
-    parameters: list[tuple[RowShares, list[nn.Parameter]]] = field(default_factory=list)
 
 
 @final
@@ -79,23 +56,13 @@ class GradientShares:
                 kept = torch.float32 if fp32 else parameter.dtype
                 rows = parameter.data[share.own(parameter)]
                 self.sums[parameter] = torch.zeros_like(rows, dtype=kept)
-        self._parts: dict[int, list[_Part]] = {}
+        self._parts = {number: parts_of(stage, shares) for number, stage in stages.items()}
         for number, stage in stages.items():
-            self._parts[number] = self._parts_of(stage, shares)
+            for part, (block, _) in zip(self._parts[number], stage.blocks, strict=False):
+                block.register_forward_pre_hook(partial(self._begins, part))
         self._action: Action | None = None
-        self._left: list[_Part] = []
+        self._left: list[Part] = []
         self._under_way: Callable[[], None] | None = None
-
-    def _parts_of(self, stage: StageBlocks, shares: Sequence[RowShares]) -> list[_Part]:
-        """The parts of a stage, the last of them what belongs to no block."""
-        in_blocks: set[nn.Parameter] = set()
-        parts = []
-        for block, own in stage.blocks:
-            in_blocks.update(own)
-            parts.append(_part(own, shares))
-            block.register_forward_pre_hook(partial(self._begins, parts[-1]))
-        rest = _part([p for p in stage.parameters if p not in in_blocks], shares)
-        return [*parts, rest]
 
     def clear(self) -> None:
         """Forget the sums, before a step."""
@@ -121,7 +88,7 @@ class GradientShares:
         if action.kind in _GIVES_ALL:
             self._check_none_left(action)
 
-    def _begins(self, part: _Part, _: nn.Module, inputs: tuple[object, ...]) -> None:
+    def _begins(self, part: Part, _: nn.Module, inputs: tuple[object, ...]) -> None:
         """A block is called; in a backward it is only computed again, on the same input."""
         if self._action is None or self._action.kind is not Kind.FORWARD:
             return
@@ -131,13 +98,13 @@ class GradientShares:
         if isinstance(first, Tensor) and first.requires_grad and not first.is_leaf:
             first.register_hook(partial(self._is_complete, part))
 
-    def _is_complete(self, part: _Part, _: Tensor) -> None:
+    def _is_complete(self, part: Part, _: Tensor) -> None:
         is_whole = self._action is not None and self._action.kind is Kind.BACKWARD
         if is_whole and part in self._left:
             self._send(part)
 
     @torch.no_grad()
-    def _send(self, part: _Part) -> None:
+    def _send(self, part: Part) -> None:
         """Start the sums of a part, when those of the part before are there."""
         self._left.remove(part)
         self._receive()
@@ -177,9 +144,3 @@ class GradientShares:
                         f"{action}: parameters of shapes {late} got gradients after that of their "
                         "layer's input; use parallel.sharding=1 for this model"
                     )
-
-
-def _part(parameters: Sequence[nn.Parameter], shares: Sequence[RowShares]) -> _Part:
-    chosen = set(parameters)
-    found = [(share, [p for p in share.parameters if p in chosen]) for share in shares]
-    return _Part([(share, own) for share, own in found if own])

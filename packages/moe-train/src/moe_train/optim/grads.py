@@ -25,9 +25,11 @@ from comm_collectives import reduce_in_buckets
 from moe_pipeline.executor import TiedParameters
 from moe_pipeline.schedules import Action
 from moe_train.optim.grad_overlap import OverlappedReduction
-from moe_train.optim.grad_shares import GradientShares, StageBlocks
+from moe_train.optim.grad_shares import GradientShares
+from moe_train.optim.param_shares import ParameterShares
 from moe_train.optim.shares import RowShares
 from moe_train.optim.slices import slices_of
+from moe_train.optim.stage_blocks import StageBlocks, stages_of_parameters
 
 _BUCKET_BYTES = 64 * 2**20
 
@@ -73,19 +75,6 @@ class ParameterGroup:
         return self.shares_gradients and self.shares is not None and self.tied is None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LastComputations:
-    """What says when the gradients of a step are complete, for sums beside the backward.
-
-    Args:
-        row: what this rank does in a step.
-        stages_of: the stages of this rank that use a parameter.
-    """
-
-    row: Sequence[Action]
-    stages_of: Mapping[nn.Parameter, frozenset[int]]
-
-
 class GradientStore:
     """The gradients of this rank's parameters, in fp32 when `fp32_accumulation` is set.
 
@@ -96,9 +85,10 @@ class GradientStore:
         groups: every parameter once.
         fp32_accumulation: see above.
         reduce_dtype: in which sums over ranks are taken and travel; None: that of the gradients.
-        overlap: sum while the last backwards of a step run, in groups that they do not use; tied
-            parameters are summed afterwards.
-        stages: of this rank, by number; for groups whose gradients are shared out.
+        overlap: what this rank does in a step, to sum while its last backwards run, in groups that
+            they do not use; tied parameters are summed afterwards.
+        stages: of this rank, by number; for `overlap` and groups whose gradients are shared out.
+        parameters: what makes parameters whole that are shared out themselves.
     """
 
     def __init__(
@@ -107,14 +97,16 @@ class GradientStore:
         *,
         fp32_accumulation: bool,
         reduce_dtype: torch.dtype | None = None,
-        overlap: LastComputations | None = None,
+        overlap: Sequence[Action] | None = None,
         stages: Mapping[int, StageBlocks] = MappingProxyType({}),
+        parameters: ParameterShares | None = None,
     ) -> None:
         self._groups, self._reduce_dtype = groups, reduce_dtype
         self._parameters = [p for group in groups for p in group.parameters]
         self._buffers: dict[nn.Parameter, Tensor] = {}
         self._own: dict[nn.Parameter, Tensor] = {}
         by_rows = [g.shares for g in groups if g.shares is not None and g.is_by_rows]
+        self._whole = parameters if parameters is not None and parameters.own else None
         self._shared: GradientShares | None = None
         if by_rows:
             self._shared = GradientShares(
@@ -123,11 +115,13 @@ class GradientStore:
         whole = [p for group in groups if not group.is_by_rows for p in group.parameters]
         for parameter in whole if fp32_accumulation else ():
             self._buffers[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
-        self._beside = None if overlap is None else self._overlapped(overlap)
+        self._beside = None if overlap is None else self._overlapped(overlap, stages)
         for parameter in whole if fp32_accumulation or self._beside else ():
             parameter.register_post_accumulate_grad_hook(self._arrived)
 
-    def _overlapped(self, overlap: LastComputations) -> OverlappedReduction | None:
+    def _overlapped(
+        self, row: Sequence[Action], stages: Mapping[int, StageBlocks]
+    ) -> OverlappedReduction | None:
         chosen = [
             (group.parameters, group.reduce_group)
             for group in self._groups
@@ -138,8 +132,8 @@ class GradientStore:
         beside = OverlappedReduction(
             chosen,
             of=self.of,
-            stages_of=overlap.stages_of,
-            row=overlap.row,
+            stages_of=stages_of_parameters(stages),
+            row=row,
             dtype=self._reduce_dtype,
             bucket_bytes=_BUCKET_BYTES,
         )
@@ -200,7 +194,8 @@ class GradientStore:
         Collective over each group. Gives what each computation is to run in, or None.
         """
         with nullcontext() if self._beside is None else self._beside:
-            arounds = [each.around for each in (self._beside, self._shared) if each is not None]
+            each = (self._whole, self._beside, self._shared)
+            arounds = [one.around for one in each if one is not None]
             yield partial(_within, arounds) if arounds else None
         if self._shared is not None:
             self._own |= self._shared.sums

@@ -11,6 +11,7 @@ parameter, and that Muon sees matrices: of a fused expert tensor each expert's g
 from collections.abc import Callable, Mapping, Sequence
 from inspect import unwrap
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -51,6 +52,8 @@ class Optimizer:
         master_weights: keep an fp32 copy of every parameter, update it, and round it back.
         rounding: of bfloat16 parameters without such copies, updated in fp32; of no use for Muon.
         shares: of parameters whose rows are shared out; a step is then collective over their ranks.
+        rows: this rank's rows of parameters that are shared out themselves, which nobody shows to
+            the others before they are used.
     """
 
     def __init__(
@@ -62,14 +65,14 @@ class Optimizer:
         master_weights: bool,
         rounding: StochasticRounding | None = None,
         shares: Sequence[RowShares] = (),
+        rows: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
     ) -> None:
         self._rounding, self._num_updates = rounding, 0
         self._shares, self._rules = tuple(shares), dict(rules)
-        own = {p: share.own(p) for share in shares for p in share.parameters}
-        # What this rank updates: views of the parameters.
-        self._held = {
-            name: p.data[own[p]] if p in own else p.data for name, p in parameters.items()
-        }
+        own = {p: p.data[share.own(p)] for share in shares for p in share.parameters}
+        own |= rows
+        # What this rank updates: views of the parameters, or its rows of them.
+        self._held = {name: own.get(p, p.data) for name, p in parameters.items()}
         self._parameters = dict(parameters)
         self.late: dict[str, int] = {}
         self.master: dict[str, Tensor] = {}
@@ -150,7 +153,7 @@ class Optimizer:
         for name, master in self.master.items():
             self._held[name].copy_(master)
         for share in self._shares:
-            share.all_gather()
+            share.show()
 
     def _parts(self) -> list[list[str]]:
         """Parameters that are updated together: all, or few enough for exact copies beside."""

@@ -10,7 +10,7 @@ get the same bits.
     shares = RowShares(group, {weight: (3, 3, 2)})       # rows of each rank of the group
     (own,) = shares.reduce_scatter([weight.grad])        # of this rank's rows
     ...                                                  # update weight[shares.own(weight)]
-    shares.all_gather()
+    shares.show()
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,12 +30,18 @@ class RowShares:
         group: ranks that hold the same parameters.
         rows: parameter -> how many rows (of dim 0) each rank of the group has, in the order of the
             ranks; the same on all of them, zeros allowed.
+        gather_group: the same ranks in the same order, for what is gathered beside sums; None:
+            that group.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, rows: Mapping[nn.Parameter, tuple[int, ...]]
+        self,
+        group: dist.ProcessGroup,
+        rows: Mapping[nn.Parameter, tuple[int, ...]],
+        gather_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._group, self._rows, self._rank = group, dict(rows), group.rank()
+        self._gather_group = gather_group or group
         self._parts = slices_of([p.numel() for p in self._rows])
 
     @property
@@ -86,22 +92,27 @@ class RowShares:
         return found
 
     @torch.no_grad()
-    def all_gather(self) -> None:
+    def show(self) -> None:
         """Bring every rank's rows of the parameters to all ranks, in place. Collective."""
         parameters = self.parameters
         for part in self._parts:
-            self._all_gather(parameters[part])
+            own = [p.data[self.own(p)] for p in parameters[part]]
+            self.all_gather(parameters[part], own)
 
-    def _all_gather(self, parameters: Sequence[nn.Parameter]) -> None:
-        own = torch.cat([p.data[self.own(p)].reshape(-1) for p in parameters])
-        found = all_gather(own, group=self._group)
-        for rank in range(self._group.size()):
+    def all_gather(self, parameters: Sequence[nn.Parameter], own: Sequence[Tensor]) -> None:
+        """Fill parameters from every rank's rows. Collective.
+
+        Args:
+            own: this rank's rows of each.
+        """
+        flat = torch.cat([rows.reshape(-1) for rows in own])
+        found = all_gather(flat, group=self._gather_group)
+        for rank in range(self.num_ranks):
             rows = [p.data.split(self._rows[p])[rank] for p in parameters]
             count = sum(r.numel() for r in rows)
             told, found = found[:count], found[count:]
-            if rank != self._rank:
-                for mine, piece in zip(rows, _cut(told, [r.shape for r in rows]), strict=True):
-                    mine.copy_(piece.view(mine.shape))
+            for mine, piece in zip(rows, _cut(told, [r.shape for r in rows]), strict=True):
+                mine.copy_(piece.view(mine.shape))
 
 
 def _cut(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:

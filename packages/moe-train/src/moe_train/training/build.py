@@ -5,16 +5,17 @@ gradients, moe-pipeline drives the stage, unified-ckpt and weight-convert (throu
 and write it. gpu-alloc replays what this allocates, in `plan`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_pipeline import PipelineExecutor, Schedule
 from moe_pipeline.executor import ExecutorOptions
+from moe_pipeline.schedules import Action
 from moe_train.checkpoint import BackgroundSaves, Checkpointer, NodeStates, checkpoint_files
 from moe_train.config import Config
 from moe_train.data import prepare
@@ -37,9 +38,9 @@ from moe_train.model import (
 )
 from moe_train.optim import (
     GradientStore,
-    LastComputations,
     Optimizer,
     ParameterGroup,
+    ParameterShares,
     StochasticRounding,
     UpdateRule,
     update_rules,
@@ -217,8 +218,7 @@ def build_runner(
         files: what rank 0 writes beside the weights.
     """
     stages = build_stages(config, model, parallel)
-    parts = expert_parts(config, model)
-    layouts = parameter_layouts(stages, model, parallel.stage_mesh, parts)
+    layouts = parameter_layouts(stages, model, parallel.stage_mesh, expert_parts(config, model))
     rules = rules_of_job(config, model)
     finer = layouts_shared_out(layouts, rules) if config.parallel.sharding else {}
     of_updates = layouts | finer
@@ -226,20 +226,16 @@ def build_runner(
     tensors = stage_tensors(stages)
     if not parallel.is_alone:
         _initialise(config, model, stored_tensors(layouts, tensors, parallel.rank))
-    groups = parameter_groups(
-        parameters,
-        parallel,
-        has_copy=model.shares_embedding(config.train.mtp_loss_coef),
-        shared_out=finer,
-        shares_gradients=config.parallel.sharding > 1,
-    )
+    groups = _groups(config, model, parameters, parallel, finer)
+    rows = _parameter_rows(config, stages, groups)
     optimizer = Optimizer(
         parameters,
         rules,
         config.optimizer,
         master_weights=config.train.master_weights,
         rounding=_rounding(config, parameters, of_updates, parallel.rank),
-        shares=[group.shares for group in groups if group.shares is not None],
+        shares=[g.shares for g in groups if g.shares and not rows.holds(g.shares)],
+        rows=rows.own,
     )
     schedule = training_schedule(config, stages, parallel)
     check_balancing(config, model, schedule)
@@ -249,17 +245,18 @@ def build_runner(
         stages=stages,
         executor=_executor(config, stages, schedule, parallel),
         evaluator=_executor(config, stages, forwards_of(schedule), parallel),
-        gradients=_gradients(config, groups, schedule, stages, parallel),
+        gradients=_gradients(config, groups, schedule.ranks[parallel.stage], stages, rows),
         optimizer=optimizer,
         max_grad_norm=config.optimizer.max_grad_norm,
         updates_expert_bias=config.moe.update_expert_bias,
         before_update=None if background is None else background.finish_copy,
     )
+    rows.let_go()
     checkpointer = Checkpointer(
         folder=as_target("train.output_dir", config.train.output_dir),
         rank=parallel.rank,
-        parameters=tensors,
-        layouts=layouts,
+        parameters=tensors | rows.named(parameters),
+        layouts=layouts | {name: finer[name] for name in rows.named(parameters)},
         layouts_of_updates=of_updates,
         optimizer=optimizer,
         files=files,
@@ -268,6 +265,31 @@ def build_runner(
         background=background,
     )
     return runner, checkpointer
+
+
+def _groups(
+    config: Config,
+    model: DecoderConfig,
+    parameters: dict[str, nn.Parameter],
+    parallel: Parallel,
+    shared_out: Mapping[str, ParameterLayout],
+) -> list[ParameterGroup]:
+    return parameter_groups(
+        parameters,
+        parallel,
+        has_copy=model.shares_embedding(config.train.mtp_loss_coef),
+        shared_out=shared_out,
+        shares_gradients=config.parallel.sharding > 1,
+    )
+
+
+def _parameter_rows(
+    config: Config, stages: RankStages, groups: list[ParameterGroup]
+) -> ParameterShares:
+    """Parameters that are shared out; none of them below level 3."""
+    by_rows = [group.shares for group in groups if group.shares and group.is_by_rows]
+    chosen = by_rows if config.parallel.sharding > 2 else []
+    return ParameterShares(chosen, stage_blocks(stages))
 
 
 def _background(config: Config, stages: RankStages) -> BackgroundSaves | None:
@@ -307,21 +329,19 @@ def _rounding(
 def _gradients(
     config: Config,
     groups: list[ParameterGroup],
-    schedule: Schedule,
+    row: Sequence[Action],
     stages: RankStages,
-    parallel: Parallel,
+    rows: ParameterShares,
 ) -> GradientStore:
     train = config.train
     asked = train.grad_reduce_dtype
-    last = LastComputations(
-        row=schedule.ranks[parallel.stage], stages_of=stages.numbers_of_parameters()
-    )
     return GradientStore(
         groups,
         fp32_accumulation=train.master_weights and train.dtype != "float32",
         reduce_dtype=None if asked is None else getattr(torch, asked),
-        overlap=last if config.parallel.overlap_grad_reduce else None,
+        overlap=row if config.parallel.overlap_grad_reduce else None,
         stages=stage_blocks(stages),
+        parameters=rows,
     )
 
 

@@ -54,14 +54,6 @@ class RankStages(nn.Module):
         for stage in self.by_number.values():
             stage.begin_step(step)
 
-    def numbers_of_parameters(self) -> dict[nn.Parameter, frozenset[int]]:
-        """By parameter the numbers of the stages that use it."""
-        found: dict[nn.Parameter, set[int]] = {}
-        for number, stage in self.by_number.items():
-            for parameter in stage.parameters():
-                found.setdefault(parameter, set()).add(number)
-        return {parameter: frozenset(numbers) for parameter, numbers in found.items()}
-
     def take_record(self) -> StageRecord:
         """Return the sums of all stages since the last call and start new ones."""
         total, *others = (stage.take_record() for stage in self.by_number.values())

@@ -58,13 +58,16 @@ def parameter_groups(
     copied = {name: p for name, p in parameters.items() if name in names}
     experts = {name: p for name, p in parameters.items() if is_expert(name)}
     dense = {name: p for name, p in parameters.items() if name not in names | experts.keys()}
-    summed = [(dense, parallel.dense_reduce_group), (experts, parallel.expert_reduce_group)]
+    summed = [
+        (dense, parallel.dense_reduce_group, parallel.data_group),
+        (experts, parallel.expert_reduce_group, parallel.dp_group),
+    ]
     groups = []
-    for held, group in summed:
+    for held, group, gathers in summed:
         for is_shared in (False, True):
             chosen = {n: p for n, p in held.items() if (n in shared_out) == is_shared}
             if chosen:  # an empty group would still be compared at each step
-                shares = _shares(chosen, group, shared_out)
+                shares = _shares(chosen, group, shared_out, gathers)
                 groups.append(
                     ParameterGroup(
                         parameters=list(chosen.values()),
@@ -89,26 +92,31 @@ def stage_blocks(stages: RankStages) -> dict[int, StageBlocks]:
 
     Those of multi-token prediction belong to no block.
     """
-    return {
-        number: StageBlocks(parameters=list(stage.parameters()), blocks=_blocks(stage))
-        for number, stage in stages.by_number.items()
-    }
+    return {number: _blocks(stage) for number, stage in stages.by_number.items()}
 
 
-def _blocks(stage: DecoderStage) -> list[tuple[nn.Module, list[nn.Parameter]]]:
+def _blocks(stage: DecoderStage) -> StageBlocks:
     layers = [stage.model.layers[str(number)] for number in stage.options.layers]
     found = [(layer, list(layer.parameters())) for layer in layers]
-    config = stage.config
-    if stage.options.last and not (config.tie_word_embeddings or config.mtp_layers):
+    config, is_last = stage.config, stage.options.last
+    is_shared = bool(config.tie_word_embeddings or config.mtp_layers)
+    if is_last and not is_shared:
         norm: nn.Module = stage.model.norm
         found.append((norm, [*norm.parameters(), *stage.lm_head.parameters()]))
-    return found
+    return StageBlocks(
+        module=stage,
+        parameters=list(stage.parameters()),
+        blocks=found,
+        has_head=is_last and not is_shared,
+        uses_rest_again=is_last and is_shared,
+    )
 
 
 def _shares(
     parameters: Mapping[str, nn.Parameter],
     group: dist.ProcessGroup,
     shared_out: Mapping[str, ParameterLayout],
+    gather_group: dist.ProcessGroup | None = None,
 ) -> RowShares | None:
     """Who of the group updates which rows; None where there is nothing to share out."""
     ranks = dist.get_process_group_ranks(group)
@@ -117,4 +125,4 @@ def _shares(
         for name, parameter in parameters.items()
         if name in shared_out
     }
-    return RowShares(group, rows) if rows and len(ranks) > 1 else None
+    return RowShares(group, rows, gather_group) if rows and len(ranks) > 1 else None
