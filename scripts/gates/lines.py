@@ -37,7 +37,7 @@ LINES_ADDED = {
     # What the hosts of silent devices wait for, and who does not answer, in the others' errors.
     # Gradients summed elsewhere, reduced beside the backward; indexes kept for other streams.
     # One rank without the others. A send that is refused while it goes away.
-    "comm-collectives": 1_100 - 2_000 + 250 + 320 + 210 + 700 + 90 + 25 + 80 + 75 + 40,
+    "comm-collectives": 1_100 - 2_000 + 250 + 320 + 210 + 700 + 90 + 25 + 80 + 75 + 60,
     # Data people have (readers, chat, mixtures, packing, ledger), tokenizers of checkpoints, fine-
     # tuning, evaluation, generation and chat on several ranks, and what may change on resume.
     # States on the nodes between checkpoints; checkpoints of a run in a store.
@@ -55,7 +55,7 @@ LINES_ADDED = {
     # Moments, master weights, gradients and parameters that ranks share out.
     # Memory forecast of each rank alone. Signs of life of thousands of ranks.
     # Who serves a rank's memory, its record, and what is told when there is none left.
-    "moe-train": 14_085 + 200 + 480 + 180 + 620 + 330 + 280 + 130 + 420 + 95 + 420,
+    "moe-train": 14_085 + 200 + 480 + 180 + 620 + 330 + 280 + 130 + 525 + 95 + 420,
     # Recording of CuPy, torch and whole scripts, torch's snapshots read and written, memory that is
     # bound to streams block by block; the recorder came from moe-train. Explain, tune, compare,
     # plot and info, as functions and commands; settings in files. Reuse that waits for events.
