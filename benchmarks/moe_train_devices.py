@@ -4,10 +4,7 @@ Each layout trains for three steps on two simulated devices under NCCL's rules, 
 and with `cpu:gloo,cuda:nccl`, and on the CPU. The first figure counts the layouts whose losses
 differ, that race, mix devices or fail; the second says how many of them have no fault.
 
-Not run: train.stochastic_rounding and train.recompute="outputs", which give tensors other memory
-(`.data =`, a storage of no bytes), as the fixture's tensors do not; train.offload_activations,
-model.experts_fp8 and moe.dispatch_backend="deepep", which need a card. Not tried yet: keys of
-latent attention's families (moe.update_expert_bias, moe.shared_expert_overlap).
+Not run: model.experts_fp8 and moe.dispatch_backend="deepep", which need a card.
 
     python benchmarks/moe_train_devices.py
 """
@@ -20,45 +17,21 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from loading import load_test
 
 from devicetest import fake_cuda
-from moe_train.config import load_config
-from moe_train.data import Batch
-from moe_train.parallel import start
-from moe_train.training import build_runner, read_model_config
 from ranktest import run_ranks
 from unified_ckpt.geometry import shard
 
-MODEL = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "intermediate_size": 32,
-    "norm_topk_prob": True,
-    "initializer_range": 0.05,
-}
-JOB = """
-model.config_file = "config.json"
-train.output_dir = "run"
-train.max_steps = 3
-train.global_batch_size = 8
-train.gradient_accumulation_steps = 2
-optimizer.lr = 1e-3
-data.sequence_length = 16
-"""
+STEPS = load_test("moe-train", "training/test_step_on_devices")  # the models and the job
+LATENT = STEPS.LATENT
 BACKENDS = ("nccl", "cpu:gloo,cuda:nccl")
 # What a loss may differ by: where few bits are kept, a sum in another order rounds to another
 # number now and then.
 SAME, ROUNDED = 1e-5, 2e-2
 OVERLAP = "parallel.overlap_grad_reduce=true"
 FUSED = "train.gradient_accumulation_fusion=true"
+BIAS = "moe.update_expert_bias=true"
 LOW = ("train.dtype=bfloat16", "train.master_weights=true")
 LAYOUTS = {
     ("parallel.dp=2",): SAME,
@@ -66,7 +39,17 @@ LAYOUTS = {
     ("parallel.dp=2", "train.recompute=layers", "optimizer.name=muon"): ROUNDED,
     ("parallel.dp=2", "moe.aux_loss_coef=0.05", "moe.aux_loss_scope=sequence"): SAME,
     ("parallel.dp=2", OVERLAP, *LOW, "train.grad_reduce_dtype=bfloat16"): ROUNDED,
+    ("parallel.dp=2", "train.recompute=outputs", "parallel.sharding=1"): SAME,
+    ("parallel.dp=2", "train.dtype=bfloat16", "train.stochastic_rounding=true"): ROUNDED,
+    ("parallel.dp=2", *LOW, OVERLAP, "parallel.sharding=1"): ROUNDED,
+    ("parallel.dp=2", "parallel.sharding=2"): SAME,
+    ("parallel.dp=2", LATENT, BIAS, "train.recompute=outputs"): SAME,
+    ("parallel.dp=2", "train.offload_activations=true"): SAME,
     ("parallel.ep=2",): SAME,
+    ("parallel.ep=2", LATENT, BIAS, "moe.shared_expert_overlap=true"): SAME,
+    ("parallel.ep=2", LATENT, OVERLAP, "train.recompute=selective"): SAME,
+    ("parallel.ep=2", "moe.dispatch_payload=int8", "train.recompute=outputs"): ROUNDED,
+    ("parallel.ep=2", *LOW, "train.recompute=outputs", FUSED): ROUNDED,
     ("parallel.ep=2", "moe.dispatch_route=dedup", "moe.dispatch_chunks=2"): SAME,
     ("parallel.ep=2", "moe.dispatch_route=hierarchical", "moe.dispatch_ranks_per_node=1"): SAME,
     ("parallel.ep=2", OVERLAP): SAME,
@@ -75,6 +58,8 @@ LAYOUTS = {
     ("parallel.ep=2", FUSED, "train.recompute=selective"): SAME,
     ("parallel.ep=2", 'parallel.expert_parts=["1,3"]', "model.experts_implementation=loop"): SAME,
     ("parallel.pp=2",): SAME,
+    ("parallel.pp=2", LATENT, BIAS, "parallel.schedule=zbv"): SAME,
+    ("parallel.pp=2", "train.recompute=outputs", "parallel.schedule=zb_1p"): SAME,
     ("parallel.pp=2", "parallel.schedule=zb_1p", "train.recompute=layers"): SAME,
     ("parallel.pp=2", "parallel.schedule=zbv", FUSED): SAME,
     ("parallel.pp=2", "parallel.schedule=interleaved_1f1b", "train.recompute=selective"): SAME,
@@ -84,16 +69,16 @@ LAYOUTS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--layouts", type=int, default=len(LAYOUTS), help="so many of them")
-    chosen = list(LAYOUTS)[: parser.parse_args().layouts]
+    parser.add_argument("--only", default="", help="layouts that have this in a key")
+    only = parser.parse_args().only
+    chosen = [layout for layout in LAYOUTS if only in " ".join(layout)]
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     faults: list[str] = []
     with tempfile.TemporaryDirectory(prefix="moe-train-devices-") as name:
         folder = Path(name)
-        (folder / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
-        (folder / "job.toml").write_text(JOB, encoding="utf-8")
+        STEPS.write_job(folder, num_hidden_layers=4)
         expected = run_ranks(
-            lambda *_: [losses(folder, "cpu", x) for x in chosen], 2, timeout_s=900
+            lambda *_: [STEPS.losses(folder, "cpu", x) for x in chosen], 2, timeout_s=900
         )
         for backend in BACKENDS:
             told = on_devices(folder, backend, chosen)
@@ -119,31 +104,13 @@ def on_devices(folder: Path, backend: str, chosen: list[tuple[str, ...]]) -> lis
             store = dist.FileStore(str(folder / f"store-{BACKENDS.index(backend)}"), 2)
             dist.init_process_group(backend, store=store, rank=rank, world_size=2)
             for layout in chosen:
-                got = losses(folder, "cuda", layout)
+                got = STEPS.losses(folder, "cuda", layout)
                 bad = [*cuda.races, *cuda.problems]
                 found.append(f"{len(bad)} races and mixed devices: {bad[:2]}" if bad else got)
                 cuda.forget()
         return found
 
     return run_ranks(fn, 2, init=False, timeout_s=1800)
-
-
-def losses(folder: Path, device: str, overrides: tuple[str, ...]) -> list[float]:
-    config = load_config(folder / "job.toml", [f"train.device={device}", *overrides])
-    parallel = start(config)
-    runner, _ = build_runner(config, read_model_config(config), parallel, {})
-    generator = torch.Generator().manual_seed(1)
-    each, result = 8 // parallel.num_data_ranks, []
-    first = parallel.data_rank * each
-    for _ in range(3):
-        tokens = torch.randint(0, 96, (8, 17), generator=generator)[first : first + each]
-        positions = torch.arange(16).expand(each // 2, 16)
-        batches = [
-            Batch(input_ids=two[:, :-1], labels=two[:, 1:], position_ids=positions)
-            for two in tokens.split(each // 2)
-        ]
-        result.append(runner.train(batches, lr=1e-3).loss)
-    return result
 
 
 def fault_of(got: object, want: list[float], apart: float) -> str:

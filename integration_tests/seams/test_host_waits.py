@@ -8,8 +8,11 @@ How often a call's ranks meet over the host is counted as well, and stands in th
 of both concerns the calls of comm-collectives stands in its README.
 """
 
+import importlib
+import json
 import os
 import re
+import sys
 import tempfile
 import tomllib
 from collections import Counter
@@ -31,10 +34,7 @@ from moe_pipeline.executor.options import ExecutorOptions
 from moe_pipeline.executor.pipeline_executor import PipelineExecutor
 from moe_pipeline.groups import MoEGroups
 from moe_pipeline.schedules.generators.catalog import SCHEDULES
-from moe_train.config import load_config
 from moe_train.data import Batch
-from moe_train.parallel import start
-from moe_train.training import build_runner, read_model_config
 from ranktest import run_ranks
 from unified_ckpt.geometry import shard
 
@@ -43,16 +43,9 @@ TABLE = ROOT / "testing" / "devicetest" / "host_waits.toml"
 README = ROOT / "packages" / "comm-collectives" / "README.md"
 MARKS = "<!-- costs-on-nccl:begin -->\n", "<!-- costs-on-nccl:end -->"
 OF_CALLS = 11  # programs of the table, the first ones, that are calls of comm-collectives
+sys.path.append(str(ROOT / "benchmarks"))
+DEVICES = importlib.import_module("moe_train_devices")  # its layouts have every key
 BACKENDS = ("nccl", "cpu:gloo,cuda:nccl")
-MODEL = """{"model_type": "qwen3_moe", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2,
-"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4,
-"num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 32}"""
-JOB = """
-model.config_file = "config.json"
-train = { output_dir = "run", max_steps = 9, global_batch_size = 8, device = "cuda" }
-optimizer.lr = 1e-3
-data.sequence_length = 16
-"""
 Waits = dict[str, list[str]]  # the lines that wait, by program
 Costs = tuple[Waits, dict[str, int]]  # and how often the ranks meet over the host
 Program = Callable[[], Any]
@@ -141,26 +134,25 @@ def stages(rank: int) -> Iterator[tuple[str, Program]]:
     yield "PipelineExecutor.step, 1f1b, 4 microbatches", lambda: executor.step(inputs)
 
 
-def steps(folder: Path) -> Iterator[tuple[str, Program]]:
-    """A step of training."""
-    for layout in ("dp", "ep", "pp"):
-        config = load_config(
-            folder / "job.toml", [f"parallel.{layout}=2", "train.gradient_accumulation_steps=2"]
-        )
-        parallel = start(config)
-        runner, _ = build_runner(config, read_model_config(config), parallel, {})
+def steps(folder: Path, keys: list[tuple[str, ...]]) -> Iterator[tuple[str, Program]]:
+    """A step of training with each of the keys; two layers on each rank."""
+    for layout in keys:
+        job = folder / ("four" if "parallel.pp=2" in layout else "two")
+        runner, parallel = DEVICES.STEPS.build(job, "cuda", layout)
         each = 4 // parallel.num_data_ranks
         places = torch.arange(16, device="cuda").expand(each, 16)  # as BatchLoader brings them
         tokens = torch.arange(each * 17, device="cuda").view(each, 17) % 96
         batch = Batch(input_ids=tokens[:, :-1], labels=tokens[:, 1:], position_ids=places)
-        yield f"moe-train, {layout}=2, a step", lambda r=runner, b=batch: r.train([b, b], lr=1e-3)
+        name = f"moe-train, a step, {' '.join(layout)}"
+        yield name, lambda r=runner, b=batch: r.train([b, b], lr=1e-3)
 
 
-def programs(rank: int, folder: Path) -> Iterator[tuple[str, Program]]:
+def programs(rank: int, folder: Path, backend: str) -> Iterator[tuple[str, Program]]:
+    """All of them with the first backend; with the other one steps without further keys."""
     yield from calls(rank)
     yield from layers()
     yield from stages(rank)
-    yield from steps(folder)
+    yield from steps(folder, [x for x in DEVICES.LAYOUTS if len(x) == 1 or backend == BACKENDS[0]])
 
 
 def count(cuda: Machine, program: Program) -> tuple[list[str], int]:
@@ -186,7 +178,7 @@ def measure() -> Costs:
                 torch.cuda.set_device(rank)
                 store = dist.FileStore(f"{folder}/{BACKENDS.index(backend)}", 2)
                 dist.init_process_group(backend, store=store, rank=rank, world_size=2)
-                for program, run in programs(rank, Path(folder)):
+                for program, run in programs(rank, Path(folder), backend):
                     waits, met[program] = count(cuda, run)
                     assert without_lines(found.setdefault(program, waits)) == without_lines(waits)
                 cuda.check()
@@ -194,9 +186,10 @@ def measure() -> Costs:
         return found, met
 
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(MODEL)
-        (Path(folder) / "job.toml").write_text(JOB)
-        ranks: list[Any] = run_ranks(fn, 2, init=False, timeout_s=300)
+        for number, name in ((2, "two"), (4, "four")):
+            (Path(folder) / name).mkdir()
+            DEVICES.STEPS.write_job(Path(folder) / name, num_hidden_layers=number)
+        ranks: list[Any] = run_ranks(fn, 2, init=False, timeout_s=900)
     names = list(ranks[0][0])
     waits = {name: max((waits[name] for waits, _ in ranks), key=len) for name in names}
     return waits, {name: max(met[name] for _, met in ranks) for name in names[:OF_CALLS]}
@@ -253,7 +246,9 @@ if __name__ == "__main__":
     measured, met = measure()
     for program, waits in measured.items():
         told = "".join(f'    "{wait}",\n' for wait in without_lines(waits))
-        rows.append(f'"{program}" = [\n{told}]' if told else f'"{program}" = []')
+        rows.append(
+            f"{json.dumps(program)} = [\n{told}]" if told else f"{json.dumps(program)} = []"
+        )
     rows += ["", "[meetings]", *(f'"{name}" = {number}' for name, number in met.items())]
     TABLE.write_text("\n".join(rows) + "\n")
     head, tail = README.read_text().split(MARKS[0] + shown())

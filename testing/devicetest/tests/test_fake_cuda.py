@@ -117,6 +117,19 @@ def test_memory_is_counted_and_must_not_be_freed_under_a_stream() -> None:
         assert torch.cuda.max_memory_allocated() == 2 << 20
 
 
+def test_a_tensor_that_is_given_other_memory_has_its_values_and_frees_its_own() -> None:
+    with fake_cuda() as cuda:
+        weight = torch.nn.Parameter(torch.ones(1000, device="cuda"))
+        before = torch.cuda.memory_allocated()
+        weight.data = torch.arange(3.0, device="cuda")  # as a tensor that is computed again
+        (weight * 2).sum().backward()
+        assert weight.tolist() == [0, 1, 2] and weight.grad.tolist() == [2, 2, 2]
+        weight.grad = None
+        weight.data = weight.data.new_empty(0)  # as what is needed no more
+        assert weight.numel() == 0 and torch.cuda.memory_allocated() <= before - 4000
+        assert cuda.races == []
+
+
 def test_a_failed_page_lock_leaves_its_error_to_the_next_operation() -> None:
     with fake_cuda() as cuda:
         memory = torch.zeros(64, dtype=torch.uint8)

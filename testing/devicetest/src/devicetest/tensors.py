@@ -90,6 +90,20 @@ class DeviceTensor(torch.Tensor):
         """Return the number of the device."""
         return self.ordinal
 
+    @property
+    def data(self) -> torch.Tensor:
+        """The tensor without its history."""
+        plain: torch.Tensor = torch._C.TensorBase.data.__get__(self)  # type: ignore[attr-defined]
+        return plain
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        """Take the memory of another tensor of a device."""
+        if not isinstance(other, DeviceTensor):
+            raise TypeError("a tensor of a device cannot take memory of the host")
+        torch._C.TensorBase.data.__set__(self, other)  # type: ignore[attr-defined]
+        self.held, self.ordinal = other.held, other.ordinal
+
     def data_ptr(self) -> int:
         """Return the address of the values."""
         return self.held.data_ptr()
