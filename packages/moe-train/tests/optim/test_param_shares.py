@@ -1,15 +1,20 @@
 """Parameters that ranks share out, in whole jobs."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
+from moe_pipeline.schedules import Action, Kind
 from moe_train.config import Config
 from moe_train.data import prepare
+from moe_train.optim import ParameterShares, RowShares, StageBlocks
 from moe_train.parallel import start
 from moe_train.rank import RankContext
 from moe_train.training import TrainingLoop, build_training
@@ -71,3 +76,44 @@ def test_a_job_with_shared_out_parameters_has_the_bits_of_one_with_whole_ones(
         assert tensors.keys() == expected.keys()
         for name, tensor in tensors.items():
             assert torch.equal(tensor, expected[name]), name
+
+
+def test_rows_of_the_next_block_travel_while_one_is_computed() -> None:
+    def fn(rank: int, world_size: int) -> list[str]:
+        group = dist.group.WORLD
+        assert group is not None
+        torch.manual_seed(3)
+        stage = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+        plain = copy.deepcopy(stage)
+        weights = list(stage.parameters())
+        blocks = [(layer, list(layer.parameters())) for layer in stage]
+        shares = ParameterShares(
+            [RowShares(group, dict.fromkeys(weights, (1, 3)))],
+            {0: StageBlocks(module=stage, parameters=weights, blocks=blocks)},
+        )
+        shares.let_go()
+        log: list[str] = []
+        started = RowShares.start_all_gather
+
+        def begin(own: RowShares, parameters: Sequence[nn.Parameter], rows: Any) -> object:
+            (number,) = [n for n, weight in enumerate(weights) if weight is parameters[0]]
+            log.append(f"rows {number}")
+            return started(own, parameters, rows)
+
+        RowShares.start_all_gather = begin  # type: ignore[method-assign, assignment]
+        for number, layer in enumerate(stage):
+            layer.register_forward_pre_hook(lambda *_, n=number: log.append(f"forward {n}"))
+        x = torch.ones(2, 4, requires_grad=True)
+        with shares.around(Action(0, Kind.FORWARD, 0)):
+            y = stage(x * 2)
+        assert not any(weight.untyped_storage().nbytes() for weight in weights)
+        with shares.around(Action(0, Kind.BACKWARD, 0)):
+            y.square().sum().backward()
+        assert not any(weight.untyped_storage().nbytes() for weight in weights)
+        plain(torch.ones(2, 4) * 2).square().sum().backward()
+        for weight, expected in zip(weights, plain.parameters(), strict=True):
+            assert torch.equal(weight.grad, expected.grad)
+        return log
+
+    ahead = ["rows 0", "rows 1", "forward 0", "rows 2", "forward 1", "forward 2"]
+    assert run_ranks(fn, 2) == [[*ahead, "rows 2", "rows 1", "rows 0"]] * 2

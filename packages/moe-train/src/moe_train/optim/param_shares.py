@@ -1,7 +1,8 @@
 """Parameters that are shared out: each rank keeps its own rows, and whole ones while it computes.
 
 A block (a layer) is made whole from the rows of all ranks (one all-gather) as its forward begins,
-and let go of as that ends; in a backward from the gradient of its output to that of its input. What
+and let go of as that ends; in a backward from the gradient of its output to that of its input. Rows
+of the next block travel while one is computed. What
 belongs to no block is whole until the first one begins, or in all of a stage's computations where
 the head or layers for multi-token prediction use it again; arXiv 1910.02054, "P_os+g+p".
 
@@ -16,7 +17,7 @@ Invariant: the ranks of a stage do the same computations and so meet in one orde
     executor.step(inputs, targets, around=shares.around)
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import final
@@ -48,6 +49,7 @@ class ParameterShares:
         self._stages = dict(stages) if shares else {}
         self._whole: set[Part] = {part for parts in self._parts.values() for part in parts}
         self._action: Action | None = None
+        self._ahead: dict[Part, list[Callable[[], None]]] = {}  # whose rows travel
 
     def holds(self, shares: RowShares) -> bool:
         """Whether these are parameters that are shared out."""
@@ -60,16 +62,20 @@ class ParameterShares:
     def let_go(self) -> None:
         """From now on hold whole parameters only while they are used."""
         for number, stage in self._stages.items():
-            parts = self._parts[number]
-            stage.module.register_forward_pre_hook(partial(self._enter_stage, parts[-1]))
+            *blocks, rest = parts = self._parts[number]
+            first = next(iter(blocks), None)
+            stage.module.register_forward_pre_hook(partial(self._enter_stage, rest, first))
             stage.module.register_forward_hook(partial(self._leave_stage, number))
             for at, (block, _) in enumerate(stage.blocks):
-                is_head = stage.has_head and at == len(stage.blocks) - 1
-                # The embedding, unless the head or layers for MTP need it again.
-                done = parts[-1] if at == 0 and not stage.uses_rest_again else None
-                block.register_forward_pre_hook(partial(self._enter, parts[at], done))
-                if not is_head:
-                    block.register_forward_hook(partial(self._leave, parts[at], parts[at + 1]))
+                # The embedding is done with, unless the head or layers for MTP need it again.
+                done = rest if at == 0 and not stage.uses_rest_again else None
+                before = blocks[at - 1] if at else None
+                after = blocks[at + 1] if at + 1 < len(blocks) else None
+                enter = partial(self._enter, blocks[at], done, before, after)
+                block.register_forward_pre_hook(enter)
+                if not stage.has_head or after is not None:
+                    leave = partial(self._leave, blocks[at], before, parts[at + 1])
+                    block.register_forward_hook(leave)
         for part in list(self._whole):
             self._free(part)
 
@@ -85,8 +91,10 @@ class ParameterShares:
             self._gather(parts[-1])
         try:
             yield
+            self._drop_ahead()
         finally:
             self._action = None
+            self._ahead.clear()
             for part in parts:
                 self._free(part)
 
@@ -94,44 +102,69 @@ class ParameterShares:
     def _is_in_backward(self) -> bool:
         return self._action is not None and self._action.kind is not Kind.FORWARD
 
-    def _enter_stage(self, rest: Part, *_: object) -> None:
-        self._gather(rest)
+    def _enter_stage(self, rest: Part, first: Part | None, *_: object) -> None:
+        self._gather(rest, first)
 
     def _leave_stage(self, number: int, *_: object) -> None:
+        self._drop_ahead()
         for part in self._parts[number]:
             self._free(part)
 
-    def _enter(self, part: Part, done: Part | None, *_: object) -> None:
+    def _enter(
+        self, part: Part, done: Part | None, before: Part | None, after: Part | None, *_: object
+    ) -> None:
+        """A block is called, in a backward to be computed again."""
         if done is not None:
             self._free(done)
-        self._gather(part)
+        self._gather(part, before if self._is_in_backward else after)
 
     def _leave(
-        self, part: Part, following: Part, _: nn.Module, inputs: object, outputs: object
+        self,
+        part: Part,
+        before: Part | None,
+        after: Part,
+        _: nn.Module,
+        inputs: object,
+        outputs: object,
     ) -> None:
-        """A block has returned; `following` is the one before it in a backward."""
         if self._is_in_backward:
             return  # computed again, for what follows
         first = outputs[0] if isinstance(outputs, tuple) else outputs
         if isinstance(first, Tensor) and first.requires_grad:
-            first.register_hook(partial(self._go_back, part, following))
+            first.register_hook(partial(self._go_back, part, before, after))
         self._free(part)
 
-    def _go_back(self, part: Part, following: Part, _: Tensor) -> None:
-        self._free(following)
-        self._gather(part)
+    def _go_back(self, part: Part, before: Part | None, after: Part, _: Tensor) -> None:
+        """A backward has gone through what lies after a block."""
+        self._free(after)
+        self._gather(part, before)
 
     @torch.no_grad()
-    def _gather(self, part: Part) -> None:
-        """Make the parameters of a part whole. Collective."""
+    def _gather(self, part: Part, following: Part | None = None) -> None:
+        """Make the parameters of a part whole, and have the rows of another travel. Collective."""
         if part in self._whole:
             return
         self._whole.add(part)
-        for shares, parameters in part.parameters:
+        fills = self._ahead.pop(part, None) or self._start(part)
+        for _, parameters in part.parameters:
             for parameter in parameters:
                 parameter.untyped_storage().resize_(parameter.nbytes)
-            own = [self.own[parameter] for parameter in parameters]
-            shares.all_gather(parameters, own)
+        for fill in fills:
+            fill()
+        if following is not None and following not in self._whole | self._ahead.keys():
+            self._ahead[following] = self._start(following)
+
+    def _start(self, part: Part) -> list[Callable[[], None]]:
+        return [
+            shares.start_all_gather(parameters, [self.own[p] for p in parameters])
+            for shares, parameters in part.parameters
+        ]
+
+    def _drop_ahead(self) -> None:
+        """Wait for rows that travel for nothing, so that no rank is left alone with them."""
+        for part in list(self._ahead):
+            self._gather(part)
+            self._free(part)
 
     def _free(self, part: Part) -> None:
         if part in self._whole:

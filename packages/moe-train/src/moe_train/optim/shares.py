@@ -105,14 +105,25 @@ class RowShares:
         Args:
             own: this rank's rows of each.
         """
+        self.start_all_gather(parameters, own)()
+
+    def start_all_gather(
+        self, parameters: Sequence[nn.Parameter], own: Sequence[Tensor]
+    ) -> Callable[[], None]:
+        """As `all_gather`, but return what waits for the rows and fills the parameters."""
         flat = torch.cat([rows.reshape(-1) for rows in own])
-        found = all_gather(flat, group=self._gather_group)
-        for rank in range(self.num_ranks):
-            rows = [p.data.split(self._rows[p])[rank] for p in parameters]
-            count = sum(r.numel() for r in rows)
-            told, found = found[:count], found[count:]
-            for mine, piece in zip(rows, _cut(told, [r.shape for r in rows]), strict=True):
-                mine.copy_(piece.view(mine.shape))
+        under_way = all_gather(flat, group=self._gather_group, async_op=True)
+
+        def fill() -> None:
+            found = under_way.wait()
+            for rank in range(self.num_ranks):
+                rows = [p.data.split(self._rows[p])[rank] for p in parameters]
+                count = sum(r.numel() for r in rows)
+                told, found = found[:count], found[count:]
+                for mine, piece in zip(rows, _cut(told, [r.shape for r in rows]), strict=True):
+                    mine.copy_(piece.view(mine.shape))
+
+        return fill
 
 
 def _cut(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
