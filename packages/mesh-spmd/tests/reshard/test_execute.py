@@ -6,7 +6,11 @@ gloo processes as well.
 
 import itertools
 import math
+import os
 import random
+import socket
+import stat
+import struct
 import threading
 from collections.abc import Callable, Sequence
 
@@ -284,6 +288,96 @@ def check_mistakes(rank: int) -> None:
     far = TensorSpec((6, 2), torch.float32, Spec(ProcessMesh((2,), ("ep",), (5, 6)), (Shard(0),)))
     with pytest.raises(MeshStateError, match=r"ranks \[6\], which the group of 6 ranks lacks"):
         execute(plan_reshard(one, far), torch.zeros(3, 2) if rank < 2 else None)
+
+
+def tcp_bytes() -> tuple[int, int]:
+    """What the kernel has counted on this process's TCP sockets: bytes sent, and received."""
+    sent = received = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+        except OSError:  # that of the folder, closed by now
+            continue
+        with socket.socket(fileno=os.dup(int(name))) as opened:
+            if opened.family == socket.AF_INET and opened.type == socket.SOCK_STREAM:
+                info = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                received += struct.unpack_from("Q", info, 128)[0]
+                every, again = struct.unpack_from("QQ", info, 200)
+                sent += every - again  # a loaded machine sends some bytes twice
+    return sent, received
+
+
+def kernel_counts_bytes() -> bool:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        before = tcp_bytes()
+        with socket.create_connection(server.getsockname()) as one, server.accept()[0] as other:
+            one.sendall(bytes(1234))
+            other.recv(1234, socket.MSG_WAITALL)
+            return [b - a for a, b in zip(before, tcp_bytes(), strict=True)] == [1234, 1234]
+
+
+@pytest.mark.skipif(not kernel_counts_bytes(), reason="this kernel counts no bytes of sockets")
+def test_the_sockets_carry_the_bytes_of_the_plan() -> None:
+    """The kernel's counts, less what gloo writes before each message and for barriers."""
+    seed, world, header = random.randrange(2**32), 6, 256
+    mesh = ProcessMesh((2, 3), ("a", "b"))
+    chance = random.Random(seed)
+    cases = [
+        [
+            TensorSpec((40, 33, 25), torch.float64, random_spec(chance, mesh, (40, 33, 25), kinds))
+            for kinds in ((["max"], [])[number % 2], [])
+        ]
+        for number in range(10)
+    ]
+    plans = [plan_reshard(a, b) for a, b in cases]
+
+    def fn(rank: int, world_size: int) -> None:
+        for plan in plans:
+            local = torch.zeros(plan.sources[0].local_shape(rank), dtype=torch.float64)
+            dist.barrier()
+            before = tcp_bytes()
+            dist.barrier()
+            execute(plan, local)
+            dist.barrier()  # all have arrived, so that nothing waits in a socket
+            found = [b - a for a, b in zip(before, tcp_bytes(), strict=True)]
+            turns = sum(step.rounds for step in plan.steps)
+            for count, planned in zip(found, (plan.sent_bytes, plan.received_bytes), strict=True):
+                more = count - planned[rank]
+                case = f"seed {seed}: {plan.sources} -> {plan.targets}"
+                assert 0 <= more <= header * (world - 1) * (turns + 3), f"{more} more, {case}"
+
+    run_ranks(fn, world, timeout_s=120)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_every_kind_of_partial_beside_another_one(dtype: torch.dtype) -> None:
+    """Pairs of kinds on two axes, the last axis reduced first, into shards and into replicas."""
+    folds: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "any": lambda x: x.any(0),
+        "all": lambda x: x.all(0),
+        "max": lambda x: x.amax(0),
+        "min": lambda x: x.amin(0),
+        "sum": lambda x: x.sum(0),
+        "product": lambda x: x.prod(0),
+    }
+    kinds = ["any", "all"] if dtype == torch.bool else ["max", "min", "sum", "product"]
+    mesh = ProcessMesh((2, 3), ("a", "b"))
+    for outer, inner in itertools.product(kinds, repeat=2):
+        for placements in ((Shard(0), Shard(1)), (Replicate(), Replicate())):
+            source = TensorSpec((5, 7), dtype, Spec(mesh, (Partial(outer), Partial(inner))))
+            target = TensorSpec((5, 7), dtype, Spec(mesh, placements))
+            addend = torch.randint(0, 2 if dtype == torch.bool else 5, (2, 3, 5, 7)).to(dtype)
+            value = folds[outer](torch.stack([folds[inner](row) for row in addend]))
+            given: dict[int, list[torch.Tensor | None]] = {
+                rank: [addend[rank // 3, rank % 3].clone()] for rank in mesh.ranks
+            }
+            plan = plan_reshard(source, target, buffer_bytes=random.choice([20, 2**25]))
+            found, _ = run_in_threads(plan, given, mesh.ranks)
+            for rank in mesh.ranks:
+                (part,) = found[rank]
+                case = f"{outer} of {inner} to {placements}"
+                assert part is not None and torch.equal(part, part_of(value, target, rank)), case
 
 
 def test_tensors_of_several_dtypes_travel_in_one_exchange() -> None:

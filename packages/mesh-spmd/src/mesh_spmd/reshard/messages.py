@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 
@@ -21,8 +21,7 @@ from mesh_spmd.reshard.moves import Move, Shares
 from mesh_spmd.reshard.tilings import Meeting, Tile, overlap
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Piece(NamedTuple):
     """Elements `begin` to `end` of a box, in row-major order, as one message or one local copy.
 
     `peer` is the other rank; `move` numbers the moves of the step. `whole` is the range that the
@@ -139,12 +138,6 @@ def _in_target(move: Move, positions: list[int]) -> list[int]:
 
 def _piece(found: Meeting, peer: int, move: int, run: tuple[int, int]) -> Piece:
     """The piece of `run`, elements of what a pair shares."""
-    return Piece(
-        peer=peer,
-        move=move,
-        offset=found.offset,
-        shape=found.shape,
-        begin=found.begin + run[0],
-        end=found.begin + run[1],
-        whole=(found.begin, found.end),
-    )
+    begin = found.begin
+    whole = begin, found.end
+    return Piece(peer, move, found.offset, found.shape, begin + run[0], begin + run[1], whole)

@@ -152,12 +152,11 @@ def _small_step(source: TensorSpec, target: TensorSpec, link: Link, buffer_bytes
             sent[position] = share * size
     received = [missing * size for missing in found.missing]
     # As in _num_rounds.
-    moved = [out + into for out, into in zip(sent, received, strict=True)]
-    room = [
-        min((held + wanted) * size, buffer_bytes) or 1
-        for held, wanted in zip(found.held, found.wanted, strict=True)
-    ]
-    rounds = max([-(-moving // space) for moving, space in zip(moved, room, strict=True)])
+    blocks = [(held + wanted) * size for held, wanted in zip(found.held, found.wanted, strict=True)]
+    rounds = max(
+        -(-(out + into) // (min(block, buffer_bytes) or 1))
+        for out, into, block in zip(sent, received, blocks, strict=True)
+    )
     return Step(
         sources=(source,),
         targets=(target,),

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -191,7 +191,7 @@ def _in_turns(step: Step, pieces: list[Piece], shift: int) -> Iterator[tuple[int
                 box = addend_box(step, piece, turn)
                 low, high = max(box.begin, piece.begin), min(box.end, piece.end)
                 if low < high:
-                    yield turn, replace(piece, begin=low, end=high)
+                    yield turn, piece._replace(begin=low, end=high)
 
 
 def _runs(step: Step, pieces: list[Piece]) -> Iterator[tuple[int, Piece]]:
@@ -206,7 +206,7 @@ def _runs(step: Step, pieces: list[Piece]) -> Iterator[tuple[int, Piece]]:
             edge = -(-total * (at + 1) // step.rounds)
             end = min(piece.end, max(begin, piece.begin - (start - edge) // itemsize))
             if begin < end:
-                yield at, replace(piece, begin=begin, end=end)
+                yield at, piece._replace(begin=begin, end=end)
             begin, at = end, at + 1
         start += size
 
