@@ -16,6 +16,7 @@ from unified_ckpt.background.pending_saves import UploadFuture
 from unified_ckpt.background.saver import AsyncSaver
 from unified_ckpt.errors import SaveError, check_type
 from unified_ckpt.files.storage import Location
+from unified_ckpt.geometry.tensors import collector_paused
 from unified_ckpt.options import SaveOptions
 from unified_ckpt.state import StateDict
 
@@ -34,6 +35,7 @@ class AsyncSaveResponse:
     upload_completion: UploadFuture
 
 
+@collector_paused()
 def async_save(
     state_dict: StateDict,
     *,
