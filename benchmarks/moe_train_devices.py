@@ -43,6 +43,8 @@ LAYOUTS = {
     ("parallel.dp=2", "train.dtype=bfloat16", "train.stochastic_rounding=true"): ROUNDED,
     ("parallel.dp=2", *LOW, OVERLAP, "parallel.sharding=1"): ROUNDED,
     ("parallel.dp=2", "parallel.sharding=2"): SAME,
+    ("parallel.dp=2", "parallel.sharding=3"): SAME,
+    ("parallel.dp=2", LATENT, *LOW, "parallel.sharding=3", "train.recompute=layers"): ROUNDED,
     ("parallel.dp=2", LATENT, BIAS, "train.recompute=outputs"): SAME,
     ("parallel.dp=2", "train.offload_activations=true"): SAME,
     ("parallel.ep=2",): SAME,
