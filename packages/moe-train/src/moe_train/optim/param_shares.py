@@ -2,9 +2,9 @@
 
 A block (a layer) is made whole from the rows of all ranks (one all-gather) as its forward begins,
 and let go of as that ends; in a backward from the gradient of its output to that of its input. Rows
-of the next block travel while one is computed. What
-belongs to no block is whole until the first one begins, or in all of a stage's computations where
-the head or layers for multi-token prediction use it again; arXiv 1910.02054, "P_os+g+p".
+of the next block travel while one is computed. What belongs to no block is whole until the first
+one begins, or in all of a stage's computations where the head or layers for multi-token prediction
+use it again; arXiv 1910.02054, "P_os+g+p".
 
 What is let go of is the memory behind the same parameter, so that whatever a graph has saved of it
 is there again in the backward.
