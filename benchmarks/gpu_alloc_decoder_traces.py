@@ -5,7 +5,8 @@
 The decoder, its backward pass and AdamW are the real ones; tensors have sizes and no memory, so
 that a step of gigabytes is recorded on any machine. What needs numbers is drawn instead: how many
 rows each expert gets (uneven: each layer's experts have popularities that drift from step to step).
-Lengths vary from step to step.
+Lengths vary from step to step. With experts in fp8 it is drawn which experts each token chooses,
+and the kernel, which only a GPU has, is known by the shape of its result.
 """
 
 import argparse
@@ -21,8 +22,10 @@ from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from gpu_alloc import TraceEvent, save_trace
-from gpu_alloc.torch import TraceRecorder
+from gpu_alloc.torch import ShapesOnly, TraceRecorder
+from moe_pipeline.experts import fp8
 from moe_pipeline.experts.order import ExpertOrder
+from moe_pipeline.router import top_k
 from moe_train.model import DecoderConfig, DecoderStage, StageOptions
 from moe_train.model.stage import Target
 
@@ -37,6 +40,7 @@ class Recipe:
     length: int
     recompute: bool = False
     dtype: torch.dtype = torch.bfloat16
+    fp8: bool = False
 
 
 _COMMON = {
@@ -83,6 +87,8 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             batch=4,
             length=1024,
         ),
+        "qwen3, fp8": Recipe(model=_QWEN3, layers=6, batch=4, length=1024, fp8=True),
+        "mixtral, fp8": Recipe(model=_MIXTRAL, layers=5, batch=4, length=1024, fp8=True),
         "mixtral": Recipe(model=_MIXTRAL, layers=6, batch=4, length=1024),
         "mixtral, recompute": Recipe(
             model=_MIXTRAL, layers=8, batch=8, length=1536, recompute=True
@@ -101,8 +107,11 @@ def decoder_trace(recipe: Recipe, *, seed: int, steps: int) -> list[TraceEvent]:
         last=True,
         recompute="layers" if recipe.recompute else None,
         dtype=recipe.dtype,
+        experts_fp8=recipe.fp8,
     )
-    with _numbers_drawn(rng), FakeTensorMode(), TraceRecorder() as recorder:
+    drawn = _choices_drawn(rng) if recipe.fp8 else _numbers_drawn(rng)
+    shapes = ShapesOnly() if recipe.fp8 else FakeTensorMode()
+    with drawn, shapes, TraceRecorder() as recorder:
         with recorder.phase("build"):
             stage = DecoderStage(model, options)
             optimizer = torch.optim.AdamW(stage.parameters(), foreach=False)
@@ -122,6 +131,27 @@ def _train(stage: DecoderStage, optimizer: torch.optim.Optimizer, batch: int, le
     del loss, target
     optimizer.step()
     optimizer.zero_grad()
+
+
+@contextmanager
+def _choices_drawn(rng: random.Random) -> Iterator[None]:
+    """Which experts tokens choose is drawn, for code that looks at each; fp8 without CUDA."""
+    generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
+
+    def choose(scores_TE: torch.Tensor, config: Any) -> torch.Tensor:
+        tokens, experts = scores_TE.shape
+        popularity = torch.tensor(
+            [rng.paretovariate(1.5) for _ in range(experts)], dtype=torch.float64
+        )
+        count = config.num_experts_per_tok
+        return torch.multinomial(popularity.expand(tokens, -1), count, generator=generator)
+
+    before = top_k.choose_experts, fp8.fp8_obstacle
+    top_k.choose_experts, fp8.fp8_obstacle = choose, lambda weights: None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        top_k.choose_experts, fp8.fp8_obstacle = before
 
 
 @contextmanager

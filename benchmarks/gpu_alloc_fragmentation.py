@@ -2,12 +2,13 @@
 
     python benchmarks/gpu_alloc_fragmentation.py [--steps 3]
 
-Six traces of moe-train's decoders (gpu_alloc_decoder_traces: fake tensors, uneven routing, lengths
-that vary, recompute on and off) from fresh seeds. For each policy the smallest device on which a
-trace runs is found by bisection. torch's allocator is torch's own, native and with expandable
-segments, on devicetest's stub of CUDA. The tuner chooses on the first 40% of a trace and is scored
-on all of it. "virtual memory" is our policy with pages mapped behind its places; "planned" is that
-with the plan of step 1 followed in the steps after it, whose lengths and routing differ.
+Eight traces of moe-train's decoders (gpu_alloc_decoder_traces: fake tensors, uneven routing,
+lengths that vary, recompute on and off, experts in fp8) from fresh seeds. For each policy the
+smallest device on which a trace runs is found by bisection. torch's allocator is torch's own,
+native and with expandable segments, on devicetest's stub of CUDA. The tuner ranks its candidates on
+the first 40% of a trace and measures the best of them on all of it. "virtual memory" is our policy
+with pages mapped behind its places; "planned" is that with the plan of step 1 followed in the steps
+after it, whose lengths and routing differ.
 """
 
 import argparse

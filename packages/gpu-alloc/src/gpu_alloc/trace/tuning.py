@@ -2,7 +2,7 @@
 
 A candidate is a way to make settings for a device of a given size, since a slab is as large as the
 device lets it be. Candidates are ranked on the first part of a trace; the best are then measured on
-all of it, so that the figure counts steps that the choice has not seen. The default settings are
+all of it, so that the figure counts steps that the ranking has not seen. The default settings are
 always measured.
 
 Invariant: what is returned was replayed: `config` runs the whole trace on `capacity_bytes`, which
@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple, final
 
@@ -27,11 +28,13 @@ from gpu_alloc.sources import round_up
 from gpu_alloc.trace.replaying import least_capacity
 from gpu_alloc.trace.requests import GRANULARITY_BYTES, Requests
 
-_FINALISTS = 12
+_FINALISTS = 24
 _FEW_CALLS = 100  # of the source, which any trace may make
 _LARGEST = 64  # times the peak of live bytes: what fails there fails everywhere
 _CHUNKS_MB = (20, 64, 256)
-_SMALL_MB = (1, 4, 16, 64, 256)
+_SMALL_MB = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_SMALL_MB_BACK = (1, 2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 64, 256)
+_TIMES = (1, 2, 3)  # of the largest small request, that the pool of small ones grows by
 _DEFAULT = "growth by the request"
 
 Candidate = Callable[[int], AllocatorConfig]  # settings for a device of so many MiB
@@ -101,10 +104,17 @@ def candidates(requests: Requests) -> Mapping[str, Candidate]:
         small_mb = round_up(held, GRANULARITY_BYTES) // MIB
         name = f"a slab beside a pool up to {size_mb} MiB"
         found[name] = partial(_slab, config, beside_mb=small_mb)
-        found[f"idle chunks given back before growth, beside a pool up to {size_mb} MiB"] = partial(
-            _of_size, replace(config, free_when_no_cache_hit=True)
-        )
         found[f"{name} with a slab"] = partial(_slab, config, beside_mb=small_mb, small=True)
+    for size_mb, times in product(_SMALL_MB_BACK, _TIMES):
+        config = AllocatorConfig(
+            small_pool_size_in_mb=size_mb,
+            small_pool_auto_growth_chunk_size_in_mb=times * size_mb,
+            free_when_no_cache_hit=True,
+        )
+        name = f"idle chunks given back before growth, beside a pool up to {size_mb} MiB"
+        found[name if times == 1 else f"{name} in chunks of {times * size_mb}"] = partial(
+            _of_size, config
+        )
     return found
 
 
@@ -135,7 +145,7 @@ def tune(
     calls_per_event: how often, at most, memory may be taken from the device or given back, for each
         event of the trace. More of it needs a smaller device and takes longer.
 
-    About 150 replays of the first part and 150 of the whole. Raises AllocValueError for a trace
+    About 700 replays of the first part and 200 of the whole. Raises AllocValueError for a trace
     without allocations or a part outside (0, 1], TraceError as `replay` does.
     """
     check_kind(trace, Sequence, "trace must be a sequence of TraceEvents")
