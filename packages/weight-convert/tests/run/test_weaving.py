@@ -15,7 +15,7 @@ from weight_convert.staging import OpenFiles
 def test_rows_are_those_that_numpy_concatenates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
-    monkeypatch.setattr(weaving, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(weaving, "BLOCK_BYTES", block_bytes)
     seed = random.randrange(2**32)
     rng = random.Random(seed)
     rows, widths = rng.randint(1, 9), [rng.randint(1, 20) for _ in range(3)]

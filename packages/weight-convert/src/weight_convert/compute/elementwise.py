@@ -16,7 +16,7 @@ from weight_convert.compute.reading import TensorReader
 from weight_convert.errors import WeightConvertError
 from weight_convert.operations import Operation, Transpose
 
-CHUNK_ELEMENTS = 1 << 20
+CHUNK_ELEMENTS = Operation.CHUNK_ELEMENTS
 _BAND_BYTES = 24 << 20
 _BAND_BYTES_EACH = 24  # for each element of a chunk, where memory is limited
 _PART_BYTES = 512  # of a row, from which on a part of it is read alone

@@ -21,7 +21,7 @@ from weight_convert.compute.ranks import Rank, find_rank
 from weight_convert.compute.reading import TensorReader
 from weight_convert.operations import Combine
 
-CHUNK_ELEMENTS = 1 << 18  # a megabyte of float32, which stays in the cache between operations
+CHUNK_ELEMENTS = Combine.CHUNK_ELEMENTS
 _PARALLEL = 0.9995  # the cosine above which an arc is a line
 _ELECTING = frozenset({"ties", "dare_ties", "breadcrumbs_ties", "della"})
 

@@ -25,6 +25,8 @@ class Combine(Operation):
         seed: of what is drawn at random, for this tensor.
     """
 
+    # A megabyte of float32, which stays in the cache between operations.
+    CHUNK_ELEMENTS: ClassVar[int] = 1 << 18
     # Whether a method sums differences of the models from a base.
     METHODS: ClassVar[Mapping[str, bool]] = {
         "linear": False,

@@ -34,10 +34,9 @@ from weight_convert.operations import (
     Transpose,
 )
 from weight_convert.outputs import Computed, FilePlan, Weave
+from weight_convert.run.weaving import BLOCK_BYTES
 
 _STATUS = Path("/proc/self/status")
-_WHOLE = 1 << 20  # elements of a chunk where nothing limits them, as in `compute/`
-_MERGED = 1 << 18
 _BAND = 24  # bytes of a transposed band for each element of a chunk
 _RANKS = 3 << 20
 _COPYING = 2 << 20  # the other thread, small buffers, headers
@@ -61,7 +60,7 @@ class _Need:
     each: int = 0
     band: int = 0
     row: int = 1
-    most: int = _WHOLE
+    most: int = Operation.CHUNK_ELEMENTS
 
     def at(self, computed: Computed, elements: int) -> int:
         """Bytes with chunks of so many elements."""
@@ -187,9 +186,11 @@ def _mx(_: Operation, computed: Computed) -> _Need:
 def _combine(operation: Any, computed: Computed) -> _Need:
     models, method = len(computed.inputs), operation.method
     if method == "linear":
-        return _Need(each=14 + _bytes(computed, 0), most=_MERGED)
+        return _Need(each=14 + _bytes(computed, 0), most=Combine.CHUNK_ELEMENTS)
     rows = (1, *computed.shape)[-1] if method.startswith("della") else 1
-    return _Need(whole=_RANKS + _LIBRARIES, each=16 + 44 * models, row=rows, most=_MERGED)
+    return _Need(
+        whole=_RANKS + _LIBRARIES, each=16 + 44 * models, row=rows, most=Combine.CHUNK_ELEMENTS
+    )
 
 
 def _add_low_rank(_: Operation, computed: Computed) -> _Need:
@@ -207,7 +208,7 @@ def _draw_rows(_: Operation, computed: Computed) -> _Need:
 
 
 def _weave(_: Operation, computed: Computed) -> _Need:
-    return _Need(whole=4 * min(1 << 20, tensor_size_bytes(computed.dtype, computed.shape)))
+    return _Need(whole=4 * min(BLOCK_BYTES, tensor_size_bytes(computed.dtype, computed.shape)))
 
 
 _NEEDS: Mapping[type[Operation], Callable[[Any, Computed], _Need]] = {

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from weight_convert.outputs import Computed, PlannedTensor, Weave
 from weight_convert.staging import OpenFiles
 
-_BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 20
 _MOST_ROWS = 1 << 13  # each is an object meanwhile
 
 
@@ -21,7 +21,7 @@ def woven(weave: Weave, computed: Computed, files: OpenFiles) -> Iterator[memory
     if weave.begins_with:
         yield memoryview(weave.begins_with)
     widest = max((run.stride_bytes for run in weave.runs), default=1)
-    step = min(max(1, _BLOCK_BYTES // max(widest, 1)), _MOST_ROWS)
+    step = min(max(1, BLOCK_BYTES // max(widest, 1)), _MOST_ROWS)
     for row in range(0, weave.num_rows, step):
         if step > 1:
             yield _rows(weave, computed, files, row, min(step, weave.num_rows - row))
@@ -29,8 +29,8 @@ def woven(weave: Weave, computed: Computed, files: OpenFiles) -> Iterator[memory
         for run in weave.runs:
             begin = run.offset_bytes + row * run.stride_bytes
             yield from _range(computed.inputs[run.input], begin, begin + run.size_bytes, files)
-    for begin in range(0, weave.zero_bytes, _BLOCK_BYTES):
-        yield memoryview(bytes(min(_BLOCK_BYTES, weave.zero_bytes - begin)))
+    for begin in range(0, weave.zero_bytes, BLOCK_BYTES):
+        yield memoryview(bytes(min(BLOCK_BYTES, weave.zero_bytes - begin)))
 
 
 def _rows(weave: Weave, computed: Computed, files: OpenFiles, row: int, count: int) -> memoryview:
@@ -47,6 +47,6 @@ def _rows(weave: Weave, computed: Computed, files: OpenFiles, row: int, count: i
 
 def _range(tensor: PlannedTensor, begin: int, end: int, files: OpenFiles) -> Iterator[memoryview]:
     """A long range, block by block."""
-    for offset in range(begin, end, _BLOCK_BYTES):
-        length = min(_BLOCK_BYTES, end - offset)
+    for offset in range(begin, end, BLOCK_BYTES):
+        length = min(BLOCK_BYTES, end - offset)
         yield memoryview(b"".join(tensor.read(offset, length, files)))
