@@ -195,7 +195,7 @@ def test_what_cannot_be_planned_is_named(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[w]\nshape = [4]\nsource = 3", "t.toml: w has no source layout (3); give it there"),
+        ("[w]\nshape = [4]\nsource = 3", "t.toml: w: the source layout is 3; write it as in"),
         ("[w]\nshape = [4]\nlayout = 'ep=2'", "w has layout; it may have shape, dtype, source"),
         ("[w]\nshape = 4", "t.toml: w has shape 4; expected a list of sizes"),
         ("[w]\nshape = [4]\ndtype = 'F4'", "t.toml: w: dtype got 'F4'; give a dtype of torch"),
@@ -211,6 +211,14 @@ def test_mistakes_in_a_file_of_tensors_are_named(
     (tmp_path / "t.toml").write_text(content)
     assert main(["plan", "ep=2", "ep=2/ep=0", "--tensors", str(tmp_path / "t.toml")]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_layout_that_stands_nowhere_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "t.toml").write_text("[w]\nshape = [4]")
+    assert main(["plan", "ep=2", "--tensors", str(tmp_path / "t.toml")]) == 2
+    assert "t.toml: w has no target layout; give it there" in capsys.readouterr().err
 
 
 def test_help_shows_every_kind_of_layout() -> None:

@@ -124,10 +124,14 @@ def _from_file(arguments: argparse.Namespace) -> list[tuple[TensorSpec, TensorSp
         layouts = []
         for name in ("source", "target"):
             text = fields.get(name, getattr(arguments, name))
+            if text is None:
+                raise MeshValueError(
+                    f"{where} has no {name} layout; give it there, as in "
+                    f'{name} = "ep=8/ep=0", or for all tensors on the command line'
+                )
             if not isinstance(text, str):
                 raise MeshValueError(
-                    f"{where} has no {name} layout ({text!r}); give it there, as in "
-                    f'{name} = "ep=8/ep=0", or for all tensors on the command line'
+                    f'{where}: the {name} layout is {text!r}; write it as in "ep=8/ep=0"'
                 )
             layouts.append(text)
         dtype = fields.get("dtype", arguments.dtype or "bfloat16")
