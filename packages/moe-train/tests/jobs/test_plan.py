@@ -91,6 +91,10 @@ def test_a_plan_says_what_it_does_not_follow(configure: Configure) -> None:
     config = configure("parallel.dp=2", "parallel.sharding=3")
     lines = _in_a_process(lambda: plan_report(config, ranks=[0])).splitlines()
     assert any(line.startswith("planned as parallel.sharding=2") for line in lines)
+    other = configure("model.experts_fp8=true", "train.dtype=bfloat16", "moe.dispatch_chunks=2")
+    lines = _in_a_process(lambda: plan_report(other, ranks=[0])).splitlines()
+    assert any(line.startswith("planned without model.experts_fp8") for line in lines)
+    assert any(line.startswith("moe.dispatch_chunks=2 is planned as if each") for line in lines)
     plain = _in_a_process(lambda: plan_report(configure("parallel.dp=2"), ranks=[0]))
     assert "\nplanned " not in plain
 

@@ -81,6 +81,13 @@ def planned_otherwise(config: Config) -> list[str]:
         lines.append("planned without parallel.overlap_grad_reduce, whose buckets need memory too")
     if config.parallel.sharding > 2:
         lines.append("planned as parallel.sharding=2: whole parameters are counted all the time")
+    if config.model.experts_fp8:
+        lines.append("planned without model.experts_fp8, whose kernels only CUDA devices have")
+    if config.moe.dispatch_chunks > 1:
+        lines.append(
+            f"moe.dispatch_chunks={config.moe.dispatch_chunks} is planned as if each chunk had "
+            "arrived before the next one is sent; how they meet in time is not known"
+        )
     if config.parallel.schedule == "auto":
         lines.append('planned as parallel.schedule="zbv": what auto makes follows measured times')
     return lines
@@ -92,7 +99,8 @@ def _on_host(config: Config) -> Config:
     parallel = replace(config.parallel, overlap_grad_reduce=False, sharding=sharding)
     if parallel.schedule == "auto":
         parallel = replace(parallel, schedule="zbv")
-    return replace(config, parallel=parallel, train=replace(config.train, device="cpu"))
+    train, model = replace(config.train, device="cpu"), replace(config.model, experts_fp8=False)
+    return replace(config, parallel=parallel, train=train, model=model)
 
 
 @contextmanager
