@@ -36,7 +36,7 @@ def run(argv: list[str], context: RankContext) -> None:
         dist.barrier()
         if parallel.rank == 0:
             write_atomic(Path(figures), json.dumps(found))
-        _end_groups(parallel)
+        end_groups(parallel)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -57,7 +57,7 @@ def _first_steps(
     return {"loss": losses, "norm": norms}
 
 
-def _end_groups(parallel: Parallel) -> None:
+def end_groups(parallel: Parallel) -> None:
     """End the groups that one layout has made; those of the next one are new."""
     values = (getattr(parallel, field.name) for field in fields(parallel))
     for group in {value for value in values if isinstance(value, dist.ProcessGroup)}:
