@@ -17,7 +17,8 @@ from weight_convert import (
     ConversionOptions, MergeConfig, MergeModel, OutputOptions, convert, merge
 )
 def resident(name):
-    return next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith(name))
+    with open("/proc/self/status") as lines:
+        return next(int(l.split()[1]) << 10 for l in lines if l.startswith(name))
 def run(dry, limit=None):
     if job == "ties":
         models = (MergeModel(path=src, density=0.5),) * 8
