@@ -43,6 +43,18 @@ def test_replay_as_json_with_configuration(trace: str, capsys: pytest.CaptureFix
     assert facts["oom"] is None
 
 
+def test_a_file_that_is_not_there_or_no_trace_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing, other = tmp_path / "missing.jsonl", tmp_path / "notes.txt"
+    other.write_text("some notes\n", encoding="utf-8")
+    assert main(["replay", str(missing)]) == main(["replay", str(other)]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == f"gpu-alloc: {missing}: No such file or directory"
+    assert second.startswith(f"gpu-alloc: {other}:1: expected ")
+    assert second.endswith("got 'some notes'; write traces with `gpu-alloc record` or save_trace")
+
+
 def test_replay_out_of_memory_is_status_1(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", trace, "--capacity-bytes", "8MiB"]) == 1
     printed = capsys.readouterr()

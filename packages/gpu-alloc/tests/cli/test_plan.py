@@ -32,4 +32,4 @@ def test_a_step_is_planned_and_the_plan_written(
     assert main(["plan", trace]) == 0
     assert "planned" in capsys.readouterr().out
     assert main(["plan", trace, "--step", "step 7"]) == 2
-    assert "no mark 'step 7'" in capsys.readouterr().err
+    assert "no mark 'step 7'; it has 'step " in capsys.readouterr().err

@@ -49,8 +49,8 @@ def test_failed_save_keeps_the_old_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", ":1: not JSON"),
-        ("[]\n", ":1: expected a JSON object"),
+        ("", "in the first line, got ''; write traces with `gpu-alloc record`"),
+        ("[]\n", "in the first line, got '[]'"),
         ('{"action": "alloc"}\n', ":1: expected"),
         ('{"format": "gpu-alloc-trace", "version": 3}\n', "update gpu-alloc"),
         (HEADER + "{\n", ":2: not JSON"),

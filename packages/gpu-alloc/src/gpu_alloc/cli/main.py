@@ -50,7 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = arguments.run(arguments)
         return status
     except (AllocError, OSError) as error:
-        print(f"gpu-alloc: {error}", file=sys.stderr)
+        said = str(error)
+        if isinstance(error, OSError) and error.filename is not None:
+            said = f"{error.filename}: {error.strerror}"
+        print(f"gpu-alloc: {said}", file=sys.stderr)
         return 2
 
 

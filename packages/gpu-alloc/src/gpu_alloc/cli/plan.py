@@ -48,4 +48,6 @@ def _run_plan(arguments: argparse.Namespace) -> int:
         ("  planned", "planned_capacity_bytes"),
     ):
         print(f"{label:<15} {format_bytes(facts[key]):>12}  ({facts[key] / live:.3f} x live)")
+    if arguments.out is not None:
+        print(f"written to {arguments.out}")
     return 0

@@ -49,4 +49,6 @@ def _run_tune(arguments: argparse.Namespace) -> int:
     print(f"needs {format_bytes(tuned.capacity_bytes)} ({tuned.capacity_bytes} bytes)")
     print(f"takes memory from the device, or gives it back, {tuned.num_source_calls} times")
     print(f"GPU_ALLOC_CONF={tuned.config.format()}")
+    if arguments.out is not None:
+        print(f"written to {arguments.out}")
     return 0

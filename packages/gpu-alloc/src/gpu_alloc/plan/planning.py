@@ -84,7 +84,9 @@ def _of_step(trace: Sequence[TraceEvent], step: str | None) -> Sequence[TraceEve
         return trace
     marks = {event.note: i for i, event in enumerate(trace) if event.action == "mark"}
     if step not in marks:
-        raise TraceError(f"the trace has no mark {step!r}; it has {sorted(marks) or 'none'}")
+        steps = [repr(mark) for mark in sorted(marks) if not mark.startswith(END_OF_STEP)]
+        has = ", ".join(steps) or "none, which TraceRecorder.phase makes"
+        raise TraceError(f"the trace has no mark {step!r}; it has {has}")
     return trace[marks[step] : marks.get(END_OF_STEP + step, len(trace))]
 
 

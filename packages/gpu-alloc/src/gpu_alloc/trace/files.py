@@ -85,12 +85,15 @@ def _record_of(event: TraceEvent) -> dict[str, str | int]:
 
 
 def _check_header(line: str, path: str | os.PathLike[str]) -> None:
-    header = _parse_object(line, f"{os.fspath(path)}:1")
+    try:
+        header = _parse_object(line, f"{os.fspath(path)}:1")
+    except TraceError:
+        header = {}
     if header.get("format") != _FORMAT:
         raise TraceError(
             f'{os.fspath(path)}:1: expected {{"format": "{_FORMAT}", "version": {_VERSION}}} in '
             "the first line, got "
-            f"{line.strip()[:80]!r}; write traces with save_trace"
+            f"{line.strip()[:80]!r}; write traces with `gpu-alloc record` or save_trace"
         )
     if header.get("version") not in _READ_VERSIONS:
         raise TraceError(
