@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 import comm_collectives as cc
-from comm_collectives.planning import CostCurve, fit_cost_model
+from comm_collectives.planning import CostCurve
+from comm_collectives.planning.cost_model import fit_cost_model
 from ranktest import run_ranks
 
 RANKS, ROUNDS = 2, 30

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from mesh_spmd import Box, FlatSpec, ProcessMesh, Spec, TensorSpec, local_box, plan_reshard
-from mesh_spmd.reshard import plan_split
+from mesh_spmd.reshard.parts import plan_split
 from moe_train.layout import ParameterLayout, stored_tensors
 from moe_train.layout.stored_form import StoredForm
 from unified_ckpt import Box as StoredBox

@@ -102,7 +102,7 @@ LAYERS = {"num_hidden_layers": 4}
         (["parallel.dp=2", "train.mtp_loss_coef=0.3"], DEEPSEEK, 0.52, 0.92, 0),
         # The embedding that both stages hold is summed whole; weights get gradients of their own.
         (["parallel.pp=2", "parallel.dp=2", *ZB_1P], TIED, 0.51, 1.0, 0.45),
-        (["parallel.pp=2", "parallel.dp=2", "parallel.schedule=zbv"], LAYERS, 0.51, 0.61, 0),
+        (["parallel.pp=2", "parallel.dp=2", "parallel.schedule=zbv"], LAYERS, 0.51, 0.75, 0),
         (
             ["parallel.dp=2", "optimizer.name=muon"],
             {},
