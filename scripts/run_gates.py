@@ -19,6 +19,7 @@ from gates.floors import check_floors
 from gates.habits import check_habits
 from gates.lines import check_lines
 from gates.mirror import check_mirror
+from gates.missing import check_missing
 from gates.pages import check_pages
 from gates.repeats import check_repeats
 from gates.rooms import check_rooms
@@ -38,6 +39,7 @@ def run(root: Path, packages: tuple[Package, ...]) -> Found:
     sources = read_sources(folders, root=root)
     stubs = read_sources(folders, root=root, pattern="__init__.pyi")
     own = read_sources([root / "scripts"], root=root)
+    callers = read_sources(_callers(root), root=root)
     settings = tomllib.loads((root / "pyproject.toml").read_text())
     return {
         "budgets": check_budgets([*sources, *own]),
@@ -55,10 +57,17 @@ def run(root: Path, packages: tuple[Package, ...]) -> Found:
         "habits": check_habits(sources),
         "repeats": check_repeats(sources),
         "unreached": check_unreached(sources, stubs, names=(root / UNREACHED).read_text()),
+        "missing": check_missing(callers, sources, stubs),
         "lines": check_lines(packages, root=root),
         "tracked files": check_tracked(tracked_files(root), root=root),
         "claims ledger": check_ledger(root),
     }
+
+
+def _callers(root: Path) -> list[Path]:
+    """The folders of programs that import the packages, and are none of them."""
+    tests = [*root.glob("packages/*/tests"), *root.glob("testing/*/*")]
+    return [root / "benchmarks", root / "integration_tests", *sorted(tests)]
 
 
 def only(found: Found, package: Package, *, root: Path) -> Found:
