@@ -27,6 +27,6 @@ def test_names_that_faces_doors_and_files_bind_are_there(parse: Parse) -> None:
 
 def test_a_name_that_left_a_door_is_named_with_its_line(parse: Parse) -> None:
     report = found(parse, "import os\ndef late():\n    from p.room import Kept\n")
-    assert report == "b.py:3: p.room has no Kept; import it from the file that defines it"
+    assert report == "src/b.py:3: p.room has no Kept; import it from the file that defines it"
     assert "p.room.part has no gone" in found(parse, "from p.room.part import gone\n")
     assert "p has no Kept" in found(parse, "import p\np.Kept()\n")
