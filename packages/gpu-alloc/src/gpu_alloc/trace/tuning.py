@@ -28,7 +28,7 @@ from gpu_alloc.sources import round_up
 from gpu_alloc.trace.replaying import least_capacity
 from gpu_alloc.trace.requests import GRANULARITY_BYTES, Requests
 
-_FINALISTS = 24
+_FINALISTS = 64
 _FEW_CALLS = 100  # of the source, which any trace may make
 _LARGEST = 64  # times the peak of live bytes: what fails there fails everywhere
 _CHUNKS_MB = (20, 64, 256)
@@ -145,7 +145,7 @@ def tune(
     calls_per_event: how often, at most, memory may be taken from the device or given back, for each
         event of the trace. More of it needs a smaller device and takes longer.
 
-    About 700 replays of the first part and 200 of the whole. Raises AllocValueError for a trace
+    About 700 replays of the first part and 400 of the whole. Raises AllocValueError for a trace
     without allocations or a part outside (0, 1], TraceError as `replay` does.
     """
     check_kind(trace, Sequence, "trace must be a sequence of TraceEvents")
