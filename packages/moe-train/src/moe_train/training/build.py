@@ -41,6 +41,7 @@ from moe_train.optim import (
     Optimizer,
     ParameterGroup,
     ParameterShares,
+    StageBlocks,
     StochasticRounding,
     UpdateRule,
     update_rules,
@@ -227,7 +228,8 @@ def build_runner(
     if not parallel.is_alone:
         _initialise(config, model, stored_tensors(layouts, tensors, parallel.rank))
     groups = _groups(config, model, parameters, parallel, finer)
-    rows = _parameter_rows(config, stages, groups)
+    blocks = stage_blocks(stages)
+    rows = _parameter_rows(config, blocks, groups)
     optimizer = Optimizer(
         parameters,
         rules,
@@ -245,7 +247,7 @@ def build_runner(
         stages=stages,
         executor=_executor(config, stages, schedule, parallel),
         evaluator=_executor(config, stages, forwards_of(schedule), parallel),
-        gradients=_gradients(config, groups, schedule.ranks[parallel.stage], stages, rows),
+        gradients=_gradients(config, groups, schedule.ranks[parallel.stage], blocks, rows),
         optimizer=optimizer,
         max_grad_norm=config.optimizer.max_grad_norm,
         updates_expert_bias=config.moe.update_expert_bias,
@@ -284,12 +286,12 @@ def _groups(
 
 
 def _parameter_rows(
-    config: Config, stages: RankStages, groups: list[ParameterGroup]
+    config: Config, blocks: Mapping[int, StageBlocks], groups: list[ParameterGroup]
 ) -> ParameterShares:
     """Parameters that are shared out; none of them below level 3."""
     by_rows = [group.shares for group in groups if group.shares and group.is_by_rows]
     chosen = by_rows if config.parallel.sharding > 2 else []
-    return ParameterShares(chosen, stage_blocks(stages))
+    return ParameterShares(chosen, blocks)
 
 
 def _background(config: Config, stages: RankStages) -> BackgroundSaves | None:
@@ -330,7 +332,7 @@ def _gradients(
     config: Config,
     groups: list[ParameterGroup],
     row: Sequence[Action],
-    stages: RankStages,
+    blocks: Mapping[int, StageBlocks],
     rows: ParameterShares,
 ) -> GradientStore:
     train = config.train
@@ -340,7 +342,7 @@ def _gradients(
         fp32_accumulation=train.master_weights and train.dtype != "float32",
         reduce_dtype=None if asked is None else getattr(torch, asked),
         overlap=row if config.parallel.overlap_grad_reduce else None,
-        stages=stage_blocks(stages),
+        stages=blocks,
         parameters=rows,
     )
 
