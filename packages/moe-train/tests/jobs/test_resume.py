@@ -34,6 +34,7 @@ OF_THE_JOB = {
         "train.validation_sequences=5",
         "train.exit_duration_minutes=9.0",
         "checkpoint.keep_best=true",
+        "checkpoint.moments=int8",
         "optimizer.lr=0.02",
         "optimizer.warmup_steps=1",
         "optimizer.decay=linear",

@@ -163,7 +163,13 @@ def test_a_disk_without_room_for_one_checkpoint_is_refused_before_the_run(
 
 
 @pytest.mark.parametrize(
-    "dtype", [(), ("train.dtype=bfloat16",), ("train.dtype=bfloat16", "train.master_weights=true")]
+    "dtype",
+    [
+        (),
+        ("train.dtype=bfloat16",),
+        ("train.dtype=bfloat16", "train.master_weights=true"),
+        ("train.dtype=bfloat16", "train.master_weights=true", "checkpoint.moments=int8"),
+    ],
 )
 def test_the_size_of_a_checkpoint_is_known_before_there_is_one(
     configure: Configure, tmp_path: Path, dtype: tuple[str, ...]

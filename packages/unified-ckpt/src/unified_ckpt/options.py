@@ -42,8 +42,9 @@ class SaveOptions:
         gather_split_param: True stores parameters that are split into flat ranges as whole tensors
             (nothing is communicated: each rank writes its ranges into place). False does to their
             optimizer states and master weights what `ignore_merge_optimizer` does to all.
-        moment_compression: `int8` stores the moments of `optimizer` (`KEY/moment1`,
-            `KEY/moment2`) in one byte an element; see `moments` for the bound of the error.
+        moment_compression: `int8` stores the moments of `optimizer` (`KEY/moment1` or
+            `KEY/exp_avg`, `KEY/moment2` or `KEY/exp_avg_sq`) in one byte an element; see
+            `state.compression` for the bound of the error.
         max_shard_bytes: most bytes of tensors in one file, unless one tensor is larger.
         files_over_nodes: let ranks of several machines write to one file, each its own bytes. False
             stores the boxes of a tensor that no machine holds all of as tensors of their own, as

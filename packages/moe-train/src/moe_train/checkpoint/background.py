@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moe_train.checkpoint.moments import Moments, save_options
 from moe_train.config import Config
 from unified_ckpt import AsyncSaver, AsyncSaverConfig, Shard, ZeroCostSaver, async_save
 from unified_ckpt.files.storage import Location
@@ -61,6 +62,7 @@ class BackgroundSaves:
         settings: of the saver, with the moving average if one is kept.
         zero_cost: copy in pieces between the microbatches; False copies at once.
         num_microbatches: of a step.
+        moments: how AdamW's are stored; the saver process changes their form.
 
     Attributes:
         stall_s: what the trainer's thread has spent in copies since `take_stall`, besides `begin`.
@@ -69,6 +71,7 @@ class BackgroundSaves:
     settings: AsyncSaverConfig
     zero_cost: bool
     num_microbatches: int
+    moments: Moments = "exact"
     stall_s: float = 0.0
     _opened: AsyncSaver | None = field(default=None, init=False)
     _chunks: ZeroCostSaver | None = field(default=None, init=False)
@@ -91,6 +94,7 @@ class BackgroundSaves:
             settings=AsyncSaverConfig(timeout_s=max(config.parallel.timeout_s, 600.0), ema=ema),
             zero_cost=asked.save_mode == "zero_cost",
             num_microbatches=config.train.gradient_accumulation_steps,
+            moments=asked.moments,
         )
 
     @property
@@ -169,7 +173,11 @@ class BackgroundSaves:
         Args:
             loss: of this step, the same on all ranks; NaN leaves the step out of the average.
         """
-        given: dict[str, Any] = {"files": files, "rank_files": rank_files}
+        given: dict[str, Any] = {
+            "files": files,
+            "rank_files": rank_files,
+            "options": save_options(self.moments),
+        }
         if self.averaged is not None:
             given["loss"] = loss
         future: Future[Any] | str

@@ -22,8 +22,10 @@ from unified_ckpt import CheckpointError, load_files
 from unified_ckpt.files.storage import Location
 from unified_ckpt.run import CorruptCheckpointError, ReplacedCheckpointError, StoreError
 
-STATE_VERSION = 3
-"""1 had no `version`, no schedule and no losses; 2 nothing about the experts' places and rows."""
+STATE_VERSION = 4
+"""1 had no `version`, no schedule and no losses; 2 nothing about the experts' places and rows; 3 no
+moments in other forms.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,7 @@ class TrainerState:
         skips_in_row: steps at the end of the run whose updates were left out.
         expert_parts: where the experts lie, as in `parallel.expert_parts`; none: in equal parts.
         expert_rows: routed rows of each layer and expert since the layout changed last.
+        moments: how the checkpoint stores AdamW's, as in `checkpoint.moments`.
         ledger: which samples each step has used; a file of its own in a checkpoint.
         version: of the file that it was read from.
     """
@@ -57,6 +60,7 @@ class TrainerState:
     best_validation_loss: float | None = None
     expert_parts: tuple[str, ...] = ()
     expert_rows: tuple[tuple[int, ...], ...] = ()
+    moments: str = "exact"
     ledger: Ledger = field(default_factory=Ledger, compare=False)
     version: int = STATE_VERSION
 
@@ -136,6 +140,7 @@ def _numbers(values: Any) -> tuple[float, ...]:
 
 _READ: Mapping[str, Callable[[Any], Any]] = {
     "data_fingerprint": str,
+    "moments": str,
     "schedule": _schedule,
     "recent_losses": _numbers,
     "expert_parts": lambda texts: tuple(map(str, texts)),

@@ -21,6 +21,13 @@ from torch import Tensor
 from moe_train.checkpoint.background import BackgroundSaves
 from moe_train.checkpoint.finding import NOTHING_TO_RESUME
 from moe_train.checkpoint.former_random_state import restore_former_random_state
+from moe_train.checkpoint.moments import (
+    LOSSY,
+    Moments,
+    first_updates,
+    read_first_updates,
+    save_options,
+)
 from moe_train.checkpoint.node_states import NodeStates
 from moe_train.checkpoint.parts import has_part, read_part, tensor_keys
 from moe_train.checkpoint.rank_tensors import RankTensors
@@ -35,9 +42,7 @@ from unified_ckpt import (
     CheckpointManager,
     ManagerOptions,
     Shard,
-    load,
     random_state_files,
-    read_index,
     restore_random_state,
     save,
 )
@@ -49,8 +54,6 @@ _UNREADABLE = (
     "{} cannot be gone on from: {}; if a file is damaged, restore it or --resume an older "
     "checkpoint; if the model differs, use the checkpoint's own"
 )
-
-_FIRST_UPDATE = "/first_update"  # of parameters that are trained only since a resume
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +73,7 @@ class Checkpointer:
         options: when to save, and how many checkpoints to keep.
         nodes: states on the nodes between checkpoints; None for none.
         background: saves beside training; None where training waits for them.
+        moments: how AdamW's are stored, here and on the nodes.
     """
 
     folder: Path | Location
@@ -82,6 +86,7 @@ class Checkpointer:
     options: ManagerOptions
     nodes: NodeStates | None = None
     background: BackgroundSaves | None = None
+    moments: Moments = "exact"
     _opened: CheckpointManager | None = field(default=None, init=False)
     _placed: RankTensors | None = field(default=None, init=False)
 
@@ -170,6 +175,7 @@ class Checkpointer:
                 checkpoint_id=self.manager.begin(state.step),
                 files=self.files_of(state, validation_loss),
                 rank_files=random_state_files(self.rank),
+                options=save_options(self.moments),
                 timeout_s=self.options.timeout_s,
             )
         except SavePeerError:
@@ -182,7 +188,7 @@ class Checkpointer:
 
     def files_of(self, state: TrainerState, validation_loss: float | None) -> dict[str, bytes]:
         """What a checkpoint of this state holds beside tensors."""
-        files = {**self.files, **_state_files(state)}
+        files = {**self.files, **self._state_files(state)}
         if validation_loss is not None and self.options.best_metric is not None:
             metrics = {self.options.best_metric: validation_loss}
             files["metrics.json"] = encode_metrics(state.step, metrics)
@@ -206,8 +212,9 @@ class Checkpointer:
             nodes.tier.save(
                 self.parts(),
                 state.step,
-                files={**nodes.files, **_state_files(state)},
+                files={**nodes.files, **self._state_files(state)},
                 rank_files=random_state_files(self.rank),
+                options=save_options(self.moments),
             )
         except SavePeerError:
             raise
@@ -218,7 +225,7 @@ class Checkpointer:
 
     def parts(self) -> dict[str, list[Shard]]:
         """What a checkpoint holds of this rank's tensors."""
-        parts = {"model": self.part("model"), "optimizer": _counts(self.optimizer.late)}
+        parts = {"model": self.part("model"), "optimizer": first_updates(self.optimizer.late)}
         for moment, tensors in self.optimizer.moments().items():
             parts["optimizer"] += self._mine.updates(tensors, f"/{moment}").shards
         if self.optimizer.master:
@@ -289,6 +296,8 @@ class Checkpointer:
     def _load(self, source: Path | Location) -> TrainerState:
         self._load_weights(source)
         state = replace(read_state(source), ledger=read_ledger(source))
+        if state.moments != "exact" and self.rank == 0:
+            logger.info(LOSSY, source)
         updates = state.step - state.skipped_steps
         self.optimizer.set_step(updates, self._load_moments(source, updates))
         if not restore_random_state(source, self.rank):
@@ -359,12 +368,7 @@ class Checkpointer:
                 read_part(source, "optimizer", [self._mine.updates(held, f"/{moment}")], cast=True)
             if moment != MUON_MOMENT:  # which corrects no bias, so that nothing counts its steps
                 late |= dict.fromkeys(tensors.keys() - held.keys(), updates)
-        keys = read_index(source, "optimizer").keys() if has_part(source, "optimizer") else ()
-        counts = _counts({n: 0 for n in self.optimizer.updated() if n + _FIRST_UPDATE in keys})
-        if counts:
-            load(counts, checkpoint_id=source, part="optimizer")
-        stored = {each.key.removesuffix(_FIRST_UPDATE): int(each.tensor) for each in counts}
-        return stored | late
+        return read_first_updates(source, self.optimizer.updated()) | late
 
     def _held(
         self, tensors: Mapping[str, Tensor], source: Path | Location, part: str, suffix: str = ""
@@ -385,14 +389,6 @@ class Checkpointer:
             )
         return self._placed
 
-
-def _state_files(state: TrainerState) -> dict[str, bytes]:
-    return {STATE_FILE: state.to_json(), SAMPLES_FILE: state.ledger.to_json()}
-
-
-def _counts(counts: Mapping[str, int]) -> list[Shard]:
-    """One integer for each parameter, whoever holds it."""
-    return [
-        Shard.of(name + _FIRST_UPDATE, torch.tensor([count]), global_shape=(1,), offset=(0,))
-        for name, count in counts.items()
-    ]
+    def _state_files(self, state: TrainerState) -> dict[str, bytes]:
+        state = replace(state, moments=self.moments)
+        return {STATE_FILE: state.to_json(), SAMPLES_FILE: state.ledger.to_json()}

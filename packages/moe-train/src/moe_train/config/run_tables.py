@@ -53,6 +53,13 @@ class CheckpointConfig(Table):
         default="sync",
         on_resume="free",
     )
+    moments: Literal["exact", "int8"] = key(
+        "AdamW's two moments in checkpoints and node_folder: exact: as they are; int8: one byte an "
+        "element and a scale for each 64, so that a resume does not go on bit for bit; weights and "
+        "master weights stay exact. Read in any form, whatever this says",
+        default="exact",
+        on_resume="free",
+    )
     ema_decay: float | None = key(
         "weight of the old value in an fp32 moving average of the weights, kept beside training "
         '(save_mode="zero_cost") and in every checkpoint; absent: none',

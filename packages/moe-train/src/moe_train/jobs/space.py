@@ -19,6 +19,7 @@ from moe_train.training import rules_of_job
 from unified_ckpt.files.storage import Location
 from unified_ckpt.folders import numbered_checkpoints
 
+_INT8_BYTES = 1 + 4 / 64  # a code, and the part of a scale
 _OTHER_BYTES = 2**20  # tokenizer, configs, random states, headers
 
 logger = logging.getLogger(__name__)
@@ -35,12 +36,14 @@ def checkpoint_bytes(config: Config, model: DecoderConfig) -> int:
     rules = rules_of_job(config, model)
     trained = chosen_names("train.trainable", train.trainable, model) & rules.keys()
     state_bytes = 4 if train.master_weights else weight_bytes
-    tensors = {"adamw": 2 + train.master_weights, "muon": 1 + train.master_weights}
-    updated = sum(tensors[rules[name].algorithm] * sizes[name] for name in trained)
+    adamw_bytes = 2 * (state_bytes if config.checkpoint.moments == "exact" else _INT8_BYTES)
+    moment_bytes = {"adamw": adamw_bytes, "muon": state_bytes}
+    masters = state_bytes if train.master_weights else 0
+    updated = sum((moment_bytes[rules[n].algorithm] + masters) * sizes[n] for n in trained)
     averaged = trained if train.master_weights else sizes
     ema_bytes = 0 if config.checkpoint.ema_decay is None else 4 * sum(sizes[n] for n in averaged)
     weights = weight_bytes * sum(sizes.values())
-    return weights + state_bytes * updated + ema_bytes + _OTHER_BYTES
+    return math.ceil(weights + updated + ema_bytes) + _OTHER_BYTES
 
 
 def check_space(config: Config, model: DecoderConfig, folder: Path | Location) -> None:

@@ -265,6 +265,7 @@ def build_runner(
         options=_manager_options(config),
         nodes=NodeStates.of(config),
         background=background,
+        moments=config.checkpoint.moments,
     )
     return runner, checkpointer
 

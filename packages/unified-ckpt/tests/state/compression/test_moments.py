@@ -140,6 +140,18 @@ def test_empty_moments_are_not_compressed_and_come_back(tmp_path: Path) -> None:
     assert read_index(tmp_path / "c", "optimizer")["w/moment1"].dtype == "F32"
 
 
+def test_moments_under_torchs_names_are_compressed_too(tmp_path: Path) -> None:
+    """As a trainer stores them that hands in shards instead of an optimizer."""
+    moments = {"w/exp_avg": torch.randn(9, 70), "w/exp_avg_sq": torch.rand(9, 70)}
+    save({"optimizer": moments}, checkpoint_id=tmp_path / "c", options=INT8)
+    index = read_index(tmp_path / "c", "optimizer")
+    assert [index[key].dtype for key in moments] == ["I8", "U8"]
+    back = {key: torch.zeros(9, 70) for key in moments}
+    load({"optimizer": back}, checkpoint_id=tmp_path / "c")
+    check_bounds(back["w/exp_avg"], moments["w/exp_avg"], "moment1")
+    check_bounds(back["w/exp_avg_sq"], moments["w/exp_avg_sq"], "moment2")
+
+
 def test_other_states_and_bits_stay_as_they_are(tmp_path: Path) -> None:
     state = {
         "w/max_exp_avg_sq": torch.rand(9),

@@ -2,10 +2,10 @@
 
 Blocks of 64 row-major elements of a rank's box share one fp32 scale s.
 
-- `KEY/moment1`: signed, symmetric: code = round(x / s), s = max|x| / 127 of the block. So
-  |x - x'| <= max|x| / 254 of the block, plus fp32 rounding.
-- `KEY/moment2`: of the square root, unsigned: code = round(sqrt(x) / s), s = max sqrt(x) / 255, and
-  at least 1 where x > 0, so that no denominator of Adam becomes zero. So
+- `KEY/moment1` (or `KEY/exp_avg`): signed, symmetric: code = round(x / s), s = max|x| / 127 of the
+  block. So |x - x'| <= max|x| / 254 of the block, plus fp32 rounding.
+- `KEY/moment2` (or `KEY/exp_avg_sq`): of the square root, unsigned: code = round(sqrt(x) / s), s =
+  max sqrt(x) / 255, and at least 1 where x > 0, so that no denominator of Adam becomes zero. So
   |sqrt(x) - sqrt(x')| <= max sqrt(x) / 255 of the block, and half of that where the code is over 1.
 
 Codes are stored under the tensor's own key (I8 or U8), scales as `KEY/scale@BOX` beside them; every
@@ -27,6 +27,12 @@ from unified_ckpt.geometry import Box, Shape, Shard
 BLOCK = 64
 Moment = Literal["moment1", "moment2"]
 _SCALE_KEY = re.compile(r"(.+)/scale@(\d+:\d+(?:,\d+:\d+)*)\Z", re.DOTALL)
+_MOMENT_OF: dict[str, Moment] = {
+    "moment1": "moment1",
+    "moment2": "moment2",
+    "exp_avg": "moment1",  # where a caller stores shards under torch's names
+    "exp_avg_sq": "moment2",
+}
 _CODE_DTYPE = {"moment1": torch.int8, "moment2": torch.uint8}
 _MAX_CODE = {"moment1": 127.0, "moment2": 255.0}
 
@@ -34,7 +40,7 @@ _MAX_CODE = {"moment1": 127.0, "moment2": 255.0}
 def moment_of(key: str) -> Moment | None:
     """Return which moment a stored key is of, None if of none."""
     name = key.rpartition("/")[2]
-    return name if name in ("moment1", "moment2") and "/" in key else None  # type: ignore[return-value]
+    return _MOMENT_OF.get(name) if "/" in key else None
 
 
 def compress_moments(shards: Sequence[Shard]) -> list[Shard]:
