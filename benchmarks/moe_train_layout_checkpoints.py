@@ -1,15 +1,18 @@
 """Checkpoints of every layout: opened by transformers, and gone on from in every other layout.
 
 The jobs are those of `moe_train_layouts.py`, in the layouts that `moe-train verify-layouts` takes.
-In each, a job trains for some steps and saves asynchronously; `moe-train train` starts it again in
-another folder, one of its ranks is killed with SIGKILL at a random moment, and it goes on with
-`--resume`. Its last checkpoint must have the bits of the first run's. transformers must find every
-key of that one and none besides. Then each layout goes on from the middle checkpoint of every
-layout: the figure is the largest relative difference of a loss, or of a gradient norm before
-clipping, between a layout and the one that had saved the checkpoint.
+In each, a job trains for some steps and saves asynchronously. Some of them, drawn anew in each run,
+are started again by `moe-train train` in another folder, one of their ranks is killed with SIGKILL
+at a random moment, and they go on with `--resume`: the last checkpoint must have the bits of the
+first run's. transformers must find every key of each layout's and none besides. Then each layout
+goes on from the middle checkpoint of every layout: the figure is the largest relative difference
+of a loss, or of a gradient norm before clipping, between a layout and the one that had saved it.
 
-    python benchmarks/moe_train_layout_checkpoints.py          # 4 families, 20 layouts: 1,600 pairs
+What a family came to is kept in `results/ledgers/`, since all four take an hour on two cores.
+
+    python benchmarks/moe_train_layout_checkpoints.py --keep   # 4 families, 20 layouts: 1,600 pairs
     python benchmarks/moe_train_layout_checkpoints.py --families mixtral --layouts 3 --seed 7
+    python benchmarks/moe_train_layout_checkpoints.py --gathered     # the last run of each family
 """
 
 import argparse
@@ -21,12 +24,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from ledgers import LEDGERS, ROOT, Ledger, source_of
 from moe_train_kills import COMMAND, LONGEST_WAIT_S, ranks_of, wait_until_gone
 from moe_train_layouts import FAMILIES, write_job
 from transformers import AutoModelForCausalLM
@@ -41,6 +46,9 @@ from moe_train.rank import RankContext
 from moe_train.training import TrainingLoop, build_training
 from unified_ckpt import diff_checkpoints
 
+FILE = LEDGERS / "moe-train-layout-checkpoints.json"
+SOURCES = [f"packages/{name}/src" for name in ("moe-train", "moe-pipeline", "unified-ckpt")]
+LAYOUTS, KILLS = 20, 5  # of a family
 SAVED_STEP, STEPS = 2, 4
 KILL_WITHIN_S = 20.0  # after the launcher has made the run's folder; most runs last longer
 LIMIT = 1e-6
@@ -202,29 +210,53 @@ def _place(folder: Path, source: Case | None, into: Case) -> Path:
     return folder / f"{'begin' if source is None else source.toml.stem}-to-{into.toml.stem}.json"
 
 
+def family_run(family: str, layouts: int, kills: int, rng: random.Random) -> dict[str, Any]:
+    """Run a family in its layouts; what they came to, as the ledger keeps it."""
+    with tempfile.TemporaryDirectory(prefix="moe-train-checkpoints-") as name:
+        cases, folder = make_cases(Path(name), family, layouts), Path(name)
+        launch(folder, [(case, None) for case in cases])
+        killed = rng.sample(cases, min(kills, len(cases)))
+        wrong = [str(case.layout) for case in killed if not killed_and_resumed(case, rng)]
+        wrong += [str(case.layout) for case in cases if not opens(case)]
+        launch(folder, [(into, source) for into in cases for source in cases])
+        apart = largest_difference(cases, folder)
+    print(f"{family}: {len(cases)} layouts, figures at most {apart:.1e} apart", flush=True)
+    return {"layouts": len(cases), "killed": len(killed), "wrong": wrong, "apart": apart}
+
+
+def report(entries: Mapping[str, dict[str, Any]]) -> bool:
+    """Print the figure of one entry for each family, and whether all is as it must be."""
+    worst = max(entry["apart"] for entry in entries.values())
+    pairs = sum(entry["layouts"] ** 2 for entry in entries.values())
+    figure = {"figure": "moe_train_resume_apart", "value": worst, "low": worst, "high": worst}
+    print(json.dumps({**figure, "unit": "x", "n": pairs}))
+    return worst <= LIMIT and not any(entry["wrong"] for entry in entries.values())
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=list(FAMILIES))
-    parser.add_argument("--layouts", type=int, default=20)
+    parser.add_argument("--layouts", type=int, default=LAYOUTS)
+    parser.add_argument("--kills", type=int, default=KILLS, help="jobs of a family that are killed")
     parser.add_argument("--seed", type=int, default=random.randrange(2**32))
+    parser.add_argument("--keep", action="store_true", help="keep each family's in the ledger")
+    parser.add_argument("--gathered", action="store_true", help="read the ledger, run nothing")
     arguments = parser.parse_args(argv)
-    print(f"--seed {arguments.seed}")
-    # Ranks of a launch import this file by its name.
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    rng, worst, pairs, right = random.Random(arguments.seed), 0.0, 0, True
-    for family in arguments.families:
-        with tempfile.TemporaryDirectory(prefix="moe-train-checkpoints-") as name:
-            cases, folder = make_cases(Path(name), family, arguments.layouts), Path(name)
-            launch(folder, [(case, None) for case in cases])
-            for case in cases:
-                right &= killed_and_resumed(case, rng) and opens(case)
-            launch(folder, [(into, source) for into in cases for source in cases])
-            apart = largest_difference(cases, folder)
-        worst, pairs = max(worst, apart), pairs + len(cases) ** 2
-        print(f"{family}: {len(cases)} layouts, figures at most {apart:.1e} apart", flush=True)
-    figure = {"figure": "moe_train_resume_apart", "value": worst, "unit": "x", "n": pairs}
-    print(json.dumps({**figure, "low": worst, "high": worst}))
-    if not right or worst > LIMIT:
+    if arguments.gathered:
+        entries = Ledger(FILE, "").entries()
+        if missing := [family for family in FAMILIES if family not in entries]:
+            sys.exit(f"no run of {', '.join(missing)} is kept; run --keep --families {missing[0]}")
+    else:
+        print(f"--seed {arguments.seed}")
+        # Ranks of a launch import this file by its name.
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+        rng, entries = random.Random(arguments.seed), {}
+        for family in arguments.families:
+            source = source_of(ROOT, *SOURCES) if arguments.keep else ""
+            entries[family] = family_run(family, arguments.layouts, arguments.kills, rng)
+            if arguments.keep:
+                Ledger(FILE, source).keep(family, entries[family])
+    if not report(entries):
         sys.exit("not every checkpoint opens, has the bits that it must, or goes on alike")
 
 
