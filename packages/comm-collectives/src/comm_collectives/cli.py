@@ -1,6 +1,7 @@
 """The command `comm-collectives`; sub-commands import torch themselves, so `--help` is quick."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -70,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     add_plan_arguments(plan)
     plan.set_defaults(run=run_plan)
     _add_fuzz(commands)
+    _add_run(commands)
     return parser
 
 
@@ -83,6 +85,22 @@ def _add_fuzz(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     fuzz.add_argument("--schedules", type=int, default=100, help="how many (default: 100)")
     fuzz.add_argument("--seed", type=int, default=0, help="of the first one (default: 0)")
     fuzz.set_defaults(run=_fuzz)
+
+
+def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    run = commands.add_parser(
+        "run",
+        help="run a program that calls torch.distributed, with its collectives compared",
+        description="Run a script with this package's collectives and transfers in the place of "
+        "torch.distributed's: strided tensors and all dtypes are right, and ranks that make "
+        "different calls, or none, are named. What torch calls inside (DistributedDataParallel's "
+        "reducer, FSDP) stays torch's. On every rank: torchrun --nproc-per-node 2 -m "
+        "comm_collectives run train.py --its-own-options",
+    )
+    run.add_argument("-m", dest="is_module", action="store_true", help="PROGRAM is a module's name")
+    run.add_argument("program", metavar="PROGRAM", help="path of the script")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own")
+    run.set_defaults(run=_run)
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -125,6 +143,20 @@ def _fuzz(args: argparse.Namespace) -> int:
         return 2
     print(report)
     return 1 if report.violations else 0
+
+
+def _run(args: argparse.Namespace) -> int:
+    from comm_collectives.checking import run_program
+
+    if not args.is_module and not os.path.isfile(args.program):
+        print(
+            f"comm-collectives: there is no script {args.program!r}; give its path, or -m and a "
+            "module",
+            file=sys.stderr,
+        )
+        return 2
+    run_program(args.program, args.arguments, is_module=args.is_module)
+    return 0
 
 
 def _bench(args: argparse.Namespace) -> int:
