@@ -17,6 +17,7 @@ import tempfile
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -114,7 +115,7 @@ def layers() -> Iterator[tuple[str, Program]]:
 
 
 def stages(rank: int) -> Iterator[tuple[str, Program]]:
-    """A step of a pipeline whose messages have one shape."""
+    """Steps of a pipeline: shapes unknown, the same again, and others than before."""
     weight = torch.ones(8, device="cuda", requires_grad=True)
 
     def stage(x: torch.Tensor, *, target: object) -> StageOutput:
@@ -130,8 +131,13 @@ def stages(rank: int) -> Iterator[tuple[str, Program]]:
         backward_group=groups[1],
         options=ExecutorOptions(device="cuda", timeout_s=60),
     )
-    inputs = [(torch.ones(3, 8, device="cuda"),)] * 4
-    yield "PipelineExecutor.step, 1f1b, 4 microbatches", lambda: executor.step(inputs)
+
+    def step(rows: Iterator[int]) -> object:
+        return executor.step([(torch.ones(next(rows), 8, device="cuda"),)] * 4)
+
+    name = "PipelineExecutor.step, 1f1b, 4 microbatches"
+    for what, rows in (("", (2, 3)), (", posted ahead", (3, 3)), (", of other shapes", (3, 4))):
+        yield f"{name}{what}", partial(step, iter(rows))
 
 
 def steps(folder: Path, keys: list[tuple[str, ...]]) -> Iterator[tuple[str, Program]]:
@@ -234,6 +240,7 @@ def test_what_stops_the_host_is_what_the_table_says() -> None:
 def test_no_message_of_an_executor_stops_the_host() -> None:
     table = tomllib.loads(TABLE.read_text())["waits"]
     assert table["PipelineExecutor.step, 1f1b, 4 microbatches"] == []
+    assert table["PipelineExecutor.step, 1f1b, 4 microbatches, posted ahead"] == []
 
 
 def test_the_readme_of_comm_collectives_has_what_the_table_says_of_its_calls() -> None:

@@ -4,8 +4,11 @@ That the message of a stage is announced on the host and its tensors move in the
 holds there as on a device; streams are left to `gpu` machines.
 """
 
+import functools
+import itertools
+import os
+import signal
 from datetime import timedelta
-from itertools import product
 
 import pytest
 import torch
@@ -20,7 +23,7 @@ from moe_pipeline.executor.pipeline_executor import PipelineExecutor
 from moe_pipeline.executor.stage_io import StageOutput
 from moe_pipeline.schedules.generators.catalog import SCHEDULES
 from moe_pipeline.schedules.table.schedule import Action, Schedule
-from ranktest import run_ranks
+from ranktest import collect_ranks, run_ranks
 
 pytestmark = pytest.mark.skipif(
     not has_nccl_rules(), reason="this torch takes no process group written in Python"
@@ -47,7 +50,7 @@ def rows_of(microbatch):
     return 40 if microbatch % 2 else 1  # over and under what a small buffer holds
 
 
-def pipeline(num_stages):
+def pipeline(num_stages, rows_of=rows_of):
     """A weight for each stage, and inputs; shapes change with every microbatch."""
     torch.manual_seed(0)
     weights = [
@@ -76,9 +79,17 @@ def stages_of(weights, fail_at=None):
     return [make(index) for index in range(len(weights))]
 
 
-def expected(num_stages):
+def steps_of(num_stages):
+    """Weights, and the inputs of some steps: one that is announced, two alike more, one unlike."""
     weights, inputs = pipeline(num_stages)
-    for (x,) in inputs:
+    _, others = pipeline(num_stages, rows_of=lambda microbatch: 3 + microbatch // 2)
+    return weights, [inputs, inputs, inputs, others]
+
+
+@functools.cache
+def expected(num_stages):
+    weights, steps = steps_of(num_stages)
+    for (x,) in itertools.chain(*steps):
         for stage in stages_of(weights):
             output = stage(x, target=None)
             x = output.tensors[0] if output.tensors else x
@@ -99,7 +110,7 @@ def groups_of(rules, count):
 
 
 def run_schedule(schedule, rank, forward, backward):
-    weights, inputs = pipeline(schedule.num_stages)
+    weights, steps = steps_of(schedule.num_stages)
     holders = stage_holders(schedule)
     mine = {i: s for i, s in enumerate(stages_of(weights)) if rank in holders[i]}
     executor = PipelineExecutor(
@@ -110,7 +121,8 @@ def run_schedule(schedule, rank, forward, backward):
         backward_group=backward,
         options=ExecutorOptions(timeout_s=60),
     )
-    executor.step(inputs)
+    for inputs in steps:
+        executor.step(inputs)
     return {i: weights[i].grad for i in mine if weights[i].grad is not None}
 
 
@@ -134,7 +146,7 @@ def test_every_schedule_ends_with_right_gradients_under_nccls_rules(num_ranks):
         return found
 
     ranks = run_ranks(fn, num_ranks, timeout_s=300)
-    for number, (_, name) in enumerate(product(settings, names)):
+    for number, (_, name) in enumerate(itertools.product(settings, names)):
         schedule = SCHEDULES[name](num_ranks, COUNT)
         totals = [torch.zeros(WIDTH, dtype=torch.float64) for _ in range(schedule.num_stages)]
         for rank in ranks:
@@ -196,6 +208,93 @@ def test_failures_are_named_and_disorder_is_refused_under_nccls_rules():
 
     told = run_ranks(fn, 2)
     assert told[0].endswith("failed: rank 1 (stage 1) failed in 1F2: KeyError: 'mine'")
+
+
+def ahead_of(rank, before_last, *, fail=lambda: None, watchdog=False):
+    """Two ranks whose third step receives a gradient long before the other rank sends it.
+
+    In that step rank 0 calls `before_last` between the receive and the computation that needs it,
+    and rank 1 `fail` between the two of its own.
+    """
+    rows = (
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0F2 0SEND_F2 0B0 0RECV_B1 0B1 0RECV_B2 0B2",
+        "1RECV_F0 1F0 1RECV_F1 1F1 1B0 1SEND_B0 1RECV_F2 1F2 1B1 1SEND_B1 1B2 1SEND_B2",
+    )
+    schedule = Schedule(
+        name="early",
+        num_stages=2,
+        num_microbatches=3,
+        ranks=tuple(tuple(map(Action.parse, row.split())) for row in rows),
+    )
+    forward, _ = groups_of(NcclRules(order="communicator", watchdog=watchdog), 1)
+    weights, inputs = pipeline(2)
+    calls = []
+
+    def stage(x, *, target):
+        calls.append(1)
+        if rank == 0 and len(calls) == 9:
+            before_last(forward)
+        if rank == 1 and len(calls) == 8:
+            fail()
+        y = x * weights[rank]
+        return StageOutput(loss=y.sum()) if rank else StageOutput(tensors=(y,))
+
+    executor = PipelineExecutor(
+        {rank: stage},
+        schedule,
+        rank=rank,
+        forward_group=forward,
+        options=ExecutorOptions(timeout_s=60),
+    )
+    for _ in range(3):
+        executor.step(inputs[:3])
+    return weights[rank].grad
+
+
+def received(forward):
+    """How many tensors a rank has asked its device for."""
+    return sum("recv" in line for line in forward.issued)
+
+
+def test_a_receive_of_known_shape_is_queued_before_its_send_is_announced():
+    """Rank 1 sends the gradient only after rank 0 has gone past the receive."""
+
+    def fn(rank, world_size):
+        store = dist.distributed_c10d._get_default_store()
+
+        def went_on(forward):
+            store.set("received", str(received(forward)))
+
+        def waits():
+            assert int(store.get("received")) == 7  # three in each of two steps, and one
+
+        return ahead_of(rank, went_on, fail=waits).tolist()
+
+    assert len(run_ranks(fn, 2)) == 2
+
+
+def raise_mine():
+    raise KeyError("mine")
+
+
+@pytest.mark.parametrize("watchdog", [False, True])
+@pytest.mark.parametrize(
+    ("fail", "cause"),
+    [
+        (raise_mine, "rank 1 (stage 1) failed in 1F1: KeyError: 'mine'"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 (stage 1) died or closed its"),
+    ],
+)
+def test_who_fails_between_a_receive_and_its_send_is_named(fail, cause, watchdog):
+    """With a watchdog nothing of the device's is named, and what it waits for is waited for."""
+
+    def fn(rank, world_size):
+        ahead_of(rank, lambda forward: None, fail=fail, watchdog=watchdog)
+
+    survivor = collect_ranks(fn, 2, timeout_s=100)[0]
+    assert survivor.error_type == StageTransferError.__name__, survivor.error
+    assert f"of schedule early failed: {cause}" in survivor.error
+    assert survivor.elapsed_s < 40  # the limits are 60 s
 
 
 def test_pipelines_are_refused_where_a_device_has_one_queue(monkeypatch):

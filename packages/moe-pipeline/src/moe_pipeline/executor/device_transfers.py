@@ -3,7 +3,8 @@
 The message of a stage travels over the host; its header says dtype and shape of each tensor that
 comes apart. So the host reads no memory of the device and waits for nothing on it: a send is queued
 behind what the current stream has done, a receive on a stream of its own, where it waits for no
-computation, and the current stream waits for a receive just before its first use.
+computation, and the current stream waits for a receive just before its first use. Receives of what
+is expected (`slots.py`) are queued before the message has come.
 
 Invariant: transfers are queued where the schedule lists them, sends and receives alike, which is
 the order that `check(edges="pair_fifo" or "group_fifo")` has proved. A send and a receive that both
@@ -186,6 +187,17 @@ class DeviceMoves:
         for tensor in tensors:
             if tensor.device.type == "cuda":
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return tensors
+
+    def filling(self, slot: Sequence[Announced]) -> list[Tensor]:
+        """Anything, of the shapes that a receiver expects."""
+        return [self._empty(one) for one in slot]
+
+    def placed(self, announced: Sequence[Announced], brought: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors that came over the host, where they belong."""
+        tensors = []
+        for one, tensor in zip(announced, brought, strict=True):
+            tensors.append(tensor.to(self._place(one)))
         return tensors
 
     def _receive(self, announced: Sequence[Announced], peer: int, group: ProcessGroup) -> _Coming:

@@ -32,6 +32,7 @@ from comm_collectives import (
 from comm_collectives.p2p import SendHandle, expect_tensors
 from moe_pipeline.executor.device_transfers import DeviceMoves, DeviceSend, find_swaps
 from moe_pipeline.executor.execution_plan import RECEIVES, Edge, ExecutionPlan, other_end
+from moe_pipeline.executor.slots import Slots
 from moe_pipeline.executor.stage_message import (
     FailureNotice,
     StageMessage,
@@ -137,6 +138,7 @@ class GroupEdges:
         has_two = transport.backward is not transport.forward
         swaps = find_swaps(plan, rank, has_two=has_two) if transport.is_bound else {}
         self._moves = DeviceMoves(transport.device, swaps)
+        self._slots = Slots()
         self._sent: Counter[Edge] = Counter()
         self._expected: dict[Edge, deque[Action]] = {}
         self._arrived: dict[Action, StageMessage] = {}
@@ -151,6 +153,7 @@ class GroupEdges:
         self._arrived.clear()
         self._posted.clear()
         self._moves.begin()
+        self._slots.begin()
         for edge in self._expected:
             self._expect_next(self._transport.channel(edge))
 
@@ -163,14 +166,19 @@ class GroupEdges:
         edge = self._plan.edges[action]
         channel, limit_s = self._transport.channel(edge), self._transport.timeout_s
         apart, handles = self._transport.apart(edge), self._under_way[edge]
+        slot = self._slots.of(other_end(action))
         try:
-            packed, beside = pack_message(action, message, apart)
-            handle = channel.send(packed, limit_s)
+            packed = pack_message(action, message, apart, slot)
+            handle = channel.send(packed.tensors, limit_s)
             self._sent[edge] += 1
             if not apart:
                 handles.append(handle)
                 self._settle(edge, MAX_SENDS_UNDER_WAY)
                 return
+            self._slots.saw(other_end(action), packed.announced)
+            beside = packed.beside
+            if slot is not None and slot != packed.announced:
+                beside = self._moves.filling(slot)
             sending = DeviceSend(handle, beside)
             handles.append(sending)
             self._moves.send(action, sending, channel.peer, channel.group)
@@ -182,15 +190,17 @@ class GroupEdges:
     def post(self, action: Action) -> None:
         """Let the message come; one is read ahead on each channel, so wait for the one before.
 
-        What travels on a device is received in the order of the schedule: there the host waits for
-        the header, and queues the receives.
+        What travels on a device is received in the order of the schedule: the receives of what is
+        expected are queued here; where nothing is, the host waits for the header first.
         """
         edge = self._plan.edges[action]
         channel = self._transport.channel(edge)
         if self._transport.apart(edge):
-            self._await(action)
-            announced = self._arrived[action].announced
-            self._moves.receive(action, announced, channel.peer, channel.group)
+            coming = self._slots.of(action)
+            if coming is None:
+                self._await(action)
+                coming = self._arrived[action].announced
+            self._moves.receive(action, coming, channel.peer, channel.group)
             return
         before = self._posted.get(channel)
         if before is not None:
@@ -206,7 +216,10 @@ class GroupEdges:
             del self._posted[channel]
         message, device = self._arrived.pop(action), self._transport.device
         if self._transport.apart(edge):
-            message = message.with_announced(self._moves.take(action))
+            came, slot = self._moves.take(action), self._slots.of(action)
+            if slot is not None and slot != message.announced:
+                came = self._moves.placed(message.announced, message.brought)
+            message = message.with_announced(came)
         try:
             for ours, count in self._plan.delivered[action].items():
                 self._settle(ours, self._sent[ours] - count)
@@ -297,6 +310,7 @@ class GroupEdges:
             )
         row.popleft()
         self._expect_next(channel)
+        self._slots.saw(arrived, message.announced)
         self._arrived[arrived] = message
 
     def _expect_next(self, channel: Channel) -> None:

@@ -3,11 +3,11 @@
 A packed message is a list of tensors whose first is its header: bytes that say which action sent
 it, so that a receiver knows what arrived and refuses what it does not expect, and JSON of the rest.
 Shapes and dtypes travel in the header that `isend_tensors` puts before its tensors, and those of
-tensors that a device moves apart (`device_transfers.py`) in this one; nothing is assumed from
-earlier ones. Headers are made and read on the host.
+tensors that a device moves apart (`device_transfers.py`) in this one. Headers are made and read on
+the host.
 
-    packed, apart = pack_message(Action(1, Kind.SEND_FORWARD, 3), message)
-    action, message = unpack(packed)            # or a FailureNotice
+    packed = pack_message(Action(1, Kind.SEND_FORWARD, 3), message)
+    action, message = unpack(packed.tensors)    # or a FailureNotice
 """
 
 import ctypes
@@ -50,13 +50,15 @@ class StageMessage:
     # of activations, how the tensors are nested; see `executor/pytrees.py`
     structure: Structure = None
     announced: tuple[Announced, ...] = ()  # tensors that come apart; `tensors` lacks them
+    # the announced tensors themselves, where they came with the message after all; on the host
+    brought: tuple[Tensor, ...] = ()
 
     def with_announced(self, came: Sequence[Tensor]) -> "StageMessage":
         """The whole message, with what came apart."""
         tensors = list(self.tensors)
         for one, tensor in zip(self.announced, came, strict=True):
             tensors.insert(one.place, tensor)
-        return replace(self, tensors=tensors, announced=())
+        return replace(self, tensors=tensors, announced=(), brought=())
 
     def tree(self, tensors: Sequence[Tensor]) -> Any:
         """`tensors`, which stand for those of the message, nested as they were."""
@@ -88,12 +90,27 @@ def gradients(found: Sequence[Tensor | None]) -> StageMessage:
     return StageMessage([g for g in found if g is not None], [g is not None for g in found])
 
 
-def pack_message(
-    action: Action, message: StageMessage, apart: frozenset[str] = frozenset()
-) -> tuple[list[Tensor], list[Tensor]]:
-    """What `action`, a send, sends: its header and tensors of `message`, and those sent apart.
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A message ready to be sent: over the host, and beside it on a device."""
 
-    `apart`: the types of device whose tensors travel apart, unless they are empty.
+    tensors: list[Tensor]
+    announced: tuple[Announced, ...] = ()
+    beside: Sequence[Tensor] = ()  # the announced ones; none of them if they are in `tensors`
+
+
+def pack_message(
+    action: Action,
+    message: StageMessage,
+    apart: frozenset[str] = frozenset(),
+    slot: tuple[Announced, ...] | None = None,
+) -> Packed:
+    """What `action`, a send, sends.
+
+    Args:
+        apart: the types of device whose tensors travel apart, unless they are empty.
+        slot: what the receiver expects to come apart; where that is something else, the tensors are
+            copied to the host, which waits for them, and travel in the message.
     """
     flags = [int(flag) for flag in message.flags]
     content: dict[str, object] = {"g": flags, "f": message.structure}
@@ -104,12 +121,15 @@ def pack_message(
         if kind not in apart or not tensor.numel():
             within.append(tensor)
             continue
-        name = str(tensor.dtype).removeprefix("torch.")
-        announced.append([place, kind, name, list(tensor.shape)])
+        announced.append(Announced(place, kind, tensor.dtype, tuple(tensor.shape)))
         beside.append(tensor.contiguous())
     if announced:
-        content["d"] = announced
-    return [_header(str(action), content), *within], beside
+        content["d"] = [_told(one) for one in announced]
+    if slot is not None and slot != tuple(announced):
+        content["h"] = len(announced)
+        while beside:
+            within.append(beside.pop(0).cpu())
+    return Packed([_header(str(action), content), *within], tuple(announced), beside)
 
 
 def pack_notice(notice: FailureNotice) -> list[Tensor]:
@@ -126,8 +146,9 @@ def unpack(packed: Sequence[Tensor]) -> tuple[Action, StageMessage] | FailureNot
     action, _, content = told.partition(_END)
     if action.isspace():
         return FailureNotice(json.loads(content)["cause"])
-    flags, structure, announced = _parsed(content)
-    message = StageMessage(list(packed[1:]), [*flags], structure, announced)
+    flags, structure, announced, num_brought = _parsed(content)
+    end = len(packed) - num_brought
+    message = StageMessage(list(packed[1:end]), [*flags], structure, announced, tuple(packed[end:]))
     expected = sum(message.flags) if structure is None else len(message.flags)
     if expected != len(message.tensors) + len(announced):
         raise MoEValueError(
@@ -144,10 +165,15 @@ def _header(action: str, content: dict[str, object]) -> Tensor:
 
 
 @lru_cache(maxsize=256)  # most microbatches are alike
-def _parsed(content: bytes) -> tuple[tuple[bool, ...], Structure, tuple[Announced, ...]]:
+def _parsed(content: bytes) -> tuple[tuple[bool, ...], Structure, tuple[Announced, ...], int]:
     found = json.loads(content)
     announced = tuple(
         Announced(place, kind, getattr(torch, name), tuple(shape))
         for place, kind, name, shape in found.get("d", ())
     )
-    return tuple(bool(flag) for flag in found["g"]), found["f"], announced
+    return tuple(bool(flag) for flag in found["g"]), found["f"], announced, int(found.get("h", 0))
+
+
+def _told(one: Announced) -> list[object]:
+    name = str(one.dtype).removeprefix("torch.")
+    return [one.place, one.kind, name, list(one.shape)]
