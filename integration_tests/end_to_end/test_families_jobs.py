@@ -9,7 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
 from moe_train.config import Config
 from moe_train.data import Batch
@@ -101,6 +106,46 @@ def test_a_job_in_two_stages_trains_and_saves_every_family(
     before = reference.state_dict()
     unchanged = [n for n, t in model.state_dict().items() if torch.equal(t, before[n])]
     assert all("e_score_correction_bias" in name for name in unchanged), unchanged
+
+
+def test_the_decoder_of_a_model_of_text_and_images_is_trained_as_qwen3_moe(
+    configure: Callable[..., Config],
+    train: Callable[..., None],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    known = AutoConfig.for_model("qwen3_vl_moe_text").to_dict()
+    text = {key: value for key, value in SIZES.items() if key in known}
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]}
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    vision |= {"num_position_embeddings": 16, "patch_size": 4, "deepstack_visual_indexes": [0]}
+    torch.manual_seed(7)
+    whole = AutoModelForImageTextToText.from_config(
+        AutoConfig.for_model(
+            "qwen3_vl_moe",
+            text_config={**text, "rope_parameters": rope},
+            vision_config=vision,
+        )
+    )
+    start = tmp_path / "start"
+    whole.save_pretrained(start)
+    tensors = load_file(start / "model.safetensors")
+    for key in tensors:
+        if ".experts." in key:  # as transformers 4 wrote, and what is published
+            tensors[key] = tensors[key].transpose(1, 2).contiguous()
+    save_file(tensors, start / "model.safetensors", metadata={"format": "pt"})
+    lr = ("optimizer.lr=1e-30", "train.max_steps=1", "parallel.pp=2")
+    train(configure(f"model.init_from={start}", NEW_TOKENIZER, *lr))
+    assert "'qwen3_vl_moe'; its decoder of text is trained, and saved as 'qwen3_moe'" in caplog.text
+    model, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "run" / "checkpoint-1", output_loading_info=True
+    )
+    assert type(model).__name__ == "Qwen3MoeForCausalLM"
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    tokens = torch.arange(9)[None] * 50
+    with torch.no_grad():
+        found, expected = (m.eval()(input_ids=tokens).logits for m in (model, whole))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def steps_of(config: Config, weights: Path) -> list[StepResult]:

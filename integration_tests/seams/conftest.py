@@ -75,13 +75,50 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 8,
         "mlp_only_layers": [0],
     },
+    "qwen3_vl_moe": {
+        "text_config": SIZES
+        | {
+            "num_experts": 12,
+            "moe_intermediate_size": 20,
+            "num_experts_per_tok": 2,
+            "head_dim": 8,
+            "mlp_only_layers": [0],
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e6,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            },
+        },
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 16,
+            "patch_size": 4,
+            "deepstack_visual_indexes": [0],
+        },
+    },
 }
 
 
 @pytest.fixture
 def tiny_configs() -> dict[str, dict[str, Any]]:
     """Of every family, what makes its `config.json` one of a tiny model without square experts."""
-    return {name: SIZES | config for name, config in CONFIGS.items()}
+    return {
+        name: config if "text_config" in config else SIZES | config
+        for name, config in CONFIGS.items()
+    }
+
+
+def auto_class(model_type: str) -> Any:
+    """Transformers' class that makes and loads models of a family."""
+    transformers = pytest.importorskip("transformers", reason="the oracle needs transformers")
+    if "vision_config" in CONFIGS[model_type]:
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
 
 
 @pytest.fixture
@@ -95,6 +132,6 @@ def make_model(
         seed = random.randrange(2**32)
         torch.manual_seed(seed)
         config = transformers.AutoConfig.for_model(model_type, **tiny_configs[model_type])
-        return seed, transformers.AutoModelForCausalLM.from_config(config).eval()
+        return seed, auto_class(model_type).from_config(config).eval()
 
     return make

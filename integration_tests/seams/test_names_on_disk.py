@@ -53,6 +53,8 @@ def test_moe_train_has_no_names_of_its_own() -> None:
 def test_the_guess_by_names_never_cuts_otherwise_than_the_role_says(model_type: str) -> None:
     spec = get_spec(model_type)
     for template, note in spec.tensors.items():
+        if note.role == "other":  # of a vision tower, which no trainer here cuts
+            continue
         name = template.format(layer="model.layers.0", model="model.")
         view = spec.stored_views(name, (4,) * len(note.dims))[0]
         rule = rule_by_name(view.key, view.stored_shape)

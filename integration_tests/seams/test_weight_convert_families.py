@@ -68,7 +68,7 @@ def test_transformers_loads_both_formats_with_the_same_values_and_logits(
     convert(tmp_path / "fused", tmp_path / "back", to="transformers")
     expected = model.state_dict()
     for name in ("fused", "back"):
-        loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded, info = type(model).from_pretrained(
             tmp_path / name, output_loading_info=True, dtype=torch.float32
         )
         assert not info["missing_keys"], (name, seed)

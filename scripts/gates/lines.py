@@ -57,7 +57,8 @@ LINES_ADDED = {
     # Memory forecast of each rank alone. Signs of life of thousands of ranks.
     # Who serves a rank's memory, its record, and what is told when there is none left.
     # Moments of one byte in checkpoints.
-    "moe-train": 14_085 + 200 + 480 + 180 + 620 + 330 + 280 + 130 + 575 + 95 + 420 + 70,
+    # The decoder of a model of text and images.
+    "moe-train": 14_085 + 200 + 480 + 180 + 620 + 330 + 280 + 130 + 575 + 95 + 420 + 70 + 80,
     # Recording of CuPy, torch and whole scripts, torch's snapshots read and written, memory that is
     # bound to streams block by block; the recorder came from moe-train. Explain, tune, compare,
     # plot and info, as functions and commands; settings in files. Reuse that waits for events.
@@ -87,7 +88,8 @@ LINES_ADDED = {
     # Formats of other programs: packed and transposed tensors, pickles read and written as data.
     # Adapters extracted from two models; copies through a pipe.
     # The memory of each computation, limits on it and its prediction. Dense models made MoE ones.
-    "weight-convert": 1_250 + 420 + 1_000 + 950 + 950 + 500 + 1_120 + 400 + 2_150 + 350 + 720,
+    # A decoder behind a vision tower, and experts that are told to be turned by their dims.
+    "weight-convert": 1_250 + 420 + 1_000 + 950 + 950 + 500 + 1_120 + 400 + 2_150 + 350 + 720 + 170,
     # Tokens of padding that no expert sees. Transfers in one order, its proof for process groups
     # that keep one (NCCL), and a transport that leaves such a device alone; torch's builders.
     # Plans for unequal costs: a search among orders. Stages of torch wrapped in data parallelism.

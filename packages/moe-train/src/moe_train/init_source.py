@@ -2,12 +2,14 @@
 
 What transformers wrote is loaded where it stands. Other files and formats (`.bin`, `.pdparams`, a
 distributed checkpoint; fused, Megatron-Core's, DeepSeek's, Paddle's) are converted once, bit for
-bit, into the cache, from which every later job of this machine starts.
+bit, into the cache, from which every later job of this machine starts. So are models of text and
+images, whose decoder of text is trained as that of its own family.
 
     folder = readable_weights(Path("Qwen3-30B-A3B-megatron"), cache_dir=None)
 """
 
 import hashlib
+import json
 import logging
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from weight_convert.plan import detect_format, spec_of
 from weight_convert.specs import Matcher, Side
 
 _LOADED = "transformers"
+_TEXT_FORMATS = {"qwen3_vl_moe": "qwen3_moe"}  # in which the decoder of text stands by itself
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +46,9 @@ def readable_weights(source: Path, cache_dir: str | None) -> Path:
     form = detect_format(catalog, spec)
     fused = Matcher([Side(names=(name,), groups=()) for name in spec.experts])
     is_fused = bool(spec.formats[_LOADED].rules) and any(map(fused.find, catalog.tensors))
-    if catalog.kind == "safetensors" and (form == _LOADED or (form == "fused" and not is_fused)):
+    target_format = _TEXT_FORMATS.get(spec.model_type, _LOADED)
+    stands_so = form == _LOADED or (form == "fused" and not is_fused)
+    if catalog.kind == "safetensors" and stands_so and target_format == _LOADED:
         return source
     cache = Path(cache_dir or default_cache_dir())
     name = _identity(catalog)
@@ -53,10 +58,27 @@ def readable_weights(source: Path, cache_dir: str | None) -> Path:
             what = f"in the format {form} ({catalog.kind} files)"
             logger.info("%s is %s; it is converted once, into %s", source, what, target)
             try:
-                convert(source, target, to=_LOADED)
+                convert(source, target, to=target_format)
             except WeightConvertError as error:
                 raise TrainValueError(f"model.init_from={source}: {error}") from error
     return target
+
+
+def left_out(source: Path, model_type: str) -> list[str]:
+    """One line where a job takes a part of what `source`, a `config.json` or folder, describes.
+
+    Args:
+        source: of another family where a part is taken.
+        model_type: of the decoder that is trained.
+    """
+    file = source / "config.json" if source.is_dir() else source
+    named = json.loads(file.read_text(encoding="utf-8"))["model_type"]
+    if named == model_type:
+        return []
+    return [
+        f"{source} is of model_type={named!r}; its decoder of text is trained, and saved as "
+        f"{model_type!r}: what reads images is left out"
+    ]
 
 
 def _identity(catalog: Catalog) -> str:

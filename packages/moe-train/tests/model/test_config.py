@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -138,3 +139,31 @@ def test_every_token_that_ends_a_text_is_known() -> None:
     }
     assert [c.eos_token_ids for c in of.values()] == [(7, 9), (7,), (), (), (0,)]
     assert [c.eos_token_id for c in of.values()] == [7, 7, None, None, 0]
+
+
+def vision_file(folder: Path, **changes: object) -> Path:
+    """The config.json of a model of text and images, as transformers 4 wrote it."""
+    rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    text = {**VALUES, "model_type": "qwen3_vl_moe_text", "rope_scaling": rope, **changes}
+    values = {"model_type": "qwen3_vl_moe", "text_config": text, "vision_config": {}}
+    path = folder / "config.json"
+    path.write_text(json.dumps(values | {"tie_word_embeddings": True}))
+    return path
+
+
+def test_the_decoder_of_a_model_of_text_and_images_is_read_on_demand(tmp_path: Path) -> None:
+    path = vision_file(tmp_path, tie_word_embeddings=False, rope_theta=5e6)
+    config = DecoderConfig.from_file(path, of_text=True)
+    alone = {**VALUES, "norm_topk_prob": True, "tie_word_embeddings": True, "rope_theta": 5e6}
+    expected = DecoderConfig.from_dict({**alone, "max_position_embeddings": 128000})
+    assert replace(config, extra={}) == replace(expected, extra={})
+    assert config.unknown_keys() == []
+    written = json.loads(config.to_json("bfloat16"))
+    assert written["architectures"] == ["Qwen3MoeForCausalLM"]
+    vision_file(tmp_path)
+    assert DecoderConfig.from_file(path, of_text=True).rotary.theta == 5e5  # as transformers'
+    with pytest.raises(ValueError, match=r"'qwen3_vl_moe'; .*model\.init_from trains the decoder"):
+        DecoderConfig.from_file(path)
+    path.write_text('{"model_type": "qwen3_vl_moe"}')
+    with pytest.raises(ValueError, match=r"text_config=None; .* needs the object"):
+        DecoderConfig.from_file(path, of_text=True)

@@ -127,7 +127,7 @@ def test_unknown_tensors_are_named_and_refused_on_demand(
     assert main(["convert", a, str(tmp_path / "b"), "--to", "fused"]) == 0
     shown = capsys.readouterr()
     assert "left out: .hidden (hidden)" in shown.out
-    assert "carried as they are: 3 tensors unknown to the spec: model." in shown.out
+    assert "carried as they are: 3 tensors without a name in the spec: model." in shown.out
     assert shown.err == ""
     refused = ["convert", a, str(tmp_path / "c"), "--to", "fused", "--unknown", "refuse"]
     assert main(refused) == 2

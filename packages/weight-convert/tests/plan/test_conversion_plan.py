@@ -153,6 +153,22 @@ def test_unknown_tensors_are_carried_by_name_or_refused(model: Any, tmp_path: Pa
         plan_conversion(catalog, SPEC, to="fused", options=ConversionOptions(unknown="refuse"))
 
 
+def test_tensors_for_which_the_target_has_no_name_are_listed_or_refused(
+    oracle: Any, model: Any, tmp_path: Path
+) -> None:
+    bias = "model.layers.1.self_attn.o_proj.bias"  # the spec knows it, Megatron's list does not
+    tensors = model.per_expert | {bias: ("U8", (2,), b"ab")}
+    oracle.write_folder(tmp_path / "m", [tensors], model.config)
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1}
+    (tmp_path / "m" / "config.json").write_text(json.dumps(model.config | heads))
+    catalog = read_catalog(tmp_path / "m")
+    assert bias in plan_conversion(catalog, SPEC, to="megatron").unknown_keys
+    assert bias not in plan_conversion(catalog, SPEC, to="fused").unknown_keys
+    with pytest.raises(ValueError, match=r"4 tensors .* have no name in the format megatron, for"):
+        options = ConversionOptions(unknown="refuse")
+        plan_conversion(catalog, SPEC, to="megatron", options=options)
+
+
 def test_buffers_are_no_parameters_of_the_index(oracle: Any, tmp_path: Path) -> None:
     tensors = {
         f"model.layers.0.mlp.experts.{e}.{part}_proj.weight": ("U8", (1, 2), b"ab")

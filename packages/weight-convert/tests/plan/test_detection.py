@@ -36,6 +36,23 @@ def test_a_family_that_contradicts_the_config_is_an_error_everywhere(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("form", "turned"), [("fused", False), ("transformers4", True)])
+def test_dims_tell_matrices_that_are_transposed_under_the_same_names(
+    oracle: Any, tmp_path: Path, form: str, turned: bool
+) -> None:
+    experts, hidden, width = 3, 6, 3  # gate over up is square, and tells nothing by itself
+    shapes = {"gate_up_proj": (experts, 2 * width, hidden), "down_proj": (experts, hidden, width)}
+    layer = "model.language_model.layers.0.mlp"
+    tensors = {f"{layer}.gate.weight": ("U8", (experts, hidden), bytes(experts * hidden))}
+    for name, (outer, rows, columns) in shapes.items():
+        shape = (outer, columns, rows) if turned else (outer, rows, columns)
+        tensors[f"{layer}.experts.{name}"] = ("U8", shape, bytes(outer * rows * columns))
+    config = {"model_type": "qwen3_vl_moe", "text_config": {"num_experts": experts}}
+    oracle.write_folder(tmp_path / "m", [tensors], config)
+    assert inspect(tmp_path / "m").problem == ""
+    assert inspect(tmp_path / "m").format == form
+
+
 def test_the_format_is_the_one_whose_names_are_there(model: Any, tmp_path: Path) -> None:
     for form in ("transformers", "fused"):
         catalog = read_catalog(model.write(tmp_path / form, form))

@@ -41,10 +41,11 @@ def write_family(oracle: Any, folder: Path, family: str, rng: random.Random) -> 
                 parts = name.replace("~", "+").split("+")
                 sizes[name] = len(parts) * sizes[parts[0]]
     tensors = {}
+    model = "model.language_model." if spec.decoder_config else "model."
     for name, note in spec.tensors.items():
         shape = tuple(sizes[dim] for dim in note.dims)
         for layer in range(4) if "{layer}" in name else (0,):
-            key = name.format(model="model.", layer=f"model.layers.{layer}", n=layer)
+            key = name.format(model=model, layer=f"{model}layers.{layer}", n=layer)
             size_bytes = 2 * int(np.prod(shape))
             tensors[key] = ("BF16", shape, random.randbytes(size_bytes))
     tensors["model.layers.1.unheard_of"] = ("I64", (3,), random.randbytes(24))

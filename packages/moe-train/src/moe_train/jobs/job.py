@@ -23,7 +23,7 @@ from moe_train.early_checks import (
     check_sizes,
 )
 from moe_train.errors import TrainValueError
-from moe_train.init_source import readable_weights
+from moe_train.init_source import left_out, readable_weights
 from moe_train.jobs.first_failure import naming_first_failure
 from moe_train.jobs.resume import describe_resume, refuse_changes
 from moe_train.jobs.signs_of_life import SignsOfLife
@@ -68,7 +68,7 @@ def check(config: Config, resume: str, allow_change: Sequence[str] = ()) -> Path
     """
     KeyChange.check_names(allow_change)
     model = read_model_config(config)
-    for line in model.unknown_keys():
+    for line in [*model.unknown_keys(), *left_out(Path(config.model.source), model.model_type)]:
         logger.warning("warning: %s", line)
     check_model(config, model)
     _say_device(config)

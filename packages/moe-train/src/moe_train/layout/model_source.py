@@ -15,7 +15,9 @@ from unified_ckpt.files.storage import Location
 from weight_convert import WeightConvertError, read_catalog
 
 
-def read_decoder(source: Path, weights: Path | Location | None = None) -> DecoderConfig:
+def read_decoder(
+    source: Path, weights: Path | Location | None = None, *, of_text: bool = False
+) -> DecoderConfig:
     """The decoder of a `config.json`, or of a folder that holds one.
 
     In a folder with weights, the layers for multi-token prediction are those that it has weights
@@ -24,11 +26,12 @@ def read_decoder(source: Path, weights: Path | Location | None = None) -> Decode
     Args:
         source: the file or the folder.
         weights: the checkpoint that holds the weights, where that is another place.
+        of_text: take the decoder of text out of a model of text and images.
 
     Raises:
         ValueError: the file cannot be used.
     """
-    config = DecoderConfig.from_file(source)
+    config = DecoderConfig.from_file(source, of_text=of_text)
     if not config.mtp_layers or not source.is_dir():
         return config
     try:

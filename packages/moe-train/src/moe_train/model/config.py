@@ -16,7 +16,7 @@ from typing import Any
 
 from moe_pipeline import MoEConfig
 from moe_train.errors import TrainValueError
-from moe_train.model.families import ConfigReader, FamilyRules, rules_of
+from moe_train.model.families import TEXT_PARTS, ConfigReader, FamilyRules, rules_of
 from moe_train.model.known_keys import refuse_other_computations, unknown_keys
 from moe_train.model.layers import AttentionOptions
 from moe_train.model.mla import MLAOptions
@@ -132,8 +132,12 @@ class DecoderConfig:
         )
 
     @classmethod
-    def from_file(cls, path: Path) -> "DecoderConfig":
+    def from_file(cls, path: Path, *, of_text: bool = False) -> "DecoderConfig":
         """Read `config.json`, or the one inside a checkpoint folder.
+
+        Args:
+            path: the file or the folder.
+            of_text: take the decoder of text out of a model of text and images.
 
         Raises:
             ValueError: the file is missing, is not JSON, or describes another decoder.
@@ -145,7 +149,7 @@ class DecoderConfig:
             raise TrainValueError(f"cannot read the model config {file}: {error}") from error
         if not isinstance(values, dict):
             raise TrainValueError(f"the model config {file} is not a JSON object")
-        return cls.from_dict(values)
+        return cls.from_dict(_text_part(values) if of_text else values)
 
     def to_json(self, dtype: str) -> str:
         """The text of a `config.json` that transformers opens; `dtype` is the weights' dtype."""
@@ -216,6 +220,36 @@ class DecoderConfig:
     def window(self, layer: int) -> int | None:
         """The sliding window of decoder layer `layer`."""
         return None if layer >= self.num_hidden_layers else self.windows[layer]
+
+
+def _text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the decoder of a model of text and images is by itself; any other one's values.
+
+    Without images every token has one position, so that the sections of a rotary form in three
+    dims turn as one. Its router always divides by the sum of the chosen scores.
+
+    Raises:
+        ValueError: the file says nothing of the decoder.
+    """
+    family = TEXT_PARTS.get(str(values.get("model_type")))
+    if family is None:
+        return values
+    text = values.get("text_config")
+    if not isinstance(text, Mapping):
+        raise TrainValueError(
+            f"config.json: text_config={text!r}; model_type={values['model_type']!r} needs the "
+            "object that describes its decoder"
+        )
+    part: dict[str, Any] = {"rope_theta": 500000.0, "max_position_embeddings": 128000, **text}
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(part.get(name), Mapping):
+            part[name] = {k: v for k, v in part[name].items() if not k.startswith("mrope_")}
+    return part | {
+        "architectures": [rules_of(family).architecture],
+        "model_type": family,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": values.get("tie_word_embeddings", False),
+    }
 
 
 def _refuse_unsupported(values: Mapping[str, Any], rules: FamilyRules) -> None:

@@ -239,10 +239,16 @@ def rules_of(model_type: object) -> FamilyRules:
         return RULES[model_type]
     near = get_close_matches(str(model_type), RULES, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
+    if model_type in TEXT_PARTS:
+        hint = "; of this one model.init_from trains the decoder of text, and writes it as such"
     raise TrainValueError(
         f"config.json: model_type={model_type!r}; this trainer builds the decoders "
         f"{', '.join(sorted(RULES))}{hint}"
     )
+
+
+# Models of text and images whose decoder, where there is no image, is that of a family here.
+TEXT_PARTS = {"qwen3_vl_moe": "qwen3_moe"}
 
 
 _DEEPSEEK = """

@@ -58,6 +58,7 @@ def describe_choice(config: Config, tokenizer: TextTokenizer) -> list[str]:
     source = Path(config.model.source)
     file = source / CONFIG if source.is_dir() else source
     values = read_json({CONFIG: file.read_bytes()}, CONFIG)
+    values = {**values, **values.get("text_config", {})}  # of a model of text and images
     chosen = parse_tokenizer(tokenizer.files)
     if config.model.init_from is not None and config.tokenizer.train:
         lines.append(

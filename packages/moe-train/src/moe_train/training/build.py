@@ -83,10 +83,11 @@ class Training:
 def read_model_config(config: Config) -> DecoderConfig:
     """The decoder's shape, from `model.init_from` or `model.config_file`.
 
+    Of a model of text and images it is the decoder of text.
     Layers for multi-token prediction that are not trained are left out of a model that starts
     from random weights, and are kept as they are with a model that starts from a checkpoint.
     """
-    model = read_decoder(Path(config.model.source))
+    model = read_decoder(Path(config.model.source), of_text=True)
     model = model.with_vocab_size(vocabulary_rows(config, model.vocab_size))
     is_idle = bool(model.mtp_layers) and config.train.mtp_loss_coef == 0
     leaves_out = is_idle and config.model.init_from is None

@@ -86,7 +86,13 @@ def print_output(report: Report) -> None:
     if report.unknown_keys:
         shown = ", ".join(report.unknown_keys[:_SHOWN_KEYS])
         print(
-            f"carried as they are: {len(report.unknown_keys)} tensors unknown to the spec: {shown}"
+            f"carried as they are: {len(report.unknown_keys)} tensors without a name in "
+            f"the spec: {shown}"
+        )
+    if report.other_keys:
+        print(
+            f"carried as they are: {len(report.other_keys)} tensors of other parts of the model, "
+            f"such as {report.other_keys[0]}"
         )
     if report.is_experimental:
         print(f"experimental: no other project's code has shown that it reads {report.to}")

@@ -96,6 +96,8 @@ class Cutter:
         if member is None:
             return ()
         note = self._spec.tensors[self._names[member.side]]
+        if note.role == "other":
+            return ()
         if len(note.dims) != len(shape):
             raise WeightConvertError(
                 f"{key} has shape {list(shape)}, but its spec says [{', '.join(note.dims)}]"

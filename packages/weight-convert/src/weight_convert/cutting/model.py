@@ -50,6 +50,7 @@ class ModelCuts:
         Raises:
             WeightConvertError: see `Cutter.cuts`.
         """
+        config = spec.config_of(config)
         cutter = Cutter(spec, config, layout)
         places = {key: cutter.place_of(key) for key in shapes}
         counted = config.get("num_hidden_layers")
@@ -83,7 +84,7 @@ class ModelCuts:
         part, layer = self._places[key]
         last = len(self._stages) - 1
         if part == 0:
-            is_head = self._is_tied and "embed" in key
+            is_head = self._is_tied and "embed_tokens" in key
             return stage == 0 or (stage == last and is_head)
         if part == 2 or layer >= self._stages[last].stop:
             return stage == last

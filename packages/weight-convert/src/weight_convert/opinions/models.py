@@ -65,8 +65,8 @@ def _load(directory: Path, dtype: torch.dtype | str) -> tuple[Any, set[str]]:
     Raises:
         WeightConvertError: transformers cannot load it, makes parameters up, or leaves scales out.
     """
-    loader: Any = transformers.AutoModelForCausalLM  # whose declared return forgets `info`
     try:
+        loader = _loader(directory)
         model, info = loader.from_pretrained(
             directory,
             dtype=dtype,
@@ -94,6 +94,14 @@ def _load(directory: Path, dtype: torch.dtype | str) -> tuple[Any, set[str]]:
             f"its codes are no weights; convert it to format transformers, or dequantize it"
         )
     return model.eval(), left_out
+
+
+def _loader(directory: Path) -> Any:  # since its declared return forgets `info`
+    """Transformers' class for models with a language head, of text alone or behind images."""
+    config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+    if hasattr(config, "vision_config"):
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
 
 
 def _differences(a: Any, b: Any) -> dict[str, str]:

@@ -118,28 +118,43 @@ class Computations:
         """The tensor with every computed piece whole, as extents read them.
 
         Raises:
-            WeightConvertError: a piece that is no rows of a transposed matrix.
+            WeightConvertError: a piece that is no rows of transposed matrices.
         """
         if not self.is_computed(tensor):
             return tensor
         pieces: list[Piece] = []
         for piece in tensor.pieces:
-            pieces.append(piece if piece.file < self.num_sources else self._whole(piece))
+            pieces += [piece] if piece.file < self.num_sources else self._wholes(piece)
         return tensor.made_of(pieces)
 
-    def _whole(self, piece: Piece) -> Piece:
+    def _wholes(self, piece: Piece) -> list[Piece]:
+        """A piece as computed tensors that are whole, one for each matrix that it has rows of."""
         made = self.all[piece.file - self.num_sources]
         if piece.size_bytes == tensor_size_bytes(made.dtype, made.shape):
-            return piece
-        row_bytes = tensor_size_bytes(made.dtype, made.shape[-1:])
-        first, inside = divmod(piece.offset_bytes, max(row_bytes, 1))
-        count, rest = divmod(piece.size_bytes, max(row_bytes, 1))
-        if made.operation != Transpose() or len(made.shape) != 2 or inside or rest:
+            return [piece]
+        row_bytes = max(tensor_size_bytes(made.dtype, made.shape[-1:]), 1)
+        first, inside = divmod(piece.offset_bytes, row_bytes)
+        count, rest = divmod(piece.size_bytes, row_bytes)
+        if made.operation != Transpose() or inside or rest:
             raise WeightConvertError(_TWICE.format(made.key))
-        operation = Transpose(first_row=first, num_rows=count)
-        shape = (count, made.shape[1])
-        part = self.add(operation, made.inputs, key=made.key, dtype=made.dtype, shape=shape)
-        return part.pieces[0]
+        rows, columns = made.shape[-2:]
+        pieces: list[Piece] = []
+        while count:
+            matrix, row = divmod(first, rows)
+            length = min(count, rows - row)
+            source = _matrix(made.inputs[0], matrix, rows * row_bytes)
+            operation = Transpose(first_row=row, num_rows=length if length < rows else -1)
+            shape = (length, columns)
+            part = self.add(operation, (source,), key=made.key, dtype=made.dtype, shape=shape)
+            pieces += part.pieces
+            first, count = first + length, count - length
+        return pieces
+
+
+def _matrix(tensor: PlannedTensor, number: int, size_bytes: int) -> PlannedTensor:
+    """One of the matrices that a tensor is made of."""
+    pieces = list(tensor.cut(number * size_bytes, size_bytes))
+    return replace(tensor, shape=tensor.shape[-2:]).made_of(pieces)
 
 
 _TWICE = (

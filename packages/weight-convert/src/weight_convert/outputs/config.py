@@ -20,7 +20,7 @@ def with_config(
     Args:
         catalog: the source; without a `config.json` it gets none.
         changes: new values by name; None removes the entry. `dtype` replaces `torch_dtype`, its
-            former name.
+            former name, also where an entry for a part of the model has its own.
     """
     if not catalog.config or not changes:
         return catalog.carried, ()
@@ -28,6 +28,15 @@ def with_config(
     gone |= {old for name, old in _FORMER_NAMES.items() if name in changes}
     config = {name: value for name, value in catalog.config.items() if name not in gone}
     config |= {name: value for name, value in changes.items() if value is not None}
+    if changes.get("dtype") is not None:
+        config = {name: _in_dtype(value, changes["dtype"]) for name, value in config.items()}
     content = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
     carried = tuple(entry for entry in catalog.carried if entry[0] != CONFIG_NAME)
     return carried, ((CONFIG_NAME, content),)
+
+
+def _in_dtype(value: Any, dtype: str) -> Any:
+    """An entry for a part of the model, such as `text_config`, with its dtype changed too."""
+    if not isinstance(value, dict) or not {"dtype", "torch_dtype"} & value.keys():
+        return value
+    return {k: v for k, v in value.items() if k != "torch_dtype"} | {"dtype": dtype}

@@ -8,6 +8,7 @@ from weight_convert.outputs import PlannedTensor
 from weight_convert.plan.completeness import check_complete
 from weight_convert.plan.detection import detect_format, spec_of
 from weight_convert.plan.regroup import as_stored, copied_in_memory
+from weight_convert.specs import family_names
 
 
 def in_format_of(catalog: Catalog, other: Catalog) -> dict[str, PlannedTensor]:
@@ -18,7 +19,7 @@ def in_format_of(catalog: Catalog, other: Catalog) -> dict[str, PlannedTensor]:
         IncompleteExpertsError: experts are missing.
         WeightConvertError: values would have to be computed.
     """
-    if catalog.tensors.keys() != other.tensors.keys() and "model_type" in other.config:
+    if _stands_otherwise(catalog, other):
         family = spec_of(other, None)
         formats = detect_format(catalog, family), detect_format(other, family)
         if formats[0] != formats[1]:
@@ -27,3 +28,12 @@ def in_format_of(catalog: Catalog, other: Catalog) -> dict[str, PlannedTensor]:
             stored = as_stored(memory, family, formats[1], config=catalog.config)
             return {tensor.key: tensor for tensor in stored}
     return {key: PlannedTensor.of(tensor) for key, tensor in catalog.tensors.items()}
+
+
+def _stands_otherwise(catalog: Catalog, other: Catalog) -> bool:
+    """Whether they may be in two formats: other names, or other shapes in a known family."""
+    if catalog.tensors.keys() != other.tensors.keys():
+        return "model_type" in other.config
+    return other.config.get("model_type") in family_names() and any(
+        tensor.shape != other.tensors[key].shape for key, tensor in catalog.tensors.items()
+    )

@@ -30,8 +30,9 @@ class _Sized(Protocol):
 
 def expected_experts(catalog: Catalog, spec: FamilySpec) -> tuple[int, str]:
     """The number of experts of a layer and who says so: `config.json`, or else the tensors."""
+    config = spec.config_of(catalog.config)
     for name in spec.num_experts_keys:
-        value = catalog.config.get(name)
+        value = config.get(name)
         if type(value) is int and value > 0:
             return value, f"{name} of config.json"
     rules = [rule for form in spec.formats.values() for rule in form.rules]

@@ -95,7 +95,9 @@ class ConversionPlan(FilePlan):
         source_format, target_format: names of formats of the family.
         is_experimental: whether no test shows by another project's code that it reads the format.
         num_regrouped: output tensors that are new by name: renamed, a fusion or a slice.
-        unknown_keys: tensors that the family's spec does not name, carried as they are.
+        unknown_keys: tensors that the family's spec, or the target format, does not name; carried
+            as they are.
+        other_keys: tensors of other parts of the model, the same in every format.
     """
 
     source_format: str
@@ -103,6 +105,7 @@ class ConversionPlan(FilePlan):
     is_experimental: bool
     num_regrouped: int
     unknown_keys: tuple[str, ...]
+    other_keys: tuple[str, ...]
 
 
 def plan_conversion(
@@ -136,7 +139,7 @@ def plan_conversion(
     work = Computations(num_sources=len(catalog.files))
     memory = in_memory(catalog, family, source, work)
     check_complete(catalog, family, memory)
-    unknown = _unknown_keys(family, source, memory, options)
+    unknown = _unknown_keys(family, source, memory, (to, options.unknown))
     if family.format(to).order == "modules":
         memory = by_modules(memory, family)
     stored = as_stored(memory, family, to, work, catalog.config)
@@ -163,6 +166,7 @@ def plan_conversion(
         is_experimental=not family.format(to).proof,
         num_regrouped=num_regrouped,
         unknown_keys=unknown,
+        other_keys=_of_role("other", family, memory),
     )
 
 
@@ -213,9 +217,13 @@ def _unknown_keys(
     spec: FamilySpec,
     source: str,
     memory: Sequence[PlannedTensor],
-    options: ConversionOptions,
+    choice: tuple[str, str],
 ) -> tuple[str, ...]:
-    """The tensors in memory that the spec does not name; raise where they cannot be carried."""
+    """The tensors in memory that the spec does not name, or the target has no name for.
+
+    Raises where they cannot be carried, or the choice (target and what to do) is "refuse".
+    """
+    to, unknown = choice
     unmapped = unmapped_keys(memory, spec, source)
     if unmapped:
         raise IncompleteExpertsError(
@@ -226,11 +234,20 @@ def _unknown_keys(
     if not spec.tensors:
         return ()
     known = Matcher([Side(names=(name,), groups=()) for name in spec.tensors], spec.companions)
-    keys = tuple(tensor.key for tensor in memory if known.find(tensor.key) is None)
-    if keys and options.unknown == "refuse":
+    form = spec.format(to)
+    others = set(_of_role("other", spec, memory))
+    named = Matcher([rule.target for rule in form.rules], spec.companions)
+    keys = tuple(
+        tensor.key
+        for tensor in memory
+        if known.find(tensor.key) is None
+        or (form.renames_all and named.find(tensor.key) is None and tensor.key not in others)
+    )
+    if keys and unknown == "refuse":
         raise WeightConvertError(
-            f"{len(keys)} tensors are not named by the spec of {spec.model_type}, for example "
-            f"{keys[0]}; carry them (unknown='carry') or name them in a spec of your own"
+            f"{len(keys)} tensors are not named by the spec of {spec.model_type}, or have no name "
+            f"in the format {to}, for example {keys[0]}; carry them (unknown='carry') or name them "
+            f"in a spec of your own"
         )
     return keys
 
@@ -240,7 +257,7 @@ def _in_dtype(
 ) -> list[PlannedTensor]:
     """The tensors with their parameters in `dtype`; what has it already is copied."""
     stored = stored_dtype(dtype)
-    buffers = _matcher_of_buffers(spec)
+    buffers = _matcher_of("buffer", spec)
     return [
         work.cast(t, stored)
         if t.dtype in FLOATS and t.dtype != stored and buffers.find(t.key) is None
@@ -249,12 +266,18 @@ def _in_dtype(
     ]
 
 
-def _matcher_of_buffers(spec: FamilySpec) -> Matcher:
-    names = [name for name, note in spec.tensors.items() if note.role == "buffer"]
+def _of_role(role: str, spec: FamilySpec, memory: Sequence[PlannedTensor]) -> tuple[str, ...]:
+    """Names of the tensors in memory to which the spec gives a role."""
+    matcher = _matcher_of(role, spec)
+    return tuple(tensor.key for tensor in memory if matcher.find(tensor.key) is not None)
+
+
+def _matcher_of(role: str, spec: FamilySpec) -> Matcher:
+    names = [name for name, note in spec.tensors.items() if note.role == role]
     return Matcher([Side(names=(name,), groups=()) for name in names])
 
 
 def _buffers(spec: FamilySpec, memory: Sequence[PlannedTensor]) -> int:
     """Elements of tensors that are no parameters."""
-    matcher = _matcher_of_buffers(spec)
+    matcher = _matcher_of("buffer", spec)
     return sum(math.prod(t.shape) for t in memory if matcher.find(t.key) is not None)

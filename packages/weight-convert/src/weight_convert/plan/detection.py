@@ -11,7 +11,7 @@ from collections import Counter
 
 from weight_convert.errors import UnknownFamilyError, WeightConvertError
 from weight_convert.files import Catalog
-from weight_convert.specs import FamilySpec, Matcher, Side, get_spec
+from weight_convert.specs import FamilySpec, Format, Matcher, Side, get_spec
 
 
 def spec_of(catalog: Catalog, spec: FamilySpec | None) -> FamilySpec:
@@ -42,17 +42,51 @@ def detect_format(catalog: Catalog, spec: FamilySpec) -> str:
 
     A format that is written as `.pdparams` counts for those alone: its names may be the same as
     another's, while its matrices are transposed. Name the format where such tensors stand in
-    other files.
+    other files. Elsewhere shapes tell matrices that are transposed under the same names.
     """
     counts: Counter[str] = Counter({"fused": 0})
     skeletons = Matcher.skeletons(catalog.tensors)
     for name, form in spec.formats.items():
         if (form.files == "pdparams") != (catalog.kind == "pdparams"):
             continue
-        matcher = Matcher([rule.source for rule in form.rules], spec.companions)
+        if form.files != "pdparams" and not _stands_as_said(catalog, spec, form):
+            continue
+        telling = [rule for rule in form.rules if rule.transposed or not rule.is_itself]
+        matcher = Matcher([rule.source for rule in telling], spec.companions)
         found = (number for key, number in skeletons.items() if matcher.find(key) is not None)
         counts[name] += sum(found)
     return counts.most_common(1)[0][0]
+
+
+def _stands_as_said(catalog: Catalog, spec: FamilySpec, form: Format) -> bool:
+    """Whether matrices that a format transposes and does not rename are transposed, by their dims.
+
+    A dim of one name has one size in all tensors, so those that are not transposed tell it.
+    """
+    turned = {rule.source.names[0] for rule in form.rules if rule.transposed and rule.is_itself}
+    if not turned:
+        return True
+    names = list(spec.tensors)
+    matcher = Matcher([Side(names=(name,), groups=()) for name in names])
+    sizes: dict[str, int] = {}
+    matrices: list[tuple[tuple[str, ...], tuple[int, ...]]] = []
+    for key, tensor in catalog.tensors.items():
+        member = matcher.find(key)
+        dims = () if member is None else spec.tensors[names[member.side]].dims
+        if member is None or len(dims) != len(tensor.shape):
+            continue
+        if names[member.side] in turned:
+            matrices.append((dims, tensor.shape))
+        else:
+            sizes |= {dim: n for dim, n in zip(dims, tensor.shape, strict=True) if dim not in sizes}
+
+    def fits(dims: tuple[str, ...], shape: tuple[int, ...]) -> bool:
+        return all(sizes.get(dim, n) == n for dim, n in zip(dims, shape, strict=True))
+
+    is_plain = all(fits(dims, shape) for dims, shape in matrices)
+    return not is_plain and all(
+        fits((*outer, columns, rows), shape) for (*outer, rows, columns), shape in matrices
+    )
 
 
 def stored_roles(catalog: Catalog, spec: FamilySpec) -> dict[str, tuple[str, str]]:

@@ -12,10 +12,13 @@ Invariant: the pieces of the returned tensors cover every byte of every source t
 once, and a tensor that no rule names keeps its key, dtype, shape and bytes.
 """
 
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import ne
 from typing import Any
 
 from weight_convert.errors import IncompleteExpertsError, WeightConvertError
@@ -48,7 +51,8 @@ def in_memory(
     """
     tensors = (PlannedTensor.of(tensor) for tensor in catalog.tensors.values())
     count, why = expected_experts(catalog, spec)
-    rules = [rule.with_config(catalog.config) for rule in spec.format(source).rules]
+    config = spec.config_of(catalog.config)
+    rules = [rule.with_config(config) for rule in spec.format(source).rules]
     work = work if work is not None else Computations(num_sources=len(catalog.files))
     made = _apply(tensors, rules, _Frame(spec.companions, work, False, count, why))
     return [replace(tensor, order=(natural_key(tensor.key), 0, 0)) for tensor in made]
@@ -90,7 +94,8 @@ def as_stored(
         IncompleteExpertsError: a tensor has not the shape that a rule needs, or has both forms.
         WeightConvertError: `config.json` lacks what tells packed tensors apart.
     """
-    rules = [rule.with_config(config or {}) for rule in spec.format(target).inverse()]
+    known = spec.config_of(config or {})
+    rules = [rule.with_config(known) for rule in spec.format(target).inverse()]
     copies = work is None
     work = work if work is not None else Computations(num_sources=sys.maxsize)
     made = _apply(tensors, rules, _Frame(spec.companions, work, True, 0, ""))
@@ -105,24 +110,26 @@ def as_stored(
 def by_modules(tensors: Sequence[PlannedTensor], spec: FamilySpec) -> list[PlannedTensor]:
     """The tensors in memory with the order of the spec's list, layer by layer; unknown ones last.
 
-    Tensors before, in and behind the layers come in this order, as modules of a model do.
+    Names that differ in what stands before a layer's number are of different lists of layers, which
+    come one after the other, with what stands between them, as modules of a model do.
     """
     names = list(spec.tensors)
     matcher = Matcher([Side(names=(name,), groups=()) for name in names], spec.companions)
-    in_layers = [number for number, name in enumerate(names) if name.startswith("{layer}")]
-    first = in_layers[0] if in_layers else len(names)
+    matches = [_UP_TO_LAYER.match(name) for name in names]
+    stems = [match[0] if match else "" for match in matches]
+    sections = list(accumulate(map(ne, stems[1:], stems), initial=0))
 
     def place(tensor: PlannedTensor) -> tuple[tuple[int, str, int], ...]:
         member = matcher.find(tensor.key)
         if member is None:
-            return (3, "", 0), *natural_key(tensor.key)
+            return (len(names), "", 0), *natural_key(tensor.key)
         layer = natural_key(member.places[0][1])[-1] if member.places else (0, "", 0)
-        section = 1 if member.places else 0 if member.side < first else 2
-        return (section, "", 0), layer, (0, "", member.side), (0, member.suffix, 0)
+        return (sections[member.side], "", 0), layer, (0, "", member.side), (0, member.suffix, 0)
 
     return [replace(tensor, order=(place(tensor), 0, 0)) for tensor in tensors]
 
 
+_UP_TO_LAYER = re.compile(r".*?\{(?:layer|n)\}")
 _Places = tuple[tuple[str, str], ...]
 _Group = tuple[int, _Places, str]
 

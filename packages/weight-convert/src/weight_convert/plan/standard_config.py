@@ -44,7 +44,8 @@ def standard_config(
     for tensor in tensors:
         sizes[tensor.dtype] += tensor.size_bytes
     found = max(_TORCH_NAMES, key=lambda name: sizes[stored_dtype(name)])
-    if sizes[stored_dtype(found)] and "dtype" not in config and "torch_dtype" not in config:
+    known = spec.config_of(config)
+    if sizes[stored_dtype(found)] and "dtype" not in known and "torch_dtype" not in known:
         changes["dtype"] = found
     block = _block(spec, tensors)
     if block and "quantization_config" not in config:

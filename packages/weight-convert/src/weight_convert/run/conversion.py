@@ -88,5 +88,6 @@ def _report(target: Path, catalog: Catalog, plan: ConversionPlan, dry_run: bool)
         copied_bytes=sum(file.size_bytes for file in plan.targets),
         left_out=catalog.left_out,
         unknown_keys=plan.unknown_keys,
+        other_keys=plan.other_keys,
         num_computed=plan.num_computed,
     )

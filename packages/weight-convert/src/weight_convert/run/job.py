@@ -185,6 +185,7 @@ def _end(job: Mapping[str, Any], source: Path, target: Path) -> Report:
             "dst": target,
             "files": tuple((name, size) for name, size in fields["files"]),
             "unknown_keys": tuple(fields["unknown_keys"]),
+            "other_keys": tuple(fields["other_keys"]),
             "removed_keys": tuple(fields["removed_keys"]),
             "left_out": left_out,
             "copied_bytes": 0,

@@ -28,7 +28,10 @@ class Report(Record):
         copied_bytes: bytes of weight files that were written; less than all of them where the run
             went on with what another had written.
         left_out: files and folders of the source that are not in the output, with the reason.
-        unknown_keys: tensors that the family's spec does not name, carried as they are.
+        unknown_keys: tensors that the family's spec, or the format of the output where that has
+            names of its own, does not name; carried as they are.
+        other_keys: tensors of other parts of the model, such as a vision tower, whose names and
+            bytes are the same in every format.
         num_computed: tensors of the output that hold computed, or transposed, bytes.
         removed_keys: tensors of the source that were left out on demand.
         removed_bytes: bytes of these.
@@ -49,6 +52,7 @@ class Report(Record):
     copied_bytes: int
     left_out: tuple[LeftOut, ...]
     unknown_keys: tuple[str, ...]
+    other_keys: tuple[str, ...] = ()
     num_computed: int = 0
     removed_keys: tuple[str, ...] = ()
     removed_bytes: int = 0

@@ -16,7 +16,7 @@ Invariant: the `stored_views` of a tensor tile it exactly, in the order of its m
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 from weight_convert._checks import Record, check_kind
 from weight_convert._kinds import FileKind
@@ -25,7 +25,7 @@ from weight_convert.specs.matching import Matcher, fill
 from weight_convert.specs.rules import EXPERT, PART, Rule, Side
 
 FUSED = "fused"
-ROLES = ("vocab", "column", "row", "kv", "router", "norm", "buffer")
+ROLES = ("vocab", "column", "row", "kv", "router", "norm", "other", "buffer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +52,11 @@ class TensorNote(Record):
     Attributes:
         role: how ranks of tensor parallelism hold it: `column` and `vocab` are cut along the rows
             of the matrix, `row` along its columns, `kv` as column but whole where there are fewer
-            heads than ranks; `router` and `norm` are whole. A `buffer` is no parameter.
-        dims: names of its dims; those of one name have one size in all tensors of a model.
+            heads than ranks; `router` and `norm` are whole. A `buffer` is no parameter. `other` is
+            of another part of the model, such as a vision tower: whole, never quantised, and under
+            this name in every format.
+        dims: names of its dims; those of one name have one size in all tensors of a model. None
+            are said of `other`.
     """
 
     role: str
@@ -82,6 +85,15 @@ class Format(Record):
     proof: str
     file_name: str = ""
 
+    @property
+    def renames_all(self) -> bool:
+        """Whether it has names of its own for everything, as it has for the first tensor."""
+        return any(
+            rule.is_rename and rule.target.names[0].endswith("embed_tokens.weight")
+            for rule in self.rules
+            if not rule.is_itself
+        )
+
     def inverse(self) -> tuple[Rule, ...]:
         """The rules from memory to stored tensors."""
         return tuple(rule.inverse() for rule in self.rules)
@@ -100,6 +112,7 @@ class FamilySpec(Record):
         companions: suffixes of tensors that go wherever the tensor of their name goes.
         tensors: every tensor in memory, by its name.
         formats: by name; `fused` is always there.
+        decoder_config: the entry of `config.json` that describes the decoder, "" for all of it.
     """
 
     model_type: str
@@ -110,6 +123,12 @@ class FamilySpec(Record):
     companions: tuple[str, ...]
     tensors: Mapping[str, TensorNote]
     formats: Mapping[str, Format]
+    decoder_config: str = ""
+
+    def config_of(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """What a `config.json` says of the decoder, which may stand in an entry of it."""
+        inner = config.get(self.decoder_config)
+        return {**config, **(inner if isinstance(inner, dict) else {})}
 
     def format(self, name: str) -> Format:
         """The format of this name.

@@ -23,6 +23,7 @@ from weight_convert.specs.packed import PackedRule
 from weight_convert.specs.rules import Rule
 
 _FORMAT_TEXTS = ("proof", "order", "files", "file_name", "extends")
+_FAMILY_MORE = ("companions", "decoder_config", "tensors", "formats")
 _FOLDER = Path(__file__).parent / "families"
 
 
@@ -96,7 +97,7 @@ class _Reader:
 
     def family(self, table: Mapping[str, Any]) -> FamilySpec:
         required = ("model_type", "architecture", "experts", "router", "num_experts_keys")
-        self._check_keys(table, "the file", required, ("companions", "tensors", "formats"))
+        self._check_keys(table, "the file", required, _FAMILY_MORE)
         tensors = self._mapping(table.get("tensors", {}), "tensors")
         formats = self._mapping(table.get("formats", {}), "formats")
         if FUSED in formats:
@@ -111,6 +112,7 @@ class _Reader:
             companions=self._texts(table.get("companions", []), "companions"),
             tensors={name: self._note(name, text) for name, text in tensors.items()},
             formats=read | {FUSED: _MEMORY},
+            decoder_config=self._text(table.get("decoder_config", ""), "decoder_config"),
         )
 
     def _formats(self, tables: Mapping[str, Any]) -> dict[str, Format]:

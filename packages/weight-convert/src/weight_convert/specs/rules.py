@@ -161,6 +161,11 @@ class Rule(Record):
         return not self.source.groups and not self.target.groups
 
     @property
+    def is_itself(self) -> bool:
+        """Whether it keeps even the name."""
+        return self.is_rename and self.source == self.target
+
+    @property
     def is_packed(self) -> bool:
         """Whether parts of different heights alternate in one tensor; see `PackedRule`."""
         return False

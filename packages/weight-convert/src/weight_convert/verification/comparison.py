@@ -179,7 +179,7 @@ def _readings(
     """The formats and tensors to compare: in memory where both formats are known and differ."""
     as_they_stand = [[PlannedTensor.of(t) for t in side.tensors.values()] for side in catalogs]
     are_transposed = (catalogs[0].kind == "pdparams") != (catalogs[1].kind == "pdparams")
-    if catalogs[0].tensors.keys() == catalogs[1].tensors.keys() and not are_transposed:
+    if _have_one_layout(*catalogs) and not are_transposed:
         if spec is not None:
             for side in catalogs:
                 spec_of(side, spec)
@@ -195,6 +195,16 @@ def _readings(
         in_memory(side, family, name, work)
         for side, name, work in zip(catalogs, formats, works, strict=True)
     ]
+
+
+def _have_one_layout(a: Catalog, b: Catalog) -> bool:
+    """Whether names are the same; in one family, shapes too: a format may turn matrices alone."""
+    if a.tensors.keys() != b.tensors.keys():
+        return False
+    is_one_family = a.config.get("model_type") == b.config.get("model_type")
+    return not is_one_family or all(
+        tensor.shape == b.tensors[key].shape for key, tensor in a.tensors.items()
+    )
 
 
 def _common_spec(a: Catalog, b: Catalog) -> FamilySpec | None:

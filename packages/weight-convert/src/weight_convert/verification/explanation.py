@@ -78,7 +78,7 @@ def explain(directory: Path | str, *, spec: FamilySpec | None = None) -> Explana
         conflicts=_conflicts(
             (tensor, family.tensors[names[member.side]].dims)
             for tensor, member in found
-            if member is not None and not member.suffix
+            if member is not None and not member.suffix and family.tensors[names[member.side]].dims
         ),
         problem=problem,
     )
