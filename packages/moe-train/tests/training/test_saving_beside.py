@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from gpu_alloc.torch import TraceRecorder
+from gpu_alloc.trace import summarize
 from moe_train.checkpoint import BackgroundSaves, read_state
 from moe_train.config import OWN_TOML, Config
 from moe_train.errors import CheckpointNotSavedError
@@ -234,3 +236,35 @@ def test_no_removal_begins_before_a_copy_but_behind_it(tmp_path: Path) -> None:
     beside.outcomes()
     assert begun.wait(START_S)
     background.close()
+
+
+def test_saves_in_pieces_take_two_buffers_of_the_state_and_no_other_memory(
+    configure: Configure, tmp_path: Path
+) -> None:
+    found = {}
+    for mode in ("sync", "zero_cost"):
+        output = f"train.output_dir={tmp_path / mode}"
+        asked = ("train.max_steps=2", "checkpoint.interval_steps=1", output)
+        config = configure(*asked, f"checkpoint.save_mode={mode}", hidden_size=512, vocab_size=8000)
+        check(config, "")
+        found[mode] = run_ranks(lambda *_: _peaks(config), 1)[0]  # noqa: B023 - runs at once
+    files = (tmp_path / "sync" / "checkpoint-2").glob("*.safetensors")
+    state = sum(file.stat().st_size for file in files)
+    (storages, process), (storages_beside, process_beside) = found["sync"], found["zero_cost"]
+    assert state > 100e6
+    assert storages_beside == pytest.approx(storages, rel=1e-3)
+    assert process_beside - process <= 2.05 * state
+
+
+def _peaks(config: Config) -> tuple[int, int]:
+    """The most bytes that a rank's storages had at once in training, and that all of it grew by."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = _status_bytes("VmRSS")
+    with TraceRecorder() as recorder:
+        train(config, "", RankContext())
+    return summarize(recorder.events).peak_live_bytes, _status_bytes("VmHWM") - before
+
+
+def _status_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
