@@ -273,6 +273,43 @@ def test_megatron_files_are_the_tensors_of_its_key_list(
         assert_comes_back(tmp_path / "hf", tmp_path / name, seed)
 
 
+@pytest.mark.parametrize("name", ["megatron", "megatron_sequential"])
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe"])
+def test_layers_of_multi_token_prediction_are_counted_anew_in_megatron(
+    model_type: str, name: str, saved: Saved, tmp_path: Path
+) -> None:
+    seed, tensors, config = saved(model_type, tmp_path / "hf")
+    last = "model.layers.1."
+    block = {k.replace(last, "model.layers.2."): v + 1 for k, v in tensors.items() if last in k}
+    own = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj"}
+    own |= {"shared_head.norm": "final_layernorm"}
+    theirs = {f"model.layers.2.{key}.weight": torch.randn(3, 5) for key in own}
+    carried = {
+        f"model.layers.2.{key}.weight": torch.randn(40, 32)
+        for key in ("embed_tokens", "shared_head.head")  # Megatron-Core shares the model's
+    }
+    path = tmp_path / "hf" / "model.safetensors"
+    save_file(tensors | block | theirs | carried, path, metadata={"format": "pt"})
+    report = convert(tmp_path / "hf", tmp_path / "out", to=name)
+    assert set(report.unknown_keys) == carried.keys()
+    one_more = config | {"num_hidden_layers": 3}
+    expected = {
+        key.replace("decoder.layers.2.", "mtp.layers.0.mtp_model_layer."): tensor
+        for key, tensor in megatron(
+            tensors | block, one_more, sequential="sequential" in name
+        ).items()
+    }
+    for key, tensor in theirs.items():
+        inner = key.removeprefix("model.layers.2.").removesuffix(".weight")
+        expected[f"mtp.layers.0.{own[inner]}.weight"] = tensor
+    assert_same(load_file(tmp_path / "out/model.safetensors"), expected | carried, seed)
+    assert_comes_back(tmp_path / "hf", tmp_path / "out", seed)
+    del config["num_hidden_layers"]
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="no num_hidden_layers; add it to the config"):
+        convert(tmp_path / "out", tmp_path / "again", to="transformers")
+
+
 @pytest.mark.parametrize("model_type", pairs("deepseek"))
 def test_deepseek_files_are_the_tensors_of_its_key_list(
     model_type: str, saved: Saved, tmp_path: Path

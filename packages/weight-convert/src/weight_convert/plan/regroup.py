@@ -171,15 +171,16 @@ def _apply(
         rule = rules[side]
         if rule.transposed and not frame.is_storing:
             members = {place: frame.work.transposed(one) for place, one in members.items()}
+        at = rule.places_of_target(places)
         results: Iterable[PlannedTensor]
         if rule.is_rename:
-            results = [replace(members[0, 0], key=fill(rule.target.names[0], places) + suffix)]
+            results = [replace(members[0, 0], key=fill(rule.target.names[0], at) + suffix)]
         else:
             name = fill(rule.source.names[0], places) + suffix
             check_numbers(rule, name, members, frame.num_experts, frame.why)
             if not rule.is_packed:
                 check_alike(members.values())
-            results = _made(rule, places, suffix, members)
+            results = _made(rule, at, suffix, members)
         if rule.transposed and frame.is_storing:
             results = [frame.work.transposed(one) for one in results]
         made += results
@@ -189,11 +190,17 @@ def _apply(
 def _allowance(
     rules: Sequence[Rule], tensors: Sequence[PlannedTensor], frame: _Frame
 ) -> Callable[[int, _Places], bool] | None:
-    """Says of a rule and its places whether the tensor beside which it stands is there."""
-    if not frame.is_storing or not any(rule.beside for rule in rules):
+    """Says of a rule and its places whether it is for that layer, and what it stands beside is
+    there."""
+    if not frame.is_storing or not any(rule.beside or rule.behind for rule in rules):
         return None
     keys = {tensor.key for tensor in tensors}
-    return lambda side, places: not rules[side].beside or fill(rules[side].beside, places) in keys
+
+    def allows(side: int, places: _Places) -> bool:
+        rule = rules[side]
+        return rule.takes(places) and (not rule.beside or fill(rule.beside, places) in keys)
+
+    return allows
 
 
 def _join(

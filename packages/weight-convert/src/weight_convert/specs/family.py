@@ -162,7 +162,7 @@ class FamilySpec(Record):
         """
         check_kind(name, str, "a tensor's name must be a string")
         check_kind(shape, tuple, f"the shape of {name} must be a tuple")
-        rules = self.format(format_name).rules
+        rules = [rule for rule in self.format(format_name).rules if not rule.behind]
         member = _matcher(tuple(rule.target for rule in rules), self.companions).find(name)
         if member is None:
             return (_whole(name, shape),)

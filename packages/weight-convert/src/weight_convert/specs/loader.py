@@ -22,6 +22,7 @@ from weight_convert.specs.family import FUSED, ROLES, FamilySpec, Format, Tensor
 from weight_convert.specs.packed import PackedRule
 from weight_convert.specs.rules import Rule
 
+_BEHIND = ("layers", "names")
 _FORMAT_TEXTS = ("proof", "order", "files", "file_name", "extends")
 _FAMILY_MORE = ("companions", "decoder_config", "tensors", "formats")
 _FOLDER = Path(__file__).parent / "families"
@@ -94,6 +95,7 @@ class _Reader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._behind: dict[str, Any] = {}
 
     def family(self, table: Mapping[str, Any]) -> FamilySpec:
         required = ("model_type", "architecture", "experts", "router", "num_experts_keys")
@@ -123,7 +125,7 @@ class _Reader:
 
     def _format(self, name: str, table: Any, former: Mapping[str, Format]) -> Format:
         where = f"formats.{name}"
-        more = (*_FORMAT_TEXTS, "companions", "names", "transposed", "rules")
+        more = (*_FORMAT_TEXTS, "companions", "names", "transposed", "rules", "behind")
         self._check_keys(self._mapping(table, where), where, (), more)
         rules = table.get("rules", [])
         self._expect(rules, lambda value: isinstance(value, list), f"{where}.rules", "a list")
@@ -141,15 +143,31 @@ class _Reader:
         )
         made = {name for rule in own for name in rule.target.names}
         rest = former[base].rules if base is not None else ()
-        own += [rule for rule in rest if not made & set(rule.target.names)]
+        own += [rule for rule in rest if not rule.behind and not made & set(rule.target.names)]
+        self._behind[name] = table.get("behind", self._behind.get(base or "", {}))
         return Format(
             name=name,
-            rules=tuple(own),
+            rules=(*self._rules_behind(own, self._behind[name], f"{where}.behind"), *own),
             order=self._order(table.get("order", "names"), f"{where}.order"),
             files=self._files(table.get("files", FILES[0]), f"{where}.files"),
             proof=self._text(table.get("proof", ""), f"{where}.proof"),
             file_name=self._text(table.get("file_name", ""), f"{where}.file_name"),
         )
+
+    def _rules_behind(self, rules: Sequence[Rule], table: Any, where: str) -> list[Rule]:
+        """The rules for layers behind the others, where files count those from 0 again."""
+        self._check_keys(self._mapping(table, where), where, (), _BEHIND)
+        made = [
+            replace(self._renamed(f"{where}.names", stored, memory, False), behind=1)
+            for stored, memory in self._mapping(table.get("names", {}), f"{where}.names").items()
+        ]
+        for old, new in self._mapping(table.get("layers", {}), f"{where}.layers").items():
+            for rule in rules:
+                if all(name.startswith(f"{old}.") for name in rule.source.names):
+                    names = tuple(new + name.removeprefix(old) for name in rule.source.names)
+                    source = replace(rule.source, names=names)
+                    made.append(replace(rule, source=source, behind=1))
+        return made
 
     def _of_companions(self, rules: Sequence[Rule], table: Any, where: str) -> list[Rule]:
         """The rules of companions whose stored names end otherwise."""

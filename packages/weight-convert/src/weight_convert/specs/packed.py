@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weight_convert.errors import IncompleteExpertsError, WeightConvertError
-from weight_convert.specs.rules import Rule, Run, Side
+from weight_convert.specs.rules import Rule, Run, Side, layers_of
 
 _HEADS = "num_attention_heads"
 _KEY_HEADS = "num_key_value_heads"  # as many as heads where a config.json has none
@@ -78,7 +78,13 @@ class PackedRule(Rule):
 
     def inverse(self) -> Rule:
         """The rule that packs again."""
-        return replace(self, source=self.target, target=self.source, packs=not self.packs)
+        return replace(
+            self,
+            source=self.target,
+            target=self.source,
+            packs=not self.packs,
+            behind=-self.behind,
+        )
 
     def with_config(self, config: Mapping[str, Any]) -> Rule:
         """The rule with its numbers.
@@ -96,7 +102,7 @@ class PackedRule(Rule):
                     f"add it to the config.json beside the weights"
                 )
             numbers.append(value)
-        return replace(self, numbers=tuple(numbers))
+        return replace(self, numbers=tuple(numbers), num_layers=layers_of(config))
 
     def sizes(self, shape: Sequence[int], num_experts: int, part: int = 0) -> dict[str, int]:
         """Rows of each part in a group, as `"0"`, `"1"`, ..., and what a row has.

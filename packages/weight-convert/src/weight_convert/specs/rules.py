@@ -102,6 +102,9 @@ class Rule(Record):
         sizes_of: sizes of axes that no shape tells, such as those of length 1.
         transposed: whether stored matrices stand with their last two dims exchanged.
         beside: a tensor in memory; where it is absent, the way from memory passes this rule by.
+        behind: 1 where files count the layers behind the last one, those of multi-token prediction,
+            from 0; -1 of the inverse; 0 of all other rules.
+        num_layers: how many layers those stand behind; -1 until a `config.json` says it.
     """
 
     source: Side
@@ -109,6 +112,8 @@ class Rule(Record):
     sizes_of: Mapping[str, int] = field(default_factory=dict)
     transposed: bool = False
     beside: str = ""
+    behind: int = 0
+    num_layers: int = -1
 
     def __post_init__(self) -> None:
         """Refuse what could not be read in both directions."""
@@ -172,11 +177,31 @@ class Rule(Record):
 
     def inverse(self) -> "Rule":
         """The rule that undoes this one."""
-        return replace(self, source=self.target, target=self.source)
+        return replace(self, source=self.target, target=self.source, behind=-self.behind)
 
     def with_config(self, config: Mapping[str, Any]) -> "Rule":
         """The rule where a `config.json` is known; see `PackedRule`."""
-        return self
+        return replace(self, num_layers=layers_of(config)) if self.behind else self
+
+    def takes(self, places: Sequence[tuple[str, str]]) -> bool:
+        """Whether tensors in memory of this layer may be stored by this rule."""
+        return self.behind == 0 or 0 <= self.num_layers <= int(dict(places)["n"])
+
+    def places_of_target(self, places: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+        """What places of the target's names stand for, where those of the source's do for this.
+
+        Raises:
+            WeightConvertError: `config.json` does not say how many layers stand before.
+        """
+        if not self.behind:
+            return tuple(places)
+        if self.num_layers < 0:
+            raise WeightConvertError(
+                f"{self.source.names[0]} is of a layer behind the others, and config.json has no "
+                f"num_hidden_layers; add it to the config.json beside the weights"
+            )
+        number = int(dict(places)["n"]) + self.behind * self.num_layers
+        return tuple((name, str(number) if name == "n" else at) for name, at in places)
 
     def shape(self, sizes: Mapping[str, int], part: int) -> tuple[int, ...]:
         """The shape of the target's tensor `part`."""
@@ -232,6 +257,12 @@ class Rule(Record):
         experts = range(sizes[EXPERT]) if EXPERT in by else (0,)
         parts = range(sizes[PART]) if PART in by else (0,)
         return itertools.product(experts, parts)
+
+
+def layers_of(config: Mapping[str, Any]) -> int:
+    """The number of layers that a `config.json` says; -1 where it says none."""
+    value = config.get("num_hidden_layers")
+    return value if type(value) is int else -1
 
 
 def _parse_dims(text: str) -> tuple[tuple[str, ...], ...]:
