@@ -32,6 +32,44 @@ def test_the_core_is_compiled_once_into_the_cache(
     assert used.stdout.strip() == str(made)
 
 
+CATCHES = r"""
+#include <cstddef>
+#include <new>
+
+extern "C" int catches(void* (*malloc)(std::ptrdiff_t, int, void*)) {
+  try {
+    malloc(8, 0, nullptr);
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+  return 0;
+}
+"""
+CALLS = (
+    "import ctypes, sys\n"
+    "catcher, core = map(ctypes.CDLL, sys.argv[1:])\n"
+    "print(catcher.catches(core.ga_replace_malloc))\n"
+)
+
+
+@needs_compiler
+def test_what_a_wheels_core_throws_is_caught_where_nothing_was_thrown_before(
+    tmp_path: Path,
+) -> None:
+    """By a library such as torch's, with a C++ library of its own; nothing serves device 0."""
+    core = SOURCE.with_name(LIBRARY_NAME)
+    if not comes_compiled:
+        core = tmp_path / LIBRARY_NAME
+        build_library(core, for_wheel=True)
+    source, catcher = tmp_path / "catches.cpp", tmp_path / "catches.so"
+    source.write_text(CATCHES)
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", catcher, source], check=True)
+    command = [sys.executable, "-c", CALLS, str(catcher), str(core)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+
+
 def test_a_compiler_that_fails_is_named_with_what_it_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

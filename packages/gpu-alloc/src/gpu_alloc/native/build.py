@@ -25,8 +25,9 @@ SOURCE = Path(__file__).with_name("core.cpp")
 # Not `.so`, which Python would take for a module of its own.
 LIBRARY_NAME = "libgpu_alloc_core.so.1"
 _FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread")
-# A wheel's library meets other systems' C++ libraries, so it brings its own.
-_FLAGS_OF_WHEELS = ("-static-libstdc++", "-static-libgcc")
+# A wheel's library meets other systems' C++ libraries, so it brings its own; but not its own way of
+# throwing (libgcc), since torch's catches what it throws.
+_FLAGS_OF_WHEELS = ("-static-libstdc++",)
 _COMPILERS = ("c++", "g++", "clang++")
 
 
