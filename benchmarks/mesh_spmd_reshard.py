@@ -7,9 +7,11 @@ time, the median of all pairs that were timed.
     python benchmarks/mesh_spmd_reshard.py bytes
     python benchmarks/mesh_spmd_reshard.py time --pairs 60
     python benchmarks/mesh_spmd_reshard.py gloo --pairs 100
+    python benchmarks/mesh_spmd_reshard.py lists
 
-With `gloo` as many processes as the mesh has ranks carry the plans out; bytes are counted where
-they are handed to gloo, and what arrives is compared with the whole tensor.
+`lists` are 900 random lists of six tensors, with elements of one, two and three sizes. With `gloo`
+as many processes as the mesh has ranks carry the plans out; bytes are counted where they are handed
+to gloo, and what arrives is compared with the whole tensor.
 """
 
 import argparse
@@ -21,6 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,10 +45,12 @@ Pair = tuple[tuple[Placement, ...], tuple[Placement, ...]]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one of the two measurements and print its figure as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=["bytes", "time", "gloo"])
+    parser.add_argument("what", choices=["bytes", "time", "gloo", "lists"])
     parser.add_argument("--pairs", type=int, default=0, help="pairs of each mesh; 0 takes all")
     arguments = parser.parse_args(argv)
     tests = load_test("mesh-spmd", "reshard/test_plan")
+    if arguments.what == "lists":
+        return _lists(tests)
     ratios: list[float] = []
     for mesh_shape in MESHES:
         mesh = ProcessMesh(mesh_shape, tuple("abc"[: len(mesh_shape)]))
@@ -69,6 +74,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         "high": round(max(ratios), 5),
     }
     print(json.dumps(report))
+    return 0
+
+
+def _lists(tests: Any) -> int:
+    """Print how far busiest senders of lists are above the bound."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}", file=sys.stderr)
+    chance = random.Random(seed)
+    over = [
+        tests.elements_over(tests.random_list(chance, dtypes), f"seed {seed}")
+        for dtypes in (tests.ONE_SIZE, tests.TWO_SIZES, tests.THREE_SIZES)
+        for _ in range(300)
+    ]
+    figure = {"figure": "mesh_spmd_reshard_lists", "value": max(over), "unit": "elements"}
+    print(json.dumps({**figure, "n": len(over)}))
     return 0
 
 

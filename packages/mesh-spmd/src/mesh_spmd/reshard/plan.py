@@ -1,7 +1,8 @@
 """Plans: from one layout to another, as data that is equal on every rank and needs no device.
 
 Invariant: where nothing is partial and no topology is given, the busiest receiver gets exactly what
-it lacks, and the busiest sender sends as little as the replicas allow.
+it lacks, and the busiest sender sends as little as the replicas allow (of lists of several sizes of
+elements, less than one of the widest above that; see `senders`).
 
     plan = plan_reshard(TensorSpec((64, 512), torch.bfloat16, over_8), TensorSpec(..., over_16))
     plan.busiest_bytes      # the most that a rank receives, and the most that one sends

@@ -19,12 +19,10 @@ from mesh_spmd.reshard.caches import remembered
 from mesh_spmd.reshard.cells import cells_of, holders_of
 from mesh_spmd.reshard.few_ranks import MOST_RANKS, totals_of
 from mesh_spmd.reshard.moves import Link, Move, Reduction, Shares, Side, moves_of
-from mesh_spmd.reshard.senders import water_fill
+from mesh_spmd.reshard.senders import deal_out
 
 BUFFER_BYTES = 2**25
 """What a rank's buffers hold at most unless a plan is told otherwise; bandwidth needs no more."""
-SWEEPS = 4
-SWEEP_NUMBERS = 2_000_000  # beyond so many shares one pass has to do
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -101,7 +99,8 @@ def make_step(
             wanted = move.target.cells.numel
             addends.index_add_(0, index, wanted * move.dtype.itemsize)
         amounts.append(due)
-    sent, shares = _deal_out(moves, amounts, ranks)
+    holders = [_holders_in(ranks, move) for move in moves]
+    sent, shares = deal_out(holders, amounts, [m.dtype.itemsize for m in moves], len(ranks))
     return Step(
         sources=tuple(sources),
         targets=tuple(targets),
@@ -168,39 +167,6 @@ def _small_step(source: TensorSpec, target: TensorSpec, link: Link, buffer_bytes
         received=received,
         rounds=max(1, rounds),
     )
-
-
-def _deal_out(
-    moves: Sequence[Move], amounts: Sequence[torch.Tensor], ranks: tuple[int, ...]
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The bytes each rank sends, and for each move the elements each holder sends."""
-    sent = torch.zeros(len(ranks), dtype=torch.int64)
-    shares = [torch.empty(0)] * len(moves)
-    where = [_holders_in(ranks, move) for move in moves]
-    order = sorted(range(len(moves)), key=lambda i: where[i].shape[1])
-    for i in order:
-        shares[i] = _fill(sent, where[i], amounts[i], moves[i].dtype.itemsize)
-    free = [i for i in order if where[i].shape[1] > 1]
-    if not free or len(order) == 1 or len(free) * len(ranks) > SWEEP_NUMBERS:
-        return sent, shares
-    for _ in range(SWEEPS):
-        highest = int(sent.max())
-        for i in free:
-            size = moves[i].dtype.itemsize
-            sent.index_add_(0, where[i].flatten(), shares[i].flatten(), alpha=-size)
-            shares[i] = _fill(sent, where[i], amounts[i], size)
-        if int(sent.max()) >= highest:
-            break
-    return sent, shares
-
-
-def _fill(
-    sent: torch.Tensor, where: torch.Tensor, amounts: torch.Tensor, itemsize: int
-) -> torch.Tensor:
-    """Deal one move out to its holders, and add what they send to `sent`."""
-    shares = water_fill(sent[where] // itemsize, amounts)
-    sent.index_add_(0, where.flatten(), shares.flatten(), alpha=itemsize)
-    return shares
 
 
 def _num_rounds(moved: torch.Tensor, blocks: torch.Tensor, buffer_bytes: int) -> int:
