@@ -132,7 +132,7 @@ def talks_of_steps(config: Config, known: list[tuple[list[int], list[bool]]]) ->
     prepared = prepare(config)
     split, _ = open_splits(config, prepared)
     size = config.train.global_batch_size
-    plan = BatchPlan(global_batch_size=size, num_microbatches=1, data_rank=0, num_data_ranks=1)
+    plan = BatchPlan(global_batch_size=size, num_microbatches=1, sample_rank=0, num_sample_ranks=1)
     data = DataIdentity(
         fingerprint=prepared.fingerprint,
         sequence_length=config.data.sequence_length,

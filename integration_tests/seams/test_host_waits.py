@@ -145,7 +145,7 @@ def steps(folder: Path, keys: list[tuple[str, ...]]) -> Iterator[tuple[str, Prog
     for layout in keys:
         job = folder / ("four" if "parallel.pp=2" in layout else "two")
         runner, parallel = DEVICES.STEPS.build(job, "cuda", layout)
-        each = 4 // parallel.num_data_ranks
+        each = 4 // parallel.num_sample_ranks
         places = torch.arange(16, device="cuda").expand(each, 16)  # as BatchLoader brings them
         tokens = torch.arange(each * 17, device="cuda").view(each, 17) % 96
         batch = Batch(input_ids=tokens[:, :-1], labels=tokens[:, 1:], position_ids=places)

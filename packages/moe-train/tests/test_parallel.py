@@ -88,6 +88,22 @@ def test_coordinates_and_groups_are_those_of_a_row_major_mesh(
         assert apart, "one direction would wait for the other"
 
 
+def test_ranks_that_share_samples_are_neighbours_of_a_stage(configure: Configure) -> None:
+    config = configure("parallel.pp=2", "parallel.ep=6", "parallel.cp=3")
+
+    def run(rank: int, _: int) -> object:
+        at = start(config)
+        assert at.cp_group is not None
+        place = at.sample_rank, at.num_sample_ranks, at.cp_rank, at.cp
+        return dist.get_process_group_ranks(at.cp_group), place, at.num_positions(8)
+
+    for rank, (members, place, positions) in enumerate(run_ranks(run, 12)):  # type: ignore[misc]
+        first = rank // 3 * 3
+        assert members == [first, first + 1, first + 2]
+        assert place == (rank % 6 // 3, 2, rank % 3, 3)
+        assert positions == (3, 3, 2)[rank % 3]
+
+
 def test_the_mesh_of_a_stage_holds_its_ranks_alone(configure: Configure) -> None:
     config = layout(configure, 2, 1, 3)
 

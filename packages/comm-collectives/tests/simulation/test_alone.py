@@ -3,7 +3,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from comm_collectives import all_gather, all_reduce, combine, dispatch, reduce_scatter
+from comm_collectives import all_gather, all_reduce, all_to_all, combine, dispatch, reduce_scatter
 from comm_collectives.simulation import stand_alone
 from ranktest import run_ranks
 
@@ -36,6 +36,18 @@ def test_one_rank_gets_what_three_others_like_it_would_send() -> None:
     assert back == gradient == (12, 8)
     assert tuple(gathered) == tuple(torch.cat([torch.ones(3)] * 4).shape) or gathered[0] == 4
     assert summed == (7,)
+
+
+def test_as_many_rows_come_as_a_rank_alone_expects() -> None:
+    def fn(*_: int) -> object:
+        dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
+        stand_alone()
+        x = torch.ones(6, requires_grad=True)
+        y = all_to_all(x, input_splits=[3, 1, 2], output_splits=[4, 1, 0])
+        y.sum().backward()
+        return y.shape, x.grad.shape
+
+    assert run_ranks(fn, 1, init=False) == [((5,), (6,))]
 
 
 def test_asynchronous_calls_of_a_rank_alone_allocate_on_its_own_thread() -> None:

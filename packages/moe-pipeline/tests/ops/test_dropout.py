@@ -177,3 +177,11 @@ def test_a_gpu_drops_the_same_numbers():
         x.cuda(), residual.cuda(), p=0.3, key=KEY, token_ids=ids.cuda(), training=True
     )
     assert_close(theirs.cpu(), ours)
+
+
+@pytest.mark.parametrize("first", [0, 8, 13])
+def test_columns_on_another_rank_lose_what_they_lose_beside_the_others(first):
+    x, ids = torch.randn(4, 33), torch.arange(4)
+    whole = dropout(x, p=0.4, key=KEY, token_ids=ids, training=True)
+    part = dropout(x[:, first:20], p=0.4, key=KEY, token_ids=ids, training=True, first_column=first)
+    assert torch.equal(part, whole[:, first:20])

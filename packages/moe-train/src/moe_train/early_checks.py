@@ -30,6 +30,7 @@ class ModelSizes:
 
     num_hidden_layers: int | None
     num_experts: int | None
+    num_attention_heads: int | None
     max_position_embeddings: int | None
 
 
@@ -111,7 +112,11 @@ def check_sizes(config: Config, sizes: ModelSizes) -> None:
         ValueError: layers, experts, batch or positions do not fit; with the numbers that would.
     """
     parallel, length = config.parallel, config.data.sequence_length
-    parallel.check_divides(num_hidden_layers=sizes.num_hidden_layers, num_experts=sizes.num_experts)
+    parallel.check_divides(
+        num_hidden_layers=sizes.num_hidden_layers,
+        num_experts=sizes.num_experts,
+        num_heads=sizes.num_attention_heads,
+    )
     config.check_batch()
     positions = sizes.max_position_embeddings
     if positions is not None and length > positions:
@@ -175,6 +180,7 @@ def _read_sizes(config: Config) -> ModelSizes:
     return ModelSizes(
         num_hidden_layers=_size(values.get("num_hidden_layers")),
         num_experts=_size(next(experts, None)),
+        num_attention_heads=_size(values.get("num_attention_heads")),
         max_position_embeddings=_size(values.get("max_position_embeddings")),
     )
 

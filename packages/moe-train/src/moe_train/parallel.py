@@ -1,7 +1,8 @@
 """Where this rank stands: its mesh coordinate, device and process groups, made once.
 
 The mesh axes are ("pp", "dp", "ep"), ranks row-major. Tokens are split over dp x ep ("data ranks"),
-experts over ep, layers over pp.
+experts over ep, layers over pp. Attention has its own axes over the data ranks: each cp neighbours
+of them share the positions of the same samples, and the others hold other samples.
 """
 
 import os
@@ -15,8 +16,11 @@ import torch.distributed as dist
 from mesh_spmd import ProcessMesh
 from moe_train.config import Config, ParallelConfig
 from moe_train.errors import TrainValueError
+from moe_train.model.parallel import PositionCut
 
 AXES = ("pp", "dp", "ep")
+SIZES = (*AXES, "cp")
+"""What `parallel.relayout` gives the sizes of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +30,15 @@ class Parallel:
     `stage` is this rank's place in the pipeline, of `num_stages`; `stages` are the numbers of the
     stages that it holds, which are several where a rank has several, and `has_last` says whether
     the last of all is among them. `data_rank` counts the ranks that hold other tokens of the
-    same microbatch, from 0 to `num_data_ranks` - 1. Pipeline transfers have one group per
-    direction, so that a transfer forwards never queues behind one backwards. `embedding_group`
-    holds all ranks of the first and of the last stage, where these are on two ranks and this is
-    one of them: they may share an embedding. `dense_reduce_group` and `expert_reduce_group` sum
-    gradients: the ranks of `data_group` and `dp_group`, and groups of their own where that runs
-    beside a backward, which makes calls in the others. `is_alone`: the other ranks do not exist,
-    and this one is built to learn its memory: without weights, its neighbours answered for.
+    same microbatch, from 0 to `num_data_ranks` - 1; of them `cp_group` holds the same samples, each
+    rank other positions, and is None where a rank has whole samples. Pipeline transfers have one
+    group per direction, so that a transfer forwards never queues behind one backwards.
+    `embedding_group` holds all ranks of the first and of the last stage, where these are on two
+    ranks and this is one of them: they may share an embedding. `dense_reduce_group` and
+    `expert_reduce_group` sum gradients: the ranks of `data_group` and `dp_group`, and groups of
+    their own where that runs beside a backward, which makes calls in the others. `is_alone`: the
+    other ranks do not exist, and this one is built to learn its memory: without weights, its
+    neighbours answered for.
     """
 
     mesh: ProcessMesh
@@ -52,12 +58,37 @@ class Parallel:
     forward_group: dist.ProcessGroup | None
     backward_group: dist.ProcessGroup | None
     embedding_group: dist.ProcessGroup | None
+    cp_group: dist.ProcessGroup | None = None
     is_alone: bool = False
 
     @property
     def stage_mesh(self) -> ProcessMesh:
         """The ("dp", "ep") mesh of the ranks of this rank's pipeline stage."""
         return self.mesh.submesh("dp", "ep", of=self.rank)
+
+    @property
+    def cp(self) -> int:
+        """Ranks that share each sample."""
+        return 1 if self.cp_group is None else self.cp_group.size()
+
+    @property
+    def cp_rank(self) -> int:
+        """Which part of its samples' positions this rank has, from 0 to cp - 1."""
+        return self.data_rank % self.cp
+
+    @property
+    def sample_rank(self) -> int:
+        """Which part of a microbatch's samples this rank has, from 0 to `num_sample_ranks` - 1."""
+        return self.data_rank // self.cp
+
+    @property
+    def num_sample_ranks(self) -> int:
+        """Into how many parts the samples of a microbatch are shared out."""
+        return self.num_data_ranks // self.cp
+
+    def num_positions(self, length: int) -> int:
+        """How many of the positions of a sample of this length this rank has."""
+        return PositionCut(rank=self.cp_rank, size=self.cp).lengths(length)[self.cp_rank]
 
     @property
     def is_first(self) -> bool:
@@ -73,6 +104,11 @@ class Parallel:
 def make_mesh(config: ParallelConfig) -> ProcessMesh:
     """The mesh that the configuration asks for; pure data."""
     return ProcessMesh((config.pp, config.dp, config.ep), AXES)
+
+
+def sample_mesh(config: ParallelConfig) -> ProcessMesh:
+    """The same ranks by what attention needs: ("pp", "samples", "cp")."""
+    return ProcessMesh((config.pp, config.num_sample_ranks, config.cp), ("pp", "samples", "cp"))
 
 
 def choose_device(wanted: str, local_ranks: int = 1) -> torch.device:
@@ -146,9 +182,9 @@ def join(config: ParallelConfig, wanted_device: str) -> Parallel:
     at = mesh.coordinate(rank)
     pipelined = config.pp > 1
 
-    def along(*axes: str) -> dist.ProcessGroup:
+    def along(*axes: str, of: ProcessMesh = mesh) -> dist.ProcessGroup:
         # Not those of a DeviceMesh, whose limit is torch's own: ten minutes, or thirty.
-        groups = [own_group(ranks, rank, timeout) for ranks in mesh.groups(*axes)]
+        groups = [own_group(ranks, rank, timeout) for ranks in of.groups(*axes)]
         return next(filter(None, groups))
 
     dp_group, data_group = along("dp"), along("dp", "ep")
@@ -173,6 +209,7 @@ def join(config: ParallelConfig, wanted_device: str) -> Parallel:
         forward_group=along("pp") if pipelined else None,
         backward_group=along("pp") if pipelined else None,
         embedding_group=own_group(ends, rank, timeout) if last else None,
+        cp_group=along("cp", of=sample_mesh(config)) if config.cp > 1 else None,
     )
 
 

@@ -78,7 +78,7 @@ def saved(config: Config, batches: Batches) -> list[dict[str, Tensor]]:
         runner, checkpointer = build_runner(config, read_model_config(config), start(config), {})
         at = runner.parallel
         for step in range(2):
-            runner.train(batches(config, step, at.data_rank, at.num_data_ranks), lr=0.01)
+            runner.train(batches(config, step, at.sample_rank, at.num_sample_ranks), lr=0.01)
         checkpointer.save(state(2))
         return tensors_of(runner, checkpointer)
 
@@ -402,7 +402,7 @@ def test_another_set_of_trained_parameters_goes_on_with_the_moments_that_there_a
         before = tensors_of(runner, checkpointer)
         at = runner.parallel
         for step in steps:
-            runner.train(random_batches(config, step, at.data_rank, at.num_data_ranks), lr=0.01)
+            runner.train(random_batches(config, step, at.sample_rank, at.num_sample_ranks), lr=0.01)
         checkpointer.save(state(steps.stop))
         counts = {
             f"updates {name}": runner.optimizer._torch[0].state[tensor]["step"].clone()

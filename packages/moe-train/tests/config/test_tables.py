@@ -190,9 +190,10 @@ def test_the_layout_follows_the_finished_steps() -> None:
         *[(2, 2, 1)] * 2,
     ]
     assert [made.next_change(step) for step in (0, 9, 10, 20)] == [10, 10, 20, None]
-    assert made.changed(15, (1, 4, 1)).at_step(16).axis_sizes == (1, 4, 1)
-    assert made.changed(15, (1, 4, 1)).at_step(20).axis_sizes == (2, 2, 1)
-    assert made.changed(10, (1, 4, 1)).at_step(10).axis_sizes == (1, 4, 1)
+    assert made.changed(15, (1, 4, 1, 1)).at_step(16).axis_sizes == (1, 4, 1)
+    assert made.changed(15, (1, 4, 1, 1)).at_step(20).axis_sizes == (2, 2, 1)
+    assert made.changed(10, (1, 4, 1, 2)).at_step(10).sizes == (1, 4, 1, 2)
+    assert ParallelConfig(ep=4, cp=2, relayout=("9: ep=4",)).at_step(9).sizes == (1, 1, 4, 1)
 
 
 @pytest.mark.parametrize(
@@ -205,11 +206,31 @@ def test_the_layout_follows_the_finished_steps() -> None:
         (["10: tp=4"], "'10: tp=4' is no change of layout"),
         (["10: pp=2 pp=2"], "'10: pp=2 pp=2' is no change of layout"),
         (["10:"], "'10:' is no change of layout"),
+        (["10: ep=4 cp=3"], "cp=3 ranks share each sample, but the dp * ep = 4 ranks"),
     ],
 )
 def test_changes_of_layout_that_cannot_be_are_refused(changes: list[str], message: str) -> None:
     with pytest.raises(TrainValueError, match=re.escape(message)):
         ParallelConfig(ep=4, relayout=tuple(changes))
+
+
+def test_ranks_that_share_samples_are_some_of_a_stage_and_no_more_than_heads() -> None:
+    made = ParallelConfig(pp=2, dp=2, ep=3, cp=3)
+    assert (made.world_size, made.num_sample_ranks, made.sizes) == (12, 2, (2, 2, 3, 3))
+    with pytest.raises(TrainValueError, match=r"parallel\.cp=4 .* dp \* ep = 6 .* 1, 2, 3, 6"):
+        ParallelConfig(dp=2, ep=3, cp=4)
+    for heads in (3, 8):
+        made.check_divides(num_hidden_layers=None, num_experts=None, num_heads=heads)
+    many = ParallelConfig(dp=2, ep=3, cp=6)
+    with pytest.raises(TrainValueError, match=r"num_attention_heads=5, .*parallel\.cp=3$"):
+        many.check_divides(num_hidden_layers=None, num_experts=None, num_heads=5)
+
+
+def test_ranks_that_share_samples_take_them_together() -> None:
+    shared = config(parallel=ParallelConfig(dp=4, cp=2), train=train(global_batch_size=2))
+    shared.check_batch()
+    with pytest.raises(ValueError, match=r"dp=4 \* parallel\.ep=1 / parallel\.cp=2 = 2; choose 2"):
+        config(parallel=ParallelConfig(dp=4, cp=2), train=train(global_batch_size=3)).check_batch()
 
 
 def test_a_layout_cannot_change_where_states_are_kept_on_nodes() -> None:
@@ -254,7 +275,7 @@ def test_experts_lie_as_the_keys_say() -> None:
     found = [made.at_step(step).parts_by_layer([0]) for step in (0, 2, 4, 6, 8)]
     assert found == [{0: (3, 5)}, {0: (1, 7)}, {}, {}, {0: (1, 7)}]
     assert [made.is_by_load(step) for step in (5, 6, 7, 8)] == [False, True, True, False]
-    asked = made.changed(5, (1, 1, 2), "4,4")
+    asked = made.changed(5, (1, 1, 2, 1), "4,4")
     assert asked.at_step(5).parts_by_layer([0]) == {0: (4, 4)}
     assert [asked.last_change(step) for step in (1, 4, 5, 6)] == [0, 4, 5, 6]
 

@@ -4,9 +4,9 @@ from moe_train.model.token_numbers import TokenNumbers
 
 
 def numbers(layout: tuple[int, int, int], step: int) -> torch.Tensor:
-    """Of 12 rows of 5 places, as (microbatches, data ranks, rows of each) give them together."""
+    """Of 12 rows of 5 places, as (microbatches, sample ranks, rows of each) give them together."""
     microbatches, ranks, rows = layout
-    counters = [TokenNumbers(seed=0, data_rank=r, num_data_ranks=ranks) for r in range(ranks)]
+    counters = [TokenNumbers(seed=0, sample_rank=r, num_sample_ranks=ranks) for r in range(ranks)]
     parts = []
     for counter in counters:
         counter.begin_step(step)

@@ -41,7 +41,10 @@ def identity(split: JoinedSplit, *weights: str) -> DataIdentity:
 
 def plan_of(rank: int, ranks: int, microbatches: int = 2, size: int = 12) -> BatchPlan:
     return BatchPlan(
-        global_batch_size=size, num_microbatches=microbatches, data_rank=rank, num_data_ranks=ranks
+        global_batch_size=size,
+        num_microbatches=microbatches,
+        sample_rank=rank,
+        num_sample_ranks=ranks,
     )
 
 

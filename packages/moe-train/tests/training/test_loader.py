@@ -31,7 +31,7 @@ def identity() -> DataIdentity:
 
 
 def plan() -> BatchPlan:
-    return BatchPlan(global_batch_size=6, num_microbatches=2, data_rank=0, num_data_ranks=1)
+    return BatchPlan(global_batch_size=6, num_microbatches=2, sample_rank=0, num_sample_ranks=1)
 
 
 def same(one: StepBatches, other: StepBatches) -> bool:

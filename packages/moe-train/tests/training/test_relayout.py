@@ -21,7 +21,7 @@ from moe_train.training import LayoutRequests, Reporter, TrainingLoop, build_tra
 from ranktest import run_ranks
 
 Configure = Callable[..., Config]
-LAYOUTS = ["pp=1 dp=1 ep=2", "pp=1 dp=2 ep=1", "pp=2 dp=1 ep=1"]
+LAYOUTS = ["pp=1 dp=1 ep=2", "pp=1 dp=2 ep=1", "pp=2 dp=1 ep=1", "pp=1 dp=2 ep=1 cp=2"]
 MODEL = {"tie_word_embeddings": True}  # the first and the last stage hold the embedding
 EACH = ["checkpoint.interval_steps=1", "checkpoint.save_total_limit=9"]
 
@@ -103,7 +103,8 @@ def test_a_change_of_layout_has_the_bits_of_saving_and_resuming(
     seed = random.randrange(2**32)
     chance = random.Random(seed)
     first = chance.randrange(7)  # of six experts; a rank may have none
-    layouts = [*chance.sample(LAYOUTS, 2), f"pp=1 dp=1 ep=2 experts={first},{6 - first}"]
+    uneven = f"pp=1 dp=1 ep=2 cp={chance.randint(1, 2)} experts={first},{6 - first}"
+    layouts = [*chance.sample(LAYOUTS, 2), uneven]
     chance.shuffle(layouts)
     steps = sorted(chance.sample(range(1, 5), 2))
     case = f"seed {seed}: {layouts} from steps {steps}"
@@ -151,9 +152,9 @@ def test_a_running_job_changes_its_layout_when_it_is_asked_to(
 
     def ask(step: int) -> None:
         if step == 1:
-            LayoutRequests(folder).ask((2, 1, 1))  # heard of in step 2, done after it
+            LayoutRequests(folder).ask((2, 1, 1, 1))  # heard of in step 2, done after it
         if step == 3:
-            LayoutRequests(folder).ask((1, 1, 3))  # which is no layout for two ranks
+            LayoutRequests(folder).ask((1, 1, 3, 1))  # which is no layout for two ranks
 
     found = end_of(configure(*same, f"train.output_dir={folder}"), hook=ask)
     said = (folder / "said.log").read_text()

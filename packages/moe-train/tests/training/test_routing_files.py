@@ -74,6 +74,21 @@ def test_a_run_in_another_layout_and_format_goes_by_the_choices_of_the_recorded_
     assert forced["losses"] == pytest.approx(recorded["losses"], rel=0.02)
 
 
+def test_ranks_that_share_samples_record_their_positions_and_replay_them(
+    configure: Configure, tmp_path: Path
+) -> None:
+    """Twelve tokens of a sample: five ranks have three, three, two, two and two."""
+    more = {"num_attention_heads": 5}
+    record, replay = (f"moe.{verb}_routing={tmp_path}/record" for verb in ("record", "replay"))
+    shared = ("parallel.dp=5", "parallel.cp=5")
+    recorded = figures(configure(*STEPS, *shared, f"train.output_dir={tmp_path}/a", record, **more))
+    for folder, layout in (("b", ()), ("c", ("parallel.pp=2", "parallel.ep=2", "parallel.cp=2"))):
+        rough = ("train.dtype=bfloat16", "train.master_weights=true")  # others by themselves
+        out = f"train.output_dir={tmp_path}/{folder}"
+        forced = figures(configure(*STEPS, *layout, *rough, out, replay, **more))
+        assert forced["loads"] == recorded["loads"]
+
+
 def test_a_step_that_is_done_again_leaves_one_record(configure: Configure, tmp_path: Path) -> None:
     record = f"moe.record_routing={tmp_path}/record"
     figures(configure(*STEPS, "parallel.dp=2", f"train.output_dir={tmp_path}/a", record))
@@ -99,9 +114,9 @@ def test_what_cannot_be_replayed_is_said(configure: Configure, tmp_path: Path) -
             module["mlp"](torch.randn(len(samples) - 1, 5, 4))
 
     for rank, samples in enumerate(([0, 1, 2], [3, 4, 5])):
-        written = RoutingFiles(record=tmp_path, replay=None, data="some", rank=rank)
+        written = RoutingFiles(record=tmp_path, replay=None, data="some", rank=rank, length=5)
         step(written, 7, samples, layer())
-    read = RoutingFiles(record=None, replay=tmp_path, data="some", rank=0)
+    read = RoutingFiles(record=None, replay=tmp_path, data="some", rank=0, length=5)
     step(read, 7, [1, 4, 5, 0], layer())
     with pytest.raises(ValueError, match=r"no record of step 8; end with train.max_steps"):
         step(read, 8, [1, 2], layer())

@@ -39,6 +39,15 @@ LAYOUTS = {
         "train.recompute=layers",
         "train.gradient_accumulation_steps=4",
     ),
+    "ep2 cp2 sharing": ("parallel.ep=2", "parallel.cp=2", "parallel.sharding=2"),
+    "pp2 dp2 ep2 cp2 zb_1p": (
+        "parallel.pp=2",
+        "parallel.dp=2",
+        "parallel.ep=2",
+        "parallel.cp=2",
+        "parallel.schedule=zb_1p",
+        "train.gradient_accumulation_steps=3",
+    ),
 }
 STEPS, LR = 3, 0.02
 
@@ -56,7 +65,7 @@ def trained(
         runner = runner_of(config)
         at = runner.parallel
         results = [
-            runner.train(batches(config, step, at.data_rank, at.num_data_ranks), lr=LR)
+            runner.train(batches(config, step, at.sample_rank, at.num_sample_ranks), lr=LR)
             for step in range(steps)
         ]
         held = {n: p for n, p in runner.stages.named_parameters() if p.requires_grad}
@@ -254,7 +263,9 @@ def test_frozen_parameters_stay_bit_equal_and_the_rest_trains_as_by_plain_torch(
     def run(rank: int, _: int) -> object:
         runner = runner_of(config)
         before, at = state_of(runner), runner.parallel
-        runner.train(batches := random_batches(config, 0, at.data_rank, at.num_data_ranks), lr=LR)
+        runner.train(
+            batches := random_batches(config, 0, at.sample_rank, at.num_sample_ranks), lr=LR
+        )
         runner.train(batches, lr=LR)
         after = state_of(runner)
         named = dict(runner.stages.named_parameters())
@@ -303,7 +314,7 @@ def test_dropout_and_jitter_are_the_same_in_every_layout_and_in_recompute(
             at = runner.parallel
             found = []
             for step in (1, 2):
-                batches = random_batches(config, 0, at.data_rank, at.num_data_ranks)
+                batches = random_batches(config, 0, at.sample_rank, at.num_sample_ranks)
                 runner.stages.begin_step(step)
                 found.append(runner.train(batches, lr=1e-9).loss)
             return [*found, runner.evaluate(batches)[0]]
@@ -335,7 +346,7 @@ def test_a_step_without_a_token_to_predict_changes_nothing(
                 labels=torch.full_like(b.labels, -100),
                 position_ids=torch.full_like(b.position_ids, -1),
             )
-            for b in random_batches(config, 0, at.data_rank, at.num_data_ranks)
+            for b in random_batches(config, 0, at.sample_rank, at.num_sample_ranks)
         ]
         result = runner.train(batches, lr=LR)
         after = state_of(runner)
@@ -371,7 +382,7 @@ def test_one_ranks_request_to_stop_reaches_every_rank_and_the_step_is_done(
         runner = runner_of(config)
         at = runner.parallel
         before = [p.detach().clone() for p in runner.stages.parameters()]
-        batches = random_batches(config, 0, at.data_rank, at.num_data_ranks)
+        batches = random_batches(config, 0, at.sample_rank, at.num_sample_ranks)
         stopped = runner.train(batches, lr=LR, asked=Asked(stop=rank == asked)).stop_requested
         moved = [
             not torch.equal(p, b) for p, b in zip(runner.stages.parameters(), before, strict=True)
@@ -404,7 +415,7 @@ def test_a_loss_that_is_not_a_number_stops_every_rank_before_the_update(
     def run(rank: int, _: int) -> object:
         runner = runner_of(config)
         at = runner.parallel
-        batches = random_batches(config, 0, at.data_rank, at.num_data_ranks)
+        batches = random_batches(config, 0, at.sample_rank, at.num_sample_ranks)
         runner.train(batches, lr=LR)
         if rank == poisoned:
             weights = dict(runner.stages.named_parameters())
@@ -446,7 +457,7 @@ def test_an_evaluation_is_the_sum_of_plain_cross_entropies(
     def run(*_: int) -> object:
         runner = runner_of(config)
         at = runner.parallel
-        return runner.evaluate(random_batches(config, 5, at.data_rank, at.num_data_ranks))
+        return runner.evaluate(random_batches(config, 5, at.sample_rank, at.num_sample_ranks))
 
     for loss, num_tokens in run_ranks(run, config.world_size):  # type: ignore[misc]
         assert loss == pytest.approx(expected, rel=1e-6)

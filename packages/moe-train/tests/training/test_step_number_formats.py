@@ -26,7 +26,7 @@ def trained(config: Config, random_batches: Batches) -> tuple[list[float], dict[
     runner = build_runner(config, read_model_config(config), start(config), {})[0]
     at, figures = runner.parallel, []
     for step in range(3):
-        batches = random_batches(config, step, at.data_rank, at.num_data_ranks)
+        batches = random_batches(config, step, at.sample_rank, at.num_sample_ranks)
         result = runner.train(batches, lr=0.003)
         figures += [result.loss, result.grad_norm]
     return figures, {n: p.detach() for n, p in runner.stages.named_parameters()}

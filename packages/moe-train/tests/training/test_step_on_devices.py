@@ -83,8 +83,8 @@ def losses(folder: Path, device: str, overrides: tuple[str, ...]) -> list[float]
     """Those of this rank in three steps of the job in `folder`."""
     runner, parallel = build(folder, device, overrides)
     generator = torch.Generator().manual_seed(1)
-    each, result = 8 // parallel.num_data_ranks, []
-    first = parallel.data_rank * each
+    each, result = 8 // parallel.num_sample_ranks, []
+    first = parallel.sample_rank * each
     for _ in range(3):
         tokens = torch.randint(0, 96, (8, 17), generator=generator)[first : first + each]
         positions = torch.arange(16).expand(each // 2, 16)

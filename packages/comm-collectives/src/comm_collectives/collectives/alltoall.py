@@ -220,7 +220,7 @@ def _swap_rows(
         return expected or tuple(unpack_counts(part)[0] for part in agreed.parts)
 
     def room(agreed: Agreed) -> torch.Tensor:
-        if expected is not None:
+        if expected is not None and not call.state.is_alone:
             compare_splits(call, agreed, remedy=_MAKE_EQUAL)
         return as_bytes(new_tensor((sum(counts(agreed)), *row_shape), x.dtype, x.device))
 
@@ -229,6 +229,9 @@ def _swap_rows(
     else:
         parts = [pack_counts([*sent, *expected])] * call.state.size
     sizes = [n * row_bytes for n in sent]
-    agreed, flat = swap(call, as_bytes(dense(x)), sizes, room, parts=parts, status=flags)
+    coming = None if expected is None else [n * row_bytes for n in expected]
+    agreed, flat = swap(
+        call, as_bytes(dense(x)), sizes, room, parts=parts, status=flags, received=coming
+    )
     received = counts(agreed)
     return agreed.flags, from_bytes(flat, x.dtype, (sum(received), *row_shape)), received

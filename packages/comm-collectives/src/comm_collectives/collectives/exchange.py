@@ -31,14 +31,16 @@ def swap(
     *,
     parts: Sequence[bytes] | None = None,
     status: int = 0,
+    received: Sequence[int] | None = None,
 ) -> tuple[Agreed, torch.Tensor]:
     """Agree, and send `sent[r]` bytes of flat uint8 to rank r. Collective.
 
-    `room` gets what all told and returns flat uint8 for all their sizes, on the source's device.
+    `room` gets what all told and returns flat uint8 for all their sizes, on the source's device;
+    `received` are these where the caller knows them.
     """
     if on_host(call.state, source.device):
         pieces = source.cpu().split(list(sent))
-        agreed, target = show(call, pieces, room, parts=parts, status=status)
+        agreed, target = show(call, pieces, room, parts=parts, status=status, received=received)
     else:
         agreed = call.meet(parts=parts, status=status, sizes=sent)
         target = room(agreed)

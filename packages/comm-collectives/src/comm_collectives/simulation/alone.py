@@ -14,9 +14,10 @@ def stand_alone(group: Group | None = None) -> None:
     """Have the calls of this group answered here from now on. Not collective.
 
     Each of the other ranks, which need not exist, tells and sends this rank what it has for itself:
-    with tokens that choose experts evenly, what a rank with as many tokens would. Shapes and memory
-    are then those of such a group; sums mean nothing. On the host only; what `send`, `recv` and
-    `isend_tensors` move is not answered.
+    with tokens that choose experts evenly, what a rank with as many tokens would. Where this rank
+    says how many rows it expects, so many come. Shapes and memory are then those of such a group;
+    sums mean nothing. On the host only; what `send`, `recv` and `isend_tensors` move is not
+    answered.
 
     Args:
         group: of torch, of any backend; None is the default group.

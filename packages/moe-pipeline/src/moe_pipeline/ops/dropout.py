@@ -59,12 +59,23 @@ def dropout_add(
     return _DropoutAdd.apply(x, residual, token_ids, dropped, dtype)  # type: ignore[no-any-return]
 
 
-def dropout(x: Tensor, *, p: float, key: int, token_ids: Tensor, training: bool) -> Tensor:
-    """Dropout alone, such as that of embeddings: `dropout_add` without a residual."""
+def dropout(
+    x: Tensor,
+    *,
+    p: float,
+    key: int,
+    token_ids: Tensor,
+    training: bool,
+    first_column: int = 0,
+) -> Tensor:
+    """Dropout alone, such as that of embeddings: `dropout_add` without a residual.
+
+    `first_column`: the global index of the first column, where columns are split over ranks.
+    """
     _check_dropout(x, p, token_ids)
     if not training or p == 0.0:
         return x
-    dropped = _Dropped(p=p, key=key, width=x.shape[-1])
+    dropped = _Dropped(p=p, key=key, width=x.shape[-1], first_column=first_column)
     return _DropoutAdd.apply(x, None, token_ids, dropped, x.dtype)  # type: ignore[no-any-return]
 
 
@@ -73,6 +84,7 @@ class _Dropped:
     p: float
     key: int
     width: int
+    first_column: int = 0
 
     def scaled_sum(
         self, x: Tensor, residual: Tensor | None, token_ids: Tensor, dtype: torch.dtype
@@ -84,7 +96,10 @@ class _Dropped:
         out_TD = torch.empty(x_TD.shape, dtype=dtype, device=x.device)
         first_kept = round(self.p * 2**32) - 2**31  # of numbers uniform in -2^31 .. 2^31 - 1
         scale = 1.0 / (1.0 - self.p) if self.p < 1.0 else 0.0
-        for rows, bits in counter_blocks(self.key, token_ids.reshape(-1), self.width):
+        blocks = counter_blocks(
+            self.key, token_ids.reshape(-1), self.width, first_column=self.first_column
+        )
+        for rows, bits in blocks:
             is_dropped = bits < first_kept if first_kept < 2**31 else torch.ones_like(bits) > 0
             block = torch.empty(bits.shape, dtype=wide, device=x.device)
             block.copy_(x_TD[rows]).mul_(scale).masked_fill_(is_dropped, 0.0)

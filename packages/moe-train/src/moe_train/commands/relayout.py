@@ -12,6 +12,7 @@ def _add_relayout(parser: argparse.ArgumentParser) -> None:
         ("pp", "pipeline stages"),
         ("dp", "data-parallel replicas of the experts"),
         ("ep", "ranks that share the experts of a layer"),
+        ("cp", "ranks that share out the positions of each sample"),
     ):
         parser.add_argument(f"--{axis}", type=int, default=1, metavar="N", help=f"{meaning}; 1")
     parser.add_argument(
@@ -24,13 +25,13 @@ def _add_relayout(parser: argparse.ArgumentParser) -> None:
 
 
 def _relayout(arguments: argparse.Namespace) -> int:
-    """Change pp, dp, ep and the experts' places of a running job in memory, after its next step.
+    """Change pp, dp, ep, cp and the experts' places of a running job in memory.
 
-    The ranks stay as many.
+    That is after its next step, and the ranks stay as many.
     """
     from moe_train.jobs import request_relayout
 
-    sizes = (arguments.pp, arguments.dp, arguments.ep)
+    sizes = (arguments.pp, arguments.dp, arguments.ep, arguments.cp)
     print(request_relayout(arguments.folder, sizes, arguments.experts))
     return 0
 

@@ -24,11 +24,13 @@ _PARTS = r"\d+(?:,\d+)*"
 class LayoutChange:
     """One entry of `parallel.relayout`.
 
-    `experts`: parts of every layer, "load", or "" for equal ones.
+    `sizes`: of pp, dp and ep, whose product are the ranks. `cp`: ranks of a stage that share each
+    sample. `experts`: parts of every layer, "load", or "" for equal ones.
     """
 
     step: int
     sizes: dict[str, int]
+    cp: int
     experts: str
 
     @classmethod
@@ -38,9 +40,9 @@ class LayoutChange:
         Raises:
             ValueError: it is no change of layout.
         """
-        item = rf"[\s,]*(?:(?:pp|dp|ep)=[1-9]\d*|experts=(?:{BY_LOAD}|{_PARTS}))(?![^\s,])"
+        item = rf"[\s,]*(?:(?:pp|dp|ep|cp)=[1-9]\d*|experts=(?:{BY_LOAD}|{_PARTS}))(?![^\s,])"
         found = re.fullmatch(rf"\s*(\d+)\s*:((?:{item})+)\s*", text)
-        pairs = re.findall(rf"(pp|dp|ep|experts)=({BY_LOAD}|{_PARTS})", found[2]) if found else []
+        pairs = re.findall(rf"([a-z]+)=({BY_LOAD}|{_PARTS})", found[2]) if found else []
         given = dict(pairs)
         if not found or len(given) < len(pairs):
             raise TrainValueError(
@@ -49,8 +51,10 @@ class LayoutChange:
                 'ranks along ep hold, if not as many, as in "100: ep=2 experts=3,5" or experts=load'
             )
         experts = given.pop("experts", "")
+        cp = int(given.pop("cp", 1))
         sizes = {"pp": 1, "dp": 1, "ep": 1} | {axis: int(size) for axis, size in given.items()}
-        change = cls(step=int(found[1]), sizes=sizes, experts=experts)
+        check_cp(f"parallel.relayout: {text!r}: cp", cp, sizes["dp"] * sizes["ep"])
+        change = cls(step=int(found[1]), sizes=sizes, cp=cp, experts=experts)
         if experts and experts != BY_LOAD:
             check_parts("parallel.relayout", text, change.parts, sizes["ep"])
         return change
@@ -92,6 +96,20 @@ def check_parts(key: Key, text: str, parts: Sequence[int], ep: int) -> None:
             f"{key}: {text!r} has parts for {len(parts)} ranks, but ep={ep}; give one number for "
             "each rank along ep"
         )
+
+
+def check_cp(name: str, cp: int, num_token_ranks: int) -> None:
+    """Refuse a cp that does not divide the dp x ep ranks of a stage (ValueError)."""
+    if num_token_ranks % cp:
+        raise TrainValueError(
+            f"{name}={cp} ranks share each sample, but the dp * ep = {num_token_ranks} ranks of a "
+            f"stage are no multiple of it; choose among {divisors(num_token_ranks)}"
+        )
+
+
+def divisors(number: int) -> str:
+    """All of them, as in "1, 2, 4"."""
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
 
 
 def _counted(text: str) -> tuple[int, ...]:

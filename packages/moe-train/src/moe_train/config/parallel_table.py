@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from moe_train.config.keys import Table, key
-from moe_train.config.layout_changes import BY_LOAD, LayoutChange, check_parts, parsed_parts
+from moe_train.config.layout_changes import (
+    BY_LOAD,
+    LayoutChange,
+    check_cp,
+    check_parts,
+    divisors,
+    parsed_parts,
+)
 from moe_train.config.pipelines import stages_needed, stages_of_rank
 from moe_train.errors import TrainValueError
 
@@ -36,6 +43,14 @@ class ParallelConfig(Table):
     )
     ep: int = key(
         "ranks that share the experts of a layer, each with tokens of its own",
+        unit="ranks",
+        default=1,
+        minimum=1,
+        on_resume="free",
+    )
+    cp: int = key(
+        "context parallelism: ranks that share out the positions of each sample, of the dp * ep "
+        "ranks of a stage, which hold different samples otherwise; for long sequences",
         unit="ranks",
         default=1,
         minimum=1,
@@ -115,9 +130,9 @@ class ParallelConfig(Table):
     )
     relayout: tuple[str, ...] = key(
         'layouts of later steps, as in "100: pp=2 ep=4": after so many steps the ranks, as many as '
-        "before, move weights, moments and master weights in memory; axes that are left out are 1; "
-        "experts=3,5 gives the ranks along ep uneven experts, experts=load as the tokens of the "
-        "steps before were spread",
+        "before, move weights, moments and master weights in memory; pp, dp, ep and cp are 1 where "
+        "they are left out; experts=3,5 gives the ranks along ep uneven experts, experts=load as "
+        "the tokens of the steps before were spread",
         default=(),
         on_resume="free",
     )
@@ -138,6 +153,7 @@ class ParallelConfig(Table):
                 f"parallel.memory_limit_mib={self.memory_limit_mib:g} is only kept by "
                 f'parallel.schedule="auto", got "{self.schedule}"; leave it out, or plan with auto'
             )
+        check_cp("parallel.cp", self.cp, self.dp * self.ep)
         for parts, text in zip(
             parsed_parts(self.expert_parts).values(), self.expert_parts, strict=True
         ):
@@ -188,6 +204,16 @@ class ParallelConfig(Table):
         """pp, dp and ep."""
         return self.pp, self.dp, self.ep
 
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """pp, dp, ep and cp: where a rank stands follows from these."""
+        return *self.axis_sizes, self.cp
+
+    @property
+    def num_sample_ranks(self) -> int:
+        """Into how many parts a microbatch's samples are shared out: dp * ep / cp."""
+        return self.dp * self.ep // self.cp
+
     def at_step(self, step: int) -> "ParallelConfig":
         """The layout that `relayout` asks for once `step` steps are finished.
 
@@ -198,7 +224,7 @@ class ParallelConfig(Table):
             return self
         parts = (",".join(map(str, change.parts)),) if change.parts else ()
         pp, dp, ep = change.sizes.values()
-        return dataclasses.replace(self, pp=pp, dp=dp, ep=ep, expert_parts=parts)
+        return dataclasses.replace(self, pp=pp, dp=dp, ep=ep, cp=change.cp, expert_parts=parts)
 
     def is_by_load(self, step: int) -> bool:
         """Whether experts are to lie as the load wants it once `step` steps are finished."""
@@ -215,9 +241,9 @@ class ParallelConfig(Table):
         return before[-1] if before else None
 
     def changed(
-        self, step: int, sizes: tuple[int, int, int], experts: str = ""
+        self, step: int, sizes: tuple[int, int, int, int], experts: str = ""
     ) -> "ParallelConfig":
-        """The same with one more change of layout, to pp, dp and ep after `step` steps.
+        """The same with one more change of layout, to pp, dp, ep and cp after `step` steps.
 
         Args:
             experts: their parts, as in `relayout`: "3,5" or "load"; "" for equal ones.
@@ -226,6 +252,7 @@ class ParallelConfig(Table):
             ValueError: the number of ranks would be another one, or the parts do not fit.
         """
         text = "{}: pp={} dp={} ep={}".format(step, *sizes)
+        text += f" cp={sizes[3]}" if sizes[3] > 1 else ""
         text += f" experts={experts}" if experts else ""
         kept = [
             (change.step, other)
@@ -251,16 +278,29 @@ class ParallelConfig(Table):
         """The layers that `expert_parts` names."""
         return {layer for layer in parsed_parts(self.expert_parts) if layer is not None}
 
-    def check_divides(self, *, num_hidden_layers: int | None, num_experts: int | None) -> None:
+    def check_divides(
+        self,
+        *,
+        num_hidden_layers: int | None,
+        num_experts: int | None,
+        num_heads: int | None = None,
+    ) -> None:
         """Hold a decoder's sizes against the layout; None is not looked at.
 
         Raises:
-            ValueError: layers or experts do not divide; with the numbers that would.
+            ValueError: layers or experts do not divide, or heads do not suffice; with the numbers
+                that would.
         """
         if num_hidden_layers is not None:
             self._check_layers(num_hidden_layers)
         if num_experts is not None:
             self._check_experts(num_experts)
+        if num_heads is not None and self.cp > num_heads:
+            fitting = [n for n in range(1, num_heads + 1) if self.dp * self.ep % n == 0]
+            raise TrainValueError(
+                f"parallel.cp={self.cp} ranks share out num_attention_heads={num_heads}, at least "
+                f"one each; the most that works here is parallel.cp={fitting[-1]}"
+            )
 
     def _check_experts(self, num_experts: int) -> None:
         parts = parsed_parts(self.expert_parts)
@@ -273,7 +313,7 @@ class ParallelConfig(Table):
         if num_experts % self.ep and None not in parts:
             raise TrainValueError(
                 f"parallel.ep={self.ep} ranks cannot share num_experts={num_experts} evenly; "
-                f"choose ep among {_divisors(num_experts)}, or in training give uneven parts by "
+                f"choose ep among {divisors(num_experts)}, or in training give uneven parts by "
                 "parallel.expert_parts"
             )
 
@@ -286,12 +326,8 @@ class ParallelConfig(Table):
             )
         if self.layer_split == "equal" and num_layers % self.num_stages:
             each_rank = num_layers // self.per_rank if num_layers % self.per_rank == 0 else 0
-            among = f"choose pp among {_divisors(each_rank)}" if each_rank else "have fewer of them"
+            among = f"choose pp among {divisors(each_rank)}" if each_rank else "have fewer of them"
             raise TrainValueError(
                 f"num_hidden_layers={num_layers} is not divisible by parallel.pp={self.pp}{each} "
                 f'stages; {among}, or in training set parallel.layer_split="cost"'
             )
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)

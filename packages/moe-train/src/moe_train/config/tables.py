@@ -100,7 +100,7 @@ class Config:
         return {name: Path(text) for name, text in keys.items() if text and "://" not in text}
 
     def check_batch(self) -> None:
-        """Whether each rank gets as many sequences of every microbatch.
+        """Whether each rank, or each cp ranks, get as many sequences of every microbatch.
 
         The sizes of the model are asked first: an `ep` that cannot share the experts is no matter
         of the batch.
@@ -108,10 +108,11 @@ class Config:
         Raises:
             ValueError: it does not; with the nearest batches that fit.
         """
-        ranks = self.parallel.dp * self.parallel.ep
-        divisor = self.train.gradient_accumulation_steps * ranks
+        parallel = self.parallel
+        divisor = self.train.gradient_accumulation_steps * parallel.num_sample_ranks
         if self.train.global_batch_size % divisor:
-            layout = f" * parallel.dp={self.parallel.dp} * parallel.ep={self.parallel.ep}"
+            layout = f" * parallel.dp={parallel.dp} * parallel.ep={parallel.ep}"
+            layout += f" / parallel.cp={parallel.cp}" if parallel.cp > 1 else ""
             raise TrainValueError(batch_message(self.train, layout, divisor))
 
     @property

@@ -132,6 +132,7 @@ def check_model(config: Config, model: DecoderConfig) -> None:
         ModelSizes(
             num_hidden_layers=model.num_hidden_layers,
             num_experts=model.num_experts,
+            num_attention_heads=model.num_attention_heads,
             max_position_embeddings=model.max_position_embeddings,
         ),
     )

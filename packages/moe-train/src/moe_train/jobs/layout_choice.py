@@ -21,6 +21,7 @@ from moe_train.model import DecoderConfig
 from moe_train.training import aux_loss_coef
 
 _AXES = ("parallel.pp", "parallel.dp", "parallel.ep")
+_SIZES = (*_AXES, "parallel.cp")
 _MICROBATCHES = "train.gradient_accumulation_steps"
 _SCHEDULE, _SPLIT = "parallel.schedule", "parallel.layer_split"
 
@@ -63,8 +64,8 @@ class JobLayout:
 
     def __str__(self) -> str:
         values = dict(self.keys)
-        sizes = {axis: values.pop(axis) for axis in _AXES}
-        axes = " ".join(f"{a.partition('.')[2]}={n}" for a, n in sizes.items() if n > 1)
+        sizes = {name: values.pop(name, 1) for name in _SIZES}
+        axes = " ".join(f"{name.partition('.')[2]}={n}" for name, n in sizes.items() if n > 1)
         count = values.pop(_MICROBATCHES)
         parts = [axes or "one rank", str(values.pop(_SCHEDULE))]
         parts.append(f"{count} microbatch{'es' * (count > 1)}")
@@ -137,10 +138,11 @@ def _bases(config: Config, model: DecoderConfig, max_ranks: int) -> Iterator[_Ke
     """The axes, microbatches and, of pipelines, schedules; all other keys as the job has them."""
     counts = _microbatch_counts(config, model)
     sizes = [s for s in product(range(1, max_ranks + 1), repeat=3) if math.prod(s) <= max_ranks]
-    for axes, count, how in product(sizes, counts, _own_first(_SCHEDULE, config)):
+    shared = [(*s, cp) for s in sizes for cp in range(1, max_ranks + 1) if s[1] * s[2] % cp == 0]
+    for axes, count, how in product(shared, counts, _own_first(_SCHEDULE, config)):
         if axes[0] == 1 and how != config.parallel.schedule:
             continue  # a rank alone has nobody to wait for
-        keys: _Keys = dict(zip(_AXES, axes, strict=True)) | {_SCHEDULE: how, _MICROBATCHES: count}
+        keys: _Keys = dict(zip(_SIZES, axes, strict=True)) | {_SCHEDULE: how, _MICROBATCHES: count}
         keys[_SPLIT] = config.parallel.layer_split
         yield keys | {name: _own_first(name, config)[0] for name in _CHOSEN_LAST}
 

@@ -81,7 +81,7 @@ def plan_report(
     lines = [
         f"parameters  {count.total:,} ({count.active:,} active for a token)",
         f"ranks       {config.world_size} = pp {config.parallel.pp} x dp {config.parallel.dp} "
-        f"x ep {config.parallel.ep}, {config.parallel.schedule}",
+        f"x ep {config.parallel.ep}{_sharing(config)}, {config.parallel.schedule}",
         _row("MiB", "peak", *_CATEGORIES, *(f"by {name}" for name in _ALLOCATORS)),
     ]
     for rank in chosen:
@@ -91,6 +91,11 @@ def plan_report(
             save_trace(trace, trace_file(traces, rank))
         lines.append(_row_of_rank(rank, trace, settings))
     return "\n".join([*lines, _ASSUMED, *planned_otherwise(config), *traffic_table(config, model)])
+
+
+def _sharing(config: Config) -> str:
+    cp = config.parallel.cp
+    return f" (each {cp} share their samples: cp {cp})" if cp > 1 else ""
 
 
 def _row_of_rank(rank: int, trace: Sequence[TraceEvent], settings: AllocatorConfig) -> str:

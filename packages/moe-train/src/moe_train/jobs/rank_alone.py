@@ -62,9 +62,9 @@ def random_batches(config: Config, vocab_size: int, parallel: Parallel) -> list[
     if not (parallel.is_first or parallel.is_last):
         return []
     count = config.train.gradient_accumulation_steps
-    rows = config.train.global_batch_size // (count * parallel.num_data_ranks)
+    rows = config.train.global_batch_size // (count * parallel.num_sample_ranks)
     length = config.data.sequence_length
-    generator = torch.Generator().manual_seed(config.train.seed + parallel.data_rank)
+    generator = torch.Generator().manual_seed(config.train.seed + parallel.sample_rank)
     batches = []
     for _ in range(count):
         tokens = torch.randint(0, vocab_size, (rows, length + 1), generator=generator)
@@ -121,6 +121,7 @@ def _alone(config: Config, rank: int) -> Iterator[Parallel]:
             parallel.dense_reduce_group,
             parallel.expert_reduce_group,
             parallel.embedding_group,
+            parallel.cp_group,
         )
         for group in filter(None, groups):
             stand_alone(group)

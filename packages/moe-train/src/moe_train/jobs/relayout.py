@@ -1,6 +1,6 @@
 """Asking a running job for another layout: what does not fit is refused before the job hears of it.
 
-request_relayout(Path("runs/job"), (2, 1, 4), "load")     # pp, dp, ep; experts by their load
+request_relayout(Path("runs/job"), (2, 1, 4, 1), "load")     # pp, dp, ep, cp; experts by load
 """
 
 import dataclasses
@@ -11,14 +11,15 @@ from moe_train.config import load_config
 from moe_train.errors import TrainValueError
 from moe_train.jobs.job import check_model
 from moe_train.jobs.run_folder import LOCK_FILE, RESOLVED_FILE
+from moe_train.parallel import SIZES
 from moe_train.training import LayoutRequests, read_model_config
 
 
-def request_relayout(folder: Path, sizes: tuple[int, int, int], experts: str = "") -> str:
+def request_relayout(folder: Path, sizes: tuple[int, int, int, int], experts: str = "") -> str:
     """Ask the job in a run's folder for a layout; return what comes next.
 
     Args:
-        sizes: pp, dp and ep.
+        sizes: pp, dp, ep and cp.
         experts: those of each rank along ep, as in "3,5", or "load"; "" for equal parts.
 
     Raises:
@@ -38,13 +39,18 @@ def request_relayout(folder: Path, sizes: tuple[int, int, int], experts: str = "
         with claimed(folder / LOCK_FILE, "held"):
             parts = f" parallel.expert_parts='[\"{experts}\"]'" if "," in experts else ""
             raise TrainValueError(
-                f"no moe-train runs in {folder}; start the job with parallel.pp={sizes[0]} "
-                f"parallel.dp={sizes[1]} parallel.ep={sizes[2]}{parts} and --resume"
+                f"no moe-train runs in {folder}; start the job with "
+                f"{_told(sizes, 'parallel.')}{parts} and --resume"
             )
     except BlockingIOError:  # by the job
         LayoutRequests(folder).ask(sizes, experts)
     parts = f" experts={experts}" if experts else ""
     return (
-        f"asked {folder} for pp={sizes[0]} dp={sizes[1]} ep={sizes[2]}{parts}: its log says when a "
+        f"asked {folder} for {_told(sizes)}{parts}: its log says when a "
         "step begins in it, or why it stays as it is"
     )
+
+
+def _told(sizes: tuple[int, ...], before: str = "") -> str:
+    *axes, cp = [f"{before}{name}={n}" for name, n in zip(SIZES, sizes, strict=True)]
+    return " ".join([*axes, cp] if sizes[-1] > 1 else axes)

@@ -1,6 +1,7 @@
 """The decoder of every family, as pipeline stages, equal to that of transformers.
 
-May import: labels, errors; moe_pipeline. It knows nothing of ranks, files or configuration files.
+May import: labels, errors; moe_pipeline. It knows nothing of files or configuration files, and of
+ranks what groups it is given.
 """
 
 from moe_train.model.config import DecoderConfig as DecoderConfig

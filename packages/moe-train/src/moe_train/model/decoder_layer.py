@@ -36,6 +36,8 @@ class LayerOptions:
         ep_group: ranks that share the experts; None when this rank holds all of them.
         expert_parts: experts of each rank of it, for layers that do not have equal parts.
         token_group: ranks that hold other tokens of the same microbatch (auxiliary loss).
+        cp_group: of these the ranks that share out the positions of each sample; None: a rank has
+            whole samples.
         aux_loss_coef, aux_loss_scope: of the load-balancing loss.
         z_loss_coef: of the router's z-loss.
         capacity_factor, drop_policy: how many tokens an expert takes (None: all), and which.
@@ -49,6 +51,7 @@ class LayerOptions:
     ep_group: dist.ProcessGroup | None = None
     expert_parts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     token_group: dist.ProcessGroup | None = None
+    cp_group: dist.ProcessGroup | None = None
     aux_loss_coef: float = 0.0
     aux_loss_scope: str = "microbatch"
     z_loss_coef: float = 0.0
@@ -83,6 +86,7 @@ class DecoderLayer(nn.Module):
                 ep=options.ep_group,
                 ep_parts=options.expert_parts.get(layer),
                 tokens=options.token_group,
+                sequence=options.cp_group,
             )
             moe = moe_config(config, options)
             noise_key = counter_key(options.seed, layer, ROUTER)
@@ -108,9 +112,7 @@ class DecoderLayer(nn.Module):
         if isinstance(self.mlp, DenseMLP):
             return x_BSd + self.mlp(normed_BSd), None
         routed = self.mlp(
-            normed_BSd,
-            token_idx_N=context.token_idx_N,
-            token_ids_T=context.noise.token_ids_BS.flatten() if context.noise else None,
+            normed_BSd, token_idx_N=context.token_idx_N, token_ids_T=context.token_ids_T
         )
         return x_BSd + routed.hidden, routed
 

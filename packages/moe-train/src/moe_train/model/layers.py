@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -29,6 +30,7 @@ from moe_train.errors import TrainValueError
 from moe_train.model.documents import read_documents, token_places
 from moe_train.model.kv_cache import KeyValueCache
 from moe_train.model.norm import RMSNorm
+from moe_train.model.parallel import WHOLE, HeadExchange, HeadWidths, PositionCut
 from moe_train.model.rotary import RotaryOptions, rotary_tables, rotate
 from moe_train.model.token_numbers import ATTENTION, TokenNoise
 
@@ -76,6 +78,13 @@ class AttentionOptions:
         if self.qk_norm not in QK_NORMS:
             raise TrainValueError(f"qk_norm={self.qk_norm!r}; choose one of {', '.join(QK_NORMS)}")
 
+    def widths(self, num_heads: int) -> HeadWidths:
+        """What ranks that share samples exchange of a position."""
+        keys = (self.num_kv_heads, self.head_dim)
+        return HeadWidths(
+            queries=(num_heads, self.head_dim), keys=(keys, keys), out_width=self.head_dim
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionContext:
@@ -85,6 +94,9 @@ class AttentionContext:
     where attention is allowed (with a cache [B, 1, S, P]), or None for plain causal attention.
     `token_idx_N`: int64, the places in B * S that are no padding; None where there is none.
     `noise`: where training draws random numbers, their seed and the tokens' numbers in the run.
+    `token_ids_T`: the numbers of this rank's tokens, where there are such.
+    `exchange`: with context parallelism; the tables and `token_idx_N` are then those of this rank's
+    positions, mask and `noise` those of all.
     """
 
     cos_BSD: Tensor
@@ -92,6 +104,8 @@ class AttentionContext:
     mask_B1SS: Tensor | None
     token_idx_N: Tensor | None = None
     noise: TokenNoise | None = None
+    token_ids_T: Tensor | None = None
+    exchange: HeadExchange | None = None
 
 
 def attention_contexts(
@@ -102,6 +116,7 @@ def attention_contexts(
     windows: Collection[int | None],
     cache: KeyValueCache | None = None,
     noise: TokenNoise | None = None,
+    cp_group: dist.ProcessGroup | None = None,
 ) -> dict[int | None, AttentionContext]:
     """The context of the layers with each of these windows.
 
@@ -111,8 +126,10 @@ def attention_contexts(
         windows: a token attends to itself and `window - 1` tokens before it; None: to all.
         cache: of the tokens so far, which is told these positions.
         noise: of training that draws random numbers.
+        cp_group: ranks that share out these positions; no cache then.
     """
-    tables = rotary_tables(position_ids_BS, rotary, dtype)
+    cut = PositionCut.of(cp_group)
+    tables = [cut.take(table) for table in rotary_tables(position_ids_BS, rotary, dtype)]
     if cache is not None:
         cache.add_positions(position_ids_BS)
         # After the first call each row goes on token by token, without padding.
@@ -122,8 +139,17 @@ def attention_contexts(
     else:
         documents = read_documents(position_ids_BS)
         tokens = documents.token_idx_N
+        if tokens is not None and cut != WHOLE:
+            tokens = token_places(cut.take(position_ids_BS))
         masks = {window: documents.mask(window) for window in windows}
-    return {w: AttentionContext(*tables, masks[w], tokens, noise) for w in windows}
+    ids_T = None if noise is None else cut.take(noise.token_ids_BS).flatten()
+    exchange = None
+    if cp_group is not None:
+        exchange = HeadExchange(group=cp_group, cut=cut, num_positions=position_ids_BS.shape[1])
+    return {
+        w: AttentionContext(tables[0], tables[1], masks[w], tokens, noise, ids_T, exchange)
+        for w in windows
+    }
 
 
 class Attention(nn.Module):
@@ -176,14 +202,18 @@ class Attention(nn.Module):
         k_BKSD = rotate(k_BKSD, context.cos_BSD, context.sin_BSD, interleaved=interleaved)
         if cache is not None:
             k_BKSD, v_BKSD = cache.extend(self.layer, k_BKSD, v_BKSD)
-        drop = weight_dropout(self.options.dropout * self.training, self.layer, context)
+        heads = range(self.options.num_heads)
+        if context.exchange is not None:
+            heads, (q_BHSD, k_BKSD, v_BKSD) = context.exchange.to_heads(q_BHSD, k_BKSD, v_BKSD)
+        p = self.options.dropout * self.training
+        drop = weight_dropout(p, self.layer, context, first_head=heads.start)
         if self.options.has_sinks or drop is not None:
             out_BHSD = explicit_attention(
                 q_BHSD,
                 k_BKSD,
                 v_BKSD,
                 context.mask_B1SS,
-                sinks_H=self.sinks if self.options.has_sinks else None,
+                sinks_H=self.sinks[heads.start : heads.stop] if self.options.has_sinks else None,
                 drop=drop,
             )
         else:
@@ -195,6 +225,8 @@ class Attention(nn.Module):
                 is_causal=context.mask_B1SS is None and k_BKSD.shape[2] == q_BHSD.shape[2],
                 enable_gqa=True,
             )
+        if context.exchange is not None:
+            out_BHSD = context.exchange.to_positions(out_BHSD, num_heads=self.options.num_heads)
         out_BSd: Tensor = self.o_proj(out_BHSD.transpose(1, 2).flatten(2))
         return out_BSd
 
@@ -253,9 +285,12 @@ def explicit_attention(
 
 
 def weight_dropout(
-    p: float, layer: int, context: AttentionContext
+    p: float, layer: int, context: AttentionContext, *, first_head: int = 0
 ) -> Callable[[Tensor], Tensor] | None:
-    """What drops a share `p` of attention weights, alike in every layout; None for a `p` of 0."""
+    """What drops a share `p` of attention weights, alike in every layout; None for a `p` of 0.
+
+    `first_head`: the number of the first of the query heads that the weights are of.
+    """
     noise = context.noise
     if p == 0.0:
         return None
@@ -267,7 +302,14 @@ def weight_dropout(
 
     def drop(weights_BKGSP: Tensor) -> Tensor:
         of_query = weights_BKGSP.permute(0, 3, 1, 2, 4)
-        dropped = dropout(of_query.flatten(2), p=p, key=key, token_ids=token_ids_BS, training=True)
+        dropped = dropout(
+            of_query.flatten(2),
+            p=p,
+            key=key,
+            token_ids=token_ids_BS,
+            training=True,
+            first_column=first_head * of_query.shape[-1],
+        )
         return dropped.view(of_query.shape).permute(0, 2, 3, 1, 4)
 
     return drop

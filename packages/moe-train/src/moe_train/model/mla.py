@@ -27,6 +27,7 @@ from moe_train.errors import TrainValueError
 from moe_train.model.kv_cache import KeyValueCache
 from moe_train.model.layers import AttentionContext, explicit_attention, weight_dropout
 from moe_train.model.norm import RMSNorm
+from moe_train.model.parallel import HeadWidths
 from moe_train.model.rotary import rotate
 
 
@@ -82,6 +83,14 @@ class MLAOptions:
     def qk_head_dim(self) -> int:
         """Width of a head's whole query and key."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    def widths(self, num_heads: int) -> HeadWidths:
+        """What ranks that share samples exchange of a position."""
+        return HeadWidths(
+            queries=(num_heads, self.qk_head_dim),
+            keys=((1, self.kv_lora_rank), (1, self.qk_rope_head_dim)),
+            out_width=self.v_head_dim,
+        )
 
 
 class LatentAttention(nn.Module):
@@ -148,17 +157,30 @@ class LatentAttention(nn.Module):
         latent_B1PC, k_rot_B1PR = self._latents(x_BSd, context)
         if cache is not None:
             latent_B1PC, k_rot_B1PR = cache.extend(self.layer, latent_B1PC, k_rot_B1PR)
-        k_BHPQ, v_BHPV = self._expand(latent_B1PC, k_rot_B1PR)
-        out_BHSV = self._attend(q_BHSQ, k_BHPQ, v_BHPV, context)
+        num_heads = q_BHSQ.shape[1]
+        heads = range(num_heads)
+        if context.exchange is not None:
+            exchanged = context.exchange.to_heads(q_BHSQ, latent_B1PC, k_rot_B1PR)
+            heads, (q_BHSQ, latent_B1PC, k_rot_B1PR) = exchanged
+        k_BHPQ, v_BHPV = self._expand(latent_B1PC, k_rot_B1PR, heads, num_heads)
+        out_BHSV = self._attend(q_BHSQ, k_BHPQ, v_BHPV, context, heads.start)
+        if context.exchange is not None:
+            out_BHSV = context.exchange.to_positions(out_BHSV, num_heads=num_heads)
         out_BSd: Tensor = self.o_proj(out_BHSV.transpose(1, 2).flatten(2))
         return out_BSd
 
     def _attend(
-        self, q_BHSQ: Tensor, k_BHPQ: Tensor, v_BHPV: Tensor, context: AttentionContext
+        self,
+        q_BHSQ: Tensor,
+        k_BHPQ: Tensor,
+        v_BHPV: Tensor,
+        context: AttentionContext,
+        first_head: int,
     ) -> Tensor:
         """[B, H, S, V]"""
         options, mask = self.options, context.mask_B1SS
-        drop = weight_dropout(options.dropout * self.training, self.layer, context)
+        p = options.dropout * self.training
+        drop = weight_dropout(p, self.layer, context, first_head=first_head)
         if drop is not None:
             return explicit_attention(
                 q_BHSQ, k_BHPQ, v_BHPV, mask, scale=options.softmax_scale, drop=drop
@@ -194,11 +216,17 @@ class LatentAttention(nn.Module):
         k_rot_B1SR = self._rotate(k_BSR[:, None], context)
         return self.kv_a_layernorm(latent_BSC)[:, None], k_rot_B1SR
 
-    def _expand(self, latent_B1PC: Tensor, k_rot_B1PR: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys [B, H, P, Q] and values [B, H, P, V] of all heads."""
+    def _expand(
+        self, latent_B1PC: Tensor, k_rot_B1PR: Tensor, heads: range, num_heads: int
+    ) -> tuple[Tensor, Tensor]:
+        """Keys [B, H, P, Q] and values [B, H, P, V] of these heads."""
         options = self.options
         widths = (options.qk_nope_head_dim, options.v_head_dim)
-        flat = self.kv_b_proj(latent_B1PC[:, 0])
+        if len(heads) == num_heads:
+            flat = self.kv_b_proj(latent_B1PC[:, 0])
+        else:
+            rows = slice(heads.start * sum(widths), heads.stop * sum(widths))
+            flat = F.linear(latent_B1PC[:, 0], self.kv_b_proj.weight[rows])
         k_BHPN, v_BHPV = flat.unflatten(-1, (-1, sum(widths))).transpose(1, 2).split(widths, dim=-1)
         k_rot_BHPR = k_rot_B1PR.expand(-1, k_BHPN.shape[1], -1, -1)
         return torch.cat((k_BHPN, k_rot_BHPR), dim=-1), v_BHPV

@@ -45,6 +45,7 @@ from moe_train.model.layer_recompute import KEEP_ALL, LayerRecompute
 from moe_train.model.layers import AttentionContext
 from moe_train.model.loss import head_loss
 from moe_train.model.norm import RMSNorm
+from moe_train.model.parallel import WHOLE, PositionCut
 
 _BLOCK = ".mtp_block."
 
@@ -103,17 +104,18 @@ class MTPTokens:
     """The tokens of a microbatch as the last stage knows them, int64 [B, S] each.
 
     `labels_BS` are the main model's: the next token of each place, or -100. Positions start again
-    at 0 with each document.
+    at 0 with each document. `cut`: whose positions the layers compute.
     """
 
     input_ids_BS: Tensor
     labels_BS: Tensor
     position_ids_BS: Tensor
+    cut: PositionCut = WHOLE
 
     def at_depth(self, depth: int) -> tuple[Tensor, Tensor]:
-        """For each place the token `depth` places ahead, and the label that follows that one.
+        """For this rank's places the tokens `depth` places ahead, and the labels that follow those.
 
-        The label is -100 where it lies behind the end of the sequence or in another document, or is
+        A label is -100 where it lies behind the end of the sequence or in another document, or is
         ignored by the main model. Where its document has no token ahead the id is 0, whatever
         stands there: nothing that counts attends to such a place, and experts get the same row of
         it however documents are packed.
@@ -127,7 +129,8 @@ class MTPTokens:
         if depth <= length:  # the last label is the first token behind the row
             ahead_BS[:, length - depth] = self.labels_BS[:, -1].clamp(min=0)
         labels_BS = F.pad(self.labels_BS[:, depth:], (0, depth), value=IGNORED_LABEL)[:, :length]
-        return ahead_BS, labels_BS.masked_fill(~same_document, IGNORED_LABEL)
+        labels_BS = labels_BS.masked_fill(~same_document, IGNORED_LABEL)
+        return self.cut.take(ahead_BS), self.cut.take(labels_BS)
 
 
 @dataclass(frozen=True, slots=True)

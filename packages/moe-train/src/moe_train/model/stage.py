@@ -33,6 +33,7 @@ from moe_train.model.layers import AttentionContext, attention_contexts
 from moe_train.model.loss import head_loss
 from moe_train.model.mtp import MTPLayer, MTPTokens, SharedWeights, mtp_loss
 from moe_train.model.norm import RMSNorm
+from moe_train.model.parallel import WHOLE, PositionCut
 from moe_train.model.token_numbers import TokenNumbers
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -44,7 +45,7 @@ class StageOptions(LayerOptions):
 
     Args:
         layers: global numbers of the decoder layers of this stage.
-        data_rank, num_data_ranks: which of the equal parts of a microbatch this rank has.
+        sample_rank, num_sample_ranks: which of the equal parts of a microbatch this rank has.
         first, last: whether the stage holds the embedding, and the norm and head.
         num_microbatches: microbatches of a step; the auxiliary loss is their mean.
         mtp_loss_coef: weight of the multi-token prediction loss, where the decoder has its layers;
@@ -58,8 +59,8 @@ class StageOptions(LayerOptions):
     layers: range
     first: bool
     last: bool
-    data_rank: int = 0
-    num_data_ranks: int = 1
+    sample_rank: int = 0
+    num_sample_ranks: int = 1
     num_microbatches: int = 1
     mtp_loss_coef: float = 0.3
     recompute: Form | None = None
@@ -147,9 +148,10 @@ class DecoderStage(nn.Module):
         self.record = self._empty_record()
         self._numbers = TokenNumbers(
             seed=options.seed,
-            data_rank=options.data_rank,
-            num_data_ranks=options.num_data_ranks,
+            sample_rank=options.sample_rank,
+            num_sample_ranks=options.num_sample_ranks,
         )
+        self._cut = PositionCut.of(options.cp_group)
         self._deferred, self._deferred_mtp = self._balance(), self._balance()
         self._layer_recompute = LayerRecompute(
             form=options.recompute, keep=kept_operations(options.recompute_keep)
@@ -183,7 +185,8 @@ class DecoderStage(nn.Module):
 
         Args:
             inputs: `(input_ids or hidden, position_ids)`, shapes [B, S] or [B, S, d], and [B, S];
-                a position of -1 is padding.
+                a position of -1 is padding. With `cp_group` the hidden states are those of this
+                rank's positions, everything else that of whole samples, the target's too.
             target: a `Target` on the last stage, otherwise None.
         """
         if self._offload is None or not torch.is_grad_enabled():
@@ -192,7 +195,8 @@ class DecoderStage(nn.Module):
             return self._forward(inputs, target)
 
     def _forward(self, inputs: Sequence[Tensor], target: object | None) -> StageOutput:
-        x_BSd = self._embedded(inputs[0])
+        first_BS = self._cut.take(inputs[0]) if self.options.first else inputs[0]
+        x_BSd = self._embedded(first_BS)
         contexts = self._contexts(inputs[1], x_BSd.dtype, None)
         hidden_BSd, aux_loss = self._through_layers(x_BSd, contexts, None)
         if not self.options.last:
@@ -200,7 +204,8 @@ class DecoderStage(nn.Module):
         if not isinstance(target, Target):
             raise TrainTypeError(f"the last stage needs a Target, got {type(target).__name__}")
         normed_BSd = self.model.norm(hidden_BSd)
-        loss = self._token_loss(normed_BSd.flatten(0, 1), self.head, target.labels_BS.flatten())
+        labels_T = self._cut.take(target.labels_BS).flatten()
+        loss = self._token_loss(normed_BSd.flatten(0, 1), self.head, labels_T)
         loss = loss * target.scale
         self.record.loss += loss.detach()
         parts = [loss, aux_loss]
@@ -265,7 +270,8 @@ class DecoderStage(nn.Module):
         if self.options.last and self.config.mtp_layers:
             windows.add(None)
         noise = None
-        if self.training and self.config.is_random:
+        # The order of tokens is that of their numbers where ranks share samples.
+        if (self.training and self.config.is_random) or self._cut != WHOLE:
             noise = self._numbers.next_microbatch(position_ids_BS)
         return attention_contexts(
             position_ids_BS,
@@ -274,6 +280,7 @@ class DecoderStage(nn.Module):
             windows=windows,
             cache=cache,
             noise=noise,
+            cp_group=self.options.cp_group,
         )
 
     def _mtp_losses(
@@ -293,7 +300,7 @@ class DecoderStage(nn.Module):
         out = mtp_loss(
             [layer for layer in layers if isinstance(layer, MTPLayer)],
             normed_BSd,
-            MTPTokens(target.input_ids_BS, target.labels_BS, position_ids_BS),
+            MTPTokens(target.input_ids_BS, target.labels_BS, position_ids_BS, self._cut),
             SharedWeights(self.model.embed_tokens.weight, self.head),
             context,
             token_loss=self._token_loss,

@@ -4,7 +4,7 @@ Dropout and jitter draw by (seed, layer, use) and the number of a token (`moe_pi
 that no mask is kept. The number follows from the step, the sample in the step and the place;
 nothing has to travel for it: a stage sees the microbatches of a step in order.
 
-    numbers = TokenNumbers(seed=0, data_rank=1, num_data_ranks=2)
+    numbers = TokenNumbers(seed=0, sample_rank=1, num_sample_ranks=2)
     numbers.begin_step(7)
     noise = numbers.next_microbatch(position_ids_BS)
 
@@ -36,12 +36,12 @@ class TokenNumbers:
 
     Args:
         seed: of the run.
-        data_rank, num_data_ranks: which of the equal parts of a microbatch this rank has.
+        sample_rank, num_sample_ranks: which of the equal parts of a microbatch this rank has.
     """
 
-    def __init__(self, *, seed: int, data_rank: int, num_data_ranks: int) -> None:
+    def __init__(self, *, seed: int, sample_rank: int, num_sample_ranks: int) -> None:
         self._seed = seed
-        self._data_rank, self._num_data_ranks = data_rank, num_data_ranks
+        self._sample_rank, self._num_sample_ranks = sample_rank, num_sample_ranks
         self._step = self._microbatch = 0
 
     def begin_step(self, step: int) -> None:
@@ -51,7 +51,7 @@ class TokenNumbers:
     def next_microbatch(self, position_ids_BS: Tensor) -> TokenNoise:
         """Numbers of the next microbatch's places, each once in a run."""
         rows, length = position_ids_BS.shape
-        first_row = (self._microbatch * self._num_data_ranks + self._data_rank) * rows
+        first_row = (self._microbatch * self._num_sample_ranks + self._sample_rank) * rows
         self._microbatch += 1
         first = self._step * _TOKENS_OF_A_STEP + first_row * length
         ids = torch.arange(first, first + rows * length, device=position_ids_BS.device)

@@ -1,7 +1,9 @@
 """Which samples a rank reads for a step, and the microbatches made of them.
 
 Sample s of the run is the same sequence in every layout: a step takes `global_batch_size`
-consecutive samples, microbatch m an equal run of them, data rank r an equal run of that.
+consecutive samples, microbatch m an equal run of them, sample rank r an equal run of that. With
+context parallelism several ranks have the same sample rank: they read the same, cut it in the
+stage, and the first of them alone counts it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,14 +23,14 @@ class BatchPlan:
 
     global_batch_size: int
     num_microbatches: int
-    data_rank: int
-    num_data_ranks: int
+    sample_rank: int
+    num_sample_ranks: int
 
     def samples(self, first_sample: int) -> list[NDArray[np.int64]]:
         """Sample numbers of this rank, one array for each microbatch."""
         per_microbatch = self.global_batch_size // self.num_microbatches
-        per_rank = per_microbatch // self.num_data_ranks
-        offset = first_sample + self.data_rank * per_rank
+        per_rank = per_microbatch // self.num_sample_ranks
+        offset = first_sample + self.sample_rank * per_rank
         starts = [offset + m * per_microbatch for m in range(self.num_microbatches)]
         return [np.arange(start, start + per_rank, dtype=np.int64) for start in starts]
 

@@ -117,7 +117,9 @@ def check_layout(config: Config, model: DecoderConfig) -> None:
 
 def _check_one_layout(config: Config, model: DecoderConfig) -> None:
     config.parallel.check_divides(
-        num_hidden_layers=model.num_hidden_layers, num_experts=model.num_experts
+        num_hidden_layers=model.num_hidden_layers,
+        num_experts=model.num_experts,
+        num_heads=model.num_attention_heads,
     )
     expert_parts(config, model)
     config.check_batch()
@@ -172,8 +174,9 @@ def _stage_options(config: Config, model: DecoderConfig, parallel: Parallel) -> 
         layers=range(0),
         first=False,
         last=False,
-        data_rank=parallel.data_rank,
-        num_data_ranks=parallel.num_data_ranks,
+        sample_rank=parallel.sample_rank,
+        num_sample_ranks=parallel.num_sample_ranks,
+        cp_group=parallel.cp_group,
         ep_group=parallel.ep_group if config.parallel.ep > 1 else None,
         expert_parts=expert_parts(config, model),
         token_group=parallel.data_group if parallel.num_data_ranks > 1 else None,
@@ -381,11 +384,11 @@ def _executor(
 def _passed(config: Config, stages: RankStages, parallel: Parallel) -> tuple[Tensor, Tensor]:
     """What a stage gives the next one for a microbatch of whole sequences; nothing is computed."""
     rows = config.train.global_batch_size // (
-        config.train.gradient_accumulation_steps * parallel.num_data_ranks
+        config.train.gradient_accumulation_steps * parallel.num_sample_ranks
     )
     shape = (rows, config.data.sequence_length)
     hidden = torch.empty(
-        (*shape, stages.config.hidden_size),
+        (rows, parallel.num_positions(shape[1]), stages.config.hidden_size),
         dtype=getattr(torch, config.train.dtype),
         device=parallel.device,
         requires_grad=True,

@@ -15,7 +15,7 @@ from moe_train.checkpoint import TrainerState
 from moe_train.config import ParallelConfig
 from moe_train.errors import TrainValueError
 from moe_train.model import DecoderConfig
-from moe_train.parallel import AXES
+from moe_train.parallel import SIZES
 from moe_train.training.experts import ExpertLoads
 
 
@@ -71,7 +71,7 @@ def described(parallel: ParallelConfig, imbalance: tuple[float, float]) -> str:
         imbalance: the rows of the busiest rank over those of the mean one, in the layout before and
             in this one.
     """
-    told = " ".join(f"{a}={n}" for a, n in zip(AXES, parallel.axis_sizes, strict=True))
+    told = " ".join(f"{a}={n}" for a, n in zip(SIZES, parallel.sizes, strict=True))
     if not parallel.expert_parts:
         return told
     told += f", experts {'; '.join(parallel.expert_parts)}"

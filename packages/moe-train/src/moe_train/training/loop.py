@@ -85,7 +85,7 @@ class TrainingLoop:
         saver: writes the checkpoints.
         in_force: the layout of the steps, and the loads of the experts in it.
         memory: told what this rank is busy with.
-        places: where this rank has stood in the layouts so far, by their pp, dp and ep.
+        places: where this rank has stood in the layouts so far, by their sizes.
     """
 
     config: Config
@@ -97,7 +97,7 @@ class TrainingLoop:
     saver: Saver
     in_force: LayoutInForce = field(default_factory=LayoutInForce)
     memory: RankMemory = field(default_factory=RankMemory)
-    places: dict[tuple[int, int, int], Parallel] = field(default_factory=dict)
+    places: dict[tuple[int, int, int, int], Parallel] = field(default_factory=dict)
 
     @classmethod
     def begin(
@@ -150,8 +150,8 @@ class TrainingLoop:
         return BatchPlan(
             global_batch_size=self.config.train.global_batch_size,
             num_microbatches=self.config.train.gradient_accumulation_steps,
-            data_rank=parallel.data_rank,
-            num_data_ranks=parallel.num_data_ranks,
+            sample_rank=parallel.sample_rank,
+            num_sample_ranks=parallel.num_sample_ranks,
         )
 
     def run(self, context: RankContext) -> Path | Location | None:
@@ -181,7 +181,7 @@ class TrainingLoop:
     def _requests(self) -> LayoutRequests:
         return LayoutRequests(self.config.log_folder, self.training.parallel.rank == 0)
 
-    def _plan_layout(self, asked: tuple[tuple[int, int, int], str] | None) -> None:
+    def _plan_layout(self, asked: tuple[tuple[int, int, int, int], str] | None) -> None:
         """Make the next step begin in the layout that was asked for, if the job fits it."""
         if asked is None:
             return
@@ -198,16 +198,16 @@ class TrainingLoop:
     def _enter_layout(self) -> None:
         """Bring the state into the layout of the step that comes. Collective over all ranks."""
         here, step = self.config.parallel, self.position.step
-        self.places.setdefault(here.axis_sizes, self.training.parallel)
+        self.places.setdefault(here.sizes, self.training.parallel)
         wanted = self.in_force.wanted(here, step, self.training.runner.stages.config)
         imbalance = self.in_force.loads.imbalance(here), self.in_force.loads.imbalance(wanted)
         self.in_force.enter(wanted, step)
         if wanted == here:
             return
         self.config = replace(self.config, parallel=wanted)
-        if wanted.axis_sizes not in self.places:
-            self.places[wanted.axis_sizes] = start(self.config)
-        parallel = self.places[wanted.axis_sizes]
+        if wanted.sizes not in self.places:
+            self.places[wanted.sizes] = start(self.config)
+        parallel = self.places[wanted.sizes]
         updates = step - self.guard.skipped
         with self.memory.phase("new layout"):
             self.training, moved = relaid_out(self.config, parallel, self.training, updates=updates)

@@ -6,8 +6,8 @@ the choices of one with `moe.record_routing`; its routers compute their own weig
 
 A step has a folder `step-00000012`, to which every rank that has MoE layers gives one file: for
 each layer int16 [sequences, tokens, choices], -1: none. Sequences are known by their sample
-numbers, and samples and layers have the same numbers in every layout, so a replay may run in
-another one. Bytes of a step: 2 * choices * layers * tokens.
+numbers, and samples, positions and layers have the same numbers in every layout, so a replay may
+run in another one. Bytes of a step: 2 * choices * layers * tokens.
 
 Invariant: a step is replayed whole, from choices of the same samples, or it is an error.
 
@@ -18,7 +18,8 @@ Invariant: a step is replayed whole, from choices of the same samples, or it is 
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ from moe_pipeline.layer import record_routing, replay_routing
 from moe_train.config import Config
 from moe_train.data import DataIdentity
 from moe_train.errors import TrainValueError
+from moe_train.model.parallel import WHOLE, PositionCut
 from moe_train.parallel import Parallel
 
 Samples = Sequence[NDArray[np.int64]]
@@ -49,12 +51,16 @@ class RoutingFiles:
         replay: folder to read from; None: tokens choose for themselves.
         data: what the sample numbers mean.
         rank: of the job; the first one begins the folder of a step.
+        length: tokens of a sequence.
+        cut: which of its sequences' positions the rank has.
     """
 
     record: Path | None
     replay: Path | None
     data: str
     rank: int
+    length: int
+    cut: PositionCut = WHOLE
 
     @staticmethod
     def of(config: Config, data: DataIdentity, parallel: Parallel) -> "RoutingFiles":
@@ -65,6 +71,8 @@ class RoutingFiles:
             replay=None if replay is None else Path(replay),
             data=json.dumps(asdict(data), sort_keys=True),
             rank=parallel.rank,
+            cut=PositionCut.of(parallel.cp_group),
+            length=data.sequence_length,
         )
 
     @contextmanager
@@ -101,19 +109,21 @@ class RoutingFiles:
 
     def _write(self, folder: Path, choices: dict[str, Tensor], samples: Samples) -> None:
         """One file, which has its name when it is whole."""
-        order = np.concatenate(samples)
+        order, lengths = np.concatenate(samples), self.cut.lengths(self.length)
         tensors = {}
         for layer in sorted({key.rpartition(".")[0] for key in choices}):
             calls = [
                 choices[f"{layer}.{number}"]
                 .cpu()
-                .view(len(part), -1, choices[f"{layer}.0"].shape[1])
+                .view(len(part), lengths[self.cut.rank], choices[f"{layer}.0"].shape[1])
                 for number, part in enumerate(samples)
             ]
             tensors[layer] = torch.cat(calls).to(torch.int16)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank-{self.rank:05d}.safetensors"
-        told = {"samples": json.dumps(order.tolist()), "data": self.data}
+        first = sum(lengths[: self.cut.rank])
+        of_rows = {"samples": json.dumps(order.tolist()), "first_position": str(first)}
+        told = {**of_rows, "data": self.data}
         save_file(tensors, path.with_suffix(".part"), metadata=told)
         path.with_suffix(".part").replace(path)
 
@@ -131,10 +141,18 @@ class RoutingFiles:
                 "train.max_steps where the record ends, or name another record"
             )
         wanted = {int(sample) for part in samples for sample in part}
-        found: dict[tuple[str, int], Tensor] = {}
+        found: dict[tuple[str, int], dict[int, Tensor]] = defaultdict(dict)
         for path in paths:
-            found |= self._rows(path, layers, wanted)
-        missing = sorted({s for layer in layers for s in wanted if (layer, s) not in found})
+            for place, first, row in self._rows(path, layers, wanted):
+                found[place][first] = row
+        missing = sorted(
+            {
+                s
+                for layer in layers
+                for s in wanted
+                if sum(map(len, found[layer, s].values())) != self.length
+            }
+        )
         if missing:
             raise TrainValueError(
                 f"{folder} lacks the choices of some layer for samples {missing[:8]}, "
@@ -142,15 +160,22 @@ class RoutingFiles:
                 "train.global_batch_size"
             )
         return {
-            f"{layer}.{number}": torch.cat([found[layer, int(s)] for s in part]).long()
+            f"{layer}.{number}": torch.cat(
+                [self._own(found[layer, int(sample)]) for sample in part]
+            ).long()
             for layer in layers
             for number, part in enumerate(samples)
         }
 
+    def _own(self, parts: Mapping[int, Tensor]) -> Tensor:
+        """This rank's tokens of a sequence, from its parts by their first positions."""
+        whole = torch.cat([row for _, row in sorted(parts.items())])
+        return self.cut.take(whole[None])[0]
+
     def _rows(
         self, path: Path, layers: Sequence[str], wanted: set[int]
-    ) -> dict[tuple[str, int], Tensor]:
-        """What a file has of the layers and samples: int16 [tokens, choices] each."""
+    ) -> list[tuple[tuple[str, int], int, Tensor]]:
+        """What a file has of layers and samples: first position, and int16 [tokens, choices]."""
         try:
             with safe_open(path, framework="pt") as file:
                 told = file.metadata() or {}
@@ -165,7 +190,12 @@ class RoutingFiles:
                 ]
                 stored = set(file.keys()) if rows else set()
                 slices = {layer: file.get_slice(layer) for layer in layers if layer in stored}
-                return {(n, s): part[row] for n, part in slices.items() for row, s in rows}
+                first = int(told.get("first_position", 0))
+                return [
+                    ((name, sample), first, part[row])
+                    for name, part in slices.items()
+                    for row, sample in rows
+                ]
         except (OSError, SafetensorError) as error:
             raise TrainValueError(f"cannot read the record {path}: {error}") from error
 

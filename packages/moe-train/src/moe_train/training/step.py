@@ -140,11 +140,7 @@ class StepRunner:
         memory = memory or RankMemory(rank=self.parallel.rank)
         self.gradients.clear()
         self.stages.train()
-        scale = 1.0
-        if self.parallel.is_last:
-            labels = [batch.labels.to(self.parallel.device) for batch in batches]
-            scale = token_scale(labels, group=self.parallel.data_group)
-        arguments = self._pipeline_arguments(batches, scale)
+        arguments = self._pipeline_arguments(batches, self._token_scale(batches))
         with memory.phase("gradients"), self.gradients.reducing() as around:
             self.executor.step(*arguments, times=times, around=memory.around(around))
             memory.label("gradients", self.gradients.held())
@@ -193,6 +189,15 @@ class StepRunner:
         result = self._share(read, 0.0, _NOTHING)
         return result.loss, result.num_tokens
 
+    def _token_scale(self, batches: Sequence[Batch]) -> float:
+        """1 / (predicted tokens of the step) where labels are. Collective over those ranks."""
+        if not self.parallel.is_last:
+            return 1.0
+        # Of ranks that share their samples the first one counts all labels.
+        most = None if self.parallel.cp_rank == 0 else 0
+        labels = [batch.labels[:, :most].to(self.parallel.device) for batch in batches]
+        return token_scale(labels, group=self.parallel.data_group)
+
     def _pipeline_arguments(
         self, batches: Sequence[Batch], scale: float
     ) -> tuple[list[tuple[Tensor, ...]] | None, list[object] | None]:
@@ -208,7 +213,8 @@ class StepRunner:
     def _share(self, read: SamplesRead, norm_squared: float, asked: Asked) -> StepResult:
         """The figures of the step, summed over all ranks, and what some rank has `asked` for."""
         config, record = self.stages.config, self.stages.take_record()
-        is_first, is_last = self.parallel.is_first, self.parallel.is_last
+        counts = self.parallel.cp_rank == 0  # ranks that share samples have read the same
+        is_first, is_last = self.parallel.is_first and counts, self.parallel.is_last and counts
         shape = (config.num_hidden_layers + len(config.mtp_layers), config.num_experts)
         load_LE = torch.zeros(shape, dtype=torch.float64, device=self.parallel.device)
         if self.parallel.data_rank == 0:  # every rank of a stage has the same

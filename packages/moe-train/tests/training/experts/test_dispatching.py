@@ -45,7 +45,7 @@ def figures(config: Config, random_batches: Batches) -> list[float]:
     at, found = runner.parallel, []
     for step in range(3):
         result = runner.train(
-            random_batches(config, step, at.data_rank, at.num_data_ranks), lr=0.02
+            random_batches(config, step, at.sample_rank, at.num_sample_ranks), lr=0.02
         )
         found += [result.loss, result.grad_norm, result.aux_loss]
     return found

@@ -130,14 +130,15 @@ def _shared_costs(config: Config, stages: RankStages, parallel: Parallel) -> lis
 def _measured(config: Config, stage: DecoderStage, parallel: Parallel) -> StageCosts:
     """Of one stage, on a microbatch of random tokens. Collective over the ranks of the stage."""
     count = config.train.gradient_accumulation_steps
-    rows = config.train.global_batch_size // (count * parallel.num_data_ranks)
+    rows = config.train.global_batch_size // (count * parallel.num_sample_ranks)
     shape = (rows, config.data.sequence_length)
     tokens = torch.randint(0, stage.config.vocab_size, shape, device=parallel.device)
     positions = torch.arange(shape[1], device=parallel.device).expand(shape).contiguous()
     first = tokens
     if not stage.options.first:
         size, dtype = stage.config.hidden_size, stage.options.dtype
-        first = torch.randn(*shape, size, device=parallel.device, dtype=dtype)
+        own = parallel.num_positions(shape[1])
+        first = torch.randn(rows, own, size, device=parallel.device, dtype=dtype)
     return measure_costs(
         stage.train(),
         (first, positions),

@@ -20,6 +20,7 @@ from moe_pipeline.schedules import Kind
 from moe_train.config import Config
 from moe_train.layout import chosen_names, parameter_layouts
 from moe_train.model import EMBEDDING, DecoderConfig, DecoderStage
+from moe_train.model.parallel import PositionCut
 from moe_train.parallel import AXES, make_mesh
 from moe_train.training.experts import expert_parts
 from moe_train.training.pipelines.pipeline import layers_of_stages, unmeasured_schedule
@@ -52,11 +53,27 @@ class _Job:
         return found
 
     @property
-    def tokens(self) -> int:
-        """Of a rank, in a microbatch."""
+    def length(self) -> int:
+        """Tokens of a sample."""
+        return self.config.data.sequence_length
+
+    @property
+    def rows(self) -> int:
+        """Samples of a rank, in a microbatch."""
         train, parallel = self.config.train, self.config.parallel
-        ranks = train.gradient_accumulation_steps * parallel.dp * parallel.ep
-        return train.global_batch_size // ranks * self.config.data.sequence_length
+        ranks = train.gradient_accumulation_steps * parallel.num_sample_ranks
+        return train.global_batch_size // ranks
+
+    @property
+    def cuts(self) -> list[PositionCut]:
+        """Of the ranks that share a sample."""
+        size = self.config.parallel.cp
+        return [PositionCut(rank=rank, size=size) for rank in range(size)]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Of each of these ranks, in a microbatch."""
+        return [self.rows * length for length in self.cuts[0].lengths(self.length)]
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -77,7 +94,10 @@ class _Job:
 def step_traffic(config: Config, model: DecoderConfig) -> list[Traffic]:
     """What the ranks of a job send in a step, by kind, and then in each change of its layout."""
     job = _Job(config=config, model=model, mesh=make_mesh(config.parallel))
-    return [_dispatch(job), _pipeline(job), _gradients(job), *_relayouts(job)]
+    found = [_dispatch(job), _pipeline(job), _gradients(job)]
+    if config.parallel.cp > 1:
+        found.append(_attention(job))
+    return [*found, *_relayouts(job)]
 
 
 def traffic_table(config: Config, model: DecoderConfig) -> list[str]:
@@ -99,6 +119,8 @@ def _dispatch(job: _Job) -> Traffic:
     if parallel.expert_parts or moe.dispatch_backend != "torch":
         why = "uneven experts" if parallel.expert_parts else "DeepEP's own"
         return Traffic(kind=kind, unknown=f"not planned for {why}")
+    if len(set(job.tokens)) > 1:
+        return Traffic(kind=kind, unknown="not planned for samples that cp ranks share unevenly")
     if job.config.train.recompute in ("layers", "selective"):
         return Traffic(kind=kind, unknown="not planned for recomputed dispatches")
     node = moe.dispatch_ranks_per_node if moe.dispatch_route == "hierarchical" else None
@@ -108,7 +130,7 @@ def _dispatch(job: _Job) -> Traffic:
         num_experts=job.model.num_experts,
         topk=job.model.moe.num_experts_per_tok,
         hidden_size=job.model.moe.moe_latent_size or job.model.hidden_size,
-        tokens_per_rank=job.tokens,
+        tokens_per_rank=job.tokens[0],
         dtype=job.config.train.dtype,
     )
     payload: Payload = (
@@ -131,15 +153,35 @@ def _pipeline(job: _Job) -> Traffic:
     """Activations and their gradients between stages."""
     if job.config.parallel.pp == 1:
         return Traffic(kind="pipeline")
-    activation = job.tokens * job.model.hidden_size * job.dtype.itemsize
-    sizes = {
-        Kind.SEND_FORWARD: activation + job.tokens * _POSITION_BYTES,
-        Kind.SEND_BACKWARD: activation,
-    }
-    rows = unmeasured_schedule(job.config).ranks
-    sent = [sum(sizes.get(action.kind, 0) for action in row) for row in rows]
-    ranks = job.config.parallel.dp * job.config.parallel.ep
+    sent = []
+    for tokens in job.tokens:
+        activation = tokens * job.model.hidden_size * job.dtype.itemsize
+        sizes = {
+            Kind.SEND_FORWARD: activation + job.rows * job.length * _POSITION_BYTES,
+            Kind.SEND_BACKWARD: activation,
+        }
+        rows = unmeasured_schedule(job.config).ranks
+        sent += [sum(sizes.get(action.kind, 0) for action in row) for row in rows]
+    ranks = job.config.parallel.num_sample_ranks
     return Traffic(kind="pipeline", busiest_bytes=max(sent), total_bytes=sum(sent) * ranks)
+
+
+def _attention(job: _Job) -> Traffic:
+    """Heads for positions and back, among the ranks that share samples."""
+    config, model = job.config, job.model
+    widths = model.attention.widths(model.num_attention_heads)
+    forwards = 2 if config.train.recompute in ("layers", "selective") else 1
+    layers = list(job.stage_of_layer().values())
+    count = config.train.gradient_accumulation_steps * job.rows * job.dtype.itemsize
+    each = []
+    for cut in job.cuts:
+        forward, backward = widths.sent(cut, job.length)
+        each.append(count * (forwards * forward + backward))
+    return Traffic(
+        kind="attention",
+        busiest_bytes=max(layers.count(rank) for rank in set(layers)) * max(each),
+        total_bytes=len(layers) * sum(each) * config.parallel.num_sample_ranks,
+    )
 
 
 def _gradients(job: _Job) -> Traffic:

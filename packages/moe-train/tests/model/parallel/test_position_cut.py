@@ -1,0 +1,24 @@
+import pytest
+import torch
+
+from moe_train.model.parallel import WHOLE, PositionCut
+
+
+@pytest.mark.parametrize(
+    ("size", "length", "lengths"),
+    [(2, 5, (3, 2)), (3, 9, (3, 3, 3)), (4, 2, (1, 1, 0, 0)), (2, 0, (0, 0))],
+)
+def test_ranks_have_runs_that_make_up_the_sample(
+    size: int, length: int, lengths: tuple[int, ...]
+) -> None:
+    x = torch.arange(3 * length * 2).view(3, length, 2)
+    cuts = [PositionCut(rank=rank, size=size) for rank in range(size)]
+    assert {cut.lengths(length) for cut in cuts} == {lengths}
+    parts = [cut.take(x) for cut in cuts]
+    assert [part.shape[1] for part in parts] == list(lengths)
+    assert torch.equal(torch.cat(parts, dim=1), x)
+
+
+def test_a_rank_without_others_has_all() -> None:
+    x = torch.randn(2, 5)
+    assert PositionCut.of(None) == WHOLE and torch.equal(WHOLE.take(x), x)

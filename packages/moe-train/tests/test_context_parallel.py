@@ -1,0 +1,141 @@
+"""Ranks that share out the positions of samples, against one process: the same numbers.
+
+Rows of unequal lengths, with two documents, one document and padding, at borders and beside them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from moe_train.config import Config
+from moe_train.data import Batch
+from moe_train.parallel import start
+from moe_train.training.build import build_runner, read_model_config
+from ranktest import run_ranks
+
+Configure = Callable[..., Config]
+STEPS = 2
+HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {**HEADS, "num_local_experts": 4, "sliding_window": 7},
+    "qwen2_moe": {
+        **HEADS,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 8,
+        "attention_dropout": 0.2,
+        "tie_word_embeddings": True,
+    },
+    "deepseek_v3": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 12,
+        "q_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "attention_dropout": 0.2,
+        "num_nextn_predict_layers": 2,
+    },
+    "gpt_oss": {**HEADS, "num_local_experts": 4, "sliding_window": 5},
+}
+BALANCE = {
+    "mixtral": ("moe.aux_loss_scope=sequence", "moe.z_loss_coef=0.01"),
+    "qwen2_moe": ("moe.capacity_factor=1.0", "moe.token_drop_policy=position"),
+    "deepseek_v3": ("moe.aux_loss_scope=sequence", "moe.update_expert_bias=true"),
+    "gpt_oss": ("moe.aux_loss_scope=microbatch",),
+}
+LAYOUTS = [
+    ("parallel.dp=3", "parallel.cp=3", "parallel.sharding=2", "train.recompute=layers"),
+    ("parallel.pp=2", "parallel.ep=2", "parallel.cp=2", "parallel.schedule=zb_1p"),
+    ("parallel.dp=2", "parallel.ep=2", "parallel.cp=2", "parallel.sharding=3"),
+]
+
+
+def batches(config: Config, step: int, sample_rank: int, num_sample_ranks: int) -> list[Batch]:
+    """Two microbatches of a step: rows of 11 places, of which each has other documents."""
+    generator = torch.Generator().manual_seed(step)
+    rows, length = config.train.global_batch_size, config.data.sequence_length
+    tokens = torch.randint(1, 300, (rows, length + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    positions = torch.arange(length).repeat(rows, 1)
+    for row in range(rows):
+        second, end = 1 + (row + step) % 8, 3 + (5 * row + step) % 9
+        positions[row, second:] -= second
+        labels[row, second - 1] = -100
+        positions[row, end:], labels[row, end - 1 :] = -1, -100
+    microbatches = torch.arange(rows).view(config.train.gradient_accumulation_steps, -1)
+    own = [part.chunk(num_sample_ranks)[sample_rank] for part in microbatches]
+    return [
+        Batch(input_ids=tokens[r, :-1], labels=labels[r], position_ids=positions[r]) for r in own
+    ]
+
+
+def figures(config: Config) -> list[list[float]]:
+    """Of each step its losses, norm and tokens, and those of an evaluation."""
+
+    def run(*_: int) -> list[list[float]]:
+        runner = build_runner(config, read_model_config(config), start(config), {})[0]
+        at, found = runner.parallel, []
+        for step in range(STEPS):
+            runner.stages.begin_step(step + 1)
+            result = runner.train(
+                batches(config, step, at.sample_rank, at.num_sample_ranks), lr=0.02
+            )
+            losses = (result.loss, result.aux_loss, result.z_loss, result.mtp_loss)
+            found.append([*losses, result.grad_norm, result.num_tokens])
+        evaluated = runner.evaluate(batches(config, 9, at.sample_rank, at.num_sample_ranks))
+        return [*found, list(evaluated)]
+
+    first, *others = run_ranks(run, config.world_size, timeout_s=240)
+    assert all(other == first for other in others)
+    return first  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_the_numbers_of_one_process(configure: Configure, family: str) -> None:
+    common = (
+        "data.sequence_length=11",
+        "train.global_batch_size=8",
+        "moe.aux_loss_coef=0.1",
+        *BALANCE[family],
+    )
+    model = {"model_type": family, **FAMILIES[family]}
+    expected = figures(configure(*common, **model))
+    assert expected[0][1] > 0.05, "a balancing loss"
+    for layout in LAYOUTS:
+        for step, found in zip(
+            expected, figures(configure(*common, *layout, **model)), strict=True
+        ):
+            assert found == pytest.approx(step, rel=1e-6), layout
+
+
+def test_ranks_without_a_position_take_part(configure: Configure) -> None:
+    """Two positions of four ranks."""
+    common = ("data.sequence_length=2", "moe.aux_loss_coef=0.1", "moe.aux_loss_scope=sequence")
+    tokens = torch.randint(1, 300, (6, 3), generator=torch.Generator().manual_seed(0))
+    batch = Batch(
+        input_ids=tokens[:, :2],
+        labels=tokens[:, 1:],
+        position_ids=torch.arange(2).repeat(6, 1),
+    )
+
+    def result_of(*layout: str) -> list[float]:
+        config = configure(*common, *layout, num_attention_heads=4, num_experts=4)
+
+        def run(*_: int) -> list[float]:
+            runner = build_runner(config, read_model_config(config), start(config), {})[0]
+            result = runner.train([batch, batch], lr=0.02)
+            return [result.loss, result.aux_loss, result.grad_norm, result.num_tokens]
+
+        return run_ranks(run, config.world_size, timeout_s=240)[0]  # type: ignore[no-any-return]
+
+    expected = pytest.approx(result_of(), rel=1e-6)
+    assert result_of("parallel.ep=4", "parallel.cp=4") == expected
+    assert result_of("parallel.pp=2", "parallel.dp=4", "parallel.cp=4") == expected
