@@ -39,12 +39,17 @@ def test_a_killed_rank_is_reported_as_died() -> None:
     assert alive.value == "alive"
 
 
-def test_a_hanging_rank_is_killed_at_the_deadline() -> None:
+def test_a_hanging_rank_is_killed_at_the_deadline_and_says_where_it_was() -> None:
     start = time.monotonic()
+
+    def waits_for_ever() -> None:
+        time.sleep(600)
+
     hung, fine = collect_ranks(
-        lambda rank, _: time.sleep(600) if rank == 0 else rank, 2, timeout_s=3, init=False
+        lambda rank, _: waits_for_ever() if rank == 0 else rank, 2, timeout_s=3, init=False
     )
     assert hung.error_type == "Timeout"
+    assert "in waits_for_ever" in str(hung.error)
     assert fine.value == 1
     assert time.monotonic() - start < 30
 

@@ -1,6 +1,7 @@
 """Fork ranks, gather what each returned or raised, and kill whatever is left at the deadline."""
 
 import ctypes
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ import torch.distributed as dist
 from ranktest.marks import open_marks
 
 _PR_SET_PDEATHSIG = 1
+_SHOW_STACKS = signal.SIGUSR2
 
 
 class RanksFailedError(AssertionError):
@@ -54,7 +57,8 @@ def run_ranks(
     With `init` each rank has a gloo process group whose operations time out after `timeout_s`.
 
     Raises:
-        RanksFailedError: a rank raised, died or was still running after `timeout_s`.
+        RanksFailedError: a rank raised, died or was still running after `timeout_s`; then with the
+            stacks of its threads.
     """
     outcomes = collect_ranks(fn, world_size, timeout_s=timeout_s, init=init)
     failed = [o for o in outcomes if not o.ok]
@@ -87,7 +91,7 @@ def collect_ranks(
             processes.append(process)
             pipes.append(receiver)
         try:
-            outcomes = _gather(processes, pipes, started_at, started_at + timeout_s)
+            outcomes = _gather(processes, pipes, started_at, started_at + timeout_s, folder)
         finally:
             for process in processes:
                 process.kill()
@@ -106,7 +110,11 @@ class _Job:
 
 
 def _gather(
-    processes: list[ForkProcess], pipes: list[Connection], started_at: float, deadline: float
+    processes: list[ForkProcess],
+    pipes: list[Connection],
+    started_at: float,
+    deadline: float,
+    folder: str,
 ) -> list[Outcome]:
     outcomes: dict[int, Outcome] = {}
     while len(outcomes) < len(pipes):
@@ -115,7 +123,8 @@ def _gather(
         elapsed_s = time.monotonic() - started_at
         if not ready:
             for rank in pending.values():
-                text = f"still running after {elapsed_s:.1f} s; killed"
+                where = _stacks_of(processes[rank], Path(folder, f"stacks-{rank}"))
+                text = f"still running after {elapsed_s:.1f} s; killed\n{where}".rstrip()
                 outcomes[rank] = Outcome(
                     rank=rank, error=text, error_type="Timeout", elapsed_s=elapsed_s
                 )
@@ -124,6 +133,18 @@ def _gather(
             rank = pending[pipe]  # type: ignore[index]
             outcomes[rank] = _read(pipe, rank, processes[rank], elapsed_s)  # type: ignore[arg-type]
     return [outcomes[rank] for rank in range(len(pipes))]
+
+
+def _stacks_of(process: ForkProcess, file: Path) -> str:
+    """Where a rank's threads are; "" if it does not say so, stopped for instance."""
+    before = time.monotonic()
+    if not file.is_file() or process.pid is None:
+        return ""  # it would die of the signal
+    os.kill(process.pid, _SHOW_STACKS)
+    while not file.stat().st_size and time.monotonic() - before < 2:
+        time.sleep(0.05)
+    time.sleep(0.1)  # it may be writing
+    return file.read_text()
 
 
 def _read(pipe: Connection, rank: int, process: ForkProcess, elapsed_s: float) -> Outcome:
@@ -143,6 +164,8 @@ def _child(job: _Job, sender: Connection) -> None:
     gc.freeze()  # what the parent made is no garbage here; walking it would copy its pages
     torch.set_num_threads(1)
     open_marks(job.folder)
+    stacks = Path(job.folder, f"stacks-{job.rank}").open("w")
+    faulthandler.register(_SHOW_STACKS, file=stacks)
     try:
         if job.init:
             path = os.path.join(job.folder, "store")
