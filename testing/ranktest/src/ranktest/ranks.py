@@ -164,7 +164,7 @@ def _child(job: _Job, sender: Connection) -> None:
     gc.freeze()  # what the parent made is no garbage here; walking it would copy its pages
     torch.set_num_threads(1)
     open_marks(job.folder)
-    stacks = Path(job.folder, f"stacks-{job.rank}").open("w")
+    stacks = os.open(Path(job.folder, f"stacks-{job.rank}"), os.O_WRONLY | os.O_CREAT)
     faulthandler.register(_SHOW_STACKS, file=stacks)
     try:
         if job.init:
