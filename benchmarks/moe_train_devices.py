@@ -48,6 +48,7 @@ LAYOUTS = {
     ("parallel.dp=2", LATENT, BIAS, "train.recompute=outputs"): SAME,
     ("parallel.dp=2", "train.offload_activations=true"): SAME,
     ("parallel.dp=2", LATENT, "parallel.cp=2", "train.recompute=layers"): SAME,
+    ("parallel.dp=2", "parallel.cp=2", "parallel.cp_attention=ring"): SAME,
     ("parallel.ep=2",): SAME,
     ("parallel.ep=2", "parallel.cp=2", "parallel.sharding=3"): SAME,
     ("parallel.ep=2", LATENT, BIAS, "moe.shared_expert_overlap=true"): SAME,

@@ -58,8 +58,9 @@ LINES_ADDED = {
     # Who serves a rank's memory, its record, and what is told when there is none left.
     # Moments of one byte in checkpoints.
     # The decoder of a model of text and images.
-    # Samples whose positions ranks share out: attention over exchanged heads, as a key.
-    "moe-train": 14_085 + 200 + 480 + 180 + 620 + 330 + 280 + 130 + 575 + 95 + 420 + 70 + 80 + 500,
+    # Samples whose positions ranks share out: attention over exchanged heads, and over keys that go
+    # around, as keys.
+    "moe-train": 14_085 + 200 + 480 + 180 + 620 + 330 + 280 + 130 + 575 + 95 + 420 + 70 + 80 + 950,
     # Recording of CuPy, torch and whole scripts, torch's snapshots read and written, memory that is
     # bound to streams block by block; the recorder came from moe-train. Explain, tune, compare,
     # plot and info, as functions and commands; settings in files. Reuse that waits for events.

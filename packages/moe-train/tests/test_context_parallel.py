@@ -116,6 +116,27 @@ def test_every_family_has_the_numbers_of_one_process(configure: Configure, famil
             assert found == pytest.approx(step, rel=1e-6), layout
 
 
+RING = "parallel.cp_attention=ring"
+RINGS = [
+    ("parallel.dp=6", "parallel.cp=6", RING, "parallel.sharding=2", "train.recompute=selective"),
+    ("parallel.pp=2", "parallel.ep=2", "parallel.cp=2", RING, "parallel.schedule=zb_1p"),
+]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss"])
+def test_keys_that_go_around_give_the_numbers_of_one_process(
+    configure: Configure, family: str
+) -> None:
+    """More ranks than heads among them."""
+    common = ("data.sequence_length=11", "train.global_batch_size=4", "moe.aux_loss_coef=0.1")
+    model = {**FAMILIES[family], "model_type": family, "attention_dropout": 0.0}
+    expected = figures(configure(*common, *BALANCE[family], **model))
+    for layout in RINGS:
+        found = figures(configure(*common, *BALANCE[family], *layout, **model))
+        for step, wanted in zip(found, expected, strict=True):
+            assert step == pytest.approx(wanted, rel=1e-6), layout
+
+
 def test_ranks_without_a_position_take_part(configure: Configure) -> None:
     """Two positions of four ranks."""
     common = ("data.sequence_length=2", "moe.aux_loss_coef=0.1", "moe.aux_loss_scope=sequence")
@@ -139,3 +160,4 @@ def test_ranks_without_a_position_take_part(configure: Configure) -> None:
     expected = pytest.approx(result_of(), rel=1e-6)
     assert result_of("parallel.ep=4", "parallel.cp=4") == expected
     assert result_of("parallel.pp=2", "parallel.dp=4", "parallel.cp=4") == expected
+    assert result_of("parallel.ep=4", "parallel.cp=4", RING) == expected

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from mesh_spmd import ProcessMesh
 from moe_train.config import Config, ParallelConfig
 from moe_train.errors import TrainValueError
-from moe_train.model.parallel import PositionCut
+from moe_train.model.parallel import WHOLE, PositionCut
 
 AXES = ("pp", "dp", "ep")
 SIZES = (*AXES, "cp")
@@ -31,8 +31,8 @@ class Parallel:
     stages that it holds, which are several where a rank has several, and `has_last` says whether
     the last of all is among them. `data_rank` counts the ranks that hold other tokens of the
     same microbatch, from 0 to `num_data_ranks` - 1; of them `cp_group` holds the same samples, each
-    rank other positions, and is None where a rank has whole samples. Pipeline transfers have one
-    group per direction, so that a transfer forwards never queues behind one backwards.
+    rank other positions (`cut`), and is None where a rank has whole samples. Pipeline transfers
+    have one group per direction, so that a transfer forwards never queues behind one backwards.
     `embedding_group` holds all ranks of the first and of the last stage, where these are on two
     ranks and this is one of them: they may share an embedding. `dense_reduce_group` and
     `expert_reduce_group` sum gradients: the ranks of `data_group` and `dp_group`, and groups of
@@ -59,6 +59,7 @@ class Parallel:
     backward_group: dist.ProcessGroup | None
     embedding_group: dist.ProcessGroup | None
     cp_group: dist.ProcessGroup | None = None
+    cut: PositionCut = WHOLE
     is_alone: bool = False
 
     @property
@@ -69,12 +70,12 @@ class Parallel:
     @property
     def cp(self) -> int:
         """Ranks that share each sample."""
-        return 1 if self.cp_group is None else self.cp_group.size()
+        return self.cut.size
 
     @property
     def cp_rank(self) -> int:
         """Which part of its samples' positions this rank has, from 0 to cp - 1."""
-        return self.data_rank % self.cp
+        return self.cut.rank
 
     @property
     def sample_rank(self) -> int:
@@ -88,7 +89,7 @@ class Parallel:
 
     def num_positions(self, length: int) -> int:
         """How many of the positions of a sample of this length this rank has."""
-        return PositionCut(rank=self.cp_rank, size=self.cp).lengths(length)[self.cp_rank]
+        return self.cut.lengths(length)[self.cut.rank]
 
     @property
     def is_first(self) -> bool:
@@ -109,6 +110,11 @@ def make_mesh(config: ParallelConfig) -> ProcessMesh:
 def sample_mesh(config: ParallelConfig) -> ProcessMesh:
     """The same ranks by what attention needs: ("pp", "samples", "cp")."""
     return ProcessMesh((config.pp, config.num_sample_ranks, config.cp), ("pp", "samples", "cp"))
+
+
+def cut_of(config: ParallelConfig, cp_rank: int) -> PositionCut:
+    """The positions of one of the ranks that share samples."""
+    return PositionCut(rank=cp_rank, size=config.cp, is_folded=config.cp_attention == "ring")
 
 
 def choose_device(wanted: str, local_ranks: int = 1) -> torch.device:
@@ -210,6 +216,7 @@ def join(config: ParallelConfig, wanted_device: str) -> Parallel:
         backward_group=along("pp") if pipelined else None,
         embedding_group=own_group(ends, rank, timeout) if last else None,
         cp_group=along("cp", of=sample_mesh(config)) if config.cp > 1 else None,
+        cut=cut_of(config, sample_mesh(config).coordinate(rank)["cp"]),
     )
 
 

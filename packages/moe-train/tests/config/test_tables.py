@@ -222,8 +222,14 @@ def test_ranks_that_share_samples_are_some_of_a_stage_and_no_more_than_heads() -
     for heads in (3, 8):
         made.check_divides(num_hidden_layers=None, num_experts=None, num_heads=heads)
     many = ParallelConfig(dp=2, ep=3, cp=6)
-    with pytest.raises(TrainValueError, match=r"num_attention_heads=5, .*parallel\.cp=3$"):
+    with pytest.raises(TrainValueError, match=r"num_attention_heads=5, .*parallel\.cp=3, or set"):
         many.check_divides(num_hidden_layers=None, num_experts=None, num_heads=5)
+    ring = dataclasses.replace(many, cp_attention="ring")
+    ring.check_divides(num_hidden_layers=None, num_experts=None, num_heads=5)
+    many.check_dropout(0.1)
+    ring.check_dropout(0.0)
+    with pytest.raises(TrainValueError, match=r"ring.* attention_dropout=0.1 .*all_to_all"):
+        ring.check_dropout(0.1)
 
 
 def test_ranks_that_share_samples_take_them_together() -> None:

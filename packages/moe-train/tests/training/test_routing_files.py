@@ -82,7 +82,8 @@ def test_ranks_that_share_samples_record_their_positions_and_replay_them(
     record, replay = (f"moe.{verb}_routing={tmp_path}/record" for verb in ("record", "replay"))
     shared = ("parallel.dp=5", "parallel.cp=5")
     recorded = figures(configure(*STEPS, *shared, f"train.output_dir={tmp_path}/a", record, **more))
-    for folder, layout in (("b", ()), ("c", ("parallel.pp=2", "parallel.ep=2", "parallel.cp=2"))):
+    ring = ("parallel.pp=2", "parallel.ep=2", "parallel.cp=2", "parallel.cp_attention=ring")
+    for folder, layout in (("b", ()), ("c", ring)):
         rough = ("train.dtype=bfloat16", "train.master_weights=true")  # others by themselves
         out = f"train.output_dir={tmp_path}/{folder}"
         forced = figures(configure(*STEPS, *layout, *rough, out, replay, **more))

@@ -56,6 +56,12 @@ class ParallelConfig(Table):
         minimum=1,
         on_resume="free",
     )
+    cp_attention: Literal["all_to_all", "ring"] = key(
+        "how attention sees the positions of the cp ranks: each rank all of them with some of the "
+        "heads, or keys and values go around among ranks of any number of heads",
+        default="all_to_all",
+        on_resume="free",
+    )
     sharding: int = key(
         "what is shared out among ranks that hold the same parameters: nothing (0), moments and "
         "master weights (1), of which each rank keeps and updates those of its own rows, their "
@@ -295,11 +301,20 @@ class ParallelConfig(Table):
             self._check_layers(num_hidden_layers)
         if num_experts is not None:
             self._check_experts(num_experts)
-        if num_heads is not None and self.cp > num_heads:
+        if num_heads is not None and self.cp > num_heads and self.cp_attention == "all_to_all":
             fitting = [n for n in range(1, num_heads + 1) if self.dp * self.ep % n == 0]
             raise TrainValueError(
                 f"parallel.cp={self.cp} ranks share out num_attention_heads={num_heads}, at least "
-                f"one each; the most that works here is parallel.cp={fitting[-1]}"
+                f"one each; the most that works here is parallel.cp={fitting[-1]}, or set "
+                'parallel.cp_attention="ring"'
+            )
+
+    def check_dropout(self, attention_dropout: float) -> None:
+        """Refuse what drops attention weights where no rank sees all of a head's (ValueError)."""
+        if self.cp > 1 and self.cp_attention == "ring" and attention_dropout:
+            raise TrainValueError(
+                f'parallel.cp_attention="ring" drops no attention weights, but attention_dropout='
+                f'{attention_dropout} in config.json; use parallel.cp_attention="all_to_all"'
             )
 
     def _check_experts(self, num_experts: int) -> None:

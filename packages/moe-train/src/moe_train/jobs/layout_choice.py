@@ -22,12 +22,14 @@ from moe_train.training import aux_loss_coef
 
 _AXES = ("parallel.pp", "parallel.dp", "parallel.ep")
 _SIZES = (*_AXES, "parallel.cp")
+_RING = "parallel.cp_attention"
 _MICROBATCHES = "train.gradient_accumulation_steps"
 _SCHEDULE, _SPLIT = "parallel.schedule", "parallel.layer_split"
 
 _VALUES: dict[str, tuple[Any, ...]] = {
     _SCHEDULE: get_args(get_type_hints(ParallelConfig)["schedule"]),
     _SPLIT: ("equal", "cost"),
+    _RING: ("all_to_all", "ring"),
     "parallel.overlap_grad_reduce": (False, True),
     "parallel.sharding": (0, 1, 2, 3),
     "train.recompute": (None, "layers", "selective", "outputs"),
@@ -40,7 +42,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
 }
 """What is tried of each key, the default first; a job's own value is tried before all others."""
 
-_CHOSEN_LAST = tuple(name for name in _VALUES if name not in (_SCHEDULE, _SPLIT))
+_CHOSEN_LAST = tuple(name for name in _VALUES if name not in (_SCHEDULE, _SPLIT, _RING))
 
 _Keys = dict[str, Any]
 _Pair = frozenset[tuple[str, Any]]
@@ -138,11 +140,20 @@ def _bases(config: Config, model: DecoderConfig, max_ranks: int) -> Iterator[_Ke
     """The axes, microbatches and, of pipelines, schedules; all other keys as the job has them."""
     counts = _microbatch_counts(config, model)
     sizes = [s for s in product(range(1, max_ranks + 1), repeat=3) if math.prod(s) <= max_ranks]
-    shared = [(*s, cp) for s in sizes for cp in range(1, max_ranks + 1) if s[1] * s[2] % cp == 0]
+    shared = [
+        (*each, cp, how)
+        for each in sizes
+        for cp in range(1, max_ranks + 1)
+        for how in (_own_first(_RING, config) if cp > 1 else (config.parallel.cp_attention,))
+        if each[1] * each[2] % cp == 0
+    ]
     for axes, count, how in product(shared, counts, _own_first(_SCHEDULE, config)):
         if axes[0] == 1 and how != config.parallel.schedule:
             continue  # a rank alone has nobody to wait for
-        keys: _Keys = dict(zip(_SIZES, axes, strict=True)) | {_SCHEDULE: how, _MICROBATCHES: count}
+        keys: _Keys = dict(zip((*_SIZES, _RING), axes, strict=True)) | {
+            _SCHEDULE: how,
+            _MICROBATCHES: count,
+        }
         keys[_SPLIT] = config.parallel.layer_split
         yield keys | {name: _own_first(name, config)[0] for name in _CHOSEN_LAST}
 

@@ -9,6 +9,7 @@ nothing here asks for the family.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from moe_train.model.kv_cache import KeyValueCache
 from moe_train.model.layers import Attention, AttentionContext, DenseMLP
 from moe_train.model.mla import LatentAttention, MLAOptions
 from moe_train.model.norm import RMSNorm
+from moe_train.model.parallel import WHOLE, PositionCut
 from moe_train.model.token_numbers import ROUTER
 
 _TOGETHER = DispatchOptions()
@@ -36,8 +38,9 @@ class LayerOptions:
         ep_group: ranks that share the experts; None when this rank holds all of them.
         expert_parts: experts of each rank of it, for layers that do not have equal parts.
         token_group: ranks that hold other tokens of the same microbatch (auxiliary loss).
-        cp_group: of these the ranks that share out the positions of each sample; None: a rank has
-            whole samples.
+        cut, cp_group: which positions of each sample this rank has, and of these ranks those that
+            have the others; None: it has whole samples.
+        cp_attention: how attention sees all of them.
         aux_loss_coef, aux_loss_scope: of the load-balancing loss.
         z_loss_coef: of the router's z-loss.
         capacity_factor, drop_policy: how many tokens an expert takes (None: all), and which.
@@ -51,7 +54,9 @@ class LayerOptions:
     ep_group: dist.ProcessGroup | None = None
     expert_parts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     token_group: dist.ProcessGroup | None = None
+    cut: PositionCut = WHOLE
     cp_group: dist.ProcessGroup | None = None
+    cp_attention: Literal["all_to_all", "ring"] = "all_to_all"
     aux_loss_coef: float = 0.0
     aux_loss_scope: str = "microbatch"
     z_loss_coef: float = 0.0

@@ -40,12 +40,16 @@ class Documents:
         has_window = window is not None and window < length
         if not self.has_inner_starts and not has_window:
             return None
-        document_BS = (positions_BS == 0).cumsum(dim=1)
-        # Each place of padding is a document of its own.
-        own_S = torch.arange(-length, 0, device=positions_BS.device)
-        document_BS = document_BS.where(positions_BS >= 0, own_S)
+        document_BS = self.numbers()
         allowed_BSS = (document_BS[:, :, None] == document_BS[:, None, :]).tril()
         return (allowed_BSS.triu(1 - window) if has_window and window else allowed_BSS)[:, None]
+
+    def numbers(self) -> Tensor:
+        """The number of each place's document, int64 [B, S]; each place of padding has its own."""
+        positions_BS = self.position_ids_BS
+        document_BS = (positions_BS == 0).cumsum(dim=1)
+        own_S = torch.arange(-positions_BS.shape[1], 0, device=positions_BS.device)
+        return document_BS.where(positions_BS >= 0, own_S)
 
 
 def read_documents(position_ids_BS: Tensor) -> Documents:

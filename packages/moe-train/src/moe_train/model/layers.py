@@ -17,10 +17,9 @@ K key/value heads, G = H / K, D head dim, d hidden size.
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -30,7 +29,7 @@ from moe_train.errors import TrainValueError
 from moe_train.model.documents import read_documents, token_places
 from moe_train.model.kv_cache import KeyValueCache
 from moe_train.model.norm import RMSNorm
-from moe_train.model.parallel import WHOLE, HeadExchange, HeadWidths, PositionCut
+from moe_train.model.parallel import WHOLE, HeadExchange, HeadWidths, RingAttention, RingWidths
 from moe_train.model.rotary import RotaryOptions, rotary_tables, rotate
 from moe_train.model.token_numbers import ATTENTION, TokenNoise
 
@@ -78,6 +77,10 @@ class AttentionOptions:
         if self.qk_norm not in QK_NORMS:
             raise TrainValueError(f"qk_norm={self.qk_norm!r}; choose one of {', '.join(QK_NORMS)}")
 
+    def ring_widths(self, num_heads: int) -> RingWidths:
+        """What ranks that share samples pass on of a position."""
+        return RingWidths(num_kv_heads=self.num_kv_heads, width=2 * self.head_dim)
+
     def widths(self, num_heads: int) -> HeadWidths:
         """What ranks that share samples exchange of a position."""
         keys = (self.num_kv_heads, self.head_dim)
@@ -95,8 +98,8 @@ class AttentionContext:
     `token_idx_N`: int64, the places in B * S that are no padding; None where there is none.
     `noise`: where training draws random numbers, their seed and the tokens' numbers in the run.
     `token_ids_T`: the numbers of this rank's tokens, where there are such.
-    `exchange`: with context parallelism; the tables and `token_idx_N` are then those of this rank's
-    positions, mask and `noise` those of all.
+    `exchange` or `ring`: with context parallelism; the tables and `token_idx_N` are then those of
+    this rank's positions, mask and `noise` those of all.
     """
 
     cos_BSD: Tensor
@@ -106,6 +109,7 @@ class AttentionContext:
     noise: TokenNoise | None = None
     token_ids_T: Tensor | None = None
     exchange: HeadExchange | None = None
+    ring: RingAttention | None = None
 
 
 def attention_contexts(
@@ -116,7 +120,7 @@ def attention_contexts(
     windows: Collection[int | None],
     cache: KeyValueCache | None = None,
     noise: TokenNoise | None = None,
-    cp_group: dist.ProcessGroup | None = None,
+    share: HeadExchange | RingAttention | None = None,
 ) -> dict[int | None, AttentionContext]:
     """The context of the layers with each of these windows.
 
@@ -126,9 +130,9 @@ def attention_contexts(
         windows: a token attends to itself and `window - 1` tokens before it; None: to all.
         cache: of the tokens so far, which is told these positions.
         noise: of training that draws random numbers.
-        cp_group: ranks that share out these positions; no cache then.
+        share: with the ranks that share out these positions; no cache then.
     """
-    cut = PositionCut.of(cp_group)
+    cut = WHOLE if share is None else share.cut
     tables = [cut.take(table) for table in rotary_tables(position_ids_BS, rotary, dtype)]
     if cache is not None:
         cache.add_positions(position_ids_BS)
@@ -141,13 +145,26 @@ def attention_contexts(
         tokens = documents.token_idx_N
         if tokens is not None and cut != WHOLE:
             tokens = token_places(cut.take(position_ids_BS))
-        masks = {window: documents.mask(window) for window in windows}
+        if isinstance(share, RingAttention):
+            numbers_BS = documents.numbers() if documents.has_inner_starts else None
+            share = replace(share, document_BS=numbers_BS)
+            masks = dict.fromkeys(windows)
+        else:
+            masks = {window: documents.mask(window) for window in windows}
     ids_T = None if noise is None else cut.take(noise.token_ids_BS).flatten()
-    exchange = None
-    if cp_group is not None:
-        exchange = HeadExchange(group=cp_group, cut=cut, num_positions=position_ids_BS.shape[1])
+    exchange = share if isinstance(share, HeadExchange) else None
+    ring = share if isinstance(share, RingAttention) else None
     return {
-        w: AttentionContext(tables[0], tables[1], masks[w], tokens, noise, ids_T, exchange)
+        w: AttentionContext(
+            tables[0],
+            tables[1],
+            masks[w],
+            tokens,
+            noise,
+            ids_T,
+            exchange,
+            None if ring is None else replace(ring, window=w),
+        )
         for w in windows
     }
 
@@ -202,6 +219,15 @@ class Attention(nn.Module):
         k_BKSD = rotate(k_BKSD, context.cos_BSD, context.sin_BSD, interleaved=interleaved)
         if cache is not None:
             k_BKSD, v_BKSD = cache.extend(self.layer, k_BKSD, v_BKSD)
+        if context.ring is not None:
+            around_BHSD = context.ring.attend(
+                q_BHSD,
+                k_BKSD,
+                v_BKSD,
+                scale=self.options.head_dim**-0.5,
+                sinks_H=self.sinks if self.options.has_sinks else None,
+            )
+            return joined_heads(around_BHSD, self.o_proj)
         heads = range(self.options.num_heads)
         if context.exchange is not None:
             heads, (q_BHSD, k_BKSD, v_BKSD) = context.exchange.to_heads(q_BHSD, k_BKSD, v_BKSD)
@@ -227,8 +253,7 @@ class Attention(nn.Module):
             )
         if context.exchange is not None:
             out_BHSD = context.exchange.to_positions(out_BHSD, num_heads=self.options.num_heads)
-        out_BSd: Tensor = self.o_proj(out_BHSD.transpose(1, 2).flatten(2))
-        return out_BSd
+        return joined_heads(out_BHSD, self.o_proj)
 
     def _projections(self, x_BSd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, H, S, D], keys and values [B, K, S, D], normed and clipped."""
@@ -242,6 +267,12 @@ class Attention(nn.Module):
         if options.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def joined_heads(out_BHSD: Tensor, o_proj: nn.Linear) -> Tensor:
+    """What attention returns for each head, [B, H, S, D], projected to the hidden size."""
+    out_BSd: Tensor = o_proj(out_BHSD.transpose(1, 2).flatten(2))
+    return out_BSd
 
 
 def explicit_attention(

@@ -25,9 +25,14 @@ from torch import Tensor, nn
 
 from moe_train.errors import TrainValueError
 from moe_train.model.kv_cache import KeyValueCache
-from moe_train.model.layers import AttentionContext, explicit_attention, weight_dropout
+from moe_train.model.layers import (
+    AttentionContext,
+    explicit_attention,
+    joined_heads,
+    weight_dropout,
+)
 from moe_train.model.norm import RMSNorm
-from moe_train.model.parallel import HeadWidths
+from moe_train.model.parallel import HeadWidths, RingWidths
 from moe_train.model.rotary import rotate
 
 
@@ -83,6 +88,10 @@ class MLAOptions:
     def qk_head_dim(self) -> int:
         """Width of a head's whole query and key."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    def ring_widths(self, num_heads: int) -> RingWidths:
+        """What ranks that share samples pass on of a position."""
+        return RingWidths(num_kv_heads=num_heads, width=self.qk_head_dim + self.v_head_dim)
 
     def widths(self, num_heads: int) -> HeadWidths:
         """What ranks that share samples exchange of a position."""
@@ -159,6 +168,11 @@ class LatentAttention(nn.Module):
             latent_B1PC, k_rot_B1PR = cache.extend(self.layer, latent_B1PC, k_rot_B1PR)
         num_heads = q_BHSQ.shape[1]
         heads = range(num_heads)
+        if context.ring is not None:
+            k_BHSQ, v_BHSV = self._expand(latent_B1PC, k_rot_B1PR, heads, num_heads)
+            scale = self.options.softmax_scale
+            out_BHSV = context.ring.attend(q_BHSQ, k_BHSQ, v_BHSV, scale=scale)
+            return joined_heads(out_BHSV, self.o_proj)
         if context.exchange is not None:
             exchanged = context.exchange.to_heads(q_BHSQ, latent_B1PC, k_rot_B1PR)
             heads, (q_BHSQ, latent_B1PC, k_rot_B1PR) = exchanged
@@ -166,8 +180,7 @@ class LatentAttention(nn.Module):
         out_BHSV = self._attend(q_BHSQ, k_BHPQ, v_BHPV, context, heads.start)
         if context.exchange is not None:
             out_BHSV = context.exchange.to_positions(out_BHSV, num_heads=num_heads)
-        out_BSd: Tensor = self.o_proj(out_BHSV.transpose(1, 2).flatten(2))
-        return out_BSd
+        return joined_heads(out_BHSV, self.o_proj)
 
     def _attend(
         self,

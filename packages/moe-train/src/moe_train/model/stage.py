@@ -33,7 +33,7 @@ from moe_train.model.layers import AttentionContext, attention_contexts
 from moe_train.model.loss import head_loss
 from moe_train.model.mtp import MTPLayer, MTPTokens, SharedWeights, mtp_loss
 from moe_train.model.norm import RMSNorm
-from moe_train.model.parallel import WHOLE, PositionCut
+from moe_train.model.parallel import WHOLE, HeadExchange, RingAttention
 from moe_train.model.token_numbers import TokenNumbers
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -151,7 +151,7 @@ class DecoderStage(nn.Module):
             sample_rank=options.sample_rank,
             num_sample_ranks=options.num_sample_ranks,
         )
-        self._cut = PositionCut.of(options.cp_group)
+        self._cut = options.cut
         self._deferred, self._deferred_mtp = self._balance(), self._balance()
         self._layer_recompute = LayerRecompute(
             form=options.recompute, keep=kept_operations(options.recompute_keep)
@@ -280,8 +280,16 @@ class DecoderStage(nn.Module):
             windows=windows,
             cache=cache,
             noise=noise,
-            cp_group=self.options.cp_group,
+            share=self._share(position_ids_BS.shape[1]),
         )
+
+    def _share(self, num_positions: int) -> HeadExchange | RingAttention | None:
+        """How attention sees the positions of other ranks; None where there are none."""
+        group, cut = self.options.cp_group, self.options.cut
+        if group is None:
+            return None
+        kind = RingAttention if self.options.cp_attention == "ring" else HeadExchange
+        return kind(group=group, cut=cut, num_positions=num_positions)
 
     def _mtp_losses(
         self,

@@ -123,6 +123,7 @@ def _check_one_layout(config: Config, model: DecoderConfig) -> None:
     )
     expert_parts(config, model)
     config.check_batch()
+    config.parallel.check_dropout(model.attention.dropout)
     check_balancing(config, model, unmeasured_schedule(config))
     dispatch_options(config, model)
     check_products(config, model)
@@ -176,7 +177,9 @@ def _stage_options(config: Config, model: DecoderConfig, parallel: Parallel) -> 
         last=False,
         sample_rank=parallel.sample_rank,
         num_sample_ranks=parallel.num_sample_ranks,
+        cut=parallel.cut,
         cp_group=parallel.cp_group,
+        cp_attention=config.parallel.cp_attention,
         ep_group=parallel.ep_group if config.parallel.ep > 1 else None,
         expert_parts=expert_parts(config, model),
         token_group=parallel.data_group if parallel.num_data_ranks > 1 else None,

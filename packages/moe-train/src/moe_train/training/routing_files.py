@@ -71,7 +71,7 @@ class RoutingFiles:
             replay=None if replay is None else Path(replay),
             data=json.dumps(asdict(data), sort_keys=True),
             rank=parallel.rank,
-            cut=PositionCut.of(parallel.cp_group),
+            cut=parallel.cut,
             length=data.sequence_length,
         )
 
@@ -121,8 +121,8 @@ class RoutingFiles:
             tensors[layer] = torch.cat(calls).to(torch.int16)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank-{self.rank:05d}.safetensors"
-        first = sum(lengths[: self.cut.rank])
-        of_rows = {"samples": json.dumps(order.tolist()), "first_position": str(first)}
+        runs = [[run.start, run.stop] for run in self.cut.spans(self.length)[self.cut.rank]]
+        of_rows = {"samples": json.dumps(order.tolist()), "positions": json.dumps(runs)}
         told = {**of_rows, "data": self.data}
         save_file(tensors, path.with_suffix(".part"), metadata=told)
         path.with_suffix(".part").replace(path)
@@ -143,8 +143,8 @@ class RoutingFiles:
         wanted = {int(sample) for part in samples for sample in part}
         found: dict[tuple[str, int], dict[int, Tensor]] = defaultdict(dict)
         for path in paths:
-            for place, first, row in self._rows(path, layers, wanted):
-                found[place][first] = row
+            for place, parts in self._rows(path, layers, wanted):
+                found[place] |= parts
         missing = sorted(
             {
                 s
@@ -174,8 +174,8 @@ class RoutingFiles:
 
     def _rows(
         self, path: Path, layers: Sequence[str], wanted: set[int]
-    ) -> list[tuple[tuple[str, int], int, Tensor]]:
-        """What a file has of layers and samples: first position, and int16 [tokens, choices]."""
+    ) -> list[tuple[tuple[str, int], dict[int, Tensor]]]:
+        """What a file has of layers and samples: by first position int16 [tokens, choices]."""
         try:
             with safe_open(path, framework="pt") as file:
                 told = file.metadata() or {}
@@ -190,9 +190,11 @@ class RoutingFiles:
                 ]
                 stored = set(file.keys()) if rows else set()
                 slices = {layer: file.get_slice(layer) for layer in layers if layer in stored}
-                first = int(told.get("first_position", 0))
+                runs = json.loads(told.get("positions", f"[[0, {self.length}]]"))
+                sizes = [end - start for start, end in runs]
+                firsts = [start for start, _ in runs]
                 return [
-                    ((name, sample), first, part[row])
+                    ((name, sample), dict(zip(firsts, part[row].split(sizes), strict=True)))
                     for name, part in slices.items()
                     for row, sample in rows
                 ]

@@ -43,7 +43,7 @@ def test_any_heads_and_lengths_give_what_one_process_gets(
 
     def run(rank: int, _: int) -> list[Tensor]:
         cut, group = PositionCut(rank=rank, size=size), dist.group.WORLD
-        assert group is not None and PositionCut.of(group) == cut
+        assert group is not None
         exchange = HeadExchange(group=group, cut=cut, num_positions=length)
         own = [cut.take(x.detach().transpose(1, 2)).transpose(1, 2) for x in whole]
         own = [x.requires_grad_() for x in own]

@@ -19,6 +19,24 @@ def test_ranks_have_runs_that_make_up_the_sample(
     assert torch.equal(torch.cat(parts, dim=1), x)
 
 
+@pytest.mark.parametrize(
+    ("size", "length", "own"),
+    [
+        (2, 7, [[0, 1, 6], [2, 3, 4, 5]]),
+        (3, 6, [[0, 5], [1, 4], [2, 3]]),
+        (3, 2, [[0], [1], []]),
+        (1, 3, [[0, 1, 2]]),
+    ],
+)
+def test_folded_a_rank_has_tokens_that_attend_to_few_and_to_many(
+    size: int, length: int, own: list[list[int]]
+) -> None:
+    cuts = [PositionCut(rank=rank, size=size, is_folded=True) for rank in range(size)]
+    x = torch.arange(length).expand(2, length)
+    assert [cut.take(x)[1].tolist() for cut in cuts] == own
+    assert {cut.lengths(length) for cut in cuts} == {tuple(map(len, own))}
+
+
 def test_a_rank_without_others_has_all() -> None:
     x = torch.randn(2, 5)
-    assert PositionCut.of(None) == WHOLE and torch.equal(WHOLE.take(x), x)
+    assert torch.equal(WHOLE.take(x), x)

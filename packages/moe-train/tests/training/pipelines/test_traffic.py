@@ -72,6 +72,7 @@ EVERY = {"num_experts": 4, "num_experts_per_tok": 4, "norm_topk_prob": True}
         ("parallel.pp=2", "parallel.dp=2", "parallel.schedule=zbv", "train.dtype=bfloat16"),
         ("parallel.pp=2", "parallel.ep=2", "parallel.cp=2"),
         ("parallel.dp=3", "parallel.cp=3", "train.recompute=layers"),
+        ("parallel.dp=3", "parallel.cp=3", "parallel.cp_attention=ring", "train.dtype=bfloat16"),
         ("parallel.pp=2", "parallel.dp=2", "parallel.cp=2", "data.sequence_length=11"),
     ],
 )

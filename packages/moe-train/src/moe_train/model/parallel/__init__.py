@@ -10,3 +10,5 @@ from moe_train.model.parallel.head_exchange import HeadExchange as HeadExchange
 from moe_train.model.parallel.head_exchange import HeadWidths as HeadWidths
 from moe_train.model.parallel.position_cut import WHOLE as WHOLE
 from moe_train.model.parallel.position_cut import PositionCut as PositionCut
+from moe_train.model.parallel.ring import RingAttention as RingAttention
+from moe_train.model.parallel.ring import RingWidths as RingWidths

@@ -36,7 +36,7 @@ class HeadExchange:
 
     Args:
         group: those ranks, in the order of their positions.
-        cut: this rank's part.
+        cut: this rank's part; not folded.
         num_positions: of the whole samples.
     """
 

@@ -4,8 +4,9 @@ Every rank reads whole samples, their positions and labels, and takes its own pa
 stage: what depends on neighbours (the next token, the tokens of multi-token prediction, documents,
 windows) is worked out before the cut, and so is exact at every border.
 
-Invariant: consecutive ranks have consecutive runs, as equal as can be, the longer ones first; more
-ranks than positions leave the last ones without any.
+Invariant: runs of positions are as equal as can be, the longer ones first; more of them than
+positions leave the last ones empty. Consecutive ranks have consecutive runs. Folded, twice as many
+runs go forth and back, rank 0 has the first and the last: tokens that attend to few and to many.
 
     cut = PositionCut(rank=1, size=2)
     cut.lengths(5)                       # (3, 2)
@@ -15,8 +16,9 @@ Shape legend: B sequences, S positions.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
-import torch.distributed as dist
+import torch
 from torch import Tensor
 
 
@@ -26,23 +28,29 @@ class PositionCut:
 
     rank: int
     size: int
+    is_folded: bool = False
 
-    @staticmethod
-    def of(group: dist.ProcessGroup | None) -> "PositionCut":
-        """This rank's part among the ranks of a group, in its order; None: all."""
-        if group is None:
-            return WHOLE
-        return PositionCut(rank=dist.get_rank(group), size=group.size())
+    def spans(self, num_positions: int) -> list[list[range]]:
+        """The runs of each rank."""
+        count = self.size * (2 if self.is_folded else 1)
+        each, longer = divmod(num_positions, count)
+        starts = [run * each + min(run, longer) for run in range(count + 1)]
+        runs = [range(start, end) for start, end in pairwise(starts)]
+        if not self.is_folded:
+            return [[run] for run in runs]
+        return [[runs[rank], runs[-1 - rank]] for rank in range(self.size)]
 
     def lengths(self, num_positions: int) -> tuple[int, ...]:
         """How many of `num_positions` each rank has."""
-        each, longer = divmod(num_positions, self.size)
-        return tuple(each + (rank < longer) for rank in range(self.size))
+        return tuple(sum(map(len, runs)) for runs in self.spans(num_positions))
 
     def take(self, x_BS: Tensor) -> Tensor:
-        """This rank's positions of a tensor [B, S, ...], as a view [B, own, ...]."""
-        lengths = self.lengths(x_BS.shape[1])
-        return x_BS.narrow(1, sum(lengths[: self.rank]), lengths[self.rank])
+        """This rank's positions of a tensor [B, S, ...], [B, own, ...]."""
+        if self.size == 1:
+            return x_BS
+        runs = self.spans(x_BS.shape[1])[self.rank]
+        parts = [x_BS.narrow(1, run.start, len(run)) for run in runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 WHOLE = PositionCut(rank=0, size=1)

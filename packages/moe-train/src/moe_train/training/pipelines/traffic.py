@@ -21,7 +21,7 @@ from moe_train.config import Config
 from moe_train.layout import chosen_names, parameter_layouts
 from moe_train.model import EMBEDDING, DecoderConfig, DecoderStage
 from moe_train.model.parallel import PositionCut
-from moe_train.parallel import AXES, make_mesh
+from moe_train.parallel import AXES, cut_of, make_mesh
 from moe_train.training.experts import expert_parts
 from moe_train.training.pipelines.pipeline import layers_of_stages, unmeasured_schedule
 
@@ -67,8 +67,8 @@ class _Job:
     @property
     def cuts(self) -> list[PositionCut]:
         """Of the ranks that share a sample."""
-        size = self.config.parallel.cp
-        return [PositionCut(rank=rank, size=size) for rank in range(size)]
+        parallel = self.config.parallel
+        return [cut_of(parallel, rank) for rank in range(parallel.cp)]
 
     @property
     def tokens(self) -> list[int]:
@@ -169,14 +169,18 @@ def _pipeline(job: _Job) -> Traffic:
 def _attention(job: _Job) -> Traffic:
     """Heads for positions and back, among the ranks that share samples."""
     config, model = job.config, job.model
-    widths = model.attention.widths(model.num_attention_heads)
     forwards = 2 if config.train.recompute in ("layers", "selective") else 1
     layers = list(job.stage_of_layer().values())
-    count = config.train.gradient_accumulation_steps * job.rows * job.dtype.itemsize
+    count, heads = config.train.gradient_accumulation_steps * job.rows, model.num_attention_heads
+    item, wide = job.dtype.itemsize, torch.promote_types(job.dtype, torch.float32).itemsize
     each = []
     for cut in job.cuts:
-        forward, backward = widths.sent(cut, job.length)
-        each.append(count * (forwards * forward + backward))
+        if config.parallel.cp_attention == "ring":
+            numbers = model.attention.ring_widths(heads).sent(cut, job.length)
+        else:
+            numbers = (*model.attention.widths(heads).sent(cut, job.length), 0)
+        forward, backward, gradients = numbers
+        each.append(count * (item * (forwards * forward + backward) + wide * gradients))
     return Traffic(
         kind="attention",
         busiest_bytes=max(layers.count(rank) for rank in set(layers)) * max(each),
