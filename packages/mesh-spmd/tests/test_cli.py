@@ -163,3 +163,12 @@ def test_layout_refuses_what_is_no_safetensors_file(
     assert main(["layout", str(tmp_path), *rules]) == 2
     assert "it is no safetensors file" in capsys.readouterr().err
     assert main(["layout", str(tmp_path), "--mesh", "ep=2", "--rule", "ep=0"]) == 2
+
+
+def test_nothing_is_said_about_numpy_where_it_is_not_installed() -> None:
+    """It is no dependency, and torch warns of it when it is imported."""
+    line = "boxes --mesh ep=2 --shape 4 --place ep=0"
+    code = "import sys; sys.modules['numpy'] = None; import mesh_spmd.cli as cli; "
+    code += f"cli.main({line.split()})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "2 distinct boxes" in done.stdout and done.stderr == ""

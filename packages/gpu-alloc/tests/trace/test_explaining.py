@@ -14,6 +14,12 @@ def test_a_trace_that_runs_needs_no_explanation(moe_trace: Traces) -> None:
     assert explain(moe_trace(1), AllocatorConfig(), 1 << 40) is None
 
 
+def test_a_trace_that_allocates_nothing_is_refused() -> None:
+    """It would run on any device, which says nothing about the program."""
+    with pytest.raises(ValueError, match="allocates nothing"):
+        explain([TraceEvent(action="mark", note="step 1")], AllocatorConfig(), 1 << 40)
+
+
 @pytest.mark.parametrize("streams", [(0,), (0, 7)])
 def test_the_change_succeeds_on_replay_whenever_the_tuner_finds_one(
     moe_trace: Traces, streams: tuple[int, ...]

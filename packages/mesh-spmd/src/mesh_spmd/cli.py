@@ -14,6 +14,7 @@ torch is imported by the commands and not by `--help`.
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from mesh_spmd.commands import BOXES, GROUPS, LAYOUT, PLACE, PLAN, Command
@@ -27,7 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     command = next(c for c in COMMANDS if c.name == arguments.command)
     try:
-        print(command.run(arguments))
+        with warnings.catch_warnings():
+            # torch's, at its import, where there is no numpy; no command needs that.
+            warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+            text = command.run(arguments)
+        print(text)
         sys.stdout.flush()
     except MeshSpmdError as error:
         print(f"mesh-spmd: error: {error}", file=sys.stderr)

@@ -85,13 +85,16 @@ def explain(
 ) -> Explanation | None:
     """Why `trace` fails under `config` on a device of `capacity_bytes`; None when it runs.
 
-    Raises AllocValueError for a device without memory, TraceError as `replay` does.
+    Raises AllocValueError for a device without memory or a trace that allocates nothing, TraceError
+    as `replay` does.
     """
     check_kind(trace, Sequence, "trace must be a sequence of TraceEvents")
     check_kind(capacity_bytes, int, "capacity_bytes must be a whole number")
     if capacity_bytes < 1:
         raise AllocValueError(f"capacity_bytes={capacity_bytes}; a device has memory")
     requests = Requests(trace)
+    if not requests.peak_live_bytes:
+        raise AllocValueError("the trace allocates nothing; record a program that does")
     result = replay_requests(requests, config, capacity_bytes)
     if result.oom is None:
         return None
