@@ -6,10 +6,14 @@ import time
 from collections.abc import Callable
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import comm_collectives as cc
 from comm_collectives.base.streams.sockets import SocketStreams
 from comm_collectives.base.streams.streams import Streams
+from comm_collectives.call.signature import call_site
+from comm_collectives.simulation.faults import FaultSchedule
 from comm_collectives.simulation.group import SimGroup
 from comm_collectives.simulation.run import SimRank, simulate
 from comm_collectives.simulation.streams import SimStreams
@@ -133,3 +137,33 @@ def _streams(group: SimGroup) -> SimStreams:
     frames = group.state().frames
     assert frames is not None and isinstance(frames.streams, SimStreams)
     return frames.streams
+
+
+def _ends(seed: int) -> object:
+    """How calls end under faults of a seed, to the moment and the letter."""
+
+    def reduce(rank: SimRank) -> torch.Tensor:
+        with call_site("reduce"):
+            return cc.all_reduce(torch.ones(3) * rank.rank, group=rank.group)
+
+    def swap(rank: SimRank) -> torch.Tensor:
+        with call_site("swap"):
+            return cc.all_to_all(torch.ones(rank.size, 5000), group=rank.group)
+
+    faults = FaultSchedule.random(seed, 7, 3)
+    result = simulate([reduce, swap, reduce], 7, faults=faults, seed=seed, shared_memory=False)
+    return result.elapsed_s, [(one.ending, str(one.error)) for one in result.outcomes]
+
+
+def test_frames_sent_to_all_ranks_at_once_meet_the_faults_of_those_sent_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    at_once = [_ends(seed) for seed in range(12)]
+    begin = SimStreams.__init__
+
+    def one_by_one(streams: SimStreams, *args: object, **kwargs: object) -> None:
+        begin(streams, *args, **kwargs)  # type: ignore[arg-type]
+        streams.send_each = None
+
+    monkeypatch.setattr(SimStreams, "__init__", one_by_one)
+    assert [_ends(seed) for seed in range(12)] == at_once

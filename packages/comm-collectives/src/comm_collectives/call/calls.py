@@ -20,7 +20,7 @@ from comm_collectives.call.agreed import Agreed, Place, exchange_alone
 from comm_collectives.call.agreement import FLAGS, Comparison, compare
 from comm_collectives.call.devices import Launches, is_captured, refuse_captured
 from comm_collectives.call.failures import Report, describe_absent, first_failure
-from comm_collectives.call.frames import Cargo, Frame, Frames, Notice, memory_of_each
+from comm_collectives.call.frames import Cargo, Frame, Frames, Notice, memory_of_each, sizes_of
 from comm_collectives.call.groups import GroupState, check_timeout
 from comm_collectives.call.opening import open_frames
 from comm_collectives.call.pairs import Lane, Question
@@ -155,8 +155,8 @@ class Call:
         if sent is None or refused is not None:
             sent, cargo = None, Cargo(parts=parts, apart=sizes)
         else:
-            sizes = [flat.numel() for flat in sent]
-            cargo = Cargo(parts=parts, payloads=memory_of_each(sent, sizes))
+            payloads, sizes = memory_of_each(sent)
+            cargo = Cargo(parts=parts, payloads=payloads)
         if self.state.size == 1:
             self.go_alone(refused)
             agreed = self._agreed({}, status, parts, sizes)
@@ -166,7 +166,7 @@ class Call:
                 theirs, flags = self._offer(frames, status, cargo, refused)
                 agreed = self._agreed(theirs, flags, parts, sizes)
                 targets = self._targets(agreed, place)
-                frames.receive(memory_of_each(targets, agreed.sizes) if targets else None, self)
+                frames.receive(memory_of_each(targets)[0] if targets else None, self)
         if sent is not None and targets and targets[rank].data_ptr() != sent[rank].data_ptr():
             targets[rank].copy_(sent[rank])
         return agreed
@@ -290,7 +290,8 @@ class Call:
         head = self._head(status | Status.of(refused))
         signature = head.pack()
         theirs = frames.offer(signature, step=self.step, cargo=cargo, waiter=self)
-        if refused is None and all([f.head == (self.step, signature) for f in theirs.values()]):
+        own = self.step, signature
+        if refused is None and all([(f.step, f.signature) == own for f in theirs.values()]):
             self.state.history.clear()
             return theirs, Comparison(flags=status & FLAGS)
         words = {peer: SignatureWords.unpack(frame.signature) for peer, frame in theirs.items()}
@@ -336,7 +337,7 @@ class Call:
     def _targets(self, agreed: Agreed, place: Place | None) -> Sequence[torch.Tensor]:
         """The memory to which the data of all ranks goes, none for `meet`."""
         targets = () if place is None else place(agreed)
-        expected = [target.numel() for target in targets]
+        expected = sizes_of(targets)
         for r in range(len(expected) if expected != agreed.sizes else 0):
             if expected[r] != agreed.sizes[r]:
                 raise MismatchError(

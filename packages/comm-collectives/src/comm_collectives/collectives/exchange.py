@@ -13,6 +13,7 @@ import torch
 
 from comm_collectives.base import as_bytes, num_bytes
 from comm_collectives.call import Agreed, Call
+from comm_collectives.call.frames import Pieces
 from comm_collectives.call.groups import GroupState
 
 Room = Callable[[Agreed], torch.Tensor]
@@ -39,7 +40,7 @@ def swap(
     `received` are these where the caller knows them.
     """
     if on_host(call.state, source.device):
-        pieces = source.cpu().split(list(sent))
+        pieces = Pieces(source.cpu(), sent)
         agreed, target = show(call, pieces, room, parts=parts, status=status, received=received)
     else:
         agreed = call.meet(parts=parts, status=status, sizes=sent)
@@ -78,7 +79,7 @@ def exchange_bytes(
 ) -> int:
     """As `exchange_rows`, of flat uint8 tensors."""
     if on_host(call.state, source.device):
-        pieces = source.cpu().split(list(sent))
+        pieces = Pieces(source.cpu(), sent)
         agreed, _ = show(call, pieces, lambda _: target, status=status, received=received)
         status = agreed.flags
     else:
@@ -107,8 +108,7 @@ def show(
         target = room(agreed)
         host = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
         made.append((target, host))
-        pieces: Sequence[torch.Tensor] = host.split(list(received or agreed.sizes))
-        return pieces
+        return Pieces(host, received or agreed.sizes)
 
     agreed = call.exchange(sent, place, parts=parts, status=status)
     target, host = made[0]

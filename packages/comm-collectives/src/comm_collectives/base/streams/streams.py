@@ -14,7 +14,7 @@ says so at once all the same. One thread at a time; over TCP one for each peer a
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 
 
 class Streams(ABC):
@@ -23,10 +23,13 @@ class Streams(ABC):
     Attributes:
         rank: this rank.
         size: the number of ranks.
+        send_each: sends to several ranks in their order, and says how much was taken where that is
+            not all; None where that is no quicker than `send_some` for each.
     """
 
     rank: int
     size: int
+    send_each: Callable[[Mapping[int, memoryview], dict[int, int]], None] | None = None
 
     @abstractmethod
     def send_some(self, peer: int, data: memoryview) -> int:

@@ -10,5 +10,7 @@ from comm_collectives.call.frames.link import NO_SIGNATURE as NO_SIGNATURE
 from comm_collectives.call.frames.link import Frame as Frame
 from comm_collectives.call.frames.link import Link as Link
 from comm_collectives.call.frames.link import Notice as Notice
-from comm_collectives.call.frames.link import memory_of as memory_of
-from comm_collectives.call.frames.link import memory_of_each as memory_of_each
+from comm_collectives.call.frames.memory import Pieces as Pieces
+from comm_collectives.call.frames.memory import memory_of as memory_of
+from comm_collectives.call.frames.memory import memory_of_each as memory_of_each
+from comm_collectives.call.frames.memory import sizes_of as sizes_of

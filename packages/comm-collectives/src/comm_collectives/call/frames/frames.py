@@ -20,12 +20,14 @@ from typing import Protocol, final
 from comm_collectives.base.streams import Streams
 from comm_collectives.base.transport import Clock
 from comm_collectives.call.frames.link import (
+    JOINED_BYTES,
     STAGED_BYTES,
     STAYED,
     Frame,
     Kind,
     Link,
     Notice,
+    head_of,
     notices_of,
     views_of,
 )
@@ -87,27 +89,39 @@ class Frames:
         `signature` has SIGNATURE_BYTES; `step` is the number of this exchange in the call.
         """
         parts, payloads, apart = cargo.parts, cargo.payloads, cargo.apart
+        whole: dict[int, memoryview] = {}
         views: Sequence[memoryview] = ()
-        last = None
+        last, send = None, self.streams.send_some
         for peer, link in self._links.items():
             payload = None if payloads is None else payloads[peer]
             # Neighbours often get one and the same.
             if not views or payload is not last or parts is not None or apart is not None:
-                views = views_of(
-                    Kind.STEP,
-                    waiter.number,
-                    step,
-                    signature=signature,
-                    part=b"" if parts is None else parts[peer],
-                    payload=None if payload is None else (payload, STAYED),
-                    apart=0 if apart is None else apart[peer],
-                )
+                part = b"" if parts is None else parts[peer]
+                size = None if payload is None else len(payload)
+                head = head_of(waiter.number, step, len(part), size, apart[peer] if apart else 0)
+                if payload is None or not size:
+                    views = (memoryview(b"".join((head, signature, part))),)
+                elif size <= JOINED_BYTES:
+                    views = (memoryview(b"".join((head, signature, part, payload, STAYED))),)
+                else:
+                    views = memoryview(b"".join((head, signature, part))), payload, STAYED
                 last = payload
-            link.put(views)
+            if link.queue or len(views) > 1:
+                self._send_each(whole)  # first, in the order of the ranks
+                link.put(views)
+            elif self.streams.send_each is not None:
+                whole[peer] = views[0]
+            elif (sent := send(peer, views[0])) < len(views[0]):
+                link.keep(views, sent)
+                link.flush()
+        self._send_each(whole)
         return self._gather(Kind.STEP, waiter)
 
     def receive(self, targets: Sequence[memoryview] | None, waiter: Waiter) -> None:
         """Receive the payloads into memory of their sizes, by rank, and send what is left."""
+        if targets is not None and self._open:
+            links = self._links
+            self._open = {p for p in self._open if not links[p].receive_staged(targets[p])}
         empty = {} if targets is None else {peer: targets[peer] for peer in self._open}
 
         def missing() -> list[int]:
@@ -189,22 +203,36 @@ class Frames:
         seen = {peer: link.last for peer, link in self._links.items()}
         return sorted(peer for peer, last in seen.items() if last is None or last.number < number)
 
+    def _send_each(self, messages: dict[int, memoryview]) -> None:
+        """Send a frame to each of these peers, for which none is queued; leave `messages` empty."""
+        if not messages or self.streams.send_each is None:
+            return
+        part: dict[int, int] = {}
+        try:
+            self.streams.send_each(messages, part)
+        finally:
+            for peer, sent in part.items():
+                self._links[peer].keep((messages[peer],), sent)
+        messages.clear()
+
     def _gather(self, kind: Kind, waiter: Waiter) -> dict[int, Frame]:
         found: dict[int, Frame] = {}
         waits = dict.fromkeys(self._links)
 
         def missing() -> list[int]:
-            ready = self.streams.ready()
+            ready, links, settled = self.streams.ready(), self._links, self.settled
             for peer in list(waits):
-                is_there = peer in ready or self._links[peer].is_ahead()
-                frame = self._next(peer) if is_there else None
+                link = links[peer]
+                frame = link.look() if peer in ready or link.is_ahead() else None
+                if frame is not None and (frame.kind != kind or frame.number <= settled):
+                    frame = self._next(peer)
                 # First, since a peer that left this call may be in its next one already.
                 if self._notices:
                     self._heed(peer, waiter, in_text=kind == Kind.TEXT)
                 if frame is not None and frame.kind == kind:
                     found[peer] = frame
                     del waits[peer]
-                    if self._links[peer].take():
+                    if link.take():
                         self._open.add(peer)
             return list(waits)
 

@@ -10,16 +10,12 @@ Invariant: a frame that was begun is sent to its end, and one that was received 
 to its end or skipped, whatever becomes of the call; so both ends stay in step.
 """
 
-import ctypes
 import struct
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
-from typing import NamedTuple, final
-
-import torch
+from typing import NamedTuple, NoReturn, final
 
 from comm_collectives.base.streams import Streams
 from comm_collectives.errors import CommError
@@ -29,12 +25,11 @@ _MAGIC = 0x6D6F6563
 _PREFIX = struct.Struct("<IIqqqq")
 _HEAD_BYTES = _PREFIX.size + SIGNATURE_BYTES
 STAGED_BYTES = 1 << 16
-_JOINED_BYTES = 1 << 14  # a payload so small is copied behind its head, and sent with it
-_KNOWN = 64  # heads that are kept
+JOINED_BYTES = 1 << 14  # a payload so small is copied behind its head, and sent with it
+_KNOWN = 256  # heads that are kept
 STAYED = memoryview(b"\0")  # the end of a payload; it has to be this object
 _APART, _ENDS = 1, 2  # flags of the size
 NO_SIGNATURE = bytes(SIGNATURE_BYTES)
-_EMPTY = memoryview(b"")
 
 
 class Kind(IntEnum):
@@ -57,11 +52,6 @@ class Frame(NamedTuple):
     size: int
     signature: bytes
     part: bytes
-
-    @property
-    def head(self) -> tuple[int, bytes]:
-        """Its step, and the signature of its call."""
-        return self.step, self.signature
 
 
 @final
@@ -104,9 +94,9 @@ class Link:
         self.has_left = False  # whether the peer left the call of the frame that was taken
         self._skipped = 0  # bytes that nobody wants
         self._staged, self._staged_bytes = bytearray(), staged_bytes  # once it is read from
-        self._view = _EMPTY
+        self._view = memoryview(b"")
         self._at = self._end = 0
-        self.queue: deque[list[memoryview]] = deque()  # of frames, as what is left of each
+        self.queue: list[list[memoryview]] = []  # of frames, as what is left of each
         self._has_begun = False  # the first frame of the queue
 
     def send(
@@ -127,9 +117,15 @@ class Link:
             sent = self._streams.send_some(self._peer, views[0])
             if sent == len(views[0]):
                 return
-            self._has_begun, views = sent > 0, [views[0][sent:]]
-        self.queue.append([*views])
+            self.keep(views, sent)
+        else:
+            self.queue.append([*views])
         self.flush()
+
+    def keep(self, views: Sequence[memoryview], sent: int) -> None:
+        """Queue what is left of a frame of which so many bytes of its first piece were sent."""
+        self._has_begun = sent > 0
+        self.queue.append([views[0][sent:], *views[1:]])
 
     def is_ahead(self) -> bool:
         """Whether anything was read ahead."""
@@ -153,7 +149,7 @@ class Link:
                     del views[0]
                 else:
                     views[0] = views[0][sent:]
-            self.queue.popleft()
+            self.queue.pop(0)
             self._has_begun = False
         return True
 
@@ -161,14 +157,41 @@ class Link:
         """Return the frame at which the stream stands, once its head and part are here."""
         if self.frame is not None:
             return self.frame
+        if self._at == self._end and not self._fill():
+            return None
         while True:
             if self._skipped:
                 self._skip()
-            is_there = self._end - self._at >= _HEAD_BYTES and not self._skipped
-            if is_there and self._parse():
-                return self.frame
+            at, there = self._at, self._end - self._at
+            if there >= _HEAD_BYTES and not self._skipped:
+                head = bytes(self._view[at : at + _HEAD_BYTES])
+                frame, length, coming = _read_head(head) or self._refuse()
+                if there >= _HEAD_BYTES + length:
+                    break
+                self._make_room(_HEAD_BYTES + length)
             if not self._fill():
                 return None
+        at += _HEAD_BYTES
+        if length:
+            part = bytes(self._view[at : at + length])
+            frame = Frame(frame.kind, frame.number, frame.step, frame.size, frame.signature, part)
+        self._at, self._coming, self.frame = at + length, coming, frame
+        if frame.step == 1 and frame.kind == Kind.STEP:
+            self.last = frame
+        return frame
+
+    def receive_staged(self, into: memoryview) -> bool:
+        """Receive payload and end of the frame that was taken, if all of it has been read ahead.
+
+        False, and nothing has happened, if not, or if the peer left its call.
+        """
+        at = self._at
+        end = at + len(into)
+        if self._coming != len(into) + 1 or self._end <= end or self._staged[end] != STAYED[0]:
+            return False
+        into[:] = self._view[at:end]
+        self._at, self._coming = end + 1, 0
+        return True
 
     def receive(self, into: memoryview) -> memoryview:
         """Receive payload of the frame that was taken; return what of `into` is still empty."""
@@ -214,7 +237,9 @@ class Link:
         Whoever gave its memory leaves with an error now, and may free it. The end of the copy says
         that; word about earlier calls is kept.
         """
-        begun = [self.queue.popleft()] if self._has_begun else []
+        if not self.queue:
+            return
+        begun = [self.queue.pop(0)] if self._has_begun else []
         for views in begun:
             has_end = views[-1] is STAYED or _has_end(views[-1].obj)
             copied = bytearray().join(views)
@@ -223,44 +248,32 @@ class Link:
             views[:] = [memoryview(copied)]
         words = (Kind.NOTICE, Kind.QUESTION)
         kept = [views for views in self.queue if _PREFIX.unpack_from(views[0])[1] in words]
-        self.queue = deque([*begun, *kept])
+        self.queue = [*begun, *kept]
 
     def _skip(self) -> None:
         staged = min(self._end - self._at, self._skipped)
         self._at += staged
         self._skipped -= staged
 
-    def _parse(self) -> bool:
-        at = self._at
-        read = _read_head(bytes(self._view[at : at + _HEAD_BYTES]))
-        if read is None:
-            raise CommError(
-                f"rank {self._peer} of the group sent what this package did not; use one version "
-                "of it on every rank"
-            )
-        frame, length, coming = read
-        at += _HEAD_BYTES
-        if length:
-            if self._end - at < length:
-                self._make_room(_HEAD_BYTES + length)
-                return False
-            frame = Frame(*frame[:-1], bytes(self._view[at : at + length]))
-        self._at, self._coming, self.frame = at + length, coming, frame
-        if frame.kind == Kind.STEP and frame.step == 1:
-            self.last = frame
-        return True
+    def _refuse(self) -> NoReturn:
+        raise CommError(
+            f"rank {self._peer} of the group sent what this package did not; use one version "
+            "of it on every rank"
+        )
 
     def _fill(self) -> bool:
         """Read more of the stream; whether anything came."""
         # Not from the beginning each time: a look for a notice would be handed old payload again.
-        room = len(self._view)
-        if not room:
-            self._renew(self._staged_bytes)
-        elif self._at == self._end > room // 2:
-            self._at = self._end = 0
-        elif self._end == room:
-            self._make_room(room)
-        got = self._streams.recv_some(self._peer, self._view[self._end :])
+        end, room = self._end, len(self._staged)
+        if self._at == end > room // 2:
+            self._at = self._end = end = 0
+        if end == room:
+            if room:
+                self._make_room(room)
+            else:
+                self._renew(self._staged_bytes)
+            end = self._end
+        got = self._streams.recv_some(self._peer, self._view[end:] if end else self._view)
         self._end += got
         return got > 0
 
@@ -294,26 +307,27 @@ def views_of(
     number: int,
     step: int,
     *,
-    signature: bytes = NO_SIGNATURE,
     part: bytes = b"",
     payload: Sequence[memoryview] | None = None,
-    apart: int = 0,
 ) -> Sequence[memoryview]:
-    """Return a frame as bytes to send; `apart` announces a payload that travels elsewhere.
-
-    A payload whose last piece is `STAYED` has an end, unless it is empty but for that.
-    """
-    size = apart if payload is None else sum(map(len, payload))
-    flags = _APART if payload is None else 0
-    if payload and payload[-1] is STAYED:
-        size -= 1
-        flags = _ENDS if size else 0
-    head = _PREFIX.pack(_MAGIC, kind, number, step, len(part), size << 2 | flags)
+    """Return a frame without a signature as bytes to send."""
+    size = 0 if payload is None else sum(map(len, payload))
+    coded = size << 2 | (_APART if payload is None else 0)
+    head = _PREFIX.pack(_MAGIC, kind, number, step, len(part), coded) + NO_SIGNATURE + part
     if payload is None or not size:
-        return (memoryview(b"".join((head, signature, part))),)
-    if size <= _JOINED_BYTES:
-        return (memoryview(b"".join((head, signature, part, *payload))),)
-    return (memoryview(b"".join((head, signature, part))), *payload)
+        return (memoryview(head),)
+    if size <= JOINED_BYTES:
+        return (memoryview(b"".join((head, *payload))),)
+    return (memoryview(head), *payload)
+
+
+def head_of(number: int, step: int, part_bytes: int, size: int | None, apart: int) -> bytes:
+    """Return what stands ahead of a step's signature; its payload has an end, unless it is empty.
+
+    `apart` announces a payload that travels elsewhere, if `size` is None.
+    """
+    coded = apart << 2 | _APART if size is None else size << 2 | (_ENDS if size else 0)
+    return _PREFIX.pack(_MAGIC, Kind.STEP, number, step, part_bytes, coded)
 
 
 def _has_end(frame: object) -> bool:
@@ -327,33 +341,3 @@ def notices_of(frame: Frame, peer: int) -> Notice:
     """Read a frame of the kind NOTICE."""
     kind, _, text = frame.part.decode(errors="replace").partition("\n")
     return Notice(peer, frame.number, kind, text)
-
-
-def memory_of(flat: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the host, writable; keep the tensor meanwhile."""
-    return memory_at(flat.data_ptr(), flat.nbytes)
-
-
-def memory_at(address: int, length: int) -> memoryview:
-    """Return bytes in memory, writable, without numpy; keep what they are of meanwhile."""
-    if not length:
-        return _EMPTY
-    return memoryview((ctypes.c_char * length).from_address(address)).cast("B")
-
-
-def memory_of_each(flats: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[memoryview]:
-    """Return the bytes of flat uint8 tensors: often one and the same, or pieces of one."""
-    if len(set(map(id, flats))) == 1:
-        return [memory_at(flats[0].data_ptr(), sizes[0])] * len(flats)
-    addresses = [flat.data_ptr() for flat in flats]  # 0 of empty ones
-    start = end = next(filter(None, addresses), 0)
-    for address, size in zip(addresses, sizes, strict=True):
-        if size and address != end:
-            return list(map(memory_at, addresses, sizes))
-        end += size
-    whole, at = memory_at(start, end - start), 0
-    pieces = []
-    for size in sizes:
-        pieces.append(whole[at : at + size])
-        at += size
-    return pieces

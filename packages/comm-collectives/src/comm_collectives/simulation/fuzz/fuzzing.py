@@ -30,7 +30,7 @@ from comm_collectives.errors import CommValueError, LostGradientWarning
 from comm_collectives.simulation import Threads
 from comm_collectives.simulation.fuzz.trial import Trial, Violation
 
-_GARBAGE = 50_000  # objects between two collections
+_COLLECTS = 20  # trials between two collections
 
 
 @final
@@ -94,6 +94,8 @@ def fuzz(
             ending, reason = trial.run(trial.scenario)
             endings[ending] += 1
             done += 1
+            if done % _COLLECTS == 0:
+                gc.collect()  # between trials little is alive to look at
             num_ranks += trial.scenario.num_ranks
             if reason is not None:
                 violations.append(trial.shrunk(reason))
@@ -116,15 +118,16 @@ def _undisturbed() -> Iterator[Threads]:
     torch.set_num_threads(1)  # tensors are tiny here
     gc.collect()
     gc.freeze()  # each full collection would look at all that torch has loaded
-    thresholds = gc.get_threshold()
-    gc.set_threshold(_GARBAGE)
+    was_collecting = gc.isenabled()
+    gc.disable()
     try:
         with warnings.catch_warnings():
             # Some cases leave results unused on purpose.
             warnings.simplefilter("ignore", LostGradientWarning)
             yield threads
     finally:
-        gc.set_threshold(*thresholds)
         gc.unfreeze()
+        if was_collecting:
+            gc.enable()
         torch.set_num_threads(torch_threads)
         threads.close()
