@@ -10,6 +10,7 @@ from weight_convert.errors import WeightConvertError
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _STORED: Mapping[str, str] = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+TORCH_NAMES = tuple(_STORED)
 
 
 def stored_dtype(name: str) -> str:

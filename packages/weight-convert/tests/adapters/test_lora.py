@@ -125,6 +125,8 @@ def test_single_experts_embeddings_patterns_and_whole_tensors(tmp_path) -> None:
 
 def test_what_fits_no_tensor_or_is_another_variant_is_named(tmp_path) -> None:
     write(tmp_path / "a", {f"{Q}.weight": torch.randn(10, H)}, {"model_type": "qwen3_moe"})
+    with pytest.raises(WeightConvertError, match=r"a has no adapter_config\.json; give an adapter"):
+        lora(tmp_path / "a", tmp_path / "a", tmp_path / "b")
     a, b = factors(10, H)
     good = {f"{Q}.lora_A.weight": a, f"{Q}.lora_B.weight": b}
     cases = [

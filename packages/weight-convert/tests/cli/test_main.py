@@ -156,7 +156,7 @@ def test_a_family_of_ones_own_converts(
 def test_families_are_listed_with_formats_and_proofs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["specs"]) == 0
     shown = capsys.readouterr().out
-    assert "mixtral        transformers   transformers' loader" in shown
+    assert "mixtral        transformers        transformers' loader" in shown
     assert "gpt_oss        fused" in shown
 
 

@@ -61,6 +61,11 @@ def test_a_mistake_is_named(tmp_path: Path, text: str, message: str) -> None:
         read_config(tmp_path / "x.toml")
 
 
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WeightConvertError, match=r"nope\.toml does not exist; give the TOML file"):
+        read_config(tmp_path / "nope.toml")
+
+
 def test_layers_of_a_slice_must_be_some() -> None:
     with pytest.raises(WeightConvertError, match="expected 0 <= begin < end"):
         Slice(path="a", begin=2, end=2)

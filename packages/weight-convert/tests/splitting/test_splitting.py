@@ -166,6 +166,11 @@ def test_split_refuses_what_it_cannot_cut(oracle: Any, tmp_path: Path) -> None:
     (tmp_path / "split" / "rank-00003" / "model.safetensors").unlink()
     with pytest.raises(WeightConvertError, match="rank-00003 has no weights"):
         join(tmp_path / "split", tmp_path / "whole")
+    (tmp_path / "split" / "rank-00003").rmdir()
+    with pytest.raises(
+        CorruptFileError, match=r"rank-00003 is missing; split\.json is of 10 ranks"
+    ):
+        join(tmp_path / "split", tmp_path / "whole")
     key = "model.layers.1.self_attn.q_proj.weight"
     model.fused[key] = ("BF16", (4, 10), bytes(80))
     src = model.write(tmp_path / "heads", "fused")

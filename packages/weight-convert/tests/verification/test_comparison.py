@@ -99,6 +99,16 @@ def test_one_config_is_enough_and_a_known_family_is_not_needed(model: Any, tmp_p
         verify(a, b, spec=get_spec("qwen3_moe"))
 
 
+def test_directories_of_two_families_are_refused_before_anything_is_loaded(
+    oracle: Any, model: Any, tmp_path: Path
+) -> None:
+    a = model.write(tmp_path / "a", "transformers")
+    oracle.write_folder(tmp_path / "b", [{"x": ("U8", (1,), b"x")}], {"model_type": "gemma"})
+    for level in ("bytes", "logits"):
+        with pytest.raises(WeightConvertError, match=r"'qwen3_moe' and .*b of 'gemma'; compare"):
+            verify(a, tmp_path / "b", level=level)
+
+
 def test_headers_alone_say_nothing_of_bytes(model: Any, tmp_path: Path) -> None:
     a = model.write(tmp_path / "a", "transformers")
     dtype, shape, data = model.fused["lm_head.weight"]

@@ -42,7 +42,7 @@ def test_other_dtypes_count_their_real_bytes(oracle: Any, tmp_path: Path) -> Non
     assert rank_bytes(catalog, whole, dtype="float32") == (156000 + 520 + 48,)
     blocks = 2 * 3  # of 128 x 128, the last ones cut off
     assert rank_bytes(catalog, whole, dtype="fp8") == (39000 + 4 * blocks + 260 + 8 + 4 + 4 + 4,)
-    with pytest.raises(WeightConvertError, match="expected one of"):
+    with pytest.raises(WeightConvertError, match="expected one of fp8, bfloat16"):
         rank_bytes(catalog, whole, dtype="fp7")
 
 

@@ -119,6 +119,10 @@ def read_adapter(directory: Path | str) -> Adapter:
 def _config(path: Path) -> Mapping[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise WeightConvertError(
+            f"{path.parent} has no {path.name}; give an adapter as peft's save_pretrained writes it"
+        ) from error
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CorruptFileError(f"{path} is not JSON ({error})") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":

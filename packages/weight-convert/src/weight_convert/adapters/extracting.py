@@ -25,7 +25,7 @@ from weight_convert.run import OutputOptions, Progress, Report, begin, carry_out
 from weight_convert.staging import OpenFiles
 
 _STEP_BYTES = 1 << 20
-_NO_LINEAR = frozenset({"vocab", "router", "norm", "buffer"})
+_NO_LINEAR = frozenset({"vocab", "router", "norm", "other", "buffer"})
 
 
 def extract_lora(

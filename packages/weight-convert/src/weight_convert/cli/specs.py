@@ -31,9 +31,11 @@ def _run_specs(args: argparse.Namespace) -> int:
     if args.name is not None:
         print(spec_text(args.name), end="")
         return 0
-    for name in family_names():
-        for form in get_spec(name).formats.values():
-            print(f"{name:14} {form.name:14} {form.proof or 'experimental'}")
+    specs = [get_spec(name) for name in family_names()]
+    width = max(len(name) for spec in specs for name in spec.formats)
+    for spec in specs:
+        for form in spec.formats.values():
+            print(f"{spec.model_type:14} {form.name:{width}} {form.proof or 'experimental'}")
     return 0
 
 

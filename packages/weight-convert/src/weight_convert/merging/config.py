@@ -168,12 +168,16 @@ def read_config(path: Path | str) -> MergeConfig:
     """Read a merge from a TOML file; paths in it are relative to it.
 
     Raises:
-        WeightConvertError: no TOML, or a key that is unknown or of another type.
+        WeightConvertError: no such file, no TOML, or a key that is unknown or of another type.
         OSError: the file cannot be read.
     """
     path = checked_path(path)
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise WeightConvertError(
+            f"{path} does not exist; give the TOML file that describes the merge"
+        ) from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise WeightConvertError(f"{path} is not TOML ({error})") from error
     try:

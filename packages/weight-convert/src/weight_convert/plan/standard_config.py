@@ -7,14 +7,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from weight_convert._dtypes import stored_dtype
+from weight_convert._dtypes import TORCH_NAMES, stored_dtype
 from weight_convert.files import Catalog
 from weight_convert.outputs import PlannedTensor
 from weight_convert.specs import FamilySpec
 
 _CAUSAL = "ForCausalLM"
 _FP8 = "F8_E4M3"
-_TORCH_NAMES = ("bfloat16", "float16", "float32")
 
 
 def standard_config(
@@ -43,7 +42,7 @@ def standard_config(
     sizes: Counter[str] = Counter()
     for tensor in tensors:
         sizes[tensor.dtype] += tensor.size_bytes
-    found = max(_TORCH_NAMES, key=lambda name: sizes[stored_dtype(name)])
+    found = max(TORCH_NAMES, key=lambda name: sizes[stored_dtype(name)])
     known = spec.config_of(config)
     if sizes[stored_dtype(found)] and "dtype" not in known and "torch_dtype" not in known:
         changes["dtype"] = found

@@ -128,7 +128,7 @@ class Memory:
         return elements
 
 
-_TOO_LOW = "max_memory is {} bytes, but {} needs {}; give more, or None for what is fastest"
+_TOO_LOW = "max_memory is {} bytes, but {} needs {}; give more, or leave it out for what is fastest"
 
 
 def _has_torch() -> bool:

@@ -57,6 +57,11 @@ def join(
     names: list[str] = []
     ranks: list[dict[str, PlannedTensor]] = []
     for folder in folders:
+        if not (source / folder).exists():
+            raise CorruptFileError(
+                f"{source / folder} is missing; {RECORD_NAME} is of {len(folders)} ranks, each of "
+                f"which has a folder"
+            )
         catalog = read_catalog(source / folder) if (source / folder).is_dir() else None
         held = {} if catalog is None else catalog.tensors
         ranks.append(

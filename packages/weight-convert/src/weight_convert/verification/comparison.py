@@ -95,9 +95,21 @@ def verify(
     if level not in LEVELS:
         raise WeightConvertError(f"level={level!r}; expected one of {', '.join(LEVELS)}")
     catalogs = (read_catalog(a), read_catalog(b))
+    _refuse_two_families(catalogs, spec)
     if level in ("headers", "bytes"):
         return _compare(catalogs, spec, level)
     return _with_opinion(catalogs, spec, level)
+
+
+def _refuse_two_families(catalogs: tuple[Catalog, Catalog], spec: FamilySpec | None) -> None:
+    """Raise where names differ and one side is of a known family, the other of another one."""
+    named = [side.config.get("model_type") for side in catalogs]
+    are_two = spec is None and None not in named and named[0] != named[1]
+    if are_two and not _have_one_layout(*catalogs) and _common_spec(*catalogs) is not None:
+        raise WeightConvertError(
+            f"{catalogs[0].directory} is of model_type {named[0]!r} and {catalogs[1].directory} of "
+            f"{named[1]!r}; compare directories of one family"
+        )
 
 
 def _with_opinion(

@@ -12,8 +12,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 from weight_convert._checks import Record
-from weight_convert._dtypes import stored_dtype
+from weight_convert._dtypes import TORCH_NAMES, stored_dtype
 from weight_convert.cutting import ModelCuts, SplitLayout
+from weight_convert.errors import WeightConvertError
 from weight_convert.files import Catalog, tensor_size_bytes
 from weight_convert.outputs import natural_key
 from weight_convert.plan import detect_format, in_memory, spec_of
@@ -73,6 +74,8 @@ def rank_bytes(
         IncompleteExpertsError: experts are missing or differ.
         WeightConvertError: a tensor cannot be cut, or an unknown dtype.
     """
+    if dtype not in ("", "fp8", *TORCH_NAMES):
+        raise WeightConvertError(f"dtype {dtype!r}; expected one of fp8, {', '.join(TORCH_NAMES)}")
     family = spec_of(catalog, spec)
     tensors = in_memory(catalog, family, detect_format(catalog, family))
     shapes = {tensor.key: tensor.shape for tensor in tensors}
