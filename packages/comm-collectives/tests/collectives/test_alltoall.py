@@ -1,6 +1,7 @@
 """all_to_all: every (source, destination, row) has a value of its own, so misplaced rows show."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -164,3 +165,27 @@ def test_no_process_group_says_what_to_do() -> None:
             cc.all_to_all(torch.zeros(2))
 
     run_ranks(fn, 1, init=False)
+
+
+def test_results_may_be_changed_in_place_and_gradients_stay_right() -> None:
+    def fn(rank: int, world_size: int) -> None:
+        x = torch.arange(4.0, requires_grad=True)
+        split = [4 // world_size] * world_size
+        calls: list[tuple[Callable[[], torch.Tensor], int]] = [
+            (lambda: cc.all_to_all(x, input_splits=split), 1),
+            (lambda: cc.all_gather(x), world_size),
+            (lambda: cc.all_reduce(x), world_size),
+            (lambda: cc.reduce_scatter(x), 1),
+        ]
+        for call, uses in calls:  # of each number of x, on all ranks
+            y = call()
+            kept = y.detach().clone()
+            y += 1
+            y *= 2
+            assert torch.equal(y, 2 * (kept + 1))
+            (grad,) = torch.autograd.grad(y.sum(), x)
+            assert torch.equal(x.detach(), torch.arange(4.0))
+            assert grad.tolist() == [2.0 * uses] * 4
+
+    run_ranks(fn, 1)
+    run_ranks(fn, 2)

@@ -180,7 +180,10 @@ def test_buffers_and_nodes_change_the_plan(capsys: pytest.CaptureFixture[str]) -
         ("ep=2 ep=2", "give one of --shape (one tensor) and --tensors (a file of them)"),
         ("ep=2 ep=2 --shape 4 --buffer-bytes 0", "buffer_bytes is 0"),
         ("ep=2 ep=2 --shape 4 --buffer-bytes 1G", "--buffer-bytes got '1G'"),
-        ("ep=2 ep=2 --shape 4 --ranks-per-node 0", "a zero that divides"),
+        (
+            "ep=2 ep=2 --shape 4 --ranks-per-node 0",
+            "ranks_per_node=0 of a Topology; give a number above 0",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_named(

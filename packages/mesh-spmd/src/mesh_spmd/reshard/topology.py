@@ -37,9 +37,10 @@ class Topology:
     def __post_init__(self) -> None:
         for name in Topology.__slots__:
             check_kind(getattr(self, name), int | float, f"{name} must be a number")
-        above = (self.ranks_per_node, self.near_bytes_per_s, self.far_bytes_per_s)
-        if min(above) <= 0 or min(self.near_latency_s, self.far_latency_s) < 0:
-            raise MeshValueError(f"{self} has a number below zero, or a zero that divides")
+            value, may_be_zero = getattr(self, name), name.endswith("latency_s")
+            if value < 0 or (value == 0 and not may_be_zero):
+                wanted = "0 or more" if may_be_zero else "a number above 0"
+                raise MeshValueError(f"{name}={value} of a Topology; give {wanted}")
 
     def near(self, a: int, b: int) -> bool:
         """Whether two ranks stand in the same node."""
