@@ -195,6 +195,7 @@ def save_steps(rank: int, kind: str, place: str, folder: Path, seed: int, group:
     rng, victims = random.Random(seed), random.Random(seed + 1).choice([{0}, {1}, {0, 1}])
     target = place_of(kind, place, seed)
     manager = manager_of(target.parent, group) if "run" in kind else None
+    has_begun = False
     for step in range(1, 10_000):
         parts = {part: shards(rank, step) for part in ("model", "optimizer")}
         with suppress(SaveError if "faults" in kind else ()):
@@ -204,10 +205,11 @@ def save_steps(rank: int, kind: str, place: str, folder: Path, seed: int, group:
             else:
                 manager.save(parts, step, rank_files=files)
             (folder / f"returned-{rank}").write_text(str(step))
-        if step == 1:
-            (folder / "begun").touch()
-            if rank in victims:
-                kill_after(os.getpid(), rng.uniform(0.0, 0.6))
+            if not has_begun:  # there is a state to be lost
+                has_begun = True
+                (folder / "begun").touch()
+                if rank in victims:
+                    kill_after(os.getpid(), rng.uniform(0.0, 0.6))
         if (folder / "ended").exists() and rank not in victims:
             return
 
