@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -304,6 +305,7 @@ def test_a_named_checkpoint_that_is_replaced_while_it_is_read_is_an_error_on_eve
             if rank == 1:
                 source.rename(tmp_path / "before")
                 (tmp_path / "other").rename(source)
+            dist.barrier()  # in between there is nothing, and that would be another error
 
         with mock.patch.object(Checkpointer, "_load_weights", lambda _, p: replaced_behind(p)):
             checkpointer.load(source)
