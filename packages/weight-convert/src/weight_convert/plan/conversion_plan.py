@@ -15,7 +15,7 @@ of a layer).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -133,25 +133,25 @@ def plan_conversion(
     options = options if options is not None else ConversionOptions()
     check_arguments(spec, options)
     family = spec_of(catalog, spec)
-    family.format(to)
+    form = family.format(to)
     _check_move(catalog, options)
     source = options.source_format or detect_format(catalog, family)
     work = Computations(num_sources=len(catalog.files))
     memory = in_memory(catalog, family, source, work)
     check_complete(catalog, family, memory)
-    unknown = _unknown_keys(family, source, memory, (to, options.unknown))
-    if family.format(to).order == "modules":
+    others = _of_role("other", family, memory)
+    unknown = _unknown_keys(family, (source, to), memory, others, options)
+    if form.order == "modules":
         memory = by_modules(memory, family)
-    stored = as_stored(memory, family, to, work, catalog.config)
-    tensors = sorted(stored, key=lambda tensor: tensor.order)
+    tensors = sorted(as_stored(memory, family, to, work, catalog.config), key=lambda t: t.order)
     num_regrouped = sum(tensor.key not in catalog.tensors for tensor in tensors)
     changes = standard_config(catalog, family, memory) if _is_foreign(catalog, source) else {}
     if options.dtype is not None:
         tensors = _in_dtype(tensors, family, options.dtype, work)
         changes["dtype"] = options.dtype
     carried, written = with_config(catalog, changes)
-    frame = _frame(catalog, source, options, _buffers(family, memory), family.format(to).file_name)
-    files = deal_to_kind(options.files or family.format(to).files, tensors, work, frame)
+    frame = _frame(catalog, source, options, _buffers(family, memory), form.file_name)
+    files = deal_to_kind(options.files or form.files, tensors, work, frame)
     return ConversionPlan(
         sources=catalog.files,
         computed=tuple(work.all),
@@ -163,10 +163,10 @@ def plan_conversion(
         num_computed=work.count(tensors),
         source_format=source,
         target_format=to,
-        is_experimental=not family.format(to).proof,
+        is_experimental=not form.proof,
         num_regrouped=num_regrouped,
         unknown_keys=unknown,
-        other_keys=_of_role("other", family, memory),
+        other_keys=others,
     )
 
 
@@ -215,15 +215,17 @@ def _check_move(catalog: Catalog, options: ConversionOptions) -> None:
 
 def _unknown_keys(
     spec: FamilySpec,
-    source: str,
+    formats: tuple[str, str],
     memory: Sequence[PlannedTensor],
-    choice: tuple[str, str],
+    others: Collection[str],
+    options: ConversionOptions,
 ) -> tuple[str, ...]:
     """The tensors in memory that the spec does not name, or the target has no name for.
 
-    Raises where they cannot be carried, or the choice (target and what to do) is "refuse".
+    Raises where they cannot be carried, or the options refuse them. `formats` are source and
+    target; `others` are parts that every format names alike.
     """
-    to, unknown = choice
+    source, to = formats
     unmapped = unmapped_keys(memory, spec, source)
     if unmapped:
         raise IncompleteExpertsError(
@@ -235,15 +237,15 @@ def _unknown_keys(
         return ()
     known = Matcher([Side(names=(name,), groups=()) for name in spec.tensors], spec.companions)
     form = spec.format(to)
-    others = set(_of_role("other", spec, memory))
+    alike = set(others)
     named = Matcher([rule.target for rule in form.rules], spec.companions)
     keys = tuple(
         tensor.key
         for tensor in memory
         if known.find(tensor.key) is None
-        or (form.renames_all and named.find(tensor.key) is None and tensor.key not in others)
+        or (form.renames_all and named.find(tensor.key) is None and tensor.key not in alike)
     )
-    if keys and unknown == "refuse":
+    if keys and options.unknown == "refuse":
         raise WeightConvertError(
             f"{len(keys)} tensors are not named by the spec of {spec.model_type}, or have no name "
             f"in the format {to}, for example {keys[0]}; carry them (unknown='carry') or name them "

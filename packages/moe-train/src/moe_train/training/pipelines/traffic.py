@@ -153,14 +153,13 @@ def _pipeline(job: _Job) -> Traffic:
     """Activations and their gradients between stages."""
     if job.config.parallel.pp == 1:
         return Traffic(kind="pipeline")
-    sent = []
+    rows, sent = unmeasured_schedule(job.config).ranks, []
     for tokens in job.tokens:
         activation = tokens * job.model.hidden_size * job.dtype.itemsize
         sizes = {
             Kind.SEND_FORWARD: activation + job.rows * job.length * _POSITION_BYTES,
             Kind.SEND_BACKWARD: activation,
         }
-        rows = unmeasured_schedule(job.config).ranks
         sent += [sum(sizes.get(action.kind, 0) for action in row) for row in rows]
     ranks = job.config.parallel.num_sample_ranks
     return Traffic(kind="pipeline", busiest_bytes=max(sent), total_bytes=sum(sent) * ranks)
