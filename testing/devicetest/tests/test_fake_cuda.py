@@ -2,6 +2,7 @@
 
 import tempfile
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -56,6 +57,25 @@ def test_values_gradients_and_devices_are_real() -> None:
     assert type(torch.zeros(1)) is torch.Tensor
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda index: torch.cuda.set_device(index),
+        lambda index: torch.ones(2, device=f"cuda:{index}"),
+        lambda index: torch.ones(2).to(f"cuda:{index}"),
+        lambda index: torch.cuda.Stream(device=index),
+        lambda index: torch.cuda.device(index).__enter__(),
+        lambda index: torch.cuda.synchronize(index),
+    ],
+    ids=["set_device", "new", "move", "stream", "block", "synchronize"],
+)
+def test_a_device_that_is_not_there_is_refused(use: Callable[[int], object]) -> None:
+    with fake_cuda(devices=2):
+        use(1)
+        with pytest.raises(RuntimeError, match="invalid device ordinal 2; devices are 0 to 1"):
+            use(2)
+
+
 def test_pinned_memory_holds_garbage_until_the_host_has_waited() -> None:
     with fake_cuda() as cuda:
         x, host = torch.arange(4.0, device="cuda"), torch.empty(4, pin_memory=True)
@@ -80,6 +100,22 @@ def test_a_copy_to_a_device_reads_what_the_host_left_there() -> None:
         torch.cuda.current_stream().synchronize()
         host.fill_(1)
         assert x.tolist() == [7] * 4 and cuda.races == []
+
+
+def test_synchronize_waits_for_all_streams_of_its_device_and_for_no_other() -> None:
+    with fake_cuda(devices=2) as cuda:
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            x = torch.full((4,), 3.0, device="cuda")
+        there = torch.empty(4, pin_memory=True)
+        with torch.cuda.device(1):
+            there.copy_(torch.full((4,), 5.0, device="cuda:1"), non_blocking=True)
+        torch.cuda.synchronize()
+        x.add_(1)  # on another stream, but after all of its device
+        cuda.check()
+        assert there.tolist() != [5.0] * 4
+        torch.cuda.synchronize(1)
+        assert there.tolist() == [5.0] * 4
 
 
 def test_what_stops_the_host_is_counted_with_its_line() -> None:
@@ -115,6 +151,23 @@ def test_memory_is_counted_and_must_not_be_freed_under_a_stream() -> None:
             kinds = [race.kind for race in cuda.races]
             assert kinds == [] if recorded else kinds == ["freed while another stream uses it"]
         assert torch.cuda.max_memory_allocated() == 2 << 20
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_recorded_stream_stands_for_all_that_it_waits_for_itself(waits: bool) -> None:
+    with fake_cuda() as cuda:
+        side, far = torch.cuda.Stream(), torch.cuda.Stream()
+        y = torch.ones(1 << 10, device="cuda")
+        y.record_stream(side)
+        for each in (side, far):
+            each.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(far):
+            y.mul_(2)
+        if waits:
+            side.wait_stream(far)
+        del y
+        kinds = [race.kind for race in cuda.races]
+        assert kinds == ([] if waits else ["freed while another stream uses it"])
 
 
 def test_a_tensor_that_is_given_other_memory_has_its_values_and_frees_its_own() -> None:
@@ -267,6 +320,21 @@ def test_a_helper_thread_that_means_device_zero_is_found() -> None:
         assert len(cuda.problems) == 1 and "thread 'helper'" in cuda.problems[0]
         assert cuda.problems[0].startswith("test_fake_cuda.py")
         cuda.forget()
+
+
+def test_properties_of_a_device_are_those_that_its_other_calls_say() -> None:
+    with fake_cuda(devices=2) as cuda:
+        cuda.memory_bytes = 6000
+        found = torch.cuda.get_device_properties("cuda:1")
+        assert found.name == torch.cuda.get_device_name(1)
+        assert (found.major, found.minor) == torch.cuda.get_device_capability(1)
+        assert found.total_memory == torch.cuda.mem_get_info(1)[1]
+        assert found.multi_processor_count > 0
+        assert torch.cuda.get_device_properties().name == found.name
+        with pytest.raises(RuntimeError, match="invalid device ordinal 2"):
+            torch.cuda.get_device_properties(2)
+        with pytest.raises(AttributeError, match="warp_size"):
+            _ = found.warp_size
 
 
 def test_a_device_has_so_much_memory_and_what_is_freed_can_be_had_again() -> None:

@@ -33,7 +33,7 @@ class DeviceMemory:
     birth: "Stream"
     write: Access | None = None
     reads: dict[int, Access] = field(default_factory=dict)
-    recorded: set[int] = field(default_factory=set)
+    recorded: dict[int, "Stream"] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,7 @@ class Stream:
         self.device_index = index
         self.id = self.stream_id = self.cuda_stream = next(machine.numbers)
         self.clock: Clock = {}
+        machine.streams[index].append(self)
 
     def tick(self) -> int:
         """Begin an operation: what the host has waited for came before it."""
@@ -168,6 +169,7 @@ class Machine:
         counts: operations and copies by name.
         fail_page_locks: error code with which pinning fails; 0 lets it work.
         memory_bytes: of each device; what needs more raises torch's OutOfMemoryError.
+        streams: those of each device; one lives on when its object is gone, as in CUDA.
     """
 
     def __init__(self, *, devices: int) -> None:
@@ -182,6 +184,7 @@ class Machine:
         self.allocated = [0] * devices
         self.peak = [0] * devices
         self.generators = tuple(map(DeviceGenerator, range(devices)))
+        self.streams: list[list[Stream]] = [[] for _ in range(devices)]
         self._default = [Stream(self, index) for index in range(devices)]
         self._here = threading.local()
         self._lock = threading.RLock()
@@ -213,12 +216,19 @@ class Machine:
         return Stream(self, self.index_of(device))
 
     def index_of(self, device: Any) -> int:
-        """Return the number of a device; that of the thread's current one for None."""
-        if isinstance(device, int):
-            return device
-        index = None if device is None else torch.device(device).index
-        if index is not None:
-            return index
+        """Return the number of a device; that of the thread's current one for None.
+
+        Raises:
+            RuntimeError: there is no such device; in CUDA's words.
+        """
+        named = device if isinstance(device, int | None) else torch.device(device).index
+        if named is not None:
+            if named not in range(self.num_devices):
+                raise RuntimeError(
+                    f"CUDA error: invalid device ordinal {named}; devices are 0 to "
+                    f"{self.num_devices - 1}"
+                )
+            return named
         if self._set and 0 not in self._set and not self.stack() and self._here.device is None:
             thread, other = threading.current_thread().name, min(self._set)
             self.problems.append(
@@ -265,14 +275,11 @@ class Machine:
             self._run_due(lambda due: due.time <= clock.get(due.stream, 0))
 
     def synchronize(self, device: Any = None) -> None:
-        """Wait for every stream, as `torch.cuda.synchronize`."""
+        """Wait for every stream of one device, as `torch.cuda.synchronize`."""
+        index = self.index_of(device)
         self.note_sync("cuda.synchronize")
-        with self._lock:
-            for due in self._due:
-                _merge(self.host_clock(), {due.stream: due.time})
-            self._run_due(lambda _: True)
-            for stream in self._default:
-                _merge(self.host_clock(), stream.clock)
+        for stream in list(self.streams[index]):
+            self.host_waits(stream.clock)
 
     @contextlib.contextmanager
     def capture(self, steps: list[Callable[[], object]]) -> Iterator[None]:
@@ -371,10 +378,11 @@ class Machine:
             memory = self._memories.pop(key)
             self.allocated[memory.index] -= memory.num_bytes
         clock = dict(memory.birth.clock)
-        _merge(clock, self.host_clock())
+        # Torch has each recorded stream reach what it has now, with all that it waits for itself.
+        for before in (self.host_clock(), *(each.clock for each in memory.recorded.values())):
+            _merge(clock, before)
         for access in (*memory.reads.values(), *((memory.write,) if memory.write else ())):
-            known = access.stream in memory.recorded or access.stream == memory.birth.id
-            if not known and clock.get(access.stream, 0) < access.time:
+            if clock.get(access.stream, 0) < access.time:
                 self.races.append(Race("freed while another stream uses it", access.where, where()))
 
     def touch(self, inner: torch.Tensor, stream: Stream, *, writes: bool) -> None:
@@ -400,7 +408,7 @@ class Machine:
         """As `Tensor.record_stream`."""
         memory = self._memories.get(_key(inner))
         if memory is not None:
-            memory.recorded.add(stream.id)
+            memory.recorded[stream.id] = stream
 
     # ------------------------------------------------------------------ pinned host memory
 

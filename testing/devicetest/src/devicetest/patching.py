@@ -7,6 +7,7 @@ with fake_cuda() as cuda:
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,9 @@ from devicetest.graphs import Graph, graph_block
 from devicetest.machine import DeviceGenerator, Event, Machine, Stream
 from devicetest.nccl.registration import in_place_of_nccl
 from devicetest.tensors import DeviceMode, DeviceTensor, to_device, to_host
+
+DEVICE_NAME, CAPABILITY = "a fake device", (9, 0)
+NUM_MULTIPROCESSORS = 132  # as many as an H100 has
 
 
 @contextlib.contextmanager
@@ -56,8 +60,9 @@ def _replacements(machine: Machine) -> list[tuple[Any, dict[str, Any]]]:
         "current_device": machine.current_device,
         "set_device": machine.set_device,
         "device": _device_block(machine),
-        "get_device_capability": lambda device=None: (9, 0),
-        "get_device_name": lambda device=None: "a fake device",
+        "get_device_capability": lambda device=None: CAPABILITY,
+        "get_device_name": lambda device=None: DEVICE_NAME,
+        "get_device_properties": lambda device=None: _properties(machine, device),
         "synchronize": machine.synchronize,
         "memory_allocated": lambda device=None: machine.allocated[machine.index_of(device)],
         "max_memory_allocated": lambda device=None: machine.peak[machine.index_of(device)],
@@ -118,6 +123,22 @@ def _replacements(machine: Machine) -> list[tuple[Any, dict[str, Any]]]:
         (threading.Thread, {"run": run_in_mode}),
         (functional, {"scaled_dot_product_attention": _attention}),
     ]
+
+
+def _properties(machine: Machine, device: Any) -> SimpleNamespace:
+    """What torch says of a device; all else of a card is an AttributeError that names it.
+
+    Raises:
+        RuntimeError: there is no such device.
+    """
+    machine.index_of(device)
+    return SimpleNamespace(
+        name=DEVICE_NAME,
+        major=CAPABILITY[0],
+        minor=CAPABILITY[1],
+        total_memory=machine.memory_bytes,
+        multi_processor_count=NUM_MULTIPROCESSORS,
+    )
 
 
 _plain_attention = functional.scaled_dot_product_attention

@@ -16,6 +16,7 @@ on one thread because OpenMP's pool does not survive a fork. Keep the parent fre
 from ranktest.hosts import can_leave_shared_memory, leave_shared_memory
 from ranktest.marks import mark, until_marked
 from ranktest.ranks import Outcome, RanksFailedError, collect_ranks, run_ranks
+from ranktest.sockets import more_than_sockets_hold
 
 __all__ = [
     "Outcome",
@@ -24,6 +25,7 @@ __all__ = [
     "collect_ranks",
     "leave_shared_memory",
     "mark",
+    "more_than_sockets_hold",
     "run_ranks",
     "until_marked",
 ]

@@ -84,6 +84,8 @@ def in_place_of_nccl(**rules: Any) -> Iterator[None]:
         group, prefix_store = plain(size, rank, ranks, BACKEND_NAME, *rest, **given)
         if isinstance(group, NcclRuleGroup):
             group.bound_device_id = device
+            if group.host is not None:  # as torch tells all backends of a group
+                group.host._set_group_uid(group.group_name)
             names: dict[Any, Any] = c10d._world.pg_map
             names[group] = (str(backend), prefix_store)
             c10d._world.pg_backend_config[group] = str(config)
