@@ -380,6 +380,20 @@ def test_every_kind_of_partial_beside_another_one(dtype: torch.dtype) -> None:
                 assert part is not None and torch.equal(part, part_of(value, target, rank)), case
 
 
+def test_a_partial_value_is_made_around_one_that_stays() -> None:
+    """A product whose other factors are sums that stay partial: these sums have to be 1."""
+    kinds = ["max", "min", "sum", "product", "avg"]
+    mesh = ProcessMesh((2, 3), ("a", "b"))
+    for before, after, stays in itertools.product(kinds, repeat=3):
+        source = TensorSpec((2,), torch.float64, Spec(mesh, (Partial(before), Partial(stays))))
+        target = TensorSpec((2,), torch.float64, Spec(mesh, (Partial(after), Partial(stays))))
+        value, given = local_parts(random.Random(), source, mesh.ranks)
+        plan = plan_reshard(source, target)
+        found, _ = run_in_threads(plan, {r: [part] for r, part in given.items()}, mesh.ranks)
+        case = f"{source} -> {target}"
+        assert_holds(value, target, {rank: parts[0] for rank, parts in found.items()}, case)
+
+
 def test_tensors_of_several_dtypes_travel_in_one_exchange() -> None:
     mesh = ProcessMesh((3,), ("ep",))
     dtypes = [torch.uint8, torch.float64, torch.bfloat16, torch.bool, torch.complex64]

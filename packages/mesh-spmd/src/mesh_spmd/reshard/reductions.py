@@ -31,10 +31,13 @@ def identity_of(target: TensorSpec, rank: int, *, kept: tuple[str, ...]) -> int 
     partial before, and each rank has its own.
     """
     at = target.mesh.coordinate(rank)
+    one = 1  # of a kept sum, whose addends are to make 1, the first has it
     # The innermost axis decides: it is reduced first, to what the axes around it need.
     for axis, kind in reversed(target.partials.items()):
-        if axis not in kept and at[axis] and kind in ("sum", "product"):
-            return 0 if kind == "sum" else 1
+        if axis in kept:
+            one = 0 if kind == "sum" and at[axis] else one
+        elif at[axis] and kind in ("sum", "product"):
+            return 0 if kind == "sum" else one
     return None
 
 
